@@ -1,0 +1,104 @@
+#pragma once
+
+// Element-wise gated linear recurrences over time: parameters and CPU entry points.
+// The CUDA entry points are in scan_cuda.h.
+
+#include <cstdint>
+
+#include "kernels/common/parallel_for.h"
+#include "kernels/common/time_series.h"
+
+namespace tidegate::kernels {
+
+enum class Activation : uint8_t { kNone, kSilu };
+
+/// How a CUDA kernel divides the time axis among thread blocks.
+enum class TimeSplit : uint8_t {
+  kAuto,     // the planner chooses
+  kNone,     // one block walks a whole sequence
+  kCluster,  // a cluster of blocks walks it together (compute capability 9.0 and later)
+  kTwoPass,  // blocks own segments; a first pass over the data finds what each segment carries in
+};
+
+/// What a launch needs besides its tensors. Found by the *_plan functions of scan_cuda.h (or
+/// *_plan_cpu below) for one set of params, filled into params.plan by the caller.
+struct ScanPlan {
+  TimeSplit split = TimeSplit::kNone;
+  int splits = 1;               // blocks that share one sequence
+  int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
+  int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
+};
+
+/// h_t = a_t * h_{t-1} + x_t, element by element over D channels, h_{-1} = h0.
+/// "State type" is state_dtype(x.dtype). Complex numbers are interleaved (std::complex).
+struct LinearScanParams {
+  SequenceLayout layout = {};
+  int64_t channels = 0;      // D
+  TimeSeries x = {};         // [B, T, D]; unused in the backward pass
+  TimeSeries a = {};         // [B, T, D] in x.dtype or the state type; constant: [D], both strides 0
+  bool a_is_constant = false;
+  TimeSeries h = {};         // [B, T, D] in x.dtype; written forward, read backward
+  const void* h0 = nullptr;  // [N, D] contiguous, state type; null means zero
+  void* h_final = nullptr;   // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
+  TimeSplit time_split = TimeSplit::kAuto;  // a request, honoured or refused by the planner
+  ScanPlan plan = {};
+  void* workspace = nullptr;  // plan.workspace_bytes
+};
+
+/// Gradients of LinearScanParams (complex ones in torch's convention: dL/dRe + i dL/dIm).
+struct LinearScanBackwardParams {
+  LinearScanParams forward = {};  // a, h, h0 as in the forward pass; plan and workspace of backward
+  TimeSeries dh = {};             // [B, T, D] in x.dtype
+  const void* dh_final = nullptr;  // [N, D] contiguous, state type; null means zero
+  TimeSeries dx = {};              // [B, T, D] in x.dtype, written
+  TimeSeries da = {};              // [B, T, D] in a.dtype, written; unused when a is constant
+  void* da_partial = nullptr;      // constant a: [P, D] state type, written; da = sum over P
+  void* dh0 = nullptr;             // [N, D] contiguous, state type, written
+};
+
+/// HGRN's recurrence from pre-activations (eq. 2 of the paper):
+///   lambda_t = gamma + (1 - gamma) * sigmoid(f_t)
+///   h_t = lambda_t * exp(i theta) * h_{t-1} + (1 - lambda_t) * act(c_t)
+/// Real (theta null): c and h are [B, T, D]. Complex: c and h are [B, T, 2D] = [Re | Im].
+struct HgruParams {
+  SequenceLayout layout = {};
+  int64_t channels = 0;  // D
+  Activation activation = Activation::kSilu;
+  TimeSeries c = {};            // [B, T, D or 2D]: float32, float64, bfloat16 or float16
+  TimeSeries f = {};            // [B, T, D] in c.dtype or the state type
+  TimeSeries h = {};            // [B, T, D or 2D] in c.dtype; written forward, read backward
+  const void* gamma = nullptr;  // [D] state type, in [0, 1); null means zero
+  const void* theta = nullptr;  // [D] state type, radians a step; null means real
+  const void* h0 = nullptr;     // [N, D or 2D] contiguous, state type; null means zero
+  void* h_final = nullptr;      // [N, D or 2D] state type; may be h0 itself when T <= 1 (a step)
+  TimeSplit time_split = TimeSplit::kAuto;
+  ScanPlan plan = {};
+  void* workspace = nullptr;  // plan.workspace_bytes
+};
+
+struct HgruBackwardParams {
+  HgruParams forward = {};         // c, f, h, gamma, theta, h0 as in the forward pass
+  TimeSeries dh = {};              // [B, T, D or 2D] in c.dtype
+  const void* dh_final = nullptr;  // [N, D or 2D] contiguous, state type; null means zero
+  TimeSeries dc = {};              // [B, T, D or 2D] in c.dtype, written
+  TimeSeries df = {};              // [B, T, D] in f.dtype, written
+  void* dgamma_partial = nullptr;  // [P, D] state type, written; null when gamma is null
+  void* dtheta_partial = nullptr;  // [P, D] state type, written; null when theta is null
+  void* dh0 = nullptr;             // [N, D or 2D] contiguous, state type, written
+};
+
+/// Why no kernel takes these params (a static string, for the user's error), or null.
+/// The only place that states what the kernels cannot do; it reads no device memory.
+const char* linear_scan_unsupported(const LinearScanParams& params);
+const char* hgru_unsupported(const HgruParams& params);
+
+/// CPU plans: partial sums only, one row a sequence, so that results do not depend on the threads.
+ScanPlan linear_scan_plan_cpu(const LinearScanParams& params);
+ScanPlan hgru_plan_cpu(const HgruParams& params);
+
+void linear_scan_forward_cpu(const LinearScanParams& params, const ParallelFor& parallel);
+void linear_scan_backward_cpu(const LinearScanBackwardParams& params, const ParallelFor& parallel);
+void hgru_forward_cpu(const HgruParams& params, const ParallelFor& parallel);
+void hgru_backward_cpu(const HgruBackwardParams& params, const ParallelFor& parallel);
+
+}  // namespace tidegate::kernels
