@@ -1,0 +1,1 @@
+# cmake --install: library, headers, package config.
