@@ -1,0 +1,19 @@
+"""Whole models over the token mixers, their configurations, files and published checkpoints' names."""
+
+from .block import Block, Output
+from .causal_lm import CausalLM
+from .classifiers import ImageClassifier, SequenceClassifier
+from .config import LMConfig
+from .presets import presets
+from .registry import mixers
+
+__all__ = [
+    "Block",
+    "CausalLM",
+    "ImageClassifier",
+    "LMConfig",
+    "Output",
+    "SequenceClassifier",
+    "mixers",
+    "presets",
+]

@@ -1,0 +1,268 @@
+"""The residual block all models are stacked from, and what the models share."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import GLU, LowerBounds
+from ..nn._common import make_norm, reset_norm
+from .config import LMConfig
+from .registry import mixer_class
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+class Output(NamedTuple):
+    """What a model returns: logits; the mean loss, when labels were given; one state a layer
+    (None for classifiers)."""
+
+    logits: Tensor
+    loss: Tensor | None
+    state: tuple[Any, ...] | None
+
+
+class Block(nn.Module):
+    """Pre-norm residual block (HGRN, Figure 1): ``x += mixer(norm(x)); x += GLU(norm(x))``.
+
+    Children: mixer_norm, mixer, glu_norm, glu; dropout after mixer and GLU.
+    """
+
+    def __init__(self, config: LMConfig, *, device=None, dtype=None) -> None:
+        super().__init__()
+        where = {"device": device, "dtype": dtype}
+        options = {"norm_eps": config.norm_eps, **config.mixer_options}
+        self.mixer_norm = make_norm(config.norm, config.dim, config.norm_eps, **where)
+        self.mixer = mixer_class(config.mixer)(config.dim, **options, **where)
+        self.glu_norm = make_norm(config.norm, config.dim, config.norm_eps, **where)
+        self.glu = GLU(
+            config.dim,
+            hidden=config.glu_hidden,
+            activation=config.glu_activation,
+            bias=config.glu_bias,
+            **where,
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def reset_parameters(self) -> None:
+        """mixer_norm, mixer, glu_norm, glu, in this order."""
+        reset_norm(self.mixer_norm)
+        self.mixer.reset_parameters()
+        reset_norm(self.glu_norm)
+        self.glu.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """x ``[B, T, dim]`` -> the same, and the mixer's state."""
+        y, state = self.mixer(
+            self.mixer_norm(x), state, gamma=gamma, cu_seqlens=cu_seqlens
+        )
+        x = x + self.dropout(y)
+        return x + self.dropout(self.glu(self.glu_norm(x))), state
+
+    def step(self, x: Tensor, state: Any, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> the same; the mixer's state is updated in place."""
+        x = x + self.mixer.step(self.mixer_norm(x), state, gamma)
+        return x + self.glu(self.glu_norm(x))
+
+
+class Model(nn.Module):
+    """What CausalLM and the classifiers share: blocks, lower bounds, final norm, files.
+
+    Children: lower_bounds (None where the mixer has no bound or the mode is "none"), blocks,
+    norm. Children are made on the meta device, and given memory and numbers by _materialise(), so
+    that each number is drawn once, in reset_parameters()'s order.
+    """
+
+    def __init__(self, config: LMConfig, *, dtype=None) -> None:
+        super().__init__()
+        self.config = config
+        where = {"device": "meta", "dtype": dtype}
+        self.blocks = nn.ModuleList(
+            Block(config, **where) for _ in range(config.layers)
+        )
+        mixer = self.blocks[0].mixer
+        self.lower_bounds = None
+        if config.lower_bound != "none" and getattr(mixer, "takes_gamma", False):
+            self.lower_bounds = LowerBounds(
+                config.layers, mixer.channels, mode=config.lower_bound, **where
+            )
+        elif getattr(mixer, "forget_gate", None) == "bound":
+            raise ValueError(
+                "LMConfig: lower_bound: expected 'cumulative', 'independent' or 'decreasing' "
+                "with forget_gate='bound', whose forget gate is the bound; got 'none'"
+            )
+        final_norm = config.norm if config.final_norm is None else config.final_norm
+        self.norm = make_norm(final_norm, config.dim, config.norm_eps, **where)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def _materialise(self, device: Any) -> None:
+        """Moves the finished model to `device` and draws its parameters."""
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.to_empty(device=device)
+        self.reset_parameters()
+
+    def _reset_blocks(self) -> None:
+        """lower_bounds, the blocks, the final norm, in this order."""
+        if self.lower_bounds is not None:
+            self.lower_bounds.reset_parameters()
+        for block in self.blocks:
+            block.reset_parameters()
+        reset_norm(self.norm)
+
+    def gammas(self) -> tuple[Tensor | None, ...]:
+        """Every layer's lower bound ``[S]``, or None."""
+        if self.lower_bounds is None:
+            return (None,) * len(self.blocks)
+        return self.lower_bounds().unbind(0)
+
+    def _run(
+        self, x: Tensor, state: tuple[Any, ...] | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """All blocks and the final norm over x ``[B, T, dim]``."""
+        if state is None:
+            state = (None,) * len(self.blocks)
+        elif len(state) != len(self.blocks):
+            raise ValueError(
+                f"{type(self).__name__}: state: expected one state for each of the "
+                f"{len(self.blocks)} layers; got {len(state)}"
+            )
+        x = self.dropout(x)
+        states = []
+        for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
+            x, s = block(x, s, gamma=gamma, cu_seqlens=cu_seqlens)
+            states.append(s)
+        return self.norm(x), tuple(states)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes config.json and model.safetensors into `directory` (made when missing).
+
+        Each file is written beside its place and renamed into it, so an interrupted save leaves
+        the earlier one.
+        """
+        from safetensors.torch import save
+
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: t.detach().contiguous() for name, t in self.state_dict().items()
+        }
+        write_atomically(
+            directory / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"})
+        )
+        write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, device: Any = None) -> Any:
+        """The model saved in `directory`, in the dtypes it was saved in, on `device` (default:
+        CPU), in evaluation mode as far as dropout: call train() to train on.
+
+        Raises FileNotFoundError when a file is missing, ValueError (one line) when it is
+        truncated, or belongs to another configuration.
+        """
+        directory = Path(directory)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (directory / name).is_file():
+                raise FileNotFoundError(
+                    f"{cls.__name__}.load: {directory / name}: no such file"
+                )
+        config = LMConfig.from_json((directory / CONFIG_FILE).read_text())
+        model = cls(config, device="meta")
+        tensors = read_tensors(directory / WEIGHTS_FILE, device)
+        load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
+        return model.eval()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes `data` to a temporary file of the same folder, flushes it to disk, renames it."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    """The process's umask (mkstemp ignores it); reading it means setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def read_tensors(path: Path, device: Any = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; ValueError when it is not a whole one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device="cpu" if device is None else str(device))
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: truncated or not a safetensors file: {error}"
+        ) from error
+
+
+def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """Makes `tensors` the model's parameters; ValueError, naming the first that does not fit,
+    when names or shapes are those of another configuration."""
+    own = model.state_dict()
+    for name, t in own.items():
+        if name not in tensors:
+            raise ValueError(
+                f"{source}: no tensor {name!r}, which the configuration asks for"
+            )
+        if tensors[name].shape != t.shape:
+            raise ValueError(
+                f"{source}: {name!r}: expected {tuple(t.shape)} by the configuration; "
+                f"got {tuple(tensors[name].shape)}"
+            )
+    for name in tensors:
+        if name not in own:
+            raise ValueError(
+                f"{source}: tensor {name!r} has no place in the configuration"
+            )
+    model.load_state_dict(tensors, strict=True, assign=True)
+
+
+def check_ids(owner: str, ids: Tensor) -> None:
+    """Raises ValueError unless ids is ``[B, T]`` of int32 or int64."""
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{owner}: ids: expected int32 or int64 [B, T]; got {ids.dtype} {tuple(ids.shape)}"
+        )
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean of -log p(label) over the labels that are not -100; zero when there is none."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    logits, labels = logits.flatten(0, -2), labels.flatten().long()
+    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+
+
+def embedding_std(config: LMConfig) -> float:
+    """Spread of the embedding at the start: dim^-1/2 where it is scaled up by dim^1/2 and also
+    is the head; 0.02 where it is not."""
+    return 1.0 / math.sqrt(config.dim) if config.tied else 0.02

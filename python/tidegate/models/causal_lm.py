@@ -1,0 +1,250 @@
+"""The language model: embedding, blocks, head; training loss, generation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn._common import make_linear
+from .block import Model, Output, check_ids, embedding_std, mean_cross_entropy
+from .config import LMConfig
+from .sampling import Sampler
+
+
+class CausalLM(Model):
+    """A causal language model over one of the mixers (HGRN, section 3.1 and Figure 1).
+
+    Embedding (scaled by sqrt(dim) when tied), pre-norm blocks, final norm, head (the embedding's
+    transpose when tied). Parameters: ``embedding.weight``, ``lower_bounds.logits``,
+    ``blocks.{k}.{mixer_norm,mixer,glu_norm,glu}.*``, ``norm.*``, and ``head.weight`` when untied.
+
+    Raises ValueError when the configuration is bidirectional or has no vocabulary.
+    """
+
+    def __init__(self, config: LMConfig, *, device=None, dtype=None) -> None:
+        super().__init__(config, dtype=dtype)
+        if config.vocab_size is None:
+            raise ValueError(
+                "CausalLM: vocab_size: expected a positive integer; got None"
+            )
+        if getattr(self.blocks[0].mixer, "bidirectional", False):
+            raise ValueError(
+                "CausalLM: mixer_options: expected bidirectional=False: a causal model must not "
+                "see later tokens; got True"
+            )
+        where = {"device": "meta", "dtype": dtype}
+        scaled = (
+            config.tied if config.scale_embedding is None else config.scale_embedding
+        )
+        self.scale = math.sqrt(config.dim) if scaled else 1.0
+        self.embedding = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.dim, **where), freeze=False
+        )
+        self.head = None
+        if not config.tied:
+            self.head = make_linear(config.dim, config.vocab_size, False, **where)
+        self._materialise(device)
+
+    def reset_parameters(self) -> None:
+        """embedding (normal, dim^-1/2 when tied, else 0.02), lower_bounds, blocks, norm, head
+        (normal, 0.02), in this order."""
+        torch.ops.tidegate.init_normal_(
+            self.embedding.weight, 0.0, embedding_std(self.config)
+        )
+        self._reset_blocks()
+        if self.head is not None:
+            torch.ops.tidegate.init_normal_(self.head.weight, 0.0, 0.02)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return x * self.scale if self.scale != 1.0 else x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(x, weight)
+
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | str | None = None,
+        *,
+        state: tuple[Any, ...] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Output:
+        """ids int32 or int64 ``[B, T]`` -> Output(logits ``[B, T, vocab]``, loss, state).
+
+        labels: what each position should predict, int64 ``[B, T]``, -100 = ignored; or "next":
+        the next id of the same sequence (the last one of a sequence is ignored). The loss is the
+        mean over the positions not ignored. state: the one returned for the tokens before.
+        cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
+        """
+        check_ids("CausalLM", ids)
+        labels = self._labels(ids, labels, cu_seqlens)
+        x, state = self._run(self._embed(ids), state, cu_seqlens)
+        logits = self._logits(x)
+        loss = None if labels is None else mean_cross_entropy(logits, labels)
+        return Output(logits, loss, state)
+
+    def _labels(
+        self, ids: Tensor, labels: Tensor | str | None, cu_seqlens: Tensor | None
+    ) -> Tensor | None:
+        if labels is None:
+            return None
+        if isinstance(labels, str):
+            if labels != "next":
+                raise ValueError(
+                    f"CausalLM: labels: expected a tensor or 'next'; got {labels!r}"
+                )
+            return next_labels(ids, cu_seqlens)
+        if labels.shape != ids.shape:
+            raise ValueError(
+                f"CausalLM: labels: expected the shape of ids, {tuple(ids.shape)}; "
+                f"got {tuple(labels.shape)}"
+            )
+        return labels
+
+    def init_state(self, batch: int, *, capacity: int | None = None) -> tuple[Any, ...]:
+        """The empty state of `batch` sequences, one entry a layer."""
+        return tuple(
+            block.mixer.init_state(batch, capacity=capacity) for block in self.blocks
+        )
+
+    def step(self, ids: Tensor, state: tuple[Any, ...]) -> Tensor:
+        """One token a sequence: ids ``[B]`` -> logits ``[B, vocab]``; the state is updated in
+        place. Constant work a token. Call it under torch.no_grad()."""
+        x = self._embed(ids)
+        for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
+            x = block.step(x, s, gamma)
+        return self._logits(self.norm(x))
+
+    def prefill(
+        self, ids: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Reads the prompts ``[B, T]``: logits ``[B, vocab]`` after each one's last token, and
+        the state. Prompts shorter than T, padded on the right, have their lengths ``[B]`` in
+        `lengths`; the padding is left out of the computation."""
+        check_ids("CausalLM.prefill", ids)
+        if lengths is None:
+            if ids.size(1) == 0:
+                raise ValueError(
+                    "CausalLM.prefill: ids: expected at least one token; got none"
+                )
+            x, state = self._run(self._embed(ids), None, None)
+            return self._logits(x[:, -1]), state
+        packed, cu_seqlens = pack(ids, lengths, minimum=1)
+        x, state = self._run(self._embed(packed), None, cu_seqlens)
+        return self._logits(x[0, cu_seqlens[1:] - 1]), state
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos: int | None = None,
+        seed: int | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Continues the prompts ids ``[B, T]``; returns ids ``[B, T + n]``, n <= max_new_tokens.
+
+        Each row of the result is its prompt, then its new tokens, then `eos` (0 when there is
+        none) up to the end. temperature 0 takes the likeliest token, otherwise tokens are drawn,
+        from the top_k likeliest, or from the fewest whose probabilities reach top_p. A row ends
+        with `eos`; generation ends when all rows have. seed: draws are repeatable on one device,
+        and torch's own generators stay untouched. lengths: as in prefill().
+        """
+        check_positive_or_zero("max_new_tokens", max_new_tokens)
+        sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
+        training = self.training
+        self.eval()
+        try:
+            new = self._continue(ids, lengths, max_new_tokens, sampler, eos)
+        finally:
+            self.train(training)
+        return append(ids, lengths, new, 0 if eos is None else eos)
+
+    def _continue(
+        self,
+        ids: Tensor,
+        lengths: Tensor | None,
+        count: int,
+        sampler: Sampler,
+        eos: int | None,
+    ) -> Tensor:
+        """The new tokens ``[B, <= count]``: a prefill, then steps."""
+        logits, state = self.prefill(ids, lengths)
+        done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
+        new: list[Tensor] = []
+        while len(new) < count:
+            if new:
+                logits = self.step(new[-1], state)
+            token = sampler(logits)
+            if eos is not None:
+                token = torch.where(done, eos, token)
+                done = done | (token == eos)
+            new.append(token)
+            if eos is not None and bool(done.all()):
+                break
+        return torch.stack(new, dim=1) if new else ids.new_empty(ids.size(0), 0)
+
+
+def check_positive_or_zero(name: str, value: int) -> None:
+    """Raises ValueError unless `value` is an integer >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"CausalLM.generate: {name}: expected an integer >= 0; got {value!r}"
+        )
+
+
+def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Labels ``[B, T]`` that predict the next id; -100 at the end of every sequence."""
+    labels = torch.full_like(ids, -100, dtype=torch.int64)
+    if ids.size(1) == 0:
+        return labels
+    labels[:, :-1] = ids[:, 1:]
+    if cu_seqlens is not None:
+        # Where sequences before the first token are empty, their last position is taken modulo
+        # T: the last one, which is ignored anyway.
+        last = (cu_seqlens[1:].to(ids.device).long() - 1).remainder(ids.size(1))
+        labels.index_fill_(1, last, -100)
+    return labels
+
+
+def pack(ids: Tensor, lengths: Tensor, minimum: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of ids ``[B, T]`` cut to `lengths` ``[B]`` and laid end to end: ``[1, sum]`` and
+    cu_seqlens ``[B+1]``. Reads the lengths on the host."""
+    lengths = torch.as_tensor(lengths)
+    if lengths.shape != ids.shape[:1] or lengths.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
+        raise ValueError(
+            f"lengths: expected int32 or int64 [B={ids.size(0)}]; got {lengths.dtype} "
+            f"{tuple(lengths.shape)}"
+        )
+    host = lengths.tolist()
+    if host and not minimum <= min(host) <= max(host) <= ids.size(1):
+        raise ValueError(f"lengths: expected {minimum} to T={ids.size(1)}; got {host}")
+    rows = [row[:n] for row, n in zip(ids, host, strict=True)]
+    packed = torch.cat(rows) if rows else ids.new_empty(0)
+    cu_seqlens = F.pad(lengths.to(ids.device).long().cumsum(0), (1, 0))
+    return packed[None], cu_seqlens
+
+
+def append(ids: Tensor, lengths: Tensor | None, new: Tensor, fill: int) -> Tensor:
+    """Each row's prompt, then its row of `new`, then `fill`: ``[B, T + n]``."""
+    if lengths is None:
+        return torch.cat([ids, new.to(ids.dtype)], dim=1)
+    lengths = torch.as_tensor(lengths).to(ids.device).long()[:, None]
+    out = torch.cat([ids, new.to(ids.dtype)], dim=1)
+    position = torch.arange(out.size(1), device=ids.device)[None]
+    out = out.masked_fill(position >= lengths, fill)
+    places = lengths + torch.arange(new.size(1), device=ids.device)[None]
+    return out.scatter(1, places, new.to(ids.dtype))

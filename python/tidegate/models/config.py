@@ -1,0 +1,124 @@
+"""The configuration of a whole model, and its JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..nn._common import NORMS, check_choice, check_positive
+from ..nn.lower_bounds import MODES
+from .registry import check_mixer_options
+
+
+@dataclass
+class LMConfig:
+    """What a `CausalLM`, `SequenceClassifier` or `ImageClassifier` is made of.
+
+    Attributes:
+        mixer: the token mixer's name, see `tidegate.models.mixers()`.
+        vocab_size: number of token ids; None for image models.
+        dim: width of the residual stream.
+        layers: number of blocks.
+        mixer_options: further keyword arguments of the mixer's class.
+        glu_hidden: hidden width of the channel mixer; None = 2 * dim.
+        glu_activation: "none" (HGRN's language models) or "silu".
+        glu_bias: biases in the channel mixer.
+        norm: the two norms of a block: "layer", "rms" or "rms_no_weight".
+        final_norm: the norm before the head; None = `norm`.
+        norm_eps: epsilon of all norms.
+        lower_bound: mode of `LowerBounds`: "cumulative", "none", "independent", "decreasing";
+            ignored by mixers without a lower bound.
+        dropout: after the embedding and after each mixer and GLU, in training.
+        tied: whether the head is the embedding's transpose (language models).
+        scale_embedding: multiply embeddings by sqrt(dim); None = as `tied`.
+        num_classes: classes of a classifier.
+        patch_size: side of an image patch in pixels.
+        image_channels: channels of an image.
+
+    Raises ValueError, naming the field, for values that cannot be.
+    """
+
+    mixer: str = "hgrn2"
+    vocab_size: int | None = 256
+    dim: int = 256
+    layers: int = 4
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    glu_hidden: int | None = None
+    glu_activation: str = "none"
+    glu_bias: bool = False
+    norm: str = "layer"
+    final_norm: str | None = None
+    norm_eps: float = 1e-5
+    lower_bound: str = "cumulative"
+    dropout: float = 0.0
+    tied: bool = True
+    scale_embedding: bool | None = None
+    num_classes: int | None = None
+    patch_size: int | None = None
+    image_channels: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "image_channels"):
+            check_positive("LMConfig", name, getattr(self, name))
+        for name in ("vocab_size", "glu_hidden", "num_classes", "patch_size"):
+            if getattr(self, name) is not None:
+                check_positive("LMConfig", name, getattr(self, name))
+        check_choice(
+            "LMConfig", "glu_activation", self.glu_activation, ("silu", "none")
+        )
+        check_choice("LMConfig", "norm", self.norm, NORMS)
+        check_choice("LMConfig", "final_norm", self.final_norm, (None, *NORMS))
+        check_choice("LMConfig", "lower_bound", self.lower_bound, MODES)
+        for name in ("glu_bias", "tied"):
+            check_choice("LMConfig", name, getattr(self, name), (True, False))
+        check_choice(
+            "LMConfig", "scale_embedding", self.scale_embedding, (None, True, False)
+        )
+        number = (int, float)
+        p, eps, options = self.dropout, self.norm_eps, self.mixer_options
+        _expect(isinstance(p, number) and 0.0 <= p < 1.0, "dropout", "0 <= p < 1", p)
+        _expect(
+            isinstance(eps, number) and eps > 0.0, "norm_eps", "a positive number", eps
+        )
+        _expect(isinstance(options, dict), "mixer_options", "a dictionary", options)
+        check_mixer_options(self.mixer, self.mixer_options)
+
+    def replace(self, **changes: Any) -> LMConfig:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LMConfig:
+        """The reverse of to_dict(); missing keys take their defaults, unknown ones raise."""
+        _expect(isinstance(values, dict), "JSON", "an object", values)
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ValueError(
+                f"LMConfig: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
+            )
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """JSON text, one field a line."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> LMConfig:
+        """The reverse of to_json(); ValueError when the text is not such JSON."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"LMConfig: not valid JSON: {error}") from error
+        return cls.from_dict(values)
+
+
+def _expect(holds: bool, name: str, wanted: str, given: object) -> None:
+    if not holds:
+        raise ValueError(f"LMConfig: {name}: expected {wanted}; got {given!r}")

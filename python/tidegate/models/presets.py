@@ -1,0 +1,107 @@
+"""The papers' configurations by name."""
+
+from __future__ import annotations
+
+from .config import LMConfig
+
+# 000 = HGRN (NeurIPS 2023), 003 = HGRN2 (COLM 2024).
+_HGRN_LM = LMConfig(
+    mixer="hgrn",
+    vocab_size=50265,
+    dim=512,
+    layers=6,
+    glu_hidden=1024,
+    glu_activation="none",
+    glu_bias=True,
+    dropout=0.1,
+)
+
+# The larger models follow the published training code: no biases, RMSNorm without weight, and the
+# gate after the norm; of all choices this one gives 003's 379M to the printed unit.
+_HGRN_PILE = LMConfig(
+    mixer="hgrn",
+    mixer_options={"preset": "official", "bias": False, "norm": "rms_no_weight"},
+    vocab_size=50272,
+    dim=1024,
+    layers=24,
+    glu_hidden=2048,
+    glu_activation="none",
+    norm="rms_no_weight",
+    dropout=0.1,
+)
+
+_HGRN_VIT = LMConfig(
+    mixer="hgrn",
+    mixer_options={"bidirectional": True},
+    vocab_size=None,
+    dim=192,
+    layers=12,
+    glu_hidden=384,
+    glu_activation="silu",
+    glu_bias=True,
+    norm="layer",
+    final_norm="rms_no_weight",
+    num_classes=1000,
+    patch_size=14,
+)
+
+
+def presets() -> dict[str, LMConfig]:
+    """Fresh configurations by name; `LMConfig.replace` changes one.
+
+    ============== ============================================ =============
+    name           what                                         parameters
+    ============== ============================================ =============
+    hgrn-44m       HGRN, WikiText-103 (000 Table 1)             46,248,448
+    hgrn-real-d    real HGRN, state d (003 Table 1)             46,239,232
+    hgrn-real-2d   real HGRN, state 2d (003 Table 1)            45,462,016
+    hgrn-150m      HGRN on the Pile (000 Table 4)               153,647,616
+    hgrn-350m      the same; the shape of hgrn-379m             378,683,392
+    hgrn-379m      HGRN of 003 Table 3                          378,683,392
+    hgrn-1b        HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
+    hgrn-vit-tiny  HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
+    hgrn-vit-small HGRN in DeiT-small's frame (000 Table 7)     23,715,688
+    demo           byte-level model that two CPU cores train    2,698,752
+    ============== ============================================ =============
+
+    The papers state parameters and losses, not every size: layers and widths of hgrn-150m and
+    hgrn-1b are those that 003 Table 13 gives for 0.15 and 1 billion parameters, with GLUs of twice
+    the width, and hgrn-350m's are inferred with hgrn-379m's.
+    """
+    return {
+        "hgrn-44m": _HGRN_LM.replace(),
+        "hgrn-real-d": _HGRN_LM.replace(
+            mixer_options={"complex": False}, glu_hidden=1536
+        ),
+        "hgrn-real-2d": _HGRN_LM.replace(
+            mixer_options={"complex": False, "expand": 2}, glu_hidden=768
+        ),
+        "hgrn-150m": _pile(layers=15, dim=768),
+        "hgrn-350m": _pile(layers=24, dim=1024),
+        "hgrn-379m": _pile(layers=24, dim=1024),
+        "hgrn-1b": _pile(layers=18, dim=2048),
+        "hgrn-vit-tiny": _vit(dim=192),
+        "hgrn-vit-small": _vit(dim=384),
+        "demo": LMConfig(
+            mixer="hgrn",
+            mixer_options={"complex": False},
+            vocab_size=256,
+            dim=256,
+            layers=4,
+            glu_hidden=512,
+            glu_activation="silu",
+        ),
+    }
+
+
+def _pile(layers: int, dim: int) -> LMConfig:
+    options = dict(_HGRN_PILE.mixer_options)
+    return _HGRN_PILE.replace(
+        layers=layers, dim=dim, glu_hidden=2 * dim, mixer_options=options
+    )
+
+
+def _vit(dim: int) -> LMConfig:
+    return _HGRN_VIT.replace(
+        dim=dim, glu_hidden=2 * dim, mixer_options={"bidirectional": True}
+    )

@@ -1,0 +1,59 @@
+"""Which token mixers a configuration can name, and what it may tell them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from ..nn import HGRU
+
+# Names of the public surface; those without a class are not available in this version.
+KNOWN_MIXERS = (
+    "hgrn",
+    "hgrn2",
+    "gla",
+    "lru",
+    "slru",
+    "rwkv4",
+    "gated-linear-rnn",
+    "gated-rnn",
+    "fox",
+    "fox-pro",
+    "transformer",
+    "transformer-pro",
+)
+
+_MIXERS: dict[str, type[nn.Module]] = {"hgrn": HGRU}
+_NOT_OPTIONS = ("self", "dim", "device", "dtype")
+
+
+def mixers() -> dict[str, type[nn.Module]]:
+    """The available mixers by name."""
+    return dict(_MIXERS)
+
+
+def mixer_class(name: str) -> type[nn.Module]:
+    """The class of mixer `name`; ValueError when there is none."""
+    if name in _MIXERS:
+        return _MIXERS[name]
+    what = "is not available in this version" if name in KNOWN_MIXERS else "is unknown"
+    raise ValueError(
+        f"LMConfig: mixer: {name!r} {what}; available: {', '.join(_MIXERS)}"
+    )
+
+
+def check_mixer_options(name: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for an option that the mixer's class does not have."""
+    known = [
+        p
+        for p in inspect.signature(mixer_class(name)).parameters
+        if p not in _NOT_OPTIONS
+    ]
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"LMConfig: mixer_options: mixer {name!r} has no option {key!r}; "
+                f"it has {', '.join(known)}"
+            )

@@ -1,0 +1,15 @@
+"""Token mixers, channel mixers and their helpers: torch.nn.Modules over `tidegate.ops`.
+
+Every token mixer: ``y, state = mixer(x, state=None, *, gamma=None, cu_seqlens=None)`` with x, y
+``[B, T, dim]``; ``y = mixer.step(x, state, gamma=None)`` with x ``[B, dim]``, the state updated in
+place; ``state = mixer.init_state(batch, device=..., dtype=..., capacity=...)``.
+
+``reset_parameters()`` draws every parameter anew, in a documented order, from torch's default CPU
+generator, and rebuilds buffers; constructing a module does the same.
+"""
+
+from .glu import GLU
+from .hgru import HGRU
+from .lower_bounds import LowerBounds
+
+__all__ = ["GLU", "HGRU", "LowerBounds"]

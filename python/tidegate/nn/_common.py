@@ -1,0 +1,103 @@
+"""What the modules of this package share: seeded initialisation, norms, and parameters that stay fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+NORMS = ("layer", "rms", "rms_no_weight")
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def check_choice(
+    owner: str, option: str, value: object, allowed: Sequence[object]
+) -> None:
+    """Raises ValueError naming module, option, the allowed values and the one given."""
+    if value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{owner}: {option}: expected one of {names}; got {value!r}")
+
+
+def check_positive(owner: str, option: str, value: object) -> None:
+    """Raises ValueError unless `value` is an integer of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{owner}: {option}: expected a positive integer; got {value!r}"
+        )
+
+
+def make_linear(
+    in_features: int, out_features: int, bias: bool, device=None, dtype=None
+) -> nn.Linear:
+    """A torch.nn.Linear with uninitialised weights: its owner's reset_parameters() draws them,
+    so that constructing a module draws each number exactly once, in the documented order."""
+    device = torch.get_default_device() if device is None else device
+    return nn.utils.skip_init(
+        nn.Linear, in_features, out_features, bias=bias, device=device, dtype=dtype
+    )
+
+
+def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
+    """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight"."""
+    check_choice("norm", "kind", kind, NORMS)
+    if kind == "layer":
+        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+    affine = kind == "rms"
+    return nn.RMSNorm(
+        dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype
+    )
+
+
+def reset_linear(linear: nn.Linear) -> None:
+    """Weight, then bias, uniform on +-1/sqrt(in_features) (torch.nn.Linear's own distribution)."""
+    bound = 1.0 / math.sqrt(linear.in_features)
+    torch.ops.tidegate.init_uniform_(linear.weight, -bound, bound)
+    if linear.bias is not None:
+        torch.ops.tidegate.init_uniform_(linear.bias, -bound, bound)
+
+
+def reset_norm(norm: nn.Module) -> None:
+    """Weight one, bias zero, where the norm has them."""
+    if getattr(norm, "weight", None) is not None:
+        torch.ops.tidegate.init_constant_(norm.weight, 1.0)
+    if getattr(norm, "bias", None) is not None:
+        torch.ops.tidegate.init_constant_(norm.bias, 0.0)
+
+
+def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of phases, bounds and states in a module of `dtype`: fp64 for fp64, else fp32."""
+    dtype = dtype or torch.get_default_dtype()
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in fp32, or as it is when it is fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class KeepsFloat32(nn.Module):
+    """A module whose tensors named in `_float32_names` never become bf16 or fp16.
+
+    `module.bfloat16()`, `.half()` and `.to(dtype)` leave them as they are (devices and fp64 are
+    followed): a phase or a lower bound next to one rounded to eight bits is another model.
+    """
+
+    _float32_names: tuple[str, ...] = ()
+
+    def _apply(self, fn, recurse=True):
+        kept = {}
+        for name in self._float32_names:
+            p = getattr(self, name, None)
+            if p is not None:
+                kept[name] = (p.data, None if p.grad is None else p.grad.data)
+        super()._apply(fn, recurse)
+        for name, (data, grad) in kept.items():
+            p = getattr(self, name)
+            if p.dtype in _HALF and data.dtype not in _HALF:
+                p.data = data.to(p.device)
+                if grad is not None:
+                    p.grad = grad.to(p.device)
+        return self

@@ -1,0 +1,417 @@
+"""HGRU: the hierarchically gated recurrent unit of HGRN (Qin, Yang, Zhong; NeurIPS 2023)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ._common import (
+    NORMS,
+    KeepsFloat32,
+    check_choice,
+    check_positive,
+    make_linear,
+    make_norm,
+    reset_linear,
+    reset_norm,
+    wide_dtype,
+    widen,
+)
+
+
+class _Preset(NamedTuple):
+    complex: bool
+    bias: bool
+    norm: str
+    gate_first: bool  # sigmoid(gate) before the norm; otherwise SiLU(gate) after it
+
+
+PRESETS = {
+    "paper": _Preset(complex=True, bias=True, norm="layer", gate_first=True),
+    "official": _Preset(complex=True, bias=True, norm="layer", gate_first=False),
+    "fla": _Preset(complex=False, bias=False, norm="rms", gate_first=False),
+}
+
+
+class HGRU(KeepsFloat32):
+    """Hierarchically gated recurrent unit: a token mixer (HGRN, equations 2 and 3).
+
+    With S = expand * dim channels of state, ``lambda_t = gamma + (1 - gamma) * sigmoid(f_t)`` and
+    c, f, g (and i, theta, where asked for) linear in x::
+
+        h_t = lambda_t * exp(i theta) * h_{t-1} + (1 - lambda_t) * silu(c_t)
+        o_t = Norm(sigmoid(g_t) * [Re h_t, Im h_t])        preset "paper"
+        o_t = Norm([Re h_t, Im h_t]) * silu(g_t)           presets "official" and "fla"
+        y_t = o_t W_o + b_o
+
+    Args:
+        dim: width of x and y.
+        complex: whether h is complex, rotated by theta every step. None: the preset's.
+        theta: "learned" (a parameter; the default), "fixed" (a buffer), both starting as RoPE's
+            ``theta_j = 10000^(-2j/S)``, or "data": ``theta_t = x_t W + b`` (Table 11; b starts as
+            RoPE's theta). Only with a complex state.
+        input_gate: what multiplies silu(c_t): "tied": ``1 - lambda_t``; "free": ``sigmoid(i_t)``;
+            "none": nothing (Table 9).
+        forget_gate: "data": the equation above; "bound": ``lambda = gamma``, whatever the input
+            (Tables 8 and 10; needs a gamma); "none": ``lambda = 1`` (Table 8; takes no gamma, and
+            its input gate must be free or none, because a tied one would be zero).
+        output_gate: whether there is a g (Table 9).
+        expand: channels of state per channel of x.
+        expansion: only None so far.
+        bidirectional: runs the recurrence both ways over shared projections, with one theta a
+            direction, and adds the two h before the norm. Has no state, and no step().
+        preset: "paper" (equation 3), "official" (the authors' published code: norm, then SiLU
+            gate) or "fla" (flash-linear-attention's: real, no biases, RMSNorm, SiLU gate).
+        bias: whether the projections have biases. None: the preset's.
+        norm: "layer", "rms" or "rms_no_weight". None: the preset's.
+        norm_eps: the norm's epsilon.
+
+    Parameters: ``in_proj.weight`` ``[parts, dim]`` and bias, whose rows are, in this order and as
+    far as the options ask for them: c (S rows; complex: S real, then S imaginary), f (S), g (as
+    many as c), i (S), theta (S a direction); ``theta`` ``[S]`` (bidirectional: ``[2, S]``, forward
+    first); ``norm``; ``out_proj`` ``[dim, S or 2S]``. The authors' code interleaves real and
+    imaginary rows instead: `tidegate.models.loaders` reorders them. theta stays fp32 when
+    the module is cast to bf16 or fp16.
+
+    State: one tensor ``[N, S]``, or ``[N, 2S] = [Re | Im]``; fp32, fp64 in an fp64 module.
+
+    Raises ValueError for options that are unknown or cannot work together.
+    """
+
+    _float32_names = ("theta",)
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        complex: bool | None = None,
+        theta: str | None = None,
+        input_gate: str = "tied",
+        forget_gate: str = "data",
+        output_gate: bool = True,
+        expand: int = 1,
+        expansion: str | None = None,
+        bidirectional: bool = False,
+        preset: str = "paper",
+        bias: bool | None = None,
+        norm: str | None = None,
+        norm_eps: float = 1e-5,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        check_positive("HGRU", "dim", dim)
+        check_positive("HGRU", "expand", expand)
+        check_choice("HGRU", "preset", preset, tuple(PRESETS))
+        defaults = PRESETS[preset]
+        self.dim = dim
+        self.expand = expand
+        self.complex = defaults.complex if complex is None else bool(complex)
+        self.theta_mode = "learned" if theta is None and self.complex else theta
+        self.input_gate = input_gate
+        self.forget_gate = forget_gate
+        self.output_gate = bool(output_gate)
+        self.expansion = expansion
+        self.bidirectional = bool(bidirectional)
+        self.preset = preset
+        self.gate_first = defaults.gate_first
+        self._check_options()
+        self.channels = expand * dim
+        self.state_size = 2 * self.channels if self.complex else self.channels
+        bias = defaults.bias if bias is None else bias
+        norm = defaults.norm if norm is None else norm
+        check_choice("HGRU", "norm", norm, NORMS)
+
+        self._parts = self._part_sizes()
+        rows = sum(self._parts.values())
+        self.in_proj = make_linear(dim, rows, bias, device, dtype)
+        self._make_theta(device, dtype)
+        self.norm = make_norm(norm, self.state_size, norm_eps, device, dtype)
+        self.out_proj = make_linear(self.state_size, dim, bias, device, dtype)
+        self.reset_parameters()
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether the forget gate has a lower bound."""
+        return self.forget_gate != "none"
+
+    def _check_options(self) -> None:
+        check_choice("HGRU", "input_gate", self.input_gate, ("tied", "free", "none"))
+        check_choice("HGRU", "forget_gate", self.forget_gate, ("data", "bound", "none"))
+        check_choice("HGRU", "expansion", self.expansion, (None,))
+        if self.complex:
+            check_choice("HGRU", "theta", self.theta_mode, ("learned", "fixed", "data"))
+        elif self.theta_mode is not None:
+            raise ValueError(
+                f"HGRU: theta: expected none with complex=False, since a real state is not "
+                f"rotated; got {self.theta_mode!r}"
+            )
+        if self.forget_gate == "none" and self.input_gate == "tied":
+            raise ValueError(
+                "HGRU: input_gate: expected 'free' or 'none' with forget_gate='none': the tied "
+                "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'"
+            )
+
+    def _part_sizes(self) -> dict[str, int]:
+        """Rows of in_proj a quantity, in their order."""
+        s = self.channels
+        parts = {"c": self.state_size}
+        if self.forget_gate == "data":
+            parts["f"] = s
+        if self.output_gate:
+            parts["g"] = self.state_size
+        if self.input_gate == "free":
+            parts["i"] = s
+        if self.theta_mode == "data":
+            parts["theta"] = 2 * s if self.bidirectional else s
+        return parts
+
+    def _make_theta(self, device, dtype) -> None:
+        shape = (2, self.channels) if self.bidirectional else (self.channels,)
+        if self.theta_mode in ("learned", "fixed"):
+            theta = torch.empty(shape, device=device, dtype=wide_dtype(dtype))
+            if self.theta_mode == "learned":
+                self.theta = nn.Parameter(theta)
+            else:
+                self.register_buffer("theta", theta)
+        else:
+            self.register_parameter("theta", None)
+
+    def reset_parameters(self) -> None:
+        """In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim)), theta (RoPE's; also
+        when it is a buffer; with theta="data" the bias of its rows), norm, out_proj."""
+        reset_linear(self.in_proj)
+        if self.theta is not None:
+            for row in self.theta.detach().view(-1, self.channels):
+                torch.ops.tidegate.init_rope_theta_(row)
+        elif self.theta_mode == "data" and self.in_proj.bias is not None:
+            rows = self.in_proj.bias.detach()[-self._parts["theta"] :]
+            for row in rows.view(-1, self.channels):
+                torch.ops.tidegate.init_rope_theta_(row)
+        reset_norm(self.norm)
+        reset_linear(self.out_proj)
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, S or 2S]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        self._refuse_bidirectional("init_state()")
+        weight = self.out_proj.weight
+        return torch.zeros(
+            batch,
+            self.state_size,
+            device=weight.device if device is None else device,
+            dtype=wide_dtype(weight.dtype if dtype is None else dtype),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[S]`` in
+        [0, 1); None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
+        Bidirectional: no state goes in, and None comes out.
+        """
+        if x.dim() != 3 or x.size(-1) != self.dim:
+            raise ValueError(
+                f"HGRU: x: expected [B, T, dim={self.dim}]; got {tuple(x.shape)}"
+            )
+        self._check_gamma(gamma)
+        if state is not None:
+            self._refuse_bidirectional("a state")
+            self._check_state(state)
+        parts = self._project(x)
+        if self.bidirectional:
+            ahead, _ = self._recur(parts, gamma, None, 0, cu_seqlens)
+            back, _ = self._recur(parts, gamma, None, 1, cu_seqlens)
+            return self._output(ahead + back, parts.get("g")), None
+        h, state = self._recur(parts, gamma, state, 0, cu_seqlens)
+        return self._output(h, parts.get("g")), state
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        self._refuse_bidirectional("step()")
+        if x.dim() != 2 or x.size(-1) != self.dim:
+            raise ValueError(
+                f"HGRU.step: x: expected [B, dim={self.dim}]; got {tuple(x.shape)}"
+            )
+        self._check_gamma(gamma)
+        self._check_state(state)
+        parts = self._project(x)
+        if self._is_fused():
+            h = ops.hgru_step(
+                parts["c"], parts["f"], gamma, self._theta(parts, 0), state
+            )
+        else:
+            u, a = self._scan_operands(parts, gamma, 0)
+            h = self._scan_step(u, a, state).to(x.dtype)
+        return self._output(h, parts.get("g"))
+
+    def _refuse_bidirectional(self, what: str) -> None:
+        if self.bidirectional:
+            raise ValueError(
+                f"HGRU: {what}: a bidirectional HGRU reads the whole sequence and has no state; "
+                "expected bidirectional=False"
+            )
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        if gamma is None:
+            if self.forget_gate == "bound":
+                raise ValueError(
+                    "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
+                    "forget_gate='bound'; got None"
+                )
+            return
+        if not self.takes_gamma:
+            raise ValueError(
+                "HGRU: gamma: expected None with forget_gate='none'; got a tensor"
+            )
+        if gamma.dim() != 1 or gamma.size(0) != self.channels:
+            raise ValueError(
+                f"HGRU: gamma: expected [expand*dim={self.channels}]; got {tuple(gamma.shape)}"
+            )
+
+    def _check_state(self, state: Tensor) -> None:
+        if state.dim() != 2 or state.size(-1) != self.state_size:
+            raise ValueError(
+                f"HGRU: state: expected [N, {self.state_size}]; got {tuple(state.shape)}"
+            )
+
+    def _project(self, x: Tensor) -> dict[str, Tensor]:
+        """All projections by one matrix product; views of it by name."""
+        sizes = list(self._parts.values())
+        return dict(zip(self._parts, self.in_proj(x).split(sizes, dim=-1), strict=True))
+
+    def _output(self, h: Tensor, gate: Tensor | None) -> Tensor:
+        """Gate, norm and output projection of h ``[..., S or 2S]``."""
+        if gate is None:
+            h = self.norm(h)
+        elif self.gate_first:
+            h = self.norm(torch.sigmoid(gate) * h)
+        else:
+            h = self.norm(h) * F.silu(gate)
+        return self.out_proj(h)
+
+    def _is_fused(self) -> bool:
+        """Whether the fused hgru op computes these options; the others compose linear_scan."""
+        return (
+            self.input_gate == "tied"
+            and self.forget_gate == "data"
+            and self.theta_mode != "data"
+        )
+
+    def _theta(self, parts: dict[str, Tensor], direction: int) -> Tensor | None:
+        """The rotation a step of a direction: ``[S]``, or ``[..., S]`` when it is data's."""
+        if not self.complex:
+            return None
+        if self.theta_mode == "data":
+            first = direction * self.channels
+            return widen(parts["theta"].narrow(-1, first, self.channels))
+        return self.theta[direction] if self.bidirectional else self.theta
+
+    def _recur(
+        self,
+        parts: dict[str, Tensor],
+        gamma: Tensor | None,
+        state: Tensor | None,
+        direction: int,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """h over the whole sequence ([Re | Im] when complex) and the final state."""
+        reverse = direction == 1
+        if self._is_fused():
+            return ops.hgru(
+                parts["c"],
+                parts["f"],
+                gamma,
+                self._theta(parts, direction),
+                state,
+                reverse=reverse,
+                cu_seqlens=cu_seqlens,
+            )
+        u, a = self._scan_operands(parts, gamma, direction)
+        h0 = self._to_scan(state) if state is not None else None
+        h, final = ops.linear_scan(u, a, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+        return self._from_scan(h).to(parts["c"].dtype), self._from_scan(final)
+
+    def _scan_operands(
+        self, parts: dict[str, Tensor], gamma: Tensor | None, direction: int
+    ) -> tuple[Tensor, Tensor]:
+        """What enters the state (``[..., S]``, complex where h is) and its decay (``[..., S]``,
+        or ``[S]`` when it does not depend on the input), in fp32 or fp64."""
+        decay, entering = self._gates(parts, gamma)
+        u = F.silu(widen(parts["c"]))
+        if not self.complex:
+            u = u if entering is None else u * entering
+            return u, u.new_ones(self.channels) if decay is None else decay.to(u.dtype)
+        re, im = u.chunk(2, dim=-1)
+        if entering is not None:
+            re, im = re * entering, im * entering
+        theta = self._theta(parts, direction).to(u.dtype)
+        cos, sin = theta.cos(), theta.sin()
+        if decay is not None:
+            cos, sin = cos * decay, sin * decay
+        return torch.complex(re, im), torch.complex(cos, sin)
+
+    def _gates(
+        self, parts: dict[str, Tensor], gamma: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """lambda and the input gate; None stands for one."""
+        if self.forget_gate == "none":
+            decay, rest = None, None
+        elif self.forget_gate == "bound":
+            decay, rest = gamma, 1 - gamma
+        else:
+            f = widen(parts["f"])
+            # sigmoid(-f), not 1 - sigmoid(f): the latter loses its digits when the gate is open.
+            decay, rest = torch.sigmoid(f), torch.sigmoid(-f)
+            if gamma is not None:
+                decay, rest = gamma + (1 - gamma) * decay, (1 - gamma) * rest
+        if self.input_gate == "free":
+            return decay, torch.sigmoid(widen(parts["i"]))
+        return decay, rest if self.input_gate == "tied" else None
+
+    def _scan_step(self, u: Tensor, a: Tensor, state: Tensor) -> Tensor:
+        """One step of linear_scan on a state kept as [Re | Im]."""
+        if not self.complex:
+            return ops.linear_scan_step(u, a, state)
+        z = self._to_scan(state)
+        h = ops.linear_scan_step(u, a, z)
+        state.copy_(self._from_scan(z))
+        return self._from_scan(h)
+
+    def _to_scan(self, state: Tensor) -> Tensor:
+        """[Re | Im] -> complex."""
+        return torch.complex(*state.chunk(2, dim=-1)) if self.complex else state
+
+    def _from_scan(self, h: Tensor) -> Tensor:
+        """complex -> [Re | Im]."""
+        return torch.cat([h.real, h.imag], dim=-1) if self.complex else h
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, complex={self.complex}, theta={self.theta_mode!r}, "
+            f"input_gate={self.input_gate!r}, forget_gate={self.forget_gate!r}, "
+            f"output_gate={self.output_gate}, expand={self.expand}, "
+            f"bidirectional={self.bidirectional}, preset={self.preset!r}"
+        )
