@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -29,8 +30,10 @@ def library_dir() -> Path:
     Raises:
         LibraryError: there is no library in either.
     """
-    package = Path(__file__).absolute().parent  # not resolved: the build tree links to the sources
-    candidates = [package / "lib", package.parent.parent / "lib"]
+    # An editable install has its sources in one folder and its libraries in another; both are in
+    # __path__. Nothing is resolved: build/python/tidegate is a link to the sources.
+    packages = [Path(folder).absolute() for folder in sys.modules[__package__].__path__]
+    candidates = [package / "lib" for package in packages] + [packages[0].parent.parent / "lib"]
     for folder in candidates:
         if (folder / _LIBRARY).is_file():
             return folder

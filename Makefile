@@ -1,0 +1,54 @@
+# `make demo` and `make test` are the two commands of the README; the logic is in scripts/ and CMake.
+#
+#   make demo | test | gpu-test | sanitize | bench | lint | format | build | clean
+#
+# PYTHON=python3 (offline): no .venv, no pip; that Python's torch, cmake and ninja are used, and the
+# build tree goes on PYTHONPATH. Without it, .venv is made and filled on the first call.
+#
+#   JOBS=N         compile with N processes (else: by cores and free memory)
+#   CMAKE_ARGS=... further arguments for cmake, e.g. -DTIDEGATE_CUDA=OFF
+SHELL := /bin/bash
+
+# Only a PYTHON given on the command line counts: one left in the environment is not meant for us.
+ifeq ($(origin PYTHON),command line)
+export TIDEGATE_PYTHON := $(PYTHON)
+endif
+ifdef JOBS
+export TIDEGATE_JOBS := $(JOBS)
+endif
+export CMAKE_ARGS
+
+.PHONY: help setup build demo test gpu-test sanitize bench lint format clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p; /^SHELL/q' Makefile
+
+setup:
+	@scripts/setup.sh
+
+build: setup
+	@scripts/build.sh
+
+demo: build
+	@scripts/demo.sh
+
+test: build
+	@scripts/test.sh
+
+gpu-test: build
+	@scripts/gpu_test.sh
+
+sanitize: build
+	@scripts/sanitize.sh
+
+bench: build
+	@scripts/bench.sh
+
+lint: setup
+	@scripts/lint.sh
+
+format: setup
+	@scripts/lint.sh --fix
+
+clean:
+	rm -rf build

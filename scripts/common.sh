@@ -1,0 +1,44 @@
+# Shared by the scripts of this folder; sourced, not run.
+# shellcheck shell=bash
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+say() { printf 'tidegate: %s\n' "$*"; }
+
+# One line on what is missing, then out.
+die() {
+  printf 'tidegate: %s\n' "$*" >&2
+  exit 1
+}
+
+# The Python that everything runs with: the one given (offline), or .venv's.
+python_path() {
+  if [[ -n ${TIDEGATE_PYTHON:-} ]]; then
+    command -v "$TIDEGATE_PYTHON" || die "PYTHON=$TIDEGATE_PYTHON: no such program"
+  else
+    printf '%s\n' "$PWD/.venv/bin/python"
+  fi
+}
+
+# tool NAME: its path; the chosen Python's own first, then PATH.
+tool() {
+  local folder
+  folder=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+  if [[ -x $folder/$1 ]]; then
+    printf '%s\n' "$folder/$1"
+  else
+    command -v "$1"
+  fi
+}
+
+# Compilers at once: one a core, but 2 GB of free memory each.
+jobs() {
+  local cores memory
+  cores=$(nproc)
+  memory=$(awk '/^MemAvailable/ { print int($2 / 2097152) }' /proc/meminfo)
+  ((memory >= 1)) || memory=1
+  printf '%s\n' "${TIDEGATE_JOBS:-$((cores < memory ? cores : memory))}"
+}
+
+python=$(python_path) || exit 1
+export PYTHONPATH="$PWD/build/python${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# GoogleTest under CTest, then pytest. Both run even if one fails.
+set -uo pipefail
+# shellcheck source=common.sh
+source "$(dirname "$0")/common.sh"
+
+failed=()
+rm -rf build/gtest
+"$(tool ctest)" --test-dir build --output-on-failure || failed+=(GoogleTest)
+"$python" scripts/gtest_summary.py build/gtest
+"$python" -m pytest "$@" || failed+=(pytest)
+
+if ((${#failed[@]})); then
+  die "FAILED: ${failed[*]}"
+fi
+say "all tests passed (tests that need a GPU are skipped where there is none: see the counts above)"
