@@ -1,0 +1,112 @@
+#pragma once
+
+// Rows, buffers and dtype dispatch shared by the per-ISA scan kernels (see cpu_simd.h about what
+// those units may include).
+
+#include "kernels/common/cpu_simd.h"
+#include "kernels/scan/cpu/scan_kernels.h"
+
+namespace tidegate::kernels::TIDEGATE_ISA {
+namespace {
+
+/// Values a channel of the block needs at every step. Complex scans use one for each half.
+template <class R>
+struct RowBuffer {
+  alignas(64) R values[kMaxBlockWidth];
+
+  TIDEGATE_INLINE Vec<R> at(int64_t j) const { return load<R>(values + j, Whole{}); }
+  TIDEGATE_INLINE void set(int64_t j, Vec<R> v) { store<R>(values + j, v, Whole{}); }
+
+  /// The first `count` of `from`, or of a row of `otherwise` where `from` is null.
+  void fill(const R* from, int64_t count, R otherwise) {
+    for_each_vector<R>(count, [&](int64_t j, auto extent) {
+      set(j, from != nullptr ? load<R>(from + j, extent) : splat(otherwise));
+    });
+  }
+  void write_to(R* to, int64_t count) const {
+    if (to == nullptr) return;
+    for_each_vector<R>(count, [&](int64_t j, auto extent) { store<R>(to + j, at(j), extent); });
+  }
+};
+
+/// Sums over time. Short sums are added to long ones now and then, so that the rounding error grows
+/// with the square root of T at most, and a constant gradient over 10^5 steps keeps its digits.
+template <class R>
+struct TimeSum {
+  static constexpr int64_t kShort = 64;
+  RowBuffer<R> recent;
+  RowBuffer<R> total;
+
+  void clear(int64_t count) {
+    recent.fill(nullptr, count, R(0));
+    total.fill(nullptr, count, R(0));
+  }
+  TIDEGATE_INLINE void add(int64_t j, Vec<R> v) { recent.set(j, recent.at(j) + v); }
+  /// Once a step, after the row.
+  void settle(int64_t step, int64_t count) {
+    if (step % kShort != 0) return;
+    for_each_vector<R>(count, [&](int64_t j, auto) {
+      total.set(j, total.at(j) + recent.at(j));
+      recent.set(j, Vec<R>{});
+    });
+  }
+};
+
+/// The rows of one tensor under a walk over a sequence; `step` elements lead to the next one.
+template <class E>
+struct RowWalk {
+  E* row = nullptr;
+  int64_t step = 0;
+
+  TIDEGATE_INLINE void advance() { row += step; }
+};
+
+/// `scale` is the number of E in an element (2 for interleaved complex numbers).
+/// Forward walks start at a sequence's first step, backward ones at its last.
+template <class E>
+RowWalk<E> forward_walk(const TimeSeries& series, const ScanBlock& block, bool reverse,
+                        int64_t scale = 1) {
+  const int64_t first = reverse ? block.begin + block.length - 1 : block.begin;
+  const int64_t offset =
+      block.batch * series.stride_b + first * series.stride_t + block.channel;
+  return {static_cast<E*>(series.data) + offset * scale,
+          (reverse ? -series.stride_t : series.stride_t) * scale};
+}
+
+template <class E>
+RowWalk<E> backward_walk(const TimeSeries& series, const ScanBlock& block, bool reverse,
+                         int64_t scale = 1) {
+  return forward_walk<E>(series, block, !reverse, scale);
+}
+
+/// Row `sequence`, column `channel` of an [N, columns] array; null stays null.
+template <class R>
+R* state_row(const void* data, int64_t sequence, int64_t columns, int64_t channel) {
+  if (data == nullptr) return nullptr;
+  return static_cast<R*>(const_cast<void*>(data)) + sequence * columns + channel;
+}
+
+template <class T>
+struct TypeTag {
+  using Type = T;
+};
+
+/// Calls body(R{}, E{}, G{}) with the tags of the state's, the data's and the gate's types.
+template <class Body>
+void with_real_types(DType data, DType gate, Body body) {
+  switch (data) {
+    case DType::kFloat64:
+      return body(TypeTag<double>{}, TypeTag<double>{}, TypeTag<double>{});
+    case DType::kBFloat16:
+      return gate == data ? body(TypeTag<float>{}, TypeTag<BFloat16>{}, TypeTag<BFloat16>{})
+                          : body(TypeTag<float>{}, TypeTag<BFloat16>{}, TypeTag<float>{});
+    case DType::kFloat16:
+      return gate == data ? body(TypeTag<float>{}, TypeTag<Float16>{}, TypeTag<Float16>{})
+                          : body(TypeTag<float>{}, TypeTag<Float16>{}, TypeTag<float>{});
+    default:
+      return body(TypeTag<float>{}, TypeTag<float>{}, TypeTag<float>{});
+  }
+}
+
+}  // namespace
+}  // namespace tidegate::kernels::TIDEGATE_ISA

@@ -1,0 +1,173 @@
+#pragma once
+
+// HGRN's recurrence with complex states: rows of c and h are [Re | Im], D channels each.
+
+#include "kernels/scan/cpu/hgru_gates.h"
+
+namespace tidegate::kernels::TIDEGATE_ISA {
+namespace {
+
+/// Two rows of a block: the real and the imaginary half.
+template <class R>
+struct ComplexRows {
+  RowBuffer<R> re;
+  RowBuffer<R> im;
+
+  /// From and to row `sequence` of an [N, 2 D] array, or null.
+  void fill(const void* data, const ScanBlock& block, int64_t channels) {
+    const R* row = state_row<R>(data, block.sequence, 2 * channels, block.channel);
+    re.fill(row, block.width, R(0));
+    im.fill(row == nullptr ? nullptr : row + channels, block.width, R(0));
+  }
+  void write_to(void* data, const ScanBlock& block, int64_t channels) const {
+    R* row = state_row<R>(data, block.sequence, 2 * channels, block.channel);
+    if (row == nullptr) return;
+    re.write_to(row, block.width);
+    im.write_to(row + channels, block.width);
+  }
+};
+
+/// Each sigmoid has a division of its own here, so that a NaN in one half stays there at its step.
+template <class R, class E, class G, bool kSilu>
+struct HgruComplexBlock {
+  using V = Vec<R>;
+
+  static TIDEGATE_INLINE Sigmoids<R> sigmoids_of_input(V c) {
+    if constexpr (kSilu) return sigmoids<R>(c);
+    return Sigmoids<R>();
+  }
+
+  static void forward(const HgruParams& params, const ScanBlock& block) {
+    const bool reverse = params.layout.reverse;
+    const bool stream = block.stream;
+    const int64_t half = params.channels;
+    auto c = forward_walk<const E>(params.c, block, reverse);
+    auto f = forward_walk<const G>(params.f, block, reverse);
+    auto h = forward_walk<E>(params.h, block, reverse);
+    HgruChannels<R, true> channels;
+    channels.fill(params, block);
+    ComplexRows<R> state;
+    state.fill(params.h0, block, half);
+    for (int64_t step = 0; step < block.length; ++step) {
+      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+        const V c_re = load<R>(c.row + j, extent);
+        const V c_im = load<R>(c.row + half + j, extent);
+        const Sigmoids<R> of_f = sigmoids<R>(load<R>(f.row + j, extent));
+        const V rest = channels.rest.at(j);
+        const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
+        const V input_gate = rest * of_f.of_negative;  // 1 - lambda
+        const V decay_re = lambda * channels.cos_theta.at(j);
+        const V decay_im = lambda * channels.sin_theta.at(j);
+        const V re = state.re.at(j);
+        const V im = state.im.at(j);
+        const V u_re = activated<R, kSilu>(c_re, sigmoids_of_input(c_re));
+        const V u_im = activated<R, kSilu>(c_im, sigmoids_of_input(c_im));
+        const V next_re = fma(decay_re, re, fma(-decay_im, im, input_gate * u_re));
+        const V next_im = fma(decay_re, im, fma(decay_im, re, input_gate * u_im));
+        state.re.set(j, next_re);
+        state.im.set(j, next_im);
+        store<R>(h.row + j, next_re, extent, stream);
+        store<R>(h.row + half + j, next_im, extent, stream);
+      });
+      c.advance(), f.advance(), h.advance();
+    }
+    state.write_to(params.h_final, block, half);
+  }
+
+  struct Gradients {
+    RowWalk<const E> c, dh;
+    RowWalk<const G> f;
+    RowWalk<E> dc;
+    RowWalk<G> df;
+    HgruChannels<R, true> channels;
+    ComplexRows<R> p;  // what flows from step t + 1 into h_t
+    TimeSum<R> dgamma;
+    TimeSum<R> dtheta;
+    int64_t width;
+    int64_t half;
+    bool stream;
+
+    /// One step: g = dh_t + p and, with w = exp(i theta) h_{t-1},
+    /// dlambda = Re(conj(g) (w - act(c))), dtheta = Re(conj(g) i lambda w),
+    /// p = lambda exp(-i theta) g.
+    template <class Previous>
+    TIDEGATE_INLINE void row(const Previous* before_re, const Previous* before_im) {
+      for_each_vector<R>(width, [&](int64_t j, auto extent) {
+        const Sigmoids<R> of_f = sigmoids<R>(load<R>(f.row + j, extent));
+        const V rest = channels.rest.at(j);
+        const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
+        const V input_gate = rest * of_f.of_negative;  // 1 - lambda
+        const V cosine = channels.cos_theta.at(j);
+        const V sine = channels.sin_theta.at(j);
+        const V g_re = load<R>(dh.row + j, extent) + p.re.at(j);
+        const V g_im = load<R>(dh.row + half + j, extent) + p.im.at(j);
+        p.re.set(j, lambda * fma(cosine, g_re, sine * g_im));
+        p.im.set(j, lambda * fma(cosine, g_im, -sine * g_re));
+
+        const V h_re = load<R>(before_re + j, extent);
+        const V h_im = load<R>(before_im + j, extent);
+        const V w_re = fma(cosine, h_re, -sine * h_im);
+        const V w_im = fma(cosine, h_im, sine * h_re);
+        dtheta.add(j, lambda * fma(g_im, w_re, -g_re * w_im));
+
+        const V u_re = input_gradient(j, extent, c.row, dc.row, g_re * input_gate);
+        const V u_im = input_gradient(j, extent, c.row + half, dc.row + half, g_im * input_gate);
+        const V dlambda = fma(g_re, w_re - u_re, g_im * (w_im - u_im));
+        dgamma.add(j, dlambda * of_f.of_negative);
+        store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
+      });
+      c.advance(), f.advance(), dh.advance(), dc.advance(), df.advance();
+    }
+
+    /// Writes one half's dc = du act'(c) and returns act(c).
+    template <class Extent>
+    TIDEGATE_INLINE V input_gradient(int64_t j, Extent extent, const E* c_row, E* dc_row, V du) {
+      const V c_now = load<R>(c_row + j, extent);
+      const Sigmoids<R> of_c = sigmoids_of_input(c_now);
+      store<R>(dc_row + j, du * activation_slope<R, kSilu>(c_now, of_c), extent, stream);
+      return activated<R, kSilu>(c_now, of_c);
+    }
+  };
+
+  static void backward(const HgruBackwardParams& params, const ScanBlock& block) {
+    const HgruParams& forward = params.forward;
+    const bool reverse = forward.layout.reverse;
+    const int64_t half = forward.channels;
+    Gradients grads;
+    grads.c = backward_walk<const E>(forward.c, block, reverse);
+    grads.f = backward_walk<const G>(forward.f, block, reverse);
+    grads.dh = backward_walk<const E>(params.dh, block, reverse);
+    grads.dc = backward_walk<E>(params.dc, block, reverse);
+    grads.df = backward_walk<G>(params.df, block, reverse);
+    grads.channels.fill(forward, block);
+    grads.p.fill(params.dh_final, block, half);
+    grads.dgamma.clear(block.width);
+    grads.dtheta.clear(block.width);
+    grads.width = block.width;
+    grads.half = half;
+    grads.stream = block.stream;
+
+    auto h = backward_walk<const E>(forward.h, block, reverse);
+    for (int64_t step = block.length - 1; step > 0; --step) {
+      h.advance();
+      grads.row(h.row, h.row + half);
+      grads.dgamma.settle(step, block.width);
+      grads.dtheta.settle(step, block.width);
+    }
+    if (block.length > 0) {
+      ComplexRows<R> h0;
+      h0.fill(forward.h0, block, half);
+      grads.row(h0.re.values, h0.im.values);
+    }
+    grads.dgamma.settle(0, block.width);
+    grads.dtheta.settle(0, block.width);
+    grads.dgamma.total.write_to(
+        state_row<R>(params.dgamma_partial, block.sequence, half, block.channel), block.width);
+    grads.dtheta.total.write_to(
+        state_row<R>(params.dtheta_partial, block.sequence, half, block.channel), block.width);
+    grads.p.write_to(params.dh0, block, half);
+  }
+};
+
+}  // namespace
+}  // namespace tidegate::kernels::TIDEGATE_ISA

@@ -1,0 +1,78 @@
+#pragma once
+
+// What HGRN's real and complex recurrences share: gates, activation, per-channel constants.
+
+#include <math.h>
+
+#include "kernels/scan/cpu/block_rows.h"
+
+namespace tidegate::kernels::TIDEGATE_ISA {
+namespace {
+
+/// sigmoid(x) and sigmoid(-x), each to full relative precision (1 - sigmoid(x) would cancel).
+template <class R>
+struct Sigmoids {
+  Vec<R> of = Vec<R>{};
+  Vec<R> of_negative = Vec<R>{};
+};
+
+/// With e = exp(-|x|) and r = 1 / (1 + e) the two are r and e r.
+template <class R>
+TIDEGATE_INLINE Sigmoids<R> sigmoids_from(Vec<R> x, Vec<R> e, Vec<R> r) {
+  const Vec<R> small = e * r;
+  return {x < 0 ? small : r, x < 0 ? r : small};
+}
+
+template <class R>
+TIDEGATE_INLINE Sigmoids<R> sigmoids(Vec<R> x) {
+  const Vec<R> e = exp_of_nonpositive(minus_abs(x));
+  return sigmoids_from<R>(x, e, R(1) / (e + R(1)));
+}
+
+/// Both arguments share one division: the denominators lie in (1, 2], so their product is harmless.
+template <class R>
+TIDEGATE_INLINE void sigmoids_of_two(Vec<R> x, Vec<R> y, Sigmoids<R>& of_x, Sigmoids<R>& of_y) {
+  const Vec<R> ex = exp_of_nonpositive(minus_abs(x));
+  const Vec<R> ey = exp_of_nonpositive(minus_abs(y));
+  const Vec<R> dx = ex + R(1);
+  const Vec<R> dy = ey + R(1);
+  const Vec<R> both = R(1) / (dx * dy);
+  of_x = sigmoids_from<R>(x, ex, both * dy);
+  of_y = sigmoids_from<R>(y, ey, both * dx);
+}
+
+/// act(c) and its derivative, from the sigmoids of c.
+template <class R, bool kSilu>
+TIDEGATE_INLINE Vec<R> activated(Vec<R> c, const Sigmoids<R>& s) {
+  return kSilu ? c * s.of : c;
+}
+template <class R, bool kSilu>
+TIDEGATE_INLINE Vec<R> activation_slope(Vec<R> c, const Sigmoids<R>& s) {
+  return kSilu ? s.of * fma(c, s.of_negative, splat(R(1))) : splat(R(1));
+}
+
+/// Per-channel constants of a block.
+template <class R, bool kIsComplex>
+struct HgruChannels {
+  RowBuffer<R> gamma;
+  RowBuffer<R> rest;  // 1 - gamma
+  RowBuffer<R> cos_theta;
+  RowBuffer<R> sin_theta;
+
+  void fill(const HgruParams& params, const ScanBlock& block) {
+    gamma.fill(state_row<R>(params.gamma, 0, 0, block.channel), block.width, R(0));
+    for_each_vector<R>(block.width, [&](int64_t j, auto) { rest.set(j, R(1) - gamma.at(j)); });
+    if constexpr (kIsComplex) {
+      const R* theta = state_row<R>(params.theta, 0, 0, block.channel);
+      cos_theta.fill(nullptr, block.width, R(1));
+      sin_theta.fill(nullptr, block.width, R(0));
+      for (int64_t j = 0; j < block.width; ++j) {
+        cos_theta.values[j] = static_cast<R>(::cos(static_cast<double>(theta[j])));
+        sin_theta.values[j] = static_cast<R>(::sin(static_cast<double>(theta[j])));
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace tidegate::kernels::TIDEGATE_ISA

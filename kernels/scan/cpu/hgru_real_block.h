@@ -1,0 +1,122 @@
+#pragma once
+
+// HGRN's recurrence with real states; the equations are in scan.h.
+
+#include "kernels/scan/cpu/hgru_gates.h"
+
+namespace tidegate::kernels::TIDEGATE_ISA {
+namespace {
+
+template <class R, class E, class G, bool kSilu>
+struct HgruRealBlock {
+  using V = Vec<R>;
+
+  static TIDEGATE_INLINE void both_sigmoids(V f, V c, Sigmoids<R>& of_f, Sigmoids<R>& of_c) {
+    if constexpr (kSilu) {
+      sigmoids_of_two<R>(f, c, of_f, of_c);
+    } else {
+      of_f = sigmoids<R>(f);
+    }
+  }
+
+  static void forward(const HgruParams& params, const ScanBlock& block) {
+    const bool reverse = params.layout.reverse;
+    const bool stream = block.stream;
+    auto c = forward_walk<const E>(params.c, block, reverse);
+    auto f = forward_walk<const G>(params.f, block, reverse);
+    auto h = forward_walk<E>(params.h, block, reverse);
+    HgruChannels<R, false> channels;
+    channels.fill(params, block);
+    RowBuffer<R> state;
+    state.fill(state_row<R>(params.h0, block.sequence, params.channels, block.channel),
+               block.width, R(0));
+    for (int64_t step = 0; step < block.length; ++step) {
+      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+        const V c_now = load<R>(c.row + j, extent);
+        Sigmoids<R> of_f, of_c;
+        both_sigmoids(load<R>(f.row + j, extent), c_now, of_f, of_c);
+        const V rest = channels.rest.at(j);
+        const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
+        const V input = rest * of_f.of_negative * activated<R, kSilu>(c_now, of_c);
+        const V next = fma(lambda, state.at(j), input);
+        state.set(j, next);
+        store<R>(h.row + j, next, extent, stream);
+      });
+      c.advance(), f.advance(), h.advance();
+    }
+    state.write_to(state_row<R>(params.h_final, block.sequence, params.channels, block.channel),
+                   block.width);
+  }
+
+  struct Gradients {
+    RowWalk<const E> c, dh;
+    RowWalk<const G> f;
+    RowWalk<E> dc;
+    RowWalk<G> df;
+    HgruChannels<R, false> channels;
+    RowBuffer<R> p;  // what flows from step t + 1 into h_t
+    TimeSum<R> dgamma;
+    int64_t width;
+    bool stream;
+
+    /// One step: g = dh_t + p, dlambda = g (h_{t-1} - act(c)), and lambda's derivatives
+    /// (1 - gamma) s(f) s(-f) by f and s(-f) by gamma.
+    template <class Previous>
+    TIDEGATE_INLINE void row(const Previous* h_before) {
+      for_each_vector<R>(width, [&](int64_t j, auto extent) {
+        const V c_now = load<R>(c.row + j, extent);
+        Sigmoids<R> of_f, of_c;
+        both_sigmoids(load<R>(f.row + j, extent), c_now, of_f, of_c);
+        const V rest = channels.rest.at(j);
+        const V input_gate = rest * of_f.of_negative;  // 1 - lambda
+        const V g = load<R>(dh.row + j, extent) + p.at(j);
+        const V from = load<R>(h_before + j, extent) - activated<R, kSilu>(c_now, of_c);
+        const V dlambda = g * from;
+        dgamma.add(j, dlambda * of_f.of_negative);
+        p.set(j, fma(rest, of_f.of, channels.gamma.at(j)) * g);
+        store<R>(dc.row + j, g * input_gate * activation_slope<R, kSilu>(c_now, of_c), extent,
+                 stream);
+        store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
+      });
+      c.advance(), f.advance(), dh.advance(), dc.advance(), df.advance();
+    }
+  };
+
+  static void backward(const HgruBackwardParams& params, const ScanBlock& block) {
+    const HgruParams& forward = params.forward;
+    const bool reverse = forward.layout.reverse;
+    const int64_t columns = forward.channels;
+    Gradients grads;
+    grads.c = backward_walk<const E>(forward.c, block, reverse);
+    grads.f = backward_walk<const G>(forward.f, block, reverse);
+    grads.dh = backward_walk<const E>(params.dh, block, reverse);
+    grads.dc = backward_walk<E>(params.dc, block, reverse);
+    grads.df = backward_walk<G>(params.df, block, reverse);
+    grads.channels.fill(forward, block);
+    grads.p.fill(state_row<R>(params.dh_final, block.sequence, columns, block.channel),
+                 block.width, R(0));
+    grads.dgamma.clear(block.width);
+    grads.width = block.width;
+    grads.stream = block.stream;
+
+    auto h = backward_walk<const E>(forward.h, block, reverse);
+    for (int64_t step = block.length - 1; step > 0; --step) {
+      h.advance();
+      grads.row(h.row);
+      grads.dgamma.settle(step, block.width);
+    }
+    if (block.length > 0) {
+      RowBuffer<R> h0;
+      h0.fill(state_row<R>(forward.h0, block.sequence, columns, block.channel), block.width, R(0));
+      grads.row(h0.values);
+    }
+    grads.dgamma.settle(0, block.width);
+    grads.dgamma.total.write_to(
+        state_row<R>(params.dgamma_partial, block.sequence, columns, block.channel), block.width);
+    grads.p.write_to(state_row<R>(params.dh0, block.sequence, columns, block.channel),
+                     block.width);
+  }
+};
+
+}  // namespace
+}  // namespace tidegate::kernels::TIDEGATE_ISA

@@ -1,0 +1,16 @@
+// The scan kernels, compiled with this file's own instruction set flags.
+
+#include "kernels/scan/cpu/hgru_block.h"
+#include "kernels/scan/cpu/linear_scan_block.h"
+#include "kernels/scan/cpu/scan_kernels.h"
+
+namespace tidegate::kernels::generic {
+
+const ScanKernels kScanKernels = {
+    linear_scan_forward_block,
+    linear_scan_backward_block,
+    hgru_forward_block,
+    hgru_backward_block,
+};
+
+}  // namespace tidegate::kernels::generic

@@ -1,0 +1,43 @@
+#pragma once
+
+// Between the drivers (scan_cpu.cpp) and the code compiled once an instruction set.
+
+#include <cstdint>
+
+#include "kernels/scan/scan.h"
+
+namespace tidegate::kernels {
+
+/// One piece of work: some neighbouring channels of one sequence.
+struct ScanBlock {
+  int64_t sequence = 0;  // n
+  int64_t batch = 0;     // b, the row of the [B, T, D] tensors
+  int64_t begin = 0;     // the sequence's first token
+  int64_t length = 0;    // and its number of tokens
+  int64_t channel = 0;   // the block's first channel
+  int64_t width = 0;     // and its number of channels
+  bool stream = false;   // outputs bypass the caches: they are large and their rows aligned
+};
+
+/// Real numbers a row of a block has at most (a complex channel of linear_scan counts as two), so
+/// that its states and gates stay within the first-level cache.
+constexpr int64_t kMaxBlockWidth = 1024;
+
+struct ScanKernels {
+  void (*linear_scan_forward)(const LinearScanParams&, const ScanBlock&);
+  void (*linear_scan_backward)(const LinearScanBackwardParams&, const ScanBlock&);
+  void (*hgru_forward)(const HgruParams&, const ScanBlock&);
+  void (*hgru_backward)(const HgruBackwardParams&, const ScanBlock&);
+};
+
+namespace generic {
+extern const ScanKernels kScanKernels;
+}
+namespace avx2 {
+extern const ScanKernels kScanKernels;
+}
+namespace avx512 {
+extern const ScanKernels kScanKernels;
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,172 @@
+#pragma once
+
+// Naive reference of the scans, step by step from the equations of kernels/scan/scan.h, one channel
+// after another. `Real` is double or long double for an oracle; float shows what the same maths
+// costs in single precision, which is what a kernel's error is compared with.
+
+#include <cmath>
+#include <complex>
+#include <cstdint>
+#include <vector>
+
+namespace tidegate::testing {
+
+/// A sequence is `length` rows of the flattened [B * T] token axis from `first` on.
+struct TokenRange {
+  int64_t first = 0;
+  int64_t length = 0;
+};
+
+struct ReferenceLayout {
+  std::vector<TokenRange> sequences;
+  int64_t tokens = 0;    // B * T
+  int64_t channels = 0;  // D
+  bool reverse = false;
+
+  /// The row of a sequence's step, counted along the walk.
+  int64_t token(const TokenRange& range, int64_t step) const {
+    return reverse ? range.first + range.length - 1 - step : range.first + step;
+  }
+};
+
+template <class Real>
+using ComplexArray = std::vector<std::complex<Real>>;
+
+/// Inputs and outputs are [tokens, D] or [N, D], complex throughout: real cases have zero imaginary
+/// parts everywhere. Empty h0 and dh_final mean zero.
+template <class Real>
+struct LinearScanReference {
+  using C = std::complex<Real>;
+  ComplexArray<Real> h, h_final;
+  ComplexArray<Real> dx, da, dh0;
+
+  void forward(const ReferenceLayout& layout, const ComplexArray<Real>& x,
+               const ComplexArray<Real>& a, const ComplexArray<Real>& h0) {
+    const int64_t channels = layout.channels;
+    h.assign(layout.tokens * channels, C(0));
+    h_final.assign(layout.sequences.size() * channels, C(0));
+    for (size_t n = 0; n < layout.sequences.size(); ++n) {
+      for (int64_t d = 0; d < channels; ++d) {
+        C state = h0.empty() ? C(0) : h0[n * channels + d];
+        for (int64_t step = 0; step < layout.sequences[n].length; ++step) {
+          const int64_t i = layout.token(layout.sequences[n], step) * channels + d;
+          state = a[i] * state + x[i];
+          h[i] = state;
+        }
+        h_final[n * channels + d] = state;
+      }
+    }
+  }
+
+  /// `states` is h as the kernel under test reads it: this one's own, or rounded to a dtype.
+  void backward(const ReferenceLayout& layout, const ComplexArray<Real>& a,
+                const ComplexArray<Real>& states, const ComplexArray<Real>& h0,
+                const ComplexArray<Real>& dh, const ComplexArray<Real>& dh_final) {
+    const int64_t channels = layout.channels;
+    dx.assign(layout.tokens * channels, C(0));
+    da.assign(layout.tokens * channels, C(0));
+    dh0.assign(layout.sequences.size() * channels, C(0));
+    for (size_t n = 0; n < layout.sequences.size(); ++n) {
+      const TokenRange& range = layout.sequences[n];
+      for (int64_t d = 0; d < channels; ++d) {
+        C p = dh_final.empty() ? C(0) : dh_final[n * channels + d];
+        for (int64_t step = range.length - 1; step >= 0; --step) {
+          const int64_t i = layout.token(range, step) * channels + d;
+          const C start = h0.empty() ? C(0) : h0[n * channels + d];
+          const C before =
+              step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
+          const C g = dh[i] + p;
+          dx[i] = g;
+          da[i] = g * std::conj(before);
+          p = g * std::conj(a[i]);
+        }
+        dh0[n * channels + d] = p;
+      }
+    }
+  }
+};
+
+/// h_t = lambda_t exp(i theta) h_{t-1} + (1 - lambda_t) act(c_t). c, h and their like are complex
+/// arrays; f, gamma, theta and their gradients are real.
+template <class Real>
+struct HgruReference {
+  using C = std::complex<Real>;
+  std::vector<Real> gamma, theta;  // [D]
+  bool silu = true;
+  ComplexArray<Real> h, h_final;
+  ComplexArray<Real> dc, dh0;
+  std::vector<Real> df;
+  std::vector<Real> dgamma, dtheta;  // [N, D]
+
+  static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
+  Real act(Real c) const { return silu ? c * sigmoid(c) : c; }
+  Real act_slope(Real c) const {
+    return silu ? sigmoid(c) * (1 + c * sigmoid(-c)) : Real(1);
+  }
+  C input(C c) const { return {act(c.real()), act(c.imag())}; }
+  C turn(int64_t d) const { return {std::cos(theta[d]), std::sin(theta[d])}; }
+
+  void forward(const ReferenceLayout& layout, const ComplexArray<Real>& c,
+               const std::vector<Real>& f, const ComplexArray<Real>& h0) {
+    const int64_t channels = layout.channels;
+    h.assign(layout.tokens * channels, C(0));
+    h_final.assign(layout.sequences.size() * channels, C(0));
+    for (size_t n = 0; n < layout.sequences.size(); ++n) {
+      for (int64_t d = 0; d < channels; ++d) {
+        C state = h0.empty() ? C(0) : h0[n * channels + d];
+        for (int64_t step = 0; step < layout.sequences[n].length; ++step) {
+          const int64_t i = layout.token(layout.sequences[n], step) * channels + d;
+          const Real lambda = gamma[d] + (1 - gamma[d]) * sigmoid(f[i]);
+          state = lambda * turn(d) * state + (1 - gamma[d]) * sigmoid(-f[i]) * input(c[i]);
+          h[i] = state;
+        }
+        h_final[n * channels + d] = state;
+      }
+    }
+  }
+
+  void backward(const ReferenceLayout& layout, const ComplexArray<Real>& c,
+                const std::vector<Real>& f, const ComplexArray<Real>& states,
+                const ComplexArray<Real>& h0, const ComplexArray<Real>& dh,
+                const ComplexArray<Real>& dh_final) {
+    const int64_t channels = layout.channels;
+    const int64_t count = static_cast<int64_t>(layout.sequences.size());
+    dc.assign(layout.tokens * channels, C(0));
+    df.assign(layout.tokens * channels, Real(0));
+    dh0.assign(count * channels, C(0));
+    dgamma.assign(count * channels, Real(0));
+    dtheta.assign(count * channels, Real(0));
+    for (int64_t n = 0; n < count; ++n) {
+      const TokenRange& range = layout.sequences[n];
+      for (int64_t d = 0; d < channels; ++d) {
+        C p = dh_final.empty() ? C(0) : dh_final[n * channels + d];
+        for (int64_t step = range.length - 1; step >= 0; --step) {
+          const int64_t i = layout.token(range, step) * channels + d;
+          const C start = h0.empty() ? C(0) : h0[n * channels + d];
+          const C before =
+              step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
+          p = step_back(n * channels + d, d, i, c[i], f[i], before, dh[i] + p);
+        }
+        dh0[n * channels + d] = p;
+      }
+    }
+  }
+
+ private:
+  /// One step's gradients from g = dL/dh_t; returns what flows on into h_{t-1}.
+  C step_back(int64_t nd, int64_t d, int64_t i, C c, Real f, C before, C g) {
+    const Real open = sigmoid(f);
+    const Real shut = sigmoid(-f);
+    const Real lambda = gamma[d] + (1 - gamma[d]) * open;
+    const C turned = turn(d) * before;
+    const C du = (1 - gamma[d]) * shut * g;
+    dc[i] = {du.real() * act_slope(c.real()), du.imag() * act_slope(c.imag())};
+    const Real dlambda = (std::conj(g) * (turned - input(c))).real();
+    df[i] = dlambda * (1 - gamma[d]) * open * shut;
+    dgamma[nd] += dlambda * shut;
+    dtheta[nd] += (std::conj(g) * C(0, 1) * lambda * turned).real();
+    return lambda * std::conj(turn(d)) * g;
+  }
+};
+
+}  // namespace tidegate::testing
