@@ -1,0 +1,418 @@
+#pragma once
+
+// HGRN's recurrence as Ops of the walk (walk.cuh):
+//   lambda = gamma + (1 - gamma) * sigmoid(f)
+//   h_t = lambda_t * rot * h_{t-1} + (1 - lambda_t) * act(c_t),   rot = exp(i theta), or 1 when
+//   real
+
+#include "kernels/scan/cuda/gates.cuh"
+#include "kernels/scan/cuda/partial_sums.cuh"
+#include "kernels/scan/cuda/walk.cuh"
+
+namespace tidegate::kernels {
+
+/// The rotation of one channel. Real recurrences have none.
+template <class Real, bool kComplex>
+struct Rotation;
+
+template <class Real>
+struct Rotation<Real, false> {
+  __device__ void set(Real, int) {}
+  __device__ Real forward(Real h) const { return h; }
+  __device__ Real backward(Real g) const { return g; }
+  __device__ void seal_forward(Real&) const {}
+  __device__ void seal_backward(Real&) const {}
+};
+
+template <class Real>
+struct Rotation<Real, true> {
+  Complex<Real> step;  // exp(i theta)
+  Complex<Real> run;   // exp(i theta n), n the steps of one run
+
+  __device__ void set(Real theta, int steps) {
+    sincos_of(theta, &step.im, &step.re);
+    run = step;
+    for (int i = 1; i < steps; i *= 2) {  // steps is a power of two
+      run = run * run;
+    }
+  }
+  __device__ Complex<Real> forward(Complex<Real> h) const { return step * h; }
+  __device__ Complex<Real> backward(Complex<Real> g) const { return conj(step) * g; }
+  // A run's decay is folded as a plain product; its rotation, the same for every run, comes last.
+  __device__ void seal_forward(Complex<Real>& a) const { a = run * a; }
+  __device__ void seal_backward(Complex<Real>& a) const { a = conj(run) * a; }
+
+ private:
+  static __device__ void sincos_of(float x, float* s, float* c) { sincosf(x, s, c); }
+  static __device__ void sincos_of(double x, double* s, double* c) { sincos(x, s, c); }
+};
+
+/// What forward and backward share: the types of one instantiation, the per-channel parameters and
+/// the decay gate.
+template <class Data_, class Gate_, bool kComplex_, int kVec_>
+struct HgruBase {
+  using Data = Data_;
+  using Gate = Gate_;
+  using Real = typename Register<Data>::type;
+  using Number = std::conditional_t<kComplex_, Complex<Real>, Real>;
+  using Math = GateMath<Real, sizeof(Data) == 2>;
+  using State = StateRow<Number, kVec_, kComplex_>;
+  static constexpr bool kComplex = kComplex_;
+  static constexpr int kVec = kVec_;
+  static constexpr int kParts = kComplex ? 2 : 1;
+
+  Lane lane;
+  Sequence seq;
+  Real gamma[kVec];
+  Rotation<Real, kComplex> rotation[kVec];
+
+  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane, int steps)
+      : lane(lane), seq(seq) {
+    load_channels(gamma, params.gamma, lane, Real(0));
+    if constexpr (kComplex) {
+      Real theta[kVec];
+      load_channels(theta, params.theta, lane, Real(0));
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        rotation[v].set(theta[v], steps);
+      }
+    }
+  }
+
+  /// lambda, and 1 - lambda with its own digits.
+  struct Decay {
+    Real keep, enter;
+  };
+  __device__ Decay decay(const Sigmoids<Real>& s, int v) const {
+    const Real free = Real(1) - gamma[v];
+    return {fused(free, s.pos, gamma[v]), free * s.neg};
+  }
+
+  /// Elements of [.., D] rows, or of the two halves of [.., 2D] rows, as one number.
+  static __device__ Number number(const Pack<Data, kVec> (&parts)[kParts], int v) {
+    if constexpr (kComplex) {
+      return {parts[0].get(v), parts[1].get(v)};
+    } else {
+      return parts[0].get(v);
+    }
+  }
+  static __device__ void split(const Number (&x)[kVec], Pack<Data, kVec> (&parts)[kParts]) {
+    if constexpr (kComplex) {
+      Real re[kVec], im[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        re[v] = x[v].re;
+        im[v] = x[v].im;
+      }
+      parts[0] = pack<Data, kVec>(re);
+      parts[1] = pack<Data, kVec>(im);
+    } else {
+      parts[0] = pack<Data, kVec>(x);
+    }
+  }
+};
+
+/// [B, T, D] rows, or the two halves of [B, T, 2D] rows.
+template <class Data, int kVec, int kParts>
+struct PartRows {
+  Rows<Data, kVec> part[kParts];
+
+  __device__ PartRows(const TimeSeries& series, const Sequence& seq, bool backwards,
+                      const Lane& lane) {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      part[p] = Rows<Data, kVec>(series, seq, backwards, lane, p * lane.channels);
+    }
+  }
+  __device__ void load(Pack<Data, kVec> (&out)[kParts], int k) const {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      out[p] = part[p].load(k);
+    }
+  }
+  __device__ void store(int k, const Pack<Data, kVec> (&x)[kParts]) const {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      part[p].store(k, x[p]);
+    }
+  }
+};
+
+/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
+template <bool kBackward, bool kComplex>
+struct HgruShape {
+  static constexpr int kWarps = 8;
+  static constexpr int kSteps = 8;
+  static constexpr int kMinBlocks = 2;
+};
+template <>
+struct HgruShape<true, true> {
+  static constexpr int kWarps = 8;
+  static constexpr int kSteps = 4;
+  static constexpr int kMinBlocks = 2;
+};
+
+template <class Data_, class Gate_, bool kComplex_, int kVec_>
+struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_> {
+  using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
+  using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
+  using typename Base::Data;
+  using typename Base::Gate;
+  using typename Base::Math;
+  using typename Base::Number;
+  using typename Base::Real;
+  using Params = HgruParams;
+
+  struct Raw {
+    Pack<Data, kVec> c[kParts];
+    Pack<Gate, kVec> f;
+  };
+  struct Decoded {
+    Real keep[kVec];
+    Number in[kVec];
+  };
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) { return p.layout; }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.channels; }
+
+  PartRows<Data, kVec, kParts> c, h;
+  Rows<Gate, kVec> f;
+  const void* h0;
+  void* h_final;
+  bool silu;
+
+  __device__ HgruForward(const Params& params, const Sequence& seq, const Lane& lane)
+      : Base(params, seq, lane, HgruForward::kSteps),
+        c(params.c, seq, params.layout.reverse, lane),
+        h(params.h, seq, params.layout.reverse, lane),
+        f(params.f, seq, params.layout.reverse, lane),
+        h0(params.h0),
+        h_final(params.h_final),
+        silu(params.activation == Activation::kSilu) {}
+
+  __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Base::State::store(h_final, seq.index, lane, s);
+  }
+
+  __device__ Raw load(int k, int /*last*/) const {
+    Raw raw;
+    c.load(raw.c, k);
+    raw.f = f.load(k);
+    return raw;
+  }
+
+  __device__ Real activate(Real x) const { return silu ? tidegate::kernels::silu<Math>(x) : x; }
+
+  __device__ Decoded decode(const Raw& raw) const {
+    Decoded d;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const auto decay = this->decay(sigmoids<Math>(static_cast<Real>(raw.f.get(v))), v);
+      const Number x = Base::number(raw.c, v);
+      d.keep[v] = decay.keep;
+      if constexpr (kComplex) {
+        d.in[v] = {decay.enter * activate(x.re), decay.enter * activate(x.im)};
+      } else {
+        d.in[v] = decay.enter * activate(x);
+      }
+    }
+    return d;
+  }
+
+  __device__ void fold(const Decoded& d, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = d.keep[v] * map.a[v];
+      map.x[v] = fused(d.keep[v], rotation[v].forward(map.x[v]), d.in[v]);
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      rotation[v].seal_forward(map.a[v]);
+    }
+  }
+
+  __device__ void apply(int k, const Raw&, const Decoded& d, Number (&s)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = fused(d.keep[v], rotation[v].forward(s[v]), d.in[v]);
+    }
+    Pack<Data, kVec> out[kParts];
+    Base::split(s, out);
+    h.store(k, out);
+  }
+
+  __device__ void reduce(int64_t, void*, int, int) const {}
+  __device__ void reduce_alone(int64_t) const {}
+};
+
+/// The backward pass walks the other way. Its state is p_t = dL/dh_{t-1} along the recurrence:
+///   g_t = dh_t + p_{t+1},  p_t = lambda_t * conj(rot) * g_t,  p_T = dh_final,  dh0 = p_0
+/// and everything else is local to a step:
+///   du = (1 - lambda) * g,  dc = act'(c) * du
+///   dlambda = Re(conj(g) * (rot * h_{t-1} - u)),  df = dlambda * (1 - gamma) * s * (1 - s)
+///   dgamma = sum dlambda * (1 - s),  dtheta = sum Re(conj(g) * i * lambda * rot * h_{t-1})
+template <class Data_, class Gate_, bool kComplex_, int kVec_>
+struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_> {
+  using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
+  using Base::gamma;
+  using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
+  using typename Base::Data;
+  using typename Base::Gate;
+  using typename Base::Math;
+  using typename Base::Number;
+  using typename Base::Real;
+  using Params = HgruBackwardParams;
+
+  struct Raw {
+    Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
+    Pack<Gate, kVec> f;
+  };
+  // Nothing is kept between fold and apply: decoding twice costs less than the registers.
+  using Decoded = Raw;
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) {
+    return p.forward.layout;
+  }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.forward.channels; }
+
+  PartRows<Data, kVec, kParts> c, h, dh, dc;
+  Rows<Gate, kVec> f, df;
+  const void* h0;
+  const void* dh_final;
+  void* dh0;
+  void* dgamma_partial;
+  void* dtheta_partial;
+  bool silu;
+  Real dgamma[kVec] = {};
+  Real dtheta[kVec] = {};
+
+  __device__ HgruBackward(const Params& params, const Sequence& seq, const Lane& lane)
+      : Base(params.forward, seq, lane, HgruBackward::kSteps),
+        c(params.forward.c, seq, !params.forward.layout.reverse, lane),
+        h(params.forward.h, seq, !params.forward.layout.reverse, lane),
+        dh(params.dh, seq, !params.forward.layout.reverse, lane),
+        dc(params.dc, seq, !params.forward.layout.reverse, lane),
+        f(params.forward.f, seq, !params.forward.layout.reverse, lane),
+        df(params.df, seq, !params.forward.layout.reverse, lane),
+        h0(params.forward.h0),
+        dh_final(params.dh_final),
+        dh0(params.dh0),
+        dgamma_partial(params.dgamma_partial),
+        dtheta_partial(params.dtheta_partial),
+        silu(params.forward.activation == Activation::kSilu) {}
+
+  __device__ void initial(Number (&s)[kVec]) const {
+    Base::State::load(s, dh_final, seq.index, lane);
+  }
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Base::State::store(dh0, seq.index, lane, s);
+  }
+
+  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see apply).
+  __device__ Raw load(int k, int last) const {
+    Raw raw;
+    c.load(raw.c, k);
+    h.load(raw.h_before, min(k + 1, last));
+    dh.load(raw.dh, k);
+    raw.f = f.load(k);
+    return raw;
+  }
+
+  __device__ Sigmoids<Real> gate(const Raw& raw, int v) const {
+    return sigmoids<Math>(static_cast<Real>(raw.f.get(v)));
+  }
+
+  __device__ Raw decode(const Raw& raw) const { return raw; }
+
+  __device__ void fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const Real keep = this->decay(gate(raw, v), v).keep;
+      map.a[v] = keep * map.a[v];
+      map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      rotation[v].seal_backward(map.a[v]);
+    }
+  }
+
+  __device__ void activate(Real x, Real* value, Real* derivative) const {
+    if (silu) {
+      silu_with_derivative<Math>(x, value, derivative);
+    } else {
+      *value = x;
+      *derivative = Real(1);
+    }
+  }
+
+  __device__ void apply(int k, const Raw& raw, const Raw&, Number (&s)[kVec]) {
+    Number before[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      before[v] = Base::number(raw.h_before, v);
+    }
+    if (k == seq.length - 1) {
+      Base::State::load(before, h0, seq.index, lane);
+    }
+    Number dc_out[kVec];
+    Real df_out[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      step(raw, v, before[v], s[v], dc_out[v], df_out[v]);
+    }
+    Pack<Data, kVec> dc_parts[kParts];
+    Base::split(dc_out, dc_parts);
+    dc.store(k, dc_parts);
+    df.store(k, pack<Gate, kVec>(df_out));
+  }
+
+  /// One channel of one step.
+  __device__ void step(const Raw& raw, int v, Number before, Number& s, Number& dc_out,
+                       Real& df_out) {
+    const Sigmoids<Real> sig = gate(raw, v);
+    const auto decay = this->decay(sig, v);
+    const Number g = Base::number(raw.dh, v) + s;
+    s = decay.keep * rotation[v].backward(g);
+
+    const Number x = Base::number(raw.c, v);
+    Number u, slope;
+    if constexpr (kComplex) {
+      activate(x.re, &u.re, &slope.re);
+      activate(x.im, &u.im, &slope.im);
+      dc_out = {decay.enter * g.re * slope.re, decay.enter * g.im * slope.im};
+    } else {
+      activate(x, &u, &slope);
+      dc_out = decay.enter * g * slope;
+    }
+    const Number turned = rotation[v].forward(before);
+    const Real dlambda = dot(g, turned - u);
+    df_out = dlambda * (decay.enter * sig.pos);
+    dgamma[v] = fused(dlambda, sig.neg, dgamma[v]);
+    if constexpr (kComplex) {
+      dtheta[v] = fused(decay.keep, g.im * turned.re - g.re * turned.im, dtheta[v]);
+    }
+  }
+
+  __device__ void reduce(int64_t row, void* scratch, int warp, int lane_index) const {
+    sum_over_warps<HgruBackward::kWarps>(dgamma, dgamma_partial, row, lane, scratch, warp,
+                                         lane_index);
+    if constexpr (kComplex) {
+      sum_over_warps<HgruBackward::kWarps>(dtheta, dtheta_partial, row, lane, scratch, warp,
+                                           lane_index);
+    }
+  }
+  __device__ void reduce_alone(int64_t row) const {
+    write_partial(dgamma, dgamma_partial, row, lane);
+    if constexpr (kComplex) {
+      write_partial(dtheta, dtheta_partial, row, lane);
+    }
+  }
+};
+
+}  // namespace tidegate::kernels

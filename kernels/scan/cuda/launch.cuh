@@ -1,0 +1,188 @@
+#pragma once
+
+// From params to launches: how many blocks share a sequence, and which walk they take.
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "kernels/scan/cuda/walk.cuh"
+#include "kernels/scan/scan_cuda.h"
+
+namespace tidegate::kernels {
+
+#define TIDEGATE_RETURN_IF_CUDA_ERROR(expression)                 \
+  do {                                                            \
+    if (cudaError_t error = (expression); error != cudaSuccess) { \
+      return error;                                               \
+    }                                                             \
+  } while (false)
+
+/// Whether all rows of a tensor can be accessed in packs of kVec elements.
+inline bool packs_align(const TimeSeries& t, int vec) {
+  const int64_t bytes = vec * element_size(t.dtype);
+  return reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride_b % vec == 0 &&
+         t.stride_t % vec == 0;
+}
+
+inline bool packs_align(std::initializer_list<const TimeSeries*> tensors, int64_t channels,
+                        int vec) {
+  return channels % vec == 0 && std::all_of(tensors.begin(), tensors.end(), [&](const auto* t) {
+           return t->data == nullptr || packs_align(*t, vec);
+         });
+}
+
+struct DeviceLimits {
+  int multiprocessors = 0;
+  int major = 0;
+};
+
+inline cudaError_t read_device_limits(DeviceLimits* limits) {
+  int device = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      cudaDeviceGetAttribute(&limits->multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  return cudaDeviceGetAttribute(&limits->major, cudaDevAttrComputeCapabilityMajor, device);
+}
+
+template <class Op>
+constexpr int64_t kTileSteps = Op::kWarps * Op::kSteps;
+
+template <class Op>
+int64_t channel_tiles(int64_t channels, int threads) {
+  return (channels + threads * Op::kVec - 1) / (threads * Op::kVec);
+}
+
+/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle.
+template <class Op>
+ScanPlan choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
+                      const DeviceLimits& limits) {
+  const int64_t blocks =
+      std::max<int64_t>(1, layout.sequences * channel_tiles<Op>(channels, kWarpSize));
+  const int64_t mean_length = layout.time * layout.batch / std::max<int64_t>(1, layout.sequences);
+  const int64_t wanted = limits.multiprocessors * int64_t{Op::kMinBlocks} / blocks;
+  const int64_t available = mean_length / kTileSteps<Op>;
+  ScanPlan plan;
+  plan.split = request;
+  if (request == TimeSplit::kAuto) {
+    // Two passes read everything twice: that pays only when most of the chip would idle.
+    plan.split = std::min(wanted, available) < 2 ? TimeSplit::kNone
+                 : limits.major >= 9             ? TimeSplit::kCluster
+                 : wanted >= 4                   ? TimeSplit::kTwoPass
+                                                 : TimeSplit::kNone;
+  }
+  if (plan.split == TimeSplit::kCluster) {
+    plan.splits = 2;
+    while (plan.splits < 8 && plan.splits * 2 <= std::min(wanted, available)) {
+      plan.splits *= 2;
+    }
+  } else if (plan.split == TimeSplit::kTwoPass) {
+    plan.splits = static_cast<int>(std::clamp<int64_t>(std::min(wanted, available), 2, kMaxSplits));
+    plan.workspace_bytes =
+        2 * layout.sequences * plan.splits * channels * int64_t{sizeof(typename Op::Number)};
+  }
+  plan.partials = layout.sequences * plan.splits;
+  return plan;
+}
+
+template <class Op, WalkMode kMode>
+cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& launch,
+                        cudaStream_t stream) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(launch.splits), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(
+      static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles * launch.splits));
+  config.blockDim = dim3(Op::kWarps * kWarpSize);
+  config.stream = stream;
+  if (kMode == WalkMode::kCluster) {
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  return cudaLaunchKernelEx(&config, walk_kernel<Op, kMode>, params, launch);
+}
+
+template <class Op>
+cudaError_t launch_walk(const typename Op::Params& params, const ScanPlan& plan, void* workspace,
+                        cudaStream_t stream) {
+  const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kWarpSize), plan.splits,
+                             workspace};
+  switch (plan.split) {
+    case TimeSplit::kCluster:
+      return launch_mode<Op, WalkMode::kCluster>(params, launch, stream);
+    case TimeSplit::kTwoPass:
+      TIDEGATE_RETURN_IF_CUDA_ERROR(
+          (launch_mode<Op, WalkMode::kSegmentMap>(params, launch, stream)));
+      return launch_mode<Op, WalkMode::kSegment>(params, launch, stream);
+    default:
+      return launch_mode<Op, WalkMode::kWhole>(params, launch, stream);
+  }
+}
+
+template <class Op>
+cudaError_t launch_plain(const typename Op::Params& params, cudaStream_t stream) {
+  constexpr int kThreads = 64;
+  const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kThreads), 1, nullptr};
+  const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
+  plain_walk_kernel<Op><<<blocks, kThreads, 0, stream>>>(params, launch);
+  return cudaGetLastError();
+}
+
+/// One recurrence in the forms that its launches choose from.
+///   Wide    the walk, a Pack of channels a thread
+///   Narrow  the walk, one channel a thread: rows that are not aligned to packs, odd D
+///   Plain   the plain walk, one channel a thread: double precision; a step or two of time, where
+///           there is nothing to divide and a step may update its state in place
+template <class Wide, class Narrow>
+struct WalkFamily {
+  using Plain = Narrow;
+  using Params = typename Plain::Params;
+  using Tensors = std::initializer_list<const TimeSeries*>;
+
+  template <class Visit>
+  static cudaError_t choose(const Params& params, const Tensors& tensors, Visit visit) {
+    if constexpr (sizeof(typename Plain::Real) < 8) {
+      if (Plain::layout(params).time > 2) {
+        return packs_align(tensors, Plain::channels(params), Wide::kVec)
+                   ? visit.template operator()<Wide, false>()
+                   : visit.template operator()<Narrow, false>();
+      }
+    }
+    return visit.template operator()<Plain, true>();
+  }
+
+  static cudaError_t plan(const Params& params, TimeSplit request, const Tensors& tensors,
+                          ScanPlan* plan) {
+    DeviceLimits limits;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+    if (request == TimeSplit::kCluster && limits.major < 9) {
+      return cudaErrorNotSupported;
+    }
+    return choose(params, tensors, [&]<class Op, bool kPlain>() {
+      const SequenceLayout& layout = Op::layout(params);
+      if constexpr (kPlain) {
+        *plan = {.partials = layout.sequences};
+      } else {
+        *plan = choose_split<Op>(layout, Op::channels(params), request, limits);
+      }
+      return cudaSuccess;
+    });
+  }
+
+  static cudaError_t launch(const Params& params, const ScanPlan& plan, void* workspace,
+                            const Tensors& tensors, cudaStream_t stream) {
+    if (Plain::layout(params).sequences == 0 || Plain::channels(params) == 0) {
+      return cudaSuccess;
+    }
+    return choose(params, tensors, [&]<class Op, bool kPlain>() {
+      if constexpr (kPlain) {
+        return launch_plain<Op>(params, stream);
+      } else {
+        return launch_walk<Op>(params, plan, workspace, stream);
+      }
+    });
+  }
+};
+
+}  // namespace tidegate::kernels

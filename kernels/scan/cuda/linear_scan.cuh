@@ -1,0 +1,195 @@
+#pragma once
+
+// h_t = a_t * h_{t-1} + x_t as Ops of the walk (walk.cuh).
+
+#include "kernels/scan/cuda/partial_sums.cuh"
+#include "kernels/scan/cuda/walk.cuh"
+
+namespace tidegate::kernels {
+
+template <bool kBackward>
+struct LinearScanShape {
+  static constexpr int kWarps = 8;
+  static constexpr int kSteps = 8;
+  static constexpr int kMinBlocks = 2;
+};
+
+template <class Data, class Gate, int kVec_>
+struct LinearScanForward : LinearScanShape<false> {
+  using Number = typename Register<Data>::type;
+  using Real = RealOf<Number>;
+  using State = StateRow<Number, kVec_, false>;
+  using Params = LinearScanParams;
+  static constexpr int kVec = kVec_;
+
+  struct Raw {
+    Pack<Data, kVec> x;
+    Pack<Gate, kVec> a;
+  };
+  struct Decoded {
+    Number a[kVec], x[kVec];
+  };
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) { return p.layout; }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.channels; }
+
+  Lane lane;
+  Sequence seq;
+  Rows<Data, kVec> x, h;
+  Rows<Gate, kVec> a;
+  const void* h0;
+  void* h_final;
+
+  __device__ LinearScanForward(const Params& params, const Sequence& seq, const Lane& lane)
+      : lane(lane),
+        seq(seq),
+        x(params.x, seq, params.layout.reverse, lane),
+        h(params.h, seq, params.layout.reverse, lane),
+        a(params.a, seq, params.layout.reverse, lane),
+        h0(params.h0),
+        h_final(params.h_final) {}
+
+  __device__ void initial(Number (&s)[kVec]) const { State::load(s, h0, seq.index, lane); }
+  __device__ void finish(const Number (&s)[kVec]) const {
+    State::store(h_final, seq.index, lane, s);
+  }
+
+  __device__ Raw load(int k, int /*last*/) const { return {x.load(k), a.load(k)}; }
+
+  __device__ Decoded decode(const Raw& raw) const {
+    Decoded d;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      d.a[v] = raw.a.get(v);
+      d.x[v] = raw.x.get(v);
+    }
+    return d;
+  }
+
+  __device__ void fold(const Decoded& d, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = d.a[v] * map.a[v];
+      map.x[v] = fused(d.a[v], map.x[v], d.x[v]);
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>&) const {}
+
+  __device__ void apply(int k, const Raw&, const Decoded& d, Number (&s)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = fused(d.a[v], s[v], d.x[v]);
+    }
+    h.store(k, pack<Data, kVec>(s));
+  }
+
+  __device__ void reduce(int64_t, void*, int, int) const {}
+  __device__ void reduce_alone(int64_t) const {}
+};
+
+/// Walks the other way with p_t = dL/dh_{t-1} along the recurrence:
+///   g_t = dh_t + p_{t+1},  p_t = conj(a_t) * g_t,  dx_t = g_t,  da_t = g_t * conj(h_{t-1})
+/// For a constant decay, da is a sum over time.
+template <class Data, class Gate, bool kConstant, int kVec_>
+struct LinearScanBackward : LinearScanShape<true> {
+  using Number = typename Register<Data>::type;
+  using Real = RealOf<Number>;
+  using State = StateRow<Number, kVec_, false>;
+  using Params = LinearScanBackwardParams;
+  static constexpr int kVec = kVec_;
+
+  struct Raw {
+    Pack<Data, kVec> h_before, dh;
+    Pack<Gate, kVec> a;
+  };
+  using Decoded = Raw;
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) {
+    return p.forward.layout;
+  }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.forward.channels; }
+
+  Lane lane;
+  Sequence seq;
+  Rows<Data, kVec> h, dh, dx;
+  Rows<Gate, kVec> a, da;
+  const void* h0;
+  const void* dh_final;
+  void* dh0;
+  void* da_partial;
+  Number da_sum[kVec] = {};
+
+  __device__ LinearScanBackward(const Params& params, const Sequence& seq, const Lane& lane)
+      : lane(lane),
+        seq(seq),
+        h(params.forward.h, seq, !params.forward.layout.reverse, lane),
+        dh(params.dh, seq, !params.forward.layout.reverse, lane),
+        dx(params.dx, seq, !params.forward.layout.reverse, lane),
+        a(params.forward.a, seq, !params.forward.layout.reverse, lane),
+        da(params.da, seq, !params.forward.layout.reverse, lane),
+        h0(params.forward.h0),
+        dh_final(params.dh_final),
+        dh0(params.dh0),
+        da_partial(params.da_partial) {}
+
+  __device__ void initial(Number (&s)[kVec]) const { State::load(s, dh_final, seq.index, lane); }
+  __device__ void finish(const Number (&s)[kVec]) const { State::store(dh0, seq.index, lane, s); }
+
+  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see apply).
+  __device__ Raw load(int k, int last) const {
+    return {h.load(min(k + 1, last)), dh.load(k), a.load(k)};
+  }
+
+  __device__ Raw decode(const Raw& raw) const { return raw; }
+
+  static __device__ Number keep(const Raw& raw, int v) {
+    return conj(static_cast<Number>(raw.a.get(v)));
+  }
+
+  __device__ void fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = keep(raw, v) * map.a[v];
+      map.x[v] = keep(raw, v) * (map.x[v] + raw.dh.get(v));
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>&) const {}
+
+  __device__ void apply(int k, const Raw& raw, const Raw&, Number (&s)[kVec]) {
+    Number before[kVec], dx_out[kVec], da_out[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      before[v] = raw.h_before.get(v);
+    }
+    if (k == seq.length - 1) {
+      State::load(before, h0, seq.index, lane);
+    }
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      dx_out[v] = raw.dh.get(v) + s[v];
+      da_out[v] = dx_out[v] * conj(before[v]);
+      s[v] = keep(raw, v) * dx_out[v];
+      if constexpr (kConstant) {
+        da_sum[v] = da_sum[v] + da_out[v];
+      }
+    }
+    dx.store(k, pack<Data, kVec>(dx_out));
+    if constexpr (!kConstant) {
+      da.store(k, pack<Gate, kVec>(da_out));
+    }
+  }
+
+  __device__ void reduce(int64_t row, void* scratch, int warp, int lane_index) const {
+    if constexpr (kConstant) {
+      sum_over_warps<LinearScanBackward::kWarps>(da_sum, da_partial, row, lane, scratch, warp,
+                                                 lane_index);
+    }
+  }
+  __device__ void reduce_alone(int64_t row) const {
+    if constexpr (kConstant) {
+      write_partial(da_sum, da_partial, row, lane);
+    }
+  }
+};
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,5 @@
+#include "kernels/scan/cuda/linear_scan_family.cuh"
+
+namespace tidegate::kernels {
+template struct LinearScanFamily<double>;
+}  // namespace tidegate::kernels

@@ -1,0 +1,46 @@
+#pragma once
+
+// Sums over time of per-channel quantities: gradients of gamma, theta and of a constant decay.
+// Each block writes one row of partial sums; the rows are added up by the caller.
+
+#include "kernels/scan/cuda/rows.cuh"
+
+namespace tidegate::kernels {
+
+template <class Number, int kVec>
+__device__ inline void write_partial(const Number (&sum)[kVec], void* partial, int64_t row,
+                                     const Lane& lane) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    if (partial != nullptr) {
+      static_cast<Number*>(partial)[row * lane.channels + lane.channel + v] = sum[v];
+    }
+  }
+}
+
+/// Adds the warps' sums in the order of the warps. `scratch` is shared memory for kWarps * 32
+/// packs. Called by all threads of a block, or by none.
+template <int kWarps, class Number, int kVec>
+__device__ inline void sum_over_warps(const Number (&sum)[kVec], void* partial, int64_t row,
+                                      const Lane& lane, void* scratch, int warp, int lane_index) {
+  if (partial == nullptr) {
+    return;
+  }
+  auto* board = static_cast<Pack<Number, kVec>(*)[32]>(scratch);
+  __syncthreads();
+  board[warp][lane_index] = pack<Number, kVec>(sum);
+  __syncthreads();
+  if (warp != 0) {
+    return;
+  }
+  Number total[kVec] = {};
+  for (int w = 0; w < kWarps; ++w) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      total[v] = total[v] + board[w][lane_index].get(v);
+    }
+  }
+  write_partial(total, partial, row, lane);
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,130 @@
+#pragma once
+
+// Where one thread finds its data: the sequence it walks, the channels it owns, and rows of memory
+// indexed by the step of the walk rather than by time.
+
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/time_series.h"
+
+namespace tidegate::kernels {
+
+/// One sequence of a layout. Lengths fit 32 bits (see *_unsupported); positions in memory do not.
+struct Sequence {
+  int64_t index;  // n in [0, N)
+  int64_t batch;  // row of the batch
+  int64_t start;  // first token
+  int length;     // tokens
+};
+
+__device__ inline Sequence find_sequence(const SequenceLayout& layout, int64_t n) {
+  if (layout.offsets == nullptr) {
+    return {n, n, 0, static_cast<int>(layout.time)};
+  }
+  const auto offset = [&](int64_t i) -> int64_t {
+    return layout.offsets_are_int64 ? static_cast<const int64_t*>(layout.offsets)[i]
+                                    : static_cast<const int32_t*>(layout.offsets)[i];
+  };
+  const int64_t start = offset(n);
+  return {n, 0, start, static_cast<int>(offset(n + 1) - start)};
+}
+
+/// The kVec adjacent channels of one thread. All of them exist: kVec divides D, and threads past
+/// the last channel repeat it. They write what its owner writes, so that no access needs a guard.
+struct Lane {
+  int64_t channel;   // first of them
+  int64_t channels;  // D
+};
+
+template <int kVec>
+__device__ inline Lane find_lane(int64_t thread, int64_t channels) {
+  return {min(thread * kVec, channels - kVec), channels};
+}
+
+/// One tensor along a walk: step k of the walk is k strides away from its first step. Addresses are
+/// one 32 x 32 -> 64 bit multiply-add each, so that a run of rows costs few registers.
+template <class T, int kVec>
+class Rows {
+ public:
+  Rows() = default;
+
+  /// `shift` moves by whole channels (the imaginary half of [Re | Im]).
+  __device__ Rows(const TimeSeries& series, const Sequence& seq, bool backwards, const Lane& lane,
+                  int64_t shift = 0) {
+    const int64_t first = seq.start + (backwards ? seq.length - 1 : 0);
+    base_ = static_cast<char*>(series.data) +
+            (seq.batch * series.stride_b + first * series.stride_t + shift + lane.channel) *
+                int64_t{sizeof(T)};
+    const int stride = static_cast<int>(series.stride_t) * static_cast<int>(sizeof(T));
+    stride_ = backwards ? -stride : stride;
+  }
+
+  __device__ Pack<T, kVec> load(int k) const { return load_streaming<T, kVec>(at(k)); }
+
+  __device__ void store(int k, const Pack<T, kVec>& p) const {
+    *reinterpret_cast<typename Pack<T, kVec>::Bits*>(at(k)) = p.bits;
+  }
+
+ private:
+  __device__ T* at(int k) const {
+    return reinterpret_cast<T*>(base_ + static_cast<int64_t>(k) * stride_);
+  }
+
+  char* base_ = nullptr;
+  int stride_ = 0;  // bytes
+};
+
+/// Reads a per-channel parameter [D], or `missing` where there is none.
+template <class Real, int kVec>
+__device__ inline void load_channels(Real (&out)[kVec], const void* data, const Lane& lane,
+                                     Real missing) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    out[v] = data != nullptr ? static_cast<const Real*>(data)[lane.channel + v] : missing;
+  }
+}
+
+/// A state tensor of one row a sequence: [N, D] real, [N, D] of interleaved complex numbers, or
+/// [N, 2D] = [Re | Im]. Null reads as zero.
+template <class Number, int kVec, bool kHalves>
+struct StateRow;
+
+template <class Number, int kVec>
+struct StateRow<Number, kVec, false> {
+  static __device__ void load(Number (&out)[kVec], const void* data, int64_t n, const Lane& lane) {
+    const int64_t at = n * lane.channels + lane.channel;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      out[v] = data != nullptr ? static_cast<const Number*>(data)[at + v] : Number{};
+    }
+  }
+  static __device__ void store(void* data, int64_t n, const Lane& lane, const Number (&x)[kVec]) {
+    const int64_t at = n * lane.channels + lane.channel;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      static_cast<Number*>(data)[at + v] = x[v];
+    }
+  }
+};
+
+template <class Real, int kVec>
+struct StateRow<Complex<Real>, kVec, true> {
+  static __device__ void load(Complex<Real> (&out)[kVec], const void* data, int64_t n,
+                              const Lane& lane) {
+    const Real* re = static_cast<const Real*>(data) + 2 * n * lane.channels + lane.channel;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      out[v] = data != nullptr ? Complex<Real>{re[v], re[v + lane.channels]} : Complex<Real>{};
+    }
+  }
+  static __device__ void store(void* data, int64_t n, const Lane& lane,
+                               const Complex<Real> (&x)[kVec]) {
+    Real* re = static_cast<Real*>(data) + 2 * n * lane.channels + lane.channel;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      re[v] = x[v].re;
+      re[v + lane.channels] = x[v].im;
+    }
+  }
+};
+
+}  // namespace tidegate::kernels

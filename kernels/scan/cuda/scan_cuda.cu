@@ -1,0 +1,91 @@
+// The entry points of scan_cuda.h: from a dtype to the unit that was compiled for it.
+
+#include "kernels/scan/cuda/hgru_family.cuh"
+#include "kernels/scan/cuda/linear_scan_family.cuh"
+
+namespace tidegate::kernels {
+
+extern template struct HgruFamily<float>;
+extern template struct HgruFamily<double>;
+extern template struct HgruFamily<__nv_bfloat16>;
+extern template struct HgruFamily<__half>;
+extern template struct LinearScanFamily<float>;
+extern template struct LinearScanFamily<double>;
+extern template struct LinearScanFamily<__nv_bfloat16>;
+extern template struct LinearScanFamily<__half>;
+extern template struct LinearScanFamily<Complex<float>>;
+extern template struct LinearScanFamily<Complex<double>>;
+
+namespace {
+
+template <class Visit>
+cudaError_t choose_real(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return visit.template operator()<float>();
+    case DType::kFloat64:
+      return visit.template operator()<double>();
+    case DType::kBFloat16:
+      return visit.template operator()<__nv_bfloat16>();
+    case DType::kFloat16:
+      return visit.template operator()<__half>();
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+template <class Visit>
+cudaError_t choose_any(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kComplex64:
+      return visit.template operator()<Complex<float>>();
+    case DType::kComplex128:
+      return visit.template operator()<Complex<double>>();
+    default:
+      return choose_real(dtype, visit);
+  }
+}
+
+}  // namespace
+
+cudaError_t linear_scan_forward_plan(const LinearScanParams& params, ScanPlan* plan) {
+  return choose_any(params.x.dtype,
+                    [&]<class T>() { return LinearScanFamily<T>::forward_plan(params, plan); });
+}
+
+cudaError_t linear_scan_backward_plan(const LinearScanBackwardParams& params, ScanPlan* plan) {
+  return choose_any(params.dh.dtype,
+                    [&]<class T>() { return LinearScanFamily<T>::backward_plan(params, plan); });
+}
+
+cudaError_t hgru_forward_plan(const HgruParams& params, ScanPlan* plan) {
+  return choose_real(params.c.dtype,
+                     [&]<class T>() { return HgruFamily<T>::forward_plan(params, plan); });
+}
+
+cudaError_t hgru_backward_plan(const HgruBackwardParams& params, ScanPlan* plan) {
+  return choose_real(params.dh.dtype,
+                     [&]<class T>() { return HgruFamily<T>::backward_plan(params, plan); });
+}
+
+cudaError_t linear_scan_forward(const LinearScanParams& params, cudaStream_t stream) {
+  return choose_any(params.x.dtype,
+                    [&]<class T>() { return LinearScanFamily<T>::forward(params, stream); });
+}
+
+cudaError_t linear_scan_backward(const LinearScanBackwardParams& params, cudaStream_t stream) {
+  return choose_any(params.dh.dtype,
+                    [&]<class T>() { return LinearScanFamily<T>::backward(params, stream); });
+}
+
+cudaError_t hgru_forward(const HgruParams& params, cudaStream_t stream) {
+  return choose_real(params.c.dtype,
+                     [&]<class T>() { return HgruFamily<T>::forward(params, stream); });
+}
+
+cudaError_t hgru_backward(const HgruBackwardParams& params, cudaStream_t stream) {
+  return choose_real(params.dh.dtype,
+                     [&]<class T>() { return HgruFamily<T>::backward(params, stream); });
+}
+
+}  // namespace tidegate::kernels
