@@ -1,0 +1,47 @@
+"""Markers, the `device` fixture and the import path that all Python tests share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_MARKERS = {
+    "gpu": "needs a CUDA device (skipped elsewhere)",
+    "large": "needs tens of GiB of device memory",
+    "sanitize": "the reduced set that runs under compute-sanitizer",
+    "slow": "takes more than ten seconds",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in _MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def why_no_cuda() -> str | None:
+    """Why tests cannot run tidegate on a CUDA device here, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    import tidegate  # noqa: F401  (loads the operators)
+
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("tidegate::hgru", "CUDA"):
+        return "tidegate was built without CUDA"
+    return None
+
+
+def require_cuda() -> None:
+    if reason := why_no_cuda():
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device in turn; CUDA is skipped, with the reason, where it cannot run."""
+    if request.param == "cuda":
+        require_cuda()
+    return request.param

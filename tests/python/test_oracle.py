@@ -1,0 +1,90 @@
+"""The oracle's own tests: hand-written gradients against autograd, loops against closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import oracle
+from support.cases import Case, make_inputs, options
+
+CASES = [
+    Case("linear_scan", time=7, dtype=torch.float64),
+    Case("linear_scan", time=7, dtype=torch.complex128, reverse=True),
+    Case("linear_scan", time=7, dtype=torch.complex128, gate_dtype=torch.float64),
+    Case("linear_scan", dtype=torch.complex128, constant=True, lengths=(0, 3, 0, 5, 1)),
+    Case("linear_scan", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, h0=None),
+    Case("linear_scan", time=0, dtype=torch.float64),
+    Case("hgru", time=7, dtype=torch.float64),
+    Case("hgru", time=7, dtype=torch.float64, theta=True, reverse=True),
+    Case("hgru", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1), activation="none"),
+    Case("hgru", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
+    Case("hgru", time=0, dtype=torch.float64, theta=True),
+]
+
+
+@pytest.mark.parametrize("grads", ["both", "h", "final"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_by_hand_equal_autograd(case: Case, grads: str) -> None:
+    inputs = make_inputs(replace(case, grads=grads))
+    loss = [inputs.pop("dh"), inputs.pop("dh_final")]
+    by_hand = getattr(oracle, f"{case.op}_reference")(
+        **inputs, dh=loss[0], dh_final=loss[1], **options(case)
+    )
+    leaves = {
+        k: v.detach().requires_grad_()
+        for k, v in inputs.items()
+        if v is not None and k != "cu_seqlens"
+    }
+    results = getattr(oracle, f"{case.op}_forward")(**{**inputs, **leaves}, **options(case))
+    pairs = [(r, g) for r, g in zip(results, loss, strict=True) if g is not None]
+    results, grads_in = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        results, list(leaves.values()), grads_in, allow_unused=True, materialize_grads=True
+    )
+    for name, grad in zip(leaves, found, strict=True):
+        torch.testing.assert_close(by_hand[f"d{name}"], grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_loop_equals_the_parallel_form(dtype: torch.dtype) -> None:
+    """h_t = sum over s <= t of (prod over s < r <= t of a_r) x_s, with x_{-1} = h0."""
+    case = Case("linear_scan", batch=1, time=12, channels=3, dtype=dtype, seed=3)
+    inputs = make_inputs(case)
+    x, a, h0 = inputs["x"][0], inputs["a"][0], inputs["h0"]
+    terms = torch.cat([h0, x])
+    for t in range(12):
+        expected = sum(terms[s] * a[s : t + 1].prod(0) for s in range(t + 2))
+        h, final = oracle.linear_scan_forward(x[None], a[None], h0)
+        torch.testing.assert_close(h[0, t], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(final[0], h[0, -1])
+
+
+def test_complex_hgru_is_the_complex_linear_scan() -> None:
+    case = Case(dtype=torch.float64, theta=True, activation="none", gamma=False)
+    i = make_inputs(case)
+    h, final = oracle.hgru_forward(i["c"], i["f"], None, i["theta"], i["h0"], activation="none")
+    c, h0 = (torch.complex(*i[k].chunk(2, -1)) for k in ("c", "h0"))
+    lam = torch.sigmoid(i["f"])
+    a = lam * torch.exp(1j * i["theta"])
+    z, z_final = oracle.linear_scan_forward((1 - lam) * c, a, h0)
+    torch.testing.assert_close(h, torch.cat([z.real, z.imag], -1))
+    torch.testing.assert_close(final, torch.cat([z_final.real, z_final.imag], -1))
+
+
+def test_rule_accepts_the_yardstick_and_refuses_what_is_wrong() -> None:
+    exact = torch.linspace(-1, 1, 64, dtype=torch.float64)
+    same = exact.float()
+    oracle.assert_within_rule("good", same, exact, same)
+    wrong = {
+        "scaled": same * (1 + 4e-6),
+        "one element": same + torch.eye(64)[5] * 1e-5,
+        "nan": torch.where(torch.arange(64) == 9, torch.nan, same),
+        "zero": torch.zeros(64),
+        "shape": same[None],
+        "dtype": exact,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(AssertionError, match=name):
+            oracle.assert_within_rule(name, value, exact, same)

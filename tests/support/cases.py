@@ -1,0 +1,285 @@
+"""Test cases for `linear_scan` and `hgru`: inputs of every kind, held against the oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from support import oracle
+
+LAYOUTS = ("contiguous", "projection", "time_major", "misaligned", "channels_first")
+GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op. Everything that it draws follows from `seed`."""
+
+    op: str = "hgru"  # "hgru" | "linear_scan"
+    batch: int = 2
+    time: int = 17
+    channels: int = 5
+    dtype: torch.dtype = torch.float32
+    gate_dtype: torch.dtype | None = None  # of a or f; None = dtype
+    bound_dtype: torch.dtype | None = None  # of gamma and theta; None = the state's (real)
+    h0: str | None = "state"  # None | "state" | "data": absent, in the state's dtype, in x's
+    theta: bool = False  # hgru: complex
+    gamma: bool = True  # hgru
+    activation: str = "silu"  # hgru
+    constant: bool = False  # linear_scan: a [D]
+    reverse: bool = False
+    lengths: tuple[int, ...] | None = None  # packed: batch and time follow from them
+    offsets_dtype: torch.dtype = torch.int64
+    layout: str = "contiguous"
+    gates: str = "normal"
+    grads: str = "both"  # "both" | "h" | "final": which results the loss reads
+    seed: int = 0
+
+    def __str__(self) -> str:
+        default = Case()
+        changed = (
+            f"{name}={getattr(self, name)}".replace("torch.", "")
+            for name in self.__dataclass_fields__
+            if name == "op" or getattr(self, name) != getattr(default, name)
+        )
+        return "-".join(changed).replace(" ", "").replace("op=", "")
+
+
+def lay_out(value: Tensor, layout: str) -> Tensor:
+    """`value`, placed in memory another way; what surrounds it is NaN."""
+    if layout == "contiguous" or value.dim() < 2:
+        return value.contiguous()
+    nan = float("nan")
+    if layout == "misaligned":  # starts one element into its storage
+        out = value.new_full((value.numel() + 2,), nan)[1:-1].view(value.shape)
+    elif value.dim() != 3:
+        return value.contiguous()
+    elif layout == "projection":  # one slice of a wide projection, at an odd offset
+        batch, time, width = value.shape
+        out = value.new_full((batch, time, 3 * width + 2), nan)[..., width + 1 : 2 * width + 1]
+    elif layout == "time_major":
+        out = value.new_full(value.transpose(0, 1).shape, nan).transpose(0, 1)
+    elif layout == "channels_first":  # last stride is not one: the op copies
+        out = value.new_full(value.transpose(1, 2).shape, nan).transpose(1, 2)
+    else:
+        raise ValueError(layout)
+    return out.copy_(value)
+
+
+def _randn(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, dtype=wide, generator=rng).to(dtype)
+
+
+def _decay(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """Decays in [0, 1] of one regime, float64."""
+    u = torch.rand(shape, dtype=torch.float64, generator=rng)
+    if kind == "open":
+        return 1 - 1e-4 * u
+    if kind == "shut":
+        return 1e-30 * u
+    if kind == "extreme":
+        return (u > 0.5).double()
+    if kind == "alternating":
+        steps = (torch.arange(shape[len(shape) // 2]) % 2).double()  # of time; constant: channels
+        return (steps[:, None] if len(shape) == 3 else steps).expand(shape).contiguous()
+    if kind == "loguniform":
+        return 1 - 10 ** (-7 * u)
+    return u
+
+
+def _logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """Pre-sigmoid gates of one regime, float64."""
+    u = torch.rand(shape, dtype=torch.float64, generator=rng)
+    if kind == "open":
+        return 8 + 6 * u
+    if kind == "shut":
+        return -20 - 60 * u
+    if kind in ("extreme", "alternating"):
+        return 1e4 * (2 * _decay(kind, shape, rng) - 1)
+    if kind == "loguniform":
+        return -torch.log(10 ** (-7 * u)) * torch.where(u > 0.5, 1.0, -1.0)
+    return 2 * torch.randn(shape, dtype=torch.float64, generator=rng)
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def make_inputs(case: Case) -> dict[str, Tensor | None]:
+    """The op's tensors, on the CPU, laid out as the case says; then dh and dh_final."""
+    rng = torch.Generator().manual_seed(case.seed)
+    batch, time, cu_seqlens = case.batch, case.time, None
+    if case.lengths is not None:
+        batch, time = 1, sum(case.lengths)
+        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype)
+    sequences = batch if case.lengths is None else len(case.lengths)
+    width = case.channels * (2 if case.theta else 1)
+    state = oracle.state_dtype(case.dtype)
+    gate_dtype = case.gate_dtype or case.dtype
+    shape = (batch, time, case.channels)
+
+    data = _randn((batch, time, width), case.dtype, rng)
+    inputs: dict[str, Tensor | None]
+    if case.op == "linear_scan":
+        a = _decay(case.gates, shape[2:] if case.constant else shape, rng)
+        if gate_dtype.is_complex:
+            a = torch.polar(a, 7 * torch.rand(a.shape, dtype=a.dtype, generator=rng))
+        elif case.gates == "normal":
+            a = a * torch.where(torch.rand(a.shape, generator=rng) > 0.2, 1.0, -1.0)
+        inputs = {"x": data, "a": a.to(gate_dtype)}
+    else:
+        bound_dtype = case.bound_dtype or state
+        gamma = torch.rand(case.channels, dtype=torch.float64, generator=rng)
+        edges = torch.tensor([0.0, 0.999, 0.99999], dtype=torch.float64)
+        gamma[::3] = edges[torch.arange(len(gamma[::3])) % 3]
+        theta = 6.3 * torch.rand(case.channels, dtype=torch.float64, generator=rng)
+        below_one = 1 - torch.finfo(bound_dtype).eps  # gamma < 1 after rounding, too
+        inputs = {
+            "c": 2 * data,
+            "f": _logits(case.gates, shape, rng).to(gate_dtype),
+            "gamma": gamma.to(bound_dtype).clamp(max=below_one) if case.gamma else None,
+            "theta": theta.to(bound_dtype) if case.theta else None,
+        }
+    h0_dtype = case.dtype if case.h0 == "data" else state
+    inputs["h0"] = _randn((sequences, width), h0_dtype, rng) if case.h0 else None
+    inputs["cu_seqlens"] = cu_seqlens
+    final = _randn((sequences, width), state, rng)
+    inputs["dh"] = _randn(data.shape, case.dtype, rng) if case.grads != "final" else None
+    inputs["dh_final"] = final if case.grads != "h" else None
+    return {k: v if v is None else lay_out(v, case.layout) for k, v in inputs.items()}
+
+
+def options(case: Case) -> dict[str, object]:
+    """The op's keyword arguments, cu_seqlens aside."""
+    out: dict[str, object] = {"reverse": case.reverse}
+    if case.op == "hgru":
+        out["activation"] = case.activation
+    return out
+
+
+_LOSS = ("dh", "dh_final")
+
+
+def to_device(value: Tensor | None, device: str, layout: str) -> Tensor | None:
+    """A copy on the device that keeps the layout (`.to` would make some contiguous)."""
+    if value is None or device == "cpu":
+        return value
+    return lay_out(value.to(device), layout)
+
+
+def run(case: Case, device: str, *, backward: bool) -> dict[str, Tensor]:
+    """The op's results and gradients, named as the oracle names them, still on the device."""
+    import tidegate
+
+    placed = {k: to_device(v, device, case.layout) for k, v in make_inputs(case).items()}
+    cu_seqlens = placed.pop("cu_seqlens")
+    loss = {k: placed.pop(k) for k in _LOSS}
+    if backward:
+        placed = {k: v if v is None else v.detach().requires_grad_() for k, v in placed.items()}
+    op: Callable[..., tuple[Tensor, Tensor]] = getattr(tidegate.ops, case.op)
+    h, final = op(*placed.values(), **options(case), cu_seqlens=cu_seqlens)
+    out = {"h": h, "final": final}
+    if not backward:
+        return out
+    leaves = {f"d{k}": v for k, v in placed.items() if v is not None}
+    pairs = [(r, g) for r, g in zip((h, final), loss.values(), strict=True) if g is not None]
+    results, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(results, list(leaves.values()), grads)
+    return out | dict(zip(leaves, found, strict=True))
+
+
+def reference(case: Case, *, backward: bool, exact: bool) -> dict[str, Tensor]:
+    """What `run` should return: the oracle's values, or (exact=False) the yardstick's."""
+    inputs = make_inputs(case)
+    loss = {k: inputs.pop(k) for k in _LOSS}
+    compute = getattr(oracle, f"{case.op}_reference")
+    return compute(**inputs, **(loss if backward else {}), **options(case), exact=exact)
+
+
+def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
+    """Runs the case and holds every result and gradient against the oracle."""
+    found = run(case, device, backward=backward)
+    exact = reference(case, backward=backward, exact=True)
+    yardstick = reference(case, backward=backward, exact=False)
+    for name, out in found.items():
+        oracle.assert_within_rule(f"{case} on {device}: {name}", out, exact[name], yardstick[name])
+
+
+# Coverage ---------------------------------------------------------------------------------------
+
+TIMES = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097)
+
+HGRU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SCAN_DTYPES = (*HGRU_DTYPES, torch.complex64, torch.complex128)
+
+KINDS = tuple(
+    [Case("hgru", dtype=dtype, theta=theta) for dtype in HGRU_DTYPES for theta in (False, True)]
+    + [
+        Case("linear_scan", dtype=dtype, constant=constant)
+        for dtype in SCAN_DTYPES
+        for constant in (False, True)
+    ]
+)
+
+
+def random_lengths(time: int, rng: random.Random) -> tuple[int, ...]:
+    """Sequence lengths that add up to `time`, empty ones among them."""
+    cuts = sorted(rng.randint(0, time) for _ in range(rng.randint(0, 5)))
+    cuts += rng.sample(cuts, min(len(cuts), 2))  # twice the same offset: an empty sequence
+    offsets = [0, *sorted(cuts), time]
+    return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+
+
+def vary(case: Case, seed: int) -> Case:
+    """`case` with every option that it leaves open drawn from `seed`."""
+    rng = random.Random(seed)
+    wide = oracle.state_dtype(case.dtype)
+    real_gate = real_dtype(wide) if case.op == "linear_scan" else wide
+    return replace(
+        case,
+        seed=seed,
+        batch=rng.choice((1, 2, 3)),
+        channels=rng.choice((1, 3, 5, 8, 16, 33)),
+        gate_dtype=rng.choice((None, None, wide, real_gate)),
+        bound_dtype=rng.choice((None, case.dtype)) if case.op == "hgru" else None,
+        h0=rng.choice(("state", "state", "data", None)),
+        gamma=rng.random() < 0.7,
+        activation=rng.choice(("silu", "silu", "none")) if case.op == "hgru" else "silu",
+        reverse=rng.random() < 0.4,
+        lengths=random_lengths(case.time, rng) if rng.random() < 0.4 else None,
+        offsets_dtype=rng.choice((torch.int32, torch.int64)),
+        layout=rng.choice(LAYOUTS),
+        gates=rng.choice(GATES),
+        grads=rng.choice(("both", "both", "h", "final")),
+    )
+
+
+def every_length() -> list[Case]:
+    """Each kind of call at each length of the list, its other options spread over the cases."""
+    return [
+        vary(replace(kind, time=time), seed=1000 * i + j)
+        for i, kind in enumerate(KINDS)
+        for j, time in enumerate(TIMES)
+    ]
+
+
+def every_regime(time: int = 65) -> list[Case]:
+    """Each kind of call under each regime of the gates."""
+    return [replace(kind, time=time, gates=g, seed=7) for kind in KINDS for g in GATES]
+
+
+def every_layout(time: int = 33) -> list[Case]:
+    """Each kind of call in each layout, padded and packed, forward and reversed."""
+    return [
+        replace(
+            kind, time=time, channels=8, layout=layout, reverse=reverse, lengths=lengths, seed=9
+        )
+        for kind in KINDS
+        for layout in LAYOUTS
+        for reverse, lengths in ((False, None), (True, (5, 0, 17, 1, 0, 10)))
+    ]

@@ -1,0 +1,293 @@
+"""Naive references for `linear_scan` and `hgru`: loops over time, one sequence after another.
+
+Nothing here comes from the kernels or the ops; the equations are the only source:
+
+    linear_scan   h_t = a_t h_{t-1} + x_t
+    hgru          h_t = lambda_t exp(i theta) h_{t-1} + (1 - lambda_t) act(c_t)
+                  lambda_t = gamma + (1 - gamma) sigmoid(f_t)          [HGRN, eq. 2]
+
+Each op has two references that know nothing of each other's gradients: `*_forward` is a loop that
+torch's autograd can differentiate, `*_reference` adds every gradient written out by hand
+(test_oracle.py holds one against the other).
+
+`exact=True` computes in float64: the oracle. `exact=False` does the same maths in the tensors' own
+precision with torch ops (fp32 state for 16- and 32-bit data; h is rounded to its dtype before the
+gradients read it, since training keeps only the inputs and h; gradients are rounded to the dtype
+of what they belong to): the yardstick of `assert_within_rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_STATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_WIDE = {torch.complex64: torch.complex128, torch.complex128: torch.complex128}
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a recurrence over `dtype` keeps its state."""
+    return _STATE.get(dtype, dtype)
+
+
+def _compute_dtype(dtype: torch.dtype, exact: bool) -> torch.dtype:
+    return _WIDE.get(dtype, torch.float64) if exact else state_dtype(dtype)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Sequences that are walked together: time steps in order, and their rows of the state."""
+
+    steps: range
+    rows: slice
+
+
+def walks(time: int, cu_seqlens: Tensor | None, reverse: bool) -> Iterator[Walk]:
+    """The sequences of a [B, time] layout (B = 1 when packed)."""
+    if cu_seqlens is None:
+        bounds = [(slice(None), 0, time)]
+    else:
+        offsets = [int(v) for v in cu_seqlens]
+        pairs = zip(offsets, offsets[1:], strict=False)
+        bounds = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairs)]
+    for rows, start, end in bounds:
+        steps = range(end - 1, start - 1, -1) if reverse else range(start, end)
+        yield Walk(steps, rows)
+
+
+def _initial(x: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    n = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    return x.new_zeros(n, x.shape[2]) if h0 is None else h0.to(x.dtype)
+
+
+def _recurrence(x: Tensor, a: Tensor, h0: Tensor, cu_seqlens: Tensor | None, reverse: bool):
+    """All states [B, T, D] and the final ones [N, D]; x, a [B, T, D] and h0 of one dtype."""
+    time = x.shape[1]
+    xs, decays, states = x.unbind(1), a.unbind(1), [None] * time
+    finals = []
+    for walk in walks(time, cu_seqlens, reverse):
+        h = h0[walk.rows]
+        for t in walk.steps:
+            h = decays[t] * h + xs[t]
+            states[t] = h
+        finals.append(h)
+    return torch.stack(states, 1) if time else x.clone(), torch.cat([h0[:0], *finals])
+
+
+def _adjoint(a: Tensor, h0: Tensor, dh: Tensor, dh_final: Tensor, cu_seqlens, reverse: bool):
+    """p_t = dL/d(a_t h_{t-1} + x_t) [B, T, D], and dL/dh0 [N, D], in torch's complex convention."""
+    time = dh.shape[1]
+    decays, grads, adjoint = a.conj().unbind(1), dh.unbind(1), [None] * time
+    dh0 = []
+    for walk in walks(time, cu_seqlens, reverse):
+        carry = dh_final[walk.rows]
+        for t in reversed(walk.steps):
+            adjoint[t] = grads[t] + carry
+            carry = decays[t] * adjoint[t]
+        dh0.append(carry)
+    return torch.stack(adjoint, 1) if time else dh.clone(), torch.cat([h0[:0], *dh0])
+
+
+def _previous(h: Tensor, h0: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
+    """h_{t-1} for every t, each sequence's own h0 before its first token."""
+    time = h.shape[1]
+    states, previous = h.unbind(1), [None] * time
+    for walk in walks(time, cu_seqlens, reverse):
+        last = h0[walk.rows]
+        for t in walk.steps:
+            previous[t] = last
+            last = states[t]
+    return torch.stack(previous, 1) if time else h.clone()
+
+
+def _sum_over_time(terms: Tensor) -> Tensor:
+    """[B, T, D] -> [D], added one step after another as a loop over time would."""
+    return terms.cumsum(1)[:, -1].sum(0) if terms.shape[1] else terms.sum((0, 1))
+
+
+def _round(value: Tensor | None, like: Tensor | None, exact: bool) -> Tensor | None:
+    return value if exact or value is None or like is None else value.to(like.dtype)
+
+
+# linear_scan ------------------------------------------------------------------------------------
+
+
+def linear_scan_forward(
+    x: Tensor, a: Tensor, h0: Tensor | None = None, *, reverse=False, cu_seqlens=None, exact=True
+) -> tuple[Tensor, Tensor]:
+    """(h, final state) of h_t = a_t h_{t-1} + x_t."""
+    dtype = _compute_dtype(x.dtype, exact)
+    wide = x.to(dtype)
+    initial = _initial(wide, h0, cu_seqlens)
+    h, final = _recurrence(wide, a.to(dtype).expand_as(wide), initial, cu_seqlens, reverse)
+    return _round(h, x, exact), final
+
+
+def linear_scan_reference(
+    x: Tensor,
+    a: Tensor,
+    h0: Tensor | None = None,
+    *,
+    dh: Tensor | None = None,
+    dh_final: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+) -> dict[str, Tensor]:
+    """h, final and, when dh or dh_final is given, dx, da and dh0."""
+    options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
+    h, final = linear_scan_forward(x, a, h0, exact=exact, **options)
+    out = {"h": h, "final": final}
+    if dh is None and dh_final is None:
+        return out
+    dtype = final.dtype
+    initial = _initial(x.to(dtype), h0, cu_seqlens)
+    decay = a.to(dtype).expand_as(h)
+    dh = torch.zeros_like(h) if dh is None else dh
+    dh_final = torch.zeros_like(final) if dh_final is None else dh_final
+    p, dh0 = _adjoint(decay, initial, dh.to(dtype), dh_final.to(dtype), **options)
+    da = p * _previous(h.to(dtype), initial, **options).conj()
+    if a.dim() == 1:
+        da = _sum_over_time(da)
+    out["dx"], out["da"] = _round(p, x, exact), _round(da if a.is_complex() else da.real, a, exact)
+    out["dh0"] = _round(dh0, h0, exact)
+    return out
+
+
+# hgru -------------------------------------------------------------------------------------------
+
+
+def _silu_gradient(c: Tensor) -> Tensor:
+    s, other = torch.sigmoid(c), torch.sigmoid(-c)
+    return s + c * s * other
+
+
+def _as_complex(c: Tensor) -> Tensor:
+    return torch.complex(*c.chunk(2, -1))
+
+
+def _as_halves(z: Tensor) -> Tensor:
+    return torch.cat([z.real, z.imag], -1)
+
+
+def hgru_forward(
+    c: Tensor,
+    f: Tensor,
+    gamma: Tensor | None = None,
+    theta: Tensor | None = None,
+    h0: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(h, final state) of HGRN's recurrence."""
+    dtype = _compute_dtype(c.dtype, exact)
+    floor = torch.zeros((), dtype=dtype) if gamma is None else gamma.to(dtype)
+    lam = floor + (1 - floor) * torch.sigmoid(f.to(dtype))
+    rest = (1 - floor) * torch.sigmoid(-f.to(dtype))  # 1 - lambda, without the cancellation
+    u = c.to(dtype)
+    u = torch.nn.functional.silu(u) if activation == "silu" else u
+    initial = _initial(u, h0, cu_seqlens)
+    if theta is None:
+        h, final = _recurrence(rest * u, lam, initial, cu_seqlens, reverse)
+        return _round(h, c, exact), final
+    turn = torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
+    args = (rest * _as_complex(u), lam * turn, _as_complex(initial), cu_seqlens, reverse)
+    h, final = (_as_halves(z) for z in _recurrence(*args))
+    return _round(h, c, exact), final
+
+
+def hgru_reference(
+    c: Tensor,
+    f: Tensor,
+    gamma: Tensor | None = None,
+    theta: Tensor | None = None,
+    h0: Tensor | None = None,
+    *,
+    dh: Tensor | None = None,
+    dh_final: Tensor | None = None,
+    activation: str = "silu",
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+) -> dict[str, Tensor]:
+    """h, final and, when dh or dh_final is given, dc, df, dgamma, dtheta and dh0.
+
+    With p_t the adjoint of h_t, <u, v> the real inner product of complex numbers and
+    v_t = exp(i theta) h_{t-1}:
+
+        dc = p (1 - lambda) act'(c)              dlambda = <p, v - act(c)>
+        df = dlambda (1 - gamma) s (1 - s)       dgamma = sum dlambda (1 - s),   s = sigmoid(f)
+        dtheta = sum lambda <p, i v>
+    """
+    options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
+    h, final = hgru_forward(c, f, gamma, theta, h0, activation=activation, exact=exact, **options)
+    out = {"h": h, "final": final}
+    if dh is None and dh_final is None:
+        return out
+    dtype = final.dtype
+    dh = (torch.zeros_like(h) if dh is None else dh).to(dtype)
+    dh_final = (torch.zeros_like(final) if dh_final is None else dh_final).to(dtype)
+    wide, stored = c.to(dtype), h.to(dtype)
+    slope = _silu_gradient(wide) if activation == "silu" else torch.ones_like(wide)
+    u = wide * torch.sigmoid(wide) if activation == "silu" else wide
+    initial = _initial(wide, h0, cu_seqlens)
+
+    floor = torch.zeros((), dtype=dtype) if gamma is None else gamma.to(dtype)
+    s, other = torch.sigmoid(f.to(dtype)), torch.sigmoid(-f.to(dtype))
+    lam, rest = floor + (1 - floor) * s, (1 - floor) * other
+    turn = torch.ones((), dtype=dtype)
+    if theta is not None:
+        turn = torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
+        dh, dh_final, u, initial, stored = map(_as_complex, (dh, dh_final, u, initial, stored))
+    p, dh0 = _adjoint((lam * turn).expand_as(dh), initial, dh, dh_final, **options)
+    v = turn * _previous(stored, initial, **options)
+    dlambda = (p.conj() * (v - u)).real if theta is not None else p * (v - u)
+    out["df"] = _round(dlambda * (1 - floor) * s * other, f, exact)
+    if gamma is not None:
+        out["dgamma"] = _round(_sum_over_time(dlambda * other), gamma, exact)
+    if theta is not None:
+        out["dtheta"] = _round(_sum_over_time(lam * (p.conj() * (1j * v)).real), theta, exact)
+        p, dh0 = _as_halves(p * rest), _as_halves(dh0)
+    else:
+        p = p * rest
+    out["dc"], out["dh0"] = _round(p * slope, c, exact), _round(dh0, h0, exact)
+    return out
+
+
+# The error rule ---------------------------------------------------------------------------------
+
+# The oracle's own rounding, where it is no wider than what it judges; else four roundings.
+_RELATIVE_FLOOR = {torch.float64: 1e-12, torch.complex128: 1e-12}
+_ABSOLUTE_FLOOR = 1e-20  # gradients at extreme gates are zero, or underflow in fp32
+
+
+def assert_within_rule(name: str, out: Tensor, exact: Tensor, yardstick: Tensor) -> None:
+    """||out - exact|| / ||exact|| and the largest error: each at most twice the yardstick's.
+
+    `yardstick` is the same maths done in out's dtype by torch ops. The floor is four roundings of
+    the state dtype, so that a yardstick without error (T = 0 or 1) asks for nothing impossible;
+    float64 is held to 1e-12.
+    """
+    assert out.dtype == yardstick.dtype, f"{name}: dtype {out.dtype}, expected {yardstick.dtype}"
+    assert out.shape == exact.shape, f"{name}: shape {out.shape}, expected {exact.shape}"
+    if out.numel() == 0:
+        return
+    wide = exact.dtype
+    error = (out.detach().cpu().to(wide) - exact).abs().flatten()
+    allowed = (yardstick.to(wide) - exact).abs().flatten()
+    relative = _RELATIVE_FLOOR.get(out.dtype, 4 * torch.finfo(torch.float32).eps)
+    size = exact.abs().flatten()
+    for kind, measure in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
+        floor = relative * measure(size) + _ABSOLUTE_FLOOR * size.numel() ** 0.5
+        found, bound = measure(error), 2 * measure(allowed) + floor
+        assert found <= bound, (
+            f"{name}: {kind} error {found:.3e} of {measure(size):.3e}, allowed {bound:.3e} "
+            f"(torch ops in {out.dtype}: {measure(allowed):.3e}); worst at flat index "
+            f"{int(error.nan_to_num(float('inf')).argmax())} of shape {tuple(out.shape)}"
+        )
