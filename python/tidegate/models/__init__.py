@@ -1,4 +1,7 @@
-"""Whole models over the token mixers, their configurations, files and published checkpoints' names."""
+"""Whole models over the token mixers: configurations, presets, files.
+
+`tidegate.models.loaders` reads weights published for other implementations.
+"""
 
 from .block import Block, Output
 from .causal_lm import CausalLM

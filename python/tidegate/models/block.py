@@ -68,9 +68,7 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """x ``[B, T, dim]`` -> the same, and the mixer's state."""
-        y, state = self.mixer(
-            self.mixer_norm(x), state, gamma=gamma, cu_seqlens=cu_seqlens
-        )
+        y, state = self.mixer(self.mixer_norm(x), state, gamma=gamma, cu_seqlens=cu_seqlens)
         x = x + self.dropout(y)
         return x + self.dropout(self.glu(self.glu_norm(x))), state
 
@@ -92,9 +90,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         where = {"device": "meta", "dtype": dtype}
-        self.blocks = nn.ModuleList(
-            Block(config, **where) for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, **where) for _ in range(config.layers))
         mixer = self.blocks[0].mixer
         self.lower_bounds = None
         if config.lower_bound != "none" and getattr(mixer, "takes_gamma", False):
@@ -159,12 +155,8 @@ class Model(nn.Module):
 
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: t.detach().contiguous() for name, t in self.state_dict().items()
-        }
-        write_atomically(
-            directory / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"})
-        )
+        tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
+        write_atomically(directory / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
         write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
 
     @classmethod
@@ -178,9 +170,7 @@ class Model(nn.Module):
         directory = Path(directory)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
-                raise FileNotFoundError(
-                    f"{cls.__name__}.load: {directory / name}: no such file"
-                )
+                raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
         config = LMConfig.from_json((directory / CONFIG_FILE).read_text())
         model = cls(config, device="meta")
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
@@ -218,29 +208,23 @@ def read_tensors(path: Path, device: Any = None) -> dict[str, Tensor]:
     try:
         return load_file(path, device="cpu" if device is None else str(device))
     except SafetensorError as error:
-        raise ValueError(
-            f"{path}: truncated or not a safetensors file: {error}"
-        ) from error
+        raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from error
 
 
 def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
     """Makes `tensors` the model's parameters; ValueError, naming the first that does not fit,
     when names or shapes are those of another configuration."""
     own = model.state_dict()
-    for name, t in own.items():
+    for name in own:
         if name not in tensors:
-            raise ValueError(
-                f"{source}: no tensor {name!r}, which the configuration asks for"
-            )
-        if tensors[name].shape != t.shape:
-            raise ValueError(
-                f"{source}: {name!r}: expected {tuple(t.shape)} by the configuration; "
-                f"got {tuple(tensors[name].shape)}"
-            )
-    for name in tensors:
+            raise ValueError(f"{source}: no tensor {name!r}, which the configuration asks for")
+    for name, given in tensors.items():
         if name not in own:
+            raise ValueError(f"{source}: tensor {name!r} has no place in the configuration")
+        if given.shape != own[name].shape:
             raise ValueError(
-                f"{source}: tensor {name!r} has no place in the configuration"
+                f"{source}: {name!r}: expected {tuple(own[name].shape)} by the configuration; "
+                f"got {tuple(given.shape)}"
             )
     model.load_state_dict(tensors, strict=True, assign=True)
 

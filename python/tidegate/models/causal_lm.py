@@ -28,18 +28,14 @@ class CausalLM(Model):
     def __init__(self, config: LMConfig, *, device=None, dtype=None) -> None:
         super().__init__(config, dtype=dtype)
         if config.vocab_size is None:
-            raise ValueError(
-                "CausalLM: vocab_size: expected a positive integer; got None"
-            )
+            raise ValueError("CausalLM: vocab_size: expected a positive integer; got None")
         if getattr(self.blocks[0].mixer, "bidirectional", False):
             raise ValueError(
                 "CausalLM: mixer_options: expected bidirectional=False: a causal model must not "
                 "see later tokens; got True"
             )
         where = {"device": "meta", "dtype": dtype}
-        scaled = (
-            config.tied if config.scale_embedding is None else config.scale_embedding
-        )
+        scaled = config.tied if config.scale_embedding is None else config.scale_embedding
         self.scale = math.sqrt(config.dim) if scaled else 1.0
         self.embedding = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.dim, **where), freeze=False
@@ -52,9 +48,7 @@ class CausalLM(Model):
     def reset_parameters(self) -> None:
         """embedding (normal, dim^-1/2 when tied, else 0.02), lower_bounds, blocks, norm, head
         (normal, 0.02), in this order."""
-        torch.ops.tidegate.init_normal_(
-            self.embedding.weight, 0.0, embedding_std(self.config)
-        )
+        torch.ops.tidegate.init_normal_(self.embedding.weight, 0.0, embedding_std(self.config))
         self._reset_blocks()
         if self.head is not None:
             torch.ops.tidegate.init_normal_(self.head.weight, 0.0, 0.02)
@@ -96,9 +90,7 @@ class CausalLM(Model):
             return None
         if isinstance(labels, str):
             if labels != "next":
-                raise ValueError(
-                    f"CausalLM: labels: expected a tensor or 'next'; got {labels!r}"
-                )
+                raise ValueError(f"CausalLM: labels: expected a tensor or 'next'; got {labels!r}")
             return next_labels(ids, cu_seqlens)
         if labels.shape != ids.shape:
             raise ValueError(
@@ -109,9 +101,7 @@ class CausalLM(Model):
 
     def init_state(self, batch: int, *, capacity: int | None = None) -> tuple[Any, ...]:
         """The empty state of `batch` sequences, one entry a layer."""
-        return tuple(
-            block.mixer.init_state(batch, capacity=capacity) for block in self.blocks
-        )
+        return tuple(block.mixer.init_state(batch, capacity=capacity) for block in self.blocks)
 
     def step(self, ids: Tensor, state: tuple[Any, ...]) -> Tensor:
         """One token a sequence: ids ``[B]`` -> logits ``[B, vocab]``; the state is updated in
@@ -121,18 +111,14 @@ class CausalLM(Model):
             x = block.step(x, s, gamma)
         return self._logits(self.norm(x))
 
-    def prefill(
-        self, ids: Tensor, lengths: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    def prefill(self, ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
         """Reads the prompts ``[B, T]``: logits ``[B, vocab]`` after each one's last token, and
         the state. Prompts shorter than T, padded on the right, have their lengths ``[B]`` in
         `lengths`; the padding is left out of the computation."""
         check_ids("CausalLM.prefill", ids)
         if lengths is None:
             if ids.size(1) == 0:
-                raise ValueError(
-                    "CausalLM.prefill: ids: expected at least one token; got none"
-                )
+                raise ValueError("CausalLM.prefill: ids: expected at least one token; got none")
             x, state = self._run(self._embed(ids), None, None)
             return self._logits(x[:, -1]), state
         packed, cu_seqlens = pack(ids, lengths, minimum=1)
@@ -198,9 +184,7 @@ class CausalLM(Model):
 def check_positive_or_zero(name: str, value: int) -> None:
     """Raises ValueError unless `value` is an integer >= 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"CausalLM.generate: {name}: expected an integer >= 0; got {value!r}"
-        )
+        raise ValueError(f"CausalLM.generate: {name}: expected an integer >= 0; got {value!r}")
 
 
 def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -21,9 +21,7 @@ def mean_pool(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     for fp64); zeros for an empty sequence."""
     lengths = cu_seqlens.to(x.device).long().diff()
     wide = x if x.dtype == torch.float64 else x.float()
-    sums = torch.segment_reduce(
-        wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0
-    )
+    sums = torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
     return (sums / lengths.clamp(min=1)[:, None]).to(x.dtype)
 
 
@@ -72,9 +70,7 @@ class SequenceClassifier(Model):
         check_ids("SequenceClassifier", ids)
         if lengths is not None:
             if cu_seqlens is not None:
-                raise ValueError(
-                    "SequenceClassifier: expected lengths or cu_seqlens; got both"
-                )
+                raise ValueError("SequenceClassifier: expected lengths or cu_seqlens; got both")
             ids, cu_seqlens = pack(ids, lengths)
         x, _ = self._run(self.embedding(ids), None, cu_seqlens)
         if cu_seqlens is not None:
@@ -98,9 +94,7 @@ class ImageClassifier(Model):
         super().__init__(config, dtype=dtype)
         _check_classes("ImageClassifier", config)
         if config.patch_size is None:
-            raise ValueError(
-                "ImageClassifier: patch_size: expected a positive integer; got None"
-            )
+            raise ValueError("ImageClassifier: patch_size: expected a positive integer; got None")
         where = {"device": "meta", "dtype": dtype}
         pixels = config.image_channels * config.patch_size**2
         self.patch = make_linear(pixels, config.dim, True, **where)
@@ -114,14 +108,9 @@ class ImageClassifier(Model):
         reset_linear(self.head)
 
     def _patches(self, images: Tensor) -> Tensor:
-        """images ``[B, C, H, W]`` -> ``[B, H/p * W/p, C*p*p]``, rows of patches in reading order."""
+        """images ``[B, C, H, W]`` -> patches in reading order ``[B, H/p * W/p, C*p*p]``."""
         p, c = self.config.patch_size, self.config.image_channels
-        if (
-            images.dim() != 4
-            or images.size(1) != c
-            or images.size(2) % p
-            or images.size(3) % p
-        ):
+        if images.dim() != 4 or images.size(1) != c or images.size(2) % p or images.size(3) % p:
             raise ValueError(
                 f"ImageClassifier: images: expected [B, {c}, H, W] with H and W multiples of the "
                 f"patch size {p}; got {tuple(images.shape)}"

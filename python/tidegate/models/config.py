@@ -65,25 +65,20 @@ class LMConfig:
         for name in ("vocab_size", "glu_hidden", "num_classes", "patch_size"):
             if getattr(self, name) is not None:
                 check_positive("LMConfig", name, getattr(self, name))
-        check_choice(
-            "LMConfig", "glu_activation", self.glu_activation, ("silu", "none")
-        )
+        check_choice("LMConfig", "glu_activation", self.glu_activation, ("silu", "none"))
         check_choice("LMConfig", "norm", self.norm, NORMS)
         check_choice("LMConfig", "final_norm", self.final_norm, (None, *NORMS))
         check_choice("LMConfig", "lower_bound", self.lower_bound, MODES)
         for name in ("glu_bias", "tied"):
             check_choice("LMConfig", name, getattr(self, name), (True, False))
-        check_choice(
-            "LMConfig", "scale_embedding", self.scale_embedding, (None, True, False)
-        )
+        check_choice("LMConfig", "scale_embedding", self.scale_embedding, (None, True, False))
         number = (int, float)
         p, eps, options = self.dropout, self.norm_eps, self.mixer_options
         _expect(isinstance(p, number) and 0.0 <= p < 1.0, "dropout", "0 <= p < 1", p)
-        _expect(
-            isinstance(eps, number) and eps > 0.0, "norm_eps", "a positive number", eps
-        )
+        _expect(isinstance(eps, number) and eps > 0.0, "norm_eps", "a positive number", eps)
         _expect(isinstance(options, dict), "mixer_options", "a dictionary", options)
-        check_mixer_options(self.mixer, self.mixer_options)
+        check_mixer_options(self.mixer, options)
+        self.mixer_options = dict(options)  # copies made by replace() share nothing
 
     def replace(self, **changes: Any) -> LMConfig:
         """A copy with some fields changed."""

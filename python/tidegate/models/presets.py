@@ -70,9 +70,7 @@ def presets() -> dict[str, LMConfig]:
     """
     return {
         "hgrn-44m": _HGRN_LM.replace(),
-        "hgrn-real-d": _HGRN_LM.replace(
-            mixer_options={"complex": False}, glu_hidden=1536
-        ),
+        "hgrn-real-d": _HGRN_LM.replace(mixer_options={"complex": False}, glu_hidden=1536),
         "hgrn-real-2d": _HGRN_LM.replace(
             mixer_options={"complex": False, "expand": 2}, glu_hidden=768
         ),
@@ -96,12 +94,8 @@ def presets() -> dict[str, LMConfig]:
 
 def _pile(layers: int, dim: int) -> LMConfig:
     options = dict(_HGRN_PILE.mixer_options)
-    return _HGRN_PILE.replace(
-        layers=layers, dim=dim, glu_hidden=2 * dim, mixer_options=options
-    )
+    return _HGRN_PILE.replace(layers=layers, dim=dim, glu_hidden=2 * dim, mixer_options=options)
 
 
 def _vit(dim: int) -> LMConfig:
-    return _HGRN_VIT.replace(
-        dim=dim, glu_hidden=2 * dim, mixer_options={"bidirectional": True}
-    )
+    return _HGRN_VIT.replace(dim=dim, glu_hidden=2 * dim, mixer_options={"bidirectional": True})

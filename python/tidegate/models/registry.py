@@ -39,18 +39,12 @@ def mixer_class(name: str) -> type[nn.Module]:
     if name in _MIXERS:
         return _MIXERS[name]
     what = "is not available in this version" if name in KNOWN_MIXERS else "is unknown"
-    raise ValueError(
-        f"LMConfig: mixer: {name!r} {what}; available: {', '.join(_MIXERS)}"
-    )
+    raise ValueError(f"LMConfig: mixer: {name!r} {what}; available: {', '.join(_MIXERS)}")
 
 
 def check_mixer_options(name: str, options: dict[str, Any]) -> None:
     """Raises ValueError for an option that the mixer's class does not have."""
-    known = [
-        p
-        for p in inspect.signature(mixer_class(name)).parameters
-        if p not in _NOT_OPTIONS
-    ]
+    known = [p for p in inspect.signature(mixer_class(name)).parameters if p not in _NOT_OPTIONS]
     for key in options:
         if key not in known:
             raise ValueError(

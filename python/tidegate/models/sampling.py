@@ -22,15 +22,11 @@ class Sampler:
         device: torch.device,
     ) -> None:
         if not temperature >= 0.0:
-            raise ValueError(
-                f"CausalLM.generate: temperature: expected >= 0; got {temperature!r}"
-            )
+            raise ValueError(f"CausalLM.generate: temperature: expected >= 0; got {temperature!r}")
         if top_k is not None and top_k < 1:
             raise ValueError(f"CausalLM.generate: top_k: expected >= 1; got {top_k!r}")
         if top_p is not None and not 0.0 < top_p <= 1.0:
-            raise ValueError(
-                f"CausalLM.generate: top_p: expected in (0, 1]; got {top_p!r}"
-            )
+            raise ValueError(f"CausalLM.generate: top_p: expected in (0, 1]; got {top_p!r}")
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p

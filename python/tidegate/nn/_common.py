@@ -1,4 +1,4 @@
-"""What the modules of this package share: seeded initialisation, norms, and parameters that stay fp32."""
+"""What the modules share: seeded initialisation, norms, parameters that stay fp32."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ NORMS = ("layer", "rms", "rms_no_weight")
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def check_choice(
-    owner: str, option: str, value: object, allowed: Sequence[object]
-) -> None:
+def check_choice(owner: str, option: str, value: object, allowed: Sequence[object]) -> None:
     """Raises ValueError naming module, option, the allowed values and the one given."""
     if value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
@@ -24,9 +22,7 @@ def check_choice(
 def check_positive(owner: str, option: str, value: object) -> None:
     """Raises ValueError unless `value` is an integer of at least one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{owner}: {option}: expected a positive integer; got {value!r}"
-        )
+        raise ValueError(f"{owner}: {option}: expected a positive integer; got {value!r}")
 
 
 def make_linear(
@@ -46,9 +42,7 @@ def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Mo
     if kind == "layer":
         return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     affine = kind == "rms"
-    return nn.RMSNorm(
-        dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype
-    )
+    return nn.RMSNorm(dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
 
 
 def reset_linear(linear: nn.Linear) -> None:

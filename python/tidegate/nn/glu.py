@@ -54,9 +54,7 @@ class GLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` -> ``[..., dim]``."""
         if x.size(-1) != self.dim:
-            raise ValueError(
-                f"GLU: x: expected [..., dim={self.dim}]; got {tuple(x.shape)}"
-            )
+            raise ValueError(f"GLU: x: expected [..., dim={self.dim}]; got {tuple(x.shape)}")
         gate, value = self.in_proj(x).chunk(2, dim=-1)
         if self.activation == "silu":
             gate = F.silu(gate)

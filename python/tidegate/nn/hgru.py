@@ -232,9 +232,7 @@ class HGRU(KeepsFloat32):
         Bidirectional: no state goes in, and None comes out.
         """
         if x.dim() != 3 or x.size(-1) != self.dim:
-            raise ValueError(
-                f"HGRU: x: expected [B, T, dim={self.dim}]; got {tuple(x.shape)}"
-            )
+            raise ValueError(f"HGRU: x: expected [B, T, dim={self.dim}]; got {tuple(x.shape)}")
         self._check_gamma(gamma)
         if state is not None:
             self._refuse_bidirectional("a state")
@@ -252,16 +250,12 @@ class HGRU(KeepsFloat32):
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         self._refuse_bidirectional("step()")
         if x.dim() != 2 or x.size(-1) != self.dim:
-            raise ValueError(
-                f"HGRU.step: x: expected [B, dim={self.dim}]; got {tuple(x.shape)}"
-            )
+            raise ValueError(f"HGRU.step: x: expected [B, dim={self.dim}]; got {tuple(x.shape)}")
         self._check_gamma(gamma)
         self._check_state(state)
         parts = self._project(x)
         if self._is_fused():
-            h = ops.hgru_step(
-                parts["c"], parts["f"], gamma, self._theta(parts, 0), state
-            )
+            h = ops.hgru_step(parts["c"], parts["f"], gamma, self._theta(parts, 0), state)
         else:
             u, a = self._scan_operands(parts, gamma, 0)
             h = self._scan_step(u, a, state).to(x.dtype)
@@ -283,9 +277,7 @@ class HGRU(KeepsFloat32):
                 )
             return
         if not self.takes_gamma:
-            raise ValueError(
-                "HGRU: gamma: expected None with forget_gate='none'; got a tensor"
-            )
+            raise ValueError("HGRU: gamma: expected None with forget_gate='none'; got a tensor")
         if gamma.dim() != 1 or gamma.size(0) != self.channels:
             raise ValueError(
                 f"HGRU: gamma: expected [expand*dim={self.channels}]; got {tuple(gamma.shape)}"
@@ -315,9 +307,7 @@ class HGRU(KeepsFloat32):
     def _is_fused(self) -> bool:
         """Whether the fused hgru op computes these options; the others compose linear_scan."""
         return (
-            self.input_gate == "tied"
-            and self.forget_gate == "data"
-            and self.theta_mode != "data"
+            self.input_gate == "tied" and self.forget_gate == "data" and self.theta_mode != "data"
         )
 
     def _theta(self, parts: dict[str, Tensor], direction: int) -> Tensor | None:

@@ -1,0 +1,493 @@
+"""`tidegate.models`: configuration, CausalLM, generation, files, classifiers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tidegate.models import (
+    CausalLM,
+    ImageClassifier,
+    LMConfig,
+    SequenceClassifier,
+    mixers,
+    presets,
+)
+
+SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=8, layers=3, glu_hidden=12)
+VARIANTS = {
+    "complex": SMALL,
+    "real": SMALL.replace(mixer_options={"complex": False, "expand": 2}, lower_bound="decreasing"),
+    "fla": SMALL.replace(mixer_options={"preset": "fla"}, norm="rms", tied=False),
+    "no-bounds": SMALL.replace(lower_bound="none", final_norm="rms_no_weight"),
+    "bound": SMALL.replace(mixer_options={"forget_gate": "bound"}),
+    "no-forget": SMALL.replace(mixer_options={"forget_gate": "none", "input_gate": "free"}),
+    "theta-data": SMALL.replace(mixer_options={"theta": "data"}, lower_bound="independent"),
+}
+
+
+def make(config: LMConfig, cls=CausalLM, seed: int = 0, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(seed)
+    model = cls(config, dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, 11, (3, 10))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_json_round_trip(config):
+    assert LMConfig.from_json(config.to_json()) == config
+    assert LMConfig.from_dict(json.loads(config.to_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"widht": 3}, "LMConfig: unknown key 'widht'; known: mixer, vocab_size, dim"),
+        ({"mixer": "gla"}, "mixer: 'gla' is not available in this version; available: hgrn"),
+        ({"mixer": "lstm"}, "mixer: 'lstm' is unknown; available: hgrn"),
+        ({}, "mixer: 'hgrn2' is not available in this version"),
+        ({"dim": 0}, "LMConfig: dim: expected a positive integer; got 0"),
+        ({"layers": 2.0}, "LMConfig: layers: expected a positive integer; got 2.0"),
+        ({"vocab_size": -1}, "LMConfig: vocab_size: expected a positive integer; got -1"),
+        ({"norm": "batch"}, "LMConfig: norm: expected one of 'layer'"),
+        ({"final_norm": "x"}, "LMConfig: final_norm: expected one of None, 'layer'"),
+        ({"lower_bound": "up"}, "LMConfig: lower_bound: expected one of 'cumulative'"),
+        ({"glu_activation": "relu"}, "LMConfig: glu_activation: expected one of 'silu', 'none'"),
+        ({"dropout": 1.0}, "LMConfig: dropout: expected 0 <= p < 1; got 1.0"),
+        ({"norm_eps": 0}, "LMConfig: norm_eps: expected a positive number; got 0"),
+        ({"tied": "yes"}, "LMConfig: tied: expected one of True, False; got 'yes'"),
+        ({"mixer_options": []}, r"LMConfig: mixer_options: expected a dictionary; got \[\]"),
+        (
+            {"mixer": "hgrn", "mixer_options": {"heads": 2}},
+            "mixer 'hgrn' has no option 'heads'; it has complex, theta",
+        ),
+        ([1], r"LMConfig: JSON: expected an object; got \[1\]"),
+    ],
+    ids=str,
+)
+def test_bad_config(values, message):
+    with pytest.raises(ValueError, match=message):
+        LMConfig.from_dict(values)
+
+
+def test_bad_json():
+    with pytest.raises(ValueError, match="LMConfig: not valid JSON"):
+        LMConfig.from_json("{")
+
+
+def test_registry():
+    assert list(mixers()) == ["hgrn"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes", "message"),
+    [
+        (CausalLM, {"mixer_options": {"bidirectional": True}}, "expected bidirectional=False"),
+        (CausalLM, {"vocab_size": None}, "CausalLM: vocab_size"),
+        (CausalLM, {"mixer_options": {"forget_gate": "none"}}, "HGRU: input_gate: expected"),
+        (
+            CausalLM,
+            {"mixer_options": {"forget_gate": "bound"}, "lower_bound": "none"},
+            "LMConfig: lower_bound: expected 'cumulative'",
+        ),
+        (SequenceClassifier, {}, "SequenceClassifier: num_classes"),
+        (SequenceClassifier, {"num_classes": 2, "vocab_size": None}, "Classifier: vocab_size"),
+        (ImageClassifier, {}, "ImageClassifier: num_classes"),
+        (ImageClassifier, {"num_classes": 2}, "ImageClassifier: patch_size"),
+    ],
+)
+def test_bad_models(cls, changes, message):
+    with pytest.raises(ValueError, match=message):
+        cls(SMALL.replace(**changes), device="meta")
+
+
+# CausalLM: loss
+
+
+def test_forward_by_hand(ids):
+    """The whole model from its parts' public behaviour."""
+    model = make(SMALL)
+    x = model.embedding.weight[ids] * math.sqrt(8)
+    gammas = model.lower_bounds()
+    for k, block in enumerate(model.blocks):
+        x = x + block.mixer(block.mixer_norm(x), gamma=gammas[k])[0]
+        x = x + block.glu(block.glu_norm(x))
+    logits = model.norm(x) @ model.embedding.weight.T
+    torch.testing.assert_close(model(ids).logits, logits)
+    untied = make(SMALL.replace(tied=False))
+    assert untied.head.weight.shape == (11, 8)
+    assert untied.scale == 1.0
+
+
+def test_labels(ids):
+    model = make(SMALL)
+    logits = model(ids).logits
+    wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(ids, "next").loss, wanted)
+    aligned = torch.full_like(ids, -100)
+    aligned[:, 4] = ids[:, 0]
+    wanted = F.cross_entropy(logits[:, 4], ids[:, 0])
+    torch.testing.assert_close(model(ids, aligned).loss, wanted)
+    assert model(ids, torch.full_like(ids, -100)).loss == 0
+    assert model(ids).loss is None
+    with pytest.raises(ValueError, match=r"labels: expected the shape of ids, \(3, 10\)"):
+        model(ids, ids[:, 1:])
+    with pytest.raises(ValueError, match="labels: expected a tensor or 'next'; got 'prev'"):
+        model(ids, "prev")
+    with pytest.raises(ValueError, match="ids: expected int32 or int64"):
+        model(ids.float())
+
+
+def test_next_labels_do_not_cross_sequences(ids):
+    model = make(SMALL)
+    row = ids.view(1, -1)
+    bounds = [0, 0, 1, 14, 14, 30]
+    out = model(row, "next", cu_seqlens=torch.tensor(bounds))
+    losses = []
+    for start, end in ((1, 14), (14, 30)):
+        part = row[:, start:end]
+        logits = model(part).logits
+        torch.testing.assert_close(out.logits[:, start:end], logits)
+        losses.append(F.cross_entropy(logits[0, :-1], part[0, 1:], reduction="sum"))
+    torch.testing.assert_close(out.loss, sum(losses) / (12 + 15))
+
+
+def test_gradients_reach_every_parameter(ids):
+    for name, config in VARIANTS.items():
+        model = make(config)
+        model(ids, "next").loss.backward()
+        for key, p in model.named_parameters():
+            assert p.grad is not None, (name, key)
+            assert p.grad.isfinite().all(), (name, key)
+
+
+def test_dropout(ids):
+    model = make(SMALL.replace(dropout=0.5))
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+# CausalLM: state and generation
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_split_anywhere(config, ids):
+    model = make(config)
+    with torch.no_grad():
+        whole = model(ids)
+        for cut in (0, 1, 5):
+            head = model(ids[:, :cut], state=model.init_state(3))
+            middle = model(ids[:, cut : cut + 2], state=head.state)
+            steps = [model.step(ids[:, t], middle.state) for t in range(cut + 2, 10)]
+            logits = torch.cat([head.logits, middle.logits, torch.stack(steps, 1)], 1)
+            torch.testing.assert_close(logits, whole.logits)
+            for one, two in zip(middle.state, whole.state, strict=True):
+                torch.testing.assert_close(one, two)
+    with pytest.raises(ValueError, match="CausalLM: state: expected one state for each of the 3"):
+        model(ids, state=whole.state[:2])
+
+
+def greedy(model: CausalLM, prompt: torch.Tensor, count: int) -> torch.Tensor:
+    """Generation by whole forwards only."""
+    for _ in range(count):
+        token = model(prompt[None]).logits[0, -1].argmax()
+        prompt = torch.cat([prompt, token[None]])
+    return prompt
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_greedy_generation(config, ids):
+    model = make(config)
+    wanted = torch.stack([greedy(model, row, 6) for row in ids])
+    assert torch.equal(model.generate(ids, 6, temperature=0.0), wanted)
+    lengths = torch.tensor([4, 10, 1])
+    out = model.generate(ids, 6, temperature=0.0, lengths=lengths)
+    assert out.shape == (3, 16)
+    for row, prompt, n in zip(out, ids, lengths.tolist(), strict=True):
+        assert torch.equal(row[: n + 6], greedy(model, prompt[:n], 6))
+        assert not row[n + 6 :].any()
+
+
+def test_eos(ids):
+    model = make(SMALL)
+    free = model.generate(ids, 12, temperature=0.0)
+    eos = int(free[0, 12])  # the third new token of the first row
+    out = model.generate(ids, 12, temperature=0.0, eos=eos)
+    for row, unbounded in zip(out, free, strict=True):
+        ends = (unbounded[10:] == eos).nonzero()
+        count = out.size(1) if not len(ends) else 10 + int(ends[0]) + 1
+        assert torch.equal(row[:count], unbounded[: out.size(1)][:count])
+        assert (row[count:] == eos).all()
+
+
+def test_sampling(ids):
+    model = make(SMALL, dtype=torch.float32)
+    model.train()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    one, two = (model.generate(ids, 8, seed=3) for _ in range(2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, model.generate(ids, 8, seed=4))
+    assert torch.equal(torch.get_rng_state(), state), "a seed leaves torch's generator alone"
+    assert model.training
+    best = model.generate(ids, 8, temperature=0.0)
+    assert torch.equal(model.generate(ids, 8, top_k=1), best)
+    assert torch.equal(model.generate(ids, 8, top_p=1e-6), best)
+    assert torch.equal(model.generate(ids, 8, temperature=1e-4), best)
+    assert model.generate(ids, 0).shape == ids.shape
+
+
+def test_top_k_and_top_p_cut_the_tail():
+    from tidegate.models.sampling import Sampler
+
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
+    cpu = torch.device("cpu")
+    assert set(Sampler(1.0, 2, None, 0, cpu)(logits).tolist()) == {0, 1}
+    assert set(Sampler(1.0, None, 0.75, 0, cpu)(logits).tolist()) == {0, 1}
+    assert set(Sampler(1.0, None, 0.85, 0, cpu)(logits).tolist()) == {0, 1, 2}
+    share = (Sampler(1.0, None, None, 0, cpu)(logits) == 0).float().mean()
+    assert abs(share - 0.5) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens: expected an integer >= 0; got -1"),
+        ({"temperature": -1.0}, "temperature: expected >= 0; got -1.0"),
+        ({"top_k": 0}, "top_k: expected >= 1; got 0"),
+        ({"top_p": 0.0}, r"top_p: expected in \(0, 1\]; got 0.0"),
+        ({"lengths": torch.tensor([1, 2])}, r"lengths: expected int32 or int64 \[B=3\]"),
+        ({"lengths": torch.tensor([1, 0, 2])}, r"lengths: expected 1 to T=10; got \[1, 0, 2\]"),
+        ({"ids": torch.zeros(3, 0, dtype=torch.int64)}, "ids: expected at least one token"),
+    ],
+)
+def test_bad_generation(arguments, message, ids):
+    arguments = {"ids": ids, "max_new_tokens": 2, **arguments}
+    with pytest.raises(ValueError, match=message):
+        make(SMALL).generate(**arguments)
+
+
+# Modules and files
+
+
+def test_seeded_reset():
+    torch.manual_seed(7)
+    built = CausalLM(SMALL)
+    other = make(SMALL, dtype=torch.float32)
+    empty = CausalLM(SMALL, device="meta").to_empty(device="cpu")
+    for model in (other, empty):
+        torch.manual_seed(7)
+        model.reset_parameters()
+        for (name, one), two in zip(model.named_parameters(), built.parameters(), strict=True):
+            assert torch.equal(one, two), name
+
+
+def test_half(ids):
+    model = make(SMALL, dtype=torch.float32).eval()
+    half = copy.deepcopy(model).bfloat16()
+    assert half.lower_bounds.logits.dtype == torch.float32
+    assert half.blocks[0].mixer.theta.dtype == torch.float32
+    out = half(ids, "next")
+    assert out.logits.dtype == torch.bfloat16
+    assert out.loss.dtype == torch.float32
+    torch.testing.assert_close(out.loss, model(ids, "next").loss, rtol=0.05, atol=0.05)
+    assert half.generate(ids, 3).shape == (3, 13)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_save_and_load(config, ids, tmp_path):
+    model = make(config, dtype=torch.float32)
+    model.save(tmp_path / "a" / "b")
+    loaded = CausalLM.load(tmp_path / "a" / "b")
+    assert loaded.config == config
+    assert not loaded.training
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    loaded.train()(ids, "next").loss.backward()
+    model.save(tmp_path / "a" / "b")
+    names = sorted(p.name for p in (tmp_path / "a" / "b").iterdir())
+    assert names == ["config.json", "model.safetensors"]
+
+
+def test_load_refuses(tmp_path):
+    make(SMALL).save(tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
+        CausalLM.load(tmp_path)
+    weights.write_bytes(whole)
+    config.write_text(SMALL.replace(dim=10).to_json())
+    with pytest.raises(ValueError, match=r"expected \(.*10.*\) by the configuration; got \("):
+        CausalLM.load(tmp_path)
+    config.write_text(SMALL.replace(layers=2).to_json())
+    with pytest.raises(ValueError, match="tensor 'blocks.2.* has no place in the config"):
+        CausalLM.load(tmp_path)
+    config.write_text(SMALL.replace(tied=False).to_json())
+    with pytest.raises(ValueError, match="no tensor 'head.weight', which the configuration"):
+        CausalLM.load(tmp_path)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="model.safetensors: no such file"):
+        CausalLM.load(tmp_path)
+
+
+def test_interrupted_save_keeps_the_old(tmp_path, monkeypatch):
+    model = make(SMALL)
+    model.save(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(SMALL, seed=2).save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_compile(ids):
+    model = make(SMALL, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(ids, "next").loss, model(ids, "next").loss)
+
+
+# Classifiers
+
+SEQUENCES = SMALL.replace(num_classes=4)
+BOTH_WAYS = SEQUENCES.replace(mixer_options={"bidirectional": True})
+
+
+@pytest.mark.parametrize("config", [SEQUENCES, BOTH_WAYS], ids=["causal", "bidirectional"])
+def test_padding_never_enters(config, ids):
+    model = make(config, SequenceClassifier)
+    lengths = torch.tensor([7, 10, 2])
+    labels = torch.tensor([0, 3, 1])
+    out = model(ids, labels, lengths=lengths)
+    alone = [model(row[None, :n]).logits for row, n in zip(ids, lengths.tolist(), strict=True)]
+    torch.testing.assert_close(out.logits, torch.cat(alone))
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits, labels))
+    packed = torch.cat([row[:n] for row, n in zip(ids, lengths.tolist(), strict=True)])
+    bounds = torch.tensor([0, 7, 17, 19])
+    torch.testing.assert_close(model(packed[None], cu_seqlens=bounds).logits, out.logits)
+    other = ids.clone()
+    other[0, 7:] = (other[0, 7:] + 1) % 11
+    assert torch.equal(model(other, lengths=lengths).logits, out.logits)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_empty_sequence_pools_to_zero(ids):
+    model = make(SEQUENCES, SequenceClassifier)
+    out = model(ids, lengths=torch.tensor([0, 3, 4]))
+    torch.testing.assert_close(out.logits[0], model.head.bias)
+    assert out.logits.isfinite().all()
+
+
+def test_sequence_classifier_refuses(ids):
+    model = make(SEQUENCES, SequenceClassifier)
+    bounds = torch.tensor([0, 10])
+    with pytest.raises(ValueError, match="expected lengths or cu_seqlens; got both"):
+        model(ids, lengths=bounds, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match=r"lengths: expected 0 to T=10; got \[11, 1, 1\]"):
+        model(ids, lengths=torch.tensor([11, 1, 1]))
+
+
+IMAGES = SMALL.replace(
+    vocab_size=None,
+    num_classes=4,
+    patch_size=2,
+    mixer_options={"bidirectional": True},
+    final_norm="rms_no_weight",
+    glu_activation="silu",
+)
+
+
+def test_image_classifier_by_hand():
+    model = make(IMAGES, ImageClassifier)
+    images = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    weight = model.patch.weight.view(8, 3, 2, 2)
+    x = F.conv2d(images, weight, model.patch.bias, stride=2).flatten(2).transpose(1, 2)
+    gammas = model.lower_bounds()
+    for k, block in enumerate(model.blocks):
+        x = block(x, gamma=gammas[k])[0]
+    x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    wanted = model.head(x.mean(1))
+    out = model(images, torch.tensor([1, 3]))
+    torch.testing.assert_close(out.logits, wanted)
+    assert out.state is None
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (2, 1, 4, 4), (3, 4, 4)])
+def test_image_classifier_refuses(shape):
+    model = make(IMAGES, ImageClassifier)
+    with pytest.raises(ValueError, match=r"images: expected \[B, 3, H, W\] with H and W multiples"):
+        model(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"), [(SequenceClassifier, BOTH_WAYS), (ImageClassifier, IMAGES)]
+)
+def test_classifier_files(cls, config, tmp_path):
+    model = make(config, cls, dtype=torch.float32)
+    model.save(tmp_path)
+    loaded = cls.load(tmp_path)
+    for (name, one), two in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_cuda_equals_cpu(config, ids, device):
+    if device == "cpu":
+        pytest.skip("compares CUDA with the CPU")
+    model = make(config, dtype=torch.float32)
+    wanted = model(ids, "next").loss
+    there = copy.deepcopy(model).to(device)
+    torch.testing.assert_close(there(ids.to(device), "next").loss.cpu(), wanted)
+    lengths = torch.tensor([4, 10, 1])
+    out = there.generate(ids.to(device), 5, temperature=0.0, lengths=lengths)
+    assert torch.equal(out.cpu(), model.generate(ids, 5, temperature=0.0, lengths=lengths))
+
+
+@pytest.mark.gpu
+def test_pooling_on_cuda(ids, device):
+    if device == "cpu":
+        pytest.skip("compares CUDA with the CPU")
+    model = make(BOTH_WAYS, SequenceClassifier)
+    lengths = torch.tensor([7, 0, 2])
+    there = copy.deepcopy(model).to(device)
+    out = there(ids.to(device), lengths=lengths)
+    torch.testing.assert_close(out.logits.cpu(), model(ids, lengths=lengths).logits)
+
+
+def test_demo_preset_trains():
+    """A few steps on a periodic text bring the loss down."""
+    torch.manual_seed(0)
+    model = CausalLM(presets()["demo"].replace(dim=32, glu_hidden=64, layers=2))
+    text = torch.arange(64).remainder(7)[None] + 65
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(text, "next").loss
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5

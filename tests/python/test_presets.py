@@ -1,0 +1,64 @@
+"""The papers' configurations: parameters, integer for integer, without allocating any."""
+
+from __future__ import annotations
+
+import pytest
+from tidegate.models import CausalLM, ImageClassifier, LMConfig, presets
+
+COUNTS = {
+    "hgrn-44m": 46_248_448,
+    "hgrn-real-d": 46_239_232,
+    "hgrn-real-2d": 45_462_016,
+    "hgrn-150m": 153_647_616,
+    "hgrn-350m": 378_683_392,
+    "hgrn-379m": 378_683_392,
+    "hgrn-1b": 1_084_497_920,
+    "hgrn-vit-tiny": 6_107_560,
+    "hgrn-vit-small": 23_715_688,
+    "demo": 2_698_752,
+}
+
+# What the papers print, in millions.
+PRINTED = {
+    "hgrn-44m": (46.25, 0.01),
+    "hgrn-real-d": (46.24, 0.01),
+    "hgrn-real-2d": (45.46, 0.01),
+    "hgrn-150m": (150, 10),
+    "hgrn-379m": (379, 1),
+    "hgrn-1b": (1000, 100),
+    "hgrn-vit-tiny": (6.1, 0.1),
+    "hgrn-vit-small": (23.7, 0.1),
+}
+
+
+def count(config: LMConfig) -> int:
+    cls = CausalLM if config.patch_size is None else ImageClassifier
+    return sum(p.numel() for p in cls(config, device="meta").parameters())
+
+
+def test_every_preset_is_counted():
+    assert set(presets()) == set(COUNTS)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters(name):
+    assert count(presets()[name]) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_within_a_printed_unit(name):
+    millions, unit = PRINTED[name]
+    assert abs(COUNTS[name] / 1e6 - millions) < unit
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_json(name):
+    config = presets()[name]
+    assert LMConfig.from_json(config.to_json()) == config
+
+
+def test_presets_are_fresh():
+    presets()["hgrn-real-2d"].mixer_options["expand"] = 7
+    assert presets()["hgrn-real-2d"].mixer_options["expand"] == 2
+    presets()["hgrn-44m"].mixer_options["expand"] = 7
+    assert presets()["hgrn-44m"].mixer_options == {}
