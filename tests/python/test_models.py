@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from tidegate.models import (
     CausalLM,
     ImageClassifier,
@@ -491,3 +492,32 @@ def test_demo_preset_trains():
         loss.backward()
         optimizer.step()
     assert loss < 0.5
+
+
+@pytest.mark.slow
+def test_sharded_reset_draws_the_same(tmp_path):
+    """FSDP2's way to make a model: meta device, shard, to_empty, reset_parameters."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    config = VARIANTS["theta-data"]
+    torch.manual_seed(7)
+    wanted = CausalLM(config)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        model = CausalLM(config, device="meta")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh).to_empty(device="cpu")
+        torch.manual_seed(7)
+        model.reset_parameters()
+        for (name, one), two in zip(model.named_parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), two), name
+        ids = torch.arange(10)[None]
+        torch.testing.assert_close(model(ids, "next").loss, wanted(ids, "next").loss)
+    finally:
+        dist.destroy_process_group()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tidegate.models import loaders
 from torch import Tensor
+
+from tidegate.models import loaders
 
 DIM = 6
 

@@ -8,8 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from tidegate.nn import HGRU
 from torch import Tensor
+
+from tidegate.nn import HGRU
 
 DIM = 6
 

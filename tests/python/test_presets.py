@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tidegate.models import CausalLM, ImageClassifier, LMConfig, presets
 
 COUNTS = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn._common import make_linear
+from ..nn._common import make_linear, normal_
 from .block import Model, Output, check_ids, embedding_std, mean_cross_entropy
 from .config import LMConfig
 from .sampling import Sampler
@@ -48,10 +48,10 @@ class CausalLM(Model):
     def reset_parameters(self) -> None:
         """embedding (normal, dim^-1/2 when tied, else 0.02), lower_bounds, blocks, norm, head
         (normal, 0.02), in this order."""
-        torch.ops.tidegate.init_normal_(self.embedding.weight, 0.0, embedding_std(self.config))
+        normal_(self.embedding.weight, embedding_std(self.config))
         self._reset_blocks()
         if self.head is not None:
-            torch.ops.tidegate.init_normal_(self.head.weight, 0.0, 0.02)
+            normal_(self.head.weight, 0.02)
 
     def _embed(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)

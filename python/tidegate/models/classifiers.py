@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..nn._common import make_linear, reset_linear
+from ..nn._common import make_linear, normal_, reset_linear
 from .block import Model, Output, check_ids, mean_cross_entropy
 from .causal_lm import pack
 from .config import LMConfig
@@ -49,7 +49,7 @@ class SequenceClassifier(Model):
 
     def reset_parameters(self) -> None:
         """embedding (normal, 1), lower_bounds, blocks, norm, head, in this order."""
-        torch.ops.tidegate.init_normal_(self.embedding.weight, 0.0, 1.0)
+        normal_(self.embedding.weight, 1.0)
         self._reset_blocks()
         reset_linear(self.head)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,55 @@ def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Mo
     return nn.RMSNorm(dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
 
 
+def fill(p: Tensor, draw: Callable[[Tensor], None]) -> None:
+    """Lets `draw` write all of p. A sharded p (a DTensor, as FSDP2 makes them) gets its share of
+    what one process would have drawn, so sharding does not change a seed's model."""
+    if not hasattr(p, "device_mesh"):
+        draw(p.detach())
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(p.shape, dtype=p.dtype)
+    draw(whole)
+    with torch.no_grad():
+        p.copy_(distribute_tensor(whole.to(p.device), p.device_mesh, p.placements))
+
+
+def uniform_(p: Tensor, bound: float) -> None:
+    """p uniform on +-bound."""
+    fill(p, lambda t: torch.ops.tidegate.init_uniform_(t, -bound, bound))
+
+
+def normal_(p: Tensor, std: float) -> None:
+    """p normal around zero."""
+    fill(p, lambda t: torch.ops.tidegate.init_normal_(t, 0.0, std))
+
+
+def constant_(p: Tensor, value: float) -> None:
+    """p = value."""
+    fill(p, lambda t: torch.ops.tidegate.init_constant_(t, value))
+
+
+def rope_theta_(t: Tensor, channels: int) -> None:
+    """Every row of `channels` values of a plain t: theta_j = 10000^(-2j/channels)."""
+    for row in t.view(-1, channels):
+        torch.ops.tidegate.init_rope_theta_(row)
+
+
 def reset_linear(linear: nn.Linear) -> None:
     """Weight, then bias, uniform on +-1/sqrt(in_features) (torch.nn.Linear's own distribution)."""
     bound = 1.0 / math.sqrt(linear.in_features)
-    torch.ops.tidegate.init_uniform_(linear.weight, -bound, bound)
+    uniform_(linear.weight, bound)
     if linear.bias is not None:
-        torch.ops.tidegate.init_uniform_(linear.bias, -bound, bound)
+        uniform_(linear.bias, bound)
 
 
 def reset_norm(norm: nn.Module) -> None:
     """Weight one, bias zero, where the norm has them."""
     if getattr(norm, "weight", None) is not None:
-        torch.ops.tidegate.init_constant_(norm.weight, 1.0)
+        constant_(norm.weight, 1.0)
     if getattr(norm, "bias", None) is not None:
-        torch.ops.tidegate.init_constant_(norm.bias, 0.0)
+        constant_(norm.bias, 0.0)
 
 
 def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ from ._common import (
     KeepsFloat32,
     check_choice,
     check_positive,
+    fill,
     make_linear,
     make_norm,
     reset_linear,
     reset_norm,
+    rope_theta_,
+    uniform_,
     wide_dtype,
     widen,
 )
@@ -35,6 +39,12 @@ PRESETS = {
     "official": _Preset(complex=True, bias=True, norm="layer", gate_first=False),
     "fla": _Preset(complex=False, bias=False, norm="rms", gate_first=False),
 }
+
+
+def _uniform_then_rope_(t: Tensor, bound: float, rows: int, channels: int) -> None:
+    """t uniform on +-bound, except its last rows: RoPE's theta."""
+    torch.ops.tidegate.init_uniform_(t, -bound, bound)
+    rope_theta_(t[-rows:], channels)
 
 
 class HGRU(KeepsFloat32):
@@ -184,14 +194,15 @@ class HGRU(KeepsFloat32):
     def reset_parameters(self) -> None:
         """In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim)), theta (RoPE's; also
         when it is a buffer; with theta="data" the bias of its rows), norm, out_proj."""
-        reset_linear(self.in_proj)
+        s = self.channels
+        bias, bound = self.in_proj.bias, 1.0 / math.sqrt(self.dim)
+        uniform_(self.in_proj.weight, bound)
+        if bias is not None and self.theta_mode == "data":
+            fill(bias, lambda t: _uniform_then_rope_(t, bound, self._parts["theta"], s))
+        elif bias is not None:
+            uniform_(bias, bound)
         if self.theta is not None:
-            for row in self.theta.detach().view(-1, self.channels):
-                torch.ops.tidegate.init_rope_theta_(row)
-        elif self.theta_mode == "data" and self.in_proj.bias is not None:
-            rows = self.in_proj.bias.detach()[-self._parts["theta"] :]
-            for row in rows.view(-1, self.channels):
-                torch.ops.tidegate.init_rope_theta_(row)
+            fill(self.theta, lambda t: rope_theta_(t, s))
         reset_norm(self.norm)
         reset_linear(self.out_proj)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._common import KeepsFloat32, check_choice, check_positive, wide_dtype
+from ._common import KeepsFloat32, check_choice, check_positive, constant_, wide_dtype
 
 MODES = ("cumulative", "none", "independent", "decreasing")
 
@@ -61,7 +61,7 @@ class LowerBounds(KeepsFloat32):
     def reset_parameters(self) -> None:
         """Gamma = 0."""
         if self.logits is not None:
-            torch.ops.tidegate.init_constant_(self.logits, 0.0)
+            constant_(self.logits, 0.0)
 
     def forward(self) -> Tensor | None:
         """The bounds ``[layers, dim]``, row k for layer k; None in mode "none"."""
