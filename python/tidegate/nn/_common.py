@@ -36,13 +36,23 @@ def make_linear(
     )
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch.nn.RMSNorm that, given 16-bit x beside fp32 weights (under autocast), computes in fp32
+    as LayerNorm does there, instead of leaving torch's fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and self.weight.dtype != x.dtype:
+            x = x.to(self.weight.dtype)
+        return super().forward(x)
+
+
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
     """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight"."""
     check_choice("norm", "kind", kind, NORMS)
     if kind == "layer":
         return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     affine = kind == "rms"
-    return nn.RMSNorm(dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
+    return RMSNorm(dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
 
 
 def fill(p: Tensor, draw: Callable[[Tensor], None]) -> None:
