@@ -196,4 +196,26 @@ __device__ inline Pack<T, kVec> load_streaming(const void* p) {
   return {__ldcs(static_cast<const typename Pack<T, kVec>::Bits*>(p))};
 }
 
+/// Copies kBytes from device to shared memory without passing through registers. The copy is seen
+/// by the thread that issued it, once it has waited for its group.
+template <int kBytes>
+__device__ inline void copy_async(void* shared, const void* global) {
+  if constexpr (kBytes >= 4) {
+    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes)
+                 : "memory");
+  } else {  // too narrow for the hardware
+    using Bits = typename BitsOf<kBytes>::type;
+    *static_cast<Bits*>(shared) = *static_cast<const Bits*>(global);
+  }
+}
+
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most kPending groups of this thread are under way.
+template <int kPending>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace tidegate::kernels

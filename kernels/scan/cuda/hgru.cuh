@@ -124,10 +124,11 @@ struct PartRows {
       part[p] = Rows<Data, kVec>(series, seq, backwards, lane, p * lane.channels);
     }
   }
-  __device__ void load(Pack<Data, kVec> (&out)[kParts], int k) const {
+  template <class Source>
+  __device__ void gather(Source& source, Pack<Data, kVec> (&out)[kParts], int k) const {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      out[p] = part[p].load(k);
+      source(out[p], part[p], k);
     }
   }
   __device__ void store(int k, const Pack<Data, kVec> (&x)[kParts]) const {
@@ -140,17 +141,15 @@ struct PartRows {
 
 /// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
 template <bool kBackward, bool kComplex>
-struct HgruShape {
-  static constexpr int kWarps = 8;
-  static constexpr int kSteps = 8;
-  static constexpr int kMinBlocks = 2;
-};
+struct HgruShape;
 template <>
-struct HgruShape<true, true> {
-  static constexpr int kWarps = 8;
-  static constexpr int kSteps = 4;
-  static constexpr int kMinBlocks = 2;
-};
+struct HgruShape<false, false> : WalkShape<8, 16, 2, 2> {};
+template <>
+struct HgruShape<true, false> : WalkShape<8, 8, 3, 2> {};
+template <>
+struct HgruShape<false, true> : WalkShape<8, 8, 3, 2> {};
+template <>
+struct HgruShape<true, true> : WalkShape<8, 4, 3, 2> {};
 
 template <class Data_, class Gate_, bool kComplex_, int kVec_>
 struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_> {
@@ -195,10 +194,11 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     Base::State::store(h_final, seq.index, lane, s);
   }
 
-  __device__ Raw load(int k, int /*last*/) const {
+  template <class Source>
+  __device__ Raw gather(Source source, int k, int /*last*/) const {
     Raw raw;
-    c.load(raw.c, k);
-    raw.f = f.load(k);
+    c.gather(source, raw.c, k);
+    source(raw.f, f, k);
     return raw;
   }
 
@@ -220,12 +220,14 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     return d;
   }
 
-  __device__ void fold(const Decoded& d, AffineMap<Number, kVec>& map) const {
+  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+    const Decoded d = decode(raw);
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       map.a[v] = d.keep[v] * map.a[v];
       map.x[v] = fused(d.keep[v], rotation[v].forward(map.x[v]), d.in[v]);
     }
+    return d;
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
@@ -270,8 +272,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
     Pack<Gate, kVec> f;
   };
-  // Nothing is kept between fold and apply: decoding twice costs less than the registers.
-  using Decoded = Raw;
+  // Kept between fold and apply: nothing. Decoding twice costs less than the registers.
+  struct Decoded {};
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
     return p.forward.layout;
@@ -312,12 +314,13 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   }
 
   // h_{t-1} is one step further along this walk. Past the last step it is h0 (see apply).
-  __device__ Raw load(int k, int last) const {
+  template <class Source>
+  __device__ Raw gather(Source source, int k, int last) const {
     Raw raw;
-    c.load(raw.c, k);
-    h.load(raw.h_before, min(k + 1, last));
-    dh.load(raw.dh, k);
-    raw.f = f.load(k);
+    c.gather(source, raw.c, k);
+    h.gather(source, raw.h_before, min(k + 1, last));
+    dh.gather(source, raw.dh, k);
+    source(raw.f, f, k);
     return raw;
   }
 
@@ -325,15 +328,14 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     return sigmoids<Math>(static_cast<Real>(raw.f.get(v)));
   }
 
-  __device__ Raw decode(const Raw& raw) const { return raw; }
-
-  __device__ void fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       const Real keep = this->decay(gate(raw, v), v).keep;
       map.a[v] = keep * map.a[v];
       map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
     }
+    return {};
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
@@ -351,7 +353,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     }
   }
 
-  __device__ void apply(int k, const Raw& raw, const Raw&, Number (&s)[kVec]) {
+  __device__ void apply(int k, const Raw& raw, Decoded, Number (&s)[kVec]) {
     Number before[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {

@@ -3,6 +3,7 @@
 // From params to launches: how many blocks share a sequence, and which walk they take.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 
@@ -73,7 +74,7 @@ ScanPlan choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit 
   }
   if (plan.split == TimeSplit::kCluster) {
     plan.splits = 2;
-    while (plan.splits < 8 && plan.splits * 2 <= std::min(wanted, available)) {
+    while (plan.splits < kMaxSplits && plan.splits * 2 <= std::min(wanted, available)) {
       plan.splits *= 2;
     }
   } else if (plan.split == TimeSplit::kTwoPass) {
@@ -86,8 +87,34 @@ ScanPlan choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit 
 }
 
 template <class Op, WalkMode kMode>
+constexpr int kSharedBytes = sizeof(WalkShared<Op, kMode == WalkMode::kCluster>) + Ring<Op>::kBytes;
+
+/// What a kernel must be told once on every device before it may use as much shared memory, and as
+/// large clusters, as it wants.
+template <class Op, WalkMode kMode>
+cudaError_t prepare_kernel() {
+  static std::atomic<uint64_t> prepared = 0;
+  int device = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if ((prepared.load(std::memory_order_relaxed) & bit) != 0 && device < 64) {
+    return cudaSuccess;
+  }
+  const auto kernel = walk_kernel<Op, kMode>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Op, kMode>));
+  if (kMode == WalkMode::kCluster) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
+  prepared.fetch_or(bit, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+template <class Op, WalkMode kMode>
 cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& launch,
                         cudaStream_t stream) {
+  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, kMode>()));
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(launch.splits), 1, 1};
@@ -95,6 +122,7 @@ cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& lau
   config.gridDim = dim3(
       static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles * launch.splits));
   config.blockDim = dim3(Op::kWarps * kWarpSize);
+  config.dynamicSmemBytes = kSharedBytes<Op, kMode>;
   config.stream = stream;
   if (kMode == WalkMode::kCluster) {
     config.attrs = &cluster;

@@ -8,11 +8,7 @@
 namespace tidegate::kernels {
 
 template <bool kBackward>
-struct LinearScanShape {
-  static constexpr int kWarps = 8;
-  static constexpr int kSteps = 8;
-  static constexpr int kMinBlocks = 2;
-};
+struct LinearScanShape : WalkShape<8, 8, 3, 2> {};
 
 template <class Data, class Gate, int kVec_>
 struct LinearScanForward : LinearScanShape<false> {
@@ -54,7 +50,13 @@ struct LinearScanForward : LinearScanShape<false> {
     State::store(h_final, seq.index, lane, s);
   }
 
-  __device__ Raw load(int k, int /*last*/) const { return {x.load(k), a.load(k)}; }
+  template <class Source>
+  __device__ Raw gather(Source source, int k, int /*last*/) const {
+    Raw raw;
+    source(raw.x, x, k);
+    source(raw.a, a, k);
+    return raw;
+  }
 
   __device__ Decoded decode(const Raw& raw) const {
     Decoded d;
@@ -66,12 +68,14 @@ struct LinearScanForward : LinearScanShape<false> {
     return d;
   }
 
-  __device__ void fold(const Decoded& d, AffineMap<Number, kVec>& map) const {
+  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+    const Decoded d = decode(raw);
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       map.a[v] = d.a[v] * map.a[v];
       map.x[v] = fused(d.a[v], map.x[v], d.x[v]);
     }
+    return d;
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}
 
@@ -102,7 +106,7 @@ struct LinearScanBackward : LinearScanShape<true> {
     Pack<Data, kVec> h_before, dh;
     Pack<Gate, kVec> a;
   };
-  using Decoded = Raw;
+  struct Decoded {};  // nothing is kept between fold and apply
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
     return p.forward.layout;
@@ -136,26 +140,30 @@ struct LinearScanBackward : LinearScanShape<true> {
   __device__ void finish(const Number (&s)[kVec]) const { State::store(dh0, seq.index, lane, s); }
 
   // h_{t-1} is one step further along this walk. Past the last step it is h0 (see apply).
-  __device__ Raw load(int k, int last) const {
-    return {h.load(min(k + 1, last)), dh.load(k), a.load(k)};
+  template <class Source>
+  __device__ Raw gather(Source source, int k, int last) const {
+    Raw raw;
+    source(raw.h_before, h, min(k + 1, last));
+    source(raw.dh, dh, k);
+    source(raw.a, a, k);
+    return raw;
   }
-
-  __device__ Raw decode(const Raw& raw) const { return raw; }
 
   static __device__ Number keep(const Raw& raw, int v) {
     return conj(static_cast<Number>(raw.a.get(v)));
   }
 
-  __device__ void fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       map.a[v] = keep(raw, v) * map.a[v];
       map.x[v] = keep(raw, v) * (map.x[v] + raw.dh.get(v));
     }
+    return {};
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}
 
-  __device__ void apply(int k, const Raw& raw, const Raw&, Number (&s)[kVec]) {
+  __device__ void apply(int k, const Raw& raw, Decoded, Number (&s)[kVec]) {
     Number before[kVec], dx_out[kVec], da_out[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {

@@ -58,19 +58,53 @@ class Rows {
     stride_ = backwards ? -stride : stride;
   }
 
-  __device__ Pack<T, kVec> load(int k) const { return load_streaming<T, kVec>(at(k)); }
-
   __device__ void store(int k, const Pack<T, kVec>& p) const {
-    *reinterpret_cast<typename Pack<T, kVec>::Bits*>(at(k)) = p.bits;
+    *static_cast<typename Pack<T, kVec>::Bits*>(at(k)) = p.bits;
   }
+
+  __device__ void* at(int k) const { return base_ + static_cast<int64_t>(k) * stride_; }
 
  private:
-  __device__ T* at(int k) const {
-    return reinterpret_cast<T*>(base_ + static_cast<int64_t>(k) * stride_);
-  }
-
   char* base_ = nullptr;
   int stride_ = 0;  // bytes
+};
+
+// Sources: where the inputs of one step come from. An op lists its inputs once, as calls
+// source(pack, rows, k) in a fixed order, and the source decides what such a call does.
+
+/// Loads them from device memory.
+struct DirectSource {
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int k) {
+    pack = load_streaming<T, kVec>(rows.at(k));
+  }
+};
+
+/// Starts their copies into this thread's part of a slot of shared memory. A warp's slot holds, for
+/// every input in turn, the packs of its 32 threads side by side.
+struct FetchSource {
+  char* slot;
+  int lane;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k) {
+    constexpr int kBytes = sizeof(Pack<T, kVec>);
+    copy_async<kBytes>(slot + lane * kBytes, rows.at(k));
+    slot += 32 * kBytes;
+  }
+};
+
+/// Takes them from the slot.
+struct SlotSource {
+  const char* slot;
+  int lane;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>&, int) {
+    constexpr int kBytes = sizeof(Pack<T, kVec>);
+    pack = *reinterpret_cast<const Pack<T, kVec>*>(slot + lane * kBytes);
+    slot += 32 * kBytes;
+  }
 };
 
 /// Reads a per-channel parameter [D], or `missing` where there is none.

@@ -3,33 +3,35 @@
 // The walk: how a block of threads takes a recurrence  s <- A_k s + X_k  along a sequence in one
 // pass over memory.
 //
-//   A warp owns 32 * kVec adjacent channels (one row of a tile is one contiguous access) and
-//   kSteps consecutive steps, held in registers. The kWarps warps of a block own consecutive runs
-//   of steps; together they are a tile. In a cluster, consecutive blocks own consecutive tiles.
+//   A warp owns 32 * kVec adjacent channels (a row of its inputs is one contiguous access) and
+//   kSteps consecutive steps, its run. The kWarps warps of a block own consecutive runs; together
+//   they are a tile. In a cluster, consecutive blocks own consecutive tiles.
 //
-//   One round, for every warp:            memory              other warps
-//     load    the raw inputs of its NEXT run, which stay in flight through the round
-//     fold    its steps into one affine map (A, X)
-//     publish the map                                          shared memory, barrier
+//   Inputs travel through a ring in shared memory, kStages runs deep, so that loads are always in
+//   flight. A thread copies and reads only its own channels: the ring needs no barrier.
+//
+//   One round, for every warp:                                     other warps
+//     fold    its run, from the ring, into one affine map (A, X)
+//     post    the map                                              shared memory, barrier
 //     carry   the state that enters its run: the maps before it, applied in order
 //     apply   its steps to that state; write the outputs
+//     fetch   the run kStages rounds ahead into the place that has become free
 //
 // Every warp computes the state that leaves the round by itself and in the same order, so the
 // result does not depend on timing: it is bitwise reproducible.
 //
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
-//   kVec, kWarps, kSteps, kMinBlocks   shape of the walk
-//   Number          state of one channel, real or complex
-//   Raw, Decoded    one step's inputs as loaded / as prepared for the recurrence
+//   kVec, WalkShape                the shape of the walk
+//   Number                         state of one channel, real or complex
+//   Raw, Decoded                   one step's inputs in memory / what fold keeps for apply
 //   Op(params, seq, lane)
 //   initial(s)                     the state before the first step
-//   load(k, last)                  step k's inputs; last is the sequence's last step
-//   decode(raw)                    -> Decoded
-//   fold(decoded, map)             map <- step o map
+//   gather(source, k, last)        step k's inputs from a source (rows.cuh); last: the last step
+//   fold(raw, map) -> Decoded      map <- step o map
 //   seal(map)                      after kSteps folds: what fold left out
 //   apply(k, raw, decoded, s)      advance the state s by step k and write its outputs
 //   finish(s)                      the state after the last step
-//   reduce(row, scratch)           partial sums over the steps seen, if the op has any
+//   reduce(row, scratch, ...)      partial sums over the steps seen, if the op has any
 
 #include <cooperative_groups.h>
 
@@ -39,6 +41,17 @@
 namespace tidegate::kernels {
 
 constexpr int kWarpSize = 32;
+
+/// How a walk is cut: steps a run, runs (warps) a tile, runs in flight a warp, and how many blocks
+/// a multiprocessor should hold.
+template <int kWarps_, int kSteps_, int kStages_, int kMinBlocks_>
+struct WalkShape {
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kSteps = kSteps_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kMinBlocks = kMinBlocks_;
+};
+
 constexpr int kMaxSplits = 16;  // blocks of one cluster, or segments of a two-pass walk
 
 /// The effect of a run of steps on the state: s -> a * s + x, a channel each.
@@ -125,13 +138,15 @@ __device__ inline void carry_round(WalkShared<Op, kCluster>& shared, int parity,
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     auto cluster = cooperative_groups::this_cluster();
     auto& blocks = shared.blocks[parity];
-    auto total = AffineMap<typename Op::Number, Op::kVec>::identity();
+    if (warp < splits) {
+      auto total = warps.read(0, lane);
 #pragma unroll
-    for (int w = 0; w < Op::kWarps; ++w) {
-      warps.read(w, lane).append_to(total);
-    }
-    for (int r = warp; r < splits; r += Op::kWarps) {
-      cluster.map_shared_rank(&blocks, r)->post(rank, lane, total);
+      for (int w = 1; w < Op::kWarps; ++w) {
+        warps.read(w, lane).append_to(total);
+      }
+      for (int r = warp; r < splits; r += Op::kWarps) {
+        cluster.map_shared_rank(&blocks, r)->post(rank, lane, total);
+      }
     }
     cluster.sync();
     for (int r = 0; r < rank; ++r) {
@@ -167,37 +182,56 @@ struct Span {
   int begin, end;
 };
 
-/// The inputs of a thread's run of kSteps steps. Steps past the end repeat the last one: that is
-/// memory which exists, and nothing that comes of it is used.
+/// A warp's ring of runs in shared memory.
 template <class Op>
-struct Run {
-  typename Op::Raw raw[Op::kSteps];
+class Ring {
+ public:
+  static constexpr int kSlotBytes = sizeof(typename Op::Raw) * kWarpSize;
+  static constexpr int kStageBytes = kSlotBytes * Op::kSteps * Op::kWarps;
+  static constexpr int kBytes = kStageBytes * Op::kStages;
 
-  __device__ void load(const Op& op, int k, int end, int length) {
+  __device__ Ring(char* shared, int warp, int lane)
+      : base_(shared + warp * kSlotBytes * Op::kSteps), lane_(lane) {}
+
+  /// Starts copying the run from step k into a stage. Steps past the end repeat the last one: that
+  /// is memory which exists, and nothing that comes of it is used.
+  __device__ void fetch(const Op& op, int stage, int k, int end, int length) const {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      raw[i] = op.load(min(k + i, end - 1), length - 1);
+      op.gather(FetchSource{slot(stage, i), lane_}, min(k + i, end - 1), length - 1);
     }
   }
+
+  __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
+    return op.gather(SlotSource{slot(stage, i), lane_}, 0, 0);
+  }
+
+ private:
+  __device__ char* slot(int stage, int i) const {
+    return base_ + stage * kStageBytes + i * kSlotBytes;
+  }
+
+  char* base_;
+  int lane_;
 };
 
 /// Applies the run that begins at step k to the state that enters it. `s` becomes the state after
 /// the run; where the run holds the sequence's last step, the final state is written.
 template <class Op>
-__device__ inline void apply_run(Op& op, const Run<Op>& run,
+__device__ inline void apply_run(Op& op, const Ring<Op>& ring, int stage,
                                  const typename Op::Decoded (&decoded)[Op::kSteps], int k, int end,
                                  int length, typename Op::Number (&s)[Op::kVec]) {
   if (k + Op::kSteps <= end && k + Op::kSteps < length) {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      op.apply(k + i, run.raw[i], decoded[i], s);
+      op.apply(k + i, ring.take(op, stage, i), decoded[i], s);
     }
     return;
   }
 #pragma unroll
   for (int i = 0; i < Op::kSteps; ++i) {
     if (k + i < end) {
-      op.apply(k + i, run.raw[i], decoded[i], s);
+      op.apply(k + i, ring.take(op, stage, i), decoded[i], s);
       if (k + i == length - 1) {
         op.finish(s);
       }
@@ -264,7 +298,8 @@ __global__ __launch_bounds__(Op::kWarps* kWarpSize, Op::kMinBlocks) void walk_ke
   constexpr bool kCluster = kMode == WalkMode::kCluster;
   constexpr int kTile = Op::kWarps * Op::kSteps;
   using Map = AffineMap<typename Op::Number, Op::kVec>;
-  __shared__ WalkShared<Op, kCluster> shared;
+  extern __shared__ __align__(16) char shared_memory[];
+  auto& shared = *reinterpret_cast<WalkShared<Op, kCluster>*>(shared_memory);
 
   const int warp = threadIdx.x / kWarpSize;
   const int lane_index = threadIdx.x % kWarpSize;
@@ -296,21 +331,22 @@ __global__ __launch_bounds__(Op::kWarps* kWarpSize, Op::kMinBlocks) void walk_ke
   Map segment_map = Map::identity();
   const int round = kCluster ? splits * kTile : kTile;
   int k = span.begin + (kCluster ? rank * kTile : 0) + warp * Op::kSteps;
-  Run<Op> run;
-  if (span.begin < span.end) {
-    run.load(op, k, span.end, seq.length);
+  const Ring<Op> ring(shared_memory + sizeof(shared), warp, lane_index);
+  for (int stage = 0; stage < Op::kStages; ++stage) {
+    if (span.begin + stage * round < span.end) {
+      ring.fetch(op, stage, k + stage * round, span.end, seq.length);
+    }
+    commit_copies();
   }
   int parity = 0;
+  int stage = 0;
   for (int base = span.begin; base < span.end; base += round, k += round, parity ^= 1) {
-    Run<Op> next;
-    next.load(op, k + round, span.end, seq.length);
-
+    wait_for_copies<Op::kStages - 1>();
     typename Op::Decoded decoded[Op::kSteps];
     Map map = Map::identity();
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      decoded[i] = op.decode(run.raw[i]);
-      op.fold(decoded[i], map);
+      decoded[i] = op.fold(ring.take(op, stage, i), map);
     }
     op.seal(map);
 
@@ -324,9 +360,14 @@ __global__ __launch_bounds__(Op::kWarps* kWarpSize, Op::kMinBlocks) void walk_ke
     } else {
       typename Op::Number mine[Op::kVec];
       carry_round<Op, kCluster>(shared, parity, warp, lane_index, rank, splits, map, s, mine);
-      apply_run(op, run, decoded, k, span.end, seq.length, mine);
+      apply_run(op, ring, stage, decoded, k, span.end, seq.length, mine);
     }
-    run = next;
+
+    if (base + Op::kStages * round < span.end) {
+      ring.fetch(op, stage, k + Op::kStages * round, span.end, seq.length);
+    }
+    commit_copies();
+    stage = stage + 1 == Op::kStages ? 0 : stage + 1;
   }
 
   if constexpr (kMode == WalkMode::kSegmentMap) {
@@ -362,10 +403,11 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
   op.initial(s);
   if (seq.length > 0) {
     const int last = seq.length - 1;
-    typename Op::Raw raw = op.load(0, last);
+    typename Op::Raw raw = op.gather(DirectSource{}, 0, last);
     for (int k = 0; k <= last; ++k) {
-      const typename Op::Raw next = op.load(min(k + 1, last), last);
-      op.apply(k, raw, op.decode(raw), s);
+      const typename Op::Raw next = op.gather(DirectSource{}, min(k + 1, last), last);
+      auto unused = AffineMap<typename Op::Number, Op::kVec>::identity();
+      op.apply(k, raw, op.fold(raw, unused), s);
       raw = next;
     }
   }
