@@ -50,6 +50,7 @@ struct HgruComplexBlock {
     state.fill(params.h0, block, half);
     for (int64_t step = 0; step < block.length; ++step) {
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+        c.prefetch(j), c.prefetch(half + j), f.prefetch(j);
         const V c_re = load<R>(c.row + j, extent);
         const V c_im = load<R>(c.row + half + j, extent);
         const Sigmoids<R> of_f = sigmoids<R>(load<R>(f.row + j, extent));
@@ -75,7 +76,7 @@ struct HgruComplexBlock {
   }
 
   struct Gradients {
-    RowWalk<const E> c, dh;
+    RowWalk<const E> c, h, dh;
     RowWalk<const G> f;
     RowWalk<E> dc;
     RowWalk<G> df;
@@ -93,6 +94,8 @@ struct HgruComplexBlock {
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* before_re, const Previous* before_im) {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
+        c.prefetch(j), c.prefetch(half + j), f.prefetch(j);
+        h.prefetch(j), h.prefetch(half + j), dh.prefetch(j), dh.prefetch(half + j);
         const Sigmoids<R> of_f = sigmoids<R>(load<R>(f.row + j, extent));
         const V rest = channels.rest.at(j);
         const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
@@ -136,6 +139,7 @@ struct HgruComplexBlock {
     Gradients grads;
     grads.c = backward_walk<const E>(forward.c, block, reverse);
     grads.f = backward_walk<const G>(forward.f, block, reverse);
+    grads.h = backward_walk<const E>(forward.h, block, reverse);
     grads.dh = backward_walk<const E>(params.dh, block, reverse);
     grads.dc = backward_walk<E>(params.dc, block, reverse);
     grads.df = backward_walk<G>(params.df, block, reverse);
@@ -147,10 +151,9 @@ struct HgruComplexBlock {
     grads.half = half;
     grads.stream = block.stream;
 
-    auto h = backward_walk<const E>(forward.h, block, reverse);
     for (int64_t step = block.length - 1; step > 0; --step) {
-      h.advance();
-      grads.row(h.row, h.row + half);
+      grads.h.advance();
+      grads.row(grads.h.row, grads.h.row + half);
       grads.dgamma.settle(step, block.width);
       grads.dtheta.settle(step, block.width);
     }

@@ -32,6 +32,7 @@ struct HgruRealBlock {
                block.width, R(0));
     for (int64_t step = 0; step < block.length; ++step) {
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+        c.prefetch(j), f.prefetch(j);
         const V c_now = load<R>(c.row + j, extent);
         Sigmoids<R> of_f, of_c;
         both_sigmoids(load<R>(f.row + j, extent), c_now, of_f, of_c);
@@ -49,7 +50,7 @@ struct HgruRealBlock {
   }
 
   struct Gradients {
-    RowWalk<const E> c, dh;
+    RowWalk<const E> c, h, dh;
     RowWalk<const G> f;
     RowWalk<E> dc;
     RowWalk<G> df;
@@ -64,6 +65,7 @@ struct HgruRealBlock {
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* h_before) {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
+        c.prefetch(j), f.prefetch(j), h.prefetch(j), dh.prefetch(j);
         const V c_now = load<R>(c.row + j, extent);
         Sigmoids<R> of_f, of_c;
         both_sigmoids(load<R>(f.row + j, extent), c_now, of_f, of_c);
@@ -89,6 +91,7 @@ struct HgruRealBlock {
     Gradients grads;
     grads.c = backward_walk<const E>(forward.c, block, reverse);
     grads.f = backward_walk<const G>(forward.f, block, reverse);
+    grads.h = backward_walk<const E>(forward.h, block, reverse);
     grads.dh = backward_walk<const E>(params.dh, block, reverse);
     grads.dc = backward_walk<E>(params.dc, block, reverse);
     grads.df = backward_walk<G>(params.df, block, reverse);
@@ -99,10 +102,9 @@ struct HgruRealBlock {
     grads.width = block.width;
     grads.stream = block.stream;
 
-    auto h = backward_walk<const E>(forward.h, block, reverse);
     for (int64_t step = block.length - 1; step > 0; --step) {
-      h.advance();
-      grads.row(h.row);
+      grads.h.advance();
+      grads.row(grads.h.row);
       grads.dgamma.settle(step, block.width);
     }
     if (block.length > 0) {

@@ -41,6 +41,7 @@ struct LinearScanBlock {
     state.fill(state_row<R>(params.h0, block.sequence, columns, column), width, R(0));
     for (int64_t step = 0; step < block.length; ++step) {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
+        x.prefetch(j), a.prefetch(j);
         const V next = decayed(load<R>(a.row + j, extent), state.at(j),
                                load<R>(x.row + j, extent));
         state.set(j, next);
@@ -53,7 +54,7 @@ struct LinearScanBlock {
 
   struct Gradients {
     RowWalk<const G> a;
-    RowWalk<const E> dh;
+    RowWalk<const E> h, dh;
     RowWalk<E> dx;
     RowWalk<G> da;
     RowBuffer<R> p;  // what flows from step t + 1 into h_t
@@ -66,6 +67,7 @@ struct LinearScanBlock {
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* h_before) {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
+        a.prefetch(j), h.prefetch(j), dh.prefetch(j);
         const V g = load<R>(dh.row + j, extent) + p.at(j);
         const V da_now = conj_mul(load<R>(h_before + j, extent), g);
         p.set(j, conj_mul(load<R>(a.row + j, extent), g));
@@ -88,6 +90,7 @@ struct LinearScanBlock {
     const int64_t column = block.channel * kScale;
     Gradients grads;
     grads.a = backward_walk<const G>(forward.a, block, reverse, kScale);
+    grads.h = backward_walk<const E>(forward.h, block, reverse, kScale);
     grads.dh = backward_walk<const E>(params.dh, block, reverse, kScale);
     grads.dx = backward_walk<E>(params.dx, block, reverse, kScale);
     if (!forward.a_is_constant) {
@@ -99,10 +102,9 @@ struct LinearScanBlock {
     grads.p.fill(state_row<R>(params.dh_final, block.sequence, columns, column), width, R(0));
     if (forward.a_is_constant) grads.da_sum.clear(width);
 
-    auto h = backward_walk<const E>(forward.h, block, reverse, kScale);
     for (int64_t step = block.length - 1; step > 0; --step) {
-      h.advance();
-      grads.row(h.row);
+      grads.h.advance();
+      grads.row(grads.h.row);
       if (forward.a_is_constant) grads.da_sum.settle(step, width);
     }
     if (block.length > 0) {
