@@ -2,4 +2,18 @@
 // alone.
 #pragma once
 
-#include "tidegate/version.h"
+#include <tidegate/models/block.h>
+#include <tidegate/models/causal_lm.h>
+#include <tidegate/models/classifiers.h>
+#include <tidegate/models/config.h>
+#include <tidegate/models/safetensors.h>
+#include <tidegate/nn/glu.h>
+#include <tidegate/nn/hgru.h>
+#include <tidegate/nn/lower_bounds.h>
+#include <tidegate/nn/module.h>
+#include <tidegate/nn/norm.h>
+#include <tidegate/nn/token_mixer.h>
+#include <tidegate/ops/hgru.h>
+#include <tidegate/ops/init.h>
+#include <tidegate/ops/linear_scan.h>
+#include <tidegate/version.h>

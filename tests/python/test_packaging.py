@@ -1,0 +1,198 @@
+"""The package as people get it: built tree, pip, cmake --install, and the wrong torch for each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tidegate
+from tidegate import _library
+
+SOURCE = Path(__file__).resolve().parents[2]
+BUILD = _library.library_dir().parent
+INFO = _library.build_info()
+
+in_build_tree = pytest.mark.skipif(
+    not (BUILD / "CMakeCache.txt").is_file(), reason="tidegate is not run from its build tree"
+)
+
+
+def cache_entry(name: str) -> str:
+    """A variable of the build tree's CMakeCache.txt."""
+    for line in (BUILD / "CMakeCache.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition("=")[2]
+    raise KeyError(name)
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=600,
+    )
+
+
+def run_ok(*command: object, **environment: str) -> str:
+    result = run(*command, **environment)
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+# ---------------------------------------------------------------- import
+
+
+def test_import_registers_the_ops_and_the_version() -> None:
+    assert tidegate.__version__ == INFO["version"]
+    assert hasattr(torch.ops.tidegate, "hgru")
+    for name in ("ops", "nn", "models"):
+        assert getattr(tidegate, name).__name__ == f"tidegate.{name}"
+
+
+def test_build_info_names_this_torch() -> None:
+    assert INFO["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert set(INFO) >= {"cuda", "architectures", "compiler", "commit", "library"}
+
+
+def test_libraries_need_no_environment_variables() -> None:
+    code = "import tidegate; print(tidegate.__version__)"
+    assert run_ok(sys.executable, "-c", code, LD_LIBRARY_PATH="").strip() == INFO["version"]
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "found"),
+    [
+        ("2.99.1+cu130", "13.0", "found 2.99.1 (cu130)"),
+        (torch.__version__, "11.8", f"found {torch.__version__.split('+')[0]} (cu118)"),
+    ],
+)
+def test_another_torch_is_refused_before_loading(version: str, cuda: str, found: str) -> None:
+    code = f"import torch; torch.__version__ = {version!r}; torch.version.cuda = {cuda!r}\n"
+    result = run(sys.executable, "-c", code + "import tidegate")
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert f"tidegate was built for torch {INFO['torch']} ({INFO['torch_variant']})" in last
+    assert found in last
+    assert "pip install --no-build-isolation" in last
+
+
+def test_check_torch_accepts_patch_releases_and_tells_cpu_from_cuda() -> None:
+    info = {"torch": "2.11.0", "torch_variant": "cpu"}
+    _library.check_torch(info, "2.11.3+cpu", None)
+    with pytest.raises(_library.LibraryError, match=r"found 2\.11\.0 \(cu130\)"):
+        _library.check_torch(info, "2.11.0+cu130", "13.0")
+
+
+def test_a_missing_library_is_named() -> None:
+    result = run(sys.executable, "-c", "import tidegate", PYTHONPATH=str(SOURCE / "python"))
+    if result.returncode == 0:
+        pytest.skip("tidegate is installed in this Python too")
+    last = result.stderr.strip().splitlines()[-1]
+    assert "libtidegate.so is not in" in last
+    assert "pip install --no-build-isolation ." in last
+
+
+# ---------------------------------------------------------------- pip
+
+
+@in_build_tree
+def test_pip_installs_the_tree_that_is_built(tmp_path: Path) -> None:
+    """The wheel is made from the objects of this build tree; the torch that is here stays."""
+    pytest.importorskip("scikit_build_core")
+    pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
+    target = tmp_path / "site"
+    run_ok(*pip, "--no-index", "--target", target, "-C", f"build-dir={BUILD}", SOURCE)
+
+    assert sorted(p.name for p in target.glob("tidegate/lib/libtidegate*")) == ["libtidegate.so"]
+    assert not (target / "tidegate" / "csrc").exists()
+    wheel = next(target.glob("tidegate-*.dist-info")) / "WHEEL"
+    assert "Tag: py3-none-linux" in wheel.read_text(encoding="utf-8")
+    code = (
+        "import tidegate, torch; x = torch.ones(1, 3, 4); h, s = tidegate.ops.hgru(x, x);"
+        "print(tidegate._library.build_info()['library'], tuple(h.shape))"
+    )
+    printed = run_ok(sys.executable, "-c", code, PYTHONPATH=str(target)).strip()
+    assert printed == f"{target}/tidegate/lib/libtidegate.so (1, 3, 4)"
+
+
+# ---------------------------------------------------------------- cmake --install
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prefix")
+    cmake = cache_entry("CMAKE_COMMAND")
+    run_ok(cmake, "--install", BUILD, "--component", "cpp", "--prefix", folder)
+    return folder
+
+
+def configure_consumer(prefix: Path, build: Path, *arguments: str) -> list[object]:
+    return [
+        cache_entry("CMAKE_COMMAND"),
+        "-S",
+        SOURCE / "tests" / "consumer",
+        "-B",
+        build,
+        "-G",
+        cache_entry("CMAKE_GENERATOR"),
+        f"-DCMAKE_MAKE_PROGRAM={cache_entry('CMAKE_MAKE_PROGRAM')}",
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+        *arguments,
+    ]
+
+
+@in_build_tree
+def test_consumer_project_compiles_links_and_runs(prefix: Path, tmp_path: Path) -> None:
+    as_needed = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"  # Ubuntu's default
+    run_ok(*configure_consumer(prefix, tmp_path, "-DCMAKE_BUILD_TYPE=Debug", as_needed))
+    run_ok(cache_entry("CMAKE_COMMAND"), "--build", tmp_path)
+    assert "forward and backward of HGRU" in run_ok(tmp_path / "consumer", LD_LIBRARY_PATH="")
+    assert "found" in run_ok(tmp_path / "consumer_dispatcher", LD_LIBRARY_PATH="")
+
+
+def fake_torch(folder: Path, version: str, cuda: str | None) -> Path:
+    """What TidegateTorch.cmake looks at in a torch package."""
+    (folder / "include" / "ATen").mkdir(parents=True)
+    (folder / "include" / "ATen" / "ATen.h").touch()
+    (folder / "lib").mkdir()
+    text = f"__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n"
+    (folder / "version.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+@in_build_tree
+@pytest.mark.parametrize(
+    ("version", "cuda", "found"),
+    [
+        ("2.99.0+cu130", "13.0", "found 2.99.0 (cu130)"),
+        ("2.11.0+cu118", "11.8", "found 2.11.0 (cu118)"),
+    ],
+)
+def test_consumer_with_another_torch_is_told(
+    prefix: Path, tmp_path: Path, version: str, cuda: str, found: str
+) -> None:
+    torch_dir = fake_torch(tmp_path / "torch", version, cuda)
+    command = configure_consumer(prefix, tmp_path / "build", f"-DTIDEGATE_TORCH_DIR={torch_dir}")
+    result = run(*command)
+    assert result.returncode != 0
+    message = " ".join(result.stderr.split())  # CMake wraps lines
+    assert f"tidegate was built for torch {INFO['torch']} ({INFO['torch_variant']})" in message
+    assert found in message
+
+
+# ---------------------------------------------------------------- the wall
+
+
+def test_kernels_include_no_torch() -> None:
+    for path in (SOURCE / "kernels").rglob("*"):
+        if path.suffix in {".h", ".cpp", ".cu", ".cuh"}:
+            text = path.read_text(encoding="utf-8")
+            for header in ("<torch/", "<ATen/", "<c10/", '"torch/', '"ATen/', '"c10/'):
+                assert f"#include {header}" not in text, f"{path} includes {header}"
