@@ -1,0 +1,182 @@
+"""The ops as functions: ``torch.ops.tidegate.*`` with keyword arguments and offsets from the CPU.
+
+Every recurrent op returns ``(output, final_state)``. The state is float32 (float64 for float64
+inputs, complex for complex ones) and can be passed back as ``h0`` to go on. Gradients flow through
+every tensor argument and both results, once: double backward raises. Shapes: B batch, T time,
+D channels, N sequences (B, or the number of packed ones). Wrong arguments raise ``RuntimeError``
+with op, argument, expected and given; with ``TIDEGATE_DEBUG=1`` also values that only a
+synchronisation can show (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``theta`` not finite).
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "hgru",
+    "hgru_step",
+    "init_constant_",
+    "init_normal_",
+    "init_rope_theta_",
+    "init_uniform_",
+    "linear_scan",
+    "linear_scan_step",
+]
+
+
+def _offsets_on(op: str, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
+    """``cu_seqlens``, copied to ``device`` when it is on the CPU."""
+    if cu_seqlens is None or cu_seqlens.device == device or cu_seqlens.device.type != "cpu":
+        return cu_seqlens
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: cu_seqlens must be on {device} while a CUDA graph is captured, got it on cpu"
+        )
+    return cu_seqlens.to(device)
+
+
+def linear_scan(
+    x: Tensor,
+    a: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Element-wise linear recurrence over time: ``h_t = a_t * h_{t-1} + x_t``.
+
+    The form that HGRN (arXiv 2311.04823, eq. 2), LRU and minimal gated RNNs share.
+
+    Args:
+        x: [B, T, D], float32, float64, bfloat16, float16, complex64 or complex128.
+        a: [B, T, D] decays, linear (not log), or [D] when constant over batch and time; x's dtype,
+            float32 for 16-bit x, or the real counterpart of a complex x.
+        h0: [N, D], zero when None; float32 (float64, complex for such x) or x's dtype.
+        reverse: walk each sequence from its last token, ``h_t = a_t * h_{t+1} + x_t``: h0 enters
+            after the last token and the final state is the first token's.
+        cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on x's device or the CPU: N sequences
+            packed along time, B = 1. Empty sequences are allowed.
+
+    Returns:
+        h [B, T, D] in x's dtype and the final state [N, D] in float32 (float64, complex for such
+        x); at T = 0 the state is a copy of h0.
+
+    Cost O(B T D): reads x and a once, writes h once. Accumulates in the state's dtype; bitwise
+    deterministic; training keeps a, h0 and h.
+    """
+    cu_seqlens = _offsets_on("linear_scan", cu_seqlens, x.device)
+    return torch.ops.tidegate.linear_scan(x, a, h0, reverse, cu_seqlens)
+
+
+def linear_scan_step(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
+    """One token of :func:`linear_scan`, for decoding: ``state = a * state + x``, in place.
+
+    Args:
+        x: [B, D].
+        a: [B, D] or [D].
+        state: [B, D], as :func:`linear_scan` returns it; overwritten.
+
+    Returns:
+        The new state in x's dtype, [B, D]. Has no gradient: raises when an argument requires one
+        and gradients are recorded.
+    """
+    return torch.ops.tidegate.linear_scan_step(x, a, state)
+
+
+def hgru(
+    c: Tensor,
+    f: Tensor,
+    gamma: Tensor | None = None,
+    theta: Tensor | None = None,
+    h0: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """HGRN's recurrence from pre-activations (arXiv 2311.04823, eq. 2; gamma: section 3.2).
+
+    ``lambda_t = gamma + (1 - gamma) * sigmoid(f_t)``
+    ``h_t = lambda_t * exp(i theta) * h_{t-1} + (1 - lambda_t) * act(c_t)``
+
+    Real when theta is None. With theta it is complex, and c, h and the states hold their real parts
+    in the first D channels and their imaginary parts in the last D; act works on each.
+
+    Args:
+        c: [B, T, D], complex [B, T, 2D]; float32, float64, bfloat16 or float16.
+        f: [B, T, D] logits of the forget gate; c's dtype, or float32 for 16-bit c.
+        gamma: [D] lower bounds of the forget gate, linear, in [0, 1); zero when None. float32 or
+            c's dtype (float64 for float64).
+        theta: [D] phase in radians a step; dtype as gamma's.
+        h0: [N, D], complex [N, 2D]; zero when None; float32 (float64 for float64) or c's dtype.
+        activation: "silu" or "none".
+        reverse: walk each sequence from its last token: h0 enters after the last token and the
+            final state is the first token's.
+        cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on c's device or the CPU: N sequences
+            packed along time, B = 1. Empty sequences are allowed.
+
+    Returns:
+        h in c's shape and dtype and the final state, [N, D] or [N, 2D], in float32 (float64 for
+        float64); at T = 0 the state is a copy of h0.
+
+    Cost O(B T D): reads c and f once, writes h once. Accumulates in the state's dtype; bitwise
+    deterministic; training keeps the inputs and h.
+    """
+    cu_seqlens = _offsets_on("hgru", cu_seqlens, c.device)
+    return torch.ops.tidegate.hgru(c, f, gamma, theta, h0, activation, reverse, cu_seqlens)
+
+
+def hgru_step(
+    c: Tensor,
+    f: Tensor,
+    gamma: Tensor | None = None,
+    theta: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> Tensor:
+    """One token of :func:`hgru`, for decoding; the state is updated in place.
+
+    Args:
+        c: [B, D], complex [B, 2D].
+        f: [B, D] logits of the forget gate.
+        gamma: [D] or None.
+        theta: [D], or None for a real recurrence.
+        state: [B, D], complex [B, 2D], as :func:`hgru` returns it; overwritten. Required.
+        activation: "silu" or "none".
+
+    Returns:
+        The new state in c's dtype and shape. Has no gradient: raises when an argument requires one
+        and gradients are recorded.
+    """
+    if state is None:
+        raise TypeError("hgru_step: state must be a tensor [B, D] (or [B, 2D]), got None")
+    return torch.ops.tidegate.hgru_step(c, f, gamma, theta, state, activation)
+
+
+def init_uniform_(p: Tensor, low: float, high: float) -> Tensor:
+    """``p ~ U[low, high)``. Like all of these: drawn in float32 from torch's default CPU generator,
+    then cast and copied to p; nothing drawn on the meta device; not recorded by autograd. The same
+    draws as the C++ function's. Returns p.
+    """
+    torch.ops.tidegate.init_uniform_(p, low, high)
+    return p
+
+
+def init_normal_(p: Tensor, mean: float, std: float) -> Tensor:
+    """``p ~ N(mean, std^2)``; see :func:`init_uniform_`."""
+    torch.ops.tidegate.init_normal_(p, mean, std)
+    return p
+
+
+def init_constant_(p: Tensor, value: float) -> Tensor:
+    """``p = value``; see :func:`init_uniform_`."""
+    torch.ops.tidegate.init_constant_(p, value)
+    return p
+
+
+def init_rope_theta_(p: Tensor) -> Tensor:
+    """``p_j = 10000^(-2 j / d)`` for p [d]: HGRN's phases, in radians a step, which spread like the
+    frequencies of rotary embeddings (arXiv 2104.09864); see :func:`init_uniform_`.
+    """
+    torch.ops.tidegate.init_rope_theta_(p)
+    return p

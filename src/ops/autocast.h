@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace tidegate::ops {
+
+/// What an Autocast kernel does: casts some arguments, then calls its op with autocast off.
+class AutocastGuard {
+ public:
+  explicit AutocastGuard(at::Device device);
+
+  /// To autocast's type; fp64, complex and integer tensors stay as they are.
+  at::Tensor cast(const at::Tensor& tensor) const;
+
+  /// The same for 16-bit types only: fp32 stays fp32.
+  at::Tensor cast_unless_float(const at::Tensor& tensor) const;
+
+ private:
+  at::DeviceType device_;
+  at::ScalarType dtype_;
+  c10::impl::ExcludeDispatchKeyGuard exclude_;
+};
+
+}  // namespace tidegate::ops

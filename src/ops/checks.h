@@ -1,0 +1,81 @@
+#pragma once
+
+// Checks of what users pass in. Every message names the op, the argument, what was expected and
+// what was given. All of them read only metadata, through symbolic sizes, so that they serve the
+// Meta kernels too; the exceptions are the check_*_values functions, which say when they apply.
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+
+namespace tidegate::ops {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline bool is_given(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+/// For what may be an undefined tensor, as saved ones and gradients may.
+inline OptionalTensor optional(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+/// An op and that argument of it with which the others are compared.
+struct Reference {
+  const char* op;
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+enum class ComplexData : bool { kRefused, kAccepted };
+
+/// The type in which a recurrence over `dtype` keeps its state: fp32 for 16- and 32-bit reals, and
+/// itself for everything wider.
+at::ScalarType state_type(at::ScalarType dtype);
+
+/// For the C++ functions: the dispatcher has no name for an undefined tensor.
+void check_given(const char* op, const char* name, const at::Tensor& tensor);
+
+/// "op: name must be float32, float64, ..., got int64".
+void check_data_dtype(const Reference& data, ComplexData complex);
+
+/// "op: name must have shape [B, T, D], got [5, 8]".
+void check_rank(const Reference& data, int64_t rank, const char* shape_name);
+
+/// "op: expected all tensors on cpu like c, got name on cuda:0".
+void check_device(const Reference& data, const char* name, const at::Tensor& tensor);
+
+/// A gate, bound or state: on the data's device, in its dtype or in the dtype of its state.
+/// "op: name must be bfloat16 or float32 (c is bfloat16), got float64".
+void check_gate(const Reference& data, const char* name, const at::Tensor& tensor);
+
+/// "op: name must have shape [N, D] = [2, 8]<note>, got [2, 7]".
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
+                 std::initializer_list<c10::SymInt> expected, std::string_view note = "");
+
+/// Device, dtype and shape of `data`: for gradients and results in the backward ops.
+void check_like(const Reference& data, const char* name, const at::Tensor& tensor);
+
+/// A gradient of a final state: of the state's type, [N, channels], on the data's device.
+void check_state_gradient(const Reference& data, const char* name, const OptionalTensor& tensor,
+                          std::initializer_list<c10::SymInt> expected);
+
+/// The number of sequences, N: the batch, or one less than the offsets in `cu_seqlens`.
+c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seqlens);
+
+/// Whether TIDEGATE_DEBUG is set: values that only a synchronisation can show are then checked.
+bool debug_checks_enabled();
+
+/// `cu_seqlens` rises from 0 to T. Offsets on the CPU are always checked, others in debug mode.
+void check_cu_seqlens_values(const Reference& data, const OptionalTensor& cu_seqlens);
+
+/// In debug mode: every element lies in [0, 1).
+void check_bound_values(const Reference& data, const char* name, const OptionalTensor& tensor);
+
+/// In debug mode: every element is finite.
+void check_finite_values(const Reference& data, const char* name, const OptionalTensor& tensor);
+
+}  // namespace tidegate::ops

@@ -1,0 +1,118 @@
+#pragma once
+
+// From filled params to a finished launch, on the device of the tensors: plan, scratch memory,
+// partial sums, stream. The only place that knows how a kernel family is driven.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <type_traits>
+
+#include "kernels/common/parallel_for.h"
+#include "kernels/scan/scan.h"
+#include "src/ops/checks.h"
+
+#ifdef TIDEGATE_WITH_CUDA
+#include <cuda_runtime_api.h>
+#define TIDEGATE_CUDA_KERNEL(function) function
+#else
+#define TIDEGATE_CUDA_KERNEL(function) nullptr
+#endif
+
+namespace tidegate::ops {
+
+#ifdef TIDEGATE_WITH_CUDA
+using CudaStatus = cudaError_t;
+using CudaStream = cudaStream_t;
+#else
+using CudaStatus = int;
+using CudaStream = void*;
+#endif
+
+/// The functions of one direction of a kernel family. `Forward` describes the recurrence, `Params`
+/// is it or holds it as a member `forward`.
+template <class Params, class Forward = Params>
+struct KernelSet {
+  const char* (*unsupported)(const Forward&);
+  kernels::ScanPlan (*plan_cpu)(const Forward&);
+  void (*run_cpu)(const Params&, const kernels::ParallelFor&);
+  CudaStatus (*plan_cuda)(const Params&, kernels::ScanPlan*);
+  CudaStatus (*run_cuda)(const Params&, CudaStream);
+};
+
+/// torch's thread pool, lent to a CPU kernel.
+kernels::ParallelFor torch_threads();
+
+/// Whether the current stream of `device` is being captured into a CUDA graph.
+bool is_capturing(at::Device device);
+
+/// `cu_seqlens`, copied to `device` when it is on the CPU (an error while capturing).
+OptionalTensor offsets_on(const char* op, const OptionalTensor& cu_seqlens, at::Device device);
+
+CudaStream current_stream(at::Device device);
+void check_launch(const char* op, const char* what, CudaStatus status);
+at::Tensor workspace_for(const kernels::ScanPlan& plan, const at::Tensor& like);
+at::Tensor partial_sums_for(const kernels::ScanPlan& plan, int64_t channels, at::ScalarType dtype,
+                            const at::Tensor& like);
+
+/// One run of a kernel: construct it with complete params (output pointers may follow), take the
+/// partial sums that the plan asks for, then call run().
+template <class Params, class Forward = Params>
+class Launch {
+ public:
+  Launch(const char* op, const KernelSet<Params, Forward>& kernels, Params* params,
+         const at::Tensor& like)
+      : op_(op), kernels_(kernels), params_(params), like_(like), guard_(like.device()) {
+    if (const char* why = kernels_.unsupported(forward())) {
+      TORCH_CHECK(false, op_, ": ", why);
+    }
+    if (is_empty()) {
+      return;
+    }
+    if (like_.is_cuda()) {
+      check_launch(op_, "plan", kernels_.plan_cuda(*params_, &forward().plan));
+    } else {
+      forward().plan = kernels_.plan_cpu(forward());
+    }
+    workspace_ = workspace_for(forward().plan, like_);
+    forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
+  }
+
+  /// [P, channels] of `dtype`, to be written by the kernel and summed over P.
+  at::Tensor partial_sums(at::ScalarType dtype) const {
+    return partial_sums_for(forward().plan, forward().channels, dtype, like_);
+  }
+
+  void run() {
+    if (is_empty()) {
+      return;
+    }
+    if (like_.is_cuda()) {
+      check_launch(op_, "launch", kernels_.run_cuda(*params_, current_stream(like_.device())));
+    } else {
+      kernels_.run_cpu(*params_, torch_threads());
+    }
+  }
+
+ private:
+  Forward& forward() const {
+    if constexpr (std::is_same_v<Params, Forward>) {
+      return *params_;
+    } else {
+      return params_->forward;
+    }
+  }
+
+  /// No element at all; T = 0 is not empty, since states still have to be passed on.
+  bool is_empty() const { return forward().channels == 0 || forward().layout.sequences == 0; }
+
+  const char* op_;
+  const KernelSet<Params, Forward>& kernels_;
+  Params* params_;
+  const at::Tensor& like_;
+  c10::DeviceGuard guard_;
+  at::Tensor workspace_;
+};
+
+}  // namespace tidegate::ops

@@ -1,0 +1,189 @@
+#include "src/ops/registration.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tidegate::ops {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::OperatorHandle;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using torch::jit::Stack;
+
+/// "hgru" of "tidegate::hgru".
+std::string short_name(const OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name.substr(name.rfind(':') + 1);
+}
+
+/// Calls `visit(argument, tensor)` for each defined tensor among the op's arguments on the stack.
+template <class Visit>
+void for_each_tensor(const OperatorHandle& op, const Stack& stack, const Visit& visit) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack.size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (value.isTensor() && value.toTensor().defined()) {
+      visit(arguments[i], value.toTensor());
+    }
+  }
+}
+
+void refuse_vmap(const OperatorHandle& op, Stack*) {
+  TORCH_CHECK(false, short_name(op), ": vmap is not supported; pass the batch as dimension 0");
+}
+
+void refuse_layout(const OperatorHandle& op, Stack* stack) {
+  for_each_tensor(op, *stack, [&](const c10::Argument& argument, const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), short_name(op), ": ",
+                argument.name(), " must be a dense tensor (layout strided), got layout ",
+                tensor.layout(), tensor.is_quantized() ? ", quantized" : "");
+  });
+  TORCH_CHECK(false, short_name(op), ": expected dense tensors (layout strided)");
+}
+
+#ifndef TIDEGATE_WITH_CUDA
+void refuse_cuda(const OperatorHandle& op, Stack* stack) {
+  // The first tensor is the data, with which the others are compared.
+  const auto& data = op.schema().arguments().front().name();
+  const at::Tensor first = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  for_each_tensor(op, *stack, [&](const c10::Argument& argument, const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.device() == first.device(), short_name(op), ": expected all tensors on ",
+                first.device(), " like ", data, ", got ", argument.name(), " on ", tensor.device());
+  });
+  TORCH_CHECK(false, short_name(op), ": ", data, " is on ", first.device(),
+              ", but this tidegate was built without CUDA kernels (no CUDA toolkit was found, or "
+              "TIDEGATE_CUDA=OFF was given, when it was built)");
+}
+#endif
+
+/// Runs an op on the stack under its backend's kernel.
+void redispatch_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+}
+
+/// The results of a backward op, tied to its arguments by a node that raises.
+class NoDoubleBackward : public torch::autograd::Function<NoDoubleBackward> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs,
+                               const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    std::string name = short_name(op);
+    name.resize(name.rfind("_backward"));
+    ctx->saved_data["op"] = std::move(name);
+    ctx->saved_data["inputs"] = static_cast<int64_t>(inputs.size());
+    redispatch_below_autograd(op, keys, stack);
+    variable_list results;
+    for (const c10::IValue& value : *stack) {
+      results.push_back(value.toTensor());
+    }
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list&) {
+    TORCH_CHECK(false, ctx->saved_data["op"].toStringRef(),
+                ": double backward is not supported: its gradients cannot be differentiated");
+  }
+};
+
+void no_double_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  variable_list inputs;
+  for_each_tensor(op, *stack, [&](const c10::Argument&, const at::Tensor& tensor) {
+    inputs.push_back(tensor);
+  });
+  // Apart from the caller's stack, which may hold more than this op's arguments.
+  const size_t count = op.schema().arguments().size();
+  Stack own(std::make_move_iterator(stack->end() - static_cast<std::ptrdiff_t>(count)),
+            std::make_move_iterator(stack->end()));
+  stack->resize(stack->size() - count);
+  for (at::Tensor& result : NoDoubleBackward::apply(at::TensorList(inputs), op, keys, &own)) {
+    stack->emplace_back(std::move(result));
+  }
+}
+
+void step_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  if (c10::GradMode::is_enabled()) {
+    for_each_tensor(op, *stack, [&](const c10::Argument& argument, const at::Tensor& tensor) {
+      TORCH_CHECK(!tensor.requires_grad(), short_name(op), ": ", argument.name(),
+                  " requires a gradient, but a step has none: it overwrites the state. Call it "
+                  "under torch.no_grad(), or use the op over whole sequences");
+    });
+  }
+  const at::AutoDispatchBelowAutograd guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void unrecorded_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const at::AutoDispatchBelowAutograd guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void bump_versions(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  variable_list written;
+  for_each_tensor(op, *stack, [&](const c10::Argument& argument, const at::Tensor& tensor) {
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+      written.push_back(tensor);
+    }
+  });
+  redispatch_below_autograd(op, keys, stack);
+  for (const at::Tensor& tensor : written) {
+    torch::autograd::impl::bump_version(tensor);
+  }
+}
+
+template <auto* Kernel>
+void register_boxed(torch::Library& library, const char* name, DispatchKey key) {
+  library.impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<Kernel>()));
+}
+
+}  // namespace
+
+void define_op(torch::Library& library, const char* schema) {
+  library.def(schema, {at::Tag::pt2_compliant_tag});
+  const std::string text(schema);
+  const std::string name = text.substr(0, text.find('('));
+  register_boxed<&refuse_vmap>(library, name.c_str(), DispatchKey::FuncTorchBatched);
+  for (const DispatchKey key :
+       {DispatchKey::SparseCPU, DispatchKey::SparseCUDA, DispatchKey::SparseCsrCPU,
+        DispatchKey::SparseCsrCUDA, DispatchKey::SparseMeta, DispatchKey::SparseCsrMeta,
+        DispatchKey::QuantizedCPU, DispatchKey::QuantizedCUDA, DispatchKey::MkldnnCPU}) {
+    register_boxed<&refuse_layout>(library, name.c_str(), key);
+  }
+#ifndef TIDEGATE_WITH_CUDA
+  register_boxed<&refuse_cuda>(library, name.c_str(), DispatchKey::CUDA);
+#endif
+}
+
+void register_no_double_backward(torch::Library& library, const char* name) {
+  register_boxed<&no_double_backward>(library, name, DispatchKey::Autograd);
+}
+
+void register_step(torch::Library& library, const char* name) {
+  register_boxed<&step_autograd>(library, name, DispatchKey::Autograd);
+  register_boxed<&bump_versions>(library, name, DispatchKey::ADInplaceOrView);
+}
+
+void register_unrecorded_in_place(torch::Library& library, const char* name) {
+  register_boxed<&unrecorded_autograd>(library, name, DispatchKey::Autograd);
+  register_boxed<&bump_versions>(library, name, DispatchKey::ADInplaceOrView);
+}
+
+void check_no_forward_mode(const char* op, std::initializer_list<at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), op,
+                ": forward-mode differentiation is not supported");
+  }
+}
+
+}  // namespace tidegate::ops

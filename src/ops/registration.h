@@ -1,0 +1,62 @@
+#pragma once
+
+// Dispatcher kernels that do not depend on what an op computes, registered by name.
+
+#include <torch/library.h>
+
+#include <type_traits>
+
+namespace tidegate::ops {
+
+/// Defines an op by its schema and registers what every op of tidegate refuses by name: vmap,
+/// sparse and other non-strided layouts, and CUDA tensors in a build without CUDA kernels.
+/// `schema` is a whole one: "name(Tensor x, ...) -> Tensor".
+void define_op(torch::Library& library, const char* schema);
+
+/// Autograd kernel of a `*_backward` op: its results cannot be differentiated, and say so when
+/// someone tries (without it second derivatives would silently be zero).
+void register_no_double_backward(torch::Library& library, const char* name);
+
+/// Kernels of a `*_step` op: an error when a gradient is asked for, and the version of the state is
+/// bumped, so that autograd notices when a tensor it saved has been overwritten.
+void register_step(torch::Library& library, const char* name);
+
+/// Kernels of an op that overwrites its arguments outside autograd, whatever the grad mode.
+void register_unrecorded_in_place(torch::Library& library, const char* name);
+
+/// Forward-mode derivatives have no formula here.
+void check_no_forward_mode(const char* op, std::initializer_list<at::Tensor> tensors);
+
+/// Kernel for the CPU and, where CUDA kernels are built, CUDA; MetaKernel for fake tensors.
+template <auto* Kernel, auto* MetaKernel>
+void register_kernels(torch::Library& library, const char* name) {
+  library.impl(name, torch::dispatch(c10::DispatchKey::CPU, Kernel));
+#ifdef TIDEGATE_WITH_CUDA
+  library.impl(name, torch::dispatch(c10::DispatchKey::CUDA, Kernel));
+#endif
+  library.impl(name, torch::dispatch(c10::DispatchKey::Meta, MetaKernel));
+}
+
+template <auto* Kernel>
+void register_autograd(torch::Library& library, const char* name) {
+  library.impl(name, torch::dispatch(c10::DispatchKey::Autograd, Kernel));
+}
+
+template <auto* Kernel>
+void register_autocast(torch::Library& library, const char* name) {
+  library.impl(name, torch::dispatch(c10::DispatchKey::AutocastCPU, Kernel));
+  library.impl(name, torch::dispatch(c10::DispatchKey::AutocastCUDA, Kernel));
+}
+
+/// Calls the op `tidegate::name` through the dispatcher; `Kernel` is any function with the C++
+/// signature of its kernels.
+template <auto* Kernel, class... Args>
+auto call_op(const char* name, Args&&... args) {
+  // One handle for each Kernel: `name` must always be the same with it.
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow(name, "")
+                                 .template typed<std::remove_pointer_t<decltype(Kernel)>>();
+  return handle.call(std::forward<Args>(args)...);
+}
+
+}  // namespace tidegate::ops

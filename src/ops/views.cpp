@@ -1,0 +1,63 @@
+#include "src/ops/views.h"
+
+#include <c10/util/Exception.h>
+
+namespace tidegate::ops {
+
+kernels::DType kernel_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return kernels::DType::kFloat32;
+    case at::kDouble:
+      return kernels::DType::kFloat64;
+    case at::kBFloat16:
+      return kernels::DType::kBFloat16;
+    case at::kHalf:
+      return kernels::DType::kFloat16;
+    case at::kComplexFloat:
+      return kernels::DType::kComplex64;
+    case at::kComplexDouble:
+      return kernels::DType::kComplex128;
+    default:
+      TORCH_CHECK(false, "tidegate: no kernel takes tensors of type ", dtype);
+  }
+}
+
+at::Tensor with_unit_last_stride(const at::Tensor& tensor) {
+  // The stride of a dimension of size one, or of an empty tensor, is never walked.
+  const bool usable = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
+  return usable ? tensor : tensor.contiguous();
+}
+
+at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {
+  return is_given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
+}
+
+kernels::TimeSeries time_series(const at::Tensor& tensor) {
+  // Dimensions of size one may carry any stride; the plain one keeps alignment checks meaningful.
+  const int64_t stride_t = tensor.size(1) > 1 ? tensor.stride(1) : tensor.size(2);
+  const int64_t stride_b = tensor.size(0) > 1 ? tensor.stride(0) : stride_t * tensor.size(1);
+  return {tensor.data_ptr(), stride_b, stride_t, kernel_dtype(tensor.scalar_type())};
+}
+
+kernels::TimeSeries constant_series(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), 0, 0, kernel_dtype(tensor.scalar_type())};
+}
+
+kernels::SequenceLayout sequence_layout(const at::Tensor& data, const at::Tensor& cu_seqlens,
+                                        bool reverse) {
+  kernels::SequenceLayout layout;
+  layout.batch = data.size(0);
+  layout.time = data.size(1);
+  layout.sequences = cu_seqlens.defined() ? cu_seqlens.numel() - 1 : data.size(0);
+  layout.offsets = data_or_null(cu_seqlens);
+  layout.offsets_are_int64 = cu_seqlens.defined() && cu_seqlens.scalar_type() == at::kLong;
+  layout.reverse = reverse;
+  return layout;
+}
+
+void* data_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr() : nullptr;
+}
+
+}  // namespace tidegate::ops

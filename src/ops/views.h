@@ -1,0 +1,35 @@
+#pragma once
+
+// Tensors in the form that kernels take them: raw pointers, strides, dtype codes.
+// Nothing here owns memory; the tensors must outlive the launch.
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/common/dtype.h"
+#include "kernels/common/time_series.h"
+#include "src/ops/checks.h"
+
+namespace tidegate::ops {
+
+kernels::DType kernel_dtype(at::ScalarType dtype);
+
+/// `tensor` itself, or a contiguous copy when its last stride is not one.
+at::Tensor with_unit_last_stride(const at::Tensor& tensor);
+
+/// `tensor` contiguous and in `dtype`, without a copy where it is so already; undefined if absent.
+at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype);
+
+/// A [B, T, channels] tensor with a unit last stride.
+kernels::TimeSeries time_series(const at::Tensor& tensor);
+
+/// A [channels] row with a unit stride, seen at every step of every sequence.
+kernels::TimeSeries constant_series(const at::Tensor& tensor);
+
+/// How the [B, T, channels] tensor `data` divides into sequences; `cu_seqlens` is contiguous.
+kernels::SequenceLayout sequence_layout(const at::Tensor& data, const at::Tensor& cu_seqlens,
+                                        bool reverse);
+
+/// The data pointer, or null for an undefined tensor.
+void* data_or_null(const at::Tensor& tensor);
+
+}  // namespace tidegate::ops
