@@ -340,11 +340,15 @@ def test_autocast(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"theta": "data", "input_gate": "free"}], ids=str)
-def test_compile(options):
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [({}, "inductor"), ({"theta": "data", "input_gate": "free"}, "aot_eager")],
+    ids=str,
+)
+def test_compile(options, backend):
     mixer = make(options, dtype=torch.float32)
     gamma = make_gamma(mixer).float()
-    compiled = torch.compile(mixer, fullgraph=True, dynamic=True)
+    compiled = torch.compile(mixer, fullgraph=True, dynamic=True, backend=backend)
     for length in (5, 8):
         x = torch.randn(2, length, DIM, requires_grad=True)
         y, state = mixer(x, gamma=gamma)

@@ -3,8 +3,9 @@
 Two sources: hgru-pytorch, the authors' modules (`hgru_from_hgru_pytorch`), and
 flash-linear-attention's ``HGRNForCausalLM`` and its layer (`causal_lm_from_fla`,
 `hgru_from_fla`). Each takes a state dict and returns a module that computes the same function;
-tensors are copied, in their dtype. Whatever a state dict holds beyond what the mapping knows
-raises ValueError, as does anything it lacks: a model loaded in part is another model.
+tensors are copied, in their dtype, but for phases and bounds, which are at least fp32. Whatever a
+state dict holds beyond what the mapping knows raises ValueError, as does anything it lacks: a
+model loaded in part is another model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..nn import HGRU
+from ..nn._common import widen
 from .block import load_exactly
 from .causal_lm import CausalLM
 from .config import LMConfig
@@ -73,10 +75,10 @@ def hgru_from_hgru_pytorch(
     if not bias:
         tensors["norm.bias"] = source.take("norm.bias")
     if both:
-        thetas = [source.take(f"theta_{way}").flatten() for way in ("forward", "reverse")]
+        thetas = [widen(source.take(f"theta_{way}")).flatten() for way in ("forward", "reverse")]
         tensors["theta"] = torch.stack(thetas)
     elif is_complex:
-        theta = source.take("theta").flatten()
+        theta = widen(source.take("theta")).flatten()
         tensors["theta"] = theta.repeat(2, 1) if bidirectional else theta
     source.finish()
     module = HGRU(
@@ -181,8 +183,7 @@ def causal_lm_from_fla(config: Mapping[str, Any], state_dict: Mapping[str, Tenso
     else:
         tensors["head.weight"] = source.take("lm_head.weight")
     if ours.lower_bound != "none":
-        # Bounds are computed in fp32 whatever they are stored in, there as here.
-        tensors["lower_bounds.logits"] = source.take("model.lower_bounds").float()
+        tensors["lower_bounds.logits"] = widen(source.take("model.lower_bounds"))
     for k in range(ours.layers):
         theirs, block = f"model.layers.{k}.", f"blocks.{k}."
         mixer = _fla_mixer(source, f"{theirs}attn.")
