@@ -1,0 +1,7 @@
+"""`python -m tidegate`."""
+
+import sys
+
+from tidegate.cli import main
+
+sys.exit(main())

@@ -1,0 +1,326 @@
+"""The command line: `tidegate train | eval | generate | plot | bench | info | demo`.
+
+Exit status: 0 = done; 2 = something the caller can put right, said in one line on stderr; 130 = a
+run stopped by Ctrl-C or SIGTERM, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .training.errors import UserError
+
+STOPPED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except UserError as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print("tidegate: interrupted", file=sys.stderr)
+        return STOPPED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; needs neither torch nor numpy."""
+    parser = argparse.ArgumentParser(
+        prog="tidegate", description="Train and use language models with gated linear recurrences."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_demo(commands)
+    _add_eval(commands)
+    _add_generate(commands)
+    _add_plot(commands)
+    bench = commands.add_parser("bench", help="run the benchmark binaries of a build tree")
+    bench.add_argument("filter", nargs="?", default="", help="part of a benchmark's name")
+    bench.set_defaults(command=_bench)
+    info = commands.add_parser("info", help="versions, devices, and which kernels were built")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a language model, or go on with a run",
+        description="Started again on an --out that holds a checkpoint, it goes on from there; "
+        "flags left out keep the run's values.",
+    )
+    parser.set_defaults(command=_train)
+    # Flags that are not given leave no trace, so that a resumed run can tell what was asked for.
+    parser.argument_default = argparse.SUPPRESS
+    add = parser.add_argument
+    add(
+        "data", nargs="?", help="text file or folder, `stdlib`, or token ids in a .npy or .bin file"
+    )
+    add("--out", default="runs/train", help="run folder (default: %(default)s)")
+    add("--recipe", help="named settings: hgrn-wikitext103 (000 Table 16), demo")
+    add("--quiet", action="store_true", default=False, help="no progress bar")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", help="a paper's configuration, e.g. hgrn-44m")
+    model.add_argument("--mixer", help="token mixer, e.g. hgrn")
+    model.add_argument("--dim", type=int, help="width")
+    model.add_argument("--layers", type=int)
+    model.add_argument("--glu-hidden", type=int, help="hidden width of the channel mixer")
+    model.add_argument("--vocab-size", type=int, help="default: the preset's or the tokenizer's")
+    model.add_argument("--dropout", type=float)
+    model.add_argument(
+        "--set",
+        dest="fields",
+        action="append",
+        metavar="FIELD=JSON",
+        help="any other field of LMConfig, e.g. mixer_options.complex=false; repeatable",
+    )
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--tokenizer", help="bytes (default), bpe:N, or a tokenizer.json")
+    data.add_argument("--valid", help="validate on this file instead of a tenth of the data")
+    data.add_argument("--token-dtype", dest="dtype", help="of a .bin file (default: uint16)")
+    data.add_argument("--context", type=int, help="tokens a sequence")
+    data.add_argument("--batch-size", type=int, help="sequences an optimiser step")
+    data.add_argument("--grad-accum", type=int, help="parts a batch is computed in, to save memory")
+
+    train = parser.add_argument_group("optimisation")
+    train.add_argument("--steps", type=int, help="optimiser steps (default: 1000)")
+    train.add_argument("--minutes", type=float, help="wall-time budget of training")
+    train.add_argument("--optimizer", help="adamw or adam")
+    train.add_argument("--lr", type=float, help="peak learning rate")
+    train.add_argument("--betas", type=float, nargs=2)
+    train.add_argument("--eps", type=float)
+    train.add_argument("--weight-decay", type=float)
+    train.add_argument("--decay", help="what decays: matrices or all")
+    train.add_argument("--clip", type=float, help="largest gradient norm; 0 = no clipping")
+    train.add_argument("--schedule", help="constant, linear, cosine or inverse-sqrt")
+    train.add_argument("--warmup-steps", type=int)
+    train.add_argument("--warmup-fraction", type=float, help="warm-up as a part of the run")
+    train.add_argument("--floor", type=float, help="last rate as a part of the peak")
+    train.add_argument("--precision", help="auto, fp32 or bf16 (autocast)")
+    train.add_argument("--seed", type=int)
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--checkpoint-every", type=int, metavar="STEPS")
+    run.add_argument("--eval-every", type=int, metavar="STEPS")
+    run.add_argument("--eval-tokens", type=int, help="tokens a validation on the way reads")
+    run.add_argument("--device", help="auto, cpu, cuda or cuda:N")
+    run.add_argument("--threads", type=int, help="CPU threads of torch")
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="train a small HGRN in three minutes and report")
+    parser.add_argument("--out", default="runs/demo", help="run folder (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="another wall-time budget of training")
+    parser.add_argument("--seed", type=int)
+    parser.set_defaults(command=_demo)
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="score a trained model on text")
+    parser.add_argument("run", help="run folder or saved model")
+    parser.add_argument(
+        "data", nargs="?", help="score all of this text; default: the run's validation split"
+    )
+    parser.add_argument("--token-dtype", default="uint16", help="of a .bin file")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=_eval)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="write text with a trained model")
+    parser.add_argument("run", help="run folder or saved model")
+    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens to write (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = the likeliest token")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+    parser.set_defaults(command=_generate)
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser("plot", help="draw a run's losses and forget gates as PNG")
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--no-baselines", action="store_true", help="leave order-2 and bz2 out")
+    parser.add_argument("--device", default="auto")
+    parser.set_defaults(command=_plot)
+
+
+_MODEL_FLAGS = ("mixer", "dim", "layers", "glu_hidden", "vocab_size", "dropout")
+_NOT_SETTINGS = {"command", "out", "recipe", "quiet", "preset", "fields", "minutes", *_MODEL_FLAGS}
+
+
+def settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the flags of `train` ask for: fields of TrainConfig, fields of LMConfig."""
+    given = vars(options)
+    train = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
+    if "minutes" in given:
+        train["seconds"] = given["minutes"] * 60.0
+    model = {name: given[name] for name in _MODEL_FLAGS if name in given}
+    for text in given.get("fields", []):
+        _set_field(model, text)
+    return train, model
+
+
+def _set_field(model: dict[str, Any], text: str) -> None:
+    """Puts `field=json` or `mixer_options.name=json` into `model`; bare words are strings."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UserError(f"set: expected FIELD=JSON, got {text!r}")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = value
+    group, dot, key = name.partition(".")
+    if dot:
+        if group != "mixer_options":
+            raise UserError(f"set: expected mixer_options.NAME, got {name!r}")
+        model.setdefault(group, {})[key] = parsed
+    else:
+        model[name] = parsed
+
+
+def _train(options: argparse.Namespace) -> int:
+    from .training.checkpoint import RunFolder
+    from .training.report import finish, plot_run
+    from .training.runs import prepare_run
+
+    train, model = settings(options)
+    if "data" not in train and not RunFolder(options.out).config.exists():
+        raise UserError("train: name a text file or folder to train on, or `stdlib`")
+    given = vars(options)
+    run = prepare_run(
+        options.out, train, model, preset=given.get("preset"), recipe=given.get("recipe")
+    )
+    trainer = run.trainer
+    _say_run(run, options.out)
+    if not trainer.run(options.quiet):
+        print(f"stopped at step {trainer.position.step}; the same command goes on from there")
+        return STOPPED
+    score = finish(run)
+    if not any(plot_run(options.out, baselines=_baselines(run.corpus), device=run.config.device)):
+        return 1
+    print(f"validation: {describe_score(score)}; everything is in {options.out}")
+    return 0
+
+
+def _say_run(run: Any, out: str) -> None:
+    """Says what is about to be trained."""
+    trainer = run.trainer
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    config = run.model_config
+    print(
+        f"{config.mixer}, {config.layers} layers of {config.dim}, {parameters:,} parameters, "
+        f"{run.config.precision} on {trainer.device}; {len(run.corpus.train):,} tokens to train on",
+        file=sys.stderr,
+    )
+    if run.resumed:
+        state = "is finished" if trainer.progress() >= 1.0 else "goes on"
+        print(f"the run in {out} {state} at step {trainer.position.step}", file=sys.stderr)
+
+
+def _baselines(corpus: Any) -> dict[str, float] | None:
+    """Baselines of a corpus of bytes; None where they would mean nothing."""
+    from .training.baselines import baselines
+
+    if corpus.valid_bytes is None or corpus.valid_bytes != len(corpus.valid):
+        return None
+    if min(len(corpus.train), len(corpus.valid)) < 3:
+        return None
+    return baselines(corpus.train, corpus.valid)
+
+
+def describe_score(score: Any) -> str:
+    """A score in words."""
+    bits = "" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f} bits/byte, "
+    return (
+        f"{bits}{score.nats:.4f} nats/token, perplexity {score.perplexity:.3f} "
+        f"over {score.tokens:,} tokens"
+    )
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .training.demo import run_demo
+
+    seconds = None if options.minutes is None else options.minutes * 60.0
+    return 0 if run_demo(options.out, seconds=seconds, seed=options.seed) else STOPPED
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from .training.scoring import score_run
+
+    score = score_run(
+        options.run,
+        options.data,
+        dtype=options.token_dtype,
+        device=options.device,
+        precision=options.precision,
+    )
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "bits_per_byte": score.bits_per_byte,
+                    "nats_per_token": score.nats,
+                    "perplexity": score.perplexity,
+                    "tokens": score.tokens,
+                }
+            )
+        )
+    else:
+        print(describe_score(score))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from .training.generate import generate_text
+    from .training.runs import load_trained
+
+    text = generate_text(
+        load_trained(options.run, options.device),
+        options.prompt.encode(),
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    print(text.decode("utf-8", errors="replace"))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from .training.report import plot_run
+    from .training.scoring import corpus_of_run
+
+    lines = None if options.no_baselines else _baselines(corpus_of_run(options.run))
+    for path in plot_run(options.run, baselines=lines, device=options.device):
+        print(path)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from ._system import run_benchmarks
+
+    return run_benchmarks(options.filter)
+
+
+def _info(_options: argparse.Namespace) -> int:
+    from ._system import info_lines
+
+    print("\n".join(info_lines()))
+    return 0

@@ -1,0 +1,155 @@
+"""Plots of a run: loss curves, and histograms of forget-gate values a layer (000 Figures 2-3).
+
+Each function draws one PNG that a reader who did not make it understands: what was trained, on
+what, which way is better, and what the lines are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+_TRAIN, _VALID, _BASELINES = "#9aa7b8", "#1f5fa8", ("#b5542c", "#3d8a4e", "#7a4fa3")
+_STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
+
+def plot_losses(
+    metrics: Sequence[dict[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Language-model loss while training",
+    baselines: dict[str, float] | None = None,
+    bytes_per_token: float | None = 1.0,
+) -> None:
+    """Training and validation loss against the tokens read, as a PNG.
+
+    metrics: lines of metrics.jsonl. baselines: bits per byte by name, drawn as horizontal lines.
+    bytes_per_token: turns nats a token into bits per byte; None plots nats a token, without
+    baselines.
+
+    Raises ValueError when there is no line of training to plot.
+    """
+    train = [row for row in metrics if row["kind"] == "train"]
+    valid = [row for row in metrics if row["kind"] in ("valid", "final")]
+    if not train:
+        raise ValueError("plot_losses: metrics: expected lines of kind 'train', got none")
+    scale = 1.0 if bytes_per_token is None else 1.0 / (math.log(2) * bytes_per_token)
+    unit, factor = _token_unit(train[-1]["tokens"])
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(figsize=(8.0, 4.8), layout="constrained")
+        x = np.array([row["tokens"] for row in train]) / factor
+        y = np.array([row["loss"] for row in train]) * scale
+        axes.plot(x, y, color=_TRAIN, linewidth=1.2, label="training (mean of 10 steps)")
+        if valid:
+            vx = np.array([row["tokens"] for row in valid]) / factor
+            vy = np.array([row["loss"] for row in valid]) * scale
+            label = f"validation (ends at {vy[-1]:.3f})"
+            axes.plot(vx, vy, "o-", color=_VALID, linewidth=2, markersize=4.5, label=label)
+            y = np.concatenate([y, vy])
+        lines = baselines if baselines and bytes_per_token is not None else {}
+        for (name, value), color in zip(lines.items(), _BASELINES, strict=False):
+            label = f"{name} ({value:.3f})"
+            axes.axhline(value, color=color, linestyle="--", linewidth=1.3, label=label)
+        _limit_losses(axes, y, list(lines.values()))
+        axes.set_xlim(left=0.0)
+        axes.set_xlabel(f"tokens read in training{unit}")
+        what = "nats per token" if bytes_per_token is None else "bits per byte"
+        axes.set_ylabel(f"cross-entropy, {what} (lower is better)")
+        axes.set_title(title)
+        axes.legend(loc="upper right")
+        _save(figure, path)
+
+
+def _token_unit(largest: int) -> tuple[str, float]:
+    for unit, factor in ((", billions", 1e9), (", millions", 1e6), (", thousands", 1e3)):
+        if largest >= 2 * factor:
+            return unit, factor
+    return "", 1.0
+
+
+def _limit_losses(axes, losses: np.ndarray, baselines: list[float]) -> None:
+    """Cuts off the first steep drop, which would flatten all that follows it."""
+    values = [*losses[np.isfinite(losses)], *baselines]
+    low = min(values)
+    typical = np.quantile(losses[np.isfinite(losses)], 0.9)
+    high = max([typical, *baselines])
+    margin = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + 3 * margin)
+
+
+def plot_forget_gates(
+    gates: Sequence[np.ndarray],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Forget-gate values by layer",
+    bounds: Sequence[float] | None = None,
+) -> None:
+    """Histograms of forget-gate values, one panel a layer, as a PNG.
+
+    gates: one array of values in [0, 1] a layer (`tidegate.training.forget_gates`), the first
+    layer first. bounds: the mean lower bound a layer, drawn as a dotted line.
+
+    Raises ValueError when there is no layer.
+    """
+    if not gates:
+        raise ValueError("plot_forget_gates: gates: expected at least one layer, got none")
+    columns = min(4, len(gates)) if len(gates) != 6 else 3
+    rows = -(-len(gates) // columns)
+    edges = np.linspace(0.0, 1.0, 51)
+    with pyplot.rc_context(_STYLE):
+        figure, panels = pyplot.subplots(
+            rows,
+            columns,
+            figsize=(2.7 * columns + 0.8, 2.5 * rows + 1.2),
+            sharex=True,
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for layer, (axes, values) in enumerate(zip(panels.flat, gates, strict=False)):
+            flat = np.asarray(values, dtype=np.float64).ravel()
+            share = np.histogram(flat, edges)[0] * (100.0 / flat.size)
+            axes.bar(edges[:-1], share, width=np.diff(edges), align="edge", color=_VALID)
+            median = float(np.median(flat))
+            axes.axvline(median, color=_BASELINES[0], linewidth=1.4, label=f"median {median:.2f}")
+            if bounds is not None:
+                bound = bounds[layer]
+                label = f"lower bound {bound:.2f}"
+                axes.axvline(bound, color="black", linestyle=":", linewidth=1.4, label=label)
+            axes.set_title(f"layer {layer + 1} (mean {flat.mean():.2f})", fontsize=10)
+            axes.legend(fontsize=8, loc="best")
+            axes.set_xlim(0.0, 1.0)
+        for axes in panels.flat[len(gates) :]:
+            axes.set_visible(False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        figure.supxlabel("forget gate: 0 forgets at once, 1 keeps for ever", fontsize=10)
+        figure.supylabel("share of values, % (bins of 0.02)", fontsize=10)
+        _save(figure, path)
+
+
+def _save(figure, path: str | os.PathLike[str]) -> None:
+    """Writes the PNG beside its place and renames it, so that a kill leaves the earlier one."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=130, format="png")
+    pyplot.close(figure)
+    os.replace(partial, path)

@@ -1,0 +1,34 @@
+"""Training language models: data, schedules, the loop, run folders, baselines.
+
+The command line (`tidegate train`) is a thin layer over `prepare_run`.
+"""
+
+import importlib
+from typing import Any
+
+_WHERE = {
+    "Corpus": "data",
+    "Recipe": "config",
+    "Run": "runs",
+    "Schedule": "schedules",
+    "Score": "evaluate",
+    "TrainConfig": "config",
+    "Trained": "runs",
+    "Trainer": "trainer",
+    "UserError": "errors",
+    "build_optimizer": "optim",
+    "forget_gates": "gates",
+    "generate_text": "generate",
+    "load_corpus": "data",
+    "load_trained": "runs",
+    "prepare_run": "runs",
+    "recipes": "config",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: most of these need torch and numpy, and the command line does not.
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,0 +1,129 @@
+"""Run folders: config.json, metrics.jsonl, checkpoint.pt, model/.
+
+A file is written beside its place, flushed to disk and renamed, so that a kill at any moment leaves
+the earlier one whole. metrics.jsonl only grows; the checkpoint records how long it was, and a
+resumed run cuts it there, so that no step is in it twice.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import UserError
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINT_FILE = "checkpoint.pt"
+MODEL_FOLDER = "model"
+FORMAT = 1
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Writes `data` to a temporary file of the same folder, flushes it to disk, renames it."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Writes tensors and plain containers atomically; UserError when the disk refuses."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, **content}, buffer)
+    try:
+        write_atomically(path, buffer.getbuffer())
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot write the checkpoint: {error.strerror}; the earlier one is untouched"
+        ) from error
+
+
+def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Reads a checkpoint.
+
+    Raises:
+        UserError: it is missing, truncated, damaged, or of another format.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint")
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # zip, pickle and storage errors of many types
+        size = path.stat().st_size
+        raise UserError(
+            f"{path}: the checkpoint is truncated or damaged ({size} bytes); nothing was changed: "
+            "delete it to start over, or put a whole one in its place"
+        ) from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise UserError(f"{path}: expected a checkpoint of format {FORMAT}, got {found!r}")
+    return content
+
+
+class RunFolder:
+    """A run's folder on disk."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = self.path / CONFIG_FILE
+        self.metrics = self.path / METRICS_FILE
+        self.checkpoint = self.path / CHECKPOINT_FILE
+        self.model = self.path / MODEL_FOLDER
+
+    def make(self) -> None:
+        """Makes the folder; UserError when nothing can be written there."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"out: cannot write to the run folder {self.path}: {error.strerror}"
+            ) from error
+
+    def write_config(self, values: dict[str, Any]) -> None:
+        """Writes config.json atomically."""
+        write_atomically(self.config, (json.dumps(values, indent=2) + "\n").encode())
+
+    def append_metrics(self, values: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def metrics_size(self) -> int:
+        """Bytes of metrics.jsonl."""
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def cut_metrics(self, size: int) -> None:
+        """Drops what was written to metrics.jsonl after it had `size` bytes."""
+        if self.metrics_size() > size:
+            with self.metrics.open("r+b") as file:
+                file.truncate(size)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut short by a kill is passed over."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number + 1 == len(lines):
+                break
+            raise UserError(f"{path}: line {number + 1} is not JSON") from error
+    return rows

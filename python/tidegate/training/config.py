@@ -1,0 +1,217 @@
+"""Settings of a training run, and the named recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+from .optim import DECAYS, OPTIMIZERS
+from .schedules import SCHEDULES, Schedule
+
+PRECISIONS = ("auto", "fp32", "bf16")
+
+# What may differ when a run is started again on its folder: how long it goes on, how often it
+# writes, and where it runs. Everything else decides what the weights will be.
+MAY_CHANGE = (
+    "steps",
+    "seconds",
+    "checkpoint_every",
+    "eval_every",
+    "eval_tokens",
+    "device",
+    "threads",
+)
+
+
+@dataclass
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+        data: what `load_corpus` reads.
+        tokenizer, valid, dtype: as `load_corpus` takes them.
+        steps: optimiser steps; None when only `seconds` bounds the run.
+        seconds: wall-time budget of training, validation left out; None when only `steps` does.
+        batch_size: sequences an optimiser step.
+        context: tokens a sequence.
+        grad_accum: parts that a batch is computed in, one after the other, to save memory.
+        optimizer: "adamw" or "adam".
+        lr: peak learning rate.
+        betas, eps, weight_decay, decay: of the optimiser (see `build_optimizer`).
+        clip: largest norm of the gradient; 0 = no clipping.
+        schedule, warmup_steps, warmup_fraction, floor: see `Schedule`.
+        precision: "bf16" = autocast; "auto" = bf16 on CUDA and on CPUs with AMX, else fp32.
+        seed: of the initialisation, the order of the data, and dropout.
+        checkpoint_every, eval_every: in steps; 0 = only at the end.
+        checkpoint_seconds, eval_seconds: the same by wall time of training, for runs bounded by it.
+        eval_tokens: tokens that each validation on the way reads; the last one reads them all.
+        device: "auto" = CUDA where there is one.
+        threads: of torch on the CPU; 0 = torch's own choice.
+    """
+
+    data: str = "stdlib"
+    tokenizer: str = "bytes"
+    valid: str | None = None
+    dtype: str = "uint16"
+    steps: int | None = None
+    seconds: float | None = None
+    batch_size: int = 16
+    context: int = 256
+    grad_accum: int = 1
+    optimizer: str = "adamw"
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay: str = "matrices"
+    clip: float = 1.0
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    warmup_fraction: float = 0.0
+    floor: float = 0.0
+    precision: str = "auto"
+    seed: int = 1
+    checkpoint_every: int = 0
+    checkpoint_seconds: float = 60.0
+    eval_every: int = 0
+    eval_seconds: float = 0.0
+    eval_tokens: int = 65536
+    device: str = "auto"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        self.betas = tuple(self.betas)
+        if self.steps is None and self.seconds is None:
+            raise UserError("train: expected --steps or --minutes, got neither")
+        for name in ("batch_size", "context", "grad_accum", "eval_tokens"):
+            self._require(name, getattr(self, name) >= 1, "1 or more")
+        for name in ("checkpoint_every", "eval_every", "threads", "clip", "weight_decay"):
+            self._require(name, getattr(self, name) >= 0, "0 or more")
+        for name in ("steps", "seconds"):
+            value = getattr(self, name)
+            self._require(name, value is None or value > 0, "more than 0")
+        self._require("lr", self.lr > 0, "more than 0")
+        self._require("seed", self.seed >= 0, "0 or more")
+        self._require(
+            "grad_accum",
+            self.batch_size % self.grad_accum == 0,
+            f"a divisor of the batch size {self.batch_size}",
+        )
+        for name, choices in (
+            ("optimizer", OPTIMIZERS),
+            ("decay", DECAYS),
+            ("schedule", SCHEDULES),
+            ("precision", PRECISIONS),
+        ):
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        if self.schedule == "inverse-sqrt":
+            self._require("warmup_steps", self.warmup_steps > 0, "1 or more with inverse-sqrt")
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            flag = name.replace("_", "-")
+            raise UserError(f"train: {flag}: expected {wanted}, got {getattr(self, name)!r}")
+
+    def learning_rate(self) -> Schedule:
+        """The schedule that these settings name."""
+        return Schedule(self.schedule, self.warmup_steps, self.warmup_fraction, self.floor)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as config.json holds them."""
+        values = dataclasses.asdict(self)
+        values["betas"] = list(self.betas)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The reverse of to_dict(); keys that this version does not know are an error."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UserError(f"config: unknown training settings {', '.join(unknown)}")
+        return cls(**values)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], skip: tuple[str, ...] = ()) -> list[str]:
+    """What differs between two configurations, as "name: old, now new"."""
+    missing = object()
+    return [
+        f"{key}: {old.get(key, 'unset')!r}, now {new.get(key, 'unset')!r}"
+        for key in sorted(set(old) | set(new))
+        if key not in skip and old.get(key, missing) != new.get(key, missing)
+    ]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named preset of hyperparameters: a model preset and training settings."""
+
+    preset: str
+    train: dict[str, Any]
+    about: str
+
+
+def recipes() -> dict[str, Recipe]:
+    """The named recipes.
+
+    `hgrn-wikitext103` is Table 16 of the HGRN paper, language modelling column: its batch of 128
+    sequences over all GPUs, no clipping, and decay on every parameter, decoupled, as the code that
+    the paper used does under the name Adam.
+    """
+    return {
+        "hgrn-wikitext103": Recipe(
+            preset="hgrn-44m",
+            train={
+                "tokenizer": "bpe:50265",
+                "context": 512,
+                "batch_size": 128,
+                "steps": 50_000,
+                "warmup_steps": 4_000,
+                "lr": 5e-4,
+                "schedule": "inverse-sqrt",
+                "optimizer": "adamw",
+                "betas": (0.9, 0.98),
+                "eps": 1e-8,
+                "weight_decay": 0.2,
+                "decay": "all",
+                "clip": 0.0,
+                "checkpoint_every": 1_000,
+                "eval_every": 1_000,
+            },
+            about="000 Table 16: HGRN 44M on WikiText-103, BPE of 50265",
+        ),
+        "demo": Recipe(
+            preset="demo",
+            train={
+                "seconds": 165.0,
+                "context": 256,
+                "batch_size": 8,
+                "lr": 3e-3,
+                "betas": (0.9, 0.99),
+                "weight_decay": 0.1,
+                "schedule": "linear",
+                "warmup_fraction": 0.03,
+                "eval_seconds": 20.0,
+                "eval_tokens": 32_768,
+                "checkpoint_seconds": 30.0,
+            },
+            about="byte-level real HGRN that two CPU cores train in three minutes",
+        ),
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError when it is missing or damaged."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values

@@ -1,0 +1,251 @@
+"""Where tokens come from: text files and folders, the corpus `stdlib`, arrays of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from . import stdlib_corpus
+from .errors import UserError
+from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
+
+ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_SPLIT_BY_FILE = 20
+_PIECE = 1 << 26  # memory-mapped arrays are walked through in pieces of so many ids
+
+
+@dataclass
+class Corpus:
+    """Tokens to train on and tokens to validate on.
+
+    train, valid: 1-D integer arrays, memory-mapped where the source allows it.
+    vocab_size: ids are below it.
+    train_bytes, valid_bytes: length in bytes of the texts, for bits per byte; None for arrays of
+        ids, whose text is unknown.
+    tokenizer: None for arrays of ids.
+    tokenizer_file: the tokenizer's file; None for bytes and for arrays of ids.
+    fingerprint: SHA-256 over both splits, in hexadecimal: a resumed run must see the same tokens.
+    """
+
+    name: str
+    train: np.ndarray
+    valid: np.ndarray
+    vocab_size: int
+    train_bytes: int | None
+    valid_bytes: int | None
+    tokenizer: Tokenizer | None
+    tokenizer_file: Path | None
+    fingerprint: str
+
+    def describe(self) -> dict[str, object]:
+        """What the run's config.json records."""
+        return {
+            "name": self.name,
+            "train_tokens": len(self.train),
+            "valid_tokens": len(self.valid),
+            "valid_bytes": self.valid_bytes,
+            "vocab_size": self.vocab_size,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def load_corpus(
+    source: str,
+    *,
+    tokenizer: str = BYTES,
+    valid: str | None = None,
+    dtype: str = "uint16",
+    workdir: Path | None = None,
+) -> Corpus:
+    """Reads a source of tokens.
+
+    source: `stdlib`; a text file (its last tenth validates); a folder of text files (split by file,
+        9:1 by bytes; below 20 files by the last tenth of their text); or token ids in a .npy file
+        or a raw .bin file of `dtype`.
+    tokenizer: `bytes`, `bpe:N` (a byte-level BPE of N tokens, trained on the training text), or a
+        Hugging Face tokenizer.json. Arrays of ids take none.
+    valid: a file of the same kind to validate on instead; the whole source trains then.
+    workdir: where `bpe:N` keeps its tokenizer.json (found there, it is not trained again).
+
+    Raises:
+        UserError: the source is missing, empty, unreadable, or ids do not fit.
+    """
+    if source.endswith((".npy", ".bin")):
+        if tokenizer != BYTES:
+            raise UserError(f"tokenizer: {source} holds token ids already, got {tokenizer!r}")
+        return _array_corpus(source, valid, dtype)
+    train_text, valid_text = _read_text(source, valid)
+    encoder, path = _make_tokenizer(tokenizer, train_text, workdir)
+    train_ids, valid_ids = encoder.encode(train_text), encoder.encode(valid_text)
+    return Corpus(
+        name=source,
+        train=train_ids,
+        valid=valid_ids,
+        vocab_size=encoder.vocab_size,
+        train_bytes=len(train_text),
+        valid_bytes=len(valid_text),
+        tokenizer=encoder,
+        tokenizer_file=path,
+        fingerprint=_fingerprint(train_ids, valid_ids),
+    )
+
+
+def check_length(corpus: Corpus, context: int) -> None:
+    """Raises UserError when a split is too short for one window of `context` tokens."""
+    for split, ids, needed in (
+        ("training", corpus.train, context + 1),
+        ("validation", corpus.valid, 2),
+    ):
+        if len(ids) < needed:
+            raise UserError(
+                f"data: {corpus.name} is too short: its {split} part has {len(ids)} tokens, "
+                f"expected at least {needed} with a context of {context}"
+            )
+
+
+def _read_text(source: str, valid: str | None) -> tuple[bytes, bytes]:
+    if source == stdlib_corpus.NAME:
+        train_files, valid_files = stdlib_corpus.load_stdlib()
+        return b"".join(train_files), b"".join(valid_files)
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"data: {source}: no such file or folder")
+    if valid is not None:
+        other = Path(valid)
+        if not other.exists():
+            raise UserError(f"data: {valid}: no such file or folder")
+        return b"".join(_texts(path).values()), b"".join(_texts(other).values())
+    texts = _texts(path)
+    if len(texts) >= _SPLIT_BY_FILE:
+        train, held_out = stdlib_corpus.split_files({k: len(v) for k, v in texts.items()})
+        return b"".join(texts[k] for k in train), b"".join(texts[k] for k in held_out)
+    text = b"".join(texts.values())
+    cut = len(text) - len(text) // 10
+    return text[:cut], text[cut:]
+
+
+def _texts(path: Path) -> dict[str, bytes]:
+    """Contents by relative path: of the file, or of every text file below a folder.
+
+    Files in a folder that are hidden or hold a zero byte in their first 8 kB are passed over.
+    """
+    if path.is_dir():
+        files = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+        texts = {file.relative_to(path).as_posix(): _read_bytes(file) for file in files}
+        texts = {name: text for name, text in texts.items() if text and b"\0" not in text[:8192]}
+        if not texts:
+            raise UserError(f"data: {path}: no text file in this folder")
+        return texts
+    text = _read_bytes(path)
+    if not text:
+        raise UserError(f"data: {path}: the file is empty")
+    return {path.name: text}
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"data: {path}: cannot be read: {error.strerror}") from error
+
+
+def _make_tokenizer(
+    tokenizer: str, text: bytes, workdir: Path | None
+) -> tuple[Tokenizer, Path | None]:
+    if tokenizer == BYTES:
+        return ByteTokenizer(), None
+    if not tokenizer.startswith("bpe:"):
+        return FileTokenizer(tokenizer), Path(tokenizer)
+    size = tokenizer.removeprefix("bpe:")
+    if not size.isdecimal():
+        raise UserError(f"tokenizer: expected bpe:N with a number N, got {tokenizer!r}")
+    if workdir is None:
+        raise ValueError("load_corpus: workdir: expected a folder for bpe:N, got None")
+    path = workdir / TOKENIZER_FILE
+    if not path.is_file():
+        train_bpe(text, int(size), path)
+    return FileTokenizer(path), path
+
+
+def _array_corpus(source: str, valid: str | None, dtype: str) -> Corpus:
+    ids = _map_array(source, dtype)
+    if valid is not None:
+        train, held_out = ids, _map_array(valid, dtype)
+    else:
+        cut = len(ids) - len(ids) // 10
+        train, held_out = ids[:cut], ids[cut:]
+    lowest = min(_extreme(train, np.min), _extreme(held_out, np.min))
+    if lowest < 0:
+        raise UserError(f"data: {source}: token ids must be 0 or more, found {lowest}")
+    return Corpus(
+        name=source,
+        train=train,
+        valid=held_out,
+        vocab_size=max(_extreme(train, np.max), _extreme(held_out, np.max)) + 1,
+        train_bytes=None,
+        valid_bytes=None,
+        tokenizer=None,
+        tokenizer_file=None,
+        fingerprint=_fingerprint(train, held_out),
+    )
+
+
+def _map_array(source: str, dtype: str) -> np.ndarray:
+    path = Path(source)
+    if not path.is_file():
+        raise UserError(f"data: {source}: no such file")
+    if path.stat().st_size == 0:
+        raise UserError(f"data: {source}: the file is empty")
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            if dtype not in ARRAY_DTYPES:
+                expected = ", ".join(ARRAY_DTYPES)
+                raise UserError(f"data: dtype: expected one of {expected}, got {dtype!r}")
+            ids = np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"data: {source} is not an array of token ids: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "ui":
+        raise UserError(
+            f"data: {source}: expected a 1-D array of integers, got {ids.dtype} {ids.shape}"
+        )
+    return ids
+
+
+def _extreme(ids: np.ndarray, pick) -> int:
+    """np.min or np.max of a memory-mapped array, in pieces; 0 when it is empty."""
+    pieces = range(0, len(ids), _PIECE)
+    return int(pick([pick(ids[i : i + _PIECE]) for i in pieces])) if len(ids) else 0
+
+
+def _fingerprint(train: np.ndarray, valid: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for ids in (train, valid):
+        digest.update(f"{ids.dtype.str}{len(ids)}".encode())
+        for i in range(0, len(ids), _PIECE):
+            digest.update(np.ascontiguousarray(ids[i : i + _PIECE]).tobytes())
+    return digest.hexdigest()
+
+
+def vocabulary_fits(corpus: Corpus, vocab_size: int) -> None:
+    """Raises UserError when ids of the corpus would not fit the model's vocabulary."""
+    if corpus.vocab_size > vocab_size:
+        raise UserError(
+            f"data: {corpus.name} has token ids up to {corpus.vocab_size - 1}, the model's "
+            f"vocabulary is {vocab_size}"
+        )
+
+
+def absolute_source(source: str) -> str:
+    """The source as a run records it: an absolute path, or the name of a named corpus."""
+    return source if source == stdlib_corpus.NAME else os.path.abspath(source)

@@ -1,0 +1,69 @@
+"""Validation: cross-entropy over a split, the recurrent state carried along."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .batches import Streams
+from .runtime import autocast
+
+
+@dataclass(frozen=True)
+class Score:
+    """nats: mean cross-entropy a token, natural logarithm. tokens: how many were predicted.
+    bits_per_byte: None where the text behind the tokens is unknown."""
+
+    nats: float
+    tokens: int
+    bits_per_byte: float | None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats), a token; infinite where that overflows."""
+        return math.exp(self.nats) if self.nats < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    tokens: np.ndarray,
+    *,
+    valid_bytes: int | None,
+    device: torch.device,
+    precision: str = "fp32",
+    context: int = 512,
+    rows: int = 32,
+    limit: int | None = None,
+) -> Score:
+    """Mean cross-entropy of `tokens` (1-D integers, two or more).
+
+    The tokens are read as `rows` streams side by side, `context` at a time, with the state carried
+    from one piece to the next: every token is predicted from all that came before it in its row.
+    limit: about how many tokens to read, spread over the whole; None = all.
+    """
+    training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    state = None
+    try:
+        for ids, labels in Streams(tokens, rows, context, limit):
+            with autocast(device, precision):
+                output = model(ids.to(device), state=state)
+            state = output.state
+            logits = output.logits.float().flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.to(device).flatten(), reduction="sum")
+            total += loss.double().cpu()
+            count += labels.numel()
+    finally:
+        model.train(training)
+    nats = float(total) / count
+    bits = None
+    if valid_bytes is not None:
+        bits = nats / math.log(2) * len(tokens) / valid_bytes
+    return Score(nats, count, bits)

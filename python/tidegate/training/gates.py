@@ -1,0 +1,50 @@
+"""Forget-gate values of a trained model on real text (000 Table 12, Figures 2 and 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..models import CausalLM
+from ..nn import HGRU
+
+
+@torch.no_grad()
+def forget_gates(
+    model: CausalLM, tokens: np.ndarray, *, rows: int = 8, context: int = 256
+) -> list[np.ndarray]:
+    """lambda = gamma + (1 - gamma) * sigmoid(f) of every layer: one array ``[channels, samples]``
+    of float32 in (0, 1) a layer with a data-dependent forget gate, over `rows` windows of `context`
+    tokens spread over `tokens`.
+    """
+    starts = np.linspace(0, max(0, len(tokens) - context - 1), rows).astype(np.int64)
+    windows = [np.asarray(tokens[start : start + context], dtype=np.int64) for start in starts]
+    ids = torch.from_numpy(np.stack(windows)).to(next(model.parameters()).device)
+    logits: dict[int, torch.Tensor] = {}
+    handles = []
+    for layer, block in enumerate(model.blocks):
+        if isinstance(block.mixer, HGRU) and block.mixer.forget_gate == "data":
+
+            def keep(mixer, inputs, _output, layer=layer):
+                # One product more than the layer needs, but it asks for nothing but the projection.
+                logits[layer] = mixer._project(inputs[0])["f"].float()
+
+            handles.append(block.mixer.register_forward_hook(keep))
+    training = model.training
+    model.eval()
+    try:
+        model(ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train(training)
+    gates = []
+    for layer, gamma in enumerate(model.gammas()):
+        if layer not in logits:
+            continue
+        gate = torch.sigmoid(logits[layer]).flatten(0, 1).T
+        if gamma is not None:
+            bound = gamma.float()[:, None]
+            gate = bound + (1 - bound) * gate
+        gates.append(gate.cpu().numpy())
+    return gates

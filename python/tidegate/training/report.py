@@ -1,0 +1,97 @@
+"""What is done with a run when its training ends: final score, plots, tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .checkpoint import METRICS_FILE, RunFolder, read_metrics
+from .config import read_json
+from .errors import UserError
+from .evaluate import Score
+from .gates import forget_gates
+from .runs import Run, load_trained
+from .scoring import corpus_of_run
+
+LOSS_PLOT = "loss.png"
+GATES_PLOT = "forget_gates.png"
+
+
+def finish(run: Run) -> Score:
+    """Scores the whole validation split and writes model/; once, however often it is called."""
+    score = _recorded_score(run)
+    if score is None:
+        score = run.trainer.validate()
+        run.trainer.save()
+        run.export()
+    return score
+
+
+def _recorded_score(run: Run) -> Score | None:
+    if not run.folder.metrics.exists() or not run.folder.model.is_dir():
+        return None
+    last = (read_metrics(run.folder.metrics) or [{}])[-1]
+    if last.get("kind") != "final" or last["step"] != run.trainer.position.step:
+        return None
+    return Score(last["loss"], last["valid_tokens"], last["bits_per_byte"])
+
+
+def plot_run(
+    path: str | Path, *, baselines: dict[str, float] | None = None, device: str = "auto"
+) -> list[Path]:
+    """Draws loss.png and, for models with data-dependent forget gates, forget_gates.png.
+
+    Returns the files. Raises UserError when the folder holds no run, or nothing to plot yet.
+    """
+    from .. import plots
+
+    folder = RunFolder(path)
+    if not folder.metrics.exists():
+        raise UserError(f"plot: {folder.path} holds no {METRICS_FILE}")
+    values = read_json(folder.config)
+    metrics = read_metrics(folder.metrics)
+    if not any(row["kind"] == "train" for row in metrics):
+        raise UserError(f"plot: {folder.metrics} has no training steps yet")
+    data, model = values["data"], values["model"]
+    name = f"{model['mixer'].upper()}, {values['parameters'] / 1e6:.1f}M parameters"
+    source = Path(data["name"]).name
+    text = "the Python standard library's sources" if source == "stdlib" else source
+    bytes_per_token = data["valid_bytes"] / data["valid_tokens"] if data["valid_bytes"] else None
+    drawn = [folder.path / LOSS_PLOT]
+    plots.plot_losses(
+        metrics,
+        drawn[0],
+        title=f"{name}, learning {text}",
+        baselines=baselines,
+        bytes_per_token=bytes_per_token,
+    )
+    if folder.checkpoint.exists():
+        gates_plot = _plot_gates(folder, values, name, device)
+        drawn += [gates_plot] if gates_plot else []
+    return drawn
+
+
+def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path | None:
+    from .. import plots
+
+    trained = load_trained(str(folder.path), device)
+    corpus = corpus_of_run(str(folder.path))
+    context = min(values["train"]["context"], len(corpus.valid) - 1)
+    gates = forget_gates(trained.model, corpus.valid, context=context)
+    if not gates:
+        return None
+    bounds = [None if gamma is None else float(gamma.detach().mean()) for gamma in trained.model.gammas()]
+    path = folder.path / GATES_PLOT
+    plots.plot_forget_gates(
+        gates,
+        path,
+        title=f"Forget gates on validation text: {name}",
+        bounds=None if None in bounds else bounds,
+    )
+    return path
+
+
+def table(rows: list[tuple[str, float]]) -> str:
+    """Names and bits per byte, the lowest first."""
+    width = max(len(name) for name, _ in rows)
+    ordered = sorted(rows, key=lambda row: row[1])
+    return "\n".join(f"  {name:<{width}}  {value:6.3f}" for name, value in ordered)

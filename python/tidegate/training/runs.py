@@ -1,0 +1,265 @@
+"""Starting a run, resuming it, and loading the model that it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models import CausalLM, LMConfig, presets
+from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, RunFolder, load_checkpoint
+from .config import MAY_CHANGE, TrainConfig, differences, read_json, recipes
+from .data import Corpus, absolute_source, check_length, load_corpus, vocabulary_fits
+from .errors import UserError
+from .runtime import describe_machine, resolve_device, resolve_precision, set_threads
+from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from .trainer import Trainer
+
+DEFAULT_STEPS = 1000
+DEFAULT_MODEL = {"mixer": "hgrn"}
+
+
+@dataclass
+class Run:
+    """A run that is ready to train: run.trainer.run() does it."""
+
+    folder: RunFolder
+    model_config: LMConfig
+    config: TrainConfig
+    corpus: Corpus
+    trainer: Trainer
+    resumed: bool
+
+    def export(self) -> None:
+        """Writes model/: config.json and model.safetensors, which C++ reads too."""
+        self.trainer.model.save(self.folder.model)
+
+
+def prepare_run(
+    out: str,
+    train: dict[str, Any],
+    model: dict[str, Any],
+    *,
+    preset: str | None = None,
+    recipe: str | None = None,
+) -> Run:
+    """Reads the data, builds the model, and resumes where the folder `out` holds a checkpoint.
+
+    train, model: what was asked for explicitly, by field of `TrainConfig` and `LMConfig`. What is
+    not there comes from the run recorded in `out`; in a new folder, from the recipe, the preset and
+    the defaults.
+
+    Raises:
+        UserError: data, settings, folder or checkpoint do not fit. Nothing on disk was changed.
+    """
+    folder = RunFolder(out)
+    asked_train, asked_model = _named(train, model, preset, recipe)
+    recorded = _recorded(folder)
+    base = recorded["train"] if recorded else {}
+    config = _train_config({**base, **asked_train}, recorded)
+    is_new = not folder.path.exists()
+    folder.make()
+    try:
+        workdir = folder.path
+        corpus = load_corpus(
+            config.data,
+            tokenizer=config.tokenizer,
+            valid=config.valid,
+            dtype=config.dtype,
+            workdir=workdir,
+        )
+        check_length(corpus, config.context)
+        model_config = _model_config(asked_model, recorded, corpus)
+        _refuse_other(folder, recorded, config, model_config, corpus)
+        content = load_checkpoint(folder.checkpoint) if folder.checkpoint.exists() else None
+        run = _build(folder, model_config, config, corpus, content)
+    except UserError:
+        if is_new:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return run
+
+
+def _named(
+    train: dict[str, Any], model: dict[str, Any], preset: str | None, recipe: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Explicit settings, over those of a recipe and a preset that were named."""
+    settings: dict[str, Any] = {}
+    if recipe is not None:
+        known = recipes()
+        if recipe not in known:
+            raise UserError(f"recipe: expected one of {', '.join(known)}, got {recipe!r}")
+        settings.update(known[recipe].train)
+        preset = preset or known[recipe].preset
+    fields: dict[str, Any] = {}
+    if preset is not None:
+        known_presets = presets()
+        if preset not in known_presets:
+            raise UserError(f"preset: expected one of {', '.join(known_presets)}, got {preset!r}")
+        fields.update(known_presets[preset].to_dict())
+        if fields["vocab_size"] is None:
+            raise UserError(f"preset: {preset} is an image model; train takes language models")
+    options = {**fields.get("mixer_options", {}), **model.get("mixer_options", {})}
+    merged = {**fields, **model}
+    if options:
+        merged["mixer_options"] = options
+    return {**settings, **train}, merged
+
+
+def _recorded(folder: RunFolder) -> dict[str, Any] | None:
+    """config.json of a run that is already in the folder."""
+    if not folder.config.exists():
+        if folder.metrics.exists() or folder.checkpoint.exists():
+            raise UserError(
+                f"out: {folder.path} holds files of a run but no {CONFIG_FILE}; name another --out"
+            )
+        return None
+    values = read_json(folder.config)
+    if not {"model", "train", "data"} <= set(values):
+        raise UserError(f"{folder.config}: not the configuration of a run; name another --out")
+    return values
+
+
+def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> TrainConfig:
+    """Settings with the device's precision resolved; a resumed run keeps the one it began with."""
+    values = dict(values)
+    if values.get("steps") is None and values.get("seconds") is None:
+        values["steps"] = DEFAULT_STEPS
+    for key in ("data", "valid"):
+        if values.get(key):
+            values[key] = absolute_source(values[key])
+    if values.get("tokenizer", BYTES) != BYTES and not values["tokenizer"].startswith("bpe:"):
+        values["tokenizer"] = absolute_source(values["tokenizer"])
+    config = TrainConfig.from_dict(values)
+    if config.precision == "auto":
+        began = recorded["train"]["precision"] if recorded else None
+        resolved = began or resolve_precision("auto", resolve_device(config.device))
+        config = dataclasses.replace(config, precision=resolved)
+    return config
+
+
+def _model_config(
+    asked: dict[str, Any], recorded: dict[str, Any] | None, corpus: Corpus
+) -> LMConfig:
+    """The model's configuration; its vocabulary is the corpus's unless something names another."""
+    base = recorded["model"] if recorded else DEFAULT_MODEL
+    values = {**base, **asked}
+    if values.get("vocab_size") is None:
+        values["vocab_size"] = corpus.vocab_size
+    try:
+        config = LMConfig.from_dict(values)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    vocabulary_fits(corpus, config.vocab_size)
+    return config
+
+
+def _refuse_other(
+    folder: RunFolder,
+    recorded: dict[str, Any] | None,
+    config: TrainConfig,
+    model_config: LMConfig,
+    corpus: Corpus,
+) -> None:
+    """UserError when the folder's run is not the one that is asked for."""
+    if recorded is None:
+        return
+    changed = differences(recorded["model"], model_config.to_dict())
+    changed += differences(recorded["train"], config.to_dict(), MAY_CHANGE)
+    if not changed and recorded["data"].get("fingerprint") != corpus.fingerprint:
+        changed = [f"the content of {corpus.name} changed"]
+    if changed:
+        raise UserError(
+            f"out: {folder.path} holds a run of another configuration ({'; '.join(changed)}): "
+            "name another --out, or delete it"
+        )
+
+
+def _build(
+    folder: RunFolder,
+    model_config: LMConfig,
+    config: TrainConfig,
+    corpus: Corpus,
+    content: dict[str, Any] | None,
+) -> Run:
+    """The model and its trainer, restored from `content` when there is a checkpoint."""
+    set_threads(config.threads)
+    torch.manual_seed(config.seed)
+    try:
+        model = CausalLM(model_config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    trainer = Trainer(model, corpus, config, folder)
+    if content is not None:
+        trainer.restore(content)
+    else:
+        folder.cut_metrics(0)
+    kept = folder.path / TOKENIZER_FILE
+    if corpus.tokenizer_file is not None and not kept.exists():
+        shutil.copyfile(corpus.tokenizer_file, kept)
+    folder.write_config(
+        {
+            "model": model_config.to_dict(),
+            "train": config.to_dict(),
+            "data": corpus.describe(),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "machine": describe_machine(trainer.device),
+        }
+    )
+    return Run(folder, model_config, config, corpus, trainer, content is not None)
+
+
+@dataclass
+class Trained:
+    """A model that was trained, ready to use, and what it was trained on (None: unknown)."""
+
+    model: CausalLM
+    tokenizer: Tokenizer | None
+    train: TrainConfig | None
+
+
+def load_trained(path: str, device: str = "auto") -> Trained:
+    """Loads a run folder (its last checkpoint) or a folder written by `CausalLM.save`.
+
+    Raises:
+        UserError: the folder is neither, or a file in it is damaged or does not fit.
+    """
+    folder = RunFolder(path)
+    target = resolve_device(device)
+    if not folder.path.is_dir():
+        raise UserError(f"checkpoint: {path}: no such run folder")
+    tokenizer_file = folder.path / TOKENIZER_FILE
+    tokenizer = load_tokenizer(tokenizer_file if tokenizer_file.exists() else None)
+    if not folder.checkpoint.exists():
+        model = _load_model_folder(folder.path)
+        fits = tokenizer.vocab_size <= model.config.vocab_size
+        return Trained(model.to(target).eval(), tokenizer if fits else None, None)
+    values = read_json(folder.config)
+    content = load_checkpoint(folder.checkpoint)
+    try:
+        model = CausalLM(LMConfig.from_dict(values["model"]))
+        model.load_state_dict(content["model"])
+        config = TrainConfig.from_dict(values["train"])
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        detail = str(error).splitlines()[-1].strip()
+        raise UserError(
+            f"{folder.checkpoint}: does not fit {folder.config.name} beside it: {detail}"
+        ) from error
+    is_array = config.data.endswith((".npy", ".bin"))
+    return Trained(model.to(target).eval(), None if is_array else tokenizer, config)
+
+
+def _load_model_folder(path: Path) -> CausalLM:
+    try:
+        return CausalLM.load(path)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"checkpoint: {path} is neither a run folder (with {CHECKPOINT_FILE}) nor a saved "
+            "model (with config.json and model.safetensors)"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint: {error}") from error

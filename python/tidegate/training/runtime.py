@@ -1,0 +1,76 @@
+"""Device, precision, threads: what a run resolves once, at its start."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from .errors import UserError
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" = CUDA where there is one, else the CPU. UserError when the device is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device: expected cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise UserError(f"device: {name} is not there: torch sees {count} CUDA devices")
+    return device
+
+
+def cpu_has_amx() -> bool:
+    """Whether the CPU multiplies bf16 matrices in hardware tiles, about twice as fast as fp32."""
+    check = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(check and check())
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """ "auto" = bf16 autocast where the device is faster with it."""
+    if name != "auto":
+        return name
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_amx()
+    return "bf16" if fast else "fp32"
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """The context that forward passes run in; backward passes run outside of it."""
+    if precision == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def set_threads(threads: int) -> None:
+    """Sets torch's CPU threads; 0 leaves its own choice, one a core."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """What figures depend on: versions, device name, threads."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return {
+        "torch": torch.__version__,
+        "device": str(device),
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name() -> str:
+    """The CPU's name, as Linux tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return "CPU"

@@ -1,0 +1,78 @@
+"""`tidegate eval`: the score of a trained model on a text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from .data import Corpus, load_corpus, vocabulary_fits
+from .errors import UserError
+from .evaluate import Score, evaluate
+from .runs import load_trained
+from .runtime import resolve_precision
+from .stdlib_corpus import NAME as STDLIB
+from .tokenizers import BYTES, TOKENIZER_FILE
+
+
+def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") -> Corpus:
+    """The corpus that the run in folder `run` was trained on, or `source` under its tokenizer."""
+    from .checkpoint import RunFolder
+    from .config import TrainConfig, read_json
+
+    folder = RunFolder(run)
+    kept = folder.path / TOKENIZER_FILE
+    tokenizer = str(kept) if kept.exists() else BYTES
+    if source is not None:
+        tokenizer = BYTES if source.endswith((".npy", ".bin")) else tokenizer
+        return load_corpus(source, tokenizer=tokenizer, dtype=dtype)
+    if not folder.checkpoint.exists():
+        raise UserError(f"{run} is not a run folder; name a text to read")
+    try:
+        config = TrainConfig.from_dict(read_json(folder.config)["train"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder.config}: not the configuration of a run") from error
+    return load_corpus(config.data, tokenizer=tokenizer, valid=config.valid, dtype=config.dtype)
+
+
+def score_run(
+    run: str,
+    source: str | None = None,
+    *,
+    dtype: str = "uint16",
+    device: str = "auto",
+    precision: str = "auto",
+) -> Score:
+    """Scores the model in folder `run`.
+
+    source: all of this text or array of ids is scored; of `stdlib`, its validation split. None:
+    the validation split that the run was trained with.
+
+    Raises:
+        UserError: the model or the text is missing, damaged, or too short.
+    """
+    trained = load_trained(run, device)
+    corpus = corpus_of_run(run, source, dtype)
+    if source is not None and source != STDLIB:
+        corpus = _whole(corpus, Path(source))
+    vocabulary_fits(corpus, trained.model.config.vocab_size)
+    if len(corpus.valid) < 2:
+        raise UserError(f"data: {corpus.name} is too short: expected at least 2 tokens to score")
+    target = next(trained.model.parameters()).device
+    return evaluate(
+        trained.model,
+        corpus.valid,
+        valid_bytes=corpus.valid_bytes,
+        device=target,
+        precision=resolve_precision(precision, target),
+    )
+
+
+def _whole(corpus: Corpus, source: Path) -> Corpus:
+    """The corpus with both of its splits to score."""
+    ids = np.concatenate([corpus.train, corpus.valid])
+    size = None
+    if corpus.tokenizer is not None:
+        size = corpus.valid_bytes + corpus.train_bytes
+    return dataclasses.replace(corpus, name=str(source), valid=ids, valid_bytes=size)

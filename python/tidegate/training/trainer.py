@@ -1,0 +1,277 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .batches import WindowSampler
+from .checkpoint import RunFolder, save_checkpoint
+from .config import TrainConfig
+from .data import Corpus
+from .errors import UserError
+from .evaluate import Score, evaluate
+from .optim import build_optimizer
+from .progress import Progress
+from .runtime import autocast, resolve_device
+
+LOG_EVERY = 10
+
+
+@dataclass
+class Position:
+    """How far a run has come; part of every checkpoint.
+
+    seconds: wall time spent training, validation left out, over all restarts.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    last_eval_step: int = 0
+    last_eval_seconds: float = 0.0
+    last_checkpoint_step: int = 0
+    last_checkpoint_seconds: float = 0.0
+
+
+class Trainer:
+    """Trains a language model on a corpus and writes its run folder.
+
+    model: called as ``model(ids, labels, state=...)``, returning an object with logits, loss and
+    state, as `tidegate.models.CausalLM` does. config.precision must be resolved ("fp32" or
+    "bf16").
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, corpus: Corpus, config: TrainConfig, folder: RunFolder
+    ) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.folder = folder
+        self.device = resolve_device(config.device)
+        self.model = model.to(self.device)
+        self.optimizer = build_optimizer(
+            self.model,
+            config.optimizer,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            decay=config.decay,
+        )
+        self.schedule = config.learning_rate()
+        self.sampler = WindowSampler(corpus.train, config.batch_size, config.context, config.seed)
+        self.position = Position()
+        self.loss = math.nan  # of the last logged steps
+        self.valid: Score | None = None
+        self._losses: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._stop = False
+
+    def progress(self) -> float:
+        """The part of the run that is done, in [0, 1]."""
+        done = 0.0
+        if self.config.steps is not None:
+            done = self.position.step / self.config.steps
+        if self.config.seconds is not None:
+            done = max(done, self.position.seconds / self.config.seconds)
+        return min(1.0, done)
+
+    def run(self, quiet: bool = False) -> bool:
+        """Trains to the end; False when SIGINT or SIGTERM asked to stop before it.
+
+        Either way a checkpoint of the last step is on disk when this returns.
+        """
+        self.model.train()
+        with _StopOnSignal(self), Progress(self, quiet) as progress:
+            while self.progress() < 1.0 and not self._stop:
+                start = time.perf_counter()
+                self._step()
+                self.position.seconds += time.perf_counter() - start
+                if self.position.step % LOG_EVERY == 0:
+                    self._log()
+                progress.update()
+                done = self.progress() >= 1.0
+                if not done and self._due("eval"):
+                    self.validate(self.config.eval_tokens)
+                    progress.report()
+                if done or self._stop or self._due("checkpoint"):
+                    self.save()
+        return not self._stop
+
+    def stop(self) -> None:
+        """Ends run() after the current step."""
+        self._stop = True
+
+    def _step(self) -> None:
+        """One optimiser step; its loss stays on the device until it is logged."""
+        config, position = self.config, self.position
+        rate = config.lr * self.schedule(position.step, self.progress())
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        ids, labels = self.sampler.next()
+        loss = torch.zeros((), device=self.device)
+        parts = zip(ids.chunk(config.grad_accum), labels.chunk(config.grad_accum), strict=True)
+        for part, target in parts:
+            with autocast(self.device, config.precision):
+                output = self.model(part.to(self.device), target.to(self.device))
+            part_loss = output.loss / config.grad_accum
+            part_loss.backward()
+            loss += part_loss.detach()
+        parameters = self.model.parameters()
+        largest = config.clip if config.clip > 0 else math.inf
+        self._norms.append(torch.nn.utils.clip_grad_norm_(parameters, largest))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._losses.append(loss)
+        position.step += 1
+        position.tokens += ids.numel()
+
+    def _due(self, what: str) -> bool:
+        """Whether a validation ("eval") or a "checkpoint" is due after this step."""
+        position, config = self.position, self.config
+        every = getattr(config, f"{what}_every")
+        seconds = getattr(config, f"{what}_seconds")
+        if every:
+            due = position.step % every == 0
+        else:
+            since = position.seconds - getattr(position, f"last_{what}_seconds")
+            due = bool(seconds) and since >= seconds
+        if due:
+            setattr(position, f"last_{what}_step", position.step)
+            setattr(position, f"last_{what}_seconds", position.seconds)
+        return due
+
+    def _log(self) -> None:
+        """Writes the mean loss of the steps since the last line."""
+        if not self._losses:
+            return
+        loss = torch.stack(self._losses).mean().item()
+        norm = torch.stack(self._norms).mean().item()
+        self._losses.clear()
+        self._norms.clear()
+        if not math.isfinite(loss):
+            raise UserError(
+                f"train: the loss is {loss} at step {self.position.step}: lower --lr or clip the "
+                "gradient with --clip; the last checkpoint is untouched"
+            )
+        self.loss = loss
+        position = self.position
+        self.folder.append_metrics(
+            {
+                "kind": "train",
+                "step": position.step,
+                "tokens": position.tokens,
+                "seconds": round(position.seconds, 3),
+                "loss": loss,
+                "lr": self.optimizer.param_groups[0]["lr"],
+                "grad_norm": norm,
+                "tokens_per_second": round(position.tokens / max(position.seconds, 1e-9), 1),
+            }
+        )
+
+    def validate(self, limit: int | None = None) -> Score:
+        """Scores the validation split (about `limit` tokens of it) and writes the result."""
+        self._log()
+        score = evaluate(
+            self.model,
+            self.corpus.valid,
+            valid_bytes=self.corpus.valid_bytes,
+            device=self.device,
+            precision=self.config.precision,
+            limit=limit,
+        )
+        position = self.position
+        self.folder.append_metrics(
+            {
+                "kind": "valid" if limit is not None else "final",
+                "step": position.step,
+                "tokens": position.tokens,
+                "seconds": round(position.seconds, 3),
+                "loss": score.nats,
+                "perplexity": score.perplexity,
+                "bits_per_byte": score.bits_per_byte,
+                "valid_tokens": score.tokens,
+            }
+        )
+        self.valid = score
+        return score
+
+    def save(self) -> None:
+        """Writes a checkpoint of this moment."""
+        self._log()
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        save_checkpoint(
+            self.folder.checkpoint,
+            {
+                "position": dict(vars(self.position)),
+                "samples": self.sampler.position,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "rng": rng,
+                "metrics_size": self.folder.metrics_size(),
+                "fingerprint": self.corpus.fingerprint,
+            },
+        )
+
+    def restore(self, content: dict[str, Any]) -> None:
+        """Goes on from what save() wrote.
+
+        Raises:
+            UserError: the checkpoint is of another model or of other data; nothing was changed.
+        """
+        path = self.folder.checkpoint
+        if content["fingerprint"] != self.corpus.fingerprint:
+            raise UserError(
+                f"{path}: the checkpoint was trained on other data than {self.corpus.name} now "
+                "holds; name another --out"
+            )
+        try:
+            self.model.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            detail = str(error).splitlines()[-1].strip()
+            raise UserError(f"{path}: the checkpoint is of another model: {detail}") from error
+        self.position = Position(**content["position"])
+        self.sampler.position = content["samples"]
+        torch.set_rng_state(content["rng"]["cpu"].cpu())
+        if self.device.type == "cuda" and "cuda" in content["rng"]:
+            torch.cuda.set_rng_state(content["rng"]["cuda"].cpu(), self.device)
+        self.folder.cut_metrics(content["metrics_size"])
+
+
+class _StopOnSignal:
+    """Turns the first SIGINT or SIGTERM into a checkpoint; the second one ends the process."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopOnSignal:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._earlier[number] = signal.signal(number, self._handle)
+            except ValueError:  # not in the main thread: signals stay as they are
+                break
+        return self
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        print("\nstopping after this step ...", file=sys.stderr)
+        self._trainer.stop()
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+        self._earlier.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
