@@ -53,9 +53,10 @@ struct HgruComplexBlock {
         c.prefetch(j), c.prefetch(half + j), f.prefetch(j);
         const V c_re = load<R>(c.row + j, extent);
         const V c_im = load<R>(c.row + half + j, extent);
-        const Sigmoids<R> of_f = sigmoids<R>(load<R>(f.row + j, extent));
+        const V f_now = load<R>(f.row + j, extent);
+        const Sigmoids<R> of_f = sigmoids<R>(f_now);
         const V rest = channels.rest.at(j);
-        const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
+        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest);
         const V input_gate = rest * of_f.of_negative;  // 1 - lambda
         const V decay_re = lambda * channels.cos_theta.at(j);
         const V decay_im = lambda * channels.sin_theta.at(j);
@@ -96,9 +97,10 @@ struct HgruComplexBlock {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
         c.prefetch(j), c.prefetch(half + j), f.prefetch(j);
         h.prefetch(j), h.prefetch(half + j), dh.prefetch(j), dh.prefetch(half + j);
-        const Sigmoids<R> of_f = sigmoids<R>(load<R>(f.row + j, extent));
+        const V f_now = load<R>(f.row + j, extent);
+        const Sigmoids<R> of_f = sigmoids<R>(f_now);
         const V rest = channels.rest.at(j);
-        const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
+        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest);
         const V input_gate = rest * of_f.of_negative;  // 1 - lambda
         const V cosine = channels.cos_theta.at(j);
         const V sine = channels.sin_theta.at(j);

@@ -14,13 +14,14 @@ template <class R>
 struct Sigmoids {
   Vec<R> of = Vec<R>{};
   Vec<R> of_negative = Vec<R>{};
+  Vec<R> smaller = Vec<R>{};  // sigmoid(-|x|)
 };
 
 /// With e = exp(-|x|) and r = 1 / (1 + e) the two are r and e r.
 template <class R>
 TIDEGATE_INLINE Sigmoids<R> sigmoids_from(Vec<R> x, Vec<R> e, Vec<R> r) {
-  const Vec<R> small = e * r;
-  return {x < 0 ? small : r, x < 0 ? r : small};
+  const Vec<R> smaller = e * r;
+  return {x < 0 ? smaller : r, x < 0 ? r : smaller, smaller};
 }
 
 template <class R>
@@ -39,6 +40,15 @@ TIDEGATE_INLINE void sigmoids_of_two(Vec<R> x, Vec<R> y, Sigmoids<R>& of_x, Sigm
   const Vec<R> both = R(1) / (dx * dy);
   of_x = sigmoids_from<R>(x, ex, both * dy);
   of_y = sigmoids_from<R>(y, ey, both * dx);
+}
+
+/// lambda = gamma + (1 - gamma) sigmoid(f), for f >= 0 as 1 - (1 - gamma) sigmoid(-f): an open gate
+/// gives one exactly, and next to one no more than the last rounding is lost, which thousands of
+/// steps would multiply.
+template <class R>
+TIDEGATE_INLINE Vec<R> forget_gate(Vec<R> f, const Sigmoids<R>& of_f, Vec<R> gamma, Vec<R> rest) {
+  const Vec<R> nearest = f < 0 ? gamma : splat(R(1));
+  return fma(rest, with_opposite_sign(of_f.smaller, f), nearest);
 }
 
 /// act(c) and its derivative, from the sigmoids of c.

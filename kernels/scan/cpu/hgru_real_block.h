@@ -34,10 +34,11 @@ struct HgruRealBlock {
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
         c.prefetch(j), f.prefetch(j);
         const V c_now = load<R>(c.row + j, extent);
+        const V f_now = load<R>(f.row + j, extent);
         Sigmoids<R> of_f, of_c;
-        both_sigmoids(load<R>(f.row + j, extent), c_now, of_f, of_c);
+        both_sigmoids(f_now, c_now, of_f, of_c);
         const V rest = channels.rest.at(j);
-        const V lambda = fma(rest, of_f.of, channels.gamma.at(j));
+        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest);
         const V input = rest * of_f.of_negative * activated<R, kSilu>(c_now, of_c);
         const V next = fma(lambda, state.at(j), input);
         state.set(j, next);
@@ -67,15 +68,16 @@ struct HgruRealBlock {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
         c.prefetch(j), f.prefetch(j), h.prefetch(j), dh.prefetch(j);
         const V c_now = load<R>(c.row + j, extent);
+        const V f_now = load<R>(f.row + j, extent);
         Sigmoids<R> of_f, of_c;
-        both_sigmoids(load<R>(f.row + j, extent), c_now, of_f, of_c);
+        both_sigmoids(f_now, c_now, of_f, of_c);
         const V rest = channels.rest.at(j);
         const V input_gate = rest * of_f.of_negative;  // 1 - lambda
         const V g = load<R>(dh.row + j, extent) + p.at(j);
         const V from = load<R>(h_before + j, extent) - activated<R, kSilu>(c_now, of_c);
         const V dlambda = g * from;
         dgamma.add(j, dlambda * of_f.of_negative);
-        p.set(j, fma(rest, of_f.of, channels.gamma.at(j)) * g);
+        p.set(j, forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest) * g);
         store<R>(dc.row + j, g * input_gate * activation_slope<R, kSilu>(c_now, of_c), extent,
                  stream);
         store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);

@@ -143,13 +143,13 @@ struct PartRows {
 template <bool kBackward, bool kComplex>
 struct HgruShape;
 template <>
-struct HgruShape<false, false> : WalkShape<8, 16, 2, 2> {};
+struct HgruShape<false, false> : WalkShape<16, 2> {};
 template <>
-struct HgruShape<true, false> : WalkShape<8, 8, 3, 2> {};
+struct HgruShape<true, false> : WalkShape<8, 3> {};
 template <>
-struct HgruShape<false, true> : WalkShape<8, 8, 3, 2> {};
+struct HgruShape<false, true> : WalkShape<8, 3> {};
 template <>
-struct HgruShape<true, true> : WalkShape<8, 4, 3, 2> {};
+struct HgruShape<true, true> : WalkShape<4, 3> {};
 
 template <class Data_, class Gate_, bool kComplex_, int kVec_>
 struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_> {
@@ -202,22 +202,31 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     return raw;
   }
 
-  __device__ Real activate(Real x) const { return silu ? tidegate::kernels::silu<Math>(x) : x; }
-
   __device__ Decoded decode(const Raw& raw) const {
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const auto decay = this->decay(sigmoids<Math>(static_cast<Real>(raw.f.get(v))), v);
-      const Number x = Base::number(raw.c, v);
+      Number x = Base::number(raw.c, v);
+      const auto decay = this->decay(activate(raw.f.get(v), x), v);
       d.keep[v] = decay.keep;
-      if constexpr (kComplex) {
-        d.in[v] = {decay.enter * activate(x.re), decay.enter * activate(x.im)};
-      } else {
-        d.in[v] = decay.enter * activate(x);
-      }
+      d.in[v] = decay.enter * x;
     }
     return d;
+  }
+
+  /// The gate's sigmoids; x becomes act(x).
+  __device__ Sigmoids<Real> activate(Real f, Real& x) const {
+    Real s;
+    const Sigmoids<Real> gate = sigmoids_with<Math>(f, x, &s);
+    x = silu ? x * s : x;
+    return gate;
+  }
+  __device__ Sigmoids<Real> activate(Real f, Complex<Real>& x) const {
+    Real s;
+    const Sigmoids<Real> gate = sigmoids_with<Math>(f, x.re, &s);
+    const Real t = sigmoids<Math>(x.im).pos;
+    x = silu ? Complex<Real>{x.re * s, x.im * t} : x;
+    return gate;
   }
 
   __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
@@ -246,7 +255,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     h.store(k, out);
   }
 
-  __device__ void reduce(int64_t, void*, int, int) const {}
+  __device__ void reduce(int64_t, void*, int, int, int) const {}
   __device__ void reduce_alone(int64_t) const {}
 };
 
@@ -401,12 +410,10 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     }
   }
 
-  __device__ void reduce(int64_t row, void* scratch, int warp, int lane_index) const {
-    sum_over_warps<HgruBackward::kWarps>(dgamma, dgamma_partial, row, lane, scratch, warp,
-                                         lane_index);
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
+    sum_over_warps(dgamma, dgamma_partial, row, lane, scratch, warp, warps, lane_index);
     if constexpr (kComplex) {
-      sum_over_warps<HgruBackward::kWarps>(dtheta, dtheta_partial, row, lane, scratch, warp,
-                                           lane_index);
+      sum_over_warps(dtheta, dtheta_partial, row, lane, scratch, warp, warps, lane_index);
     }
   }
   __device__ void reduce_alone(int64_t row) const {

@@ -36,58 +36,70 @@ inline bool packs_align(std::initializer_list<const TimeSeries*> tensors, int64_
 struct DeviceLimits {
   int multiprocessors = 0;
   int major = 0;
+  int shared_bytes = 0;  // that one block may use
 };
 
 inline cudaError_t read_device_limits(DeviceLimits* limits) {
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaDeviceGetAttribute(&limits->multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  return cudaDeviceGetAttribute(&limits->major, cudaDevAttrComputeCapabilityMajor, device);
+  const auto read = [&](int* value, cudaDeviceAttr attribute) {
+    return cudaDeviceGetAttribute(value, attribute, device);
+  };
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->multiprocessors, cudaDevAttrMultiProcessorCount));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->major, cudaDevAttrComputeCapabilityMajor));
+  return read(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
-
-template <class Op>
-constexpr int64_t kTileSteps = Op::kWarps * Op::kSteps;
 
 template <class Op>
 int64_t channel_tiles(int64_t channels, int threads) {
   return (channels + threads * Op::kVec - 1) / (threads * Op::kVec);
 }
 
-/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle.
+template <class Op, bool kCluster>
+constexpr int shared_bytes(int warps) {
+  return sizeof(WalkShared<Op, kCluster>) + warps * Ring<Op>::kBytes;
+}
+
+/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets, and splits time when
+/// (sequences x channel tiles) alone would leave multiprocessors idle.
 template <class Op>
 ScanPlan choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
                       const DeviceLimits& limits) {
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t blocks =
       std::max<int64_t>(1, layout.sequences * channel_tiles<Op>(channels, kWarpSize));
   const int64_t mean_length = layout.time * layout.batch / std::max<int64_t>(1, layout.sequences);
-  const int64_t wanted = limits.multiprocessors * int64_t{Op::kMinBlocks} / blocks;
-  const int64_t available = mean_length / kTileSteps<Op>;
+  const int64_t blocks_each =
+      std::clamp<int64_t>(ceil_div(blocks, limits.multiprocessors), 1, kMaxWarps / 4);
   ScanPlan plan;
+  plan.warps = static_cast<int>(
+      std::clamp<int64_t>(ceil_div(mean_length, Op::kSteps), 1, kMaxWarps / blocks_each));
+  while (shared_bytes<Op, true>(plan.warps) > limits.shared_bytes) {
+    --plan.warps;
+  }
+  const int64_t useful =
+      std::min(limits.multiprocessors / blocks, mean_length / (int64_t{plan.warps} * Op::kSteps));
   plan.split = request;
   if (request == TimeSplit::kAuto) {
     // Two passes read everything twice: that pays only when most of the chip would idle.
-    plan.split = std::min(wanted, available) < 2 ? TimeSplit::kNone
-                 : limits.major >= 9             ? TimeSplit::kCluster
-                 : wanted >= 4                   ? TimeSplit::kTwoPass
-                                                 : TimeSplit::kNone;
+    plan.split = useful < 2          ? TimeSplit::kNone
+                 : limits.major >= 9 ? TimeSplit::kCluster
+                 : useful >= 4       ? TimeSplit::kTwoPass
+                                     : TimeSplit::kNone;
   }
   if (plan.split == TimeSplit::kCluster) {
     plan.splits = 2;
-    while (plan.splits < kMaxSplits && plan.splits * 2 <= std::min(wanted, available)) {
+    while (plan.splits < kMaxSplits && plan.splits * 2 <= useful) {
       plan.splits *= 2;
     }
   } else if (plan.split == TimeSplit::kTwoPass) {
-    plan.splits = static_cast<int>(std::clamp<int64_t>(std::min(wanted, available), 2, kMaxSplits));
+    plan.splits = static_cast<int>(std::clamp<int64_t>(useful, 2, kMaxSplits));
     plan.workspace_bytes =
         2 * layout.sequences * plan.splits * channels * int64_t{sizeof(typename Op::Number)};
   }
   plan.partials = layout.sequences * plan.splits;
   return plan;
 }
-
-template <class Op, WalkMode kMode>
-constexpr int kSharedBytes = sizeof(WalkShared<Op, kMode == WalkMode::kCluster>) + Ring<Op>::kBytes;
 
 /// What a kernel must be told once on every device before it may use as much shared memory, and as
 /// large clusters, as it wants.
@@ -96,14 +108,18 @@ cudaError_t prepare_kernel() {
   static std::atomic<uint64_t> prepared = 0;
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if ((prepared.load(std::memory_order_relaxed) & bit) != 0 && device < 64) {
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
     return cudaSuccess;
   }
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  constexpr bool kCluster = kMode == WalkMode::kCluster;
   const auto kernel = walk_kernel<Op, kMode>;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Op, kMode>));
-  if (kMode == WalkMode::kCluster) {
+  const int bytes = std::min(shared_bytes<Op, kCluster>(kMaxWarps), limits.shared_bytes);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  if (kCluster) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   }
@@ -112,7 +128,7 @@ cudaError_t prepare_kernel() {
 }
 
 template <class Op, WalkMode kMode>
-cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& launch,
+cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& launch, int warps,
                         cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, kMode>()));
   cudaLaunchAttribute cluster = {};
@@ -121,8 +137,8 @@ cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& lau
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(
       static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles * launch.splits));
-  config.blockDim = dim3(Op::kWarps * kWarpSize);
-  config.dynamicSmemBytes = kSharedBytes<Op, kMode>;
+  config.blockDim = dim3(warps * kWarpSize);
+  config.dynamicSmemBytes = shared_bytes<Op, kMode == WalkMode::kCluster>(warps);
   config.stream = stream;
   if (kMode == WalkMode::kCluster) {
     config.attrs = &cluster;
@@ -138,13 +154,13 @@ cudaError_t launch_walk(const typename Op::Params& params, const ScanPlan& plan,
                              workspace};
   switch (plan.split) {
     case TimeSplit::kCluster:
-      return launch_mode<Op, WalkMode::kCluster>(params, launch, stream);
+      return launch_mode<Op, WalkMode::kCluster>(params, launch, plan.warps, stream);
     case TimeSplit::kTwoPass:
       TIDEGATE_RETURN_IF_CUDA_ERROR(
-          (launch_mode<Op, WalkMode::kSegmentMap>(params, launch, stream)));
-      return launch_mode<Op, WalkMode::kSegment>(params, launch, stream);
+          (launch_mode<Op, WalkMode::kSegmentMap>(params, launch, plan.warps, stream)));
+      return launch_mode<Op, WalkMode::kSegment>(params, launch, plan.warps, stream);
     default:
-      return launch_mode<Op, WalkMode::kWhole>(params, launch, stream);
+      return launch_mode<Op, WalkMode::kWhole>(params, launch, plan.warps, stream);
   }
 }
 

@@ -8,7 +8,7 @@
 namespace tidegate::kernels {
 
 template <bool kBackward>
-struct LinearScanShape : WalkShape<8, 8, 3, 2> {};
+struct LinearScanShape : WalkShape<8, 3> {};
 
 template <class Data, class Gate, int kVec_>
 struct LinearScanForward : LinearScanShape<false> {
@@ -87,7 +87,7 @@ struct LinearScanForward : LinearScanShape<false> {
     h.store(k, pack<Data, kVec>(s));
   }
 
-  __device__ void reduce(int64_t, void*, int, int) const {}
+  __device__ void reduce(int64_t, void*, int, int, int) const {}
   __device__ void reduce_alone(int64_t) const {}
 };
 
@@ -187,10 +187,9 @@ struct LinearScanBackward : LinearScanShape<true> {
     }
   }
 
-  __device__ void reduce(int64_t row, void* scratch, int warp, int lane_index) const {
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
     if constexpr (kConstant) {
-      sum_over_warps<LinearScanBackward::kWarps>(da_sum, da_partial, row, lane, scratch, warp,
-                                                 lane_index);
+      sum_over_warps(da_sum, da_partial, row, lane, scratch, warp, warps, lane_index);
     }
   }
   __device__ void reduce_alone(int64_t row) const {

@@ -20,9 +20,10 @@ __device__ inline void write_partial(const Number (&sum)[kVec], void* partial, i
 
 /// Adds the warps' sums in the order of the warps. `scratch` is shared memory for kWarps * 32
 /// packs. Called by all threads of a block, or by none.
-template <int kWarps, class Number, int kVec>
+template <class Number, int kVec>
 __device__ inline void sum_over_warps(const Number (&sum)[kVec], void* partial, int64_t row,
-                                      const Lane& lane, void* scratch, int warp, int lane_index) {
+                                      const Lane& lane, void* scratch, int warp, int warps,
+                                      int lane_index) {
   if (partial == nullptr) {
     return;
   }
@@ -34,7 +35,7 @@ __device__ inline void sum_over_warps(const Number (&sum)[kVec], void* partial, 
     return;
   }
   Number total[kVec] = {};
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < warps; ++w) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       total[v] = total[v] + board[w][lane_index].get(v);

@@ -4,24 +4,26 @@
 // pass over memory.
 //
 //   A warp owns 32 * kVec adjacent channels (a row of its inputs is one contiguous access) and
-//   kSteps consecutive steps, its run. The kWarps warps of a block own consecutive runs; together
-//   they are a tile. In a cluster, consecutive blocks own consecutive tiles.
+//   kSteps consecutive steps, its run. The warps of a block own consecutive runs; together they are
+//   a tile. In a cluster, consecutive blocks own consecutive tiles.
 //
 //   Inputs travel through a ring in shared memory, kStages runs deep, so that loads are always in
 //   flight. A thread copies and reads only its own channels: the ring needs no barrier.
 //
-//   One round, for every warp:                                     other warps
+//   One round, for every warp:
 //     fold    its run, from the ring, into one affine map (A, X)
-//     post    the map                                              shared memory, barrier
-//     carry   the state that enters its run: the maps before it, applied in order
+//     carry   take the state that enters its run from the warp before, pass on what leaves it
 //     apply   its steps to that state; write the outputs
 //     fetch   the run kStages rounds ahead into the place that has become free
 //
-// Every warp computes the state that leaves the round by itself and in the same order, so the
-// result does not depend on timing: it is bitwise reproducible.
+// The carry is a chain: only the hop from warp to warp is serial, a handful of instructions, while
+// folding and applying overlap freely among the warps. No barrier stops a whole block. Between the
+// blocks of a cluster, where a hop costs ten times more, the blocks exchange the maps of their
+// whole tiles instead (see carry_through_cluster). Either way every value is computed by the same
+// operations in the same order whatever the timing: results are bitwise reproducible.
 //
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
-//   kVec, WalkShape                the shape of the walk
+//   kVec; kSteps, kStages          channels a thread; WalkShape
 //   Number                         state of one channel, real or complex
 //   Raw, Decoded                   one step's inputs in memory / what fold keeps for apply
 //   Op(params, seq, lane)
@@ -35,6 +37,7 @@
 
 #include <cooperative_groups.h>
 
+#include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/scan/cuda/rows.cuh"
 #include "kernels/scan/scan.h"
 
@@ -42,14 +45,13 @@ namespace tidegate::kernels {
 
 constexpr int kWarpSize = 32;
 
-/// How a walk is cut: steps a run, runs (warps) a tile, runs in flight a warp, and how many blocks
-/// a multiprocessor should hold.
-template <int kWarps_, int kSteps_, int kStages_, int kMinBlocks_>
+constexpr int kMaxWarps = 16;  // of one block
+
+/// How a walk is cut: steps a run, and runs in flight a warp.
+template <int kSteps_, int kStages_>
 struct WalkShape {
-  static constexpr int kWarps = kWarps_;
   static constexpr int kSteps = kSteps_;
   static constexpr int kStages = kStages_;
-  static constexpr int kMinBlocks = kMinBlocks_;
 };
 
 constexpr int kMaxSplits = 16;  // blocks of one cluster, or segments of a two-pass walk
@@ -99,6 +101,18 @@ struct MapBoard {
     x[slot][lane] = pack<Number, kVec>(m.x);
   }
 
+  /// The x half alone, which may hold a state.
+  __device__ void post_x(int slot, int lane, const Number (&s)[kVec]) {
+    x[slot][lane] = pack<Number, kVec>(s);
+  }
+  __device__ void read_x(int slot, int lane, Number (&s)[kVec]) const {
+    const Half h = x[slot][lane];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = h.get(v);
+    }
+  }
+
   __device__ AffineMap<Number, kVec> read(int slot, int lane) const {
     const Half ha = a[slot][lane];
     const Half hx = x[slot][lane];
@@ -115,83 +129,154 @@ struct MapBoard {
 /// What the blocks of one launch do.
 enum class WalkMode { kWhole, kCluster, kSegmentMap, kSegment };
 
-/// Shared memory of a block. Two of each board: a round writes one while laggards read the other,
-/// so a round needs one barrier.
+/// Shared memory of a block, besides its rings.
 template <class Op, bool kCluster>
 struct WalkShared {
-  MapBoard<typename Op::Number, Op::kVec, Op::kWarps> warps[2];
-  MapBoard<typename Op::Number, Op::kVec, kCluster ? kMaxSplits : 1> blocks[2];
+  using Number = typename Op::Number;
+
+  // What enters each warp's run, written by the warp before.
+  MapBoard<Number, Op::kVec, kMaxWarps> mail;
+  uint64_t mail_came[kMaxWarps];
+  // The maps of the cluster's tiles, written by their blocks. Two of them: a round writes one while
+  // laggards read the other.
+  MapBoard<Number, Op::kVec, kCluster ? kMaxSplits : 1> tiles[2];
+  uint64_t tiles_came[2];
 };
 
-/// Exchanges the maps of one round. On entry `s` is the state before the round; on exit the state
-/// after it. Returns through `mine` the state that enters this warp's run.
+/// A warp's place in its block and cluster.
+struct Place {
+  int warp, warps;
+  int lane;
+  int rank, splits;
+};
+
 template <class Op, bool kCluster>
-__device__ inline void carry_round(WalkShared<Op, kCluster>& shared, int parity, int warp, int lane,
-                                   int rank, int splits,
-                                   const AffineMap<typename Op::Number, Op::kVec>& map,
-                                   typename Op::Number (&s)[Op::kVec],
-                                   typename Op::Number (&mine)[Op::kVec]) {
-  auto& warps = shared.warps[parity];
-  warps.post(warp, lane, map);
-  __syncthreads();
-  if constexpr (kCluster) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    auto cluster = cooperative_groups::this_cluster();
-    auto& blocks = shared.blocks[parity];
-    if (warp < splits) {
-      auto total = warps.read(0, lane);
-#pragma unroll
-      for (int w = 1; w < Op::kWarps; ++w) {
-        warps.read(w, lane).append_to(total);
-      }
-      for (int r = warp; r < splits; r += Op::kWarps) {
-        cluster.map_shared_rank(&blocks, r)->post(rank, lane, total);
-      }
+__device__ inline void init_shared(WalkShared<Op, kCluster>& shared, const Place& at) {
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < at.warps; ++w) {
+      mbarrier_init(&shared.mail_came[w], 1);
     }
-    cluster.sync();
-    for (int r = 0; r < rank; ++r) {
-      blocks.read(r, lane).advance(s);
-    }
-#pragma unroll
-    for (int v = 0; v < Op::kVec; ++v) {
-      mine[v] = s[v];
-    }
-    for (int r = rank; r < splits; ++r) {
-      blocks.read(r, lane).advance(s);
-    }
-    for (int w = 0; w < warp; ++w) {
-      warps.read(w, lane).advance(mine);
-    }
-#endif
-  } else {
-#pragma unroll
-    for (int w = 0; w < Op::kWarps; ++w) {
-      if (w == warp) {
-#pragma unroll
-        for (int v = 0; v < Op::kVec; ++v) {
-          mine[v] = s[v];
-        }
-      }
-      warps.read(w, lane).advance(s);
-    }
+    mbarrier_init(&shared.tiles_came[0], at.splits);
+    mbarrier_init(&shared.tiles_came[1], at.splits);
+    mbarrier_fence_init();
   }
+  __syncthreads();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kCluster) {
+    cooperative_groups::this_cluster().sync();
+  }
+#endif
 }
 
-/// The part of a sequence that a block walks, in steps: [begin, end).
-struct Span {
-  int begin, end;
+/// The chain of warps, the last one linked to the first one's next round. Waiting for the mail of a
+/// round also proves that the box it came in was emptied a round ago, since the chain went through
+/// its owner: no barrier is needed for that.
+template <class Op, bool kCluster>
+struct Chain {
+  using Number = typename Op::Number;
+  using Map = AffineMap<Number, Op::kVec>;
+  WalkShared<Op, kCluster>& shared;
+  const Place& at;
+
+  __device__ void wait(int round) const {
+    // The first warp's mail comes from the round before.
+    mbarrier_wait(&shared.mail_came[at.warp], (at.warp == 0 ? round - 1 : round) & 1);
+  }
+  __device__ void notify(int receiver) const {
+    __syncwarp();
+    if (at.lane == 0) {
+      mbarrier_arrive(&shared.mail_came[receiver]);
+    }
+  }
+  __device__ int next() const { return at.warp + 1 == at.warps ? 0 : at.warp + 1; }
+
+  /// On entry `s` is the sequence's initial state, used by the first run of all. On exit it is the
+  /// state that enters this warp's run.
+  __device__ void carry_state(int round, const Map& map, Number (&s)[Op::kVec]) const {
+    if (round > 0 || at.warp > 0) {
+      wait(round);
+      shared.mail.read_x(at.warp, at.lane, s);
+    }
+    Number leaving[Op::kVec];
+#pragma unroll
+    for (int v = 0; v < Op::kVec; ++v) {
+      leaving[v] = s[v];
+    }
+    map.advance(leaving);
+    shared.mail.post_x(next(), at.lane, leaving);
+    notify(next());
+  }
+
+  /// The same for maps: `total` is the map of everything before this run on entry of the first run
+  /// of all, and the map of everything up to and with this run on exit.
+  __device__ void carry_map(int round, const Map& map, Map& total) const {
+    if (round > 0 || at.warp > 0) {
+      wait(round);
+      total = shared.mail.read(at.warp, at.lane);
+    }
+    map.append_to(total);
+    shared.mail.post(next(), at.lane, total);
+    notify(next());
+  }
 };
+
+/// The round of a cluster. The maps of a block's runs are chained into the map of its tile; every
+/// block sends that to all blocks; each finds the state that enters its own tile. On entry `s` is
+/// the state before the round, on exit the state after it; `mine` the state that enters this run.
+template <class Op>
+__device__ inline void carry_through_cluster(WalkShared<Op, true>& shared, const Place& at,
+                                             int round,
+                                             const AffineMap<typename Op::Number, Op::kVec>& map,
+                                             typename Op::Number (&s)[Op::kVec],
+                                             typename Op::Number (&mine)[Op::kVec]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using Map = AffineMap<typename Op::Number, Op::kVec>;
+  const Chain<Op, true> chain{shared, at};
+  Map before = Map::identity();
+  if (at.warp > 0) {
+    chain.wait(round);
+    before = shared.mail.read(at.warp, at.lane);
+  }
+  Map total = before;
+  map.append_to(total);
+  auto& tiles = shared.tiles[round & 1];
+  uint64_t* tiles_came = &shared.tiles_came[round & 1];
+  if (at.warp + 1 < at.warps) {
+    shared.mail.post(at.warp + 1, at.lane, total);
+    chain.notify(at.warp + 1);
+  } else {
+    auto cluster = cooperative_groups::this_cluster();
+    for (int r = 0; r < at.splits; ++r) {
+      cluster.map_shared_rank(&tiles, r)->post(at.rank, at.lane, total);
+    }
+    __syncwarp();
+    if (at.lane < at.splits) {
+      mbarrier_arrive_remote(tiles_came, at.lane);
+    }
+  }
+  mbarrier_wait<true>(tiles_came, (round >> 1) & 1);
+  for (int r = 0; r < at.splits; ++r) {
+    if (r == at.rank) {
+#pragma unroll
+      for (int v = 0; v < Op::kVec; ++v) {
+        mine[v] = s[v];
+      }
+    }
+    tiles.read(r, at.lane).advance(s);
+  }
+  before.advance(mine);
+#endif
+}
 
 /// A warp's ring of runs in shared memory.
 template <class Op>
 class Ring {
  public:
   static constexpr int kSlotBytes = sizeof(typename Op::Raw) * kWarpSize;
-  static constexpr int kStageBytes = kSlotBytes * Op::kSteps * Op::kWarps;
+  static constexpr int kStageBytes = kSlotBytes * Op::kSteps;
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
-  __device__ Ring(char* shared, int warp, int lane)
-      : base_(shared + warp * kSlotBytes * Op::kSteps), lane_(lane) {}
+  __device__ Ring(char* shared, int warp, int lane) : base_(shared + warp * kBytes), lane_(lane) {}
 
   /// Starts copying the run from step k into a stage. Steps past the end repeat the last one: that
   /// is memory which exists, and nothing that comes of it is used.
@@ -239,17 +324,22 @@ __device__ inline void apply_run(Op& op, const Ring<Op>& ring, int stage,
   }
 }
 
+/// The part of a sequence that a block walks, in steps: [begin, end).
+struct Span {
+  int begin, end;
+};
+
 template <class Op, WalkMode kMode>
-__device__ inline Span find_span(int length, int rank, int splits) {
+__device__ inline Span find_span(int length, const Place& at) {
   if constexpr (kMode == WalkMode::kWhole || kMode == WalkMode::kCluster) {
     return {0, length};
   } else {
     // Segments of whole tiles; the last ones may be empty.
-    constexpr int kTile = Op::kWarps * Op::kSteps;
-    const int tiles = (length - 1) / kTile + 1;
-    const int segment_tiles = (tiles - 1) / splits + 1;
-    const int begin = min(rank * segment_tiles, tiles) * kTile;
-    const int end = min((rank + 1) * segment_tiles, tiles) * kTile;
+    const int tile = at.warps * Op::kSteps;
+    const int tiles = (length - 1) / tile + 1;
+    const int segment_tiles = (tiles - 1) / at.splits + 1;
+    const int begin = min(at.rank * segment_tiles, tiles) * tile;
+    const int end = min((at.rank + 1) * segment_tiles, tiles) * tile;
     return {min(begin, length), min(end, length)};
   }
 }
@@ -293,54 +383,50 @@ struct WalkLaunch {
 };
 
 template <class Op, WalkMode kMode>
-__global__ __launch_bounds__(Op::kWarps* kWarpSize, Op::kMinBlocks) void walk_kernel(
-    const __grid_constant__ typename Op::Params params, const __grid_constant__ WalkLaunch launch) {
+__global__ __launch_bounds__(kMaxWarps* kWarpSize,
+                             1) void walk_kernel(const __grid_constant__ typename Op::Params params,
+                                                 const __grid_constant__ WalkLaunch launch) {
   constexpr bool kCluster = kMode == WalkMode::kCluster;
-  constexpr int kTile = Op::kWarps * Op::kSteps;
   using Map = AffineMap<typename Op::Number, Op::kVec>;
   extern __shared__ __align__(16) char shared_memory[];
   auto& shared = *reinterpret_cast<WalkShared<Op, kCluster>*>(shared_memory);
 
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane_index = threadIdx.x % kWarpSize;
   const int splits = launch.splits;
-  const int rank = blockIdx.x % splits;
+  const Place at = {
+      static_cast<int>(threadIdx.x) / kWarpSize, static_cast<int>(blockDim.x) / kWarpSize,
+      static_cast<int>(threadIdx.x) % kWarpSize, static_cast<int>(blockIdx.x) % splits, splits};
   const int64_t tile = blockIdx.x / splits % launch.channel_tiles;
   const int64_t n = blockIdx.x / splits / launch.channel_tiles;
 
   const Sequence seq = find_sequence(Op::layout(params), n);
-  const Lane lane = find_lane<Op::kVec>(tile * kWarpSize + lane_index, Op::channels(params));
-  const Span span = find_span<Op, kMode>(seq.length, rank, splits);
+  const Lane lane = find_lane<Op::kVec>(tile * kWarpSize + at.lane, Op::channels(params));
+  const Span span = find_span<Op, kMode>(seq.length, at);
+  const SegmentMaps<Op> maps(launch.workspace, Op::layout(params).sequences, splits, lane.channels);
   Op op(params, seq, lane);
 
-  typename Op::Number s[Op::kVec];
+  init_shared<Op, kCluster>(shared, at);
+  const Chain<Op, kCluster> chain{shared, at};
+  typename Op::Number s[Op::kVec];  // the state before the walk; in a cluster, before the round
   op.initial(s);
   if constexpr (kMode == WalkMode::kSegment) {
-    const SegmentMaps<Op> maps(launch.workspace, Op::layout(params).sequences, splits,
-                               lane.channels);
-    for (int r = 0; r < rank; ++r) {
+    for (int r = 0; r < at.rank; ++r) {
       maps.advance(n, splits, r, lane, s);
     }
   }
-  if constexpr (kCluster) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cooperative_groups::this_cluster().sync();  // nobody posts to a block that has not started
-#endif
-  }
+  Map total = Map::identity();
 
-  Map segment_map = Map::identity();
-  const int round = kCluster ? splits * kTile : kTile;
-  int k = span.begin + (kCluster ? rank * kTile : 0) + warp * Op::kSteps;
-  const Ring<Op> ring(shared_memory + sizeof(shared), warp, lane_index);
+  const int stride = (kCluster ? splits : 1) * at.warps * Op::kSteps;  // steps a round
+  int k = span.begin + ((kCluster ? at.rank * at.warps : 0) + at.warp) * Op::kSteps;
+  const Ring<Op> ring(shared_memory + sizeof(shared), at.warp, at.lane);
   for (int stage = 0; stage < Op::kStages; ++stage) {
-    if (span.begin + stage * round < span.end) {
-      ring.fetch(op, stage, k + stage * round, span.end, seq.length);
+    if (span.begin + stage * stride < span.end) {
+      ring.fetch(op, stage, k + stage * stride, span.end, seq.length);
     }
     commit_copies();
   }
-  int parity = 0;
   int stage = 0;
-  for (int base = span.begin; base < span.end; base += round, k += round, parity ^= 1) {
+  int round = 0;
+  for (int base = span.begin; base < span.end; base += stride, k += stride, ++round) {
     wait_for_copies<Op::kStages - 1>();
     typename Op::Decoded decoded[Op::kSteps];
     Map map = Map::identity();
@@ -351,37 +437,39 @@ __global__ __launch_bounds__(Op::kWarps* kWarpSize, Op::kMinBlocks) void walk_ke
     op.seal(map);
 
     if constexpr (kMode == WalkMode::kSegmentMap) {
-      shared.warps[parity].post(warp, lane_index, map);
-      __syncthreads();
-#pragma unroll
-      for (int w = 0; w < Op::kWarps; ++w) {
-        shared.warps[parity].read(w, lane_index).append_to(segment_map);
-      }
-    } else {
+      chain.carry_map(round, map, total);
+    } else if constexpr (kCluster) {
       typename Op::Number mine[Op::kVec];
-      carry_round<Op, kCluster>(shared, parity, warp, lane_index, rank, splits, map, s, mine);
+      carry_through_cluster<Op>(shared, at, round, map, s, mine);
       apply_run(op, ring, stage, decoded, k, span.end, seq.length, mine);
+    } else {
+      chain.carry_state(round, map, s);
+      apply_run(op, ring, stage, decoded, k, span.end, seq.length, s);
     }
 
-    if (base + Op::kStages * round < span.end) {
-      ring.fetch(op, stage, k + Op::kStages * round, span.end, seq.length);
+    if (base + Op::kStages * stride < span.end) {
+      ring.fetch(op, stage, k + Op::kStages * stride, span.end, seq.length);
     }
     commit_copies();
     stage = stage + 1 == Op::kStages ? 0 : stage + 1;
   }
 
   if constexpr (kMode == WalkMode::kSegmentMap) {
-    if (warp == 0) {
-      SegmentMaps<Op>(launch.workspace, Op::layout(params).sequences, splits, lane.channels)
-          .write(n, splits, rank, lane, segment_map);
+    if (at.warp == at.warps - 1) {
+      maps.write(n, splits, at.rank, lane, total);
     }
   } else {
-    if (seq.length == 0 && rank == 0 && warp == 0) {
+    if (seq.length == 0 && at.rank == 0 && at.warp == 0) {
       op.finish(s);
     }
-    __syncthreads();  // the boards become scratch
-    op.reduce(n * splits + rank, &shared, warp, lane_index);
+    __syncthreads();  // the mail becomes scratch
+    op.reduce(n * splits + at.rank, &shared.mail, at.warp, at.warps, at.lane);
   }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kCluster) {
+    cooperative_groups::this_cluster().sync();  // nobody leaves while others may write to it
+  }
+#endif
 }
 
 /// The plain walk: one thread a channel, one step at a time, in any type. It takes what the walk

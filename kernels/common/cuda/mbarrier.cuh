@@ -1,0 +1,82 @@
+#pragma once
+
+// Barriers in shared memory that one warp arrives at and another waits for: finer than
+// __syncthreads, which stops a whole block.
+
+#include <cstdint>
+
+namespace tidegate::kernels {
+
+/// Every phase of the barrier completes after `arrivals` arrivals. One thread initialises; all
+/// others may use the barrier after the next __syncthreads (of a cluster: cluster barrier).
+__device__ inline void mbarrier_init(uint64_t* barrier, int arrivals) {
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+}
+
+/// Makes initialised barriers visible to the other blocks of a cluster.
+__device__ inline void mbarrier_fence_init() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+/// Arrives once. What this thread wrote, and what it saw before (through __syncwarp, too), is seen
+/// by those who wait.
+__device__ inline void mbarrier_arrive(uint64_t* barrier) {
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address)
+               : "memory");
+}
+
+/// Arrives at the same barrier of another block of the cluster.
+__device__ inline void mbarrier_arrive_remote(uint64_t* barrier, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(address),
+      "r"(rank)
+      : "memory");
+#endif
+}
+
+/// Waits for the completion of the phase of the given parity (0 for the first, 1 for the
+/// second...). kCluster: arrivals came from other blocks of the cluster.
+template <bool kCluster = false>
+__device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  unsigned done = 0;
+  while (done == 0) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) {
+      asm volatile(
+          "{ .reg .pred p;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p; }"
+          : "=r"(done)
+          : "r"(address), "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{ .reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p; }"
+          : "=r"(done)
+          : "r"(address), "r"(parity)
+          : "memory");
+    }
+#else
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+#endif
+  }
+}
+
+}  // namespace tidegate::kernels
