@@ -6,13 +6,13 @@
 - :mod:`tidegate.nn`: token mixers, channel mixers, helpers;
 - :mod:`tidegate.models`: language models and classifiers;
 - :mod:`tidegate.training`: the loop behind the command line;
-- ``tidegate.cpp``: the C++ modules, bound by pybind11 (only where it was built; imported on its own).
+- ``tidegate.cpp``: the C++ modules, bound by pybind11 (imported on its own, where it was built).
 """
 
 from tidegate import _library
 
 _library.load()
-__path__.append(str(_library.library_dir()))  # tidegate.cpp lies beside libtidegate.so
+__path__.append(str(_library.library_dir()))  # tidegate._cpp lies beside libtidegate.so
 
 from tidegate import models, nn, ops  # noqa: E402  (they call the ops that load() registers)
 
