@@ -73,8 +73,7 @@ struct LinearScanReference {
         for (int64_t step = range.length - 1; step >= 0; --step) {
           const int64_t i = layout.token(range, step) * channels + d;
           const C start = h0.empty() ? C(0) : h0[n * channels + d];
-          const C before =
-              step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
+          const C before = step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
           const C g = dh[i] + p;
           dx[i] = g;
           da[i] = g * std::conj(before);
@@ -100,9 +99,7 @@ struct HgruReference {
 
   static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
   Real act(Real c) const { return silu ? c * sigmoid(c) : c; }
-  Real act_slope(Real c) const {
-    return silu ? sigmoid(c) * (1 + c * sigmoid(-c)) : Real(1);
-  }
+  Real act_slope(Real c) const { return silu ? sigmoid(c) * (1 + c * sigmoid(-c)) : Real(1); }
   C input(C c) const { return {act(c.real()), act(c.imag())}; }
   C turn(int64_t d) const { return {std::cos(theta[d]), std::sin(theta[d])}; }
 
@@ -143,8 +140,7 @@ struct HgruReference {
         for (int64_t step = range.length - 1; step >= 0; --step) {
           const int64_t i = layout.token(range, step) * channels + d;
           const C start = h0.empty() ? C(0) : h0[n * channels + d];
-          const C before =
-              step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
+          const C before = step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
           p = step_back(n * channels + d, d, i, c[i], f[i], before, dh[i] + p);
         }
         dh0[n * channels + d] = p;

@@ -106,7 +106,11 @@ class TypedSeries {
   /// Rows are `gap` elements apart, and the data begins `shift` elements into the buffer.
   TypedSeries(DType dtype, int64_t batch, int64_t time, int64_t columns, int64_t gap = 0,
               int64_t shift = 0)
-      : dtype_(dtype), time_(time), columns_(columns), stride_t_(columns + gap), shift_(shift),
+      : dtype_(dtype),
+        time_(time),
+        columns_(columns),
+        stride_t_(columns + gap),
+        shift_(shift),
         bytes_((shift + batch * time * (columns + gap) + gap) * element_size(dtype) + kAlign, 0xff),
         tokens_(batch * time) {}
 

@@ -76,8 +76,7 @@ template <class E>
 RowWalk<E> forward_walk(const TimeSeries& series, const ScanBlock& block, bool reverse,
                         int64_t scale = 1) {
   const int64_t first = reverse ? block.begin + block.length - 1 : block.begin;
-  const int64_t offset =
-      block.batch * series.stride_b + first * series.stride_t + block.channel;
+  const int64_t offset = block.batch * series.stride_b + first * series.stride_t + block.channel;
   RowWalk<E> walk;
   walk.row = static_cast<E*>(series.data) + offset * scale;
   walk.step = (reverse ? -series.stride_t : series.stride_t) * scale;

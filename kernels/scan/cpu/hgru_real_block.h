@@ -28,8 +28,8 @@ struct HgruRealBlock {
     HgruChannels<R, false> channels;
     channels.fill(params, block);
     RowBuffer<R> state;
-    state.fill(state_row<R>(params.h0, block.sequence, params.channels, block.channel),
-               block.width, R(0));
+    state.fill(state_row<R>(params.h0, block.sequence, params.channels, block.channel), block.width,
+               R(0));
     for (int64_t step = 0; step < block.length; ++step) {
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
         c.prefetch(j), f.prefetch(j);
@@ -98,8 +98,8 @@ struct HgruRealBlock {
     grads.dc = backward_walk<E>(params.dc, block, reverse);
     grads.df = backward_walk<G>(params.df, block, reverse);
     grads.channels.fill(forward, block);
-    grads.p.fill(state_row<R>(params.dh_final, block.sequence, columns, block.channel),
-                 block.width, R(0));
+    grads.p.fill(state_row<R>(params.dh_final, block.sequence, columns, block.channel), block.width,
+                 R(0));
     grads.dgamma.clear(block.width);
     grads.width = block.width;
     grads.stream = block.stream;
@@ -117,8 +117,7 @@ struct HgruRealBlock {
     grads.dgamma.settle(0, block.width);
     grads.dgamma.total.write_to(
         state_row<R>(params.dgamma_partial, block.sequence, columns, block.channel), block.width);
-    grads.p.write_to(state_row<R>(params.dh0, block.sequence, columns, block.channel),
-                     block.width);
+    grads.p.write_to(state_row<R>(params.dh0, block.sequence, columns, block.channel), block.width);
   }
 };
 

@@ -42,8 +42,7 @@ struct LinearScanBlock {
     for (int64_t step = 0; step < block.length; ++step) {
       for_each_vector<R>(width, [&](int64_t j, auto extent) {
         x.prefetch(j), a.prefetch(j);
-        const V next = decayed(load<R>(a.row + j, extent), state.at(j),
-                               load<R>(x.row + j, extent));
+        const V next = decayed(load<R>(a.row + j, extent), state.at(j), load<R>(x.row + j, extent));
         state.set(j, next);
         store<R>(h.row + j, next, extent, stream);
       });
@@ -114,8 +113,8 @@ struct LinearScanBlock {
     }
     if (forward.a_is_constant) {
       grads.da_sum.settle(0, width);
-      grads.da_sum.total.write_to(
-          state_row<R>(params.da_partial, block.sequence, columns, column), width);
+      grads.da_sum.total.write_to(state_row<R>(params.da_partial, block.sequence, columns, column),
+                                  width);
     }
     grads.p.write_to(state_row<R>(params.dh0, block.sequence, columns, column), width);
   }

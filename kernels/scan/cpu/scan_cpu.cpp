@@ -65,9 +65,8 @@ BlockGrid divide_work(const SequenceLayout& layout, int64_t channels, int64_t ma
 }
 
 int64_t offset_at(const SequenceLayout& layout, int64_t n) {
-  const int64_t offset = layout.offsets_are_int64
-                             ? static_cast<const int64_t*>(layout.offsets)[n]
-                             : static_cast<const int32_t*>(layout.offsets)[n];
+  const int64_t offset = layout.offsets_are_int64 ? static_cast<const int64_t*>(layout.offsets)[n]
+                                                  : static_cast<const int32_t*>(layout.offsets)[n];
   return std::clamp<int64_t>(offset, 0, layout.time);
 }
 
@@ -159,8 +158,7 @@ void linear_scan_forward_cpu(const LinearScanParams& params, const ParallelFor& 
              params, active_kernels().linear_scan_forward);
 }
 
-void linear_scan_backward_cpu(const LinearScanBackwardParams& params,
-                              const ParallelFor& parallel) {
+void linear_scan_backward_cpu(const LinearScanBackwardParams& params, const ParallelFor& parallel) {
   const LinearScanParams& forward = params.forward;
   const Output dx = {&params.dx, forward.channels};
   const Output da = {&params.da, forward.channels};
@@ -179,8 +177,8 @@ void hgru_backward_cpu(const HgruBackwardParams& params, const ParallelFor& para
   const HgruParams& forward = params.forward;
   const bool stream = should_stream(
       forward.layout, {{&params.dc, hgru_row(forward)}, {&params.df, forward.channels}});
-  run_blocks(forward.layout, forward.channels, hgru_row(forward), forward.c.dtype, stream,
-             parallel, params, active_kernels().hgru_backward);
+  run_blocks(forward.layout, forward.channels, hgru_row(forward), forward.c.dtype, stream, parallel,
+             params, active_kernels().hgru_backward);
 }
 
 }  // namespace tidegate::kernels
