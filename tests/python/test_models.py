@@ -467,10 +467,27 @@ def test_cuda_equals_cpu(config, ids, device):
     model = make(config, dtype=torch.float32)
     wanted = model(ids, "next").loss
     there = copy.deepcopy(model).to(device)
-    torch.testing.assert_close(there(ids.to(device), "next").loss.cpu(), wanted)
+    loss = there(ids.to(device), "next").loss
+    torch.testing.assert_close(loss.cpu(), wanted, rtol=1e-4, atol=1e-5)
     lengths = torch.tensor([4, 10, 1])
     out = there.generate(ids.to(device), 5, temperature=0.0, lengths=lengths)
     assert torch.equal(out.cpu(), model.generate(ids, 5, temperature=0.0, lengths=lengths))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_autocast_on_cuda(config, ids, device):
+    if device == "cpu":
+        pytest.skip("the CPU's autocast is tested with the mixers")
+    model = make(config, dtype=torch.float32).to(device)
+    wanted = model(ids.to(device), "next").loss
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = model(ids.to(device), "next").loss
+    torch.testing.assert_close(loss, wanted, rtol=0.05, atol=0.05)
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad.dtype == torch.float32, name
+        assert p.grad.isfinite().all(), name
 
 
 @pytest.mark.gpu

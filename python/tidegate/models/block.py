@@ -93,11 +93,11 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(config, **where) for _ in range(config.layers))
         mixer = self.blocks[0].mixer
         self.lower_bounds = None
-        if config.lower_bound != "none" and getattr(mixer, "takes_gamma", False):
+        if config.lower_bound != "none" and mixer.takes_gamma:
             self.lower_bounds = LowerBounds(
-                config.layers, mixer.channels, mode=config.lower_bound, **where
+                config.layers, mixer.gamma_size, mode=config.lower_bound, **where
             )
-        elif getattr(mixer, "forget_gate", None) == "bound":
+        elif mixer.needs_gamma:
             raise ValueError(
                 "LMConfig: lower_bound: expected 'cumulative', 'independent' or 'decreasing' "
                 "with forget_gate='bound', whose forget gate is the bound; got 'none'"

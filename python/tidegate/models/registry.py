@@ -1,4 +1,8 @@
-"""Which token mixers a configuration can name, and what it may tell them."""
+"""Which token mixers a configuration can name, and what it may tell them.
+
+Beside the calls that every token mixer has (`tidegate.nn`), models read four things of it:
+`bidirectional`, `takes_gamma`, `needs_gamma`, and, where it takes one, `gamma_size`.
+"""
 
 from __future__ import annotations
 

@@ -149,6 +149,16 @@ class HGRU(KeepsFloat32):
         """Whether the forget gate has a lower bound."""
         return self.forget_gate != "none"
 
+    @property
+    def needs_gamma(self) -> bool:
+        """Whether the lower bound is the whole forget gate."""
+        return self.forget_gate == "bound"
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.channels
+
     def _check_options(self) -> None:
         check_choice("HGRU", "input_gate", self.input_gate, ("tied", "free", "none"))
         check_choice("HGRU", "forget_gate", self.forget_gate, ("data", "bound", "none"))
@@ -281,7 +291,7 @@ class HGRU(KeepsFloat32):
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
         if gamma is None:
-            if self.forget_gate == "bound":
+            if self.needs_gamma:
                 raise ValueError(
                     "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
                     "forget_gate='bound'; got None"
