@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tidegate
 import torch
 from support import cases, oracle
 from support.cases import Case
 from torch import Tensor
+
+import tidegate
 
 LONG = 131072
 SHORT_KINDS = [

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tidegate
 import torch
 from support import cases, oracle
 from support.cases import Case
+
+import tidegate
 
 LONG = 131072
 SHORT_KINDS = [
@@ -266,8 +267,7 @@ def test_gates_beyond_every_range(theta: bool, device: str) -> None:
         )
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("dtype", "reverse"), [(torch.float32, False), (torch.float64, True)])
 def test_memory_over_a_long_time(dtype: torch.dtype, reverse: bool, device: str) -> None:
     """Decays of 1 - 1e-7 .. 1 - 1e-4 over 131072 steps."""
     case = Case(batch=1, time=LONG, channels=3, dtype=dtype, gates="open", reverse=reverse)

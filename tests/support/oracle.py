@@ -13,7 +13,9 @@ torch's autograd can differentiate, `*_reference` adds every gradient written ou
 `exact=True` computes in float64: the oracle. `exact=False` does the same maths in the tensors' own
 precision with torch ops (fp32 state for 16- and 32-bit data; h is rounded to its dtype before the
 gradients read it, since training keeps only the inputs and h; gradients are rounded to the dtype
-of what they belong to): the yardstick of `assert_within_rule`.
+of what they belong to): the yardstick of `assert_within_rule`. There is more than one way to write
+the same maths, and how two of them round is chance where few numbers decide: `fused=True` gives a
+second way.
 """
 
 from __future__ import annotations
@@ -63,49 +65,67 @@ def _initial(x: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     return x.new_zeros(n, x.shape[2]) if h0 is None else h0.to(x.dtype)
 
 
-def _recurrence(x: Tensor, a: Tensor, h0: Tensor, cu_seqlens: Tensor | None, reverse: bool):
-    """All states [B, T, D] and the final ones [N, D]; x, a [B, T, D] and h0 of one dtype."""
+def _recurrence(x, a, h0, cu_seqlens, reverse: bool, turn: Tensor | None = None, fused=False):
+    """All states [B, T, D] and the final ones [N, D] of h_t = a_t turn h_{t-1} + x_t.
+
+    x, a [B, T, D] and h0 of one dtype; `fused` rounds once where `*` and `+` round twice.
+    """
     time = x.shape[1]
+    a = a if turn is None or fused else a * turn
     xs, decays, states = x.unbind(1), a.unbind(1), [None] * time
     finals = []
     for walk in walks(time, cu_seqlens, reverse):
         h = h0[walk.rows]
         for t in walk.steps:
-            h = decays[t] * h + xs[t]
+            if fused:
+                h = torch.addcmul(xs[t], decays[t], h if turn is None else turn * h)
+            else:
+                h = decays[t] * h + xs[t]
             states[t] = h
         finals.append(h)
     return torch.stack(states, 1) if time else x.clone(), torch.cat([h0[:0], *finals])
 
 
-def _adjoint(a: Tensor, h0: Tensor, dh: Tensor, dh_final: Tensor, cu_seqlens, reverse: bool):
-    """p_t = dL/d(a_t h_{t-1} + x_t) [B, T, D], and dL/dh0 [N, D], in torch's complex convention."""
+def _adjoint(
+    a, h0, dh, dh_final, cu_seqlens, reverse: bool, turn: Tensor | None = None, fused=False
+):
+    """p_t = dL/d(a_t turn h_{t-1} + x_t) [B, T, D], and dL/dh0 [N, D], in torch's convention."""
     time = dh.shape[1]
-    decays, grads, adjoint = a.conj().unbind(1), dh.unbind(1), [None] * time
+    a, turn = a.conj(), None if turn is None else turn.conj()
+    a = a if turn is None or fused else a * turn
+    decays, grads, adjoint = a.expand_as(dh).unbind(1), dh.unbind(1), [None] * time
     dh0 = []
     for walk in walks(time, cu_seqlens, reverse):
         carry = dh_final[walk.rows]
         for t in reversed(walk.steps):
             adjoint[t] = grads[t] + carry
             carry = decays[t] * adjoint[t]
+            if fused and turn is not None:
+                carry = turn * carry
         dh0.append(carry)
     return torch.stack(adjoint, 1) if time else dh.clone(), torch.cat([h0[:0], *dh0])
 
 
 def _previous(h: Tensor, h0: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
     """h_{t-1} for every t, each sequence's own h0 before its first token."""
-    time = h.shape[1]
-    states, previous = h.unbind(1), [None] * time
-    for walk in walks(time, cu_seqlens, reverse):
-        last = h0[walk.rows]
-        for t in walk.steps:
-            previous[t] = last
-            last = states[t]
-    return torch.stack(previous, 1) if time else h.clone()
+    previous = torch.empty_like(h)
+    for walk in walks(h.shape[1], cu_seqlens, reverse):
+        if len(walk.steps):
+            order = torch.tensor(walk.steps)
+            previous[:, order[0]] = h0[walk.rows]
+            previous[:, order[1:]] = h[:, order[:-1]]
+    return previous
 
 
-def _sum_over_time(terms: Tensor) -> Tensor:
-    """[B, T, D] -> [D], added one step after another as a loop over time would."""
-    return terms.cumsum(1)[:, -1].sum(0) if terms.shape[1] else terms.sum((0, 1))
+def _sum_over_time(terms: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    """[B, T, D] -> the sum [D], and the size of its terms: what its roundings are relative to.
+
+    Added one step after another as a loop over time would, or as torch.sum does.
+    """
+    sizes = torch.linalg.vector_norm(terms, dim=(0, 1))
+    if fused or not terms.shape[1]:
+        return terms.sum((0, 1)), sizes
+    return terms.cumsum(1)[:, -1].sum(0), sizes
 
 
 def _round(value: Tensor | None, like: Tensor | None, exact: bool) -> Tensor | None:
@@ -116,13 +136,21 @@ def _round(value: Tensor | None, like: Tensor | None, exact: bool) -> Tensor | N
 
 
 def linear_scan_forward(
-    x: Tensor, a: Tensor, h0: Tensor | None = None, *, reverse=False, cu_seqlens=None, exact=True
+    x: Tensor,
+    a: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(h, final state) of h_t = a_t h_{t-1} + x_t."""
     dtype = _compute_dtype(x.dtype, exact)
     wide = x.to(dtype)
     initial = _initial(wide, h0, cu_seqlens)
-    h, final = _recurrence(wide, a.to(dtype).expand_as(wide), initial, cu_seqlens, reverse)
+    decay = a.to(dtype).expand_as(wide)
+    h, final = _recurrence(wide, decay, initial, cu_seqlens, reverse, fused=fused)
     return _round(h, x, exact), final
 
 
@@ -136,10 +164,11 @@ def linear_scan_reference(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     exact: bool = True,
+    fused: bool = False,
 ) -> dict[str, Tensor]:
-    """h, final and, when dh or dh_final is given, dx, da and dh0."""
+    """h, final and, when dh or dh_final is given, dx, da and dh0 (and |da| of a constant a)."""
     options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
-    h, final = linear_scan_forward(x, a, h0, exact=exact, **options)
+    h, final = linear_scan_forward(x, a, h0, exact=exact, fused=fused, **options)
     out = {"h": h, "final": final}
     if dh is None and dh_final is None:
         return out
@@ -148,10 +177,10 @@ def linear_scan_reference(
     decay = a.to(dtype).expand_as(h)
     dh = torch.zeros_like(h) if dh is None else dh
     dh_final = torch.zeros_like(final) if dh_final is None else dh_final
-    p, dh0 = _adjoint(decay, initial, dh.to(dtype), dh_final.to(dtype), **options)
+    p, dh0 = _adjoint(decay, initial, dh.to(dtype), dh_final.to(dtype), **options, fused=fused)
     da = p * _previous(h.to(dtype), initial, **options).conj()
     if a.dim() == 1:
-        da = _sum_over_time(da)
+        da, out["|da|"] = _sum_over_time(da, fused)
     out["dx"], out["da"] = _round(p, x, exact), _round(da if a.is_complex() else da.real, a, exact)
     out["dh0"] = _round(dh0, h0, exact)
     return out
@@ -184,6 +213,7 @@ def hgru_forward(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     exact: bool = True,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(h, final state) of HGRN's recurrence."""
     dtype = _compute_dtype(c.dtype, exact)
@@ -194,11 +224,11 @@ def hgru_forward(
     u = torch.nn.functional.silu(u) if activation == "silu" else u
     initial = _initial(u, h0, cu_seqlens)
     if theta is None:
-        h, final = _recurrence(rest * u, lam, initial, cu_seqlens, reverse)
+        h, final = _recurrence(rest * u, lam, initial, cu_seqlens, reverse, fused=fused)
         return _round(h, c, exact), final
     turn = torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
-    args = (rest * _as_complex(u), lam * turn, _as_complex(initial), cu_seqlens, reverse)
-    h, final = (_as_halves(z) for z in _recurrence(*args))
+    args = (rest * _as_complex(u), lam.to(turn.dtype), _as_complex(initial), cu_seqlens, reverse)
+    h, final = (_as_halves(z) for z in _recurrence(*args, turn=turn, fused=fused))
     return _round(h, c, exact), final
 
 
@@ -215,8 +245,9 @@ def hgru_reference(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     exact: bool = True,
+    fused: bool = False,
 ) -> dict[str, Tensor]:
-    """h, final and, when dh or dh_final is given, dc, df, dgamma, dtheta and dh0.
+    """h, final and, when dh or dh_final is given, dc, df, dgamma, dtheta, dh0 (|dgamma|, |dtheta|).
 
     With p_t the adjoint of h_t, <u, v> the real inner product of complex numbers and
     v_t = exp(i theta) h_{t-1}:
@@ -226,7 +257,8 @@ def hgru_reference(
         dtheta = sum lambda <p, i v>
     """
     options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
-    h, final = hgru_forward(c, f, gamma, theta, h0, activation=activation, exact=exact, **options)
+    ways = {"exact": exact, "fused": fused}
+    h, final = hgru_forward(c, f, gamma, theta, h0, activation=activation, **ways, **options)
     out = {"h": h, "final": final}
     if dh is None and dh_final is None:
         return out
@@ -241,18 +273,21 @@ def hgru_reference(
     floor = torch.zeros((), dtype=dtype) if gamma is None else gamma.to(dtype)
     s, other = torch.sigmoid(f.to(dtype)), torch.sigmoid(-f.to(dtype))
     lam, rest = floor + (1 - floor) * s, (1 - floor) * other
-    turn = torch.ones((), dtype=dtype)
+    turn = None
     if theta is not None:
         turn = torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
         dh, dh_final, u, initial, stored = map(_as_complex, (dh, dh_final, u, initial, stored))
-    p, dh0 = _adjoint((lam * turn).expand_as(dh), initial, dh, dh_final, **options)
-    v = turn * _previous(stored, initial, **options)
+    p, dh0 = _adjoint(lam, initial, dh, dh_final, **options, turn=turn, fused=fused)
+    v = _previous(stored, initial, **options)
+    v = v if turn is None else turn * v
     dlambda = (p.conj() * (v - u)).real if theta is not None else p * (v - u)
     out["df"] = _round(dlambda * (1 - floor) * s * other, f, exact)
     if gamma is not None:
-        out["dgamma"] = _round(_sum_over_time(dlambda * other), gamma, exact)
+        dgamma, out["|dgamma|"] = _sum_over_time(dlambda * other, fused)
+        out["dgamma"] = _round(dgamma, gamma, exact)
     if theta is not None:
-        out["dtheta"] = _round(_sum_over_time(lam * (p.conj() * (1j * v)).real), theta, exact)
+        dtheta, out["|dtheta|"] = _sum_over_time(lam * (p.conj() * (1j * v)).real, fused)
+        out["dtheta"] = _round(dtheta, theta, exact)
         p, dh0 = _as_halves(p * rest), _as_halves(dh0)
     else:
         p = p * rest
@@ -267,27 +302,40 @@ _RELATIVE_FLOOR = {torch.float64: 1e-12, torch.complex128: 1e-12}
 _ABSOLUTE_FLOOR = 1e-20  # gradients at extreme gates are zero, or underflow in fp32
 
 
-def assert_within_rule(name: str, out: Tensor, exact: Tensor, yardstick: Tensor) -> None:
-    """||out - exact|| / ||exact|| and the largest error: each at most twice the yardstick's.
+def errors_beyond_rule(
+    out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = None
+) -> str | None:
+    """What breaks ||out - exact|| / ||exact|| and the largest error, each <= twice the yardstick's.
 
     `yardstick` is the same maths done in out's dtype by torch ops. The floor is four roundings of
-    the state dtype, so that a yardstick without error (T = 0 or 1) asks for nothing impossible;
-    float64 is held to 1e-12.
+    the state dtype (1e-12 for float64), so that a yardstick without error asks for nothing
+    impossible; for a sum they are relative to `size`, that of its terms.
     """
-    assert out.dtype == yardstick.dtype, f"{name}: dtype {out.dtype}, expected {yardstick.dtype}"
-    assert out.shape == exact.shape, f"{name}: shape {out.shape}, expected {exact.shape}"
+    if out.dtype != yardstick.dtype or out.shape != exact.shape:
+        expected = (yardstick.dtype, tuple(exact.shape))
+        return f"dtype and shape {(out.dtype, tuple(out.shape))}, expected {expected}"
     if out.numel() == 0:
-        return
+        return None
     wide = exact.dtype
     error = (out.detach().cpu().to(wide) - exact).abs().flatten()
     allowed = (yardstick.to(wide) - exact).abs().flatten()
     relative = _RELATIVE_FLOOR.get(out.dtype, 4 * torch.finfo(torch.float32).eps)
-    size = exact.abs().flatten()
+    values = (exact if size is None else size).abs().flatten()
     for kind, measure in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
-        floor = relative * measure(size) + _ABSOLUTE_FLOOR * size.numel() ** 0.5
+        floor = relative * measure(values) + _ABSOLUTE_FLOOR * values.numel() ** 0.5
         found, bound = measure(error), 2 * measure(allowed) + floor
-        assert found <= bound, (
-            f"{name}: {kind} error {found:.3e} of {measure(size):.3e}, allowed {bound:.3e} "
-            f"(torch ops in {out.dtype}: {measure(allowed):.3e}); worst at flat index "
-            f"{int(error.nan_to_num(float('inf')).argmax())} of shape {tuple(out.shape)}"
-        )
+        if not found <= bound:
+            return (
+                f"{kind} error {found:.3e} of {measure(values):.3e}, allowed {bound:.3e} (torch "
+                f"ops in {out.dtype}: {measure(allowed):.3e}); worst at flat index "
+                f"{int(error.nan_to_num(float('inf')).argmax())} of shape {tuple(out.shape)}"
+            )
+    return None
+
+
+def assert_within_rule(
+    name: str, out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = None
+) -> None:
+    """Fails with `name` and what is wrong; see `errors_beyond_rule`."""
+    problem = errors_beyond_rule(out, exact, yardstick, size)
+    assert problem is None, f"{name}: {problem}"

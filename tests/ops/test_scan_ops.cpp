@@ -1,0 +1,241 @@
+// linear_scan, hgru and their steps through the C++ API, on every device that is there: values and
+// gradients against loops of torch ops in double precision, states, errors.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <tidegate/ops/hgru.h>
+#include <tidegate/ops/init.h>
+#include <tidegate/ops/linear_scan.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/util/Exception.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tidegate::testing {
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+/// h_t = a_t h_{t-1} + x_t, one step of torch ops after another.
+std::pair<Tensor, Tensor> loop(const Tensor& x, const Tensor& a, Tensor h, bool reverse) {
+  Tensors states(x.size(1));
+  for (int64_t i = 0; i < x.size(1); ++i) {
+    const int64_t t = reverse ? x.size(1) - 1 - i : i;
+    h = a.select(1, t) * h + x.select(1, t);
+    states[t] = h;
+  }
+  return {at::stack(states, 1), h};
+}
+
+std::pair<Tensor, Tensor> scan_loop(const Tensors& in, bool reverse) {
+  return loop(in[0], in[1].expand_as(in[0]), in[2], reverse);
+}
+
+/// {c, f, gamma, theta, h0}, complex as [Re | Im].
+std::pair<Tensor, Tensor> hgru_loop(const Tensors& in, bool reverse) {
+  const auto complex = [](const Tensor& halves) {
+    const Tensors parts = halves.chunk(2, -1);
+    return at::complex(parts[0], parts[1]);
+  };
+  const auto halves = [](const Tensor& z) { return at::cat({at::real(z), at::imag(z)}, -1); };
+  const Tensor lambda = in[2] + (1 - in[2]) * at::sigmoid(in[1]);
+  const Tensor turn = at::polar(at::ones_like(in[3]), in[3]);
+  const auto [h, last] = loop((1 - lambda) * complex(at::silu(in[0])), lambda * turn,
+                              complex(in[4]), reverse);
+  return {halves(h), halves(last)};
+}
+
+std::vector<at::Device> devices() {
+  std::vector<at::Device> out = {at::kCPU};
+  if (at::globalContext().hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0) {
+    out.emplace_back(at::kCUDA, 0);
+  }
+  return out;
+}
+
+Tensor random(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble) {
+  return at::randn(shape, at::TensorOptions(dtype));
+}
+
+/// Values and gradients of `op` on each device equal those of `reference`.
+void expect_same(const Tensors& inputs,
+                 const std::function<std::pair<Tensor, Tensor>(const Tensors&)>& op,
+                 const std::function<std::pair<Tensor, Tensor>(const Tensors&)>& reference) {
+  const auto results = [](const auto& function, const Tensors& inputs, at::Device device) {
+    Tensors leaves;
+    for (const Tensor& input : inputs) {
+      leaves.push_back(input.detach().to(device).requires_grad_());
+    }
+    const auto [h, last] = function(leaves);
+    const Tensor weight = at::linspace(0.5, 1.5, h.numel(), h.options().dtype(at::kDouble));
+    const Tensor loss = at::sum(at::abs(h).reshape(-1) * weight) + at::sum(at::abs(last + 1));
+    Tensors out = torch::autograd::grad({loss}, leaves);
+    out.insert(out.end(), {h, last});
+    return out;
+  };
+  const Tensors expected = results(reference, inputs, at::kCPU);
+  for (const at::Device device : devices()) {
+    SCOPED_TRACE(device.str());
+    const Tensors found = results(op, inputs, device);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::allclose(found[i].cpu(), expected[i], 1e-9, 1e-11)) << "result " << i;
+    }
+  }
+}
+
+/// The message of the c10::Error that `call` throws, its first line.
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+class ScanOps : public ::testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override { at::manual_seed(1); }
+};
+
+TEST_P(ScanOps, LinearScanAndItsGradients) {
+  const bool reverse = GetParam();
+  const auto op = [&](const Tensors& in) -> std::pair<Tensor, Tensor> {
+    auto [h, last] = linear_scan(in[0], in[1], in[2], reverse);
+    return {h, last};
+  };
+  const auto reference = [&](const Tensors& in) { return scan_loop(in, reverse); };
+  const Tensor x = random({2, 21, 5});
+  const Tensor h0 = random({2, 5});
+  expect_same({x, at::sigmoid(random({2, 21, 5})), h0}, op, reference);
+  expect_same({x, at::sigmoid(random({5})), h0}, op, reference);
+  const auto complex = at::kComplexDouble;
+  expect_same({random({2, 21, 5}, complex), 0.5 * random({2, 21, 5}, complex),
+               random({2, 5}, complex)},
+              op, reference);
+}
+
+TEST_P(ScanOps, HgruAndItsGradients) {
+  const bool reverse = GetParam();
+  const Tensors inputs = {random({2, 21, 10}), random({2, 21, 5}), at::rand({5}, at::kDouble),
+                          random({5}), random({2, 10})};
+  expect_same(
+      inputs,
+      [&](const Tensors& in) -> std::pair<Tensor, Tensor> {
+        auto [h, last] = hgru(in[0], in[1], in[2], in[3], in[4], "silu", reverse);
+        return {h, last};
+      },
+      [&](const Tensors& in) { return hgru_loop(in, reverse); });
+}
+
+TEST_P(ScanOps, PackedSequencesAreEachOnTheirOwn) {
+  const bool reverse = GetParam();
+  for (const at::Device device : devices()) {
+    const auto options = at::TensorOptions(device);
+    const Tensor c = at::randn({1, 12, 3}, options);
+    const Tensor f = at::randn({1, 12, 3}, options);
+    const Tensor h0 = at::randn({3, 3}, options);
+    const Tensor offsets = at::tensor({0, 5, 5, 12}, at::kInt);  // on the CPU: copied
+    const auto [h, last] = hgru(c, f, {}, {}, h0, "none", reverse, offsets);
+    int n = 0;
+    for (const auto& [start, end] : {std::pair(0, 5), std::pair(5, 5), std::pair(5, 12)}) {
+      const auto [part, part_last] =
+          hgru(c.slice(1, start, end), f.slice(1, start, end), {}, {}, h0.slice(0, n, n + 1),
+               "none", reverse);
+      EXPECT_TRUE(at::allclose(h.slice(1, start, end), part, 1e-5, 1e-6));
+      EXPECT_TRUE(at::allclose(last.slice(0, n, n + 1), part_last, 1e-5, 1e-6));
+      ++n;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Directions, ScanOps, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Reverse" : "Forward"; });
+
+TEST(ScanSteps, EqualTheWholeAndWriteTheState) {
+  const at::NoGradGuard no_grad;
+  for (const at::Device device : devices()) {
+    const auto options = at::TensorOptions(device);
+    const Tensor c = at::randn({2, 9, 8}, options);
+    const Tensor f = at::randn({2, 9, 4}, options);
+    const Tensor gamma = at::rand({4}, options);
+    const Tensor theta = at::rand({4}, options);
+    const auto [h, last] = hgru(c, f, gamma, theta);
+    Tensor state = at::zeros({2, 8}, options);
+    const void* where = state.data_ptr();
+    for (int64_t t = 0; t < 9; ++t) {
+      const Tensor row = hgru_step(c.select(1, t), f.select(1, t), gamma, theta, state);
+      EXPECT_TRUE(at::allclose(row, h.select(1, t), 1e-5, 1e-6));
+    }
+    EXPECT_TRUE(at::allclose(state, last, 1e-5, 1e-6));
+    EXPECT_EQ(state.data_ptr(), where);
+    const Tensor half = at::full({2, 8}, 0.5, options);
+    linear_scan_step(half, half, state.fill_(1));
+    EXPECT_TRUE(at::equal(state, at::ones_like(state)));
+  }
+}
+
+TEST(ScanErrors, NameOpArgumentExpectedAndGiven) {
+  const Tensor x = at::zeros({2, 6, 4});
+  const auto contains = [](const std::string& text, const std::vector<std::string>& parts) {
+    for (const std::string& part : parts) {
+      EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
+    }
+  };
+  contains(error_of([&] { linear_scan(x, at::zeros({2, 5, 4})); }),
+           {"linear_scan", "a must have shape", "[2, 6, 4]", "[2, 5, 4]"});
+  contains(error_of([&] { linear_scan(x, x.to(at::kBFloat16)); }),
+           {"linear_scan", "a must be float32", "got bfloat16"});
+  contains(error_of([&] { linear_scan(x, x, at::zeros({3, 4})); }),
+           {"linear_scan", "h0 must have shape", "[2, 4]", "[3, 4]"});
+  contains(error_of([&] { linear_scan(x, x.to(at::kMeta)); }),
+           {"linear_scan", "all tensors on cpu", "a on meta"});
+  contains(error_of([&] { linear_scan(x, {}); }), {"linear_scan", "a must be a tensor"});
+  contains(error_of([&] { hgru({}, x); }), {"hgru", "c must be a tensor"});
+  contains(error_of([&] { hgru(x, x, {}, {}, {}, "tanh"); }), {"hgru", "activation", "tanh"});
+  contains(error_of([&] { hgru(x, x, at::zeros({3})); }), {"hgru", "gamma", "[4]", "[3]"});
+  contains(error_of([&] { hgru(x, x, {}, {}, {}, "silu", false, at::tensor({0, 6})); }),
+           {"hgru", "batch of 1", "[2, 6, 4]"});
+  contains(error_of([&] {
+             hgru(x.slice(0, 0, 1), x.slice(0, 0, 1), {}, {}, {}, "silu", false,
+                  at::tensor({0, 4, 5}));
+           }),
+           {"hgru", "cu_seqlens", "T = 6", "[0, 4, 5]"});
+  const Tensor leaf = at::zeros({2, 4}).requires_grad_();
+  contains(error_of([&] { linear_scan_step(leaf, leaf, at::zeros({2, 4})); }),
+           {"linear_scan_step", "x requires a gradient"});
+  contains(error_of([&] { hgru_step(leaf, leaf, {}, {}, Tensor()); }),
+           {"hgru_step", "state must be a tensor"});
+}
+
+TEST(ScanErrors, DoubleBackward) {
+  const Tensor x = at::ones({1, 3, 2}).requires_grad_();
+  const Tensor h = std::get<0>(linear_scan(x, 0.5 * at::ones({2})));
+  const auto grads = torch::autograd::grad({at::sum(h * h)}, {x}, {}, true, /*create_graph=*/true);
+  const std::string message =
+      error_of([&] { torch::autograd::grad({at::sum(grads[0])}, {x}); });
+  EXPECT_NE(message.find("linear_scan: double backward is not supported"), std::string::npos)
+      << message;
+}
+
+TEST(Initialisers, FollowTheDefaultGenerator) {
+  for (const at::Device device : devices()) {
+    at::manual_seed(5);
+    const Tensor expected = at::empty({7}).uniform_(-1, 2);
+    at::manual_seed(5);
+    Tensor p = at::empty({7}, device);
+    init_uniform_(p, -1, 2);
+    EXPECT_TRUE(at::equal(p.cpu(), expected));
+  }
+  EXPECT_NE(error_of([] { init_rope_theta_(at::zeros({2, 2})); }).find("[D]"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tidegate::testing

@@ -1,0 +1,318 @@
+"""Bad input of `linear_scan`, `hgru`, their steps and the initialisers: an error with op, argument,
+what was expected and what was given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import tidegate
+
+ops = tidegate.ops
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def good_scan() -> dict[str, Tensor]:
+    return {"x": zeros(2, 6, 4), "a": zeros(2, 6, 4), "h0": zeros(2, 4)}
+
+
+def good_hgru(complex_: bool = False) -> dict[str, Tensor]:
+    width = 8 if complex_ else 4
+    out = {"c": zeros(2, 6, width), "f": zeros(2, 6, 4), "gamma": zeros(4)}
+    return out | ({"theta": zeros(4)} if complex_ else {}) | {"h0": zeros(2, width)}
+
+
+def packed(good: dict[str, Tensor], sequences: int = 2) -> dict[str, Tensor]:
+    """The same call over one batch row, for `sequences` packed sequences."""
+    out = {k: v[:1] if v.dim() == 3 else v for k, v in good.items()}
+    return out | {"h0": zeros(sequences, good["h0"].shape[1])}
+
+
+def offsets(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def raises(function: Callable[..., object], *parts: str, **arguments: object) -> None:
+    """`function(**arguments)` raises a RuntimeError whose message has `parts` in this order."""
+    with pytest.raises(RuntimeError, match=".*".join(map(re.escape, parts))) as caught:
+        function(**arguments)
+    # The message says it in one line; what follows may be torch's C++ trace.
+    assert len(str(caught.value).splitlines()[0]) < 400
+
+
+def parts_id(value: object) -> str:
+    """A test id from the parts of the message; nothing from the arguments."""
+    return "-".join(value) if isinstance(value, list) else ""
+
+
+BF16, F64 = torch.bfloat16, torch.float64
+
+# (what is changed in a good call, parts of the message)
+SCAN = [
+    ({"x": zeros(6, 4)}, ["linear_scan", "x", "[B, T, D]", "[6, 4]"]),
+    ({"x": zeros(1, 2, 6, 4)}, ["linear_scan", "x", "[B, T, D]", "[1, 2, 6, 4]"]),
+    ({"a": zeros(2, 5, 4)}, ["linear_scan", "a", "[B, T, D]", "[2, 6, 4]", "got", "[2, 5, 4]"]),
+    ({"a": zeros(1, 6, 4)}, ["linear_scan", "a", "[2, 6, 4]", "got", "[1, 6, 4]"]),
+    ({"a": zeros(5)}, ["linear_scan", "a", "[D]", "[4]", "got", "[5]"]),
+    ({"a": zeros()}, ["linear_scan", "a", "got", "[]"]),
+    ({"a": zeros(6, 4)}, ["linear_scan", "a", "[2, 6, 4]", "got", "[6, 4]"]),
+    ({"h0": zeros(3, 4)}, ["linear_scan", "h0", "[N, D]", "[2, 4]", "got", "[3, 4]"]),
+    ({"h0": zeros(2, 1, 4)}, ["linear_scan", "h0", "[N, D]", "[2, 4]", "got", "[2, 1, 4]"]),
+    ({"h0": zeros(4)}, ["linear_scan", "h0", "[2, 4]", "got", "[4]"]),
+    ({"x": zeros(2, 6, 4, dtype=torch.int64)}, ["linear_scan", "x", "float32", "got", "int64"]),
+    ({"x": zeros(2, 6, 4, dtype=torch.bool)}, ["linear_scan", "x", "float32", "got", "bool"]),
+    (
+        {"x": zeros(2, 6, 4, dtype=torch.float8_e4m3fn)},
+        ["linear_scan", "x", "got", "float8_e4m3fn"],
+    ),
+    ({"a": zeros(2, 6, 4, dtype=BF16)}, ["linear_scan", "a", "float32", "got", "bfloat16"]),
+    ({"a": zeros(2, 6, 4, dtype=F64)}, ["linear_scan", "a", "float32", "got", "float64"]),
+    (
+        {"a": zeros(2, 6, 4, dtype=torch.complex64)},
+        ["linear_scan", "a", "float32", "got", "complex64"],
+    ),
+    ({"h0": zeros(2, 4, dtype=torch.float16)}, ["linear_scan", "h0", "float32", "got", "float16"]),
+    ({"h0": zeros(2, 4, dtype=F64)}, ["linear_scan", "h0", "float32", "got", "float64"]),
+    (
+        {"x": zeros(2, 6, 4, dtype=BF16), "a": zeros(2, 6, 4, dtype=torch.float16)},
+        ["linear_scan", "a", "bfloat16 or float32", "got", "float16"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=torch.complex64), "a": zeros(2, 6, 4, dtype=BF16)},
+        ["linear_scan", "a", "complex64 or float32", "got", "bfloat16"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=torch.complex64), "a": zeros(2, 6, 4)},
+        ["linear_scan", "h0", "complex64", "got", "float32"],
+    ),
+]
+
+HGRU = [
+    ({"c": zeros(6, 4)}, ["hgru", "c", "[B, T, D]", "[6, 4]"]),
+    ({"f": zeros(2, 5, 4)}, ["hgru", "f", "[B, T, D]", "[2, 6, 4]", "got", "[2, 5, 4]"]),
+    ({"f": zeros(2, 6, 2)}, ["hgru", "f", "[2, 6, 4]", "got", "[2, 6, 2]"]),
+    ({"f": zeros(4)}, ["hgru", "f", "[2, 6, 4]", "got", "[4]"]),
+    ({"gamma": zeros(5)}, ["hgru", "gamma", "[D]", "[4]", "got", "[5]"]),
+    ({"gamma": zeros(2, 6, 4)}, ["hgru", "gamma", "[D]", "[4]", "got", "[2, 6, 4]"]),
+    ({"h0": zeros(2, 8)}, ["hgru", "h0", "[N, D]", "[2, 4]", "got", "[2, 8]"]),
+    ({"h0": zeros(1, 4)}, ["hgru", "h0", "[2, 4]", "got", "[1, 4]"]),
+    ({"c": zeros(2, 6, 4, dtype=torch.complex64)}, ["hgru", "c", "float32", "got", "complex64"]),
+    ({"c": zeros(2, 6, 4, dtype=torch.int32)}, ["hgru", "c", "float32", "got", "int32"]),
+    ({"f": zeros(2, 6, 4, dtype=BF16)}, ["hgru", "f", "float32", "got", "bfloat16"]),
+    ({"gamma": zeros(4, dtype=F64)}, ["hgru", "gamma", "float32", "got", "float64"]),
+    ({"h0": zeros(2, 4, dtype=BF16)}, ["hgru", "h0", "float32", "got", "bfloat16"]),
+    (
+        {"c": zeros(2, 6, 4, dtype=BF16), "f": zeros(2, 6, 4, dtype=torch.float16)},
+        ["hgru", "f", "bfloat16 or float32", "c is bfloat16", "got", "float16"],
+    ),
+    ({"activation": "tanh"}, ["hgru", "activation", "silu", "none", "got", "tanh"]),
+    ({"activation": ""}, ["hgru", "activation", "silu", "none", "got"]),
+]
+
+COMPLEX_HGRU = [
+    ({"c": zeros(2, 6, 7)}, ["hgru", "c", "[B, T, 2D]", "even", "got", "[2, 6, 7]"]),
+    ({"c": zeros(2, 6, 4)}, ["hgru", "f", "[2, 6, 2]", "got", "[2, 6, 4]"]),
+    ({"theta": zeros(8)}, ["hgru", "theta", "[D]", "[4]", "got", "[8]"]),
+    ({"theta": zeros(4, dtype=BF16)}, ["hgru", "theta", "float32", "got", "bfloat16"]),
+    ({"h0": zeros(2, 4)}, ["hgru", "h0", "[N, 2D]", "[2, 8]", "got", "[2, 4]"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "parts"), SCAN, ids=parts_id)
+def test_linear_scan(changes: dict, parts: list[str]) -> None:
+    raises(ops.linear_scan, *parts, **(good_scan() | changes))
+    meta = {k: v.to("meta") for k, v in (good_scan() | changes).items()}
+    raises(ops.linear_scan, *parts, **meta)
+
+
+@pytest.mark.parametrize(("changes", "parts"), HGRU, ids=parts_id)
+def test_hgru(changes: dict, parts: list[str]) -> None:
+    arguments = good_hgru() | changes
+    raises(ops.hgru, *parts, **arguments)
+    raises(
+        ops.hgru,
+        *parts,
+        **{k: v.to("meta") if isinstance(v, Tensor) else v for k, v in arguments.items()},
+    )
+
+
+@pytest.mark.parametrize(("changes", "parts"), COMPLEX_HGRU, ids=parts_id)
+def test_complex_hgru(changes: dict, parts: list[str]) -> None:
+    raises(ops.hgru, *parts, **(good_hgru(complex_=True) | changes))
+
+
+# Offsets ----------------------------------------------------------------------------------------
+
+BAD_OFFSETS = [
+    (torch.tensor([0.0, 6.0]), ["cu_seqlens", "int32 or int64", "got", "float32"]),
+    (offsets(0, 6, dtype=torch.int16), ["cu_seqlens", "int32 or int64", "got", "int16"]),
+    (torch.tensor(6), ["cu_seqlens", "[N + 1]", "got", "[]"]),
+    (torch.tensor([[0, 2, 6]]), ["cu_seqlens", "[N + 1]", "got", "[1, 3]"]),
+    (torch.tensor([], dtype=torch.int64), ["cu_seqlens", "[N + 1]", "got", "[0]"]),
+    (offsets(0, 3, 5), ["cu_seqlens", "from 0 to T = 6", "got", "[0, 3, 5]"]),
+    (offsets(0, 3, 7), ["cu_seqlens", "from 0 to T = 6", "got", "[0, 3, 7]"]),
+    (offsets(1, 3, 6), ["cu_seqlens", "from 0 to T = 6", "got", "[1, 3, 6]"]),
+    (offsets(0, 7, 6), ["cu_seqlens", "from 0 to T = 6", "got", "[0, 7, 6]"]),
+    (offsets(0, -1, 6), ["cu_seqlens", "from 0 to T = 6", "got", "[0, -1, 6]"]),
+    (
+        offsets(0, 3, 6, dtype=torch.int32) + 1,
+        ["cu_seqlens", "from 0 to T = 6", "got", "[1, 4, 7]"],
+    ),
+    (offsets(0, 2, 4, 6), ["h0", "[3, ", "got", "[2, "]),
+]
+
+
+@pytest.mark.parametrize("op", ["linear_scan", "hgru"])
+@pytest.mark.parametrize(("cu_seqlens", "parts"), BAD_OFFSETS, ids=parts_id)
+def test_offsets_that_do_not_fit(op: str, cu_seqlens: Tensor, parts: list[str]) -> None:
+    good = packed(good_scan() if op == "linear_scan" else good_hgru())
+    raises(getattr(ops, op), op, *parts, **good, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("op", ["linear_scan", "hgru"])
+def test_offsets_need_a_batch_of_one(op: str) -> None:
+    good = good_scan() if op == "linear_scan" else good_hgru()
+    parts = [op, "batch of 1", "cu_seqlens", "got", "[2, 6, 4]"]
+    raises(getattr(ops, op), *parts, **good, cu_seqlens=offsets(0, 2, 6))
+
+
+def test_offsets_of_no_sequence_for_some_tokens() -> None:
+    good = packed(good_scan(), sequences=0)
+    raises(ops.linear_scan, "cu_seqlens", "T = 6", "got", "[0]", **good, cu_seqlens=offsets(0))
+
+
+# Devices and layouts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("good", [good_scan, good_hgru, lambda: good_hgru(complex_=True)])
+def test_mixed_devices(good: Callable[[], dict[str, Tensor]]) -> None:
+    """Every argument in turn on another device (meta: it is there without a GPU, too)."""
+    op = ops.linear_scan if "x" in good() else ops.hgru
+    name, data = op.__name__, next(iter(good()))
+    for moved in good():
+        arguments = good() | {moved: good()[moved].to("meta")}
+        with pytest.raises(RuntimeError, match=f"{name}: expected all tensors on") as caught:
+            op(**arguments)
+        message = str(caught.value)
+        assert "cpu" in message, message
+        assert "meta" in message, message
+        assert f"like {data}" in message, message
+        if moved != data:
+            assert f"got {moved} on meta" in message, message
+
+
+def test_offsets_on_another_device() -> None:
+    arguments = packed(good_scan()) | {"cu_seqlens": offsets(0, 2, 6).to("meta")}
+    parts = ["linear_scan", "all tensors on cpu", "got", "cu_seqlens", "meta"]
+    raises(ops.linear_scan, *parts, **arguments)
+    raw = torch.ops.tidegate.linear_scan
+    with pytest.raises(RuntimeError, match="cu_seqlens on meta"):
+        raw(arguments["x"], arguments["a"], arguments["h0"], False, arguments["cu_seqlens"])
+
+
+@pytest.mark.parametrize("op", ["linear_scan", "hgru"])
+def test_layouts(op: str) -> None:
+    good = good_scan() if op == "linear_scan" else good_hgru()
+    for name in list(good)[:2]:
+        sparse = good | {name: torch.ones_like(good[name]).to_sparse()}
+        raises(getattr(ops, op), op, name, "strided", "got", "Sparse", **sparse)
+    mkldnn = good | {next(iter(good)): torch.ones(2, 6, 4).to_mkldnn()}
+    if torch.backends.mkldnn.is_available():
+        raises(getattr(ops, op), op, "strided", "Mkldnn", **mkldnn)
+
+
+# Steps ------------------------------------------------------------------------------------------
+
+
+def test_linear_scan_step() -> None:
+    good = {"x": zeros(2, 4), "a": zeros(2, 4), "state": zeros(2, 4)}
+    bad = [
+        ({"x": zeros(2, 1, 4)}, ["x", "[B, D]", "got", "[2, 1, 4]"]),
+        ({"a": zeros(2, 3)}, ["a", "[2, 4]", "got", "[2, 3]"]),
+        ({"a": zeros(3)}, ["a", "[4]", "got", "[3]"]),
+        ({"state": zeros(1, 4)}, ["state", "[2, 4]", "got", "[1, 4]"]),
+        ({"state": zeros(2, 4, dtype=F64)}, ["state", "float32", "got", "float64"]),
+        ({"state": zeros(2, 4).to("meta")}, ["expected all tensors on cpu", "state on meta"]),
+        ({"x": zeros(2, 4, dtype=torch.int64)}, ["x", "float32", "got", "int64"]),
+    ]
+    for changes, parts in bad:
+        raises(ops.linear_scan_step, "linear_scan_step", *parts, **(good | changes))
+
+
+def test_hgru_step() -> None:
+    good = {"c": zeros(2, 8), "f": zeros(2, 4), "gamma": zeros(4), "theta": zeros(4)}
+    good["state"] = zeros(2, 8)
+    bad = [
+        ({"c": zeros(2, 1, 8)}, ["c", "[B, 2D]", "got", "[2, 1, 8]"]),
+        ({"c": zeros(2, 7)}, ["c", "even", "got", "[2, 7]"]),
+        ({"f": zeros(2, 8)}, ["f", "[2, 4]", "got", "[2, 8]"]),
+        ({"gamma": zeros(8)}, ["gamma", "[4]", "got", "[8]"]),
+        ({"theta": None}, ["f", "[2, 8]", "got", "[2, 4]"]),
+        ({"state": zeros(2, 4)}, ["state", "[2, 8]", "got", "[2, 4]"]),
+        ({"activation": "relu"}, ["activation", "silu", "none", "got", "relu"]),
+    ]
+    for changes, parts in bad:
+        raises(ops.hgru_step, "hgru_step", *parts, **(good | changes))
+    with pytest.raises(TypeError, match="hgru_step: state must be a tensor"):
+        ops.hgru_step(good["c"], good["f"], theta=good["theta"])
+
+
+def test_a_failed_step_leaves_the_state_alone() -> None:
+    state = torch.ones(2, 4)
+    version = state._version
+    with pytest.raises(RuntimeError, match="linear_scan_step"):
+        ops.linear_scan_step(zeros(2, 3), zeros(2, 3), state)
+    assert torch.equal(state, torch.ones(2, 4))
+    assert state._version == version
+
+
+# Initialisers -----------------------------------------------------------------------------------
+
+
+def test_initialisers() -> None:
+    integers = torch.zeros(4, dtype=torch.int64)
+    for call in (
+        lambda p: ops.init_uniform_(p, 0.0, 1.0),
+        lambda p: ops.init_normal_(p, 0.0, 1.0),
+        lambda p: ops.init_constant_(p, 1.0),
+        ops.init_rope_theta_,
+    ):
+        with pytest.raises(RuntimeError, match=r"init_\w+_: p must be floating-point.*got int64"):
+            call(integers)
+    with pytest.raises(RuntimeError, match=r"init_uniform_: high must be at least low = 2"):
+        ops.init_uniform_(zeros(3), 2.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"init_normal_: std must be at least 0, got -1"):
+        ops.init_normal_(zeros(3), 0.0, -1.0)
+    with pytest.raises(RuntimeError, match=r"init_rope_theta_: p must have shape \[D\].*\[2, 3\]"):
+        ops.init_rope_theta_(zeros(2, 3))
+
+
+# Values, under TIDEGATE_DEBUG=1 -----------------------------------------------------------------
+
+
+def test_values_are_checked_when_debugging(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    good = {k: v.to(device) for k, v in good_hgru(complex_=True).items()}
+    bad = [
+        ({"gamma": torch.tensor([0, 0.5, 1, 0])}, ["gamma", "[0, 1)", "got", "0 to 1"]),
+        ({"gamma": torch.tensor([0, -0.5, 0, 0])}, ["gamma", "[0, 1)", "got", "-0.5 to 0"]),
+        ({"gamma": torch.tensor([0, torch.nan, 0, 0])}, ["gamma", "[0, 1)", "got"]),
+        ({"theta": torch.tensor([0, torch.inf, 0, 0])}, ["theta", "finite", "got", "1 value"]),
+    ]
+    for changes, parts in bad:
+        arguments = good | {k: v.to(device) for k, v in changes.items()}
+        monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+        raises(ops.hgru, "hgru", *parts, **arguments)
+        monkeypatch.delenv("TIDEGATE_DEBUG")
+        ops.hgru(**arguments)  # the caller's responsibility otherwise
+    monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+    ops.hgru(**good)
+    arguments = {k: v.to(device) for k, v in packed(good_hgru()).items()}
+    wrong = offsets(0, 4, 5).to(device)
+    raises(ops.hgru, "cu_seqlens", "T = 6", "[0, 4, 5]", **arguments, cu_seqlens=wrong)
