@@ -90,6 +90,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
+            for left_by_a_kill in self.path.glob(f".{CHECKPOINT_FILE}.*"):
+                left_by_a_kill.unlink()
         except OSError as error:
             raise UserError(
                 f"out: cannot write to the run folder {self.path}: {error.strerror}"

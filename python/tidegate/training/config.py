@@ -39,8 +39,9 @@ class TrainConfig:
         batch_size: sequences an optimiser step.
         context: tokens a sequence.
         grad_accum: parts that a batch is computed in, one after the other, to save memory.
-        optimizer: "adamw" or "adam".
+        optimizer: "adamw", "adam" or "muon" (Muon for the matrices, AdamW for the rest).
         lr: peak learning rate.
+        muon_lr: the peak rate of the matrices under "muon".
         betas, eps, weight_decay, decay: of the optimiser (see `build_optimizer`).
         clip: largest norm of the gradient; 0 = no clipping.
         schedule, warmup_steps, warmup_fraction, floor: see `Schedule`.
@@ -64,6 +65,7 @@ class TrainConfig:
     grad_accum: int = 1
     optimizer: str = "adamw"
     lr: float = 3e-3
+    muon_lr: float = 0.02
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -95,6 +97,7 @@ class TrainConfig:
             value = getattr(self, name)
             self._require(name, value is None or value > 0, "more than 0")
         self._require("lr", self.lr > 0, "more than 0")
+        self._require("muon_lr", self.muon_lr > 0, "more than 0")
         self._require("seed", self.seed >= 0, "0 or more")
         self._require(
             "grad_accum",

@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
-OPTIMIZERS = ("adamw", "adam")
+from .muon import Combined, Muon
+
+OPTIMIZERS = ("adamw", "adam", "muon")
 DECAYS = ("matrices", "all")
 
 
-def parameter_groups(
-    model: torch.nn.Module, weight_decay: float, decay: str = "matrices"
-) -> list[dict]:
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable weight matrices inside the layers: not embeddings, heads tied to them, or bounds.
+
+    Recognised by shape and by the module that holds them; an untied head is one of them.
+    """
+    excluded = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) or type(module).__name__ == "LowerBounds"
+        for parameter in module.parameters(recurse=False)
+    }
+    return [
+        p for p in model.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in excluded
+    ]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, decay: str = "matrices") -> list[dict]:
     """Splits the trainable parameters into one group that decays and one that does not.
 
     decay="matrices": only tensors with two or more axes inside the layers decay; biases, norm
@@ -21,31 +38,18 @@ def parameter_groups(
     """
     if decay not in DECAYS:
         raise ValueError(f"decay: expected one of {', '.join(DECAYS)}, got {decay!r}")
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
-    }
-    bounds = {
-        id(parameter)
-        for module in model.modules()
-        if type(module).__name__ == "LowerBounds"
-        for parameter in module.parameters()
-    }
-    kept: list[torch.nn.Parameter] = []
-    decayed: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        plain = parameter.ndim < 2 or id(parameter) in embeddings or id(parameter) in bounds
-        (kept if decay == "matrices" and plain else decayed).append(parameter)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    decayed = trainable if decay == "all" else _hidden_matrices(model)
+    ids = {id(p) for p in decayed}
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": [p for p in trainable if id(p) not in ids], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
 def build_optimizer(
-    model: torch.nn.Module,
+    model: nn.Module,
     name: str = "adamw",
     *,
     lr: float,
@@ -53,15 +57,58 @@ def build_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decay: str = "matrices",
-) -> torch.optim.Optimizer:
-    """AdamW (decoupled decay) or Adam (decay added to the gradient), in torch's fused form.
+    muon_lr: float = 0.02,
+) -> torch.optim.Optimizer | Combined:
+    """`adamw` (decoupled decay), `adam` (decay added to the gradient), or `muon`.
 
     The HGRN papers say "Adam" with a weight decay of 0.1 or 0.2; the code they used decays
-    decoupled, which is `adamw` here.
+    decoupled, which is `adamw` here. `muon` steps the matrices of the blocks by Muon at `muon_lr`
+    and everything else by AdamW at `lr`. Every group's entry "peak" is its peak learning rate.
     """
-    classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-    if name not in classes:
-        raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
     first, second = betas
-    groups = parameter_groups(model, weight_decay, decay)
-    return classes[name](groups, lr=lr, betas=(first, second), eps=eps, fused=True)
+    adam = {"betas": (first, second), "eps": eps, "fused": True}
+    classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    if name in classes:
+        optimizer = classes[name](parameter_groups(model, weight_decay, decay), lr=lr, **adam)
+    elif name == "muon":
+        optimizer = _muon(model, lr, muon_lr, weight_decay, decay, adam)
+    else:
+        raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    for group in optimizer.param_groups:
+        group["peak"] = group["lr"]
+    return optimizer
+
+
+def _muon(
+    model: nn.Module, lr: float, muon_lr: float, weight_decay: float, decay: str, adam: dict
+) -> Combined:
+    """Muon for the linear layers' matrices, AdamW for what is left."""
+    head = getattr(model, "head", None)
+    rows: dict[int, list[int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            rows[id(module.weight)] = _stacked_rows(owner, module)
+    matrices = [p for p in _hidden_matrices(model) if id(p) in rows]
+    taken = {id(p) for p in matrices}
+    groups = [
+        {**group, "params": [p for p in group["params"] if id(p) not in taken]}
+        for group in parameter_groups(model, weight_decay, decay)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not matrices or not groups:
+        raise ValueError("optimizer: muon needs a model with linear layers and other parameters")
+    splits = [rows[id(p)] for p in matrices]
+    return Combined(
+        Muon(matrices, splits, lr=muon_lr, weight_decay=weight_decay),
+        torch.optim.AdamW(groups, lr=lr, **adam),
+    )
+
+
+def _stacked_rows(owner: nn.Module, linear: nn.Linear) -> list[int]:
+    """Rows of the matrices that a projection stacks: one block of `dim` or `hidden` rows each."""
+    rows = linear.out_features
+    width = getattr(owner, "channels", None) or getattr(owner, "hidden", None)
+    if linear is getattr(owner, "in_proj", None) and width and rows % width == 0:
+        return [width] * (rows // width)
+    return [rows]

@@ -52,7 +52,7 @@ def plot_run(
     if not any(row["kind"] == "train" for row in metrics):
         raise UserError(f"plot: {folder.metrics} has no training steps yet")
     data, model = values["data"], values["model"]
-    name = f"{model['mixer'].upper()}, {values['parameters'] / 1e6:.1f}M parameters"
+    name = f"{model['mixer'].upper()}, {count_in_words(values['parameters'])} parameters"
     source = Path(data["name"]).name
     text = "the Python standard library's sources" if source == "stdlib" else source
     bytes_per_token = data["valid_bytes"] / data["valid_tokens"] if data["valid_bytes"] else None
@@ -79,7 +79,9 @@ def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path
     gates = forget_gates(trained.model, corpus.valid, context=context)
     if not gates:
         return None
-    bounds = [None if gamma is None else float(gamma.detach().mean()) for gamma in trained.model.gammas()]
+    bounds = [
+        None if gamma is None else float(gamma.detach().mean()) for gamma in trained.model.gammas()
+    ]
     path = folder.path / GATES_PLOT
     plots.plot_forget_gates(
         gates,
@@ -88,6 +90,11 @@ def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path
         bounds=None if None in bounds else bounds,
     )
     return path
+
+
+def count_in_words(count: int) -> str:
+    """2698752 -> "2.7M"; 9600 -> "9,600"."""
+    return f"{count / 1e6:.1f}M" if count >= 1_000_000 else f"{count:,}"
 
 
 def table(rows: list[tuple[str, float]]) -> str:

@@ -28,7 +28,7 @@ def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") ->
         tokenizer = BYTES if source.endswith((".npy", ".bin")) else tokenizer
         return load_corpus(source, tokenizer=tokenizer, dtype=dtype)
     if not folder.checkpoint.exists():
-        raise UserError(f"{run} is not a run folder; name a text to read")
+        raise UserError(f"{run} is not a run folder: it holds no {folder.checkpoint.name}")
     try:
         config = TrainConfig.from_dict(read_json(folder.config)["train"])
     except (KeyError, TypeError) as error:

@@ -64,6 +64,7 @@ class Trainer:
             eps=config.eps,
             weight_decay=config.weight_decay,
             decay=config.decay,
+            muon_lr=config.muon_lr,
         )
         self.schedule = config.learning_rate()
         self.sampler = WindowSampler(corpus.train, config.batch_size, config.context, config.seed)
@@ -112,9 +113,9 @@ class Trainer:
     def _step(self) -> None:
         """One optimiser step; its loss stays on the device until it is logged."""
         config, position = self.config, self.position
-        rate = config.lr * self.schedule(position.step, self.progress())
+        multiplier = self.schedule(position.step, self.progress())
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["peak"] * multiplier
         ids, labels = self.sampler.next()
         loss = torch.zeros((), device=self.device)
         parts = zip(ids.chunk(config.grad_accum), labels.chunk(config.grad_accum), strict=True)
@@ -170,7 +171,7 @@ class Trainer:
                 "tokens": position.tokens,
                 "seconds": round(position.seconds, 3),
                 "loss": loss,
-                "lr": self.optimizer.param_groups[0]["lr"],
+                "lr": self.optimizer.param_groups[-1]["lr"],
                 "grad_norm": norm,
                 "tokens_per_second": round(position.tokens / max(position.seconds, 1e-9), 1),
             }

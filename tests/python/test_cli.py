@@ -1,0 +1,204 @@
+"""The command line: every command once, its messages, its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from training_cases import FLAGS, tidegate, write_text
+
+from tidegate import cli
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run folder that `tidegate train` wrote."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    status = cli.main(
+        ["train", str(text), *FLAGS, "--steps=20", "--eval-every=10", "--out", str(out), "--quiet"]
+    )
+    assert status == 0
+    return out
+
+
+def fails(capsys: pytest.CaptureFixture, *arguments: str | Path) -> str:
+    """The one line that a command fails with."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.strip().splitlines()
+    assert captured.out == ""
+    assert line.startswith("tidegate: ")
+    return line
+
+
+def test_train_writes_a_run_folder(trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {"config.json", "metrics.jsonl", "checkpoint.pt", "model"} <= names
+    for name in ("loss.png", "forget_gates.png"):
+        assert (trained / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_says_what_it_does(tmp_path, text):
+    result = tidegate("train", text, *FLAGS, "--steps=3", "--out", tmp_path / "run")
+    assert "hgrn, 2 layers of 16, 9,600 parameters, fp32 on cpu" in result.stderr
+    assert "bits/byte" in result.stdout
+    again = tidegate("train", "--out", tmp_path / "run")
+    assert "is finished at step 3" in again.stderr
+    assert again.stdout == result.stdout
+
+
+def test_flags_left_out_keep_the_runs_values(trained, capsys):
+    assert cli.main(["train", "--out", str(trained), "--quiet"]) == 0
+    assert "is finished at step 20" in capsys.readouterr().err
+
+
+def test_eval_prints_the_score_of_the_run(trained, capsys):
+    assert cli.main(["eval", str(trained), "--precision=fp32", "--device=cpu", "--json"]) == 0
+    score = json.loads(capsys.readouterr().out)
+    final = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert score["bits_per_byte"] == pytest.approx(final["bits_per_byte"], rel=1e-5)
+    assert score["tokens"] == final["valid_tokens"]
+
+
+def test_eval_scores_all_of_another_text(trained, tmp_path, capsys):
+    other = write_text(tmp_path / "other.txt", 4001, seed=3)
+    assert cli.main(["eval", str(trained), str(other), "--device=cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 4000
+    assert cli.main(["eval", str(trained / "model"), str(other), "--device=cpu"]) == 0
+    assert "bits/byte" in capsys.readouterr().out
+
+
+def test_generate_goes_on_from_the_prompt(trained, capsys):
+    flags = ["--prompt=def gate", "--tokens=20", "--device=cpu"]
+    assert cli.main(["generate", str(trained), *flags]) == 0
+    one = capsys.readouterr().out
+    assert one.startswith("def gate")
+    assert cli.main(["generate", str(trained / "model"), *flags]) == 0
+    assert capsys.readouterr().out == one
+    assert cli.main(["generate", str(trained), *flags, "--seed=2"]) == 0
+    assert capsys.readouterr().out != one
+
+
+def test_generate_from_a_process_of_its_own(trained):
+    result = tidegate("generate", trained, "--prompt=self", "--tokens=8", "--temperature=0")
+    assert result.stdout.startswith("self")
+
+
+def test_plot_draws_again(trained, capsys):
+    (trained / "loss.png").unlink()
+    assert cli.main(["plot", str(trained), "--device=cpu"]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(trained / "loss.png"),
+        str(trained / "forget_gates.png"),
+    ]
+    assert (trained / "loss.png").exists()
+
+
+def test_bpe_runs_keep_their_tokenizer(tmp_path, text, capsys):
+    out = str(tmp_path / "run")
+    flags = ["--tokenizer=bpe:300", "--steps=4", "--quiet", "--out", out]
+    assert cli.main(["train", str(text), *FLAGS, *flags]) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"]["vocab_size"] == config["data"]["vocab_size"] <= 300
+    capsys.readouterr()
+    assert cli.main(["generate", out, "--prompt=def", "--tokens=5", "--device=cpu"]) == 0
+    assert capsys.readouterr().out.startswith("def")
+    assert cli.main(["eval", out, "--device=cpu", "--json"]) == 0
+    score = json.loads(capsys.readouterr().out)
+    assert score["bits_per_byte"] < score["nats_per_token"]
+
+
+def test_runs_on_token_ids_have_no_text(tmp_path, capsys):
+    import numpy as np
+
+    ids = np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint16)
+    np.save(tmp_path / "ids.npy", ids)
+    out = str(tmp_path / "run")
+    assert (
+        cli.main(["train", str(tmp_path / "ids.npy"), *FLAGS, "--steps=3", "--quiet", "--out", out])
+        == 0
+    )
+    capsys.readouterr()
+    assert "trained on token ids; it has no tokenizer" in fails(capsys, "generate", out)
+    assert cli.main(["eval", out, "--device=cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] is None
+
+
+def test_info_names_versions_and_kernels(capsys):
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    for word in ("tidegate", "torch", "cpu kernels", "cuda"):
+        assert word in out
+
+
+def test_bench_without_binaries_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tidegate._library.library_dir", lambda: tmp_path / "lib")
+    assert "bench: no benchmark binary in" in fails(capsys, "bench")
+
+
+def test_demo_in_short(tmp_path, capsys):
+    out = tmp_path / "demo"
+    assert cli.main(["demo", "--minutes=0.01", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for word in ("A sample", "order-2 byte model", "bz2 -9", "HGRN after", "bytes/s"):
+        assert word in printed
+    assert {"loss.png", "forget_gates.png", "config.json", "metrics.jsonl", "checkpoint.pt"} <= {
+        path.name for path in out.iterdir()
+    }
+
+
+def test_recipes_and_presets_are_checked_by_name(tmp_path, text, capsys):
+    out = str(tmp_path / "run")
+    line = fails(capsys, "train", text, "--recipe=cake", "--out", out)
+    assert "recipe: expected one of hgrn-wikitext103, demo, got 'cake'" in line
+    line = fails(capsys, "train", text, "--preset=cake", "--out", out)
+    assert "preset: expected one of hgrn-44m" in line
+    line = fails(capsys, "train", text, "--preset=hgrn-vit-tiny", "--out", out)
+    assert "hgrn-vit-tiny is an image model" in line
+    assert not Path(out).exists()
+
+
+def test_bad_input_is_one_line(tmp_path, text, trained, capsys):
+    out = str(tmp_path / "run")
+    assert "train: name a text file or folder" in fails(capsys, "train", "--out", out)
+    gone = tmp_path / "gone.txt"
+    assert f"{gone}: no such file or folder" in fails(capsys, "train", gone, "--out", out)
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    assert "the file is empty" in fails(capsys, "train", empty, "--out", out)
+    short = write_text(tmp_path / "short.txt", 50)
+    assert "is too short" in fails(capsys, "train", short, "--out", out)
+    under_a_file = text / "run"
+    line = fails(capsys, "train", text, "--out", under_a_file)
+    assert "cannot write to the run folder" in line
+    assert "another configuration" in fails(capsys, "train", "--dim=8", "--out", trained)
+    assert "set: expected FIELD=JSON" in fails(capsys, "train", text, "--set=x", "--out", out)
+    line = fails(capsys, "train", text, "--device=tpu", "--out", out)
+    assert "device: expected cpu, cuda or cuda:N, got 'tpu'" in line
+    assert "no such run folder" in fails(capsys, "eval", tmp_path / "nowhere")
+    assert "neither a run folder" in fails(capsys, "generate", tmp_path)
+    assert "is not a run folder" in fails(capsys, "plot", tmp_path)
+    line = fails(capsys, "generate", trained, "--device=cpu", "--temperature=-1")
+    assert "temperature: expected >= 0" in line
+
+
+def test_bad_flags_exit_with_status_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--steps=many"])
+    assert caught.value.code == 2
+    assert "invalid int value" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for name in ("train", "eval", "generate", "plot", "bench", "info", "demo"):
+        assert name in out

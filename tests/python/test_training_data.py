@@ -1,0 +1,167 @@
+"""Corpora: text files, folders, the standard library, arrays of ids, tokenizers; bad ones too."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_cases import write_text
+
+from tidegate.training import UserError, load_corpus
+from tidegate.training.data import check_length, vocabulary_fits
+from tidegate.training.stdlib_corpus import load_stdlib, split_files, stdlib_files
+from tidegate.training.tokenizers import FileTokenizer, train_bpe
+
+
+def test_stdlib_splits_nine_to_one_and_leaves_tests_out():
+    names = stdlib_files()
+    assert "argparse.py" in names
+    assert not [name for name in names if "/test/" in f"/{name}" or "/tests/" in f"/{name}"]
+    assert not [name for name in names if name.startswith(("idlelib/", "site-packages/"))]
+    train, valid = load_stdlib()
+    sizes = sum(map(len, train)), sum(map(len, valid))
+    assert 0.09 < sizes[1] / sum(sizes) < 0.12
+    assert sum(sizes) > 3_000_000
+    assert not set(train) & {text for text in valid if text}
+
+
+def test_stdlib_split_is_the_same_every_time():
+    one, other = load_corpus("stdlib"), load_corpus("stdlib")
+    assert one.fingerprint == other.fingerprint
+    assert np.array_equal(one.valid, other.valid)
+
+
+def test_stdlib_validation_is_made_of_whole_files():
+    _, valid = load_stdlib()
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = {(root / name).read_bytes() for name in stdlib_files()}
+    assert set(valid) <= sources
+
+
+def test_a_python_without_sources_says_so(tmp_path):
+    with pytest.raises(UserError, match="stdlib: found 0 source files .* without sources"):
+        load_stdlib(tmp_path)
+
+
+def test_split_spreads_over_the_names():
+    sizes = {f"{i:03}": 100 for i in range(100)}
+    train, valid = split_files(sizes)
+    assert len(valid) == 10
+    assert [int(name) // 10 for name in valid] == list(range(10))
+    assert sorted(train + valid) == sorted(sizes)
+    assert "big" in split_files({**sizes, "big": 10**6}, largest=1000)[0]
+
+
+def test_a_file_validates_on_its_last_tenth(tmp_path):
+    path = write_text(tmp_path / "a.txt", 1000)
+    corpus = load_corpus(str(path))
+    assert (len(corpus.train), len(corpus.valid), corpus.valid_bytes) == (900, 100, 100)
+    assert corpus.vocab_size == 256
+    assert bytes(corpus.train) + bytes(corpus.valid) == path.read_bytes()
+
+
+def test_a_folder_is_split_by_file_and_binary_files_are_passed_over(tmp_path):
+    for i in range(40):
+        write_text(tmp_path / f"{i:02}.txt", 500, seed=i)
+    (tmp_path / "image.bin").write_bytes(b"\0\1\2" * 100)
+    (tmp_path / ".hidden").write_bytes(b"secret")
+    corpus = load_corpus(str(tmp_path))
+    assert len(corpus.train) + len(corpus.valid) == 40 * 500
+    assert len(corpus.valid) == 4 * 500
+    assert b"secret" not in bytes(corpus.train)
+
+
+def test_validation_file_of_its_own(tmp_path):
+    a, b = write_text(tmp_path / "a.txt", 1000), write_text(tmp_path / "b.txt", 300, seed=1)
+    corpus = load_corpus(str(a), valid=str(b))
+    assert (len(corpus.train), len(corpus.valid)) == (1000, 300)
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "ids.bin"])
+def test_arrays_of_ids_are_memory_mapped(tmp_path, name):
+    ids = np.random.default_rng(0).integers(0, 5000, 1000).astype(np.uint16)
+    ids[17] = 4999
+    path = tmp_path / name
+    np.save(path, ids) if name.endswith("npy") else ids.tofile(path)
+    corpus = load_corpus(str(path))
+    assert isinstance(corpus.train, np.memmap)
+    assert np.array_equal(np.concatenate([corpus.train, corpus.valid]), ids)
+    assert (corpus.vocab_size, corpus.valid_bytes, corpus.tokenizer) == (5000, None, None)
+
+
+def test_raw_ids_of_another_dtype(tmp_path):
+    np.arange(100, dtype=np.uint32).tofile(tmp_path / "ids.bin")
+    corpus = load_corpus(str(tmp_path / "ids.bin"), dtype="uint32")
+    assert len(corpus.train) + len(corpus.valid) == 100
+
+
+def test_bpe_is_trained_once_and_gives_the_text_back(tmp_path):
+    path = write_text(tmp_path / "a.txt", 5000)
+    corpus = load_corpus(str(path), tokenizer="bpe:300", workdir=tmp_path)
+    assert 257 <= corpus.vocab_size <= 300
+    assert len(corpus.train) < 4500
+    text = corpus.tokenizer.decode(corpus.train.tolist())
+    assert text == path.read_bytes()[:4500]
+    written = (tmp_path / "tokenizer.json").stat().st_mtime_ns
+    again = load_corpus(str(path), tokenizer="bpe:300", workdir=tmp_path)
+    assert again.fingerprint == corpus.fingerprint
+    assert (tmp_path / "tokenizer.json").stat().st_mtime_ns == written
+    loaded = load_corpus(str(path), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert loaded.fingerprint == corpus.fingerprint
+
+
+def test_text_that_is_not_utf8_can_be_encoded(tmp_path):
+    train_bpe(b"plain text " * 100, 300, tmp_path / "tokenizer.json")
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode(b"caf\xe9\n")).startswith(b"caf")
+
+
+def test_bad_sources_are_named(tmp_path):
+    missing = tmp_path / "missing.txt"
+    with pytest.raises(UserError, match=f"data: {missing}: no such file or folder"):
+        load_corpus(str(missing))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match=r"data: .*empty.txt: the file is empty"):
+        load_corpus(str(tmp_path / "empty.txt"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"data: .*folder: no text file in this folder"):
+        load_corpus(str(tmp_path / "folder"))
+    with pytest.raises(UserError, match=r"data: .*gone.npy: no such file"):
+        load_corpus(str(tmp_path / "gone.npy"))
+
+
+def test_bad_arrays_are_named(tmp_path):
+    (tmp_path / "bad.npy").write_bytes(b"not an array")
+    with pytest.raises(UserError, match="bad.npy is not an array of token ids"):
+        load_corpus(str(tmp_path / "bad.npy"))
+    np.save(tmp_path / "floats.npy", np.ones(10))
+    with pytest.raises(UserError, match=r"expected a 1-D array of integers, got float64 \(10,\)"):
+        load_corpus(str(tmp_path / "floats.npy"))
+    np.save(tmp_path / "negative.npy", np.arange(-1, 99))
+    with pytest.raises(UserError, match="token ids must be 0 or more, found -1"):
+        load_corpus(str(tmp_path / "negative.npy"))
+    with pytest.raises(UserError, match="holds token ids already, got 'bpe:300'"):
+        load_corpus(str(tmp_path / "negative.npy"), tokenizer="bpe:300")
+
+
+def test_bad_tokenizers_are_named(tmp_path):
+    path = str(write_text(tmp_path / "a.txt", 1000))
+    with pytest.raises(UserError, match=r"tokenizer: bpe:N needs N of 257 or more, got 10"):
+        load_corpus(path, tokenizer="bpe:10", workdir=tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer: expected bpe:N with a number N, got 'bpe:x'"):
+        load_corpus(path, tokenizer="bpe:x", workdir=tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer: gone.json: no such file"):
+        load_corpus(path, tokenizer="gone.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer: .*bad.json is not a tokenizers file"):
+        load_corpus(path, tokenizer=str(tmp_path / "bad.json"))
+
+
+def test_too_short_and_too_large_ids_are_named(tmp_path):
+    corpus = load_corpus(str(write_text(tmp_path / "a.txt", 100)))
+    with pytest.raises(UserError, match="training part has 90 tokens, expected at least 129"):
+        check_length(corpus, 128)
+    with pytest.raises(UserError, match="token ids up to 255, the model's vocabulary is 64"):
+        vocabulary_fits(corpus, 64)

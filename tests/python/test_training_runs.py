@@ -1,0 +1,322 @@
+"""Run folders: training, resuming bit for bit, SIGKILL, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_cases import FLAGS, command, environment, prepare, tidegate, write_text
+
+from tidegate.models import CausalLM
+from tidegate.training import UserError, load_trained
+from tidegate.training.checkpoint import RunFolder, load_checkpoint, read_metrics, save_checkpoint
+from tidegate.training.report import finish
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def assert_same(a, b, where: str = "") -> None:
+    """Equality of nested containers, tensors bit for bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything in a folder, to see that nothing changed."""
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_training_learns_and_writes_its_folder(tmp_path, text):
+    run = prepare(tmp_path / "run", text, steps=60, lr=1e-2, eval_every=20)
+    assert run.trainer.run(quiet=True)
+    score = finish(run)
+    assert score.bits_per_byte < 5.0
+    assert score.bits_per_byte == pytest.approx(score.nats / np.log(2))
+    rows = read_metrics(run.folder.metrics)
+    assert [row["step"] for row in rows if row["kind"] == "valid"] == [20, 40]
+    assert rows[-1]["kind"] == "final"
+    assert rows[-1]["bits_per_byte"] == score.bits_per_byte
+    train = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert train[-1] < train[0]
+    config = json.loads(run.folder.config.read_text())
+    assert config["model"]["dim"] == 16
+    assert config["train"]["lr"] == 1e-2
+    exported = CausalLM.load(run.folder.model)
+    loaded = load_trained(str(tmp_path / "run"), "cpu").model
+    assert_same(exported.state_dict(), loaded.state_dict())
+
+
+def test_two_runs_of_one_seed_are_the_same_bit_for_bit(tmp_path, text):
+    for name in ("a", "b"):
+        assert prepare(tmp_path / name, text).trainer.run(quiet=True)
+    a, b = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("a", "b"))
+    assert_same(a["model"], b["model"])
+    other = prepare(tmp_path / "c", text, seed=2)
+    other.trainer.run(quiet=True)
+    c = load_checkpoint(tmp_path / "c" / "checkpoint.pt")
+    assert not torch.equal(a["model"]["embedding.weight"], c["model"]["embedding.weight"])
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, text):
+    states = []
+    for parts in (1, 2, 4):
+        run = prepare(tmp_path / str(parts), text, grad_accum=parts, steps=3)
+        run.trainer.run(quiet=True)
+        states.append(run.trainer.model.state_dict())
+    for state in states[1:]:
+        for name, value in state.items():
+            torch.testing.assert_close(value, states[0][name], rtol=1e-3, atol=1e-4)
+
+
+def test_bf16_autocast_keeps_fp32_weights(tmp_path, text):
+    run = prepare(tmp_path / "run", text, precision="bf16", steps=20, lr=1e-2)
+    run.trainer.run(quiet=True)
+    assert {p.dtype for p in run.trainer.model.parameters()} == {torch.float32}
+    rows = read_metrics(run.folder.metrics)
+    assert rows[-1]["loss"] < rows[0]["loss"] or rows[-1]["loss"] < 5.0
+
+
+def test_training_on_a_device(tmp_path, text, device):
+    run = prepare(tmp_path / "run", text, device=device, precision="auto", steps=3)
+    assert run.trainer.run(quiet=True)
+    assert finish(run).tokens > 0
+    assert load_trained(str(tmp_path / "run"), device).model is not None
+
+
+def test_wall_time_bounds_a_run_and_a_resumed_one(tmp_path, text):
+    changes = {"steps": None, "seconds": 0.4, "schedule": "linear", "checkpoint_seconds": 0.05}
+    run = prepare(tmp_path / "run", text, **changes)
+    trainer = run.trainer
+    start = time.monotonic()
+    stop_at = time.perf_counter() + 0.2
+    inner = trainer._step
+
+    def step() -> None:
+        inner()
+        if time.perf_counter() > stop_at:
+            trainer.stop()
+
+    trainer._step = step
+    assert not trainer.run(quiet=True)
+    steps, seconds = trainer.position.step, trainer.position.seconds
+    again = prepare(tmp_path / "run", text, **changes)
+    assert again.resumed
+    assert again.trainer.position.step == steps
+    assert again.trainer.progress() == pytest.approx(seconds / 0.4)
+    assert again.trainer.run(quiet=True)
+    assert again.trainer.position.seconds >= 0.4
+    assert time.monotonic() - start < 30
+    rates = [row["lr"] for row in read_metrics(run.folder.metrics) if row["kind"] == "train"]
+    assert rates[-1] < rates[0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "muon"])
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, text, optimizer):
+    changes = {"steps": 12, "model": {"dropout": 0.1}, "optimizer": optimizer}
+    whole = prepare(tmp_path / "whole", text, **changes)
+    whole.trainer.run(quiet=True)
+    run = prepare(tmp_path / "parts", text, **changes)
+    inner = run.trainer._step
+    run.trainer._step = lambda: (inner(), run.trainer.position.step == 5 and run.trainer.stop())
+    assert not run.trainer.run(quiet=True)
+    torch.manual_seed(99)
+    again = prepare(tmp_path / "parts", text, **changes)
+    assert again.resumed
+    assert again.trainer.position.step == 5
+    assert again.trainer.run(quiet=True)
+    a, b = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("whole", "parts"))
+    for key in ("model", "optimizer", "rng", "samples"):
+        assert_same(a[key], b[key], key)
+
+
+def test_sigkill_in_the_middle_then_resumed_ends_with_the_same_weights(tmp_path, text):
+    flags = [*FLAGS, "--steps=300", "--checkpoint-every=7", "--dropout=0.1", "--quiet", text]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = subprocess.Popen(
+        command("train", *flags, "--out", killed),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    metrics = killed / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    step = load_checkpoint(killed / "checkpoint.pt")["position"]["step"]
+    assert 0 < step < 300
+    assert not (killed / "model").exists()
+
+    tidegate("train", *flags, "--out", killed)
+    tidegate("train", *flags, "--out", whole)
+    a, b = load_checkpoint(whole / "checkpoint.pt"), load_checkpoint(killed / "checkpoint.pt")
+    for key in ("model", "optimizer", "rng", "samples"):
+        assert_same(a[key], b[key], key)
+    assert b["position"]["step"] == 300
+    model = "model/model.safetensors"
+    assert (whole / model).read_bytes() == (killed / model).read_bytes()
+    one, two = (
+        [
+            {k: v for k, v in row.items() if "second" not in k}
+            for row in read_metrics(folder / "metrics.jsonl")
+        ]
+        for folder in (whole, killed)
+    )
+    assert one == two
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, text):
+    run = prepare(tmp_path / "run", text)
+    run.trainer.run(quiet=True)
+    score = finish(run)
+    before = files(tmp_path / "run")
+    again = prepare(tmp_path / "run", text)
+    again.trainer.run(quiet=True)
+    assert finish(again) == score
+    assert files(tmp_path / "run") == before
+
+
+def test_a_finished_run_can_be_given_more_steps(tmp_path, text):
+    prepare(tmp_path / "run", text, schedule="constant").trainer.run(quiet=True)
+    longer = prepare(tmp_path / "run", text, schedule="constant", steps=9)
+    assert longer.resumed
+    longer.trainer.run(quiet=True)
+    whole = prepare(tmp_path / "whole", text, schedule="constant", steps=9)
+    whole.trainer.run(quiet=True)
+    assert_same(longer.trainer.model.state_dict(), whole.trainer.model.state_dict())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text):
+    run = prepare(tmp_path / "run", text, steps=4)
+    with torch.no_grad():
+        run.trainer.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match=r"the loss is nan at step 4: lower --lr"):
+        run.trainer.run(quiet=True)
+    assert not run.folder.checkpoint.exists()
+
+
+def _refused(tmp_path: Path, text: Path | str, message: str, **changes) -> None:
+    before = files(tmp_path)
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(tmp_path / "run", text, **changes)
+    assert "\n" not in str(caught.value)
+    assert files(tmp_path) == before
+
+
+def test_another_configuration_is_refused(tmp_path, text):
+    prepare(tmp_path / "run", text).trainer.run(quiet=True)
+    _refused(
+        tmp_path,
+        text,
+        r"run holds a run of another configuration \(dim: 16, now 32\): name another --out",
+        model={"dim": 32},
+    )
+    _refused(tmp_path, text, r"\(lr: 0.003, now 0.1; seed: 1, now 5\)", lr=0.1, seed=5)
+
+
+def test_changed_text_is_refused(tmp_path, text):
+    prepare(tmp_path / "run", text).trainer.run(quiet=True)
+    write_text(text, seed=7)
+    _refused(tmp_path, text, r"the content of .*text.txt changed")
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path, text):
+    run = prepare(tmp_path / "run", text)
+    run.trainer.run(quiet=True)
+    whole = run.folder.checkpoint.read_bytes()
+    for size in (0, 100, len(whole) // 2, len(whole) - 1):
+        run.folder.checkpoint.write_bytes(whole[:size])
+        message = rf"checkpoint.pt: the checkpoint is truncated or damaged \({size} bytes\)"
+        _refused(tmp_path, text, message)
+        with pytest.raises(UserError, match="truncated or damaged"):
+            load_trained(str(tmp_path / "run"), "cpu")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, text):
+    prepare(tmp_path / "run", text).trainer.run(quiet=True)
+    other = prepare(tmp_path / "other", text, model={"dim": 24})
+    other.trainer.run(quiet=True)
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    checkpoint.write_bytes(other.folder.checkpoint.read_bytes())
+    _refused(tmp_path, text, r"checkpoint.pt: the checkpoint is of another model")
+    with pytest.raises(UserError, match=r"checkpoint.pt: does not fit config.json beside it"):
+        load_trained(str(tmp_path / "run"), "cpu")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, text):
+    (tmp_path / "file").write_text("here first")
+    with pytest.raises(UserError, match=r"out: cannot write to the run folder .*file.run"):
+        prepare(tmp_path / "file" / "run", text)
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+def test_a_folder_with_files_of_an_unknown_run_is_refused(tmp_path, text):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    _refused(tmp_path, text, r"holds files of a run but no config.json")
+    (tmp_path / "run" / "config.json").write_text("{broken")
+    _refused(tmp_path, text, r"config.json: not valid JSON")
+
+
+def test_bad_data_leaves_no_folder_behind(tmp_path, text):
+    write_text(text, 30)
+    _refused(
+        tmp_path,
+        text,
+        r"is too short: its training part has 27 tokens, .*context of 64",
+        context=64,
+    )
+    _refused(tmp_path, tmp_path / "gone", "no such file or folder")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_is_refused(tmp_path, text):
+    _refused(tmp_path, text, "LMConfig: mixer: 'hgrn9' is unknown", model={"mixer": "hgrn9"})
+    _refused(tmp_path, text, "LMConfig: unknown key 'width'", model={"width": 3})
+    _refused(tmp_path, text, "the model's vocabulary is 100", model={"vocab_size": 100})
+
+
+def test_a_failed_write_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {"value": torch.ones(3)})
+    before = path.read_bytes()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    message = "cannot write the checkpoint: No space left on device; the earlier one is untouched"
+    with pytest.raises(UserError, match=message):
+        save_checkpoint(path, {"value": torch.zeros(3)})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_left_by_a_kill_are_cleared(tmp_path):
+    (tmp_path / ".checkpoint.pt.abc").write_bytes(b"half")
+    RunFolder(tmp_path).make()
+    assert list(tmp_path.iterdir()) == []
