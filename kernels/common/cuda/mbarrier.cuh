@@ -29,44 +29,64 @@ __device__ inline void mbarrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
-/// Arrives at the same barrier of another block of the cluster.
-__device__ inline void mbarrier_arrive_remote(uint64_t* barrier, int rank) {
+/// Arrives once, and makes the phase wait for `bytes` more bytes of store_remote.
+__device__ inline void mbarrier_arrive_expecting(uint64_t* barrier, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
-  asm volatile(
-      "{ .reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(address),
-      "r"(rank)
-      : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+               : "memory");
+#endif
+}
+
+/// Stores to the same place in another block of the cluster, and counts the bytes at the same
+/// barrier of that block: who waits there sees them. No fence: a release at cluster scope would
+/// wait for everything this thread has ever stored, device memory included.
+template <class Bits>
+__device__ inline void store_remote(Bits* shared, Bits value, uint64_t* barrier, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned to, at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(to)
+      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(at)
+      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(barrier))), "r"(rank));
+  if constexpr (sizeof(Bits) == 4) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(value), "r"(at)
+        : "memory");
+  } else if constexpr (sizeof(Bits) == 8) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::
+            "r"(to),
+        "r"(value.x), "r"(value.y), "r"(at)
+        : "memory");
+  } else {
+    static_assert(sizeof(Bits) == 16);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(to),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(at)
+        : "memory");
+  }
 #endif
 }
 
 /// Waits for the completion of the phase of the given parity (0 for the first, 1 for the
-/// second...). kCluster: arrivals came from other blocks of the cluster.
-template <bool kCluster = false>
+/// second...).
 __device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
   const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
   unsigned done = 0;
   while (done == 0) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if constexpr (kCluster) {
-      asm volatile(
-          "{ .reg .pred p;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(address), "r"(parity)
-          : "memory");
-    } else {
-      asm volatile(
-          "{ .reg .pred p;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(address), "r"(parity)
-          : "memory");
-    }
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
 #else
     asm volatile(
         "{ .reg .pred p;\n"

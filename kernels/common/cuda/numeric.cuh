@@ -202,8 +202,12 @@ template <int kBytes>
 __device__ inline void copy_async(void* shared, const void* global) {
   if constexpr (kBytes >= 4) {
     const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes)
-                 : "memory");
+    if constexpr (kBytes == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes)
+                   : "memory");
+    }
   } else {  // too narrow for the hardware
     using Bits = typename BitsOf<kBytes>::type;
     *static_cast<Bits*>(shared) = *static_cast<const Bits*>(global);

@@ -79,18 +79,6 @@ __device__ inline Sigmoids<Real> sigmoids(Real x) {
   return {e * neg, neg};
 }
 
-/// sigmoids(f), and sigmoid(c) as well, for one reciprocal: 1/a and 1/b both follow from 1/(a*b).
-template <class Math, class Real>
-__device__ inline Sigmoids<Real> sigmoids_with(Real f, Real c, Real* sigmoid_c) {
-  const Real e = Math::exp_capped(f);
-  const Real a = Real(1) + e;
-  const Real b = Real(1) + Math::exp_capped(-c);
-  const Real r = Math::reciprocal(a * b);
-  *sigmoid_c = a * r;
-  const Real neg = b * r;
-  return {e * neg, neg};
-}
-
 /// SiLU(x) = x * sigmoid(x), and its derivative.
 template <class Math, class Real>
 __device__ inline void silu_with_derivative(Real x, Real* value, Real* derivative) {

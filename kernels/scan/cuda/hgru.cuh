@@ -60,6 +60,8 @@ struct HgruBase {
   static constexpr bool kComplex = kComplex_;
   static constexpr int kVec = kVec_;
   static constexpr int kParts = kComplex ? 2 : 1;
+  // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
+  static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   Lane lane;
   Sequence seq;
@@ -143,13 +145,13 @@ struct PartRows {
 template <bool kBackward, bool kComplex>
 struct HgruShape;
 template <>
-struct HgruShape<false, false> : WalkShape<16, 2> {};
+struct HgruShape<false, false> : WalkShape<8, 3> {};
 template <>
-struct HgruShape<true, false> : WalkShape<8, 3> {};
+struct HgruShape<true, false> : WalkShape<4, 4> {};
 template <>
-struct HgruShape<false, true> : WalkShape<8, 3> {};
+struct HgruShape<false, true> : WalkShape<8, 2> {};
 template <>
-struct HgruShape<true, true> : WalkShape<4, 3> {};
+struct HgruShape<true, true> : WalkShape<4, 4> {};
 
 template <class Data_, class Gate_, bool kComplex_, int kVec_>
 struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_> {
@@ -202,32 +204,33 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     return raw;
   }
 
+  /// lambda and (1 - lambda) * act(c). With A = 1 + exp(f), B = 1 + exp(-c) and r = 1 / (A B):
+  ///   sigmoid(-f) = B r,   sigmoid(f) = exp(f) B r,   sigmoid(-f) * silu(c) = c r
+  /// so one reciprocal serves both activations.
   __device__ Decoded decode(const Raw& raw) const {
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      Number x = Base::number(raw.c, v);
-      const auto decay = this->decay(activate(raw.f.get(v), x), v);
-      d.keep[v] = decay.keep;
-      d.in[v] = decay.enter * x;
+      const Real bound = this->gamma[v];
+      const Real free = Real(1) - bound;
+      const Real e = Math::exp_capped(raw.f.get(v));
+      const Number x = Base::number(raw.c, v);
+      const Real b = Real(1) + Math::exp_capped(-real_part(x));
+      const Real r = Math::reciprocal((Real(1) + e) * b);
+      const Real neg = b * r;
+      d.keep[v] = fused(free, e * neg, bound);
+      if constexpr (kComplex) {
+        const Real im = silu ? x.im * sigmoids<Math>(x.im).pos : x.im;
+        d.in[v] = {free * x.re * (silu ? r : neg), free * neg * im};
+      } else {
+        d.in[v] = free * x * (silu ? r : neg);
+      }
     }
     return d;
   }
 
-  /// The gate's sigmoids; x becomes act(x).
-  __device__ Sigmoids<Real> activate(Real f, Real& x) const {
-    Real s;
-    const Sigmoids<Real> gate = sigmoids_with<Math>(f, x, &s);
-    x = silu ? x * s : x;
-    return gate;
-  }
-  __device__ Sigmoids<Real> activate(Real f, Complex<Real>& x) const {
-    Real s;
-    const Sigmoids<Real> gate = sigmoids_with<Math>(f, x.re, &s);
-    const Real t = sigmoids<Math>(x.im).pos;
-    x = silu ? Complex<Real>{x.re * s, x.im * t} : x;
-    return gate;
-  }
+  static __device__ Real real_part(Real x) { return x; }
+  static __device__ Real real_part(Complex<Real> x) { return x.re; }
 
   __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
     const Decoded d = decode(raw);
@@ -245,6 +248,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     }
   }
 
+  template <bool kLast>
   __device__ void apply(int k, const Raw&, const Decoded& d, Number (&s)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -268,7 +272,6 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
 template <class Data_, class Gate_, bool kComplex_, int kVec_>
 struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
-  using Base::gamma;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
   using typename Base::Gate;
@@ -281,8 +284,9 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
     Pack<Gate, kVec> f;
   };
-  // Kept between fold and apply: nothing. Decoding twice costs less than the registers.
-  struct Decoded {};
+  struct Decoded {
+    Sigmoids<Real> gate[kVec];
+  };
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
     return p.forward.layout;
@@ -333,18 +337,16 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     return raw;
   }
 
-  __device__ Sigmoids<Real> gate(const Raw& raw, int v) const {
-    return sigmoids<Math>(static_cast<Real>(raw.f.get(v)));
-  }
-
   __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+    Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real keep = this->decay(gate(raw, v), v).keep;
+      d.gate[v] = sigmoids<Math>(static_cast<Real>(raw.f.get(v)));
+      const Real keep = this->decay(d.gate[v], v).keep;
       map.a[v] = keep * map.a[v];
       map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
     }
-    return {};
+    return d;
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
@@ -362,20 +364,21 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     }
   }
 
-  __device__ void apply(int k, const Raw& raw, Decoded, Number (&s)[kVec]) {
+  template <bool kLast>
+  __device__ void apply(int k, const Raw& raw, const Decoded& d, Number (&s)[kVec]) {
     Number before[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       before[v] = Base::number(raw.h_before, v);
     }
-    if (k == seq.length - 1) {
+    if (kLast && k == seq.length - 1) {
       Base::State::load(before, h0, seq.index, lane);
     }
     Number dc_out[kVec];
     Real df_out[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      step(raw, v, before[v], s[v], dc_out[v], df_out[v]);
+      step(raw, d.gate[v], v, before[v], s[v], dc_out[v], df_out[v]);
     }
     Pack<Data, kVec> dc_parts[kParts];
     Base::split(dc_out, dc_parts);
@@ -384,9 +387,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   }
 
   /// One channel of one step.
-  __device__ void step(const Raw& raw, int v, Number before, Number& s, Number& dc_out,
-                       Real& df_out) {
-    const Sigmoids<Real> sig = gate(raw, v);
+  __device__ void step(const Raw& raw, const Sigmoids<Real>& sig, int v, Number before, Number& s,
+                       Number& dc_out, Real& df_out) {
     const auto decay = this->decay(sig, v);
     const Number g = Base::number(raw.dh, v) + s;
     s = decay.keep * rotation[v].backward(g);

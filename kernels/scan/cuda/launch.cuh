@@ -149,9 +149,9 @@ cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& lau
 
 template <class Op>
 cudaError_t launch_walk(const typename Op::Params& params, const ScanPlan& plan, void* workspace,
-                        cudaStream_t stream) {
+                        bool wide_rows, cudaStream_t stream) {
   const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kWarpSize), plan.splits,
-                             workspace};
+                             wide_rows, workspace};
   switch (plan.split) {
     case TimeSplit::kCluster:
       return launch_mode<Op, WalkMode::kCluster>(params, launch, plan.warps, stream);
@@ -167,7 +167,7 @@ cudaError_t launch_walk(const typename Op::Params& params, const ScanPlan& plan,
 template <class Op>
 cudaError_t launch_plain(const typename Op::Params& params, cudaStream_t stream) {
   constexpr int kThreads = 64;
-  const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kThreads), 1, nullptr};
+  const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kThreads), 1, false, nullptr};
   const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
   plain_walk_kernel<Op><<<blocks, kThreads, 0, stream>>>(params, launch);
   return cudaGetLastError();
@@ -223,7 +223,9 @@ struct WalkFamily {
       if constexpr (kPlain) {
         return launch_plain<Op>(params, stream);
       } else {
-        return launch_walk<Op>(params, plan, workspace, stream);
+        const bool wide_rows = Plain::channels(params) % (kWarpSize * Op::kVec) == 0 &&
+                               packs_align(tensors, Plain::channels(params), 4 * Op::kVec);
+        return launch_walk<Op>(params, plan, workspace, wide_rows, stream);
       }
     });
   }

@@ -17,6 +17,7 @@ struct LinearScanForward : LinearScanShape<false> {
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanParams;
   static constexpr int kVec = kVec_;
+  static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {
     Pack<Data, kVec> x;
@@ -79,6 +80,7 @@ struct LinearScanForward : LinearScanShape<false> {
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}
 
+  template <bool kLast>
   __device__ void apply(int k, const Raw&, const Decoded& d, Number (&s)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -101,6 +103,7 @@ struct LinearScanBackward : LinearScanShape<true> {
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanBackwardParams;
   static constexpr int kVec = kVec_;
+  static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {
     Pack<Data, kVec> h_before, dh;
@@ -163,13 +166,14 @@ struct LinearScanBackward : LinearScanShape<true> {
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}
 
+  template <bool kLast>
   __device__ void apply(int k, const Raw& raw, Decoded, Number (&s)[kVec]) {
     Number before[kVec], dx_out[kVec], da_out[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       before[v] = raw.h_before.get(v);
     }
-    if (k == seq.length - 1) {
+    if (kLast && k == seq.length - 1) {
       State::load(before, h0, seq.index, lane);
     }
 #pragma unroll

@@ -94,6 +94,25 @@ struct FetchSource {
   }
 };
 
+/// The same for rows that are whole and aligned to 16 bytes: the warp copies several steps at once,
+/// 16 bytes a thread. Thread by thread, `k` is the step that the thread copies for, and `slot` that
+/// step's slot; the packs must be of kPackBytes.
+template <int kPackBytes>
+struct WideFetchSource {
+  static constexpr int kThreadsARow = 32 * kPackBytes / 16;
+  static constexpr int kStepsAtOnce = 32 / kThreadsARow;
+  char* slot;
+  int lane;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k) {
+    static_assert(sizeof(Pack<T, kVec>) == kPackBytes);
+    const int offset = lane % kThreadsARow * 16;
+    copy_async<16>(slot + offset, static_cast<char*>(rows.at(k)) + (offset - lane * kPackBytes));
+    slot += 32 * kPackBytes;
+  }
+};
+
 /// Takes them from the slot.
 struct SlotSource {
   const char* slot;

@@ -7,8 +7,8 @@
 //   kSteps consecutive steps, its run. The warps of a block own consecutive runs; together they are
 //   a tile. In a cluster, consecutive blocks own consecutive tiles.
 //
-//   Inputs travel through a ring in shared memory, kStages runs deep, so that loads are always in
-//   flight. A thread copies and reads only its own channels: the ring needs no barrier.
+//   Inputs travel through a warp's ring in shared memory, kStages runs deep, so that loads are
+//   always in flight. Rings are private to their warps and need no barrier.
 //
 //   One round, for every warp:
 //     fold    its run, from the ring, into one affine map (A, X)
@@ -31,7 +31,8 @@
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh); last: the last step
 //   fold(raw, map) -> Decoded      map <- step o map
 //   seal(map)                      after kSteps folds: what fold left out
-//   apply(k, raw, decoded, s)      advance the state s by step k and write its outputs
+//   apply<kLast>(k, raw, decoded, s)   advance the state s by step k and write its outputs;
+//                                  kLast: k may be the last step
 //   finish(s)                      the state after the last step
 //   reduce(row, scratch, ...)      partial sums over the steps seen, if the op has any
 
@@ -101,6 +102,13 @@ struct MapBoard {
     x[slot][lane] = pack<Number, kVec>(m.x);
   }
 
+  /// Posts to the same board of another block of the cluster, where `came` counts the bytes.
+  __device__ void send(int slot, int lane, const AffineMap<Number, kVec>& m, uint64_t* came,
+                       int rank) {
+    store_remote(&a[slot][lane].bits, pack<Number, kVec>(m.a).bits, came, rank);
+    store_remote(&x[slot][lane].bits, pack<Number, kVec>(m.x).bits, came, rank);
+  }
+
   /// The x half alone, which may hold a state.
   __device__ void post_x(int slot, int lane, const Number (&s)[kVec]) {
     x[slot][lane] = pack<Number, kVec>(s);
@@ -156,8 +164,8 @@ __device__ inline void init_shared(WalkShared<Op, kCluster>& shared, const Place
     for (int w = 0; w < at.warps; ++w) {
       mbarrier_init(&shared.mail_came[w], 1);
     }
-    mbarrier_init(&shared.tiles_came[0], at.splits);
-    mbarrier_init(&shared.tiles_came[1], at.splits);
+    mbarrier_init(&shared.tiles_came[0], 1);
+    mbarrier_init(&shared.tiles_came[1], 1);
     mbarrier_fence_init();
   }
   __syncthreads();
@@ -245,16 +253,14 @@ __device__ inline void carry_through_cluster(WalkShared<Op, true>& shared, const
     shared.mail.post(at.warp + 1, at.lane, total);
     chain.notify(at.warp + 1);
   } else {
-    auto cluster = cooperative_groups::this_cluster();
     for (int r = 0; r < at.splits; ++r) {
-      cluster.map_shared_rank(&tiles, r)->post(at.rank, at.lane, total);
-    }
-    __syncwarp();
-    if (at.lane < at.splits) {
-      mbarrier_arrive_remote(tiles_came, at.lane);
+      tiles.send(at.rank, at.lane, total, tiles_came, r);
     }
   }
-  mbarrier_wait<true>(tiles_came, (round >> 1) & 1);
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expecting(tiles_came, at.splits * kWarpSize * int{sizeof(Map)});
+  }
+  mbarrier_wait(tiles_came, (round >> 1) & 1);
   for (int r = 0; r < at.splits; ++r) {
     if (r == at.rank) {
 #pragma unroll
@@ -276,15 +282,38 @@ class Ring {
   static constexpr int kStageBytes = kSlotBytes * Op::kSteps;
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
-  __device__ Ring(char* shared, int warp, int lane) : base_(shared + warp * kBytes), lane_(lane) {}
+  // All inputs must be packs of four bytes, a row of which is 128 bytes, for wide copies.
+  using Wide = WideFetchSource<4>;
+  static constexpr bool kCanBeWide = Op::kPackBytes == 4 && Op::kSteps % Wide::kStepsAtOnce == 0;
+
+  __device__ Ring(char* shared, int warp, int lane, bool wide)
+      : base_(shared + warp * kBytes), lane_(lane), wide_(wide) {}
 
   /// Starts copying the run from step k into a stage. Steps past the end repeat the last one: that
   /// is memory which exists, and nothing that comes of it is used.
   __device__ void fetch(const Op& op, int stage, int k, int end, int length) const {
+    if constexpr (kCanBeWide) {
+      if (wide_) {
+        __syncwarp();  // the place is free only when all threads have taken what they need from it
+#pragma unroll
+        for (int first = 0; first < Op::kSteps; first += Wide::kStepsAtOnce) {
+          const int i = first + lane_ / Wide::kThreadsARow;
+          op.gather(Wide{slot(stage, i), lane_}, min(k + i, end - 1), length - 1);
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
       op.gather(FetchSource{slot(stage, i), lane_}, min(k + i, end - 1), length - 1);
     }
+  }
+
+  /// Waits until the oldest run under way has come. Every fetch, or its absence, is followed by
+  /// commit_copies, so that groups count runs.
+  __device__ void wait() const {
+    wait_for_copies<Op::kStages - 1>();
+    __syncwarp();
   }
 
   __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
@@ -298,6 +327,7 @@ class Ring {
 
   char* base_;
   int lane_;
+  bool wide_;
 };
 
 /// Applies the run that begins at step k to the state that enters it. `s` becomes the state after
@@ -309,14 +339,14 @@ __device__ inline void apply_run(Op& op, const Ring<Op>& ring, int stage,
   if (k + Op::kSteps <= end && k + Op::kSteps < length) {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      op.apply(k + i, ring.take(op, stage, i), decoded[i], s);
+      op.template apply<false>(k + i, ring.take(op, stage, i), decoded[i], s);
     }
     return;
   }
 #pragma unroll
   for (int i = 0; i < Op::kSteps; ++i) {
     if (k + i < end) {
-      op.apply(k + i, ring.take(op, stage, i), decoded[i], s);
+      op.template apply<true>(k + i, ring.take(op, stage, i), decoded[i], s);
       if (k + i == length - 1) {
         op.finish(s);
       }
@@ -379,6 +409,7 @@ struct SegmentMaps {
 struct WalkLaunch {
   int64_t channel_tiles;
   int splits;
+  bool wide_rows;   // all rows of a channel tile are whole and aligned to 16 bytes
   void* workspace;  // SegmentMaps of a two-pass walk
 };
 
@@ -417,7 +448,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
 
   const int stride = (kCluster ? splits : 1) * at.warps * Op::kSteps;  // steps a round
   int k = span.begin + ((kCluster ? at.rank * at.warps : 0) + at.warp) * Op::kSteps;
-  const Ring<Op> ring(shared_memory + sizeof(shared), at.warp, at.lane);
+  const Ring<Op> ring(shared_memory + sizeof(shared), at.warp, at.lane, launch.wide_rows);
   for (int stage = 0; stage < Op::kStages; ++stage) {
     if (span.begin + stage * stride < span.end) {
       ring.fetch(op, stage, k + stage * stride, span.end, seq.length);
@@ -427,7 +458,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
   int stage = 0;
   int round = 0;
   for (int base = span.begin; base < span.end; base += stride, k += stride, ++round) {
-    wait_for_copies<Op::kStages - 1>();
+    ring.wait();
     typename Op::Decoded decoded[Op::kSteps];
     Map map = Map::identity();
 #pragma unroll
@@ -495,7 +526,7 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
     for (int k = 0; k <= last; ++k) {
       const typename Op::Raw next = op.gather(DirectSource{}, min(k + 1, last), last);
       auto unused = AffineMap<typename Op::Number, Op::kVec>::identity();
-      op.apply(k, raw, op.fold(raw, unused), s);
+      op.template apply<true>(k, raw, op.fold(raw, unused), s);
       raw = next;
     }
   }
