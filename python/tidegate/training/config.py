@@ -193,6 +193,8 @@ def recipes() -> dict[str, Recipe]:
                 "seconds": 165.0,
                 "context": 256,
                 "batch_size": 8,
+                "optimizer": "muon",
+                "muon_lr": 0.02,
                 "lr": 3e-3,
                 "betas": (0.9, 0.99),
                 "weight_decay": 0.1,

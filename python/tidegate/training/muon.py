@@ -30,7 +30,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Five Newton-Schulz iterations; float32 in and out, bf16 between where that is fast.
     """
     tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if tall else matrices
+    x = matrices.mT.contiguous() if tall else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     if x.device.type == "cuda" or cpu_has_amx():
         x = x.bfloat16()

@@ -82,13 +82,16 @@ def build_optimizer(
 def _muon(
     model: nn.Module, lr: float, muon_lr: float, weight_decay: float, decay: str, adam: dict
 ) -> Combined:
-    """Muon for the linear layers' matrices, AdamW for what is left."""
+    """Muon for the matrices of linear layers and torch's own RNNs, AdamW for what is left."""
     head = getattr(model, "head", None)
     rows: dict[int, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             owner = model.get_submodule(name.rpartition(".")[0])
             rows[id(module.weight)] = _stacked_rows(owner, module)
+        elif isinstance(module, nn.RNNBase):
+            for weight in module.parameters(recurse=False):
+                rows[id(weight)] = [module.hidden_size] * (len(weight) // module.hidden_size)
     matrices = [p for p in _hidden_matrices(model) if id(p) in rows]
     taken = {id(p) for p in matrices}
     groups = [
