@@ -27,11 +27,10 @@ def why_no_cuda() -> str | None:
     """Why tests cannot run tidegate on a CUDA device here, or None."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    import tidegate  # noqa: F401  (loads the operators)
+    from tidegate._library import build_info
 
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("tidegate::hgru", "CUDA"):
-        return "tidegate was built without CUDA"
-    return None
+    built = build_info()["cuda"]
+    return f"tidegate was built without CUDA ({built})" if built.startswith("off") else None
 
 
 def require_cuda() -> None:

@@ -204,6 +204,7 @@ def test_gradcheck(case: Case, device: str) -> None:
     assert torch.autograd.gradcheck(function, leaves, nondet_tol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theta", [False, True])
 def test_gradients_over_a_long_time(theta: bool, device: str) -> None:
     """lambda near 1 (and theta turning) over 131072 steps."""

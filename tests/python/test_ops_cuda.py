@@ -299,6 +299,22 @@ def test_slices_of_one_projection_beyond_two_to_the_31() -> None:
     close_in_parts(h, copies, 2**-7)
 
 
+@pytest.mark.large
+def test_rows_two_to_the_31_bytes_apart() -> None:
+    """A view of time steps that lie further apart than a kernel's row stride can say."""
+    needs_memory(20)
+    far = torch.randn(3, (1 << 30) + 8, device="cuda", dtype=torch.bfloat16)
+    x = far[:, :8].unsqueeze(0)
+    assert x.stride(1) * x.element_size() > 2**31
+    a = torch.rand(1, 3, 8, device="cuda", dtype=torch.bfloat16)
+    leaf = x.detach().requires_grad_()
+    h, _ = ops.linear_scan(leaf, a)
+    assert torch.equal(h, ops.linear_scan(x.contiguous(), a)[0])
+    (dx,) = torch.autograd.grad(h.sum(), leaf)
+    assert dx.shape == x.shape
+    assert dx.isfinite().all()
+
+
 # Repeatability and stale memory -----------------------------------------------------------------
 
 

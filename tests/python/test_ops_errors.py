@@ -220,12 +220,17 @@ def test_offsets_on_another_device() -> None:
 @pytest.mark.parametrize("op", ["linear_scan", "hgru"])
 def test_layouts(op: str) -> None:
     good = good_scan() if op == "linear_scan" else good_hgru()
-    for name in list(good)[:2]:
-        sparse = good | {name: torch.ones_like(good[name]).to_sparse()}
-        raises(getattr(ops, op), op, name, "strided", "got", "Sparse", **sparse)
-    mkldnn = good | {next(iter(good)): torch.ones(2, 6, 4).to_mkldnn()}
+    data, gate = list(good)[:2]
+    ones = torch.ones(2, 6, 4)
+    layouts = [(data, ones.to_sparse(), "sparse_coo"), (gate, ones.to_sparse(), "sparse_coo")]
     if torch.backends.mkldnn.is_available():
-        raises(getattr(ops, op), op, "strided", "Mkldnn", **mkldnn)
+        layouts.append((data, ones.to_mkldnn(), "mkldnn"))
+    nested = torch.nested.nested_tensor([ones[0], ones[1, :3]])
+    for name, value, layout in (*layouts, (data, nested, "nested")):
+        parts = [op, "strided", "got layout", layout]
+        with torch.no_grad():
+            raises(getattr(ops, op), *parts, **(good | {name: value}))
+        raises(getattr(ops, op), *parts, **(good | {name: value}))
 
 
 # Steps ------------------------------------------------------------------------------------------

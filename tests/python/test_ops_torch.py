@@ -148,6 +148,7 @@ def test_compiled_once_for_all_shapes(case: Case, device: str) -> None:
     assert counter.frame_count == 1, "a shape has caused a recompilation"
 
 
+@pytest.mark.slow
 def test_compiled_with_inductor(device: str) -> None:
     """Once through the default backend, with work to fuse on both sides of the op."""
     case = replace(CASES[0], activation="none")
@@ -356,6 +357,13 @@ def test_forward_mode_is_an_error(device: str) -> None:
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             with pytest.raises(RuntimeError, match=f"{op.__name__}: forward-mode"):
                 op(dual, x)
+
+
+def test_function_transforms_are_an_error(device: str) -> None:
+    x = torch.ones(2, 5, 4, device=device)
+    for op in (ops.linear_scan, ops.hgru):
+        with pytest.raises(RuntimeError, match=f"{op.__name__}: torch.func transforms"):
+            torch.func.grad(lambda v, op=op: op(v, x)[0].sum())(x)
 
 
 def test_gradients_through_steps_are_an_error(device: str) -> None:

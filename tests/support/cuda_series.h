@@ -64,8 +64,12 @@ class DeviceSeries {
  public:
   DeviceSeries(DType dtype, int64_t batch, int64_t time, int64_t columns, int64_t gap,
                int64_t shift)
-      : dtype_(dtype), tokens_(batch * time), time_(time), columns_(columns),
-        stride_(columns + gap), shift_(shift),
+      : dtype_(dtype),
+        tokens_(batch * time),
+        time_(time),
+        columns_(columns),
+        stride_(columns + gap),
+        shift_(shift),
         buffer_((shift + batch * time * (columns + gap) + gap) * element_size(dtype)) {}
 
   DType dtype() const { return dtype_; }

@@ -1,7 +1,7 @@
 #pragma once
 
-// The error rule of the tests: against the exact result, a kernel may be wrong by at most twice what
-// the same maths in its own precision is, in norm and in the largest element.
+// The error rule of the tests: against the exact result, a kernel may be wrong by at most twice
+// what the same maths in its own precision is, in norm and in the largest element.
 
 #include <gtest/gtest.h>
 
@@ -42,8 +42,7 @@ inline void expect_within_rule(const std::string& name, kernels::DType dtype, co
     }
   }
   const double tiny = 1e-20 * std::sqrt(static_cast<double>(std::max<size_t>(1, exact.size())));
-  EXPECT_LE(std::sqrt(norm[0]),
-            2 * std::sqrt(norm[1]) + relative * std::sqrt(norm[2]) + tiny)
+  EXPECT_LE(std::sqrt(norm[0]), 2 * std::sqrt(norm[1]) + relative * std::sqrt(norm[2]) + tiny)
       << name << ": norm of the error, of " << std::sqrt(norm[2]);
   EXPECT_LE(largest[0], 2 * largest[1] + relative * largest[2] + tiny)
       << name << ": largest error, at " << worst << ", of " << largest[2];

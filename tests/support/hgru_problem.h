@@ -10,9 +10,17 @@ namespace tidegate::testing {
 class HgruProblem : public ScanProblem {
  public:
   explicit HgruProblem(const ScanCase& config)
-      : ScanProblem(config), c_(data()), h_(data()), dh_(data()), dc_(data()),
-        f_(tokens(gate(), config.channels)), df_(tokens(gate(), config.channels)), h0_(states()),
-        h_final_(states()), dh_final_(states()), dh0_(states()),
+      : ScanProblem(config),
+        c_(data()),
+        h_(data()),
+        dh_(data()),
+        dc_(data()),
+        f_(tokens(gate(), config.channels)),
+        df_(tokens(gate(), config.channels)),
+        h0_(states()),
+        h_final_(states()),
+        dh_final_(states()),
+        dh0_(states()),
         gamma_(rows(config.state(), 1, config.channels)),
         theta_(rows(config.state(), 1, config.channels)) {
     const auto draw = [this] { return normal(); };
@@ -52,8 +60,11 @@ class HgruProblem : public ScanProblem {
         [&](ScanPlan* plan) { return kernels::hgru_backward_plan(backward, plan); }, &scratch_,
         [&] { return kernels::hgru_backward(backward, nullptr); });
 
-    Gradients found = {{"h", values(h_)},   {"h_final", values(h_final_)}, {"dc", values(dc_)},
-                       {"df", plain(df_)},  {"dh0", values(dh0_)}};
+    Gradients found = {{"h", values(h_)},
+                       {"h_final", values(h_final_)},
+                       {"dc", values(dc_)},
+                       {"df", plain(df_)},
+                       {"dh0", values(dh0_)}};
     if (config_.gamma) {
       found.emplace_back("dgamma", sum_rows<double>(plain(dgamma), config_.channels));
     }
@@ -95,9 +106,7 @@ class HgruProblem : public ScanProblem {
   }
 
   DType dtype_of(const std::string& name) const {
-    return name == "df"                   ? gate()
-           : name == "h" || name == "dc" ? config_.dtype
-                                          : config_.state();
+    return name == "df" ? gate() : name == "h" || name == "dc" ? config_.dtype : config_.state();
   }
 
  private:

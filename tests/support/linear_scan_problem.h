@@ -10,10 +10,16 @@ namespace tidegate::testing {
 class LinearScanProblem : public ScanProblem {
  public:
   explicit LinearScanProblem(const ScanCase& config)
-      : ScanProblem(config), x_(tokens(config.dtype, d())), h_(tokens(config.dtype, d())),
-        dh_(tokens(config.dtype, d())), dx_(tokens(config.dtype, d())),
+      : ScanProblem(config),
+        x_(tokens(config.dtype, d())),
+        h_(tokens(config.dtype, d())),
+        dh_(tokens(config.dtype, d())),
+        dx_(tokens(config.dtype, d())),
         a_(config.constant ? rows(gate(), 1, d()) : tokens(gate(), d())),
-        da_(tokens(gate(), d())), h0_(states()), h_final_(states()), dh_final_(states()),
+        da_(tokens(gate(), d())),
+        h0_(states()),
+        h_final_(states()),
+        dh_final_(states()),
         dh0_(states()) {
     fill(x_, d(), [this] { return std::complex<double>(normal(), normal()); });
     fill(dh_, d(), [this] { return std::complex<double>(normal(), normal()); });
@@ -29,8 +35,8 @@ class LinearScanProblem : public ScanProblem {
     forward.h_final = h_final_.device();
     plan_and_launch(
         &forward.plan, &forward.workspace,
-        [&](ScanPlan* plan) { return kernels::linear_scan_forward_plan(forward, plan); },
-        &scratch_, [&] { return kernels::linear_scan_forward(forward, nullptr); });
+        [&](ScanPlan* plan) { return kernels::linear_scan_forward_plan(forward, plan); }, &scratch_,
+        [&] { return kernels::linear_scan_forward(forward, nullptr); });
 
     kernels::LinearScanBackwardParams backward;
     backward.forward = params();
@@ -50,11 +56,12 @@ class LinearScanProblem : public ScanProblem {
         [&](ScanPlan* plan) { return kernels::linear_scan_backward_plan(backward, plan); },
         &scratch_, [&] { return kernels::linear_scan_backward(backward, nullptr); });
 
-    Gradients found = {{"h", values(h_)},       {"h_final", values(h_final_)},
-                       {"dx", values(dx_)},     {"da", config_.constant
-                                                           ? sum_rows<double>(values(partials), d())
-                                                           : values(da_)},
-                       {"dh0", values(dh0_)}};
+    Gradients found = {
+        {"h", values(h_)},
+        {"h_final", values(h_final_)},
+        {"dx", values(dx_)},
+        {"da", config_.constant ? sum_rows<double>(values(partials), d()) : values(da_)},
+        {"dh0", values(dh0_)}};
     for (DeviceSeries* written : {&h_, &dx_, &da_}) {
       written->buffer().download();
       EXPECT_TRUE(written->surroundings_untouched()) << config_.describe();
