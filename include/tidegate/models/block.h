@@ -1,0 +1,118 @@
+// The residual block that all models are stacked from, and what the models share.
+#pragma once
+
+#include <torch/nn/modules/container/modulelist.h>
+#include "tidegate/models/config.h"
+#include "tidegate/nn/glu.h"
+#include "tidegate/nn/lower_bounds.h"
+#include "tidegate/nn/norm.h"
+#include "tidegate/nn/token_mixer.h"
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace tidegate::models {
+
+/// One mixer's state a layer.
+using ModelState = std::vector<torch::Tensor>;
+
+/// What a model returns: logits; the mean loss, undefined without labels; one state a layer (empty
+/// for classifiers).
+struct Output {
+  torch::Tensor logits;
+  torch::Tensor loss;
+  ModelState state;
+};
+
+/// Pre-norm residual block [HGRN, Figure 1]: x += mixer(norm(x)); x += GLU(norm(x)).
+///
+/// Children: mixer_norm, mixer, glu_norm, glu; dropout after mixer and GLU, in training.
+class BlockImpl : public nn::Module<BlockImpl> {
+ public:
+  explicit BlockImpl(const LMConfig& config, const nn::Placement& placement = {});
+
+  void reset() override;
+  /// mixer_norm, mixer, glu_norm, glu, in this order.
+  void reset_parameters();
+
+  /// x `[B, T, dim]` -> the same, and the mixer's state.
+  std::tuple<torch::Tensor, torch::Tensor> forward(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
+      const std::optional<torch::Tensor>& gamma = std::nullopt,
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+
+  /// One token: x `[B, dim]` -> the same; the mixer's state is updated in place.
+  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
+                     const std::optional<torch::Tensor>& gamma = std::nullopt);
+
+  /// The child "mixer" as what it can do.
+  nn::TokenMixer& mixer() const { return *mixer_; }
+
+  LMConfig config;
+  nn::Norm mixer_norm{nullptr};
+  nn::Norm glu_norm{nullptr};
+  nn::GLU glu{nullptr};
+
+ private:
+  torch::Tensor drop(const torch::Tensor& x) const;
+
+  nn::Placement placement_;
+  std::shared_ptr<nn::TokenMixer> mixer_;
+};
+
+TORCH_MODULE(Block);
+
+/// What CausalLM and the classifiers share: blocks, lower bounds (none where the mixer has no bound
+/// or the mode is "none"), final norm. No module itself: a model derives from it too, and its
+/// children are the model's own, under the names blocks, lower_bounds, norm.
+class Backbone {
+ public:
+  /// Every layer's lower bound `[S]`, or nothing.
+  std::vector<std::optional<torch::Tensor>> gammas() const;
+  BlockImpl& block(size_t layer) const;
+
+  LMConfig config;
+  torch::nn::ModuleList blocks{nullptr};
+  nn::LowerBounds lower_bounds{nullptr};
+  nn::Norm norm{nullptr};
+
+ protected:
+  Backbone(LMConfig config, const nn::Placement& placement);
+
+  /// Makes the children, uninitialised, and registers them with the model.
+  void register_children(torch::nn::Module& model);
+  /// lower_bounds, the blocks, the final norm, in this order.
+  void reset_children();
+  /// All blocks and the final norm over x `[B, T, dim]`; `owner` names the model in errors.
+  std::tuple<torch::Tensor, ModelState> run(const char* owner, torch::Tensor x,
+                                            const std::optional<ModelState>& state,
+                                            const std::optional<torch::Tensor>& cu_seqlens) const;
+
+  nn::Placement placement_;
+};
+
+/// Writes config.json and model.safetensors into `directory` (made when missing), the files that
+/// the Python package reads and writes. Each is written beside its place and renamed into it, so an
+/// interrupted save leaves the earlier one. Throws c10::Error when that fails.
+void save_model(const torch::nn::Module& model, const LMConfig& config,
+                const std::filesystem::path& directory);
+
+/// The configuration in `directory`. `owner` names the model in errors.
+LMConfig load_config(const char* owner, const std::filesystem::path& directory);
+
+/// Makes the tensors in `directory` the model's own, in the dtypes they were saved in, on `device`.
+/// Throws c10::Error, naming the first tensor that does not fit, when the file is truncated or
+/// belongs to another configuration; the model is then unchanged.
+void load_weights(torch::nn::Module& model, const std::filesystem::path& directory,
+                  torch::Device device);
+
+/// Throws c10::ValueError unless ids is `[B, T]` of int32 or int64.
+void check_ids(const char* owner, const torch::Tensor& ids);
+
+/// Mean of -log p(label) over the labels that are not -100; zero when there is none.
+torch::Tensor mean_cross_entropy(torch::Tensor logits, const torch::Tensor& labels);
+
+}  // namespace tidegate::models

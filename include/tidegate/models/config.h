@@ -1,0 +1,82 @@
+// The configuration of a whole model, its JSON form, and the papers' configurations by name.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace tidegate::models {
+
+/// The value of a mixer's option; std::monostate is Python's None: the mixer's default.
+using OptionValue = std::variant<std::monostate, bool, int64_t, double, std::string>;
+
+/// Options by name, in the order given.
+using MixerOptions = std::vector<std::pair<std::string, OptionValue>>;
+
+/// What a CausalLM, SequenceClassifier or ImageClassifier is made of; the fields, defaults and JSON
+/// are those of tidegate.models.LMConfig in Python.
+///
+///     LMConfig config{.mixer = "hgrn", .dim = 512, .layers = 6, .glu_hidden = 1024};
+struct LMConfig {
+  /// The token mixer's name, one of mixers().
+  std::string mixer = "hgrn2";
+  /// Number of token ids; unset for image models.
+  std::optional<int64_t> vocab_size = 256;
+  /// Width of the residual stream.
+  int64_t dim = 256;
+  /// Number of blocks.
+  int64_t layers = 4;
+  /// Further options of the mixer, e.g. {{"complex", false}, {"expand", int64_t{2}}}.
+  MixerOptions mixer_options = {};
+  /// Hidden width of the channel mixer; unset = 2 * dim.
+  std::optional<int64_t> glu_hidden = std::nullopt;
+  /// "none" (HGRN's language models) or "silu".
+  std::string glu_activation = "none";
+  /// Biases in the channel mixer.
+  bool glu_bias = false;
+  /// The two norms of a block: "layer", "rms" or "rms_no_weight".
+  std::string norm = "layer";
+  /// The norm before the head; unset = `norm`.
+  std::optional<std::string> final_norm = std::nullopt;
+  /// Epsilon of all norms.
+  double norm_eps = 1e-5;
+  /// Mode of LowerBounds; ignored by mixers without a lower bound.
+  std::string lower_bound = "cumulative";
+  /// After the embedding and after each mixer and GLU, in training.
+  double dropout = 0.0;
+  /// Whether the head is the embedding's transpose (language models).
+  bool tied = true;
+  /// Multiply embeddings by sqrt(dim); unset = as `tied`.
+  std::optional<bool> scale_embedding = std::nullopt;
+  /// Classes of a classifier.
+  std::optional<int64_t> num_classes = std::nullopt;
+  /// Side of an image patch in pixels.
+  std::optional<int64_t> patch_size = std::nullopt;
+  /// Channels of an image.
+  int64_t image_channels = 3;
+
+  /// Throws c10::ValueError, naming the field, for values that cannot be. Models call it first.
+  void validate() const;
+
+  /// JSON text, one field a line; the same text as Python's.
+  std::string to_json() const;
+
+  /// The reverse of to_json(); missing keys take their defaults. Throws c10::ValueError when the
+  /// text is not such JSON, has an unknown key, or a value of the wrong type; validates.
+  static LMConfig from_json(const std::string& text);
+
+  bool operator==(const LMConfig&) const = default;
+};
+
+/// The names of the available mixers.
+std::vector<std::string> mixers();
+
+/// The papers' configurations by name: the same as tidegate.models.presets() in Python, whose
+/// documentation lists them.
+std::map<std::string, LMConfig> presets();
+
+}  // namespace tidegate::models

@@ -1,0 +1,204 @@
+#include "tidegate/models/block.h"
+#include "tidegate/models/safetensors.h"
+
+#include <map>
+#include <string>
+#include <utility>
+
+#include "src/models/file_io.h"
+#include "src/models/mixers.h"
+#include "src/nn/common.h"
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+constexpr char kConfigFile[] = "config.json";
+constexpr char kWeightsFile[] = "model.safetensors";
+
+nn::Norm make_norm(const std::string& kind, const LMConfig& config,
+                   const nn::Placement& placement) {
+  return nn::Norm(nn::NormOptions(config.dim)
+                      .kind(kind)
+                      .eps(config.norm_eps)
+                      .device(placement.device)
+                      .dtype(placement.dtype));
+}
+
+// Parameters and buffers by name, as a state_dict holds them.
+std::map<std::string, Tensor> named_tensors(const torch::nn::Module& model) {
+  std::map<std::string, Tensor> tensors;
+  for (const auto& item : model.named_parameters()) tensors.emplace(item.key(), item.value());
+  for (const auto& item : model.named_buffers()) tensors.emplace(item.key(), item.value());
+  return tensors;
+}
+
+void check_fit(const std::map<std::string, Tensor>& own, const TensorMap& tensors,
+               const std::string& source) {
+  for (const auto& [name, tensor] : own) {
+    const auto found = tensors.find(name);
+    TORCH_CHECK_VALUE(found != tensors.end(), source, ": no tensor '", name,
+                      "', which the configuration asks for");
+    TORCH_CHECK_VALUE(found->second.sizes() == tensor.sizes(), source, ": '", name, "': expected ",
+                      nn::shape_text(tensor), " by the configuration; got ",
+                      nn::shape_text(found->second));
+    TORCH_CHECK_VALUE(found->second.is_floating_point(), source, ": '", name,
+                      "': expected a floating-point dtype; got ", found->second.scalar_type());
+  }
+  for (const auto& [name, tensor] : tensors) {
+    TORCH_CHECK_VALUE(own.count(name) == 1, source, ": tensor '", name,
+                      "' has no place in the configuration");
+  }
+}
+
+}  // namespace
+
+BlockImpl::BlockImpl(const LMConfig& config, const nn::Placement& placement)
+    : config(config), placement_(placement) {
+  config.validate();
+  reset();
+}
+
+void BlockImpl::reset() {
+  mixer_norm = register_module("mixer_norm", make_norm(config.norm, config, placement_));
+  const auto mixer = register_module("mixer", make_mixer(config, placement_));
+  mixer_ = std::dynamic_pointer_cast<nn::TokenMixer>(mixer);
+  glu_norm = register_module("glu_norm", make_norm(config.norm, config, placement_));
+  glu = register_module("glu", nn::GLU(nn::GLUOptions(config.dim)
+                                           .hidden(config.glu_hidden)
+                                           .activation(config.glu_activation)
+                                           .bias(config.glu_bias)
+                                           .device(placement_.device)
+                                           .dtype(placement_.dtype)));
+}
+
+void BlockImpl::reset_parameters() {
+  mixer_norm->reset_parameters();
+  mixer_->reset_parameters();
+  glu_norm->reset_parameters();
+  glu->reset_parameters();
+}
+
+Tensor BlockImpl::drop(const Tensor& x) const {
+  return at::dropout(x, config.dropout, is_training());
+}
+
+std::tuple<Tensor, Tensor> BlockImpl::forward(const Tensor& x, const std::optional<Tensor>& state,
+                                              const std::optional<Tensor>& gamma,
+                                              const std::optional<Tensor>& cu_seqlens) {
+  auto [y, next] = mixer_->forward(mixer_norm->forward(x), state, gamma, cu_seqlens);
+  const Tensor mixed = x + drop(y);
+  return {mixed + drop(glu->forward(glu_norm->forward(mixed))), next};
+}
+
+Tensor BlockImpl::step(const Tensor& x, const Tensor& state, const std::optional<Tensor>& gamma) {
+  const Tensor mixed = x + mixer_->step(mixer_norm->forward(x), state, gamma);
+  return mixed + glu->forward(glu_norm->forward(mixed));
+}
+
+Backbone::Backbone(LMConfig given, const nn::Placement& placement)
+    : config(std::move(given)), placement_(placement) {
+  config.validate();
+}
+
+void Backbone::register_children(torch::nn::Module& model) {
+  const nn::UndrawnGuard undrawn;
+  blocks = model.register_module("blocks", torch::nn::ModuleList());
+  for (int64_t k = 0; k < config.layers; ++k) blocks->push_back(Block(config, placement_));
+  const nn::TokenMixer& mixer = block(0).mixer();
+  lower_bounds = nullptr;
+  if (config.lower_bound != "none" && mixer.takes_gamma()) {
+    lower_bounds = model.register_module(
+        "lower_bounds", nn::LowerBounds(nn::LowerBoundsOptions(config.layers, mixer.gamma_size())
+                                            .mode(config.lower_bound)
+                                            .device(placement_.device)
+                                            .dtype(placement_.dtype)));
+  } else {
+    TORCH_CHECK_VALUE(!mixer.needs_gamma(),
+                      "LMConfig: lower_bound: expected 'cumulative', 'independent' or "
+                      "'decreasing' with forget_gate='bound', whose forget gate is the bound; got "
+                      "'none'");
+  }
+  norm = model.register_module(
+      "norm", make_norm(config.final_norm.value_or(config.norm), config, placement_));
+}
+
+void Backbone::reset_children() {
+  if (lower_bounds) lower_bounds->reset_parameters();
+  for (size_t k = 0; k < blocks->size(); ++k) block(k).reset_parameters();
+  norm->reset_parameters();
+}
+
+BlockImpl& Backbone::block(size_t layer) const { return *(*blocks.ptr())[layer]->as<BlockImpl>(); }
+
+std::vector<std::optional<Tensor>> Backbone::gammas() const {
+  std::vector<std::optional<Tensor>> gammas(blocks->size());
+  if (lower_bounds) {
+    const auto rows = lower_bounds.ptr()->forward().unbind(0);
+    gammas.assign(rows.begin(), rows.end());
+  }
+  return gammas;
+}
+
+std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
+                                             const std::optional<ModelState>& state,
+                                             const std::optional<Tensor>& cu_seqlens) const {
+  TORCH_CHECK_VALUE(!state || state->size() == blocks->size(), owner,
+                    ": state: expected one state for each of the ", blocks->size(), " layers; got ",
+                    state ? state->size() : 0);
+  x = at::dropout(x, config.dropout, blocks->is_training());
+  ModelState states(blocks->size());
+  const auto bounds = gammas();
+  for (size_t k = 0; k < blocks->size(); ++k) {
+    const auto before = state ? std::optional<Tensor>((*state)[k]) : std::nullopt;
+    std::tie(x, states[k]) = block(k).forward(x, before, bounds[k], cu_seqlens);
+  }
+  return {norm.ptr()->forward(x), states};
+}
+
+void save_model(const torch::nn::Module& model, const LMConfig& config,
+                const std::filesystem::path& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  TORCH_CHECK(!error, "tidegate: ", directory.string(),
+              ": cannot make the folder: ", error.message());
+  save_safetensors(named_tensors(model), directory / kWeightsFile, {{"format", "pt"}});
+  write_text(directory / kConfigFile, config.to_json());
+}
+
+LMConfig load_config(const char* owner, const std::filesystem::path& directory) {
+  for (const char* name : {kConfigFile, kWeightsFile}) {
+    TORCH_CHECK(std::filesystem::is_regular_file(directory / name), owner,
+                ".load: ", (directory / name).string(), ": no such file");
+  }
+  return LMConfig::from_json(read_text(directory / kConfigFile));
+}
+
+void load_weights(torch::nn::Module& model, const std::filesystem::path& directory,
+                  torch::Device device) {
+  const auto path = directory / kWeightsFile;
+  const TensorMap tensors = load_safetensors(path);
+  const auto own = named_tensors(model);
+  check_fit(own, tensors, path.string());
+  for (const auto& [name, tensor] : own) tensor.set_data(tensors.at(name).to(device));
+}
+
+void check_ids(const char* owner, const Tensor& ids) {
+  const bool fits =
+      ids.dim() == 2 && (ids.scalar_type() == torch::kInt || ids.scalar_type() == torch::kLong);
+  TORCH_CHECK_VALUE(fits, owner, ": ids: expected int32 or int64 [B, T]; got ", ids.scalar_type(),
+                    " ", nn::shape_text(ids));
+}
+
+Tensor mean_cross_entropy(Tensor logits, const Tensor& labels) {
+  if (logits.scalar_type() == torch::kBFloat16 || logits.scalar_type() == torch::kHalf) {
+    logits = logits.to(torch::kFloat);
+  }
+  const Tensor flat = labels.flatten().to(torch::kLong);
+  const Tensor total = at::cross_entropy_loss(logits.flatten(0, -2), flat, {}, at::Reduction::Sum,
+                                              /*ignore_index=*/-100);
+  return total / (flat != -100).sum().clamp_min(1);
+}
+
+}  // namespace tidegate::models

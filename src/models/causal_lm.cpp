@@ -1,0 +1,188 @@
+#include "tidegate/models/causal_lm.h"
+#include "tidegate/ops/init.h"
+
+#include <cmath>
+#include <utility>
+
+#include "src/models/generation.h"
+#include "src/nn/common.h"
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+LMConfig checked(const LMConfig& config) {
+  config.validate();
+  TORCH_CHECK_VALUE(config.vocab_size,
+                    "CausalLM: vocab_size: expected a positive integer; got None");
+  return config;
+}
+
+// dim^-1/2 where the embedding is scaled up by dim^1/2 and also is the head; 0.02 where it is not.
+double embedding_std(const LMConfig& config) {
+  return config.tied ? 1.0 / std::sqrt(static_cast<double>(config.dim)) : 0.02;
+}
+
+}  // namespace
+
+Tensor Labels::resolve(const Tensor& ids, const std::optional<Tensor>& cu_seqlens) const {
+  if (!name_.empty()) {
+    TORCH_CHECK_VALUE(name_ == "next", "CausalLM: labels: expected a tensor or 'next'; got '",
+                      name_, "'");
+    return next_labels(ids, cu_seqlens);
+  }
+  if (tensor_.defined()) {
+    TORCH_CHECK_VALUE(tensor_.sizes() == ids.sizes(),
+                      "CausalLM: labels: expected the shape of ids, ", nn::shape_text(ids),
+                      "; got ", nn::shape_text(tensor_));
+  }
+  return tensor_;
+}
+
+Tensor next_labels(const Tensor& ids, const std::optional<Tensor>& cu_seqlens) {
+  Tensor labels = at::full_like(ids, -100, ids.options().dtype(torch::kLong));
+  const int64_t time = ids.size(1);
+  if (time == 0) return labels;
+  labels.narrow(1, 0, time - 1).copy_(ids.narrow(1, 1, time - 1));
+  if (cu_seqlens && cu_seqlens->defined()) {
+    // Where sequences before the first token are empty, their last position is taken modulo T: the
+    // last one, which is ignored anyway.
+    const Tensor last = cu_seqlens->slice(0, 1).to(ids.device(), torch::kLong) - 1;
+    labels.index_fill_(1, last.remainder(time), -100);
+  }
+  return labels;
+}
+
+CausalLMImpl::CausalLMImpl(const LMConfig& config, const nn::Placement& placement)
+    : Backbone(checked(config), placement),
+      scale_(config.scale_embedding.value_or(config.tied)
+                 ? std::sqrt(static_cast<double>(config.dim))
+                 : 1.0) {
+  reset();
+}
+
+void CausalLMImpl::reset() {
+  register_children(*this);
+  TORCH_CHECK_VALUE(!block(0).mixer().is_bidirectional(),
+                    "CausalLM: mixer_options: expected bidirectional=False: a causal model must "
+                    "not see later tokens; got True");
+  embedding =
+      register_module("embedding", nn::make_embedding(*config.vocab_size, config.dim, placement_));
+  if (!config.tied) {
+    head =
+        register_module("head", nn::make_linear(config.dim, *config.vocab_size, false, placement_));
+  }
+  if (!nn::UndrawnGuard::is_active()) reset_parameters();
+}
+
+void CausalLMImpl::reset_parameters() {
+  init_normal_(embedding->weight, 0.0, embedding_std(config));
+  reset_children();
+  if (head) init_normal_(head->weight, 0.0, 0.02);
+}
+
+Tensor CausalLMImpl::embed(const Tensor& ids) {
+  const Tensor x = embedding->forward(ids);
+  return scale_ == 1.0 ? x : x * scale_;
+}
+
+Tensor CausalLMImpl::logits(const Tensor& x) const {
+  return at::linear(x, head ? head->weight : embedding->weight);
+}
+
+Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
+                             const std::optional<ModelState>& state,
+                             const std::optional<Tensor>& cu_seqlens) {
+  check_ids("CausalLM", ids);
+  const Tensor targets = labels.resolve(ids, cu_seqlens);
+  const auto [x, next] = run("CausalLM", embed(ids), state, cu_seqlens);
+  const Tensor predictions = logits(x);
+  return {predictions, targets.defined() ? mean_cross_entropy(predictions, targets) : Tensor(),
+          next};
+}
+
+ModelState CausalLMImpl::init_state(int64_t batch, std::optional<int64_t> capacity) const {
+  ModelState state;
+  for (size_t k = 0; k < blocks->size(); ++k) {
+    state.push_back(block(k).mixer().init_state(batch, std::nullopt, std::nullopt, capacity));
+  }
+  return state;
+}
+
+Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
+  TORCH_CHECK_VALUE(state.size() == blocks->size(),
+                    "CausalLM: state: expected one state for each of the ", blocks->size(),
+                    " layers; got ", state.size());
+  Tensor x = embed(ids);
+  const auto bounds = gammas();
+  for (size_t k = 0; k < blocks->size(); ++k) x = block(k).step(x, state[k], bounds[k]);
+  return logits(norm->forward(x));
+}
+
+std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
+                                                     const std::optional<Tensor>& lengths) {
+  check_ids("CausalLM.prefill", ids);
+  if (!lengths || !lengths->defined()) {
+    TORCH_CHECK_VALUE(ids.size(1) > 0,
+                      "CausalLM.prefill: ids: expected at least one token; got none");
+    const auto [x, state] = run("CausalLM", embed(ids), std::nullopt, std::nullopt);
+    return {logits(x.select(1, -1)), state};
+  }
+  const auto [packed, cu_seqlens] = pack(ids, *lengths, /*minimum=*/1);
+  const auto [x, state] = run("CausalLM", embed(packed), std::nullopt, cu_seqlens);
+  return {logits(x.squeeze(0).index_select(0, cu_seqlens.slice(0, 1) - 1)), state};
+}
+
+Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options) {
+  TORCH_CHECK_VALUE(options.max_new_tokens() >= 0,
+                    "CausalLM.generate: max_new_tokens: expected an integer >= 0; got ",
+                    options.max_new_tokens());
+  const torch::NoGradGuard no_grad;
+  // Dropout off while generating, also when an error ends it.
+  struct Evaluating {
+    explicit Evaluating(CausalLMImpl& model) : model(model), training(model.is_training()) {
+      model.eval();
+    }
+    ~Evaluating() { model.train(training); }
+    CausalLMImpl& model;
+    bool training;
+  } const evaluating(*this);
+  const Tensor fresh = continue_prompts(ids, options);
+  return append(ids, options.lengths(), fresh, options.eos().value_or(0));
+}
+
+// The new tokens [B, <= max_new_tokens]: a prefill, then steps.
+Tensor CausalLMImpl::continue_prompts(const Tensor& ids, const GenerateOptions& options) {
+  Sampler sampler(options.temperature(), options.top_k(), options.top_p(), options.seed(),
+                  ids.device());
+  auto [predictions, state] = prefill(ids, options.lengths());
+  Tensor done = at::zeros({ids.size(0)}, ids.options().dtype(torch::kBool));
+  std::vector<Tensor> tokens;
+  while (static_cast<int64_t>(tokens.size()) < options.max_new_tokens()) {
+    if (!tokens.empty()) predictions = step(tokens.back(), state);
+    Tensor token = sampler(predictions);
+    if (options.eos()) {
+      token = token.masked_fill(done, *options.eos());
+      done = done | (token == *options.eos());
+    }
+    tokens.push_back(token);
+    if (options.eos() && done.all().item<bool>()) break;
+  }
+  return tokens.empty() ? at::empty({ids.size(0), 0}, ids.options()) : at::stack(tokens, 1);
+}
+
+void CausalLMImpl::save(const std::filesystem::path& directory) const {
+  save_model(*this, config, directory);
+}
+
+CausalLM CausalLM::load(const std::filesystem::path& directory, torch::Device device) {
+  const LMConfig config = load_config("CausalLM", directory);
+  const nn::UndrawnGuard undrawn;
+  CausalLM model(config, nn::Placement{device, std::nullopt});
+  load_weights(*model, directory, device);
+  model->eval();
+  return model;
+}
+
+}  // namespace tidegate::models

@@ -1,0 +1,41 @@
+// Choosing the next token from logits, and laying out prompts and results.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <optional>
+#include <tuple>
+
+namespace tidegate::models {
+
+/// Draws one token a row from logits `[B, vocab]`. temperature 0: the likeliest token. Otherwise
+/// softmax(logits / temperature), cut to the top_k likeliest tokens, then to the fewest whose
+/// probabilities sum to top_p.
+class Sampler {
+ public:
+  Sampler(double temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
+          std::optional<int64_t> seed, at::Device device);
+
+  /// logits `[B, vocab]` -> int64 `[B]`.
+  at::Tensor operator()(at::Tensor logits);
+
+ private:
+  double temperature_;
+  std::optional<int64_t> top_k_;
+  std::optional<double> top_p_;
+  std::optional<at::Generator> generator_;
+};
+
+/// Rows of ids `[B, T]` cut to `lengths` `[B]` and laid end to end: `[1, sum]`, and their bounds
+/// `[B+1]`. Reads the lengths on the host; throws c10::ValueError unless minimum <= length <= T.
+std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& ids, const at::Tensor& lengths,
+                                        int64_t minimum = 0);
+
+/// Each row's prompt, then its row of `tokens`, then `fill`: `[B, T + n]`. lengths may be
+/// undefined.
+at::Tensor append(const at::Tensor& ids, const at::Tensor& lengths, const at::Tensor& tokens,
+                  int64_t fill);
+
+}  // namespace tidegate::models

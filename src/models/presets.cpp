@@ -1,0 +1,79 @@
+#include "tidegate/models/config.h"
+
+namespace tidegate::models {
+namespace {
+
+// 000 = HGRN (NeurIPS 2023), 003 = HGRN2 (COLM 2024).
+LMConfig hgrn_language_model() {
+  return {.mixer = "hgrn",
+          .vocab_size = 50265,
+          .dim = 512,
+          .layers = 6,
+          .glu_hidden = 1024,
+          .glu_bias = true,
+          .dropout = 0.1};
+}
+
+LMConfig real_language_model(int64_t expand, int64_t glu_hidden) {
+  LMConfig config = hgrn_language_model();
+  config.mixer_options = {{"complex", false}};
+  if (expand != 1) config.mixer_options.emplace_back("expand", expand);
+  config.glu_hidden = glu_hidden;
+  return config;
+}
+
+// The larger models follow the published training code: no biases, RMSNorm without weight, and the
+// gate after the norm; of all choices this one gives 003's 379M to the printed unit.
+LMConfig pile_model(int64_t layers, int64_t dim) {
+  return {.mixer = "hgrn",
+          .vocab_size = 50272,
+          .dim = dim,
+          .layers = layers,
+          .mixer_options = {{"preset", "official"}, {"bias", false}, {"norm", "rms_no_weight"}},
+          .glu_hidden = 2 * dim,
+          .norm = "rms_no_weight",
+          .dropout = 0.1};
+}
+
+LMConfig image_model(int64_t dim) {
+  return {.mixer = "hgrn",
+          .vocab_size = std::nullopt,
+          .dim = dim,
+          .layers = 12,
+          .mixer_options = {{"bidirectional", true}},
+          .glu_hidden = 2 * dim,
+          .glu_activation = "silu",
+          .glu_bias = true,
+          .final_norm = "rms_no_weight",
+          .num_classes = 1000,
+          .patch_size = 14};
+}
+
+LMConfig demo_model() {
+  return {.mixer = "hgrn",
+          .vocab_size = 256,
+          .dim = 256,
+          .layers = 4,
+          .mixer_options = {{"complex", false}},
+          .glu_hidden = 512,
+          .glu_activation = "silu"};
+}
+
+}  // namespace
+
+std::map<std::string, LMConfig> presets() {
+  return {
+      {"hgrn-44m", hgrn_language_model()},
+      {"hgrn-real-d", real_language_model(1, 1536)},
+      {"hgrn-real-2d", real_language_model(2, 768)},
+      {"hgrn-150m", pile_model(15, 768)},
+      {"hgrn-350m", pile_model(24, 1024)},
+      {"hgrn-379m", pile_model(24, 1024)},
+      {"hgrn-1b", pile_model(18, 2048)},
+      {"hgrn-vit-tiny", image_model(192)},
+      {"hgrn-vit-small", image_model(384)},
+      {"demo", demo_model()},
+  };
+}
+
+}  // namespace tidegate::models

@@ -1,0 +1,220 @@
+#include "tidegate/models/safetensors.h"
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "src/models/file_io.h"
+
+namespace tidegate::models {
+namespace {
+
+static_assert(std::endian::native == std::endian::little,
+              "safetensors values are little endian; this reader copies them as they are");
+
+using Json = nlohmann::json;
+
+constexpr uint64_t kLengthBytes = 8;
+// The reference implementation refuses longer headers too: a broken length must not allocate.
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr char kMetadata[] = "__metadata__";
+
+constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {
+    {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf},  {"BF16", at::kBFloat16},
+    {"I64", at::kLong},   {"I32", at::kInt},   {"I16", at::kShort}, {"I8", at::kChar},
+    {"U8", at::kByte},    {"BOOL", at::kBool},
+};
+
+struct Entry {
+  std::string name;
+  at::ScalarType dtype;
+  std::vector<int64_t> shape;
+  uint64_t begin;
+  uint64_t end;
+};
+
+std::string where(const std::filesystem::path& path) { return "tidegate: " + path.string() + ": "; }
+
+std::string dtype_name(const std::string& tensor, at::ScalarType dtype) {
+  for (const auto& [name, type] : kDtypes) {
+    if (type == dtype) return std::string(name);
+  }
+  TORCH_CHECK(false, "save_safetensors: tensor '", tensor, "': expected a dtype that safetensors ",
+              "files can hold, got ", dtype);
+}
+
+// std::nullopt where the product does not fit 64 bits: no tensor of that size is in any file.
+std::optional<uint64_t> byte_size(const std::vector<int64_t>& shape, uint64_t item) {
+  uint64_t size = item;
+  for (const int64_t extent : shape) {
+    if (extent == 0) return 0;
+    if (size > std::numeric_limits<int64_t>::max() / static_cast<uint64_t>(extent)) {
+      return std::nullopt;
+    }
+    size *= static_cast<uint64_t>(extent);
+  }
+  return size;
+}
+
+Entry parse_entry(const std::string& name, const Json& value, const std::string& file) {
+  const auto bad = [&](const char* what) {
+    TORCH_CHECK(false, file, "broken safetensors header: tensor '", name, "': ", what);
+  };
+  if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") ||
+      !value.contains("data_offsets")) {
+    bad("expected {dtype, shape, data_offsets}");
+  }
+  const auto& dtype = value["dtype"];
+  const auto& shape = value["shape"];
+  const auto& offsets = value["data_offsets"];
+  if (!dtype.is_string()) bad("dtype is not a string");
+  const auto known = std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const auto& pair) {
+    return dtype.get_ref<const std::string&>() == pair.first;
+  });
+  TORCH_CHECK(known != std::end(kDtypes), file, "tensor '", name, "': dtype ",
+              dtype.get<std::string>(), " is not supported");
+  Entry entry{name, known->second, {}, 0, 0};
+  if (!shape.is_array() || shape.size() > 64) bad("shape is not a list of sizes");
+  for (const auto& extent : shape) {
+    if (!extent.is_number_unsigned() ||
+        extent.get<uint64_t>() > uint64_t{std::numeric_limits<int64_t>::max()}) {
+      bad("shape holds something that is no size");
+    }
+    entry.shape.push_back(extent.get<int64_t>());
+  }
+  if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
+      !offsets[1].is_number_unsigned()) {
+    bad("data_offsets is not [begin, end]");
+  }
+  entry.begin = offsets[0].get<uint64_t>();
+  entry.end = offsets[1].get<uint64_t>();
+  const auto size = byte_size(entry.shape, c10::elementSize(entry.dtype));
+  if (entry.end < entry.begin || !size || *size != entry.end - entry.begin) {
+    bad("data_offsets do not fit its dtype and shape");
+  }
+  return entry;
+}
+
+Json parse_header(const std::string& text, const std::string& file) {
+  // nlohmann keeps the last of two equal keys; a file with a name twice is a broken file.
+  std::set<std::string> names;
+  std::string twice;
+  const auto callback = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    if (depth == 1 && event == Json::parse_event_t::key) {
+      const auto name = parsed.get<std::string>();
+      if (!names.insert(name).second) twice = name;
+    }
+    return true;
+  };
+  try {
+    Json header = Json::parse(text, callback);
+    TORCH_CHECK(header.is_object(), file, "broken safetensors header: not a JSON object");
+    TORCH_CHECK(twice.empty(), file, "broken safetensors header: tensor '", twice, "' is twice");
+    return header;
+  } catch (const Json::exception& error) {
+    TORCH_CHECK(false, file, "broken safetensors header: ", error.what());
+  }
+}
+
+// In the order of the data; checked to cover it without a hole or an overlap.
+std::vector<Entry> parse_entries(const Json& header, uint64_t data_bytes, const std::string& file) {
+  std::vector<Entry> entries;
+  for (const auto& [name, value] : header.items()) {
+    if (name != kMetadata) entries.push_back(parse_entry(name, value, file));
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+  });
+  uint64_t expected = 0;
+  for (const Entry& entry : entries) {
+    TORCH_CHECK(entry.begin == expected, file, "broken safetensors header: tensor '", entry.name,
+                "' begins at byte ", entry.begin, ", expected ", expected);
+    expected = entry.end;
+  }
+  TORCH_CHECK(expected <= data_bytes, file, "truncated: the header promises ", expected,
+              " bytes of values, the file holds ", data_bytes);
+  TORCH_CHECK(expected == data_bytes, file, "holds ", data_bytes - expected,
+              " bytes after the last tensor");
+  return entries;
+}
+
+void read_exactly(std::ifstream& stream, void* target, uint64_t size, const std::string& file) {
+  stream.read(static_cast<char*>(target), static_cast<std::streamsize>(size));
+  TORCH_CHECK(stream.good() && static_cast<uint64_t>(stream.gcount()) == size, file,
+              "cannot read: expected ", size, " more bytes, got ", stream.gcount());
+}
+
+}  // namespace
+
+void save_safetensors(const TensorMap& tensors, const std::filesystem::path& path,
+                      const std::map<std::string, std::string>& metadata) {
+  // Larger items first, so that every value lies on a multiple of its size in the file.
+  std::vector<std::pair<std::string, at::Tensor>> ordered(tensors.begin(), tensors.end());
+  std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) {
+    return a.second.element_size() > b.second.element_size();
+  });
+  Json header = Json::object();
+  if (!metadata.empty()) header[kMetadata] = metadata;
+  uint64_t offset = 0;
+  for (const auto& [name, tensor] : ordered) {
+    TORCH_CHECK(name != kMetadata, "save_safetensors: '", name, "' is no name for a tensor");
+    header[name] = {{"dtype", dtype_name(name, tensor.scalar_type())},
+                    {"shape", tensor.sizes().vec()},
+                    {"data_offsets", {offset, offset + tensor.nbytes()}}};
+    offset += tensor.nbytes();
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // the values begin on a multiple of eight
+  const uint64_t length = text.size();
+  AtomicFile file(path);
+  file.write(&length, kLengthBytes);
+  file.write(text.data(), text.size());
+  for (const auto& [name, tensor] : ordered) {
+    const at::Tensor values = tensor.detach().cpu().contiguous();
+    file.write(values.const_data_ptr(), values.nbytes());
+  }
+  file.commit();
+}
+
+TensorMap load_safetensors(const std::filesystem::path& path) {
+  const std::string file = where(path);
+  std::ifstream stream(path, std::ios::binary | std::ios::ate);
+  TORCH_CHECK(stream.good(), file, "cannot open: ", std::strerror(errno));
+  const auto position = stream.tellg();
+  TORCH_CHECK(position >= 0, file, "not a regular file");
+  const auto size = static_cast<uint64_t>(position);
+  TORCH_CHECK(size >= kLengthBytes, file, "truncated: ", size,
+              " bytes are too few for a safetensors file");
+  stream.seekg(0);
+  uint64_t length = 0;
+  read_exactly(stream, &length, kLengthBytes, file);
+  TORCH_CHECK(length <= kMaxHeaderBytes, file, "not a safetensors file: its header would be ",
+              length, " bytes long");
+  TORCH_CHECK(length <= size - kLengthBytes, file, "truncated: the header is ", length,
+              " bytes long, the file holds ", size - kLengthBytes);
+  std::string text(length, '\0');
+  read_exactly(stream, text.data(), length, file);
+  const Json header = parse_header(text, file);
+  TensorMap tensors;
+  for (const Entry& entry : parse_entries(header, size - kLengthBytes - length, file)) {
+    at::Tensor tensor = at::empty(entry.shape, at::TensorOptions(entry.dtype));
+    // Entries lie one after the other, so the stream is already where this one begins.
+    read_exactly(stream, tensor.mutable_data_ptr(), tensor.nbytes(), file);
+    tensors.emplace(entry.name, std::move(tensor));
+  }
+  return tensors;
+}
+
+}  // namespace tidegate::models

@@ -1,0 +1,250 @@
+#include "src/nn/common.h"
+
+#include "tidegate/nn/glu.h"
+#include "tidegate/nn/lower_bounds.h"
+#include "tidegate/nn/norm.h"
+#include "tidegate/ops/init.h"
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <sstream>
+
+// Small modules live here together: a unit that includes torch's module headers costs twelve
+// seconds before its first own line.
+
+namespace tidegate::nn {
+namespace {
+
+torch::ScalarType dtype_of(const Placement& placement) {
+  return placement.dtype.value_or(torch::typeMetaToScalarType(torch::get_default_dtype()));
+}
+
+Placement placement_of(const torch::Tensor& tensor) {
+  return {tensor.device(), tensor.scalar_type()};
+}
+
+thread_local int undrawn_guards = 0;
+
+// Gives a clone its own copies of the values.
+template <typename Module>
+std::shared_ptr<torch::nn::Module> with_values_of(const torch::nn::Module& original,
+                                                  const std::shared_ptr<Module>& copy,
+                                                  const std::optional<torch::Device>& device) {
+  const torch::NoGradGuard no_grad;
+  auto own = copy->named_parameters();
+  for (const auto& item : original.named_parameters()) {
+    const torch::Tensor& values = item.value();
+    own[item.key()].set_data(device ? values.to(*device, values.scalar_type(), false, true)
+                                    : values.clone());
+  }
+  copy->train(original.is_training());
+  return copy;
+}
+
+// torch::nn::Linear and Embedding draw their weights in the constructor and in clone(), and take no
+// device. These are the same classes, built with no rows (which draws nothing) and then given their
+// storage.
+class UndrawnLinear : public torch::nn::LinearImpl {
+ public:
+  UndrawnLinear(int64_t in, int64_t out, bool has_bias, const Placement& placement)
+      : LinearImpl(torch::nn::LinearOptions(1, 0).bias(has_bias)) {
+    options.in_features(in).out_features(out);
+    weight = parameters_["weight"] = make_empty({out, in}, placement).requires_grad_();
+    if (has_bias) bias = parameters_["bias"] = make_empty({out}, placement).requires_grad_();
+  }
+
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device) const override {
+    const auto copy = std::make_shared<UndrawnLinear>(options.in_features(), options.out_features(),
+                                                      bias.defined(), placement_of(weight));
+    return with_values_of(*this, copy, device);
+  }
+};
+
+class UndrawnEmbedding : public torch::nn::EmbeddingImpl {
+ public:
+  UndrawnEmbedding(int64_t entries, int64_t dim, const Placement& placement)
+      : EmbeddingImpl(torch::nn::EmbeddingOptions(0, 1)) {
+    options.num_embeddings(entries).embedding_dim(dim);
+    weight = parameters_["weight"] = make_empty({entries, dim}, placement).requires_grad_();
+  }
+
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device) const override {
+    const auto copy = std::make_shared<UndrawnEmbedding>(
+        options.num_embeddings(), options.embedding_dim(), placement_of(weight));
+    return with_values_of(*this, copy, device);
+  }
+};
+
+}  // namespace
+
+UndrawnGuard::UndrawnGuard() { ++undrawn_guards; }
+UndrawnGuard::~UndrawnGuard() { --undrawn_guards; }
+bool UndrawnGuard::is_active() { return undrawn_guards > 0; }
+
+void check_choice(const char* owner, const char* option, const std::string& value,
+                  std::initializer_list<const char*> allowed) {
+  std::string names;
+  for (const char* name : allowed) {
+    if (value == name) return;
+    names += (names.empty() ? "'" : ", '") + std::string(name) + "'";
+  }
+  TORCH_CHECK_VALUE(false, owner, ": ", option, ": expected one of ", names, "; got '", value, "'");
+}
+
+void check_positive(const char* owner, const char* option, int64_t value) {
+  TORCH_CHECK_VALUE(value >= 1, owner, ": ", option, ": expected a positive integer; got ", value);
+}
+
+std::string shape_text(const torch::Tensor& tensor) {
+  std::ostringstream text;
+  text << "(";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
+  text << (tensor.dim() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement) {
+  const torch::Device device = placement.device.value_or(torch::Device(torch::kCPU));
+  return at::empty(shape, at::TensorOptions(dtype_of(placement)).device(device));
+}
+
+torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placement) {
+  const bool is_double = dtype_of(placement) == torch::kDouble;
+  return make_empty(shape, {placement.device, is_double ? torch::kDouble : torch::kFloat});
+}
+
+torch::nn::Linear make_linear(int64_t in_features, int64_t out_features, bool bias,
+                              const Placement& placement) {
+  std::shared_ptr<torch::nn::LinearImpl> linear =
+      std::make_shared<UndrawnLinear>(in_features, out_features, bias, placement);
+  return torch::nn::Linear(std::move(linear));
+}
+
+torch::nn::Embedding make_embedding(int64_t entries, int64_t dim, const Placement& placement) {
+  std::shared_ptr<torch::nn::EmbeddingImpl> embedding =
+      std::make_shared<UndrawnEmbedding>(entries, dim, placement);
+  return torch::nn::Embedding(std::move(embedding));
+}
+
+void reset_linear(const torch::nn::Linear& linear) {
+  const double bound = 1.0 / std::sqrt(static_cast<double>(linear->options.in_features()));
+  init_uniform_(linear->weight, -bound, bound);
+  if (linear->bias.defined()) init_uniform_(linear->bias, -bound, bound);
+}
+
+torch::Tensor widen(const torch::Tensor& x) {
+  return x.scalar_type() == torch::kDouble ? x : x.to(torch::kFloat);
+}
+
+NormImpl::NormImpl(const NormOptions& options) : options(options) {
+  check_choice("norm", "kind", options.kind(), {"layer", "rms", "rms_no_weight"});
+  reset();
+}
+
+void NormImpl::reset() {
+  const bool is_layer = options.kind() == "layer";
+  if (is_layer || options.kind() == "rms") {
+    weight = register_parameter("weight", make_empty({options.dim()}, options.placement()));
+  }
+  if (is_layer) {
+    bias = register_parameter("bias", make_empty({options.dim()}, options.placement()));
+  }
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void NormImpl::reset_parameters() {
+  if (weight.defined()) init_constant_(weight, 1.0);
+  if (bias.defined()) init_constant_(bias, 0.0);
+}
+
+torch::Tensor NormImpl::forward(const torch::Tensor& x) {
+  if (options.kind() == "layer") {
+    return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
+  }
+  return at::rms_norm(x, {options.dim()}, weight, options.eps());
+}
+
+GLUImpl::GLUImpl(const GLUOptions& given) : options(given) {
+  check_positive("GLU", "dim", options.dim());
+  if (!options.hidden()) options.hidden(2 * options.dim());
+  check_positive("GLU", "hidden", *options.hidden());
+  check_choice("GLU", "activation", options.activation(), {"silu", "none"});
+  reset();
+}
+
+void GLUImpl::reset() {
+  const int64_t hidden = *options.hidden();
+  const Placement placement = options.placement();
+  in_proj =
+      register_module("in_proj", make_linear(options.dim(), 2 * hidden, options.bias(), placement));
+  out_proj =
+      register_module("out_proj", make_linear(hidden, options.dim(), options.bias(), placement));
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void GLUImpl::reset_parameters() {
+  reset_linear(in_proj);
+  reset_linear(out_proj);
+}
+
+torch::Tensor GLUImpl::forward(const torch::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options.dim(),
+                    "GLU: x: expected [..., dim=", options.dim(), "]; got ", shape_text(x));
+  const auto parts = in_proj->forward(x).chunk(2, -1);
+  const auto gate = options.activation() == "silu" ? at::silu(parts[0]) : parts[0];
+  return out_proj->forward(gate * parts[1]);
+}
+
+void GLUImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::GLU(dim=" << options.dim() << ", hidden=" << *options.hidden()
+         << ", activation=" << options.activation() << ")";
+}
+
+LowerBoundsImpl::LowerBoundsImpl(const LowerBoundsOptions& given) : options(given) {
+  check_positive("LowerBounds", "layers", options.layers());
+  check_positive("LowerBounds", "dim", options.dim());
+  check_choice("LowerBounds", "mode", options.mode(),
+               {"cumulative", "none", "independent", "decreasing"});
+  reset();
+}
+
+void LowerBoundsImpl::reset() {
+  if (options.mode() != "none") {
+    logits = register_parameter(
+        "logits", make_empty_wide({options.layers(), options.dim()}, options.placement()));
+  }
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void LowerBoundsImpl::reset_parameters() {
+  if (logits.defined()) init_constant_(logits, 0.0);
+}
+
+torch::Tensor LowerBoundsImpl::forward() {
+  if (!logits.defined()) return {};
+  torch::Tensor bounds;
+  if (options.mode() == "independent") {
+    bounds = at::sigmoid(logits);
+  } else {
+    const auto p = at::softmax(logits, 0);
+    // Summing from the second layer on, instead of subtracting P_1, keeps the first row exactly
+    // zero and no row negative.
+    const auto first = p.slice(0, 0, 1);
+    bounds = at::cat({at::zeros_like(first), p.slice(0, 1).cumsum(0)});
+    if (options.mode() == "decreasing") bounds = bounds.flip(0);
+  }
+  const double epsilon = bounds.scalar_type() == torch::kDouble
+                             ? std::numeric_limits<double>::epsilon()
+                             : std::numeric_limits<float>::epsilon();
+  return bounds.clamp_max(1.0 - epsilon / 2);
+}
+
+void LowerBoundsImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::LowerBounds(layers=" << options.layers() << ", dim=" << options.dim()
+         << ", mode=" << options.mode() << ")";
+}
+
+}  // namespace tidegate::nn

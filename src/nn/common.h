@@ -1,0 +1,42 @@
+// What the modules' sources share: option checks and seeded initialisation.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include "tidegate/nn/module.h"
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "src/nn/shape_text.h"
+
+namespace tidegate::nn {
+
+/// Throws c10::ValueError naming module, option, the allowed values and the one given.
+void check_choice(const char* owner, const char* option, const std::string& value,
+                  std::initializer_list<const char*> allowed);
+
+/// Throws c10::ValueError unless `value` is at least one.
+void check_positive(const char* owner, const char* option, int64_t value);
+
+/// A parameter's storage, uninitialised.
+torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement);
+
+/// The same in the dtype of phases and bounds: fp64 in an fp64 module, fp32 otherwise.
+torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placement);
+
+/// Modules whose weights are uninitialised and for which nothing was drawn: their owner's
+/// reset_parameters() draws each number exactly once, in the documented order.
+torch::nn::Linear make_linear(int64_t in_features, int64_t out_features, bool bias,
+                              const Placement& placement);
+torch::nn::Embedding make_embedding(int64_t entries, int64_t dim, const Placement& placement);
+
+/// Weight, then bias, uniform on +-1/sqrt(in_features), torch.nn.Linear's own distribution.
+void reset_linear(const torch::nn::Linear& linear);
+
+/// x in fp32, or as it is when it is fp64.
+torch::Tensor widen(const torch::Tensor& x);
+
+}  // namespace tidegate::nn

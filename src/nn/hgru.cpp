@@ -1,0 +1,329 @@
+#include "tidegate/nn/hgru.h"
+#include "tidegate/ops/hgru.h"
+#include "tidegate/ops/init.h"
+#include "tidegate/ops/linear_scan.h"
+
+#include "src/nn/common.h"
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
+OptionalTensor normalized(const OptionalTensor& tensor) {
+  return tensor && tensor->defined() ? tensor : std::nullopt;
+}
+
+OptionalTensor optional(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+struct Preset {
+  const char* name;
+  bool complex;
+  bool bias;
+  const char* norm;
+};
+
+constexpr Preset kPresets[] = {
+    {"paper", true, true, "layer"},
+    {"official", true, true, "layer"},
+    {"fla", false, false, "rms"},
+};
+
+// What the preset decides and the caller did not, filled in.
+HGRUOptions resolve(HGRUOptions options) {
+  check_positive("HGRU", "dim", options.dim());
+  check_positive("HGRU", "expand", options.expand());
+  check_choice("HGRU", "preset", options.preset(), {"paper", "official", "fla"});
+  for (const Preset& preset : kPresets) {
+    if (options.preset() != preset.name) continue;
+    options.complex(options.complex().value_or(preset.complex));
+    options.bias(options.bias().value_or(preset.bias));
+    options.norm(options.norm().value_or(preset.norm));
+  }
+  if (*options.complex() && !options.theta()) options.theta("learned");
+  return options;
+}
+
+}  // namespace
+
+HGRUImpl::HGRUImpl(const HGRUOptions& given) : options(resolve(given)) {
+  check_options();
+  reset();
+}
+
+void HGRUImpl::check_options() const {
+  check_choice("HGRU", "input_gate", options.input_gate(), {"tied", "free", "none"});
+  check_choice("HGRU", "forget_gate", options.forget_gate(), {"data", "bound", "none"});
+  TORCH_CHECK_VALUE(!options.expansion(), "HGRU: expansion: expected one of None; got '",
+                    options.expansion().value_or(""), "'");
+  if (*options.complex()) {
+    check_choice("HGRU", "theta", *options.theta(), {"learned", "fixed", "data"});
+  } else {
+    TORCH_CHECK_VALUE(!options.theta(),
+                      "HGRU: theta: expected none with complex=False, since a real state is not "
+                      "rotated; got '",
+                      options.theta().value_or(""), "'");
+  }
+  TORCH_CHECK_VALUE(options.forget_gate() != "none" || options.input_gate() != "tied",
+                    "HGRU: input_gate: expected 'free' or 'none' with forget_gate='none': the tied "
+                    "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'");
+  check_choice("HGRU", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
+}
+
+int64_t HGRUImpl::theta_rows() const {
+  if (options.theta() != "data") return 0;
+  return options.bidirectional() ? 2 * channels() : channels();
+}
+
+void HGRUImpl::reset() {
+  const Placement placement = options.placement();
+  const int64_t s = channels();
+  int64_t rows = state_size() + theta_rows();
+  if (options.forget_gate() == "data") rows += s;
+  if (options.output_gate()) rows += state_size();
+  if (options.input_gate() == "free") rows += s;
+  in_proj =
+      register_module("in_proj", make_linear(options.dim(), rows, *options.bias(), placement));
+  if (options.theta() == "learned" || options.theta() == "fixed") {
+    const Tensor empty = options.bidirectional() ? make_empty_wide({2, s}, placement)
+                                                 : make_empty_wide({s}, placement);
+    theta = options.theta() == "learned" ? register_parameter("theta", empty)
+                                         : register_buffer("theta", empty);
+  }
+  norm = register_module("norm", Norm(NormOptions(state_size())
+                                          .kind(*options.norm())
+                                          .eps(options.norm_eps())
+                                          .device(placement.device)
+                                          .dtype(placement.dtype)));
+  out_proj = register_module("out_proj",
+                             make_linear(state_size(), options.dim(), *options.bias(), placement));
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void HGRUImpl::reset_parameters() {
+  reset_linear(in_proj);
+  Tensor phases = theta.defined() ? theta.detach() : Tensor();
+  if (!phases.defined() && theta_rows() > 0 && in_proj->bias.defined()) {
+    phases = in_proj->bias.detach().slice(0, -theta_rows());
+  }
+  if (phases.defined()) {
+    for (const Tensor& row : phases.view({-1, channels()}).unbind(0)) init_rope_theta_(row);
+  }
+  norm->reset_parameters();
+  reset_linear(out_proj);
+}
+
+Tensor HGRUImpl::init_state(int64_t batch, std::optional<torch::Device> device,
+                            std::optional<torch::ScalarType> dtype,
+                            std::optional<int64_t> /*capacity*/) const {
+  refuse_bidirectional("init_state()");
+  const Tensor& weight = out_proj->weight;
+  const bool is_double = dtype.value_or(weight.scalar_type()) == torch::kDouble;
+  return at::zeros({batch, state_size()},
+                   at::TensorOptions(is_double ? torch::kDouble : torch::kFloat)
+                       .device(device.value_or(weight.device())));
+}
+
+std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTensor& given_state,
+                                             const OptionalTensor& given_gamma,
+                                             const OptionalTensor& given_bounds) {
+  const OptionalTensor state = normalized(given_state);
+  const OptionalTensor gamma = normalized(given_gamma);
+  const OptionalTensor cu_seqlens = normalized(given_bounds);
+  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(-1) == options.dim(),
+                    "HGRU: x: expected [B, T, dim=", options.dim(), "]; got ", shape_text(x));
+  check_gamma(gamma);
+  if (state) {
+    refuse_bidirectional("a state");
+    check_state(*state);
+  }
+  const Parts parts = project(x);
+  if (options.bidirectional()) {
+    const auto [ahead, first] = recur(parts, gamma, std::nullopt, 0, cu_seqlens);
+    const auto [back, last] = recur(parts, gamma, std::nullopt, 1, cu_seqlens);
+    return {output(ahead + back, parts.g), Tensor()};
+  }
+  const auto [h, final_state] = recur(parts, gamma, state, 0, cu_seqlens);
+  return {output(h, parts.g), final_state};
+}
+
+Tensor HGRUImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& given_gamma) {
+  const OptionalTensor gamma = normalized(given_gamma);
+  refuse_bidirectional("step()");
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(-1) == options.dim(),
+                    "HGRU.step: x: expected [B, dim=", options.dim(), "]; got ", shape_text(x));
+  check_gamma(gamma);
+  check_state(state);
+  const Parts parts = project(x);
+  if (is_fused()) {
+    return output(hgru_step(parts.c, parts.f, gamma, optional(rotation(parts, 0)), state), parts.g);
+  }
+  const auto [u, a] = scan_operands(parts, gamma, 0);
+  return output(scan_step(u, a, state).to(x.scalar_type()), parts.g);
+}
+
+void HGRUImpl::refuse_bidirectional(const char* what) const {
+  TORCH_CHECK_VALUE(!options.bidirectional(), "HGRU: ", what,
+                    ": a bidirectional HGRU reads the whole sequence and has no state; expected "
+                    "bidirectional=False");
+}
+
+void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
+  if (!gamma) {
+    TORCH_CHECK_VALUE(options.forget_gate() != "bound",
+                      "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
+                      "forget_gate='bound'; got None");
+    return;
+  }
+  TORCH_CHECK_VALUE(takes_gamma(),
+                    "HGRU: gamma: expected None with forget_gate='none'; got a tensor");
+  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == channels(),
+                    "HGRU: gamma: expected [expand*dim=", channels(), "]; got ",
+                    shape_text(*gamma));
+}
+
+void HGRUImpl::check_state(const Tensor& state) const {
+  TORCH_CHECK_VALUE(state.defined(), "HGRU: state: expected [N, ", state_size(), "]; got None");
+  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == state_size(),
+                    "HGRU: state: expected [N, ", state_size(), "]; got ", shape_text(state));
+}
+
+// All projections by one matrix product; views of it.
+HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
+  const Tensor all = in_proj->forward(x);
+  int64_t next = 0;
+  const auto take = [&](bool wanted, int64_t rows) {
+    if (!wanted) return Tensor();
+    next += rows;
+    return all.narrow(-1, next - rows, rows);
+  };
+  Parts parts;
+  parts.c = take(true, state_size());
+  parts.f = take(options.forget_gate() == "data", channels());
+  parts.g = take(options.output_gate(), state_size());
+  parts.i = take(options.input_gate() == "free", channels());
+  parts.theta = take(theta_rows() > 0, theta_rows());
+  return parts;
+}
+
+// Gate, norm and output projection of h [..., S or 2S].
+Tensor HGRUImpl::output(Tensor h, const Tensor& gate) {
+  if (!gate.defined()) {
+    h = norm->forward(h);
+  } else if (options.preset() == "paper") {
+    h = norm->forward(at::sigmoid(gate) * h);
+  } else {
+    h = norm->forward(h) * at::silu(gate);
+  }
+  return out_proj->forward(h);
+}
+
+// Whether the fused hgru op computes these options; the others compose linear_scan.
+bool HGRUImpl::is_fused() const {
+  return options.input_gate() == "tied" && options.forget_gate() == "data" && theta_rows() == 0;
+}
+
+// The rotation a step of a direction: [S], [..., S] when it is the data's, undefined when real.
+Tensor HGRUImpl::rotation(const Parts& parts, int64_t direction) const {
+  if (!*options.complex()) return {};
+  if (parts.theta.defined()) {
+    return widen(parts.theta.narrow(-1, direction * channels(), channels()));
+  }
+  return options.bidirectional() ? theta.select(0, direction) : theta;
+}
+
+// h over the whole sequence ([Re | Im] when complex) and the final state.
+std::tuple<Tensor, Tensor> HGRUImpl::recur(const Parts& parts, const OptionalTensor& gamma,
+                                           const OptionalTensor& state, int64_t direction,
+                                           const OptionalTensor& cu_seqlens) {
+  const bool reverse = direction == 1;
+  if (is_fused()) {
+    return hgru(parts.c, parts.f, gamma, optional(rotation(parts, direction)), state, "silu",
+                reverse, cu_seqlens);
+  }
+  const auto [u, a] = scan_operands(parts, gamma, direction);
+  const OptionalTensor h0 = state ? OptionalTensor(to_scan(*state)) : std::nullopt;
+  const auto [h, final_state] = linear_scan(u, a, h0, reverse, cu_seqlens);
+  return {from_scan(h).to(parts.c.scalar_type()), from_scan(final_state)};
+}
+
+// lambda and the input gate; undefined stands for one.
+std::tuple<Tensor, Tensor> HGRUImpl::gates(const Parts& parts, const OptionalTensor& gamma) const {
+  Tensor decay, rest;
+  if (options.forget_gate() == "bound") {
+    decay = *gamma;
+    rest = 1 - *gamma;
+  } else if (options.forget_gate() == "data") {
+    const Tensor f = widen(parts.f);
+    // sigmoid(-f), not 1 - sigmoid(f): the latter loses its digits when the gate is open.
+    decay = at::sigmoid(f);
+    rest = at::sigmoid(-f);
+    if (gamma) {
+      decay = *gamma + (1 - *gamma) * decay;
+      rest = (1 - *gamma) * rest;
+    }
+  }
+  if (options.input_gate() == "free") return {decay, at::sigmoid(widen(parts.i))};
+  return {decay, options.input_gate() == "tied" ? rest : Tensor()};
+}
+
+// What enters the state ([..., S], complex where h is) and its decay ([..., S], or [S] when it does
+// not depend on the input), in fp32 or fp64.
+std::tuple<Tensor, Tensor> HGRUImpl::scan_operands(const Parts& parts, const OptionalTensor& gamma,
+                                                   int64_t direction) const {
+  const auto [decay, entering] = gates(parts, gamma);
+  Tensor u = at::silu(widen(parts.c));
+  if (!*options.complex()) {
+    if (entering.defined()) u = u * entering;
+    return {u, decay.defined() ? decay.to(u.scalar_type())
+                               : at::ones({channels()}, u.options().requires_grad(false))};
+  }
+  const auto halves = u.chunk(2, -1);
+  Tensor re = halves[0], im = halves[1];
+  if (entering.defined()) {
+    re = re * entering;
+    im = im * entering;
+  }
+  const Tensor phase = rotation(parts, direction).to(u.scalar_type());
+  Tensor cos = phase.cos(), sin = phase.sin();
+  if (decay.defined()) {
+    cos = cos * decay;
+    sin = sin * decay;
+  }
+  return {at::complex(re, im), at::complex(cos, sin)};
+}
+
+// One step of linear_scan on a state kept as [Re | Im].
+Tensor HGRUImpl::scan_step(const Tensor& u, const Tensor& a, const Tensor& state) const {
+  if (!*options.complex()) return linear_scan_step(u, a, state);
+  Tensor z = to_scan(state);
+  const Tensor h = linear_scan_step(u, a, z);
+  state.copy_(from_scan(z));
+  return from_scan(h);
+}
+
+// [Re | Im] -> complex.
+Tensor HGRUImpl::to_scan(const Tensor& state) const {
+  if (!*options.complex()) return state;
+  const auto halves = state.chunk(2, -1);
+  return at::complex(halves[0], halves[1]);
+}
+
+// complex -> [Re | Im].
+Tensor HGRUImpl::from_scan(const Tensor& h) const {
+  return *options.complex() ? at::cat({at::real(h), at::imag(h)}, -1) : h;
+}
+
+void HGRUImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::HGRU(dim=" << options.dim() << ", complex=" << *options.complex()
+         << ", theta=" << options.theta().value_or("none")
+         << ", input_gate=" << options.input_gate() << ", forget_gate=" << options.forget_gate()
+         << ", output_gate=" << options.output_gate() << ", expand=" << options.expand()
+         << ", bidirectional=" << options.bidirectional() << ", preset=" << options.preset() << ")";
+}
+
+}  // namespace tidegate::nn
