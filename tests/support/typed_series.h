@@ -131,6 +131,9 @@ class TypedSeries {
 
   kernels::TimeSeries series() { return {at(0, 0), time_ * stride_t_, stride_t_, dtype_}; }
 
+  /// All of the buffer, what surrounds the elements included.
+  std::vector<unsigned char>& buffer() { return bytes_; }
+
   /// Back to all 0xff.
   void poison() { std::fill(bytes_.begin(), bytes_.end(), 0xff); }
 
