@@ -400,12 +400,21 @@ TIDEGATE_INLINE void finish_streaming() {
 #endif
 }
 
-/// body(j, extent) for the vectors that cover [0, count).
+/// body(j, extent) for the vectors that cover [0, count), the whole ones from the first to the last
+/// or the other way round.
+template <class R, class Body>
+TIDEGATE_INLINE void for_each_vector(int64_t count, bool descending, Body body) {
+  const int64_t whole = count / kLanes<R>;
+  const int64_t stride = descending ? -kLanes<R> : kLanes<R>;
+  int64_t j = descending ? (whole - 1) * kLanes<R> : 0;
+  for (int64_t i = 0; i < whole; ++i, j += stride) body(j, Whole{});
+  const int64_t rest = whole * kLanes<R>;
+  if (rest < count) body(rest, Part{static_cast<int>(count - rest)});
+}
+
 template <class R, class Body>
 TIDEGATE_INLINE void for_each_vector(int64_t count, Body body) {
-  int64_t j = 0;
-  for (; j + kLanes<R> <= count; j += kLanes<R>) body(j, Whole{});
-  if (j < count) body(j, Part{static_cast<int>(count - j)});
+  for_each_vector<R>(count, false, body);
 }
 
 }  // namespace

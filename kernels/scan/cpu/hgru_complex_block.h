@@ -49,7 +49,7 @@ struct HgruComplexBlock {
     ComplexRows<R> state;
     state.fill(params.h0, block, half);
     for (int64_t step = 0; step < block.length; ++step) {
-      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(block.width, h.descends(), [&](int64_t j, auto extent) {
         c.prefetch(j), c.prefetch(half + j), f.prefetch(j);
         const V c_re = load<R>(c.row + j, extent);
         const V c_im = load<R>(c.row + half + j, extent);
@@ -94,7 +94,7 @@ struct HgruComplexBlock {
     /// p = lambda exp(-i theta) g.
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* before_re, const Previous* before_im) {
-      for_each_vector<R>(width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(width, dh.descends(), [&](int64_t j, auto extent) {
         c.prefetch(j), c.prefetch(half + j), f.prefetch(j);
         h.prefetch(j), h.prefetch(half + j), dh.prefetch(j), dh.prefetch(half + j);
         const V f_now = load<R>(f.row + j, extent);

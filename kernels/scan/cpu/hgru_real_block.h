@@ -31,7 +31,7 @@ struct HgruRealBlock {
     state.fill(state_row<R>(params.h0, block.sequence, params.channels, block.channel), block.width,
                R(0));
     for (int64_t step = 0; step < block.length; ++step) {
-      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(block.width, h.descends(), [&](int64_t j, auto extent) {
         c.prefetch(j), f.prefetch(j);
         const V c_now = load<R>(c.row + j, extent);
         const V f_now = load<R>(f.row + j, extent);
@@ -65,7 +65,7 @@ struct HgruRealBlock {
     /// (1 - gamma) s(f) s(-f) by f and s(-f) by gamma.
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* h_before) {
-      for_each_vector<R>(width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(width, dh.descends(), [&](int64_t j, auto extent) {
         c.prefetch(j), f.prefetch(j), h.prefetch(j), dh.prefetch(j);
         const V c_now = load<R>(c.row + j, extent);
         const V f_now = load<R>(f.row + j, extent);

@@ -40,7 +40,7 @@ struct LinearScanBlock {
     RowBuffer<R> state;
     state.fill(state_row<R>(params.h0, block.sequence, columns, column), width, R(0));
     for (int64_t step = 0; step < block.length; ++step) {
-      for_each_vector<R>(width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(width, h.descends(), [&](int64_t j, auto extent) {
         x.prefetch(j), a.prefetch(j);
         const V next = decayed(load<R>(a.row + j, extent), state.at(j), load<R>(x.row + j, extent));
         state.set(j, next);
@@ -65,7 +65,7 @@ struct LinearScanBlock {
     /// One step: g = dh_t + p, dx_t = g, da_t = g conj(h_{t-1}), p = g conj(a_t).
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* h_before) {
-      for_each_vector<R>(width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(width, dh.descends(), [&](int64_t j, auto extent) {
         a.prefetch(j), h.prefetch(j), dh.prefetch(j);
         const V g = load<R>(dh.row + j, extent) + p.at(j);
         const V da_now = conj_mul(load<R>(h_before + j, extent), g);

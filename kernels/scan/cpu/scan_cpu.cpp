@@ -115,10 +115,9 @@ template <class Params>
 void run_blocks(const SequenceLayout& layout, int64_t channels, int64_t row_numbers, DType dtype,
                 bool stream, const ParallelFor& parallel, const Params& params,
                 void (*kernel)(const Params&, const ScanBlock&)) {
-  const int64_t numbers_a_channel = is_complex(dtype) ? 2 : 1;
   const bool serial = layout.batch * layout.time * row_numbers <= kSerialWork;
   const BlockGrid grid =
-      divide_work(layout, channels, kMaxBlockWidth / numbers_a_channel,
+      divide_work(layout, channels, kMaxRowBytes / element_size(state_dtype(dtype)),
                   kCacheLine / element_size(dtype), serial ? 1 : std::max(parallel.threads, 1));
   const auto work = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -19,9 +19,9 @@ struct ScanBlock {
   bool stream = false;   // outputs bypass the caches: they are large and their rows aligned
 };
 
-/// Real numbers a row of a block has at most (a complex channel of linear_scan counts as two), so
-/// that its states and gates stay within the first-level cache.
-constexpr int64_t kMaxBlockWidth = 1024;
+/// A block's row is at most this long in the type of the state. Wide rows make long streams, which
+/// are worth more than a first-level cache that holds the block's states and gates.
+constexpr int64_t kMaxRowBytes = 16384;
 
 struct ScanKernels {
   void (*linear_scan_forward)(const LinearScanParams&, const ScanBlock&);
