@@ -145,13 +145,13 @@ struct PartRows {
 template <bool kBackward, bool kComplex>
 struct HgruShape;
 template <>
-struct HgruShape<false, false> : WalkShape<8, 3> {};
+struct HgruShape<false, false> : WalkShape<8, 2> {};
 template <>
 struct HgruShape<true, false> : WalkShape<4, 4> {};
 template <>
 struct HgruShape<false, true> : WalkShape<8, 2> {};
 template <>
-struct HgruShape<true, true> : WalkShape<4, 4> {};
+struct HgruShape<true, true> : WalkShape<4, 3> {};
 
 template <class Data_, class Gate_, bool kComplex_, int kVec_>
 struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_> {

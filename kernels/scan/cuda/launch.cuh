@@ -60,47 +60,6 @@ constexpr int shared_bytes(int warps) {
   return sizeof(WalkShared<Op, kCluster>) + warps * Ring<Op>::kBytes;
 }
 
-/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets, and splits time when
-/// (sequences x channel tiles) alone would leave multiprocessors idle.
-template <class Op>
-ScanPlan choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
-                      const DeviceLimits& limits) {
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t blocks =
-      std::max<int64_t>(1, layout.sequences * channel_tiles<Op>(channels, kWarpSize));
-  const int64_t mean_length = layout.time * layout.batch / std::max<int64_t>(1, layout.sequences);
-  const int64_t blocks_each =
-      std::clamp<int64_t>(ceil_div(blocks, limits.multiprocessors), 1, kMaxWarps / 4);
-  ScanPlan plan;
-  plan.warps = static_cast<int>(
-      std::clamp<int64_t>(ceil_div(mean_length, Op::kSteps), 1, kMaxWarps / blocks_each));
-  while (shared_bytes<Op, true>(plan.warps) > limits.shared_bytes) {
-    --plan.warps;
-  }
-  const int64_t useful =
-      std::min(limits.multiprocessors / blocks, mean_length / (int64_t{plan.warps} * Op::kSteps));
-  plan.split = request;
-  if (request == TimeSplit::kAuto) {
-    // Two passes read everything twice: that pays only when most of the chip would idle.
-    plan.split = useful < 2          ? TimeSplit::kNone
-                 : limits.major >= 9 ? TimeSplit::kCluster
-                 : useful >= 4       ? TimeSplit::kTwoPass
-                                     : TimeSplit::kNone;
-  }
-  if (plan.split == TimeSplit::kCluster) {
-    plan.splits = 2;
-    while (plan.splits < kMaxSplits && plan.splits * 2 <= useful) {
-      plan.splits *= 2;
-    }
-  } else if (plan.split == TimeSplit::kTwoPass) {
-    plan.splits = static_cast<int>(std::clamp<int64_t>(useful, 2, kMaxSplits));
-    plan.workspace_bytes =
-        2 * layout.sequences * plan.splits * channels * int64_t{sizeof(typename Op::Number)};
-  }
-  plan.partials = layout.sequences * plan.splits;
-  return plan;
-}
-
 /// What a kernel must be told once on every device before it may use as much shared memory, and as
 /// large clusters, as it wants.
 template <class Op, WalkMode kMode>
@@ -127,13 +86,120 @@ cudaError_t prepare_kernel() {
   return cudaSuccess;
 }
 
+inline cudaLaunchAttribute cluster_of(int blocks) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  return cluster;
+}
+
+/// How many clusters of that many blocks, of that many warps, the device holds at once. The chip's
+/// geometry decides (an H200 holds 15 clusters of 8 blocks of 16 warps, not 16), so it is asked.
+template <class Op>
+cudaError_t resident_clusters(int splits, int warps, int* clusters) {
+  static std::atomic<int> known[kMaxSplits + 1][kMaxWarps + 1] = {};  // of the device 0, plus one
+  int device = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  if (const int found = known[splits][warps].load(std::memory_order_relaxed);
+      found != 0 && device == 0) {
+    *clusters = found - 1;
+    return cudaSuccess;
+  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kCluster>()));
+  cudaLaunchAttribute cluster = cluster_of(splits);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(splits);
+  config.blockDim = dim3(warps * kWarpSize);
+  config.dynamicSmemBytes = shared_bytes<Op, true>(warps);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      cudaOccupancyMaxActiveClusters(clusters, walk_kernel<Op, WalkMode::kCluster>, &config));
+  if (device == 0) {
+    known[splits][warps].store(*clusters + 1, std::memory_order_relaxed);
+  }
+  return cudaSuccess;
+}
+
+/// The work of a launch as the planner sees it.
+struct WalkSize {
+  int64_t blocks;  // sequences x channel tiles: what there is without splitting time
+  int64_t runs;    // of a sequence of mean length
+};
+
+template <class Op>
+WalkSize walk_size(const SequenceLayout& layout, int64_t channels) {
+  const int64_t sequences = std::max<int64_t>(1, layout.sequences);
+  const int64_t length = layout.time * layout.batch / sequences;
+  return {std::max<int64_t>(1, sequences * channel_tiles<Op>(channels, kWarpSize)),
+          std::max<int64_t>(1, (length + Op::kSteps - 1) / Op::kSteps)};
+}
+
+/// The cluster with most warps of which the device holds all at once; no splits if there is none.
+template <class Op>
+cudaError_t choose_cluster(const WalkSize& size, const DeviceLimits& limits, ScanPlan* plan) {
+  ScanPlan best = {.split = TimeSplit::kCluster, .splits = 0, .warps = 0};
+  for (const int warps : {kMaxWarps / 2, kMaxWarps}) {
+    for (int splits = kMaxSplits; splits >= 2; --splits) {
+      if (splits * warps <= best.splits * best.warps || splits * warps > size.runs ||
+          shared_bytes<Op, true>(warps) > limits.shared_bytes) {
+        continue;
+      }
+      int resident = 0;
+      TIDEGATE_RETURN_IF_CUDA_ERROR(resident_clusters<Op>(splits, warps, &resident));
+      if (resident >= size.blocks) {
+        best.splits = splits;
+        best.warps = warps;
+      }
+    }
+  }
+  *plan = best;
+  return cudaSuccess;
+}
+
+/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets, and splits time when
+/// (sequences x channel tiles) alone would leave multiprocessors idle.
+template <class Op>
+cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
+                         const DeviceLimits& limits, ScanPlan* plan) {
+  const WalkSize size = walk_size<Op>(layout, channels);
+  const int64_t blocks_each = std::clamp<int64_t>(
+      (size.blocks + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
+  ScanPlan whole = {.split = TimeSplit::kNone, .splits = 1};
+  whole.warps = static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each));
+  while (shared_bytes<Op, false>(whole.warps) > limits.shared_bytes) {
+    --whole.warps;
+  }
+  ScanPlan two_pass = whole;
+  two_pass.split = TimeSplit::kTwoPass;
+  two_pass.splits = static_cast<int>(std::clamp<int64_t>(
+      std::min(limits.multiprocessors / size.blocks, size.runs / whole.warps), 2, kMaxSplits));
+  two_pass.workspace_bytes =
+      2 * layout.sequences * two_pass.splits * channels * int64_t{sizeof(typename Op::Number)};
+
+  *plan = request == TimeSplit::kTwoPass ? two_pass : whole;
+  const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * whole.warps;
+  if (request == TimeSplit::kCluster ||
+      (request == TimeSplit::kAuto && idle && limits.major >= 9)) {
+    ScanPlan cluster;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(choose_cluster<Op>(size, limits, &cluster));
+    if (cluster.splits * cluster.warps > whole.warps) {
+      *plan = cluster;
+    } else if (request == TimeSplit::kCluster) {
+      *plan = {.split = TimeSplit::kCluster, .splits = 2, .warps = std::min(whole.warps, 8)};
+    }
+  } else if (request == TimeSplit::kAuto && idle && two_pass.splits >= 4) {
+    *plan = two_pass;  // reads everything twice: that pays only when most of the chip would idle
+  }
+  plan->partials = layout.sequences * plan->splits;
+  return cudaSuccess;
+}
+
 template <class Op, WalkMode kMode>
 cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& launch, int warps,
                         cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, kMode>()));
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(launch.splits), 1, 1};
+  cudaLaunchAttribute cluster = cluster_of(launch.splits);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(
       static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles * launch.splits));
@@ -208,7 +274,8 @@ struct WalkFamily {
       if constexpr (kPlain) {
         *plan = {.partials = layout.sequences};
       } else {
-        *plan = choose_split<Op>(layout, Op::channels(params), request, limits);
+        TIDEGATE_RETURN_IF_CUDA_ERROR(
+            choose_split<Op>(layout, Op::channels(params), request, limits, plan));
       }
       return cudaSuccess;
     });

@@ -139,15 +139,21 @@ enum class WalkMode { kWhole, kCluster, kSegmentMap, kSegment };
 
 /// Shared memory of a block, besides its rings.
 template <class Op, bool kCluster>
-struct WalkShared {
-  using Number = typename Op::Number;
+struct WalkShared;
 
+template <class Op>
+struct WalkShared<Op, false> {
   // What enters each warp's run, written by the warp before.
-  MapBoard<Number, Op::kVec, kMaxWarps> mail;
+  MapBoard<typename Op::Number, Op::kVec, kMaxWarps> mail;
   uint64_t mail_came[kMaxWarps];
-  // The maps of the cluster's tiles, written by their blocks. Two of them: a round writes one while
-  // laggards read the other.
-  MapBoard<Number, Op::kVec, kCluster ? kMaxSplits : 1> tiles[2];
+};
+
+/// Two of each board: a round writes one while laggards still read the other.
+template <class Op>
+struct WalkShared<Op, true> {
+  MapBoard<typename Op::Number, Op::kVec, kMaxWarps> runs[2];    // maps of this block's runs
+  MapBoard<typename Op::Number, Op::kVec, kMaxSplits> tiles[2];  // maps of the cluster's tiles
+  uint64_t runs_came[2];
   uint64_t tiles_came[2];
 };
 
@@ -158,32 +164,34 @@ struct Place {
   int rank, splits;
 };
 
-template <class Op, bool kCluster>
-__device__ inline void init_shared(WalkShared<Op, kCluster>& shared, const Place& at) {
-  if (threadIdx.x == 0) {
-    for (int w = 0; w < at.warps; ++w) {
-      mbarrier_init(&shared.mail_came[w], 1);
-    }
-    mbarrier_init(&shared.tiles_came[0], 1);
-    mbarrier_init(&shared.tiles_came[1], 1);
-    mbarrier_fence_init();
+template <class Op>
+__device__ inline void init_shared(WalkShared<Op, false>& shared, const Place& at) {
+  if (at.lane == 0) {
+    mbarrier_init(&shared.mail_came[at.warp], 1);
   }
   __syncthreads();
+}
+
+template <class Op>
+__device__ inline void init_shared(WalkShared<Op, true>& shared, const Place& at) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (kCluster) {
-    cooperative_groups::this_cluster().sync();
+  if (threadIdx.x < 2) {
+    mbarrier_init(&shared.runs_came[threadIdx.x], at.warps);
+    mbarrier_init(&shared.tiles_came[threadIdx.x], 1);
+    mbarrier_fence_init();
   }
+  cooperative_groups::this_cluster().sync();
 #endif
 }
 
 /// The chain of warps, the last one linked to the first one's next round. Waiting for the mail of a
 /// round also proves that the box it came in was emptied a round ago, since the chain went through
 /// its owner: no barrier is needed for that.
-template <class Op, bool kCluster>
+template <class Op>
 struct Chain {
   using Number = typename Op::Number;
   using Map = AffineMap<Number, Op::kVec>;
-  WalkShared<Op, kCluster>& shared;
+  WalkShared<Op, false>& shared;
   const Place& at;
 
   __device__ void wait(int round) const {
@@ -228,39 +236,47 @@ struct Chain {
   }
 };
 
-/// The round of a cluster. The maps of a block's runs are chained into the map of its tile; every
-/// block sends that to all blocks; each finds the state that enters its own tile. On entry `s` is
+/// The round of a cluster. The block's warps post the maps of their runs; the last one sends the
+/// map of the tile to all blocks; each finds the state that enters its own tile. On entry `s` is
 /// the state before the round, on exit the state after it; `mine` the state that enters this run.
+///
+/// A board is written again two rounds later. By then the writer has seen the round between come
+/// complete, to which every reader contributed after it had read: no barrier is needed for that.
 template <class Op>
 __device__ inline void carry_through_cluster(WalkShared<Op, true>& shared, const Place& at,
                                              int round,
                                              const AffineMap<typename Op::Number, Op::kVec>& map,
                                              typename Op::Number (&s)[Op::kVec],
                                              typename Op::Number (&mine)[Op::kVec]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Map = AffineMap<typename Op::Number, Op::kVec>;
-  const Chain<Op, true> chain{shared, at};
-  Map before = Map::identity();
-  if (at.warp > 0) {
-    chain.wait(round);
-    before = shared.mail.read(at.warp, at.lane);
-  }
-  Map total = before;
-  map.append_to(total);
+  auto& runs = shared.runs[round & 1];
   auto& tiles = shared.tiles[round & 1];
   uint64_t* tiles_came = &shared.tiles_came[round & 1];
-  if (at.warp + 1 < at.warps) {
-    shared.mail.post(at.warp + 1, at.lane, total);
-    chain.notify(at.warp + 1);
-  } else {
-    for (int r = 0; r < at.splits; ++r) {
-      tiles.send(at.rank, at.lane, total, tiles_came, r);
-    }
+  const int parity = (round >> 1) & 1;
+
+  runs.post(at.warp, at.lane, map);
+  __syncwarp();
+  if (at.lane == 0) {
+    mbarrier_arrive(&shared.runs_came[round & 1]);
   }
   if (threadIdx.x == 0) {
     mbarrier_arrive_expecting(tiles_came, at.splits * kWarpSize * int{sizeof(Map)});
   }
-  mbarrier_wait(tiles_came, (round >> 1) & 1);
+  mbarrier_wait(&shared.runs_came[round & 1], parity);
+  Map before = Map::identity();
+#pragma unroll 4
+  for (int w = 0; w < at.warp; ++w) {
+    runs.read(w, at.lane).append_to(before);
+  }
+  if (at.warp == at.warps - 1) {
+    Map total = before;
+    map.append_to(total);
+    for (int r = 0; r < at.splits; ++r) {
+      tiles.send(at.rank, at.lane, total, tiles_came, r);
+    }
+  }
+  mbarrier_wait(tiles_came, parity);
+#pragma unroll 4
   for (int r = 0; r < at.splits; ++r) {
     if (r == at.rank) {
 #pragma unroll
@@ -271,7 +287,6 @@ __device__ inline void carry_through_cluster(WalkShared<Op, true>& shared, const
     tiles.read(r, at.lane).advance(s);
   }
   before.advance(mine);
-#endif
 }
 
 /// A warp's ring of runs in shared memory.
@@ -435,8 +450,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
   const SegmentMaps<Op> maps(launch.workspace, Op::layout(params).sequences, splits, lane.channels);
   Op op(params, seq, lane);
 
-  init_shared<Op, kCluster>(shared, at);
-  const Chain<Op, kCluster> chain{shared, at};
+  init_shared<Op>(shared, at);
   typename Op::Number s[Op::kVec];  // the state before the walk; in a cluster, before the round
   op.initial(s);
   if constexpr (kMode == WalkMode::kSegment) {
@@ -468,13 +482,13 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
     op.seal(map);
 
     if constexpr (kMode == WalkMode::kSegmentMap) {
-      chain.carry_map(round, map, total);
+      Chain<Op>{shared, at}.carry_map(round, map, total);
     } else if constexpr (kCluster) {
       typename Op::Number mine[Op::kVec];
       carry_through_cluster<Op>(shared, at, round, map, s, mine);
       apply_run(op, ring, stage, decoded, k, span.end, seq.length, mine);
     } else {
-      chain.carry_state(round, map, s);
+      Chain<Op>{shared, at}.carry_state(round, map, s);
       apply_run(op, ring, stage, decoded, k, span.end, seq.length, s);
     }
 
@@ -493,8 +507,8 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
     if (seq.length == 0 && at.rank == 0 && at.warp == 0) {
       op.finish(s);
     }
-    __syncthreads();  // the mail becomes scratch
-    op.reduce(n * splits + at.rank, &shared.mail, at.warp, at.warps, at.lane);
+    __syncthreads();  // the boards become scratch
+    op.reduce(n * splits + at.rank, &shared, at.warp, at.warps, at.lane);
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (kCluster) {
