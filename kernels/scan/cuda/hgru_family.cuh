@@ -1,13 +1,14 @@
 #pragma once
 
 #include "kernels/scan/cuda/hgru.cuh"
+#include "kernels/scan/cuda/hgru_family.h"
 #include "kernels/scan/cuda/launch.cuh"
 
 namespace tidegate::kernels {
 
-/// All of hgru for one data type. Defined here, instantiated in one unit a type (hgru_*.cu).
+/// Which kernels a data type has, and which of them params ask for.
 template <class Data>
-struct HgruFamily {
+struct HgruChoice {
   using Real = typename Register<Data>::type;
   // Four bytes a thread and row: a warp's row of a tile is 128 bytes.
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
@@ -31,31 +32,44 @@ struct HgruFamily {
     return complex ? visit.template operator()<Real, true>()
                    : visit.template operator()<Real, false>();
   }
-
-  static cudaError_t forward_plan(const HgruParams& p, ScanPlan* plan) {
-    return choose(p, [&]<class Gate, bool kComplex>() {
-      return Forward<Gate, kComplex>::plan(p, p.time_split, {&p.c, &p.f, &p.h}, plan);
-    });
-  }
-  static cudaError_t forward(const HgruParams& p, cudaStream_t stream) {
-    return choose(p, [&]<class Gate, bool kComplex>() {
-      return Forward<Gate, kComplex>::launch(p, p.plan, p.workspace, {&p.c, &p.f, &p.h}, stream);
-    });
-  }
-  static cudaError_t backward_plan(const HgruBackwardParams& p, ScanPlan* plan) {
-    const HgruParams& f = p.forward;
-    return choose(f, [&]<class Gate, bool kComplex>() {
-      return Backward<Gate, kComplex>::plan(p, f.time_split,
-                                            {&f.c, &f.f, &f.h, &p.dh, &p.dc, &p.df}, plan);
-    });
-  }
-  static cudaError_t backward(const HgruBackwardParams& p, cudaStream_t stream) {
-    const HgruParams& f = p.forward;
-    return choose(f, [&]<class Gate, bool kComplex>() {
-      return Backward<Gate, kComplex>::launch(p, f.plan, f.workspace,
-                                              {&f.c, &f.f, &f.h, &p.dh, &p.dc, &p.df}, stream);
-    });
-  }
 };
+
+template <class Data>
+cudaError_t HgruFamily<Data>::forward_plan(const HgruParams& p, ScanPlan* plan) {
+  using Choice = HgruChoice<Data>;
+  return Choice::choose(p, [&]<class Gate, bool kComplex>() {
+    return Choice::template Forward<Gate, kComplex>::plan(p, p.time_split, {&p.c, &p.f, &p.h},
+                                                          plan);
+  });
+}
+
+template <class Data>
+cudaError_t HgruFamily<Data>::forward(const HgruParams& p, cudaStream_t stream) {
+  using Choice = HgruChoice<Data>;
+  return Choice::choose(p, [&]<class Gate, bool kComplex>() {
+    return Choice::template Forward<Gate, kComplex>::launch(p, p.plan, p.workspace,
+                                                            {&p.c, &p.f, &p.h}, stream);
+  });
+}
+
+template <class Data>
+cudaError_t HgruFamily<Data>::backward_plan(const HgruBackwardParams& p, ScanPlan* plan) {
+  using Choice = HgruChoice<Data>;
+  const HgruParams& f = p.forward;
+  return Choice::choose(f, [&]<class Gate, bool kComplex>() {
+    return Choice::template Backward<Gate, kComplex>::plan(
+        p, f.time_split, {&f.c, &f.f, &f.h, &p.dh, &p.dc, &p.df}, plan);
+  });
+}
+
+template <class Data>
+cudaError_t HgruFamily<Data>::backward(const HgruBackwardParams& p, cudaStream_t stream) {
+  using Choice = HgruChoice<Data>;
+  const HgruParams& f = p.forward;
+  return Choice::choose(f, [&]<class Gate, bool kComplex>() {
+    return Choice::template Backward<Gate, kComplex>::launch(
+        p, f.plan, f.workspace, {&f.c, &f.f, &f.h, &p.dh, &p.dc, &p.df}, stream);
+  });
+}
 
 }  // namespace tidegate::kernels

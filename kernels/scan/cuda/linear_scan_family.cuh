@@ -2,13 +2,13 @@
 
 #include "kernels/scan/cuda/launch.cuh"
 #include "kernels/scan/cuda/linear_scan.cuh"
+#include "kernels/scan/cuda/linear_scan_family.h"
 
 namespace tidegate::kernels {
 
-/// All of linear_scan for one data type. Defined here, instantiated in one unit a type
-/// (linear_scan_*.cu).
+/// Which kernels a data type has, and which of them params ask for.
 template <class Data>
-struct LinearScanFamily {
+struct LinearScanChoice {
   using Number = typename Register<Data>::type;
   // Four bytes a thread and row: a warp's row of a tile is 128 bytes.
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
@@ -34,31 +34,45 @@ struct LinearScanFamily {
     return p.a_is_constant ? visit.template operator()<Number, true>()
                            : visit.template operator()<Number, false>();
   }
-
-  static cudaError_t forward_plan(const LinearScanParams& p, ScanPlan* plan) {
-    return choose(p, [&]<class Gate, bool>() {
-      return Forward<Gate>::plan(p, p.time_split, {&p.x, &p.a, &p.h}, plan);
-    });
-  }
-  static cudaError_t forward(const LinearScanParams& p, cudaStream_t stream) {
-    return choose(p, [&]<class Gate, bool>() {
-      return Forward<Gate>::launch(p, p.plan, p.workspace, {&p.x, &p.a, &p.h}, stream);
-    });
-  }
-  static cudaError_t backward_plan(const LinearScanBackwardParams& p, ScanPlan* plan) {
-    const LinearScanParams& f = p.forward;
-    return choose(f, [&]<class Gate, bool kConstant>() {
-      return Backward<Gate, kConstant>::plan(p, f.time_split, {&f.a, &f.h, &p.dh, &p.dx, &p.da},
-                                             plan);
-    });
-  }
-  static cudaError_t backward(const LinearScanBackwardParams& p, cudaStream_t stream) {
-    const LinearScanParams& f = p.forward;
-    return choose(f, [&]<class Gate, bool kConstant>() {
-      return Backward<Gate, kConstant>::launch(p, f.plan, f.workspace,
-                                               {&f.a, &f.h, &p.dh, &p.dx, &p.da}, stream);
-    });
-  }
 };
+
+template <class Data>
+cudaError_t LinearScanFamily<Data>::forward_plan(const LinearScanParams& p, ScanPlan* plan) {
+  using Choice = LinearScanChoice<Data>;
+  return Choice::choose(p, [&]<class Gate, bool>() {
+    return Choice::template Forward<Gate>::plan(p, p.time_split, {&p.x, &p.a, &p.h}, plan);
+  });
+}
+
+template <class Data>
+cudaError_t LinearScanFamily<Data>::forward(const LinearScanParams& p, cudaStream_t stream) {
+  using Choice = LinearScanChoice<Data>;
+  return Choice::choose(p, [&]<class Gate, bool>() {
+    return Choice::template Forward<Gate>::launch(p, p.plan, p.workspace, {&p.x, &p.a, &p.h},
+                                                  stream);
+  });
+}
+
+template <class Data>
+cudaError_t LinearScanFamily<Data>::backward_plan(const LinearScanBackwardParams& p,
+                                                  ScanPlan* plan) {
+  using Choice = LinearScanChoice<Data>;
+  const LinearScanParams& f = p.forward;
+  return Choice::choose(f, [&]<class Gate, bool kConstant>() {
+    return Choice::template Backward<Gate, kConstant>::plan(
+        p, f.time_split, {&f.a, &f.h, &p.dh, &p.dx, &p.da}, plan);
+  });
+}
+
+template <class Data>
+cudaError_t LinearScanFamily<Data>::backward(const LinearScanBackwardParams& p,
+                                             cudaStream_t stream) {
+  using Choice = LinearScanChoice<Data>;
+  const LinearScanParams& f = p.forward;
+  return Choice::choose(f, [&]<class Gate, bool kConstant>() {
+    return Choice::template Backward<Gate, kConstant>::launch(
+        p, f.plan, f.workspace, {&f.a, &f.h, &p.dh, &p.dx, &p.da}, stream);
+  });
+}
 
 }  // namespace tidegate::kernels

@@ -1,20 +1,10 @@
 // The entry points of scan_cuda.h: from a dtype to the unit that was compiled for it.
 
-#include "kernels/scan/cuda/hgru_family.cuh"
-#include "kernels/scan/cuda/linear_scan_family.cuh"
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/scan/cuda/hgru_family.h"
+#include "kernels/scan/cuda/linear_scan_family.h"
 
 namespace tidegate::kernels {
-
-extern template struct HgruFamily<float>;
-extern template struct HgruFamily<double>;
-extern template struct HgruFamily<__nv_bfloat16>;
-extern template struct HgruFamily<__half>;
-extern template struct LinearScanFamily<float>;
-extern template struct LinearScanFamily<double>;
-extern template struct LinearScanFamily<__nv_bfloat16>;
-extern template struct LinearScanFamily<__half>;
-extern template struct LinearScanFamily<Complex<float>>;
-extern template struct LinearScanFamily<Complex<double>>;
 
 namespace {
 
