@@ -125,8 +125,8 @@ struct KernelInputs {
   KernelInputs(const at::Tensor& data, const at::Tensor& logits, const OptionalTensor& bound,
                const OptionalTensor& phase, const OptionalTensor& state,
                const OptionalTensor& offsets)
-      : c(with_unit_last_stride(data)),
-        f(with_unit_last_stride(logits)),
+      : c(in_rows(data)),
+        f(in_rows(logits)),
         gamma(contiguous_as(bound, state_type(data.scalar_type()))),
         theta(contiguous_as(phase, state_type(data.scalar_type()))),
         h0(contiguous_as(state, state_type(data.scalar_type()))),
@@ -195,8 +195,8 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   check_values(data, gamma, theta, cu_seqlens);
   const at::ScalarType wide = state_type(c.scalar_type());
   const KernelInputs inputs(c, f, gamma, theta, h0, cu_seqlens);
-  const at::Tensor h_read = with_unit_last_stride(h);
-  const at::Tensor dh_read = with_unit_last_stride(dh);
+  const at::Tensor h_read = in_rows(h);
+  const at::Tensor dh_read = in_rows(dh);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
   const at::Tensor dc = at::empty(c.sizes(), c.options());
   const at::Tensor df = at::empty(f.sizes(), f.options());
@@ -335,8 +335,8 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& c, const a
                                                     std::string_view activation, bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
   const at::Tensor none;
-  check_no_forward_mode("hgru",
-                        {c, f, gamma.value_or(none), theta.value_or(none), h0.value_or(none)});
+  check_differentiable("hgru",
+                       {c, f, gamma.value_or(none), theta.value_or(none), h0.value_or(none)});
   const variable_list results =
       HgruFunction::apply(c, f, gamma, theta, h0, activation, reverse, cu_seqlens);
   return {results[0], results[1]};

@@ -20,16 +20,12 @@ kernels::ParallelFor torch_threads() {
   return parallel;
 }
 
-at::Tensor workspace_for(const kernels::ScanPlan& plan, const at::Tensor& like) {
-  if (plan.workspace_bytes == 0) {
-    return {};
-  }
-  return at::empty({plan.workspace_bytes}, like.options().dtype(at::kByte));
+at::Tensor workspace(int64_t bytes, const at::Tensor& like) {
+  return bytes == 0 ? at::Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
 }
 
-at::Tensor partial_sums_for(const kernels::ScanPlan& plan, int64_t channels, at::ScalarType dtype,
-                            const at::Tensor& like) {
-  return at::empty({plan.partials, channels}, like.options().dtype(dtype));
+at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at::Tensor& like) {
+  return at::empty({rows, columns}, like.options().dtype(dtype));
 }
 
 OptionalTensor offsets_on(const char* op, const OptionalTensor& cu_seqlens, at::Device device) {

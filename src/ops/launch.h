@@ -10,7 +10,6 @@
 #include <type_traits>
 
 #include "kernels/common/parallel_for.h"
-#include "kernels/scan/scan.h"
 #include "src/ops/checks.h"
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -30,14 +29,16 @@ using CudaStatus = int;
 using CudaStream = void*;
 #endif
 
-/// The functions of one direction of a kernel family. `Forward` describes the recurrence, `Params`
-/// is it or holds it as a member `forward`.
+/// The functions of one direction of a kernel family. `Forward` describes the recurrence (members
+/// layout, channels, plan, workspace); `Params` is it, or holds it as a member `forward`.
 template <class Params, class Forward = Params>
 struct KernelSet {
+  using Plan = decltype(Forward::plan);
+
   const char* (*unsupported)(const Forward&);
-  kernels::ScanPlan (*plan_cpu)(const Forward&);
+  Plan (*plan_cpu)(const Forward&);
   void (*run_cpu)(const Params&, const kernels::ParallelFor&);
-  CudaStatus (*plan_cuda)(const Params&, kernels::ScanPlan*);
+  CudaStatus (*plan_cuda)(const Params&, Plan*);
   CudaStatus (*run_cuda)(const Params&, CudaStream);
 };
 
@@ -52,9 +53,11 @@ OptionalTensor offsets_on(const char* op, const OptionalTensor& cu_seqlens, at::
 
 CudaStream current_stream(at::Device device);
 void check_launch(const char* op, const char* what, CudaStatus status);
-at::Tensor workspace_for(const kernels::ScanPlan& plan, const at::Tensor& like);
-at::Tensor partial_sums_for(const kernels::ScanPlan& plan, int64_t channels, at::ScalarType dtype,
-                            const at::Tensor& like);
+
+/// Uninitialised memory on the device of `like`; undefined when it is none at all.
+at::Tensor workspace(int64_t bytes, const at::Tensor& like);
+/// [rows, columns], uninitialised, on the device of `like`.
+at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at::Tensor& like);
 
 /// One run of a kernel: construct it with complete params (output pointers may follow), take the
 /// partial sums that the plan asks for, then call run().
@@ -75,13 +78,13 @@ class Launch {
     } else {
       forward().plan = kernels_.plan_cpu(forward());
     }
-    workspace_ = workspace_for(forward().plan, like_);
+    workspace_ = workspace(forward().plan.workspace_bytes, like_);
     forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
   }
 
   /// [P, channels] of `dtype`, to be written by the kernel and summed over P.
   at::Tensor partial_sums(at::ScalarType dtype) const {
-    return partial_sums_for(forward().plan, forward().channels, dtype, like_);
+    return matrix(forward().plan.partials, forward().channels, dtype, like_);
   }
 
   void run() {

@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <string>
 #include <tuple>
 
 #include "kernels/scan/scan.h"
@@ -57,6 +58,10 @@ void check_decay_dtype(const Reference& data, const at::Tensor& a) {
   check_gate(data, "a", a);
 }
 
+std::string like_data(const Reference& data) {
+  return std::string(" like ") + data.name + " (or [D] when constant)";
+}
+
 /// Everything but `x` (or `h`, its twin in the backward op) itself; returns N.
 c10::SymInt check_arguments(const Reference& data, const at::Tensor& a, const OptionalTensor& h0,
                             const OptionalTensor& cu_seqlens) {
@@ -67,8 +72,7 @@ c10::SymInt check_arguments(const Reference& data, const at::Tensor& a, const Op
   if (a.dim() == 1) {
     check_shape(data.op, "a", a, "[D]", {sizes[2]});
   } else {
-    check_shape(data.op, "a", a, "[B, T, D] (or [D] when constant)",
-                {sizes[0], sizes[1], sizes[2]});
+    check_shape(data.op, "a", a, "[B, T, D]", {sizes[0], sizes[1], sizes[2]}, like_data(data));
   }
   c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
   if (is_given(h0)) {
@@ -87,7 +91,7 @@ void check_step(const at::Tensor& x, const at::Tensor& a, const at::Tensor& stat
   if (a.dim() == 1) {
     check_shape(data.op, "a", a, "[D]", {sizes[1]});
   } else {
-    check_shape(data.op, "a", a, "[B, D] (or [D] when constant)", {sizes[0], sizes[1]});
+    check_shape(data.op, "a", a, "[B, D]", {sizes[0], sizes[1]}, like_data(data));
   }
   check_gate(data, "state", state);
   check_shape(data.op, "state", state, "[B, D]", {sizes[0], sizes[1]});
@@ -101,7 +105,7 @@ struct KernelInputs {
 
   KernelInputs(const at::Tensor& data, const at::Tensor& decay, const OptionalTensor& state,
                const OptionalTensor& offsets)
-      : a(with_unit_last_stride(data.is_complex() ? decay.to(data.scalar_type()) : decay)),
+      : a(in_rows(data.is_complex() ? decay.to(data.scalar_type()) : decay)),
         h0(contiguous_as(state, state_type(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 
@@ -119,7 +123,7 @@ struct KernelInputs {
 /// Writes `h` [B, T, D] and `h_final` [N, D]; `h_final` may be `inputs.h0` when T = 1.
 void run_forward(const char* op, const at::Tensor& data, const KernelInputs& inputs, bool reverse,
                  const at::Tensor& h, const at::Tensor& h_final) {
-  const at::Tensor x = with_unit_last_stride(data);
+  const at::Tensor x = in_rows(data);
   LinearScanParams params = inputs.params(x, reverse);
   params.x = time_series(x);
   params.h = time_series(h);
@@ -164,8 +168,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
   check_cu_seqlens_values({"linear_scan_backward", "h", h}, cu_seqlens);
   const at::ScalarType wide = state_type(h.scalar_type());
   const KernelInputs inputs(h, a, h0, cu_seqlens);
-  const at::Tensor h_read = with_unit_last_stride(h);
-  const at::Tensor dh_read = with_unit_last_stride(dh);
+  const at::Tensor h_read = in_rows(h);
+  const at::Tensor dh_read = in_rows(dh);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
   const at::Tensor dx = at::empty(h.sizes(), h.options());
   const at::Tensor dh0 = at::empty({sequences, h.size(2)}, h.options().dtype(wide));
@@ -265,7 +269,7 @@ class LinearScanFunction : public torch::autograd::Function<LinearScanFunction> 
 std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& x, const at::Tensor& a,
                                                     const OptionalTensor& h0, bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
-  check_no_forward_mode("linear_scan", {x, a, h0.value_or(at::Tensor())});
+  check_differentiable("linear_scan", {x, a, h0.value_or(at::Tensor())});
   const variable_list results = LinearScanFunction::apply(x, a, h0, reverse, cu_seqlens);
   return {results[0], results[1]};
 }

@@ -1,5 +1,6 @@
 #include "src/ops/registration.h"
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
@@ -42,11 +43,39 @@ void refuse_vmap(const OperatorHandle& op, Stack*) {
   TORCH_CHECK(false, short_name(op), ": vmap is not supported; pass the batch as dimension 0");
 }
 
+/// What is not dense in `tensor`, or null.
+const char* odd_layout(const at::Tensor& tensor) {
+  if (tensor.is_nested()) {
+    return "nested";
+  }
+  if (tensor.is_quantized()) {
+    return "quantized";
+  }
+  switch (tensor.layout()) {
+    case at::kStrided:
+      return nullptr;
+    case at::kMkldnn:
+      return "mkldnn";
+    case at::kSparse:
+      return "sparse_coo";
+    case at::kSparseCsr:
+      return "sparse_csr";
+    case at::kSparseCsc:
+      return "sparse_csc";
+    case at::kSparseBsr:
+      return "sparse_bsr";
+    case at::kSparseBsc:
+      return "sparse_bsc";
+    default:
+      return "another one";
+  }
+}
+
 void refuse_layout(const OperatorHandle& op, Stack* stack) {
   for_each_tensor(op, *stack, [&](const c10::Argument& argument, const at::Tensor& tensor) {
-    TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_quantized(), short_name(op), ": ",
-                argument.name(), " must be a dense tensor (layout strided), got layout ",
-                tensor.layout(), tensor.is_quantized() ? ", quantized" : "");
+    const char* layout = odd_layout(tensor);
+    TORCH_CHECK(layout == nullptr, short_name(op), ": ", argument.name(),
+                " must be a dense tensor (layout strided), got layout ", layout);
   });
   TORCH_CHECK(false, short_name(op), ": expected dense tensors (layout strided)");
 }
@@ -157,13 +186,17 @@ void define_op(torch::Library& library, const char* schema) {
   for (const DispatchKey key :
        {DispatchKey::SparseCPU, DispatchKey::SparseCUDA, DispatchKey::SparseCsrCPU,
         DispatchKey::SparseCsrCUDA, DispatchKey::SparseMeta, DispatchKey::SparseCsrMeta,
-        DispatchKey::QuantizedCPU, DispatchKey::QuantizedCUDA, DispatchKey::MkldnnCPU}) {
+        DispatchKey::QuantizedCPU, DispatchKey::QuantizedCUDA, DispatchKey::MkldnnCPU,
+        DispatchKey::NestedTensorCPU, DispatchKey::NestedTensorCUDA}) {
     register_boxed<&refuse_layout>(library, name.c_str(), key);
   }
-#ifndef TIDEGATE_WITH_CUDA
-  register_boxed<&refuse_cuda>(library, name.c_str(), DispatchKey::CUDA);
-#endif
 }
+
+#ifndef TIDEGATE_WITH_CUDA
+void register_no_cuda(torch::Library& library, const char* name) {
+  register_boxed<&refuse_cuda>(library, name, DispatchKey::CUDA);
+}
+#endif
 
 void register_no_double_backward(torch::Library& library, const char* name) {
   register_boxed<&no_double_backward>(library, name, DispatchKey::Autograd);
@@ -179,8 +212,18 @@ void register_unrecorded_in_place(torch::Library& library, const char* name) {
   register_boxed<&bump_versions>(library, name, DispatchKey::ADInplaceOrView);
 }
 
-void check_no_forward_mode(const char* op, std::initializer_list<at::Tensor> tensors) {
+void check_differentiable(const char* op, std::initializer_list<at::Tensor> tensors) {
+  if (const auto& functorch = at::functorch::functorchTLSAccessor()) {
+    try {
+      functorch->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error&) {  // names no op
+      TORCH_CHECK(false, op, ": torch.func transforms (grad, vjp, vmap, ...) are not supported");
+    }
+  }
   for (const at::Tensor& tensor : tensors) {
+    // torch's Function asks a tensor for its sizes before any backend can refuse it.
+    TORCH_CHECK(!tensor.defined() || !tensor.is_nested(), op,
+                ": expected dense tensors (layout strided), got layout nested");
     TORCH_CHECK(!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), op,
                 ": forward-mode differentiation is not supported");
   }

@@ -9,7 +9,7 @@
 namespace tidegate::ops {
 
 /// Defines an op by its schema and registers what every op of tidegate refuses by name: vmap,
-/// sparse and other non-strided layouts, and CUDA tensors in a build without CUDA kernels.
+/// and sparse and other layouts that are not dense.
 /// `schema` is a whole one: "name(Tensor x, ...) -> Tensor".
 void define_op(torch::Library& library, const char* schema);
 
@@ -24,8 +24,14 @@ void register_step(torch::Library& library, const char* name);
 /// Kernels of an op that overwrites its arguments outside autograd, whatever the grad mode.
 void register_unrecorded_in_place(torch::Library& library, const char* name);
 
-/// Forward-mode derivatives have no formula here.
-void check_no_forward_mode(const char* op, std::initializer_list<at::Tensor> tensors);
+/// What must hold before an Autograd kernel applies its Function: no torch.func transform, no
+/// forward-mode derivative (neither has a formula here), no nested tensor.
+void check_differentiable(const char* op, std::initializer_list<at::Tensor> tensors);
+
+#ifndef TIDEGATE_WITH_CUDA
+/// Refuses CUDA tensors by name, in a build without CUDA kernels.
+void register_no_cuda(torch::Library& library, const char* name);
+#endif
 
 /// Kernel for the CPU and, where CUDA kernels are built, CUDA; MetaKernel for fake tensors.
 template <auto* Kernel, auto* MetaKernel>
@@ -33,6 +39,8 @@ void register_kernels(torch::Library& library, const char* name) {
   library.impl(name, torch::dispatch(c10::DispatchKey::CPU, Kernel));
 #ifdef TIDEGATE_WITH_CUDA
   library.impl(name, torch::dispatch(c10::DispatchKey::CUDA, Kernel));
+#else
+  register_no_cuda(library, name);
 #endif
   library.impl(name, torch::dispatch(c10::DispatchKey::Meta, MetaKernel));
 }

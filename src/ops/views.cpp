@@ -3,6 +3,12 @@
 #include <c10/util/Exception.h>
 
 namespace tidegate::ops {
+namespace {
+
+/// How far apart the rows of a kernels::TimeSeries may be.
+constexpr int64_t kMaxRowBytes = int64_t{1} << 31;
+
+}  // namespace
 
 kernels::DType kernel_dtype(at::ScalarType dtype) {
   switch (dtype) {
@@ -23,10 +29,12 @@ kernels::DType kernel_dtype(at::ScalarType dtype) {
   }
 }
 
-at::Tensor with_unit_last_stride(const at::Tensor& tensor) {
+at::Tensor in_rows(const at::Tensor& tensor) {
   // The stride of a dimension of size one, or of an empty tensor, is never walked.
-  const bool usable = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
-  return usable ? tensor : tensor.contiguous();
+  const bool unit = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
+  const bool reachable = tensor.dim() < 3 || tensor.size(1) <= 1 ||
+                         tensor.stride(1) * tensor.element_size() < kMaxRowBytes;
+  return unit && reachable ? tensor : tensor.contiguous();
 }
 
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {

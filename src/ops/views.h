@@ -13,8 +13,9 @@ namespace tidegate::ops {
 
 kernels::DType kernel_dtype(at::ScalarType dtype);
 
-/// `tensor` itself, or a contiguous copy when its last stride is not one.
-at::Tensor with_unit_last_stride(const at::Tensor& tensor);
+/// `tensor` itself, or a contiguous copy when its last stride is not one (or its rows are further
+/// apart than the kernels reach).
+at::Tensor in_rows(const at::Tensor& tensor);
 
 /// `tensor` contiguous and in `dtype`, without a copy where it is so already; undefined if absent.
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype);
