@@ -203,6 +203,14 @@ def reference(case: Case, *, backward: bool, exact: bool, fused: bool = False) -
     )
 
 
+class BeyondRule(AssertionError):
+    """Results are further from the oracle than the error rule allows."""
+
+    def __init__(self, message: str, excess: float) -> None:
+        super().__init__(message)
+        self.excess = excess  # the largest error over what is allowed
+
+
 def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
     """Runs the case and holds every result and gradient against the oracle.
 
@@ -210,20 +218,20 @@ def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
     """
     found = run(case, device, backward=backward)
     exact = reference(case, backward=backward, exact=True)
-    problems: dict[str, str] = {}
+    problems: dict[str, oracle.Verdict] = {}
     for fused in (False, True):
         yardstick = reference(case, backward=backward, exact=False, fused=fused)
-        beyond = {
-            name: oracle.errors_beyond_rule(
-                out, exact[name], yardstick[name], exact.get(f"|{name}|")
-            )
+        verdicts = {
+            name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"))
             for name, out in found.items()
             if not fused or name in problems
         }
-        problems = {name: problem for name, problem in beyond.items() if problem}
+        problems = {name: verdict for name, verdict in verdicts.items() if not verdict}
         if not problems:
             return
-    raise AssertionError(f"{case} on {device}: {problems}")
+    messages = {name: verdict.message for name, verdict in problems.items()}
+    excess = max(verdict.excess for verdict in problems.values())
+    raise BeyondRule(f"{case} on {device}: {messages}", excess)
 
 
 # Coverage ---------------------------------------------------------------------------------------
