@@ -14,7 +14,9 @@ die() {
 # The Python that everything runs with: the one given (offline), or .venv's.
 python_path() {
   if [[ -n ${TIDEGATE_PYTHON:-} ]]; then
-    command -v "$TIDEGATE_PYTHON" || die "PYTHON=$TIDEGATE_PYTHON: no such program"
+    local found
+    found=$(command -v "$TIDEGATE_PYTHON") || die "PYTHON=$TIDEGATE_PYTHON: no such program"
+    realpath --no-symlinks "$found" # a virtual environment's python is a link: not followed
   else
     printf '%s\n' "$PWD/.venv/bin/python"
   fi

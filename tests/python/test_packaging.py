@@ -129,7 +129,7 @@ def test_pip_installs_the_tree_that_is_built(tmp_path: Path) -> None:
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prefix")
     cmake = cache_entry("CMAKE_COMMAND")
-    run_ok(cmake, "--install", BUILD, "--component", "cpp", "--prefix", folder)
+    run_ok(cmake, "--install", BUILD, "--prefix", folder)
     return folder
 
 
