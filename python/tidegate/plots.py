@@ -71,7 +71,8 @@ def plot_losses(
             axes.axhline(value, color=color, linestyle="--", linewidth=1.3, label=label)
         _limit_losses(axes, y, list(lines.values()))
         axes.set_xlim(left=0.0)
-        axes.set_xlabel(f"tokens read in training{unit}")
+        read = "bytes of text" if bytes_per_token == 1.0 else "tokens"
+        axes.set_xlabel(f"{read} read in training{unit}")
         what = "nats per token" if bytes_per_token is None else "bits per byte"
         axes.set_ylabel(f"cross-entropy, {what} (lower is better)")
         axes.set_title(title)
@@ -133,10 +134,12 @@ def plot_forget_gates(
             axes.axvline(median, color=_BASELINES[0], linewidth=1.4, label=f"median {median:.2f}")
             if bounds is not None:
                 bound = bounds[layer]
-                label = f"lower bound {bound:.2f}"
+                label = f"mean lower bound {bound:.2f}"
                 axes.axvline(bound, color="black", linestyle=":", linewidth=1.4, label=label)
             axes.set_title(f"layer {layer + 1} (mean {flat.mean():.2f})", fontsize=10)
-            axes.legend(fontsize=8, loc="best")
+            axes.legend(
+                fontsize=8, loc="upper left", frameon=True, framealpha=0.85, edgecolor="none"
+            )
             axes.set_xlim(0.0, 1.0)
         for axes in panels.flat[len(gates) :]:
             axes.set_visible(False)

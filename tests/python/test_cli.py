@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from training_cases import FLAGS, tidegate, write_text
 
 from tidegate import cli
+from tidegate.training import stdlib_corpus
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,10 @@ def test_bench_without_binaries_says_so(tmp_path, capsys, monkeypatch):
     assert "bench: no benchmark binary in" in fails(capsys, "bench")
 
 
-def test_demo_in_short(tmp_path, capsys):
+def test_demo_in_short(tmp_path, capsys, monkeypatch):
+    # A little of the standard library: scoring all of it takes a minute on a busy machine.
+    text = Path(argparse.__file__).read_bytes()
+    monkeypatch.setattr(stdlib_corpus, "load_stdlib", lambda: ([text], [text[:5000]]))
     out = tmp_path / "demo"
     assert cli.main(["demo", "--minutes=0.01", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
