@@ -39,6 +39,7 @@
 #endif
 
 #define TIDEGATE_INLINE inline __attribute__((always_inline))
+#define TIDEGATE_NOINLINE __attribute__((noinline))
 
 namespace tidegate::kernels::TIDEGATE_ISA {
 namespace {
@@ -264,12 +265,13 @@ inline uint32_t bits_of_float(float value) {
   return bits;
 }
 
-/// Exact. The exponent is moved by a multiplication, which also handles subnormal numbers.
+/// Exact, subnormal numbers too, whatever the processor does with those of its own.
 inline float float_from_half(uint16_t half) {
   const uint32_t magnitude = uint32_t{half} & 0x7fff;
   const uint32_t sign = (uint32_t{half} & 0x8000) << 16;
   if (magnitude >= 0x7c00) return float_from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  return float_from_bits(sign | bits_of_float(float_from_bits(magnitude << 13) * 0x1p112f));
+  if (magnitude >= 0x0400) return float_from_bits(sign | ((magnitude << 13) + (112u << 23)));
+  return float_from_bits(sign | bits_of_float(static_cast<float>(magnitude) * 0x1p-24f));
 }
 
 /// To nearest, ties to even. Adding a power of two 2^10 times as large as the wanted spacing makes
@@ -399,6 +401,24 @@ TIDEGATE_INLINE void finish_streaming() {
   _mm_sfence();
 #endif
 }
+
+/// While it lives, this thread treats subnormal numbers as zero (below 1.2e-38, or 2.2e-308 for
+/// double). A state or a gradient that decays for long enough ends among them and, because a small
+/// one times 0.9 rounds to itself, stays there: ten times slower a step on x86.
+/// The compiler does not know that this changes what arithmetic does, so the arithmetic has to be
+/// in a function that is not inlined.
+class SubnormalsAreZero {
+ public:
+#if defined(__SSE2__)
+  SubnormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushResults | kZeroInputs); }
+  ~SubnormalsAreZero() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr unsigned kFlushResults = 0x8000;
+  static constexpr unsigned kZeroInputs = 0x0040;
+  unsigned before_;
+#endif
+};
 
 /// body(j, extent) for the vectors that cover [0, count), the whole ones from the first to the last
 /// or the other way round.

@@ -25,6 +25,7 @@ void with_hgru_types(const HgruParams& params, Body body) {
 
 void hgru_forward_block(const HgruParams& params, const ScanBlock& block) {
   with_hgru_types(params, [&](auto kernel) {
+    const SubnormalsAreZero scope{};
     decltype(kernel)::forward(params, block);
     if (block.stream) finish_streaming();
   });
@@ -32,6 +33,7 @@ void hgru_forward_block(const HgruParams& params, const ScanBlock& block) {
 
 void hgru_backward_block(const HgruBackwardParams& params, const ScanBlock& block) {
   with_hgru_types(params.forward, [&](auto kernel) {
+    const SubnormalsAreZero scope{};
     decltype(kernel)::backward(params, block);
     if (block.stream) finish_streaming();
   });

@@ -37,7 +37,7 @@ struct HgruComplexBlock {
     return Sigmoids<R>();
   }
 
-  static void forward(const HgruParams& params, const ScanBlock& block) {
+  static TIDEGATE_NOINLINE void forward(const HgruParams& params, const ScanBlock& block) {
     const bool reverse = params.layout.reverse;
     const bool stream = block.stream;
     const int64_t half = params.channels;
@@ -134,7 +134,7 @@ struct HgruComplexBlock {
     }
   };
 
-  static void backward(const HgruBackwardParams& params, const ScanBlock& block) {
+  static TIDEGATE_NOINLINE void backward(const HgruBackwardParams& params, const ScanBlock& block) {
     const HgruParams& forward = params.forward;
     const bool reverse = forward.layout.reverse;
     const int64_t half = forward.channels;

@@ -19,7 +19,7 @@ struct HgruRealBlock {
     }
   }
 
-  static void forward(const HgruParams& params, const ScanBlock& block) {
+  static TIDEGATE_NOINLINE void forward(const HgruParams& params, const ScanBlock& block) {
     const bool reverse = params.layout.reverse;
     const bool stream = block.stream;
     auto c = forward_walk<const E>(params.c, block, reverse);
@@ -86,7 +86,7 @@ struct HgruRealBlock {
     }
   };
 
-  static void backward(const HgruBackwardParams& params, const ScanBlock& block) {
+  static TIDEGATE_NOINLINE void backward(const HgruBackwardParams& params, const ScanBlock& block) {
     const HgruParams& forward = params.forward;
     const bool reverse = forward.layout.reverse;
     const int64_t columns = forward.channels;

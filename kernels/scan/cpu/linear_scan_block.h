@@ -28,7 +28,7 @@ struct LinearScanBlock {
     }
   }
 
-  static void forward(const LinearScanParams& params, const ScanBlock& block) {
+  static TIDEGATE_NOINLINE void forward(const LinearScanParams& params, const ScanBlock& block) {
     const bool reverse = params.layout.reverse;
     const bool stream = block.stream;
     const int64_t width = block.width * kScale;
@@ -81,7 +81,8 @@ struct LinearScanBlock {
     }
   };
 
-  static void backward(const LinearScanBackwardParams& params, const ScanBlock& block) {
+  static TIDEGATE_NOINLINE void backward(const LinearScanBackwardParams& params,
+                                         const ScanBlock& block) {
     const LinearScanParams& forward = params.forward;
     const bool reverse = forward.layout.reverse;
     const int64_t width = block.width * kScale;
@@ -136,6 +137,7 @@ void with_linear_scan_types(DType data, DType gate, Body body) {
 
 void linear_scan_forward_block(const LinearScanParams& params, const ScanBlock& block) {
   with_linear_scan_types(params.x.dtype, params.a.dtype, [&](auto kernel) {
+    const SubnormalsAreZero scope{};
     decltype(kernel)::forward(params, block);
     if (block.stream) finish_streaming();
   });
@@ -143,6 +145,7 @@ void linear_scan_forward_block(const LinearScanParams& params, const ScanBlock& 
 
 void linear_scan_backward_block(const LinearScanBackwardParams& params, const ScanBlock& block) {
   with_linear_scan_types(params.dh.dtype, params.forward.a.dtype, [&](auto kernel) {
+    const SubnormalsAreZero scope{};
     decltype(kernel)::backward(params, block);
     if (block.stream) finish_streaming();
   });

@@ -1,0 +1,267 @@
+// hgru on the CPU beside copying the same number of bytes: copies and kernels alternate, on the
+// same threads, and each figure is a median. The output is checked before anything is timed.
+//
+//   bench_kernels --benchmark_filter=cpu [--benchmark_out=benchmarks/results/cpu_scan.json]
+
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/common/cpu_isa.h"
+#include "kernels/scan/scan.h"
+#include "support/scan_reference.h"
+#include "support/thread_parallel.h"
+#include "support/typed_series.h"
+
+namespace tidegate::testing {
+namespace {
+
+using kernels::CpuIsa;
+using kernels::ParallelFor;
+using kernels::TimeSeries;
+
+struct Work {
+  int64_t batch = 4;
+  int64_t time = 2048;
+  int64_t channels = 1024;
+  DType dtype = DType::kFloat32;
+  bool turns = false;
+  bool backward = false;
+  CpuIsa isa = CpuIsa::kGeneric;
+  int threads = 2;
+
+  int64_t elements() const { return batch * time * channels; }
+  /// Tensors of [B, T, D] that cross the memory bus: complex ones count twice.
+  int64_t bytes() const {
+    const int64_t halves = turns ? 2 : 1;
+    const int64_t rows = backward ? 4 * halves + 2 : 2 * halves + 1;
+    return rows * elements() * element_size(dtype);
+  }
+  std::string name() const {
+    return std::string("cpu/hgru/") + (backward ? "backward/" : "forward/") +
+           (turns ? "complex/" : "real/") + kernels::dtype_name(dtype) + "/B" +
+           std::to_string(batch) + "/T" + std::to_string(time) + "/D" + std::to_string(channels) +
+           "/" + kernels::cpu_isa_name(isa) + "/threads" + std::to_string(threads);
+  }
+};
+
+/// Cache-line aligned memory, filled with numbers in [-1, 1) of `dtype`.
+class Buffer {
+ public:
+  Buffer(int64_t count, DType dtype)
+      : data_(std::aligned_alloc(64, (count * element_size(dtype) + 63) / 64 * 64)) {
+    const int64_t size = element_size(dtype);
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = static_cast<double>((i * 2654435761u >> 8) % 2003) / 1001.5 - 1;
+      encode(static_cast<char*>(data_.get()) + i * size, dtype, value);
+    }
+  }
+  void* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  std::unique_ptr<void, Free> data_;
+};
+
+/// Inputs and outputs of one piece of work.
+struct Hgru {
+  explicit Hgru(const Work& work)
+      : columns(work.turns ? 2 * work.channels : work.channels),
+        c(work.batch * work.time * columns, work.dtype),
+        f(work.elements(), work.dtype),
+        h(work.batch * work.time * columns, work.dtype),
+        dh(work.batch * work.time * columns, work.dtype),
+        dc(work.batch * work.time * columns, work.dtype),
+        df(work.elements(), work.dtype),
+        gamma(work.channels, DType::kFloat32),
+        theta(work.channels, DType::kFloat32),
+        states(3 * work.batch * columns, DType::kFloat32),
+        partials(2 * work.batch * work.channels, DType::kFloat32) {
+    float* lower_bounds = static_cast<float*>(gamma.data());
+    for (int64_t i = 0; i < work.channels; ++i) lower_bounds[i] = std::fabs(lower_bounds[i]) / 2;
+    const auto series = [&](const Buffer& buffer, int64_t width) {
+      return TimeSeries{buffer.data(), work.time * width, width, work.dtype};
+    };
+    kernels::HgruParams& forward = params.forward;
+    forward.layout.batch = forward.layout.sequences = work.batch;
+    forward.layout.time = work.time;
+    forward.channels = work.channels;
+    forward.c = series(c, columns);
+    forward.f = series(f, work.channels);
+    forward.h = series(h, columns);
+    forward.gamma = gamma.data();
+    if (work.turns) forward.theta = theta.data();
+    float* state = static_cast<float*>(states.data());
+    float* partial = static_cast<float*>(partials.data());
+    forward.h_final = state;
+    params.dh = series(dh, columns);
+    params.dh_final = state + work.batch * columns;
+    params.dc = series(dc, columns);
+    params.df = series(df, work.channels);
+    params.dh0 = state + 2 * work.batch * columns;
+    params.dgamma_partial = partial;
+    if (work.turns) params.dtheta_partial = partial + work.batch * work.channels;
+  }
+
+  void run(const Work& work, const ParallelFor& parallel) const {
+    if (work.backward) {
+      kernels::hgru_backward_cpu(params, parallel);
+    } else {
+      kernels::hgru_forward_cpu(params.forward, parallel);
+    }
+  }
+
+  int64_t columns;
+  Buffer c, f, h, dh, dc, df, gamma, theta, states, partials;
+  kernels::HgruBackwardParams params;
+};
+
+/// The relative error of h and df against the reference, on a small piece of the same kind of work.
+double relative_error(Work work, const ParallelFor& parallel) {
+  work.batch = 2;
+  work.time = 70;
+  work.channels = 67;
+  const Hgru hgru(work);
+  kernels::hgru_forward_cpu(hgru.params.forward, parallel);
+  kernels::hgru_backward_cpu(hgru.params, parallel);
+
+  const auto number = [&](const Buffer& buffer, int64_t i, DType dtype) {
+    return decode(static_cast<const char*>(buffer.data()) + i * element_size(dtype), dtype).real();
+  };
+  const auto values = [&](const Buffer& buffer) {
+    ComplexArray<double> all;
+    for (int64_t i = 0; i < work.elements(); ++i) {
+      const int64_t at = i / work.channels * hgru.columns + i % work.channels;
+      all.push_back({number(buffer, at, work.dtype),
+                     work.turns ? number(buffer, at + work.channels, work.dtype) : 0});
+    }
+    return all;
+  };
+  HgruReference<double> reference;
+  ReferenceLayout layout;
+  layout.sequences = {{0, work.time}, {work.time, work.time}};
+  layout.tokens = work.batch * work.time;
+  layout.channels = work.channels;
+  std::vector<double> gates;
+  for (int64_t i = 0; i < work.elements(); ++i) gates.push_back(number(hgru.f, i, work.dtype));
+  ComplexArray<double> dh_final;
+  const float* end = static_cast<const float*>(hgru.params.dh_final);
+  for (int64_t i = 0; i < work.batch * work.channels; ++i) {
+    const int64_t at = i / work.channels * hgru.columns + i % work.channels;
+    dh_final.push_back({end[at], work.turns ? end[at + work.channels] : 0});
+  }
+  for (int64_t j = 0; j < work.channels; ++j) {
+    reference.gamma.push_back(number(hgru.gamma, j, DType::kFloat32));
+    reference.theta.push_back(work.turns ? number(hgru.theta, j, DType::kFloat32) : 0);
+  }
+  reference.forward(layout, values(hgru.c), gates, {});
+  reference.backward(layout, values(hgru.c), gates, reference.h, {}, values(hgru.dh), dh_final);
+
+  double error = 0;
+  double size = 0;
+  const ComplexArray<double> h = values(hgru.h);
+  for (int64_t i = 0; i < work.elements(); ++i) {
+    error += std::norm(h[i] - reference.h[i]);
+    error += std::norm(number(hgru.df, i, work.dtype) - reference.df[i]);
+    size += std::norm(reference.h[i]) + std::norm(reference.df[i]);
+  }
+  return std::sqrt(error / size);
+}
+
+double seconds(const auto& body) {
+  const auto begin = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+/// Copies `bytes` / 2 from one half of a buffer to the other: as much traffic as the kernel's.
+class Copy {
+ public:
+  explicit Copy(int64_t bytes) : bytes_(bytes / 2), memory_(bytes / 4 + 64, DType::kFloat32) {}
+
+  void run(const ParallelFor& parallel) const {
+    constexpr int64_t kPage = 4096;
+    char* to = static_cast<char*>(memory_.data());
+    const char* from = to + bytes_;
+    parallel.run(bytes_ / kPage, [=](int64_t begin, int64_t end) {
+      std::memcpy(to + begin * kPage, from + begin * kPage, (end - begin) * kPage);
+    });
+  }
+
+ private:
+  int64_t bytes_;
+  Buffer memory_;
+};
+
+void hgru_beside_copy(benchmark::State& state, const Work& work) {
+  const ParallelFor parallel = thread_parallel(work.threads);
+  if (!kernels::use_cpu_isa(work.isa)) {
+    state.SkipWithError("this machine cannot run it");
+    return;
+  }
+  const double error = relative_error(work, parallel);
+  if (!(error < (work.dtype == DType::kFloat32 ? 1e-6 : 1e-2))) {
+    state.SkipWithError(("wrong result, relative error " + std::to_string(error)).c_str());
+    return;
+  }
+  const Hgru hgru(work);
+  const Copy copy(work.bytes());
+  std::vector<double> copies;
+  std::vector<double> runs;
+  for (auto _ : state) {
+    copies.push_back(seconds([&] { copy.run(parallel); }));
+    runs.push_back(seconds([&] { hgru.run(work, parallel); }));
+    state.SetIterationTime(runs.back());
+  }
+  const double gigabytes = static_cast<double>(work.bytes()) * 1e-9;
+  state.counters["GB/s"] = gigabytes / median(runs);
+  state.counters["copy_GB/s"] = gigabytes / median(copies);
+  state.counters["percent_of_copy"] = 100 * median(copies) / median(runs);
+}
+
+void register_work(const Work& work) {
+  benchmark::RegisterBenchmark(work.name().c_str(), hgru_beside_copy, work)
+      ->UseManualTime()
+      ->Iterations(40)
+      ->Unit(benchmark::kMillisecond);
+}
+
+const bool kRegistered = [] {
+  Work work;
+  for (int threads : {2, 1}) {
+    work.threads = threads;
+    for (CpuIsa isa : {CpuIsa::kAvx512, CpuIsa::kAvx2, CpuIsa::kGeneric}) {
+      work.isa = isa;
+      for (bool backward : {false, true}) {
+        work.backward = backward;
+        for (bool turns : {false, true}) {
+          work.turns = turns;
+          for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+            work.dtype = dtype;
+            const bool common = isa != CpuIsa::kGeneric || (dtype == DType::kFloat32 && !turns);
+            if (common) register_work(work);
+          }
+        }
+      }
+    }
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace tidegate::testing
