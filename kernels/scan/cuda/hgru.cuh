@@ -204,26 +204,26 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     return raw;
   }
 
-  /// lambda and (1 - lambda) * act(c). With A = 1 + exp(f), B = 1 + exp(-c) and r = 1 / (A B):
-  ///   sigmoid(-f) = B r,   sigmoid(f) = exp(f) B r,   sigmoid(-f) * silu(c) = c r
-  /// so one reciprocal serves both activations.
+  /// lambda and (1 - lambda) * act(c), with one reciprocal for the gate's sigmoids and the (real
+  /// part's) activation: 1/A and 1/B both follow from 1/(A B), and both sums are at most two.
   __device__ Decoded decode(const Raw& raw) const {
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       const Real bound = this->gamma[v];
       const Real free = Real(1) - bound;
-      const Real e = Math::exp_capped(raw.f.get(v));
       const Number x = Base::number(raw.c, v);
-      const Real b = Real(1) + Math::exp_capped(-real_part(x));
-      const Real r = Math::reciprocal((Real(1) + e) * b);
-      const Real neg = b * r;
-      d.keep[v] = fused(free, e * neg, bound);
+      const SigmoidRatio<Real> gate = sigmoid_ratio<Math>(static_cast<Real>(raw.f.get(v)));
+      const SigmoidRatio<Real> act = sigmoid_ratio<Math>(real_part(x));
+      const Real r = Math::reciprocal(gate.sum * act.sum);
+      const Real gate_scale = act.sum * r;
+      d.keep[v] = fused(free, gate.pos * gate_scale, bound);
+      const Real enter_re = free * gate.neg * (silu ? act.pos * r : gate_scale);
       if constexpr (kComplex) {
         const Real im = silu ? x.im * sigmoids<Math>(x.im).pos : x.im;
-        d.in[v] = {free * x.re * (silu ? r : neg), free * neg * im};
+        d.in[v] = {enter_re * x.re, free * gate.neg * gate_scale * im};
       } else {
-        d.in[v] = free * x * (silu ? r : neg);
+        d.in[v] = enter_re * x;
       }
     }
     return d;
