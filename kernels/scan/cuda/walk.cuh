@@ -17,10 +17,10 @@
 //     fetch   the run kStages rounds ahead into the place that has become free
 //
 // The carry is a chain: only the hop from warp to warp is serial, a handful of instructions, while
-// folding and applying overlap freely among the warps. No barrier stops a whole block. Between the
-// blocks of a cluster, where a hop costs ten times more, the blocks exchange the maps of their
-// whole tiles instead (see carry_through_cluster). Either way every value is computed by the same
-// operations in the same order whatever the timing: results are bitwise reproducible.
+// folding and applying overlap freely among the warps. No barrier stops a whole block. In a cluster
+// a hop costs more, so the links of the chain are the blocks: see carry_through_cluster. Either way
+// every value is computed by the same operations in the same order whatever the timing: results are
+// bitwise reproducible.
 //
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
 //   kVec; kSteps, kStages          channels a thread; WalkShape
@@ -102,13 +102,6 @@ struct MapBoard {
     x[slot][lane] = pack<Number, kVec>(m.x);
   }
 
-  /// Posts to the same board of another block of the cluster, where `came` counts the bytes.
-  __device__ void send(int slot, int lane, const AffineMap<Number, kVec>& m, uint64_t* came,
-                       int rank) {
-    store_remote(&a[slot][lane].bits, pack<Number, kVec>(m.a).bits, came, rank);
-    store_remote(&x[slot][lane].bits, pack<Number, kVec>(m.x).bits, came, rank);
-  }
-
   /// The x half alone, which may hold a state.
   __device__ void post_x(int slot, int lane, const Number (&s)[kVec]) {
     x[slot][lane] = pack<Number, kVec>(s);
@@ -134,6 +127,32 @@ struct MapBoard {
   }
 };
 
+template <class Number, int kVec>
+__device__ inline void copy_state(Number (&to)[kVec], const Number (&from)[kVec]) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    to[v] = from[v];
+  }
+}
+
+/// One state, a warp wide.
+template <class Number, int kVec>
+struct StateBoard {
+  Pack<Number, kVec> state[kWarpSize];
+
+  /// Writes the same board of another block of the cluster, where `came` counts the bytes.
+  __device__ void send(int lane, const Number (&s)[kVec], uint64_t* came, int rank) {
+    store_remote(&state[lane].bits, pack<Number, kVec>(s).bits, came, rank);
+  }
+  __device__ void read(int lane, Number (&s)[kVec]) const {
+    const Pack<Number, kVec> p = state[lane];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = p.get(v);
+    }
+  }
+};
+
 /// What the blocks of one launch do.
 enum class WalkMode { kWhole, kCluster, kSegmentMap, kSegment };
 
@@ -151,10 +170,10 @@ struct WalkShared<Op, false> {
 /// Two of each board: a round writes one while laggards still read the other.
 template <class Op>
 struct WalkShared<Op, true> {
-  MapBoard<typename Op::Number, Op::kVec, kMaxWarps> runs[2];    // maps of this block's runs
-  MapBoard<typename Op::Number, Op::kVec, kMaxSplits> tiles[2];  // maps of the cluster's tiles
+  MapBoard<typename Op::Number, Op::kVec, kMaxWarps> runs[2];  // maps of this block's runs
+  StateBoard<typename Op::Number, Op::kVec> mail[2];           // the state that enters its tile
   uint64_t runs_came[2];
-  uint64_t tiles_came[2];
+  uint64_t mail_came[2];
 };
 
 /// A warp's place in its block and cluster.
@@ -177,7 +196,7 @@ __device__ inline void init_shared(WalkShared<Op, true>& shared, const Place& at
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (threadIdx.x < 2) {
     mbarrier_init(&shared.runs_came[threadIdx.x], at.warps);
-    mbarrier_init(&shared.tiles_came[threadIdx.x], 1);
+    mbarrier_init(&shared.mail_came[threadIdx.x], 1);
     mbarrier_fence_init();
   }
   cooperative_groups::this_cluster().sync();
@@ -214,10 +233,7 @@ struct Chain {
       shared.mail.read_x(at.warp, at.lane, s);
     }
     Number leaving[Op::kVec];
-#pragma unroll
-    for (int v = 0; v < Op::kVec; ++v) {
-      leaving[v] = s[v];
-    }
+    copy_state(leaving, s);
     map.advance(leaving);
     shared.mail.post_x(next(), at.lane, leaving);
     notify(next());
@@ -236,57 +252,60 @@ struct Chain {
   }
 };
 
-/// The round of a cluster. The block's warps post the maps of their runs; the last one sends the
-/// map of the tile to all blocks; each finds the state that enters its own tile. On entry `s` is
-/// the state before the round, on exit the state after it; `mine` the state that enters this run.
+/// The round of a cluster. The warps of a block post the maps of their runs, and the last one, who
+/// knows the map of the whole tile, takes the state that enters the tile from the block before and
+/// sends on what leaves it: one hop through the cluster's shared memory a tile. The last block is
+/// linked to the first one's next round; `more` says whether there is one.
+/// On entry `s` is the sequence's initial state, used by the first tile of all; on exit it is the
+/// state that enters this warp's run.
 ///
-/// A board is written again two rounds later. By then the writer has seen the round between come
-/// complete, to which every reader contributed after it had read: no barrier is needed for that.
+/// A board is written again two rounds later. By then the maps of the round between have come, to
+/// which every warp contributed after it had read: no barrier is needed for that.
 template <class Op>
 __device__ inline void carry_through_cluster(WalkShared<Op, true>& shared, const Place& at,
-                                             int round,
+                                             int round, bool more,
                                              const AffineMap<typename Op::Number, Op::kVec>& map,
-                                             typename Op::Number (&s)[Op::kVec],
-                                             typename Op::Number (&mine)[Op::kVec]) {
+                                             typename Op::Number (&s)[Op::kVec]) {
   using Map = AffineMap<typename Op::Number, Op::kVec>;
+  using Mail = StateBoard<typename Op::Number, Op::kVec>;
   auto& runs = shared.runs[round & 1];
-  auto& tiles = shared.tiles[round & 1];
-  uint64_t* tiles_came = &shared.tiles_came[round & 1];
+  uint64_t* runs_came = &shared.runs_came[round & 1];
+  uint64_t* mail_came = &shared.mail_came[round & 1];
   const int parity = (round >> 1) & 1;
+  const bool first = round == 0 && at.rank == 0;
 
   runs.post(at.warp, at.lane, map);
   __syncwarp();
   if (at.lane == 0) {
-    mbarrier_arrive(&shared.runs_came[round & 1]);
+    mbarrier_arrive(runs_came);
   }
   if (threadIdx.x == 0) {
-    mbarrier_arrive_expecting(tiles_came, at.splits * kWarpSize * int{sizeof(Map)});
+    mbarrier_arrive_expecting(mail_came, first ? 0 : int{sizeof(Mail)});
   }
-  mbarrier_wait(&shared.runs_came[round & 1], parity);
+  mbarrier_wait(runs_came, parity);
   Map before = Map::identity();
 #pragma unroll 4
   for (int w = 0; w < at.warp; ++w) {
     runs.read(w, at.lane).append_to(before);
   }
+  Map total = before;
+  map.append_to(total);
+
+  mbarrier_wait(mail_came, parity);
+  if (!first) {
+    shared.mail[round & 1].read(at.lane, s);
+  }
   if (at.warp == at.warps - 1) {
-    Map total = before;
-    map.append_to(total);
-    for (int r = 0; r < at.splits; ++r) {
-      tiles.send(at.rank, at.lane, total, tiles_came, r);
+    const int next = at.rank + 1 == at.splits ? 0 : at.rank + 1;
+    const int next_round = next == 0 ? round + 1 : round;
+    if (next > 0 || more) {
+      typename Op::Number leaving[Op::kVec];
+      copy_state(leaving, s);
+      total.advance(leaving);
+      shared.mail[next_round & 1].send(at.lane, leaving, &shared.mail_came[next_round & 1], next);
     }
   }
-  mbarrier_wait(tiles_came, parity);
-#pragma unroll 4
-  for (int r = 0; r < at.splits; ++r) {
-    if (r == at.rank) {
-#pragma unroll
-      for (int v = 0; v < Op::kVec; ++v) {
-        mine[v] = s[v];
-      }
-    }
-    tiles.read(r, at.lane).advance(s);
-  }
-  before.advance(mine);
+  before.advance(s);
 }
 
 /// A warp's ring of runs in shared memory.
@@ -451,7 +470,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
   Op op(params, seq, lane);
 
   init_shared<Op>(shared, at);
-  typename Op::Number s[Op::kVec];  // the state before the walk; in a cluster, before the round
+  typename Op::Number s[Op::kVec];
   op.initial(s);
   if constexpr (kMode == WalkMode::kSegment) {
     for (int r = 0; r < at.rank; ++r) {
@@ -483,12 +502,12 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
 
     if constexpr (kMode == WalkMode::kSegmentMap) {
       Chain<Op>{shared, at}.carry_map(round, map, total);
-    } else if constexpr (kCluster) {
-      typename Op::Number mine[Op::kVec];
-      carry_through_cluster<Op>(shared, at, round, map, s, mine);
-      apply_run(op, ring, stage, decoded, k, span.end, seq.length, mine);
     } else {
-      Chain<Op>{shared, at}.carry_state(round, map, s);
+      if constexpr (kCluster) {
+        carry_through_cluster<Op>(shared, at, round, base + stride < span.end, map, s);
+      } else {
+        Chain<Op>{shared, at}.carry_state(round, map, s);
+      }
       apply_run(op, ring, stage, decoded, k, span.end, seq.length, s);
     }
 
