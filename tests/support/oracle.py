@@ -309,6 +309,9 @@ class Verdict:
 
     excess: float  # at most one when the rule holds
     message: str
+    error: float = 0  # ||out - exact|| / ||exact||
+    yardstick: float = 0  # the same of the yardstick
+    floor: float = 0  # what it may be beside twice the yardstick's
 
     def __bool__(self) -> bool:
         return self.excess <= 1
@@ -328,21 +331,25 @@ def judge(out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = N
     if out.numel() == 0:
         return Verdict(0, "nothing to compare")
     wide = exact.dtype
-    error = (out.detach().cpu().to(wide) - exact).abs().flatten()
-    allowed = (yardstick.to(wide) - exact).abs().flatten()
+    found, same = out.detach().cpu(), yardstick
+    overflow = same.isinf() & (found == same)  # beyond what the dtype can hold, in both
+    error = (found.to(wide) - exact).abs().masked_fill(overflow, 0).flatten()
+    allowed = (same.to(wide) - exact).abs().masked_fill(overflow, 0).flatten()
     relative = _RELATIVE_FLOOR.get(out.dtype, 4 * torch.finfo(torch.float32).eps)
     values = (exact if size is None else size).abs().flatten()
     verdicts = []
     for kind, measure in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
-        floor = relative * measure(values) + _ABSOLUTE_FLOOR * values.numel() ** 0.5
-        found, bound = measure(error), 2 * measure(allowed) + floor
+        whole, wrong, peer = float(measure(values)), float(measure(error)), float(measure(allowed))
+        floor = relative * whole + _ABSOLUTE_FLOOR * values.numel() ** 0.5
         message = (
-            f"{kind} error {found:.3e} of {measure(values):.3e}, allowed {bound:.3e} (torch "
-            f"ops in {out.dtype}: {measure(allowed):.3e}); worst at flat index "
+            f"{kind} error {wrong:.3e} of {whole:.3e}, allowed {2 * peer + floor:.3e} (torch ops "
+            f"in {out.dtype}: {peer:.3e}); worst at flat index "
             f"{int(error.nan_to_num(float('inf')).argmax())} of shape {tuple(out.shape)}"
         )
-        excess = float(found / bound)
-        verdicts.append(Verdict(excess if excess >= 0 else float("inf"), message))  # NaN: inf
+        excess = wrong / (2 * peer + floor)
+        excess = excess if excess >= 0 else float("inf")  # NaN
+        scale = whole or 1.0
+        verdicts.append(Verdict(excess, message, wrong / scale, peer / scale, floor / scale))
     return max(verdicts, key=lambda verdict: verdict.excess)
 
 
