@@ -1,4 +1,5 @@
 // Forward and backward of tidegate::nn::HGRU from a program that only knows the installed package.
+// README.md shows this file as its C++ example.
 #include <tidegate/tidegate.h>
 
 #include <cstdio>
@@ -6,7 +7,7 @@
 int main() {
   torch::manual_seed(0);
   tidegate::nn::HGRU mixer(tidegate::nn::HGRUOptions(32));
-  auto x = torch::randn({2, 17, 32}, torch::requires_grad());
+  auto x = torch::randn({2, 17, 32}, torch::requires_grad());  // [batch, time, width]
   auto [y, state] = mixer->forward(x);
   y.square().mean().backward();
 
@@ -18,6 +19,7 @@ int main() {
     }
   }
 
+  // The ops are functions as well: pre-activations and gate logits in, h and the last state out.
   auto [h, last] = tidegate::hgru(torch::randn({1, 5, 8}), torch::randn({1, 5, 8}));
   if (h.size(1) != 5 || last.scalar_type() != torch::kFloat) return 1;
   std::printf("tidegate %s: forward and backward of HGRU\n", tidegate::version());
