@@ -141,20 +141,21 @@ struct PartRows {
   }
 };
 
-/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
-template <bool kBackward, bool kComplex>
+/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md). Where time is split among
+/// blocks, longer runs pay for the longer way of the carry.
+template <bool kBackward, bool kComplex, bool kSplit>
 struct HgruShape;
-template <>
-struct HgruShape<false, false> : WalkShape<8, 2> {};
-template <>
-struct HgruShape<true, false> : WalkShape<4, 4> {};
-template <>
-struct HgruShape<false, true> : WalkShape<8, 2> {};
-template <>
-struct HgruShape<true, true> : WalkShape<4, 3> {};
+template <bool kSplit>
+struct HgruShape<false, false, kSplit> : WalkShape<kSplit ? 16 : 8, 2> {};
+template <bool kSplit>
+struct HgruShape<true, false, kSplit> : WalkShape<kSplit ? 8 : 4, kSplit ? 2 : 3> {};
+template <bool kSplit>
+struct HgruShape<false, true, kSplit> : WalkShape<8, 2> {};
+template <bool kSplit>
+struct HgruShape<true, true, kSplit> : WalkShape<4, 3> {};
 
-template <class Data_, class Gate_, bool kComplex_, int kVec_>
-struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_> {
+template <class Data_, class Gate_, bool kComplex_, int kVec_, bool kSplit>
+struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_, kSplit> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
@@ -269,8 +270,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
 ///   du = (1 - lambda) * g,  dc = act'(c) * du
 ///   dlambda = Re(conj(g) * (rot * h_{t-1} - u)),  df = dlambda * (1 - gamma) * s * (1 - s)
 ///   dgamma = sum dlambda * (1 - s),  dtheta = sum Re(conj(g) * i * lambda * rot * h_{t-1})
-template <class Data_, class Gate_, bool kComplex_, int kVec_>
-struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_> {
+template <class Data_, class Gate_, bool kComplex_, int kVec_, bool kSplit>
+struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_, kSplit> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;

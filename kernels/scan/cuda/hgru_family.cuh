@@ -14,11 +14,17 @@ struct HgruChoice {
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   template <class Gate, bool kComplex>
-  using Forward =
-      WalkFamily<HgruForward<Data, Gate, kComplex, kVec>, HgruForward<Data, Gate, kComplex, 1>>;
+  struct Forward : WalkFamily<Forward<Gate, kComplex>, HgruParams> {
+    template <int kPack, bool kSplit>
+    using Op = HgruForward<Data, Gate, kComplex, kPack, kSplit>;
+    static constexpr int kVec = HgruChoice::kVec;
+  };
   template <class Gate, bool kComplex>
-  using Backward =
-      WalkFamily<HgruBackward<Data, Gate, kComplex, kVec>, HgruBackward<Data, Gate, kComplex, 1>>;
+  struct Backward : WalkFamily<Backward<Gate, kComplex>, HgruBackwardParams> {
+    template <int kPack, bool kSplit>
+    using Op = HgruBackward<Data, Gate, kComplex, kPack, kSplit>;
+    static constexpr int kVec = HgruChoice::kVec;
+  };
 
   /// Calls `visit` with the gate's type and whether the recurrence is complex, as template
   /// arguments of a lambda.

@@ -139,7 +139,7 @@ WalkSize walk_size(const SequenceLayout& layout, int64_t channels) {
 template <class Op>
 cudaError_t choose_cluster(const WalkSize& size, const DeviceLimits& limits, ScanPlan* plan) {
   ScanPlan best = {.split = TimeSplit::kCluster, .splits = 0, .warps = 0};
-  for (const int warps : {kMaxWarps / 2, kMaxWarps}) {
+  for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
     for (int splits = kMaxSplits; splits >= 2; --splits) {
       if (splits * warps <= best.splits * best.warps || splits * warps > size.runs ||
           shared_bytes<Op, true>(warps) > limits.shared_bytes) {
@@ -157,41 +157,54 @@ cudaError_t choose_cluster(const WalkSize& size, const DeviceLimits& limits, Sca
   return cudaSuccess;
 }
 
-/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets, and splits time when
-/// (sequences x channel tiles) alone would leave multiprocessors idle.
+/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets.
 template <class Op>
-cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
-                         const DeviceLimits& limits, ScanPlan* plan) {
-  const WalkSize size = walk_size<Op>(layout, channels);
+ScanPlan plan_whole(const WalkSize& size, const DeviceLimits& limits) {
   const int64_t blocks_each = std::clamp<int64_t>(
       (size.blocks + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
-  ScanPlan whole = {.split = TimeSplit::kNone, .splits = 1};
-  whole.warps = static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each));
-  while (shared_bytes<Op, false>(whole.warps) > limits.shared_bytes) {
-    --whole.warps;
+  ScanPlan plan = {.split = TimeSplit::kNone, .splits = 1};
+  plan.warps = static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each));
+  while (shared_bytes<Op, false>(plan.warps) > limits.shared_bytes) {
+    --plan.warps;
   }
-  ScanPlan two_pass = whole;
-  two_pass.split = TimeSplit::kTwoPass;
-  two_pass.splits = static_cast<int>(std::clamp<int64_t>(
-      std::min(limits.multiprocessors / size.blocks, size.runs / whole.warps), 2, kMaxSplits));
-  two_pass.workspace_bytes =
-      2 * layout.sequences * two_pass.splits * channels * int64_t{sizeof(typename Op::Number)};
+  return plan;
+}
 
+template <class Op>
+ScanPlan plan_two_pass(const WalkSize& size, const DeviceLimits& limits) {
+  ScanPlan plan = plan_whole<Op>(size, limits);
+  plan.split = TimeSplit::kTwoPass;
+  plan.splits = static_cast<int>(std::clamp<int64_t>(
+      std::min(limits.multiprocessors / size.blocks, size.runs / plan.warps), 2, kMaxSplits));
+  return plan;
+}
+
+/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. `Whole` and
+/// `Split` are one recurrence in the shapes for walking whole sequences and parts of them.
+template <class Whole, class Split>
+cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
+                         const DeviceLimits& limits, ScanPlan* plan) {
+  const WalkSize size = walk_size<Split>(layout, channels);
+  const ScanPlan whole = plan_whole<Whole>(walk_size<Whole>(layout, channels), limits);
+  const ScanPlan two_pass = plan_two_pass<Split>(size, limits);
   *plan = request == TimeSplit::kTwoPass ? two_pass : whole;
-  const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * whole.warps;
+  const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * two_pass.warps;
   if (request == TimeSplit::kCluster ||
       (request == TimeSplit::kAuto && idle && limits.major >= 9)) {
     ScanPlan cluster;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(choose_cluster<Op>(size, limits, &cluster));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(choose_cluster<Split>(size, limits, &cluster));
     if (cluster.splits * cluster.warps > whole.warps) {
       *plan = cluster;
     } else if (request == TimeSplit::kCluster) {
-      *plan = {.split = TimeSplit::kCluster, .splits = 2, .warps = std::min(whole.warps, 8)};
+      *plan = {.split = TimeSplit::kCluster, .splits = 2, .warps = std::min(two_pass.warps, 8)};
     }
   } else if (request == TimeSplit::kAuto && idle && two_pass.splits >= 4) {
     *plan = two_pass;  // reads everything twice: that pays only when most of the chip would idle
   }
   plan->partials = layout.sequences * plan->splits;
+  if (plan->split == TimeSplit::kTwoPass) {
+    plan->workspace_bytes = 2 * plan->partials * channels * int64_t{sizeof(typename Split::Number)};
+  }
   return cudaSuccess;
 }
 
@@ -213,20 +226,20 @@ cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& lau
   return cudaLaunchKernelEx(&config, walk_kernel<Op, kMode>, params, launch);
 }
 
-template <class Op>
-cudaError_t launch_walk(const typename Op::Params& params, const ScanPlan& plan, void* workspace,
+template <class Whole, class Split>
+cudaError_t launch_walk(const typename Whole::Params& params, const ScanPlan& plan, void* workspace,
                         bool wide_rows, cudaStream_t stream) {
-  const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kWarpSize), plan.splits,
+  const WalkLaunch launch = {channel_tiles<Whole>(Whole::channels(params), kWarpSize), plan.splits,
                              wide_rows, workspace};
   switch (plan.split) {
     case TimeSplit::kCluster:
-      return launch_mode<Op, WalkMode::kCluster>(params, launch, plan.warps, stream);
+      return launch_mode<Split, WalkMode::kCluster>(params, launch, plan.warps, stream);
     case TimeSplit::kTwoPass:
       TIDEGATE_RETURN_IF_CUDA_ERROR(
-          (launch_mode<Op, WalkMode::kSegmentMap>(params, launch, plan.warps, stream)));
-      return launch_mode<Op, WalkMode::kSegment>(params, launch, plan.warps, stream);
+          (launch_mode<Split, WalkMode::kSegmentMap>(params, launch, plan.warps, stream)));
+      return launch_mode<Split, WalkMode::kSegment>(params, launch, plan.warps, stream);
     default:
-      return launch_mode<Op, WalkMode::kWhole>(params, launch, plan.warps, stream);
+      return launch_mode<Whole, WalkMode::kWhole>(params, launch, plan.warps, stream);
   }
 }
 
@@ -239,27 +252,30 @@ cudaError_t launch_plain(const typename Op::Params& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-/// One recurrence in the forms that its launches choose from.
-///   Wide    the walk, a Pack of channels a thread
-///   Narrow  the walk, one channel a thread: rows that are not aligned to packs, odd D
-///   Plain   the plain walk, one channel a thread: double precision; a step or two of time, where
-///           there is nothing to divide and a step may update its state in place
-template <class Wide, class Narrow>
+/// Plans and launches one recurrence. `Recurrence` derives from this and has
+///   Op<kPack, kSplit>   the op over packs of kPack channels, in the shape for whole sequences or
+///                       for parts of them (walk.cuh)
+///   kVec                the pack that makes four bytes, for rows that are aligned to it; others,
+///                       and odd D, are walked with packs of one
+/// Double precision takes the plain walk, and so does a step or two of time, where there is nothing
+/// to divide and a step may update its state in place.
+template <class Recurrence, class Params>
 struct WalkFamily {
-  using Plain = Narrow;
-  using Params = typename Plain::Params;
   using Tensors = std::initializer_list<const TimeSeries*>;
 
+  /// Calls `visit` with the pack, and whether the walk is plain, as template arguments.
   template <class Visit>
   static cudaError_t choose(const Params& params, const Tensors& tensors, Visit visit) {
+    using Plain = typename Recurrence::template Op<1, false>;
     if constexpr (sizeof(typename Plain::Real) < 8) {
+      constexpr int kVec = Recurrence::kVec;
       if (Plain::layout(params).time > 2) {
-        return packs_align(tensors, Plain::channels(params), Wide::kVec)
-                   ? visit.template operator()<Wide, false>()
-                   : visit.template operator()<Narrow, false>();
+        return packs_align(tensors, Plain::channels(params), kVec)
+                   ? visit.template operator()<kVec, false>()
+                   : visit.template operator()<1, false>();
       }
     }
-    return visit.template operator()<Plain, true>();
+    return visit.template operator()<1, true>();
   }
 
   static cudaError_t plan(const Params& params, TimeSplit request, const Tensors& tensors,
@@ -269,30 +285,34 @@ struct WalkFamily {
     if (request == TimeSplit::kCluster && limits.major < 9) {
       return cudaErrorNotSupported;
     }
-    return choose(params, tensors, [&]<class Op, bool kPlain>() {
-      const SequenceLayout& layout = Op::layout(params);
+    return choose(params, tensors, [&]<int kPack, bool kPlain>() {
+      using Whole = typename Recurrence::template Op<kPack, false>;
+      const SequenceLayout& layout = Whole::layout(params);
       if constexpr (kPlain) {
         *plan = {.partials = layout.sequences};
+        return cudaSuccess;
       } else {
-        TIDEGATE_RETURN_IF_CUDA_ERROR(
-            choose_split<Op>(layout, Op::channels(params), request, limits, plan));
+        using Split = typename Recurrence::template Op<kPack, true>;
+        return choose_split<Whole, Split>(layout, Whole::channels(params), request, limits, plan);
       }
-      return cudaSuccess;
     });
   }
 
   static cudaError_t launch(const Params& params, const ScanPlan& plan, void* workspace,
                             const Tensors& tensors, cudaStream_t stream) {
-    if (Plain::layout(params).sequences == 0 || Plain::channels(params) == 0) {
-      return cudaSuccess;
-    }
-    return choose(params, tensors, [&]<class Op, bool kPlain>() {
+    return choose(params, tensors, [&]<int kPack, bool kPlain>() {
+      using Whole = typename Recurrence::template Op<kPack, false>;
+      const int64_t channels = Whole::channels(params);
+      if (Whole::layout(params).sequences == 0 || channels == 0) {
+        return cudaSuccess;
+      }
       if constexpr (kPlain) {
-        return launch_plain<Op>(params, stream);
+        return launch_plain<Whole>(params, stream);
       } else {
-        const bool wide_rows = Plain::channels(params) % (kWarpSize * Op::kVec) == 0 &&
-                               packs_align(tensors, Plain::channels(params), 4 * Op::kVec);
-        return launch_walk<Op>(params, plan, workspace, wide_rows, stream);
+        using Split = typename Recurrence::template Op<kPack, true>;
+        const bool wide_rows =
+            channels % (kWarpSize * kPack) == 0 && packs_align(tensors, channels, 4 * kPack);
+        return launch_walk<Whole, Split>(params, plan, workspace, wide_rows, stream);
       }
     });
   }

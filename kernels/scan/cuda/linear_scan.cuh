@@ -7,11 +7,12 @@
 
 namespace tidegate::kernels {
 
-template <bool kBackward>
-struct LinearScanShape : WalkShape<8, 3> {};
+/// Shapes of the walk; kSplit: time is split among blocks (see HgruShape).
+template <bool kBackward, bool kSplit>
+struct LinearScanShape : WalkShape<!kBackward && kSplit ? 16 : 8, 2> {};
 
-template <class Data, class Gate, int kVec_>
-struct LinearScanForward : LinearScanShape<false> {
+template <class Data, class Gate, int kVec_, bool kSplit>
+struct LinearScanForward : LinearScanShape<false, kSplit> {
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
@@ -96,8 +97,8 @@ struct LinearScanForward : LinearScanShape<false> {
 /// Walks the other way with p_t = dL/dh_{t-1} along the recurrence:
 ///   g_t = dh_t + p_{t+1},  p_t = conj(a_t) * g_t,  dx_t = g_t,  da_t = g_t * conj(h_{t-1})
 /// For a constant decay, da is a sum over time.
-template <class Data, class Gate, bool kConstant, int kVec_>
-struct LinearScanBackward : LinearScanShape<true> {
+template <class Data, class Gate, bool kConstant, int kVec_, bool kSplit>
+struct LinearScanBackward : LinearScanShape<true, kSplit> {
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;

@@ -14,10 +14,17 @@ struct LinearScanChoice {
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   template <class Gate>
-  using Forward = WalkFamily<LinearScanForward<Data, Gate, kVec>, LinearScanForward<Data, Gate, 1>>;
+  struct Forward : WalkFamily<Forward<Gate>, LinearScanParams> {
+    template <int kPack, bool kSplit>
+    using Op = LinearScanForward<Data, Gate, kPack, kSplit>;
+    static constexpr int kVec = LinearScanChoice::kVec;
+  };
   template <class Gate, bool kConstant>
-  using Backward = WalkFamily<LinearScanBackward<Data, Gate, kConstant, kVec>,
-                              LinearScanBackward<Data, Gate, kConstant, 1>>;
+  struct Backward : WalkFamily<Backward<Gate, kConstant>, LinearScanBackwardParams> {
+    template <int kPack, bool kSplit>
+    using Op = LinearScanBackward<Data, Gate, kConstant, kPack, kSplit>;
+    static constexpr int kVec = LinearScanChoice::kVec;
+  };
 
   static bool gate_is_data(const LinearScanParams& p) {
     return element_size(p.a.dtype) == int64_t{sizeof(Data)};
