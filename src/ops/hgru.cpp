@@ -21,10 +21,9 @@
 #include "kernels/scan/scan_cuda.h"
 #endif
 
-namespace tidegate {
+namespace tidegate::ops {
 namespace {
 
-using namespace ops;  // NOLINT: the helpers of this layer
 using kernels::HgruBackwardParams;
 using kernels::HgruParams;
 using torch::autograd::AutogradContext;
@@ -388,25 +387,31 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_autocast<&step_autocast>(m, "hgru_step");
 }
 
+}  // namespace tidegate::ops
+
+namespace tidegate {
+
 std::tuple<at::Tensor, at::Tensor> hgru(const at::Tensor& c, const at::Tensor& f,
                                         const std::optional<at::Tensor>& gamma,
                                         const std::optional<at::Tensor>& theta,
                                         const std::optional<at::Tensor>& h0,
                                         std::string_view activation, bool reverse,
                                         const std::optional<at::Tensor>& cu_seqlens) {
-  check_given("hgru", "c", c);
-  check_given("hgru", "f", f);
-  return call_op<&forward_kernel>("tidegate::hgru", c, f, gamma, theta, h0, activation, reverse,
-                                  offsets_on("hgru", cu_seqlens, c.device()));
+  ops::check_given("hgru", "c", c);
+  ops::check_given("hgru", "f", f);
+  return ops::call_op<&ops::forward_kernel>("tidegate::hgru", c, f, gamma, theta, h0, activation,
+                                            reverse,
+                                            ops::offsets_on("hgru", cu_seqlens, c.device()));
 }
 
 at::Tensor hgru_step(const at::Tensor& c, const at::Tensor& f,
                      const std::optional<at::Tensor>& gamma, const std::optional<at::Tensor>& theta,
                      at::Tensor state, std::string_view activation) {
-  check_given("hgru_step", "c", c);
-  check_given("hgru_step", "f", f);
-  check_given("hgru_step", "state", state);
-  return call_op<&step_kernel>("tidegate::hgru_step", c, f, gamma, theta, state, activation);
+  ops::check_given("hgru_step", "c", c);
+  ops::check_given("hgru_step", "f", f);
+  ops::check_given("hgru_step", "state", state);
+  return ops::call_op<&ops::step_kernel>("tidegate::hgru_step", c, f, gamma, theta, state,
+                                         activation);
 }
 
 }  // namespace tidegate

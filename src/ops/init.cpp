@@ -10,10 +10,8 @@
 #include "src/ops/checks.h"
 #include "src/ops/registration.h"
 
-namespace tidegate {
+namespace tidegate::ops {
 namespace {
-
-using namespace ops;  // NOLINT: the helpers of this layer
 
 void check_parameter(const char* op, const at::Tensor& p) {
   TORCH_CHECK(p.is_floating_point(), op, ": p must be floating-point, got ",
@@ -76,24 +74,28 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   define_init<&rope_theta_kernel>(m, "init_rope_theta_(Tensor(a!) p) -> ()", "init_rope_theta_");
 }
 
+}  // namespace tidegate::ops
+
+namespace tidegate {
+
 void init_uniform_(at::Tensor p, double low, double high) {
-  check_given("init_uniform_", "p", p);
-  call_op<&uniform_kernel>("tidegate::init_uniform_", p, low, high);
+  ops::check_given("init_uniform_", "p", p);
+  ops::call_op<&ops::uniform_kernel>("tidegate::init_uniform_", p, low, high);
 }
 
 void init_normal_(at::Tensor p, double mean, double std) {
-  check_given("init_normal_", "p", p);
-  call_op<&normal_kernel>("tidegate::init_normal_", p, mean, std);
+  ops::check_given("init_normal_", "p", p);
+  ops::call_op<&ops::normal_kernel>("tidegate::init_normal_", p, mean, std);
 }
 
 void init_constant_(at::Tensor p, double value) {
-  check_given("init_constant_", "p", p);
-  call_op<&constant_kernel>("tidegate::init_constant_", p, value);
+  ops::check_given("init_constant_", "p", p);
+  ops::call_op<&ops::constant_kernel>("tidegate::init_constant_", p, value);
 }
 
 void init_rope_theta_(at::Tensor p) {
-  check_given("init_rope_theta_", "p", p);
-  call_op<&rope_theta_kernel>("tidegate::init_rope_theta_", p);
+  ops::check_given("init_rope_theta_", "p", p);
+  ops::call_op<&ops::rope_theta_kernel>("tidegate::init_rope_theta_", p);
 }
 
 }  // namespace tidegate

@@ -22,10 +22,9 @@
 #include "kernels/scan/scan_cuda.h"
 #endif
 
-namespace tidegate {
+namespace tidegate::ops {
 namespace {
 
-using namespace ops;  // NOLINT: the helpers of this layer
 using kernels::LinearScanBackwardParams;
 using kernels::LinearScanParams;
 using torch::autograd::AutogradContext;
@@ -312,20 +311,24 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_autocast<&step_autocast>(m, "linear_scan_step");
 }
 
+}  // namespace tidegate::ops
+
+namespace tidegate {
+
 std::tuple<at::Tensor, at::Tensor> linear_scan(const at::Tensor& x, const at::Tensor& a,
                                                const std::optional<at::Tensor>& h0, bool reverse,
                                                const std::optional<at::Tensor>& cu_seqlens) {
-  check_given("linear_scan", "x", x);
-  check_given("linear_scan", "a", a);
-  return call_op<&forward_kernel>("tidegate::linear_scan", x, a, h0, reverse,
-                                  offsets_on("linear_scan", cu_seqlens, x.device()));
+  ops::check_given("linear_scan", "x", x);
+  ops::check_given("linear_scan", "a", a);
+  return ops::call_op<&ops::forward_kernel>("tidegate::linear_scan", x, a, h0, reverse,
+                                            ops::offsets_on("linear_scan", cu_seqlens, x.device()));
 }
 
 at::Tensor linear_scan_step(const at::Tensor& x, const at::Tensor& a, at::Tensor state) {
-  check_given("linear_scan_step", "x", x);
-  check_given("linear_scan_step", "a", a);
-  check_given("linear_scan_step", "state", state);
-  return call_op<&step_kernel>("tidegate::linear_scan_step", x, a, state);
+  ops::check_given("linear_scan_step", "x", x);
+  ops::check_given("linear_scan_step", "a", a);
+  ops::check_given("linear_scan_step", "state", state);
+  return ops::call_op<&ops::step_kernel>("tidegate::linear_scan_step", x, a, state);
 }
 
 }  // namespace tidegate
