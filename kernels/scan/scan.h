@@ -34,9 +34,9 @@ struct ScanPlan {
 /// "State type" is state_dtype(x.dtype). Complex numbers are interleaved (std::complex).
 struct LinearScanParams {
   SequenceLayout layout = {};
-  int64_t channels = 0;      // D
-  TimeSeries x = {};         // [B, T, D]; unused in the backward pass
-  TimeSeries a = {};         // [B, T, D] in x.dtype or the state type; constant: [D], both strides 0
+  int64_t channels = 0;  // D
+  TimeSeries x = {};     // [B, T, D]; unused in the backward pass
+  TimeSeries a = {};     // [B, T, D] in x.dtype or the state type; constant: [D], both strides 0
   bool a_is_constant = false;
   TimeSeries h = {};         // [B, T, D] in x.dtype; written forward, read backward
   const void* h0 = nullptr;  // [N, D] contiguous, state type; null means zero

@@ -37,7 +37,8 @@ const char* linear_scan_unsupported(const LinearScanParams& params) {
   if (params.h.dtype != params.x.dtype) {
     return "h must have x's dtype";
   }
-  if (rows_too_far_apart(params.x) || rows_too_far_apart(params.a) || rows_too_far_apart(params.h)) {
+  if (rows_too_far_apart(params.x) || rows_too_far_apart(params.a) ||
+      rows_too_far_apart(params.h)) {
     return "rows of the time axis are 2^31 bytes or more apart";
   }
   return layout_unsupported(params.layout);
@@ -53,7 +54,8 @@ const char* hgru_unsupported(const HgruParams& params) {
   if (params.h.dtype != params.c.dtype) {
     return "h must have c's dtype";
   }
-  if (rows_too_far_apart(params.c) || rows_too_far_apart(params.f) || rows_too_far_apart(params.h)) {
+  if (rows_too_far_apart(params.c) || rows_too_far_apart(params.f) ||
+      rows_too_far_apart(params.h)) {
     return "rows of the time axis are 2^31 bytes or more apart";
   }
   return layout_unsupported(params.layout);
