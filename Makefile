@@ -29,7 +29,7 @@ setup:
 build: setup
 	@scripts/build.sh
 
-demo: build
+demo: setup
 	@scripts/demo.sh
 
 test: build

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Configures and builds everything in build/: the library, tests, benchmarks, the pybind11 module.
+# build.sh [TARGET...]: configures build/ and builds the targets, or everything: the library, tests,
+# benchmarks, the pybind11 module.
 set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -28,4 +29,6 @@ if ! "$cmake" -S . -B build -G "$generator" -DPython_EXECUTABLE="$python" -DTIDE
   die "cmake failed: its output is above"
 fi
 grep -o 'tidegate: .*' build/configure.log
-"$cmake" --build build --parallel "$(jobs)"
+targets=()
+(($# == 0)) || targets=(--target "$@")
+"$cmake" --build build --parallel "$(jobs)" "${targets[@]}"
