@@ -171,6 +171,27 @@ void bump_versions(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) 
   }
 }
 
+/// Conjugate and negative views: materialised where they are read, refused where they would be
+/// written (torch's own fallback asserts on a written argument that is not returned).
+template <DispatchKey key>
+void resolve_views(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    c10::IValue& value = (*stack)[first + i];
+    if (!value.isTensor() || !value.toTensor().defined()) {
+      continue;
+    }
+    const at::Tensor& tensor = value.toTensor();
+    const bool written = arguments[i].alias_info() != nullptr;
+    TORCH_CHECK(!written || !(tensor.is_conj() || tensor.is_neg()), short_name(op), ": ",
+                arguments[i].name(),
+                " is overwritten and must not be a conjugate or negative view");
+    value = tensor.resolve_conj().resolve_neg();
+  }
+  op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, key), stack);
+}
+
 template <auto* Kernel>
 void register_boxed(torch::Library& library, const char* name, DispatchKey key) {
   library.impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<Kernel>()));
@@ -205,6 +226,8 @@ void register_no_double_backward(torch::Library& library, const char* name) {
 void register_step(torch::Library& library, const char* name) {
   register_boxed<&step_autograd>(library, name, DispatchKey::Autograd);
   register_boxed<&bump_versions>(library, name, DispatchKey::ADInplaceOrView);
+  register_boxed<&resolve_views<DispatchKey::Conjugate>>(library, name, DispatchKey::Conjugate);
+  register_boxed<&resolve_views<DispatchKey::Negative>>(library, name, DispatchKey::Negative);
 }
 
 void register_unrecorded_in_place(torch::Library& library, const char* name) {
