@@ -1,0 +1,116 @@
+"""Naive float64 loops over a few sampled channels: what a benchmark's outputs are held against.
+
+Everything here works on [T, n] arrays: time, and the n sampled (batch, channel) pairs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64] | NDArray[np.complex128]
+
+
+class Sample(NamedTuple):
+    """A few batch rows and, in each, a few channels."""
+
+    batches: list[int]
+    channels: list[int]
+
+    @staticmethod
+    def of(batch: int, channels: int) -> Sample:
+        """First, last and two in between."""
+
+        def spread(size: int) -> list[int]:
+            return sorted({0, size // 3, 2 * size // 3, size - 1})
+
+        return Sample(spread(batch)[-2:], spread(channels))
+
+    def pick(self, tensor: Tensor, halves: bool = False) -> Array:
+        """[B, T, D], or [B, T, 2D] = [Re | Im] with `halves`, to [T, n]."""
+        if halves:
+            real, imaginary = tensor.chunk(2, dim=-1)
+            return self.pick(real) + 1j * self.pick(imaginary)
+        rows = tensor.detach()[self.batches][:, :, self.channels].to("cpu", torch.float64)
+        return rows.permute(1, 0, 2).flatten(1).numpy()
+
+    def pick_parameter(self, tensor: Tensor) -> NDArray[np.float64]:
+        """[D] to [n]."""
+        row = tensor.detach()[self.channels].to("cpu", torch.float64).numpy()
+        return np.tile(row, len(self.batches))
+
+
+def scan(x: Array, a: Array) -> Array:
+    """h_t = a_t h_{t-1} + x_t from h = 0."""
+    h = np.empty_like(x)
+    state = np.zeros_like(x[0])
+    for t in range(len(x)):
+        state = a[t] * state + x[t]
+        h[t] = state
+    return h
+
+
+def scan_backward(dh: Array, a: Array, h: Array) -> tuple[Array, Array]:
+    """(dx, previous): the gradient of x, and h_{t-1}, so that da = dx conj(previous)."""
+    dx = np.empty_like(dh)
+    state = np.zeros_like(dh[0])
+    for t in reversed(range(len(dh))):
+        state = dh[t] + state
+        dx[t] = state
+        state = np.conj(a[t]) * state
+    return dx, np.concatenate([np.zeros_like(h[:1]), h[:-1]])
+
+
+def sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 / (1 + exp(-x))."""
+    return 1 / (1 + np.exp(-x))
+
+
+def on_parts(function, x: Array) -> Array:
+    """`function` of the real and of the imaginary part."""
+    return function(x.real) + 1j * function(x.imag) if np.iscomplexobj(x) else function(x)
+
+
+def silu(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def silu_slope(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The derivative of silu."""
+    return sigmoid(x) * (1 + x * (1 - sigmoid(x)))
+
+
+class HgruResults(NamedTuple):
+    """h, and the gradients of c and f for one dh."""
+
+    h: Array
+    dc: Array
+    df: Array
+
+
+def hgru(c: Array, f: Array, gamma: Array, theta: Array | None, dh: Array) -> HgruResults:
+    """HGRN's recurrence with silu (arXiv 2311.04823, eq. 2), and its gradients."""
+    gate = sigmoid(f)
+    decay = gamma + (1 - gamma) * gate
+    turn = 1 if theta is None else np.exp(1j * theta)
+    value = on_parts(silu, c)
+    h = scan((1 - decay) * value, decay * turn)
+    dx, previous = scan_backward(dh, decay * turn, h)
+    slope = on_parts(silu_slope, c)
+    if np.iscomplexobj(c):
+        dc = (1 - decay) * (dx.real * slope.real + 1j * dx.imag * slope.imag)
+    else:
+        dc = (1 - decay) * dx * slope
+    ddecay = (dx * np.conj(turn * previous - value)).real
+    return HgruResults(h, dc, ddecay * (1 - gamma) * gate * (1 - gate))
+
+
+def relative_error(found: Array, expected: Array) -> float:
+    """The norm of the difference over the norm of what was expected; NaN never passes."""
+    error = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-300))
+    return error if error == error else float("inf")

@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+"""tidegate's scans beside other libraries' and beside `copy_` of as many bytes, in one run.
+
+    python benchmarks/peers.py --out benchmarks/results/peers_h200.json
+
+Every contender runs in the same harness (harness.py): K calls on K sets of inputs in one CUDA
+graph, replayed in turns, medians; nobody's host time counts. What is timed was checked against
+float64 loops first. Peers that are not installed are named and left out. `--device cpu --tiny`
+goes the same way through small shapes, without peers.
+
+The shapes are the issue's four pieces of work, then a sweep of twelve training shapes, a plain
+scan and the decoding step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness
+import torch
+from contenders import (
+    AcceleratedScan,
+    Contender,
+    Fla,
+    HgruInputs,
+    ScanInputs,
+    Work,
+    available_peers,
+    copy_contender,
+    tidegate_hgru,
+    tidegate_scan,
+    tidegate_step,
+)
+
+import tidegate
+
+Peers = dict[str, Fla | AcceleratedScan]
+
+NOTES = (
+    "us: median time of one call; K calls on K sets of inputs lie in one CUDA graph, contenders "
+    "take turns, events lie between replays: no host time for anyone.",
+    "bytes: every tensor that must be read or written, once. percent_of_copy: the time of copy_ "
+    "with as many bytes in the same harness, over the contender's time.",
+    "hgru: lower bounds given, SiLU and gates inside the op; its backward is the op that autograd "
+    "calls, dgamma's sums included.",
+    "fla: its inputs x = (1 - decay) silu(c) and g = log decay are made beforehand, untimed, and "
+    "its backward ends at dx and dg: both favour the peer. Its autotuner chooses anew for every "
+    "shape. Its GB/s count its own bytes: x, g, h; and g, h, dh, dx, dg.",
+    "accelerated-scan: [B, D, T] layout, linear decays, beside linear_scan.",
+)
+
+ISSUE = [
+    Work("hgru", 8, 2048, 2048, "issue", (85, 80)),
+    Work("hgru", 1, 131072, 1024, "issue", (80, 75)),
+    Work("hgru", 64, 1024, 512, "issue", (80, 75)),
+    Work("hgru", 8, 2048, 1024, "issue", (80, 70), complex=True),
+]
+SWEEP = [
+    Work("hgru", batch, time, channels, "sweep")
+    for batch, time, channels in (
+        (1, 65536, 2048),
+        (1, 32768, 4096),
+        (1, 16384, 512),
+        (2, 16384, 1024),
+        (2, 8192, 4096),
+        (4, 8192, 256),
+        (4, 4096, 2048),
+        (8, 4096, 1024),
+        (16, 1024, 2048),
+        (16, 2048, 512),
+        (32, 512, 1024),
+        (64, 256, 512),
+    )
+]
+EXTRA = [
+    Work("hgru", 8, 2048, 2048, "extra", dtype=torch.float32),
+    Work("hgru", 1, 65536, 512, "extra", complex=True),
+    Work("linear_scan", 8, 2048, 2048, "extra"),
+    Work("linear_scan", 1, 131072, 1024, "extra"),
+    Work("linear_scan", 64, 1024, 512, "extra"),
+    Work("hgru_step", 1, 1, 2048, "extra"),
+    Work("hgru_step", 256, 1, 2048, "extra"),
+]
+TINY = [
+    Work("hgru", 2, 33, 24, "issue", (80, 75)),
+    Work("hgru", 3, 17, 8, "issue", (80, 70), complex=True),
+    Work("hgru", 1, 40, 12, "sweep"),
+    Work("hgru", 2, 9, 16, "extra", dtype=torch.float32),
+    Work("linear_scan", 2, 21, 16, "extra"),
+    Work("hgru_step", 4, 1, 16, "extra"),
+]
+
+
+class Bench:
+    """One run: options, peers, rows so far."""
+
+    def __init__(self, device: torch.device, peers: Peers, options: argparse.Namespace) -> None:
+        self.device, self.peers, self.options = device, peers, options
+        self.rows: list[dict[str, object]] = []
+        self.problems: list[str] = []
+
+    def contenders(self, work: Work, direction: str, sets: int) -> dict[str, object]:
+        """Name -> a function that makes the contender; copies first."""
+        device = self.device
+        makers: dict[str, object] = {
+            "copy_": lambda: copy_contender(work, direction, sets, device),
+        }
+        if work.op == "hgru_step":
+            return makers | {"tidegate": lambda: tidegate_step(work, sets, device)}
+        inputs = HgruInputs(work, sets, device)
+        if work.op == "hgru":
+            reference = inputs.reference()
+            makers["tidegate"] = lambda: tidegate_hgru(inputs, direction, reference)
+            if "fla" in self.peers and not work.complex:
+                fla = self.peers["fla"]
+                scan = ScanInputs.of_hgru(inputs, log=True)
+                for name in fla.functions:
+                    makers[name] = lambda name=name: fla.contender(name, scan, direction)
+            return makers
+        scan = ScanInputs.of_hgru(inputs, log=False)
+        makers["tidegate"] = lambda: tidegate_scan(scan, direction)
+        if "accelerated-scan" in self.peers:
+            peer = self.peers["accelerated-scan"]
+            name = "accelerated-scan"
+            makers[name] = lambda: peer.contender(name, scan, direction)
+        return makers
+
+    def prepared(self, name: str, contender: Contender) -> tuple[harness.Runner, float]:
+        """A runner whose results were checked. RuntimeError when they are wrong."""
+        contender.before()
+        runner = harness.make_runner(contender.calls, self.device)
+        error = contender.error(runner.results[0])
+        if not error <= contender.tolerance:
+            runner.free()
+            raise RuntimeError(f"WRONG RESULT: relative error {error:.1e}")
+        return runner, error
+
+    def run(self, work: Work, direction: str) -> None:
+        """Measures one row."""
+        moved = work.bytes(direction)
+        sets = harness.sets_needed(moved, self.device, self.options.tiny)
+        runners: dict[str, harness.Runner] = {}
+        results: dict[str, dict[str, object]] = {}
+        for name, make in self.contenders(work, direction, sets).items():
+            try:
+                contender = make()
+                runners[name], error = self.prepared(name, contender)
+            except Exception as problem:  # one contender's failure must not cost the whole run
+                line = f"{work} {direction}, {name}: {type(problem).__name__}: {problem}"
+                self.problems.append(line[:300])
+                print("PROBLEM " + self.problems[-1], flush=True)
+                continue
+            bytes_moved = moved if name in ("copy_", "tidegate") else contender.bytes
+            results[name] = {
+                "bytes": bytes_moved,
+                "error": float(f"{error:.2e}"),
+                "timing": runners[name].timing,
+            }
+        times = harness.measure(runners, self.options.rounds, self.options.budget)
+        harness.free(runners)
+        for name, seconds in times.items():
+            results[name] |= harness.summary(seconds, results[name]["bytes"])
+        self.add_row(work, direction, moved, sets, results)
+
+    def add_row(
+        self, work: Work, direction: str, moved: int, sets: int, results: dict[str, dict]
+    ) -> None:
+        """Adds percentages and the figures beside peers, records the row and prints it."""
+        if "copy_" in results:
+            for result in results.values():
+                percent = 100 * results["copy_"]["us"] / result["us"]
+                result["percent_of_copy"] = round(percent * result["bytes"] / moved, 1)
+        row = {
+            "group": work.group,
+            "op": work.op,
+            "complex": work.complex,
+            "dtype": str(work.dtype).removeprefix("torch."),
+            "B": work.batch,
+            "T": work.time,
+            "D": work.channels,
+            "direction": direction,
+            "bytes": moved,
+            "sets": sets,
+            "goal_percent": work.goal[direction == "backward"] if work.goal else None,
+            "results": results,
+        }
+        ours = results.get("tidegate")
+        peers = {n: r["us"] for n, r in results.items() if n not in ("copy_", "tidegate")}
+        if ours and peers:
+            best = min(peers, key=peers.__getitem__)
+            row["best_peer"] = best
+            row["times_best_peer"] = round(peers[best] / ours["us"], 2)
+        self.rows.append(row)
+        print(line_of(row), flush=True)
+
+
+def line_of(row: dict) -> str:
+    """One short line a row."""
+    kind = ("c" if row["complex"] else "") + row["dtype"].replace("float", "")
+    shape = f"{row['op']:11.11} {kind:6} B{row['B']} T{row['T']} D{row['D']}"
+    parts = [f"{shape:38} {row['direction'][:3]}"]
+    copied, ours = row["results"].get("copy_"), row["results"].get("tidegate")
+    if copied:
+        parts.append(f"copy {copied['us']:.1f}us {copied['gb_per_s']:.0f}GB/s")
+    if ours:
+        percent = f" {ours['percent_of_copy']:.1f}%" if copied else ""
+        goal = row["goal_percent"]
+        verdict = ""
+        if copied and goal:
+            verdict = f" (goal {goal}: {'ok' if ours['percent_of_copy'] >= goal else 'MISSED'})"
+        parts.append(f"tg {ours['us']:.1f}us {ours['gb_per_s']:.0f}GB/s{percent}{verdict}")
+    for name, result in row["results"].items():
+        if name not in ("copy_", "tidegate"):
+            short = name.removeprefix("fla.").removesuffix("_hgrn")
+            ratio = f" x{result['us'] / ours['us']:.2f}" if ours else ""
+            parts.append(f"{short} {result['us']:.0f}us {result['gb_per_s']:.0f}GB/s{ratio}")
+    return " | ".join(parts)
+
+
+def summary_of(rows: list[dict], problems: list[str]) -> list[str]:
+    """What the run says of the goals."""
+    lines = []
+    goals = [row for row in rows if row["goal_percent"] and "tidegate" in row["results"]]
+    reached = [
+        row
+        for row in goals
+        if row["results"]["tidegate"].get("percent_of_copy", 0) >= row["goal_percent"]
+    ]
+    lines.append(f"goals of copy speed reached: {len(reached)} of {len(goals)}")
+    beside = [row for row in rows if "times_best_peer" in row]
+    if beside:
+        worst = min(beside, key=lambda row: row["times_best_peer"])
+        lines.append(
+            f"against the best peer: {sum(r['times_best_peer'] >= 1 for r in beside)} of "
+            f"{len(beside)} rows not slower; worst x{worst['times_best_peer']} at {worst['op']} "
+            f"B{worst['B']} T{worst['T']} D{worst['D']} {worst['direction']}"
+        )
+    lines += [f"PROBLEM {line}" for line in problems]
+    return lines
+
+
+def compile_peers(works: list[Work]) -> None:
+    """Fills Triton's cache with all of fla's variants, every D at once: minutes become seconds."""
+    channels = sorted({w.channels for w in works if w.op == "hgru" and not w.complex})
+    command = [sys.executable, __file__, "--compile-fla"]
+    children = [
+        subprocess.Popen([*command, str(d)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for d in channels
+    ]
+    for child in children:
+        child.wait()
+
+
+def compile_fla(channels: int) -> None:
+    """Compiles what fla needs for one D; a child of compile_peers."""
+    fla = Fla()
+    fla.tuner.only_compile = True
+    device = torch.device("cuda")
+    inputs = HgruInputs(Work("hgru", 1, 256, channels, "extra"), 1, device)
+    scan = ScanInputs.of_hgru(inputs, log=True)
+    for name in fla.functions:
+        fla.contender(name, scan, "backward").calls[0]()
+    torch.cuda.synchronize()
+
+
+def versions(peers: Peers) -> dict[str, str]:
+    """Of everything that was timed."""
+    found = {"torch": torch.__version__, "tidegate": tidegate.__version__}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        pass
+    return found | {name: peer.version for name, peer in peers.items()}
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="small shapes: tries this script out")
+    parser.add_argument("--groups", nargs="+", default=["issue", "sweep", "extra"])
+    parser.add_argument("--no-peers", action="store_true", help="tidegate and copies only")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
+    parser.add_argument("--budget", type=float, default=0.2, help="seconds for each contender")
+    parser.add_argument("--commit", help="commit to record, where git cannot tell")
+    parser.add_argument("--compile-fla", type=int, metavar="D", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    if options.compile_fla:
+        compile_fla(options.compile_fla)
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("peers: no CUDA device is visible; --device cpu --tiny tries the script")
+    device = torch.device(options.device)
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    peers, missing = ({}, []) if options.no_peers else available_peers(device)
+    for line in missing:
+        print(line, flush=True)
+    works = [
+        w for w in (TINY if options.tiny else ISSUE + SWEEP + EXTRA) if w.group in options.groups
+    ]
+    if "fla" in peers:
+        compile_peers(works)
+        print(f"fla's kernels compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    bench = Bench(device, peers, options)
+    with torch.no_grad():
+        for work in works:
+            for direction in work.directions():
+                bench.run(work, direction)
+    record = {
+        "kind": "peers",
+        "date": harness.today(),
+        "commit": harness.commit(options.commit),
+        "machine": harness.describe_machine(device),
+        "versions": versions(peers),
+        "missing": missing,
+        "notes": NOTES,
+        "rows": bench.rows,
+        "problems": bench.problems,
+    }
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(summary_of(bench.rows, bench.problems)))
+    print(f"took {time.perf_counter() - begin:.0f} s")
+    return 1 if bench.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
