@@ -1,0 +1,348 @@
+#!/usr/bin/env python3
+"""README's figures and docs/benchmarks.md, made from benchmarks/results/*.json.
+
+    python benchmarks/report.py            # writes both
+    python benchmarks/report.py --check    # fails when one is not what the results say
+
+Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
+of the CPU kernels ("benchmarks"), and the demo's comparison ("gru"). README shows what the issue
+asks for; docs/benchmarks.md shows every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+NOTHING = "No results are committed yet."
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+# Percent of copy speed asked of the CPU: hgru real fp32 B4 T2048 D1024 on two threads.
+CPU_GOALS = {
+    ("avx512", "forward"): 60,
+    ("avx512", "backward"): 45,
+    ("avx2", "forward"): 40,
+    ("avx2", "backward"): 30,
+}
+
+Record = dict
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+
+
+def microseconds(value: float) -> str:
+    """With the digits that mean something."""
+    return f"{value:,.0f} us" if value >= 100 else f"{value:.1f} us"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}%"
+
+
+# ---- peers.py ----
+
+
+def shape_of(row: Record) -> str:
+    kind = "complex " if row["complex"] else ""
+    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    return f"{kind}{dtype} B{row['B']} T{row['T']} D{row['D']}"
+
+
+def peer_cell(row: Record) -> str:
+    """The fastest other library, and how many times as long it takes."""
+    if "best_peer" not in row:
+        return ""
+    name = row["best_peer"]
+    result = row["results"][name]
+    time = microseconds(result["us"])
+    return f"{name}: {time}, {result['gb_per_s']:.0f} GB/s, {row['times_best_peer']:.1f}x"
+
+
+def gpu_row(row: Record) -> list[str]:
+    ours, copied = row["results"].get("tidegate"), row["results"].get("copy_")
+    if ours is None:
+        return [f"`{row['op']}` {shape_of(row)}", row["direction"], "failed", "", "", "", ""]
+    return [
+        f"`{row['op']}` {shape_of(row)}",
+        row["direction"],
+        microseconds(ours["us"]),
+        f"{ours['gb_per_s']:.0f}",
+        percent(ours.get("percent_of_copy")) if copied else "",
+        percent(row["goal_percent"]),
+        peer_cell(row),
+    ]
+
+
+GPU_HEAD = ("work", "direction", "time", "GB/s", "of copy speed", "aim", "fastest other library")
+
+
+def machine_line(record: Record) -> str:
+    """GPU, driver, versions, commit."""
+    gpu = record["machine"].get("gpu", {})
+    where = gpu.get("name", "CPU")
+    details = [f"driver {gpu['driver_version']}"] if "driver_version" in gpu else []
+    details += [f"{name} {value}" for name, value in record["versions"].items()]
+    return f"{where}, {', '.join(details)}, commit {record['commit']}, {record['date']}"
+
+
+def sweep_line(record: Record) -> str | None:
+    """One sentence on the shapes beside the issue's."""
+    rows = [r for r in record["rows"] if r["group"] == "sweep" and "times_best_peer" in r]
+    if not rows:
+        return None
+    ratios = sorted(row["times_best_peer"] for row in rows)
+    slower = [row for row in rows if row["times_best_peer"] < 1]
+    shapes = len({(row["B"], row["T"], row["D"]) for row in rows})
+    text = (
+        f"In a sweep of {shapes} other shapes the faster of fla's two scans takes {ratios[0]:.1f} "
+        f"to {ratios[-1]:.1f} times as long, forward and backward."
+    )
+    if slower:
+        names = ", ".join(f"{shape_of(row)} {row['direction']}" for row in slower)
+        text += f" tidegate is slower in {len(slower)} of {len(rows)}: {names}."
+    return text
+
+
+def gpu_readme(record: Record) -> list[str]:
+    rows = [gpu_row(row) for row in record["rows"] if row["group"] == "issue"]
+    lines = [machine_line(record) + ":", "", *table(GPU_HEAD, rows), ""]
+    lines += [
+        "GB/s count each tensor once; copy speed is `copy_` moving as many bytes in the same run "
+        "and harness. Other libraries get their gates and inputs precomputed, untimed."
+    ]
+    sweep = sweep_line(record)
+    return lines + ([sweep] if sweep else []) + [""]
+
+
+def gpu_page(record: Record) -> list[str]:
+    gpu = record["machine"].get("gpu", {})
+    lines = [f"## {gpu.get('name', 'CPU')}, ops beside copies and other libraries", ""]
+    lines += [machine_line(record) + ".", ""]
+    clocks = [f"{k} {v}" for k, v in gpu.items() if k.startswith(("clocks", "power"))]
+    if clocks:
+        lines += [f"As found: {', '.join(clocks)}.", ""]
+    lines += [f"- {note}" for note in (*record["notes"], *record["missing"])] + [""]
+    titles = {"issue": "Aims", "sweep": "Sweep of training shapes", "extra": "Further"}
+    for group, title in titles.items():
+        rows = [row for row in record["rows"] if row["group"] == group]
+        if rows:
+            lines += [f"### {title}", "", *table(GPU_HEAD, map(gpu_row, rows)), ""]
+            lines += every_figure(rows)
+    problems = record["problems"]
+    return lines + (["Problems:", "", *(f"- {p}" for p in problems), ""] if problems else [])
+
+
+def every_figure(rows: list[Record]) -> list[str]:
+    """Times of all contenders, with their spread and error."""
+    names = list(dict.fromkeys(name for row in rows for name in row["results"]))
+    body = []
+    for row in rows:
+        cells = [f"{shape_of(row)} {row['direction']}"]
+        for name in names:
+            result = row["results"].get(name)
+            if result is None:
+                cells.append("")
+                continue
+            error = f", error {result['error']:.0e}" if name != "copy_" else ""
+            cells.append(f"{result['us']} ({result['us_low']}-{result['us_high']}){error}")
+        body.append(cells)
+    note = "Microseconds: the median, the middle 80%, and the error against float64."
+    return [note, "", *table(["work", *names], body), ""]
+
+
+# ---- CPU kernels (Google Benchmark) ----
+
+
+def cpu_rows(record: Record) -> list[Record]:
+    """Rows with the parts of their names: cpu/hgru/forward/real/float32/B4/T2048/D1024/isa/..."""
+    rows = []
+    for run in record["benchmarks"]:
+        parts = run["name"].split("/")
+        if parts[0] != "cpu" or "percent_of_copy" not in run or len(parts) < 10:
+            continue
+        names = ("op", "direction", "kind", "dtype", "B", "T", "D", "isa", "threads")
+        rows.append(dict(zip(names, parts[1:10], strict=True)) | run)
+    return rows
+
+
+def cpu_row(row: Record) -> list[str]:
+    kind = "complex " if row["kind"] == "complex" else ""
+    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    asked = (row["kind"], dtype, row["threads"]) == ("real", "fp32", "threads2")
+    goal = CPU_GOALS.get((row["isa"], row["direction"])) if asked else None
+    return [
+        f"`{row['op']}` {kind}{dtype} {row['B']} {row['T']} {row['D']}",
+        row["direction"],
+        f"{row['isa']}, {row['threads'].removeprefix('threads')} threads",
+        f"{row['GB/s']:.1f}",
+        f"{row['copy_GB/s']:.1f}",
+        percent(row["percent_of_copy"]),
+        percent(goal),
+    ]
+
+
+CPU_HEAD = ("work", "direction", "code", "GB/s", "copying", "of copy speed", "aim")
+
+
+def cpu_machine(record: Record) -> str:
+    context = record["context"]
+    name = context.get("cpu", f"{context['num_cpus']} CPUs of {context['mhz_per_cpu']} MHz")
+    commit = f", commit {context['commit']}" if "commit" in context else ""
+    return f"{name}{commit}, {context['date'][:10]}"
+
+
+def cpu_readme(record: Record) -> list[str]:
+    shown = []
+    for row in cpu_rows(record):
+        asked = (row["kind"], row["dtype"], row["threads"]) == ("real", "float32", "threads2")
+        if asked and (row["isa"], row["direction"]) in CPU_GOALS:
+            shown.append(cpu_row(row))
+    if not shown:
+        return []
+    return [cpu_machine(record) + ":", "", *table(CPU_HEAD, shown), ""]
+
+
+def cpu_page(record: Record) -> list[str]:
+    rows = map(cpu_row, cpu_rows(record))
+    note = (
+        "Copies (memcpy of as many bytes on as many threads) and kernels alternate; medians. "
+        "bench_kernels."
+    )
+    head = ["## CPU kernels beside copying", "", cpu_machine(record) + ".", "", note, ""]
+    return [*head, *table(CPU_HEAD, rows), ""]
+
+
+# ---- the demo beside a GRU ----
+
+
+def demo_section(record: Record) -> list[str]:
+    """HGRN and the GRU after the same wall time, and the baselines."""
+    rows = []
+    named = [("HGRN (`make demo`)", record["hgrn"])] if "hgrn" in record else []
+    named += [(f"`torch.nn.GRU`, {gru['optimizer']}", gru) for gru in record["gru"]]
+    for name, result in named:
+        rows.append(
+            [
+                name,
+                f"{result['parameters'] / 1e6:.1f}M",
+                f"{result['seconds']:.0f} s",
+                f"{result['bytes_per_second'] / 1000:.1f}k",
+                f"{result['bits_per_byte']:.2f}",
+            ]
+        )
+    rows += [[name, "", "", "", f"{bits:.2f}"] for name, bits in record["baselines"].items()]
+    machine = record["machine"]
+    where = (
+        f"Byte-level language models, same text and wall time, {machine['device_name']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}, commit {record['commit']}:"
+    )
+    head = ("model", "parameters", "training", "bytes/s", "validation bits per byte")
+    return [where, "", *table(head, rows), ""]
+
+
+def demo_page(record: Record) -> list[str]:
+    return ["## The demo beside a GRU", "", *demo_section(record)]
+
+
+# ---- files ----
+
+SECTIONS = {  # kind -> README, page; in this order
+    "peers": (gpu_readme, gpu_page),
+    "cpu": (cpu_readme, cpu_page),
+    "demo": (demo_section, demo_page),
+}
+
+
+def kind_of(record: Record) -> str | None:
+    """Which of SECTIONS a result belongs to, or None."""
+    if record.get("kind") == "peers":
+        return "peers"
+    if "benchmarks" in record and cpu_rows(record):
+        return "cpu"
+    return "demo" if "gru" in record and "baselines" in record else None
+
+
+def load_results(folder: Path) -> list[tuple[str, Record]]:
+    """(kind, result) of every file, by kind and then by name."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        kind = kind_of(record)
+        if kind is not None:
+            found.append((kind, record))
+    order = list(SECTIONS)
+    return sorted(found, key=lambda pair: order.index(pair[0]))
+
+
+def readme_section(results: list[tuple[str, Record]]) -> str:
+    """What stands between the markers."""
+    lines = [line for kind, record in results for line in SECTIONS[kind][0](record)]
+    if not lines:
+        return NOTHING
+    lines += ["All rows, and how they were measured: [docs/benchmarks.md](docs/benchmarks.md)."]
+    return "\n".join(lines)
+
+
+def page(results: list[tuple[str, Record]]) -> str:
+    """docs/benchmarks.md."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `benchmarks/report.py` from `benchmarks/results/*.json`; not edited by hand.",
+        "`benchmarks/peers.py` measures the GPU, `make bench` runs the Google Benchmark binaries,",
+        "`benchmarks/demo_gru.py` compares the demo. Every output is checked before it is timed.",
+        "",
+    ]
+    lines += [line for kind, record in results for line in SECTIONS[kind][1](record)]
+    return "\n".join(lines if results else [*lines, NOTHING, ""]).rstrip("\n") + "\n"
+
+
+def with_section(readme: str, section: str) -> str:
+    """README with the section between its markers replaced. ValueError when it has none."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+def expected_files(root: Path) -> dict[Path, str]:
+    """What README.md and docs/benchmarks.md should hold."""
+    results = load_results(root / "benchmarks" / "results")
+    readme = root / "README.md"
+    return {
+        readme: with_section(readme.read_text(encoding="utf-8"), readme_section(results)),
+        root / "docs" / "benchmarks.md": page(results),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
+    options = parser.parse_args()
+    stale = []
+    for path, text in expected_files(options.root).items():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path.name)
+        if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    if options.check and stale:
+        print(f"report: {', '.join(stale)} not what the results say: run benchmarks/report.py")
+        return 1
+    print(f"report: {'wrote ' + ', '.join(stale) if stale else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The benchmark scripts: their float64 loops, a dry run, and the tables made from results."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a script of benchmarks/."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def peers_result(us: float, bytes_moved: int, percent: float) -> dict:
+    return {
+        "bytes": bytes_moved,
+        "error": 1.5e-3,
+        "timing": "CUDA graph",
+        "us": us,
+        "us_low": us - 1,
+        "us_high": us + 1,
+        "gb_per_s": bytes_moved / us * 1e-3,
+        "samples": 60,
+        "percent_of_copy": percent,
+    }
+
+
+PEERS = {
+    "kind": "peers",
+    "date": "2026-01-02",
+    "commit": "abc123",
+    "machine": {"gpu": {"name": "NVIDIA H200", "driver_version": "580", "clocks.sm": "1980 MHz"}},
+    "versions": {"torch": "2.11.0", "fla": "0.6.0"},
+    "missing": ["accelerated-scan: not timed: it is not installed"],
+    "notes": ["a note"],
+    "rows": [
+        {
+            "group": "issue",
+            "op": "hgru",
+            "complex": False,
+            "dtype": "bfloat16",
+            "B": 8,
+            "T": 2048,
+            "D": 2048,
+            "direction": "forward",
+            "bytes": 201326592,
+            "sets": 8,
+            "goal_percent": 85,
+            "results": {
+                "copy_": peers_result(50.0, 201326592, 100.0),
+                "tidegate": peers_result(57.14, 201326592, 87.5),
+                "fla.chunk_hgrn": peers_result(313.1, 201326592, 16.0),
+            },
+            "best_peer": "fla.chunk_hgrn",
+            "times_best_peer": 5.48,
+        },
+    ],
+    "problems": [],
+}
+
+CPU = {
+    "context": {"date": "2026-01-02T03:04:05+00:00", "num_cpus": 2, "mhz_per_cpu": 2100},
+    "benchmarks": [
+        {
+            "name": f"cpu/hgru/forward/{kind}/float32/B4/T2048/D1024/avx512/threads2/iterations:40",
+            "GB/s": 21.0,
+            "copy_GB/s": 33.0,
+            "percent_of_copy": 63.6,
+        }
+        for kind in ("real", "complex")
+    ],
+}
+
+DEMO = {
+    "machine": {"device_name": "a CPU", "threads": 2, "torch": "2.11.0"},
+    "commit": "abc123",
+    "baselines": {"bz2": 1.62},
+    "gru": [
+        {
+            "parameters": 1_300_000,
+            "optimizer": "adamw",
+            "seconds": 170.0,
+            "bytes_per_second": 9400,
+            "bits_per_byte": 1.94,
+        }
+    ],
+}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with results of each kind and an empty README section."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    for name, record in (("peers_h200", PEERS), ("cpu_scan", CPU), ("demo", DEMO)):
+        (results / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+    marked = "# x\n\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\n\nrest\n"
+    (tmp_path / "README.md").write_text(marked, encoding="utf-8")
+    return tmp_path
+
+
+def run_report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "report.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_committed_pages_are_what_the_results_say():
+    result = run_report("--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_report_writes_readme_and_page_and_notices_changes(checkout):
+    assert run_report("--root", checkout, "--check").returncode == 1
+    assert (checkout / "README.md").read_text(encoding="utf-8").count("old") == 1
+
+    written = run_report("--root", checkout)
+    assert written.returncode == 0, written.stderr
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("# x\n\n<!-- benchmarks:begin -->\n")
+    assert readme.endswith("<!-- benchmarks:end -->\n\nrest\n")
+    assert "NVIDIA H200, driver 580, torch 2.11.0, fla 0.6.0, commit abc123" in readme
+    expected = (
+        "| `hgru` bf16 B8 T2048 D2048 | forward | 57.1 us | 3523 | 88% | 85% "
+        "| fla.chunk_hgrn: 313 us, 643 GB/s, 5.5x |"
+    )
+    assert expected in readme
+    assert "| avx512, 2 threads | 21.0 | 33.0 | 64% | 60% |" in readme
+    assert "| `torch.nn.GRU`, adamw | 1.3M | 170 s | 9.4k | 1.94 |" in readme
+
+    page = (checkout / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert "`hgru` complex fp32 B4 T2048 D1024" in page
+    assert "57.14 (56.14-58.14), error 2e-03" in page
+    assert "- accelerated-scan: not timed" in page
+
+    assert run_report("--root", checkout, "--check").returncode == 0
+    (checkout / "README.md").write_text(readme.replace("57.1", "47.1"), encoding="utf-8")
+    stale = run_report("--root", checkout, "--check")
+    assert stale.returncode == 1
+    assert "README.md not what the results say" in stale.stdout
+
+
+def test_sweep_names_the_shapes_where_tidegate_is_slower(scripts):
+    report = scripts("report")
+    record = copy.deepcopy(PEERS)
+    record["rows"][0]["group"] = "sweep"
+    assert "slower" not in report.sweep_line(record)
+    assert "takes 5.5 to 5.5 times as long" in report.sweep_line(record)
+    record["rows"][0]["times_best_peer"] = 0.9
+    assert "slower in 1 of 1: bf16 B8 T2048 D2048 forward" in report.sweep_line(record)
+
+
+def test_no_results_says_so(scripts):
+    report = scripts("report")
+    assert report.readme_section([]) == report.NOTHING
+    assert report.NOTHING in report.page([])
+
+
+def test_readme_without_markers_is_refused(scripts):
+    with pytest.raises(ValueError, match="benchmarks:begin"):
+        scripts("report").with_section("# x\n", "figures")
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["real", "complex"])
+def test_float64_loops_agree_with_autograd(scripts, turned):
+    float64 = scripts("float64")
+    torch.manual_seed(0)
+    time, channels = 9, 4
+    kind = torch.complex128 if turned else torch.float64
+    f = torch.randn(time, channels, dtype=torch.float64, requires_grad=True)
+    c = torch.randn(time, channels, dtype=kind, requires_grad=True)
+    gamma = torch.rand(channels, dtype=torch.float64)
+    theta = torch.rand(channels, dtype=torch.float64)
+    dh = torch.randn(time, channels, dtype=kind)
+
+    def silu(x):
+        return x * torch.sigmoid(x)
+
+    decay = gamma + (1 - gamma) * torch.sigmoid(f)
+    value = torch.complex(silu(c.real), silu(c.imag)) if turned else silu(c)
+    turn = torch.polar(torch.ones_like(theta), theta) if turned else 1
+    state, rows = torch.zeros(channels, dtype=kind), []
+    for t in range(time):
+        state = decay[t] * turn * state + (1 - decay[t]) * value[t]
+        rows.append(state)
+    h = torch.stack(rows)
+    dc, df = torch.autograd.grad(h, (c, f), dh)
+
+    arrays = [tensor.detach().numpy() for tensor in (c, f, gamma, theta, dh)]
+    found = float64.hgru(*arrays[:3], arrays[3] if turned else None, arrays[4])
+    for ours, reference in zip(found, (h.detach(), dc, df), strict=True):
+        assert float64.relative_error(ours, reference.numpy()) < 1e-13
+
+
+def test_relative_error_never_passes_nan(scripts):
+    float64 = scripts("float64")
+    values = torch.ones(3, dtype=torch.float64).numpy()
+    assert not float64.relative_error(values * float("nan"), values) < 1
+
+
+def test_bytes_are_each_tensor_once(scripts):
+    work = scripts("contenders").Work
+    assert work("hgru", 1, 1, 1, "extra").bytes("forward") == 6
+    assert work("hgru", 1, 1, 1, "extra").bytes("backward") == 12
+    assert work("hgru", 1, 1, 1, "extra", complex=True).bytes("forward") == 10
+    assert work("hgru", 1, 1, 1, "extra", complex=True).bytes("backward") == 20
+    assert work("linear_scan", 1, 1, 1, "extra").bytes("forward") == 6
+    assert work("linear_scan", 1, 1, 1, "extra").bytes("backward") == 10
+    assert work("hgru", 1, 1, 1, "extra", dtype=torch.float32).bytes("backward") == 24
+
+
+def test_wrong_results_are_not_timed(scripts):
+    peers, contenders = scripts("peers"), scripts("contenders")
+    bench = peers.Bench(torch.device("cpu"), {}, None)
+    good = contenders.Contender([lambda: torch.ones(3)], 12, lambda _: 0.001, 0.01)
+    assert bench.prepared("good", good)[1] == 0.001
+    bad = good._replace(error=lambda _: float("nan"))
+    with pytest.raises(RuntimeError, match="WRONG RESULT"):
+        bench.prepared("bad", bad)
+
+
+def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
+    out = checkout / "benchmarks" / "results" / "peers_h200.json"
+    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--device", "cpu", "--tiny"]
+    result = subprocess.run(
+        [*command, "--rounds", "2", "--budget", "0.01", "--commit", "fedcba", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "fla: not timed, it needs a GPU" in result.stdout
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["commit"] == "fedcba"
+    assert record["problems"] == []
+    assert {row["op"] for row in record["rows"]} == {"hgru", "linear_scan", "hgru_step"}
+    for row in record["rows"]:
+        assert set(row["results"]) == {"copy_", "tidegate"}
+        assert row["results"]["tidegate"]["us"] > 0
+        assert row["results"]["tidegate"]["error"] < 1e-2
+    assert run_report("--root", checkout).returncode == 0
+    assert "commit fedcba" in (checkout / "README.md").read_text(encoding="utf-8")
