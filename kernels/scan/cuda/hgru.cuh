@@ -11,41 +11,85 @@
 
 namespace tidegate::kernels {
 
-/// The rotation of one channel. Real recurrences have none.
-template <class Real, bool kComplex>
+/// The rotation of one channel by exp(i theta) a step. Real recurrences have none. kPrecise (data
+/// of 32 bits and more) keeps its digits as hi + lo: what it lacks, every step lacks in the same
+/// direction.
+template <class Real, bool kComplex, bool kPrecise>
 struct Rotation;
 
-template <class Real>
-struct Rotation<Real, false> {
+template <class Real, bool kPrecise>
+struct Rotation<Real, false, kPrecise> {
   __device__ void set(Real, int) {}
   __device__ Real forward(Real h) const { return h; }
   __device__ Real backward(Real g) const { return g; }
-  __device__ void seal_forward(Real&) const {}
-  __device__ void seal_backward(Real&) const {}
+  __device__ void seal_forward(Precise<Real>&) const {}
+  __device__ void seal_backward(Precise<Real>&) const {}
 };
 
-template <class Real>
-struct Rotation<Real, true> {
-  Complex<Real> step;  // exp(i theta)
-  Complex<Real> run;   // exp(i theta n), n the steps of one run
+template <class Real, bool kPrecise>
+struct Rotation<Real, true, kPrecise> {
+  Precise<Complex<Real>> step;  // exp(i theta)
 
   __device__ void set(Real theta, int steps) {
-    sincos_of(theta, &step.im, &step.re);
-    run = step;
-    for (int i = 1; i < steps; i *= 2) {  // steps is a power of two
-      run = run * run;
-    }
+    step = precise_rotation(theta);
+    run_steps = steps;
   }
-  __device__ Complex<Real> forward(Complex<Real> h) const { return step * h; }
-  __device__ Complex<Real> backward(Complex<Real> g) const { return conj(step) * g; }
-  // A run's decay is folded as a plain product; its rotation, the same for every run, comes last.
-  __device__ void seal_forward(Complex<Real>& a) const { a = run * a; }
-  __device__ void seal_backward(Complex<Real>& a) const { a = conj(run) * a; }
+  __device__ Complex<Real> forward(Complex<Real> h) const { return fused(step.hi, h, step.lo * h); }
+  __device__ Complex<Real> backward(Complex<Real> g) const {
+    return turn(conj(step.hi), conj(step.lo), g);
+  }
+  // A run's decay is folded as a plain product, in the real part; its rotation comes last.
+  __device__ void seal_forward(Precise<Complex<Real>>& a) const { a = turned(a, run_rotation()); }
+  __device__ void seal_backward(Precise<Complex<Real>>& a) const {
+    const Precise<Complex<Real>> run = run_rotation();
+    a = turned(a, {conj(run.hi), conj(run.lo)});
+  }
 
  private:
-  static __device__ void sincos_of(float x, float* s, float* c) { sincosf(x, s, c); }
-  static __device__ void sincos_of(double x, double* s, double* c) { sincos(x, s, c); }
+  int run_steps;
+
+  static __device__ Complex<Real> turn(Complex<Real> hi, Complex<Real> lo, Complex<Real> h) {
+    if constexpr (kPrecise) {
+      return fused(hi, h, lo * h);
+    } else {
+      return hi * h;
+    }
+  }
+  static __device__ Precise<Complex<Real>> precise_rotation(Real theta) {
+    double s, c;
+    sincos(static_cast<double>(theta), &s, &c);
+    const Complex<Real> hi = {static_cast<Real>(c), static_cast<Real>(s)};
+    if constexpr (kPrecise) {
+      return {hi, {static_cast<Real>(c - hi.re), static_cast<Real>(s - hi.im)}};
+    } else {
+      return {hi, {}};
+    }
+  }
+  __device__ Precise<Complex<Real>> run_rotation() const {
+    Precise<Complex<Real>> run = step;
+    for (int i = 1; i < run_steps; i *= 2) {  // run_steps is a power of two
+      run = multiply(run, run);
+    }
+    return run;
+  }
+  static __device__ Precise<Complex<Real>> turned(const Precise<Complex<Real>>& decay,
+                                                  const Precise<Complex<Real>>& run) {
+    return complex_of(multiply(real_part(decay), real_part(run)),
+                      multiply(real_part(decay), imaginary_part(run)));
+  }
 };
+
+/// A fold of a decay into the product of a run, whose imaginary part is zero until it is sealed.
+template <class Real>
+__device__ inline void fold_decay(Precise<Real>& a, Real keep) {
+  a = a * keep;
+}
+template <class Real>
+__device__ inline void fold_decay(Precise<Complex<Real>>& a, Real keep) {
+  const Precise<Real> product = real_part(a) * keep;
+  a.hi.re = product.hi;
+  a.lo.re = product.lo;
+}
 
 /// What forward and backward share: the types of one instantiation, the per-channel parameters and
 /// the decay gate.
@@ -66,7 +110,7 @@ struct HgruBase {
   Lane lane;
   Sequence seq;
   Real gamma[kVec];
-  Rotation<Real, kComplex> rotation[kVec];
+  Rotation<Real, kComplex, sizeof(Data) >= 4> rotation[kVec];
 
   __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane, int steps)
       : lane(lane), seq(seq) {
@@ -81,13 +125,15 @@ struct HgruBase {
     }
   }
 
-  /// lambda, and 1 - lambda with its own digits.
-  struct Decay {
-    Real keep, enter;
-  };
-  __device__ Decay decay(const Sigmoids<Real>& s, int v) const {
-    const Real free = Real(1) - gamma[v];
-    return {fused(free, s.pos, gamma[v]), free * s.neg};
+  /// lambda = bound + free * sigmoid(f) = 1 - free * sigmoid(-f), free = 1 - bound: from the
+  /// smaller sigmoid, so that an open gate forgets exactly nothing.
+  static __device__ Real keep(Real bound, bool open, Real smaller) {
+    const Real free = Real(1) - bound;
+    return fused(open ? -free : free, smaller, open ? Real(1) : bound);
+  }
+  __device__ Real keep(const Sigmoids<Real>& s, int v) const {
+    const bool open = s.pos > s.neg;
+    return keep(gamma[v], open, open ? s.neg : s.pos);
   }
 
   /// Elements of [.., D] rows, or of the two halves of [.., 2D] rows, as one number.
@@ -214,11 +260,13 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
       const Real bound = this->gamma[v];
       const Real free = Real(1) - bound;
       const Number x = Base::number(raw.c, v);
-      const SigmoidRatio<Real> gate = sigmoid_ratio<Math>(static_cast<Real>(raw.f.get(v)));
+      const Real f = raw.f.get(v);
+      const SigmoidRatio<Real> gate = sigmoid_ratio<Math>(f);
       const SigmoidRatio<Real> act = sigmoid_ratio<Math>(real_part(x));
       const Real r = Math::reciprocal(gate.sum * act.sum);
       const Real gate_scale = act.sum * r;
-      d.keep[v] = fused(free, gate.pos * gate_scale, bound);
+      const bool open = f > Real(0);
+      d.keep[v] = Base::keep(bound, open, (open ? gate.neg : gate.pos) * gate_scale);
       const Real enter_re = free * gate.neg * (silu ? act.pos * r : gate_scale);
       if constexpr (kComplex) {
         const Real im = silu ? x.im * sigmoids<Math>(x.im).pos : x.im;
@@ -233,31 +281,34 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   static __device__ Real real_part(Real x) { return x; }
   static __device__ Real real_part(Complex<Real> x) { return x.re; }
 
-  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
-    const Decoded d = decode(raw);
+  __device__ void advance(const Raw&, const Decoded& d, Number (&s)[kVec],
+                          Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.a[v] = d.keep[v] * map.a[v];
+      s[v] = fused(d.keep[v], rotation[v].forward(s[v]), d.in[v]);
+      kept[v] = s[v];
+    }
+  }
+
+  template <bool kLast>
+  __device__ void emit(int k, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
+    Pack<Data, kVec> out[kParts];
+    Base::split(kept, out);
+    h.store(k, out);
+  }
+
+  __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      fold_decay(map.a[v], d.keep[v]);
       map.x[v] = fused(d.keep[v], rotation[v].forward(map.x[v]), d.in[v]);
     }
-    return d;
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       rotation[v].seal_forward(map.a[v]);
     }
-  }
-
-  template <bool kLast>
-  __device__ void apply(int k, const Raw&, const Decoded& d, Number (&s)[kVec]) const {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      s[v] = fused(d.keep[v], rotation[v].forward(s[v]), d.in[v]);
-    }
-    Pack<Data, kVec> out[kParts];
-    Base::split(s, out);
-    h.store(k, out);
   }
 
   __device__ void reduce(int64_t, void*, int, int, int) const {}
@@ -338,16 +389,32 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     return raw;
   }
 
-  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+  __device__ Decoded decode(const Raw& raw) const {
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       d.gate[v] = sigmoids<Math>(static_cast<Real>(raw.f.get(v)));
-      const Real keep = this->decay(d.gate[v], v).keep;
-      map.a[v] = keep * map.a[v];
-      map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
     }
     return d;
+  }
+
+  /// Keeps g.
+  __device__ void advance(const Raw& raw, const Decoded& d, Number (&s)[kVec],
+                          Number (&kept)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      kept[v] = Base::number(raw.dh, v) + s[v];
+      s[v] = this->keep(d.gate[v], v) * rotation[v].backward(kept[v]);
+    }
+  }
+
+  __device__ void fold(const Raw& raw, const Decoded& d, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const Real keep = this->keep(d.gate[v], v);
+      fold_decay(map.a[v], keep);
+      map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
+    }
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
@@ -366,7 +433,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   }
 
   template <bool kLast>
-  __device__ void apply(int k, const Raw& raw, const Decoded& d, Number (&s)[kVec]) {
+  __device__ void emit(int k, const Raw& raw, const Decoded& d, const Number (&g)[kVec]) {
     Number before[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -379,7 +446,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Real df_out[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      step(raw, d.gate[v], v, before[v], s[v], dc_out[v], df_out[v]);
+      step(raw, d.gate[v], v, before[v], g[v], dc_out[v], df_out[v]);
     }
     Pack<Data, kVec> dc_parts[kParts];
     Base::split(dc_out, dc_parts);
@@ -388,28 +455,25 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   }
 
   /// One channel of one step.
-  __device__ void step(const Raw& raw, const Sigmoids<Real>& sig, int v, Number before, Number& s,
+  __device__ void step(const Raw& raw, const Sigmoids<Real>& sig, int v, Number before, Number g,
                        Number& dc_out, Real& df_out) {
-    const auto decay = this->decay(sig, v);
-    const Number g = Base::number(raw.dh, v) + s;
-    s = decay.keep * rotation[v].backward(g);
-
+    const Real enter = (Real(1) - this->gamma[v]) * sig.neg;  // 1 - lambda
     const Number x = Base::number(raw.c, v);
     Number u, slope;
     if constexpr (kComplex) {
       activate(x.re, &u.re, &slope.re);
       activate(x.im, &u.im, &slope.im);
-      dc_out = {decay.enter * g.re * slope.re, decay.enter * g.im * slope.im};
+      dc_out = {enter * g.re * slope.re, enter * g.im * slope.im};
     } else {
       activate(x, &u, &slope);
-      dc_out = decay.enter * g * slope;
+      dc_out = enter * g * slope;
     }
     const Number turned = rotation[v].forward(before);
     const Real dlambda = dot(g, turned - u);
-    df_out = dlambda * (decay.enter * sig.pos);
+    df_out = dlambda * (enter * sig.pos);
     dgamma[v] = fused(dlambda, sig.neg, dgamma[v]);
     if constexpr (kComplex) {
-      dtheta[v] = fused(decay.keep, g.im * turned.re - g.re * turned.im, dtheta[v]);
+      dtheta[v] = fused(this->keep(sig, v), g.im * turned.re - g.re * turned.im, dtheta[v]);
     }
   }
 

@@ -55,9 +55,9 @@ int64_t channel_tiles(int64_t channels, int threads) {
   return (channels + threads * Op::kVec - 1) / (threads * Op::kVec);
 }
 
-template <class Op, bool kCluster>
+template <class Op, WalkMode kMode>
 constexpr int shared_bytes(int warps) {
-  return sizeof(WalkShared<Op, kCluster>) + warps * Ring<Op>::kBytes;
+  return sizeof(WalkShared<Op, kMode>) + warps * Ring<Op>::kBytes;
 }
 
 /// What a kernel must be told once on every device before it may use as much shared memory, and as
@@ -75,7 +75,7 @@ cudaError_t prepare_kernel() {
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   constexpr bool kCluster = kMode == WalkMode::kCluster;
   const auto kernel = walk_kernel<Op, kMode>;
-  const int bytes = std::min(shared_bytes<Op, kCluster>(kMaxWarps), limits.shared_bytes);
+  const int bytes = std::min(shared_bytes<Op, kMode>(kMaxWarps), limits.shared_bytes);
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   if (kCluster) {
@@ -110,7 +110,7 @@ cudaError_t resident_clusters(int splits, int warps, int* clusters) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(splits);
   config.blockDim = dim3(warps * kWarpSize);
-  config.dynamicSmemBytes = shared_bytes<Op, true>(warps);
+  config.dynamicSmemBytes = shared_bytes<Op, WalkMode::kCluster>(warps);
   config.attrs = &cluster;
   config.numAttrs = 1;
   TIDEGATE_RETURN_IF_CUDA_ERROR(
@@ -142,7 +142,7 @@ cudaError_t choose_cluster(const WalkSize& size, const DeviceLimits& limits, Sca
   for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
     for (int splits = kMaxSplits; splits >= 2; --splits) {
       if (splits * warps <= best.splits * best.warps || splits * warps > size.runs ||
-          shared_bytes<Op, true>(warps) > limits.shared_bytes) {
+          shared_bytes<Op, WalkMode::kCluster>(warps) > limits.shared_bytes) {
         continue;
       }
       int resident = 0;
@@ -164,7 +164,7 @@ ScanPlan plan_whole(const WalkSize& size, const DeviceLimits& limits) {
       (size.blocks + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
   ScanPlan plan = {.split = TimeSplit::kNone, .splits = 1};
   plan.warps = static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each));
-  while (shared_bytes<Op, false>(plan.warps) > limits.shared_bytes) {
+  while (shared_bytes<Op, WalkMode::kSegmentMap>(plan.warps) > limits.shared_bytes) {
     --plan.warps;
   }
   return plan;
@@ -217,7 +217,7 @@ cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& lau
   config.gridDim = dim3(
       static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles * launch.splits));
   config.blockDim = dim3(warps * kWarpSize);
-  config.dynamicSmemBytes = shared_bytes<Op, kMode == WalkMode::kCluster>(warps);
+  config.dynamicSmemBytes = shared_bytes<Op, kMode>(warps);
   config.stream = stream;
   if (kMode == WalkMode::kCluster) {
     config.attrs = &cluster;

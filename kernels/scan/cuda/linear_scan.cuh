@@ -70,25 +70,28 @@ struct LinearScanForward : LinearScanShape<false, kSplit> {
     return d;
   }
 
-  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
-    const Decoded d = decode(raw);
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      map.a[v] = d.a[v] * map.a[v];
-      map.x[v] = fused(d.a[v], map.x[v], d.x[v]);
-    }
-    return d;
-  }
-  __device__ void seal(AffineMap<Number, kVec>&) const {}
-
-  template <bool kLast>
-  __device__ void apply(int k, const Raw&, const Decoded& d, Number (&s)[kVec]) const {
+  __device__ void advance(const Raw&, const Decoded& d, Number (&s)[kVec],
+                          Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       s[v] = fused(d.a[v], s[v], d.x[v]);
+      kept[v] = s[v];
     }
-    h.store(k, pack<Data, kVec>(s));
   }
+
+  template <bool kLast>
+  __device__ void emit(int k, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
+    h.store(k, pack<Data, kVec>(kept));
+  }
+
+  __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = multiply(map.a[v], as_precise(d.a[v]));
+      map.x[v] = fused(d.a[v], map.x[v], d.x[v]);
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>&) const {}
 
   __device__ void reduce(int64_t, void*, int, int, int) const {}
   __device__ void reduce_alone(int64_t) const {}
@@ -157,19 +160,29 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
     return conj(static_cast<Number>(raw.a.get(v)));
   }
 
-  __device__ Decoded fold(const Raw& raw, AffineMap<Number, kVec>& map) const {
+  __device__ Decoded decode(const Raw&) const { return {}; }
+
+  /// Keeps g.
+  __device__ void advance(const Raw& raw, Decoded, Number (&s)[kVec], Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.a[v] = keep(raw, v) * map.a[v];
+      kept[v] = raw.dh.get(v) + s[v];
+      s[v] = keep(raw, v) * kept[v];
+    }
+  }
+
+  __device__ void fold(const Raw& raw, Decoded, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = multiply(map.a[v], as_precise(keep(raw, v)));
       map.x[v] = keep(raw, v) * (map.x[v] + raw.dh.get(v));
     }
-    return {};
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}
 
   template <bool kLast>
-  __device__ void apply(int k, const Raw& raw, Decoded, Number (&s)[kVec]) {
-    Number before[kVec], dx_out[kVec], da_out[kVec];
+  __device__ void emit(int k, const Raw& raw, Decoded, const Number (&g)[kVec]) {
+    Number before[kVec], da_out[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       before[v] = raw.h_before.get(v);
@@ -179,14 +192,12 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
     }
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      dx_out[v] = raw.dh.get(v) + s[v];
-      da_out[v] = dx_out[v] * conj(before[v]);
-      s[v] = keep(raw, v) * dx_out[v];
+      da_out[v] = g[v] * conj(before[v]);
       if constexpr (kConstant) {
         da_sum[v] = da_sum[v] + da_out[v];
       }
     }
-    dx.store(k, pack<Data, kVec>(dx_out));
+    dx.store(k, pack<Data, kVec>(g));
     if constexpr (!kConstant) {
       da.store(k, pack<Gate, kVec>(da_out));
     }

@@ -11,34 +11,40 @@
 //   always in flight. Rings are private to their warps and need no barrier.
 //
 //   One round, for every warp:
-//     fold    its run, from the ring, into one affine map (A, X)
-//     carry   take the state that enters its run from the warp before, pass on what leaves it
-//     apply   its steps to that state; write the outputs
-//     fetch   the run kStages rounds ahead into the place that has become free
+//     decode   its run, from the ring
+//     carry    take the state that enters its run from the warp before
+//     advance  the state through the run; pass on what leaves it
+//     emit     the outputs of the run's steps
+//     fetch    the run kStages rounds ahead into the place that has become free
 //
-// The carry is a chain: only the hop from warp to warp is serial, a handful of instructions, while
-// folding and applying overlap freely among the warps. No barrier stops a whole block. In a cluster
-// a hop costs more, so the links of the chain are the blocks: see carry_through_cluster. Either way
-// every value is computed by the same operations in the same order whatever the timing: results are
-// bitwise reproducible.
+// The carry is a chain: only taking, advancing and passing on are serial, a few instructions a
+// step, while decoding and emitting overlap freely among the warps. No barrier stops a whole block,
+// and every state is computed from the one before by the same operations as a step of decoding.
+//
+// Where time is split among blocks, a hop from block to block costs more than that chain can bear.
+// There every warp first folds its run into an affine map, so that a state can cross a whole tile
+// (carry_through_cluster) or a whole segment (SegmentMaps) at once. Either way the operations and
+// their order do not depend on timing: results are bitwise reproducible.
 //
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
 //   kVec; kSteps, kStages          channels a thread; WalkShape
 //   Number                         state of one channel, real or complex
-//   Raw, Decoded                   one step's inputs in memory / what fold keeps for apply
+//   Raw, Decoded                   one step's inputs in memory / prepared
 //   Op(params, seq, lane)
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh); last: the last step
-//   fold(raw, map) -> Decoded      map <- step o map
-//   seal(map)                      after kSteps folds: what fold left out
-//   apply<kLast>(k, raw, decoded, s)   advance the state s by step k and write its outputs;
-//                                  kLast: k may be the last step
+//   decode(raw) -> Decoded
+//   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it
+//   emit<kLast>(k, raw, decoded, kept)   write step k's outputs; kLast: k may be the last step
 //   finish(s)                      the state after the last step
+//   fold(raw, decoded, map)        map <- step o map, but for what seal does
+//   seal(map)                      after kSteps folds: what fold left out
 //   reduce(row, scratch, ...)      partial sums over the steps seen, if the op has any
 
 #include <cooperative_groups.h>
 
 #include "kernels/common/cuda/mbarrier.cuh"
+#include "kernels/common/cuda/precise.cuh"
 #include "kernels/scan/cuda/rows.cuh"
 #include "kernels/scan/scan.h"
 
@@ -57,17 +63,20 @@ struct WalkShape {
 
 constexpr int kMaxSplits = 16;  // blocks of one cluster, or segments of a two-pass walk
 
+/// What the blocks of one launch do.
+enum class WalkMode { kWhole, kCluster, kSegmentMap, kSegment };
+
 /// The effect of a run of steps on the state: s -> a * s + x, a channel each.
 template <class Number, int kVec>
 struct AffineMap {
-  Number a[kVec];
+  Precise<Number> a[kVec];
   Number x[kVec];
 
   __device__ static AffineMap identity() {
     AffineMap m;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      m.a[v] = one<Number>();
+      m.a[v] = as_precise(one<Number>());
       m.x[v] = Number{};
     }
     return m;
@@ -85,43 +94,40 @@ struct AffineMap {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       earlier.x[v] = fused(a[v], earlier.x[v], x[v]);
-      earlier.a[v] = a[v] * earlier.a[v];
+      earlier.a[v] = multiply(a[v], earlier.a[v]);
     }
   }
 };
 
-/// Maps of several warps or blocks, a and x apart so that a warp's accesses have no bank conflicts.
+/// Maps of several warps, their parts apart so that a warp's accesses have no bank conflicts.
 template <class Number, int kVec, int kCount>
 struct MapBoard {
-  using Half = Pack<Number, kVec>;
-  Half a[kCount][kWarpSize];
-  Half x[kCount][kWarpSize];
+  using Part = Pack<Number, kVec>;
+  Part hi[kCount][kWarpSize];
+  Part lo[kCount][kWarpSize];
+  Part x[kCount][kWarpSize];
 
   __device__ void post(int slot, int lane, const AffineMap<Number, kVec>& m) {
-    a[slot][lane] = pack<Number, kVec>(m.a);
+    Number his[kVec], los[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      his[v] = m.a[v].hi;
+      los[v] = m.a[v].lo;
+    }
+    hi[slot][lane] = pack<Number, kVec>(his);
+    lo[slot][lane] = pack<Number, kVec>(los);
     x[slot][lane] = pack<Number, kVec>(m.x);
   }
 
-  /// The x half alone, which may hold a state.
-  __device__ void post_x(int slot, int lane, const Number (&s)[kVec]) {
-    x[slot][lane] = pack<Number, kVec>(s);
-  }
-  __device__ void read_x(int slot, int lane, Number (&s)[kVec]) const {
-    const Half h = x[slot][lane];
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      s[v] = h.get(v);
-    }
-  }
-
   __device__ AffineMap<Number, kVec> read(int slot, int lane) const {
-    const Half ha = a[slot][lane];
-    const Half hx = x[slot][lane];
+    const Part h = hi[slot][lane];
+    const Part l = lo[slot][lane];
+    const Part p = x[slot][lane];
     AffineMap<Number, kVec> m;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      m.a[v] = ha.get(v);
-      m.x[v] = hx.get(v);
+      m.a[v] = {h.get(v), l.get(v)};
+      m.x[v] = p.get(v);
     }
     return m;
   }
@@ -140,6 +146,7 @@ template <class Number, int kVec>
 struct StateBoard {
   Pack<Number, kVec> state[kWarpSize];
 
+  __device__ void post(int lane, const Number (&s)[kVec]) { state[lane] = pack<Number, kVec>(s); }
   /// Writes the same board of another block of the cluster, where `came` counts the bytes.
   __device__ void send(int lane, const Number (&s)[kVec], uint64_t* came, int rank) {
     store_remote(&state[lane].bits, pack<Number, kVec>(s).bits, came, rank);
@@ -153,23 +160,22 @@ struct StateBoard {
   }
 };
 
-/// What the blocks of one launch do.
-enum class WalkMode { kWhole, kCluster, kSegmentMap, kSegment };
-
-/// Shared memory of a block, besides its rings.
-template <class Op, bool kCluster>
-struct WalkShared;
+/// Shared memory of a block, besides its rings: what the warps tell each other, by the mode.
+template <class Op, WalkMode kMode>
+struct WalkShared {
+  StateBoard<typename Op::Number, Op::kVec> mail[kMaxWarps];  // the state that enters a warp's run
+  uint64_t mail_came[kMaxWarps];
+};
 
 template <class Op>
-struct WalkShared<Op, false> {
-  // What enters each warp's run, written by the warp before.
-  MapBoard<typename Op::Number, Op::kVec, kMaxWarps> mail;
+struct WalkShared<Op, WalkMode::kSegmentMap> {
+  MapBoard<typename Op::Number, Op::kVec, kMaxWarps> mail;  // the map of all before a warp's run
   uint64_t mail_came[kMaxWarps];
 };
 
 /// Two of each board: a round writes one while laggards still read the other.
 template <class Op>
-struct WalkShared<Op, true> {
+struct WalkShared<Op, WalkMode::kCluster> {
   MapBoard<typename Op::Number, Op::kVec, kMaxWarps> runs[2];  // maps of this block's runs
   StateBoard<typename Op::Number, Op::kVec> mail[2];           // the state that enters its tile
   uint64_t runs_came[2];
@@ -183,39 +189,43 @@ struct Place {
   int rank, splits;
 };
 
-template <class Op>
-__device__ inline void init_shared(WalkShared<Op, false>& shared, const Place& at) {
-  if (at.lane == 0) {
-    mbarrier_init(&shared.mail_came[at.warp], 1);
-  }
-  __syncthreads();
-}
-
-template <class Op>
-__device__ inline void init_shared(WalkShared<Op, true>& shared, const Place& at) {
+template <class Op, WalkMode kMode>
+__device__ inline void init_shared(WalkShared<Op, kMode>& shared, const Place& at) {
+  if constexpr (kMode == WalkMode::kCluster) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (threadIdx.x < 2) {
-    mbarrier_init(&shared.runs_came[threadIdx.x], at.warps);
-    mbarrier_init(&shared.mail_came[threadIdx.x], 1);
-    mbarrier_fence_init();
-  }
-  cooperative_groups::this_cluster().sync();
+    if (threadIdx.x < 2) {
+      mbarrier_init(&shared.runs_came[threadIdx.x], at.warps);
+      mbarrier_init(&shared.mail_came[threadIdx.x], 1);
+      mbarrier_fence_init();
+    }
+    cooperative_groups::this_cluster().sync();
 #endif
+  } else {
+    if (at.lane == 0) {
+      mbarrier_init(&shared.mail_came[at.warp], 1);
+    }
+    __syncthreads();
+  }
 }
 
 /// The chain of warps, the last one linked to the first one's next round. Waiting for the mail of a
 /// round also proves that the box it came in was emptied a round ago, since the chain went through
 /// its owner: no barrier is needed for that.
-template <class Op>
+template <class Op, WalkMode kMode>
 struct Chain {
   using Number = typename Op::Number;
   using Map = AffineMap<Number, Op::kVec>;
-  WalkShared<Op, false>& shared;
+  WalkShared<Op, kMode>& shared;
   const Place& at;
 
-  __device__ void wait(int round) const {
-    // The first warp's mail comes from the round before.
-    mbarrier_wait(&shared.mail_came[at.warp], (at.warp == 0 ? round - 1 : round) & 1);
+  /// False for the first run of all, whose mail is what the walk begins with.
+  __device__ bool wait(int round) const {
+    const bool expected = round > 0 || at.warp > 0;
+    if (expected) {
+      // The first warp's mail comes from the round before.
+      mbarrier_wait(&shared.mail_came[at.warp], (at.warp == 0 ? round - 1 : round) & 1);
+    }
+    return expected;
   }
   __device__ void notify(int receiver) const {
     __syncwarp();
@@ -225,25 +235,19 @@ struct Chain {
   }
   __device__ int next() const { return at.warp + 1 == at.warps ? 0 : at.warp + 1; }
 
-  /// On entry `s` is the sequence's initial state, used by the first run of all. On exit it is the
-  /// state that enters this warp's run.
-  __device__ void carry_state(int round, const Map& map, Number (&s)[Op::kVec]) const {
-    if (round > 0 || at.warp > 0) {
-      wait(round);
-      shared.mail.read_x(at.warp, at.lane, s);
+  __device__ void take_state(int round, Number (&s)[Op::kVec]) const {
+    if (wait(round)) {
+      shared.mail[at.warp].read(at.lane, s);
     }
-    Number leaving[Op::kVec];
-    copy_state(leaving, s);
-    map.advance(leaving);
-    shared.mail.post_x(next(), at.lane, leaving);
+  }
+  __device__ void pass_state(const Number (&s)[Op::kVec]) const {
+    shared.mail[next()].post(at.lane, s);
     notify(next());
   }
 
-  /// The same for maps: `total` is the map of everything before this run on entry of the first run
-  /// of all, and the map of everything up to and with this run on exit.
+  /// `total` becomes the map of everything up to and with this run.
   __device__ void carry_map(int round, const Map& map, Map& total) const {
-    if (round > 0 || at.warp > 0) {
-      wait(round);
+    if (wait(round)) {
       total = shared.mail.read(at.warp, at.lane);
     }
     map.append_to(total);
@@ -262,8 +266,8 @@ struct Chain {
 /// A board is written again two rounds later. By then the maps of the round between have come, to
 /// which every warp contributed after it had read: no barrier is needed for that.
 template <class Op>
-__device__ inline void carry_through_cluster(WalkShared<Op, true>& shared, const Place& at,
-                                             int round, bool more,
+__device__ inline void carry_through_cluster(WalkShared<Op, WalkMode::kCluster>& shared,
+                                             const Place& at, int round, bool more,
                                              const AffineMap<typename Op::Number, Op::kVec>& map,
                                              typename Op::Number (&s)[Op::kVec]) {
   using Map = AffineMap<typename Op::Number, Op::kVec>;
@@ -364,29 +368,67 @@ class Ring {
   bool wide_;
 };
 
-/// Applies the run that begins at step k to the state that enters it. `s` becomes the state after
-/// the run; where the run holds the sequence's last step, the final state is written.
+/// A run between the ring and the outputs.
 template <class Op>
-__device__ inline void apply_run(Op& op, const Ring<Op>& ring, int stage,
-                                 const typename Op::Decoded (&decoded)[Op::kSteps], int k, int end,
-                                 int length, typename Op::Number (&s)[Op::kVec]) {
-  if (k + Op::kSteps <= end && k + Op::kSteps < length) {
+struct Run {
+  using Number = typename Op::Number;
+  typename Op::Decoded decoded[Op::kSteps];
+  Number kept[Op::kSteps][Op::kVec];
+
+  __device__ void decode(const Op& op, const Ring<Op>& ring, int stage) {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      op.template apply<false>(k + i, ring.take(op, stage, i), decoded[i], s);
+      decoded[i] = op.decode(ring.take(op, stage, i));
     }
-    return;
   }
+
+  __device__ void fold(const Op& op, const Ring<Op>& ring, int stage,
+                       AffineMap<Number, Op::kVec>& map) const {
 #pragma unroll
-  for (int i = 0; i < Op::kSteps; ++i) {
-    if (k + i < end) {
-      op.template apply<true>(k + i, ring.take(op, stage, i), decoded[i], s);
-      if (k + i == length - 1) {
-        op.finish(s);
+    for (int i = 0; i < Op::kSteps; ++i) {
+      op.fold(ring.take(op, stage, i), decoded[i], map);
+    }
+    op.seal(map);
+  }
+
+  /// Takes s through the run that begins at step k; where it holds the sequence's last step, writes
+  /// the final state.
+  __device__ void advance(const Op& op, const Ring<Op>& ring, int stage, int k, int end, int length,
+                          Number (&s)[Op::kVec]) {
+    if (k + Op::kSteps <= end) {
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        op.advance(ring.take(op, stage, i), decoded[i], s, kept[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        if (k + i < end) {
+          op.advance(ring.take(op, stage, i), decoded[i], s, kept[i]);
+        }
+      }
+    }
+    if (k < length && length <= k + Op::kSteps) {
+      op.finish(s);
+    }
+  }
+
+  __device__ void emit(Op& op, const Ring<Op>& ring, int stage, int k, int end, int length) const {
+    if (k + Op::kSteps <= end && k + Op::kSteps < length) {
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        op.template emit<false>(k + i, ring.take(op, stage, i), decoded[i], kept[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        if (k + i < end) {
+          op.template emit<true>(k + i, ring.take(op, stage, i), decoded[i], kept[i]);
+        }
       }
     }
   }
-}
+};
 
 /// The part of a sequence that a block walks, in steps: [begin, end).
 struct Span {
@@ -408,34 +450,38 @@ __device__ inline Span find_span(int length, const Place& at) {
   }
 }
 
-/// Maps of the segments of a two-pass walk, in device memory: [N, splits, D] of a, then of x.
+/// Maps of the segments of a two-pass walk, in device memory: [N, splits, D] of hi, of lo, of x.
 template <class Op>
 struct SegmentMaps {
-  typename Op::Number* a;
-  typename Op::Number* x;
+  using Number = typename Op::Number;
+  static constexpr int kPlanes = 3;
+  Number* planes;
+  int64_t plane;  // elements
 
   __device__ SegmentMaps(void* workspace, int64_t sequences, int splits, int64_t channels)
-      : a(static_cast<typename Op::Number*>(workspace)), x(a + sequences * splits * channels) {}
+      : planes(static_cast<Number*>(workspace)), plane(sequences * splits * channels) {}
 
   __device__ static int64_t at(int64_t n, int splits, int rank, const Lane& lane) {
     return (n * splits + rank) * lane.channels + lane.channel;
   }
 
   __device__ void write(int64_t n, int splits, int rank, const Lane& lane,
-                        const AffineMap<typename Op::Number, Op::kVec>& m) const {
+                        const AffineMap<Number, Op::kVec>& m) const {
 #pragma unroll
     for (int v = 0; v < Op::kVec; ++v) {
-      a[at(n, splits, rank, lane) + v] = m.a[v];
-      x[at(n, splits, rank, lane) + v] = m.x[v];
+      Number* p = planes + at(n, splits, rank, lane) + v;
+      p[0] = m.a[v].hi;
+      p[plane] = m.a[v].lo;
+      p[2 * plane] = m.x[v];
     }
   }
 
   __device__ void advance(int64_t n, int splits, int rank, const Lane& lane,
-                          typename Op::Number (&s)[Op::kVec]) const {
+                          Number (&s)[Op::kVec]) const {
 #pragma unroll
     for (int v = 0; v < Op::kVec; ++v) {
-      const int64_t i = at(n, splits, rank, lane) + v;
-      s[v] = fused(a[i], s[v], x[i]);
+      const Number* p = planes + at(n, splits, rank, lane) + v;
+      s[v] = fused(Precise<Number>{p[0], p[plane]}, s[v], p[2 * plane]);
     }
   }
 };
@@ -454,7 +500,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
   constexpr bool kCluster = kMode == WalkMode::kCluster;
   using Map = AffineMap<typename Op::Number, Op::kVec>;
   extern __shared__ __align__(16) char shared_memory[];
-  auto& shared = *reinterpret_cast<WalkShared<Op, kCluster>*>(shared_memory);
+  auto& shared = *reinterpret_cast<WalkShared<Op, kMode>*>(shared_memory);
 
   const int splits = launch.splits;
   const Place at = {
@@ -469,7 +515,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
   const SegmentMaps<Op> maps(launch.workspace, Op::layout(params).sequences, splits, lane.channels);
   Op op(params, seq, lane);
 
-  init_shared<Op>(shared, at);
+  init_shared<Op, kMode>(shared, at);
   typename Op::Number s[Op::kVec];
   op.initial(s);
   if constexpr (kMode == WalkMode::kSegment) {
@@ -492,23 +538,23 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
   int round = 0;
   for (int base = span.begin; base < span.end; base += stride, k += stride, ++round) {
     ring.wait();
-    typename Op::Decoded decoded[Op::kSteps];
+    Run<Op> run;
+    run.decode(op, ring, stage);
     Map map = Map::identity();
-#pragma unroll
-    for (int i = 0; i < Op::kSteps; ++i) {
-      decoded[i] = op.fold(ring.take(op, stage, i), map);
-    }
-    op.seal(map);
-
     if constexpr (kMode == WalkMode::kSegmentMap) {
-      Chain<Op>{shared, at}.carry_map(round, map, total);
+      run.fold(op, ring, stage, map);
+      Chain<Op, kMode>{shared, at}.carry_map(round, map, total);
+    } else if constexpr (kCluster) {
+      run.fold(op, ring, stage, map);
+      carry_through_cluster<Op>(shared, at, round, base + stride < span.end, map, s);
+      run.advance(op, ring, stage, k, span.end, seq.length, s);
+      run.emit(op, ring, stage, k, span.end, seq.length);
     } else {
-      if constexpr (kCluster) {
-        carry_through_cluster<Op>(shared, at, round, base + stride < span.end, map, s);
-      } else {
-        Chain<Op>{shared, at}.carry_state(round, map, s);
-      }
-      apply_run(op, ring, stage, decoded, k, span.end, seq.length, s);
+      const Chain<Op, kMode> chain{shared, at};
+      chain.take_state(round, s);
+      run.advance(op, ring, stage, k, span.end, seq.length, s);
+      chain.pass_state(s);
+      run.emit(op, ring, stage, k, span.end, seq.length);
     }
 
     if (base + Op::kStages * stride < span.end) {
@@ -558,8 +604,10 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
     typename Op::Raw raw = op.gather(DirectSource{}, 0, last);
     for (int k = 0; k <= last; ++k) {
       const typename Op::Raw next = op.gather(DirectSource{}, min(k + 1, last), last);
-      auto unused = AffineMap<typename Op::Number, Op::kVec>::identity();
-      op.template apply<true>(k, raw, op.fold(raw, unused), s);
+      const typename Op::Decoded decoded = op.decode(raw);
+      typename Op::Number kept[Op::kVec];
+      op.advance(raw, decoded, s, kept);
+      op.template emit<true>(k, raw, decoded, kept);
       raw = next;
     }
   }

@@ -1,0 +1,95 @@
+#pragma once
+
+// Numbers as unevaluated sums hi + lo. The product of a long run of decays multiplies every state
+// that passes through it, again and again: an error of one ulp that is the same for every run (a
+// constant decay's) would add up over thousands of them. With lo, what is left is the rounding of
+// the state itself.
+
+#include "kernels/common/cuda/numeric.cuh"
+
+namespace tidegate::kernels {
+
+template <class Number>
+struct Precise {
+  Number hi, lo;
+};
+
+/// hi + lo = a * b, exactly.
+template <class Real>
+__device__ inline Precise<Real> exact_product(Real a, Real b) {
+  const Real p = a * b;
+  return {p, fused(a, b, -p)};
+}
+
+/// hi + lo = a + b, exactly.
+template <class Real>
+__device__ inline Precise<Real> exact_sum(Real a, Real b) {
+  const Real s = a + b;
+  const Real bb = s - a;
+  return {s, (a - (s - bb)) + (b - bb)};
+}
+
+template <class Real>
+__device__ inline Precise<Real> operator*(Precise<Real> a, Real b) {
+  const Precise<Real> p = exact_product(a.hi, b);
+  return {p.hi, fused(a.lo, b, p.lo)};
+}
+
+template <class Real>
+__device__ inline Precise<Real> multiply(Precise<Real> a, Precise<Real> b) {
+  const Precise<Real> p = exact_product(a.hi, b.hi);
+  return {p.hi, fused(a.hi, b.lo, fused(a.lo, b.hi, p.lo))};
+}
+
+/// a * b + c * d.
+template <class Real>
+__device__ inline Precise<Real> sum_of_products(Precise<Real> a, Precise<Real> b, Precise<Real> c,
+                                                Precise<Real> d) {
+  const Precise<Real> p = multiply(a, b);
+  const Precise<Real> q = multiply(c, d);
+  const Precise<Real> s = exact_sum(p.hi, q.hi);
+  return {s.hi, s.lo + (p.lo + q.lo)};
+}
+
+template <class Real>
+__device__ inline Precise<Real> real_part(const Precise<Complex<Real>>& a) {
+  return {a.hi.re, a.lo.re};
+}
+template <class Real>
+__device__ inline Precise<Real> imaginary_part(const Precise<Complex<Real>>& a) {
+  return {a.hi.im, a.lo.im};
+}
+template <class Real>
+__device__ inline Precise<Complex<Real>> complex_of(Precise<Real> re, Precise<Real> im) {
+  return {{re.hi, im.hi}, {re.lo, im.lo}};
+}
+
+template <class Real>
+__device__ inline Precise<Complex<Real>> multiply(const Precise<Complex<Real>>& a,
+                                                  const Precise<Complex<Real>>& b) {
+  const Precise<Real> ar = real_part(a), ai = imaginary_part(a);
+  const Precise<Real> br = real_part(b), bi = imaginary_part(b);
+  return complex_of(sum_of_products(ar, br, {-ai.hi, -ai.lo}, bi), sum_of_products(ar, bi, ai, br));
+}
+
+__device__ inline Precise<float> as_precise(float x) { return {x, 0.0f}; }
+__device__ inline Precise<double> as_precise(double x) { return {x, 0.0}; }
+template <class Real>
+__device__ inline Precise<Complex<Real>> as_precise(Complex<Real> x) {
+  return {x, {}};
+}
+
+__device__ inline bool is_zero(float x) { return x == 0.0f; }
+__device__ inline bool is_zero(double x) { return x == 0.0; }
+template <class Real>
+__device__ inline bool is_zero(Complex<Real> x) {
+  return x.re == Real(0) && x.im == Real(0);
+}
+
+/// a * s + x. A product that has overflowed leaves a state of zero alone, as its factors would.
+template <class Number>
+__device__ inline Number fused(const Precise<Number>& a, Number s, Number x) {
+  return is_zero(s) ? x : fused(a.hi, s, fused(a.lo, s, x));
+}
+
+}  // namespace tidegate::kernels
