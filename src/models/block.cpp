@@ -37,18 +37,18 @@ std::map<std::string, Tensor> named_tensors(const torch::nn::Module& model) {
 void check_fit(const std::map<std::string, Tensor>& own, const TensorMap& tensors,
                const std::string& source) {
   for (const auto& [name, tensor] : own) {
-    const auto found = tensors.find(name);
-    TORCH_CHECK_VALUE(found != tensors.end(), source, ": no tensor '", name,
+    TORCH_CHECK_VALUE(tensors.count(name) == 1, source, ": no tensor '", name,
                       "', which the configuration asks for");
-    TORCH_CHECK_VALUE(found->second.sizes() == tensor.sizes(), source, ": '", name, "': expected ",
-                      nn::shape_text(tensor), " by the configuration; got ",
-                      nn::shape_text(found->second));
-    TORCH_CHECK_VALUE(found->second.is_floating_point(), source, ": '", name,
-                      "': expected a floating-point dtype; got ", found->second.scalar_type());
   }
-  for (const auto& [name, tensor] : tensors) {
-    TORCH_CHECK_VALUE(own.count(name) == 1, source, ": tensor '", name,
+  for (const auto& [name, given] : tensors) {
+    const auto found = own.find(name);
+    TORCH_CHECK_VALUE(found != own.end(), source, ": tensor '", name,
                       "' has no place in the configuration");
+    TORCH_CHECK_VALUE(given.sizes() == found->second.sizes(), source, ": '", name, "': expected ",
+                      nn::shape_text(found->second), " by the configuration; got ",
+                      nn::shape_text(given));
+    TORCH_CHECK_VALUE(given.is_floating_point(), source, ": '", name,
+                      "': expected a floating-point dtype; got ", given.scalar_type());
   }
 }
 

@@ -84,7 +84,7 @@ Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optio
       run("SequenceClassifier", embedding->forward(ids), std::nullopt, cu_seqlens);
   const Tensor pooled = cu_seqlens.defined() ? mean_pool(x.squeeze(0), cu_seqlens)
                                              : x.sum(1) / std::max<int64_t>(x.size(1), 1);
-  return classified(head->forward(pooled), labels);
+  return classified(nn::apply_linear(head, pooled), labels);
 }
 
 void SequenceClassifierImpl::save(const std::filesystem::path& directory) const {
@@ -134,8 +134,8 @@ Tensor ImageClassifierImpl::patches(const Tensor& images) const {
 
 Output ImageClassifierImpl::forward(const Tensor& images, const std::optional<Tensor>& labels) {
   const auto [x, state] =
-      run("ImageClassifier", patch->forward(patches(images)), std::nullopt, std::nullopt);
-  return classified(head->forward(x.mean(1)), labels);
+      run("ImageClassifier", nn::apply_linear(patch, patches(images)), std::nullopt, std::nullopt);
+  return classified(nn::apply_linear(head, x.mean(1)), labels);
 }
 
 void ImageClassifierImpl::save(const std::filesystem::path& directory) const {

@@ -5,6 +5,8 @@
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 
+#include "src/models/file_io.h"
+
 namespace tidegate::models {
 
 void check_mixer_options(const std::string& mixer, const MixerOptions& options);
@@ -155,7 +157,7 @@ LMConfig LMConfig::from_json(const std::string& text) {
   try {
     object = Json::parse(text);
   } catch (const Json::exception& error) {
-    TORCH_CHECK_VALUE(false, "LMConfig: not valid JSON: ", error.what());
+    TORCH_CHECK_VALUE(false, "LMConfig: not valid JSON: ", printable(error.what()));
   }
   if (!object.is_object()) bad("JSON", "an object", object);
   LMConfig config;

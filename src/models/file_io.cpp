@@ -4,12 +4,12 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <sstream>
-#include <vector>
 
 namespace tidegate::models {
 namespace {
@@ -81,6 +81,12 @@ std::string read_text(const std::filesystem::path& path) {
   text << file.rdbuf();
   TORCH_CHECK(!file.bad() && !text.fail(), "tidegate: ", path.string(), ": cannot read");
   return text.str();
+}
+
+std::string printable(std::string text) {
+  const auto is_control = [](unsigned char c) { return c < 0x20 || c > 0x7e; };
+  std::replace_if(text.begin(), text.end(), is_control, '?');
+  return text;
 }
 
 }  // namespace tidegate::models

@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace tidegate::models {
 
@@ -34,5 +33,9 @@ void write_text(const std::filesystem::path& path, std::string_view text);
 
 /// The whole file as text; throws c10::Error that names it when it is missing or unreadable.
 std::string read_text(const std::filesystem::path& path);
+
+/// `text` with every byte that is not printable ASCII replaced: parsers quote what they could not
+/// read, which may be any bytes, and messages are text.
+std::string printable(std::string text);
 
 }  // namespace tidegate::models

@@ -124,7 +124,7 @@ Json parse_header(const std::string& text, const std::string& file) {
     TORCH_CHECK(twice.empty(), file, "broken safetensors header: tensor '", twice, "' is twice");
     return header;
   } catch (const Json::exception& error) {
-    TORCH_CHECK(false, file, "broken safetensors header: ", error.what());
+    TORCH_CHECK(false, file, "broken safetensors header: ", printable(error.what()));
   }
 }
 

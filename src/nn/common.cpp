@@ -24,6 +24,10 @@ Placement placement_of(const torch::Tensor& tensor) {
   return {tensor.device(), tensor.scalar_type()};
 }
 
+std::optional<torch::Tensor> optional(const torch::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
 thread_local int undrawn_guards = 0;
 
 // Gives a clone its own copies of the values.
@@ -135,6 +139,10 @@ void reset_linear(const torch::nn::Linear& linear) {
   if (linear->bias.defined()) init_uniform_(linear->bias, -bound, bound);
 }
 
+torch::Tensor apply_linear(const torch::nn::Linear& linear, const torch::Tensor& x) {
+  return at::linear(x, linear->weight, optional(linear->bias));
+}
+
 torch::Tensor widen(const torch::Tensor& x) {
   return x.scalar_type() == torch::kDouble ? x : x.to(torch::kFloat);
 }
@@ -164,7 +172,10 @@ torch::Tensor NormImpl::forward(const torch::Tensor& x) {
   if (options.kind() == "layer") {
     return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
   }
-  return at::rms_norm(x, {options.dim()}, weight, options.eps());
+  // 16-bit x beside fp32 weights, as under autocast: in fp32, as layer_norm does there.
+  const bool is_mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
+  return at::rms_norm(is_mixed ? x.to(weight.scalar_type()) : x, {options.dim()}, optional(weight),
+                      options.eps());
 }
 
 GLUImpl::GLUImpl(const GLUOptions& given) : options(given) {
@@ -193,9 +204,9 @@ void GLUImpl::reset_parameters() {
 torch::Tensor GLUImpl::forward(const torch::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options.dim(),
                     "GLU: x: expected [..., dim=", options.dim(), "]; got ", shape_text(x));
-  const auto parts = in_proj->forward(x).chunk(2, -1);
+  const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   const auto gate = options.activation() == "silu" ? at::silu(parts[0]) : parts[0];
-  return out_proj->forward(gate * parts[1]);
+  return apply_linear(out_proj, gate * parts[1]);
 }
 
 void GLUImpl::pretty_print(std::ostream& stream) const {

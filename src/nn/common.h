@@ -36,6 +36,10 @@ torch::nn::Embedding make_embedding(int64_t entries, int64_t dim, const Placemen
 /// Weight, then bias, uniform on +-1/sqrt(in_features), torch.nn.Linear's own distribution.
 void reset_linear(const torch::nn::Linear& linear);
 
+/// x W^T + b by one fused op, as Python's Linear computes it. torch::nn::Linear's own forward()
+/// multiplies first and adds then: two roundings in bf16, and a pass over memory more.
+torch::Tensor apply_linear(const torch::nn::Linear& linear, const torch::Tensor& x);
+
 /// x in fp32, or as it is when it is fp64.
 torch::Tensor widen(const torch::Tensor& x);
 

@@ -194,7 +194,7 @@ void HGRUImpl::check_state(const Tensor& state) const {
 
 // All projections by one matrix product; views of it.
 HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
-  const Tensor all = in_proj->forward(x);
+  const Tensor all = apply_linear(in_proj, x);
   int64_t next = 0;
   const auto take = [&](bool wanted, int64_t rows) {
     if (!wanted) return Tensor();
@@ -219,7 +219,7 @@ Tensor HGRUImpl::output(Tensor h, const Tensor& gate) {
   } else {
     h = norm->forward(h) * at::silu(gate);
   }
-  return out_proj->forward(h);
+  return apply_linear(out_proj, h);
 }
 
 // Whether the fused hgru op computes these options; the others compose linear_scan.

@@ -1,0 +1,279 @@
+// tidegate._cpp: the C++ modules for Python; python/tidegate/cpp.py makes torch.nn.Modules of them.
+//
+// pybind11 is the one in torch's include folder: another version has other internals, and does not
+// know torch's types.
+#include <torch/csrc/Exceptions.h>
+#include <torch/python.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tidegate/models/causal_lm.h"
+#include "tidegate/models/classifiers.h"
+#include "tidegate/models/safetensors.h"
+#include "tidegate/nn/glu.h"
+#include "tidegate/nn/hgru.h"
+#include "tidegate/nn/lower_bounds.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using tidegate::models::LMConfig;
+using tidegate::models::ModelState;
+using tidegate::models::Output;
+using tidegate::nn::Placement;
+using torch::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalDevice = std::optional<torch::Device>;
+using OptionalDtype = std::optional<torch::ScalarType>;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+// Errors as torch's own Python functions raise them: ValueError and the like, without a C++ trace.
+void translate(std::exception_ptr error) {
+  if (!error) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error&) {
+    torch::translate_exception_to_python(error);
+  }
+}
+
+py::tuple to_tuple(const Output& output) {
+  return py::make_tuple(output.logits, output.loss, output.state);
+}
+
+tidegate::models::Labels to_labels(const py::object& labels) {
+  if (labels.is_none()) return {};
+  if (py::isinstance<py::str>(labels)) return labels.cast<std::string>();
+  return labels.cast<Tensor>();
+}
+
+// The defaults that Python sees are those of the C++ options, not a second list of them.
+void bind_glu(py::module& m) {
+  using tidegate::nn::GLUImpl;
+  const auto make = [](int64_t dim, std::optional<int64_t> hidden, const std::string& activation,
+                       bool bias, OptionalDevice device, OptionalDtype dtype) {
+    return std::make_shared<GLUImpl>(tidegate::nn::GLUOptions(dim)
+                                         .hidden(hidden)
+                                         .activation(activation)
+                                         .bias(bias)
+                                         .device(device)
+                                         .dtype(dtype));
+  };
+  const tidegate::nn::GLUOptions defaults(1);
+  torch::python::bind_module<GLUImpl, true>(m, "GLU")
+      .def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("hidden") = defaults.hidden(),
+           py::arg("activation") = defaults.activation(), py::arg("bias") = defaults.bias(),
+           py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype())
+      .def("reset_parameters", &GLUImpl::reset_parameters)
+      .def("forward", &GLUImpl::forward, py::arg("x"), Release());
+}
+
+void bind_lower_bounds(py::module& m) {
+  using tidegate::nn::LowerBoundsImpl;
+  const auto make = [](int64_t layers, int64_t dim, const std::string& mode, OptionalDevice device,
+                       OptionalDtype dtype) {
+    return std::make_shared<LowerBoundsImpl>(
+        tidegate::nn::LowerBoundsOptions(layers, dim).mode(mode).device(device).dtype(dtype));
+  };
+  const tidegate::nn::LowerBoundsOptions defaults(1, 1);
+  torch::python::bind_module<LowerBoundsImpl, true>(m, "LowerBounds")
+      .def(py::init(make), py::arg("layers"), py::arg("dim"), py::kw_only(),
+           py::arg("mode") = defaults.mode(), py::arg("device") = defaults.device(),
+           py::arg("dtype") = defaults.dtype())
+      .def("reset_parameters", &LowerBoundsImpl::reset_parameters)
+      .def("forward", &LowerBoundsImpl::forward, Release());
+}
+
+std::shared_ptr<tidegate::nn::HGRUImpl> make_hgru(
+    int64_t dim, std::optional<bool> complex, std::optional<std::string> theta,
+    const std::string& input_gate, const std::string& forget_gate, bool output_gate, int64_t expand,
+    std::optional<std::string> expansion, bool bidirectional, const std::string& preset,
+    std::optional<bool> bias, std::optional<std::string> norm, double norm_eps,
+    OptionalDevice device, OptionalDtype dtype) {
+  return std::make_shared<tidegate::nn::HGRUImpl>(tidegate::nn::HGRUOptions(dim)
+                                                      .complex(complex)
+                                                      .theta(std::move(theta))
+                                                      .input_gate(input_gate)
+                                                      .forget_gate(forget_gate)
+                                                      .output_gate(output_gate)
+                                                      .expand(expand)
+                                                      .expansion(std::move(expansion))
+                                                      .bidirectional(bidirectional)
+                                                      .preset(preset)
+                                                      .bias(bias)
+                                                      .norm(std::move(norm))
+                                                      .norm_eps(norm_eps)
+                                                      .device(device)
+                                                      .dtype(dtype));
+}
+
+void bind_hgru(py::module& m) {
+  using tidegate::nn::HGRUImpl;
+  const tidegate::nn::HGRUOptions defaults(1);
+  torch::python::bind_module<HGRUImpl, true>(m, "HGRU")
+      .def(py::init(&make_hgru), py::arg("dim"), py::kw_only(),
+           py::arg("complex") = defaults.complex(), py::arg("theta") = defaults.theta(),
+           py::arg("input_gate") = defaults.input_gate(),
+           py::arg("forget_gate") = defaults.forget_gate(),
+           py::arg("output_gate") = defaults.output_gate(), py::arg("expand") = defaults.expand(),
+           py::arg("expansion") = defaults.expansion(),
+           py::arg("bidirectional") = defaults.bidirectional(),
+           py::arg("preset") = defaults.preset(), py::arg("bias") = defaults.bias(),
+           py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
+           py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype())
+      .def("reset_parameters", &HGRUImpl::reset_parameters)
+      .def("init_state", &HGRUImpl::init_state, py::arg("batch"), py::kw_only(),
+           py::arg("device") = py::none(), py::arg("dtype") = py::none(),
+           py::arg("capacity") = py::none())
+      .def("forward", &HGRUImpl::forward, py::arg("x"), py::arg("state") = py::none(),
+           py::kw_only(), py::arg("gamma") = py::none(), py::arg("cu_seqlens") = py::none(),
+           Release())
+      .def("step", &HGRUImpl::step, py::arg("x"), py::arg("state"), py::arg("gamma") = py::none(),
+           Release())
+      .def_property_readonly("takes_gamma", &HGRUImpl::takes_gamma)
+      .def_property_readonly("channels", &HGRUImpl::channels)
+      .def_property_readonly("state_size", &HGRUImpl::state_size);
+}
+
+template <typename Impl>
+std::shared_ptr<Impl> make_model(const std::string& config, OptionalDevice device,
+                                 OptionalDtype dtype) {
+  return std::make_shared<Impl>(LMConfig::from_json(config), Placement{device, dtype});
+}
+
+// A model from the JSON of its configuration, with what all of them have.
+template <typename Impl>
+auto bind_model(py::module& m, const char* name) {
+  return torch::python::bind_module<Impl, true>(m, name)
+      .def(py::init(&make_model<Impl>), py::arg("config"), py::kw_only(),
+           py::arg("device") = py::none(), py::arg("dtype") = py::none())
+      .def("reset_parameters", &Impl::reset_parameters)
+      .def("config_json", [](const Impl& model) { return model.config.to_json(); });
+}
+
+template <typename Holder, typename Class>
+void bind_files(Class& bound) {
+  using Impl = typename Holder::Impl;
+  bound
+      .def(
+          "save", [](const Impl& model, const std::string& folder) { model.save(folder); },
+          py::arg("directory"))
+      .def_static(
+          "_load",
+          [](const std::string& folder, OptionalDevice device) {
+            return Holder::load(folder, device.value_or(torch::kCPU)).ptr();
+          },
+          py::arg("directory"), py::arg("device") = py::none());
+}
+
+void bind_block(py::module& m) {
+  using tidegate::models::BlockImpl;
+  bind_model<BlockImpl>(m, "Block")
+      .def("forward", &BlockImpl::forward, py::arg("x"), py::arg("state") = py::none(),
+           py::kw_only(), py::arg("gamma") = py::none(), py::arg("cu_seqlens") = py::none(),
+           Release())
+      .def("step", &BlockImpl::step, py::arg("x"), py::arg("state"), py::arg("gamma") = py::none(),
+           Release());
+}
+
+Tensor generate(tidegate::models::CausalLMImpl& model, const Tensor& ids, int64_t max_new_tokens,
+                double temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
+                std::optional<int64_t> eos, std::optional<int64_t> seed,
+                const OptionalTensor& lengths) {
+  return model.generate(ids, tidegate::models::GenerateOptions(max_new_tokens)
+                                 .temperature(temperature)
+                                 .top_k(top_k)
+                                 .top_p(top_p)
+                                 .eos(eos)
+                                 .seed(seed)
+                                 .lengths(lengths.value_or(Tensor())));
+}
+
+void bind_causal_lm(py::module& m) {
+  using tidegate::models::CausalLMImpl;
+  const auto forward = [](CausalLMImpl& model, const Tensor& ids, const py::object& labels,
+                          const std::optional<ModelState>& state,
+                          const OptionalTensor& cu_seqlens) {
+    return to_tuple(model.forward(ids, to_labels(labels), state, cu_seqlens));
+  };
+  const tidegate::models::GenerateOptions defaults(0);
+  auto bound = bind_model<CausalLMImpl>(m, "CausalLM");
+  bound
+      .def("forward", forward, py::arg("ids"), py::arg("labels") = py::none(), py::kw_only(),
+           py::arg("state") = py::none(), py::arg("cu_seqlens") = py::none())
+      .def("init_state", &CausalLMImpl::init_state, py::arg("batch"), py::kw_only(),
+           py::arg("capacity") = py::none())
+      .def("step", &CausalLMImpl::step, py::arg("ids"), py::arg("state"), Release())
+      .def("prefill", &CausalLMImpl::prefill, py::arg("ids"), py::arg("lengths") = py::none(),
+           Release())
+      .def("generate", &generate, py::arg("ids"), py::arg("max_new_tokens"),
+           py::arg("temperature") = defaults.temperature(), py::arg("top_k") = defaults.top_k(),
+           py::arg("top_p") = defaults.top_p(), py::arg("eos") = defaults.eos(),
+           py::arg("seed") = defaults.seed(), py::kw_only(), py::arg("lengths") = py::none(),
+           Release());
+  bind_files<tidegate::models::CausalLM>(bound);
+}
+
+void bind_classifiers(py::module& m) {
+  using tidegate::models::ImageClassifierImpl;
+  using tidegate::models::SequenceClassifierImpl;
+  const auto classify = [](SequenceClassifierImpl& model, const Tensor& ids,
+                           const OptionalTensor& labels, const OptionalTensor& lengths,
+                           const OptionalTensor& cu_seqlens) {
+    return to_tuple(model.forward(ids, labels, lengths, cu_seqlens));
+  };
+  auto sequences = bind_model<SequenceClassifierImpl>(m, "SequenceClassifier");
+  sequences.def("forward", classify, py::arg("ids"), py::arg("labels") = py::none(), py::kw_only(),
+                py::arg("lengths") = py::none(), py::arg("cu_seqlens") = py::none());
+  bind_files<tidegate::models::SequenceClassifier>(sequences);
+  const auto classify_images = [](ImageClassifierImpl& model, const Tensor& images,
+                                  const OptionalTensor& labels) {
+    return to_tuple(model.forward(images, labels));
+  };
+  auto images = bind_model<ImageClassifierImpl>(m, "ImageClassifier");
+  images.def("forward", classify_images, py::arg("images"), py::arg("labels") = py::none());
+  bind_files<tidegate::models::ImageClassifier>(images);
+}
+
+void bind_functions(py::module& m) {
+  m.def("presets", [] {
+    std::map<std::string, std::string> texts;
+    for (const auto& [name, config] : tidegate::models::presets()) texts[name] = config.to_json();
+    return texts;
+  });
+  m.def("default_config", [] { return LMConfig{}.to_json(); });
+  m.def("mixers", &tidegate::models::mixers);
+  m.def(
+      "normalized_config",
+      [](const std::string& text) { return LMConfig::from_json(text).to_json(); }, py::arg("text"));
+  m.def(
+      "load_safetensors",
+      [](const std::string& path) { return tidegate::models::load_safetensors(path); },
+      py::arg("path"));
+  m.def(
+      "save_safetensors",
+      [](const tidegate::models::TensorMap& tensors, const std::string& path,
+         const std::map<std::string, std::string>& metadata) {
+        tidegate::models::save_safetensors(tensors, path, metadata);
+      },
+      py::arg("tensors"), py::arg("path"),
+      py::arg("metadata") = std::map<std::string, std::string>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpp, m) {
+  m.doc() = "The C++ modules of tidegate; use them through tidegate.cpp.";
+  py::register_local_exception_translator(translate);
+  bind_glu(m);
+  bind_lower_bounds(m);
+  bind_hgru(m);
+  bind_block(m);
+  bind_causal_lm(m);
+  bind_classifiers(m);
+  bind_functions(m);
+}

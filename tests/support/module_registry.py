@@ -1,0 +1,250 @@
+"""Every public module class, with its C++ twin and how to drive both: what test_parity.py runs.
+
+A class in `tidegate.nn` or `tidegate.models` that is not in `REGISTRY` fails that test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tidegate.models
+import tidegate.nn
+from tidegate.models import LMConfig
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Entry:
+    """One class.
+
+    Attributes:
+        native: the Python class; its C++ twin is the class of the same name in `tidegate.cpp`.
+        arguments: constructor arguments, all combinations to be tried, allowed or not.
+        inputs: arguments of forward() for a module: floating-point tensors among them are
+            differentiated.
+        allowed: how many of `arguments` are accepted.
+        variants: how many inputs() there are to try: inputs(..., variant) with 0 <= variant.
+    """
+
+    native: type[nn.Module]
+    arguments: list[Arguments]
+    inputs: Callable[..., tuple[list[Any], dict[str, Any]]]
+    allowed: int
+    variants: int = 1
+
+
+def public_modules() -> dict[str, type[nn.Module]]:
+    """Every torch.nn.Module that tidegate.nn and tidegate.models export."""
+    found = {}
+    for package in (tidegate.nn, tidegate.models):
+        for name in package.__all__:
+            value = getattr(package, name)
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                found[name] = value
+    return found
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Normal numbers that are the same on every device."""
+    return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
+
+
+# GLU and LowerBounds
+
+
+def _glu_arguments() -> list[Arguments]:
+    options = itertools.product((None, 1, 7), ("silu", "none", "gelu"), (False, True))
+    allowed = [((4,), {"hidden": h, "activation": a, "bias": b}) for h, a, b in options]
+    return [*allowed, ((0,), {}), ((4,), {"hidden": 0}), ((4,), {})]
+
+
+def _glu_inputs(module, device, dtype, variant):
+    shape = ((2, 3, 4), (4,))[variant]
+    return [randn(*shape, device=device, dtype=dtype)], {}
+
+
+def _lower_bounds_arguments() -> list[Arguments]:
+    modes = ("cumulative", "none", "independent", "decreasing", "rising")
+    shapes = ((1, 1), (3, 5), (0, 2), (2, -1))
+    return [(shape, {"mode": m}) for shape, m in itertools.product(shapes, modes)]
+
+
+# HGRU
+
+
+def _hgru_arguments() -> list[Arguments]:
+    """Every combination of the options that choose a path through the code; those that only add a
+    width, a bias or a norm take turns."""
+    paths = itertools.product(
+        (None, True, False),
+        (None, "learned", "fixed", "data"),
+        ("tied", "free", "none"),
+        ("data", "bound", "none"),
+        (False, True),
+        ("paper", "official", "fla"),
+    )
+    widths = itertools.cycle(
+        itertools.product(
+            (1, 2), (True, False), (None, True, False), (None, "layer", "rms", "rms_no_weight")
+        )
+    )
+    cases: list[Arguments] = []
+    for path, width in zip(paths, widths, strict=False):
+        names = ("complex", "theta", "input_gate", "forget_gate", "bidirectional", "preset")
+        options = dict(zip(names, path, strict=True))
+        options |= dict(zip(("expand", "output_gate", "bias", "norm"), width, strict=True))
+        cases.append(((3,), options))
+    return cases + _hgru_mistakes()
+
+
+def _hgru_mistakes() -> list[Arguments]:
+    wrong = [
+        {"theta": "rope"},
+        {"input_gate": "open"},
+        {"forget_gate": "closed"},
+        {"preset": "mine"},
+        {"norm": "batch"},
+        {"expand": 0},
+        {"expansion": "krp"},
+        {"complex": False, "theta": "learned"},
+        {"preset": "fla", "theta": "fixed"},
+        {"forget_gate": "none"},
+    ]
+    return [((0,), {}), ((-2,), {}), *(((3,), options) for options in wrong)]
+
+
+def _gamma(module, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    if not module.takes_gamma:
+        return None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.linspace(0.0, 0.95, module.channels, device=device, dtype=wide)
+
+
+def _hgru_inputs(module, device, dtype, variant):
+    """0: from nothing; 1: from a state; 2: packed sequences, one of them empty."""
+    x = randn(*((2, 5, 3), (2, 4, 3), (1, 6, 3))[variant], device=device, dtype=dtype)
+    keywords = {"gamma": _gamma(module, device, dtype)}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if variant == 1 and not getattr(module, "bidirectional", False):
+        return [x, randn(2, module.state_size, device=device, dtype=wide)], keywords
+    if variant == 2:
+        keywords["cu_seqlens"] = torch.tensor([0, 2, 2, 6], device=device)
+    return [x], keywords
+
+
+# Models
+
+SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
+_MIXER_OPTIONS = (
+    {},
+    {"complex": False, "expand": 2},
+    {"preset": "official", "bias": False, "norm": "rms_no_weight"},
+    {"preset": "fla", "norm_eps": 1e-6},
+    {"theta": "data"},
+    {"theta": "fixed"},
+    {"forget_gate": "bound"},
+    {"forget_gate": "none", "input_gate": "free"},
+    {"bidirectional": True},
+)
+
+
+def _configs(**changes: Any) -> Iterator[LMConfig]:
+    """Small configurations: every mixer option set with every mode of the lower bound, the options
+    of the frame taking turns."""
+    modes = ("cumulative", "none", "independent", "decreasing")
+    frames = itertools.cycle(
+        itertools.product(
+            (True, False), ("layer", "rms"), (None, "rms_no_weight"), ("none", "silu")
+        )
+    )
+    for options, mode in itertools.product(_MIXER_OPTIONS, modes):
+        tied, norm, final_norm, activation = next(frames)
+        yield SMALL.replace(
+            mixer_options=dict(options),
+            lower_bound=mode,
+            tied=tied,
+            norm=norm,
+            final_norm=final_norm,
+            glu_activation=activation,
+            glu_bias=not tied,
+            **changes,
+        )
+
+
+def _model_arguments(**changes: Any) -> list[Arguments]:
+    plain = SMALL.replace(**changes)
+    rejected = [plain.replace(vocab_size=None), plain.replace(num_classes=None, patch_size=None)]
+    return [((config,), {}) for config in (*_configs(**changes), *rejected)]
+
+
+def _block_inputs(module, device, dtype, variant):
+    return [randn(2, 5, 4, device=device, dtype=dtype)], {
+        "gamma": _gamma(module.mixer, device, dtype)
+    }
+
+
+def _ids(device: torch.device, rows: int = 3, time: int = 5) -> Tensor:
+    return torch.randint(0, 11, (rows, time)).to(device)
+
+
+def _lm_inputs(module, device, dtype, variant):
+    """0: loss of the next id; 1: given labels; 2: packed; 3: int32 ids, no labels, from a state."""
+    ids = _ids(device)
+    if variant == 0:
+        return [ids, "next"], {}
+    if variant == 1:
+        return [ids, ids.roll(1, dims=1).masked_fill(ids == 3, -100)], {}
+    if variant == 2:
+        bounds = torch.tensor([0, 0, 2, 5], device=device)
+        return [ids[:1], "next"], {"cu_seqlens": bounds}
+    with torch.no_grad():
+        state = module(ids).state
+    return [ids.int()], {"state": state}
+
+
+def _sequence_inputs(module, device, dtype, variant):
+    """0: whole rows; 1: padded rows, one of them empty; 2: packed."""
+    ids, labels = _ids(device), torch.tensor([0, 4, 2], device=device)
+    if variant == 0:
+        return [ids, labels], {}
+    if variant == 1:
+        return [ids, labels], {"lengths": torch.tensor([5, 0, 2])}
+    return [ids[:1], labels], {"cu_seqlens": torch.tensor([0, 1, 3, 5], device=device)}
+
+
+def _image_inputs(module, device, dtype, variant):
+    images = randn(2, 3, 4, 6, device=device, dtype=dtype)
+    return [images, torch.tensor([1, 3], device=device)], {}
+
+
+REGISTRY: dict[str, Entry] = {
+    "GLU": Entry(tidegate.nn.GLU, _glu_arguments(), _glu_inputs, allowed=13, variants=2),
+    "LowerBounds": Entry(
+        tidegate.nn.LowerBounds, _lower_bounds_arguments(), lambda *_: ([], {}), allowed=8
+    ),
+    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _hgru_inputs, allowed=384, variants=3),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=38),
+    "CausalLM": Entry(
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=32, variants=4
+    ),
+    "SequenceClassifier": Entry(
+        tidegate.models.SequenceClassifier,
+        _model_arguments(num_classes=5),
+        _sequence_inputs,
+        allowed=35,
+        variants=3,
+    ),
+    "ImageClassifier": Entry(
+        tidegate.models.ImageClassifier,
+        _model_arguments(num_classes=5, patch_size=2),
+        _image_inputs,
+        allowed=36,
+    ),
+}
