@@ -1,3 +1,3 @@
-#include <benchmark/benchmark.h>
+#include "benchmarks/machine_context.h"
 
-BENCHMARK_MAIN();
+int main(int argc, char** argv) { return tidegate::testing::run_benchmarks(argc, argv); }

@@ -1,0 +1,316 @@
+// hgru and linear_scan on the CPU and on CUDA, forward and backward, beside `copy_` moving as many
+// bytes in the same harness (runner.h): copies and ops alternate, figures are medians. Timed are
+// the ops themselves; for the backward the op that autograd calls. Checked first, against float64.
+// On the CPU an op's results are new memory each time, as they are for its users, while a copy's
+// are not: bench_kernels times the CPU kernels alone.
+//
+//   bench_ops --benchmark_filter=cuda [--benchmark_out=FILE]
+
+#include <ATen/Functions.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <cmath>
+#include <complex>
+#include <iostream>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "benchmarks/machine_context.h"
+#include "benchmarks/ops/runner.h"
+#include "support/scan_reference.h"
+#include "tidegate/ops/hgru.h"
+#include "tidegate/ops/linear_scan.h"
+
+namespace tidegate::testing {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+struct Work {
+  bool scan = false;  // linear_scan instead of hgru
+  bool turns = false;
+  bool backward = false;
+  int64_t batch = 1;
+  int64_t time = 1;
+  int64_t channels = 1;
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+
+  int64_t width() const { return turns ? 2 * channels : channels; }
+  /// Every tensor that must be read or written, once.
+  int64_t bytes() const {
+    const int64_t halves = turns ? 2 : 1;
+    const int64_t hgru_rows = backward ? 4 * halves + 2 : 2 * halves + 1;
+    const int64_t scan_rows = backward ? 5 : 3;
+    const int64_t element = static_cast<int64_t>(c10::elementSize(dtype));
+    return (scan ? scan_rows : hgru_rows) * batch * time * channels * element;
+  }
+  /// Inputs enough to overflow the caches many times over.
+  int64_t sets() const {
+    const int64_t wanted = device.is_cuda() ? 1'500'000'000 : 400'000'000;
+    return std::clamp<int64_t>((wanted + bytes() - 1) / bytes(), 2, 40);
+  }
+  std::string name() const {
+    const auto number = [](const char* letter, int64_t value) {
+      return "/" + (letter + std::to_string(value));
+    };
+    return "ops/" + device.str() + (scan ? "/linear_scan" : "/hgru") +
+           (backward ? "/backward" : "/forward") + (turns ? "/complex/" : "/real/") +
+           (dtype == at::kFloat ? "float32" : "bfloat16") + number("B", batch) + number("T", time) +
+           number("D", channels);
+  }
+};
+
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+using HgruGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using HgruBackward = HgruGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                   const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                   const OptionalTensor&, const OptionalTensor&, c10::string_view,
+                                   bool, const OptionalTensor&);
+using ScanGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using ScanBackward = ScanGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                   const at::Tensor&, const OptionalTensor&, bool,
+                                   const OptionalTensor&);
+
+/// One set of inputs: c and f of hgru, x and a of linear_scan.
+struct Inputs {
+  at::Tensor data, gate, dh;
+};
+
+/// All inputs of a piece of work, its calls, and the check of their results.
+class Ops {
+ public:
+  explicit Ops(const Work& work) : work_(work) {
+    const auto options = at::TensorOptions().device(work.device).dtype(work.dtype);
+    const auto wide = options.dtype(at::kFloat);
+    const auto draw = [&](int64_t columns) {
+      return at::randn({work.batch, work.time, columns}, options);
+    };
+    for (int64_t i = 0; i < work.sets(); ++i) {
+      Inputs set{draw(work.width()), draw(work.channels), draw(work.width())};
+      if (work.scan) set.gate.sigmoid_();
+      sets_.push_back(std::move(set));
+    }
+    gamma_ = at::rand({work.channels}, wide).mul_(0.9);
+    if (work.turns) theta_ = at::rand({work.channels}, wide);
+  }
+
+  std::vector<Call> calls() const {
+    std::vector<Call> calls;
+    for (const Inputs& set : sets_) {
+      if (work_.backward) {
+        calls.push_back([this, set, h = forward(set)] { return backward(set, h); });
+      } else {
+        calls.push_back([this, set] { return Results{forward(set)}; });
+      }
+    }
+    return calls;
+  }
+
+  /// The largest relative error of the results on a few channels of the last batch row.
+  double error(const Results& results) const {
+    const Inputs& set = sets_.front();
+    ReferenceLayout layout;
+    layout.tokens = work_.time;
+    layout.sequences = {{0, work_.time}};
+    layout.channels = static_cast<int64_t>(sampled().size());
+    const auto data = pick(set.data);
+    const auto gate = pick(set.gate);
+    const auto dh = pick(set.dh);
+    using Arrays = std::vector<ComplexArray<double>>;
+    Arrays expected;
+    if (work_.scan) {
+      LinearScanReference<double> reference;
+      reference.forward(layout, data, gate, {});
+      reference.backward(layout, gate, reference.h, {}, dh, {});
+      expected = work_.backward ? Arrays{reference.dx, reference.da} : Arrays{reference.h};
+    } else {
+      HgruReference<double> reference;
+      for (int64_t channel : sampled()) {
+        reference.gamma.push_back(gamma_[channel].item<double>());
+        reference.theta.push_back(work_.turns ? (*theta_)[channel].item<double>() : 0);
+      }
+      std::vector<double> logits;
+      for (const auto& value : gate) logits.push_back(value.real());
+      reference.forward(layout, data, logits, {});
+      reference.backward(layout, data, logits, reference.h, {}, dh, {});
+      const ComplexArray<double> df(reference.df.begin(), reference.df.end());
+      expected = work_.backward ? Arrays{reference.dc, df} : Arrays{reference.h};
+    }
+    double worst = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      worst = std::max(worst, relative_error(pick(results[i]), expected[i]));
+    }
+    return worst;
+  }
+
+ private:
+  at::Tensor forward(const Inputs& set) const {
+    return work_.scan ? std::get<0>(linear_scan(set.data, set.gate))
+                      : std::get<0>(hgru(set.data, set.gate, gamma_, theta_));
+  }
+
+  Results backward(const Inputs& set, const at::Tensor& h) const {
+    if (work_.scan) {
+      static const auto op = find_op<ScanBackward>("tidegate::linear_scan_backward");
+      auto [dx, da, dh0] = op.call(set.dh, {}, set.gate, h, {}, false, {});
+      return {dx, da, dh0};
+    }
+    static const auto op = find_op<HgruBackward>("tidegate::hgru_backward");
+    auto [dc, df, dgamma, dtheta, dh0] =
+        op.call(set.dh, {}, set.data, set.gate, h, gamma_, theta_, {}, "silu", false, {});
+    return {dc, df, dgamma, dtheta, dh0};
+  }
+
+  std::vector<int64_t> sampled() const {
+    const int64_t last = work_.channels - 1;
+    return {0, last / 3, 2 * last / 3, last};
+  }
+
+  /// The sampled channels of the last batch row, [T, n], complex where there are two halves.
+  ComplexArray<double> pick(const at::Tensor& tensor) const {
+    const at::Tensor row = tensor.select(0, work_.batch - 1);
+    const bool halves = tensor.size(2) == 2 * work_.channels;
+    std::vector<at::Tensor> real, imaginary;
+    for (int64_t channel : sampled()) {
+      real.push_back(row.select(1, channel));
+      imaginary.push_back(halves ? row.select(1, channel + work_.channels)
+                                 : at::zeros_like(real.back()));
+    }
+    const auto values = [](const std::vector<at::Tensor>& columns) {
+      return at::stack(columns, 1).to(at::kCPU, at::kDouble).contiguous();
+    };
+    const at::Tensor re = values(real);
+    const at::Tensor im = values(imaginary);
+    ComplexArray<double> all;
+    for (int64_t i = 0; i < re.numel(); ++i) {
+      all.emplace_back(re.const_data_ptr<double>()[i], im.const_data_ptr<double>()[i]);
+    }
+    return all;
+  }
+
+  static double relative_error(const ComplexArray<double>& found,
+                               const ComplexArray<double>& expected) {
+    double error = 0;
+    double size = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      error += std::norm(found[i] - expected[i]);
+      size += std::norm(expected[i]);
+    }
+    return std::sqrt(error / size);
+  }
+
+  Work work_;
+  std::vector<Inputs> sets_;
+  at::Tensor gamma_;
+  OptionalTensor theta_;
+};
+
+/// `copy_`, reading and writing as many bytes in all as the work.
+std::vector<Call> copies(const Work& work) {
+  std::vector<Call> calls;
+  for (int64_t i = 0; i < work.sets(); ++i) {
+    const auto source = at::randn({work.bytes() / 8}, at::TensorOptions().device(work.device));
+    const at::Tensor target = at::empty_like(source);
+    calls.push_back([source, target] { return Results{target.copy_(source)}; });
+  }
+  return calls;
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+void beside_copy(benchmark::State& state, const Work& work) {
+  const Ops ops(work);
+  const auto runner = make_runner(ops.calls(), work.device);
+  const double error = ops.error(runner->first());
+  if (!(error < (work.dtype == at::kFloat ? 2e-5 : 1e-2))) {  // NaN does not pass
+    state.SkipWithError(("wrong result, relative error " + std::to_string(error)).c_str());
+    return;
+  }
+  const auto copy = make_runner(copies(work), work.device);
+  std::vector<double> copy_times, times;
+  for (auto _ : state) {
+    copy_times.push_back(copy->seconds());
+    times.push_back(runner->seconds());
+    state.SetIterationTime(times.back());
+  }
+  const double gigabytes = static_cast<double>(work.bytes()) * 1e-9;
+  state.counters["GB/s"] = gigabytes / median(times);
+  state.counters["copy_GB/s"] = gigabytes / median(copy_times);
+  state.counters["percent_of_copy"] = 100 * median(copy_times) / median(times);
+}
+
+void register_both_ways(Work work) {
+  for (bool backward : {false, true}) {
+    work.backward = backward;
+    benchmark::RegisterBenchmark(work.name().c_str(), beside_copy, work)
+        ->UseManualTime()
+        ->Iterations(work.device.is_cuda() ? 40 : 11)
+        ->Unit(work.device.is_cuda() ? benchmark::kMicrosecond : benchmark::kMillisecond);
+  }
+}
+
+void register_cpu() {
+  Work work;
+  work.batch = 4;
+  work.time = 2048;
+  work.channels = 1024;
+  register_both_ways(work);
+  work.scan = true;
+  register_both_ways(work);
+  work.scan = false;
+  work.channels = 512;
+  work.turns = true;
+  register_both_ways(work);
+}
+
+void register_cuda() {
+  Work work;
+  work.device = at::Device(at::kCUDA);
+  const auto add = [&](bool scan, bool turns, at::ScalarType dtype, int64_t batch, int64_t time,
+                       int64_t channels) {
+    work.scan = scan;
+    work.turns = turns;
+    work.dtype = dtype;
+    work.batch = batch;
+    work.time = time;
+    work.channels = channels;
+    register_both_ways(work);
+  };
+  for (bool scan : {false, true}) {
+    add(scan, false, at::kBFloat16, 8, 2048, 2048);
+    add(scan, false, at::kBFloat16, 1, 131072, 1024);
+    add(scan, false, at::kBFloat16, 64, 1024, 512);
+    add(scan, false, at::kFloat, 8, 2048, 2048);
+  }
+  add(false, true, at::kBFloat16, 8, 2048, 1024);
+  add(false, true, at::kFloat, 8, 2048, 1024);
+}
+
+}  // namespace
+}  // namespace tidegate::testing
+
+int main(int argc, char** argv) {
+  using namespace tidegate::testing;  // NOLINT: the benchmarks of this file
+  const std::string gpu = gpu_name();
+  register_cpu();
+  if (gpu.empty()) {
+    std::cerr << "bench_ops: no CUDA device, or a build without CUDA: ops/cuda/... left out\n";
+  } else {
+    benchmark::AddCustomContext("gpu", gpu);
+    register_cuda();
+  }
+  return run_benchmarks(argc, argv);
+}
