@@ -190,11 +190,11 @@ def recipes() -> dict[str, Recipe]:
         "demo": Recipe(
             preset="demo",
             train={
-                "seconds": 165.0,
-                "context": 256,
-                "batch_size": 8,
+                "seconds": 170.0,
+                "context": 128,
+                "batch_size": 16,
                 "optimizer": "muon",
-                "muon_lr": 0.02,
+                "muon_lr": 0.03,
                 "lr": 3e-3,
                 "betas": (0.9, 0.99),
                 "weight_decay": 0.1,
