@@ -70,6 +70,7 @@ class Contender(NamedTuple):
     error: Callable[[object], float]  # results of call 0 -> relative error
     tolerance: float
     before: Callable[[], object] = lambda: None  # run once before the first call
+    graph: bool = True  # False: enqueued on a stream instead
 
 
 def copy_contender(work: Work, direction: str, sets: int, device: torch.device) -> Contender:

@@ -110,6 +110,8 @@ class Bench:
         makers: dict[str, object] = {
             "copy_": lambda: copy_contender(work, direction, sets, device),
         }
+        if work.group == "issue":  # shows that a graph neither slows copies down nor speeds them up
+            makers["copy_ on a stream"] = lambda: makers["copy_"]()._replace(graph=False)
         if work.op == "hgru_step":
             return makers | {"tidegate": lambda: tidegate_step(work, sets, device)}
         inputs = HgruInputs(work, sets, device)
@@ -133,7 +135,7 @@ class Bench:
     def prepared(self, name: str, contender: Contender) -> tuple[harness.Runner, float]:
         """A runner whose results were checked. RuntimeError when they are wrong."""
         contender.before()
-        runner = harness.make_runner(contender.calls, self.device)
+        runner = harness.make_runner(contender.calls, self.device, contender.graph)
         error = contender.error(runner.results[0])
         if not error <= contender.tolerance:
             runner.free()
@@ -155,9 +157,8 @@ class Bench:
                 self.problems.append(line[:300])
                 print("PROBLEM " + self.problems[-1], flush=True)
                 continue
-            bytes_moved = moved if name in ("copy_", "tidegate") else contender.bytes
             results[name] = {
-                "bytes": bytes_moved,
+                "bytes": contender.bytes,
                 "error": float(f"{error:.2e}"),
                 "timing": runners[name].timing,
             }
@@ -190,13 +191,18 @@ class Bench:
             "results": results,
         }
         ours = results.get("tidegate")
-        peers = {n: r["us"] for n, r in results.items() if n not in ("copy_", "tidegate")}
+        peers = {name: results[name]["us"] for name in others(results)}
         if ours and peers:
             best = min(peers, key=peers.__getitem__)
             row["best_peer"] = best
             row["times_best_peer"] = round(peers[best] / ours["us"], 2)
         self.rows.append(row)
         print(line_of(row), flush=True)
+
+
+def others(results: dict[str, dict]) -> list[str]:
+    """The contenders of other libraries."""
+    return [name for name in results if name != "tidegate" and not name.startswith("copy_")]
 
 
 def line_of(row: dict) -> str:
@@ -214,11 +220,11 @@ def line_of(row: dict) -> str:
         if copied and goal:
             verdict = f" (goal {goal}: {'ok' if ours['percent_of_copy'] >= goal else 'MISSED'})"
         parts.append(f"tg {ours['us']:.1f}us {ours['gb_per_s']:.0f}GB/s{percent}{verdict}")
-    for name, result in row["results"].items():
-        if name not in ("copy_", "tidegate"):
-            short = name.removeprefix("fla.").removesuffix("_hgrn")
-            ratio = f" x{result['us'] / ours['us']:.2f}" if ours else ""
-            parts.append(f"{short} {result['us']:.0f}us {result['gb_per_s']:.0f}GB/s{ratio}")
+    for name in others(row["results"]):
+        result = row["results"][name]
+        short = name.removeprefix("fla.").removesuffix("_hgrn")
+        ratio = f" x{result['us'] / ours['us']:.2f}" if ours else ""
+        parts.append(f"{short} {result['us']:.0f}us {result['gb_per_s']:.0f}GB/s{ratio}")
     return " | ".join(parts)
 
 

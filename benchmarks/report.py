@@ -151,7 +151,7 @@ def every_figure(rows: list[Record]) -> list[str]:
             if result is None:
                 cells.append("")
                 continue
-            error = f", error {result['error']:.0e}" if name != "copy_" else ""
+            error = f", error {result['error']:.0e}" if not name.startswith("copy_") else ""
             cells.append(f"{result['us']} ({result['us_low']}-{result['us_high']}){error}")
         body.append(cells)
     note = "Microseconds: the median, the middle 80%, and the error against float64."
@@ -186,17 +186,25 @@ def cpu_row(row: Record) -> list[str]:
         f"{row['copy_GB/s']:.1f}",
         percent(row["percent_of_copy"]),
         percent(goal),
+        percent(row.get("cpu_percent_of_copy")),
+        percent(row.get("percent_of_streaming_copy")),
     ]
 
 
-CPU_HEAD = ("work", "direction", "code", "GB/s", "copying", "of copy speed", "aim")
+CPU_HEAD = (
+    *("work", "direction", "code", "GB/s", "copying", "of copy speed", "aim"),
+    *("by CPU time", "of streaming copy"),
+)
+CPU_README_COLUMNS = 8
 
 
 def cpu_machine(record: Record) -> str:
     context = record["context"]
-    name = context.get("cpu", f"{context['num_cpus']} CPUs of {context['mhz_per_cpu']} MHz")
+    name = context.get("cpu", f"CPU of {context['mhz_per_cpu']} MHz")
     commit = f", commit {context['commit']}" if "commit" in context else ""
-    return f"{name}{commit}, {context['date'][:10]}"
+    load = context.get("load_avg", [])
+    busy = f", load average {load[0]:.1f}" if load else ""
+    return f"{name}, {context['num_cpus']} cores{busy}{commit}, {context['date'][:10]}"
 
 
 def cpu_readme(record: Record) -> list[str]:
@@ -207,14 +215,17 @@ def cpu_readme(record: Record) -> list[str]:
             shown.append(cpu_row(row))
     if not shown:
         return []
-    return [cpu_machine(record) + ":", "", *table(CPU_HEAD, shown), ""]
+    columns = CPU_README_COLUMNS
+    shown = [row[:columns] for row in shown]
+    return [cpu_machine(record) + ":", "", *table(CPU_HEAD[:columns], shown), ""]
 
 
 def cpu_page(record: Record) -> list[str]:
     rows = map(cpu_row, cpu_rows(record))
     note = (
-        "Copies (memcpy of as many bytes on as many threads) and kernels alternate; medians. "
-        "bench_kernels."
+        "`bench_kernels`: copies (memcpy of as many bytes on as many threads), copies with "
+        "streaming stores, and kernels take turns; medians. By CPU time: the same ratio in the "
+        "time that the threads really ran, which other work on the machine disturbs less."
     )
     head = ["## CPU kernels beside copying", "", cpu_machine(record) + ".", "", note, ""]
     return [*head, *table(CPU_HEAD, rows), ""]
@@ -274,7 +285,10 @@ def load_results(folder: Path) -> list[tuple[str, Record]]:
     """(kind, result) of every file, by kind and then by name."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise SystemExit(f"report: {path} is not JSON: {error}") from error
         kind = kind_of(record)
         if kind is not None:
             found.append((kind, record))
