@@ -72,6 +72,35 @@ __device__ inline Precise<Complex<Real>> multiply(const Precise<Complex<Real>>& 
   return complex_of(sum_of_products(ar, br, {-ai.hi, -ai.lo}, bi), sum_of_products(ar, bi, ai, br));
 }
 
+/// A sum over many steps. kPrecise keeps what its additions round away; 16-bit data do not need it.
+template <class Number, bool kPrecise>
+struct Sum {
+  Precise<Number> total = {};
+
+  __device__ void add(Number x) {
+    if constexpr (kPrecise) {
+      add_exactly(total, x);
+    } else {
+      total.hi = total.hi + x;
+    }
+  }
+  __device__ Number value() const { return total.hi + total.lo; }
+
+ private:
+  template <class Real>
+  static __device__ void add_exactly(Precise<Real>& total, Real x) {
+    const Precise<Real> s = exact_sum(total.hi, x);
+    total = {s.hi, total.lo + s.lo};
+  }
+  template <class Real>
+  static __device__ void add_exactly(Precise<Complex<Real>>& total, Complex<Real> x) {
+    Precise<Real> re = real_part(total), im = imaginary_part(total);
+    add_exactly(re, x.re);
+    add_exactly(im, x.im);
+    total = complex_of(re, im);
+  }
+};
+
 __device__ inline Precise<float> as_precise(float x) { return {x, 0.0f}; }
 __device__ inline Precise<double> as_precise(double x) { return {x, 0.0}; }
 template <class Real>

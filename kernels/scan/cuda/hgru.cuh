@@ -104,6 +104,8 @@ struct HgruBase {
   static constexpr bool kComplex = kComplex_;
   static constexpr int kVec = kVec_;
   static constexpr int kParts = kComplex ? 2 : 1;
+  // A complex state takes too long through a run for the chain to wait: it crosses by map.
+  static constexpr bool kCrossByMap = kComplex;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -353,8 +355,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   void* dgamma_partial;
   void* dtheta_partial;
   bool silu;
-  Real dgamma[kVec] = {};
-  Real dtheta[kVec] = {};
+  Sum<Real, sizeof(Data) >= 4> dgamma[kVec];
+  Sum<Real, sizeof(Data) >= 4> dtheta[kVec];
 
   __device__ HgruBackward(const Params& params, const Sequence& seq, const Lane& lane)
       : Base(params.forward, seq, lane, HgruBackward::kSteps),
@@ -471,9 +473,9 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     const Number turned = rotation[v].forward(before);
     const Real dlambda = dot(g, turned - u);
     df_out = dlambda * (enter * sig.pos);
-    dgamma[v] = fused(dlambda, sig.neg, dgamma[v]);
+    dgamma[v].add(dlambda * sig.neg);
     if constexpr (kComplex) {
-      dtheta[v] = fused(this->keep(sig, v), g.im * turned.re - g.re * turned.im, dtheta[v]);
+      dtheta[v].add(this->keep(sig, v) * (g.im * turned.re - g.re * turned.im));
     }
   }
 

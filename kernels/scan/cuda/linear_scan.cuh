@@ -18,6 +18,7 @@ struct LinearScanForward : LinearScanShape<false, kSplit> {
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanParams;
   static constexpr int kVec = kVec_;
+  static constexpr bool kCrossByMap = false;  // see hgru.cuh
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {
@@ -107,6 +108,7 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanBackwardParams;
   static constexpr int kVec = kVec_;
+  static constexpr bool kCrossByMap = false;  // see hgru.cuh
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {
@@ -128,7 +130,7 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
   const void* dh_final;
   void* dh0;
   void* da_partial;
-  Number da_sum[kVec] = {};
+  Sum<Number, sizeof(RealOf<Data>) >= 4> da_sum[kVec];
 
   __device__ LinearScanBackward(const Params& params, const Sequence& seq, const Lane& lane)
       : lane(lane),
@@ -194,7 +196,7 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
     for (int v = 0; v < kVec; ++v) {
       da_out[v] = g[v] * conj(before[v]);
       if constexpr (kConstant) {
-        da_sum[v] = da_sum[v] + da_out[v];
+        da_sum[v].add(da_out[v]);
       }
     }
     dx.store(k, pack<Data, kVec>(g));

@@ -3,6 +3,7 @@
 // Sums over time of per-channel quantities: gradients of gamma, theta and of a constant decay.
 // Each block writes one row of partial sums; the rows are added up by the caller.
 
+#include "kernels/common/cuda/precise.cuh"
 #include "kernels/scan/cuda/rows.cuh"
 
 namespace tidegate::kernels {
@@ -18,27 +19,43 @@ __device__ inline void write_partial(const Number (&sum)[kVec], void* partial, i
   }
 }
 
-/// Adds the warps' sums in the order of the warps. `scratch` is shared memory for kWarps * 32
-/// packs. Called by all threads of a block, or by none.
-template <class Number, int kVec>
-__device__ inline void sum_over_warps(const Number (&sum)[kVec], void* partial, int64_t row,
-                                      const Lane& lane, void* scratch, int warp, int warps,
-                                      int lane_index) {
+template <class Number, bool kPrecise, int kVec>
+__device__ inline void write_partial(const Sum<Number, kPrecise> (&sum)[kVec], void* partial,
+                                     int64_t row, const Lane& lane) {
+  Number values[kVec];
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    values[v] = sum[v].value();
+  }
+  write_partial(values, partial, row, lane);
+}
+
+/// Adds the warps' sums in the order of the warps. `scratch` is shared memory for warps * 32 packs.
+/// Called by all threads of a block, or by none.
+template <class Number, bool kPrecise, int kVec>
+__device__ inline void sum_over_warps(const Sum<Number, kPrecise> (&sum)[kVec], void* partial,
+                                      int64_t row, const Lane& lane, void* scratch, int warp,
+                                      int warps, int lane_index) {
   if (partial == nullptr) {
     return;
   }
   auto* board = static_cast<Pack<Number, kVec>(*)[32]>(scratch);
+  Number values[kVec];
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    values[v] = sum[v].value();
+  }
   __syncthreads();
-  board[warp][lane_index] = pack<Number, kVec>(sum);
+  board[warp][lane_index] = pack<Number, kVec>(values);
   __syncthreads();
   if (warp != 0) {
     return;
   }
-  Number total[kVec] = {};
+  Sum<Number, kPrecise> total[kVec];
   for (int w = 0; w < warps; ++w) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      total[v] = total[v] + board[w][lane_index].get(v);
+      total[v].add(board[w][lane_index].get(v));
     }
   }
   write_partial(total, partial, row, lane);

@@ -28,6 +28,7 @@
 //
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
 //   kVec; kSteps, kStages          channels a thread; WalkShape
+//   kCrossByMap                    whether a state crosses a run by its map or step by step
 //   Number                         state of one channel, real or complex
 //   Raw, Decoded                   one step's inputs in memory / prepared
 //   Op(params, seq, lane)
@@ -257,11 +258,11 @@ struct Chain {
 };
 
 /// The round of a cluster. The warps of a block post the maps of their runs, and the last one, who
-/// knows the map of the whole tile, takes the state that enters the tile from the block before and
+/// finds the map of the whole tile, takes the state that enters the tile from the block before and
 /// sends on what leaves it: one hop through the cluster's shared memory a tile. The last block is
-/// linked to the first one's next round; `more` says whether there is one.
-/// On entry `s` is the sequence's initial state, used by the first tile of all; on exit it is the
-/// state that enters this warp's run.
+/// linked to the first one's next round; `more` says whether there is one. The others take the
+/// state through the runs before theirs. On entry `s` is the sequence's initial state, used by the
+/// first tile of all; on exit it is the state that enters this warp's run.
 ///
 /// A board is written again two rounds later. By then the maps of the round between have come, to
 /// which every warp contributed after it had read: no barrier is needed for that.
@@ -287,19 +288,21 @@ __device__ inline void carry_through_cluster(WalkShared<Op, WalkMode::kCluster>&
     mbarrier_arrive_expecting(mail_came, first ? 0 : int{sizeof(Mail)});
   }
   mbarrier_wait(runs_came, parity);
-  Map before = Map::identity();
+  const bool sender = at.warp == at.warps - 1;
+  Map total = map;
+  if (sender) {  // while the state is on its way
+    total = runs.read(0, at.lane);
 #pragma unroll 4
-  for (int w = 0; w < at.warp; ++w) {
-    runs.read(w, at.lane).append_to(before);
+    for (int w = 1; w < at.warps; ++w) {
+      runs.read(w, at.lane).append_to(total);
+    }
   }
-  Map total = before;
-  map.append_to(total);
 
   mbarrier_wait(mail_came, parity);
   if (!first) {
     shared.mail[round & 1].read(at.lane, s);
   }
-  if (at.warp == at.warps - 1) {
+  if (sender) {
     const int next = at.rank + 1 == at.splits ? 0 : at.rank + 1;
     const int next_round = next == 0 ? round + 1 : round;
     if (next > 0 || more) {
@@ -309,7 +312,10 @@ __device__ inline void carry_through_cluster(WalkShared<Op, WalkMode::kCluster>&
       shared.mail[next_round & 1].send(at.lane, leaving, &shared.mail_came[next_round & 1], next);
     }
   }
-  before.advance(s);
+#pragma unroll 4
+  for (int w = 0; w < at.warp; ++w) {
+    runs.read(w, at.lane).advance(s);
+  }
 }
 
 /// A warp's ring of runs in shared memory.
@@ -551,9 +557,19 @@ __global__ __launch_bounds__(kMaxWarps* kWarpSize,
       run.emit(op, ring, stage, k, span.end, seq.length);
     } else {
       const Chain<Op, kMode> chain{shared, at};
-      chain.take_state(round, s);
-      run.advance(op, ring, stage, k, span.end, seq.length, s);
-      chain.pass_state(s);
+      if constexpr (Op::kCrossByMap) {
+        run.fold(op, ring, stage, map);
+        chain.take_state(round, s);
+        typename Op::Number leaving[Op::kVec];
+        copy_state(leaving, s);
+        map.advance(leaving);
+        chain.pass_state(leaving);
+        run.advance(op, ring, stage, k, span.end, seq.length, s);
+      } else {
+        chain.take_state(round, s);
+        run.advance(op, ring, stage, k, span.end, seq.length, s);
+        chain.pass_state(s);
+      }
       run.emit(op, ring, stage, k, span.end, seq.length);
     }
 
