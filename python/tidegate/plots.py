@@ -49,7 +49,6 @@ def plot_losses(
     Raises ValueError when there is no line of training to plot.
     """
     train = [row for row in metrics if row["kind"] == "train"]
-    valid = [row for row in metrics if row["kind"] in ("valid", "final")]
     if not train:
         raise ValueError("plot_losses: metrics: expected lines of kind 'train', got none")
     scale = 1.0 if bytes_per_token is None else 1.0 / (math.log(2) * bytes_per_token)
@@ -59,12 +58,7 @@ def plot_losses(
         x = np.array([row["tokens"] for row in train]) / factor
         y = np.array([row["loss"] for row in train]) * scale
         axes.plot(x, y, color=_TRAIN, linewidth=1.2, label="training (mean of 10 steps)")
-        if valid:
-            vx = np.array([row["tokens"] for row in valid]) / factor
-            vy = np.array([row["loss"] for row in valid]) * scale
-            label = f"validation (ends at {vy[-1]:.3f})"
-            axes.plot(vx, vy, "o-", color=_VALID, linewidth=2, markersize=4.5, label=label)
-            y = np.concatenate([y, vy])
+        y = _plot_validation(axes, metrics, factor, scale, y)
         lines = baselines if baselines and bytes_per_token is not None else {}
         for (name, value), color in zip(lines.items(), _BASELINES, strict=False):
             label = f"{name} ({value:.3f})"
@@ -76,8 +70,27 @@ def plot_losses(
         what = "nats per token" if bytes_per_token is None else "bits per byte"
         axes.set_ylabel(f"cross-entropy, {what} (lower is better)")
         axes.set_title(title)
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
         _save(figure, path)
+
+
+def _plot_validation(axes, metrics, factor: float, scale: float, losses: np.ndarray) -> np.ndarray:
+    """Draws validations on the way and the last one, which reads more text, so that the two are not
+    joined; returns `losses` and what was drawn."""
+    for kind, style, label in (
+        ("valid", "o-", "validation on a part, ends at"),
+        ("final", "*", "validation on all of it:"),
+    ):
+        rows = [row for row in metrics if row["kind"] == kind]
+        if not rows:
+            continue
+        x = np.array([row["tokens"] for row in rows]) / factor
+        y = np.array([row["loss"] for row in rows]) * scale
+        size, color = (4.5, _VALID) if kind == "valid" else (13, "black")
+        label = f"{label} {y[-1]:.3f}"
+        axes.plot(x, y, style, color=color, linewidth=2, markersize=size, label=label, zorder=3)
+        losses = np.concatenate([losses, y])
+    return losses
 
 
 def _token_unit(largest: int) -> tuple[str, float]:
