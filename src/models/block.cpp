@@ -158,29 +158,25 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
 }
 
 void save_model(const torch::nn::Module& model, const LMConfig& config,
-                const std::filesystem::path& directory) {
-  std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  TORCH_CHECK(!error, "tidegate: ", directory.string(),
-              ": cannot make the folder: ", error.message());
-  save_safetensors(named_tensors(model), directory / kWeightsFile, {{"format", "pt"}});
-  write_text(directory / kConfigFile, config.to_json());
+                const std::string& directory) {
+  make_folders(directory);
+  save_safetensors(named_tensors(model), join(directory, kWeightsFile), {{"format", "pt"}});
+  write_text(join(directory, kConfigFile), config.to_json());
 }
 
-LMConfig load_config(const char* owner, const std::filesystem::path& directory) {
+LMConfig load_config(const char* owner, const std::string& directory) {
   for (const char* name : {kConfigFile, kWeightsFile}) {
-    TORCH_CHECK(std::filesystem::is_regular_file(directory / name), owner,
-                ".load: ", (directory / name).string(), ": no such file");
+    const std::string path = join(directory, name);
+    TORCH_CHECK(is_file(path), owner, ".load: ", path, ": no such file");
   }
-  return LMConfig::from_json(read_text(directory / kConfigFile));
+  return LMConfig::from_json(read_text(join(directory, kConfigFile)));
 }
 
-void load_weights(torch::nn::Module& model, const std::filesystem::path& directory,
-                  torch::Device device) {
-  const auto path = directory / kWeightsFile;
+void load_weights(torch::nn::Module& model, const std::string& directory, torch::Device device) {
+  const std::string path = join(directory, kWeightsFile);
   const TensorMap tensors = load_safetensors(path);
   const auto own = named_tensors(model);
-  check_fit(own, tensors, path.string());
+  check_fit(own, tensors, path);
   for (const auto& [name, tensor] : own) tensor.set_data(tensors.at(name).to(device));
 }
 

@@ -172,11 +172,11 @@ Tensor CausalLMImpl::continue_prompts(const Tensor& ids, const GenerateOptions& 
   return tokens.empty() ? at::empty({ids.size(0), 0}, ids.options()) : at::stack(tokens, 1);
 }
 
-void CausalLMImpl::save(const std::filesystem::path& directory) const {
+void CausalLMImpl::save(const std::string& directory) const {
   save_model(*this, config, directory);
 }
 
-CausalLM CausalLM::load(const std::filesystem::path& directory, torch::Device device) {
+CausalLM CausalLM::load(const std::string& directory, torch::Device device) {
   const LMConfig config = load_config("CausalLM", directory);
   const nn::UndrawnGuard undrawn;
   CausalLM model(config, nn::Placement{device, std::nullopt});

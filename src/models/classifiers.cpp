@@ -34,8 +34,7 @@ Output classified(const Tensor& logits, const std::optional<Tensor>& labels) {
 }
 
 template <typename Holder>
-Holder load_classifier(const char* owner, const std::filesystem::path& directory,
-                       torch::Device device) {
+Holder load_classifier(const char* owner, const std::string& directory, torch::Device device) {
   const LMConfig config = load_config(owner, directory);
   const nn::UndrawnGuard undrawn;
   Holder model(config, nn::Placement{device, std::nullopt});
@@ -87,12 +86,11 @@ Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optio
   return classified(nn::apply_linear(head, pooled), labels);
 }
 
-void SequenceClassifierImpl::save(const std::filesystem::path& directory) const {
+void SequenceClassifierImpl::save(const std::string& directory) const {
   save_model(*this, config, directory);
 }
 
-SequenceClassifier SequenceClassifier::load(const std::filesystem::path& directory,
-                                            torch::Device device) {
+SequenceClassifier SequenceClassifier::load(const std::string& directory, torch::Device device) {
   return load_classifier<SequenceClassifier>("SequenceClassifier", directory, device);
 }
 
@@ -138,12 +136,11 @@ Output ImageClassifierImpl::forward(const Tensor& images, const std::optional<Te
   return classified(nn::apply_linear(head, x.mean(1)), labels);
 }
 
-void ImageClassifierImpl::save(const std::filesystem::path& directory) const {
+void ImageClassifierImpl::save(const std::string& directory) const {
   save_model(*this, config, directory);
 }
 
-ImageClassifier ImageClassifier::load(const std::filesystem::path& directory,
-                                      torch::Device device) {
+ImageClassifier ImageClassifier::load(const std::string& directory, torch::Device device) {
   return load_classifier<ImageClassifier>("ImageClassifier", directory, device);
 }
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,14 +16,25 @@ namespace tidegate::models {
 namespace {
 
 // The name carries the process id, so that two writers do not share a temporary file.
-std::string temporary_name(const std::filesystem::path& path) {
-  return path.string() + ".tmp." + std::to_string(::getpid());
+std::string temporary_name(const std::string& path) {
+  return path + ".tmp." + std::to_string(::getpid());
+}
+
+std::string folder_of(const std::string& path) {
+  const size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+bool is_folder(const std::string& path) {
+  struct stat info = {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
 // A rename is durable once the folder that holds the name is on disk. Not every file system can
 // sync a folder, and the data is complete either way, so a failure here is not an error.
-void sync_folder(const std::filesystem::path& path) {
-  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+void sync_folder(const std::string& path) {
+  const std::string folder = folder_of(path);
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return;
   ::fsync(descriptor);
@@ -31,9 +43,8 @@ void sync_folder(const std::filesystem::path& path) {
 
 }  // namespace
 
-AtomicFile::AtomicFile(const std::filesystem::path& path)
-    : path_(path), temporary_(temporary_name(path)) {
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(temporary_name(path)) {
+  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (descriptor_ < 0) fail("cannot create the file");
 }
 
@@ -44,7 +55,7 @@ AtomicFile::~AtomicFile() {
 
 void AtomicFile::fail(const char* what) const {
   const int code = errno;
-  TORCH_CHECK(false, "tidegate: ", path_.string(), ": ", what, ": ", std::strerror(code));
+  TORCH_CHECK(false, "tidegate: ", path_, ": ", what, ": ", std::strerror(code));
 }
 
 void AtomicFile::write(const void* data, size_t size) {
@@ -68,18 +79,36 @@ void AtomicFile::commit() {
   sync_folder(path_);
 }
 
-void write_text(const std::filesystem::path& path, std::string_view text) {
+std::string join(const std::string& folder, const std::string& name) {
+  return folder.empty() || folder.back() == '/' ? folder + name : folder + '/' + name;
+}
+
+bool is_file(const std::string& path) {
+  struct stat info = {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+void make_folders(const std::string& folder) {
+  if (folder.empty() || is_folder(folder)) return;
+  if (const std::string above = folder_of(folder); above != folder) make_folders(above);
+  // Another process may have made it meanwhile.
+  if (::mkdir(folder.c_str(), 0777) == 0 || is_folder(folder)) return;
+  const int code = errno;
+  TORCH_CHECK(false, "tidegate: ", folder, ": cannot make the folder: ", std::strerror(code));
+}
+
+void write_text(const std::string& path, std::string_view text) {
   AtomicFile file(path);
   file.write(text.data(), text.size());
   file.commit();
 }
 
-std::string read_text(const std::filesystem::path& path) {
+std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file.good(), "tidegate: ", path.string(), ": cannot open: ", std::strerror(errno));
+  TORCH_CHECK(file.good(), "tidegate: ", path, ": cannot open: ", std::strerror(errno));
   std::ostringstream text;
   text << file.rdbuf();
-  TORCH_CHECK(!file.bad() && !text.fail(), "tidegate: ", path.string(), ": cannot read");
+  TORCH_CHECK(!file.bad() && !text.fail(), "tidegate: ", path, ": cannot read");
   return text.str();
 }
 

@@ -1,7 +1,10 @@
 // Small file helpers of the model files; no torch.
+//
+// POSIX calls and std::string, not std::filesystem: libtorch_cpu.so exports the std::filesystem of
+// the compiler that built it, whose path has another layout. A program that is linked with it and
+// uses a newer libstdc++'s std::filesystem crashes, so neither this code nor its interface does.
 #pragma once
 
-#include <filesystem>
 #include <string>
 #include <string_view>
 
@@ -12,7 +15,7 @@ namespace tidegate::models {
 /// removed and whatever was at the name before stays.
 class AtomicFile {
  public:
-  explicit AtomicFile(const std::filesystem::path& path);
+  explicit AtomicFile(const std::string& path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -23,16 +26,25 @@ class AtomicFile {
  private:
   [[noreturn]] void fail(const char* what) const;
 
-  std::filesystem::path path_;
+  std::string path_;
   std::string temporary_;
   int descriptor_ = -1;
 };
 
+/// `folder`/`name`.
+std::string join(const std::string& folder, const std::string& name);
+
+/// Whether there is a regular file under this name.
+bool is_file(const std::string& path);
+
+/// Makes the folder and those above it where they are missing; throws c10::Error when it cannot.
+void make_folders(const std::string& folder);
+
 /// Replaces the file `path` with `text`, atomically.
-void write_text(const std::filesystem::path& path, std::string_view text);
+void write_text(const std::string& path, std::string_view text);
 
 /// The whole file as text; throws c10::Error that names it when it is missing or unreadable.
-std::string read_text(const std::filesystem::path& path);
+std::string read_text(const std::string& path);
 
 /// `text` with every byte that is not printable ASCII replaced: parsers quote what they could not
 /// read, which may be any bytes, and messages are text.

@@ -45,8 +45,6 @@ struct Entry {
   uint64_t end;
 };
 
-std::string where(const std::filesystem::path& path) { return "tidegate: " + path.string() + ": "; }
-
 std::string dtype_name(const std::string& tensor, at::ScalarType dtype) {
   for (const auto& [name, type] : kDtypes) {
     if (type == dtype) return std::string(name);
@@ -158,7 +156,7 @@ void read_exactly(std::ifstream& stream, void* target, uint64_t size, const std:
 
 }  // namespace
 
-void save_safetensors(const TensorMap& tensors, const std::filesystem::path& path,
+void save_safetensors(const TensorMap& tensors, const std::string& path,
                       const std::map<std::string, std::string>& metadata) {
   // Larger items first, so that every value lies on a multiple of its size in the file.
   std::vector<std::pair<std::string, at::Tensor>> ordered(tensors.begin(), tensors.end());
@@ -188,8 +186,8 @@ void save_safetensors(const TensorMap& tensors, const std::filesystem::path& pat
   file.commit();
 }
 
-TensorMap load_safetensors(const std::filesystem::path& path) {
-  const std::string file = where(path);
+TensorMap load_safetensors(const std::string& path) {
+  const std::string file = "tidegate: " + path + ": ";
   std::ifstream stream(path, std::ios::binary | std::ios::ate);
   TORCH_CHECK(stream.good(), file, "cannot open: ", std::strerror(errno));
   const auto position = stream.tellg();

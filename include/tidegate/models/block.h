@@ -8,9 +8,9 @@
 #include "tidegate/nn/norm.h"
 #include "tidegate/nn/token_mixer.h"
 
-#include <filesystem>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -98,16 +98,15 @@ class Backbone {
 /// the Python package reads and writes. Each is written beside its place and renamed into it, so an
 /// interrupted save leaves the earlier one. Throws c10::Error when that fails.
 void save_model(const torch::nn::Module& model, const LMConfig& config,
-                const std::filesystem::path& directory);
+                const std::string& directory);
 
 /// The configuration in `directory`. `owner` names the model in errors.
-LMConfig load_config(const char* owner, const std::filesystem::path& directory);
+LMConfig load_config(const char* owner, const std::string& directory);
 
 /// Makes the tensors in `directory` the model's own, in the dtypes they were saved in, on `device`.
 /// Throws c10::Error, naming the first tensor that does not fit, when the file is truncated or
 /// belongs to another configuration; the model is then unchanged.
-void load_weights(torch::nn::Module& model, const std::filesystem::path& directory,
-                  torch::Device device);
+void load_weights(torch::nn::Module& model, const std::string& directory, torch::Device device);
 
 /// Throws c10::ValueError unless ids is `[B, T]` of int32 or int64.
 void check_ids(const char* owner, const torch::Tensor& ids);

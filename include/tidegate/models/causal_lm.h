@@ -5,7 +5,6 @@
 #include <torch/nn/modules/linear.h>
 #include "tidegate/models/block.h"
 
-#include <filesystem>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -100,7 +99,7 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
   torch::Tensor generate(const torch::Tensor& ids, const GenerateOptions& options);
 
   /// Writes config.json and model.safetensors into `directory`; see save_model.
-  void save(const std::filesystem::path& directory) const;
+  void save(const std::string& directory) const;
   using torch::nn::Module::save;
 
   torch::nn::Embedding embedding{nullptr};
@@ -122,7 +121,7 @@ class CausalLM : public torch::nn::ModuleHolder<CausalLMImpl> {
   /// The model that C++ or Python saved in `directory`, in the dtypes it was saved in, in
   /// evaluation mode: call train() to train on. Throws c10::Error, in one line, when a file is
   /// missing, truncated, or belongs to another configuration.
-  static CausalLM load(const std::filesystem::path& directory, torch::Device device = torch::kCPU);
+  static CausalLM load(const std::string& directory, torch::Device device = torch::kCPU);
 };
 
 }  // namespace tidegate::models

@@ -5,8 +5,8 @@
 #include <torch/nn/modules/linear.h>
 #include "tidegate/models/block.h"
 
-#include <filesystem>
 #include <optional>
+#include <string>
 
 namespace tidegate::models {
 
@@ -34,7 +34,7 @@ class SequenceClassifierImpl : public nn::Module<SequenceClassifierImpl>, public
                  const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
 
   /// Writes config.json and model.safetensors into `directory`; see save_model.
-  void save(const std::filesystem::path& directory) const;
+  void save(const std::string& directory) const;
   using torch::nn::Module::save;
 
   torch::nn::Embedding embedding{nullptr};
@@ -47,8 +47,7 @@ class SequenceClassifier : public torch::nn::ModuleHolder<SequenceClassifierImpl
   using Impl = SequenceClassifierImpl;
 
   /// As CausalLM::load.
-  static SequenceClassifier load(const std::filesystem::path& directory,
-                                 torch::Device device = torch::kCPU);
+  static SequenceClassifier load(const std::string& directory, torch::Device device = torch::kCPU);
 };
 
 /// Classifies images [HGRN, Table 7]: patches in reading order, linear embedding, blocks, final
@@ -71,7 +70,7 @@ class ImageClassifierImpl : public nn::Module<ImageClassifierImpl>, public Backb
                  const std::optional<torch::Tensor>& labels = std::nullopt);
 
   /// Writes config.json and model.safetensors into `directory`; see save_model.
-  void save(const std::filesystem::path& directory) const;
+  void save(const std::string& directory) const;
   using torch::nn::Module::save;
 
   torch::nn::Linear patch{nullptr};
@@ -87,8 +86,7 @@ class ImageClassifier : public torch::nn::ModuleHolder<ImageClassifierImpl> {
   using Impl = ImageClassifierImpl;
 
   /// As CausalLM::load.
-  static ImageClassifier load(const std::filesystem::path& directory,
-                              torch::Device device = torch::kCPU);
+  static ImageClassifier load(const std::string& directory, torch::Device device = torch::kCPU);
 };
 
 }  // namespace tidegate::models

@@ -8,7 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <filesystem>
 #include <map>
 #include <string>
 
@@ -22,13 +21,13 @@ using TensorMap = std::map<std::string, at::Tensor>;
 /// `path` once it is complete and on disk: a reader, or a process killed in the middle, never
 /// leaves half a file under that name. Throws c10::Error when the folder cannot be written, the
 /// disk is full, or a dtype has no name in the format.
-void save_safetensors(const TensorMap& tensors, const std::filesystem::path& path,
+void save_safetensors(const TensorMap& tensors, const std::string& path,
                       const std::map<std::string, std::string>& metadata = {});
 
 /// Reads every tensor of `path` to the CPU. Strict: a header that is not JSON, a name twice, an
 /// unknown dtype, a size that does not fit the shape, holes, overlaps, a truncated file or bytes
 /// after the last tensor are a c10::Error that names the file and what is wrong with it. Reads each
 /// value once, straight into its tensor.
-TensorMap load_safetensors(const std::filesystem::path& path);
+TensorMap load_safetensors(const std::string& path);
 
 }  // namespace tidegate::models

@@ -1,0 +1,247 @@
+// tidegate::models from C++ alone; tests/python/test_parity.py holds them against Python.
+#include <gtest/gtest.h>
+
+#include <ftw.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tidegate/models/causal_lm.h"
+#include "tidegate/models/classifiers.h"
+#include "tidegate/models/safetensors.h"
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+const nn::Placement kWide{std::nullopt, torch::kDouble};
+
+LMConfig small() {
+  return {.mixer = "hgrn", .vocab_size = 11, .dim = 8, .layers = 2, .glu_hidden = 12};
+}
+
+int remove_entry(const char* path, const struct stat*, int, struct FTW*) { return ::remove(path); }
+
+// A folder of this test's own, removed at its end. (Not by std::filesystem: see file_io.h.)
+class Folder : public ::testing::Test {
+ protected:
+  Folder() {
+    std::string name = ::testing::TempDir() + "tidegate-XXXXXX";
+    if (::mkdtemp(name.data()) != nullptr) path_ = name;
+  }
+  ~Folder() override {
+    if (!path_.empty()) ::nftw(path_.c_str(), remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+  }
+  std::string path_;
+};
+
+int64_t count(const torch::nn::Module& model) {
+  int64_t total = 0;
+  for (const Tensor& parameter : model.parameters()) total += parameter.numel();
+  return total;
+}
+
+std::string message_of(const std::function<void()>& use) {
+  try {
+    use();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(Presets, HaveThePapersParameterCounts) {
+  const std::map<std::string, int64_t> language = {
+      {"hgrn-44m", 46'248'448},   {"hgrn-real-d", 46'239'232}, {"hgrn-real-2d", 45'462'016},
+      {"hgrn-150m", 153'647'616}, {"hgrn-350m", 378'683'392},  {"hgrn-379m", 378'683'392},
+      {"hgrn-1b", 1'084'497'920}, {"demo", 2'698'752}};
+  const std::map<std::string, int64_t> images = {{"hgrn-vit-tiny", 6'107'560},
+                                                 {"hgrn-vit-small", 23'715'688}};
+  const auto all = presets();
+  EXPECT_EQ(all.size(), language.size() + images.size());
+  const nn::Placement meta{torch::kMeta, std::nullopt};  // a billion parameters in no memory
+  for (const auto& [name, parameters] : language) {
+    EXPECT_EQ(count(*CausalLM(all.at(name), meta)), parameters) << name;
+  }
+  for (const auto& [name, parameters] : images) {
+    EXPECT_EQ(count(*ImageClassifier(all.at(name), meta)), parameters) << name;
+  }
+}
+
+TEST(Config, SurvivesItsJson) {
+  for (const auto& [name, config] : presets()) {
+    EXPECT_EQ(LMConfig::from_json(config.to_json()), config) << name;
+  }
+  EXPECT_NE(message_of([] { LMConfig::from_json("{"); }).find("not valid JSON"), std::string::npos);
+  EXPECT_NE(message_of([] {
+              LMConfig::from_json(R"({"mixer": "hgrn", "width": 3})");
+            }).find("unknown key 'width'"),
+            std::string::npos);
+  EXPECT_NE(message_of([] { LMConfig().validate(); }).find("not available in this version"),
+            std::string::npos);
+}
+
+TEST(CausalLm, LearnsASequence) {
+  torch::manual_seed(0);
+  CausalLM model(small());
+  const Tensor ids = at::arange(10, at::kLong).unsqueeze(0);
+  double first = 0.0, last = 0.0;
+  for (int step = 0; step < 60; ++step) {
+    model->zero_grad();
+    const Output out = model->forward(ids, "next");
+    out.loss.backward();
+    const torch::NoGradGuard no_grad;
+    for (Tensor& parameter : model->parameters()) parameter.sub_(0.3 * parameter.grad());
+    last = out.loss.item<double>();
+    if (step == 0) first = last;
+  }
+  EXPECT_LT(last, 0.5 * first);
+}
+
+TEST(CausalLm, GeneratesWhatItsForwardSays) {
+  torch::manual_seed(1);
+  CausalLM model(small(), kWide);
+  const Tensor prompt = at::randint(0, 11, {2, 4}, at::kLong);
+  Tensor expected = prompt;
+  {
+    const torch::NoGradGuard no_grad;
+    for (int k = 0; k < 6; ++k) {
+      const Tensor next = model->forward(expected).logits.select(1, -1).argmax(-1, true);
+      expected = at::cat({expected, next}, 1);
+    }
+  }
+  const auto greedy = GenerateOptions(6).temperature(0.0);
+  EXPECT_TRUE(at::equal(model->generate(prompt, greedy), expected));
+  EXPECT_TRUE(model->is_training());
+  const auto sampled = GenerateOptions(6).seed(3).top_k(4);
+  const Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+  EXPECT_TRUE(at::equal(model->generate(prompt, sampled), model->generate(prompt, sampled)));
+  EXPECT_TRUE(at::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+}
+
+TEST(CausalLm, PaddingTakesNoPart) {
+  torch::manual_seed(2);
+  CausalLM model(small(), kWide);
+  const Tensor ids = at::randint(0, 11, {2, 5}, at::kLong);
+  const Tensor lengths = at::tensor({3, 5}, at::kLong);
+  const auto greedy = GenerateOptions(4).temperature(0.0);
+  const Tensor both = model->generate(ids, GenerateOptions(greedy).lengths(lengths));
+  const Tensor alone = model->generate(ids.narrow(0, 0, 1).narrow(1, 0, 3), greedy);
+  EXPECT_TRUE(at::equal(both.narrow(0, 0, 1).narrow(1, 0, 7), alone));
+}
+
+TEST(CausalLm, ClonesAreTheirOwn) {
+  torch::manual_seed(3);
+  CausalLM model(small(), kWide);
+  const Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+  CausalLM copy(std::dynamic_pointer_cast<CausalLMImpl>(model->clone()));
+  EXPECT_TRUE(at::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+  const Tensor ids = at::randint(0, 11, {2, 5}, at::kLong);
+  const Tensor wanted = model->forward(ids).logits.detach().clone();
+  EXPECT_TRUE(at::equal(copy->forward(ids).logits, wanted));
+  {
+    const torch::NoGradGuard no_grad;
+    for (Tensor& parameter : model->parameters()) parameter.zero_();
+  }
+  EXPECT_TRUE(at::equal(copy->forward(ids).logits, wanted));
+}
+
+TEST(CausalLm, RefusesWhatCannotWork) {
+  const auto build = [](LMConfig config) { return message_of([&] { CausalLM model(config); }); };
+  LMConfig both = small(), bound = small(), images = small();
+  both.mixer_options = {{"bidirectional", true}};
+  bound.mixer_options = {{"forget_gate", "bound"}};
+  bound.lower_bound = "none";
+  images.vocab_size = std::nullopt;
+  EXPECT_NE(build(both).find("must not see later tokens"), std::string::npos);
+  EXPECT_NE(build(bound).find("LMConfig: lower_bound"), std::string::npos);
+  EXPECT_NE(build(images).find("CausalLM: vocab_size"), std::string::npos);
+  CausalLM model(small());
+  EXPECT_NE(message_of([&] { model->forward(at::zeros({2, 3})); }).find("expected int32 or int64"),
+            std::string::npos);
+}
+
+using Files = Folder;
+
+TEST_F(Files, SaveAndLoad) {
+  torch::manual_seed(4);
+  CausalLM model(small());
+  model->to(torch::kBFloat16);
+  model->save(path_ + "/deep/er");
+  CausalLM loaded = CausalLM::load(path_ + "/deep/er");
+  EXPECT_FALSE(loaded->is_training());
+  EXPECT_EQ(loaded->config, model->config);
+  model->eval();
+  const Tensor ids = at::randint(0, 11, {2, 5}, at::kLong);
+  EXPECT_TRUE(at::equal(loaded->forward(ids).logits, model->forward(ids).logits));
+  EXPECT_EQ(loaded->lower_bounds->logits.scalar_type(), torch::kFloat);
+}
+
+TEST_F(Files, BrokenOnesAreRefusedInOneLine) {
+  CausalLM(small())->save(path_);
+  const std::string weights = path_ + "/model.safetensors";
+  struct stat info = {};
+  ASSERT_EQ(::stat(weights.c_str(), &info), 0);
+  for (const off_t kept : {info.st_size - 1, info.st_size / 2, off_t{20}, off_t{3}, off_t{0}}) {
+    ASSERT_EQ(::truncate(weights.c_str(), kept), 0);
+    const std::string message = message_of([&] { CausalLM::load(path_); });
+    EXPECT_NE(message.find("truncated"), std::string::npos) << message;
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+  }
+  ::remove(weights.c_str());
+  EXPECT_NE(message_of([&] { CausalLM::load(path_); }).find("no such file"), std::string::npos);
+  EXPECT_NE(message_of([&] { CausalLM::load(path_ + "/none"); }).find("no such file"),
+            std::string::npos);
+}
+
+TEST_F(Files, UnwritableFoldersAreRefused) {
+  std::ofstream(path_ + "/file") << "text";
+  EXPECT_NE(message_of([&] {
+              CausalLM(small())->save(path_ + "/file/model");
+            }).find("cannot make the folder"),
+            std::string::npos);
+}
+
+TEST(Classifiers, LeavePaddingOutOfThePooling) {
+  torch::manual_seed(5);
+  LMConfig config = small();
+  config.num_classes = 3;
+  config.mixer_options = {{"bidirectional", true}};
+  SequenceClassifier model(config, kWide);
+  const Tensor ids = at::randint(0, 11, {2, 6}, at::kLong);
+  const Tensor labels = at::tensor({0, 2}, at::kLong);
+  const Output padded = model->forward(ids, labels, at::tensor({4, 6}, at::kLong));
+  const Tensor alone = model->forward(ids.narrow(0, 0, 1).narrow(1, 0, 4)).logits;
+  EXPECT_TRUE(at::allclose(padded.logits.narrow(0, 0, 1), alone, 1e-9, 1e-11));
+  padded.loss.backward();
+  EXPECT_GT(model->head->weight.grad().abs().sum().item<double>(), 0.0);
+}
+
+TEST(Classifiers, TakeImagesOfAnySize) {
+  LMConfig config = small();
+  config.vocab_size = std::nullopt;
+  config.num_classes = 3;
+  config.patch_size = 2;
+  config.mixer_options = {{"bidirectional", true}};
+  ImageClassifier model(config);
+  for (const int64_t width : {2, 6}) {
+    const Output out = model->forward(at::randn({2, 3, 4, width}), at::tensor({0, 1}, at::kLong));
+    EXPECT_EQ(out.logits.sizes(), (std::vector<int64_t>{2, 3}));
+    out.loss.backward();
+  }
+  EXPECT_NE(message_of([&] {
+              model->forward(at::randn({2, 3, 4, 5}));
+            }).find("multiples of the patch size 2"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace tidegate::models
