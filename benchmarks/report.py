@@ -169,7 +169,7 @@ def cpu_rows(record: Record) -> list[Record]:
         if parts[0] != "cpu" or "percent_of_copy" not in run or len(parts) < 10:
             continue
         names = ("op", "direction", "kind", "dtype", "B", "T", "D", "isa", "threads")
-        rows.append(dict(zip(names, parts[1:10], strict=True)) | run)
+        rows.append(run | dict(zip(names, parts[1:10], strict=True)))
     return rows
 
 
@@ -188,6 +188,18 @@ def cpu_row(row: Record) -> list[str]:
         percent(goal),
         percent(row.get("cpu_percent_of_copy")),
         percent(row.get("percent_of_streaming_copy")),
+    ]
+
+
+def busy_note(record: Record) -> list[str]:
+    """A warning where other work ran on the machine."""
+    load = record["context"].get("load_avg", [0])
+    if load[0] <= record["context"]["num_cpus"]:
+        return []
+    return [
+        "Other work kept this machine busy, so the GB/s are lower than it can do; kernels and "
+        "copies took turns, so the percentages compare like with like.",
+        "",
     ]
 
 
@@ -217,7 +229,13 @@ def cpu_readme(record: Record) -> list[str]:
         return []
     columns = CPU_README_COLUMNS
     shown = [row[:columns] for row in shown]
-    return [cpu_machine(record) + ":", "", *table(CPU_HEAD[:columns], shown), ""]
+    return [
+        cpu_machine(record) + ":",
+        "",
+        *table(CPU_HEAD[:columns], shown),
+        "",
+        *busy_note(record),
+    ]
 
 
 def cpu_page(record: Record) -> list[str]:
@@ -228,6 +246,7 @@ def cpu_page(record: Record) -> list[str]:
         "time that the threads really ran, which other work on the machine disturbs less."
     )
     head = ["## CPU kernels beside copying", "", cpu_machine(record) + ".", "", note, ""]
+    head += busy_note(record)
     return [*head, *table(CPU_HEAD, rows), ""]
 
 
