@@ -108,7 +108,7 @@ def test_pip_installs_the_tree_that_is_built(tmp_path: Path) -> None:
     pytest.importorskip("scikit_build_core")
     pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
     target = tmp_path / "site"
-    run_ok(*pip, "--no-index", "--target", target, "-C", f"build-dir={BUILD}", SOURCE)
+    run_ok(*pip, "--no-index", "--target", target, f"--config-settings=build-dir={BUILD}", SOURCE)
 
     assert sorted(p.name for p in target.glob("tidegate/lib/libtidegate*")) == ["libtidegate.so"]
     assert not (target / "tidegate" / "csrc").exists()
