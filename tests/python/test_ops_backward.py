@@ -252,3 +252,14 @@ def test_changing_an_input_between_the_passes_is_an_error(device: str) -> None:
     arguments["f"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         h.sum().backward()
+
+
+def test_a_conjugate_gradient(device: str) -> None:
+    """Autograd of `h.conj()` hands over a lazily conjugated dh."""
+    case = Case("linear_scan", dtype=torch.complex64)
+    arguments, loss = leaves_of(case, device)
+    arguments["x"] = leaf = arguments["x"].detach().requires_grad_()
+    h, _ = call(case, arguments)
+    (lazy,) = torch.autograd.grad(h, leaf, loss["dh"].conj(), retain_graph=True)
+    (solid,) = torch.autograd.grad(h, leaf, loss["dh"].conj().resolve_conj())
+    assert torch.equal(lazy, solid)

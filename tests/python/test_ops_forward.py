@@ -331,3 +331,20 @@ def test_inputs_of_stride_zero(device: str) -> None:
         expected, _ = call(case, inputs, x=x.contiguous(), a=a.contiguous())
         found, _ = call(case, inputs, x=x, a=a)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_lazily_conjugated_and_negated_views(constant: bool, device: str) -> None:
+    """x.conj() and x.conj().imag share x's memory and carry a bit that says how to read it."""
+    case = Case("linear_scan", dtype=torch.complex64, constant=constant)
+    inputs = inputs_on(case, device)
+    lazy = {name: inputs[name].conj() for name in ("x", "a", "h0")}
+    assert all(value.is_conj() for value in lazy.values())
+    solid = {name: value.resolve_conj() for name, value in lazy.items()}
+    for left, right in zip(call(case, inputs, **lazy), call(case, inputs, **solid), strict=True):
+        assert torch.equal(left, right)
+    negative = inputs["x"].conj().imag
+    assert negative.is_neg()
+    a = inputs["a"].real
+    h, _ = tidegate.ops.linear_scan(negative, a)
+    assert torch.equal(h, tidegate.ops.linear_scan(negative.resolve_neg(), a.clone())[0])
