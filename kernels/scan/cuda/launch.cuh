@@ -203,7 +203,8 @@ cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSpl
   }
   plan->partials = layout.sequences * plan->splits;
   if (plan->split == TimeSplit::kTwoPass) {
-    plan->workspace_bytes = 2 * plan->partials * channels * int64_t{sizeof(typename Split::Number)};
+    plan->workspace_bytes = SegmentMaps<Split>::kPlanes * plan->partials * channels *
+                            int64_t{sizeof(typename Split::Number)};
   }
   return cudaSuccess;
 }

@@ -195,7 +195,7 @@ __device__ inline void init_shared(WalkShared<Op, kMode>& shared, const Place& a
   if constexpr (kMode == WalkMode::kCluster) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (threadIdx.x < 2) {
-      mbarrier_init(&shared.runs_came[threadIdx.x], at.warps);
+      mbarrier_init(&shared.runs_came[threadIdx.x], at.warps * kWarpSize);
       mbarrier_init(&shared.mail_came[threadIdx.x], 1);
       mbarrier_fence_init();
     }
@@ -203,7 +203,7 @@ __device__ inline void init_shared(WalkShared<Op, kMode>& shared, const Place& a
 #endif
   } else {
     if (at.lane == 0) {
-      mbarrier_init(&shared.mail_came[at.warp], 1);
+      mbarrier_init(&shared.mail_came[at.warp], kWarpSize);
     }
     __syncthreads();
   }
@@ -228,12 +228,7 @@ struct Chain {
     }
     return expected;
   }
-  __device__ void notify(int receiver) const {
-    __syncwarp();
-    if (at.lane == 0) {
-      mbarrier_arrive(&shared.mail_came[receiver]);
-    }
-  }
+  __device__ void notify(int receiver) const { mbarrier_arrive(&shared.mail_came[receiver]); }
   __device__ int next() const { return at.warp + 1 == at.warps ? 0 : at.warp + 1; }
 
   __device__ void take_state(int round, Number (&s)[Op::kVec]) const {
@@ -280,10 +275,7 @@ __device__ inline void carry_through_cluster(WalkShared<Op, WalkMode::kCluster>&
   const bool first = round == 0 && at.rank == 0;
 
   runs.post(at.warp, at.lane, map);
-  __syncwarp();
-  if (at.lane == 0) {
-    mbarrier_arrive(runs_came);
-  }
+  mbarrier_arrive(runs_came);
   if (threadIdx.x == 0) {
     mbarrier_arrive_expecting(mail_came, first ? 0 : int{sizeof(Mail)});
   }
