@@ -1,11 +1,21 @@
 # Helpers shared by the folders.
 include_guard(GLOBAL)
 
+# The shared C++ library by its own name. A toolchain that has objects of its static twin for what an
+# older shared one lacks would otherwise put a second set of locale facets into our library, and
+# printing a number would crash beside torch's.
+execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
+  OUTPUT_VARIABLE tidegate_libstdcxx OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+
 # Warnings, and a run path that is transitive (DT_RPATH): with DT_RUNPATH a program would find
 # libtidegate.so but not what it needs in turn.
 function(tidegate_target_defaults target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
   target_link_options(${target} PRIVATE LINKER:--disable-new-dtags LINKER:--no-as-needed)
+  get_target_property(type ${target} TYPE)
+  if(NOT type STREQUAL STATIC_LIBRARY AND IS_ABSOLUTE "${tidegate_libstdcxx}")
+    target_link_libraries(${target} PRIVATE ${tidegate_libstdcxx})
+  endif()
   set_target_properties(${target} PROPERTIES
     LINKER_LANGUAGE CXX
     BUILD_RPATH "${TIDEGATE_TORCH_RPATH}"
