@@ -56,13 +56,13 @@ struct Work {
     return std::clamp<int64_t>((wanted + bytes() - 1) / bytes(), 2, 40);
   }
   std::string name() const {
-    const auto number = [](const char* letter, int64_t value) {
-      return "/" + (letter + std::to_string(value));
+    const auto number = [](char letter, int64_t value) {
+      return std::string{'/', letter}.append(std::to_string(value));
     };
     return "ops/" + device.str() + (scan ? "/linear_scan" : "/hgru") +
            (backward ? "/backward" : "/forward") + (turns ? "/complex/" : "/real/") +
-           (dtype == at::kFloat ? "float32" : "bfloat16") + number("B", batch) + number("T", time) +
-           number("D", channels);
+           (dtype == at::kFloat ? "float32" : "bfloat16") + number('B', batch) + number('T', time) +
+           number('D', channels);
   }
 };
 
