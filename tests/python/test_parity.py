@@ -24,7 +24,7 @@ from tidegate.models import LMConfig
 if importlib.util.find_spec("tidegate._cpp") is None:
     pytest.skip("tidegate._cpp was not built for this Python", allow_module_level=True)
 
-from tidegate import cpp  # noqa: E402
+from tidegate import cpp
 
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
 MODELS = ("CausalLM", "SequenceClassifier", "ImageClassifier")
