@@ -45,7 +45,8 @@ NOTES = (
     "us: median time of one call; K calls on K sets of inputs lie in one CUDA graph, contenders "
     "take turns, events lie between replays: no host time for anyone.",
     "bytes: every tensor that must be read or written, once. percent_of_copy: the time of copy_ "
-    "with as many bytes in the same harness, over the contender's time.",
+    "with as many bytes in the same harness, in the graph or on a stream, whichever is faster, "
+    "over the contender's time.",
     "hgru: lower bounds given, SiLU and gates inside the op; its backward is the op that autograd "
     "calls, dgamma's sums included.",
     "fla: its inputs x = (1 - decay) silu(c) and g = log decay are made beforehand, untimed, and "
@@ -110,7 +111,7 @@ class Bench:
         makers: dict[str, object] = {
             "copy_": lambda: copy_contender(work, direction, sets, device),
         }
-        if work.group == "issue":  # shows that a graph neither slows copies down nor speeds them up
+        if device.type == "cuda":  # in a graph a copy is a node of another kind than a kernel
             makers["copy_ on a stream"] = lambda: makers["copy_"]()._replace(graph=False)
         if work.op == "hgru_step":
             return makers | {"tidegate": lambda: tidegate_step(work, sets, device)}
@@ -142,6 +143,12 @@ class Bench:
             raise RuntimeError(f"WRONG RESULT: relative error {error:.1e}")
         return runner, error
 
+    def report_problem(self, what: str, problem: Exception) -> None:
+        """Records a failure; the run goes on but ends with 1."""
+        reason = (str(problem).splitlines() or [""])[0]
+        self.problems.append(f"{what}: {type(problem).__name__}: {reason}"[:300])
+        print("PROBLEM " + self.problems[-1], flush=True)
+
     def run(self, work: Work, direction: str) -> None:
         """Measures one row."""
         moved = work.bytes(direction)
@@ -153,9 +160,7 @@ class Bench:
                 contender = make()
                 runners[name], error = self.prepared(name, contender)
             except Exception as problem:  # one contender's failure must not cost the whole run
-                line = f"{work} {direction}, {name}: {type(problem).__name__}: {problem}"
-                self.problems.append(line[:300])
-                print("PROBLEM " + self.problems[-1], flush=True)
+                self.report_problem(f"{work} {direction}, {name}", problem)
                 continue
             results[name] = {
                 "bytes": contender.bytes,
@@ -172,9 +177,10 @@ class Bench:
         self, work: Work, direction: str, moved: int, sets: int, results: dict[str, dict]
     ) -> None:
         """Adds percentages and the figures beside peers, records the row and prints it."""
-        if "copy_" in results:
+        copies = [result["us"] for name, result in results.items() if name.startswith("copy_")]
+        if copies:
             for result in results.values():
-                percent = 100 * results["copy_"]["us"] / result["us"]
+                percent = 100 * min(copies) / result["us"]
                 result["percent_of_copy"] = round(percent * result["bytes"] / moved, 1)
         row = {
             "group": work.group,
@@ -210,7 +216,9 @@ def line_of(row: dict) -> str:
     kind = ("c" if row["complex"] else "") + row["dtype"].replace("float", "")
     shape = f"{row['op']:11.11} {kind:6} B{row['B']} T{row['T']} D{row['D']}"
     parts = [f"{shape:38} {row['direction'][:3]}"]
-    copied, ours = row["results"].get("copy_"), row["results"].get("tidegate")
+    ours = row["results"].get("tidegate")
+    copies = [result for name, result in row["results"].items() if name.startswith("copy_")]
+    copied = min(copies, key=lambda result: result["us"], default=None)
     if copied:
         parts.append(f"copy {copied['us']:.1f}us {copied['gb_per_s']:.0f}GB/s")
     if ours:
@@ -286,6 +294,12 @@ def versions(peers: Peers) -> dict[str, str]:
     return found | {name: peer.version for name, peer in peers.items()}
 
 
+def save(record: dict, path: Path) -> None:
+    """Writes the rows so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="JSON file to write")
@@ -320,10 +334,6 @@ def main() -> int:
         compile_peers(works)
         print(f"fla's kernels compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     bench = Bench(device, peers, options)
-    with torch.no_grad():
-        for work in works:
-            for direction in work.directions():
-                bench.run(work, direction)
     record = {
         "kind": "peers",
         "date": harness.today(),
@@ -335,9 +345,16 @@ def main() -> int:
         "rows": bench.rows,
         "problems": bench.problems,
     }
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with torch.no_grad():
+        for work, direction in ((w, d) for w in works for d in w.directions()):
+            try:
+                bench.run(work, direction)
+            except Exception as problem:  # after a CUDA error nothing works: keep what there is
+                bench.report_problem(f"{work} {direction}: the run ends here", problem)
+                break
+            finally:
+                if options.out:
+                    save(record, Path(options.out))
     print("\n".join(summary_of(bench.rows, bench.problems)))
     print(f"took {time.perf_counter() - begin:.0f} s")
     return 1 if bench.problems else 0
