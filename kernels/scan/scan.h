@@ -26,6 +26,7 @@ struct ScanPlan {
   TimeSplit split = TimeSplit::kNone;
   int splits = 1;               // blocks that share one sequence
   int warps = 1;                // of a block
+  bool long_runs = false;       // whole sequences in the runs otherwise meant for parts of them
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };

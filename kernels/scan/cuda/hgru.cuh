@@ -11,71 +11,41 @@
 
 namespace tidegate::kernels {
 
-/// The rotation of one channel by exp(i theta) a step. Real recurrences have none. kPrecise (data
-/// of 32 bits and more) keeps its digits as hi + lo: what it lacks, every step lacks in the same
-/// direction.
-template <class Real, bool kComplex, bool kPrecise>
+/// The rotation of one channel by exp(i theta) a step. Real recurrences have none.
+template <class Real, bool kComplex>
 struct Rotation;
 
-template <class Real, bool kPrecise>
-struct Rotation<Real, false, kPrecise> {
-  __device__ void set(Real, int) {}
+template <class Real>
+struct Rotation<Real, false> {
+  __device__ void set(Real) {}
+  __device__ Real times(Real x) const { return x; }
   __device__ Real forward(Real h) const { return h; }
   __device__ Real backward(Real g) const { return g; }
-  __device__ void seal_forward(Precise<Real>&) const {}
-  __device__ void seal_backward(Precise<Real>&) const {}
+  __device__ void seal_backward(Precise<Real>&, int) const {}
 };
 
-template <class Real, bool kPrecise>
-struct Rotation<Real, true, kPrecise> {
-  Precise<Complex<Real>> step;  // exp(i theta)
+template <class Real>
+struct Rotation<Real, true> {
+  Complex<Real> step;  // exp(i theta)
 
-  __device__ void set(Real theta, int steps) {
-    step = precise_rotation(theta);
-    run_steps = steps;
-  }
-  __device__ Complex<Real> forward(Complex<Real> h) const { return fused(step.hi, h, step.lo * h); }
-  __device__ Complex<Real> backward(Complex<Real> g) const {
-    return turn(conj(step.hi), conj(step.lo), g);
-  }
-  // A run's decay is folded as a plain product, in the real part; its rotation comes last.
-  __device__ void seal_forward(Precise<Complex<Real>>& a) const { a = turned(a, run_rotation()); }
-  __device__ void seal_backward(Precise<Complex<Real>>& a) const {
-    const Precise<Complex<Real>> run = run_rotation();
-    a = turned(a, {conj(run.hi), conj(run.lo)});
-  }
-
- private:
-  int run_steps;
-
-  static __device__ Complex<Real> turn(Complex<Real> hi, Complex<Real> lo, Complex<Real> h) {
-    if constexpr (kPrecise) {
-      return fused(hi, h, lo * h);
-    } else {
-      return hi * h;
-    }
-  }
-  static __device__ Precise<Complex<Real>> precise_rotation(Real theta) {
+  __device__ void set(Real theta) {
     double s, c;
     sincos(static_cast<double>(theta), &s, &c);
-    const Complex<Real> hi = {static_cast<Real>(c), static_cast<Real>(s)};
-    if constexpr (kPrecise) {
-      return {hi, {static_cast<Real>(c - hi.re), static_cast<Real>(s - hi.im)}};
-    } else {
-      return {hi, {}};
-    }
+    step = {static_cast<Real>(c), static_cast<Real>(s)};
   }
-  __device__ Precise<Complex<Real>> run_rotation() const {
-    Precise<Complex<Real>> run = step;
-    for (int i = 1; i < run_steps; i *= 2) {  // run_steps is a power of two
+  __device__ Complex<Real> times(Real x) const { return x * step; }
+  __device__ Complex<Real> forward(Complex<Real> h) const { return step * h; }
+  __device__ Complex<Real> backward(Complex<Real> g) const { return conj(step) * g; }
+
+  /// A run's decay is folded as a plain product, in the real part; the rotation of its steps, a
+  /// power of two of them, comes last.
+  __device__ void seal_backward(Precise<Complex<Real>>& a, int steps) const {
+    Precise<Complex<Real>> run = as_precise(conj(step));
+    for (int i = 1; i < steps; i *= 2) {
       run = multiply(run, run);
     }
-    return run;
-  }
-  static __device__ Precise<Complex<Real>> turned(const Precise<Complex<Real>>& decay,
-                                                  const Precise<Complex<Real>>& run) {
-    return complex_of(multiply(real_part(decay), real_part(run)),
-                      multiply(real_part(decay), imaginary_part(run)));
+    a = complex_of(multiply(real_part(a), real_part(run)),
+                   multiply(real_part(a), imaginary_part(run)));
   }
 };
 
@@ -104,17 +74,15 @@ struct HgruBase {
   static constexpr bool kComplex = kComplex_;
   static constexpr int kVec = kVec_;
   static constexpr int kParts = kComplex ? 2 : 1;
-  // A complex state takes too long through a run for the chain to wait: it crosses by map.
-  static constexpr bool kCrossByMap = kComplex;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   Lane lane;
   Sequence seq;
   Real gamma[kVec];
-  Rotation<Real, kComplex, sizeof(Data) >= 4> rotation[kVec];
+  Rotation<Real, kComplex> rotation[kVec];
 
-  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane, int steps)
+  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane)
       : lane(lane), seq(seq) {
     load_channels(gamma, params.gamma, lane, Real(0));
     if constexpr (kComplex) {
@@ -122,7 +90,7 @@ struct HgruBase {
       load_channels(theta, params.theta, lane, Real(0));
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        rotation[v].set(theta[v], steps);
+        rotation[v].set(theta[v]);
       }
     }
   }
@@ -212,13 +180,14 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruParams;
+  static constexpr bool kCrossByMap = false;
 
   struct Raw {
     Pack<Data, kVec> c[kParts];
     Pack<Gate, kVec> f;
   };
   struct Decoded {
-    Real keep[kVec];
+    Number a[kVec];  // lambda * rot
     Number in[kVec];
   };
 
@@ -232,7 +201,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   bool silu;
 
   __device__ HgruForward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params, seq, lane, HgruForward::kSteps),
+      : Base(params, seq, lane),
         c(params.c, seq, params.layout.reverse, lane),
         h(params.h, seq, params.layout.reverse, lane),
         f(params.f, seq, params.layout.reverse, lane),
@@ -268,7 +237,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
       const Real r = Math::reciprocal(gate.sum * act.sum);
       const Real gate_scale = act.sum * r;
       const bool open = f > Real(0);
-      d.keep[v] = Base::keep(bound, open, (open ? gate.neg : gate.pos) * gate_scale);
+      d.a[v] =
+          rotation[v].times(Base::keep(bound, open, (open ? gate.neg : gate.pos) * gate_scale));
       const Real enter_re = free * gate.neg * (silu ? act.pos * r : gate_scale);
       if constexpr (kComplex) {
         const Real im = silu ? x.im * sigmoids<Math>(x.im).pos : x.im;
@@ -287,7 +257,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
                           Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      s[v] = fused(d.keep[v], rotation[v].forward(s[v]), d.in[v]);
+      s[v] = fused(d.a[v], s[v], d.in[v]);
       kept[v] = s[v];
     }
   }
@@ -302,16 +272,11 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      fold_decay(map.a[v], d.keep[v]);
-      map.x[v] = fused(d.keep[v], rotation[v].forward(map.x[v]), d.in[v]);
+      map.a[v] = multiply(map.a[v], as_precise(d.a[v]));
+      map.x[v] = fused(d.a[v], map.x[v], d.in[v]);
     }
   }
-  __device__ void seal(AffineMap<Number, kVec>& map) const {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      rotation[v].seal_forward(map.a[v]);
-    }
-  }
+  __device__ void seal(AffineMap<Number, kVec>&) const {}
 
   __device__ void reduce(int64_t, void*, int, int, int) const {}
   __device__ void reduce_alone(int64_t) const {}
@@ -333,6 +298,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruBackwardParams;
+  // A complex gradient takes too long through a run for the chain to wait.
+  static constexpr bool kCrossByMap = kComplex;
 
   struct Raw {
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
@@ -359,7 +326,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   Sum<Real, sizeof(Data) >= 4> dtheta[kVec];
 
   __device__ HgruBackward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params.forward, seq, lane, HgruBackward::kSteps),
+      : Base(params.forward, seq, lane),
         c(params.forward.c, seq, !params.forward.layout.reverse, lane),
         h(params.forward.h, seq, !params.forward.layout.reverse, lane),
         dh(params.dh, seq, !params.forward.layout.reverse, lane),
@@ -421,7 +388,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      rotation[v].seal_backward(map.a[v]);
+      rotation[v].seal_backward(map.a[v], HgruBackward::kSteps);
     }
   }
 

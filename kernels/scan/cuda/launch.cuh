@@ -185,7 +185,12 @@ template <class Whole, class Split>
 cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
                          const DeviceLimits& limits, ScanPlan* plan) {
   const WalkSize size = walk_size<Split>(layout, channels);
-  const ScanPlan whole = plan_whole<Whole>(walk_size<Whole>(layout, channels), limits);
+  // With one block a multiprocessor there is one chain to wait for, and longer runs make it
+  // shorter.
+  const bool one_each = size.blocks <= limits.multiprocessors;
+  ScanPlan whole = one_each ? plan_whole<Split>(size, limits)
+                            : plan_whole<Whole>(walk_size<Whole>(layout, channels), limits);
+  whole.long_runs = one_each;
   const ScanPlan two_pass = plan_two_pass<Split>(size, limits);
   *plan = request == TimeSplit::kTwoPass ? two_pass : whole;
   const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * two_pass.warps;
@@ -240,7 +245,9 @@ cudaError_t launch_walk(const typename Whole::Params& params, const ScanPlan& pl
           (launch_mode<Split, WalkMode::kSegmentMap>(params, launch, plan.warps, stream)));
       return launch_mode<Split, WalkMode::kSegment>(params, launch, plan.warps, stream);
     default:
-      return launch_mode<Whole, WalkMode::kWhole>(params, launch, plan.warps, stream);
+      return plan.long_runs
+                 ? launch_mode<Split, WalkMode::kWhole>(params, launch, plan.warps, stream)
+                 : launch_mode<Whole, WalkMode::kWhole>(params, launch, plan.warps, stream);
   }
 }
 
