@@ -4,7 +4,6 @@ set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 scripts/build.sh tidegate_package
-# By default torch's threads spin for long at every barrier; beside other work that costs most of the
-# speed. This many turns (some tenths of a millisecond) cover the gaps between two operations.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
+# By default torch's threads spin at every barrier; beside other work that costs most of the speed.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 exec "$python" -m tidegate demo --out runs/demo
