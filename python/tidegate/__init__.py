@@ -1,4 +1,4 @@
-"""Gated linear recurrences and forgetting attention for PyTorch, on hand-written kernels.
+"""Gated linear recurrences for PyTorch, on hand-written kernels.
 
 ``import tidegate`` loads the library, which registers ``torch.ops.tidegate.*``:
 
