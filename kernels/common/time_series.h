@@ -16,6 +16,17 @@ struct TimeSeries {
   DType dtype = DType::kFloat32;
 };
 
+/// A [B, T, H, channels] tensor whose last stride is one: the same with heads. A head may lie
+/// anywhere from the next, so that q, f and v can be read in place from one projection [B, T, 3 * H
+/// * K].
+struct HeadSeries {
+  void* data = nullptr;
+  int64_t stride_b = 0;
+  int64_t stride_t = 0;
+  int64_t stride_h = 0;
+  DType dtype = DType::kFloat32;
+};
+
 /// How [B, T] divides into N sequences, and in which direction they are walked.
 ///
 /// Padded: N = B, sequence n is batch row n, all of length T.

@@ -1,0 +1,61 @@
+#include "kernels/gla/gla.h"
+
+namespace tidegate::kernels {
+namespace {
+
+// The kernels count steps, and the bytes from one row to the next, in 32 bits.
+constexpr int64_t kMaxTime = int64_t{1} << 30;
+constexpr int64_t kMaxRowBytes = int64_t{1} << 31;
+
+bool rows_too_far_apart(const HeadSeries& t) {
+  const int64_t bytes = t.stride_t * element_size(t.dtype);
+  return bytes >= kMaxRowBytes || bytes <= -kMaxRowBytes;
+}
+
+bool is_head_dim(int64_t dim) { return dim >= 1 && dim <= kMaxHeadDim; }
+
+}  // namespace
+
+const char* gla_unsupported(const GlaParams& params) {
+  const bool logit = params.gate_kind == GateKind::kLogit;
+  if (!is_head_dim(params.key_dim) || !is_head_dim(params.value_dim)) {
+    return "K and V must be from 1 to 512";
+  }
+  if (params.channels != params.heads * params.key_dim) {
+    return "channels must be H * K";
+  }
+  if (is_complex(params.q.dtype)) {
+    return "q must be real";
+  }
+  if (params.v.dtype != params.q.dtype || (!logit && params.k.dtype != params.q.dtype)) {
+    return "k and v must have q's dtype";
+  }
+  if (params.gate.dtype != params.q.dtype && params.gate.dtype != state_dtype(params.q.dtype)) {
+    return "the gate must have q's dtype or the dtype of the state";
+  }
+  if (logit && params.gate_per_head) {
+    return "logits are per channel";
+  }
+  if (!logit && (params.gamma != nullptr || params.q_activation != InputActivation::kNone ||
+                 params.v_activation != InputActivation::kNone)) {
+    return "bounds and activations belong to logits";
+  }
+  if (rows_too_far_apart(params.q) || rows_too_far_apart(params.k) ||
+      rows_too_far_apart(params.v) || rows_too_far_apart(params.gate) ||
+      rows_too_far_apart(params.o)) {
+    return "rows of the time axis are 2^31 bytes or more apart";
+  }
+  if (params.layout.batch < 0 || params.layout.time < 0 || params.layout.sequences < 0 ||
+      params.heads < 0) {
+    return "negative sizes";
+  }
+  if (params.layout.time > kMaxTime) {
+    return "more than 2^30 time steps";
+  }
+  if (params.layout.offsets != nullptr && params.layout.batch != 1) {
+    return "packed sequences need a batch of one";
+  }
+  return nullptr;
+}
+
+}  // namespace tidegate::kernels
