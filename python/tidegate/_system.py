@@ -11,7 +11,7 @@ import torch
 
 from . import _library
 from .training.errors import UserError
-from .training.runtime import cpu_has_amx, cpu_name
+from .training.runtime import cpu_has_fast_bf16, cpu_name
 
 # The portable CUDA kernels use cp.async and mma.sync, which begin with Ampere.
 _LOWEST_CAPABILITY = (8, 0)
@@ -27,7 +27,7 @@ def info_lines() -> list[str]:
         f"torch          {torch.__version__}, built for {info['torch']} ({info['torch_variant']})",
         f"cpu            {cpu_name()}, {os.cpu_count()} cores, "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-        + (", AMX (bf16 training)" if cpu_has_amx() else ""),
+        + (", bf16 instructions" if cpu_has_fast_bf16() else ""),
         "cpu kernels    built: generic, AVX2, AVX-512; the best that this CPU has is used",
     ]
     return lines + _cuda_lines(info)

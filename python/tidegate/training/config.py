@@ -45,7 +45,7 @@ class TrainConfig:
         betas, eps, weight_decay, decay: of the optimiser (see `build_optimizer`).
         clip: largest norm of the gradient; 0 = no clipping.
         schedule, warmup_steps, warmup_fraction, floor: see `Schedule`.
-        precision: "bf16" = autocast; "auto" = bf16 on CUDA and on CPUs with AMX, else fp32.
+        precision: "bf16" = autocast; "auto" = bf16 where the device multiplies it faster.
         seed: of the initialisation, the order of the data, and dropout.
         checkpoint_every, eval_every: in steps; 0 = only at the end.
         checkpoint_seconds, eval_seconds: the same by wall time of training, for runs bounded by it.

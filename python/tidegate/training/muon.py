@@ -6,7 +6,7 @@ gradient; small models in their first thousand steps learn markedly more a step.
 
 Unlike torch.optim.Muon, matrices stacked in one parameter (HGRU's input projections, GLU's gate and
 value) are orthogonalised one by one, and all matrices of a shape at once; on CPUs without bf16
-tiles the iteration runs in fp32.
+instructions the iteration runs in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .runtime import cpu_has_amx
+from .runtime import cpu_has_fast_bf16
 
 # Quintic Newton-Schulz iteration: steepest at zero, singular values end in about [0.7, 1.2].
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -32,7 +32,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     tall = matrices.size(1) > matrices.size(2)
     x = matrices.mT.contiguous() if tall else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
-    if x.device.type == "cuda" or cpu_has_amx():
+    if x.device.type == "cuda" or cpu_has_fast_bf16():
         x = x.bfloat16()
     for _ in range(_ITERATIONS):
         gram = x @ x.mT

@@ -26,17 +26,18 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def cpu_has_amx() -> bool:
-    """Whether the CPU multiplies bf16 matrices in hardware tiles, about twice as fast as fp32."""
-    check = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(check and check())
+def cpu_has_fast_bf16() -> bool:
+    """Whether the CPU has instructions that multiply bf16 matrices about twice as fast as fp32
+    (AMX tiles or AVX512-BF16)."""
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in checks)
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
     """ "auto" = bf16 autocast where the device is faster with it."""
     if name != "auto":
         return name
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_amx()
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()
     return "bf16" if fast else "fp32"
 
 
