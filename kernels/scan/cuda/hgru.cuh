@@ -5,7 +5,7 @@
 //   h_t = lambda_t * rot * h_{t-1} + (1 - lambda_t) * act(c_t),   rot = exp(i theta), or 1 when
 //   real
 
-#include "kernels/scan/cuda/gates.cuh"
+#include "kernels/common/cuda/gates.cuh"
 #include "kernels/scan/cuda/partial_sums.cuh"
 #include "kernels/scan/cuda/walk.cuh"
 

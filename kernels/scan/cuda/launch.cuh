@@ -7,17 +7,11 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "kernels/common/cuda/device.h"
 #include "kernels/scan/cuda/walk.cuh"
 #include "kernels/scan/scan_cuda.h"
 
 namespace tidegate::kernels {
-
-#define TIDEGATE_RETURN_IF_CUDA_ERROR(expression)                 \
-  do {                                                            \
-    if (cudaError_t error = (expression); error != cudaSuccess) { \
-      return error;                                               \
-    }                                                             \
-  } while (false)
 
 /// Whether all rows of a tensor can be accessed in packs of kVec elements.
 inline bool packs_align(const TimeSeries& t, int vec) {
@@ -31,23 +25,6 @@ inline bool packs_align(std::initializer_list<const TimeSeries*> tensors, int64_
   return channels % vec == 0 && std::all_of(tensors.begin(), tensors.end(), [&](const auto* t) {
            return t->data == nullptr || packs_align(*t, vec);
          });
-}
-
-struct DeviceLimits {
-  int multiprocessors = 0;
-  int major = 0;
-  int shared_bytes = 0;  // that one block may use
-};
-
-inline cudaError_t read_device_limits(DeviceLimits* limits) {
-  int device = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  const auto read = [&](int* value, cudaDeviceAttr attribute) {
-    return cudaDeviceGetAttribute(value, attribute, device);
-  };
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->multiprocessors, cudaDevAttrMultiProcessorCount));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->major, cudaDevAttrComputeCapabilityMajor));
-  return read(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 template <class Op>

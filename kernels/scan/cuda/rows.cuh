@@ -4,29 +4,10 @@
 // indexed by the step of the walk rather than by time.
 
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/sequence.cuh"
 #include "kernels/common/time_series.h"
 
 namespace tidegate::kernels {
-
-/// One sequence of a layout. Lengths fit 32 bits (see *_unsupported); positions in memory do not.
-struct Sequence {
-  int64_t index;  // n in [0, N)
-  int64_t batch;  // row of the batch
-  int64_t start;  // first token
-  int length;     // tokens
-};
-
-__device__ inline Sequence find_sequence(const SequenceLayout& layout, int64_t n) {
-  if (layout.offsets == nullptr) {
-    return {n, n, 0, static_cast<int>(layout.time)};
-  }
-  const auto offset = [&](int64_t i) -> int64_t {
-    return layout.offsets_are_int64 ? static_cast<const int64_t*>(layout.offsets)[i]
-                                    : static_cast<const int32_t*>(layout.offsets)[i];
-  };
-  const int64_t start = offset(n);
-  return {n, 0, start, static_cast<int>(offset(n + 1) - start)};
-}
 
 /// The kVec adjacent channels of one thread. All of them exist: kVec divides D, and threads past
 /// the last channel repeat it. They write what its owner writes, so that no access needs a guard.
