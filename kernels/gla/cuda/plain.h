@@ -1,0 +1,16 @@
+#pragma once
+
+// The kernels that take anything: any dtype, K and V up to 512, token by token.
+
+#include "kernels/gla/gla_cuda.h"
+
+namespace tidegate::kernels {
+
+/// One or two tokens take the state as a whole through registers (step.cuh).
+cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
+
+/// Fills partials and workspace_bytes.
+cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
+cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t stream);
+
+}  // namespace tidegate::kernels
