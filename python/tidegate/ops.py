@@ -48,9 +48,9 @@ def linear_scan(
 
     Args:
         x: [B, T, D], float32, float64, bfloat16, float16, complex64 or complex128.
-        a: [B, T, D] decays, linear (not log), or [D] when constant over batch and time; x's dtype,
-            float32 for 16-bit x, or the real counterpart of a complex x.
-        h0: [N, D], zero when None; float32 (float64, complex for such x) or x's dtype.
+        a: [B, T, D] decays, linear (not log), or [D] when constant over batch and time; float32 or
+            x's dtype; for complex x also complex64, or float64 beside complex128.
+        h0: [N, D], zero when None; float32 (complex64 for complex x) or x's dtype.
         reverse: walk each sequence from its last token, ``h_t = a_t * h_{t+1} + x_t``: h0 enters
             after the last token and the final state is the first token's.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on x's device or the CPU: N sequences
@@ -73,7 +73,8 @@ def linear_scan_step(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
     Args:
         x: [B, D].
         a: [B, D] or [D].
-        state: [B, D], as :func:`linear_scan` returns it; overwritten.
+        state: [B, D], as :func:`linear_scan` returns it, or of any dtype that h0 may have;
+            overwritten.
 
     Returns:
         The new state in x's dtype, [B, D]. Has no gradient: raises when an argument requires one
@@ -103,11 +104,11 @@ def hgru(
 
     Args:
         c: [B, T, D], complex [B, T, 2D]; float32, float64, bfloat16 or float16.
-        f: [B, T, D] logits of the forget gate; c's dtype, or float32 for 16-bit c.
-        gamma: [D] lower bounds of the forget gate, linear, in [0, 1); zero when None. float32 or
-            c's dtype (float64 for float64).
+        f: [B, T, D] logits of the forget gate; float32 or c's dtype.
+        gamma: [D] lower bounds of the forget gate, linear, in [0, 1); zero when None; float32 or
+            c's dtype.
         theta: [D] phase in radians a step; dtype as gamma's.
-        h0: [N, D], complex [N, 2D]; zero when None; float32 (float64 for float64) or c's dtype.
+        h0: [N, D], complex [N, 2D]; zero when None; float32 or c's dtype.
         activation: "silu" or "none".
         reverse: walk each sequence from its last token: h0 enters after the last token and the
             final state is the first token's.
@@ -141,7 +142,8 @@ def hgru_step(
         f: [B, D] logits of the forget gate.
         gamma: [D] or None.
         theta: [D], or None for a real recurrence.
-        state: [B, D], complex [B, 2D], as :func:`hgru` returns it; overwritten. Required.
+        state: [B, D], complex [B, 2D], as :func:`hgru` returns it, or of any dtype that h0 may
+            have; overwritten. Required.
         activation: "silu" or "none".
 
     Returns:

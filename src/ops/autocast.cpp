@@ -13,6 +13,10 @@ at::Tensor AutocastGuard::cast(const at::Tensor& tensor) const {
   return at::autocast::cached_cast(dtype_, tensor, device_);
 }
 
+at::Tensor AutocastGuard::cast_along(const at::Tensor& tensor, const at::Tensor& data) const {
+  return data.scalar_type() == dtype_ ? cast(tensor) : tensor;
+}
+
 at::Tensor AutocastGuard::cast_unless_float(const at::Tensor& tensor) const {
   return tensor.scalar_type() == at::kFloat ? tensor : cast(tensor);
 }

@@ -13,6 +13,9 @@ class AutocastGuard {
   /// To autocast's type; fp64, complex and integer tensors stay as they are.
   at::Tensor cast(const at::Tensor& tensor) const;
 
+  /// `tensor` goes where `data`, as cast() returned it, went: it stays as it is where that did.
+  at::Tensor cast_along(const at::Tensor& tensor, const at::Tensor& data) const;
+
   /// The same for 16-bit types only: fp32 stays fp32.
   at::Tensor cast_unless_float(const at::Tensor& tensor) const;
 

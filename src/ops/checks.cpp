@@ -58,6 +58,10 @@ at::ScalarType state_type(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
 
+at::ScalarType single_type(at::ScalarType dtype) {
+  return at::isComplexType(dtype) ? at::kComplexFloat : at::kFloat;
+}
+
 void check_given(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined(), op, ": ", name, " must be a tensor, got an undefined one");
 }
@@ -87,10 +91,10 @@ void check_device(const Reference& data, const char* name, const at::Tensor& ten
 void check_gate(const Reference& data, const char* name, const at::Tensor& tensor) {
   check_device(data, name, tensor);
   const at::ScalarType own = data.tensor.scalar_type();
-  const at::ScalarType wide = state_type(own);
+  const at::ScalarType single = single_type(own);
   const at::ScalarType given = tensor.scalar_type();
-  TORCH_CHECK(given == own || given == wide, data.op, ": ", name, " must be ", dtype_name(own),
-              own == wide ? "" : " or " + dtype_name(wide), " (", data.name, " is ",
+  TORCH_CHECK(given == own || given == single, data.op, ": ", name, " must be ", dtype_name(own),
+              own == single ? "" : " or " + dtype_name(single), " (", data.name, " is ",
               dtype_name(own), "), got ", dtype_name(given));
 }
 

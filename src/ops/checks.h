@@ -36,6 +36,10 @@ enum class ComplexData : bool { kRefused, kAccepted };
 /// itself for everything wider.
 at::ScalarType state_type(at::ScalarType dtype);
 
+/// Single precision of `dtype`'s kind, in which gates, bounds and states may come whatever the
+/// data's precision: float32, complex64 for complex types.
+at::ScalarType single_type(at::ScalarType dtype);
+
 /// For the C++ functions: the dispatcher has no name for an undefined tensor.
 void check_given(const char* op, const char* name, const at::Tensor& tensor);
 
@@ -48,7 +52,7 @@ void check_rank(const Reference& data, int64_t rank, const char* shape_name);
 /// "op: expected all tensors on cpu like c, got name on cuda:0".
 void check_device(const Reference& data, const char* name, const at::Tensor& tensor);
 
-/// A gate, bound or state: on the data's device, in its dtype or in the dtype of its state.
+/// A gate, bound or state: on the data's device, in its dtype or in single precision.
 /// "op: name must be bfloat16 or float32 (c is bfloat16), got float64".
 void check_gate(const Reference& data, const char* name, const at::Tensor& tensor);
 

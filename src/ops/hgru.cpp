@@ -125,7 +125,7 @@ struct KernelInputs {
                const OptionalTensor& phase, const OptionalTensor& state,
                const OptionalTensor& offsets)
       : c(in_rows(data)),
-        f(in_rows(logits)),
+        f(gate_in_rows(logits, data.scalar_type())),
         gamma(contiguous_as(bound, state_type(data.scalar_type()))),
         theta(contiguous_as(phase, state_type(data.scalar_type()))),
         h0(contiguous_as(state, state_type(data.scalar_type()))),
@@ -198,7 +198,7 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   const at::Tensor dh_read = in_rows(dh);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
   const at::Tensor dc = at::empty(c.sizes(), c.options());
-  const at::Tensor df = at::empty(f.sizes(), f.options());
+  const at::Tensor df = at::empty(f.sizes(), inputs.f.options());
   const at::Tensor dh0 = at::empty({sequences, c.size(2)}, c.options().dtype(wide));
 
   HgruBackwardParams params;
@@ -220,7 +220,7 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
     return partial.defined() ? at::sum(partial, 0).to(argument->scalar_type())
                              : at::empty({0}, c.options().dtype(wide));
   };
-  return {dc, df, sum(dgamma, gamma), sum(dtheta, theta),
+  return {dc, df.to(f.scalar_type()), sum(dgamma, gamma), sum(dtheta, theta),
           is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
 }
 
@@ -341,7 +341,8 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& c, const a
   return {results[0], results[1]};
 }
 
-/// c and f go to autocast's type; bounds, phases and states stay fp32.
+/// c and f go to autocast's type; bounds, phases and states stay fp32. A float64 c is left alone,
+/// and so is its f.
 std::tuple<at::Tensor, at::Tensor> forward_autocast(const at::Tensor& c, const at::Tensor& f,
                                                     const OptionalTensor& gamma,
                                                     const OptionalTensor& theta,
@@ -349,7 +350,8 @@ std::tuple<at::Tensor, at::Tensor> forward_autocast(const at::Tensor& c, const a
                                                     std::string_view activation, bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
   const AutocastGuard autocast(c.device());
-  return call_op<&forward_kernel>("tidegate::hgru", autocast.cast(c), autocast.cast(f), gamma,
+  const at::Tensor data = autocast.cast(c);
+  return call_op<&forward_kernel>("tidegate::hgru", data, autocast.cast_along(f, data), gamma,
                                   theta, h0, activation, reverse, cu_seqlens);
 }
 
@@ -357,7 +359,8 @@ at::Tensor step_autocast(const at::Tensor& c, const at::Tensor& f, const Optiona
                          const OptionalTensor& theta, at::Tensor& state,
                          std::string_view activation) {
   const AutocastGuard autocast(c.device());
-  return call_op<&step_kernel>("tidegate::hgru_step", autocast.cast(c), autocast.cast(f), gamma,
+  const at::Tensor data = autocast.cast(c);
+  return call_op<&step_kernel>("tidegate::hgru_step", data, autocast.cast_along(f, data), gamma,
                                theta, state, activation);
 }
 

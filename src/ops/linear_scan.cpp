@@ -43,18 +43,21 @@ constexpr KernelSet<LinearScanBackwardParams, LinearScanParams> kBackward = {
 // ---- checks ----
 
 void check_decay_dtype(const Reference& data, const at::Tensor& a) {
-  // A complex recurrence takes a real decay too: it is made complex above the kernel.
-  if (data.tensor.is_complex() && !a.is_complex()) {
-    check_device(data, "a", a);
-    const at::ScalarType real = c10::toRealValueType(data.tensor.scalar_type());
-    TORCH_CHECK(a.scalar_type() == real, data.op, ": a must be ",
-                c10::getDtypeNames(data.tensor.scalar_type()).first, " or ",
-                c10::getDtypeNames(real).first, " (", data.name, " is ",
-                c10::getDtypeNames(data.tensor.scalar_type()).first, "), got ",
-                c10::getDtypeNames(a.scalar_type()).first);
+  const at::ScalarType own = data.tensor.scalar_type();
+  if (!at::isComplexType(own)) {
+    check_gate(data, "a", a);
     return;
   }
-  check_gate(data, "a", a);
+  // A complex recurrence takes a real decay too: it is made complex above the kernel.
+  check_device(data, "a", a);
+  const bool is_double = own == at::kComplexDouble;
+  const at::ScalarType given = a.scalar_type();
+  const bool fits = given == at::kComplexFloat || given == at::kFloat ||
+                    (is_double && (given == at::kComplexDouble || given == at::kDouble));
+  TORCH_CHECK(fits, data.op, ": a must be ",
+              is_double ? "complex128, float64, complex64 or float32" : "complex64 or float32",
+              " (", data.name, " is ", c10::getDtypeNames(own).first, "), got ",
+              c10::getDtypeNames(given).first);
 }
 
 std::string like_data(const Reference& data) {
@@ -104,7 +107,7 @@ struct KernelInputs {
 
   KernelInputs(const at::Tensor& data, const at::Tensor& decay, const OptionalTensor& state,
                const OptionalTensor& offsets)
-      : a(in_rows(data.is_complex() ? decay.to(data.scalar_type()) : decay)),
+      : a(gate_in_rows(decay, data.scalar_type())),
         h0(contiguous_as(state, state_type(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 

@@ -37,6 +37,11 @@ at::Tensor in_rows(const at::Tensor& tensor) {
   return unit && reachable ? tensor : tensor.contiguous();
 }
 
+at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data) {
+  const bool fits = gate.scalar_type() == data || gate.scalar_type() == state_type(data);
+  return in_rows(fits ? gate : gate.to(data));
+}
+
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {
   return is_given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
 }

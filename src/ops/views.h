@@ -17,6 +17,11 @@ kernels::DType kernel_dtype(at::ScalarType dtype);
 /// apart than the kernels reach).
 at::Tensor in_rows(const at::Tensor& tensor);
 
+/// A gate of `data`-typed data, in rows: kernels take it in that type or in the state's, so one
+/// that is narrower (float32 beside float64) or real beside complex data is copied to the data's
+/// type.
+at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data);
+
 /// `tensor` contiguous and in `dtype`, without a copy where it is so already; undefined if absent.
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype);
 

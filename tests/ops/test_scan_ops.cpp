@@ -181,6 +181,37 @@ TEST_P(ScanOps, StepsEqualTheWholeAndWriteTheState) {
   EXPECT_TRUE(at::equal(state, at::ones_like(state)));
 }
 
+TEST_P(ScanOps, Float32GatesBoundsAndStatesBesideFloat64Data) {
+  const at::ScalarType narrow = at::kFloat;
+  const Tensor c = random({2, 9, 8}).to(device());
+  const Tensors small = {random({2, 9, 4}), at::rand({4}), random({4}), random({2, 8})};
+  const auto run = [&](at::ScalarType dtype) {
+    Tensors leaves;
+    for (const Tensor& value : small) {
+      leaves.push_back(value.to(device(), narrow).to(dtype).requires_grad_());
+    }
+    const auto [h, last] = hgru(c, leaves[0], leaves[1], leaves[2], leaves[3]);
+    Tensors out = torch::autograd::grad({at::sum(h * h) + at::sum(last)}, leaves);
+    for (const Tensor& gradient : out) EXPECT_EQ(gradient.scalar_type(), dtype);
+    out.insert(out.end(), {h, last});
+    return out;
+  };
+  const Tensors expected = run(at::kDouble);
+  const Tensors found = run(narrow);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::equal(found[i], expected[i].to(found[i].scalar_type()))) << "result " << i;
+  }
+
+  const at::NoGradGuard no_grad;
+  Tensor state = random({2, 4}).to(device(), narrow);
+  const Tensor x = random({2, 4}).to(device());
+  const Tensor sum = x + 0.5 * state.to(at::kDouble);
+  const void* where = state.data_ptr();
+  EXPECT_TRUE(at::allclose(linear_scan_step(x, at::full_like(state, 0.5), state), sum, 1e-14));
+  EXPECT_TRUE(at::allclose(state, sum.to(narrow)));
+  EXPECT_EQ(state.data_ptr(), where);
+}
+
 TEST_P(ScanOps, InitialisersFollowTheDefaultGenerator) {
   at::manual_seed(5);
   const Tensor expected = at::empty({7}).uniform_(-1, 2);

@@ -31,6 +31,11 @@ def test_every_gate_regime(case: Case, device: str) -> None:
     cases.check(case, device)
 
 
+@pytest.mark.parametrize("case", cases.every_mix(), ids=str)
+def test_every_mix_of_dtypes(case: Case, device: str) -> None:
+    cases.check(case, device)
+
+
 @pytest.mark.parametrize("case", cases.every_layout(), ids=str)
 def test_every_layout(case: Case, device: str) -> None:
     cases.check(case, device)
@@ -104,6 +109,15 @@ def test_one_argument_alone_gets_the_gradient_it_gets_among_all(case: Case, devi
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_gradients_have_the_dtype_and_shape_of_their_argument(case: Case, device: str) -> None:
     case = replace(case, h0="data", bound_dtype=case.dtype if case.op == "hgru" else None)
+    assert_gradients_are_like_their_arguments(case, device)
+
+
+@pytest.mark.parametrize("case", cases.every_mix(), ids=str)
+def test_gradients_in_every_mix_of_dtypes_are_like_their_arguments(case: Case, device: str) -> None:
+    assert_gradients_are_like_their_arguments(replace(case, time=2, channels=2), device)
+
+
+def assert_gradients_are_like_their_arguments(case: Case, device: str) -> None:
     arguments, _ = leaves_of(case, device)
     found = cases.run(case, device, backward=True)
     for name, value in arguments.items():

@@ -89,6 +89,30 @@ SCAN = [
         ["linear_scan", "a", "complex64 or float32", "got", "bfloat16"],
     ),
     (
+        {"x": zeros(2, 6, 4, dtype=torch.complex64), "a": zeros(2, 6, 4, dtype=F64)},
+        ["linear_scan", "a", "complex64 or float32", "x is complex64", "got", "float64"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=torch.complex64), "a": zeros(2, 6, 4, dtype=torch.complex128)},
+        ["linear_scan", "a", "complex64 or float32", "x is complex64", "got", "complex128"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=torch.complex128), "a": zeros(2, 6, 4, dtype=BF16)},
+        ["linear_scan", "a", "complex128, float64, complex64 or float32", "got", "bfloat16"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=torch.complex128), "h0": zeros(2, 4, dtype=F64)},
+        ["linear_scan", "h0", "complex128 or complex64", "got", "float64"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=F64), "a": zeros(2, 6, 4, dtype=BF16)},
+        ["linear_scan", "a", "float64 or float32", "x is float64", "got", "bfloat16"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=F64), "h0": zeros(2, 4, dtype=torch.float16)},
+        ["linear_scan", "h0", "float64 or float32", "x is float64", "got", "float16"],
+    ),
+    (
         {"x": zeros(2, 6, 4, dtype=torch.complex64), "a": zeros(2, 6, 4)},
         ["linear_scan", "h0", "complex64", "got", "float32"],
     ),
@@ -111,6 +135,14 @@ HGRU = [
     (
         {"c": zeros(2, 6, 4, dtype=BF16), "f": zeros(2, 6, 4, dtype=torch.float16)},
         ["hgru", "f", "bfloat16 or float32", "c is bfloat16", "got", "float16"],
+    ),
+    (
+        {"c": zeros(2, 6, 4, dtype=F64), "f": zeros(2, 6, 4, dtype=BF16)},
+        ["hgru", "f", "float64 or float32", "c is float64", "got", "bfloat16"],
+    ),
+    (
+        {"c": zeros(2, 6, 4, dtype=F64), "gamma": zeros(4, dtype=torch.float16)},
+        ["hgru", "gamma", "float64 or float32", "c is float64", "got", "float16"],
     ),
     ({"activation": "tanh"}, ["hgru", "activation", "silu", "none", "got", "tanh"]),
     ({"activation": ""}, ["hgru", "activation", "silu", "none", "got"]),
@@ -244,6 +276,10 @@ def test_linear_scan_step() -> None:
         ({"a": zeros(3)}, ["a", "[4]", "got", "[3]"]),
         ({"state": zeros(1, 4)}, ["state", "[2, 4]", "got", "[1, 4]"]),
         ({"state": zeros(2, 4, dtype=F64)}, ["state", "float32", "got", "float64"]),
+        (
+            {"x": zeros(2, 4, dtype=F64), "state": zeros(2, 4, dtype=BF16)},
+            ["state", "float64 or float32", "got", "bfloat16"],
+        ),
         ({"state": zeros(2, 4).to("meta")}, ["expected all tensors on cpu", "state on meta"]),
         ({"x": zeros(2, 4, dtype=torch.int64)}, ["x", "float32", "got", "int64"]),
     ]

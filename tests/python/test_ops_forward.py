@@ -154,6 +154,29 @@ def test_steps_equal_prefill(case: Case, layout: str, device: str) -> None:
     oracle.assert_within_rule("state after steps", state, exact["final"], yardstick["final"])
 
 
+@pytest.mark.parametrize("case", cases.every_mix(), ids=str)
+def test_a_step_updates_a_state_of_any_dtype_in_place(case: Case, device: str) -> None:
+    case = replace(case, time=1, channels=6)
+    inputs = inputs_on(case, device)
+    exact = cases.reference(case, backward=False, exact=True)
+    yardstick = cases.reference(case, backward=False, exact=False)
+    state = inputs["h0"].clone()
+    where, version = state.data_ptr(), state._version
+    if case.op == "linear_scan":
+        a = inputs["a"] if case.constant else inputs["a"][:, 0]
+        row = tidegate.ops.linear_scan_step(inputs["x"][:, 0], a, state)
+    else:
+        row = tidegate.ops.hgru_step(
+            inputs["c"][:, 0], inputs["f"][:, 0], inputs["gamma"], inputs["theta"], state
+        )
+    assert (state.data_ptr(), state.dtype) == (where, inputs["h0"].dtype)
+    assert state._version > version
+    wide = oracle.state_dtype(case.dtype)
+    oracle.assert_within_rule("h", row, exact["h"][:, 0], yardstick["h"][:, 0], state=wide)
+    final = yardstick["final"].to(state.dtype)
+    oracle.assert_within_rule("state", state, exact["final"], final, state=wide)
+
+
 def test_step_writes_into_a_view_of_a_state(device: str) -> None:
     """Decoding keeps all layers' states in one tensor: a step touches its own rows only."""
     states = torch.full((3, 2, 4), 0.5, device=device)

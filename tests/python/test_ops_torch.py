@@ -24,6 +24,13 @@ CASES = [
     Case("linear_scan", batch=2, time=9, channels=4, dtype=torch.float32, reverse=True),
     Case("linear_scan", batch=2, time=9, channels=4, dtype=torch.complex64, constant=True),
     Case("linear_scan", channels=4, dtype=torch.complex64, gate_dtype=torch.float32, h0=None),
+    *(
+        Case(op, channels=4, dtype=dtype, gate_dtype=gate, bound_dtype=torch.float32, h0="single")
+        for op, dtype, gate in (
+            ("hgru", torch.float64, torch.float32),
+            ("linear_scan", torch.complex128, torch.float32),
+        )
+    ),
 ]
 ids = {"ids": str}
 
@@ -254,12 +261,24 @@ def test_autocast_makes_one_dtype_of_what_layers_hand_over(device: str) -> None:
     assert h.isfinite().all()
 
 
-def test_autocast_leaves_float64_and_complex_alone(device: str) -> None:
-    for case in (Case(dtype=torch.float64), Case("linear_scan", dtype=torch.complex64)):
-        named = arguments_of(case, device)
-        with torch.autocast(device, dtype=torch.bfloat16):
-            found = call(case, named)
-        assert torch.equal(found[0], call(case, named)[0])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype=torch.float64),
+        Case(dtype=torch.float64, gate_dtype=torch.float32, bound_dtype=torch.float32, h0="single"),
+        Case("linear_scan", dtype=torch.float64, gate_dtype=torch.float32),
+        Case("linear_scan", dtype=torch.complex64),
+        Case("linear_scan", dtype=torch.complex128, gate_dtype=torch.float32),
+    ],
+    **ids,
+)
+def test_autocast_leaves_float64_and_complex_alone(case: Case, device: str) -> None:
+    """The gates beside such data, too."""
+    named = arguments_of(case, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = call(case, named)
+    for left, right in zip(found, call(case, named), strict=True):
+        assert torch.equal(left, right)
 
 
 # Modes ------------------------------------------------------------------------------------------

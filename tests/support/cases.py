@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ class Case:
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype | None = None  # of a or f; None = dtype
     bound_dtype: torch.dtype | None = None  # of gamma and theta; None = the state's (real)
-    h0: str | None = "state"  # None | "state" | "data": absent, in the state's dtype, in x's
+    h0: str | None = (
+        "state"  # None: absent; "state" | "data" | "single": the state's dtype, x's, ..
+    )
     theta: bool = False  # hgru: complex
     gamma: bool = True  # hgru
     activation: str = "silu"  # hgru
@@ -145,7 +148,7 @@ def make_inputs(case: Case) -> dict[str, Tensor | None]:
             "gamma": gamma.to(bound_dtype).clamp(max=below_one) if case.gamma else None,
             "theta": theta.to(bound_dtype) if case.theta else None,
         }
-    h0_dtype = case.dtype if case.h0 == "data" else state
+    h0_dtype = {"data": case.dtype, "single": oracle.single_dtype(case.dtype)}.get(case.h0, state)
     inputs["h0"] = _randn((sequences, width), h0_dtype, rng) if case.h0 else None
     inputs["cu_seqlens"] = cu_seqlens
     final = _randn((sequences, width), state, rng)
@@ -218,8 +221,9 @@ def verdicts(
     found = run(case, device, backward=backward)
     exact = reference(case, backward=backward, exact=True)
     yardstick = reference(case, backward=backward, exact=False, fused=fused)
+    state = oracle.state_dtype(case.dtype)
     return {
-        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"))
+        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
         for name, out in found.items()
     }
 
@@ -246,6 +250,7 @@ TIMES = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097)
 
 HGRU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SCAN_DTYPES = (*HGRU_DTYPES, torch.complex64, torch.complex128)
+WIDEST = (torch.float64, torch.complex128)  # gates, bounds and states may be narrower than these
 
 KINDS = tuple(
     [Case("hgru", dtype=dtype, theta=theta) for dtype in HGRU_DTYPES for theta in (False, True)]
@@ -268,16 +273,18 @@ def random_lengths(time: int, rng: random.Random) -> tuple[int, ...]:
 def vary(case: Case, seed: int) -> Case:
     """`case` with every option that it leaves open drawn from `seed`."""
     rng = random.Random(seed)
-    wide = oracle.state_dtype(case.dtype)
-    real_gate = real_dtype(wide) if case.op == "linear_scan" else wide
+    single = oracle.single_dtype(case.dtype)
+    real_gate = real_dtype(oracle.state_dtype(case.dtype))
+    other = single if case.dtype in WIDEST else case.dtype
+    other_h0 = "single" if case.dtype in WIDEST else "data"
     return replace(
         case,
         seed=seed,
         batch=rng.choice((1, 2, 3)),
         channels=rng.choice((1, 3, 5, 8, 16, 33)),
-        gate_dtype=rng.choice((None, None, wide, real_gate)),
-        bound_dtype=rng.choice((None, case.dtype)) if case.op == "hgru" else None,
-        h0=rng.choice(("state", "state", "data", None)),
+        gate_dtype=rng.choice((None, None, single, real_gate)),
+        bound_dtype=rng.choice((None, other)) if case.op == "hgru" else None,
+        h0=rng.choice(("state", "state", other_h0, None)),
         gamma=rng.random() < 0.7,
         activation=rng.choice(("silu", "silu", "none")) if case.op == "hgru" else "silu",
         reverse=rng.random() < 0.4,
@@ -296,6 +303,20 @@ def every_length() -> list[Case]:
         for i, kind in enumerate(KINDS)
         for j, time in enumerate(TIMES)
     ]
+
+
+def every_mix() -> list[Case]:
+    """Each kind of call with gates, bounds and states in every dtype that they may have."""
+    mixes = []
+    for kind in KINDS:
+        single = oracle.single_dtype(kind.dtype)
+        gates = dict.fromkeys((kind.dtype, single))
+        if kind.op == "linear_scan":
+            gates |= dict.fromkeys((real_dtype(oracle.state_dtype(kind.dtype)), torch.float32))
+        bounds = dict.fromkeys((kind.dtype, single)) if kind.op == "hgru" else (None,)
+        for gate, bound, h0 in product(gates, bounds, ("data", "single")):
+            mixes.append(replace(kind, gate_dtype=gate, bound_dtype=bound, h0=h0))
+    return list(dict.fromkeys(mixes))
 
 
 def every_regime(time: int = 65) -> list[Case]:

@@ -35,6 +35,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return _STATE.get(dtype, dtype)
 
 
+def single_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Single precision of the same kind: gates, bounds and states may come in it, too."""
+    return torch.complex64 if dtype.is_complex else torch.float32
+
+
 def _compute_dtype(dtype: torch.dtype, exact: bool) -> torch.dtype:
     return _WIDE.get(dtype, torch.float64) if exact else state_dtype(dtype)
 
@@ -317,12 +322,19 @@ class Verdict:
         return self.excess <= 1
 
 
-def judge(out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = None) -> Verdict:
+def judge(
+    out: Tensor,
+    exact: Tensor,
+    yardstick: Tensor,
+    size: Tensor | None = None,
+    state: torch.dtype | None = None,
+) -> Verdict:
     """||out - exact|| / ||exact|| and the largest error: each at most twice the yardstick's.
 
-    `yardstick` is the same maths done in out's dtype by torch ops. The floor is four roundings of
-    the state dtype (1e-12 for float64), so that a yardstick without error asks for nothing
-    impossible; for a sum they are relative to `size`, that of its terms.
+    `yardstick` is the same maths done by torch ops, rounded to out's dtype. The floor is four
+    roundings of the state's dtype (1e-12 for float64), so that a yardstick without error asks for
+    nothing impossible; for a sum they are relative to `size`, that of its terms. `state` None: the
+    state that goes with data of out's dtype.
     """
     if out.dtype != yardstick.dtype or out.shape != exact.shape:
         expected = (yardstick.dtype, tuple(exact.shape))
@@ -335,7 +347,8 @@ def judge(out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = N
     overflow = same.isinf() & (found == same)  # beyond what the dtype can hold, in both
     error = (found.to(wide) - exact).abs().masked_fill(overflow, 0).flatten()
     allowed = (same.to(wide) - exact).abs().masked_fill(overflow, 0).flatten()
-    relative = _RELATIVE_FLOOR.get(out.dtype, 4 * torch.finfo(torch.float32).eps)
+    state = state or state_dtype(out.dtype)
+    relative = _RELATIVE_FLOOR.get(state, 4 * torch.finfo(torch.float32).eps)
     values = (exact if size is None else size).abs().flatten()
     verdicts = []
     for kind, measure in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
@@ -354,8 +367,13 @@ def judge(out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = N
 
 
 def assert_within_rule(
-    name: str, out: Tensor, exact: Tensor, yardstick: Tensor, size: Tensor | None = None
+    name: str,
+    out: Tensor,
+    exact: Tensor,
+    yardstick: Tensor,
+    size: Tensor | None = None,
+    state: torch.dtype | None = None,
 ) -> None:
     """Fails with `name` and what is wrong; see `judge`."""
-    verdict = judge(out, exact, yardstick, size)
+    verdict = judge(out, exact, yardstick, size, state)
     assert verdict, f"{name}: {verdict.message}"

@@ -17,12 +17,11 @@ namespace tidegate {
 /// parts in the first D channels and their imaginary parts in the last D; act works on each.
 ///
 /// c:     [B, T, D], complex [B, T, 2D] = [Re | Im]; float32, float64, bfloat16 or float16.
-/// f:     [B, T, D] logits of the forget gate (before the sigmoid); c's dtype, or float32 for
-///        16-bit c.
-/// gamma: [D] lower bounds of the forget gate, linear, in [0, 1); zero when absent. float32 or c's
-///        dtype (float64 for float64).
+/// f:     [B, T, D] logits of the forget gate (before the sigmoid); float32 or c's dtype.
+/// gamma: [D] lower bounds of the forget gate, linear, in [0, 1); zero when absent; float32 or c's
+///        dtype.
 /// theta: [D] phase in radians a step; dtype as gamma's.
-/// h0:    [N, D], complex [N, 2D]; zero when absent; float32 (float64 for float64) or c's dtype.
+/// h0:    [N, D], complex [N, 2D]; zero when absent; float32 or c's dtype.
 /// activation: "silu" or "none".
 /// reverse: walk each sequence from its last token; h0 enters after the last token and the final
 ///        state is the first token's.
@@ -34,10 +33,10 @@ namespace tidegate {
 /// float32 (float64 for float64), which can be passed back as h0. At T = 0 it is a copy of h0.
 /// N = B without cu_seqlens.
 ///
-/// Any strides with a unit last stride are read in place. Accumulates in float32 (float64 for
-/// float64). Bitwise deterministic. Differentiable once in c, f, gamma, theta and h0 through both
-/// results; training keeps the inputs and h.
-/// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes, devices or an
+/// Any strides with a unit last stride are read in place; a float32 f beside float64 c is copied to
+/// float64. Accumulates in float32 (float64 for float64). Bitwise deterministic. Differentiable
+/// once in c, f, gamma, theta and h0 through both results; training keeps the inputs and h. Throws
+/// c10::Error, naming op, argument, expected and given, for shapes, dtypes, devices or an
 /// activation other than these; with TIDEGATE_DEBUG=1 also for gamma outside [0, 1), theta that is
 /// not finite, and cu_seqlens on a GPU whose values do not fit.
 /// Cost O(B T D): reads c and f once, writes h once.
@@ -50,9 +49,10 @@ std::tuple<at::Tensor, at::Tensor> hgru(const at::Tensor& c, const at::Tensor& f
 
 /// One token of hgru, for decoding.
 ///
-/// c [B, D] or [B, 2D]; f [B, D]; gamma, theta [D]; state [B, D] or [B, 2D] as hgru returns it,
-/// updated in place. Returns the new state in c's dtype. Has no gradient: throws c10::Error when
-/// one of the arguments requires one while gradients are recorded. Cost O(B D).
+/// c [B, D] or [B, 2D]; f [B, D]; gamma, theta [D]; state [B, D] or [B, 2D] as hgru returns it (or
+/// of any dtype that h0 may have), updated in place. Returns the new state in c's dtype. Has no
+/// gradient: throws c10::Error when one of the arguments requires one while gradients are recorded.
+/// Cost O(B D).
 at::Tensor hgru_step(const at::Tensor& c, const at::Tensor& f,
                      const std::optional<at::Tensor>& gamma, const std::optional<at::Tensor>& theta,
                      at::Tensor state, std::string_view activation = "silu");

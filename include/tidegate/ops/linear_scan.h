@@ -14,9 +14,9 @@ namespace tidegate {
 /// which HGRN (arXiv 2311.04823, eq. 2), LRU and minimal gated RNNs share.
 ///
 /// x:  [B, T, D] float32, float64, bfloat16, float16, complex64 or complex128.
-/// a:  [B, T, D] decays, linear (not log), or [D] when constant over batch and time; x's dtype,
-///     float32 for 16-bit x, or the real counterpart of a complex x.
-/// h0: [N, D], zero when absent; float32 (float64 for float64, complex for complex x) or x's dtype.
+/// a:  [B, T, D] decays, linear (not log), or [D] when constant over batch and time; float32 or x's
+///     dtype; for complex x also complex64, or float64 beside complex128.
+/// h0: [N, D], zero when absent; float32 (complex64 for complex x) or x's dtype.
 /// reverse: walk each sequence from its last token, h_t = a_t * h_{t+1} + x_t; h0 enters after the
 ///     last token and the final state is the first token's.
 /// cu_seqlens: int32 or int64 [N + 1], rising from 0 to T: N sequences packed along time, with
@@ -27,7 +27,8 @@ namespace tidegate {
 /// (float64 or complex for such x), which can be passed back as h0. At T = 0 it is a copy of h0.
 /// N = B without cu_seqlens.
 ///
-/// Any strides with a unit last stride are read in place. Accumulates in the state's dtype. Bitwise
+/// Any strides with a unit last stride are read in place; a decay that is narrower than the state
+/// or real beside complex x is copied to x's dtype. Accumulates in the state's dtype. Bitwise
 /// deterministic. Differentiable once in x, a and h0 through both results (complex gradients in
 /// torch's convention); training keeps a, h0 and h.
 /// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
@@ -39,7 +40,8 @@ std::tuple<at::Tensor, at::Tensor> linear_scan(
 
 /// One token of linear_scan, for decoding: state = a * state + x.
 ///
-/// x [B, D]; a [B, D] or [D]; state [B, D] as linear_scan returns it, updated in place.
+/// x [B, D]; a [B, D] or [D]; state [B, D] as linear_scan returns it (or of any dtype that h0 may
+/// have), updated in place.
 /// Returns the new state in x's dtype [B, D]. Has no gradient: throws c10::Error when one of the
 /// arguments requires one while gradients are recorded. Cost O(B D).
 at::Tensor linear_scan_step(const at::Tensor& x, const at::Tensor& a, at::Tensor state);
