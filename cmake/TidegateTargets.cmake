@@ -8,7 +8,9 @@ execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
   OUTPUT_VARIABLE tidegate_libstdcxx OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 
 # Warnings, and a run path that is transitive (DT_RPATH): with DT_RUNPATH a program would find
-# libtidegate.so but not what it needs in turn.
+# libtidegate.so but not what it needs in turn. A library has one path for the build tree, an
+# installed prefix and the Python package alike, so nothing is rewritten when it is installed: CMake
+# would pad the shorter of two paths with empty entries, and those mean the current folder.
 function(tidegate_target_defaults target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
   target_link_options(${target} PRIVATE LINKER:--disable-new-dtags LINKER:--no-as-needed)
@@ -16,8 +18,11 @@ function(tidegate_target_defaults target)
   if(NOT type STREQUAL STATIC_LIBRARY AND IS_ABSOLUTE "${tidegate_libstdcxx}")
     target_link_libraries(${target} PRIVATE ${tidegate_libstdcxx})
   endif()
-  set_target_properties(${target} PROPERTIES
-    LINKER_LANGUAGE CXX
-    BUILD_RPATH "${TIDEGATE_TORCH_RPATH}"
-    INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;$ORIGIN/../../nvidia/cu13/lib;${TIDEGATE_TORCH_RPATH}")
+  set_target_properties(${target} PROPERTIES LINKER_LANGUAGE CXX BUILD_RPATH "${TIDEGATE_TORCH_RPATH}")
+  if(type MATCHES "SHARED_LIBRARY|MODULE_LIBRARY")
+    set_target_properties(${target} PROPERTIES
+      BUILD_WITH_INSTALL_RPATH ON
+      INSTALL_RPATH_USE_LINK_PATH ON
+      INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;$ORIGIN/../../nvidia/cu13/lib;${TIDEGATE_TORCH_RPATH}")
+  endif()
 endfunction()

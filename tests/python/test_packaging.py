@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,24 @@ def configure_consumer(prefix: Path, build: Path, *arguments: str) -> list[objec
         f"-DCMAKE_PREFIX_PATH={prefix}",
         *arguments,
     ]
+
+
+def run_path(file: Path) -> list[str]:
+    """The folders of the file's DT_RPATH."""
+    printed = run_ok("readelf", "-dW", file)
+    (path,) = re.findall(r"\(RPATH\).*\[(.*)\]", printed)
+    return path.split(":")
+
+
+@in_build_tree
+def test_run_paths_are_whole_and_the_same_after_installing(prefix: Path) -> None:
+    """An empty entry would mean the current folder."""
+    built = [*BUILD.glob("lib/*.so"), *BUILD.glob("bin/*")]
+    assert BUILD / "lib" / "libtidegate.so" in built
+    for file in built:
+        assert all(entry.startswith(("/", "$ORIGIN")) for entry in run_path(file)), file
+    installed = next(prefix.glob("lib*/libtidegate.so"))
+    assert run_path(installed) == run_path(BUILD / "lib" / "libtidegate.so")
 
 
 @in_build_tree
