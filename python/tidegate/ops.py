@@ -11,6 +11,8 @@ synchronisation can show (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``t
 import torch
 from torch import Tensor
 
+from ._sharding import fill
+
 __all__ = [
     "hgru",
     "hgru_step",
@@ -158,21 +160,22 @@ def hgru_step(
 def init_uniform_(p: Tensor, low: float, high: float) -> Tensor:
     """``p ~ U[low, high)``. Like all of these: drawn in float32 from torch's default CPU generator,
     then cast and copied to p; nothing drawn on the meta device; not recorded by autograd. The same
-    draws as the C++ function's. Returns p.
+    draws as the C++ function's. A sharded p (a DTensor) gets its share of what one process would
+    have drawn; the bare operator takes plain tensors only. Returns p.
     """
-    torch.ops.tidegate.init_uniform_(p, low, high)
+    fill(p, lambda t: torch.ops.tidegate.init_uniform_(t, low, high))
     return p
 
 
 def init_normal_(p: Tensor, mean: float, std: float) -> Tensor:
     """``p ~ N(mean, std^2)``; see :func:`init_uniform_`."""
-    torch.ops.tidegate.init_normal_(p, mean, std)
+    fill(p, lambda t: torch.ops.tidegate.init_normal_(t, mean, std))
     return p
 
 
 def init_constant_(p: Tensor, value: float) -> Tensor:
     """``p = value``; see :func:`init_uniform_`."""
-    torch.ops.tidegate.init_constant_(p, value)
+    fill(p, lambda t: torch.ops.tidegate.init_constant_(t, value))
     return p
 
 
@@ -180,5 +183,5 @@ def init_rope_theta_(p: Tensor) -> Tensor:
     """``p_j = 10000^(-2 j / d)`` for p [d]: HGRN's phases, in radians a step, which spread like the
     frequencies of rotary embeddings (arXiv 2104.09864); see :func:`init_uniform_`.
     """
-    torch.ops.tidegate.init_rope_theta_(p)
+    fill(p, torch.ops.tidegate.init_rope_theta_)
     return p

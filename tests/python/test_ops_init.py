@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +62,27 @@ def test_nothing_is_drawn_on_meta(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     INITIALISERS[name](torch.empty(0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", INITIALISERS)
+def test_a_sharded_tensor_gets_what_one_process_would_have_drawn(name: str, tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for make in (torch.Tensor.detach, torch.nn.Parameter):
+            p = make(distribute_tensor(torch.zeros(12), mesh, [Shard(0)]))
+            values = expected(name, 12)
+            torch.manual_seed(3)
+            assert INITIALISERS[name](p) is p
+            torch.testing.assert_close(p.full_tensor().detach(), values, rtol=1e-6, atol=0)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", INITIALISERS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from .. import ops
 
 NORMS = ("layer", "rms", "rms_no_weight")
 _HALF = (torch.bfloat16, torch.float16)
@@ -55,39 +57,25 @@ def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Mo
     return RMSNorm(dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
 
 
-def fill(p: Tensor, draw: Callable[[Tensor], None]) -> None:
-    """Lets `draw` write all of p. A sharded p (a DTensor, as FSDP2 makes them) gets its share of
-    what one process would have drawn, so sharding does not change a seed's model."""
-    if not hasattr(p, "device_mesh"):
-        draw(p.detach())
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = torch.empty(p.shape, dtype=p.dtype)
-    draw(whole)
-    with torch.no_grad():
-        p.copy_(distribute_tensor(whole.to(p.device), p.device_mesh, p.placements))
-
-
 def uniform_(p: Tensor, bound: float) -> None:
     """p uniform on +-bound."""
-    fill(p, lambda t: torch.ops.tidegate.init_uniform_(t, -bound, bound))
+    ops.init_uniform_(p, -bound, bound)
 
 
 def normal_(p: Tensor, std: float) -> None:
     """p normal around zero."""
-    fill(p, lambda t: torch.ops.tidegate.init_normal_(t, 0.0, std))
+    ops.init_normal_(p, 0.0, std)
 
 
 def constant_(p: Tensor, value: float) -> None:
     """p = value."""
-    fill(p, lambda t: torch.ops.tidegate.init_constant_(t, value))
+    ops.init_constant_(p, value)
 
 
 def rope_theta_(t: Tensor, channels: int) -> None:
     """Every row of `channels` values of a plain t: theta_j = 10000^(-2j/channels)."""
     for row in t.view(-1, channels):
-        torch.ops.tidegate.init_rope_theta_(row)
+        ops.init_rope_theta_(row)
 
 
 def reset_linear(linear: nn.Linear) -> None:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from .._sharding import fill
 from ._common import (
     NORMS,
     KeepsFloat32,
     check_choice,
     check_positive,
-    fill,
     make_linear,
     make_norm,
     reset_linear,
@@ -43,7 +43,7 @@ PRESETS = {
 
 def _uniform_then_rope_(t: Tensor, bound: float, rows: int, channels: int) -> None:
     """t uniform on +-bound, except its last rows: RoPE's theta."""
-    torch.ops.tidegate.init_uniform_(t, -bound, bound)
+    ops.init_uniform_(t, -bound, bound)
     rope_theta_(t[-rows:], channels)
 
 
@@ -208,11 +208,11 @@ class HGRU(KeepsFloat32):
         bias, bound = self.in_proj.bias, 1.0 / math.sqrt(self.dim)
         uniform_(self.in_proj.weight, bound)
         if bias is not None and self.theta_mode == "data":
-            fill(bias, lambda t: _uniform_then_rope_(t, bound, self._parts["theta"], s))
+            fill(bias.detach(), lambda t: _uniform_then_rope_(t, bound, self._parts["theta"], s))
         elif bias is not None:
             uniform_(bias, bound)
         if self.theta is not None:
-            fill(self.theta, lambda t: rope_theta_(t, s))
+            fill(self.theta.detach(), lambda t: rope_theta_(t, s))
         reset_norm(self.norm)
         reset_linear(self.out_proj)
 
