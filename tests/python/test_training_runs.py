@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -187,6 +189,42 @@ def test_sigkill_in_the_middle_then_resumed_ends_with_the_same_weights(tmp_path,
         for folder in (whole, killed)
     )
     assert one == two
+
+
+HOLDER = """
+import sys
+from training_cases import prepare
+run = prepare(sys.argv[1], sys.argv[2])
+print("prepared", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_in_one_folder_are_refused(tmp_path, text):
+    """The second one changes nothing; the folder is free again when the first is killed."""
+    folder = tmp_path / "run"
+    paths = [environment()["PYTHONPATH"], str(Path(__file__).parent)]
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder, text],
+        env={**environment(), "PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with first:
+        assert first.stdout.readline() == "prepared\n"
+        before = files(folder)
+        with pytest.raises(UserError, match=f"out: another process is training in {folder}"):
+            prepare(folder, text)
+        second = tidegate("train", *FLAGS, "--steps=6", text, "--out", folder, check=False)
+        assert second.returncode == 2
+        assert second.stderr.splitlines()[-1].startswith("tidegate: out: another process")
+        assert files(folder) == before
+        first.kill()
+    run = prepare(folder, text)
+    again = prepare(folder, text)  # this process may
+    assert run.trainer.run(quiet=True)
+    assert again.folder.path == run.folder.path
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, text):

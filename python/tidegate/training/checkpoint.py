@@ -7,10 +7,12 @@ resumed run cuts it there, so that no step is in it twice.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,38 @@ def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     return content
 
 
+class FolderLock:
+    """Keeps other processes out of a folder until this object goes or this process ends, however it
+    ends (the system drops the lock, so nothing is left behind by a kill). One process may hold a
+    folder several times: a run that is prepared again goes on where the first object stopped.
+    """
+
+    _held: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakValueDictionary()
+
+    def __init__(self, handle: int) -> None:
+        weakref.finalize(self, os.close, handle)
+
+    @classmethod
+    def take(cls, path: Path) -> FolderLock:
+        """The lock of a folder; BlockingIOError when another process has it."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        status = os.fstat(handle)
+        key = (status.st_dev, status.st_ino)
+        lock = cls._held.get(key)
+        if lock is not None:
+            os.close(handle)
+            return lock
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:  # a file system without locks: trained on without one
+            pass
+        lock = cls._held[key] = cls(handle)
+        return lock
+
+
 class RunFolder:
     """A run's folder on disk."""
 
@@ -85,13 +119,20 @@ class RunFolder:
         self.model = self.path / MODEL_FOLDER
 
     def make(self) -> None:
-        """Makes the folder; UserError when nothing can be written there."""
+        """Makes the folder and keeps other processes out of it as long as this object is there;
+        UserError when nothing can be written there, or another process trains in it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock.take(self.path)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
             for left_by_a_kill in self.path.glob(f".{CHECKPOINT_FILE}.*"):
                 left_by_a_kill.unlink()
+        except BlockingIOError as error:
+            raise UserError(
+                f"out: another process is training in {self.path}: wait until it is done, or name "
+                "another --out"
+            ) from error
         except OSError as error:
             raise UserError(
                 f"out: cannot write to the run folder {self.path}: {error.strerror}"

@@ -58,12 +58,12 @@ def prepare_run(
     """
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
-    recorded = _recorded(folder)
-    base = recorded["train"] if recorded else {}
-    config = _train_config({**base, **asked_train}, recorded)
     is_new = not folder.path.exists()
-    folder.make()
+    folder.make()  # before anything in it is read: from here on it is ours alone
     try:
+        recorded = _recorded(folder)
+        base = recorded["train"] if recorded else {}
+        config = _train_config({**base, **asked_train}, recorded)
         workdir = folder.path
         corpus = load_corpus(
             config.data,
