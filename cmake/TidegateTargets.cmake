@@ -7,6 +7,27 @@ include_guard(GLOBAL)
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
   OUTPUT_VARIABLE tidegate_libstdcxx OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 
+# tidegate_folder_executable(NAME FOLDER LIBRARY...): FOLDER/*.cpp and *.cu -> bin/NAME, nothing when
+# there are none. Files with "cuda" in their name are compiled in CUDA builds only.
+function(tidegate_folder_executable name folder)
+  file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cpp ${folder}/*.cu)
+  if(NOT TIDEGATE_WITH_CUDA)
+    list(FILTER sources EXCLUDE REGEX "/[^/]*cuda[^/]*$")
+    list(FILTER sources EXCLUDE REGEX "[.]cu$")
+  endif()
+  if(NOT sources)
+    return()
+  endif()
+  add_executable(${name} ${sources})
+  tidegate_target_defaults(${name})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${ARGN})
+  if(TIDEGATE_WITH_CUDA)
+    target_link_libraries(${name} PRIVATE CUDA::cudart)
+    set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${TIDEGATE_CUDA_ARCHITECTURES}")
+  endif()
+endfunction()
+
 # Warnings, and a run path that is transitive (DT_RPATH): with DT_RUNPATH a program would find
 # libtidegate.so but not what it needs in turn. A library has one path for the build tree, an
 # installed prefix and the Python package alike, so nothing is rewritten when it is installed: CMake

@@ -76,18 +76,13 @@ struct HgruComplexBlock {
     state.write_to(params.h_final, block, half);
   }
 
-  struct Gradients {
-    RowWalk<const E> c, h, dh;
-    RowWalk<const G> f;
-    RowWalk<E> dc;
-    RowWalk<G> df;
-    HgruChannels<R, true> channels;
+  struct Gradients : HgruBackwardRows<R, E, G, true> {
+    using Rows = HgruBackwardRows<R, E, G, true>;
+    using Rows::c, Rows::f, Rows::h, Rows::dh, Rows::dc, Rows::df;
+    using Rows::channels, Rows::dgamma, Rows::width, Rows::stream;
     ComplexRows<R> p;  // what flows from step t + 1 into h_t
-    TimeSum<R> dgamma;
     TimeSum<R> dtheta;
-    int64_t width;
     int64_t half;
-    bool stream;
 
     /// One step: g = dh_t + p and, with w = exp(i theta) h_{t-1},
     /// dlambda = Re(conj(g) (w - act(c))), dtheta = Re(conj(g) i lambda w),
@@ -121,7 +116,7 @@ struct HgruComplexBlock {
         dgamma.add(j, dlambda * of_f.of_negative);
         store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
       });
-      c.advance(), f.advance(), dh.advance(), dc.advance(), df.advance();
+      this->advance();
     }
 
     /// Writes one half's dc = du act'(c) and returns act(c).
@@ -136,22 +131,12 @@ struct HgruComplexBlock {
 
   static TIDEGATE_NOINLINE void backward(const HgruBackwardParams& params, const ScanBlock& block) {
     const HgruParams& forward = params.forward;
-    const bool reverse = forward.layout.reverse;
     const int64_t half = forward.channels;
     Gradients grads;
-    grads.c = backward_walk<const E>(forward.c, block, reverse);
-    grads.f = backward_walk<const G>(forward.f, block, reverse);
-    grads.h = backward_walk<const E>(forward.h, block, reverse);
-    grads.dh = backward_walk<const E>(params.dh, block, reverse);
-    grads.dc = backward_walk<E>(params.dc, block, reverse);
-    grads.df = backward_walk<G>(params.df, block, reverse);
-    grads.channels.fill(forward, block);
+    grads.start(params, block);
     grads.p.fill(params.dh_final, block, half);
-    grads.dgamma.clear(block.width);
     grads.dtheta.clear(block.width);
-    grads.width = block.width;
     grads.half = half;
-    grads.stream = block.stream;
 
     for (int64_t step = block.length - 1; step > 0; --step) {
       grads.h.advance();

@@ -1,6 +1,7 @@
 #pragma once
 
-// What HGRN's real and complex recurrences share: gates, activation, per-channel constants.
+// What HGRN's real and complex recurrences share: gates, activation, per-channel constants, and
+// what a backward pass walks over.
 
 #include <math.h>
 
@@ -81,6 +82,38 @@ struct HgruChannels {
         sin_theta.values[j] = static_cast<R>(::sin(static_cast<double>(theta[j])));
       }
     }
+  }
+};
+
+/// The rows of a backward pass at one step, and what it keeps from step to step in either form.
+template <class R, class E, class G, bool kIsComplex>
+struct HgruBackwardRows {
+  RowWalk<const E> c, h, dh;
+  RowWalk<const G> f;
+  RowWalk<E> dc;
+  RowWalk<G> df;
+  HgruChannels<R, kIsComplex> channels;
+  TimeSum<R> dgamma;
+  int64_t width;
+  bool stream;
+
+  void start(const HgruBackwardParams& params, const ScanBlock& block) {
+    const HgruParams& forward = params.forward;
+    const bool reverse = forward.layout.reverse;
+    c = backward_walk<const E>(forward.c, block, reverse);
+    f = backward_walk<const G>(forward.f, block, reverse);
+    h = backward_walk<const E>(forward.h, block, reverse);
+    dh = backward_walk<const E>(params.dh, block, reverse);
+    dc = backward_walk<E>(params.dc, block, reverse);
+    df = backward_walk<G>(params.df, block, reverse);
+    channels.fill(forward, block);
+    dgamma.clear(block.width);
+    width = block.width;
+    stream = block.stream;
+  }
+  /// All but h, which is one step ahead: a step reads h_{t-1}.
+  TIDEGATE_INLINE void advance() {
+    c.advance(), f.advance(), dh.advance(), dc.advance(), df.advance();
   }
 };
 

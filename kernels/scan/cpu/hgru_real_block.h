@@ -50,16 +50,11 @@ struct HgruRealBlock {
                    block.width);
   }
 
-  struct Gradients {
-    RowWalk<const E> c, h, dh;
-    RowWalk<const G> f;
-    RowWalk<E> dc;
-    RowWalk<G> df;
-    HgruChannels<R, false> channels;
+  struct Gradients : HgruBackwardRows<R, E, G, false> {
+    using Rows = HgruBackwardRows<R, E, G, false>;
+    using Rows::c, Rows::f, Rows::h, Rows::dh, Rows::dc, Rows::df;
+    using Rows::channels, Rows::dgamma, Rows::width, Rows::stream;
     RowBuffer<R> p;  // what flows from step t + 1 into h_t
-    TimeSum<R> dgamma;
-    int64_t width;
-    bool stream;
 
     /// One step: g = dh_t + p, dlambda = g (h_{t-1} - act(c)), and lambda's derivatives
     /// (1 - gamma) s(f) s(-f) by f and s(-f) by gamma.
@@ -82,27 +77,17 @@ struct HgruRealBlock {
                  stream);
         store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
       });
-      c.advance(), f.advance(), dh.advance(), dc.advance(), df.advance();
+      this->advance();
     }
   };
 
   static TIDEGATE_NOINLINE void backward(const HgruBackwardParams& params, const ScanBlock& block) {
     const HgruParams& forward = params.forward;
-    const bool reverse = forward.layout.reverse;
     const int64_t columns = forward.channels;
     Gradients grads;
-    grads.c = backward_walk<const E>(forward.c, block, reverse);
-    grads.f = backward_walk<const G>(forward.f, block, reverse);
-    grads.h = backward_walk<const E>(forward.h, block, reverse);
-    grads.dh = backward_walk<const E>(params.dh, block, reverse);
-    grads.dc = backward_walk<E>(params.dc, block, reverse);
-    grads.df = backward_walk<G>(params.df, block, reverse);
-    grads.channels.fill(forward, block);
+    grads.start(params, block);
     grads.p.fill(state_row<R>(params.dh_final, block.sequence, columns, block.channel), block.width,
                  R(0));
-    grads.dgamma.clear(block.width);
-    grads.width = block.width;
-    grads.stream = block.stream;
 
     for (int64_t step = block.length - 1; step > 0; --step) {
       grads.h.advance();
