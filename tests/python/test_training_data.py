@@ -24,8 +24,10 @@ def test_stdlib_splits_nine_to_one_and_leaves_tests_out():
     sizes = sum(map(len, train)), sum(map(len, valid))
     assert 0.09 < sizes[1] / sum(sizes) < 0.12
     assert sum(sizes) > 3_000_000
-    # (Python 3.12 has two __init__.py of the same one-line comment.)
-    assert not set(train) & {text for text in valid if len(text) > 100}
+    assert len(train) + len(valid) == len(names), "every file is in one of the two"
+    # No text is in both, except what two files of this library share by themselves: some Pythons
+    # have an empty __init__.py, or one of a single comment, more than once.
+    assert sum(map(len, set(train) & set(valid))) <= 100
 
 
 def test_stdlib_split_is_the_same_every_time():

@@ -167,11 +167,18 @@ std::vector<Real> real_values(const TypedSeries& series) {
 }
 
 /// [rows, columns] -> [columns], one row after another.
-template <class Real>
-ComplexArray<Real> sum_of_rows(const ComplexArray<Real>& values, int64_t columns) {
-  ComplexArray<Real> sums(columns);
+template <class T>
+std::vector<T> sum_of_rows(const std::vector<T>& values, int64_t columns) {
+  std::vector<T> sums(columns);
   for (size_t i = 0; i < values.size(); ++i) sums[i % columns] += values[i];
   return sums;
+}
+
+template <class Real>
+std::vector<Real> squares_of(const ComplexArray<Real>& values) {
+  std::vector<Real> squares;
+  for (const auto& value : values) squares.push_back(std::norm(value));
+  return squares;
 }
 
 /// What partial sums add up to: a kernel is free in how it divides them among rows.
@@ -182,19 +189,22 @@ inline TypedSeries sum_of_rows(const TypedSeries& partial) {
   return sums;
 }
 
-/// Collects the errors of one output and judges them: the relative and the largest one may each be
-/// twice those of the same naive maths in the state's precision, rounded to the output's dtype,
-/// plus a few units of the state's precision.
+/// Collects the errors of one output and judges them: in norm and at its largest, each may be twice
+/// that of the same naive maths in the state's precision, rounded to the output's dtype, plus a
+/// floor (see judge).
 template <class Oracle, class Peer>
 class OutputCheck {
  public:
+  /// For sums over time, `squares` are those of their terms: where the terms cancel, it is them
+  /// that roundings are relative to, not the sum.
   OutputCheck(const char* name, const ComplexArray<Oracle>& expected,
-              const ComplexArray<Peer>& peer, const TypedSeries& got, bool halves)
+              const ComplexArray<Peer>& peer, const TypedSeries& got, bool halves,
+              const std::vector<Oracle>& squares = {})
       : name_(name), dtype_(got.dtype()) {
     const ComplexArray<double> values = complex_values<double>(got, halves);
     EXPECT_EQ(values.size(), expected.size()) << name;
     for (size_t i = 0; i < std::min(values.size(), expected.size()); ++i)
-      add(expected[i], peer[i], values[i]);
+      add(expected[i], peer[i], values[i], squares.empty() ? Oracle(0) : squares[i]);
     judge();
   }
 
@@ -207,25 +217,29 @@ class OutputCheck {
     return {static_cast<Oracle>(rounded(dtype_, wide.real()).real()),
             static_cast<Oracle>(rounded(dtype_, wide.imag()).real())};
   }
-  void add(Wide expected, std::complex<Peer> peer, std::complex<double> got) {
+  void add(Wide expected, std::complex<Peer> peer, std::complex<double> got, Oracle terms) {
     const Oracle error = std::abs(Wide(got) - expected);
+    const Oracle square = std::max(std::norm(expected), terms);
     const Oracle peer_error = std::abs(as_stored(peer) - expected);
     finite_ = finite_ && std::isfinite(error);
     largest_ = std::max(largest_, error);
     largest_of_peer_ = std::max(largest_of_peer_, peer_error);
-    largest_value_ = std::max(largest_value_, std::abs(expected));
+    largest_value_ = std::max(largest_value_, std::sqrt(square));
     squares_ += error * error;
     squares_of_peer_ += peer_error * peer_error;
-    squares_of_values_ += std::norm(expected);
+    squares_of_values_ += square;
   }
   void judge() const {
     EXPECT_TRUE(finite_) << name_ << " has a NaN or infinity";
     const Oracle unit = std::numeric_limits<Peer>::epsilon();
     // Products of gradients that underflow are zero in one order and subnormal in another.
     const Oracle tiny = std::numeric_limits<Peer>::min() * 1e3;
-    EXPECT_LE(largest_, 2 * largest_of_peer_ + 4 * unit * largest_value_ + tiny) << name_;
-    EXPECT_LE(std::sqrt(squares_),
-              2 * std::sqrt(squares_of_peer_) + 4 * unit * std::sqrt(squares_of_values_) + tiny)
+    // Where a handful of numbers decide, the peer may have rounded none of them: four units of one
+    // number are allowed beside it. Over many numbers luck averages out, and two units remain.
+    const Oracle one_number = 2 * unit * largest_value_;
+    EXPECT_LE(largest_, 2 * largest_of_peer_ + 2 * one_number + tiny) << name_;
+    EXPECT_LE(std::sqrt(squares_), 2 * std::sqrt(squares_of_peer_) + one_number +
+                                       2 * unit * std::sqrt(squares_of_values_) + tiny)
         << name_;
   }
 
@@ -344,7 +358,7 @@ class LinearScanProblem : public ScanProblem {
     if (shape().a_is_constant) {
       const int64_t channels = shape().channels;
       Check("da", sum_of_rows(expected.da, channels), sum_of_rows(peer.da, channels),
-            sum_of_rows(da_partial), false);
+            sum_of_rows(da_partial), false, sum_of_rows(squares_of(expected.da), channels));
     } else {
       Check("da", expected.da, peer.da, da, false);
     }
@@ -419,9 +433,7 @@ class HgruProblem : public ScanProblem {
       }
     }
     for (int64_t j = 0; j < shape().channels; ++j) {
-      // One channel much nearer to one than the others would make up all of the error, and its
-      // ratio to the peer's would be chance.
-      gamma.set(0, j, shape().gates == Gates::kNearOne ? 1 - uniform(0, 1e-4) : uniform(0, 0.95));
+      gamma.set(0, j, shape().gates == Gates::kNearOne ? 1 - uniform(0, 1e-4) : uniform(0, 1));
       theta.set(0, j, uniform(-3, 3));
     }
   }
@@ -466,10 +478,12 @@ class HgruProblem : public ScanProblem {
     Check("df", as_complex(expected.df), as_complex(peer.df), df, false);
     Check("dh0", expected.dh0, peer.dh0, dh0, halves);
     if (shape().has_gamma) {
-      Check("dgamma", sums(expected.dgamma), sums(peer.dgamma), sum_of_rows(dgamma_partial), false);
+      Check("dgamma", sums(expected.dgamma), sums(peer.dgamma), sum_of_rows(dgamma_partial), false,
+            sum_of_rows(expected.dgamma_squares, shape().channels));
     }
     if (halves) {
-      Check("dtheta", sums(expected.dtheta), sums(peer.dtheta), sum_of_rows(dtheta_partial), false);
+      Check("dtheta", sums(expected.dtheta), sums(peer.dtheta), sum_of_rows(dtheta_partial), false,
+            sum_of_rows(expected.dtheta_squares, shape().channels));
     }
   }
 };

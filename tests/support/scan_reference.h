@@ -95,7 +95,8 @@ struct HgruReference {
   ComplexArray<Real> h, h_final;
   ComplexArray<Real> dc, dh0;
   std::vector<Real> df;
-  std::vector<Real> dgamma, dtheta;  // [N, D]
+  std::vector<Real> dgamma, dtheta;                  // [N, D], sums over time
+  std::vector<Real> dgamma_squares, dtheta_squares;  // of their terms
 
   static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
   Real act(Real c) const { return silu ? c * sigmoid(c) : c; }
@@ -131,8 +132,9 @@ struct HgruReference {
     dc.assign(layout.tokens * channels, C(0));
     df.assign(layout.tokens * channels, Real(0));
     dh0.assign(count * channels, C(0));
-    dgamma.assign(count * channels, Real(0));
-    dtheta.assign(count * channels, Real(0));
+    for (auto* sums : {&dgamma, &dtheta, &dgamma_squares, &dtheta_squares}) {
+      sums->assign(count * channels, Real(0));
+    }
     for (int64_t n = 0; n < count; ++n) {
       const TokenRange& range = layout.sequences[n];
       for (int64_t d = 0; d < channels; ++d) {
@@ -149,6 +151,11 @@ struct HgruReference {
   }
 
  private:
+  static void add(Real term, Real& sum, Real& squares) {
+    sum += term;
+    squares += term * term;
+  }
+
   /// One step's gradients from g = dL/dh_t; returns what flows on into h_{t-1}.
   C step_back(int64_t nd, int64_t d, int64_t i, C c, Real f, C before, C g) {
     const Real open = sigmoid(f);
@@ -159,8 +166,8 @@ struct HgruReference {
     dc[i] = {du.real() * act_slope(c.real()), du.imag() * act_slope(c.imag())};
     const Real dlambda = (std::conj(g) * (turned - input(c))).real();
     df[i] = dlambda * (1 - gamma[d]) * open * shut;
-    dgamma[nd] += dlambda * shut;
-    dtheta[nd] += (std::conj(g) * C(0, 1) * lambda * turned).real();
+    add(dlambda * shut, dgamma[nd], dgamma_squares[nd]);
+    add((std::conj(g) * C(0, 1) * lambda * turned).real(), dtheta[nd], dtheta_squares[nd]);
     return lambda * std::conj(turn(d)) * g;
   }
 };
