@@ -116,14 +116,6 @@ TIDEGATE_INLINE V at_least(V floor, V x) {
 TIDEGATE_INLINE VecF minus_abs(VecF x) { return (VecF)((VecInt<float>)x | INT32_MIN); }
 TIDEGATE_INLINE VecD minus_abs(VecD x) { return (VecD)((VecInt<double>)x | INT64_MIN); }
 
-/// magnitude (>= 0) with the sign that x has not.
-TIDEGATE_INLINE VecF with_opposite_sign(VecF magnitude, VecF x) {
-  return (VecF)((VecInt<float>)magnitude | (~(VecInt<float>)x & INT32_MIN));
-}
-TIDEGATE_INLINE VecD with_opposite_sign(VecD magnitude, VecD x) {
-  return (VecD)((VecInt<double>)magnitude | (~(VecInt<double>)x & INT64_MIN));
-}
-
 /// exp(x) for x <= 0 within about 1 ulp; 0 below the smallest normal number; NaN for NaN.
 /// x = n ln2 + r, |r| <= ln2 / 2; exp(r) = 1 + r + r^2 q(r); n is rounded by adding 1.5 * 2^23,
 /// which leaves it in the low bits, from where a shift moves it into the exponent. At the floor n

@@ -67,8 +67,8 @@ const DTypes kComplexDTypes[] = {
     {DType::kComplex64, DType::kComplex64},
     {DType::kComplex128, DType::kComplex128},
 };
-const Gates kAllGates[] = {Gates::kRandom, Gates::kOpen, Gates::kShut, Gates::kAlternating,
-                           Gates::kNearOne};
+const Gates kAllGates[] = {Gates::kRandom,      Gates::kOpen,    Gates::kShut,
+                           Gates::kAlternating, Gates::kNearOne, Gates::kZero};
 
 std::vector<DTypes> all_dtypes() {
   std::vector<DTypes> all(std::begin(kRealDTypes), std::end(kRealDTypes));

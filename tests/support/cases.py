@@ -13,7 +13,7 @@ from torch import Tensor
 from support import oracle
 
 LAYOUTS = ("contiguous", "projection", "time_major", "misaligned", "channels_first")
-GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform")
+GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform", "zero")
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,9 @@ def _logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         return -20 - 60 * u
     if kind in ("extreme", "alternating"):
         return 1e4 * (2 * _decay(kind, shape, rng) - 1)
+    if kind == "zero":  # of either sign, and next to zero: a masked logit is often -0.0
+        near = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-7, -1e-7], dtype=torch.float64)
+        return near[(len(near) * u).long()]
     if kind == "loguniform":
         return -torch.log(10 ** (-7 * u)) * torch.where(u > 0.5, 1.0, -1.0)
     return 2 * torch.randn(shape, dtype=torch.float64, generator=rng)

@@ -30,6 +30,7 @@ enum class Gates {
   kShut,         // everything is: f = -1e4, a = 0
   kAlternating,  // from one step to the next
   kNearOne,      // gamma near 1, |a| near 1
+  kZero,         // f = +-0 (a masked logit is often -0) and next to it
 };
 
 struct ScanShape {
@@ -424,12 +425,14 @@ class HgruProblem : public ScanProblem {
 
  private:
   void fill_gates() {
+    constexpr double kNearZero[] = {0.0, -0.0, 1e-40, -1e-40, 1e-7, -1e-7};
     fill_normal(f);
     for (int64_t i = 0; i < f.tokens(); ++i) {
       for (int64_t j = 0; j < f.columns(); ++j) {
         if (shape().gates == Gates::kOpen) f.set(i, j, 1e4);
         if (shape().gates == Gates::kShut) f.set(i, j, -1e4);
         if (shape().gates == Gates::kAlternating) f.set(i, j, (i + j) % 2 == 0 ? 1e4 : -1e4);
+        if (shape().gates == Gates::kZero) f.set(i, j, kNearZero[(i + j) % 6]);
       }
     }
     for (int64_t j = 0; j < shape().channels; ++j) {

@@ -48,8 +48,8 @@ TIDEGATE_INLINE void sigmoids_of_two(Vec<R> x, Vec<R> y, Sigmoids<R>& of_x, Sigm
 /// steps would multiply.
 template <class R>
 TIDEGATE_INLINE Vec<R> forget_gate(Vec<R> f, const Sigmoids<R>& of_f, Vec<R> gamma, Vec<R> rest) {
-  const Vec<R> nearest = f < 0 ? gamma : splat(R(1));
-  return fma(rest, with_opposite_sign(of_f.smaller, f), nearest);
+  const auto shut = f < 0;  // one test for both: the sign bit of -0.0 would say otherwise
+  return fma(shut ? rest : -rest, of_f.smaller, shut ? gamma : splat(R(1)));
 }
 
 /// act(c) and its derivative, from the sigmoids of c.
