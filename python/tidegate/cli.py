@@ -66,7 +66,7 @@ def _add_train(commands: Any) -> None:
         "data", nargs="?", help="text file or folder, `stdlib`, or token ids in a .npy or .bin file"
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
-    add("--recipe", help="named settings: hgrn-wikitext103 (000 Table 16), demo")
+    add("--recipe", help="named settings: hgrn-wikitext103 (HGRN, Table 16), demo")
     add("--quiet", action="store_true", default=False, help="no progress bar")
 
     model = parser.add_argument_group("model")

@@ -1,4 +1,4 @@
-"""Plots of a run: loss curves, and histograms of forget-gate values a layer (000 Figures 2-3).
+"""Plots of a run: loss curves, and histograms of forget-gate values a layer (HGRN, Figures 2-3).
 
 Each function draws one PNG that a reader who did not make it understands: what was trained, on
 what, which way is better, and what the lines are.

@@ -59,8 +59,9 @@ at::Tensor workspace(int64_t bytes, const at::Tensor& like);
 /// [rows, columns], uninitialised, on the device of `like`.
 at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at::Tensor& like);
 
-/// One run of a kernel: construct it with complete params (output pointers may follow), take the
-/// partial sums that the plan asks for, then call run().
+/// One run of a kernel: construct it with complete params, take the partial sums that the plan asks
+/// for, then call run(). Only the partial sums' pointers may follow: the plan reads the alignment of
+/// every other tensor, outputs included, and the launch must see the same.
 template <class Params, class Forward = Params>
 class Launch {
  public:

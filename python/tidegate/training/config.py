@@ -185,7 +185,7 @@ def recipes() -> dict[str, Recipe]:
                 "checkpoint_every": 1_000,
                 "eval_every": 1_000,
             },
-            about="000 Table 16: HGRN 44M on WikiText-103, BPE of 50265",
+            about="HGRN, Table 16: 44M on WikiText-103, BPE of 50265",
         ),
         "demo": Recipe(
             preset="demo",

@@ -1,4 +1,4 @@
-"""Forget-gate values of a trained model on real text (000 Table 12, Figures 2 and 3)."""
+"""Forget-gate values of a trained model on real text (HGRN, Table 12, Figures 2 and 3)."""
 
 from __future__ import annotations
 
