@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a language model, or go on with a run",
+        help="train a model on text or a task, or go on with a run",
         description="Started again on an --out that holds a checkpoint, it goes on from there; "
         "flags left out keep the run's values.",
     )
@@ -63,7 +63,10 @@ def _add_train(commands: Any) -> None:
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
     add(
-        "data", nargs="?", help="text file or folder, `stdlib`, or token ids in a .npy or .bin file"
+        "data",
+        nargs="?",
+        help="text file or folder, `stdlib`, token ids in a .npy or .bin file, or a task: copying, "
+        "selective-copying, listops",
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
     add("--recipe", help="named settings: hgrn-wikitext103 (HGRN, Table 16), demo")
@@ -89,7 +92,14 @@ def _add_train(commands: Any) -> None:
     data.add_argument("--tokenizer", help="bytes (default), bpe:N, or a tokenizer.json")
     data.add_argument("--valid", help="validate on this file instead of a tenth of the data")
     data.add_argument("--token-dtype", dest="dtype", help="of a .bin file (default: uint16)")
-    data.add_argument("--context", type=int, help="tokens a sequence")
+    data.add_argument(
+        "--task",
+        dest="options",
+        action="append",
+        metavar="OPTION=N",
+        help="an option of the task, e.g. dummies=1000; repeatable",
+    )
+    data.add_argument("--context", type=int, help="tokens a sequence (tasks: their own)")
     data.add_argument("--batch-size", type=int, help="sequences an optimiser step")
     data.add_argument("--grad-accum", type=int, help="parts a batch is computed in, to save memory")
 
@@ -128,7 +138,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_eval(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="score a trained model on text")
+    parser = commands.add_parser("eval", help="score a trained model on text or its task")
     parser.add_argument("run", help="run folder or saved model")
     parser.add_argument(
         "data", nargs="?", help="score all of this text; default: the run's validation split"
@@ -154,7 +164,9 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_plot(commands: Any) -> None:
-    parser = commands.add_parser("plot", help="draw a run's losses and forget gates as PNG")
+    parser = commands.add_parser(
+        "plot", help="draw a run's losses, accuracy and forget gates as PNG"
+    )
     parser.add_argument("run", help="run folder")
     parser.add_argument("--no-baselines", action="store_true", help="leave order-2 and bz2 out")
     parser.add_argument("--device", default="auto")
@@ -162,7 +174,8 @@ def _add_plot(commands: Any) -> None:
 
 
 _MODEL_FLAGS = ("mixer", "dim", "layers", "glu_hidden", "vocab_size", "dropout")
-_NOT_SETTINGS = {"command", "out", "recipe", "quiet", "preset", "fields", "minutes", *_MODEL_FLAGS}
+_NOT_SETTINGS = {"command", "out", "recipe", "quiet", "preset", "fields", "options", "minutes"}
+_NOT_SETTINGS.update(_MODEL_FLAGS)
 
 
 def settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,10 +184,20 @@ def settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     train = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     if "minutes" in given:
         train["seconds"] = given["minutes"] * 60.0
+    if "options" in given:
+        train["task_options"] = dict(map(_task_option, given["options"]))
     model = {name: given[name] for name in _MODEL_FLAGS if name in given}
     for text in given.get("fields", []):
         _set_field(model, text)
     return train, model
+
+
+def _task_option(text: str) -> tuple[str, int]:
+    """`option=number`."""
+    name, equals, value = text.partition("=")
+    if not equals or not value.removeprefix("-").isdecimal():
+        raise UserError(f"task: expected OPTION=N with a whole number N, got {text!r}")
+    return name, int(value)
 
 
 def _set_field(model: dict[str, Any], text: str) -> None:
@@ -202,7 +225,7 @@ def _train(options: argparse.Namespace) -> int:
 
     train, model = settings(options)
     if "data" not in train and not RunFolder(options.out).config.exists():
-        raise UserError("train: name a text file or folder to train on, or `stdlib`")
+        raise UserError("train: name a text file or folder to train on, `stdlib`, or a task")
     given = vars(options)
     run = prepare_run(
         options.out, train, model, preset=given.get("preset"), recipe=given.get("recipe")
@@ -213,7 +236,7 @@ def _train(options: argparse.Namespace) -> int:
         print(f"stopped at step {trainer.position.step}; the same command goes on from there")
         return STOPPED
     score = finish(run)
-    if not any(plot_run(options.out, baselines=_baselines(run.corpus), device=run.config.device)):
+    if not any(plot_run(options.out, baselines=run.corpus.baselines(), device=run.config.device)):
         return 1
     print(f"validation: {describe_score(score)}; everything is in {options.out}")
     return 0
@@ -226,7 +249,7 @@ def _say_run(run: Any, out: str) -> None:
     config = run.model_config
     print(
         f"{config.mixer}, {config.layers} layers of {config.dim}, {parameters:,} parameters, "
-        f"{run.config.precision} on {trainer.device}; {len(run.corpus.train):,} tokens to train on",
+        f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
         file=sys.stderr,
     )
     if run.resumed:
@@ -234,19 +257,13 @@ def _say_run(run: Any, out: str) -> None:
         print(f"the run in {out} {state} at step {trainer.position.step}", file=sys.stderr)
 
 
-def _baselines(corpus: Any) -> dict[str, float] | None:
-    """Baselines of a corpus of bytes; None where they would mean nothing."""
-    from .training.baselines import baselines
-
-    if corpus.valid_bytes is None or corpus.valid_bytes != len(corpus.valid):
-        return None
-    if min(len(corpus.train), len(corpus.valid)) < 3:
-        return None
-    return baselines(corpus.train, corpus.valid)
-
-
 def describe_score(score: Any) -> str:
     """A score in words."""
+    if score.accuracy is not None:
+        return (
+            f"accuracy {score.accuracy:.2%}, {score.nats:.4f} nats/answer over {score.tokens:,} "
+            "answers"
+        )
     bits = "" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f} bits/byte, "
     return (
         f"{bits}{score.nats:.4f} nats/token, perplexity {score.perplexity:.3f} "
@@ -279,6 +296,7 @@ def _eval(options: argparse.Namespace) -> int:
                     "nats_per_token": score.nats,
                     "perplexity": score.perplexity,
                     "tokens": score.tokens,
+                    "accuracy": score.accuracy,
                 }
             )
         )
@@ -308,7 +326,7 @@ def _plot(options: argparse.Namespace) -> int:
     from .training.report import plot_run
     from .training.scoring import corpus_of_run
 
-    lines = None if options.no_baselines else _baselines(corpus_of_run(options.run))
+    lines = None if options.no_baselines else corpus_of_run(options.run).baselines()
     for path in plot_run(options.run, baselines=lines, device=options.device):
         print(path)
     return 0

@@ -1,4 +1,5 @@
-"""Plots of a run: loss curves, and histograms of forget-gate values a layer (HGRN, Figures 2-3).
+"""Plots of a run: loss curves, a task's accuracy, and histograms of forget-gate values a layer
+(HGRN, Figures 2-3).
 
 Each function draws one PNG that a reader who did not make it understands: what was trained, on
 what, which way is better, and what the lines are.
@@ -39,12 +40,13 @@ def plot_losses(
     title: str = "Language-model loss while training",
     baselines: dict[str, float] | None = None,
     bytes_per_token: float | None = 1.0,
+    asked: str = "token",
 ) -> None:
     """Training and validation loss against the tokens read, as a PNG.
 
     metrics: lines of metrics.jsonl. baselines: bits per byte by name, drawn as horizontal lines.
     bytes_per_token: turns nats a token into bits per byte; None plots nats a token, without
-    baselines.
+    baselines. asked: what a loss is the mean over: tokens, or a task's answers.
 
     Raises ValueError when there is no line of training to plot.
     """
@@ -67,10 +69,62 @@ def plot_losses(
         axes.set_xlim(left=0.0)
         read = "bytes of text" if bytes_per_token == 1.0 else "tokens"
         axes.set_xlabel(f"{read} read in training{unit}")
-        what = "nats per token" if bytes_per_token is None else "bits per byte"
+        what = f"nats per {asked}" if bytes_per_token is None else "bits per byte"
         axes.set_ylabel(f"cross-entropy, {what} (lower is better)")
         axes.set_title(title)
         axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+        _save(figure, path)
+
+
+def plot_accuracy(
+    metrics: Sequence[dict[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Accuracy while training",
+    chance: float | None = None,
+) -> None:
+    """Share of a task's answers that are right against optimiser steps, as a PNG.
+
+    metrics: lines of metrics.jsonl. chance: accuracy of guessing, drawn as a dashed line.
+
+    Raises ValueError when there is no line with an accuracy.
+    """
+    if not any("accuracy" in row for row in metrics):
+        raise ValueError("plot_accuracy: metrics: expected lines with an accuracy, got none")
+    styles = {
+        "train": ("-", _TRAIN, 1.2, "training (mean of 10 steps)"),
+        "valid": ("o-", _VALID, 2.0, "validation on a part, ends at"),
+        "final": ("*", "black", 2.0, "validation on all of it:"),
+    }
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(figsize=(8.0, 4.8), layout="constrained")
+        for kind, (marks, color, width, label) in styles.items():
+            rows = [row for row in metrics if row["kind"] == kind and "accuracy" in row]
+            if not rows:
+                continue
+            y = np.array([row["accuracy"] for row in rows]) * 100.0
+            if kind != "train":
+                label = f"{label} {y[-1]:.1f}%"
+            size = 13 if kind == "final" else 4.5
+            axes.plot(
+                [row["step"] for row in rows],
+                y,
+                marks,
+                color=color,
+                linewidth=width,
+                markersize=size,
+                label=label,
+                zorder=2 if kind == "train" else 3,
+            )
+        if chance is not None:
+            label = f"guessing ({chance:.1%})"
+            axes.axhline(100 * chance, color=_BASELINES[0], linestyle="--", label=label)
+        axes.set_ylim(0.0, 103.0)
+        axes.set_xlim(left=0.0)
+        axes.set_xlabel("optimiser steps")
+        axes.set_ylabel("answers that are right, % (higher is better)")
+        axes.set_title(title)
+        axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
         _save(figure, path)
 
 

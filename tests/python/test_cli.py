@@ -127,7 +127,7 @@ def test_runs_on_token_ids_have_no_text(tmp_path, capsys):
         == 0
     )
     capsys.readouterr()
-    assert "trained on token ids; it has no tokenizer" in fails(capsys, "generate", out)
+    assert "trained without text; it has no tokenizer" in fails(capsys, "generate", out)
     assert cli.main(["eval", out, "--device=cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] is None
 

@@ -10,7 +10,7 @@ import pytest
 from training_cases import write_text
 
 from tidegate.training import UserError, load_corpus
-from tidegate.training.data import check_length, vocabulary_fits
+from tidegate.training.data import vocabulary_fits
 from tidegate.training.stdlib_corpus import load_stdlib, split_files, stdlib_files
 from tidegate.training.tokenizers import FileTokenizer, train_bpe
 
@@ -165,6 +165,6 @@ def test_bad_tokenizers_are_named(tmp_path):
 def test_too_short_and_too_large_ids_are_named(tmp_path):
     corpus = load_corpus(str(write_text(tmp_path / "a.txt", 100)))
     with pytest.raises(UserError, match="training part has 90 tokens, expected at least 129"):
-        check_length(corpus, 128)
+        corpus.check_length(128)
     with pytest.raises(UserError, match="token ids up to 255, the model's vocabulary is 64"):
         vocabulary_fits(corpus, 64)

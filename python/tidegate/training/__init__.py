@@ -1,4 +1,4 @@
-"""Training language models: data, schedules, the loop, run folders, baselines.
+"""Training on text and on tasks: data, schedules, the loop, run folders, baselines.
 
 The command line (`tidegate train`) is a thin layer over `prepare_run`.
 """
@@ -11,6 +11,7 @@ _WHERE = {
     "Recipe": "config",
     "Run": "runs",
     "Schedule": "schedules",
+    "Task": "tasks",
     "Score": "evaluate",
     "TrainConfig": "config",
     "Trained": "runs",
@@ -21,6 +22,7 @@ _WHERE = {
     "generate_text": "generate",
     "load_corpus": "data",
     "load_trained": "runs",
+    "make_task": "tasks",
     "prepare_run": "runs",
     "recipes": "config",
 }

@@ -1,10 +1,52 @@
-"""Which tokens a step sees: a function of seed and position alone, so that a run can resume."""
+"""What a step sees: a function of seed and position alone, so that a run can resume."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+IGNORED = -100
+
+
+class Batch(NamedTuple):
+    """Sequences and what is asked of them.
+
+    ids: int64 ``[B, T]``. labels: int64 ``[B, T]``, aligned with positions, -100 where nothing is
+    asked, or ``[B]``, one class a sequence. lengths: ``[B]`` on the CPU where sequences are padded
+    to T on the right, else None.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    lengths: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, padding left out."""
+        return self.ids.numel() if self.lengths is None else int(self.lengths.sum())
+
+    def chunk(self, parts: int) -> list[Batch]:
+        """The rows in `parts` equal parts."""
+        columns = [[None] * parts if x is None else x.chunk(parts) for x in self]
+        return [Batch(*row) for row in zip(*columns, strict=True)]
+
+    def run(self, model: Callable[..., Any], device: torch.device) -> tuple[Any, Tensor]:
+        """The model's output for this batch on `device`, and the labels there."""
+        lengths = {} if self.lengths is None else {"lengths": self.lengths}
+        labels = self.labels.to(device)
+        return model(self.ids.to(device), labels, **lengths), labels
+
+
+def count_answers(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many labels that are not -100 the likeliest logits hit, and how many there are: ``[2]``
+    int64, on the device. logits ``[..., C]``, labels ``[...]``."""
+    asked = labels != IGNORED
+    right = (logits.argmax(dim=-1) == labels) & asked
+    return torch.stack([right.sum(), asked.sum()])
 
 
 class WindowSampler:
@@ -41,8 +83,8 @@ class WindowSampler:
         self._starts = phase + self.context * generator.permutation(self.windows)
         self._epoch = epoch
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """(ids, labels), int64 ``[batch, context]``; labels are the tokens that follow."""
+    def next(self) -> Batch:
+        """ids and labels ``[batch, context]``; labels are the tokens that follow."""
         rows = np.empty((self.batch, self.context + 1), dtype=np.int64)
         for row in rows:
             epoch, index = divmod(self.position, self.windows)
@@ -51,7 +93,7 @@ class WindowSampler:
             row[:] = self.tokens[start : start + self.context + 1]
             self.position += 1
         block = torch.from_numpy(rows)
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())
 
 
 class Streams:

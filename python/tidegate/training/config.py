@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ class TrainConfig:
 
     Attributes:
         data: what `load_corpus` reads.
+        task_options: of a task, where data names one.
         tokenizer, valid, dtype: as `load_corpus` takes them.
         steps: optimiser steps; None when only `seconds` bounds the run.
         seconds: wall-time budget of training, validation left out; None when only `steps` does.
         batch_size: sequences an optimiser step.
-        context: tokens a sequence.
+        context: tokens a sequence; a task's own length, where data names one.
         grad_accum: parts that a batch is computed in, one after the other, to save memory.
         optimizer: "adamw", "adam" or "muon" (Muon for the matrices, AdamW for the rest).
         lr: peak learning rate.
@@ -55,6 +56,7 @@ class TrainConfig:
     """
 
     data: str = "stdlib"
+    task_options: dict[str, int] = field(default_factory=dict)
     tokenizer: str = "bytes"
     valid: str | None = None
     dtype: str = "uint16"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from . import stdlib_corpus
+from .baselines import baselines
+from .batches import WindowSampler
 from .errors import UserError
+from .evaluate import Score, evaluate
 from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 
 ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -41,6 +47,23 @@ class Corpus:
     tokenizer_file: Path | None
     fingerprint: str
 
+    num_classes: ClassVar[None] = None
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether tokens are bytes of text."""
+        return self.valid_bytes == len(self.valid)
+
+    @property
+    def unit(self) -> str:
+        """What losses are shown in."""
+        return "bits/byte" if self.is_bytes else "nats/token"
+
+    @property
+    def nats_per_unit(self) -> float:
+        """How many nats a token one of these is."""
+        return math.log(2) if self.is_bytes else 1.0
+
     def describe(self) -> dict[str, object]:
         """What the run's config.json records."""
         return {
@@ -51,6 +74,49 @@ class Corpus:
             "vocab_size": self.vocab_size,
             "fingerprint": self.fingerprint,
         }
+
+    def summary(self) -> str:
+        """What there is to train on, in words."""
+        return f"{len(self.train):,} tokens to train on"
+
+    def check_length(self, context: int) -> None:
+        """Raises UserError when a split is too short for one window of `context` tokens."""
+        for split, ids, needed in (
+            ("training", self.train, context + 1),
+            ("validation", self.valid, 2),
+        ):
+            if len(ids) < needed:
+                raise UserError(
+                    f"data: {self.name} is too short: its {split} part has {len(ids)} tokens, "
+                    f"expected at least {needed} with a context of {context}"
+                )
+
+    def sampler(self, batch: int, context: int, seed: int, device: torch.device) -> WindowSampler:
+        """Training batches in the order of a seed."""
+        return WindowSampler(self.train, batch, context, seed)
+
+    def baselines(self) -> dict[str, float] | None:
+        """Baselines in bits per byte; None where they would mean nothing."""
+        if not self.is_bytes or min(len(self.train), len(self.valid)) < 3:
+            return None
+        return baselines(self.train, self.valid)
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        precision: str,
+        limit: int | None = None,
+    ) -> Score:
+        """The score on the validation split, or on about `limit` tokens of it."""
+        return evaluate(
+            model,
+            self.valid,
+            valid_bytes=self.valid_bytes,
+            device=device,
+            precision=precision,
+            limit=limit,
+        )
 
 
 def load_corpus(
@@ -92,19 +158,6 @@ def load_corpus(
         tokenizer_file=path,
         fingerprint=_fingerprint(train_ids, valid_ids),
     )
-
-
-def check_length(corpus: Corpus, context: int) -> None:
-    """Raises UserError when a split is too short for one window of `context` tokens."""
-    for split, ids, needed in (
-        ("training", corpus.train, context + 1),
-        ("validation", corpus.valid, 2),
-    ):
-        if len(ids) < needed:
-            raise UserError(
-                f"data: {corpus.name} is too short: its {split} part has {len(ids)} tokens, "
-                f"expected at least {needed} with a context of {context}"
-            )
 
 
 def _read_text(source: str, valid: str | None) -> tuple[bytes, bytes]:

@@ -1,26 +1,29 @@
-"""Validation: cross-entropy over a split, the recurrent state carried along."""
+"""Validation: cross-entropy over text with the state carried along, and over a task's examples."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .batches import Streams
+from .batches import Batch, Streams, count_answers
 from .runtime import autocast
 
 
 @dataclass(frozen=True)
 class Score:
     """nats: mean cross-entropy a token, natural logarithm. tokens: how many were predicted.
-    bits_per_byte: None where the text behind the tokens is unknown."""
+    bits_per_byte: None where the text behind the tokens is unknown. accuracy: the share of a task's
+    answers that the model's likeliest one hits; None for text."""
 
     nats: float
     tokens: int
     bits_per_byte: float | None
+    accuracy: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -67,3 +70,25 @@ def evaluate(
     if valid_bytes is not None:
         bits = nats / math.log(2) * len(tokens) / valid_bytes
     return Score(nats, count, bits)
+
+
+@torch.no_grad()
+def evaluate_batches(
+    model: torch.nn.Module, batches: Iterable[Batch], *, device: torch.device, precision: str
+) -> Score:
+    """Mean cross-entropy and accuracy over the answers that `batches` ask for."""
+    training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64)
+    counts = torch.zeros(2, dtype=torch.int64)
+    try:
+        for batch in batches:
+            with autocast(device, precision):
+                output, labels = batch.run(model, device)
+            found = count_answers(output.logits, labels).cpu()
+            total += output.loss.double().cpu() * found[1]
+            counts += found
+    finally:
+        model.train(training)
+    right, asked = counts.tolist()
+    return Score(float(total) / asked, asked, None, right / asked)

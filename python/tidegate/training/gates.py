@@ -1,25 +1,31 @@
-"""Forget-gate values of a trained model on real text (HGRN, Table 12, Figures 2 and 3)."""
+"""Forget-gate values of a trained model on what it reads (HGRN, Table 12, Figures 2 and 3)."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..models import CausalLM
+from ..models import CausalLM, SequenceClassifier
 from ..nn import HGRU
+
+
+def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tensor:
+    """`rows` windows of `context` tokens spread over `tokens`: int64 ``[rows, context]``."""
+    starts = np.linspace(0, max(0, len(tokens) - context - 1), rows).astype(np.int64)
+    windows = [np.asarray(tokens[start : start + context], dtype=np.int64) for start in starts]
+    return torch.from_numpy(np.stack(windows))
 
 
 @torch.no_grad()
 def forget_gates(
-    model: CausalLM, tokens: np.ndarray, *, rows: int = 8, context: int = 256
+    model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
 ) -> list[np.ndarray]:
     """lambda = gamma + (1 - gamma) * sigmoid(f) of every layer: one array ``[channels, samples]``
-    of float32 in (0, 1) a layer with a data-dependent forget gate, over `rows` windows of `context`
-    tokens spread over `tokens`.
+    of float32 in (0, 1) a layer with a data-dependent forget gate, over all tokens of ids
+    ``[B, T]``. lengths: of padded rows, for classifiers.
     """
-    starts = np.linspace(0, max(0, len(tokens) - context - 1), rows).astype(np.int64)
-    windows = [np.asarray(tokens[start : start + context], dtype=np.int64) for start in starts]
-    ids = torch.from_numpy(np.stack(windows)).to(next(model.parameters()).device)
+    ids = ids.to(next(model.parameters()).device)
     logits: dict[int, torch.Tensor] = {}
     handles = []
     for layer, block in enumerate(model.blocks):
@@ -33,7 +39,7 @@ def forget_gates(
     training = model.training
     model.eval()
     try:
-        model(ids)
+        model(ids, **({} if lengths is None else {"lengths": lengths}))
     finally:
         for handle in handles:
             handle.remove()

@@ -21,11 +21,11 @@ def generate_text(
     """The prompt and `tokens` tokens that the model adds to it.
 
     An empty prompt begins at a line end. Raises UserError when the model was trained on token ids
-    whose text is unknown, or a sampling setting is out of range.
+    or on a task, whose text is unknown, or a sampling setting is out of range.
     """
     tokenizer = trained.tokenizer
     if tokenizer is None:
-        raise UserError("generate: the model was trained on token ids; it has no tokenizer")
+        raise UserError("generate: the model was trained without text; it has no tokenizer")
     ids = tokenizer.encode(prompt or b"\n")
     if len(ids) == 0:
         raise UserError("generate: the prompt has no tokens")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Progress:
     """A bar with loss and tokens/s on a terminal; a line every ten seconds elsewhere.
 
-    The bar counts steps, or the seconds of a wall-time budget. Losses are shown in bits per byte
-    where tokens are bytes, else in nats a token.
+    The bar counts steps, or the seconds of a wall-time budget. Losses are shown in the corpus's
+    unit.
     """
 
     def __init__(self, trainer: Trainer, quiet: bool = False) -> None:
@@ -45,9 +45,8 @@ class Progress:
             self._bar.close()
 
     def _loss(self, nats: float) -> str:
-        if self._trainer.corpus.valid_bytes == len(self._trainer.corpus.valid):
-            return f"{nats / math.log(2):.3f} bits/byte"
-        return f"{nats:.3f} nats/token"
+        corpus = self._trainer.corpus
+        return f"{nats / corpus.nats_per_unit:.3f} {corpus.unit}"
 
     def status(self) -> str:
         """Step, losses, speed, in one line."""
@@ -60,6 +59,8 @@ class Progress:
             parts.append(f"loss {self._loss(trainer.loss)}")
         if trainer.valid is not None:
             parts.append(f"valid {self._loss(trainer.valid.nats)}")
+            if trainer.valid.accuracy is not None:
+                parts.append(f"accuracy {trainer.valid.accuracy:.1%}")
         parts.append(f"{speed:,.0f} tokens/s")
         return ", ".join(parts)
 

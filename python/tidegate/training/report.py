@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from .checkpoint import METRICS_FILE, RunFolder, read_metrics
 from .config import read_json
 from .errors import UserError
 from .evaluate import Score
-from .gates import forget_gates
+from .gates import forget_gates, windows_of
 from .runs import Run, load_trained
 from .scoring import corpus_of_run
+from .task_corpus import TaskCorpus
 
 LOSS_PLOT = "loss.png"
+ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
 
 
@@ -32,13 +36,14 @@ def _recorded_score(run: Run) -> Score | None:
     last = (read_metrics(run.folder.metrics) or [{}])[-1]
     if last.get("kind") != "final" or last["step"] != run.trainer.position.step:
         return None
-    return Score(last["loss"], last["valid_tokens"], last["bits_per_byte"])
+    return Score(last["loss"], last["valid_tokens"], last["bits_per_byte"], last.get("accuracy"))
 
 
 def plot_run(
     path: str | Path, *, baselines: dict[str, float] | None = None, device: str = "auto"
 ) -> list[Path]:
-    """Draws loss.png and, for models with data-dependent forget gates, forget_gates.png.
+    """Draws loss.png, for tasks accuracy.png, and for models with data-dependent forget gates
+    forget_gates.png.
 
     Returns the files. Raises UserError when the folder holds no run, or nothing to plot yet.
     """
@@ -56,14 +61,20 @@ def plot_run(
     source = Path(data["name"]).name
     text = "the Python standard library's sources" if source == "stdlib" else source
     bytes_per_token = data["valid_bytes"] / data["valid_tokens"] if data["valid_bytes"] else None
+    title = f"{name}, learning {text}"
+    is_task = data.get("chance") is not None
     drawn = [folder.path / LOSS_PLOT]
     plots.plot_losses(
         metrics,
         drawn[0],
-        title=f"{name}, learning {text}",
+        title=title,
         baselines=baselines,
         bytes_per_token=bytes_per_token,
+        asked="answer" if is_task else "token",
     )
+    if is_task:
+        drawn.append(folder.path / ACCURACY_PLOT)
+        plots.plot_accuracy(metrics, drawn[-1], title=title, chance=data["chance"])
     if folder.checkpoint.exists():
         gates_plot = _plot_gates(folder, values, name, device)
         drawn += [gates_plot] if gates_plot else []
@@ -75,8 +86,13 @@ def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path
 
     trained = load_trained(str(folder.path), device)
     corpus = corpus_of_run(str(folder.path))
-    context = min(values["train"]["context"], len(corpus.valid) - 1)
-    gates = forget_gates(trained.model, corpus.valid, context=context)
+    if isinstance(corpus, TaskCorpus):
+        batch = next(corpus.valid_batches(torch.device("cpu"), 8 * corpus.task.length))
+        what, gates = "validation examples", forget_gates(trained.model, batch.ids, batch.lengths)
+    else:
+        context = min(values["train"]["context"], len(corpus.valid) - 1)
+        ids = windows_of(corpus.valid, context=context)
+        what, gates = "validation text", forget_gates(trained.model, ids)
     if not gates:
         return None
     bounds = [
@@ -86,7 +102,7 @@ def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path
     plots.plot_forget_gates(
         gates,
         path,
-        title=f"Forget gates on validation text: {name}",
+        title=f"Forget gates on {what}: {name}",
         bounds=None if None in bounds else bounds,
     )
     return path

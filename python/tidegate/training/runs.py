@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from ..models import CausalLM, LMConfig, presets
+from ..models import CausalLM, LMConfig, SequenceClassifier, presets
 from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, RunFolder, load_checkpoint
 from .config import MAY_CHANGE, TrainConfig, differences, read_json, recipes
-from .data import Corpus, absolute_source, check_length, load_corpus, vocabulary_fits
+from .data import vocabulary_fits
 from .errors import UserError
 from .runtime import describe_machine, resolve_device, resolve_precision, set_threads
-from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from .sources import Source, open_source, resolve_source
+from .tasks import TASKS
+from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from .trainer import Trainer
 
 DEFAULT_STEPS = 1000
@@ -30,7 +32,7 @@ class Run:
     folder: RunFolder
     model_config: LMConfig
     config: TrainConfig
-    corpus: Corpus
+    corpus: Source
     trainer: Trainer
     resumed: bool
 
@@ -63,16 +65,10 @@ def prepare_run(
     try:
         recorded = _recorded(folder)
         base = recorded["train"] if recorded else {}
-        config = _train_config({**base, **asked_train}, recorded)
-        workdir = folder.path
-        corpus = load_corpus(
-            config.data,
-            tokenizer=config.tokenizer,
-            valid=config.valid,
-            dtype=config.dtype,
-            workdir=workdir,
-        )
-        check_length(corpus, config.context)
+        values = resolve_source({**base, **asked_train}, asked_train, base)
+        config = _train_config(values, recorded)
+        corpus = open_source(config, workdir=folder.path)
+        corpus.check_length(config.context)
         model_config = _model_config(asked_model, recorded, corpus)
         _refuse_other(folder, recorded, config, model_config, corpus)
         content = load_checkpoint(folder.checkpoint) if folder.checkpoint.exists() else None
@@ -129,11 +125,6 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
     values = dict(values)
     if values.get("steps") is None and values.get("seconds") is None:
         values["steps"] = DEFAULT_STEPS
-    for key in ("data", "valid"):
-        if values.get(key):
-            values[key] = absolute_source(values[key])
-    if values.get("tokenizer", BYTES) != BYTES and not values["tokenizer"].startswith("bpe:"):
-        values["tokenizer"] = absolute_source(values["tokenizer"])
     config = TrainConfig.from_dict(values)
     if config.precision == "auto":
         began = recorded["train"]["precision"] if recorded else None
@@ -143,13 +134,16 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
 
 
 def _model_config(
-    asked: dict[str, Any], recorded: dict[str, Any] | None, corpus: Corpus
+    asked: dict[str, Any], recorded: dict[str, Any] | None, corpus: Source
 ) -> LMConfig:
-    """The model's configuration; its vocabulary is the corpus's unless something names another."""
+    """The model's configuration; its vocabulary and classes are the corpus's unless something names
+    others."""
     base = recorded["model"] if recorded else DEFAULT_MODEL
     values = {**base, **asked}
     if values.get("vocab_size") is None:
         values["vocab_size"] = corpus.vocab_size
+    if corpus.num_classes is not None:
+        values.setdefault("num_classes", corpus.num_classes)
     try:
         config = LMConfig.from_dict(values)
     except (ValueError, TypeError) as error:
@@ -163,7 +157,7 @@ def _refuse_other(
     recorded: dict[str, Any] | None,
     config: TrainConfig,
     model_config: LMConfig,
-    corpus: Corpus,
+    corpus: Source,
 ) -> None:
     """UserError when the folder's run is not the one that is asked for."""
     if recorded is None:
@@ -183,14 +177,14 @@ def _build(
     folder: RunFolder,
     model_config: LMConfig,
     config: TrainConfig,
-    corpus: Corpus,
+    corpus: Source,
     content: dict[str, Any] | None,
 ) -> Run:
     """The model and its trainer, restored from `content` when there is a checkpoint."""
     set_threads(config.threads)
     torch.manual_seed(config.seed)
     try:
-        model = CausalLM(model_config)
+        model = _make_model(model_config, corpus)
     except ValueError as error:
         raise UserError(str(error)) from error
     trainer = Trainer(model, corpus, config, folder)
@@ -213,11 +207,23 @@ def _build(
     return Run(folder, model_config, config, corpus, trainer, content is not None)
 
 
+def _make_model(config: LMConfig, corpus: Source) -> CausalLM | SequenceClassifier:
+    """A language model, or a classifier where the corpus has classes."""
+    if corpus.num_classes is None:
+        return CausalLM(config)
+    if (config.num_classes or 0) < corpus.num_classes:
+        raise ValueError(
+            f"LMConfig: num_classes: expected {corpus.num_classes} or more for {corpus.name}; "
+            f"got {config.num_classes}"
+        )
+    return SequenceClassifier(config)
+
+
 @dataclass
 class Trained:
     """A model that was trained, ready to use, and what it was trained on (None: unknown)."""
 
-    model: CausalLM
+    model: CausalLM | SequenceClassifier
     tokenizer: Tokenizer | None
     train: TrainConfig | None
 
@@ -241,16 +247,18 @@ def load_trained(path: str, device: str = "auto") -> Trained:
     values = read_json(folder.config)
     content = load_checkpoint(folder.checkpoint)
     try:
-        model = CausalLM(LMConfig.from_dict(values["model"]))
-        model.load_state_dict(content["model"])
+        model_config = LMConfig.from_dict(values["model"])
         config = TrainConfig.from_dict(values["train"])
+        is_classifier = "head.bias" in content["model"]
+        model = (SequenceClassifier if is_classifier else CausalLM)(model_config)
+        model.load_state_dict(content["model"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         detail = str(error).splitlines()[-1].strip()
         raise UserError(
             f"{folder.checkpoint}: does not fit {folder.config.name} beside it: {detail}"
         ) from error
-    is_array = config.data.endswith((".npy", ".bin"))
-    return Trained(model.to(target).eval(), None if is_array else tokenizer, config)
+    has_text = config.data not in TASKS and not config.data.endswith((".npy", ".bin"))
+    return Trained(model.to(target).eval(), tokenizer if has_text else None, config)
 
 
 def _load_model_folder(path: Path) -> CausalLM:

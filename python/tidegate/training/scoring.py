@@ -1,4 +1,4 @@
-"""`tidegate eval`: the score of a trained model on a text."""
+"""`tidegate eval`: the score of a trained model on a text or on its task."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
+from ..models import CausalLM
 from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
-from .evaluate import Score, evaluate
+from .evaluate import Score
 from .runs import load_trained
 from .runtime import resolve_precision
+from .sources import Source, open_source
 from .stdlib_corpus import NAME as STDLIB
 from .tokenizers import BYTES, TOKENIZER_FILE
 
 
-def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") -> Corpus:
+def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") -> Source:
     """The corpus that the run in folder `run` was trained on, or `source` under its tokenizer."""
     from .checkpoint import RunFolder
     from .config import TrainConfig, read_json
@@ -33,7 +35,7 @@ def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") ->
         config = TrainConfig.from_dict(read_json(folder.config)["train"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder.config}: not the configuration of a run") from error
-    return load_corpus(config.data, tokenizer=tokenizer, valid=config.valid, dtype=config.dtype)
+    return open_source(config, tokenizer=tokenizer)
 
 
 def score_run(
@@ -47,26 +49,22 @@ def score_run(
     """Scores the model in folder `run`.
 
     source: all of this text or array of ids is scored; of `stdlib`, its validation split. None:
-    the validation split that the run was trained with.
+    the validation split, or the task, that the run was trained with.
 
     Raises:
         UserError: the model or the text is missing, damaged, or too short.
     """
     trained = load_trained(run, device)
+    if source is not None and not isinstance(trained.model, CausalLM):
+        raise UserError(f"data: {run} holds a classifier, which scores its own task; leave it out")
     corpus = corpus_of_run(run, source, dtype)
     if source is not None and source != STDLIB:
         corpus = _whole(corpus, Path(source))
     vocabulary_fits(corpus, trained.model.config.vocab_size)
-    if len(corpus.valid) < 2:
+    if isinstance(corpus, Corpus) and len(corpus.valid) < 2:
         raise UserError(f"data: {corpus.name} is too short: expected at least 2 tokens to score")
     target = next(trained.model.parameters()).device
-    return evaluate(
-        trained.model,
-        corpus.valid,
-        valid_bytes=corpus.valid_bytes,
-        device=target,
-        precision=resolve_precision(precision, target),
-    )
+    return corpus.score(trained.model, target, resolve_precision(precision, target))
 
 
 def _whole(corpus: Corpus, source: Path) -> Corpus:

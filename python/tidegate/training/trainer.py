@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from .batches import WindowSampler
+from .batches import count_answers
 from .checkpoint import RunFolder, save_checkpoint
 from .config import TrainConfig
-from .data import Corpus
 from .errors import UserError
-from .evaluate import Score, evaluate
+from .evaluate import Score
 from .optim import build_optimizer
 from .progress import Progress
 from .runtime import autocast, resolve_device
+from .sources import Source
+from .task_corpus import TaskCorpus
 
 LOG_EVERY = 10
 
@@ -41,15 +42,15 @@ class Position:
 
 
 class Trainer:
-    """Trains a language model on a corpus and writes its run folder.
+    """Trains a model on text or on a task and writes its run folder.
 
-    model: called as ``model(ids, labels, state=...)``, returning an object with logits, loss and
-    state, as `tidegate.models.CausalLM` does. config.precision must be resolved ("fp32" or
-    "bf16").
+    model: called as ``model(ids, labels, ...)``, returning an object with logits, loss and state,
+    as `tidegate.models.CausalLM` and `SequenceClassifier` do. config.precision must be resolved
+    ("fp32" or "bf16").
     """
 
     def __init__(
-        self, model: torch.nn.Module, corpus: Corpus, config: TrainConfig, folder: RunFolder
+        self, model: torch.nn.Module, corpus: Source, config: TrainConfig, folder: RunFolder
     ) -> None:
         self.config = config
         self.corpus = corpus
@@ -67,12 +68,13 @@ class Trainer:
             muon_lr=config.muon_lr,
         )
         self.schedule = config.learning_rate()
-        self.sampler = WindowSampler(corpus.train, config.batch_size, config.context, config.seed)
+        self.sampler = corpus.sampler(config.batch_size, config.context, config.seed, self.device)
         self.position = Position()
         self.loss = math.nan  # of the last logged steps
         self.valid: Score | None = None
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
+        self._answers: list[torch.Tensor] = []  # right and asked, of tasks
         self._stop = False
 
     def progress(self) -> float:
@@ -116,15 +118,16 @@ class Trainer:
         multiplier = self.schedule(position.step, self.progress())
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * multiplier
-        ids, labels = self.sampler.next()
+        batch = self.sampler.next()
         loss = torch.zeros((), device=self.device)
-        parts = zip(ids.chunk(config.grad_accum), labels.chunk(config.grad_accum), strict=True)
-        for part, target in parts:
+        for part in batch.chunk(config.grad_accum):
             with autocast(self.device, config.precision):
-                output = self.model(part.to(self.device), target.to(self.device))
+                output, labels = part.run(self.model, self.device)
             part_loss = output.loss / config.grad_accum
             part_loss.backward()
             loss += part_loss.detach()
+            if isinstance(self.corpus, TaskCorpus):
+                self._answers.append(count_answers(output.logits.detach(), labels))
         parameters = self.model.parameters()
         largest = config.clip if config.clip > 0 else math.inf
         self._norms.append(torch.nn.utils.clip_grad_norm_(parameters, largest))
@@ -132,7 +135,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._losses.append(loss)
         position.step += 1
-        position.tokens += ids.numel()
+        position.tokens += batch.tokens
 
     def _due(self, what: str) -> bool:
         """Whether a validation ("eval") or a "checkpoint" is due after this step."""
@@ -155,8 +158,12 @@ class Trainer:
             return
         loss = torch.stack(self._losses).mean().item()
         norm = torch.stack(self._norms).mean().item()
-        self._losses.clear()
-        self._norms.clear()
+        accuracy = {}
+        if self._answers:
+            right, asked = torch.stack(self._answers).sum(dim=0).tolist()
+            accuracy["accuracy"] = right / asked
+        for kept in (self._losses, self._norms, self._answers):
+            kept.clear()
         if not math.isfinite(loss):
             raise UserError(
                 f"train: the loss is {loss} at step {self.position.step}: lower --lr or clip the "
@@ -171,6 +178,7 @@ class Trainer:
                 "tokens": position.tokens,
                 "seconds": round(position.seconds, 3),
                 "loss": loss,
+                **accuracy,
                 "lr": self.optimizer.param_groups[-1]["lr"],
                 "grad_norm": norm,
                 "tokens_per_second": round(position.tokens / max(position.seconds, 1e-9), 1),
@@ -180,14 +188,7 @@ class Trainer:
     def validate(self, limit: int | None = None) -> Score:
         """Scores the validation split (about `limit` tokens of it) and writes the result."""
         self._log()
-        score = evaluate(
-            self.model,
-            self.corpus.valid,
-            valid_bytes=self.corpus.valid_bytes,
-            device=self.device,
-            precision=self.config.precision,
-            limit=limit,
-        )
+        score = self.corpus.score(self.model, self.device, self.config.precision, limit)
         position = self.position
         self.folder.append_metrics(
             {
@@ -198,6 +199,7 @@ class Trainer:
                 "loss": score.nats,
                 "perplexity": score.perplexity,
                 "bits_per_byte": score.bits_per_byte,
+                **({} if score.accuracy is None else {"accuracy": score.accuracy}),
                 "valid_tokens": score.tokens,
             }
         )

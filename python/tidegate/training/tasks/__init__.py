@@ -1,0 +1,35 @@
+"""Synthetic tasks: sequences drawn anew for every step, with an exact answer to each.
+
+One file a task. `task.Task` says what a task is; adding one is a dataclass and a line in `TASKS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..errors import UserError
+from .copying import Copying, SelectiveCopying
+from .listops import ListOps
+from .task import Task
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Copying, SelectiveCopying, ListOps)}
+
+__all__ = ["TASKS", "Copying", "ListOps", "SelectiveCopying", "Task", "make_task"]
+
+
+def make_task(name: str, options: dict[str, Any] | None = None) -> Task:
+    """The task called `name` with some of its options changed.
+
+    Raises:
+        UserError: there is no such task or option, or the options make no task.
+    """
+    if name not in TASKS:
+        raise UserError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+    known = [field.name for field in dataclasses.fields(TASKS[name])]
+    for key, value in (options or {}).items():
+        if key not in known:
+            raise UserError(f"task: {name} has no option {key!r}; it has {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(f"task: {name}: {key}: expected an integer, got {value!r}")
+    return TASKS[name](**(options or {}))
