@@ -216,6 +216,25 @@ def _rebuild(
     return module.train(training)
 
 
+def _to_cpp(state: Any) -> list[Tensor]:
+    """A mixer's state as C++ holds it: its tensors; none for None."""
+    if state is None:
+        return []
+    return [state] if isinstance(state, Tensor) else list(state)
+
+
+def _to_python(state: list[Tensor]) -> Any:
+    """The reverse of _to_cpp(): None, a tensor, or a tuple of tensors."""
+    if len(state) < 2:
+        return state[0] if state else None
+    return tuple(state)
+
+
+def _all_to_python(state: list[list[Tensor]]) -> tuple[Any, ...]:
+    """The same for one state a layer."""
+    return tuple(_to_python(s) for s in state)
+
+
 class GLU(CppModule):
     """tidegate::nn::GLU; see `tidegate.nn.GLU`."""
 
@@ -278,9 +297,14 @@ class Block(_Configured):
 
     _native = _cpp.cpp.Block
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, state: Any = None, **keywords: Any) -> tuple[Tensor, Any]:
+        """x ``[B, T, dim]`` -> the same, and the mixer's state."""
+        y, state = self.cpp_module.forward(x, _to_cpp(state), **keywords)
+        return y, _to_python(state)
+
+    def step(self, x: Tensor, state: Any, gamma: Tensor | None = None) -> Tensor:
         """One token; the mixer's state is updated in place."""
-        return self.cpp_module.step(x, state, gamma)
+        return self.cpp_module.step(x, _to_cpp(state), gamma)
 
 
 class _Model(_Configured):
@@ -288,8 +312,10 @@ class _Model(_Configured):
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         """See the Python class of this name."""
+        if kwargs.get("state") is not None:
+            kwargs["state"] = [_to_cpp(s) for s in kwargs["state"]]
         logits, loss, state = self.cpp_module.forward(*args, **kwargs)
-        return Output(logits, loss, tuple(state) if state else None)
+        return Output(logits, loss, _all_to_python(state) if state else None)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes config.json and model.safetensors into `directory`."""
@@ -310,20 +336,22 @@ class CausalLM(_Model):
 
     _native = _cpp.cpp.CausalLM
 
-    def init_state(self, batch: int, *, capacity: int | None = None) -> tuple[Tensor, ...]:
+    def logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits at some positions only."""
+        return self.cpp_module.logits_at(ids, positions)
+
+    def init_state(self, batch: int, *, capacity: int | None = None) -> tuple[Any, ...]:
         """The empty state of `batch` sequences, one entry a layer."""
-        return tuple(self.cpp_module.init_state(batch, capacity=capacity))
+        return _all_to_python(self.cpp_module.init_state(batch, capacity=capacity))
 
-    def step(self, ids: Tensor, state: Sequence[Tensor]) -> Tensor:
+    def step(self, ids: Tensor, state: Sequence[Any]) -> Tensor:
         """One token a sequence; the state is updated in place."""
-        return self.cpp_module.step(ids, list(state))
+        return self.cpp_module.step(ids, [_to_cpp(s) for s in state])
 
-    def prefill(
-        self, ids: Tensor, lengths: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def prefill(self, ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
         """Logits after each prompt's last token, and the state."""
         logits, state = self.cpp_module.prefill(ids, lengths)
-        return logits, tuple(state)
+        return logits, _all_to_python(state)
 
     def generate(self, ids: Tensor, max_new_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
         """Continues the prompts; the arguments are those of `tidegate.models.CausalLM`."""

@@ -84,16 +84,17 @@ Tensor BlockImpl::drop(const Tensor& x) const {
   return at::dropout(x, config.dropout, is_training());
 }
 
-std::tuple<Tensor, Tensor> BlockImpl::forward(const Tensor& x, const std::optional<Tensor>& state,
-                                              const std::optional<Tensor>& gamma,
-                                              const std::optional<Tensor>& cu_seqlens) {
-  auto [y, next] = mixer_->forward(mixer_norm->forward(x), state, gamma, cu_seqlens);
+std::tuple<Tensor, nn::MixerState> BlockImpl::forward(const Tensor& x, const nn::MixerState& state,
+                                                      const std::optional<Tensor>& gamma,
+                                                      const std::optional<Tensor>& cu_seqlens) {
+  auto [y, next] = mixer_->mix(mixer_norm->forward(x), state, gamma, cu_seqlens);
   const Tensor mixed = x + drop(y);
   return {mixed + drop(glu->forward(glu_norm->forward(mixed))), next};
 }
 
-Tensor BlockImpl::step(const Tensor& x, const Tensor& state, const std::optional<Tensor>& gamma) {
-  const Tensor mixed = x + mixer_->step(mixer_norm->forward(x), state, gamma);
+Tensor BlockImpl::step(const Tensor& x, const nn::MixerState& state,
+                       const std::optional<Tensor>& gamma) {
+  const Tensor mixed = x + mixer_->mix_step(mixer_norm->forward(x), state, gamma);
   return mixed + glu->forward(glu_norm->forward(mixed));
 }
 
@@ -151,7 +152,7 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   ModelState states(blocks->size());
   const auto bounds = gammas();
   for (size_t k = 0; k < blocks->size(); ++k) {
-    const auto before = state ? std::optional<Tensor>((*state)[k]) : std::nullopt;
+    const nn::MixerState before = state ? (*state)[k] : nn::MixerState{};
     std::tie(x, states[k]) = block(k).forward(x, before, bounds[k], cu_seqlens);
   }
   return {norm.ptr()->forward(x), states};

@@ -102,10 +102,19 @@ Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
           next};
 }
 
+Tensor CausalLMImpl::logits_at(const Tensor& ids, const Tensor& positions) {
+  check_ids("CausalLM.logits_at", ids);
+  TORCH_CHECK_VALUE(positions.dim() == 2 && positions.size(0) == ids.size(0),
+                    "CausalLM.logits_at: positions: expected [B=", ids.size(0), ", P]; got ",
+                    nn::shape_text(positions));
+  const auto [x, state] = run("CausalLM", embed(ids), std::nullopt, std::nullopt);
+  return logits(x.gather(1, positions.unsqueeze(-1).expand({-1, -1, x.size(-1)})));
+}
+
 ModelState CausalLMImpl::init_state(int64_t batch, std::optional<int64_t> capacity) const {
   ModelState state;
   for (size_t k = 0; k < blocks->size(); ++k) {
-    state.push_back(block(k).mixer().init_state(batch, std::nullopt, std::nullopt, capacity));
+    state.push_back(block(k).mixer().make_state(batch, std::nullopt, std::nullopt, capacity));
   }
   return state;
 }

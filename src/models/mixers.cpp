@@ -3,34 +3,16 @@
 #include "tidegate/nn/hgru.h"
 
 #include <algorithm>
-#include <sstream>
+#include <iterator>
 #include <type_traits>
 
 namespace tidegate::models {
 namespace {
 
-constexpr const char* kMixers[] = {"hgrn"};
-
-// Names of the public surface; those without a class are not available in this version.
+// Names of the public surface; those that are not in kMixers are not available in this version.
 constexpr const char* kKnownMixers[] = {
     "hgrn",      "hgrn2", "gla",     "lru",         "slru",           "rwkv4", "gated-linear-rnn",
     "gated-rnn", "fox",   "fox-pro", "transformer", "transformer-pro"};
-
-constexpr const char* kHgruOptions[] = {"complex",     "theta",  "input_gate", "forget_gate",
-                                        "output_gate", "expand", "expansion",  "bidirectional",
-                                        "preset",      "bias",   "norm",       "norm_eps"};
-
-template <size_t N>
-bool contains(const char* const (&names)[N], const std::string& name) {
-  return std::any_of(names, names + N, [&](const char* known) { return name == known; });
-}
-
-template <size_t N>
-std::string joined(const char* const (&names)[N]) {
-  std::string text;
-  for (const char* name : names) text += (text.empty() ? "" : ", ") + std::string(name);
-  return text;
-}
 
 [[noreturn]] void wrong_type(const std::string& name, const char* expected) {
   TORCH_CHECK_VALUE(false, "LMConfig: mixer_options: ", name, ": expected ", expected);
@@ -50,48 +32,110 @@ T value_as(const std::string& name, const OptionValue& value) {
 }
 
 template <typename T>
-std::optional<T> optional_as(const std::string& name, const OptionValue& value) {
-  if (std::holds_alternative<std::monostate>(value)) return std::nullopt;
-  return value_as<T>(name, value);
+void assign(T& field, const std::string& name, const OptionValue& value) {
+  field = value_as<T>(name, value);
 }
 
-void set_option(nn::HGRUOptions& options, const std::string& name, const OptionValue& value) {
-  if (name == "complex") options.complex(optional_as<bool>(name, value));
-  if (name == "theta") options.theta(optional_as<std::string>(name, value));
-  if (name == "input_gate") options.input_gate(value_as<std::string>(name, value));
-  if (name == "forget_gate") options.forget_gate(value_as<std::string>(name, value));
-  if (name == "output_gate") options.output_gate(value_as<bool>(name, value));
-  if (name == "expand") options.expand(value_as<int64_t>(name, value));
-  if (name == "expansion") options.expansion(optional_as<std::string>(name, value));
-  if (name == "bidirectional") options.bidirectional(value_as<bool>(name, value));
-  if (name == "preset") options.preset(value_as<std::string>(name, value));
-  if (name == "bias") options.bias(optional_as<bool>(name, value));
-  if (name == "norm") options.norm(optional_as<std::string>(name, value));
-  if (name == "norm_eps") options.norm_eps(value_as<double>(name, value));
+template <typename T>
+void assign(std::optional<T>& field, const std::string& name, const OptionValue& value) {
+  field = std::holds_alternative<std::monostate>(value)
+              ? std::nullopt
+              : std::optional<T>(value_as<T>(name, value));
+}
+
+// The options of a mixer that a configuration can set, in the order in which errors list them.
+template <typename Visit>
+void visit_options(nn::HGRUOptions& options, const Visit& visit) {
+  visit("complex", options.complex());
+  visit("theta", options.theta());
+  visit("input_gate", options.input_gate());
+  visit("forget_gate", options.forget_gate());
+  visit("output_gate", options.output_gate());
+  visit("expand", options.expand());
+  visit("expansion", options.expansion());
+  visit("rank", options.rank());
+  visit("bidirectional", options.bidirectional());
+  visit("preset", options.preset());
+  visit("bias", options.bias());
+  visit("norm", options.norm());
+  visit("norm_eps", options.norm_eps());
+}
+
+// A mixer that configurations can name.
+struct Mixer {
+  const char* name;
+  std::vector<std::string> (*option_names)();
+  std::shared_ptr<torch::nn::Module> (*make)(const LMConfig& config,
+                                             const nn::Placement& placement);
+};
+
+template <typename Options>
+std::vector<std::string> option_names() {
+  std::vector<std::string> names;
+  Options options(1);
+  visit_options(options, [&](const char* name, auto&) { names.emplace_back(name); });
+  return names;
+}
+
+template <typename Impl, typename Options>
+std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placement& placement) {
+  Options options(config.dim);
+  options.norm_eps(config.norm_eps).device(placement.device).dtype(placement.dtype);
+  for (const auto& [wanted, value] : config.mixer_options) {
+    visit_options(options, [&, &given = wanted, &to = value](const char* name, auto& field) {
+      if (given == name) assign(field, given, to);
+    });
+  }
+  return std::make_shared<Impl>(options);
+}
+
+template <typename Impl, typename Options>
+constexpr Mixer describe(const char* name) {
+  return {name, &option_names<Options>, &make<Impl, Options>};
+}
+
+constexpr Mixer kMixers[] = {
+    describe<nn::HGRUImpl, nn::HGRUOptions>("hgrn"),
+};
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+const Mixer& find_mixer(const std::string& name) {
+  for (const Mixer& mixer : kMixers) {
+    if (name == mixer.name) return mixer;
+  }
+  const bool is_known =
+      std::find(std::begin(kKnownMixers), std::end(kKnownMixers), name) != std::end(kKnownMixers);
+  TORCH_CHECK_VALUE(false, "LMConfig: mixer: '", name, "' ",
+                    is_known ? "is not available in this version" : "is unknown",
+                    "; available: ", joined(mixers()));
 }
 
 }  // namespace
 
-std::vector<std::string> mixers() { return {std::begin(kMixers), std::end(kMixers)}; }
+std::vector<std::string> mixers() {
+  std::vector<std::string> names;
+  for (const Mixer& mixer : kMixers) names.emplace_back(mixer.name);
+  return names;
+}
 
 void check_mixer_options(const std::string& mixer, const MixerOptions& options) {
-  const char* what =
-      contains(kKnownMixers, mixer) ? "is not available in this version" : "is unknown";
-  TORCH_CHECK_VALUE(contains(kMixers, mixer), "LMConfig: mixer: '", mixer, "' ", what,
-                    "; available: ", joined(kMixers));
+  const std::vector<std::string> known = find_mixer(mixer).option_names();
   for (const auto& [name, value] : options) {
-    TORCH_CHECK_VALUE(contains(kHgruOptions, name), "LMConfig: mixer_options: mixer '", mixer,
-                      "' has no option '", name, "'; it has ", joined(kHgruOptions));
+    TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), name) != known.end(),
+                      "LMConfig: mixer_options: mixer '", mixer, "' has no option '", name,
+                      "'; it has ", joined(known));
   }
 }
 
 std::shared_ptr<torch::nn::Module> make_mixer(const LMConfig& config,
                                               const nn::Placement& placement) {
   check_mixer_options(config.mixer, config.mixer_options);
-  nn::HGRUOptions options(config.dim);
-  options.norm_eps(config.norm_eps).device(placement.device).dtype(placement.dtype);
-  for (const auto& [name, value] : config.mixer_options) set_option(options, name, value);
-  return std::make_shared<nn::HGRUImpl>(options);
+  return find_mixer(config.mixer).make(config, placement);
 }
 
 }  // namespace tidegate::models

@@ -35,6 +35,23 @@ LMConfig pile_model(int64_t layers, int64_t dim) {
           .dropout = 0.1};
 }
 
+// HGRN1 with an expanded state in the frame of HGRN2's 385M model. Table 3 prints n and the
+// parameters; the ranks, like the projection in krp, follow from them.
+LMConfig pese_model(const char* expansion, int64_t expand, int64_t rank = 0) {
+  MixerOptions options = {{"expansion", expansion}, {"expand", expand}};
+  if (rank != 0) options.emplace_back("rank", rank);
+  options.emplace_back("bias", false);
+  options.emplace_back("norm", "rms_no_weight");
+  return {.mixer = "hgrn",
+          .vocab_size = 50272,
+          .dim = 1024,
+          .layers = 26,
+          .mixer_options = options,
+          .glu_hidden = 2816,
+          .norm = "rms_no_weight",
+          .dropout = 0.1};
+}
+
 LMConfig image_model(int64_t dim) {
   return {.mixer = "hgrn",
           .vocab_size = std::nullopt,
@@ -70,6 +87,12 @@ std::map<std::string, LMConfig> presets() {
       {"hgrn-350m", pile_model(24, 1024)},
       {"hgrn-379m", pile_model(24, 1024)},
       {"hgrn-1b", pile_model(18, 2048)},
+      {"pese-lr-4", pese_model("lr", 4, 204)},
+      {"pese-lr-8", pese_model("lr", 8, 114)},
+      {"pese-glt-4", pese_model("glt", 4)},
+      {"pese-glti-4", pese_model("glti", 4)},
+      {"pese-krp-4", pese_model("krp", 4)},
+      {"pese-kp-4", pese_model("kp", 4)},
       {"hgrn-vit-tiny", image_model(192)},
       {"hgrn-vit-small", image_model(384)},
       {"demo", demo_model()},

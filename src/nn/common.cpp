@@ -110,6 +110,23 @@ std::string shape_text(const torch::Tensor& tensor) {
   return text.str();
 }
 
+void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time) {
+  TORCH_CHECK_VALUE(x.dim() == (time ? 3 : 2) && x.size(-1) == dim, owner, ": x: expected [B, ",
+                    time ? "T, " : "", "dim=", dim, "]; got ", shape_text(x));
+}
+
+std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor) {
+  return tensor && tensor->defined() ? tensor : std::nullopt;
+}
+
+torch::Tensor make_state_tensor(torch::IntArrayRef shape, const torch::Tensor& weight,
+                                std::optional<torch::Device> device,
+                                std::optional<torch::ScalarType> dtype) {
+  const bool is_double = dtype.value_or(weight.scalar_type()) == torch::kDouble;
+  return at::zeros(shape, at::TensorOptions(is_double ? torch::kDouble : torch::kFloat)
+                              .device(device.value_or(weight.device())));
+}
+
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement) {
   const torch::Device device = placement.device.value_or(torch::Device(torch::kCPU));
   return at::empty(shape, at::TensorOptions(dtype_of(placement)).device(device));

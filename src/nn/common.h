@@ -21,6 +21,17 @@ void check_choice(const char* owner, const char* option, const std::string& valu
 /// Throws c10::ValueError unless `value` is at least one.
 void check_positive(const char* owner, const char* option, int64_t value);
 
+/// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token.
+void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time = true);
+
+/// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
+std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor);
+
+/// Zeros for a mixer's state: fp32, fp64 for dtype fp64; device and dtype default to the weight's.
+torch::Tensor make_state_tensor(torch::IntArrayRef shape, const torch::Tensor& weight,
+                                std::optional<torch::Device> device,
+                                std::optional<torch::ScalarType> dtype);
+
 /// A parameter's storage, uninitialised.
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement);
 

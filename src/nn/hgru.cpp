@@ -3,6 +3,8 @@
 #include "tidegate/ops/init.h"
 #include "tidegate/ops/linear_scan.h"
 
+#include <algorithm>
+
 #include "src/nn/common.h"
 
 namespace tidegate::nn {
@@ -10,11 +12,6 @@ namespace {
 
 using torch::Tensor;
 using OptionalTensor = std::optional<torch::Tensor>;
-
-// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
-OptionalTensor normalized(const OptionalTensor& tensor) {
-  return tensor && tensor->defined() ? tensor : std::nullopt;
-}
 
 OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
@@ -40,7 +37,7 @@ HGRUOptions resolve(HGRUOptions options) {
   check_choice("HGRU", "preset", options.preset(), {"paper", "official", "fla"});
   for (const Preset& preset : kPresets) {
     if (options.preset() != preset.name) continue;
-    options.complex(options.complex().value_or(preset.complex));
+    options.complex(options.complex().value_or(preset.complex && !options.expansion()));
     options.bias(options.bias().value_or(preset.bias));
     options.norm(options.norm().value_or(preset.norm));
   }
@@ -58,8 +55,7 @@ HGRUImpl::HGRUImpl(const HGRUOptions& given) : options(resolve(given)) {
 void HGRUImpl::check_options() const {
   check_choice("HGRU", "input_gate", options.input_gate(), {"tied", "free", "none"});
   check_choice("HGRU", "forget_gate", options.forget_gate(), {"data", "bound", "none"});
-  TORCH_CHECK_VALUE(!options.expansion(), "HGRU: expansion: expected one of None; got '",
-                    options.expansion().value_or(""), "'");
+  check_expansion();
   if (*options.complex()) {
     check_choice("HGRU", "theta", *options.theta(), {"learned", "fixed", "data"});
   } else {
@@ -74,6 +70,20 @@ void HGRUImpl::check_options() const {
   check_choice("HGRU", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
 }
 
+void HGRUImpl::check_expansion() const {
+  const std::string kind = options.expansion().value_or("naive");
+  const auto kinds = {"naive", "lr", "glt", "glti", "krp", "kp"};
+  TORCH_CHECK_VALUE(std::find(kinds.begin(), kinds.end(), kind) != kinds.end(),
+                    "HGRU: expansion: expected one of None, 'naive', 'lr', 'glt', 'glti', 'krp', "
+                    "'kp'; got '",
+                    kind, "'");
+  TORCH_CHECK_VALUE(!options.rank() || options.expansion() == "lr",
+                    "HGRU: rank: expected none unless expansion='lr', which alone has one; got ",
+                    options.rank().value_or(0));
+  TORCH_CHECK_VALUE(!options.expansion() || !*options.complex(),
+                    "HGRU: complex: expected False with an expansion; got True");
+}
+
 int64_t HGRUImpl::theta_rows() const {
   if (options.theta() != "data") return 0;
   return options.bidirectional() ? 2 * channels() : channels();
@@ -86,26 +96,42 @@ void HGRUImpl::reset() {
   if (options.forget_gate() == "data") rows += s;
   if (options.output_gate()) rows += state_size();
   if (options.input_gate() == "free") rows += s;
-  in_proj =
-      register_module("in_proj", make_linear(options.dim(), rows, *options.bias(), placement));
+  if (options.expansion()) {
+    const UndrawnGuard undrawn;
+    expansion = register_module(
+        "in_proj", StateExpansion(StateExpansionOptions(*options.expansion(), options.dim(),
+                                                        options.expand(), rows / s)
+                                      .rank(options.rank())
+                                      .bias(*options.bias())
+                                      .device(placement.device)
+                                      .dtype(placement.dtype)));
+  } else {
+    in_proj =
+        register_module("in_proj", make_linear(options.dim(), rows, *options.bias(), placement));
+  }
   if (options.theta() == "learned" || options.theta() == "fixed") {
     const Tensor empty = options.bidirectional() ? make_empty_wide({2, s}, placement)
                                                  : make_empty_wide({s}, placement);
     theta = options.theta() == "learned" ? register_parameter("theta", empty)
                                          : register_buffer("theta", empty);
   }
-  norm = register_module("norm", Norm(NormOptions(state_size())
+  const int64_t width = options.expansion() ? options.dim() : state_size();
+  norm = register_module("norm", Norm(NormOptions(width)
                                           .kind(*options.norm())
                                           .eps(options.norm_eps())
                                           .device(placement.device)
                                           .dtype(placement.dtype)));
-  out_proj = register_module("out_proj",
-                             make_linear(state_size(), options.dim(), *options.bias(), placement));
+  out_proj =
+      register_module("out_proj", make_linear(width, options.dim(), *options.bias(), placement));
   if (!UndrawnGuard::is_active()) reset_parameters();
 }
 
 void HGRUImpl::reset_parameters() {
-  reset_linear(in_proj);
+  if (expansion) {
+    expansion->reset_parameters();
+  } else {
+    reset_linear(in_proj);
+  }
   Tensor phases = theta.defined() ? theta.detach() : Tensor();
   if (!phases.defined() && theta_rows() > 0 && in_proj->bias.defined()) {
     phases = in_proj->bias.detach().slice(0, -theta_rows());
@@ -121,11 +147,7 @@ Tensor HGRUImpl::init_state(int64_t batch, std::optional<torch::Device> device,
                             std::optional<torch::ScalarType> dtype,
                             std::optional<int64_t> /*capacity*/) const {
   refuse_bidirectional("init_state()");
-  const Tensor& weight = out_proj->weight;
-  const bool is_double = dtype.value_or(weight.scalar_type()) == torch::kDouble;
-  return at::zeros({batch, state_size()},
-                   at::TensorOptions(is_double ? torch::kDouble : torch::kFloat)
-                       .device(device.value_or(weight.device())));
+  return make_state_tensor({batch, state_size()}, out_proj->weight, device, dtype);
 }
 
 std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTensor& given_state,
@@ -134,8 +156,7 @@ std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTens
   const OptionalTensor state = normalized(given_state);
   const OptionalTensor gamma = normalized(given_gamma);
   const OptionalTensor cu_seqlens = normalized(given_bounds);
-  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(-1) == options.dim(),
-                    "HGRU: x: expected [B, T, dim=", options.dim(), "]; got ", shape_text(x));
+  check_mixer_input("HGRU", x, options.dim());
   check_gamma(gamma);
   if (state) {
     refuse_bidirectional("a state");
@@ -154,8 +175,7 @@ std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTens
 Tensor HGRUImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& given_gamma) {
   const OptionalTensor gamma = normalized(given_gamma);
   refuse_bidirectional("step()");
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(-1) == options.dim(),
-                    "HGRU.step: x: expected [B, dim=", options.dim(), "]; got ", shape_text(x));
+  check_mixer_input("HGRU.step", x, options.dim(), /*time=*/false);
   check_gamma(gamma);
   check_state(state);
   const Parts parts = project(x);
@@ -194,10 +214,11 @@ void HGRUImpl::check_state(const Tensor& state) const {
 
 // All projections by one matrix product; views of it.
 HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
-  const Tensor all = apply_linear(in_proj, x);
+  const Tensor all = expansion ? expansion->forward(x) : apply_linear(in_proj, x);
   int64_t next = 0;
   const auto take = [&](bool wanted, int64_t rows) {
     if (!wanted) return Tensor();
+    if (expansion) return all.select(0, next++);
     next += rows;
     return all.narrow(-1, next - rows, rows);
   };
@@ -212,7 +233,10 @@ HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
 
 // Gate, norm and output projection of h [..., S or 2S].
 Tensor HGRUImpl::output(Tensor h, const Tensor& gate) {
-  if (!gate.defined()) {
+  if (expansion) {
+    if (gate.defined()) h = h * (options.preset() == "paper" ? at::sigmoid(gate) : at::silu(gate));
+    h = norm->forward(h.unflatten(-1, {options.expand(), options.dim()}).sum(-2));
+  } else if (!gate.defined()) {
     h = norm->forward(h);
   } else if (options.preset() == "paper") {
     h = norm->forward(at::sigmoid(gate) * h);
@@ -323,6 +347,7 @@ void HGRUImpl::pretty_print(std::ostream& stream) const {
          << ", theta=" << options.theta().value_or("none")
          << ", input_gate=" << options.input_gate() << ", forget_gate=" << options.forget_gate()
          << ", output_gate=" << options.output_gate() << ", expand=" << options.expand()
+         << ", expansion=" << options.expansion().value_or("none")
          << ", bidirectional=" << options.bidirectional() << ", preset=" << options.preset() << ")";
 }
 

@@ -60,9 +60,11 @@ std::string message_of(const std::function<void()>& use) {
 
 TEST(Presets, HaveThePapersParameterCounts) {
   const std::map<std::string, int64_t> language = {
-      {"hgrn-44m", 46'248'448},   {"hgrn-real-d", 46'239'232}, {"hgrn-real-2d", 45'462'016},
-      {"hgrn-150m", 153'647'616}, {"hgrn-350m", 378'683'392},  {"hgrn-379m", 378'683'392},
-      {"hgrn-1b", 1'084'497'920}, {"demo", 2'698'752}};
+      {"hgrn-44m", 46'248'448},    {"hgrn-real-d", 46'239'232},  {"hgrn-real-2d", 45'462'016},
+      {"hgrn-150m", 153'647'616},  {"hgrn-350m", 378'683'392},   {"hgrn-379m", 378'683'392},
+      {"hgrn-1b", 1'084'497'920},  {"pese-lr-4", 385'236'992},   {"pese-lr-8", 385'822'720},
+      {"pese-glt-4", 385'556'480}, {"pese-glti-4", 385'557'728}, {"pese-krp-4", 385'875'968},
+      {"pese-kp-4", 385'556'792},  {"demo", 2'698'752}};
   const std::map<std::string, int64_t> images = {{"hgrn-vit-tiny", 6'107'560},
                                                  {"hgrn-vit-small", 23'715'688}};
   const auto all = presets();

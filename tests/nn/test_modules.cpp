@@ -36,7 +36,12 @@ std::vector<HGRUOptions> variants() {
           make().theta("fixed").output_gate(false),
           make().theta("data").input_gate("free"),
           make().forget_gate("bound").input_gate("none"),
-          make().forget_gate("none").input_gate("free")};
+          make().forget_gate("none").input_gate("free"),
+          make().expansion("naive").expand(2),
+          make().expansion("lr").expand(2).preset("official"),
+          make().expansion("glti").expand(4),
+          make().expansion("krp").expand(2).output_gate(false),
+          make().expansion("kp").expand(3)};
 }
 
 std::optional<Tensor> gamma_for(const HGRU& mixer) {
@@ -145,7 +150,8 @@ TEST(Hgru, RefusesWhatCannotWork) {
   expect_refused(make(HGRUOptions(4).theta("rope")), "HGRU: theta: expected one of");
   expect_refused(make(HGRUOptions(4).complex(false).theta("fixed")), "a real state is not rotated");
   expect_refused(make(HGRUOptions(4).forget_gate("none")), "nothing would enter the state");
-  expect_refused(make(HGRUOptions(4).expansion("krp")), "HGRU: expansion");
+  expect_refused(make(HGRUOptions(4).expansion("cp")), "HGRU: expansion: expected one of None, 'n");
+  expect_refused(make(HGRUOptions(4).expansion("glt").expand(3)), "expected a divisor of dim=4");
   expect_refused(make(HGRUOptions(4).norm("batch")), "HGRU: norm");
   HGRU mixer(wide());
   expect_refused([&] { mixer->forward(randn({2, 3, 5})); },

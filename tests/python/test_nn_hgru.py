@@ -37,6 +37,11 @@ ONE_WAY = {
     "real-bound": {"complex": False, "forget_gate": "bound"},
     "real-no-forget": {"complex": False, "forget_gate": "none", "input_gate": "free"},
     "real-no-input": {"complex": False, "input_gate": "none"},
+    "naive": {"expansion": "naive", "expand": 2, "norm": "rms"},
+    "lr": {"expansion": "lr", "expand": 4, "preset": "official"},
+    "glti": {"expansion": "glti", "expand": 3, "output_gate": False},
+    "krp-free": {"expansion": "krp", "expand": 2, "input_gate": "free", "preset": "fla"},
+    "kp-bound": {"expansion": "kp", "expand": 2, "forget_gate": "bound"},
 }
 BOTH_WAYS = {
     "both": {"bidirectional": True},
@@ -45,6 +50,7 @@ BOTH_WAYS = {
     "both-real": {"bidirectional": True, "complex": False, "preset": "official"},
     "both-free": {"bidirectional": True, "input_gate": "free"},
     "both-bound": {"bidirectional": True, "forget_gate": "bound"},
+    "both-glt": {"bidirectional": True, "expansion": "glt", "expand": 2},
 }
 
 
@@ -64,20 +70,28 @@ def make_gamma(mixer: HGRU) -> Tensor | None:
     return torch.linspace(0.0, 0.95, mixer.channels, dtype=torch.float64)
 
 
-def reference(mixer: HGRU, x: Tensor, gamma: Tensor | None, reverse: bool = False) -> Tensor:
-    """[Re h, Im h] of one direction by the equations: a loop over time, complex arithmetic, and
-    rows of in_proj found by the order its documentation gives."""
+def projections(mixer: HGRU, x: Tensor) -> dict[str, Tensor]:
+    """c, f, g, i, theta as far as there are any: rows of in_proj by the order its documentation
+    gives. (An expansion has a test of its own: test_nn_expansion.py.)"""
     s = mixer.channels
-    rows = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
     sizes = [("c", 2 * s if mixer.complex else s)]
     sizes += [("f", s)] if mixer.forget_gate == "data" else []
     sizes += [("g", 2 * s if mixer.complex else s)] if mixer.output_gate else []
     sizes += [("i", s)] if mixer.input_gate == "free" else []
     sizes += [("theta", s), ("theta back", s)] if mixer.theta_mode == "data" else []
+    if mixer.expansion is not None:
+        return dict(zip([name for name, _ in sizes], mixer.in_proj(x), strict=True))
+    rows = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
     parts, at = {}, 0
     for name, size in sizes:
         parts[name] = rows[..., at : at + size]
         at += size
+    return parts
+
+
+def reference(mixer: HGRU, x: Tensor, gamma: Tensor | None, reverse: bool = False) -> Tensor:
+    """[Re h, Im h] of one direction by the equations: a loop over time, complex arithmetic."""
+    s, parts = mixer.channels, projections(mixer, x)
     gamma = torch.zeros(s, dtype=x.dtype) if gamma is None else gamma
     lam = {
         "data": lambda: gamma + (1 - gamma) / (1 + torch.exp(-parts["f"])),
@@ -111,13 +125,12 @@ def reference_output(mixer: HGRU, x: Tensor, gamma: Tensor | None) -> Tensor:
     h = reference(mixer, x, gamma)
     if mixer.bidirectional:
         h = h + reference(mixer, x, gamma, reverse=True)
-    if mixer.output_gate:
-        first = mixer.state_size + (mixer.channels if mixer.forget_gate == "data" else 0)
-        rows = slice(first, first + mixer.state_size)
-        bias = None if mixer.in_proj.bias is None else mixer.in_proj.bias[rows]
-        g = F.linear(x, mixer.in_proj.weight[rows], bias)
-    if mixer.output_gate and mixer.preset == "paper":
-        h = h / (1 + torch.exp(-g))
+    g = projections(mixer, x).get("g")
+    expanded = mixer.expansion is not None
+    if g is not None and (mixer.preset == "paper" or expanded):
+        h = h / (1 + torch.exp(-g)) * (1 if mixer.preset == "paper" else g)
+    if expanded:
+        h = sum(h[..., i * DIM : (i + 1) * DIM] for i in range(mixer.expand))
     if isinstance(mixer.norm, torch.nn.LayerNorm):
         h = h - h.mean(-1, keepdim=True)
     h = h / (h.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -125,7 +138,7 @@ def reference_output(mixer: HGRU, x: Tensor, gamma: Tensor | None) -> Tensor:
         h = h * mixer.norm.weight
     if getattr(mixer.norm, "bias", None) is not None:
         h = h + mixer.norm.bias
-    if mixer.output_gate and mixer.preset != "paper":
+    if g is not None and mixer.preset != "paper" and not expanded:
         h = h * g / (1 + torch.exp(-g))
     return F.linear(h, mixer.out_proj.weight, mixer.out_proj.bias)
 
@@ -213,7 +226,14 @@ ERRORS = [
     ({"forget_gate": "open"}, r"HGRU: forget_gate: expected one of 'data', 'bound', 'none'"),
     ({"forget_gate": "none"}, r"HGRU: input_gate: expected 'free' or 'none' with forget_gate="),
     ({"preset": "mine"}, r"HGRU: preset: expected one of 'paper', 'official', 'fla'; got 'mine'"),
-    ({"expansion": "krp"}, r"HGRU: expansion: expected one of None; got 'krp'"),
+    ({"expansion": "cp"}, r"HGRU: expansion: expected one of None, 'naive', .* 'kp'; got 'cp'"),
+    ({"expansion": "lr", "rank": 0}, r"HGRU: rank: expected a positive integer; got 0"),
+    ({"rank": 4}, r"HGRU: rank: expected none unless expansion='lr', which alone has one; got 4"),
+    ({"expansion": "kp", "complex": True}, r"HGRU: complex: expected False with an expansion"),
+    (
+        {"expansion": "glt", "expand": 4},
+        r"HGRU: expand: expected a divisor of dim=6 with expansion='glt'; got 4",
+    ),
     ({"expand": 0}, r"HGRU: expand: expected a positive integer; got 0"),
     ({"expand": 1.5}, r"HGRU: expand: expected a positive integer; got 1.5"),
     ({"norm": "batch"}, r"HGRU: norm: expected one of 'layer', 'rms', 'rms_no_weight'"),

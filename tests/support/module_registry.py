@@ -101,7 +101,24 @@ def _hgru_arguments() -> list[Arguments]:
         options = dict(zip(names, path, strict=True))
         options |= dict(zip(("expand", "output_gate", "bias", "norm"), width, strict=True))
         cases.append(((3,), options))
-    return cases + _hgru_mistakes()
+    return cases + _hgru_expansions() + _hgru_mistakes()
+
+
+def _hgru_expansions() -> list[Arguments]:
+    """Every expansion with every value of the options that meet it."""
+    others = itertools.cycle(
+        [
+            {},
+            {"output_gate": False, "norm": "rms"},
+            {"preset": "official", "bias": False},
+            {"input_gate": "free", "bidirectional": True},
+            {"forget_gate": "bound", "preset": "fla", "bias": True},
+        ]
+    )
+    kinds = ("naive", "lr", "glt", "glti", "krp", "kp")
+    cases = [((4,), {"expansion": k, "expand": n}) for k in kinds for n in (1, 2, 4)]
+    cases += [((4,), {"expansion": "lr", "expand": 3, "rank": 2})]
+    return [(args, options | next(others)) for args, options in cases]
 
 
 def _hgru_mistakes() -> list[Arguments]:
@@ -112,7 +129,14 @@ def _hgru_mistakes() -> list[Arguments]:
         {"preset": "mine"},
         {"norm": "batch"},
         {"expand": 0},
-        {"expansion": "krp"},
+        {"expansion": "cp"},
+        {"expansion": "glt", "expand": 2},
+        {"expansion": "glti", "expand": 4},
+        {"expansion": "lr", "rank": 0},
+        {"expansion": "kp", "rank": 2},
+        {"rank": 2},
+        {"expansion": "krp", "complex": True},
+        {"expansion": "naive", "theta": "learned"},
         {"complex": False, "theta": "learned"},
         {"preset": "fla", "theta": "fixed"},
         {"forget_gate": "none"},
@@ -129,7 +153,7 @@ def _gamma(module, device: torch.device, dtype: torch.dtype) -> Tensor | None:
 
 def _hgru_inputs(module, device, dtype, variant):
     """0: from nothing; 1: from a state; 2: packed sequences, one of them empty."""
-    x = randn(*((2, 5, 3), (2, 4, 3), (1, 6, 3))[variant], device=device, dtype=dtype)
+    x = randn(*((2, 5), (2, 4), (1, 6))[variant], module.dim, device=device, dtype=dtype)
     keywords = {"gamma": _gamma(module, device, dtype)}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if variant == 1 and not getattr(module, "bidirectional", False):
@@ -229,7 +253,7 @@ REGISTRY: dict[str, Entry] = {
     "LowerBounds": Entry(
         tidegate.nn.LowerBounds, _lower_bounds_arguments(), lambda *_: ([], {}), allowed=8
     ),
-    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _hgru_inputs, allowed=384, variants=3),
+    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _hgru_inputs, allowed=403, variants=3),
     "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=38),
     "CausalLM": Entry(
         tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=32, variants=4

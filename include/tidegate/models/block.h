@@ -17,7 +17,7 @@
 namespace tidegate::models {
 
 /// One mixer's state a layer.
-using ModelState = std::vector<torch::Tensor>;
+using ModelState = std::vector<nn::MixerState>;
 
 /// What a model returns: logits; the mean loss, undefined without labels; one state a layer (empty
 /// for classifiers).
@@ -39,13 +39,13 @@ class BlockImpl : public nn::Module<BlockImpl> {
   void reset_parameters();
 
   /// x `[B, T, dim]` -> the same, and the mixer's state.
-  std::tuple<torch::Tensor, torch::Tensor> forward(
-      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
+  std::tuple<torch::Tensor, nn::MixerState> forward(
+      const torch::Tensor& x, const nn::MixerState& state = {},
       const std::optional<torch::Tensor>& gamma = std::nullopt,
       const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
 
   /// One token: x `[B, dim]` -> the same; the mixer's state is updated in place.
-  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
+  torch::Tensor step(const torch::Tensor& x, const nn::MixerState& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt);
 
   /// The child "mixer" as what it can do.

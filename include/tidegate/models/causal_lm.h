@@ -80,6 +80,10 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
                  const std::optional<ModelState>& state = std::nullopt,
                  const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
 
+  /// Logits at some positions only: ids `[B, T]`, positions int64 `[B, P]` -> `[B, P, vocab]`; for
+  /// tasks that ask at few places, where the head is most of the cost.
+  torch::Tensor logits_at(const torch::Tensor& ids, const torch::Tensor& positions);
+
   /// The empty state of `batch` sequences, one entry a layer.
   ModelState init_state(int64_t batch, std::optional<int64_t> capacity = std::nullopt) const;
 

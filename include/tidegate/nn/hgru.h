@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/nn/modules/linear.h>
+#include "tidegate/nn/expansion.h"
 #include "tidegate/nn/module.h"
 #include "tidegate/nn/norm.h"
 #include "tidegate/nn/token_mixer.h"
@@ -20,7 +21,8 @@ struct HGRUOptions {
 
   /// Width of x and y.
   TORCH_ARG(int64_t, dim);
-  /// Whether h is complex, rotated by theta every step. Unset: the preset's.
+  /// Whether h is complex, rotated by theta every step. Unset: the preset's; real with an
+  /// expansion.
   TORCH_ARG(std::optional<bool>, complex) = std::nullopt;
   /// "learned" (a parameter; the default), "fixed" (a buffer), both starting as RoPE's
   /// theta_j = 10000^(-2j/S), or "data": theta_t = x_t W + b (Table 11; b starts as RoPE's theta).
@@ -35,8 +37,13 @@ struct HGRUOptions {
   TORCH_ARG(bool, output_gate) = true;
   /// Channels of state per channel of x.
   TORCH_ARG(int64_t, expand) = 1;
-  /// Only unset so far.
+  /// How c, f, g, i grow from dim to expand * dim channels, and that the gated h is summed over the
+  /// `expand` groups of dim channels before the norm [HGRN2, section 3.1 and Table 2; the state is
+  /// real]: "naive", "lr", "glt", "glti", "krp" or "kp", see StateExpansionImpl. Unset: one dense
+  /// projection, and no sum.
   TORCH_ARG(std::optional<std::string>, expansion) = std::nullopt;
+  /// Rank of "lr". Unset: dim / (expand + 1), which makes its size about dim^2.
+  TORCH_ARG(std::optional<int64_t>, rank) = std::nullopt;
   /// Runs the recurrence both ways over shared projections, with one theta a direction, and adds
   /// the two h before the norm. Has no state, and no step().
   TORCH_ARG(bool, bidirectional) = false;
@@ -60,15 +67,21 @@ struct HGRUOptions {
 ///     o_t = Norm([Re h_t, Im h_t]) * silu(g_t)           presets "official" and "fla"
 ///     y_t = o_t W_o + b_o
 ///
+/// and with an expansion, act being sigmoid in preset "paper" and SiLU in the others,
+///
+///     o_t = Norm(sum over groups of act(g_t) * h_t)
+///
 /// Parameters: `in_proj.weight` `[parts, dim]` and bias, whose rows are, in this order and as far
 /// as the options ask for them: c (S rows; complex: S real, then S imaginary), f (S), g (as many as
 /// c), i (S), theta (S a direction); `theta` `[S]` (bidirectional: `[2, S]`, forward first), a
-/// buffer when fixed, fp32 also in a bf16 or fp16 module; `norm`; `out_proj` `[dim, S or 2S]`.
+/// buffer when fixed, fp32 also in a bf16 or fp16 module; `norm`; `out_proj` `[dim, S or 2S]`. With
+/// an expansion `in_proj` is a StateExpansion over the same quantities, and norm and out_proj are
+/// dim wide.
 ///
 /// State: one tensor `[N, S]`, or `[N, 2S] = [Re | Im]`; fp32, fp64 in an fp64 module.
 /// Throws c10::ValueError for options that are unknown or cannot work together, and for shapes that
 /// do not fit them.
-class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TokenMixer {
+class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
  public:
   explicit HGRUImpl(int64_t dim) : HGRUImpl(HGRUOptions(dim)) {}
   explicit HGRUImpl(const HGRUOptions& options);
@@ -115,6 +128,8 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TokenMixer {
   /// As given, with what the preset decided filled in.
   HGRUOptions options;
   torch::nn::Linear in_proj{nullptr};
+  /// Instead of in_proj, under its name, where there is an expansion.
+  StateExpansion expansion{nullptr};
   torch::Tensor theta;
   Norm norm{nullptr};
   torch::nn::Linear out_proj{nullptr};
@@ -128,6 +143,7 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TokenMixer {
   };
 
   void check_options() const;
+  void check_expansion() const;
   void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   void check_state(const torch::Tensor& state) const;
   void refuse_bidirectional(const char* what) const;

@@ -6,34 +6,40 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace tidegate::nn {
 
+/// What a mixer remembers of the tokens it has read: its tensors, in the order documented with the
+/// mixer; most have one. Empty: nothing, where a mixer begins. Training passes none and ignores the
+/// one returned.
+using MixerState = std::vector<at::Tensor>;
+
 /// The interface of the token mixers: modules that move information between positions. Mixers are
-/// torch::nn::Modules that also derive from this class, which is no module itself.
-///
-/// A state is what a mixer remembers of the tokens it has read, one tensor; its shape is documented
-/// with each mixer. Training passes none and ignores the one returned.
+/// torch::nn::Modules that also derive from this class, which is no module itself. Each has the
+/// calls forward(), step() and init_state() besides, with the state in a type of its own: a tensor
+/// (TensorStateMixer), or a MixerState.
 class TokenMixer {
  public:
   virtual ~TokenMixer() = default;
 
-  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (undefined where there
-  /// is none). state: where to go on from. gamma: this layer's lower bound, for mixers that take
-  /// one. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
-  virtual std::tuple<at::Tensor, at::Tensor> forward(
-      const at::Tensor& x, const std::optional<at::Tensor>& state = std::nullopt,
-      const std::optional<at::Tensor>& gamma = std::nullopt,
-      const std::optional<at::Tensor>& cu_seqlens = std::nullopt) = 0;
+  /// forward(): x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (empty where
+  /// there is none). state: where to go on from. gamma: this layer's lower bound, for mixers that
+  /// take one. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
+  virtual std::tuple<at::Tensor, MixerState> mix(const at::Tensor& x, const MixerState& state,
+                                                 const std::optional<at::Tensor>& gamma,
+                                                 const std::optional<at::Tensor>& cu_seqlens) = 0;
 
-  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient.
-  virtual at::Tensor step(const at::Tensor& x, const at::Tensor& state,
-                          const std::optional<at::Tensor>& gamma = std::nullopt) = 0;
+  /// step(): one token, x `[B, dim]` -> y `[B, dim]`; the state's tensors are updated in place. Has
+  /// no gradient.
+  virtual at::Tensor mix_step(const at::Tensor& x, const MixerState& state,
+                              const std::optional<at::Tensor>& gamma) = 0;
 
-  /// The empty state of `batch` sequences; capacity: tokens to come, for mixers that store them.
-  virtual at::Tensor init_state(int64_t batch, std::optional<at::Device> device = std::nullopt,
-                                std::optional<at::ScalarType> dtype = std::nullopt,
-                                std::optional<int64_t> capacity = std::nullopt) const = 0;
+  /// init_state(): the empty state of `batch` sequences; capacity: tokens to come, for mixers that
+  /// store them.
+  virtual MixerState make_state(int64_t batch, std::optional<at::Device> device,
+                                std::optional<at::ScalarType> dtype,
+                                std::optional<int64_t> capacity) const = 0;
 
   /// Whether forward() takes a lower bound, how wide it is, and whether it cannot do without.
   virtual bool takes_gamma() const { return false; }
@@ -44,6 +50,29 @@ class TokenMixer {
 
   /// Draws every parameter anew, in the order documented with the mixer.
   virtual void reset_parameters() = 0;
+};
+
+/// A token mixer whose state is one tensor, its shape documented with the mixer.
+class TensorStateMixer : public TokenMixer {
+ public:
+  virtual std::tuple<at::Tensor, at::Tensor> forward(
+      const at::Tensor& x, const std::optional<at::Tensor>& state = std::nullopt,
+      const std::optional<at::Tensor>& gamma = std::nullopt,
+      const std::optional<at::Tensor>& cu_seqlens = std::nullopt) = 0;
+  virtual at::Tensor step(const at::Tensor& x, const at::Tensor& state,
+                          const std::optional<at::Tensor>& gamma = std::nullopt) = 0;
+  virtual at::Tensor init_state(int64_t batch, std::optional<at::Device> device = std::nullopt,
+                                std::optional<at::ScalarType> dtype = std::nullopt,
+                                std::optional<int64_t> capacity = std::nullopt) const = 0;
+
+  std::tuple<at::Tensor, MixerState> mix(const at::Tensor& x, const MixerState& state,
+                                         const std::optional<at::Tensor>& gamma,
+                                         const std::optional<at::Tensor>& cu_seqlens) final;
+  at::Tensor mix_step(const at::Tensor& x, const MixerState& state,
+                      const std::optional<at::Tensor>& gamma) final;
+  MixerState make_state(int64_t batch, std::optional<at::Device> device,
+                        std::optional<at::ScalarType> dtype,
+                        std::optional<int64_t> capacity) const final;
 };
 
 }  // namespace tidegate::nn

@@ -91,9 +91,9 @@ void bind_lower_bounds(py::module& m) {
 std::shared_ptr<tidegate::nn::HGRUImpl> make_hgru(
     int64_t dim, std::optional<bool> complex, std::optional<std::string> theta,
     const std::string& input_gate, const std::string& forget_gate, bool output_gate, int64_t expand,
-    std::optional<std::string> expansion, bool bidirectional, const std::string& preset,
-    std::optional<bool> bias, std::optional<std::string> norm, double norm_eps,
-    OptionalDevice device, OptionalDtype dtype) {
+    std::optional<std::string> expansion, std::optional<int64_t> rank, bool bidirectional,
+    const std::string& preset, std::optional<bool> bias, std::optional<std::string> norm,
+    double norm_eps, OptionalDevice device, OptionalDtype dtype) {
   return std::make_shared<tidegate::nn::HGRUImpl>(tidegate::nn::HGRUOptions(dim)
                                                       .complex(complex)
                                                       .theta(std::move(theta))
@@ -102,6 +102,7 @@ std::shared_ptr<tidegate::nn::HGRUImpl> make_hgru(
                                                       .output_gate(output_gate)
                                                       .expand(expand)
                                                       .expansion(std::move(expansion))
+                                                      .rank(rank)
                                                       .bidirectional(bidirectional)
                                                       .preset(preset)
                                                       .bias(bias)
@@ -120,7 +121,7 @@ void bind_hgru(py::module& m) {
            py::arg("input_gate") = defaults.input_gate(),
            py::arg("forget_gate") = defaults.forget_gate(),
            py::arg("output_gate") = defaults.output_gate(), py::arg("expand") = defaults.expand(),
-           py::arg("expansion") = defaults.expansion(),
+           py::arg("expansion") = defaults.expansion(), py::arg("rank") = defaults.rank(),
            py::arg("bidirectional") = defaults.bidirectional(),
            py::arg("preset") = defaults.preset(), py::arg("bias") = defaults.bias(),
            py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
@@ -173,9 +174,8 @@ void bind_files(Class& bound) {
 void bind_block(py::module& m) {
   using tidegate::models::BlockImpl;
   bind_model<BlockImpl>(m, "Block")
-      .def("forward", &BlockImpl::forward, py::arg("x"), py::arg("state") = py::none(),
-           py::kw_only(), py::arg("gamma") = py::none(), py::arg("cu_seqlens") = py::none(),
-           Release())
+      .def("forward", &BlockImpl::forward, py::arg("x"), py::arg("state"), py::kw_only(),
+           py::arg("gamma") = py::none(), py::arg("cu_seqlens") = py::none(), Release())
       .def("step", &BlockImpl::step, py::arg("x"), py::arg("state"), py::arg("gamma") = py::none(),
            Release());
 }
@@ -205,6 +205,7 @@ void bind_causal_lm(py::module& m) {
   bound
       .def("forward", forward, py::arg("ids"), py::arg("labels") = py::none(), py::kw_only(),
            py::arg("state") = py::none(), py::arg("cu_seqlens") = py::none())
+      .def("logits_at", &CausalLMImpl::logits_at, py::arg("ids"), py::arg("positions"), Release())
       .def("init_state", &CausalLMImpl::init_state, py::arg("batch"), py::kw_only(),
            py::arg("capacity") = py::none())
       .def("step", &CausalLMImpl::step, py::arg("ids"), py::arg("state"), Release())

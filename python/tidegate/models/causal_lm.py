@@ -99,6 +99,18 @@ class CausalLM(Model):
             )
         return labels
 
+    def logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits at some positions only: ids ``[B, T]``, positions int64 ``[B, P]`` ->
+        ``[B, P, vocab]``; for tasks that ask at few places, where the head is most of the cost."""
+        check_ids("CausalLM.logits_at", ids)
+        if positions.dim() != 2 or positions.size(0) != ids.size(0):
+            raise ValueError(
+                f"CausalLM.logits_at: positions: expected [B={ids.size(0)}, P]; "
+                f"got {tuple(positions.shape)}"
+            )
+        x, _ = self._run(self._embed(ids), None, None)
+        return self._logits(x.gather(1, positions[..., None].expand(-1, -1, x.size(-1))))
+
     def init_state(self, batch: int, *, capacity: int | None = None) -> tuple[Any, ...]:
         """The empty state of `batch` sequences, one entry a layer."""
         return tuple(block.mixer.init_state(batch, capacity=capacity) for block in self.blocks)

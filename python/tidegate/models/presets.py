@@ -30,6 +30,20 @@ _HGRN_PILE = LMConfig(
     dropout=0.1,
 )
 
+# HGRN1 with an expanded state in the frame of HGRN2's 385M model. Table 3 prints n and the
+# parameters; the ranks, like the projection in krp, follow from them.
+_PESE = LMConfig(
+    mixer="hgrn",
+    mixer_options={"bias": False, "norm": "rms_no_weight"},
+    vocab_size=50272,
+    dim=1024,
+    layers=26,
+    glu_hidden=2816,
+    glu_activation="none",
+    norm="rms_no_weight",
+    dropout=0.1,
+)
+
 _HGRN_VIT = LMConfig(
     mixer="hgrn",
     mixer_options={"bidirectional": True},
@@ -59,6 +73,12 @@ def presets() -> dict[str, LMConfig]:
     hgrn-350m      the same; the shape of hgrn-379m             378,683,392
     hgrn-379m      HGRN of 003 Table 3                          378,683,392
     hgrn-1b        HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
+    pese-lr-4      HGRN, state 4d, low rank (003 Table 3)       385,236,992
+    pese-lr-8      the same, state 8d                           385,822,720
+    pese-glt-4     group linear transformation (003 Table 3)    385,556,480
+    pese-glti-4    the same with interaction                    385,557,728
+    pese-krp-4     Khatri-Rao product                           385,875,968
+    pese-kp-4      Kronecker product                            385,556,792
     hgrn-vit-tiny  HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
     hgrn-vit-small HGRN in DeiT-small's frame (000 Table 7)     23,715,688
     demo           byte-level model that two CPU cores train    2,698,752
@@ -78,6 +98,12 @@ def presets() -> dict[str, LMConfig]:
         "hgrn-350m": _pile(layers=24, dim=1024),
         "hgrn-379m": _pile(layers=24, dim=1024),
         "hgrn-1b": _pile(layers=18, dim=2048),
+        "pese-lr-4": _pese("lr", 4, rank=204),
+        "pese-lr-8": _pese("lr", 8, rank=114),
+        "pese-glt-4": _pese("glt", 4),
+        "pese-glti-4": _pese("glti", 4),
+        "pese-krp-4": _pese("krp", 4),
+        "pese-kp-4": _pese("kp", 4),
         "hgrn-vit-tiny": _vit(dim=192),
         "hgrn-vit-small": _vit(dim=384),
         "demo": LMConfig(
@@ -95,6 +121,11 @@ def presets() -> dict[str, LMConfig]:
 def _pile(layers: int, dim: int) -> LMConfig:
     options = dict(_HGRN_PILE.mixer_options)
     return _HGRN_PILE.replace(layers=layers, dim=dim, glu_hidden=2 * dim, mixer_options=options)
+
+
+def _pese(expansion: str, expand: int, **rank: int) -> LMConfig:
+    options = {"expansion": expansion, "expand": expand, **rank, **_PESE.mixer_options}
+    return _PESE.replace(mixer_options=options)
 
 
 def _vit(dim: int) -> LMConfig:

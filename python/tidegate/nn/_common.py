@@ -27,6 +27,13 @@ def check_positive(owner: str, option: str, value: object) -> None:
         raise ValueError(f"{owner}: {option}: expected a positive integer; got {value!r}")
 
 
+def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> None:
+    """Raises ValueError unless x is ``[B, T, dim]``, or ``[B, dim]`` for one token."""
+    if x.dim() != 2 + time or x.size(-1) != dim:
+        shape = f"[B, T, dim={dim}]" if time else f"[B, dim={dim}]"
+        raise ValueError(f"{owner}: x: expected {shape}; got {tuple(x.shape)}")
+
+
 def make_linear(
     in_features: int, out_features: int, bias: bool, device=None, dtype=None
 ) -> nn.Linear:

@@ -15,6 +15,7 @@ from ._common import (
     NORMS,
     KeepsFloat32,
     check_choice,
+    check_mixer_input,
     check_positive,
     make_linear,
     make_norm,
@@ -25,6 +26,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from .expansion import EXPANSIONS, StateExpansion
 
 
 class _Preset(NamedTuple):
@@ -60,7 +62,8 @@ class HGRU(KeepsFloat32):
 
     Args:
         dim: width of x and y.
-        complex: whether h is complex, rotated by theta every step. None: the preset's.
+        complex: whether h is complex, rotated by theta every step. None: the preset's; real with
+            an expansion.
         theta: "learned" (a parameter; the default), "fixed" (a buffer), both starting as RoPE's
             ``theta_j = 10000^(-2j/S)``, or "data": ``theta_t = x_t W + b`` (Table 11; b starts as
             RoPE's theta). Only with a complex state.
@@ -71,7 +74,16 @@ class HGRU(KeepsFloat32):
             its input gate must be free or none, because a tied one would be zero).
         output_gate: whether there is a g (Table 9).
         expand: channels of state per channel of x.
-        expansion: only None so far.
+        expansion: how c, f, g, i grow from dim to expand * dim channels, and that the gated h is
+            summed over the `expand` groups of dim channels, before the norm (HGRN2's paper, arXiv
+            2404.07904, section 3.1 and Table 2; the state is real)::
+
+                o_t = Norm(sum over groups of act(g_t) * h_t)    act: sigmoid in preset "paper",
+                                                                 SiLU in "official" and "fla"
+
+            "naive", "lr", "glt", "glti", "krp" or "kp": see `StateExpansion`. None: one dense
+            projection, and no sum.
+        rank: rank of "lr". None: dim // (expand + 1), which makes its size about dim^2.
         bidirectional: runs the recurrence both ways over shared projections, with one theta a
             direction, and adds the two h before the norm. Has no state, and no step().
         preset: "paper" (equation 3), "official" (the authors' published code: norm, then SiLU
@@ -105,6 +117,7 @@ class HGRU(KeepsFloat32):
         output_gate: bool = True,
         expand: int = 1,
         expansion: str | None = None,
+        rank: int | None = None,
         bidirectional: bool = False,
         preset: str = "paper",
         bias: bool | None = None,
@@ -120,12 +133,14 @@ class HGRU(KeepsFloat32):
         defaults = PRESETS[preset]
         self.dim = dim
         self.expand = expand
-        self.complex = defaults.complex if complex is None else bool(complex)
+        is_complex = defaults.complex and expansion is None
+        self.complex = is_complex if complex is None else bool(complex)
         self.theta_mode = "learned" if theta is None and self.complex else theta
         self.input_gate = input_gate
         self.forget_gate = forget_gate
         self.output_gate = bool(output_gate)
         self.expansion = expansion
+        self.rank = rank
         self.bidirectional = bool(bidirectional)
         self.preset = preset
         self.gate_first = defaults.gate_first
@@ -137,11 +152,17 @@ class HGRU(KeepsFloat32):
         check_choice("HGRU", "norm", norm, NORMS)
 
         self._parts = self._part_sizes()
-        rows = sum(self._parts.values())
-        self.in_proj = make_linear(dim, rows, bias, device, dtype)
+        where = {"device": device, "dtype": dtype}
+        if expansion is None:
+            self.in_proj = make_linear(dim, sum(self._parts.values()), bias, **where)
+        else:
+            self.in_proj = StateExpansion(
+                expansion, dim, expand, parts=len(self._parts), rank=rank, bias=bias, **where
+            )
         self._make_theta(device, dtype)
-        self.norm = make_norm(norm, self.state_size, norm_eps, device, dtype)
-        self.out_proj = make_linear(self.state_size, dim, bias, device, dtype)
+        width = self.state_size if expansion is None else dim
+        self.norm = make_norm(norm, width, norm_eps, **where)
+        self.out_proj = make_linear(width, dim, bias, **where)
         self.reset_parameters()
 
     @property
@@ -162,7 +183,7 @@ class HGRU(KeepsFloat32):
     def _check_options(self) -> None:
         check_choice("HGRU", "input_gate", self.input_gate, ("tied", "free", "none"))
         check_choice("HGRU", "forget_gate", self.forget_gate, ("data", "bound", "none"))
-        check_choice("HGRU", "expansion", self.expansion, (None,))
+        self._check_expansion()
         if self.complex:
             check_choice("HGRU", "theta", self.theta_mode, ("learned", "fixed", "data"))
         elif self.theta_mode is not None:
@@ -175,6 +196,16 @@ class HGRU(KeepsFloat32):
                 "HGRU: input_gate: expected 'free' or 'none' with forget_gate='none': the tied "
                 "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'"
             )
+
+    def _check_expansion(self) -> None:
+        check_choice("HGRU", "expansion", self.expansion, (None, *EXPANSIONS))
+        if self.rank is not None and self.expansion != "lr":
+            raise ValueError(
+                f"HGRU: rank: expected none unless expansion='lr', which alone has one; "
+                f"got {self.rank!r}"
+            )
+        if self.expansion is not None and self.complex:
+            raise ValueError("HGRU: complex: expected False with an expansion; got True")
 
     def _part_sizes(self) -> dict[str, int]:
         """Rows of in_proj a quantity, in their order."""
@@ -202,15 +233,19 @@ class HGRU(KeepsFloat32):
             self.register_parameter("theta", None)
 
     def reset_parameters(self) -> None:
-        """In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim)), theta (RoPE's; also
-        when it is a buffer; with theta="data" the bias of its rows), norm, out_proj."""
+        """In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim); an expansion as its
+        class says), theta (RoPE's; also when it is a buffer; with theta="data" the bias of its
+        rows), norm, out_proj."""
         s = self.channels
-        bias, bound = self.in_proj.bias, 1.0 / math.sqrt(self.dim)
-        uniform_(self.in_proj.weight, bound)
-        if bias is not None and self.theta_mode == "data":
-            fill(bias.detach(), lambda t: _uniform_then_rope_(t, bound, self._parts["theta"], s))
-        elif bias is not None:
-            uniform_(bias, bound)
+        if self.expansion is not None:
+            self.in_proj.reset_parameters()
+        elif self.in_proj.bias is not None and self.theta_mode == "data":
+            bound = 1.0 / math.sqrt(self.dim)
+            uniform_(self.in_proj.weight, bound)
+            rows = self._parts["theta"]
+            fill(self.in_proj.bias.detach(), lambda t: _uniform_then_rope_(t, bound, rows, s))
+        else:
+            reset_linear(self.in_proj)
         if self.theta is not None:
             fill(self.theta.detach(), lambda t: rope_theta_(t, s))
         reset_norm(self.norm)
@@ -252,8 +287,7 @@ class HGRU(KeepsFloat32):
         [0, 1); None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         Bidirectional: no state goes in, and None comes out.
         """
-        if x.dim() != 3 or x.size(-1) != self.dim:
-            raise ValueError(f"HGRU: x: expected [B, T, dim={self.dim}]; got {tuple(x.shape)}")
+        check_mixer_input("HGRU", x, self.dim)
         self._check_gamma(gamma)
         if state is not None:
             self._refuse_bidirectional("a state")
@@ -270,8 +304,7 @@ class HGRU(KeepsFloat32):
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         self._refuse_bidirectional("step()")
-        if x.dim() != 2 or x.size(-1) != self.dim:
-            raise ValueError(f"HGRU.step: x: expected [B, dim={self.dim}]; got {tuple(x.shape)}")
+        check_mixer_input("HGRU.step", x, self.dim, time=False)
         self._check_gamma(gamma)
         self._check_state(state)
         parts = self._project(x)
@@ -312,12 +345,18 @@ class HGRU(KeepsFloat32):
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """All projections by one matrix product; views of it by name."""
+        if self.expansion is not None:
+            return dict(zip(self._parts, self.in_proj(x).unbind(0), strict=True))
         sizes = list(self._parts.values())
         return dict(zip(self._parts, self.in_proj(x).split(sizes, dim=-1), strict=True))
 
     def _output(self, h: Tensor, gate: Tensor | None) -> Tensor:
         """Gate, norm and output projection of h ``[..., S or 2S]``."""
-        if gate is None:
+        if self.expansion is not None:
+            if gate is not None:
+                h = h * (torch.sigmoid(gate) if self.gate_first else F.silu(gate))
+            h = self.norm(h.unflatten(-1, (self.expand, self.dim)).sum(dim=-2))
+        elif gate is None:
             h = self.norm(h)
         elif self.gate_first:
             h = self.norm(torch.sigmoid(gate) * h)
@@ -423,6 +462,6 @@ class HGRU(KeepsFloat32):
         return (
             f"dim={self.dim}, complex={self.complex}, theta={self.theta_mode!r}, "
             f"input_gate={self.input_gate!r}, forget_gate={self.forget_gate!r}, "
-            f"output_gate={self.output_gate}, expand={self.expand}, "
+            f"output_gate={self.output_gate}, expand={self.expand}, expansion={self.expansion!r}, "
             f"bidirectional={self.bidirectional}, preset={self.preset!r}"
         )
