@@ -76,8 +76,8 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True)
 class ListOps(Task):
-    """LRA's ListOps (Tay et al. 2021, arXiv 2011.04006): a nested expression of MIN, MAX, MED and SM (sum modulo 10)
-    over digits; the class is its value.
+    """LRA's ListOps (Tay et al. 2021, arXiv 2011.04006): a nested expression of MIN, MAX, MED and
+    SM (sum modulo 10) over digits; the class is its value.
 
     A node above the deepest level is an operator of 2 to `max_args` arguments with probability 1/4,
     else a digit; expressions are kept when min_length < tokens < max_length. Parentheses are
