@@ -13,6 +13,8 @@
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>
 #include <tidegate/nn/token_mixer.h>
+#include <tidegate/ops/gated_linear_attention.h>
+#include <tidegate/ops/hgrn2.h>
 #include <tidegate/ops/hgru.h>
 #include <tidegate/ops/init.h>
 #include <tidegate/ops/linear_scan.h>

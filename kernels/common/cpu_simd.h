@@ -117,9 +117,10 @@ TIDEGATE_INLINE VecF minus_abs(VecF x) { return (VecF)((VecInt<float>)x | INT32_
 TIDEGATE_INLINE VecD minus_abs(VecD x) { return (VecD)((VecInt<double>)x | INT64_MIN); }
 
 /// exp(x) for x <= 0 within about 1 ulp; 0 below the smallest normal number; NaN for NaN.
-/// x = n ln2 + r, |r| <= ln2 / 2; exp(r) = 1 + r + r^2 q(r); n is rounded by adding 1.5 * 2^23,
-/// which leaves it in the low bits, from where a shift moves it into the exponent. At the floor n
-/// is minus the bias, so that the scale becomes exactly zero.
+/// x = n ln2 + r, |r| <= ln2 / 2; exp(r) = 1 + (r + r^2 q(r)), in this order: next to one the sum
+/// rounds once and without bias, which thousands of decays would multiply. n is rounded by
+/// adding 1.5 * 2^23, which leaves it in the low bits, from where a shift moves it into the
+/// exponent. At the floor n is minus the bias, so that the scale becomes exactly zero.
 TIDEGATE_INLINE VecF exp_of_nonpositive(VecF x) {
   x = at_least(splat(-88.0f), x);
   const VecF magic = splat(12582912.0f);
@@ -133,7 +134,7 @@ TIDEGATE_INLINE VecF exp_of_nonpositive(VecF x) {
   q = fma(q, r, splat(0.16666577f));
   q = fma(q, r, splat(0.5f));
   const VecF scale = (VecF)(((VecInt<float>)shifted << 23) + 0x3f800000);
-  return fma(r * r, q, r + 1.0f) * scale;
+  return (fma(r * r, q, r) + 1.0f) * scale;
 }
 
 TIDEGATE_INLINE VecD exp_of_nonpositive(VecD x) {
@@ -154,7 +155,7 @@ TIDEGATE_INLINE VecD exp_of_nonpositive(VecD x) {
   q = fma(q, r, splat(0.16666666666666669));
   q = fma(q, r, splat(0.5));
   const VecD scale = (VecD)(((VecInt<double>)shifted << 52) + 0x3ff0000000000000);
-  return fma(r * r, q, r + 1.0) * scale;
+  return (fma(r * r, q, r) + 1.0) * scale;
 }
 
 // ---- Complex numbers as neighbouring lanes ---------------------------------------------------

@@ -105,23 +105,27 @@ void check_shape(const char* op, const char* name, const at::Tensor& tensor, con
               list(sizes.vec()), note, ", got ", list(tensor.sym_sizes()));
 }
 
-void check_like(const Reference& data, const char* name, const at::Tensor& tensor) {
+void check_same_type(const Reference& data, const char* name, const at::Tensor& tensor) {
   check_device(data, name, tensor);
   TORCH_CHECK(tensor.scalar_type() == data.tensor.scalar_type(), data.op, ": ", name, " must be ",
               dtype_name(data.tensor.scalar_type()), " like ", data.name, ", got ",
               dtype_name(tensor.scalar_type()));
+}
+
+void check_like(const Reference& data, const char* name, const at::Tensor& tensor) {
+  check_same_type(data, name, tensor);
   TORCH_CHECK(has_shape(tensor, data.tensor.sym_sizes()), data.op, ": ", name, " must have shape ",
               list(data.tensor.sym_sizes()), " like ", data.name, ", got ",
               list(tensor.sym_sizes()));
 }
 
-void check_state_gradient(const Reference& data, const char* name, const OptionalTensor& tensor,
-                          std::initializer_list<c10::SymInt> expected) {
+void check_state(const Reference& data, const char* name, const OptionalTensor& tensor,
+                 const char* shape_name, std::initializer_list<c10::SymInt> expected) {
   if (!is_given(tensor)) {
     return;
   }
   check_gate(data, name, *tensor);
-  check_shape(data.op, name, *tensor, "[N, D]", expected);
+  check_shape(data.op, name, *tensor, shape_name, expected);
 }
 
 c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seqlens) {
@@ -165,6 +169,15 @@ void check_bound_values(const Reference& data, const char* name, const OptionalT
   const bool fits = tensor->ge(0).logical_and(tensor->lt(1)).all().item<bool>();
   TORCH_CHECK(fits, data.op, ": ", name, " must lie in [0, 1), got values from ",
               tensor->min().item<double>(), " to ", tensor->max().item<double>());
+}
+
+void check_log_decay_values(const Reference& data, const char* name, const at::Tensor& tensor) {
+  if (!can_check_values(tensor) || tensor.numel() == 0) {
+    return;
+  }
+  TORCH_CHECK(tensor.le(0).all().item<bool>(), data.op, ": ", name,
+              " must be at most 0 (the logarithm of a decay), got values up to ",
+              tensor.max().item<double>());
 }
 
 void check_finite_values(const Reference& data, const char* name, const OptionalTensor& tensor) {

@@ -60,12 +60,16 @@ void check_gate(const Reference& data, const char* name, const at::Tensor& tenso
 void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
                  std::initializer_list<c10::SymInt> expected, std::string_view note = "");
 
+/// Device and dtype of `data`.
+/// "op: name must be bfloat16 like q, got float32".
+void check_same_type(const Reference& data, const char* name, const at::Tensor& tensor);
+
 /// Device, dtype and shape of `data`: for gradients and results in the backward ops.
 void check_like(const Reference& data, const char* name, const at::Tensor& tensor);
 
-/// A gradient of a final state: of the state's type, [N, channels], on the data's device.
-void check_state_gradient(const Reference& data, const char* name, const OptionalTensor& tensor,
-                          std::initializer_list<c10::SymInt> expected);
+/// A state or its gradient, where given: of the state's type or the data's, on the data's device.
+void check_state(const Reference& data, const char* name, const OptionalTensor& tensor,
+                 const char* shape_name, std::initializer_list<c10::SymInt> expected);
 
 /// The number of sequences, N: the batch, or one less than the offsets in `cu_seqlens`.
 c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seqlens);
@@ -78,6 +82,9 @@ void check_cu_seqlens_values(const Reference& data, const OptionalTensor& cu_seq
 
 /// In debug mode: every element lies in [0, 1).
 void check_bound_values(const Reference& data, const char* name, const OptionalTensor& tensor);
+
+/// In debug mode: no element is above 0 (or NaN).
+void check_log_decay_values(const Reference& data, const char* name, const at::Tensor& tensor);
 
 /// In debug mode: every element is finite.
 void check_finite_values(const Reference& data, const char* name, const OptionalTensor& tensor);

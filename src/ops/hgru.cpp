@@ -88,11 +88,7 @@ c10::SymInt check_arguments(const Reference& data, const at::Tensor& f, const Op
   check_channel_parameter(data, "gamma", gamma, channels);
   check_channel_parameter(data, "theta", theta, channels);
   c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
-  if (is_given(h0)) {
-    check_gate(data, "h0", *h0);
-    check_shape(data.op, "h0", *h0, complex ? "[N, 2D]" : "[N, D]",
-                {sequences, data.tensor.sym_size(2)});
-  }
+  check_state(data, "h0", h0, complex ? "[N, 2D]" : "[N, D]", {sequences, data.tensor.sym_size(2)});
   return sequences;
 }
 
@@ -175,7 +171,7 @@ c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
   c10::SymInt sequences = check_arguments(data, f, gamma, theta, h0, cu_seqlens);
   check_like(data, "h", h);
   check_like(data, "dh", dh);
-  check_state_gradient(data, "dh_final", dh_final, {sequences, c.sym_size(2)});
+  check_state(data, "dh_final", dh_final, "[N, D]", {sequences, c.sym_size(2)});
   return sequences;
 }
 

@@ -60,8 +60,8 @@ at::Tensor workspace(int64_t bytes, const at::Tensor& like);
 at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at::Tensor& like);
 
 /// One run of a kernel: construct it with complete params, take the partial sums that the plan asks
-/// for, then call run(). Only the partial sums' pointers may follow: the plan reads the alignment of
-/// every other tensor, outputs included, and the launch must see the same.
+/// for, then call run(). Only the partial sums' pointers may follow: the plan reads the alignment
+/// of every other tensor, outputs included, and the launch must see the same.
 template <class Params, class Forward = Params>
 class Launch {
  public:

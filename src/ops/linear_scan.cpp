@@ -77,10 +77,7 @@ c10::SymInt check_arguments(const Reference& data, const at::Tensor& a, const Op
     check_shape(data.op, "a", a, "[B, T, D]", {sizes[0], sizes[1], sizes[2]}, like_data(data));
   }
   c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
-  if (is_given(h0)) {
-    check_gate(data, "h0", *h0);
-    check_shape(data.op, "h0", *h0, "[N, D]", {sequences, sizes[2]});
-  }
+  check_state(data, "h0", h0, "[N, D]", {sequences, sizes[2]});
   return sequences;
 }
 
@@ -158,7 +155,7 @@ c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
   const Reference data{"linear_scan_backward", "h", h};
   c10::SymInt sequences = check_arguments(data, a, h0, cu_seqlens);
   check_like(data, "dh", dh);
-  check_state_gradient(data, "dh_final", dh_final, {sequences, h.sym_size(2)});
+  check_state(data, "dh_final", dh_final, "[N, D]", {sequences, h.sym_size(2)});
   return sequences;
 }
 

@@ -5,7 +5,7 @@
 namespace tidegate::ops {
 namespace {
 
-/// How far apart the rows of a kernels::TimeSeries may be.
+/// How far apart the rows of a kernels::TimeSeries or HeadSeries may be.
 constexpr int64_t kMaxRowBytes = int64_t{1} << 31;
 
 }  // namespace
@@ -51,6 +51,16 @@ kernels::TimeSeries time_series(const at::Tensor& tensor) {
   const int64_t stride_t = tensor.size(1) > 1 ? tensor.stride(1) : tensor.size(2);
   const int64_t stride_b = tensor.size(0) > 1 ? tensor.stride(0) : stride_t * tensor.size(1);
   return {tensor.data_ptr(), stride_b, stride_t, kernel_dtype(tensor.scalar_type())};
+}
+
+kernels::HeadSeries head_series(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return {};
+  }
+  const int64_t stride_h = tensor.size(2) > 1 ? tensor.stride(2) : tensor.size(3);
+  const int64_t stride_t = tensor.size(1) > 1 ? tensor.stride(1) : stride_h * tensor.size(2);
+  const int64_t stride_b = tensor.size(0) > 1 ? tensor.stride(0) : stride_t * tensor.size(1);
+  return {tensor.data_ptr(), stride_b, stride_t, stride_h, kernel_dtype(tensor.scalar_type())};
 }
 
 kernels::TimeSeries constant_series(const at::Tensor& tensor) {

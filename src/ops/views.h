@@ -28,6 +28,9 @@ at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype);
 /// A [B, T, channels] tensor with a unit last stride.
 kernels::TimeSeries time_series(const at::Tensor& tensor);
 
+/// A [B, T, H, channels] tensor with a unit last stride; no data when undefined.
+kernels::HeadSeries head_series(const at::Tensor& tensor);
+
 /// A [channels] row with a unit stride, seen at every step of every sequence.
 kernels::TimeSeries constant_series(const at::Tensor& tensor);
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import oracle
+from support import gla_oracle, oracle
 from support.cases import Case, make_inputs, options
+from support.gla_cases import GlaCase
 
 CASES = [
     Case("linear_scan", time=7, dtype=torch.float64),
@@ -21,6 +22,13 @@ CASES = [
     Case("hgru", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1), activation="none"),
     Case("hgru", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
     Case("hgru", time=0, dtype=torch.float64, theta=True),
+    GlaCase("hgrn2", time=7, dtype=torch.float64),
+    GlaCase("hgrn2", dtype=torch.float64, lengths=(0, 3, 0, 5, 1), v_activation="sigmoid"),
+    GlaCase("hgrn2", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
+    GlaCase("gated_linear_attention", time=7, dtype=torch.float64),
+    GlaCase("gated_linear_attention", time=7, dtype=torch.float64, per_head=True, reverse=True),
+    GlaCase("gated_linear_attention", dtype=torch.float64, lengths=(0, 3, 0, 5, 1), h0=None),
+    GlaCase("gated_linear_attention", time=0, dtype=torch.float64),
 ]
 
 
@@ -29,7 +37,7 @@ CASES = [
 def test_gradients_by_hand_equal_autograd(case: Case, grads: str) -> None:
     inputs = make_inputs(replace(case, grads=grads))
     loss = [inputs.pop("dh"), inputs.pop("dh_final")]
-    by_hand = getattr(oracle, f"{case.op}_reference")(
+    by_hand = getattr(case.ORACLE, f"{case.op}_reference")(
         **inputs, dh=loss[0], dh_final=loss[1], **options(case)
     )
     leaves = {
@@ -37,7 +45,7 @@ def test_gradients_by_hand_equal_autograd(case: Case, grads: str) -> None:
         for k, v in inputs.items()
         if v is not None and k != "cu_seqlens"
     }
-    results = getattr(oracle, f"{case.op}_forward")(**{**inputs, **leaves}, **options(case))
+    results = getattr(case.ORACLE, f"{case.op}_forward")(**{**inputs, **leaves}, **options(case))
     pairs = [(r, g) for r, g in zip(results, loss, strict=True) if g is not None]
     results, grads_in = zip(*pairs, strict=True)
     found = torch.autograd.grad(
@@ -59,6 +67,38 @@ def test_loop_equals_the_parallel_form(dtype: torch.dtype) -> None:
         h, final = oracle.linear_scan_forward(x[None], a[None], h0)
         torch.testing.assert_close(h[0, t], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(final[0], h[0, -1])
+
+
+def test_loop_over_states_equals_the_parallel_form() -> None:
+    """o_t = scale * sum over s <= t of (q_t . (prod over s < r <= t of f_r) k_s) v_s, and of h0."""
+    case = GlaCase("gated_linear_attention", batch=1, time=9, heads=1, dtype=torch.float64, seed=3)
+    inputs = make_inputs(case)
+    q, k, v = (inputs[name][0, :, 0] for name in "qkv")
+    f, h0 = inputs["log_f"][0, :, 0].exp(), inputs["h0"][0, 0]
+    found, final = gla_oracle.gated_linear_attention_forward(
+        *(inputs[name] for name in ("q", "k", "v", "log_f", "h0")), scale=0.3
+    )
+    for t in range(9):
+        expected = (q[t] * f[: t + 1].prod(0)) @ h0
+        for s in range(t + 1):
+            expected = expected + (q[t] * f[s + 1 : t + 1].prod(0)) @ k[s] * v[s]
+        torch.testing.assert_close(found[0, t, 0], 0.3 * expected, rtol=1e-12, atol=1e-12)
+    last = sum((f[s + 1 :].prod(0) * k[s])[:, None] * v[s] for s in range(9))
+    torch.testing.assert_close(final[0, 0], last + f.prod(0)[:, None] * h0, rtol=1e-12, atol=0)
+
+
+def test_hgrn2_is_gated_linear_attention() -> None:
+    i = make_inputs(GlaCase("hgrn2", dtype=torch.float64))
+    f = i["gamma"] + (1 - i["gamma"]) * torch.sigmoid(i["f"])
+    silu = torch.nn.functional.silu
+    found = gla_oracle.hgrn2_forward(
+        i["q"], i["f"], i["v"], i["gamma"], i["h0"], q_activation="silu", v_activation="sigmoid"
+    )
+    expected = gla_oracle.gated_linear_attention_forward(
+        silu(i["q"]), 1 - f, torch.sigmoid(i["v"]), f.log(), i["h0"]
+    )
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
 
 
 def test_complex_hgru_is_the_complex_linear_scan() -> None:

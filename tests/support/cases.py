@@ -1,4 +1,8 @@
-"""Test cases for `linear_scan` and `hgru`: inputs of every kind, held against the oracle."""
+"""Test cases for the ops: inputs of every kind, held against the oracle.
+
+`Case` is a call of `linear_scan` or `hgru`; `gla_cases.GlaCase` one of an op with heads. Whatever
+takes a case here takes either: a case makes its own inputs and says where its oracle is.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,19 @@ class Case:
     grads: str = "both"  # "both" | "h" | "final": which results the loss reads
     seed: int = 0
 
+    ORACLE = oracle  # the module that has `<op>_reference`
+
+    def make_inputs(self) -> dict[str, Tensor | None]:
+        """The op's tensors, on the CPU, laid out as the case says; then dh and dh_final."""
+        return _scan_inputs(self)
+
+    def options(self) -> dict[str, object]:
+        """The op's keyword arguments, cu_seqlens aside."""
+        return _scan_options(self)
+
+    def sized(self, batch: int, time: int, width: int) -> Case:
+        return replace(self, batch=batch, time=time, channels=width)
+
     def __str__(self) -> str:
         default = Case()
         changed = (
@@ -59,26 +76,30 @@ def lay_out(value: Tensor, layout: str) -> Tensor:
     nan = float("nan")
     if layout == "misaligned":  # starts one element into its storage
         out = value.new_full((value.numel() + 2,), nan)[1:-1].view(value.shape)
-    elif value.dim() != 3:
+    elif value.dim() not in (3, 4):
         return value.contiguous()
+    elif layout == "projection" and value.dim() == 4:  # one of three slices, heads side by side
+        batch, time, heads, width = value.shape
+        wide = value.new_full((batch, time, 3 * heads * width), nan)
+        out = wide[..., heads * width : 2 * heads * width].unflatten(-1, (heads, width))
     elif layout == "projection":  # one slice of a wide projection, at an odd offset
         batch, time, width = value.shape
         out = value.new_full((batch, time, 3 * width + 2), nan)[..., width + 1 : 2 * width + 1]
     elif layout == "time_major":
         out = value.new_full(value.transpose(0, 1).shape, nan).transpose(0, 1)
     elif layout == "channels_first":  # last stride is not one: the op copies
-        out = value.new_full(value.transpose(1, 2).shape, nan).transpose(1, 2)
+        out = value.new_full(value.transpose(1, -1).shape, nan).transpose(1, -1)
     else:
         raise ValueError(layout)
     return out.copy_(value)
 
 
-def _randn(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+def randn(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return torch.randn(shape, dtype=wide, generator=rng).to(dtype)
 
 
-def _decay(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+def decay(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """Decays in [0, 1] of one regime, float64."""
     u = torch.rand(shape, dtype=torch.float64, generator=rng)
     if kind == "open":
@@ -95,7 +116,7 @@ def _decay(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     return u
 
 
-def _logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+def logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """Pre-sigmoid gates of one regime, float64."""
     u = torch.rand(shape, dtype=torch.float64, generator=rng)
     if kind == "open":
@@ -103,7 +124,7 @@ def _logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     if kind == "shut":
         return -20 - 60 * u
     if kind in ("extreme", "alternating"):
-        return 1e4 * (2 * _decay(kind, shape, rng) - 1)
+        return 1e4 * (2 * decay(kind, shape, rng) - 1)
     if kind == "zero":  # of either sign, and next to zero: a masked logit is often -0.0
         near = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-7, -1e-7], dtype=torch.float64)
         return near[(len(near) * u).long()]
@@ -116,8 +137,7 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def make_inputs(case: Case) -> dict[str, Tensor | None]:
-    """The op's tensors, on the CPU, laid out as the case says; then dh and dh_final."""
+def _scan_inputs(case: Case) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
     batch, time, cu_seqlens = case.batch, case.time, None
     if case.lengths is not None:
@@ -129,10 +149,10 @@ def make_inputs(case: Case) -> dict[str, Tensor | None]:
     gate_dtype = case.gate_dtype or case.dtype
     shape = (batch, time, case.channels)
 
-    data = _randn((batch, time, width), case.dtype, rng)
+    data = randn((batch, time, width), case.dtype, rng)
     inputs: dict[str, Tensor | None]
     if case.op == "linear_scan":
-        a = _decay(case.gates, shape[2:] if case.constant else shape, rng)
+        a = decay(case.gates, shape[2:] if case.constant else shape, rng)
         if gate_dtype.is_complex:
             a = torch.polar(a, 7 * torch.rand(a.shape, dtype=a.dtype, generator=rng))
         elif case.gates == "normal":
@@ -147,25 +167,32 @@ def make_inputs(case: Case) -> dict[str, Tensor | None]:
         below_one = 1 - torch.finfo(bound_dtype).eps  # gamma < 1 after rounding, too
         inputs = {
             "c": 2 * data,
-            "f": _logits(case.gates, shape, rng).to(gate_dtype),
+            "f": logits(case.gates, shape, rng).to(gate_dtype),
             "gamma": gamma.to(bound_dtype).clamp(max=below_one) if case.gamma else None,
             "theta": theta.to(bound_dtype) if case.theta else None,
         }
     h0_dtype = {"data": case.dtype, "single": oracle.single_dtype(case.dtype)}.get(case.h0, state)
-    inputs["h0"] = _randn((sequences, width), h0_dtype, rng) if case.h0 else None
+    inputs["h0"] = randn((sequences, width), h0_dtype, rng) if case.h0 else None
     inputs["cu_seqlens"] = cu_seqlens
-    final = _randn((sequences, width), state, rng)
-    inputs["dh"] = _randn(data.shape, case.dtype, rng) if case.grads != "final" else None
+    final = randn((sequences, width), state, rng)
+    inputs["dh"] = randn(data.shape, case.dtype, rng) if case.grads != "final" else None
     inputs["dh_final"] = final if case.grads != "h" else None
     return {k: v if v is None else lay_out(v, case.layout) for k, v in inputs.items()}
 
 
-def options(case: Case) -> dict[str, object]:
-    """The op's keyword arguments, cu_seqlens aside."""
+def _scan_options(case: Case) -> dict[str, object]:
     out: dict[str, object] = {"reverse": case.reverse}
     if case.op == "hgru":
         out["activation"] = case.activation
     return out
+
+
+def make_inputs(case: Case) -> dict[str, Tensor | None]:
+    return case.make_inputs()
+
+
+def options(case: Case) -> dict[str, object]:
+    return case.options()
 
 
 _LOSS = ("dh", "dh_final")
@@ -203,7 +230,7 @@ def reference(case: Case, *, backward: bool, exact: bool, fused: bool = False) -
     """What `run` should return: the oracle's values, or (exact=False) a yardstick's."""
     inputs = make_inputs(case)
     loss = {k: inputs.pop(k) for k in _LOSS}
-    compute = getattr(oracle, f"{case.op}_reference")
+    compute = getattr(case.ORACLE, f"{case.op}_reference")
     return compute(
         **inputs, **(loss if backward else {}), **options(case), exact=exact, fused=fused
     )

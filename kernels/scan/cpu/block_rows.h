@@ -1,9 +1,10 @@
 #pragma once
 
-// Rows, buffers and dtype dispatch shared by the per-ISA scan kernels (see cpu_simd.h about what
+// Rows and buffers shared by the per-ISA scan kernels (see cpu_simd.h about what
 // those units may include).
 
 #include "kernels/common/cpu_simd.h"
+#include "kernels/common/cpu_types.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 
 namespace tidegate::kernels::TIDEGATE_ISA {
@@ -99,28 +100,6 @@ template <class R>
 R* state_row(const void* data, int64_t sequence, int64_t columns, int64_t channel) {
   if (data == nullptr) return nullptr;
   return static_cast<R*>(const_cast<void*>(data)) + sequence * columns + channel;
-}
-
-template <class T>
-struct TypeTag {
-  using Type = T;
-};
-
-/// Calls body(R{}, E{}, G{}) with the tags of the state's, the data's and the gate's types.
-template <class Body>
-void with_real_types(DType data, DType gate, Body body) {
-  switch (data) {
-    case DType::kFloat64:
-      return body(TypeTag<double>{}, TypeTag<double>{}, TypeTag<double>{});
-    case DType::kBFloat16:
-      return gate == data ? body(TypeTag<float>{}, TypeTag<BFloat16>{}, TypeTag<BFloat16>{})
-                          : body(TypeTag<float>{}, TypeTag<BFloat16>{}, TypeTag<float>{});
-    case DType::kFloat16:
-      return gate == data ? body(TypeTag<float>{}, TypeTag<Float16>{}, TypeTag<Float16>{})
-                          : body(TypeTag<float>{}, TypeTag<Float16>{}, TypeTag<float>{});
-    default:
-      return body(TypeTag<float>{}, TypeTag<float>{}, TypeTag<float>{});
-  }
 }
 
 }  // namespace

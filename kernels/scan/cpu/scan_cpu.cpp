@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/cpu_isa.h"
+#include "kernels/common/cpu_sequences.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 #include "kernels/scan/scan.h"
 
@@ -64,12 +65,6 @@ BlockGrid divide_work(const SequenceLayout& layout, int64_t channels, int64_t ma
   return grid;
 }
 
-int64_t offset_at(const SequenceLayout& layout, int64_t n) {
-  const int64_t offset = layout.offsets_are_int64 ? static_cast<const int64_t*>(layout.offsets)[n]
-                                                  : static_cast<const int32_t*>(layout.offsets)[n];
-  return std::clamp<int64_t>(offset, 0, layout.time);
-}
-
 ScanBlock block_at(const SequenceLayout& layout, const BlockGrid& grid, int64_t channels,
                    int64_t index) {
   ScanBlock block;
@@ -78,13 +73,10 @@ ScanBlock block_at(const SequenceLayout& layout, const BlockGrid& grid, int64_t 
   block.sequence = grid.sequences_first ? index % sequences : index / grid.blocks;
   block.channel = column * grid.width;
   block.width = std::min(grid.width, channels - block.channel);
-  if (layout.offsets == nullptr) {
-    block.batch = block.sequence;
-    block.length = layout.time;
-  } else {
-    block.begin = offset_at(layout, block.sequence);
-    block.length = std::max<int64_t>(offset_at(layout, block.sequence + 1) - block.begin, 0);
-  }
+  const SequenceBounds bounds = sequence_bounds(layout, block.sequence);
+  block.batch = bounds.batch;
+  block.begin = bounds.begin;
+  block.length = bounds.length;
   return block;
 }
 

@@ -1,0 +1,302 @@
+#include "src/ops/gla.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+
+#include <string>
+
+#include "src/ops/launch.h"
+#include "src/ops/views.h"
+
+#ifdef TIDEGATE_WITH_CUDA
+#include "kernels/gla/gla_cuda.h"
+#endif
+
+namespace tidegate::ops {
+namespace {
+
+using kernels::GateKind;
+using kernels::GlaBackwardParams;
+using kernels::GlaParams;
+
+constexpr KernelSet<GlaParams> kForward = {
+    &kernels::gla_unsupported, &kernels::gla_plan_cpu, &kernels::gla_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::gla_forward_plan), TIDEGATE_CUDA_KERNEL(&kernels::gla_forward)};
+
+constexpr KernelSet<GlaBackwardParams, GlaParams> kBackward = {
+    &kernels::gla_unsupported, &kernels::gla_plan_cpu, &kernels::gla_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::gla_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::gla_backward)};
+
+// ---- checks ----
+
+/// The names of dimensions that both layouts have, for messages.
+struct ShapeNames {
+  const char *key, *value, *gate, *state;
+};
+constexpr ShapeNames kSequenceShapes = {"[B, T, H, K]", "[B, T, H, V]",
+                                        "[B, T, H, K] (or [B, T, H, 1], one gate a head)",
+                                        "[N, H, K, V]"};
+constexpr ShapeNames kStepShapes = {"[B, H, K]", "[B, H, V]",
+                                    "[B, H, K] (or [B, H, 1], one gate a head)", "[B, H, K, V]"};
+
+/// Whether `gate` has the last dimension of one gate a head.
+bool is_per_head(const at::Tensor& gate, const at::Tensor& q) {
+  return gate.dim() == q.dim() && gate.sym_size(-1).sym_eq(1).guard_bool(__FILE__, __LINE__) &&
+         !q.sym_size(-1).sym_eq(1).guard_bool(__FILE__, __LINE__);
+}
+
+/// `tensor` has q's shape but for the last dimension, which is `width`.
+void check_beside_q(const Reference& q, const char* name, const at::Tensor& tensor,
+                    const char* shape_name, const c10::SymInt& width) {
+  const auto sizes = q.tensor.sym_sizes();
+  if (q.tensor.dim() == 4) {
+    check_shape(q.op, name, tensor, shape_name, {sizes[0], sizes[1], sizes[2], width}, " like q");
+  } else {
+    check_shape(q.op, name, tensor, shape_name, {sizes[0], sizes[1], width}, " like q");
+  }
+}
+
+/// Everything but states and offsets, with or without a time axis.
+void check_inputs(const GlaArguments& arguments, const ShapeNames& names, int64_t rank) {
+  const Reference q{arguments.op, "q", arguments.q};
+  const bool logit = arguments.gate_kind == GateKind::kLogit;
+  check_data_dtype(q, ComplexData::kRefused);
+  check_rank(q, rank, names.key);
+  if (!logit) {
+    check_like(q, "k", *arguments.k);
+  }
+  const at::Tensor& v = arguments.v;
+  check_same_type(q, "v", v);
+  check_beside_q(q, "v", v, names.value,
+                 v.dim() == rank ? v.sym_size(-1) : arguments.q.sym_size(-1));
+  const at::Tensor& gate = arguments.gate;
+  const char* gate_name = logit ? "f" : "log_f";
+  check_gate(q, gate_name, gate);
+  const bool per_head = !logit && is_per_head(gate, arguments.q);
+  check_beside_q(q, gate_name, gate, logit ? names.key : names.gate,
+                 per_head ? c10::SymInt(1) : arguments.q.sym_size(-1));
+  if (is_given(arguments.gamma)) {
+    check_gate(q, "gamma", *arguments.gamma);
+    check_shape(q.op, "gamma", *arguments.gamma, "[H, K]",
+                {arguments.q.sym_size(-2), arguments.q.sym_size(-1)});
+  }
+}
+
+/// All inputs of the forward pass; returns N.
+c10::SymInt check_arguments(const GlaArguments& arguments) {
+  check_inputs(arguments, kSequenceShapes, 4);
+  const Reference q{arguments.op, "q", arguments.q};
+  c10::SymInt sequences = check_cu_seqlens(q, arguments.cu_seqlens);
+  const auto sizes = arguments.q.sym_sizes();
+  check_state(q, "h0", arguments.h0, kSequenceShapes.state,
+              {sequences, sizes[2], sizes[3], arguments.v.sym_size(3)});
+  return sequences;
+}
+
+c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dh_final,
+                           const GlaArguments& arguments) {
+  c10::SymInt sequences = check_arguments(arguments);
+  const Reference v{arguments.op, "v", arguments.v};
+  check_like(v, "do", d_o);
+  const auto sizes = arguments.q.sym_sizes();
+  check_state(v, "dh_final", dh_final, kSequenceShapes.state,
+              {sequences, sizes[2], sizes[3], arguments.v.sym_size(3)});
+  return sequences;
+}
+
+void check_step(const GlaArguments& arguments, const at::Tensor& state) {
+  check_inputs(arguments, kStepShapes, 3);
+  const auto sizes = arguments.q.sym_sizes();
+  check_state({arguments.op, "q", arguments.q}, "state", state, kStepShapes.state,
+              {sizes[0], sizes[1], sizes[2], arguments.v.sym_size(2)});
+}
+
+void check_values(const GlaArguments& arguments) {
+  const Reference q{arguments.op, "q", arguments.q};
+  check_cu_seqlens_values(q, arguments.cu_seqlens);
+  check_bound_values(q, "gamma", arguments.gamma);
+  if (arguments.gate_kind == GateKind::kLogDecay) {
+    check_log_decay_values(q, "log_f", arguments.gate);
+  }
+}
+
+/// `gla_unsupported` knows the sizes too, but not the names that the user gave them.
+void check_head_dims(const char* op, int64_t key_dim, int64_t value_dim) {
+  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= kernels::kMaxHeadDim; };
+  TORCH_CHECK(fits(key_dim) && fits(value_dim), op, ": K and V must be from 1 to ",
+              kernels::kMaxHeadDim, ", got q with K = ", key_dim, " and v with V = ", value_dim);
+}
+
+// ---- CPU and CUDA ----
+
+/// The tensors that both directions read, in the form that the kernels take.
+struct KernelInputs {
+  at::Tensor q, k, v, gate, gamma, h0, cu_seqlens;
+
+  explicit KernelInputs(const GlaArguments& a)
+      : q(in_rows(a.q)),
+        k(is_given(a.k) ? in_rows(*a.k) : at::Tensor()),
+        v(in_rows(a.v)),
+        gate(gate_in_rows(a.gate, a.q.scalar_type())),
+        gamma(contiguous_as(a.gamma, state_type(a.q.scalar_type()))),
+        h0(contiguous_as(a.h0, state_type(a.q.scalar_type()))),
+        cu_seqlens(is_given(a.cu_seqlens) ? a.cu_seqlens->contiguous() : at::Tensor()) {}
+
+  GlaParams params(const GlaArguments& a) const {
+    GlaParams params;
+    params.layout = sequence_layout(q, cu_seqlens, a.reverse);
+    params.heads = q.size(2);
+    params.key_dim = q.size(3);
+    params.value_dim = v.size(3);
+    params.channels = params.heads * params.key_dim;
+    params.scale = a.scale;
+    params.gate_kind = a.gate_kind;
+    params.gate_per_head = gate.size(3) != params.key_dim;
+    params.q_activation = a.q_activation;
+    params.v_activation = a.v_activation;
+    params.q = head_series(q);
+    params.k = head_series(k);
+    params.v = head_series(v);
+    params.gate = head_series(gate);
+    params.gamma = data_or_null(gamma);
+    params.h0 = data_or_null(h0);
+    check_head_dims(a.op, params.key_dim, params.value_dim);
+    return params;
+  }
+};
+
+}  // namespace
+
+kernels::InputActivation parse_input_activation(const char* op, const char* name,
+                                                std::string_view value) {
+  if (value == "silu") {
+    return kernels::InputActivation::kSilu;
+  }
+  if (value == "sigmoid") {
+    return kernels::InputActivation::kSigmoid;
+  }
+  TORCH_CHECK(value == "none", op, ": ", name, " must be \"none\", \"silu\" or \"sigmoid\", got \"",
+              value, "\"");
+  return kernels::InputActivation::kNone;
+}
+
+std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
+  const int64_t sequences = check_arguments(arguments).guard_int(__FILE__, __LINE__);
+  check_values(arguments);
+  const at::Tensor &q = arguments.q, &v = arguments.v;
+  at::Tensor o = at::empty(v.sizes(), v.options());
+  at::Tensor h_final = at::empty({sequences, q.size(2), q.size(3), v.size(3)},
+                                 q.options().dtype(state_type(q.scalar_type())));
+  const KernelInputs inputs(arguments);
+  GlaParams params = inputs.params(arguments);
+  params.o = head_series(o);
+  params.h_final = h_final.data_ptr();
+  Launch<GlaParams>(arguments.op, kForward, &params, o).run();
+  return {std::move(o), std::move(h_final)};
+}
+
+GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh_final,
+                                 const GlaArguments& arguments) {
+  const int64_t sequences = check_backward(d_o, dh_final, arguments).guard_int(__FILE__, __LINE__);
+  check_values(arguments);
+  const at::Tensor &q = arguments.q, &v = arguments.v;
+  const at::ScalarType wide = state_type(q.scalar_type());
+  const KernelInputs inputs(arguments);
+  const at::Tensor do_read = in_rows(d_o);
+  const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
+  const auto like = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
+  const at::Tensor none = at::empty({0}, q.options().dtype(wide));
+
+  GlaGradients grads;
+  grads.dq = like(q);
+  grads.dk = is_given(arguments.k) ? like(*arguments.k) : none;
+  grads.dv = like(v);
+  grads.dgate = like(inputs.gate);
+  grads.dh0 = at::empty({sequences, q.size(2), q.size(3), v.size(3)}, none.options());
+
+  GlaBackwardParams params;
+  params.forward = inputs.params(arguments);
+  params.d_o = head_series(do_read);
+  params.dh_final = data_or_null(dh_final_read);
+  params.dq = head_series(grads.dq);
+  params.dk = is_given(arguments.k) ? head_series(grads.dk) : kernels::HeadSeries{};
+  params.dv = head_series(grads.dv);
+  params.dgate = head_series(grads.dgate);
+  params.dh0 = grads.dh0.data_ptr();
+  Launch<GlaBackwardParams, GlaParams> launch(arguments.op, kBackward, &params, grads.dq);
+  const at::Tensor dgamma = is_given(arguments.gamma) ? launch.partial_sums(wide) : at::Tensor();
+  params.dgamma_partial = data_or_null(dgamma);
+  launch.run();
+
+  grads.dgamma =
+      dgamma.defined()
+          ? at::sum(dgamma, 0).view(arguments.gamma->sizes()).to(arguments.gamma->scalar_type())
+          : none;
+  grads.dgate = grads.dgate.to(arguments.gate.scalar_type());
+  if (is_given(arguments.h0)) {
+    grads.dh0 = grads.dh0.to(arguments.h0->scalar_type());
+  }
+  return grads;
+}
+
+at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
+  check_step(arguments, state);
+  check_values(arguments);
+  at::Tensor o = at::empty(arguments.v.sizes(), arguments.v.options());
+  const at::Tensor q = arguments.q.unsqueeze(1), v = arguments.v.unsqueeze(1),
+                   gate = arguments.gate.unsqueeze(1);
+  GlaArguments token{arguments.op, arguments.gate_kind, q, std::nullopt, v, gate};
+  if (is_given(arguments.k)) {
+    token.k = arguments.k->unsqueeze(1);
+  }
+  token.gamma = arguments.gamma;
+  token.h0 = state;
+  token.scale = arguments.scale;
+  token.q_activation = arguments.q_activation;
+  token.v_activation = arguments.v_activation;
+  const KernelInputs inputs(token);
+  GlaParams params = inputs.params(token);
+  params.o = head_series(o.unsqueeze(1));
+  params.h_final = inputs.h0.data_ptr();
+  Launch<GlaParams>(arguments.op, kForward, &params, o).run();
+  if (!inputs.h0.is_same(state)) {
+    state.copy_(inputs.h0);
+  }
+  return o;
+}
+
+// ---- Meta ----
+
+std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments) {
+  const c10::SymInt sequences = check_arguments(arguments);
+  const at::Tensor &q = arguments.q, &v = arguments.v;
+  return {at::empty_symint(v.sym_sizes(), v.options()),
+          at::empty_symint({sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)},
+                           q.options().dtype(state_type(q.scalar_type())))};
+}
+
+GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_final,
+                               const GlaArguments& arguments) {
+  const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
+  const at::Tensor &q = arguments.q, &v = arguments.v;
+  const auto wide = q.options().dtype(state_type(q.scalar_type()));
+  const auto like = [&](const OptionalTensor& tensor) {
+    return is_given(tensor) ? at::empty_symint(tensor->sym_sizes(), tensor->options())
+                            : at::empty({0}, wide);
+  };
+  return {like(q),
+          like(arguments.k),
+          like(v),
+          like(arguments.gate),
+          like(arguments.gamma),
+          at::empty_symint({sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)},
+                           is_given(arguments.h0) ? arguments.h0->options() : wide)};
+}
+
+at::Tensor gla_step_meta(const GlaArguments& arguments, const at::Tensor& state) {
+  check_step(arguments, state);
+  return at::empty_symint(arguments.v.sym_sizes(), arguments.v.options());
+}
+
+}  // namespace tidegate::ops

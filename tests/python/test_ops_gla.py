@@ -1,0 +1,449 @@
+"""`gated_linear_attention` and `hgrn2`: results and gradients against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import cases, gla_cases, oracle
+from support.gla_cases import GlaCase
+from torch import Tensor
+
+import tidegate
+
+ops = tidegate.ops
+SHORT_KINDS = [
+    GlaCase("hgrn2", dtype=torch.float32),
+    GlaCase("hgrn2", dtype=torch.bfloat16, v_activation="silu"),
+    GlaCase("gated_linear_attention", dtype=torch.float32),
+    GlaCase("gated_linear_attention", dtype=torch.bfloat16, per_head=True),
+]
+
+
+def arguments_of(case: GlaCase, device: str) -> tuple[dict[str, Tensor | None], tuple]:
+    """The op's arguments by name, and the gradients of its two results."""
+    made = case.make_inputs()
+    placed = {k: cases.to_device(v, device, case.layout) for k, v in made.items()}
+    return placed, (placed.pop("dh"), placed.pop("dh_final"))
+
+
+def call(case: GlaCase, arguments: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    return getattr(ops, case.op)(**arguments, **case.options())
+
+
+def over_time(arguments: dict[str, Tensor | None]) -> list[str]:
+    """The names of the arguments that have a time axis."""
+    return [k for k in ("q", "k", "f", "v", "log_f") if k in arguments]
+
+
+def leaves(arguments: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {k: v for k, v in arguments.items() if v is not None and k != "cu_seqlens"}
+
+
+# Against the oracle -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", gla_cases.every_length(), ids=str)
+def test_every_length(case: GlaCase, device: str) -> None:
+    cases.check(case, device)
+
+
+@pytest.mark.parametrize("case", gla_cases.every_regime(), ids=str)
+def test_every_gate_regime(case: GlaCase, device: str) -> None:
+    cases.check(case, device)
+
+
+@pytest.mark.parametrize("case", gla_cases.every_layout(), ids=str)
+def test_every_layout(case: GlaCase, device: str) -> None:
+    cases.check(case, device)
+
+
+@pytest.mark.parametrize("case", gla_cases.every_mix(), ids=str)
+def test_every_mix_of_dtypes(case: GlaCase, device: str) -> None:
+    cases.check(case, device)
+
+
+SIZES = [(1, 1), (2, 7), (16, 16), (31, 64), (64, 32), (65, 130), (128, 128), (257, 16), (16, 512)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_any_key_and_value_dimension(case: GlaCase, size: tuple[int, int], device: str) -> None:
+    keys, values = size
+    case = replace(case, key_dim=keys, value_dim=values, time=35, batch=1, seed=keys)
+    cases.check(case, device)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "lengths", [(4, 0, 13, 1, 0), (0, 0, 18), (9, 9), (1,) * 18, (0, 0), (65, 2, 0, 70)], ids=str
+)
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_packed(case: GlaCase, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
+    for offsets_dtype in (torch.int32, torch.int64):
+        packed = replace(case, lengths=lengths, reverse=reverse, offsets_dtype=offsets_dtype)
+        cases.check(packed, device)
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_gradients_of_open_gates_over_a_long_time(case: GlaCase, device: str) -> None:
+    """Decays of 1 - 1e-4 .. 1: thousands of tokens are in every sum."""
+    case = replace(case, batch=1, heads=1, time=3000, key_dim=16, value_dim=16, gates="open")
+    cases.check(case, device)
+
+
+GRADCHECK = [
+    GlaCase("hgrn2", v_activation="sigmoid"),
+    GlaCase("hgrn2", gamma=False, lengths=(2, 0, 3), reverse=True),
+    GlaCase("gated_linear_attention"),
+    GlaCase("gated_linear_attention", per_head=True, reverse=True),
+]
+
+
+@pytest.mark.parametrize("case", GRADCHECK, ids=str)
+def test_gradcheck(case: GlaCase, device: str) -> None:
+    case = replace(case, dtype=torch.float64, time=5, batch=2, heads=1, key_dim=3, value_dim=2)
+    arguments, _ = arguments_of(case, device)
+    # Finite differences leave log f = 0 on both sides.
+    if "log_f" in arguments:
+        arguments["log_f"] = arguments["log_f"] - 0.01
+    named = leaves(arguments)
+
+    def function(*values: Tensor) -> tuple[Tensor, Tensor]:
+        return call(case, {**arguments, **dict(zip(named, values, strict=True))})
+
+    inputs = [v.detach().requires_grad_() for v in named.values()]
+    assert torch.autograd.gradcheck(function, inputs, nondet_tol=0.0)
+
+
+def test_hgrn2_is_gated_linear_attention_with_tied_keys(device: str) -> None:
+    case = GlaCase("hgrn2", time=40, key_dim=16, value_dim=32, v_activation="sigmoid")
+    a, _ = arguments_of(case, device)
+    f = a["gamma"] + (1 - a["gamma"]) * torch.sigmoid(a["f"])
+    expected = ops.gated_linear_attention(
+        torch.nn.functional.silu(a["q"]),
+        (1 - a["gamma"]) * torch.sigmoid(-a["f"]),
+        torch.sigmoid(a["v"]),
+        f.log(),
+        a["h0"],
+        scale=case.scale,
+    )
+    for left, right in zip(call(case, a), expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+
+def test_one_gate_a_head_is_the_same_gate_in_every_channel(device: str) -> None:
+    case = GlaCase("gated_linear_attention", per_head=True, time=40)
+    a, _ = arguments_of(case, device)
+    wide = a["log_f"].expand_as(a["q"])
+    for left, right in zip(call(case, a), call(case, {**a, "log_f": wide}), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+
+
+def test_slices_of_one_projection_are_read_in_place(device: str) -> None:
+    """What HGRU2 hands over: q, f and v of one [B, T, 3 H K] product."""
+    wide = torch.randn(2, 33, 3 * 2 * 16, device=device, requires_grad=True)
+    q, f, v = (part.unflatten(-1, (2, 16)) for part in wide.chunk(3, -1))
+    o, final = ops.hgrn2(q, f, v, q_activation="silu")
+    solid = [part.contiguous() for part in (q, f, v)]
+    expected = ops.hgrn2(*solid, q_activation="silu")
+    assert torch.equal(o, expected[0])
+    assert torch.equal(final, expected[1])
+    (found,) = torch.autograd.grad(o.sin().sum(), wide)
+    (same,) = torch.autograd.grad(expected[0].sin().sum(), wide)
+    assert torch.equal(found, same)
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h0", ["state", "data", None])
+@pytest.mark.parametrize("case", gla_cases.KINDS, ids=str)
+def test_final_state_without_tokens_is_a_copy_of_h0(
+    case: GlaCase, h0: str | None, device: str
+) -> None:
+    arguments, _ = arguments_of(replace(case, time=0, h0=h0), device)
+    o, final = call(case, arguments)
+    assert o.shape == (2, 0, case.heads, case.value_dim)
+    assert final.dtype == oracle.state_dtype(case.dtype)
+    assert final.shape == (2, case.heads, case.key_dim, case.value_dim)
+    if h0 is None:
+        assert not final.count_nonzero()
+        return
+    assert torch.equal(final, arguments["h0"].to(final.dtype))
+    assert final.data_ptr() != arguments["h0"].data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 5, 0), (2, 0, 3), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_empty_dimensions(case: GlaCase, shape: tuple[int, int, int], device: str) -> None:
+    batch, time, heads = shape
+    case = replace(case, batch=batch, time=time, heads=heads)
+    found = cases.run(case, device, backward=True)
+    expected = cases.reference(case, backward=True, exact=False)
+    for name, value in found.items():
+        assert value.shape == expected[name].shape
+        assert torch.equal(value.cpu(), expected[name]), name
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_no_sequences(case: GlaCase, device: str) -> None:
+    for name, value in cases.run(replace(case, lengths=()), device, backward=True).items():
+        assert not value.count_nonzero(), name
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: str) -> None:
+    case = replace(case, time=35, reverse=reverse)
+    arguments, _ = arguments_of(case, device)
+    exact = cases.reference(case, backward=False, exact=True)
+    yardstick = cases.reference(case, backward=False, exact=False)
+    for at in range(case.time + 1):
+        parts = [slice(0, at), slice(at, None)]
+        outputs, state = [], arguments["h0"]
+        for part in reversed(parts) if reverse else parts:
+            sliced = {k: arguments[k][:, part] for k in over_time(arguments)}
+            o, state = call(case, {**arguments, **sliced, "h0": state})
+            outputs.append(o)
+        joined = torch.cat(outputs[::-1] if reverse else outputs, 1)
+        oracle.assert_within_rule(f"split at {at}: o", joined, exact["h"], yardstick["h"])
+        oracle.assert_within_rule(
+            f"split at {at}: final", state, exact["final"], yardstick["final"]
+        )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "projection", "channels_first"])
+@pytest.mark.parametrize("case", gla_cases.KINDS, ids=str)
+def test_steps_equal_prefill(case: GlaCase, layout: str, device: str) -> None:
+    case = replace(case, time=9, key_dim=16, value_dim=24, layout=layout)
+    arguments, _ = arguments_of(case, device)
+    exact = cases.reference(case, backward=False, exact=True)
+    yardstick = cases.reference(case, backward=False, exact=False)
+    state = arguments["h0"].clone()
+    where, rows = state.data_ptr(), []
+    options = case.options()
+    options.pop("reverse")
+    for t in range(case.time):
+        token = [arguments[k][:, t] for k in arguments if k in over_time(arguments)]
+        if case.op == "hgrn2":
+            rows.append(ops.hgrn2_step(*token, arguments["gamma"], state, **options))
+        else:
+            rows.append(ops.gated_linear_attention_step(*token, state, **options))
+    assert state.data_ptr() == where, "the state is updated in place"
+    o = torch.stack(rows, 1)
+    oracle.assert_within_rule("o by steps", o, exact["h"], yardstick["h"])
+    oracle.assert_within_rule("state after steps", state, exact["final"], yardstick["final"])
+
+
+def test_step_writes_into_a_view_of_a_state(device: str) -> None:
+    """Decoding keeps all layers' states in one tensor: a step touches its own rows only."""
+    ones = torch.ones(2, 1, 4, device=device)
+    shut = torch.full_like(ones, -torch.inf)  # f = 0: the state becomes k v^T
+    for pick in (lambda s: s[1], lambda s: s.transpose(0, 1)[:, 1]):
+        states = torch.full((3, 2, 1, 4, 4), 0.5, device=device)
+        o = ops.gated_linear_attention_step(ones, ones, ones, shut, pick(states))
+        assert torch.equal(o, torch.full_like(ones, 4))
+        assert torch.equal(states[1], torch.ones_like(states[1]))
+        assert states[::2].eq(0.5).all()
+
+
+def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
+    for case in SHORT_KINDS:
+        case = replace(case, time=41)
+        arguments, loss = arguments_of(case, device)
+        exact = cases.reference(case, backward=True, exact=True)
+        yardstick = cases.reference(case, backward=True, exact=False)
+        named = {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
+        parts, state = [], named["h0"]
+        for part in (slice(0, 18), slice(18, 19), slice(19, 41)):
+            sliced = {k: named[k][:, part] for k in over_time(arguments)}
+            o, state = call(case, {**arguments, **named, **sliced, "h0": state})
+            parts.append(o)
+        found = torch.autograd.grad((torch.cat(parts, 1), state), list(named.values()), loss)
+        for name, grad in zip(named, found, strict=True):
+            size = exact.get(f"|d{name}|")
+            expected = exact[f"d{name}"], yardstick[f"d{name}"]
+            oracle.assert_within_rule(name, grad, *expected, size)
+
+
+# What reaches what ------------------------------------------------------------------------------
+
+
+def equal_bits(left: Tensor, right: Tensor) -> bool:
+    """Bitwise equality; NaN equals NaN."""
+    return torch.equal(left.nan_to_num(7), right.nan_to_num(7))
+
+
+@pytest.mark.parametrize("lengths", [None, (40, 0, 60, 50)], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_a_nan_reaches_later_tokens_of_its_head_only(
+    case: GlaCase, poison: float, reverse: bool, lengths: tuple[int, ...] | None, device: str
+) -> None:
+    case = replace(case, time=150, key_dim=16, value_dim=16, reverse=reverse, lengths=lengths)
+    arguments, _ = arguments_of(case, device)
+    clean, clean_final = call(case, arguments)
+    offsets = arguments["cu_seqlens"].tolist() if lengths else [0, 150]
+    for name in over_time(arguments):
+        for t in (0, 15, 63, 64, 99, 149):
+            value = arguments[name].clone()
+            value[0, t, 1, 0] = poison if name in "qkv" else float("nan")
+            o, final = call(case, {**arguments, name: value})
+            start = max(x for x in offsets[:-1] if x <= t)
+            end = min(x for x in offsets if x > t)
+            hit = torch.zeros_like(clean, dtype=torch.bool)
+            columns = slice(0, 1) if name == "v" else slice(None)
+            rows = slice(start, t + 1) if reverse else slice(t, end)
+            hit[0, slice(t, t + 1) if name == "q" else rows, 1, columns] = True
+            assert equal_bits(o[~hit], clean[~hit]), f"{name}[0, {t}, 1, 0] reaches too much"
+            assert not o[0, t, 1, 0].isfinite(), f"{name}[0, {t}, 1, 0] does not reach its token"
+            touched = torch.zeros_like(final, dtype=torch.bool)
+            if name != "q":
+                touched[0 if lengths is None else offsets.index(end) - 1, 1] = True
+            assert equal_bits(final[~touched], clean_final[~touched])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_nothing_leaks_across_a_boundary(case: GlaCase, reverse: bool, device: str) -> None:
+    """Values in one sequence change no other; a loss over one leaves exact zeros elsewhere."""
+    case = replace(case, lengths=(5, 40, 0, 90, 3), reverse=reverse)
+    arguments, loss = arguments_of(case, device)
+    clean, clean_final = call(case, arguments)
+    names = (*over_time(arguments), "h0")
+    named = {k: arguments[k].detach().requires_grad_() for k in names}
+    results = call(case, {**arguments, **named})
+    offsets = arguments["cu_seqlens"].tolist()
+    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        others = [i for i in range(len(case.lengths)) if i != n]
+        for poison in (float("nan"), 1e30):
+            v, h0 = arguments["v"].clone(), arguments["h0"].clone()
+            v[:, start:end], h0[n] = poison, poison
+            o, final = call(case, {**arguments, "v": v, "h0": h0})
+            for t in (slice(0, start), slice(end, None)):
+                assert torch.equal(o[:, t], clean[:, t]), f"sequence {n} leaks into {t}"
+            assert torch.equal(final[others], clean_final[others])
+        dh, dh_final = (torch.zeros_like(g) for g in loss)
+        dh[:, start:end], dh_final[n] = loss[0][:, start:end], loss[1][n]
+        *grads, dh0 = torch.autograd.grad(
+            results, list(named.values()), (dh, dh_final), retain_graph=True
+        )
+        for grad in grads:
+            assert not grad[:, :start].count_nonzero()
+            assert not grad[:, end:].count_nonzero()
+        assert dh0[n].count_nonzero()
+        assert not dh0[others].count_nonzero()
+
+
+def test_decays_of_exactly_zero_and_one(device: str) -> None:
+    """log f = -inf and hgrn2's f = -1e4 forget all, log f = 0 and f = 1e4 nothing."""
+    q, k, v = (torch.randn(1, 40, 1, 16, device=device) for _ in range(3))
+    shut = torch.full_like(q, -torch.inf)
+    o, final = ops.gated_linear_attention(q, k, v, shut)
+    torch.testing.assert_close(o, (q * k).sum(-1, keepdim=True) * v)
+    torch.testing.assert_close(final[0, 0], k[0, -1].T @ v[0, -1])
+    h0 = torch.randn(1, 1, 16, 16, device=device)
+    o, final = ops.gated_linear_attention(q, torch.zeros_like(k), v, 0 * q, h0)
+    assert torch.equal(final, h0)
+    o, final = ops.hgrn2(q, torch.full_like(q, 1e4), v, h0=h0)
+    assert torch.equal(final, h0)
+    _, final = ops.hgrn2(q, torch.full_like(q, -1e4), v, h0=h0)
+    torch.testing.assert_close(final[0, 0], v[0, -1].expand(16, 16))
+
+
+# Which gradients flow, what is kept -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_one_argument_alone_gets_the_gradient_it_gets_among_all(case: GlaCase, device: str) -> None:
+    expected = cases.run(case, device, backward=True)
+    arguments, loss = arguments_of(case, device)
+    for name, value in leaves(arguments).items():
+        leaf = value.detach().requires_grad_()
+        results = call(case, {**arguments, name: leaf})
+        (grad,) = torch.autograd.grad(results, (leaf,), loss)
+        assert torch.equal(grad, expected[f"d{name}"]), name
+
+
+@pytest.mark.parametrize("case", gla_cases.every_mix(), ids=str)
+def test_gradients_in_every_mix_of_dtypes_are_like_their_arguments(
+    case: GlaCase, device: str
+) -> None:
+    arguments, _ = arguments_of(case, device)
+    found = cases.run(case, device, backward=True)
+    for name, value in leaves(arguments).items():
+        grad = found[f"d{name}"]
+        assert (grad.dtype, grad.shape, grad.device) == (value.dtype, value.shape, value.device)
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_gradients_of_a_sum(case: GlaCase, device: str) -> None:
+    """`o.sum()` hands over a gradient of strides zero; `o.transpose()` one of odd strides."""
+    arguments, _ = arguments_of(case, device)
+    leaf = arguments["q"] = arguments["q"].detach().requires_grad_()
+
+    def grad_of(loss_of: object) -> Tensor:
+        o, final = call(case, arguments)
+        return torch.autograd.grad(loss_of(o) + final.sum(), leaf)[0]
+
+    expected = grad_of(lambda o: (o * torch.ones_like(o)).sum())
+    assert torch.equal(grad_of(lambda o: o.sum()), expected)
+    assert torch.equal(grad_of(lambda o: o.transpose(1, 3).flatten().sum()), expected)
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_only_inputs_are_kept_for_the_backward_pass(case: GlaCase, device: str) -> None:
+    case = replace(case, time=40, key_dim=16, value_dim=16)
+    arguments, _ = arguments_of(case, device)
+    arguments |= {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
+    kept: list[Tensor] = []
+
+    def pack(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        call(case, arguments)
+    allowed = {v.data_ptr() for v in arguments.values() if v is not None}
+    assert kept
+    for value in kept:
+        assert value.data_ptr() in allowed, tuple(value.shape)
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_bitwise_repeatable(case: GlaCase, device: str) -> None:
+    case = replace(case, time=300, key_dim=70, value_dim=140)
+    first = cases.run(case, device, backward=True)
+    threads = torch.get_num_threads()
+    try:
+        for run in range(3):
+            torch.set_num_threads(1 + run)
+            for name, value in cases.run(case, device, backward=True).items():
+                assert torch.equal(value, first[name]), name
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
+    a, _ = arguments_of(GlaCase(), device)
+    q, f, v, gamma, h0 = (a[k] for k in ("q", "f", "v", "gamma", "h0"))
+    expected, _ = ops.hgrn2(q, f, v, gamma, h0)
+    by_name, _ = ops.hgrn2(h0=h0, gamma=gamma, v=v, f=f, q=q, scale=1.0, q_activation="none")
+    raw, _ = torch.ops.tidegate.hgrn2(q, f, v, gamma, h0, 1.0, "none", "none", False, None)
+    assert torch.equal(expected, by_name)
+    assert torch.equal(expected, raw)
+    expected, _ = ops.gated_linear_attention(q, q, v, -f.abs(), h0, scale=2.0, reverse=True)
+    raw, _ = torch.ops.tidegate.gated_linear_attention(q, q, v, -f.abs(), h0, 2.0, True, None)
+    assert torch.equal(expected, raw)
+
+
+def test_offsets_on_the_cpu_are_accepted(device: str) -> None:
+    for case in SHORT_KINDS:
+        arguments, _ = arguments_of(replace(case, lengths=(3, 0, 9)), device)
+        expected = call(case, arguments)
+        found = call(case, {**arguments, "cu_seqlens": arguments["cu_seqlens"].cpu()})
+        for left, right in zip(found, expected, strict=True):
+            assert torch.equal(left, right)

@@ -1,0 +1,181 @@
+#pragma once
+
+// Gated linear attention problems on the host: typed, strided, poisoned buffers with the params
+// that point into them, and the comparison of what a kernel wrote with the reference.
+
+#include <string>
+#include <vector>
+
+#include "kernels/gla/gla.h"
+#include "support/gla_reference.h"
+#include "support/scan_problem.h"
+
+namespace tidegate::testing {
+
+using kernels::GateKind;
+using kernels::InputActivation;
+
+struct GlaShape : ScanShape {
+  int64_t heads = 2;
+  int64_t key_dim = 19;
+  int64_t value_dim = 21;
+  GateKind gate_kind = GateKind::kLogDecay;
+  bool gate_per_head = false;
+  InputActivation q_activation = InputActivation::kNone;  // logits only
+  InputActivation v_activation = InputActivation::kNone;
+  double scale = 0.5;
+
+  bool logits() const { return gate_kind == GateKind::kLogit; }
+  std::string full_name() const {
+    return name() + " H" + std::to_string(heads) + " K" + std::to_string(key_dim) + " V" +
+           std::to_string(value_dim) +
+           (logits()        ? " logits"
+            : gate_per_head ? " gate a head"
+                            : "");
+  }
+};
+
+class GlaProblem : public ScanProblem {
+ public:
+  TypedSeries q, k, v, gate, gamma, o, h0, h_final;
+  TypedSeries d_o, dh_final, dq, dk, dv, dgate, dgamma_partial, dh0;
+
+  explicit GlaProblem(const GlaShape& wanted) : ScanProblem(wanted), wanted_(wanted) {
+    const int64_t heads = wanted_.heads;
+    const int64_t keys = heads * wanted_.key_dim, values = heads * wanted_.value_dim;
+    q = k = dq = dk = series(wanted_.dtype, keys);
+    v = o = d_o = dv = series(wanted_.dtype, values);
+    gate = dgate = series(wanted_.gate, wanted_.gate_per_head ? heads : keys);
+    gamma = TypedSeries(real_state_dtype(), 1, 1, keys);
+    dgamma_partial = states(keys);
+    h0 = h_final = dh_final = dh0 = states(keys * wanted_.value_dim);
+    for (TypedSeries* input : {&q, &k, &v, &d_o, &h0, &dh_final}) fill_normal(*input);
+    fill_gates();
+  }
+
+  kernels::GlaParams forward_params() {
+    kernels::GlaParams params;
+    params.layout = layout();
+    params.heads = wanted_.heads;
+    params.key_dim = wanted_.key_dim;
+    params.value_dim = wanted_.value_dim;
+    params.channels = wanted_.heads * wanted_.key_dim;
+    params.scale = wanted_.scale;
+    params.gate_kind = wanted_.gate_kind;
+    params.gate_per_head = wanted_.gate_per_head;
+    if (wanted_.logits()) {
+      params.q_activation = wanted_.q_activation;
+      params.v_activation = wanted_.v_activation;
+      if (wanted_.has_gamma) params.gamma = gamma.at(0, 0);
+    } else {
+      params.k = by_head(k);
+    }
+    params.q = by_head(q);
+    params.v = by_head(v);
+    params.gate = by_head(gate);
+    params.o = by_head(o);
+    if (wanted_.has_states) params.h0 = h0.at(0, 0);
+    params.h_final = h_final.at(0, 0);
+    return params;
+  }
+
+  kernels::GlaBackwardParams backward_params() {
+    kernels::GlaBackwardParams params;
+    params.forward = forward_params();
+    params.forward.o = {};
+    params.d_o = by_head(d_o);
+    if (wanted_.has_states) params.dh_final = dh_final.at(0, 0);
+    params.dq = by_head(dq);
+    if (!wanted_.logits()) params.dk = by_head(dk);
+    params.dv = by_head(dv);
+    params.dgate = by_head(dgate);
+    if (params.forward.gamma != nullptr) params.dgamma_partial = dgamma_partial.at(0, 0);
+    params.dh0 = dh0.at(0, 0);
+    return params;
+  }
+
+  std::vector<TypedSeries*> outputs() {
+    std::vector<TypedSeries*> all = {&o, &h_final, &dq, &dv, &dgate, &dh0};
+    if (!wanted_.logits()) all.push_back(&dk);
+    if (wanted_.logits() && wanted_.has_gamma) all.push_back(&dgamma_partial);
+    return all;
+  }
+
+  /// Holds every output against the reference.
+  void check() {
+    wanted_.dtype == DType::kFloat64 ? check_in<long double, double>() : check_in<double, float>();
+  }
+
+ private:
+  kernels::HeadSeries by_head(TypedSeries& series) const {
+    const kernels::TimeSeries rows = series.series();
+    return {rows.data, rows.stride_b, rows.stride_t, series.columns() / wanted_.heads, rows.dtype};
+  }
+
+  void fill_gates() {
+    for (int64_t i = 0; i < gate.tokens(); ++i) {
+      for (int64_t j = 0; j < gate.columns(); ++j) {
+        double logit = uniform(-5, 5);
+        if (wanted_.gates == Gates::kOpen) logit = 1e4;
+        if (wanted_.gates == Gates::kShut) logit = -1e4;
+        if (wanted_.gates == Gates::kAlternating) logit = (i + j) % 2 == 0 ? 1e4 : -1e4;
+        if (wanted_.gates == Gates::kNearOne) logit = 10 + uniform(0, 3);
+        if (wanted_.gates == Gates::kZero) logit = (i + j) % 2 == 0 ? 0.0 : -0.0;
+        gate.set(i, j, wanted_.logits() ? logit : -std::log1p(std::exp(-logit)));
+        if (!wanted_.logits() && logit == -1e4) gate.set(i, j, -1e4);
+      }
+    }
+    for (int64_t j = 0; j < gamma.columns(); ++j) gamma.set(0, j, uniform(0, 0.95));
+  }
+
+  template <class Real>
+  GlaReference<Real> reference() const {
+    GlaReference<Real> result;
+    result.heads = wanted_.heads;
+    result.key_dim = wanted_.key_dim;
+    result.value_dim = wanted_.value_dim;
+    result.scale = static_cast<Real>(wanted_.scale);
+    result.logits = wanted_.logits();
+    result.gate_per_head = wanted_.gate_per_head;
+    if (wanted_.logits()) {
+      result.q_activation = wanted_.q_activation;
+      result.v_activation = wanted_.v_activation;
+      if (wanted_.has_gamma) result.gamma = real_values<Real>(gamma);
+    } else {
+      result.k = real_values<Real>(k);
+    }
+    result.q = real_values<Real>(q);
+    result.v = real_values<Real>(v);
+    result.gate = real_values<Real>(gate);
+    result.d_o = real_values<Real>(d_o);
+    if (wanted_.has_states) result.h0 = real_values<Real>(h0);
+    if (wanted_.has_states) result.dh_final = real_values<Real>(dh_final);
+    result.run(reference_layout());
+    return result;
+  }
+
+  template <class Oracle, class Peer>
+  void check_in() const {
+    const auto expected = reference<Oracle>();
+    const auto peer = reference<Peer>();
+    const auto compare = [](const char* name, const auto& want, const auto& same,
+                            const TypedSeries& got, const std::vector<Oracle>& squares = {}) {
+      OutputCheck<Oracle, Peer>(name, ComplexArray<Oracle>(want.begin(), want.end()),
+                                ComplexArray<Peer>(same.begin(), same.end()), got, false, squares);
+    };
+    compare("o", expected.o, peer.o, o);
+    compare("h_final", expected.h_final, peer.h_final, h_final);
+    compare("dq", expected.dq, peer.dq, dq);
+    if (!wanted_.logits()) compare("dk", expected.dk, peer.dk, dk);
+    compare("dv", expected.dv, peer.dv, dv);
+    compare("dgate", expected.dgate, peer.dgate, dgate);
+    compare("dh0", expected.dh0, peer.dh0, dh0);
+    if (wanted_.logits() && wanted_.has_gamma) {
+      compare("dgamma", expected.dgamma, peer.dgamma, dgamma_partial, expected.dgamma_squares);
+    }
+  }
+
+  GlaShape wanted_;
+};
+
+}  // namespace tidegate::testing
