@@ -30,6 +30,14 @@ __device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t 
   mma_bf16(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
+/// d += A * B with an inner dimension of 8: A[0], A[1] and B[0] of the above.
+__device__ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+}
+
 /// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 point to the
 /// rows (16 bytes each, aligned) of matrix i. Of each, a lane gets (r, 2c..2c+1).
 __device__ inline void load_matrices(uint32_t (&m)[4], const void* shared_row) {

@@ -58,82 +58,81 @@ struct DyadicScores {
   }
 };
 
-/// What a block of 16 exchanges with the state, of a lane's 2 tokens x 4 channels, as bf16 pairs
-/// [token][channels 0 1, 2 3]. `own` is q pre_16 in the lanes of the later eight tokens and k
-/// suf_16 in those of the earlier eight; `other` is the other way round. (Sorting them out costs a
-/// select each; choosing the address that they are stored to costs nothing.)
-struct DyadicOperands {
-  uint32_t own[2][2];
-  uint32_t other[2][2];
-  float total[4];  // product of all 16 decays, in every lane of the channel
-
-  static __device__ bool own_is_query(int lane) { return lane >= 16; }
-};
-
 namespace dyadic {
 
-/// own = upper ? a : b, other = upper ? b : a.
-__device__ inline void sort_out(bool upper, float a, float b, float* own, float* other) {
-  *own = upper ? a : b;
-  *other = upper ? b : a;
-}
-
-__device__ inline void add_level(float (&level)[2][4], const float (&own)[2][4]) {
-  const uint32_t x0 = pack_bf16(own[0][0], own[0][1]), y0 = pack_bf16(own[0][2], own[0][3]);
-  const uint32_t x1 = pack_bf16(own[1][0], own[1][1]), y1 = pack_bf16(own[1][2], own[1][3]);
-  mma_bf16(level[0], x0, x1, y0, y1, x0, y0);
-  mma_bf16(level[1], x0, x1, y0, y1, x1, y1);
+/// What a level multiplies is q of a later block and k of an earlier one. (Operands as deep as a
+/// lane holds them, 8, need not be copied together to be both A and B.)
+__device__ inline void add_level(float (&level)[2][4], bool later, const float (&q)[2][4],
+                                 const float (&k)[2][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    uint32_t x[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t of_q = pack_bf16(q[i][2 * h], q[i][2 * h + 1]);
+      const uint32_t of_k = pack_bf16(k[i][2 * h], k[i][2 * h + 1]);
+      x[i] = later ? of_q : of_k;
+    }
+    mma_bf16(level[0], x[0], x[1], x[0]);
+    mma_bf16(level[1], x[0], x[1], x[1]);
+  }
 }
 
 }  // namespace dyadic
 
-/// Sixteen channels (four a lane) of 16 tokens: adds to the scores and returns the operands. Rows
-/// that hold no token have q = k = 0 and f = 1.
-__device__ inline DyadicOperands dyadic_step(const float (&q)[2][4], const float (&k)[2][4],
-                                             const float (&f)[2][4], int lane,
-                                             DyadicScores& scores) {
-  DyadicOperands out;
-  float own[2][4], other[2][4];
+/// Sixteen channels (four a lane) of 16 tokens: adds to the scores, and turns q into q pre_16, k
+/// into k suf_16; `total` is the product of all 16 decays, in every lane of the channel. Rows that
+/// hold no token have q = k = 0 and f = 1.
+__device__ inline void dyadic_step(float (&q)[2][4], float (&k)[2][4], const float (&f)[2][4],
+                                   int lane, DyadicScores& scores, float (&total)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // L = 1, and the factors of L = 2
-    const float k0 = k[0][j] * f[1][j];
-    const float pair = f[0][j] * f[1][j];
     scores.diagonal[0] = fmaf(q[0][j], k[0][j], scores.diagonal[0]);
     scores.diagonal[1] = fmaf(q[1][j], k[1][j], scores.diagonal[1]);
-    scores.neighbour = fmaf(q[1][j], k0, scores.neighbour);
-    dyadic::sort_out(lane & 4, q[0][j] * f[0][j], k0, &own[0][j], &other[0][j]);
-    dyadic::sort_out(lane & 4, q[1][j] * pair, k[1][j], &own[1][j], &other[1][j]);
-    out.total[j] = pair;
+    k[0][j] *= f[1][j];
+    scores.neighbour = fmaf(q[1][j], k[0][j], scores.neighbour);
+    total[j] = f[0][j] * f[1][j];
+    q[0][j] *= f[0][j];
+    q[1][j] *= total[j];
   }
 #pragma unroll
   for (int level = 0; level < 3; ++level) {
     const int bit = 4 << level;
-    dyadic::add_level(scores.level[level], own);
+    const bool later = (lane & bit) != 0;
+    dyadic::add_level(scores.level[level], later, q, k);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float partner = __shfl_xor_sync(~0u, out.total[j], bit);
-      out.total[j] *= partner;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float grown = own[i][j] * partner, same = other[i][j];
-        if (level < 2) {  // what the next level multiplies depends on its own bit
-          const bool stays = ((lane & bit) != 0) == ((lane & (2 * bit)) != 0);
-          dyadic::sort_out(stays, grown, same, &own[i][j], &other[i][j]);
-        } else {
-          own[i][j] = grown;
-        }
+      const float partner = __shfl_xor_sync(~0u, total[j], bit);
+      total[j] *= partner;
+      if (later) {
+        q[0][j] *= partner;
+        q[1][j] *= partner;
+      } else {
+        k[0][j] *= partner;
+        k[1][j] *= partner;
       }
     }
   }
+}
+
+/// The part of dyadic_step that a state needs: k becomes k suf_16, `total` the product of all 16
+/// decays.
+__device__ inline void dyadic_keys(float (&k)[2][4], const float (&f)[2][4], int lane,
+                                   float (&total)[4]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int j = 0; j < 4; ++j) {
+    k[0][j] *= f[1][j];
+    total[j] = f[0][j] * f[1][j];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      out.own[i][h] = pack_bf16(own[i][2 * h], own[i][2 * h + 1]);
-      out.other[i][h] = pack_bf16(other[i][2 * h], other[i][2 * h + 1]);
+    for (int bit = 4; bit <= 16; bit *= 2) {
+      const float partner = __shfl_xor_sync(~0u, total[j], bit);
+      if ((lane & bit) == 0) {
+        k[0][j] *= partner;
+        k[1][j] *= partner;
+      }
+      total[j] *= partner;
     }
   }
-  return out;
 }
 
 }  // namespace tidegate::kernels

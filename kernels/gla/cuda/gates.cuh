@@ -20,9 +20,15 @@ __device__ inline LogitGate<Real> logit_gate(Real x, Real gamma, Real open) {
   const Real e = Math::exp_minus_abs(x);
   const Real larger = Math::reciprocal(Real(1) + e);
   const Real smaller = e * larger;
-  const bool positive = x > Real(0);
-  const Real key = open * (positive ? smaller : larger);
-  return {positive ? Real(1) - key : fused(open, smaller, gamma), key};
+  LogitGate<Real> gate;
+  if (x > Real(0)) {
+    gate.key = open * smaller;
+    gate.decay = Real(1) - gate.key;
+  } else {
+    gate.key = open * larger;
+    gate.decay = fused(open, smaller, gamma);
+  }
+  return gate;
 }
 
 template <class Math, class Real>

@@ -2,6 +2,7 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/gla/cuda/plain.h"
+#include "kernels/gla/cuda/tensor_forward.h"
 
 namespace tidegate::kernels {
 namespace {
@@ -11,11 +12,13 @@ bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels
 }  // namespace
 
 cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan) {
-  if (params.path == GlaPath::kTensorCore) {
-    return cudaErrorNotSupported;
+  // A step or two is the plain path's: it takes the state through registers, in place.
+  const bool fits = params.layout.time > kStepTokens && tensor_forward_fits(params);
+  if (fits && params.path != GlaPath::kPlain) {
+    return tensor_forward_plan(params, plan);
   }
   *plan = {.path = GlaPath::kPlain};
-  return cudaSuccess;
+  return params.path == GlaPath::kTensorCore ? cudaErrorNotSupported : cudaSuccess;
 }
 
 cudaError_t gla_backward_plan(const GlaBackwardParams& params, GlaPlan* plan) {
@@ -27,7 +30,11 @@ cudaError_t gla_backward_plan(const GlaBackwardParams& params, GlaPlan* plan) {
 }
 
 cudaError_t gla_forward(const GlaParams& params, cudaStream_t stream) {
-  return is_empty(params) ? cudaSuccess : gla_plain_forward(params, stream);
+  if (is_empty(params)) {
+    return cudaSuccess;
+  }
+  return params.plan.path == GlaPath::kTensorCore ? tensor_forward(params, stream)
+                                                  : gla_plain_forward(params, stream);
 }
 
 cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {

@@ -23,7 +23,8 @@ class HeadRows {
   }
 
   __device__ char* row(int64_t k) const { return base_ + k * stride_; }
-  __device__ int64_t stride_bytes() const { return stride_; }
+  /// From one row to the next; see gla_unsupported.
+  __device__ int stride_bytes() const { return static_cast<int>(stride_); }
 
   template <class Real>
   __device__ Real load(int64_t k, int channel) const {

@@ -6,6 +6,9 @@
 
 namespace tidegate::kernels {
 
+/// A walk of at most so many tokens is a step.
+constexpr int kStepTokens = 2;
+
 /// One or two tokens take the state as a whole through registers (step.cuh).
 cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
 

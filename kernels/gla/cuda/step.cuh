@@ -3,18 +3,18 @@
 // One or two tokens, as decoding has them: bound by reading and writing the state, once, in place
 // if h_final is h0.
 
+#include "kernels/gla/cuda/plain.h"
 #include "kernels/gla/cuda/plain_inputs.cuh"
 
 namespace tidegate::kernels {
 
-constexpr int kStepTokens = 2;
 constexpr int kStepWarps = 8;
-constexpr int kStepRowsInFlight = 16;  // a thread's, of the state
+constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
 
 /// A block's tile of a state: all its rows, 32 * kVec columns of them. A warp takes every eighth
 /// row.
 template <class Real, int kVec>
-__global__ void __launch_bounds__(32 * kStepWarps) gla_step_kernel(const GlaParams p) {
+__global__ void __launch_bounds__(32 * kStepWarps, 3) gla_step_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
   constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
   extern __shared__ __align__(16) char shared[];

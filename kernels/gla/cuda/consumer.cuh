@@ -1,0 +1,143 @@
+#pragma once
+
+// Consumer warps: each owns 16 columns of V of a state, transposed, as the accumulator of
+// S^T += V^T K~ (rows v, columns k). Rounded to bf16 pairs, the accumulator is the B operand of
+// o = Q~ S as it stands; o^T is never formed.
+
+#include "kernels/gla/cuda/block_tiles.cuh"
+
+namespace tidegate::kernels {
+
+/// Adds scores * values token by token: where a value is not finite, a product with the score zero
+/// of a token before it would be NaN, so it is left out, not multiplied.
+__device__ inline void add_values_one_by_one(float (&o)[2][4], const uint32_t (&score)[4],
+                                             const uint32_t (&value)[4], int lane) {
+  const int r = lane / 4, c = lane % 4;
+#pragma unroll 1
+  for (int s = 0; s < kDyadicTokens; ++s) {
+    const uint32_t half = s % 2 == 0 ? 0x0000ffffu : 0xffff0000u;
+    const uint32_t keep_low = s < 8 && s / 2 == c ? half : 0;
+    const uint32_t keep_high = s >= 8 && s / 2 - 4 == c ? half : 0;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float product[4] = {};
+      mma_bf16(product, score, value[tile] & keep_low, value[tile + 2] & keep_high);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        o[tile][i] += r + i / 2 * 8 >= s ? product[i] : 0.0f;
+      }
+    }
+  }
+}
+
+/// Whether any of the bf16 pairs of the warp is an infinity or NaN: times zero, they are NaN.
+__device__ inline bool any_not_finite(const uint32_t (&pairs)[4]) {
+  uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pairs[i]), "r"(0u));
+  }
+  return __any_sync(~0u, (sum & 0x7fff7fffu) != 0);
+}
+
+template <int kKeys>
+class Consumer {
+ public:
+  using Block = TokenBlock<kKeys>;
+  static constexpr int kTiles = kKeys / 8;
+
+  /// `first_piece`: of the warp's columns of the value tile.
+  __device__ Consumer(int lane, int first_piece) : lane_(lane), first_piece_(first_piece) {}
+
+  /// `column`: of the state's rows [key][V], this warp's first; `values`: how many it has.
+  __device__ void load(const float* state, int keys, int64_t value_dim, bool exists) {
+    each(keys, exists, [&](int key, int row, float& x) {
+      x = state == nullptr ? 0.0f : state[key * value_dim + row];
+    });
+  }
+  __device__ void store(float* state, int keys, int64_t value_dim, bool exists) {
+    each(keys, exists, [&](int key, int row, float& x) { state[key * value_dim + row] = x; });
+  }
+
+  /// o of 16 tokens: o[tile][i] of tokens r, r + 8 and columns 8 tile + 2c, 2c + 1, without the
+  /// scale. Then takes the tokens into the state.
+  __device__ void output_and_update(const Block& block, float (&o)[2][4]) {
+    uint32_t score[4], value[4];
+    load_matrices_transposed(value, value_row(block));
+    load_matrices(score,
+                  reinterpret_cast<const char*>(block.score.rows[lane_ % 16]) + lane_ / 16 * 16);
+    float more[2][4] = {};  // a second chain of products, to wait half as long
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      uint32_t query[4];
+      load_matrices(query, const_cast<Block&>(block).query.at(lane_ % 16, 2 * j + lane_ / 16));
+      const float (&a)[4] = state_[2 * j];
+      const float (&b)[4] = state_[2 * j + 1];
+      auto& sum = j % 2 == 0 ? o : more;
+      mma_bf16(sum[0], query, pack_bf16(a[0], a[1]), pack_bf16(b[0], b[1]));
+      mma_bf16(sum[1], query, pack_bf16(a[2], a[3]), pack_bf16(b[2], b[3]));
+      update(block, value, j);
+    }
+    if (any_not_finite(value)) {
+      add_values_one_by_one(o, score, value, lane_);
+    } else {
+      mma_bf16(o[0], score, value[0], value[2]);
+      mma_bf16(o[1], score, value[1], value[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      o[i / 4][i % 4] += more[i / 4][i % 4];
+    }
+  }
+
+  __device__ void update(const Block& block) {
+    uint32_t value[4];
+    load_matrices_transposed(value, value_row(block));
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      update(block, value, j);
+    }
+  }
+
+ private:
+  /// V^T as A of S^T += V^T K~, and V as B of scores * V: the same registers.
+  __device__ const void* value_row(const Block& block) const {
+    const int m = lane_ / 8;
+    return const_cast<Block&>(block).value.at(m / 2 * 8 + lane_ % 8, first_piece_ + m % 2);
+  }
+
+  /// Channels 16j .. 16j + 15 of the state.
+  __device__ void update(const Block& block, const uint32_t (&value)[4], int j) {
+    uint32_t key[4];
+    load_matrices_transposed(key, const_cast<Block&>(block).key.at(lane_ % 16, 2 * j + lane_ / 16));
+    const float4 total = block.total.get(j, lane_ % 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float (&s)[4] = state_[2 * j + h];
+      s[0] *= h == 0 ? total.x : total.z;
+      s[1] *= h == 0 ? total.y : total.w;
+      s[2] *= h == 0 ? total.x : total.z;
+      s[3] *= h == 0 ? total.y : total.w;
+      mma_bf16(s, value, key[2 * h], key[2 * h + 1]);
+    }
+  }
+
+  template <class Visit>
+  __device__ void each(int keys, bool exists, Visit visit) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = 8 * j + lane_ % 4 * 2 + i % 2;
+        if (exists && key < keys) {
+          visit(key, lane_ / 4 + i / 2 * 8, state_[j][i]);
+        }
+      }
+    }
+  }
+
+  const int lane_, first_piece_;
+  float state_[kTiles][4] = {};
+};
+
+}  // namespace tidegate::kernels

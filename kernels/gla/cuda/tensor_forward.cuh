@@ -1,0 +1,226 @@
+#pragma once
+
+// The forward pass on tensor cores: a block of threads walks a segment of one head, producers ahead
+// of consumers, through a ring of 16-token blocks in shared memory.
+
+#include "kernels/common/cuda/mbarrier.cuh"
+#include "kernels/gla/cuda/consumer.cuh"
+#include "kernels/gla/cuda/producer.cuh"
+
+namespace tidegate::kernels {
+
+constexpr int kMaxProducers = 8;
+constexpr int kMaxConsumers = kTileColumns / 16;
+constexpr int kMaxSlots = 16;
+
+struct TensorForward {
+  GlaParams params = {};
+  int first_key = 0, keys = 0;  // a slice of K
+  int value_tile = 0;           // columns of V a block, a multiple of 16
+  int producers = 0, slots = 0;
+  int64_t segment_time = 0;
+  // Where time is cut: per slot, [slots, H, K, V] and [slots, H, K]. First the map of each segment
+  // (the state it makes of zero, and the product of its decays), then in the place of the former
+  // the state after it.
+  float* states = nullptr;
+  float* products = nullptr;
+  // Slices of K: the sum over the slices before this one, and up to it. [B, T, H, V].
+  const float* sum_before = nullptr;
+  float* sum_after = nullptr;
+};
+
+__device__ inline BlockWork find_work(const TensorForward& w) {
+  const GlaParams& p = w.params;
+  const int tiles = static_cast<int>((p.value_dim + w.value_tile - 1) / w.value_tile);
+  const int tile = static_cast<int>(blockIdx.x) % tiles;
+  const int64_t pair = blockIdx.x / tiles;
+  const int first = tile * w.value_tile;
+  return {find_segment(p.layout, pair / p.heads, w.segment_time),
+          pair % p.heads,
+          w.first_key,
+          w.keys,
+          first,
+          min(w.value_tile, static_cast<int>(p.value_dim) - first)};
+}
+
+/// Where the state of the block's keys and values begins in a tensor [.., H, K, V].
+__device__ inline int64_t state_offset(const GlaParams& p, const BlockWork& work, int64_t row) {
+  return ((row * p.heads + work.head) * p.key_dim + work.first_key) * p.value_dim +
+         work.first_value;
+}
+
+/// o of 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so that each
+/// stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
+template <class Data>
+class OutputRows {
+ public:
+  __device__ OutputRows(const TensorForward& w, const BlockWork& work, int lane, int first_column)
+      : w_(w),
+        work_(work),
+        lane_(lane),
+        column_(work.first_value + first_column),
+        step_(work.segment.begin + lane / 4) {
+    const HeadRows o(w.params.o, work.segment.seq, w.params.layout.reverse, work.head);
+    at_ = o.row(step_) + (column_ + lane % 2 * 8 + lane % 4 / 2 * 4) * int{sizeof(Data)};
+    stride_ = 8 * int64_t{o.stride_bytes()};
+  }
+
+  __device__ void store(float (&o)[2][4]) {
+    if (w_.sum_before != nullptr) {
+      each(o, [&](int64_t index, float& x) { x += w_.sum_before[index]; });
+    }
+    if (w_.sum_after != nullptr) {
+      each(o, [&](int64_t index, float& x) { w_.sum_after[index] = x; });
+    } else {
+      const auto scale = static_cast<float>(w_.params.scale);
+      const bool odd = lane_ % 2 != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float left[2] = {o[0][2 * i] * scale, o[0][2 * i + 1] * scale};
+        const float right[2] = {o[1][2 * i] * scale, o[1][2 * i + 1] * scale};
+        const uint32_t a = pack<Data, 2>(left).bits, b = pack<Data, 2>(right).bits;
+        const uint32_t got = __shfl_xor_sync(~0u, odd ? a : b, 1);
+        if (step_ + 8 * i < work_.segment.end) {
+          *reinterpret_cast<uint2*>(at_ + i * stride_) = odd ? uint2{got, b} : uint2{a, got};
+        }
+      }
+    }
+    step_ += kDyadicTokens;
+    at_ += 2 * stride_;
+  }
+
+ private:
+  /// Visits what this lane holds, as elements of [B, T, H, V].
+  template <class Visit>
+  __device__ void each(float (&o)[2][4], Visit visit) const {
+    const GlaParams& p = w_.params;
+    const Sequence& seq = work_.segment.seq;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int step = step_ + i % 4 / 2 * 8;
+      if (step < work_.segment.end) {
+        const int64_t token = seq.batch * p.layout.time + seq.start +
+                              (p.layout.reverse ? seq.length - 1 - step : step);
+        visit((token * p.heads + work_.head) * p.value_dim + column_ + i / 4 * 8 + lane_ % 4 * 2 +
+                  i % 2,
+              o[i / 4][i % 4]);
+      }
+    }
+  }
+
+  const TensorForward& w_;
+  const BlockWork& work_;
+  const int lane_, column_;
+  int step_;  // of this lane's first token
+  char* at_;
+  int64_t stride_;  // eight rows, in bytes
+};
+
+/// kMaps: the map of a segment instead of its outputs.
+template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
+__global__ void __launch_bounds__((kMaxConsumers + kMaxProducers) * 32, 1)
+    tensor_forward_kernel(const __grid_constant__ TensorForward w) {
+  using Block = TokenBlock<kKeys>;
+  extern __shared__ __align__(128) char shared[];
+  Block* const ring = reinterpret_cast<Block*>(shared);
+  __shared__ uint64_t full[kMaxSlots], empty[kMaxSlots];
+  __shared__ __align__(16) float bounds[kKeys];
+
+  const GlaParams& p = w.params;
+  const BlockWork work = find_work(w);
+  const Segment& segment = work.segment;
+  if (!segment.exists || (kMaps && segment.last)) {
+    return;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int consumers = w.value_tile / 16;
+  if (threadIdx.x < w.slots) {
+    mbarrier_init(&full[threadIdx.x], 32);
+    mbarrier_init(&empty[threadIdx.x], consumers);
+  }
+  for (int i = threadIdx.x; i < kKeys; i += blockDim.x) {
+    bounds[i] = p.gamma != nullptr && i < w.keys
+                    ? static_cast<const float*>(p.gamma)[work.head * p.key_dim + w.first_key + i]
+                    : 0.0f;
+  }
+  __syncthreads();
+  const int blocks = (segment.end - segment.begin + kDyadicTokens - 1) / kDyadicTokens;
+
+  if (warp >= consumers) {
+    const int first = warp - consumers;
+    Producer<Data, Gate, kKind, kKeys, kMaps>(p, work, bounds, lane, first, w.producers)
+        .run(
+            first, blocks,
+            [&](int b) -> Block& {
+              if (b >= w.slots) {
+                mbarrier_wait(&empty[b % w.slots], (b / w.slots - 1) % 2);
+              }
+              return ring[b % w.slots];
+            },
+            [&](int b) { mbarrier_arrive(&full[b % w.slots]); });
+    return;
+  }
+
+  const bool exists = warp * 16 < work.values;
+  const int64_t slot = blockIdx.x / ((p.value_dim + w.value_tile - 1) / w.value_tile) / p.heads;
+  Consumer<kKeys> consumer(lane, warp * 2);
+  const float* start = nullptr;
+  if (!kMaps) {
+    if (segment.index > 0) {
+      start = w.states + state_offset(p, work, slot - 1) + warp * 16;
+    } else if (p.h0 != nullptr) {
+      start =
+          static_cast<const float*>(p.h0) + state_offset(p, work, segment.seq.index) + warp * 16;
+    }
+    consumer.load(start, work.keys, p.value_dim, exists);
+  }
+  [[maybe_unused]] float product[4] = {1, 1, 1, 1};  // of the channels of a quad
+  OutputRows<Data> output(w, work, lane, warp * 16);
+  for (int b = 0, at = 0, phase = 0; b < blocks; ++b) {
+    const Block& block = ring[at];
+    mbarrier_wait(&full[at], phase);
+    [[maybe_unused]] float o[2][4] = {};
+    if constexpr (kMaps) {
+      consumer.update(block);
+      if (lane * 4 < kKeys) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          product[i] *= reinterpret_cast<const float*>(&block.total.quads[lane])[i];
+        }
+      }
+    } else {
+      consumer.output_and_update(block, o);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&empty[at]);
+    }
+    if (!kMaps && exists) {
+      output.store(o);
+    }
+    if (++at == w.slots) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+
+  if constexpr (kMaps) {
+    consumer.store(w.states + state_offset(p, work, slot) + warp * 16, work.keys, p.value_dim,
+                   exists);
+    if (warp == 0 && work.first_value == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = ChannelFactors<kKeys>::channel(lane, i);
+        if (key < work.keys) {
+          w.products[(slot * p.heads + work.head) * p.key_dim + w.first_key + key] = product[i];
+        }
+      }
+    }
+  } else if (segment.last && p.h_final != nullptr) {
+    consumer.store(
+        static_cast<float*>(p.h_final) + state_offset(p, work, segment.seq.index) + warp * 16,
+        work.keys, p.value_dim, exists);
+  }
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+
+#include "kernels/common/cuda/device.h"
+#include "kernels/gla/cuda/tensor_forward.cuh"
+#include "kernels/gla/cuda/tensor_forward.h"
+
+namespace tidegate::kernels {
+
+/// Once on every device, a kernel must be told that it may use more than 48 KB of shared memory.
+template <auto* kKernel>
+cudaError_t allow_shared_bytes(int bytes) {
+  static std::atomic<uint64_t> allowed = 0;
+  int device = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if ((allowed.load(std::memory_order_relaxed) & bit) != 0) {
+    return cudaSuccess;
+  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed.fetch_or(bit, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
+cudaError_t launch_tensor_forward(TensorForward work, int64_t blocks, cudaStream_t stream) {
+  constexpr auto* kKernel = &tensor_forward_kernel<Data, Gate, kKind, kKeys, kMaps>;
+  constexpr int kStaticBytes = 1 << 10;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  const int fits =
+      (limits.shared_bytes - kStaticBytes) / static_cast<int>(sizeof(TokenBlock<kKeys>));
+  work.slots = std::min(kMaxSlots, fits);
+  work.producers = std::min(kMaxProducers, work.slots - 1);
+  const int bytes = work.slots * static_cast<int>(sizeof(TokenBlock<kKeys>));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  const int threads = (work.value_tile / 16 + work.producers) * 32;
+  kKernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(work);
+  return cudaGetLastError();
+}
+
+template <class Data, GateKind kKind>
+cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bool maps,
+                                                   int64_t blocks, cudaStream_t stream) {
+  const auto with_keys = [&]<class Gate, int kKeys>() {
+    return maps ? launch_tensor_forward<Data, Gate, kKind, kKeys, true>(work, blocks, stream)
+                : launch_tensor_forward<Data, Gate, kKind, kKeys, false>(work, blocks, stream);
+  };
+  const auto with_gate = [&]<class Gate>() {
+    return work.keys <= 64 ? with_keys.template operator()<Gate, 64>()
+                           : with_keys.template operator()<Gate, 128>();
+  };
+  return work.params.gate.dtype == DType::kFloat32 ? with_gate.template operator()<float>()
+                                                   : with_gate.template operator()<Data>();
+}
+
+}  // namespace tidegate::kernels
