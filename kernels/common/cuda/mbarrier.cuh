@@ -29,6 +29,12 @@ __device__ inline void mbarrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
+/// Arrives once, when all copy_async of this thread so far have landed: who waits sees them.
+__device__ inline void mbarrier_arrive_after_copies(uint64_t* barrier) {
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address) : "memory");
+}
+
 /// Arrives once, and makes the phase wait for `bytes` more bytes of store_remote.
 __device__ inline void mbarrier_arrive_expecting(uint64_t* barrier, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

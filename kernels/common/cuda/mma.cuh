@@ -38,23 +38,27 @@ __device__ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
       : "r"(a0), "r"(a1), "r"(b0));
 }
 
-/// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 point to the
-/// rows (16 bytes each, aligned) of matrix i. Of each, a lane gets (r, 2c..2c+1).
-__device__ inline void load_matrices(uint32_t (&m)[4], const void* shared_row) {
-  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(shared_row));
+/// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the
+/// addresses of the rows (16 bytes each, aligned) of matrix i. Of each, a lane gets (r, 2c..2c+1).
+__device__ inline void load_matrices(uint32_t (&m)[4], unsigned shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
+               : "r"(shared_row)
                : "memory");
+}
+__device__ inline void load_matrices(uint32_t (&m)[4], const void* shared_row) {
+  load_matrices(m, static_cast<unsigned>(__cvta_generic_to_shared(shared_row)));
 }
 
 /// The same, transposed: of each matrix, a lane gets (2c..2c+1, r).
-__device__ inline void load_matrices_transposed(uint32_t (&m)[4], const void* shared_row) {
-  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(shared_row));
+__device__ inline void load_matrices_transposed(uint32_t (&m)[4], unsigned shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
+               : "r"(shared_row)
                : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&m)[4], const void* shared_row) {
+  load_matrices_transposed(m, static_cast<unsigned>(__cvta_generic_to_shared(shared_row)));
 }
 
 /// Two floats rounded to bf16, `low` in the lower half.

@@ -1,7 +1,10 @@
 #pragma once
 
-// How blocks of 16 tokens lie in shared memory, between the warps that make them from q, k and the
-// gates (producers) and those that own the state (consumers).
+// A block of 16 tokens in shared memory, from its loader by its producer to the consumers. It is
+// rewritten in place: where q, k (or the logits) and v arrive, there the producer leaves what the
+// consumers multiply, every lane in the very pieces that it has read.
+
+#include <type_traits>
 
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
@@ -10,21 +13,32 @@ namespace tidegate::kernels {
 
 constexpr int kTileColumns = 128;  // of V, at most
 
-/// A row's 16-byte pieces are permuted, so that neither the eight rows that ldmatrix reads at once
-/// nor the four pieces of every second row that a producer's quarter-warps write meet in a bank.
-__device__ inline int piece_swizzle(int row) {
-  return (row >> 1 & 1) << 2 | (row & 1) << 1 | (row >> 2 & 1);
-}
-
-/// 16 tokens x kColumns bf16.
+/// 16 tokens x kColumns elements of 16 bits. A row's 16-byte pieces are permuted, so that neither
+/// the eight rows that ldmatrix reads at once nor the four pieces of every second row that a
+/// producer's quarter-warps touch meet in a bank.
 template <int kColumns>
 struct TokenTile {
   static_assert(kColumns % 64 == 0);
-  uint4 pieces[kDyadicTokens][kColumns / 8];
+  static constexpr int kPieces = kColumns / 8;  // a row
+  uint4 pieces[kDyadicTokens][kPieces];
 
-  __device__ uint4* at(int token, int piece) {
-    return &pieces[token][piece ^ piece_swizzle(token)];
+  static __device__ int swizzle(int token) {
+    return (token >> 1 & 1) << 2 | (token & 1) << 1 | (token >> 2 & 1);
   }
+  __device__ uint4* at(int token, int piece) { return &pieces[token][piece ^ swizzle(token)]; }
+  /// The same place in bytes from the tile's beginning.
+  static __device__ unsigned offset(int token, int piece) {
+    return (token * kPieces + (piece ^ swizzle(token))) * sizeof(uint4);
+  }
+};
+
+/// 16 tokens x kColumns floats; producers touch every second piece of every second row.
+template <int kColumns>
+struct FloatTile {
+  static constexpr int kPieces = kColumns / 4;
+  uint4 pieces[kDyadicTokens][kPieces];
+
+  __device__ uint4* at(int token, int piece) { return &pieces[token][piece ^ (token >> 1 & 1)]; }
 };
 
 struct ScoreTile {
@@ -50,14 +64,24 @@ struct ChannelFactors {
   static __device__ int channel(int i, int e) { return i / 4 * 16 + e / 2 * 8 + i % 4 * 2 + e % 2; }
 };
 
-/// What consumers need of 16 tokens.
+/// What consumers need of 16 tokens, and before it what that is made of.
 template <int kKeys>
 struct TokenBlock {
-  TokenTile<kKeys> query;  // q_t times the decays from the block's start to t
-  TokenTile<kKeys> key;    // k_s times the decays from s + 1 to the block's end
-  TokenTile<kTileColumns> value;
-  ScoreTile score;              // [t][s], zero where s > t
-  ChannelFactors<kKeys> total;  // the product of the block's decays
+  TokenTile<kKeys> query;         // q_t; then times the decays from the block's start to t
+  TokenTile<kKeys> key;           // k_s or 16-bit logits; then k_s times the decays from s + 1 to
+                                  // the block's end
+  TokenTile<kTileColumns> value;  // v; then activated
+  ScoreTile score;                // [t][s], zero where s > t
+  ChannelFactors<kKeys> total;    // the product of the block's decays
+};
+
+/// Gates that have no place of their own in a TokenBlock: all but 16-bit logits.
+template <class Gate, int kKeys>
+using GateTile = std::conditional_t<sizeof(Gate) == 4, FloatTile<kKeys>, TokenTile<kKeys>>;
+
+template <class Gate, int kKeys>
+struct TokenBlockWithGate : TokenBlock<kKeys> {
+  GateTile<Gate, kKeys> gate;
 };
 
 }  // namespace tidegate::kernels

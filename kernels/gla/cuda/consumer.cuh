@@ -4,6 +4,8 @@
 // S^T += V^T K~ (rows v, columns k). Rounded to bf16 pairs, the accumulator is the B operand of
 // o = Q~ S as it stands; o^T is never formed.
 
+#include <cstddef>
+
 #include "kernels/gla/cuda/block_tiles.cuh"
 
 namespace tidegate::kernels {
@@ -47,37 +49,48 @@ class Consumer {
   static constexpr int kTiles = kKeys / 8;
 
   /// `first_piece`: of the warp's columns of the value tile.
-  __device__ Consumer(int lane, int first_piece) : lane_(lane), first_piece_(first_piece) {}
+  __device__ Consumer(int lane, int first_piece)
+      : lane_(lane),
+        // V^T as A of S^T += V^T K~, and V as B of scores * V: the same registers.
+        value_at_(
+            offsetof(Block, value) +
+            TokenTile<kTileColumns>::offset(lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2)) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      step_at_[j] = TokenTile<kKeys>::offset(lane % 16, 2 * j + lane / 16);
+    }
+  }
 
-  /// `column`: of the state's rows [key][V], this warp's first; `values`: how many it has.
+  /// The warp's columns of rows [key][V] of a state; null is zero.
   __device__ void load(const float* state, int keys, int64_t value_dim, bool exists) {
-    each(keys, exists, [&](int key, int row, float& x) {
-      x = state == nullptr ? 0.0f : state[key * value_dim + row];
+    each(keys, exists, [&](int key, int column, float& x) {
+      x = state == nullptr ? 0.0f : state[key * value_dim + column];
     });
   }
   __device__ void store(float* state, int keys, int64_t value_dim, bool exists) {
-    each(keys, exists, [&](int key, int row, float& x) { state[key * value_dim + row] = x; });
+    each(keys, exists, [&](int key, int column, float& x) { state[key * value_dim + column] = x; });
   }
 
   /// o of 16 tokens: o[tile][i] of tokens r, r + 8 and columns 8 tile + 2c, 2c + 1, without the
   /// scale. Then takes the tokens into the state.
   __device__ void output_and_update(const Block& block, float (&o)[2][4]) {
+    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&block));
     uint32_t score[4], value[4];
-    load_matrices_transposed(value, value_row(block));
-    load_matrices(score,
-                  reinterpret_cast<const char*>(block.score.rows[lane_ % 16]) + lane_ / 16 * 16);
+    load_matrices_transposed(value, base + value_at_);
     float more[2][4] = {};  // a second chain of products, to wait half as long
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
       uint32_t query[4];
-      load_matrices(query, const_cast<Block&>(block).query.at(lane_ % 16, 2 * j + lane_ / 16));
+      load_matrices(query, base + step_at(j));
       const float (&a)[4] = state_[2 * j];
       const float (&b)[4] = state_[2 * j + 1];
       auto& sum = j % 2 == 0 ? o : more;
       mma_bf16(sum[0], query, pack_bf16(a[0], a[1]), pack_bf16(b[0], b[1]));
       mma_bf16(sum[1], query, pack_bf16(a[2], a[3]), pack_bf16(b[2], b[3]));
-      update(block, value, j);
+      update(block, base, value, j);
     }
+    load_matrices(score, base + static_cast<unsigned>(offsetof(Block, score)) +
+                             lane_ % 16 * sizeof(ScoreTile::rows[0]) + lane_ / 16 * 16);
     if (any_not_finite(value)) {
       add_values_one_by_one(o, score, value, lane_);
     } else {
@@ -91,25 +104,23 @@ class Consumer {
   }
 
   __device__ void update(const Block& block) {
+    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&block));
     uint32_t value[4];
-    load_matrices_transposed(value, value_row(block));
+    load_matrices_transposed(value, base + value_at_);
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
-      update(block, value, j);
+      update(block, base, value, j);
     }
   }
 
  private:
-  /// V^T as A of S^T += V^T K~, and V as B of scores * V: the same registers.
-  __device__ const void* value_row(const Block& block) const {
-    const int m = lane_ / 8;
-    return const_cast<Block&>(block).value.at(m / 2 * 8 + lane_ % 8, first_piece_ + m % 2);
-  }
+  /// Channels 16j .. 16j + 15 of a token tile, for ldmatrix.
+  __device__ unsigned step_at(int j) const { return step_at_[j % 4] + j / 4 * 8 * sizeof(uint4); }
 
   /// Channels 16j .. 16j + 15 of the state.
-  __device__ void update(const Block& block, const uint32_t (&value)[4], int j) {
+  __device__ void update(const Block& block, unsigned base, const uint32_t (&value)[4], int j) {
     uint32_t key[4];
-    load_matrices_transposed(key, const_cast<Block&>(block).key.at(lane_ % 16, 2 * j + lane_ / 16));
+    load_matrices_transposed(key, base + static_cast<unsigned>(offsetof(Block, key)) + step_at(j));
     const float4 total = block.total.get(j, lane_ % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -136,7 +147,9 @@ class Consumer {
     }
   }
 
-  const int lane_, first_piece_;
+  const int lane_;
+  const unsigned value_at_;  // offsets in a block of what this lane gives ldmatrix
+  unsigned step_at_[4];
   float state_[kTiles][4] = {};
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// The forward pass on tensor cores: a block of threads walks a segment of one head, producers ahead
-// of consumers, through a ring of 16-token blocks in shared memory.
+// The forward pass on tensor cores: a block of threads walks a segment of one head through a ring
+// of 16-token blocks in shared memory: a loader warp ahead of producers ahead of consumers.
 
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/gla/cuda/consumer.cuh"
@@ -9,7 +9,7 @@
 
 namespace tidegate::kernels {
 
-constexpr int kMaxProducers = 8;
+constexpr int kMaxWarps = 16;  // of a block, of 128 registers a thread
 constexpr int kMaxConsumers = kTileColumns / 16;
 constexpr int kMaxSlots = 16;
 
@@ -49,9 +49,16 @@ __device__ inline int64_t state_offset(const GlaParams& p, const BlockWork& work
          work.first_value;
 }
 
+/// What a launch computes.
+enum class Pass : uint8_t {
+  kOutput,
+  kOutputOfSlice,  // of a slice of K: sums_before and sums_after
+  kMaps,           // the maps of segments instead of outputs
+};
+
 /// o of 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so that each
 /// stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
-template <class Data>
+template <class Data, bool kSlices>
 class OutputRows {
  public:
   __device__ OutputRows(const TensorForward& w, const BlockWork& work, int lane, int first_column)
@@ -66,12 +73,15 @@ class OutputRows {
   }
 
   __device__ void store(float (&o)[2][4]) {
-    if (w_.sum_before != nullptr) {
-      each(o, [&](int64_t index, float& x) { x += w_.sum_before[index]; });
+    if constexpr (kSlices) {
+      if (w_.sum_before != nullptr) {
+        each(o, [&](int64_t index, float& x) { x += w_.sum_before[index]; });
+      }
+      if (w_.sum_after != nullptr) {
+        each(o, [&](int64_t index, float& x) { w_.sum_after[index] = x; });
+      }
     }
-    if (w_.sum_after != nullptr) {
-      each(o, [&](int64_t index, float& x) { w_.sum_after[index] = x; });
-    } else {
+    if (!kSlices || w_.sum_after == nullptr) {
       const auto scale = static_cast<float>(w_.params.scale);
       const bool odd = lane_ % 2 != 0;
 #pragma unroll
@@ -116,14 +126,16 @@ class OutputRows {
   int64_t stride_;  // eight rows, in bytes
 };
 
-/// kMaps: the map of a segment instead of its outputs.
-template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
-__global__ void __launch_bounds__((kMaxConsumers + kMaxProducers) * 32, 1)
+template <class Data, class Gate, GateKind kKind, int kKeys, Pass kPass>
+__global__ void __launch_bounds__(kMaxWarps * 32, 1)
     tensor_forward_kernel(const __grid_constant__ TensorForward w) {
-  using Block = TokenBlock<kKeys>;
+  constexpr bool kMaps = kPass == Pass::kMaps;
+  using Load = Loader<Data, Gate, kKind, kKeys, kMaps>;
+  using Block = typename Load::Block;
   extern __shared__ __align__(128) char shared[];
   Block* const ring = reinterpret_cast<Block*>(shared);
-  __shared__ uint64_t full[kMaxSlots], empty[kMaxSlots];
+  // Of a slot: copied, made, and free again.
+  __shared__ uint64_t loaded[kMaxSlots], full[kMaxSlots], empty[kMaxSlots];
   __shared__ __align__(16) float bounds[kKeys];
 
   const GlaParams& p = w.params;
@@ -135,6 +147,7 @@ __global__ void __launch_bounds__((kMaxConsumers + kMaxProducers) * 32, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int consumers = w.value_tile / 16;
   if (threadIdx.x < w.slots) {
+    mbarrier_init(&loaded[threadIdx.x], 32);
     mbarrier_init(&full[threadIdx.x], 32);
     mbarrier_init(&empty[threadIdx.x], consumers);
   }
@@ -146,26 +159,37 @@ __global__ void __launch_bounds__((kMaxConsumers + kMaxProducers) * 32, 1)
   __syncthreads();
   const int blocks = (segment.end - segment.begin + kDyadicTokens - 1) / kDyadicTokens;
 
-  if (warp >= consumers) {
-    const int first = warp - consumers;
-    Producer<Data, Gate, kKind, kKeys, kMaps>(p, work, bounds, lane, first, w.producers)
-        .run(
-            first, blocks,
-            [&](int b) -> Block& {
-              if (b >= w.slots) {
-                mbarrier_wait(&empty[b % w.slots], (b / w.slots - 1) % 2);
-              }
-              return ring[b % w.slots];
-            },
-            [&](int b) { mbarrier_arrive(&full[b % w.slots]); });
+  if (warp == consumers) {
+    Load loader(p, work, lane);
+    for (int b = 0, at = 0, phase = 1; b < blocks; ++b) {
+      if (b >= w.slots) {
+        mbarrier_wait(&empty[at], phase);
+      }
+      loader.copy(ring[at]);
+      mbarrier_arrive_after_copies(&loaded[at]);
+      if (++at == w.slots) {
+        at = 0;
+        phase ^= 1;
+      }
+    }
+    return;
+  }
+  if (warp > consumers) {
+    const Producer<Data, Gate, kKind, kKeys, kMaps> producer(p, work, bounds, lane);
+    for (int b = warp - consumers - 1; b < blocks; b += w.producers) {
+      const int at = b % w.slots;
+      mbarrier_wait(&loaded[at], b / w.slots % 2);
+      producer.make(ring[at], b);
+      mbarrier_arrive(&full[at]);
+    }
     return;
   }
 
   const bool exists = warp * 16 < work.values;
   const int64_t slot = blockIdx.x / ((p.value_dim + w.value_tile - 1) / w.value_tile) / p.heads;
   Consumer<kKeys> consumer(lane, warp * 2);
-  const float* start = nullptr;
   if (!kMaps) {
+    const float* start = nullptr;
     if (segment.index > 0) {
       start = w.states + state_offset(p, work, slot - 1) + warp * 16;
     } else if (p.h0 != nullptr) {
@@ -175,9 +199,9 @@ __global__ void __launch_bounds__((kMaxConsumers + kMaxProducers) * 32, 1)
     consumer.load(start, work.keys, p.value_dim, exists);
   }
   [[maybe_unused]] float product[4] = {1, 1, 1, 1};  // of the channels of a quad
-  OutputRows<Data> output(w, work, lane, warp * 16);
+  OutputRows<Data, kPass == Pass::kOutputOfSlice> output(w, work, lane, warp * 16);
   for (int b = 0, at = 0, phase = 0; b < blocks; ++b) {
-    const Block& block = ring[at];
+    const TokenBlock<kKeys>& block = ring[at];
     mbarrier_wait(&full[at], phase);
     [[maybe_unused]] float o[2][4] = {};
     if constexpr (kMaps) {
@@ -207,7 +231,7 @@ __global__ void __launch_bounds__((kMaxConsumers + kMaxProducers) * 32, 1)
   if constexpr (kMaps) {
     consumer.store(w.states + state_offset(p, work, slot) + warp * 16, work.keys, p.value_dim,
                    exists);
-    if (warp == 0 && work.first_value == 0) {
+    if (warp == 0 && work.first_value == 0 && lane * 4 < kKeys) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = ChannelFactors<kKeys>::channel(lane, i);

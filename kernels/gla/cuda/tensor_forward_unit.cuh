@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "kernels/common/cuda/device.h"
@@ -24,20 +25,21 @@ cudaError_t allow_shared_bytes(int bytes) {
   return cudaSuccess;
 }
 
-template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
+template <class Data, class Gate, GateKind kKind, int kKeys, Pass kPass>
 cudaError_t launch_tensor_forward(TensorForward work, int64_t blocks, cudaStream_t stream) {
-  constexpr auto* kKernel = &tensor_forward_kernel<Data, Gate, kKind, kKeys, kMaps>;
+  constexpr auto* kKernel = &tensor_forward_kernel<Data, Gate, kKind, kKeys, kPass>;
   constexpr int kStaticBytes = 1 << 10;
+  constexpr int kSlotBytes =
+      sizeof(typename Loader<Data, Gate, kKind, kKeys, kPass == Pass::kMaps>::Block);
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int fits =
-      (limits.shared_bytes - kStaticBytes) / static_cast<int>(sizeof(TokenBlock<kKeys>));
-  work.slots = std::min(kMaxSlots, fits);
-  work.producers = std::min(kMaxProducers, work.slots - 1);
-  const int bytes = work.slots * static_cast<int>(sizeof(TokenBlock<kKeys>));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-  const int threads = (work.value_tile / 16 + work.producers) * 32;
-  kKernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(work);
+  const int consumers = work.value_tile / 16;
+  work.slots = std::min(kMaxSlots, (limits.shared_bytes - kStaticBytes) / kSlotBytes);
+  // Some slots are being loaded and one consumed while producers hold one each.
+  work.producers = std::clamp(work.slots - 3, 1, kMaxWarps - 1 - consumers);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(work.slots * kSlotBytes));
+  const int threads = (consumers + 1 + work.producers) * 32;
+  kKernel<<<static_cast<unsigned>(blocks), threads, work.slots * kSlotBytes, stream>>>(work);
   return cudaGetLastError();
 }
 
@@ -45,12 +47,21 @@ template <class Data, GateKind kKind>
 cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bool maps,
                                                    int64_t blocks, cudaStream_t stream) {
   const auto with_keys = [&]<class Gate, int kKeys>() {
-    return maps ? launch_tensor_forward<Data, Gate, kKind, kKeys, true>(work, blocks, stream)
-                : launch_tensor_forward<Data, Gate, kKind, kKeys, false>(work, blocks, stream);
+    if (maps) {
+      return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kMaps>(work, blocks, stream);
+    }
+    if constexpr (kKeys == 128) {
+      if (work.sum_before != nullptr || work.sum_after != nullptr) {
+        return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutputOfSlice>(work, blocks,
+                                                                                     stream);
+      }
+    }
+    return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutput>(work, blocks, stream);
   };
+  const bool sliced = work.sum_before != nullptr || work.sum_after != nullptr;
   const auto with_gate = [&]<class Gate>() {
-    return work.keys <= 64 ? with_keys.template operator()<Gate, 64>()
-                           : with_keys.template operator()<Gate, 128>();
+    return work.keys <= 64 && !sliced ? with_keys.template operator()<Gate, 64>()
+                                      : with_keys.template operator()<Gate, 128>();
   };
   return work.params.gate.dtype == DType::kFloat32 ? with_gate.template operator()<float>()
                                                    : with_gate.template operator()<Data>();
