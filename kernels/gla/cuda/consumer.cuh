@@ -10,11 +10,22 @@
 
 namespace tidegate::kernels {
 
-/// Adds scores * values token by token: where a value is not finite, a product with the score zero
-/// of a token before it would be NaN, so it is left out, not multiplied.
-__device__ inline void add_values_one_by_one(float (&o)[2][4], const uint32_t (&score)[4],
-                                             const uint32_t (&value)[4], int lane) {
+/// Adds scores * values where some values are not finite: the others as ever, those one token after
+/// the other, and only to the tokens from theirs on. (With a score of zero, a product of theirs
+/// would be NaN for the tokens before.)
+__device__ inline void add_values_apart(float (&o)[2][4], const uint32_t (&score)[4],
+                                        const uint32_t (&value)[4], int lane) {
   const int r = lane / 4, c = lane % 4;
+  uint32_t odd[4], rest[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t low = (value[i] & 0x7f80u) == 0x7f80u ? 0xffffu : 0;
+    const uint32_t high = (value[i] >> 16 & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0;
+    odd[i] = value[i] & (low | high);
+    rest[i] = value[i] & ~(low | high);
+  }
+  mma_bf16(o[0], score, rest[0], rest[2]);
+  mma_bf16(o[1], score, rest[1], rest[3]);
 #pragma unroll 1
   for (int s = 0; s < kDyadicTokens; ++s) {
     const uint32_t half = s % 2 == 0 ? 0x0000ffffu : 0xffff0000u;
@@ -23,7 +34,7 @@ __device__ inline void add_values_one_by_one(float (&o)[2][4], const uint32_t (&
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float product[4] = {};
-      mma_bf16(product, score, value[tile] & keep_low, value[tile + 2] & keep_high);
+      mma_bf16(product, score, odd[tile] & keep_low, odd[tile + 2] & keep_high);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         o[tile][i] += r + i / 2 * 8 >= s ? product[i] : 0.0f;
@@ -92,7 +103,7 @@ class Consumer {
     load_matrices(score, base + static_cast<unsigned>(offsetof(Block, score)) +
                              lane_ % 16 * sizeof(ScoreTile::rows[0]) + lane_ / 16 * 16);
     if (any_not_finite(value)) {
-      add_values_one_by_one(o, score, value, lane_);
+      add_values_apart(o, score, value, lane_);
     } else {
       mma_bf16(o[0], score, value[0], value[2]);
       mma_bf16(o[1], score, value[1], value[3]);
