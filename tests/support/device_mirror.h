@@ -91,8 +91,8 @@ class DeviceMirror {
 };
 
 /// Plans, gives the plan its scratch memory (NaN at first), launches and waits.
-template <class Plan, class Launch>
-void plan_and_launch(kernels::ScanPlan* plan, void** workspace, Plan make_plan, Launch launch) {
+template <class Plan, class MakePlan, class Launch>
+void plan_and_launch(Plan* plan, void** workspace, MakePlan make_plan, Launch launch) {
   check_cuda(make_plan(plan), "plan");
   const DeviceBuffer scratch(plan->workspace_bytes);
   *workspace = scratch.data();

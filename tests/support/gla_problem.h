@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/gla/gla.h"
+#include "support/gla_block_reference.h"
 #include "support/gla_reference.h"
 #include "support/scan_problem.h"
 
@@ -106,6 +107,21 @@ class GlaProblem : public ScanProblem {
     wanted_.dtype == DType::kFloat64 ? check_in<long double, double>() : check_in<double, float>();
   }
 
+  /// Holds o and the final state against what blocks of tokens with bf16 operands cost.
+  void check_block_forward() const {
+    const auto expected = reference<double>();
+    GlaBlockReference peer;
+    take_inputs(&peer);
+    peer.run_forward(reference_layout());
+    const auto compare = [](const char* name, const auto& want, const auto& same,
+                            const TypedSeries& got) {
+      OutputCheck<double, float>(name, ComplexArray<double>(want.begin(), want.end()),
+                                 ComplexArray<float>(same.begin(), same.end()), got, false);
+    };
+    compare("o", expected.o, peer.o, o);
+    compare("h_final", expected.h_final, peer.h_final, h_final);
+  }
+
  private:
   kernels::HeadSeries by_head(TypedSeries& series) const {
     const kernels::TimeSeries rows = series.series();
@@ -129,27 +145,32 @@ class GlaProblem : public ScanProblem {
   }
 
   template <class Real>
+  void take_inputs(GlaReference<Real>* result) const {
+    result->heads = wanted_.heads;
+    result->key_dim = wanted_.key_dim;
+    result->value_dim = wanted_.value_dim;
+    result->scale = static_cast<Real>(wanted_.scale);
+    result->logits = wanted_.logits();
+    result->gate_per_head = wanted_.gate_per_head;
+    if (wanted_.logits()) {
+      result->q_activation = wanted_.q_activation;
+      result->v_activation = wanted_.v_activation;
+      if (wanted_.has_gamma) result->gamma = real_values<Real>(gamma);
+    } else {
+      result->k = real_values<Real>(k);
+    }
+    result->q = real_values<Real>(q);
+    result->v = real_values<Real>(v);
+    result->gate = real_values<Real>(gate);
+    result->d_o = real_values<Real>(d_o);
+    if (wanted_.has_states) result->h0 = real_values<Real>(h0);
+    if (wanted_.has_states) result->dh_final = real_values<Real>(dh_final);
+  }
+
+  template <class Real>
   GlaReference<Real> reference() const {
     GlaReference<Real> result;
-    result.heads = wanted_.heads;
-    result.key_dim = wanted_.key_dim;
-    result.value_dim = wanted_.value_dim;
-    result.scale = static_cast<Real>(wanted_.scale);
-    result.logits = wanted_.logits();
-    result.gate_per_head = wanted_.gate_per_head;
-    if (wanted_.logits()) {
-      result.q_activation = wanted_.q_activation;
-      result.v_activation = wanted_.v_activation;
-      if (wanted_.has_gamma) result.gamma = real_values<Real>(gamma);
-    } else {
-      result.k = real_values<Real>(k);
-    }
-    result.q = real_values<Real>(q);
-    result.v = real_values<Real>(v);
-    result.gate = real_values<Real>(gate);
-    result.d_o = real_values<Real>(d_o);
-    if (wanted_.has_states) result.h0 = real_values<Real>(h0);
-    if (wanted_.has_states) result.dh_final = real_values<Real>(dh_final);
+    take_inputs(&result);
     result.run(reference_layout());
     return result;
   }

@@ -47,7 +47,7 @@ struct GlaReference {
     for (Real& size : dgamma_squares) size *= size;
   }
 
- private:
+ protected:
   static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
   static Real activated(Real x, kernels::InputActivation activation) {
     if (activation == kernels::InputActivation::kNone) return x;
@@ -85,6 +85,7 @@ struct GlaReference {
     return activated(v[value_at(token, h, j)], v_activation);
   }
 
+ private:
   void run_head(const ReferenceLayout& layout, int64_t n, int64_t h) {
     const TokenRange& range = layout.sequences[n];
     const int64_t size = key_dim * value_dim, first = (n * heads + h) * size;

@@ -15,7 +15,7 @@ constexpr int kMaxDim = 256;   // of K and V
 constexpr int kThreadsToJoin = 256;
 constexpr int64_t kShortestSegment = 256;
 // What a pass over the maps costs beside the pass over the outputs.
-constexpr double kMapCost = 0.6;
+constexpr double kMapCost = 0.5;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -1,0 +1,368 @@
+// Gated linear attention on CUDA through raw pointers: the plain path in every dtype, the
+// tensor-core path in every form, whole and in segments, held against the naive references.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "support/gla_device.h"
+
+namespace tidegate::testing {
+namespace {
+
+using kernels::GlaPath;
+
+constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
+const InputActivation kActivations[] = {InputActivation::kNone, InputActivation::kSilu,
+                                        InputActivation::kSigmoid};
+
+bool no_device() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) != cudaSuccess || count == 0;
+}
+
+enum class Form : uint8_t { kDecays, kDecayAHead, kLogits };
+
+using Param = std::tuple<DType, bool, Form>;  // bool: gates in the state's type
+
+std::string name_of(const ::testing::TestParamInfo<Param>& info) {
+  const char* forms[] = {"decays", "decay_a_head", "logits"};
+  return std::string(dtype_name(std::get<0>(info.param))) +
+         (std::get<1>(info.param) ? "_wide_gates_" : "_") +
+         forms[static_cast<int>(std::get<2>(info.param))];
+}
+
+class GlaCuda : public ::testing::TestWithParam<Param> {
+ protected:
+  void SetUp() override {
+    if (no_device()) GTEST_SKIP() << "no CUDA device";
+    const auto& [dtype, wide_gates, form] = GetParam();
+    shape_.dtype = dtype;
+    shape_.gate = wide_gates ? state_dtype(dtype) : dtype;
+    shape_.gate_per_head = form == Form::kDecayAHead;
+    shape_.gate_kind = form == Form::kLogits ? GateKind::kLogit : GateKind::kLogDecay;
+  }
+
+  /// The options that go with any size, by `i`.
+  GlaShape vary(uint32_t i) const {
+    GlaShape shape = shape_;
+    shape.seed = i + 1;
+    shape.reverse = i % 2 == 1;
+    shape.has_states = i % 5 != 4;
+    shape.has_gamma = i % 3 != 2;
+    shape.offsets_are_int64 = i % 2 == 0;
+    shape.gates = static_cast<Gates>(i / 2 % 5);
+    shape.q_activation = kActivations[i % 3];
+    shape.v_activation = kActivations[i / 3 % 3];
+    return shape;
+  }
+
+  GlaShape shape_;
+};
+
+/// A few ways to cut about `time` tokens into packed sequences, empty ones among them.
+void pack(GlaShape* shape, uint32_t way) {
+  const int64_t time = shape->time;
+  const std::vector<int64_t> ways[] = {{0, 0, time / 3, time / 3, time, time},
+                                       {0, time / 2, 2 * (time / 2), 3 * (time / 2)},
+                                       {0, 1, time + 1, time + 3},
+                                       {0, time, time, time}};
+  shape->offsets = ways[way % 4];
+  shape->time = shape->offsets.back();
+  shape->batch = 1;
+}
+
+// ---- the plain path ----
+
+class GlaCudaPlain : public GlaCuda {
+ protected:
+  static void check(const GlaShape& shape) {
+    SCOPED_TRACE(shape.full_name());
+    GlaProblem problem(shape), again(shape);
+    for (GlaProblem* p : {&problem, &again}) {
+      GlaOnDevice device(*p, GlaPath::kPlain);
+      device.forward(device.forward_params());
+      device.backward();
+      device.download();
+    }
+    problem.check();
+    for (size_t i = 0; i < problem.outputs().size(); ++i) {
+      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
+      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
+    }
+  }
+};
+
+TEST_P(GlaCudaPlain, EveryLength) {
+  uint32_t i = 0;
+  for (const int64_t time : kTimes) {
+    for (const bool packed : {false, true}) {
+      if (packed && time > 1000) continue;
+      GlaShape shape = vary(i++);
+      shape.time = time;
+      if (time >= 1000) {
+        shape.batch = shape.heads = 1;
+        shape.key_dim = 9;
+        shape.value_dim = 4;
+      }
+      if (packed) pack(&shape, i / 2);
+      check(shape);
+    }
+  }
+}
+
+TEST_P(GlaCudaPlain, EverySize) {
+  uint32_t i = 0;
+  for (const int64_t key_dim : {1, 16, 17, 130}) {
+    for (const int64_t value_dim : {1, 4, 33, 128, 200}) {
+      GlaShape shape = vary(i++);
+      shape.batch = 1;
+      shape.time = i % 4 == 0 ? 2 : 21;
+      shape.key_dim = key_dim;
+      shape.value_dim = value_dim;
+      shape.gap = i % 3;
+      shape.shift = i % 2;
+      check(shape);
+    }
+  }
+  GlaShape largest = vary(0);
+  largest.batch = largest.heads = 1;
+  largest.time = 5;
+  largest.key_dim = largest.value_dim = kernels::kMaxHeadDim;
+  check(largest);
+}
+
+constexpr DType kReal[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
+constexpr DType kHalf[] = {DType::kBFloat16, DType::kFloat16};
+constexpr Form kForms[] = {Form::kDecays, Form::kDecayAHead, Form::kLogits};
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaPlain,
+                         ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Values(false),
+                                            ::testing::ValuesIn(kForms)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(WideGates, GlaCudaPlain,
+                         ::testing::Combine(::testing::ValuesIn(kHalf), ::testing::Values(true),
+                                            ::testing::ValuesIn(kForms)),
+                         name_of);
+
+// ---- the tensor-core path ----
+
+class GlaCudaTensorCore : public GlaCuda {
+ protected:
+  static void check(const GlaShape& shape) {
+    SCOPED_TRACE(shape.full_name());
+    GlaProblem problem(shape), again(shape);
+    for (GlaProblem* p : {&problem, &again}) {
+      GlaOnDevice device(*p, GlaPath::kTensorCore);
+      device.forward(device.forward_params());
+      device.download();
+    }
+    problem.check_block_forward();
+    EXPECT_TRUE(problem.o.surroundings_untouched());
+    EXPECT_TRUE(problem.o.same_bits(again.o));
+    EXPECT_TRUE(problem.h_final.same_bits(again.h_final));
+  }
+};
+
+TEST_P(GlaCudaTensorCore, EveryLength) {
+  uint32_t i = 0;
+  for (const int64_t time : kTimes) {
+    for (const bool packed : {false, true}) {
+      if (packed && time > 1000) continue;
+      GlaShape shape = vary(i++);
+      shape.time = std::max<int64_t>(time, 3);  // shorter ones are steps
+      shape.key_dim = i % 3 == 0 ? 64 : 32;
+      shape.value_dim = i % 2 == 0 ? 16 : 48;
+      if (time >= 1000) {
+        shape.batch = shape.heads = 1;
+        shape.key_dim = shape.value_dim = 16;
+      }
+      if (packed) pack(&shape, i / 2);
+      check(shape);
+    }
+  }
+}
+
+TEST_P(GlaCudaTensorCore, EverySize) {
+  uint32_t i = 0;
+  for (const int64_t key_dim : {16, 64, 80, 128, 144, 256}) {
+    for (const int64_t value_dim : {16, 64, 128, 144, 256}) {
+      GlaShape shape = vary(i++);
+      shape.batch = shape.heads = 1;
+      shape.time = 35;
+      shape.key_dim = key_dim;
+      shape.value_dim = value_dim;
+      shape.gap = i % 3 == 0 ? 8 : 0;
+      check(shape);
+    }
+  }
+}
+
+// Long enough for the planner to cut time, with more than a slice of K.
+TEST_P(GlaCudaTensorCore, Segments) {
+  for (uint32_t i = 0; i < 4; ++i) {
+    GlaShape shape = vary(i);
+    shape.batch = shape.heads = 1;
+    shape.time = 1100;
+    shape.key_dim = i % 2 == 0 ? 32 : 144;
+    shape.value_dim = 16;
+    if (i >= 2) {
+      shape.offsets = {0, 0, 5, 600, 600, 1100};
+    }
+    GlaProblem problem(shape);
+    kernels::GlaParams params = problem.forward_params();
+    check_cuda(kernels::gla_forward_plan(params, &params.plan), "plan");
+    EXPECT_EQ(params.plan.path, GlaPath::kTensorCore);
+    EXPECT_GT(params.plan.segment_time, 0);
+    check(shape);
+  }
+}
+
+// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a block
+// t is; and what it does not reach is as it would be without it.
+TEST_P(GlaCudaTensorCore, NanReachesLaterTokensOnly) {
+  for (const int64_t step : {0, 3, 15, 16, 21, 31, 32, 39}) {
+    for (const int in : {0, 1, 2, 3}) {
+      for (const double poison : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+        GlaShape shape = shape_;
+        shape.batch = shape.heads = 1;
+        shape.time = 40;
+        shape.key_dim = shape.value_dim = 16;
+        if (in == 1 && shape.logits()) continue;  // there is no k
+        const int column = shape.gate_per_head && in == 3 ? 0 : 4;
+        GlaProblem clean(shape), problem(shape);
+        TypedSeries* inputs[] = {&problem.q, &problem.k, &problem.v, &problem.gate};
+        inputs[in]->set(step, column, in == 3 ? NAN : poison);
+        for (GlaProblem* p : {&clean, &problem}) {
+          GlaOnDevice device(*p, GlaPath::kTensorCore);
+          device.forward(device.forward_params());
+          device.download();
+        }
+        for (int64_t t = 0; t < shape.time; ++t) {
+          for (int64_t j = 0; j < shape.value_dim; ++j) {
+            // A query reaches its own token; v its column; keys and gates all columns.
+            const bool hit = in == 0 ? t == step : t >= step && (in != 2 || j == 4);
+            const double got = problem.o.get(t, j).real();
+            EXPECT_EQ(std::isfinite(got), !hit) << in << " at " << step << ": " << t << ", " << j;
+            if (!hit) {
+              EXPECT_EQ(got, clean.o.get(t, j).real());
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaTensorCore,
+                         ::testing::Combine(::testing::ValuesIn(kHalf), ::testing::Bool(),
+                                            ::testing::ValuesIn(kForms)),
+                         name_of);
+
+// ---- both ----
+
+class GlaCudaStep : public GlaCuda {};
+
+TEST_P(GlaCudaStep, UpdatesTheStateInPlace) {
+  for (const int64_t value_dim : {5, 128}) {
+    GlaShape shape = vary(0);
+    shape.time = 1;
+    shape.batch = 3;
+    shape.key_dim = 130;
+    shape.value_dim = value_dim;
+    GlaProblem apart(shape), in_place(shape);
+    GlaOnDevice device(apart, GlaPath::kAuto), device_in_place(in_place, GlaPath::kAuto);
+    device.forward(device.forward_params());
+    auto params = device_in_place.forward_params();
+    params.h_final = const_cast<void*>(params.h0);
+    device_in_place.forward(params);
+    device.download();
+    device_in_place.download();
+    EXPECT_TRUE(in_place.h0.same_bits(apart.h_final));
+    EXPECT_TRUE(in_place.o.same_bits(apart.o));
+  }
+}
+
+TEST_P(GlaCudaStep, WithoutAFinalState) {
+  for (const int64_t time : {0, 1, 2, 40}) {
+    GlaShape shape = vary(0);
+    shape.time = time;
+    shape.key_dim = shape.value_dim = 32;
+    GlaProblem with(shape), without(shape);
+    GlaOnDevice device(with, GlaPath::kAuto), device_without(without, GlaPath::kAuto);
+    device.forward(device.forward_params());
+    auto params = device_without.forward_params();
+    params.h_final = nullptr;
+    device_without.forward(params);
+    device.download();
+    device_without.download();
+    EXPECT_TRUE(with.o.same_bits(without.o));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaStep,
+                         ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Values(false),
+                                            ::testing::ValuesIn(kForms)),
+                         name_of);
+
+/// A reduced set for compute-sanitizer: tiny shapes, each kernel once or twice.
+class GlaCudaSanitize : public GlaCudaTensorCore {};
+
+TEST_P(GlaCudaSanitize, Tiny) {
+  for (const GlaPath path : {GlaPath::kPlain, GlaPath::kTensorCore}) {
+    for (uint32_t i = 0; i < 2; ++i) {
+      GlaShape shape = vary(6 + i);
+      shape.has_states = true;
+      shape.batch = shape.heads = 1;
+      shape.time = i == 0 ? 35 : 600;  // in segments
+      shape.key_dim = i == 0 ? 144 : 32;
+      shape.value_dim = 16;
+      if (i == 1) pack(&shape, 0);
+      GlaProblem problem(shape);
+      GlaOnDevice device(problem, path);
+      device.forward(device.forward_params());
+      if (path == GlaPath::kPlain && i == 0) device.backward();
+      device.download();
+      if (path == GlaPath::kTensorCore) problem.check_block_forward();
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaSanitize,
+                         ::testing::Combine(::testing::Values(DType::kBFloat16),
+                                            ::testing::Values(false), ::testing::ValuesIn(kForms)),
+                         name_of);
+
+TEST(GlaCudaPlan, TakesTensorCoresWhereTheyFit) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  GlaShape shape;
+  shape.dtype = shape.gate = DType::kBFloat16;
+  shape.time = 100;
+  shape.key_dim = shape.value_dim = 64;
+  const auto path_of = [&](auto change) {
+    GlaProblem problem(shape);
+    auto params = problem.forward_params();
+    change(params);
+    check_cuda(kernels::gla_forward_plan(params, &params.plan), "plan");
+    return params.plan.path;
+  };
+  using kernels::GlaParams;
+  EXPECT_EQ(path_of([](GlaParams&) {}), GlaPath::kTensorCore);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.path = GlaPath::kPlain; }), GlaPath::kPlain);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.key_dim = 63; }), GlaPath::kPlain);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.value_dim = 272; }), GlaPath::kPlain);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.q.stride_t += 1; }), GlaPath::kPlain);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.layout.time = 2; }), GlaPath::kPlain);
+  GlaProblem problem(shape);
+  auto params = problem.forward_params();
+  params.path = GlaPath::kTensorCore;
+  params.key_dim = 63;
+  EXPECT_EQ(kernels::gla_forward_plan(params, &params.plan), cudaErrorNotSupported);
+}
+
+}  // namespace
+}  // namespace tidegate::testing
