@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM, SequenceClassifier
-from ..nn import HGRU
+from ..nn import HGRU, HGRU2
 
 
 def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tensor:
@@ -29,11 +29,13 @@ def forget_gates(
     logits: dict[int, torch.Tensor] = {}
     handles = []
     for layer, block in enumerate(model.blocks):
-        if isinstance(block.mixer, HGRU) and block.mixer.forget_gate == "data":
+        if getattr(block.mixer, "forget_gate", None) == "data" or isinstance(block.mixer, HGRU2):
 
             def keep(mixer, inputs, _output, layer=layer):
                 # One product more than the layer needs, but it asks for nothing but the projection.
-                logits[layer] = mixer._project(inputs[0])["f"].float()
+                parts = mixer._project(inputs[0])
+                f = parts["f"] if isinstance(mixer, HGRU) else parts[1].flatten(-2)
+                logits[layer] = f.float()
 
             handles.append(block.mixer.register_forward_hook(keep))
     training = model.training

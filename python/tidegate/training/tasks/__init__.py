@@ -11,11 +11,14 @@ from typing import Any
 from ..errors import UserError
 from .copying import Copying, SelectiveCopying
 from .listops import ListOps
+from .mqar import Mqar
 from .task import Task
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Copying, SelectiveCopying, ListOps)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Copying, SelectiveCopying, ListOps, Mqar)
+}
 
-__all__ = ["TASKS", "Copying", "ListOps", "SelectiveCopying", "Task", "make_task"]
+__all__ = ["TASKS", "Copying", "ListOps", "Mqar", "SelectiveCopying", "Task", "make_task"]
 
 
 def make_task(name: str, options: dict[str, Any] | None = None) -> Task:
