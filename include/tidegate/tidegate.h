@@ -7,8 +7,11 @@
 #include <tidegate/models/classifiers.h>
 #include <tidegate/models/config.h>
 #include <tidegate/models/safetensors.h>
+#include <tidegate/nn/expansion.h>
+#include <tidegate/nn/gated_linear_attention.h>
 #include <tidegate/nn/glu.h>
 #include <tidegate/nn/hgru.h>
+#include <tidegate/nn/hgru2.h>
 #include <tidegate/nn/lower_bounds.h>
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>

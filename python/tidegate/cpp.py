@@ -34,8 +34,10 @@ from .models import LMConfig, Output
 __all__ = [
     "GLU",
     "HGRU",
+    "HGRU2",
     "Block",
     "CausalLM",
+    "GatedLinearAttention",
     "ImageClassifier",
     "LowerBounds",
     "SequenceClassifier",
@@ -247,15 +249,43 @@ class LowerBounds(CppModule):
     _native = _cpp.cpp.LowerBounds
 
 
-class HGRU(CppModule):
-    """tidegate::nn::HGRU; see `tidegate.nn.HGRU`."""
-
-    _native = _cpp.cpp.HGRU
+class _Mixer(CppModule):
+    """A token mixer; its state is a tensor, or a tuple of tensors."""
 
     @property
     def takes_gamma(self) -> bool:
         """Whether the forget gate has a lower bound."""
         return self.cpp_module.takes_gamma
+
+    def init_state(self, batch: int, *, device=None, dtype=None, capacity=None) -> Any:
+        """The empty state of `batch` sequences."""
+        device = None if device is None else torch.device(device)
+        return self.cpp_module.init_state(batch, device=device, dtype=dtype, capacity=capacity)
+
+    def step(self, x: Tensor, state: Any, gamma: Tensor | None = None) -> Tensor:
+        """One token; `state` is updated in place."""
+        return self.cpp_module.step(x, state, gamma)
+
+
+class _TupleStateMixer(_Mixer):
+    """A token mixer whose state C++ holds as a list of tensors."""
+
+    def init_state(self, batch: int, **keywords: Any) -> Any:
+        return _to_python(super().init_state(batch, **keywords))
+
+    def forward(self, x: Tensor, state: Any = None, **keywords: Any) -> tuple[Tensor, Any]:
+        """See the Python class of this name."""
+        y, state = self.cpp_module.forward(x, _to_cpp(state), **keywords)
+        return y, _to_python(state)
+
+    def step(self, x: Tensor, state: Any, gamma: Tensor | None = None) -> Tensor:
+        return super().step(x, _to_cpp(state), gamma)
+
+
+class HGRU(_Mixer):
+    """tidegate::nn::HGRU; see `tidegate.nn.HGRU`."""
+
+    _native = _cpp.cpp.HGRU
 
     @property
     def channels(self) -> int:
@@ -267,14 +297,17 @@ class HGRU(CppModule):
         """Width of the state: channels, twice that when complex."""
         return self.cpp_module.state_size
 
-    def init_state(self, batch: int, *, device=None, dtype=None, capacity=None) -> Tensor:
-        """The empty state of `batch` sequences."""
-        device = None if device is None else torch.device(device)
-        return self.cpp_module.init_state(batch, device=device, dtype=dtype, capacity=capacity)
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token; `state` is updated in place."""
-        return self.cpp_module.step(x, state, gamma)
+class HGRU2(_Mixer):
+    """tidegate::nn::HGRU2; see `tidegate.nn.HGRU2`."""
+
+    _native = _cpp.cpp.HGRU2
+
+
+class GatedLinearAttention(_TupleStateMixer):
+    """tidegate::nn::GatedLinearAttention; see `tidegate.nn.GatedLinearAttention`."""
+
+    _native = _cpp.cpp.GatedLinearAttention
 
 
 class _Configured(CppModule):

@@ -1,6 +1,8 @@
 #include "src/models/mixers.h"
 
+#include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/hgru.h"
+#include "tidegate/nn/hgru2.h"
 
 #include <algorithm>
 #include <iterator>
@@ -43,7 +45,7 @@ void assign(std::optional<T>& field, const std::string& name, const OptionValue&
               : std::optional<T>(value_as<T>(name, value));
 }
 
-// The options of a mixer that a configuration can set, in the order in which errors list them.
+// The options of each mixer that a configuration can set, in the order in which errors list them.
 template <typename Visit>
 void visit_options(nn::HGRUOptions& options, const Visit& visit) {
   visit("complex", options.complex());
@@ -57,6 +59,34 @@ void visit_options(nn::HGRUOptions& options, const Visit& visit) {
   visit("bidirectional", options.bidirectional());
   visit("preset", options.preset());
   visit("bias", options.bias());
+  visit("norm", options.norm());
+  visit("norm_eps", options.norm_eps());
+}
+
+template <typename Visit>
+void visit_options(nn::HGRU2Options& options, const Visit& visit) {
+  visit("num_heads", options.num_heads());
+  visit("expand_ratio", options.expand_ratio());
+  visit("bidirectional", options.bidirectional());
+  visit("preset", options.preset());
+  visit("q_activation", options.q_activation());
+  visit("v_activation", options.v_activation());
+  visit("bias", options.bias());
+  visit("norm", options.norm());
+  visit("norm_eps", options.norm_eps());
+}
+
+template <typename Visit>
+void visit_options(nn::GatedLinearAttentionOptions& options, const Visit& visit) {
+  visit("num_heads", options.num_heads());
+  visit("gate", options.gate());
+  visit("normalize", options.normalize());
+  visit("feature_map", options.feature_map());
+  visit("key_dim", options.key_dim());
+  visit("value_dim", options.value_dim());
+  visit("gate_rank", options.gate_rank());
+  visit("gate_temperature", options.gate_temperature());
+  visit("output_gate", options.output_gate());
   visit("norm", options.norm());
   visit("norm_eps", options.norm_eps());
 }
@@ -96,6 +126,8 @@ constexpr Mixer describe(const char* name) {
 
 constexpr Mixer kMixers[] = {
     describe<nn::HGRUImpl, nn::HGRUOptions>("hgrn"),
+    describe<nn::HGRU2Impl, nn::HGRU2Options>("hgrn2"),
+    describe<nn::GatedLinearAttentionImpl, nn::GatedLinearAttentionOptions>("gla"),
 };
 
 std::string joined(const std::vector<std::string>& names) {

@@ -3,7 +3,7 @@
 namespace tidegate::models {
 namespace {
 
-// 000 = HGRN (NeurIPS 2023), 003 = HGRN2 (COLM 2024).
+// 000 = HGRN (NeurIPS 2023), 002 = Forgetting Transformer (ICLR 2025), 003 = HGRN2 (COLM 2024).
 LMConfig hgrn_language_model() {
   return {.mixer = "hgrn",
           .vocab_size = 50265,
@@ -33,6 +33,38 @@ LMConfig pile_model(int64_t layers, int64_t dim) {
           .glu_hidden = 2 * dim,
           .norm = "rms_no_weight",
           .dropout = 0.1};
+}
+
+LMConfig hgrn2_language_model() {
+  LMConfig config = hgrn_language_model();
+  config.mixer = "hgrn2";
+  config.mixer_options = {{"num_heads", int64_t{4}}};
+  config.glu_hidden = 1365;
+  return config;
+}
+
+// As with HGRN, the larger models follow the published training code: preset "official".
+LMConfig hgrn2_pile_model(int64_t layers, int64_t dim) {
+  return {.mixer = "hgrn2",
+          .vocab_size = 50272,
+          .dim = dim,
+          .layers = layers,
+          .mixer_options = {{"num_heads", dim / 128}, {"preset", "official"}},
+          .glu_hidden = (8 * dim + 767) / 768 * 256,
+          .norm = "rms_no_weight",
+          .dropout = 0.1};
+}
+
+LMConfig hgrn2_fla_model() {
+  return {.mixer = "hgrn2",
+          .vocab_size = 50257,
+          .dim = 1536,
+          .layers = 24,
+          .mixer_options = {{"num_heads", int64_t{12}}, {"preset", "fla"}},
+          .glu_hidden = 4096,
+          .glu_activation = "silu",
+          .norm = "rms",
+          .tied = false};
 }
 
 // HGRN1 with an expanded state in the frame of HGRN2's 385M model. Table 3 prints n and the
@@ -87,6 +119,12 @@ std::map<std::string, LMConfig> presets() {
       {"hgrn-350m", pile_model(24, 1024)},
       {"hgrn-379m", pile_model(24, 1024)},
       {"hgrn-1b", pile_model(18, 2048)},
+      {"hgrn2-44m", hgrn2_language_model()},
+      {"hgrn2-150m", hgrn2_pile_model(15, 768)},
+      {"hgrn2-385m", hgrn2_pile_model(26, 1024)},
+      {"hgrn2-1b", hgrn2_pile_model(18, 2048)},
+      {"hgrn2-2.9b", hgrn2_pile_model(36, 2560)},
+      {"hgrn2-756m", hgrn2_fla_model()},
       {"pese-lr-4", pese_model("lr", 4, 204)},
       {"pese-lr-8", pese_model("lr", 8, 114)},
       {"pese-glt-4", pese_model("glt", 4)},

@@ -28,6 +28,16 @@ VARIANTS = {
     "bound": SMALL.replace(mixer_options={"forget_gate": "bound"}),
     "no-forget": SMALL.replace(mixer_options={"forget_gate": "none", "input_gate": "free"}),
     "theta-data": SMALL.replace(mixer_options={"theta": "data"}, lower_bound="independent"),
+    "expanded": SMALL.replace(mixer_options={"expansion": "krp", "expand": 2}),
+    "hgrn2": SMALL.replace(mixer="hgrn2", mixer_options={"num_heads": 2}),
+    "hgrn2-fla": SMALL.replace(
+        mixer="hgrn2", mixer_options={"preset": "fla"}, norm="rms", tied=False, lower_bound="none"
+    ),
+    "gla": SMALL.replace(mixer="gla", mixer_options={"num_heads": 2}),
+    "gla-normal": SMALL.replace(
+        mixer="gla",
+        mixer_options={"gate": "scalar", "normalize": True, "feature_map": "elu+1"},
+    ),
 }
 
 
@@ -59,9 +69,12 @@ def test_json_round_trip(config):
     ("values", "message"),
     [
         ({"widht": 3}, "LMConfig: unknown key 'widht'; known: mixer, vocab_size, dim"),
-        ({"mixer": "gla"}, "mixer: 'gla' is not available in this version; available: hgrn"),
-        ({"mixer": "lstm"}, "mixer: 'lstm' is unknown; available: hgrn"),
-        ({}, "mixer: 'hgrn2' is not available in this version"),
+        ({"mixer": "fox"}, "mixer: 'fox' is not available in this version; available: hgrn, hgrn2"),
+        ({"mixer": "lstm"}, "mixer: 'lstm' is unknown; available: hgrn, hgrn2"),
+        (
+            {"mixer": "hgrn2", "mixer_options": {"theta": "data"}},
+            "mixer 'hgrn2' has no option 'theta'; it has num_heads, expand_ratio",
+        ),
         ({"dim": 0}, "LMConfig: dim: expected a positive integer; got 0"),
         ({"layers": 2.0}, "LMConfig: layers: expected a positive integer; got 2.0"),
         ({"vocab_size": -1}, "LMConfig: vocab_size: expected a positive integer; got -1"),
@@ -92,7 +105,9 @@ def test_bad_json():
 
 
 def test_registry():
-    assert list(mixers()) == ["hgrn"]
+    assert list(mixers()) == ["hgrn", "hgrn2", "gla"]
+    assert LMConfig().mixer == "hgrn2"
+    assert CausalLM(LMConfig(), device="meta").blocks[0].mixer.num_heads == 2
 
 
 @pytest.mark.parametrize(
@@ -184,6 +199,18 @@ def test_dropout(ids):
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_logits_at_some_positions(config, ids):
+    model = make(config)
+    positions = torch.tensor([[0, 9], [3, 3], [5, 2]])
+    wanted = model(ids).logits.gather(1, positions[..., None].expand(-1, -1, 11))
+    torch.testing.assert_close(model.logits_at(ids, positions), wanted)
+    with pytest.raises(
+        ValueError, match=r"logits_at: positions: expected \[B=3, P\]; got \(2, 2\)"
+    ):
+        model.logits_at(ids, positions[:2])
+
+
 # CausalLM: state and generation
 
 
@@ -198,8 +225,7 @@ def test_split_anywhere(config, ids):
             steps = [model.step(ids[:, t], middle.state) for t in range(cut + 2, 10)]
             logits = torch.cat([head.logits, middle.logits, torch.stack(steps, 1)], 1)
             torch.testing.assert_close(logits, whole.logits)
-            for one, two in zip(middle.state, whole.state, strict=True):
-                torch.testing.assert_close(one, two)
+            torch.testing.assert_close(middle.state, whole.state)
     with pytest.raises(ValueError, match="CausalLM: state: expected one state for each of the 3"):
         model(ids, state=whole.state[:2])
 

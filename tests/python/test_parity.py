@@ -27,6 +27,7 @@ if importlib.util.find_spec("tidegate._cpp") is None:
 from tidegate import cpp
 
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
+MIXERS = ("HGRU", "HGRU2", "GatedLinearAttention")
 MODELS = ("CausalLM", "SequenceClassifier", "ImageClassifier")
 CLOSE = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-11},
@@ -238,9 +239,10 @@ def test_other_dtypes(name, dtype, device):
     assert_same(run(native, inputs, keywords)[0], run(twin, inputs, keywords)[0], what)
 
 
+@pytest.mark.parametrize("name", MIXERS)
 @torch.no_grad()
-def test_hgru_steps(device):
-    for native, twin, what in pairs("HGRU", device=device, dtype=torch.float64):
+def test_steps(name, device):
+    for native, twin, what in pairs(name, device=device, dtype=torch.float64):
         if native.bidirectional:
             for module in (native, twin):
                 with pytest.raises(ValueError, match="has no state"):
@@ -248,20 +250,21 @@ def test_hgru_steps(device):
             continue
         shake(native, twin)
         torch.manual_seed(0)
-        inputs, keywords = REGISTRY["HGRU"].inputs(native, torch.device(device), torch.float64, 0)
+        inputs, keywords = REGISTRY[name].inputs(native, torch.device(device), torch.float64, 0)
         state, cpp_state = native.init_state(2), twin.init_state(2)
-        assert_same([state], [cpp_state], what)
+        assert_same(leaves(state), leaves(cpp_state), what)
         whole, final = twin(*inputs, **keywords)
         for t in range(inputs[0].size(1)):
             y = native.step(inputs[0][:, t], state, keywords["gamma"])
             cpp_y = twin.step(inputs[0][:, t], cpp_state, keywords["gamma"])
-            assert_same([y, state, whole[:, t]], [cpp_y, cpp_state, cpp_y], f"{what}, token {t}")
-        assert_same([final], [cpp_state], what)
+            mine, other = [y, *leaves(state)], [cpp_y, *leaves(cpp_state)]
+            assert_same([*mine, whole[:, t]], [*other, cpp_y], f"{what}, token {t}")
+        assert_same(leaves(final), leaves(cpp_state), what)
 
 
-def hgru_misuses() -> dict[str, tuple[dict, Any]]:
+def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     x = torch.zeros(2, 3, 4)
-    return {
+    hgru = {
         "x-rank": ({}, lambda m: m(x[0])),
         "x-width": ({}, lambda m: m(torch.zeros(2, 3, 5))),
         "gamma-width": ({}, lambda m: m(x, gamma=torch.zeros(3))),
@@ -276,12 +279,38 @@ def hgru_misuses() -> dict[str, tuple[dict, Any]]:
         "step-state": ({}, lambda m: m.step(x[:, 0], torch.zeros(2, 7))),
         "step-both-ways": ({"bidirectional": True}, lambda m: m.step(x[:, 0], torch.zeros(2, 8))),
     }
+    hgru2 = {
+        "x-rank": ({}, lambda m: m(x[0])),
+        "gamma-width": ({}, lambda m: m(x, gamma=torch.zeros(3))),
+        "state-width": ({}, lambda m: m(x, torch.zeros(2, 2, 2, 4))),
+        "state-both-ways": ({"bidirectional": True}, lambda m: m(x, torch.zeros(2, 2, 2, 2))),
+        "step-rank": ({}, lambda m: m.step(x, m.init_state(2))),
+        "step-state": ({}, lambda m: m.step(x[:, 0], torch.zeros(2, 4))),
+        "init-both-ways": ({"bidirectional": True}, lambda m: m.init_state(2)),
+    }
+    pair = {"normalize": True, "feature_map": "relu"}
+    gla = {
+        "x-width": ({}, lambda m: m(x[..., :3])),
+        "gamma": ({}, lambda m: m(x, gamma=torch.zeros(4))),
+        "state-shape": ({}, lambda m: m(x, torch.zeros(2, 2, 1, 3))),
+        "state-tuple": ({}, lambda m: m(x, (torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1)))),
+        "state-tensor": (pair, lambda m: m(x, torch.zeros(2, 2, 1, 2))),
+        "state-z": (pair, lambda m: m(x, (torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 2)))),
+        "step-rank": ({}, lambda m: m.step(x, m.init_state(2))),
+    }
+    cases = {"HGRU": hgru, "HGRU2": hgru2, "GatedLinearAttention": gla}
+    heads = {"HGRU": {}, "HGRU2": {"num_heads": 2}, "GatedLinearAttention": {"num_heads": 2}}
+    return {
+        f"{name}-{case}": (name, heads[name] | options, use)
+        for name, found in cases.items()
+        for case, (options, use) in found.items()
+    }
 
 
-@pytest.mark.parametrize("case", list(hgru_misuses()))
-def test_hgru_errors_read_the_same(case):
-    options, use = hgru_misuses()[case]
-    native, twin = tidegate.nn.HGRU(4, **options), cpp.HGRU(4, **options)
+@pytest.mark.parametrize("case", list(mixer_misuses()))
+def test_mixer_errors_read_the_same(case):
+    name, options, use = mixer_misuses()[case]
+    native, twin = getattr(tidegate.nn, name)(4, **options), getattr(cpp, name)(4, **options)
     assert refusal(lambda: use(native)) == refusal(lambda: use(twin))
 
 
@@ -293,6 +322,7 @@ def model_misuses() -> dict[str, tuple[str, Any]]:
         "labels-name": ("CausalLM", lambda m: m(ids, "previous")),
         "state-count": ("CausalLM", lambda m: m(ids, state=(torch.zeros(2, 8),))),
         "prefill-empty": ("CausalLM", lambda m: m.prefill(ids[:, :0])),
+        "positions": ("CausalLM", lambda m: m.logits_at(ids, ids[:1])),
         "lengths-long": ("CausalLM", lambda m: m.prefill(ids, torch.tensor([1, 4]))),
         "lengths-zero": ("CausalLM", lambda m: m.prefill(ids, torch.tensor([0, 3]))),
         "temperature": ("CausalLM", lambda m: m.generate(ids, 1, -1.0)),
@@ -386,7 +416,9 @@ def test_configurations():
         {"vocab_size": 0},
         {"glu_hidden": 0},
         {"mixer": "hgrn9"},
-        {"mixer": "hgrn2"},
+        {"mixer": "fox"},
+        {"mixer": "hgrn2", "mixer_options": {"theta": "fixed"}},
+        {"mixer": "gla", "mixer_options": {"heads": 2}},
         {"mixer_options": {"size": 3}},
         {"glu_activation": "gelu"},
         {"norm": "batch"},
@@ -424,14 +456,27 @@ def test_broken_json_is_refused_by_both(text):
     ],
     ids=str,
 )
-def test_generation(options, device):
-    native, twin, _ = next(pairs("CausalLM", device=device, dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("mixer", "given"),
+    [
+        ("hgrn", {}),
+        ("hgrn2", {"num_heads": 2}),
+        ("gla", {"num_heads": 2, "normalize": True, "feature_map": "elu+1"}),
+    ],
+)
+def test_generation(options, mixer, given, device):
+    config = SMALL.replace(mixer=mixer, mixer_options=given)
+    native = tidegate.models.CausalLM(config, device=device, dtype=torch.float64)
+    twin = cpp.CausalLM(config, device=device, dtype=torch.float64)
     shake(native, twin)
     torch.manual_seed(0)
     ids = torch.randint(0, 11, (3, 5)).to(device)
     ours, theirs = native.generate(ids, 12, **options), twin.generate(ids, 12, **options)
     assert torch.equal(ours, theirs)
     assert twin.training
+    positions = torch.tensor([[0], [4], [2]], device=device)
+    mine = native.logits_at(ids, positions)
+    assert_same([mine], [twin.logits_at(ids, positions)], f"{mixer} at positions")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -148,34 +148,105 @@ def _gamma(module, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     if not module.takes_gamma:
         return None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.linspace(0.0, 0.95, module.channels, device=device, dtype=wide)
+    return torch.linspace(0.0, 0.95, module.gamma_size, device=device, dtype=wide)
 
 
-def _hgru_inputs(module, device, dtype, variant):
+def _mixer_inputs(module, device, dtype, variant):
     """0: from nothing; 1: from a state; 2: packed sequences, one of them empty."""
     x = randn(*((2, 5), (2, 4), (1, 6))[variant], module.dim, device=device, dtype=dtype)
     keywords = {"gamma": _gamma(module, device, dtype)}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if variant == 1 and not getattr(module, "bidirectional", False):
-        return [x, randn(2, module.state_size, device=device, dtype=wide)], keywords
+    if variant == 1 and not module.bidirectional:
+        state = module.init_state(2)
+        for part in (state,) if isinstance(state, Tensor) else state:
+            # Positive: a normaliser is the divisor.
+            part.copy_(torch.rand(part.shape, dtype=torch.float64))
+        return [x, state], keywords
     if variant == 2:
         keywords["cu_seqlens"] = torch.tensor([0, 2, 2, 6], device=device)
     return [x], keywords
 
 
+# HGRU2 and GatedLinearAttention
+
+
+def _hgru2_arguments() -> list[Arguments]:
+    heads = ({}, {"num_heads": 2}, {"expand_ratio": 2}, {"num_heads": 4, "expand_ratio": 1})
+    paths = itertools.product(heads, ("paper", "official", "fla"), (False, True))
+    widths = itertools.cycle(
+        [
+            {},
+            {"bias": True, "norm": "rms"},
+            {"bias": False, "q_activation": "none"},
+            {"v_activation": "sigmoid"},
+            {"norm": "layer", "q_activation": "silu", "norm_eps": 1e-3},
+        ]
+    )
+    cases: list[Arguments] = [
+        ((4,), {**given, "preset": preset, "bidirectional": both, **next(widths)})
+        for given, preset, both in paths
+    ]
+    wrong = [
+        {"num_heads": 3},
+        {"num_heads": 0},
+        {"expand_ratio": 3},
+        {"expand_ratio": -1},
+        {"num_heads": 2, "expand_ratio": 1},
+        {"preset": "mine"},
+        {"q_activation": "relu"},
+        {"v_activation": "tanh"},
+        {"norm": "batch"},
+    ]
+    return [*cases, ((4, 2), {}), ((192,), {}), ((0,), {}), *(((4,), o) for o in wrong)]
+
+
+def _gla_arguments() -> list[Arguments]:
+    maps = (None, "elu+1", "relu", "exp", "cos")
+    paths = itertools.product(("vector", "scalar"), (False, True), maps)
+    widths = itertools.cycle(
+        [
+            {},
+            {"key_dim": 6, "gate_rank": 2},
+            {"value_dim": 2, "output_gate": False, "norm": "layer"},
+            {"gate_temperature": 0.5, "norm": "rms_no_weight"},
+            {"norm_eps": 1e-3},
+        ]
+    )
+    cases: list[Arguments] = [
+        ((4, 2), {"gate": gate, "normalize": n, "feature_map": m, **next(widths)})
+        for gate, n, m in paths
+    ]
+    wrong = [
+        {},
+        {"num_heads": 0},
+        {"num_heads": 1, "key_dim": 0},
+        {"num_heads": 2, "value_dim": 3},
+        {"num_heads": 1, "gate": "none"},
+        {"num_heads": 1, "gate_rank": 0},
+        {"num_heads": 1, "gate_temperature": -1},
+        {"num_heads": 1, "norm": "batch"},
+    ]
+    return [*cases, ((4, 1), {}), ((0,), {}), *(((4,), o) for o in wrong)]
+
+
 # Models
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
-_MIXER_OPTIONS = (
-    {},
-    {"complex": False, "expand": 2},
-    {"preset": "official", "bias": False, "norm": "rms_no_weight"},
-    {"preset": "fla", "norm_eps": 1e-6},
-    {"theta": "data"},
-    {"theta": "fixed"},
-    {"forget_gate": "bound"},
-    {"forget_gate": "none", "input_gate": "free"},
-    {"bidirectional": True},
+_MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("hgrn", {}),
+    ("hgrn", {"complex": False, "expand": 2}),
+    ("hgrn", {"preset": "official", "bias": False, "norm": "rms_no_weight"}),
+    ("hgrn", {"preset": "fla", "norm_eps": 1e-6}),
+    ("hgrn", {"theta": "data"}),
+    ("hgrn", {"theta": "fixed"}),
+    ("hgrn", {"forget_gate": "bound"}),
+    ("hgrn", {"forget_gate": "none", "input_gate": "free"}),
+    ("hgrn", {"bidirectional": True}),
+    ("hgrn", {"expansion": "lr", "expand": 2, "rank": 3}),
+    ("hgrn2", {"num_heads": 2}),
+    ("hgrn2", {"expand_ratio": 4, "preset": "fla"}),
+    ("hgrn2", {"num_heads": 1, "bidirectional": True, "preset": "official"}),
+    ("gla", {"num_heads": 2}),
+    ("gla", {"num_heads": 1, "gate": "scalar", "normalize": True, "feature_map": "exp"}),
 )
 
 
@@ -188,9 +259,10 @@ def _configs(**changes: Any) -> Iterator[LMConfig]:
             (True, False), ("layer", "rms"), (None, "rms_no_weight"), ("none", "silu")
         )
     )
-    for options, mode in itertools.product(_MIXER_OPTIONS, modes):
+    for (mixer, options), mode in itertools.product(_MIXERS, modes):
         tied, norm, final_norm, activation = next(frames)
         yield SMALL.replace(
+            mixer=mixer,
             mixer_options=dict(options),
             lower_bound=mode,
             tied=tied,
@@ -253,22 +325,26 @@ REGISTRY: dict[str, Entry] = {
     "LowerBounds": Entry(
         tidegate.nn.LowerBounds, _lower_bounds_arguments(), lambda *_: ([], {}), allowed=8
     ),
-    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _hgru_inputs, allowed=403, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=38),
+    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _mixer_inputs, allowed=403, variants=3),
+    "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=25, variants=3),
+    "GatedLinearAttention": Entry(
+        tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=15, variants=3
+    ),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=62),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=32, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=52, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=35,
+        allowed=59,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=36,
+        allowed=60,
     ),
 }

@@ -13,8 +13,10 @@
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/models/classifiers.h"
 #include "tidegate/models/safetensors.h"
+#include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/glu.h"
 #include "tidegate/nn/hgru.h"
+#include "tidegate/nn/hgru2.h"
 #include "tidegate/nn/lower_bounds.h"
 
 namespace py = pybind11;
@@ -112,10 +114,32 @@ std::shared_ptr<tidegate::nn::HGRUImpl> make_hgru(
                                                       .dtype(dtype));
 }
 
+template <typename Impl>
+std::shared_ptr<Impl> make_model(const std::string& config, OptionalDevice device,
+                                 OptionalDtype dtype) {
+  return std::make_shared<Impl>(LMConfig::from_json(config), Placement{device, dtype});
+}
+
+// The calls of a token mixer, with the state as C++ holds it.
+template <typename Impl, typename Class>
+void bind_mixer(Class& bound) {
+  bound.def("reset_parameters", &Impl::reset_parameters)
+      .def("init_state", &Impl::init_state, py::arg("batch"), py::kw_only(),
+           py::arg("device") = py::none(), py::arg("dtype") = py::none(),
+           py::arg("capacity") = py::none())
+      .def("forward", &Impl::forward, py::arg("x"), py::arg("state") = py::none(), py::kw_only(),
+           py::arg("gamma") = py::none(), py::arg("cu_seqlens") = py::none(), Release())
+      .def("step", &Impl::step, py::arg("x"), py::arg("state"), py::arg("gamma") = py::none(),
+           Release())
+      .def_property_readonly("takes_gamma", &Impl::takes_gamma)
+      .def_property_readonly("gamma_size", &Impl::gamma_size);
+}
+
 void bind_hgru(py::module& m) {
   using tidegate::nn::HGRUImpl;
   const tidegate::nn::HGRUOptions defaults(1);
-  torch::python::bind_module<HGRUImpl, true>(m, "HGRU")
+  auto bound = torch::python::bind_module<HGRUImpl, true>(m, "HGRU");
+  bound
       .def(py::init(&make_hgru), py::arg("dim"), py::kw_only(),
            py::arg("complex") = defaults.complex(), py::arg("theta") = defaults.theta(),
            py::arg("input_gate") = defaults.input_gate(),
@@ -126,24 +150,83 @@ void bind_hgru(py::module& m) {
            py::arg("preset") = defaults.preset(), py::arg("bias") = defaults.bias(),
            py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
            py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype())
-      .def("reset_parameters", &HGRUImpl::reset_parameters)
-      .def("init_state", &HGRUImpl::init_state, py::arg("batch"), py::kw_only(),
-           py::arg("device") = py::none(), py::arg("dtype") = py::none(),
-           py::arg("capacity") = py::none())
-      .def("forward", &HGRUImpl::forward, py::arg("x"), py::arg("state") = py::none(),
-           py::kw_only(), py::arg("gamma") = py::none(), py::arg("cu_seqlens") = py::none(),
-           Release())
-      .def("step", &HGRUImpl::step, py::arg("x"), py::arg("state"), py::arg("gamma") = py::none(),
-           Release())
-      .def_property_readonly("takes_gamma", &HGRUImpl::takes_gamma)
       .def_property_readonly("channels", &HGRUImpl::channels)
       .def_property_readonly("state_size", &HGRUImpl::state_size);
+  bind_mixer<HGRUImpl>(bound);
 }
 
-template <typename Impl>
-std::shared_ptr<Impl> make_model(const std::string& config, OptionalDevice device,
-                                 OptionalDtype dtype) {
-  return std::make_shared<Impl>(LMConfig::from_json(config), Placement{device, dtype});
+std::shared_ptr<tidegate::nn::HGRU2Impl> make_hgru2(
+    int64_t dim, std::optional<int64_t> num_heads, std::optional<int64_t> expand_ratio,
+    bool bidirectional, const std::string& preset, std::optional<std::string> q_activation,
+    std::optional<std::string> v_activation, std::optional<bool> bias,
+    std::optional<std::string> norm, double norm_eps, OptionalDevice device, OptionalDtype dtype) {
+  return std::make_shared<tidegate::nn::HGRU2Impl>(tidegate::nn::HGRU2Options(dim)
+                                                       .num_heads(num_heads)
+                                                       .expand_ratio(expand_ratio)
+                                                       .bidirectional(bidirectional)
+                                                       .preset(preset)
+                                                       .q_activation(std::move(q_activation))
+                                                       .v_activation(std::move(v_activation))
+                                                       .bias(bias)
+                                                       .norm(std::move(norm))
+                                                       .norm_eps(norm_eps)
+                                                       .device(device)
+                                                       .dtype(dtype));
+}
+
+void bind_hgru2(py::module& m) {
+  using tidegate::nn::HGRU2Impl;
+  const tidegate::nn::HGRU2Options defaults(1);
+  auto bound = torch::python::bind_module<HGRU2Impl, true>(m, "HGRU2");
+  bound.def(py::init(&make_hgru2), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
+            py::kw_only(), py::arg("expand_ratio") = defaults.expand_ratio(),
+            py::arg("bidirectional") = defaults.bidirectional(),
+            py::arg("preset") = defaults.preset(),
+            py::arg("q_activation") = defaults.q_activation(),
+            py::arg("v_activation") = defaults.v_activation(), py::arg("bias") = defaults.bias(),
+            py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
+            py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype());
+  bind_mixer<HGRU2Impl>(bound);
+}
+
+std::shared_ptr<tidegate::nn::GatedLinearAttentionImpl> make_gla(
+    int64_t dim, int64_t num_heads, const std::string& gate, bool normalize,
+    std::optional<std::string> feature_map, std::optional<int64_t> key_dim,
+    std::optional<int64_t> value_dim, int64_t gate_rank, std::optional<double> gate_temperature,
+    bool output_gate, const std::string& norm, double norm_eps, OptionalDevice device,
+    OptionalDtype dtype) {
+  return std::make_shared<tidegate::nn::GatedLinearAttentionImpl>(
+      tidegate::nn::GatedLinearAttentionOptions(dim)
+          .num_heads(num_heads)
+          .gate(gate)
+          .normalize(normalize)
+          .feature_map(std::move(feature_map))
+          .key_dim(key_dim)
+          .value_dim(value_dim)
+          .gate_rank(gate_rank)
+          .gate_temperature(gate_temperature)
+          .output_gate(output_gate)
+          .norm(norm)
+          .norm_eps(norm_eps)
+          .device(device)
+          .dtype(dtype));
+}
+
+void bind_gla(py::module& m) {
+  using tidegate::nn::GatedLinearAttentionImpl;
+  const tidegate::nn::GatedLinearAttentionOptions defaults(1);
+  auto bound =
+      torch::python::bind_module<GatedLinearAttentionImpl, true>(m, "GatedLinearAttention");
+  bound.def(
+      py::init(&make_gla), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
+      py::kw_only(), py::arg("gate") = defaults.gate(), py::arg("normalize") = defaults.normalize(),
+      py::arg("feature_map") = defaults.feature_map(), py::arg("key_dim") = defaults.key_dim(),
+      py::arg("value_dim") = defaults.value_dim(), py::arg("gate_rank") = defaults.gate_rank(),
+      py::arg("gate_temperature") = defaults.gate_temperature(),
+      py::arg("output_gate") = defaults.output_gate(), py::arg("norm") = defaults.norm(),
+      py::arg("norm_eps") = defaults.norm_eps(), py::arg("device") = defaults.device(),
+      py::arg("dtype") = defaults.dtype());
+  bind_mixer<GatedLinearAttentionImpl>(bound);
 }
 
 // A model from the JSON of its configuration, with what all of them have.
@@ -273,6 +356,8 @@ PYBIND11_MODULE(_cpp, m) {
   bind_glu(m);
   bind_lower_bounds(m);
   bind_hgru(m);
+  bind_hgru2(m);
+  bind_gla(m);
   bind_block(m);
   bind_causal_lm(m);
   bind_classifiers(m);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import LMConfig
 
-# 000 = HGRN (NeurIPS 2023), 003 = HGRN2 (COLM 2024).
+# 000 = HGRN (NeurIPS 2023), 002 = Forgetting Transformer (ICLR 2025), 003 = HGRN2 (COLM 2024).
 _HGRN_LM = LMConfig(
     mixer="hgrn",
     vocab_size=50265,
@@ -25,6 +25,21 @@ _HGRN_PILE = LMConfig(
     dim=1024,
     layers=24,
     glu_hidden=2048,
+    glu_activation="none",
+    norm="rms_no_weight",
+    dropout=0.1,
+)
+
+_HGRN2_LM = _HGRN_LM.replace(mixer="hgrn2", mixer_options={"num_heads": 4}, glu_hidden=1365)
+
+# As with HGRN, the larger models follow the published training code: preset "official".
+_HGRN2_PILE = LMConfig(
+    mixer="hgrn2",
+    mixer_options={"num_heads": 8, "preset": "official"},
+    vocab_size=50272,
+    dim=1024,
+    layers=26,
+    glu_hidden=2816,
     glu_activation="none",
     norm="rms_no_weight",
     dropout=0.1,
@@ -73,6 +88,12 @@ def presets() -> dict[str, LMConfig]:
     hgrn-350m      the same; the shape of hgrn-379m             378,683,392
     hgrn-379m      HGRN of 003 Table 3                          378,683,392
     hgrn-1b        HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
+    hgrn2-44m      HGRN2, WikiText-103 (003 Table 5)            44,661,244
+    hgrn2-150m     HGRN2 on the Pile (003 Tables 7 and 13)      144,788,736
+    hgrn2-385m     the same (003 Tables 3 and 13)               385,476,608
+    hgrn2-1b       the same (003 Tables 7 and 13)               1,027,837,952
+    hgrn2-2.9b     the same (003 Tables 8 and 13)               2,983,536,640
+    hgrn2-756m     HGRN2 of 002 Table 4, fla's (+ 77,194,752)   756,820,992
     pese-lr-4      HGRN, state 4d, low rank (003 Table 3)       385,236,992
     pese-lr-8      the same, state 8d                           385,822,720
     pese-glt-4     group linear transformation (003 Table 3)    385,556,480
@@ -86,7 +107,9 @@ def presets() -> dict[str, LMConfig]:
 
     The papers state parameters and losses, not every size: layers and widths of hgrn-150m and
     hgrn-1b are those that 003 Table 13 gives for 0.15 and 1 billion parameters, with GLUs of twice
-    the width, and hgrn-350m's are inferred with hgrn-379m's.
+    the width, and hgrn-350m's are inferred with hgrn-379m's. For HGRN2, Table 13 gives layers and
+    widths; the GLUs are 8/3 of the width, rounded up to a multiple of 256, which is the 2816 of the
+    385M model. 002 counts the head, but not the input embedding; the table does so for hgrn2-756m.
     """
     return {
         "hgrn-44m": _HGRN_LM.replace(),
@@ -98,6 +121,22 @@ def presets() -> dict[str, LMConfig]:
         "hgrn-350m": _pile(layers=24, dim=1024),
         "hgrn-379m": _pile(layers=24, dim=1024),
         "hgrn-1b": _pile(layers=18, dim=2048),
+        "hgrn2-44m": _HGRN2_LM.replace(),
+        "hgrn2-150m": _hgrn2_pile(layers=15, dim=768),
+        "hgrn2-385m": _hgrn2_pile(layers=26, dim=1024),
+        "hgrn2-1b": _hgrn2_pile(layers=18, dim=2048),
+        "hgrn2-2.9b": _hgrn2_pile(layers=36, dim=2560),
+        "hgrn2-756m": LMConfig(
+            mixer="hgrn2",
+            mixer_options={"num_heads": 12, "preset": "fla"},
+            vocab_size=50257,
+            dim=1536,
+            layers=24,
+            glu_hidden=4096,
+            glu_activation="silu",
+            norm="rms",
+            tied=False,
+        ),
         "pese-lr-4": _pese("lr", 4, rank=204),
         "pese-lr-8": _pese("lr", 8, rank=114),
         "pese-glt-4": _pese("glt", 4),
@@ -121,6 +160,12 @@ def presets() -> dict[str, LMConfig]:
 def _pile(layers: int, dim: int) -> LMConfig:
     options = dict(_HGRN_PILE.mixer_options)
     return _HGRN_PILE.replace(layers=layers, dim=dim, glu_hidden=2 * dim, mixer_options=options)
+
+
+def _hgrn2_pile(layers: int, dim: int) -> LMConfig:
+    hidden = 256 * -(-8 * dim // (3 * 256))
+    options = {**_HGRN2_PILE.mixer_options, "num_heads": dim // 128}
+    return _HGRN2_PILE.replace(layers=layers, dim=dim, glu_hidden=hidden, mixer_options=options)
 
 
 def _pese(expansion: str, expand: int, **rank: int) -> LMConfig:

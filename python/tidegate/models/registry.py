@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..nn import HGRU
+from ..nn import HGRU, HGRU2, GatedLinearAttention
 
 # Names of the public surface; those without a class are not available in this version.
 KNOWN_MIXERS = (
@@ -29,7 +29,11 @@ KNOWN_MIXERS = (
     "transformer-pro",
 )
 
-_MIXERS: dict[str, type[nn.Module]] = {"hgrn": HGRU}
+_MIXERS: dict[str, type[nn.Module]] = {
+    "hgrn": HGRU,
+    "hgrn2": HGRU2,
+    "gla": GatedLinearAttention,
+}
 _NOT_OPTIONS = ("self", "dim", "device", "dtype")
 
 

@@ -1,0 +1,127 @@
+// HGRU2: HGRN2's token mixer, a gated linear recurrence with an outer-product state.
+#pragma once
+
+#include <torch/nn/modules/linear.h>
+#include "tidegate/nn/module.h"
+#include "tidegate/nn/norm.h"
+#include "tidegate/nn/token_mixer.h"
+
+#include <optional>
+#include <ostream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace tidegate::nn {
+
+/// Options of HGRU2; the names, defaults and meanings are those of tidegate.nn.HGRU2 in Python.
+struct HGRU2Options {
+  explicit HGRU2Options(int64_t dim) : dim_(dim) {}
+
+  /// Width of x and y.
+  TORCH_ARG(int64_t, dim);
+  /// H, a divisor of dim. Unset: dim / expand_ratio.
+  TORCH_ARG(std::optional<int64_t>, num_heads) = std::nullopt;
+  /// K, the state's channels per channel of x. Unset: dim / num_heads, or, where that is unset too,
+  /// 128 (dim, where that is smaller).
+  TORCH_ARG(std::optional<int64_t>, expand_ratio) = std::nullopt;
+  /// Runs the recurrence both ways over shared projections and adds the two o before the norm. Has
+  /// no state, and no step().
+  TORCH_ARG(bool, bidirectional) = false;
+  /// "paper", "official" (the authors' published language model) or "fla" (flash-linear-attention's
+  /// HGRN2Attention); see HGRU2Impl.
+  TORCH_ARG(std::string, preset) = "paper";
+  /// "none", "silu" or "sigmoid". Unset: the preset's.
+  TORCH_ARG(std::optional<std::string>, q_activation) = std::nullopt;
+  TORCH_ARG(std::optional<std::string>, v_activation) = std::nullopt;
+  /// Whether the projections have biases. Unset: the preset's.
+  TORCH_ARG(std::optional<bool>, bias) = std::nullopt;
+  /// "layer", "rms" or "rms_no_weight", over all of dim. Unset: the preset's.
+  TORCH_ARG(std::optional<std::string>, norm) = std::nullopt;
+  TORCH_ARG(double, norm_eps) = 1e-5;
+  TIDEGATE_PLACEMENT_ARGS
+};
+
+/// HGRN2's recurrent unit: a token mixer [HGRN2, arXiv 2404.07904, eq. 3]. For each of H heads of
+/// K = dim / H channels, with q, f, v linear in x and f'_t = gamma + (1 - gamma) * sigmoid(f_t):
+///
+///     S_t = diag(f'_t) S_{t-1} + (1 - f'_t) act_v(v_t)^T       [K, K], one a head
+///     o_t = scale * S_t^T act_q(q_t)
+///     y_t = Norm([o_t of all heads]) W_o + b_o
+///
+/// (In the paper q is the output gate o, v the input i.)
+///
+///     preset       act_q    act_v   biases  norm                    scale
+///     "paper"      sigmoid  SiLU    yes     LayerNorm               1
+///     "official"   SiLU     none    no      RMSNorm without weight  1
+///     "fla"        SiLU     none    no      RMSNorm                 K^-0.5
+///
+/// Parameters: `in_proj.weight` `[3 * dim, dim]` and bias, rows of q, f, v in this order, each head
+/// after head; `norm`; `out_proj` `[dim, dim]`.
+///
+/// State: one tensor `[N, H, K, K]`, key channels before value channels; fp32, fp64 in an fp64
+/// module. Throws c10::ValueError for options that are unknown or do not fit each other, and for
+/// shapes that do not fit them.
+class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
+ public:
+  explicit HGRU2Impl(int64_t dim) : HGRU2Impl(HGRU2Options(dim)) {}
+  HGRU2Impl(int64_t dim, int64_t num_heads) : HGRU2Impl(HGRU2Options(dim).num_heads(num_heads)) {}
+  explicit HGRU2Impl(const HGRU2Options& options);
+
+  void reset() override;
+  /// In this order: in_proj, norm, out_proj; projections weight before bias, uniform on
+  /// +-1/sqrt(dim). After the same torch::manual_seed bitwise Python's parameters.
+  void reset_parameters() override;
+
+  /// The empty state of `batch` sequences: zeros `[batch, H, K, K]`, fp32, or fp64 for dtype fp64.
+  /// device and dtype default to the module's; capacity (tokens to come) is ignored.
+  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
+                           std::optional<torch::ScalarType> dtype = std::nullopt,
+                           std::optional<int64_t> capacity = std::nullopt) const override;
+
+  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (undefined when
+  /// bidirectional). state: where to go on from, unset = zeros. gamma: this layer's lower bound
+  /// `[dim]` in [0, 1), head after head, unset = 0. cu_seqlens: bounds `[N+1]` of the sequences
+  /// packed into a B = 1 batch.
+  std::tuple<torch::Tensor, torch::Tensor> forward(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
+      const std::optional<torch::Tensor>& gamma = std::nullopt,
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
+
+  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
+  /// under torch::NoGradGuard or c10::InferenceMode.
+  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
+                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
+
+  bool takes_gamma() const override { return true; }
+  int64_t gamma_size() const override { return options.dim(); }
+  bool is_bidirectional() const override { return options.bidirectional(); }
+  /// H and K.
+  int64_t num_heads() const { return *options.num_heads(); }
+  int64_t expand_ratio() const { return *options.expand_ratio(); }
+
+  void pretty_print(std::ostream& stream) const override;
+
+  /// As given, with what the preset decided filled in.
+  HGRU2Options options;
+  torch::nn::Linear in_proj{nullptr};
+  Norm norm{nullptr};
+  torch::nn::Linear out_proj{nullptr};
+
+ private:
+  void refuse_bidirectional(const char* what) const;
+  std::optional<torch::Tensor> split_gamma(const std::optional<torch::Tensor>& gamma) const;
+  void check_state(const torch::Tensor& state) const;
+  std::vector<torch::Tensor> project(const torch::Tensor& x) const;
+  std::tuple<torch::Tensor, torch::Tensor> recur(const std::vector<torch::Tensor>& qfv,
+                                                 const std::optional<torch::Tensor>& gamma,
+                                                 const std::optional<torch::Tensor>& state,
+                                                 bool reverse,
+                                                 const std::optional<torch::Tensor>& cu_seqlens);
+  torch::Tensor output(const torch::Tensor& o);
+  double scale() const;
+};
+
+TORCH_MODULE(HGRU2);
+
+}  // namespace tidegate::nn

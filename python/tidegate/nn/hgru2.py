@@ -1,0 +1,286 @@
+"""HGRU2: HGRN2's token mixer, a gated linear recurrence with an outer-product state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ._common import (
+    NORMS,
+    check_choice,
+    check_mixer_input,
+    check_positive,
+    make_linear,
+    make_norm,
+    reset_linear,
+    reset_norm,
+    wide_dtype,
+)
+
+ACTIVATIONS = ("none", "silu", "sigmoid")
+
+
+class _Preset(NamedTuple):
+    q_activation: str
+    v_activation: str
+    bias: bool
+    norm: str
+    scaled: bool  # outputs times K^-0.5
+
+
+PRESETS = {
+    "paper": _Preset("sigmoid", "silu", bias=True, norm="layer", scaled=False),
+    "official": _Preset("silu", "none", bias=False, norm="rms_no_weight", scaled=False),
+    "fla": _Preset("silu", "none", bias=False, norm="rms", scaled=True),
+}
+
+
+def head_dim(owner: str, dim: int, num_heads: int | None, expand_ratio: int | None) -> int:
+    """Channels a head of a mixer that splits `dim` into heads, by whichever of the two is given;
+    ValueError where they do not fit."""
+    if num_heads is not None:
+        check_positive(owner, "num_heads", num_heads)
+        if dim % num_heads:
+            raise ValueError(
+                f"{owner}: num_heads: expected a divisor of dim={dim}; got {num_heads}"
+            )
+    if expand_ratio is not None:
+        check_positive(owner, "expand_ratio", expand_ratio)
+    elif num_heads is None:
+        expand_ratio = min(dim, 128)
+    if expand_ratio is None:
+        return dim // num_heads
+    if dim % expand_ratio:
+        raise ValueError(
+            f"{owner}: expand_ratio: expected a divisor of dim={dim}; got {expand_ratio}"
+        )
+    if num_heads is not None and dim != num_heads * expand_ratio:
+        raise ValueError(
+            f"{owner}: expand_ratio: expected dim / num_heads = {dim // num_heads}, or only one "
+            f"of the two; got {expand_ratio}"
+        )
+    return expand_ratio
+
+
+class HGRU2(nn.Module):
+    """HGRN2's recurrent unit: a token mixer (Qin et al., arXiv 2404.07904, equation 3).
+
+    For each of H heads of K = dim / H channels, with q, f, v linear in x and
+    ``f'_t = gamma + (1 - gamma) * sigmoid(f_t)``::
+
+        S_t = diag(f'_t) S_{t-1} + (1 - f'_t) act_v(v_t)^T       [K, K], one a head
+        o_t = scale * S_t^T act_q(q_t)
+        y_t = Norm([o_t of all heads]) W_o + b_o
+
+    (In the paper q is the output gate o, v the input i.)
+
+    ============ ======== ======= ====== ======================= ==========
+    preset       act_q    act_v   biases norm                    scale
+    ============ ======== ======= ====== ======================= ==========
+    "paper"      sigmoid  SiLU    yes    LayerNorm               1
+    "official"   SiLU     none    no     RMSNorm without weight  1
+    "fla"        SiLU     none    no     RMSNorm                 K^-0.5
+    ============ ======== ======= ====== ======================= ==========
+
+    "official" is the authors' published language model, "fla" flash-linear-attention's
+    ``HGRN2Attention``.
+
+    Args:
+        dim: width of x and y.
+        num_heads: H, a divisor of dim. None: dim / expand_ratio.
+        expand_ratio: K, the state's channels per channel of x. None: dim / num_heads, or, where
+            that is None too, 128 (dim, where that is smaller).
+        bidirectional: runs the recurrence both ways over shared projections and adds the two o
+            before the norm. Has no state, and no step().
+        preset: a row of the table above.
+        q_activation, v_activation: "none", "silu" or "sigmoid". None: the preset's.
+        bias: whether the projections have biases. None: the preset's.
+        norm: "layer", "rms" or "rms_no_weight", over all of dim. None: the preset's.
+        norm_eps: the norm's epsilon.
+
+    Parameters: ``in_proj.weight`` ``[3 * dim, dim]`` and bias, rows of q, f, v in this order, each
+    head after head; ``norm``; ``out_proj`` ``[dim, dim]``.
+
+    State: one tensor ``[N, H, K, K]``, key channels before value channels; fp32, fp64 in an fp64
+    module.
+
+    Raises ValueError for options that are unknown or do not fit each other.
+    """
+
+    takes_gamma = True
+    needs_gamma = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        *,
+        expand_ratio: int | None = None,
+        bidirectional: bool = False,
+        preset: str = "paper",
+        q_activation: str | None = None,
+        v_activation: str | None = None,
+        bias: bool | None = None,
+        norm: str | None = None,
+        norm_eps: float = 1e-5,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        check_positive("HGRU2", "dim", dim)
+        check_choice("HGRU2", "preset", preset, tuple(PRESETS))
+        defaults = PRESETS[preset]
+        self.dim = dim
+        self.expand_ratio = head_dim("HGRU2", dim, num_heads, expand_ratio)
+        self.num_heads = dim // self.expand_ratio
+        self.bidirectional = bool(bidirectional)
+        self.preset = preset
+        self.q_activation = defaults.q_activation if q_activation is None else q_activation
+        self.v_activation = defaults.v_activation if v_activation is None else v_activation
+        check_choice("HGRU2", "q_activation", self.q_activation, ACTIVATIONS)
+        check_choice("HGRU2", "v_activation", self.v_activation, ACTIVATIONS)
+        self.scale = self.expand_ratio**-0.5 if defaults.scaled else 1.0
+        bias = defaults.bias if bias is None else bias
+        norm = defaults.norm if norm is None else norm
+        check_choice("HGRU2", "norm", norm, NORMS)
+        self.in_proj = make_linear(dim, 3 * dim, bias, device, dtype)
+        self.norm = make_norm(norm, dim, norm_eps, device, dtype)
+        self.out_proj = make_linear(dim, dim, bias, device, dtype)
+        self.reset_parameters()
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.dim
+
+    def reset_parameters(self) -> None:
+        """In this order: in_proj, norm, out_proj; projections weight before bias, uniform on
+        +-1/sqrt(dim)."""
+        reset_linear(self.in_proj)
+        reset_norm(self.norm)
+        reset_linear(self.out_proj)
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, H, K, K]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        self._refuse_bidirectional("init_state()")
+        weight = self.out_proj.weight
+        return torch.zeros(
+            batch,
+            self.num_heads,
+            self.expand_ratio,
+            self.expand_ratio,
+            device=weight.device if device is None else device,
+            dtype=wide_dtype(weight.dtype if dtype is None else dtype),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[dim]`` in
+        [0, 1), head after head; None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences packed into
+        a B = 1 batch. Bidirectional: no state goes in, and None comes out.
+        """
+        check_mixer_input("HGRU2", x, self.dim)
+        gamma = self._split_gamma(gamma)
+        if state is not None:
+            self._refuse_bidirectional("a state")
+            self._check_state(state)
+        qfv = self._project(x)
+        if self.bidirectional:
+            ahead, _ = self._recur(qfv, gamma, None, False, cu_seqlens)
+            back, _ = self._recur(qfv, gamma, None, True, cu_seqlens)
+            return self._output(ahead + back), None
+        o, state = self._recur(qfv, gamma, state, False, cu_seqlens)
+        return self._output(o), state
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        self._refuse_bidirectional("step()")
+        check_mixer_input("HGRU2.step", x, self.dim, time=False)
+        gamma = self._split_gamma(gamma)
+        self._check_state(state)
+        o = ops.hgrn2_step(
+            *self._project(x),
+            gamma,
+            state,
+            scale=self.scale,
+            q_activation=self.q_activation,
+            v_activation=self.v_activation,
+        )
+        return self._output(o)
+
+    def _refuse_bidirectional(self, what: str) -> None:
+        if self.bidirectional:
+            raise ValueError(
+                f"HGRU2: {what}: a bidirectional HGRU2 reads the whole sequence and has no state; "
+                "expected bidirectional=False"
+            )
+
+    def _split_gamma(self, gamma: Tensor | None) -> Tensor | None:
+        """The lower bound a head and channel ``[H, K]``."""
+        if gamma is None:
+            return None
+        if gamma.dim() != 1 or gamma.size(0) != self.dim:
+            raise ValueError(f"HGRU2: gamma: expected [dim={self.dim}]; got {tuple(gamma.shape)}")
+        return gamma.unflatten(0, (self.num_heads, self.expand_ratio))
+
+    def _check_state(self, state: Tensor) -> None:
+        h, k = self.num_heads, self.expand_ratio
+        if state.dim() != 4 or state.shape[1:] != (h, k, k):
+            raise ValueError(f"HGRU2: state: expected [N, {h}, {k}, {k}]; got {tuple(state.shape)}")
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, f, v ``[..., H, K]``: views of one matrix product."""
+        heads = (3, self.num_heads, self.expand_ratio)
+        return self.in_proj(x).unflatten(-1, heads).unbind(-3)
+
+    def _recur(
+        self,
+        qfv: tuple[Tensor, ...],
+        gamma: Tensor | None,
+        state: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return ops.hgrn2(
+            *qfv,
+            gamma,
+            state,
+            scale=self.scale,
+            q_activation=self.q_activation,
+            v_activation=self.v_activation,
+            reverse=reverse,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _output(self, o: Tensor) -> Tensor:
+        """Norm and output projection of o ``[..., H, K]``."""
+        return self.out_proj(self.norm(o.flatten(-2)))
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, num_heads={self.num_heads}, bidirectional={self.bidirectional}, "
+            f"preset={self.preset!r}"
+        )

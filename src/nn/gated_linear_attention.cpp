@@ -1,0 +1,218 @@
+#include "tidegate/nn/gated_linear_attention.h"
+#include "tidegate/ops/gated_linear_attention.h"
+#include "tidegate/ops/linear_scan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "src/nn/common.h"
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+constexpr const char* kName = "GatedLinearAttention";
+
+void check_width(const char* name, int64_t width, int64_t heads) {
+  check_positive(kName, name, width);
+  TORCH_CHECK_VALUE(width % heads == 0, kName, ": ", name,
+                    ": expected a multiple of num_heads=", heads, "; got ", width);
+}
+
+void check_feature_map(const GatedLinearAttentionOptions& options) {
+  const std::string map = options.feature_map().value_or("relu");
+  TORCH_CHECK_VALUE(map == "elu+1" || map == "relu" || map == "exp", kName,
+                    ": feature_map: expected one of None, 'elu+1', 'relu', 'exp'; got '", map, "'");
+}
+
+// What was left open, filled in.
+GatedLinearAttentionOptions resolve(GatedLinearAttentionOptions options) {
+  options.key_dim(options.key_dim().value_or(std::max<int64_t>(options.dim() / 2, 1)));
+  options.value_dim(options.value_dim().value_or(options.dim()));
+  check_positive(kName, "dim", options.dim());
+  check_positive(kName, "num_heads", options.num_heads());
+  check_width("key_dim", *options.key_dim(), options.num_heads());
+  check_width("value_dim", *options.value_dim(), options.num_heads());
+  check_positive(kName, "gate_rank", options.gate_rank());
+  check_choice(kName, "gate", options.gate(), {"vector", "scalar"});
+  check_feature_map(options);
+  check_choice(kName, "norm", options.norm(), {"layer", "rms", "rms_no_weight"});
+  options.gate_temperature(
+      options.gate_temperature().value_or(options.gate() == "vector" ? 16.0 : 1.0));
+  TORCH_CHECK_VALUE(*options.gate_temperature() > 0, kName,
+                    ": gate_temperature: expected a positive number; got ",
+                    *options.gate_temperature());
+  TORCH_CHECK_VALUE(!options.normalize() || options.feature_map(), kName,
+                    ": feature_map: expected 'elu+1', 'relu' or 'exp' with normalize=True, whose "
+                    "divisor must not be negative; got None");
+  return options;
+}
+
+// None of the maps is negative.
+Tensor mapped(const std::optional<std::string>& map, const Tensor& x) {
+  // exp where x < 0: elu(x) + 1 would round there.
+  if (map == "elu+1") return at::where(x > 0, x + 1, x.clamp_max(0).exp());
+  if (map == "relu") return at::relu(x);
+  return map ? x.exp() : x;
+}
+
+}  // namespace
+
+GatedLinearAttentionImpl::GatedLinearAttentionImpl(const GatedLinearAttentionOptions& given)
+    : options(resolve(given)) {
+  reset();
+}
+
+void GatedLinearAttentionImpl::reset() {
+  const Placement placement = options.placement();
+  const int64_t dim = options.dim(), keys = *options.key_dim(), values = *options.value_dim();
+  int64_t rows = 2 * keys + values;
+  if (options.output_gate()) rows += values;
+  if (is_vector()) rows += options.gate_rank();
+  in_proj = register_module("in_proj", make_linear(dim, rows, false, placement));
+  gate_proj = register_module(
+      "gate_proj", make_linear(is_vector() ? options.gate_rank() : dim,
+                               is_vector() ? keys : options.num_heads(), true, placement));
+  norm = register_module("norm", Norm(NormOptions(head_values())
+                                          .kind(options.norm())
+                                          .eps(options.norm_eps())
+                                          .device(placement.device)
+                                          .dtype(placement.dtype)));
+  out_proj = register_module("out_proj", make_linear(values, dim, false, placement));
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void GatedLinearAttentionImpl::reset_parameters() {
+  reset_linear(in_proj);
+  reset_linear(gate_proj);
+  norm->reset_parameters();
+  reset_linear(out_proj);
+}
+
+double GatedLinearAttentionImpl::scale() const {
+  return options.normalize() ? 1.0 : 1.0 / std::sqrt(static_cast<double>(head_keys()));
+}
+
+MixerState GatedLinearAttentionImpl::init_state(int64_t batch, std::optional<torch::Device> device,
+                                                std::optional<torch::ScalarType> dtype,
+                                                std::optional<int64_t> /*capacity*/) const {
+  const int64_t h = options.num_heads();
+  const auto zeros = [&](std::vector<int64_t> shape) {
+    return make_state_tensor(shape, out_proj->weight, device, dtype);
+  };
+  MixerState state{zeros({batch, h, head_keys(), head_values()})};
+  if (options.normalize()) state.push_back(zeros({batch, h, head_keys()}));
+  return state;
+}
+
+std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
+    const Tensor& x, const MixerState& state, const OptionalTensor& gamma,
+    const OptionalTensor& given_bounds) {
+  const OptionalTensor cu_seqlens = normalized(given_bounds);
+  check_mixer_input(kName, x, options.dim());
+  refuse_gamma(gamma);
+  if (!state.empty()) check_state(state);
+  const Operands in = project(x);
+  const OptionalTensor s0 = state.empty() ? std::nullopt : OptionalTensor(state[0]);
+  const auto [o, s] = gated_linear_attention(in.q, in.k, in.v, in.log_f, s0, scale(),
+                                             /*reverse=*/false, cu_seqlens);
+  if (!options.normalize()) return {output(o, in.g), MixerState{s}};
+  const OptionalTensor z0 = state.empty() ? std::nullopt : OptionalTensor(state[1].flatten(1));
+  const auto [keys, decay] = key_scan(in);
+  const auto [sums, z] = linear_scan(keys, decay, z0, /*reverse=*/false, cu_seqlens);
+  return {output(normalized_by(o, in.q, sums), in.g),
+          MixerState{s, z.unflatten(-1, {options.num_heads(), head_keys()})}};
+}
+
+Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
+                                      const OptionalTensor& gamma) {
+  check_mixer_input("GatedLinearAttention.step", x, options.dim(), /*time=*/false);
+  refuse_gamma(gamma);
+  check_state(state);
+  const Operands in = project(x);
+  Tensor o = gated_linear_attention_step(in.q, in.k, in.v, in.log_f, state[0], scale());
+  if (options.normalize()) {
+    const auto [keys, decay] = key_scan(in);
+    const Tensor sums = linear_scan_step(keys, decay, state[1].view({state[1].size(0), -1}));
+    o = normalized_by(o, in.q, sums);
+  }
+  return output(o, in.g);
+}
+
+void GatedLinearAttentionImpl::refuse_gamma(const OptionalTensor& gamma) const {
+  TORCH_CHECK_VALUE(!normalized(gamma),
+                    "GatedLinearAttention: gamma: expected None, since its gate has no lower "
+                    "bound; got a tensor");
+}
+
+void GatedLinearAttentionImpl::check_state(const MixerState& state) const {
+  const int64_t h = options.num_heads(), k = head_keys(), v = head_values();
+  const bool is_pair = options.normalize();
+  TORCH_CHECK_VALUE(state.size() == (is_pair ? 2 : 1), kName, ": state: expected ",
+                    is_pair ? "a pair (s, z)" : "a tensor",
+                    " with normalize=", is_pair ? "True" : "False", "; got ",
+                    is_pair ? "a tensor" : "a tuple");
+  const Tensor& s = state[0];
+  TORCH_CHECK_VALUE(s.dim() == 4 && s.size(1) == h && s.size(2) == k && s.size(3) == v, kName,
+                    ": state: expected [N, ", h, ", ", k, ", ", v, "]; got ", shape_text(s));
+  if (!is_pair) return;
+  const Tensor& z = state[1];
+  TORCH_CHECK_VALUE(z.dim() == 3 && z.size(1) == h && z.size(2) == k, kName,
+                    ": state: z: expected [N, ", h, ", ", k, "]; got ", shape_text(z));
+}
+
+// All projections of x by one matrix product, the gate's second one, and views of them.
+GatedLinearAttentionImpl::Operands GatedLinearAttentionImpl::project(const Tensor& x) const {
+  const Tensor all = apply_linear(in_proj, x);
+  const int64_t keys = *options.key_dim(), values = *options.value_dim();
+  const std::vector<int64_t> heads = {options.num_heads(), -1};
+  int64_t next = 0;
+  const auto take = [&](int64_t rows) {
+    next += rows;
+    return all.narrow(-1, next - rows, rows);
+  };
+  Operands in;
+  in.q = mapped(options.feature_map(), take(keys).unflatten(-1, heads));
+  in.k = mapped(options.feature_map(), take(keys).unflatten(-1, heads));
+  in.v = take(values).unflatten(-1, heads);
+  if (options.output_gate()) in.g = take(values);
+  const Tensor logits = apply_linear(gate_proj, is_vector() ? take(options.gate_rank()) : x);
+  in.log_f = at::log_sigmoid(widen(logits)).unflatten(-1, heads) / *options.gate_temperature();
+  return in;
+}
+
+// What enters z [..., H*K], and its decay.
+std::tuple<Tensor, Tensor> GatedLinearAttentionImpl::key_scan(const Operands& in) const {
+  return {widen(in.k).flatten(-2), in.log_f.exp().expand(in.k.sizes()).flatten(-2)};
+}
+
+// o / (z . q), for z = sums [..., H*K]; zero where all weights are.
+Tensor GatedLinearAttentionImpl::normalized_by(const Tensor& o, const Tensor& q,
+                                               const Tensor& sums) const {
+  const Tensor z = sums.unflatten(-1, {options.num_heads(), head_keys()});
+  const Tensor divisor = (widen(q) * z).sum(-1, /*keepdim=*/true);
+  const double tiny = divisor.scalar_type() == torch::kDouble ? std::numeric_limits<double>::min()
+                                                              : std::numeric_limits<float>::min();
+  // Where no weight is left, o is zero already: dividing by one keeps its gradient finite.
+  return (widen(o) / divisor.masked_fill(divisor < tiny, 1.0)).to(o.scalar_type());
+}
+
+// Norm, gate and output projection of o [..., H, V].
+Tensor GatedLinearAttentionImpl::output(const Tensor& o, const Tensor& g) {
+  const Tensor y = norm->forward(o).flatten(-2);
+  return apply_linear(out_proj, g.defined() ? y * at::silu(g) : y);
+}
+
+void GatedLinearAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::GatedLinearAttention(dim=" << options.dim()
+         << ", num_heads=" << options.num_heads() << ", gate=" << options.gate()
+         << ", normalize=" << options.normalize()
+         << ", feature_map=" << options.feature_map().value_or("none")
+         << ", key_dim=" << *options.key_dim() << ", value_dim=" << *options.value_dim() << ")";
+}
+
+}  // namespace tidegate::nn

@@ -1,0 +1,180 @@
+#include "tidegate/nn/hgru2.h"
+#include "tidegate/ops/hgrn2.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "src/nn/common.h"
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+struct Preset {
+  const char* name;
+  const char* q_activation;
+  const char* v_activation;
+  bool bias;
+  const char* norm;
+};
+
+constexpr Preset kPresets[] = {
+    {"paper", "sigmoid", "silu", true, "layer"},
+    {"official", "silu", "none", false, "rms_no_weight"},
+    {"fla", "silu", "none", false, "rms"},
+};
+
+// Channels a head, by whichever of num_heads and expand_ratio is given.
+int64_t head_dim(const HGRU2Options& options) {
+  const int64_t dim = options.dim();
+  const auto heads = options.num_heads();
+  if (heads) {
+    check_positive("HGRU2", "num_heads", *heads);
+    TORCH_CHECK_VALUE(dim % *heads == 0, "HGRU2: num_heads: expected a divisor of dim=", dim,
+                      "; got ", *heads);
+  }
+  auto ratio = options.expand_ratio();
+  if (ratio) check_positive("HGRU2", "expand_ratio", *ratio);
+  if (!ratio && heads) return dim / *heads;
+  if (!ratio) ratio = std::min<int64_t>(dim, 128);
+  TORCH_CHECK_VALUE(dim % *ratio == 0, "HGRU2: expand_ratio: expected a divisor of dim=", dim,
+                    "; got ", *ratio);
+  TORCH_CHECK_VALUE(!heads || dim == *heads * *ratio,
+                    "HGRU2: expand_ratio: expected dim / num_heads = ", dim / heads.value_or(1),
+                    ", or only one of the two; got ", *ratio);
+  return *ratio;
+}
+
+// What the preset decides and the caller did not, filled in.
+HGRU2Options resolve(HGRU2Options options) {
+  check_positive("HGRU2", "dim", options.dim());
+  check_choice("HGRU2", "preset", options.preset(), {"paper", "official", "fla"});
+  options.expand_ratio(head_dim(options));
+  options.num_heads(options.dim() / *options.expand_ratio());
+  for (const Preset& preset : kPresets) {
+    if (options.preset() != preset.name) continue;
+    options.q_activation(options.q_activation().value_or(preset.q_activation));
+    options.v_activation(options.v_activation().value_or(preset.v_activation));
+    options.bias(options.bias().value_or(preset.bias));
+    options.norm(options.norm().value_or(preset.norm));
+  }
+  check_choice("HGRU2", "q_activation", *options.q_activation(), {"none", "silu", "sigmoid"});
+  check_choice("HGRU2", "v_activation", *options.v_activation(), {"none", "silu", "sigmoid"});
+  check_choice("HGRU2", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
+  return options;
+}
+
+}  // namespace
+
+HGRU2Impl::HGRU2Impl(const HGRU2Options& given) : options(resolve(given)) { reset(); }
+
+void HGRU2Impl::reset() {
+  const Placement placement = options.placement();
+  const int64_t dim = options.dim();
+  in_proj = register_module("in_proj", make_linear(dim, 3 * dim, *options.bias(), placement));
+  norm = register_module("norm", Norm(NormOptions(dim)
+                                          .kind(*options.norm())
+                                          .eps(options.norm_eps())
+                                          .device(placement.device)
+                                          .dtype(placement.dtype)));
+  out_proj = register_module("out_proj", make_linear(dim, dim, *options.bias(), placement));
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void HGRU2Impl::reset_parameters() {
+  reset_linear(in_proj);
+  norm->reset_parameters();
+  reset_linear(out_proj);
+}
+
+double HGRU2Impl::scale() const {
+  return options.preset() == "fla" ? 1.0 / std::sqrt(static_cast<double>(expand_ratio())) : 1.0;
+}
+
+Tensor HGRU2Impl::init_state(int64_t batch, std::optional<torch::Device> device,
+                             std::optional<torch::ScalarType> dtype,
+                             std::optional<int64_t> /*capacity*/) const {
+  refuse_bidirectional("init_state()");
+  return make_state_tensor({batch, num_heads(), expand_ratio(), expand_ratio()}, out_proj->weight,
+                           device, dtype);
+}
+
+std::tuple<Tensor, Tensor> HGRU2Impl::forward(const Tensor& x, const OptionalTensor& given_state,
+                                              const OptionalTensor& given_gamma,
+                                              const OptionalTensor& given_bounds) {
+  const OptionalTensor state = normalized(given_state);
+  const OptionalTensor cu_seqlens = normalized(given_bounds);
+  check_mixer_input("HGRU2", x, options.dim());
+  const OptionalTensor gamma = split_gamma(normalized(given_gamma));
+  if (state) {
+    refuse_bidirectional("a state");
+    check_state(*state);
+  }
+  const auto qfv = project(x);
+  if (options.bidirectional()) {
+    const auto [ahead, first] = recur(qfv, gamma, std::nullopt, false, cu_seqlens);
+    const auto [back, last] = recur(qfv, gamma, std::nullopt, true, cu_seqlens);
+    return {output(ahead + back), Tensor()};
+  }
+  const auto [o, final_state] = recur(qfv, gamma, state, false, cu_seqlens);
+  return {output(o), final_state};
+}
+
+Tensor HGRU2Impl::step(const Tensor& x, const Tensor& state, const OptionalTensor& given_gamma) {
+  refuse_bidirectional("step()");
+  check_mixer_input("HGRU2.step", x, options.dim(), /*time=*/false);
+  const OptionalTensor gamma = split_gamma(normalized(given_gamma));
+  check_state(state);
+  const auto qfv = project(x);
+  return output(hgrn2_step(qfv[0], qfv[1], qfv[2], gamma, state, scale(), *options.q_activation(),
+                           *options.v_activation()));
+}
+
+void HGRU2Impl::refuse_bidirectional(const char* what) const {
+  TORCH_CHECK_VALUE(!options.bidirectional(), "HGRU2: ", what,
+                    ": a bidirectional HGRU2 reads the whole sequence and has no state; expected "
+                    "bidirectional=False");
+}
+
+// The lower bound a head and channel [H, K].
+OptionalTensor HGRU2Impl::split_gamma(const OptionalTensor& gamma) const {
+  if (!gamma) return std::nullopt;
+  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == options.dim(),
+                    "HGRU2: gamma: expected [dim=", options.dim(), "]; got ", shape_text(*gamma));
+  return gamma->unflatten(0, {num_heads(), expand_ratio()});
+}
+
+void HGRU2Impl::check_state(const Tensor& state) const {
+  const int64_t h = num_heads(), k = expand_ratio();
+  const bool fits = state.defined() && state.dim() == 4 && state.size(1) == h &&
+                    state.size(2) == k && state.size(3) == k;
+  TORCH_CHECK_VALUE(fits, "HGRU2: state: expected [N, ", h, ", ", k, ", ", k, "]; got ",
+                    state.defined() ? shape_text(state) : "None");
+}
+
+// q, f, v [..., H, K]: views of one matrix product.
+std::vector<Tensor> HGRU2Impl::project(const Tensor& x) const {
+  return apply_linear(in_proj, x).unflatten(-1, {3, num_heads(), expand_ratio()}).unbind(-3);
+}
+
+std::tuple<Tensor, Tensor> HGRU2Impl::recur(const std::vector<Tensor>& qfv,
+                                            const OptionalTensor& gamma,
+                                            const OptionalTensor& state, bool reverse,
+                                            const OptionalTensor& cu_seqlens) {
+  return hgrn2(qfv[0], qfv[1], qfv[2], gamma, state, scale(), *options.q_activation(),
+               *options.v_activation(), reverse, cu_seqlens);
+}
+
+// Norm and output projection of o [..., H, K].
+Tensor HGRU2Impl::output(const Tensor& o) {
+  return apply_linear(out_proj, norm->forward(o.flatten(-2)));
+}
+
+void HGRU2Impl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::HGRU2(dim=" << options.dim() << ", num_heads=" << num_heads()
+         << ", bidirectional=" << options.bidirectional() << ", preset=" << options.preset() << ")";
+}
+
+}  // namespace tidegate::nn
