@@ -261,7 +261,9 @@ def verdicts(
 def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
     """Runs the case and holds every result and gradient against the oracle.
 
-    A result passes against either of the two yardsticks, as a whole.
+    A result passes against either of the two yardsticks, as a whole: lambda as a sum or as one
+    minus the rest, a product and a sum rounded twice or once, are the same maths, and where an open
+    gate or a few numbers decide, one of them has hardly any error by luck.
     """
     problems = verdicts(case, device, backward=backward)
     if all(problems.values()):
