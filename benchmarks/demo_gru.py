@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The demo's text, trainer and wall time with torch.nn.GRU in place of HGRN.
 
-    python benchmarks/demo_gru.py --out runs/demo_gru [--demo runs/demo] [--json FILE]
+    make bench-demo                     # trains both, each with the waiting policy that suits it
+    PYTHONPATH=build/python python benchmarks/demo_gru.py --out runs/demo_gru [--demo runs/demo]
 
 A byte-level GRU of 3 layers of 256 learns the same split for the same seconds, with the same batch
 and schedule as `tidegate demo`, and is scored the same way: once with the demo's optimiser and once

@@ -331,7 +331,7 @@ def page(results: list[tuple[str, Record]]) -> str:
         "",
         "Made by `benchmarks/report.py` from `benchmarks/results/*.json`; not edited by hand.",
         "`benchmarks/peers.py` measures the GPU, `make bench` runs the Google Benchmark binaries,",
-        "`benchmarks/demo_gru.py` compares the demo. Every output is checked before it is timed.",
+        "`make bench-demo` the demo beside a GRU. Every output is checked before it is timed.",
         "",
     ]
     lines += [line for kind, record in results for line in SECTIONS[kind][1](record)]

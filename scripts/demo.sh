@@ -4,6 +4,7 @@ set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 scripts/build.sh tidegate_package
-# By default torch's threads spin at every barrier; beside other work that costs most of the speed.
+# Threads that wait sleep instead of spinning: as fast on an idle machine, and faster beside other
+# work (figures in docs/training.md, "Threads that wait").
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 exec "$python" -m tidegate demo --out runs/demo
