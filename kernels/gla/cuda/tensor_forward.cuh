@@ -172,6 +172,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
         phase ^= 1;
       }
     }
+    commit_copies();
+    wait_for_copies<0>();  // nobody leaves with copies under way
     return;
   }
   if (warp > consumers) {
