@@ -14,10 +14,9 @@ enum class Activation : uint8_t { kNone, kSilu };
 
 /// How a CUDA kernel divides the time axis among thread blocks.
 enum class TimeSplit : uint8_t {
-  kAuto,     // the planner chooses
-  kNone,     // one block walks a whole sequence
-  kCluster,  // a cluster of blocks walks it together (compute capability 9.0 and later)
-  kTwoPass,  // blocks own segments; a first pass over the data finds what each segment carries in
+  kAuto,    // the planner chooses
+  kNone,    // one block walks a whole sequence
+  kLinked,  // linked blocks walk it together
 };
 
 /// What a launch needs besides its tensors. Found by the *_plan functions of scan_cuda.h (or

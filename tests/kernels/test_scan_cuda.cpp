@@ -16,21 +16,15 @@ namespace {
 using kernels::ScanPlan;
 using kernels::TimeSplit;
 
-constexpr TimeSplit kSplits[] = {TimeSplit::kNone, TimeSplit::kCluster, TimeSplit::kTwoPass};
+constexpr TimeSplit kSplits[] = {TimeSplit::kNone, TimeSplit::kLinked};
 constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
 constexpr int64_t kChannels[] = {3, 8, 33, 64, 130};
 
-/// Why `split` cannot run here, or an empty string.
-std::string why_skip(TimeSplit split) {
+/// Why nothing can run here, or an empty string.
+std::string why_skip() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
     return "no CUDA device";
-  }
-  int major = 0;
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, /*device=*/0),
-             "cudaDeviceGetAttribute");
-  if (split == TimeSplit::kCluster && major < 9) {
-    return "clusters need compute capability 9.0";
   }
   return "";
 }
@@ -86,7 +80,7 @@ void pack(ScanShape* shape, uint32_t way) {
 using Param = std::tuple<DType, bool, TimeSplit>;  // bool: hgru with theta, linear_scan constant a
 
 std::string name_of(const ::testing::TestParamInfo<Param>& info) {
-  const char* splits[] = {"auto", "none", "cluster", "two_pass"};
+  const char* splits[] = {"auto", "none", "linked"};
   return std::string(dtype_name(std::get<0>(info.param))) +
          (std::get<1>(info.param) ? "_variant_" : "_plain_") +
          splits[static_cast<int>(std::get<2>(info.param))];
@@ -96,7 +90,7 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
  protected:
   void SetUp() override {
     split_ = std::get<2>(GetParam());
-    if (const std::string why = why_skip(split_); !why.empty()) {
+    if (const std::string why = why_skip(); !why.empty()) {
       GTEST_SKIP() << why;
     }
     shape_.dtype = shape_.gate = std::get<0>(GetParam());
@@ -198,7 +192,7 @@ INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeLinearScan,
                          name_of);
 
 TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
-  if (const std::string why = why_skip(TimeSplit::kAuto); !why.empty()) {
+  if (const std::string why = why_skip(); !why.empty()) {
     GTEST_SKIP() << why;
   }
   kernels::HgruParams params;
@@ -210,12 +204,13 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   }
   ScanPlan plan;
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
+  EXPECT_EQ(plan.split, TimeSplit::kLinked);
   EXPECT_GT(plan.splits, 1);
-  EXPECT_NE(plan.split, TimeSplit::kNone);
-  params.time_split = TimeSplit::kTwoPass;
-  check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
-  EXPECT_EQ(plan.split, TimeSplit::kTwoPass);
   EXPECT_GT(plan.workspace_bytes, 0);
+  params.time_split = TimeSplit::kNone;
+  check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
+  EXPECT_EQ(plan.split, TimeSplit::kNone);
+  EXPECT_EQ(plan.splits, 1);
 }
 
 }  // namespace

@@ -10,6 +10,8 @@ namespace tidegate::kernels {
 template <class Real>
 struct Sigmoids {
   Real pos, neg;
+
+  __device__ Sigmoids both() const { return *this; }
 };
 
 __device__ inline float exp2_approx(float x) {
@@ -79,6 +81,34 @@ __device__ inline Sigmoids<Real> sigmoids(Real x) {
   const SigmoidRatio<Real> s = sigmoid_ratio<Math>(x);
   const Real r = Math::reciprocal(s.sum);
   return {s.pos * r, s.neg * r};
+}
+
+__device__ inline bool has_sign(float x) { return __float_as_int(x) < 0; }
+__device__ inline bool has_sign(double x) { return __double2hiint(x) < 0; }
+
+/// Both sigmoids in one register: the smaller one, negative where that is sigmoid(-x). Takes a few
+/// instructions more than two registers do.
+template <class Real>
+struct PackedSigmoids {
+  Real smaller;
+
+  __device__ bool open() const { return has_sign(smaller); }  // also where it is -0
+  __device__ Sigmoids<Real> both() const {
+    const Real small = fabs(smaller);
+    const Real large = Real(1) - small;
+    return {open() ? large : small, open() ? small : large};
+  }
+};
+
+template <class Math, class Real>
+__device__ inline void find_sigmoids(Real x, Sigmoids<Real>* s) {
+  *s = sigmoids<Math>(x);
+}
+template <class Math, class Real>
+__device__ inline void find_sigmoids(Real x, PackedSigmoids<Real>* s) {
+  const Real e = Math::exp_minus_abs(x);
+  const Real smaller = e * Math::reciprocal(Real(1) + e);
+  s->smaller = x > Real(0) ? -smaller : smaller;
 }
 
 /// SiLU(x) = x * sigmoid(x), and its derivative.

@@ -72,6 +72,12 @@ __device__ inline Precise<Complex<Real>> multiply(const Precise<Complex<Real>>& 
   return complex_of(sum_of_products(ar, br, {-ai.hi, -ai.lo}, bi), sum_of_products(ar, bi, ai, br));
 }
 
+template <class Real>
+__device__ inline Precise<Complex<Real>> operator*(const Precise<Complex<Real>>& a,
+                                                   Complex<Real> b) {
+  return multiply(a, Precise<Complex<Real>>{b, {}});
+}
+
 /// A sum over many steps. kPrecise keeps what its additions round away; 16-bit data do not need it.
 template <class Number, bool kPrecise>
 struct Sum {

@@ -6,6 +6,7 @@
 //   real
 
 #include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/rotation.cuh"
 #include "kernels/scan/cuda/partial_sums.cuh"
 #include "kernels/scan/cuda/walk.cuh"
 
@@ -17,35 +18,36 @@ struct Rotation;
 
 template <class Real>
 struct Rotation<Real, false> {
-  __device__ void set(Real) {}
-  __device__ Real times(Real x) const { return x; }
   __device__ Real forward(Real h) const { return h; }
   __device__ Real backward(Real g) const { return g; }
-  __device__ void seal_backward(Precise<Real>&, int) const {}
+  __device__ void seal_forward(Precise<Real>&) const {}
+  __device__ void seal_backward(Precise<Real>&) const {}
 };
 
 template <class Real>
 struct Rotation<Real, true> {
   Complex<Real> step;  // exp(i theta)
+  Complex<Real> run;   // of a run of steps, from its own angle: more exact than a power
 
-  __device__ void set(Real theta) {
-    double s, c;
-    sincos(static_cast<double>(theta), &s, &c);
-    step = {static_cast<Real>(c), static_cast<Real>(s)};
+  __device__ void set(Real theta, int steps) {
+    step = turn(static_cast<double>(theta));
+    run = turn(steps * static_cast<double>(theta));
   }
-  __device__ Complex<Real> times(Real x) const { return x * step; }
   __device__ Complex<Real> forward(Complex<Real> h) const { return step * h; }
   __device__ Complex<Real> backward(Complex<Real> g) const { return conj(step) * g; }
 
-  /// A run's decay is folded as a plain product, in the real part; the rotation of its steps, a
-  /// power of two of them, comes last.
-  __device__ void seal_backward(Precise<Complex<Real>>& a, int steps) const {
-    Precise<Complex<Real>> run = as_precise(conj(step));
-    for (int i = 1; i < steps; i *= 2) {
-      run = multiply(run, run);
-    }
-    a = complex_of(multiply(real_part(a), real_part(run)),
-                   multiply(real_part(a), imaginary_part(run)));
+  /// A run's decay is folded as a plain product, in the real part; its rotation comes last.
+  __device__ void seal_forward(Precise<Complex<Real>>& a) const { seal(a, run); }
+  __device__ void seal_backward(Precise<Complex<Real>>& a) const { seal(a, conj(run)); }
+
+ private:
+  static __device__ Complex<Real> turn(double angle) {
+    double s, c;
+    exact_sincos(angle, &s, &c);
+    return {static_cast<Real>(c), static_cast<Real>(s)};
+  }
+  static __device__ void seal(Precise<Complex<Real>>& a, Complex<Real> turn) {
+    a = complex_of(real_part(a) * turn.re, real_part(a) * turn.im);
   }
 };
 
@@ -82,7 +84,7 @@ struct HgruBase {
   Real gamma[kVec];
   Rotation<Real, kComplex> rotation[kVec];
 
-  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane)
+  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane, int steps)
       : lane(lane), seq(seq) {
     load_channels(gamma, params.gamma, lane, Real(0));
     if constexpr (kComplex) {
@@ -90,7 +92,7 @@ struct HgruBase {
       load_channels(theta, params.theta, lane, Real(0));
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        rotation[v].set(theta[v]);
+        rotation[v].set(theta[v], steps);
       }
     }
   }
@@ -101,9 +103,12 @@ struct HgruBase {
     const Real free = Real(1) - bound;
     return fused(open ? -free : free, smaller, open ? Real(1) : bound);
   }
-  __device__ Real keep(const Sigmoids<Real>& s, int v) const {
+  static __device__ Real keep(Real bound, Sigmoids<Real> s) {
     const bool open = s.pos > s.neg;
-    return keep(gamma[v], open, open ? s.neg : s.pos);
+    return keep(bound, open, open ? s.neg : s.pos);
+  }
+  static __device__ Real keep(Real bound, PackedSigmoids<Real> s) {
+    return fused(Real(1) - bound, s.smaller, s.open() ? Real(1) : bound);
   }
 
   /// Elements of [.., D] rows, or of the two halves of [.., 2D] rows, as one number.
@@ -132,46 +137,50 @@ struct HgruBase {
 
 /// [B, T, D] rows, or the two halves of [B, T, 2D] rows.
 template <class Data, int kVec, int kParts>
-struct PartRows {
-  Rows<Data, kVec> part[kParts];
-
+class PartRows {
+ public:
   __device__ PartRows(const TimeSeries& series, const Sequence& seq, bool backwards,
-                      const Lane& lane) {
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      part[p] = Rows<Data, kVec>(series, seq, backwards, lane, p * lane.channels);
-    }
-  }
+                      const Lane& lane)
+      : first_(series, seq, backwards, lane),
+        half_(static_cast<int>(lane.channels) * static_cast<int>(sizeof(Data))) {}
+
   template <class Source>
   __device__ void gather(Source& source, Pack<Data, kVec> (&out)[kParts], int k) const {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      source(out[p], part[p], k);
+      source(out[p], first_, k, p * half_);
     }
   }
-  __device__ void store(int k, const Pack<Data, kVec> (&x)[kParts]) const {
+  __device__ void store(int k, int i, const Pack<Data, kVec> (&x)[kParts]) const {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      part[p].store(k, x[p]);
+      first_.store(k, i, x[p], p * half_);
     }
   }
+
+ private:
+  Rows<Data, kVec> first_;
+  int half_;  // bytes
 };
 
-/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md). Where time is split among
-/// blocks, longer runs pay for the longer way of the carry.
-template <bool kBackward, bool kComplex, bool kSplit>
+/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
+template <bool kBackward, bool kComplex, WalkUse kUse>
 struct HgruShape;
-template <bool kSplit>
-struct HgruShape<false, false, kSplit> : WalkShape<kSplit ? 16 : 8, 2> {};
-template <bool kSplit>
-struct HgruShape<true, false, kSplit> : WalkShape<kSplit ? 8 : 4, kSplit ? 2 : 3> {};
-template <bool kSplit>
-struct HgruShape<false, true, kSplit> : WalkShape<8, 2> {};
-template <bool kSplit>
-struct HgruShape<true, true, kSplit> : WalkShape<4, 3> {};
+template <WalkUse kUse>
+struct HgruShape<false, false, kUse> : WalkShape<kUse == WalkUse::kShort ? 8 : 16, 2> {};
+template <>
+struct HgruShape<true, false, WalkUse::kShort> : WalkShape<4, 3> {};
+template <>
+struct HgruShape<true, false, WalkUse::kLong> : WalkShape<8, 3> {};
+template <>
+struct HgruShape<true, false, WalkUse::kLinked> : WalkShape<12, 2> {};
+template <WalkUse kUse>
+struct HgruShape<false, true, kUse> : WalkShape<8, 2> {};
+template <WalkUse kUse>
+struct HgruShape<true, true, kUse> : WalkShape<4, 3> {};
 
-template <class Data_, class Gate_, bool kComplex_, int kVec_, bool kSplit>
-struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_, kSplit> {
+template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
+struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_, kUse> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
@@ -180,14 +189,15 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruParams;
-  static constexpr bool kCrossByMap = false;
+  // A complex state takes too long through a run for the chain to wait.
+  static constexpr bool kCrossByMap = kComplex;
 
   struct Raw {
     Pack<Data, kVec> c[kParts];
     Pack<Gate, kVec> f;
   };
   struct Decoded {
-    Number a[kVec];  // lambda * rot
+    Real keep[kVec];  // lambda
     Number in[kVec];
   };
 
@@ -201,7 +211,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   bool silu;
 
   __device__ HgruForward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params, seq, lane),
+      : Base(params, seq, lane, HgruForward::kSteps),
         c(params.c, seq, params.layout.reverse, lane),
         h(params.h, seq, params.layout.reverse, lane),
         f(params.f, seq, params.layout.reverse, lane),
@@ -237,11 +247,11 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
       const Real r = Math::reciprocal(gate.sum * act.sum);
       const Real gate_scale = act.sum * r;
       const bool open = f > Real(0);
-      d.a[v] =
-          rotation[v].times(Base::keep(bound, open, (open ? gate.neg : gate.pos) * gate_scale));
+      d.keep[v] = Base::keep(bound, open, (open ? gate.neg : gate.pos) * gate_scale);
       const Real enter_re = free * gate.neg * (silu ? act.pos * r : gate_scale);
       if constexpr (kComplex) {
-        const Real im = silu ? x.im * sigmoids<Math>(x.im).pos : x.im;
+        const Real open_im = sigmoids<Math>(x.im).pos;  // always: branches would cost more
+        const Real im = silu ? x.im * open_im : x.im;
         d.in[v] = {enter_re * x.re, free * gate.neg * gate_scale * im};
       } else {
         d.in[v] = enter_re * x;
@@ -257,26 +267,31 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
                           Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      s[v] = fused(d.a[v], s[v], d.in[v]);
+      s[v] = fused(d.keep[v], rotation[v].forward(s[v]), d.in[v]);
       kept[v] = s[v];
     }
   }
 
   template <bool kLast>
-  __device__ void emit(int k, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
+  __device__ void emit(int k, int i, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
     Pack<Data, kVec> out[kParts];
     Base::split(kept, out);
-    h.store(k, out);
+    h.store(k, i, out);
   }
 
   __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.a[v] = multiply(map.a[v], as_precise(d.a[v]));
-      map.x[v] = fused(d.a[v], map.x[v], d.in[v]);
+      fold_decay(map.a[v], d.keep[v]);
+      map.x[v] = fused(d.keep[v], rotation[v].forward(map.x[v]), d.in[v]);
     }
   }
-  __device__ void seal(AffineMap<Number, kVec>&) const {}
+  __device__ void seal(AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      rotation[v].seal_forward(map.a[v]);
+    }
+  }
 
   __device__ void reduce(int64_t, void*, int, int, int) const {}
   __device__ void reduce_alone(int64_t) const {}
@@ -288,8 +303,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
 ///   du = (1 - lambda) * g,  dc = act'(c) * du
 ///   dlambda = Re(conj(g) * (rot * h_{t-1} - u)),  df = dlambda * (1 - gamma) * s * (1 - s)
 ///   dgamma = sum dlambda * (1 - s),  dtheta = sum Re(conj(g) * i * lambda * rot * h_{t-1})
-template <class Data_, class Gate_, bool kComplex_, int kVec_, bool kSplit>
-struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_, kSplit> {
+template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
+struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_, kUse> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
@@ -298,15 +313,15 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruBackwardParams;
-  // A complex gradient takes too long through a run for the chain to wait.
-  static constexpr bool kCrossByMap = kComplex;
+  static constexpr bool kCrossByMap = kComplex;  // as above
+  using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;
 
   struct Raw {
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
     Pack<Gate, kVec> f;
   };
   struct Decoded {
-    Sigmoids<Real> gate[kVec];
+    Gates gate[kVec];
   };
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
@@ -326,7 +341,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   Sum<Real, sizeof(Data) >= 4> dtheta[kVec];
 
   __device__ HgruBackward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params.forward, seq, lane),
+      : Base(params.forward, seq, lane, HgruBackward::kSteps),
         c(params.forward.c, seq, !params.forward.layout.reverse, lane),
         h(params.forward.h, seq, !params.forward.layout.reverse, lane),
         dh(params.dh, seq, !params.forward.layout.reverse, lane),
@@ -362,7 +377,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      d.gate[v] = sigmoids<Math>(static_cast<Real>(raw.f.get(v)));
+      find_sigmoids<Math>(static_cast<Real>(raw.f.get(v)), &d.gate[v]);
     }
     return d;
   }
@@ -373,14 +388,14 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       kept[v] = Base::number(raw.dh, v) + s[v];
-      s[v] = this->keep(d.gate[v], v) * rotation[v].backward(kept[v]);
+      s[v] = Base::keep(this->gamma[v], d.gate[v]) * rotation[v].backward(kept[v]);
     }
   }
 
   __device__ void fold(const Raw& raw, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real keep = this->keep(d.gate[v], v);
+      const Real keep = Base::keep(this->gamma[v], d.gate[v]);
       fold_decay(map.a[v], keep);
       map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
     }
@@ -388,27 +403,24 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      rotation[v].seal_backward(map.a[v], HgruBackward::kSteps);
+      rotation[v].seal_backward(map.a[v]);
     }
   }
 
   __device__ void activate(Real x, Real* value, Real* derivative) const {
-    if (silu) {
-      silu_with_derivative<Math>(x, value, derivative);
-    } else {
-      *value = x;
-      *derivative = Real(1);
-    }
+    silu_with_derivative<Math>(x, value, derivative);  // always: branches would cost more
+    *value = silu ? *value : x;
+    *derivative = silu ? *derivative : Real(1);
   }
 
   template <bool kLast>
-  __device__ void emit(int k, const Raw& raw, const Decoded& d, const Number (&g)[kVec]) {
+  __device__ void emit(int k, int i, const Raw& raw, const Decoded& d, const Number (&g)[kVec]) {
     Number before[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       before[v] = Base::number(raw.h_before, v);
     }
-    if (kLast && k == seq.length - 1) {
+    if (kLast && k + i == seq.length - 1) {
       Base::State::load(before, h0, seq.index, lane);
     }
     Number dc_out[kVec];
@@ -419,13 +431,14 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     }
     Pack<Data, kVec> dc_parts[kParts];
     Base::split(dc_out, dc_parts);
-    dc.store(k, dc_parts);
-    df.store(k, pack<Gate, kVec>(df_out));
+    dc.store(k, i, dc_parts);
+    df.store(k, i, pack<Gate, kVec>(df_out));
   }
 
   /// One channel of one step.
-  __device__ void step(const Raw& raw, const Sigmoids<Real>& sig, int v, Number before, Number g,
-                       Number& dc_out, Real& df_out) {
+  __device__ void step(const Raw& raw, Gates gate, int v, Number before, Number g, Number& dc_out,
+                       Real& df_out) {
+    const Sigmoids<Real> sig = gate.both();
     const Real enter = (Real(1) - this->gamma[v]) * sig.neg;  // 1 - lambda
     const Number x = Base::number(raw.c, v);
     Number u, slope;
@@ -442,7 +455,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     df_out = dlambda * (enter * sig.pos);
     dgamma[v].add(dlambda * sig.neg);
     if constexpr (kComplex) {
-      dtheta[v].add(this->keep(sig, v) * (g.im * turned.re - g.re * turned.im));
+      dtheta[v].add(Base::keep(this->gamma[v], gate) * (g.im * turned.re - g.re * turned.im));
     }
   }
 

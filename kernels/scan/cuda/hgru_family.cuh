@@ -15,14 +15,14 @@ struct HgruChoice {
 
   template <class Gate, bool kComplex>
   struct Forward : WalkFamily<Forward<Gate, kComplex>, HgruParams> {
-    template <int kPack, bool kSplit>
-    using Op = HgruForward<Data, Gate, kComplex, kPack, kSplit>;
+    template <int kPack, WalkUse kUse>
+    using Op = HgruForward<Data, Gate, kComplex, kPack, kUse>;
     static constexpr int kVec = HgruChoice::kVec;
   };
   template <class Gate, bool kComplex>
   struct Backward : WalkFamily<Backward<Gate, kComplex>, HgruBackwardParams> {
-    template <int kPack, bool kSplit>
-    using Op = HgruBackward<Data, Gate, kComplex, kPack, kSplit>;
+    template <int kPack, WalkUse kUse>
+    using Op = HgruBackward<Data, Gate, kComplex, kPack, kUse>;
     static constexpr int kVec = HgruChoice::kVec;
   };
 

@@ -34,11 +34,21 @@ int64_t channel_tiles(int64_t channels, int threads) {
 
 template <class Op, WalkMode kMode>
 constexpr int shared_bytes(int warps) {
-  return sizeof(WalkShared<Op, kMode>) + warps * Ring<Op>::kBytes;
+  using Bounds = WalkBounds<kMode>;
+  return Bounds::kTeams * (sizeof(WalkShared<Op, kMode>) + warps * Ring<Op>::kBytes);
 }
 
-/// What a kernel must be told once on every device before it may use as much shared memory, and as
-/// large clusters, as it wants.
+/// As many warps (of a team) as have room, `most` or fewer.
+template <class Op, WalkMode kMode>
+int warps_that_fit(int most, const DeviceLimits& limits) {
+  while (shared_bytes<Op, kMode>(most) > limits.shared_bytes) {
+    --most;
+  }
+  return most;
+}
+
+/// What a kernel must be told once on every device before it may use as much shared memory as it
+/// wants.
 template <class Op, WalkMode kMode>
 cudaError_t prepare_kernel() {
   static std::atomic<uint64_t> prepared = 0;
@@ -50,51 +60,30 @@ cudaError_t prepare_kernel() {
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  constexpr bool kCluster = kMode == WalkMode::kCluster;
-  const auto kernel = walk_kernel<Op, kMode>;
   const int bytes = std::min(shared_bytes<Op, kMode>(kMaxWarps), limits.shared_bytes);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  if (kCluster) {
-    TIDEGATE_RETURN_IF_CUDA_ERROR(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      walk_kernel<Op, kMode>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   prepared.fetch_or(bit, std::memory_order_relaxed);
   return cudaSuccess;
 }
 
-inline cudaLaunchAttribute cluster_of(int blocks) {
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  return cluster;
-}
-
-/// How many clusters of that many blocks, of that many warps, the device holds at once. The chip's
-/// geometry decides (an H200 holds 15 clusters of 8 blocks of 16 warps, not 16), so it is asked.
+/// How many linked blocks the device holds at once.
 template <class Op>
-cudaError_t resident_clusters(int splits, int warps, int* clusters) {
-  static std::atomic<int> known[kMaxSplits + 1][kMaxWarps + 1] = {};  // of the device 0, plus one
+cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) {
+  static std::atomic<int> known = 0;  // of the device 0, a multiprocessor
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  if (const int found = known[splits][warps].load(std::memory_order_relaxed);
-      found != 0 && device == 0) {
-    *clusters = found - 1;
-    return cudaSuccess;
+  int each = device == 0 ? known.load(std::memory_order_relaxed) : 0;
+  if (each == 0) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &each, walk_kernel<Op, WalkMode::kLinked>, kLinkTeams * (warps + 1) * kWarpSize,
+        shared_bytes<Op, WalkMode::kLinked>(warps)));
+    if (device == 0) {
+      known.store(each, std::memory_order_relaxed);
+    }
   }
-  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kCluster>()));
-  cudaLaunchAttribute cluster = cluster_of(splits);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(splits);
-  config.blockDim = dim3(warps * kWarpSize);
-  config.dynamicSmemBytes = shared_bytes<Op, WalkMode::kCluster>(warps);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaOccupancyMaxActiveClusters(clusters, walk_kernel<Op, WalkMode::kCluster>, &config));
-  if (device == 0) {
-    known[splits][warps].store(*clusters + 1, std::memory_order_relaxed);
-  }
+  *blocks = each * limits.multiprocessors;
   return cudaSuccess;
 }
 
@@ -112,134 +101,117 @@ WalkSize walk_size(const SequenceLayout& layout, int64_t channels) {
           std::max<int64_t>(1, (length + Op::kSteps - 1) / Op::kSteps)};
 }
 
-/// The cluster with most warps of which the device holds all at once; no splits if there is none.
-template <class Op>
-cudaError_t choose_cluster(const WalkSize& size, const DeviceLimits& limits, ScanPlan* plan) {
-  ScanPlan best = {.split = TimeSplit::kCluster, .splits = 0, .warps = 0};
-  for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
-    for (int splits = kMaxSplits; splits >= 2; --splits) {
-      if (splits * warps <= best.splits * best.warps || splits * warps > size.runs ||
-          shared_bytes<Op, WalkMode::kCluster>(warps) > limits.shared_bytes) {
-        continue;
-      }
-      int resident = 0;
-      TIDEGATE_RETURN_IF_CUDA_ERROR(resident_clusters<Op>(splits, warps, &resident));
-      if (resident >= size.blocks) {
-        best.splits = splits;
-        best.warps = warps;
-      }
-    }
-  }
-  *plan = best;
-  return cudaSuccess;
-}
-
 /// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets.
 template <class Op>
 ScanPlan plan_whole(const WalkSize& size, const DeviceLimits& limits) {
   const int64_t blocks_each = std::clamp<int64_t>(
       (size.blocks + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
   ScanPlan plan = {.split = TimeSplit::kNone, .splits = 1};
-  plan.warps = static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each));
-  while (shared_bytes<Op, WalkMode::kSegmentMap>(plan.warps) > limits.shared_bytes) {
-    --plan.warps;
-  }
+  plan.warps = warps_that_fit<Op, WalkMode::kWhole>(
+      static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each)), limits);
   return plan;
 }
 
+/// As many blocks a sequence as the device holds, or fewer that do with as many rounds; `rounds` of
+/// them at least, where the sequence is long enough. Leaves the plan alone where they do not fit.
 template <class Op>
-ScanPlan plan_two_pass(const WalkSize& size, const DeviceLimits& limits) {
-  ScanPlan plan = plan_whole<Op>(size, limits);
-  plan.split = TimeSplit::kTwoPass;
-  plan.splits = static_cast<int>(std::clamp<int64_t>(
-      std::min(limits.multiprocessors / size.blocks, size.runs / plan.warps), 2, kMaxSplits));
-  return plan;
-}
-
-/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. `Whole` and
-/// `Split` are one recurrence in the shapes for walking whole sequences and parts of them.
-template <class Whole, class Split>
-cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
-                         const DeviceLimits& limits, ScanPlan* plan) {
-  const WalkSize size = walk_size<Split>(layout, channels);
-  // With one block a multiprocessor there is one chain to wait for, and longer runs make it
-  // shorter.
-  const bool one_each = size.blocks <= limits.multiprocessors;
-  ScanPlan whole = one_each ? plan_whole<Split>(size, limits)
-                            : plan_whole<Whole>(walk_size<Whole>(layout, channels), limits);
-  whole.long_runs = one_each;
-  const ScanPlan two_pass = plan_two_pass<Split>(size, limits);
-  *plan = request == TimeSplit::kTwoPass ? two_pass : whole;
-  const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * two_pass.warps;
-  if (request == TimeSplit::kCluster ||
-      (request == TimeSplit::kAuto && idle && limits.major >= 9)) {
-    ScanPlan cluster;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(choose_cluster<Split>(size, limits, &cluster));
-    if (cluster.splits * cluster.warps > whole.warps) {
-      *plan = cluster;
-    } else if (request == TimeSplit::kCluster) {
-      *plan = {.split = TimeSplit::kCluster, .splits = 2, .warps = std::min(two_pass.warps, 8)};
-    }
-  } else if (request == TimeSplit::kAuto && idle && two_pass.splits >= 4) {
-    *plan = two_pass;  // reads everything twice: that pays only when most of the chip would idle
+cudaError_t plan_linked(const WalkSize& size, const DeviceLimits& limits, int rounds,
+                        ScanPlan* plan) {
+  const int warps = warps_that_fit<Op, WalkMode::kLinked>(kLinkWorkers, limits);
+  int resident = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(resident_blocks<Op>(warps, limits, &resident));
+  if (size.blocks > resident) {
+    return cudaSuccess;
   }
-  plan->partials = layout.sequences * plan->splits;
-  if (plan->split == TimeSplit::kTwoPass) {
-    plan->workspace_bytes = SegmentMaps<Split>::kPlanes * plan->partials * channels *
-                            int64_t{sizeof(typename Split::Number)};
-  }
+  const int64_t tile_runs = kLinkTeams * warps;  // of a block, in one round
+  const int64_t tiles = (size.runs + tile_runs - 1) / tile_runs;
+  const int64_t most = std::clamp<int64_t>(tiles / rounds, 1, resident / size.blocks);
+  const int64_t least_rounds = (tiles + most - 1) / most;
+  const int64_t splits = (tiles + least_rounds - 1) / least_rounds;
+  *plan = {.split = TimeSplit::kLinked, .splits = static_cast<int>(splits), .warps = warps};
+  plan->workspace_bytes = size.blocks * splits * kLinkTeams * int64_t{sizeof(Mailbox<Op>)};
   return cudaSuccess;
 }
 
-template <class Op, WalkMode kMode>
-cudaError_t launch_mode(const typename Op::Params& params, const WalkLaunch& launch, int warps,
-                        cudaStream_t stream) {
-  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, kMode>()));
-  cudaLaunchAttribute cluster = cluster_of(launch.splits);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(
-      static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles * launch.splits));
-  config.blockDim = dim3(warps * kWarpSize);
-  config.dynamicSmemBytes = shared_bytes<Op, kMode>(warps);
-  config.stream = stream;
-  if (kMode == WalkMode::kCluster) {
-    config.attrs = &cluster;
-    config.numAttrs = 1;
+/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. The three
+/// are one recurrence in the shapes for each use.
+template <class Short, class Long, class Linked>
+cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
+                         const DeviceLimits& limits, ScanPlan* plan) {
+  const WalkSize size = walk_size<Long>(layout, channels);
+  // With one block a multiprocessor there is one chain to wait for, and longer runs make it
+  // shorter.
+  const bool one_each = size.blocks <= limits.multiprocessors;
+  *plan = one_each ? plan_whole<Long>(size, limits)
+                   : plan_whole<Short>(walk_size<Short>(layout, channels), limits);
+  plan->long_runs = one_each;
+  const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * plan->warps;
+  if (request == TimeSplit::kLinked || (request == TimeSplit::kAuto && idle)) {
+    const int rounds = request == TimeSplit::kLinked ? 3 : 1;  // asked for: there shall be some
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        plan_linked<Linked>(walk_size<Linked>(layout, channels), limits, rounds, plan));
   }
-  return cudaLaunchKernelEx(&config, walk_kernel<Op, kMode>, params, launch);
+  const int teams = plan->split == TimeSplit::kLinked ? kLinkTeams : 1;
+  plan->partials = layout.sequences * plan->splits * teams;
+  return cudaSuccess;
 }
 
-template <class Whole, class Split>
-cudaError_t launch_walk(const typename Whole::Params& params, const ScanPlan& plan, void* workspace,
+template <class Op>
+cudaError_t launch_whole(const typename Op::Params& params, const WalkLaunch& launch, int warps,
+                         cudaStream_t stream) {
+  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kWhole>()));
+  const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
+  walk_kernel<Op, WalkMode::kWhole>
+      <<<blocks, warps * kWarpSize, shared_bytes<Op, WalkMode::kWhole>(warps), stream>>>(params,
+                                                                                         launch);
+  return cudaGetLastError();
+}
+
+/// Linked blocks wait for each other, so they are launched together or not at all.
+template <class Op>
+cudaError_t launch_linked(const typename Op::Params& params, const WalkLaunch& launch, int warps,
+                          cudaStream_t stream) {
+  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
+  const int64_t blocks = Op::layout(params).sequences * launch.channel_tiles * launch.splits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(
+      launch.mailboxes, 0, blocks * kLinkTeams * sizeof(Mailbox<Op>), stream));  // no round yet
+  cudaLaunchAttribute together = {};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kLinkTeams * (warps + 1) * kWarpSize);
+  config.dynamicSmemBytes = shared_bytes<Op, WalkMode::kLinked>(warps);
+  config.stream = stream;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, walk_kernel<Op, WalkMode::kLinked>, params, launch);
+}
+
+template <class Short, class Long, class Linked>
+cudaError_t launch_walk(const typename Short::Params& params, const ScanPlan& plan, void* workspace,
                         bool wide_rows, cudaStream_t stream) {
-  const WalkLaunch launch = {channel_tiles<Whole>(Whole::channels(params), kWarpSize), plan.splits,
-                             wide_rows, workspace};
-  switch (plan.split) {
-    case TimeSplit::kCluster:
-      return launch_mode<Split, WalkMode::kCluster>(params, launch, plan.warps, stream);
-    case TimeSplit::kTwoPass:
-      TIDEGATE_RETURN_IF_CUDA_ERROR(
-          (launch_mode<Split, WalkMode::kSegmentMap>(params, launch, plan.warps, stream)));
-      return launch_mode<Split, WalkMode::kSegment>(params, launch, plan.warps, stream);
-    default:
-      return plan.long_runs
-                 ? launch_mode<Split, WalkMode::kWhole>(params, launch, plan.warps, stream)
-                 : launch_mode<Whole, WalkMode::kWhole>(params, launch, plan.warps, stream);
+  // A round of a chain is crossed in four hops; measured, more or fewer were slower.
+  const WalkLaunch launch = {channel_tiles<Short>(Short::channels(params), kWarpSize), plan.splits,
+                             (plan.splits + 1) / 2, wide_rows, workspace};
+  if (plan.split == TimeSplit::kLinked) {
+    return launch_linked<Linked>(params, launch, plan.warps, stream);
   }
+  return plan.long_runs ? launch_whole<Long>(params, launch, plan.warps, stream)
+                        : launch_whole<Short>(params, launch, plan.warps, stream);
 }
 
 template <class Op>
 cudaError_t launch_plain(const typename Op::Params& params, cudaStream_t stream) {
   constexpr int kThreads = 64;
-  const WalkLaunch launch = {channel_tiles<Op>(Op::channels(params), kThreads), 1, false, nullptr};
+  const WalkLaunch launch = {.channel_tiles = channel_tiles<Op>(Op::channels(params), kThreads)};
   const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
   plain_walk_kernel<Op><<<blocks, kThreads, 0, stream>>>(params, launch);
   return cudaGetLastError();
 }
 
 /// Plans and launches one recurrence. `Recurrence` derives from this and has
-///   Op<kPack, kSplit>   the op over packs of kPack channels, in the shape for whole sequences or
-///                       for parts of them (walk.cuh)
+///   Op<kPack, kUse>     the op over packs of kPack channels, in the shape for a use (walk.cuh)
 ///   kVec                the pack that makes four bytes, for rows that are aligned to it; others,
 ///                       and odd D, are walked with packs of one
 /// Double precision takes the plain walk, and so does a step or two of time, where there is nothing
@@ -251,7 +223,7 @@ struct WalkFamily {
   /// Calls `visit` with the pack, and whether the walk is plain, as template arguments.
   template <class Visit>
   static cudaError_t choose(const Params& params, const Tensors& tensors, Visit visit) {
-    using Plain = typename Recurrence::template Op<1, false>;
+    using Plain = typename Recurrence::template Op<1, WalkUse::kShort>;
     if constexpr (sizeof(typename Plain::Real) < 8) {
       constexpr int kVec = Recurrence::kVec;
       if (Plain::layout(params).time > 2) {
@@ -267,18 +239,17 @@ struct WalkFamily {
                           ScanPlan* plan) {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-    if (request == TimeSplit::kCluster && limits.major < 9) {
-      return cudaErrorNotSupported;
-    }
     return choose(params, tensors, [&]<int kPack, bool kPlain>() {
-      using Whole = typename Recurrence::template Op<kPack, false>;
-      const SequenceLayout& layout = Whole::layout(params);
+      using Short = typename Recurrence::template Op<kPack, WalkUse::kShort>;
+      const SequenceLayout& layout = Short::layout(params);
       if constexpr (kPlain) {
         *plan = {.partials = layout.sequences};
         return cudaSuccess;
       } else {
-        using Split = typename Recurrence::template Op<kPack, true>;
-        return choose_split<Whole, Split>(layout, Whole::channels(params), request, limits, plan);
+        using Long = typename Recurrence::template Op<kPack, WalkUse::kLong>;
+        using Linked = typename Recurrence::template Op<kPack, WalkUse::kLinked>;
+        return choose_split<Short, Long, Linked>(layout, Short::channels(params), request, limits,
+                                                 plan);
       }
     });
   }
@@ -286,18 +257,19 @@ struct WalkFamily {
   static cudaError_t launch(const Params& params, const ScanPlan& plan, void* workspace,
                             const Tensors& tensors, cudaStream_t stream) {
     return choose(params, tensors, [&]<int kPack, bool kPlain>() {
-      using Whole = typename Recurrence::template Op<kPack, false>;
-      const int64_t channels = Whole::channels(params);
-      if (Whole::layout(params).sequences == 0 || channels == 0) {
+      using Short = typename Recurrence::template Op<kPack, WalkUse::kShort>;
+      const int64_t channels = Short::channels(params);
+      if (Short::layout(params).sequences == 0 || channels == 0) {
         return cudaSuccess;
       }
       if constexpr (kPlain) {
-        return launch_plain<Whole>(params, stream);
+        return launch_plain<Short>(params, stream);
       } else {
-        using Split = typename Recurrence::template Op<kPack, true>;
         const bool wide_rows =
             channels % (kWarpSize * kPack) == 0 && packs_align(tensors, channels, 4 * kPack);
-        return launch_walk<Whole, Split>(params, plan, workspace, wide_rows, stream);
+        using Long = typename Recurrence::template Op<kPack, WalkUse::kLong>;
+        using Linked = typename Recurrence::template Op<kPack, WalkUse::kLinked>;
+        return launch_walk<Short, Long, Linked>(params, plan, workspace, wide_rows, stream);
       }
     });
   }

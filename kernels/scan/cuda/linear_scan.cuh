@@ -7,12 +7,12 @@
 
 namespace tidegate::kernels {
 
-/// Shapes of the walk; kSplit: time is split among blocks (see HgruShape).
-template <bool kBackward, bool kSplit>
-struct LinearScanShape : WalkShape<!kBackward && kSplit ? 16 : 8, 2> {};
+/// Shapes of the walk.
+template <bool kBackward, WalkUse kUse>
+struct LinearScanShape : WalkShape<!kBackward && kUse != WalkUse::kShort ? 16 : 8, 2> {};
 
-template <class Data, class Gate, int kVec_, bool kSplit>
-struct LinearScanForward : LinearScanShape<false, kSplit> {
+template <class Data, class Gate, int kVec_, WalkUse kUse>
+struct LinearScanForward : LinearScanShape<false, kUse> {
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
@@ -81,14 +81,14 @@ struct LinearScanForward : LinearScanShape<false, kSplit> {
   }
 
   template <bool kLast>
-  __device__ void emit(int k, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
-    h.store(k, pack<Data, kVec>(kept));
+  __device__ void emit(int k, int i, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
+    h.store(k, i, pack<Data, kVec>(kept));
   }
 
   __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.a[v] = multiply(map.a[v], as_precise(d.a[v]));
+      map.a[v] = map.a[v] * d.a[v];
       map.x[v] = fused(d.a[v], map.x[v], d.x[v]);
     }
   }
@@ -101,8 +101,8 @@ struct LinearScanForward : LinearScanShape<false, kSplit> {
 /// Walks the other way with p_t = dL/dh_{t-1} along the recurrence:
 ///   g_t = dh_t + p_{t+1},  p_t = conj(a_t) * g_t,  dx_t = g_t,  da_t = g_t * conj(h_{t-1})
 /// For a constant decay, da is a sum over time.
-template <class Data, class Gate, bool kConstant, int kVec_, bool kSplit>
-struct LinearScanBackward : LinearScanShape<true, kSplit> {
+template <class Data, class Gate, bool kConstant, int kVec_, WalkUse kUse>
+struct LinearScanBackward : LinearScanShape<true, kUse> {
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
@@ -176,20 +176,20 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
   __device__ void fold(const Raw& raw, Decoded, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.a[v] = multiply(map.a[v], as_precise(keep(raw, v)));
+      map.a[v] = map.a[v] * keep(raw, v);
       map.x[v] = keep(raw, v) * (map.x[v] + raw.dh.get(v));
     }
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}
 
   template <bool kLast>
-  __device__ void emit(int k, const Raw& raw, Decoded, const Number (&g)[kVec]) {
+  __device__ void emit(int k, int i, const Raw& raw, Decoded, const Number (&g)[kVec]) {
     Number before[kVec], da_out[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       before[v] = raw.h_before.get(v);
     }
-    if (kLast && k == seq.length - 1) {
+    if (kLast && k + i == seq.length - 1) {
       State::load(before, h0, seq.index, lane);
     }
 #pragma unroll
@@ -199,9 +199,9 @@ struct LinearScanBackward : LinearScanShape<true, kSplit> {
         da_sum[v].add(da_out[v]);
       }
     }
-    dx.store(k, pack<Data, kVec>(g));
+    dx.store(k, i, pack<Data, kVec>(g));
     if constexpr (!kConstant) {
-      da.store(k, pack<Gate, kVec>(da_out));
+      da.store(k, i, pack<Gate, kVec>(da_out));
     }
   }
 

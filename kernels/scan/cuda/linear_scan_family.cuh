@@ -15,14 +15,14 @@ struct LinearScanChoice {
 
   template <class Gate>
   struct Forward : WalkFamily<Forward<Gate>, LinearScanParams> {
-    template <int kPack, bool kSplit>
-    using Op = LinearScanForward<Data, Gate, kPack, kSplit>;
+    template <int kPack, WalkUse kUse>
+    using Op = LinearScanForward<Data, Gate, kPack, kUse>;
     static constexpr int kVec = LinearScanChoice::kVec;
   };
   template <class Gate, bool kConstant>
   struct Backward : WalkFamily<Backward<Gate, kConstant>, LinearScanBackwardParams> {
-    template <int kPack, bool kSplit>
-    using Op = LinearScanBackward<Data, Gate, kConstant, kPack, kSplit>;
+    template <int kPack, WalkUse kUse>
+    using Op = LinearScanBackward<Data, Gate, kConstant, kPack, kUse>;
     static constexpr int kVec = LinearScanChoice::kVec;
   };
 

@@ -28,24 +28,32 @@ class Rows {
  public:
   Rows() = default;
 
-  /// `shift` moves by whole channels (the imaginary half of [Re | Im]).
-  __device__ Rows(const TimeSeries& series, const Sequence& seq, bool backwards, const Lane& lane,
-                  int64_t shift = 0) {
+  __device__ Rows(const TimeSeries& series, const Sequence& seq, bool backwards, const Lane& lane) {
     const int64_t first = seq.start + (backwards ? seq.length - 1 : 0);
-    base_ = static_cast<char*>(series.data) +
-            (seq.batch * series.stride_b + first * series.stride_t + shift + lane.channel) *
-                int64_t{sizeof(T)};
+    base_ =
+        static_cast<char*>(series.data) +
+        (seq.batch * series.stride_b + first * series.stride_t + lane.channel) * int64_t{sizeof(T)};
     const int stride = static_cast<int>(series.stride_t) * static_cast<int>(sizeof(T));
     stride_ = backwards ? -stride : stride;
+    // Otherwise the compiler adds the parts of base_ anew, and in 64 bits, for every row.
+    asm("" : "+l"(base_), "+r"(stride_));
   }
 
-  __device__ void store(int k, const Pack<T, kVec>& p) const {
-    *static_cast<typename Pack<T, kVec>::Bits*>(at(k)) = p.bits;
+  /// Row k + i. Where i is a constant, its address is one multiply-add from row k's.
+  /// `shift`: bytes further on in the row.
+  __device__ void store(int k, int i, const Pack<T, kVec>& p, int shift = 0) const {
+    *reinterpret_cast<typename Pack<T, kVec>::Bits*>(further(at(k), i) + shift) = p.bits;
   }
 
-  __device__ void* at(int k) const { return base_ + static_cast<int64_t>(k) * stride_; }
+  __device__ char* at(int k) const { return further(base_, k); }
 
  private:
+  __device__ char* further(char* from, int rows) const {
+    char* to;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(rows), "r"(stride_), "l"(from));
+    return to;
+  }
+
   char* base_ = nullptr;
   int stride_ = 0;  // bytes
 };
@@ -56,8 +64,8 @@ class Rows {
 /// Loads them from device memory.
 struct DirectSource {
   template <class T, int kVec>
-  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int k) {
-    pack = load_streaming<T, kVec>(rows.at(k));
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int k, int shift = 0) {
+    pack = load_streaming<T, kVec>(rows.at(k) + shift);
   }
 };
 
@@ -68,9 +76,9 @@ struct FetchSource {
   int lane;
 
   template <class T, int kVec>
-  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k) {
+  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
     constexpr int kBytes = sizeof(Pack<T, kVec>);
-    copy_async<kBytes>(slot + lane * kBytes, rows.at(k));
+    copy_async<kBytes>(slot + lane * kBytes, rows.at(k) + shift);
     slot += 32 * kBytes;
   }
 };
@@ -86,10 +94,10 @@ struct WideFetchSource {
   int lane;
 
   template <class T, int kVec>
-  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k) {
+  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
     static_assert(sizeof(Pack<T, kVec>) == kPackBytes);
     const int offset = lane % kThreadsARow * 16;
-    copy_async<16>(slot + offset, static_cast<char*>(rows.at(k)) + (offset - lane * kPackBytes));
+    copy_async<16>(slot + offset, rows.at(k) + (offset - lane * kPackBytes + shift));
     slot += 32 * kPackBytes;
   }
 };
@@ -100,7 +108,7 @@ struct SlotSource {
   int lane;
 
   template <class T, int kVec>
-  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>&, int) {
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>&, int, int = 0) {
     constexpr int kBytes = sizeof(Pack<T, kVec>);
     pack = *reinterpret_cast<const Pack<T, kVec>*>(slot + lane * kBytes);
     slot += 32 * kBytes;

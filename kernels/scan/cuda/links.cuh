@@ -1,0 +1,250 @@
+#pragma once
+
+// The carry where blocks share a sequence. A block is two teams of warps. Consecutive teams own
+// consecutive tiles of time, first all blocks' first teams, then all second ones; the last one of a
+// round is linked to the first one of the next. All blocks are resident.
+//
+// A state must cross a tile faster than anyone can walk it, so it crosses by maps. Every warp that
+// walks (a worker) posts the map of its run. One warp of each team, the carrier, composes them to
+// the map of the tile, lets the state that enters the tile through, and tells every worker the
+// state that enters its run.
+//
+// Teams write letters to each other in device memory. That takes long, so several teams make a
+// group that the state crosses at once: they read each other's maps while it is on its way.
+//
+// Who composes what, and in which order, depends on places alone, never on who comes first.
+
+#include "kernels/common/cuda/mbarrier.cuh"
+#include "kernels/scan/cuda/chain.cuh"
+
+namespace tidegate::kernels {
+
+constexpr int kLinkWorkers = 7;   // warps of a team that walk
+constexpr int kLinkTeams = 2;     // of a block
+constexpr int kLetterRounds = 3;  // rounds whose letters lie in memory at once
+
+/// A value of 4-byte words for each lane. Three words and the round they were written in come with
+/// one access, so no fence is needed and no flag can be seen before its value. Words that are left
+/// over hold the round too, and are looked at: otherwise ptxas leaves them out and makes two
+/// accesses of the rest.
+template <class Value>
+struct Letter {
+  static constexpr int kWords = sizeof(Value) / 4;
+  static constexpr int kUnits = (kWords + 2) / 3;
+  uint4 units[kUnits][kWarpSize];
+
+  __device__ void write(int lane, unsigned round, const Value& value) {
+    unsigned words[3 * kUnits];
+    memcpy(words, &value, sizeof(value));
+#pragma unroll
+    for (int i = kWords; i < 3 * kUnits; ++i) {
+      words[i] = round;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      asm volatile(
+          "{ .reg .b64 low, high; .reg .b128 unit;\n"
+          "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 unit, {low, high};\n"
+          "st.relaxed.gpu.global.b128 [%0], unit; }" ::"l"(&units[i][lane]),
+          "r"(words[3 * i]), "r"(words[3 * i + 1]), "r"(words[3 * i + 2]), "r"(round)
+          : "memory");
+    }
+  }
+};
+
+/// A letter on its way to one lane.
+template <class Value>
+struct Receipt {
+  static constexpr int kUnits = Letter<Value>::kUnits;
+  uint4 units[kUnits];
+
+  __device__ void look(const Letter<Value>& letter, int lane) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      asm volatile(
+          "{ .reg .b64 low, high; .reg .b128 unit;\n"
+          "ld.relaxed.gpu.global.b128 unit, [%4];\n"
+          "mov.b128 {low, high}, unit; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+          : "=r"(units[i].x), "=r"(units[i].y), "=r"(units[i].z), "=r"(units[i].w)
+          : "l"(&letter.units[i][lane])
+          : "memory");
+    }
+  }
+  __device__ bool came(unsigned round) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      all = all && units[i].w == round;
+    }
+    constexpr int kLeftOver = 3 * kUnits - Letter<Value>::kWords;
+    return all && (kLeftOver < 1 || units[kUnits - 1].z == round) &&
+           (kLeftOver < 2 || units[kUnits - 1].y == round);
+  }
+  /// Two looks are under way at a time, so that one comes back soon after the letter has come.
+  __device__ void wait(const Letter<Value>& letter, int lane, unsigned round) {
+    if (came(round)) {
+      return;
+    }
+    Receipt next;
+    look(letter, lane);
+    next.look(letter, lane);
+    while (!came(round)) {
+      *this = next;
+      next.look(letter, lane);
+    }
+  }
+  __device__ Value value() const {
+    unsigned words[3 * kUnits];
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      words[3 * i] = units[i].x;
+      words[3 * i + 1] = units[i].y;
+      words[3 * i + 2] = units[i].z;
+    }
+    Value v;
+    memcpy(&v, words, sizeof(v));
+    return v;
+  }
+};
+
+/// The letters of one team. Letters of three rounds are kept: a team that writes those of round r
+/// has received the state of round r - 1, which went through its group's maps of round r - 2, which
+/// were written after all letters of round r - 3 had been read.
+template <class Op>
+struct Mailbox {
+  using Map = AffineMap<typename Op::Number, Op::kVec>;
+  struct State {
+    typename Op::Number s[Op::kVec];
+  };
+  Letter<Map> tile[kLetterRounds];        // from this team
+  Letter<State> entering[kLetterRounds];  // to its group, if it is the first of it
+};
+
+/// Shared memory of a team, besides its rings.
+template <class Op>
+struct alignas(16) LinkShared {
+  MapBoard<typename Op::Number, Op::kVec, kLinkWorkers> runs;
+  StateBoard<typename Op::Number, Op::kVec> mail[kLinkWorkers];  // the state that enters a run
+  uint64_t runs_came;
+  uint64_t mail_came[kLinkWorkers];
+
+  __device__ void init(const Place& at) {
+    if (at.lane == 0 && at.warp == at.warps) {
+      mbarrier_init(&runs_came, at.warps * kWarpSize);
+    }
+    // A worker that has no room on this device has a place all the same, where nothing changes.
+    for (int w = at.warp; w < kLinkWorkers && at.warp < at.warps; w += at.warps) {
+      if (at.lane == 0) {
+        mbarrier_init(&mail_came[w], kWarpSize);
+      }
+      if (w >= at.warps) {
+        runs.post(w, at.lane, AffineMap<typename Op::Number, Op::kVec>::identity());
+      }
+    }
+  }
+
+  /// A worker's part of a round: its map for the state that enters its run.
+  __device__ void exchange(const Place& at, int round,
+                           const AffineMap<typename Op::Number, Op::kVec>& map,
+                           typename Op::Number (&s)[Op::kVec]) {
+    runs.post(at.warp, at.lane, map);
+    mbarrier_arrive(&runs_came);
+    mbarrier_wait(&mail_came[at.warp], round & 1);
+    mail[at.warp].read(at.lane, s);
+  }
+};
+
+/// The carrier of a team, for one lane.
+template <class Op>
+struct Carrier {
+  using Box = Mailbox<Op>;
+  using Number = typename Op::Number;
+  using Map = typename Box::Map;
+  using State = typename Box::State;
+  // Letters read at once: more would take registers that the workers need.
+  static constexpr int kAtOnce = Letter<Map>::kUnits <= 2 ? 3 : 1;
+
+  LinkShared<Op>& shared;
+  Box* boxes;  // of all teams of the chain
+  const Place& at;
+  int group;  // teams
+
+  /// Of the tiles from team `first` up to this one.
+  __device__ Map map_before(int first, unsigned stamp, int slot) const {
+    Map before = Map::identity();
+    for (; first < at.rank; first += kAtOnce) {
+      Receipt<Map> receipts[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i < at.rank) {
+          receipts[i].look(boxes[first + i].tile[slot], at.lane);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i < at.rank) {
+          receipts[i].wait(boxes[first + i].tile[slot], at.lane, stamp);
+          receipts[i].value().append_to(before);
+        }
+      }
+    }
+    return before;
+  }
+
+  /// Carries through all rounds of a sequence that begins with the state s.
+  __device__ void run(int rounds, const Number (&initial)[Op::kVec]) const {
+    const int first = at.rank / group * group;
+    const int next = first + group < at.splits ? first + group : 0;
+    const bool last = at.rank + 1 == (next == 0 ? at.splits : next);
+    State state;
+    copy_state(state.s, initial);
+    for (int round = 0; round < rounds; ++round) {
+      const unsigned stamp = round + 1;
+      const int slot = round % kLetterRounds;
+      const bool is_initial = round == 0 && first == 0;
+      mbarrier_wait(&shared.runs_came, round & 1);
+      Map tile = Map::identity();
+#pragma unroll
+      for (int w = 0; w < kLinkWorkers; ++w) {
+        shared.runs.read(w, at.lane).append_to(tile);
+      }
+      if (!last) {
+        boxes[at.rank].tile[slot].write(at.lane, stamp, tile);
+      }
+      const auto& letter = boxes[first].entering[slot];
+      Receipt<State> receipt;
+      if (!is_initial) {
+        receipt.look(letter, at.lane);
+      }
+      const Map before = map_before(first, stamp, slot);
+      Map through = before;  // the group, for the last of it
+      tile.append_to(through);
+      Map runs[kLinkWorkers];
+#pragma unroll
+      for (int w = 0; w < kLinkWorkers; ++w) {
+        runs[w] = shared.runs.read(w, at.lane);
+      }
+      if (!is_initial) {
+        receipt.wait(letter, at.lane, stamp);
+        state = receipt.value();
+      }
+      if (last && (next > 0 || round + 1 < rounds)) {
+        State leaving = state;
+        through.advance(leaving.s);
+        const int to = next > 0 ? round : round + 1;
+        boxes[next].entering[to % kLetterRounds].write(at.lane, to + 1, leaving);
+      }
+      if (at.rank > first) {
+        before.advance(state.s);
+      }
+#pragma unroll
+      for (int w = 0; w < kLinkWorkers; ++w) {
+        shared.mail[w].post(at.lane, state.s);
+        mbarrier_arrive(&shared.mail_came[w]);
+        runs[w].advance(state.s);
+      }
+    }
+  }
+};
+
+}  // namespace tidegate::kernels
