@@ -2,6 +2,7 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/gla/cuda/plain.h"
+#include "kernels/gla/cuda/tensor_backward.h"
 #include "kernels/gla/cuda/tensor_forward.h"
 
 namespace tidegate::kernels {
@@ -22,7 +23,15 @@ cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan) {
 }
 
 cudaError_t gla_backward_plan(const GlaBackwardParams& params, GlaPlan* plan) {
-  if (params.forward.path == GlaPath::kTensorCore) {
+  const GlaPath path = params.forward.path;
+  if (path != GlaPath::kPlain && params.forward.layout.time > kStepTokens) {
+    bool fits = false;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(tensor_backward_fits(params, &fits));
+    if (fits) {
+      return tensor_backward_plan(params, plan);
+    }
+  }
+  if (path == GlaPath::kTensorCore) {
     return cudaErrorNotSupported;
   }
   *plan = {.path = GlaPath::kPlain};
@@ -38,7 +47,11 @@ cudaError_t gla_forward(const GlaParams& params, cudaStream_t stream) {
 }
 
 cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {
-  return is_empty(params.forward) ? cudaSuccess : gla_plain_backward(params, stream);
+  if (is_empty(params.forward)) {
+    return cudaSuccess;
+  }
+  return params.forward.plan.path == GlaPath::kTensorCore ? tensor_backward(params, stream)
+                                                          : gla_plain_backward(params, stream);
 }
 
 }  // namespace tidegate::kernels
