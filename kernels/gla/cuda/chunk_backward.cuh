@@ -46,7 +46,7 @@ __device__ inline void make_factors(const ChunkBackward& a, const ChunkPlace& at
   const int block = at.warp % kBlocks, part = at.warp / kBlocks, parts = at.warps / kBlocks;
   const int r = at.lane / 4, c = at.lane % 4;
   const int token = block * kBlock + 2 * r;
-  const int count = at.cut.tokens - token;  // of this lane's two tokens and those after
+  const int count = at.tokens - token;  // of this lane's two tokens and those after
   QuadInputs<T, kKind> inputs(p, at, token, count);
   DyadicScores sums;
   if (part < at.key_slices) {
@@ -161,16 +161,17 @@ __device__ inline void store_far_scores(const ChunkPlace& at, const ChunkShared&
     const int j = pair == 1 ? 2 : pair == 3 || pair == 5 ? 1 : 0;
     const int query = pair >= 4 ? kQueryFarTile : kQueryTile + i - 1;
     const int key = pair == 2 || pair == 4 ? kKeyFarTile : kKeyTile + j;
-    const MatrixLane l(at.lane);
-    const int query_at = tile_offset(i, l.row, l.half), key_at = tile_offset(j, l.row, l.half);
+    const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
+    const int query_at = tile_offset(i, l.row, l.half);
+    const int key_at = tile_offset(j, across.row, across.half);
     float sum[2][4] = {};
 #pragma unroll 2
     for (int s = 0; s < at.key_slices; ++s) {
       uint32_t q[4], k[4];
       load_matrices(q, sh.tile(s, query) + query_at);
       load_matrices(k, sh.tile(s, key) + key_at);
-      mma_bf16(sum[0], q, k[0], k[2]);
-      mma_bf16(sum[1], q, k[1], k[3]);
+      mma_bf16(sum[0], q, k[0], k[1]);
+      mma_bf16(sum[1], q, k[2], k[3]);
     }
     store_block(sh.scores, i, j, sum, at.lane);
   }
@@ -181,8 +182,8 @@ template <class T>
 __device__ inline void store_value_gradients(const ChunkBackward& a, const ChunkPlace& at,
                                              const ChunkShared& sh) {
   const GlaParams& p = a.backward.forward;
-  const NearRows out = at.near(a.backward.dv), raw = at.near(p.v);
-  const MatrixLane l(at.lane), across = MatrixLane::transposed_a(at.lane);
+  const NearRows out = at.rows.dv, raw = at.rows.v;
+  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
   for (int v = at.warp; v < at.value_slices; v += at.warps) {
     float sum[kBlocks][2][4] = {};
     const uint4* grads = a.gradients.tile(at.slot, at.head, 0, v) + at.lane;
@@ -190,8 +191,8 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
     for_each_ahead<4>(
         at.key_slices, [&](int s) { return __ldg(grads + s * next); },
         [&](int s, const uint4& d) {
-          const uint32_t b[4] = {transpose_matrix(d.x), transpose_matrix(d.y),
-                                 transpose_matrix(d.z), transpose_matrix(d.w)};
+          const uint32_t b[4] = {transpose_matrix(d.x), transpose_matrix(d.z),
+                                 transpose_matrix(d.y), transpose_matrix(d.w)};
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
             uint32_t k[4];
@@ -218,7 +219,7 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int token = j * kBlock + at.lane / 4 + 8 * h;
-        if (token < at.cut.tokens) {
+        if (token < at.tokens) {
           const int bytes = (v * kBlock + at.lane % 4 * 2) * 2;
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
@@ -240,7 +241,7 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
 
 /// dA = do v^T at and below the diagonal: in bf16, and the diagonal blocks in fp32 too.
 __device__ inline void make_score_gradients(const ChunkPlace& at, const ChunkShared& sh) {
-  const MatrixLane l(at.lane);
+  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
 #pragma unroll 1
   for (int pair = at.warp; pair < 10; pair += at.warps) {
     const int i = pair >= 6 ? 3 : pair >= 3 ? 2 : pair >= 1 ? 1 : 0;
@@ -250,9 +251,9 @@ __device__ inline void make_score_gradients(const ChunkPlace& at, const ChunkSha
     for (int v = 0; v < at.value_slices; ++v) {
       uint32_t d_o[4], value[4];
       load_matrices(d_o, sh.d_o.at(i * kBlock, v * kBlock, l));
-      load_matrices(value, sh.values.at(j * kBlock, v * kBlock, l));
-      mma_bf16(sum[0], d_o, value[0], value[2]);
-      mma_bf16(sum[1], d_o, value[1], value[3]);
+      load_matrices(value, sh.values.at(j * kBlock, v * kBlock, across));
+      mma_bf16(sum[0], d_o, value[0], value[1]);
+      mma_bf16(sum[1], d_o, value[2], value[3]);
     }
     if (i == j) {
 #pragma unroll
@@ -310,7 +311,7 @@ struct BlockSums {
 
 __device__ inline void sum_over_blocks(const ChunkBackward& a, const ChunkPlace& at,
                                        const ChunkShared& sh, BlockSums& out) {
-  const MatrixLane l(at.lane), across = MatrixLane::transposed_a(at.lane);
+  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
   const int slice = at.warp, c = at.lane % 4;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -338,17 +339,17 @@ __device__ inline void sum_over_blocks(const ChunkBackward& a, const ChunkPlace&
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 x = unpack_pair<__nv_bfloat16>(sw[i]), y = unpack_pair<__nv_bfloat16>(dw[i]);
-          ends[i % 2] = fmaf(x.x, y.x, fmaf(x.y, y.y, ends[i % 2]));
+          ends[i / 2] = fmaf(x.x, y.x, fmaf(x.y, y.y, ends[i / 2]));
         }
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           uint32_t m[4];
           load_matrices(m, sh.d_o.at(b * kBlock, v * kBlock, l));
-          mma_bf16(out.from_before[b][0], m, sw[0], sw[2]);
-          mma_bf16(out.from_before[b][1], m, sw[1], sw[3]);
+          mma_bf16(out.from_before[b][0], m, sw[0], sw[1]);
+          mma_bf16(out.from_before[b][1], m, sw[2], sw[3]);
           load_matrices(m, sh.values.at(b * kBlock, v * kBlock, l));
-          mma_bf16(out.from_after[b][0], m, dw[0], dw[2]);
-          mma_bf16(out.from_after[b][1], m, dw[1], dw[3]);
+          mma_bf16(out.from_after[b][0], m, dw[0], dw[1]);
+          mma_bf16(out.from_after[b][1], m, dw[2], dw[3]);
         }
       });
 
@@ -482,24 +483,29 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
     chunk_backward_kernel(const __grid_constant__ ChunkBackward a) {
   extern __shared__ __align__(16) char memory[];
   const GlaParams& p = a.backward.forward;
+  __shared__ ChunkRows rows;
   const auto index = static_cast<int>(blockIdx.x), heads = static_cast<int>(p.heads);
-  const ChunkPlace at(a, index / heads, index % heads);
-  if (!at.cut.exists() || at.cut.tokens == 0) {
+  const int slot = index / heads, head = index % heads;
+  if (threadIdx.x < 32) {
+    rows.find(a, slot, head, static_cast<int>(threadIdx.x));
+  }
+  __syncthreads();
+  const ChunkPlace at(p, slot, head, rows);
+  if (at.tokens == 0) {
     clear_partial_sums(a, at);
     return;
   }
   const ChunkShared sh(memory, p.key_dim, p.value_dim, at.warps);
-  copy_rows_async(sh.d_o, at.rows(a.backward.d_o), at.cut.first, at.cut.tokens, 0,
-                  static_cast<int>(p.value_dim));
-  copy_rows_async(sh.values, at.rows(p.v), at.cut.first, at.cut.tokens, 0,
-                  static_cast<int>(p.value_dim));
+  const auto columns = static_cast<int>(p.value_dim);
+  copy_rows_async(sh.d_o, rows.d_o, at.tokens, 0, columns);
+  copy_rows_async(sh.values, rows.v, at.tokens, 0, columns);
   commit_copies();
 
   float scores[2][4];
   make_factors<T, kKind>(a, at, sh, scores);
   wait_for_copies<0>();
-  finish_rows<T>(sh.d_o, InputActivation::kNone, at.cut.tokens, static_cast<int>(p.value_dim));
-  finish_rows<T>(sh.values, p.v_activation, at.cut.tokens, static_cast<int>(p.value_dim));
+  finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, columns);
+  finish_rows<T>(sh.values, p.v_activation, at.tokens, columns);
   __syncthreads();
   store_diagonal_scores(at, sh, scores);
   make_far_factors(at, sh);

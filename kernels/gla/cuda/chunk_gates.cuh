@@ -13,13 +13,13 @@ class QuadInputs {
   /// `count`: how many tokens there are from this one on; may be negative.
   __device__ QuadInputs(const GlaParams& p, const ChunkPlace& at, int token, int count)
       : p_(p),
-        q_(at.near(p.q)),
-        k_(at.near(p.k)),
-        gate_(at.near(p.gate)),
+        q_(at.rows.q),
+        k_(at.rows.k),
+        gate_(at.rows.gate),
         gamma_(p.gamma == nullptr ? nullptr
                                   : static_cast<const float*>(p.gamma) + at.head * p.key_dim),
-        first_(min(token, at.cut.tokens - 1)),
-        second_(min(token + 1, at.cut.tokens - 1)),
+        first_(min(token, at.tokens - 1)),
+        second_(min(token + 1, at.tokens - 1)),
         count_(count),
         wide_gate_(p.gate.dtype == DType::kFloat32) {}
 
@@ -100,9 +100,13 @@ class QuadInputs {
 template <class T>
 __device__ inline void load_column(const NearRows& rows, int token, int last, int channel,
                                    float (&x)[kBlock]) {
+  auto stride = static_cast<int>(rows.stride);
+  // Offsets are cheaper found again for every channel than kept in registers.
+  asm volatile("" : "+r"(stride));
 #pragma unroll
   for (int t = 0; t < kBlock; ++t) {
-    x[t] = widen(reinterpret_cast<const T*>(rows.row(min(token + t, last)))[channel]);
+    const char* row = rows.base + int64_t{min(token + t, last)} * stride;
+    x[t] = widen(reinterpret_cast<const T*>(row)[channel]);
   }
 }
 
@@ -277,8 +281,7 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
   const GlaParams& p = a.backward.forward;
   const int half = at.lane % 2, channel = at.warp * kBlock + 8 * half;
   const int narrow_bytes = channel * 2, wide_bytes = channel * 4;
-  const NearRows q = at.near(p.q), gate = at.near(p.gate);
-  const NearRows dq = at.near(a.backward.dq), dgate = at.near(a.backward.dgate);
+  const NearRows q = at.rows.q, gate = at.rows.gate, dq = at.rows.dq, dgate = at.rows.dgate;
   const bool wide = p.gate.dtype == DType::kFloat32;
   float open[8], gamma_grad[8] = {};  // open: 1 - gamma
 #pragma unroll
@@ -295,7 +298,7 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
 #pragma unroll 1
   for (int b = 0; b < kBlocks; ++b) {
     const int row = b * kBlock + at.lane / 2;
-    if (row >= at.cut.tokens) {
+    if (row >= at.tokens) {
       break;
     }
     const int place = sum_offset(b, at.lane / 2, 8 * half);
@@ -352,9 +355,8 @@ __device__ inline void finish_gradients(const ChunkBackward& a, const ChunkPlace
                                         const ChunkShared& sh) {
   const GlaParams& p = a.backward.forward;
   const int block = at.lane / 8, token = block * kBlock;
-  const int count = at.cut.tokens - token, last = at.cut.tokens - 1;
-  const NearRows q_rows = at.near(p.q), k_rows = at.near(p.k), gate_rows = at.near(p.gate);
-  const NearRows dk_rows = at.near(a.backward.dk);
+  const int count = at.tokens - token, last = at.tokens - 1;
+  const NearRows q_rows = at.rows.q, k_rows = at.rows.k, gate_rows = at.rows.gate;
   char* before = sh.before(at.warp);
   char* after = sh.after(at.warp);
 #pragma unroll 1
@@ -394,7 +396,7 @@ __device__ inline void finish_gradients(const ChunkBackward& a, const ChunkPlace
       } else {
         *e = g.decay_grad[t] * g.f[t];
         if (t < count) {
-          reinterpret_cast<T*>(dk_rows.row(token + t))[channel] = narrow<T>(g.key_grad[t]);
+          reinterpret_cast<T*>(at.rows.dk.row(token + t))[channel] = narrow<T>(g.key_grad[t]);
         }
       }
     }
@@ -407,8 +409,7 @@ __device__ inline void finish_gradients(const ChunkBackward& a, const ChunkPlace
 template <class T>
 __device__ inline void store_head_gate_gradients(const ChunkBackward& a, const ChunkPlace& at,
                                                  const ChunkShared& sh) {
-  const HeadRows out = at.rows(a.backward.dgate);
-  for (int token = static_cast<int>(threadIdx.x); token < at.cut.tokens;
+  for (int token = static_cast<int>(threadIdx.x); token < at.tokens;
        token += static_cast<int>(blockDim.x)) {
     float sum = 0;
 #pragma unroll 1
@@ -418,7 +419,12 @@ __device__ inline void store_head_gate_gradients(const ChunkBackward& a, const C
                                                sum_offset(token / kBlock, token % kBlock, c));
       }
     }
-    out.store(at.cut.first + token, 0, sum);
+    char* to = at.rows.dgate.row(token);
+    if (a.backward.dgate.dtype == DType::kFloat32) {
+      *reinterpret_cast<float*>(to) = sum;
+    } else {
+      *reinterpret_cast<T*>(to) = narrow<T>(sum);
+    }
   }
 }
 

@@ -19,32 +19,53 @@ inline int chunk_warps(int64_t key_dim) {
   return static_cast<int>((key_dim / kBlock + kBlocks - 1) / kBlocks * kBlocks);
 }
 
+/// Where the chunk's rows lie, found once for the whole block: lane i of the first warp finds those
+/// of tensor i.
+struct ChunkRows {
+  NearRows q, k, v, gate, d_o, dq, dk, dv, dgate;
+  int tokens;  // of the chunk; 0: nothing to do
+
+  __device__ void find(const ChunkBackward& a, int slot, int head, int lane) {
+    const GlaBackwardParams& b = a.backward;
+    const Cut cut = find_cut(a.chunks, slot);
+    if (lane == 0) {
+      tokens = cut.exists() ? cut.tokens : 0;
+    }
+    const auto locate = [&](int i, NearRows& rows, const HeadSeries& series) {
+      if (lane == i) {
+        rows = NearRows(HeadRows(series, cut.sequence, a.chunks.layout.reverse, head), cut.first);
+      }
+    };
+    locate(0, q, b.forward.q);
+    locate(1, k, b.forward.k);
+    locate(2, v, b.forward.v);
+    locate(3, gate, b.forward.gate);
+    locate(4, d_o, b.d_o);
+    locate(5, dq, b.dq);
+    locate(6, dk, b.dk);
+    locate(7, dv, b.dv);
+    locate(8, dgate, b.dgate);
+  }
+};
+
 /// A chunk, a head, and this thread's place in the block.
 struct ChunkPlace {
-  int64_t slot, head;
-  Cut cut;
-  bool reverse;
+  int slot, head;
+  const ChunkRows& rows;
+  int tokens;
   int lane, warp, warps;
   int key_slices, value_slices;  // of 16
 
-  __device__ ChunkPlace(const ChunkBackward& a, int slot, int head)
+  __device__ ChunkPlace(const GlaParams& p, int slot, int head, const ChunkRows& rows)
       : slot(slot),
         head(head),
-        cut(find_cut(a.chunks, slot)),
-        reverse(a.chunks.layout.reverse),
+        rows(rows),
+        tokens(rows.tokens),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
-        key_slices(static_cast<int>(a.backward.forward.key_dim) / kBlock),
-        value_slices(static_cast<int>(a.backward.forward.value_dim) / kBlock) {}
-
-  __device__ HeadRows rows(const HeadSeries& series) const {
-    return HeadRows(series, cut.sequence, reverse, head);
-  }
-  /// From the chunk's first token on.
-  __device__ NearRows near(const HeadSeries& series) const {
-    return NearRows(rows(series), cut.first);
-  }
+        key_slices(static_cast<int>(p.key_dim) / kBlock),
+        value_slices(static_cast<int>(p.value_dim) / kBlock) {}
 };
 
 /// Tiles of a slice of channels. K: k suf, Q: q pre, of each block.

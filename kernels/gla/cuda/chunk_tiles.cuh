@@ -27,18 +27,16 @@ __device__ inline int tile_offset(int block, int token, int half) {
 }
 
 /// Which row (of 16) and which half of it a lane points to in load_matrices, so that m[] becomes
-/// A of (rows x columns), or two B, {m[0], m[2]} and {m[1], m[3]}, of (columns x rows); loaded
-/// transposed, two B of (rows x columns), {m[0], m[1]} and {m[2], m[3]}.
+/// A of (rows x columns). Loaded transposed: two B of (rows x columns), {m[0], m[1]} and {m[2],
+/// m[3]}.
 struct MatrixLane {
   int row, half;
 
   __device__ explicit MatrixLane(int lane) : row(lane % 16), half(lane / 16) {}
   __device__ MatrixLane(int row, int half) : row(row), half(half) {}
 
-  /// Loaded transposed, A of (columns x rows).
-  static __device__ MatrixLane transposed_a(int lane) {
-    return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
-  }
+  /// Two B of (columns x rows), likewise. Loaded transposed: A of (columns x rows).
+  static __device__ MatrixLane across(int lane) { return {lane % 8 + lane / 16 * 8, lane / 8 % 2}; }
 };
 
 /// A matrix of 64 rows of bf16, 16 bytes longer than its columns: eight rows have different banks.
@@ -54,27 +52,39 @@ struct RowTile {
   }
 };
 
+/// One of a walk's rows and those after it, cheap to step through: rows are less than 2^31 bytes
+/// apart (see gla_unsupported).
+struct NearRows {
+  char* base;
+  int64_t stride;  // bytes
+
+  NearRows() = default;
+  __device__ NearRows(const HeadRows& rows, int first)
+      : base(rows.row(first)), stride(rows.stride_bytes()) {}
+
+  __device__ char* row(int k) const { return base + int64_t{k} * static_cast<int>(stride); }
+};
+
 /// Calls visit(row, column) for each group of eight columns that this thread copies.
 template <class Visit>
 __device__ inline void for_each_pack(int columns, Visit visit) {
-  const int packs = columns / 8;
-  const int shift = 32 - __clz(packs - 1);
-  for (int i = static_cast<int>(threadIdx.x); i < kChunk << shift;
-       i += static_cast<int>(blockDim.x)) {
-    const int pack = i & ((1 << shift) - 1);
-    if (pack < packs) {
-      visit(i >> shift, pack * 8);
+  const int packs = columns / 8, shift = 32 - __clz(packs - 1);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int pack = thread & ((1 << shift) - 1);
+  if (pack < packs) {
+    for (int row = thread >> shift; row < kChunk; row += static_cast<int>(blockDim.x) >> shift) {
+      visit(row, pack * 8);
     }
   }
 }
 
-/// Starts copying rows [first, first + tokens) of a walk into a tile; what lies past them is zero.
-inline __device__ void copy_rows_async(const RowTile& tile, const HeadRows& rows, int first,
-                                       int tokens, int column0, int columns) {
+/// Starts copying the first `tokens` rows into a tile; what lies past them is zero.
+inline __device__ void copy_rows_async(const RowTile& tile, const NearRows& rows, int tokens,
+                                       int column0, int columns) {
   for_each_pack(columns, [&](int row, int column) {
     char* to = tile.at(row, column);
     if (row < tokens) {
-      copy_async<16>(to, rows.row(first + row) + (column0 + column) * 2);
+      copy_async<16>(to, rows.row(row) + (column0 + column) * 2);
     } else {
       *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     }
@@ -106,7 +116,7 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
 }
 
 /// States at chunk boundaries, in bf16: [slot][head][K / 16][V / 16][lane], the 16 bytes of a lane
-/// as it needs them for an A of (channels x columns).
+/// as it needs them for two B of (columns x channels): {x, y} of channels 0-7, {z, w} of 8-15.
 struct ChunkStates {
   uint4* data = nullptr;
   int64_t heads = 0;
@@ -119,20 +129,6 @@ struct ChunkStates {
     return data + (((slot * heads + head) * key_slices + key_slice) * value_slices + value_slice) *
                       int64_t{32};
   }
-};
-
-/// One of a walk's rows and those after it, cheap to step through: rows are less than 2^31 bytes
-/// apart (see gla_unsupported).
-class NearRows {
- public:
-  __device__ NearRows(const HeadRows& rows, int first)
-      : base_(rows.row(first)), stride_(static_cast<int>(rows.stride_bytes())) {}
-
-  __device__ char* row(int k) const { return base_ + int64_t{k} * stride_; }
-
- private:
-  char* base_;
-  int stride_;
 };
 
 /// Copies one slice of channels of a chunk's `tokens` into a warp's four tiles.

@@ -222,8 +222,8 @@ class SliceState {
       if (v * kBlock < columns) {
         const float (&lo)[4] = sum_[2 * v];
         const float (&hi)[4] = sum_[2 * v + 1];
-        tiles[v * 32 + lane] = make_uint4(pack_bf16(lo[0], lo[1]), pack_bf16(lo[2], lo[3]),
-                                          pack_bf16(hi[0], hi[1]), pack_bf16(hi[2], hi[3]));
+        tiles[v * 32 + lane] = make_uint4(pack_bf16(lo[0], lo[1]), pack_bf16(hi[0], hi[1]),
+                                          pack_bf16(lo[2], lo[3]), pack_bf16(hi[2], hi[3]));
       }
     }
   }
@@ -233,7 +233,7 @@ class SliceState {
   template <bool kBackwards>
   __device__ void advance(float2 decays, const char* tiles, const RowTile& values, int columns,
                           int lane) {
-    const MatrixLane left = MatrixLane::transposed_a(lane), right(lane);
+    const MatrixLane left = MatrixLane::across(lane), right(lane);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const int b = kBackwards ? kBlocks - 1 - i : i;
@@ -304,7 +304,7 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
   };
   const auto fetch = [&](int i) {
     const int first = first_token(i), tokens = min(kChunk, end - first);
-    copy_rows_async(sh.values(shared, i & 1), values, first, tokens, column0, columns);
+    copy_rows_async(sh.values(shared, i & 1), NearRows(values, first), tokens, column0, columns);
     if constexpr (kHasData) {
       copy_tiles_async(sh.tiles(shared, i & 1, 0, slice), NearRows(data, first), tokens,
                        slice * kBlock, lane);

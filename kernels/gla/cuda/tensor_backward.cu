@@ -91,7 +91,8 @@ cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int bytes =
-      std::max(ChunkShared::bytes(p.key_dim, p.value_dim, chunk_warps(p.key_dim)),
+      std::max(ChunkShared::bytes(p.key_dim, p.value_dim, chunk_warps(p.key_dim)) +
+                   static_cast<int>(sizeof(ChunkRows)),
                StatePassShared(p.key_dim, p.value_dim, true, gates_in_tiles(p)).bytes());
   *fits = limits.major >= 8 && bytes <= limits.shared_bytes;
   return cudaSuccess;
