@@ -101,8 +101,8 @@ def both_passes(contender: Contender, inputs: list[Tensor], d_o: Tensor) -> list
 
 def error_against(exact: list[Tensor], found: list[Tensor]) -> float:
     """The largest relative error in norm among the result and all gradients."""
-    pairs = zip(exact, found, strict=True)
-    return max(float((b.double() - a).norm() / a.norm()) for a, b in pairs)
+    pairs = [(a.detach(), b.detach().double()) for a, b in zip(exact, found, strict=True)]
+    return max(float((b - a).norm() / a.norm()) for a, b in pairs)
 
 
 def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, dict[str, float]]:

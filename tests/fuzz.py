@@ -20,15 +20,25 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from support import cases
+from support import cases, gla_cases
 from support.cases import Case
+from support.gla_cases import GlaCase
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int) -> Case | GlaCase:
     """A call of any op, kind, shape, dtype, layout and gate regime."""
     rng = random.Random(f"tidegate {seed}")
     longest = rng.choice((4, 40, 200, 200, 700))
-    case = replace(rng.choice(cases.KINDS), time=rng.randint(0, longest))
+    case = replace(rng.choice(cases.KINDS + gla_cases.KINDS), time=rng.randint(0, longest))
+    if isinstance(case, GlaCase):
+        case = gla_cases.vary(case, rng.randrange(1 << 30))
+        widest = 140 if case.time < 100 else 20
+        return replace(
+            case,
+            key_dim=rng.randint(1, widest),
+            value_dim=rng.randint(1, widest),
+            batch=rng.randint(1, 3),
+        )
     case = cases.vary(case, rng.randrange(1 << 30))
     widest = 600 if case.time < 100 else 70
     return replace(case, batch=rng.randint(1, 5), channels=rng.randint(1, widest))

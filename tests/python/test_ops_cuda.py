@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
-from support import cases, oracle
+from support import cases, gla_cases, oracle
 from support.cases import Case
+from support.gla_cases import GlaCase
 from torch import Tensor
 
 import tidegate
@@ -34,6 +35,10 @@ KINDS = [
     Case("linear_scan", batch=2, time=300, channels=64, dtype=torch.float32),
     Case("linear_scan", batch=2, time=300, channels=7, dtype=torch.complex64, constant=True),
     Case("linear_scan", batch=1, time=9000, channels=8, dtype=torch.float16, reverse=True),
+    GlaCase("hgrn2", time=300, key_dim=64, value_dim=32, dtype=torch.bfloat16),
+    GlaCase("hgrn2", lengths=(100, 0, 200), key_dim=17, dtype=torch.float32),
+    GlaCase("gated_linear_attention", time=300, key_dim=32, value_dim=64, dtype=torch.float16),
+    GlaCase("gated_linear_attention", time=300, key_dim=16, value_dim=16, per_head=True),
 ]
 
 
@@ -90,6 +95,20 @@ def test_steps_in_a_graph() -> None:
     for _ in range(5):
         graph.replay()
         assert torch.equal(out, ops.linear_scan_step(x, a, expected))
+    assert torch.equal(state, expected)
+
+
+def test_steps_with_heads_in_a_graph() -> None:
+    q, f, v = torch.randn(3, 4, 2, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    state = torch.randn(4, 2, 64, 64, device="cuda")
+    expected = state.clone()
+    ops.hgrn2_step(q, f, v, None, state.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.hgrn2_step(q, f, v, None, state)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(out, ops.hgrn2_step(q, f, v, None, expected))
     assert torch.equal(state, expected)
 
 
@@ -338,7 +357,7 @@ def test_bitwise_repeatable_beside_other_work(case: Case) -> None:
         assert_same_bits(first, train(case, inputs))
 
 
-@pytest.mark.parametrize("case", cases.KINDS, ids=str)
+@pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], ids=str)
 def test_outputs_do_not_show_what_was_in_memory(case: Case) -> None:
     """All free memory of the allocator holds NaN before the call."""
     for time in (0, 1, 70):
@@ -351,9 +370,9 @@ def test_outputs_do_not_show_what_was_in_memory(case: Case) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("case", cases.KINDS, ids=str)
-def test_tiny_shapes_under_the_sanitizer(case: Case) -> None:
+@pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], ids=str)
+def test_tiny_shapes_under_the_sanitizer(case: Case | GlaCase) -> None:
     """Each kernel once or twice: forward, backward and step, padded and packed."""
-    cases.check(replace(case, time=70, channels=8), "cuda")
-    cases.check(replace(case, channels=3, lengths=(3, 0, 60, 1), reverse=True), "cuda")
+    cases.check(case.sized(2, 70, 8), "cuda")
+    cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 60, 1), reverse=True), "cuda")
     cases.check(replace(case, time=1), "cuda")

@@ -1,5 +1,5 @@
-"""Bad input of `linear_scan`, `hgru`, their steps and the initialisers: an error with op, argument,
-what was expected and what was given."""
+"""Bad input of the ops, their steps and the initialisers: an error with op, argument, what was
+expected and what was given."""
 
 from __future__ import annotations
 
@@ -29,10 +29,28 @@ def good_hgru(complex_: bool = False) -> dict[str, Tensor]:
     return out | ({"theta": zeros(4)} if complex_ else {}) | {"h0": zeros(2, width)}
 
 
+def good_gla() -> dict[str, Tensor]:
+    names = ("q", "k", "v", "log_f")
+    return {k: zeros(2, 6, 3, 4) for k in names} | {"h0": zeros(2, 3, 4, 4)}
+
+
+def good_hgrn2() -> dict[str, Tensor]:
+    tokens = {k: zeros(2, 6, 3, 4) for k in ("q", "f", "v")}
+    return tokens | {"gamma": zeros(3, 4), "h0": zeros(2, 3, 4, 4)}
+
+
+GOOD = {
+    "linear_scan": good_scan,
+    "hgru": good_hgru,
+    "gated_linear_attention": good_gla,
+    "hgrn2": good_hgrn2,
+}
+
+
 def packed(good: dict[str, Tensor], sequences: int = 2) -> dict[str, Tensor]:
     """The same call over one batch row, for `sequences` packed sequences."""
-    out = {k: v[:1] if v.dim() == 3 else v for k, v in good.items()}
-    return out | {"h0": zeros(sequences, good["h0"].shape[1])}
+    out = {k: v[:1] if v.shape[:2] == (2, 6) else v for k, v in good.items()}
+    return out | {"h0": zeros(sequences, *good["h0"].shape[1:])}
 
 
 def offsets(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -180,6 +198,67 @@ def test_complex_hgru(changes: dict, parts: list[str]) -> None:
     raises(ops.hgru, *parts, **(good_hgru(complex_=True) | changes))
 
 
+F16 = torch.float16
+HEADS = "gated_linear_attention"
+GLA = [
+    ({"q": zeros(2, 6, 4)}, [HEADS, "q", "[B, T, H, K]", "got", "[2, 6, 4]"]),
+    ({"k": zeros(2, 6, 3, 5)}, [HEADS, "k", "[2, 6, 3, 4]", "like q", "got", "[2, 6, 3, 5]"]),
+    ({"k": zeros(2, 6, 3, 4, dtype=BF16)}, [HEADS, "k", "float32", "like q", "got", "bfloat16"]),
+    ({"v": zeros(2, 6, 2, 4)}, [HEADS, "v", "[B, T, H, V]", "[2, 6, 3, 4]", "got", "[2, 6, 2, 4]"]),
+    ({"v": zeros(2, 5, 3, 9)}, [HEADS, "v", "[2, 6, 3, 9]", "like q", "got", "[2, 5, 3, 9]"]),
+    ({"v": zeros(6, 3, 4)}, [HEADS, "v", "[2, 6, 3, 4]", "got", "[6, 3, 4]"]),
+    ({"v": zeros(2, 6, 3, 4, dtype=F64)}, [HEADS, "v", "float32", "like q", "got", "float64"]),
+    (
+        {"log_f": zeros(2, 6, 3, 2)},
+        [HEADS, "log_f", "[B, T, H, K] (or [B, T, H, 1]", "[2, 6, 3, 4]", "got", "[2, 6, 3, 2]"],
+    ),
+    ({"log_f": zeros(2, 6, 1, 1)}, [HEADS, "log_f", "[2, 6, 3, 1]", "got", "[2, 6, 1, 1]"]),
+    ({"log_f": zeros(2, 6, 3)}, [HEADS, "log_f", "[2, 6, 3, 4]", "got", "[2, 6, 3]"]),
+    ({"log_f": zeros(2, 6, 3, 4, dtype=F16)}, [HEADS, "log_f", "float32", "got", "float16"]),
+    (
+        {"h0": zeros(2, 3, 4, 5)},
+        [HEADS, "h0", "[N, H, K, V]", "[2, 3, 4, 4]", "got", "[2, 3, 4, 5]"],
+    ),
+    ({"h0": zeros(1, 3, 4, 4)}, [HEADS, "h0", "[2, 3, 4, 4]", "got", "[1, 3, 4, 4]"]),
+    ({"h0": zeros(2, 3, 16)}, [HEADS, "h0", "[2, 3, 4, 4]", "got", "[2, 3, 16]"]),
+    ({"h0": zeros(2, 3, 4, 4, dtype=F64)}, [HEADS, "h0", "float32", "got", "float64"]),
+    ({"q": zeros(2, 6, 3, 4, dtype=torch.complex64)}, [HEADS, "q", "float32", "got", "complex64"]),
+    ({"q": zeros(2, 6, 3, 4, dtype=torch.int64)}, [HEADS, "q", "float32", "got", "int64"]),
+]
+
+HGRN2 = [
+    ({"q": zeros(6, 3, 4)}, ["hgrn2", "q", "[B, T, H, K]", "got", "[6, 3, 4]"]),
+    ({"f": zeros(2, 6, 3, 1)}, ["hgrn2", "f", "[2, 6, 3, 4]", "like q", "got", "[2, 6, 3, 1]"]),
+    ({"f": zeros(2, 6, 3, 4, dtype=BF16)}, ["hgrn2", "f", "float32", "got", "bfloat16"]),
+    ({"v": zeros(2, 6, 4, 4)}, ["hgrn2", "v", "[B, T, H, V]", "got", "[2, 6, 4, 4]"]),
+    ({"gamma": zeros(4)}, ["hgrn2", "gamma", "[H, K]", "[3, 4]", "got", "[4]"]),
+    ({"gamma": zeros(12)}, ["hgrn2", "gamma", "[3, 4]", "got", "[12]"]),
+    ({"gamma": zeros(3, 4, dtype=F64)}, ["hgrn2", "gamma", "float32", "got", "float64"]),
+    ({"h0": zeros(2, 3, 4)}, ["hgrn2", "h0", "[N, H, K, V]", "got", "[2, 3, 4]"]),
+    ({"q_activation": "relu"}, ["hgrn2", "q_activation", "none", "silu", "sigmoid", "got", "relu"]),
+    ({"v_activation": ""}, ["hgrn2", "v_activation", "none", "silu", "sigmoid", "got"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "parts"), [*GLA, *HGRN2], ids=parts_id)
+def test_ops_with_heads(changes: dict, parts: list[str]) -> None:
+    arguments = GOOD[parts[0]]() | changes
+    raises(getattr(ops, parts[0]), *parts, **arguments)
+    meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    raises(getattr(ops, parts[0]), *parts, **meta)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(513, 4), (4, 513), (0, 4), (4, 0)])
+def test_head_dimensions_that_no_kernel_takes(keys: int, values: int, device: str) -> None:
+    q, v = torch.zeros(1, 2, 1, keys, device=device), torch.zeros(1, 2, 1, values, device=device)
+    parts = ["K and V must be from 1 to 512", "got", f"K = {keys}", f"V = {values}"]
+    raises(ops.gated_linear_attention, HEADS, *parts, q=q, k=q, v=v, log_f=q)
+    raises(ops.hgrn2, "hgrn2", *parts, q=q, f=q, v=v)
+    state = torch.zeros(1, 1, keys, values, device=device)
+    token = {"q": q[:, 0], "f": q[:, 0], "v": v[:, 0], "state": state}
+    raises(ops.hgrn2_step, "hgrn2_step", *parts, **token)
+
+
 # Offsets ----------------------------------------------------------------------------------------
 
 BAD_OFFSETS = [
@@ -201,17 +280,17 @@ BAD_OFFSETS = [
 ]
 
 
-@pytest.mark.parametrize("op", ["linear_scan", "hgru"])
+@pytest.mark.parametrize("op", list(GOOD))
 @pytest.mark.parametrize(("cu_seqlens", "parts"), BAD_OFFSETS, ids=parts_id)
 def test_offsets_that_do_not_fit(op: str, cu_seqlens: Tensor, parts: list[str]) -> None:
-    good = packed(good_scan() if op == "linear_scan" else good_hgru())
+    good = packed(GOOD[op]())
     raises(getattr(ops, op), op, *parts, **good, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("op", ["linear_scan", "hgru"])
+@pytest.mark.parametrize("op", list(GOOD))
 def test_offsets_need_a_batch_of_one(op: str) -> None:
-    good = good_scan() if op == "linear_scan" else good_hgru()
-    parts = [op, "batch of 1", "cu_seqlens", "got", "[2, 6, 4]"]
+    good = GOOD[op]()
+    parts = [op, "batch of 1", "cu_seqlens", "got", "[2, 6, "]
     raises(getattr(ops, op), *parts, **good, cu_seqlens=offsets(0, 2, 6))
 
 
@@ -223,11 +302,12 @@ def test_offsets_of_no_sequence_for_some_tokens() -> None:
 # Devices and layouts ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("good", [good_scan, good_hgru, lambda: good_hgru(complex_=True)])
-def test_mixed_devices(good: Callable[[], dict[str, Tensor]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "good"), [*GOOD.items(), ("hgru", lambda: good_hgru(complex_=True))]
+)
+def test_mixed_devices(name: str, good: Callable[[], dict[str, Tensor]]) -> None:
     """Every argument in turn on another device (meta: it is there without a GPU, too)."""
-    op = ops.linear_scan if "x" in good() else ops.hgru
-    name, data = op.__name__, next(iter(good()))
+    op, data = getattr(ops, name), next(iter(good()))
     for moved in good():
         arguments = good() | {moved: good()[moved].to("meta")}
         with pytest.raises(RuntimeError, match=f"{name}: expected all tensors on") as caught:
@@ -249,11 +329,11 @@ def test_offsets_on_another_device() -> None:
         raw(arguments["x"], arguments["a"], arguments["h0"], False, arguments["cu_seqlens"])
 
 
-@pytest.mark.parametrize("op", ["linear_scan", "hgru"])
+@pytest.mark.parametrize("op", list(GOOD))
 def test_layouts(op: str) -> None:
-    good = good_scan() if op == "linear_scan" else good_hgru()
+    good = GOOD[op]()
     data, gate = list(good)[:2]
-    ones = torch.ones(2, 6, 4)
+    ones = torch.ones_like(good[data])
     layouts = [(data, ones.to_sparse(), "sparse_coo"), (gate, ones.to_sparse(), "sparse_coo")]
     if torch.backends.mkldnn.is_available():
         layouts.append((data, ones.to_mkldnn(), "mkldnn"))
@@ -303,6 +383,34 @@ def test_hgru_step() -> None:
         raises(ops.hgru_step, "hgru_step", *parts, **(good | changes))
     with pytest.raises(TypeError, match="hgru_step: state must be a tensor"):
         ops.hgru_step(good["c"], good["f"], theta=good["theta"])
+
+
+def test_steps_with_heads() -> None:
+    tokens = {k: zeros(2, 3, 4) for k in ("q", "k", "v", "log_f")}
+    state = {"state": zeros(2, 3, 4, 4)}
+    bad = [
+        ({"q": zeros(2, 1, 3, 4)}, ["q", "[B, H, K]", "got", "[2, 1, 3, 4]"]),
+        ({"k": zeros(2, 3, 5)}, ["k", "[2, 3, 4]", "got", "[2, 3, 5]"]),
+        ({"v": zeros(2, 2, 4)}, ["v", "[B, H, V]", "[2, 3, 4]", "got", "[2, 2, 4]"]),
+        ({"log_f": zeros(2, 3, 3)}, ["log_f", "[B, H, K] (or [B, H, 1]", "got", "[2, 3, 3]"]),
+        ({"state": zeros(2, 3, 4, 5)}, ["state", "[B, H, K, V]", "got", "[2, 3, 4, 5]"]),
+        ({"state": zeros(1, 3, 4, 4)}, ["state", "[2, 3, 4, 4]", "got", "[1, 3, 4, 4]"]),
+        ({"state": zeros(2, 3, 4, 4, dtype=F64)}, ["state", "float32", "got", "float64"]),
+        ({"state": state["state"].to("meta")}, ["expected all tensors on cpu", "state on meta"]),
+    ]
+    step = ops.gated_linear_attention_step
+    for changes, parts in bad:
+        raises(step, f"{HEADS}_step", *parts, **(tokens | state | changes))
+    good = {k: zeros(2, 3, 4) for k in ("q", "f", "v")} | {"gamma": zeros(3, 4)} | state
+    bad = [
+        ({"f": zeros(2, 3, 1)}, ["f", "[2, 3, 4]", "got", "[2, 3, 1]"]),
+        ({"gamma": zeros(4)}, ["gamma", "[H, K]", "[3, 4]", "got", "[4]"]),
+        ({"q_activation": "tanh"}, ["q_activation", "silu", "got", "tanh"]),
+    ]
+    for changes, parts in bad:
+        raises(ops.hgrn2_step, "hgrn2_step", *parts, **(good | changes))
+    with pytest.raises(TypeError, match="hgrn2_step: state must be a tensor"):
+        ops.hgrn2_step(good["q"], good["f"], good["v"])
 
 
 def test_a_failed_step_leaves_the_state_alone() -> None:
@@ -357,3 +465,25 @@ def test_values_are_checked_when_debugging(monkeypatch: pytest.MonkeyPatch, devi
     arguments = {k: v.to(device) for k, v in packed(good_hgru()).items()}
     wrong = offsets(0, 4, 5).to(device)
     raises(ops.hgru, "cu_seqlens", "T = 6", "[0, 4, 5]", **arguments, cu_seqlens=wrong)
+
+
+def test_values_of_ops_with_heads_are_checked_when_debugging(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    good = {op: {k: v.to(device) for k, v in GOOD[op]().items()} for op in (HEADS, "hgrn2")}
+    above, missing = torch.full((2, 6, 3, 4), -1.0), torch.full((2, 6, 3, 1), -1.0)
+    above[1, 2, 0, 3], missing[0, 0, 1, 0] = 0.25, torch.nan
+    bad = [
+        (HEADS, {"log_f": above}, ["log_f", "at most 0", "got values up to 0.25"]),
+        (HEADS, {"log_f": missing}, ["log_f", "at most 0", "got values up to", "nan"]),
+        ("hgrn2", {"gamma": torch.ones(3, 4)}, ["gamma", "[0, 1)", "got", "1 to 1"]),
+    ]
+    for op, changes, parts in bad:
+        arguments = good[op] | {k: v.to(device) for k, v in changes.items()}
+        monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+        raises(getattr(ops, op), op, *parts, **arguments)
+        monkeypatch.delenv("TIDEGATE_DEBUG")
+        getattr(ops, op)(**arguments)  # the caller's responsibility otherwise
+    monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+    for op, arguments in good.items():
+        getattr(ops, op)(**arguments)

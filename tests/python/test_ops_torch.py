@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases
+from support import cases, gla_cases
 from support.cases import Case
+from support.gla_cases import GlaCase
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -49,7 +50,7 @@ def arguments_of(case: Case, device: str, *, grad: bool = False) -> dict[str, Te
 def positional(case: Case, named: dict[str, Tensor | None]) -> tuple[object, ...]:
     """The same call, as torch.ops.tidegate takes it."""
     tensors = [v for k, v in named.items() if k != "cu_seqlens"]
-    return (*tensors, *reversed(cases.options(case).values()), named["cu_seqlens"])
+    return (*tensors, *cases.options(case).values(), named["cu_seqlens"])
 
 
 def call(case: Case, named: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -92,12 +93,16 @@ def test_opcheck_of_short_sequences(time: int, device: str) -> None:
 def test_opcheck_of_the_backward_op(case: Case, device: str) -> None:
     named = arguments_of(case, device)
     h, final = call(case, named)
-    kept = [named["a"], h, named["h0"]] if case.op == "linear_scan" else [
-        named["c"], named["f"], h, named["gamma"], named["theta"], named["h0"], case.activation
-    ]  # fmt: skip
+    if isinstance(case, GlaCase):
+        kept = positional(case, named)
+    elif case.op == "linear_scan":
+        kept = (named["a"], h, named["h0"], case.reverse, named["cu_seqlens"])
+    else:
+        c, f, *rest = positional(case, named)
+        kept = (c, f, h, *rest)
     torch.library.opcheck(
         getattr(raw, f"{case.op}_backward").default,
-        (torch.ones_like(h), torch.ones_like(final), *kept, case.reverse, named["cu_seqlens"]),
+        (torch.ones_like(h), torch.ones_like(final), *kept),
     )
 
 
@@ -109,11 +114,17 @@ def test_opcheck_of_steps_and_initialisers(device: str) -> None:
     torch.library.opcheck(
         raw.hgru_step.default, (ones(2, 8), ones(2, 4), ones(4), ones(4), ones(2, 8), "silu")
     )
+    tokens = [ones(2, 3, 4) for _ in range(4)]
+    state = ones(2, 3, 4, 4)
+    torch.library.opcheck(raw.gated_linear_attention_step.default, (*tokens, state, 0.5))
+    torch.library.opcheck(
+        raw.hgrn2_step.default, (*tokens[:3], ones(3, 4), state.clone(), 0.5, "silu", "sigmoid")
+    )
     torch.library.opcheck(raw.init_constant_.default, (ones(4), 0.1))
     torch.library.opcheck(raw.init_rope_theta_.default, (ones(4),))
 
 
-@pytest.mark.parametrize("case", cases.KINDS, **ids)
+@pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], **ids)
 def test_fake_results_match_real_ones(case: Case) -> None:
     for varied in (replace(case, h0="data"), replace(case, lengths=(3, 0, 2), layout="time_major")):
         named = arguments_of(varied, "cpu")
@@ -143,7 +154,7 @@ def test_compiled_once_for_all_shapes(case: Case, device: str) -> None:
 
     fast, counter = compiled(step, "aot_eager")
     for batch, time, channels in ((2, 9, 7), (3, 17, 6), (5, 8, 10), (4, 100, 3)):
-        shaped = replace(case, batch=batch, time=time, channels=channels)
+        shaped = case.sized(batch, time, channels)
         if case.lengths:
             shaped = replace(shaped, lengths=(time, 0, 3, 2)[: 1 + batch])
         named = arguments_of(shaped, device, grad=True)
@@ -180,6 +191,20 @@ def test_steps_compile(device: str) -> None:
         h = ops.hgru_step(c, f, None, None, state)
         return h + ops.linear_scan_step(c, f, state)
 
+    def decode_heads(q: Tensor, f: Tensor, state: Tensor) -> Tensor:
+        o = ops.hgrn2_step(q, f, q, None, state, q_activation="silu")
+        return o + ops.gated_linear_attention_step(q, f, o, -f.abs(), state)
+
+    fast, counter = compiled(decode_heads, "aot_eager")
+    frames = []
+    for batch in (2, 3, 5):
+        q, f = (torch.randn(batch, 6, 4, device=device) for _ in range(2))
+        plain, other = (torch.ones(batch, 6, 4, 4, device=device) for _ in range(2))
+        assert torch.equal(decode_heads(q, f, plain), fast(q, f, other))
+        assert torch.equal(plain, other)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1], "a shape has caused a recompilation"  # scale costs a restart
+
     fast, counter = compiled(decode, "aot_eager")
     for batch in (2, 3, 5):
         c, f = (torch.randn(batch, 4, device=device) for _ in range(2))
@@ -194,6 +219,7 @@ def test_steps_compile(device: str) -> None:
 def test_export_with_dynamic_batch_and_time(case: Case, device: str) -> None:
     everything = arguments_of(case, device)
     names = [k for k, v in everything.items() if v is not None]
+    over_time = [k for k in names if k != "h0" and everything[k].dim() > 2]
     nothing = dict.fromkeys(everything)
 
     class Model(torch.nn.Module):
@@ -206,7 +232,7 @@ def test_export_with_dynamic_batch_and_time(case: Case, device: str) -> None:
         return [v for v in arguments_of(shaped, device).values() if v is not None]
 
     time = torch.export.Dim("time", min=2, max=1000)
-    shapes = [{1: time} if v.dim() == 3 else None for v in example(9)]
+    shapes = [{1: time} if k in over_time else None for k in names]
     exported = torch.export.export(Model(), (example(9),), dynamic_shapes=(shapes,))
     for length in (4, 50):
         values = example(length)
@@ -246,6 +272,29 @@ def test_autocast_of_linear_scan(device: str) -> None:
     assert torch.equal(h, expected)
     for grad in gradients(named, (h, final)):
         assert grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", gla_cases.OPS)
+def test_autocast_of_ops_with_heads(op: str, device: str) -> None:
+    """q, k, v and logits go to autocast's type; log decays keep their digits near 0."""
+    case = GlaCase(op, key_dim=4, gates="open")
+    named = arguments_of(case, device, grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o, final = call(case, named)
+    assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    half = {k: v.bfloat16() if k in ("q", "k", "v", "f") else v for k, v in named.items()}
+    expected = call(case, half)
+    assert torch.equal(o, expected[0])
+    assert torch.equal(final, expected[1])
+    expected_grads = gradients(named, expected)
+    for left, right in zip(gradients(named, (o, final)), expected_grads, strict=True):
+        assert left.dtype == torch.float32
+        assert torch.equal(left, right)
+    token = {k: v[:, 0] for k, v in half.items() if k in ("q", "k", "v", "f", "log_f")}
+    state = named["h0"].detach().clone()
+    with torch.autocast(device, dtype=torch.bfloat16), torch.no_grad():
+        step = getattr(ops, f"{op}_step")(**token, state=state)
+    assert (step.dtype, state.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_autocast_makes_one_dtype_of_what_layers_hand_over(device: str) -> None:
@@ -367,6 +416,28 @@ def test_vmap_is_an_error(device: str) -> None:
         torch.vmap(ops.linear_scan_step)(state, state, state)
 
 
+def test_transforms_of_ops_with_heads_are_errors(device: str) -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    x = torch.zeros(2, 3, 5, 1, 4, device=device)
+    state = torch.zeros(2, 3, 1, 4, 4, device=device)
+    calls = {
+        "gated_linear_attention": lambda v: ops.gated_linear_attention(v, v, v, v)[0],
+        "hgrn2": lambda v: ops.hgrn2(v, v, v)[0],
+    }
+    for name, function in calls.items():
+        with pytest.raises(RuntimeError, match=f"{name}: vmap is not supported"):
+            torch.vmap(function)(x)
+        with pytest.raises(RuntimeError, match=f"{name}: torch.func transforms"):
+            torch.func.grad(lambda v, f=function: f(v).sum())(x[0])
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x[0], torch.ones_like(x[0]))
+            with pytest.raises(RuntimeError, match=f"{name}: forward-mode"):
+                function(dual)
+    with pytest.raises(RuntimeError, match="hgrn2_step: vmap is not supported"):
+        torch.vmap(ops.hgrn2_step)(x[:, :, 0], x[:, :, 0], x[:, :, 0], state=state)
+
+
 def test_forward_mode_is_an_error(device: str) -> None:
     import torch.autograd.forward_ad as forward_ad
 
@@ -400,6 +471,12 @@ def test_gradients_through_steps_are_an_error(device: str) -> None:
         with pytest.raises(RuntimeError, match=f"hgru_step: {name} requires a gradient"):
             ops.hgru_step(**arguments, state=torch.ones(2, 8, device=device))
     assert torch.equal(state, torch.ones_like(state))
+    tokens = {name: torch.zeros(2, 3, 4, device=device) for name in ("q", "f", "v")}
+    for name in (*tokens, "gamma"):
+        arguments = tokens | {"gamma": torch.zeros(3, 4, device=device)}
+        arguments[name] = arguments[name].clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=f"hgrn2_step: {name} requires a gradient"):
+            ops.hgrn2_step(**arguments, state=torch.ones(2, 3, 4, 4, device=device))
     with torch.no_grad():
         ops.linear_scan_step(leaf, x, state)
     assert torch.equal(state, torch.full_like(state, 2))
@@ -419,6 +496,12 @@ def test_a_step_invalidates_what_autograd_saved(device: str) -> None:
     version = state._version
     ops.hgru_step(x, x, None, None, state)
     assert state._version > version
+    matrix, token = torch.ones(2, 1, 4, 4, device=device), x.unsqueeze(1)
+    version = matrix._version
+    ops.hgrn2_step(token, token, token, None, matrix)
+    assert matrix._version > version
+    ops.gated_linear_attention_step(token, token, token, -token, matrix)
+    assert matrix._version > version + 1
 
 
 def test_outputs_do_not_alias_inputs(device: str) -> None:

@@ -53,7 +53,7 @@ class Case:
         return _scan_inputs(self)
 
     def options(self) -> dict[str, object]:
-        """The op's keyword arguments, cu_seqlens aside."""
+        """The op's keyword arguments in their order, cu_seqlens aside."""
         return _scan_options(self)
 
     def sized(self, batch: int, time: int, width: int) -> Case:
@@ -181,10 +181,8 @@ def _scan_inputs(case: Case) -> dict[str, Tensor | None]:
 
 
 def _scan_options(case: Case) -> dict[str, object]:
-    out: dict[str, object] = {"reverse": case.reverse}
-    if case.op == "hgru":
-        out["activation"] = case.activation
-    return out
+    reverse: dict[str, object] = {"reverse": case.reverse}
+    return {"activation": case.activation} | reverse if case.op == "hgru" else reverse
 
 
 def make_inputs(case: Case) -> dict[str, Tensor | None]:

@@ -78,15 +78,15 @@ struct KeyBlock {
     }
   }
 
-  void load_values(int64_t first, int count) {
-    load_rows<R, E>(v_rows, first, count, params.value_dim, params.v_activation, R(1), v);
+  void load_values(int64_t first, int count, NextBlock next) {
+    load_rows<R, E>(v_rows, first, count, next, params.value_dim, params.v_activation, R(1), v);
   }
 
   /// The state after the block at `first` from the one before it.
   void advance(int64_t first, const R* before, R* after) {
     const int count = tokens_from(first, block.length);
-    key_rows.load_keys(first, count, k, f, nullptr, nullptr);
-    load_values(first, count);
+    key_rows.load_keys(first, count, NextBlock::kLater, k, f, nullptr, nullptr);
+    load_values(first, count, NextBlock::kLater);
     decay_to_end<R>(k, f, keys, decayed, total);
     update_state<R, DecayOf::kColumn>(before, total, v, values, decayed, keys, after);
   }
@@ -133,11 +133,13 @@ struct KeyBlock {
   /// All gradients of one block; `start` is the state before it, `state` the gradient after it.
   void walk_back(int64_t first, const R* start) {
     const int count = tokens_from(first, block.length);
-    load_rows<R, E>(q_rows, first, count, block.width, params.q_activation,
+    constexpr NextBlock kNext = NextBlock::kEarlier;
+    load_rows<R, E>(q_rows, first, count, kNext, block.width, params.q_activation,
                     static_cast<R>(params.scale), q);
-    key_rows.load_keys(first, count, k, f, open, shut);
-    load_values(first, count);
-    load_rows<R, E>(do_rows, first, count, params.value_dim, InputActivation::kNone, R(1), d_o);
+    key_rows.load_keys(first, count, kNext, k, f, open, shut);
+    load_values(first, count, kNext);
+    load_rows<R, E>(do_rows, first, count, kNext, params.value_dim, InputActivation::kNone, R(1),
+                    d_o);
     token_product<R>(d_o, values, start, keys, from_start);
     token_product<R>(v, values, state, keys, from_end);
     pair_products<R, false>({d_o, v, nullptr, values, chain, pairs});

@@ -52,10 +52,10 @@ struct ValueBlock {
   }
 
   /// q, k, f and all that follows from them, of the block that begins at token `first`.
-  void load_block(int64_t first, int count) {
-    load_rows<R, E>(q_rows, first, count, params.key_dim, params.q_activation,
+  void load_block(int64_t first, int count, NextBlock next) {
+    load_rows<R, E>(q_rows, first, count, next, params.key_dim, params.q_activation,
                     static_cast<R>(params.scale), q);
-    key_rows.load_keys(first, count, k, f, nullptr, nullptr);
+    key_rows.load_keys(first, count, next, k, f, nullptr, nullptr);
     decay_from_start<R>(q, f, keys, q_in, total);
     decay_to_end<R>(k, f, keys, k_out, total);
     pair_products<R, true>({q, k, f, keys, chain, pairs});
@@ -70,8 +70,9 @@ struct ValueBlock {
     const TokenRows<E> o_rows(params.o, block, params.layout.reverse, block.column);
     for (int64_t first = 0; first < block.length; first += kTokens) {
       const int count = tokens_from(first, block.length);
-      self.load_block(first, count);
-      load_rows<R, E>(self.v_rows, first, count, block.width, params.v_activation, R(1), self.in);
+      self.load_block(first, count, NextBlock::kLater);
+      load_rows<R, E>(self.v_rows, first, count, NextBlock::kLater, block.width,
+                      params.v_activation, R(1), self.in);
       self.forward_tokens(count);
       self.store_out(o_rows, first, count);
     }
@@ -115,12 +116,12 @@ struct ValueBlock {
     const bool reverse = params.layout.reverse;
     const int count = static_cast<int>(block.length);
     const TokenRows<E> o_rows(params.o, block, reverse, block.column);
-    load_rows<R, E>({params.q, block, reverse, 0}, 0, count, params.key_dim, params.q_activation,
-                    static_cast<R>(params.scale), q);
-    load_rows<R, E>({params.v, block, reverse, block.column}, 0, count, block.width,
-                    params.v_activation, R(1), v);
+    load_rows<R, E>({params.q, block, reverse, 0}, 0, count, NextBlock::kLater, params.key_dim,
+                    params.q_activation, static_cast<R>(params.scale), q);
+    load_rows<R, E>({params.v, block, reverse, block.column}, 0, count, NextBlock::kLater,
+                    block.width, params.v_activation, R(1), v);
     KeyRows<R, E, G>(params, block, reverse, 0, params.key_dim)
-        .load_keys(0, count, k, f, nullptr, nullptr);
+        .load_keys(0, count, NextBlock::kLater, k, f, nullptr, nullptr);
     const int64_t to_stride = own != nullptr ? values : stride;
     R* state = own != nullptr ? own : to;
     int64_t from_stride = stride;
@@ -167,8 +168,9 @@ struct ValueBlock {
     const int64_t blocks = (block.length + kTokens - 1) / kTokens;
     for (int64_t first = (blocks - 1) * kTokens; first >= 0; first -= kTokens) {
       const int count = tokens_from(first, block.length);
-      self.load_block(first, count);
-      load_rows<R, E>(do_rows, first, count, block.width, InputActivation::kNone, R(1), self.in);
+      self.load_block(first, count, NextBlock::kEarlier);
+      load_rows<R, E>(do_rows, first, count, NextBlock::kEarlier, block.width,
+                      InputActivation::kNone, R(1), self.in);
       self.backward_tokens(count);
       self.slope_of_v(first, count);
       self.store_out(dv_rows, first, count);
