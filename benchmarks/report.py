@@ -5,7 +5,8 @@
     python benchmarks/report.py --check    # fails when one is not what the results say
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
-of the CPU kernels ("benchmarks"), and the demo's comparison ("gru"). README shows what the issue
+of the CPU kernels ("benchmarks"), gla_cpu.py's ("kind": "gla_cpu"), and the demo's comparison
+("gru"). README shows what the issue
 asks for; docs/benchmarks.md shows every row.
 """
 
@@ -250,6 +251,41 @@ def cpu_page(record: Record) -> list[str]:
     return [*head, *table(CPU_HEAD, rows), ""]
 
 
+# ---- gla_cpu.py ----
+
+
+def gla_cpu_section(record: Record) -> list[str]:
+    """gated_linear_attention on the CPU, and the same maths in torch ops."""
+    best = record["results"]["tidegate"]["best_ms"]
+    rows = [
+        [
+            name,
+            f"{result['ms']:.1f} ms",
+            f"{result['times']:.1f}x",
+            f"{result['best_ms']:.1f} ms",
+            f"{result['best_ms'] / best:.1f}x",
+            f"{result['error']:.0e}",
+        ]
+        for name, result in record["results"].items()
+    ]
+    where = (
+        f"`{record['work']}`, {record['direction']}, {record['machine']['device_name']}, "
+        f"{record['threads']} threads, load average {record['load_average']:.1f}, "
+        f"torch {record['versions']['torch']}, commit {record['commit']}, {record['date']}:"
+    )
+    head = ("contender", "median", "", "fastest", "", "largest error against float64")
+    note = (
+        'The torch versions are compiled by `torch.compile`. "One reference" is less work and '
+        "overflows where gates shut; the others are exact for any gate. Contenders take turns; "
+        "where the load is above the number of cores, the fastest rounds say more."
+    )
+    return [where, "", *table(head, rows), "", note, ""]
+
+
+def gla_cpu_page(record: Record) -> list[str]:
+    return ["## Gated linear attention on the CPU", "", *gla_cpu_section(record)]
+
+
 # ---- the demo beside a GRU ----
 
 
@@ -287,14 +323,15 @@ def demo_page(record: Record) -> list[str]:
 SECTIONS = {  # kind -> README, page; in this order
     "peers": (gpu_readme, gpu_page),
     "cpu": (cpu_readme, cpu_page),
+    "gla_cpu": (gla_cpu_section, gla_cpu_page),
     "demo": (demo_section, demo_page),
 }
 
 
 def kind_of(record: Record) -> str | None:
     """Which of SECTIONS a result belongs to, or None."""
-    if record.get("kind") == "peers":
-        return "peers"
+    if record.get("kind") in ("peers", "gla_cpu"):
+        return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"
     return "demo" if "gru" in record and "baselines" in record else None
