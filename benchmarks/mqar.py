@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""Associative recall by width: HGRN beside HGRN2 at equal width (HGRN2's paper, Figure 3).
+
+    python benchmarks/mqar.py --json benchmarks/results/mqar_h200.json --plot docs/mqar.png
+
+For every sequence length, mixer, width and learning rate a two-layer language model learns the task
+`mqar` of `tidegate train`: token mixers with residuals and norms, no positions. Each process (so
+many at a time as --processes says, all on one device) trains one model; the best learning rate of a
+width counts, as in the paper. The JSON holds every run, with device, versions and commit; the plot
+is drawn from it. --limit-minutes bounds the whole sweep: runs that have not begun by then are left
+out, and the JSON says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tidegate
+from tidegate.models import CausalLM, LMConfig
+from tidegate.training.batches import IGNORED
+from tidegate.training.runtime import autocast, describe_machine, resolve_device
+from tidegate.training.task_corpus import draw
+from tidegate.training.tasks import Mqar
+
+MIXERS = ("hgrn", "hgrn2")
+WIDTHS = (64, 128, 256)
+LENGTHS = (256, 512)
+RATES = (1e-3, 3e-3, 1e-2)
+ROWS = 1000  # examples drawn, and scored, at a time
+GOOD = 0.999  # a model this good has learned the task
+
+
+def model_config(mixer: str, width: int, vocabulary: int) -> LMConfig:
+    """Two layers; HGRN with a real state as wide as the model, HGRN2 with heads of 64."""
+    options: dict[str, Any] = {"preset": "official", "bias": False, "norm": "rms_no_weight"}
+    if mixer == "hgrn":
+        options["complex"] = False
+    else:
+        options["expand_ratio"] = 64
+    return LMConfig(
+        mixer=mixer,
+        mixer_options=options,
+        vocab_size=vocabulary,
+        dim=width,
+        layers=2,
+        glu_hidden=width,
+        glu_activation="silu",
+        norm="rms",
+    )
+
+
+def examples(task: Mqar, count: int, device: torch.device, split: int) -> tuple[Tensor, ...]:
+    """ids int16 ``[n, T]``, the queries' positions and their answers int16 ``[n, pairs]``."""
+    pieces = []
+    for index in range(-(-count // ROWS)):
+        batch = draw(task, min(ROWS, count - index * ROWS), device, 0, split, index)
+        asked = batch.labels != IGNORED
+        positions = asked.nonzero()[:, 1].view(-1, task.pairs)
+        answers = batch.labels.gather(1, positions)
+        pieces.append([part.to(torch.int16) for part in (batch.ids, positions, answers)])
+    return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
+
+
+def answers_of(
+    model: CausalLM, rows: Sequence[Tensor], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[n * pairs, vocabulary]`` and the right answers ``[n * pairs]``."""
+    ids, positions, answers = (part.long() for part in rows)
+    with autocast(device, "bf16" if device.type == "cuda" else "fp32"):
+        logits = model.logits_at(ids, positions)
+    return logits.float().flatten(0, 1), answers.flatten()
+
+
+@torch.no_grad()
+def accuracy(model: CausalLM, data: Sequence[Tensor], device: torch.device) -> float:
+    """The share of queries whose likeliest token is right."""
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    for start in range(0, data[0].size(0), ROWS):
+        logits, wanted = answers_of(model, [part[start : start + ROWS] for part in data], device)
+        right += (logits.argmax(-1) == wanted).sum()
+    return right.item() / data[2].numel()
+
+
+def train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run; stops early where the task is learned. Returns its row of the JSON."""
+    device = resolve_device(arguments.device)
+    task = Mqar(length=arguments.length, train_examples=arguments.examples)
+    data = examples(task, task.train_examples, device, split=0)
+    test = examples(task, min(task.valid_examples, arguments.examples), device, split=1)
+    torch.manual_seed(arguments.seed)
+    model = CausalLM(model_config(arguments.mixer, arguments.width, task.vocabulary)).to(device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=arguments.rate, weight_decay=0.1, fused=device.type == "cuda"
+    )
+    generator = torch.Generator(device).manual_seed(arguments.seed)
+    curve: list[tuple[int, float, float]] = []
+    start, step, loss = time.perf_counter(), 0, torch.zeros(())
+    while step < arguments.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.rate * schedule(step, arguments.steps)
+        chosen = torch.randint(
+            task.train_examples, (arguments.batch,), generator=generator, device=device
+        )
+        loss = F.cross_entropy(*answers_of(model, [part[chosen] for part in data], device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        if step % arguments.score_every == 0 or step == arguments.steps:
+            score = accuracy(model, test, device)
+            curve.append((step, loss.item(), score))
+            if score >= GOOD or not math.isfinite(curve[-1][1]):
+                break
+    return {
+        "mixer": arguments.mixer,
+        "width": arguments.width,
+        "length": arguments.length,
+        "pairs": task.pairs,
+        "learning_rate": arguments.rate,
+        "batch": arguments.batch,
+        "steps": step,
+        "of_steps": arguments.steps,
+        "seconds": round(time.perf_counter() - start, 1),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "accuracy": curve[-1][2],
+        "curve": curve,
+        "machine": describe_machine(device),
+    }
+
+
+def schedule(step: int, steps: int) -> float:
+    """A tenth of the run up, then a cosine down to zero."""
+    warm = max(1, steps // 10)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All runs, each in a process of its own, long ones first."""
+    jobs = [
+        (length, width, mixer, rate)
+        for length in sorted(arguments.lengths, reverse=True)
+        for width in sorted(arguments.widths, reverse=True)
+        for rate in arguments.rates
+        for mixer in MIXERS
+    ]
+    begun = time.monotonic()
+
+    def run(job: tuple[int, int, str, float]) -> dict[str, Any] | None:
+        if time.monotonic() - begun > 60 * arguments.limit_minutes:
+            return None
+        length, width, mixer, rate = job
+        command = [sys.executable, __file__, "--one", f"--mixer={mixer}", f"--width={width}"]
+        command += [f"--length={length}", f"--rate={rate}", f"--steps={arguments.steps}"]
+        command += [f"--device={arguments.device}", f"--seed={arguments.seed}"]
+        command += [f"--batch={arguments.batch}", f"--score-every={arguments.score_every}"]
+        command += [f"--examples={arguments.examples}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
+        row = json.loads(done.stdout.splitlines()[-1])
+        print(describe(row), file=sys.stderr, flush=True)
+        return row
+
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        rows = [row for row in pool.map(run, jobs) if row is not None]
+    if not rows:
+        raise SystemExit("mqar: no run began within --limit-minutes")
+    machine = rows[0].pop("machine")
+    for row in rows[1:]:
+        row.pop("machine")
+    return {
+        "machine": machine,
+        "tidegate": tidegate.__version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "seed": arguments.seed,
+        "processes": arguments.processes,
+        "wall_seconds": round(time.monotonic() - begun, 1),
+        "left_out": len(jobs) - len(rows),
+        "runs": rows,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this file is in."""
+    here = Path(__file__).resolve().parent
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
+
+
+def describe(row: dict[str, Any]) -> str:
+    return (
+        f"{row['mixer']:6} length {row['length']} width {row['width']:3} "
+        f"rate {row['learning_rate']:g}: accuracy {row['accuracy']:.4f} "
+        f"after {row['steps']} steps, {row['seconds']:.0f} s"
+    )
+
+
+def best(result: dict[str, Any]) -> dict[tuple[int, str], dict[int, float]]:
+    """(length, mixer) -> width -> accuracy of the best learning rate."""
+    table: dict[tuple[int, str], dict[int, float]] = {}
+    for row in result["runs"]:
+        widths = table.setdefault((row["length"], row["mixer"]), {})
+        widths[row["width"]] = max(widths.get(row["width"], 0.0), row["accuracy"])
+    return table
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Accuracy against width, a panel a length, in the manner of the paper's Figure 3."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    table = best(result)
+    lengths = sorted({length for length, _ in table})
+    figure, panels = pyplot.subplots(
+        1, len(lengths), figsize=(4.2 * len(lengths), 3.6), sharey=True, squeeze=False
+    )
+    marks = {"hgrn": ("HGRN", "o", "#b5542c"), "hgrn2": ("HGRN2", "s", "#1f5fa8")}
+    for axes, length in zip(panels[0], lengths, strict=True):
+        for mixer, (name, mark, color) in marks.items():
+            points = sorted(table.get((length, mixer), {}).items())
+            axes.plot(
+                [width for width, _ in points],
+                [100 * value for _, value in points],
+                f"{mark}-",
+                color=color,
+                label=name,
+            )
+        pairs = next(row["pairs"] for row in result["runs"] if row["length"] == length)
+        axes.set_title(f"{length} tokens, {pairs} keys", loc="left")
+        axes.set_xlabel("width of the model")
+        axes.set_xscale("log", base=2)
+        widths = sorted({row["width"] for row in result["runs"]})
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.set_ylim(-3, 103)
+        axes.grid(color="#e6e6e6")
+    panels[0][0].set_ylabel("queries answered right, %")
+    panels[0][0].legend(frameon=False)
+    name = result["machine"]["device_name"]
+    figure.suptitle(f"Multi-query associative recall, two layers ({name})", x=0.01, ha="left")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--json", type=Path, help="write the sweep here")
+    add("--plot", type=Path, help="draw accuracy by width here")
+    add("--from-json", type=Path, help="draw an earlier sweep instead of running one")
+    add("--widths", type=int, nargs="+", default=WIDTHS)
+    add("--lengths", type=int, nargs="+", default=LENGTHS)
+    add("--rates", type=float, nargs="+", default=RATES)
+    add("--steps", type=int, default=6000)
+    add("--batch", type=int, default=128)
+    add("--examples", type=int, default=100_000, help="to train on")
+    add("--score-every", type=int, default=500)
+    add("--processes", type=int, default=6, help="runs at a time")
+    add("--limit-minutes", type=float, default=60.0, help="begin no run after so long")
+    add("--device", default="auto")
+    add("--seed", type=int, default=1)
+    one = parser.add_argument_group("one run, as the sweep starts them; prints its row as JSON")
+    one.add_argument("--one", action="store_true")
+    one.add_argument("--mixer", choices=MIXERS, default="hgrn2")
+    one.add_argument("--width", type=int, default=128)
+    one.add_argument("--length", type=int, default=256)
+    one.add_argument("--rate", type=float, default=3e-3)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.one:
+        print(json.dumps(train(arguments)))
+        return
+    if arguments.from_json:
+        result = json.loads(arguments.from_json.read_text(encoding="utf-8"))
+    else:
+        result = sweep(arguments)
+    for (length, mixer), widths in sorted(best(result).items()):
+        cells = ", ".join(f"{width}: {value:.3f}" for width, value in sorted(widths.items()))
+        print(f"{length} tokens, {mixer}: {cells}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot(result, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
