@@ -7,6 +7,7 @@
 #include <tidegate/models/classifiers.h>
 #include <tidegate/models/config.h>
 #include <tidegate/models/safetensors.h>
+#include <tidegate/nn/attention.h>
 #include <tidegate/nn/expansion.h>
 #include <tidegate/nn/gated_linear_attention.h>
 #include <tidegate/nn/glu.h>

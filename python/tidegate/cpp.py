@@ -35,6 +35,7 @@ __all__ = [
     "GLU",
     "HGRU",
     "HGRU2",
+    "Attention",
     "Block",
     "CausalLM",
     "GatedLinearAttention",
@@ -304,6 +305,12 @@ class HGRU2(_Mixer):
     _native = _cpp.cpp.HGRU2
 
 
+class Attention(_TupleStateMixer):
+    """tidegate::nn::Attention; see `tidegate.nn.Attention`."""
+
+    _native = _cpp.cpp.Attention
+
+
 class GatedLinearAttention(_TupleStateMixer):
     """tidegate::nn::GatedLinearAttention; see `tidegate.nn.GatedLinearAttention`."""
 
@@ -381,9 +388,11 @@ class CausalLM(_Model):
         """One token a sequence; the state is updated in place."""
         return self.cpp_module.step(ids, [_to_cpp(s) for s in state])
 
-    def prefill(self, ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def prefill(
+        self, ids: Tensor, lengths: Tensor | None = None, *, capacity: int = 0
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Logits after each prompt's last token, and the state."""
-        logits, state = self.cpp_module.prefill(ids, lengths)
+        logits, state = self.cpp_module.prefill(ids, lengths, capacity=capacity)
         return logits, _all_to_python(state)
 
     def generate(self, ids: Tensor, max_new_tokens: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -130,16 +130,19 @@ Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
 }
 
 std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
-                                                     const std::optional<Tensor>& lengths) {
+                                                     const std::optional<Tensor>& lengths,
+                                                     int64_t capacity) {
   check_ids("CausalLM.prefill", ids);
+  std::optional<ModelState> empty;
+  if (block(0).mixer().keeps_tokens()) empty = init_state(ids.size(0), ids.size(1) + capacity);
   if (!lengths || !lengths->defined()) {
     TORCH_CHECK_VALUE(ids.size(1) > 0,
                       "CausalLM.prefill: ids: expected at least one token; got none");
-    const auto [x, state] = run("CausalLM", embed(ids), std::nullopt, std::nullopt);
+    const auto [x, state] = run("CausalLM", embed(ids), empty, std::nullopt);
     return {logits(x.select(1, -1)), state};
   }
   const auto [packed, cu_seqlens] = pack(ids, *lengths, /*minimum=*/1);
-  const auto [x, state] = run("CausalLM", embed(packed), std::nullopt, cu_seqlens);
+  const auto [x, state] = run("CausalLM", embed(packed), empty, cu_seqlens);
   return {logits(x.squeeze(0).index_select(0, cu_seqlens.slice(0, 1) - 1)), state};
 }
 
@@ -165,7 +168,7 @@ Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options)
 Tensor CausalLMImpl::continue_prompts(const Tensor& ids, const GenerateOptions& options) {
   Sampler sampler(options.temperature(), options.top_k(), options.top_p(), options.seed(),
                   ids.device());
-  auto [predictions, state] = prefill(ids, options.lengths());
+  auto [predictions, state] = prefill(ids, options.lengths(), options.max_new_tokens());
   Tensor done = at::zeros({ids.size(0)}, ids.options().dtype(torch::kBool));
   std::vector<Tensor> tokens;
   while (static_cast<int64_t>(tokens.size()) < options.max_new_tokens()) {

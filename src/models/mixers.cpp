@@ -1,5 +1,6 @@
 #include "src/models/mixers.h"
 
+#include "tidegate/nn/attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
@@ -91,6 +92,14 @@ void visit_options(nn::GatedLinearAttentionOptions& options, const Visit& visit)
   visit("norm_eps", options.norm_eps());
 }
 
+template <typename Visit>
+void visit_options(nn::AttentionOptions& options, const Visit& visit) {
+  visit("num_heads", options.num_heads());
+  visit("preset", options.preset());
+  visit("rope", options.rope());
+  visit("window", options.window());
+}
+
 // A mixer that configurations can name.
 struct Mixer {
   const char* name;
@@ -110,7 +119,10 @@ std::vector<std::string> option_names() {
 template <typename Impl, typename Options>
 std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placement& placement) {
   Options options(config.dim);
-  options.norm_eps(config.norm_eps).device(placement.device).dtype(placement.dtype);
+  options.device(placement.device).dtype(placement.dtype);
+  if constexpr (requires { options.norm_eps(config.norm_eps); }) {
+    options.norm_eps(config.norm_eps);
+  }
   for (const auto& [wanted, value] : config.mixer_options) {
     visit_options(options, [&, &given = wanted, &to = value](const char* name, auto& field) {
       if (given == name) assign(field, given, to);
@@ -128,6 +140,7 @@ constexpr Mixer kMixers[] = {
     describe<nn::HGRUImpl, nn::HGRUOptions>("hgrn"),
     describe<nn::HGRU2Impl, nn::HGRU2Options>("hgrn2"),
     describe<nn::GatedLinearAttentionImpl, nn::GatedLinearAttentionOptions>("gla"),
+    describe<nn::AttentionImpl, nn::AttentionOptions>("transformer"),
 };
 
 std::string joined(const std::vector<std::string>& names) {

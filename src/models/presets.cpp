@@ -67,6 +67,18 @@ LMConfig hgrn2_fla_model() {
           .tied = false};
 }
 
+LMConfig transformer_model() {
+  return {.mixer = "transformer",
+          .vocab_size = 50272,
+          .dim = 1024,
+          .layers = 26,
+          .mixer_options = {{"num_heads", int64_t{8}}},
+          .glu_hidden = 2816,
+          .glu_activation = "silu",
+          .norm = "rms",
+          .dropout = 0.1};
+}
+
 // HGRN1 with an expanded state in the frame of HGRN2's 385M model. Table 3 prints n and the
 // parameters; the ranks, like the projection in krp, follow from them.
 LMConfig pese_model(const char* expansion, int64_t expand, int64_t rank = 0) {
@@ -125,6 +137,7 @@ std::map<std::string, LMConfig> presets() {
       {"hgrn2-1b", hgrn2_pile_model(18, 2048)},
       {"hgrn2-2.9b", hgrn2_pile_model(36, 2560)},
       {"hgrn2-756m", hgrn2_fla_model()},
+      {"transformer-386m", transformer_model()},
       {"pese-lr-4", pese_model("lr", 4, 204)},
       {"pese-lr-8", pese_model("lr", 8, 114)},
       {"pese-glt-4", pese_model("glt", 4)},

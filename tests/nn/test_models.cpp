@@ -78,6 +78,7 @@ TEST(Presets, HaveThePapersParameterCounts) {
                                                    {"hgrn2-1b", 1'027'837'952},
                                                    {"hgrn2-2.9b", 2'983'536'640},
                                                    {"hgrn2-756m", 756'820'992 + 50257 * 1536},
+                                                   {"transformer-386m", 385'504'256},
                                                    {"demo", 2'698'752}};
   const std::map<std::string, int64_t> images = {{"hgrn-vit-tiny", 6'107'560},
                                                  {"hgrn-vit-small", 23'715'688}};

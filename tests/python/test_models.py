@@ -34,6 +34,7 @@ VARIANTS = {
         mixer="hgrn2", mixer_options={"preset": "fla"}, norm="rms", tied=False, lower_bound="none"
     ),
     "gla": SMALL.replace(mixer="gla", mixer_options={"num_heads": 2}),
+    "transformer": SMALL.replace(mixer="transformer", mixer_options={"num_heads": 2}, norm="rms"),
     "gla-normal": SMALL.replace(
         mixer="gla",
         mixer_options={"gate": "scalar", "normalize": True, "feature_map": "elu+1"},
@@ -105,7 +106,7 @@ def test_bad_json():
 
 
 def test_registry():
-    assert list(mixers()) == ["hgrn", "hgrn2", "gla"]
+    assert list(mixers()) == ["hgrn", "hgrn2", "gla", "transformer"]
     assert LMConfig().mixer == "hgrn2"
     assert CausalLM(LMConfig(), device="meta").blocks[0].mixer.num_heads == 2
 
@@ -218,14 +219,15 @@ def test_logits_at_some_positions(config, ids):
 def test_split_anywhere(config, ids):
     model = make(config)
     with torch.no_grad():
-        whole = model(ids)
+        whole = model(ids, state=model.init_state(3, capacity=10))
         for cut in (0, 1, 5):
-            head = model(ids[:, :cut], state=model.init_state(3))
+            head = model(ids[:, :cut], state=model.init_state(3, capacity=10))
             middle = model(ids[:, cut : cut + 2], state=head.state)
             steps = [model.step(ids[:, t], middle.state) for t in range(cut + 2, 10)]
             logits = torch.cat([head.logits, middle.logits, torch.stack(steps, 1)], 1)
             torch.testing.assert_close(logits, whole.logits)
             torch.testing.assert_close(middle.state, whole.state)
+        torch.testing.assert_close(model(ids).logits, whole.logits)
     with pytest.raises(ValueError, match="CausalLM: state: expected one state for each of the 3"):
         model(ids, state=whole.state[:2])
 

@@ -27,7 +27,7 @@ if importlib.util.find_spec("tidegate._cpp") is None:
 from tidegate import cpp
 
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
-MIXERS = ("HGRU", "HGRU2", "GatedLinearAttention")
+MIXERS = ("HGRU", "HGRU2", "GatedLinearAttention", "Attention")
 MODELS = ("CausalLM", "SequenceClassifier", "ImageClassifier")
 CLOSE = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-11},
@@ -251,9 +251,9 @@ def test_steps(name, device):
         shake(native, twin)
         torch.manual_seed(0)
         inputs, keywords = REGISTRY[name].inputs(native, torch.device(device), torch.float64, 0)
-        state, cpp_state = native.init_state(2), twin.init_state(2)
+        state, cpp_state = native.init_state(2, capacity=5), twin.init_state(2, capacity=5)
         assert_same(leaves(state), leaves(cpp_state), what)
-        whole, final = twin(*inputs, **keywords)
+        whole, final = twin(inputs[0], twin.init_state(2, capacity=5), **keywords)
         for t in range(inputs[0].size(1)):
             y = native.step(inputs[0][:, t], state, keywords["gamma"])
             cpp_y = twin.step(inputs[0][:, t], cpp_state, keywords["gamma"])
@@ -298,10 +298,18 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
         "state-z": (pair, lambda m: m(x, (torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 2)))),
         "step-rank": ({}, lambda m: m.step(x, m.init_state(2))),
     }
-    cases = {"HGRU": hgru, "HGRU2": hgru2, "GatedLinearAttention": gla}
-    heads = {"HGRU": {}, "HGRU2": {"num_heads": 2}, "GatedLinearAttention": {"num_heads": 2}}
+    attention = {
+        "x-rank": ({}, lambda m: m(x[0])),
+        "gamma": ({}, lambda m: m(x, gamma=torch.zeros(4))),
+        "capacity": ({}, lambda m: m.init_state(2)),
+        "rows": ({}, lambda m: m(x, m.init_state(3, capacity=5))),
+        "tensors": ({}, lambda m: m(x, m.init_state(2, capacity=5)[:2])),
+        "room": ({}, lambda m: m(x, m.init_state(2, capacity=2))),
+        "step-room": ({}, lambda m: m.step(x[:, 0], m.init_state(2, capacity=0))),
+    }
+    cases = {"HGRU": hgru, "HGRU2": hgru2, "GatedLinearAttention": gla, "Attention": attention}
     return {
-        f"{name}-{case}": (name, heads[name] | options, use)
+        f"{name}-{case}": (name, ({} if name == "HGRU" else {"num_heads": 2}) | options, use)
         for name, found in cases.items()
         for case, (options, use) in found.items()
     }
@@ -462,6 +470,7 @@ def test_broken_json_is_refused_by_both(text):
         ("hgrn", {}),
         ("hgrn2", {"num_heads": 2}),
         ("gla", {"num_heads": 2, "normalize": True, "feature_map": "elu+1"}),
+        ("transformer", {"num_heads": 2}),
     ],
 )
 def test_generation(options, mixer, given, device):

@@ -228,6 +228,35 @@ def _gla_arguments() -> list[Arguments]:
     return [*cases, ((4, 1), {}), ((0,), {}), *(((4,), o) for o in wrong)]
 
 
+# Attention
+
+
+def _attention_arguments() -> list[Arguments]:
+    options = itertools.product((None, 1, 2), (None, 100.0), (None, 1, 3))
+    cases: list[Arguments] = [
+        ((4,), {"num_heads": h, "rope": rope, "window": w}) for h, rope, w in options
+    ]
+    wrong = [
+        {"num_heads": 3},
+        {"num_heads": 0},
+        {"num_heads": 4},
+        {"num_heads": 2, "rope": -1},
+        {"num_heads": 2, "window": 0},
+        {"num_heads": 2, "preset": "mine"},
+    ]
+    return [*cases, ((4, 2), {}), ((4, 4), {"rope": None}), ((0,), {}), *(((4,), o) for o in wrong)]
+
+
+def _attention_inputs(module, device, dtype, variant):
+    """0, 2: as the other mixers; 1: a state with room, after three tokens."""
+    if variant != 1:
+        return _mixer_inputs(module, device, dtype, variant)
+    x = randn(2, 7, module.dim, device=device, dtype=dtype)
+    with torch.no_grad():
+        _, state = module(x[:, :3], module.init_state(2, dtype=dtype, capacity=9))
+    return [x[:, 3:], state], {}
+
+
 # Models
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
@@ -246,6 +275,7 @@ _MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hgrn2", {"expand_ratio": 4, "preset": "fla"}),
     ("hgrn2", {"num_heads": 1, "bidirectional": True, "preset": "official"}),
     ("gla", {"num_heads": 2}),
+    ("transformer", {"num_heads": 2, "window": 3}),
     ("gla", {"num_heads": 1, "gate": "scalar", "normalize": True, "feature_map": "exp"}),
 )
 
@@ -330,21 +360,24 @@ REGISTRY: dict[str, Entry] = {
     "GatedLinearAttention": Entry(
         tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=15, variants=3
     ),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=62),
+    "Attention": Entry(
+        tidegate.nn.Attention, _attention_arguments(), _attention_inputs, allowed=20, variants=3
+    ),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=66),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=52, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=56, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=59,
+        allowed=63,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=60,
+        allowed=64,
     ),
 }

@@ -93,9 +93,10 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
 
   /// Reads the prompts `[B, T]`: logits `[B, vocab]` after each one's last token, and the state.
   /// Prompts shorter than T, padded on the right, have their lengths `[B]` in `lengths`; the
-  /// padding is left out of the computation.
+  /// padding is left out of the computation. capacity: tokens to come, for mixers that keep them.
   std::tuple<torch::Tensor, ModelState> prefill(
-      const torch::Tensor& ids, const std::optional<torch::Tensor>& lengths = std::nullopt);
+      const torch::Tensor& ids, const std::optional<torch::Tensor>& lengths = std::nullopt,
+      int64_t capacity = 0);
 
   /// Continues the prompts ids `[B, T]`; returns ids `[B, T + n]`, n <= max_new_tokens. Each row
   /// is its prompt, then its new tokens, then eos (0 when there is none) up to the end. Records no

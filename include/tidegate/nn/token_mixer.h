@@ -45,6 +45,8 @@ class TokenMixer {
   virtual bool takes_gamma() const { return false; }
   virtual int64_t gamma_size() const { return 0; }
   virtual bool needs_gamma() const { return false; }
+  /// Whether its state grows with the tokens, so that decoding needs one with room for them.
+  virtual bool keeps_tokens() const { return false; }
   /// Whether outputs depend on later tokens.
   virtual bool is_bidirectional() const { return false; }
 

@@ -13,6 +13,7 @@
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/models/classifiers.h"
 #include "tidegate/models/safetensors.h"
+#include "tidegate/nn/attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/glu.h"
 #include "tidegate/nn/hgru.h"
@@ -229,6 +230,30 @@ void bind_gla(py::module& m) {
   bind_mixer<GatedLinearAttentionImpl>(bound);
 }
 
+std::shared_ptr<tidegate::nn::AttentionImpl> make_attention(
+    int64_t dim, std::optional<int64_t> num_heads, const std::string& preset,
+    std::optional<double> rope, std::optional<int64_t> window, OptionalDevice device,
+    OptionalDtype dtype) {
+  return std::make_shared<tidegate::nn::AttentionImpl>(tidegate::nn::AttentionOptions(dim)
+                                                           .num_heads(num_heads)
+                                                           .preset(preset)
+                                                           .rope(rope)
+                                                           .window(window)
+                                                           .device(device)
+                                                           .dtype(dtype));
+}
+
+void bind_attention(py::module& m) {
+  using tidegate::nn::AttentionImpl;
+  const tidegate::nn::AttentionOptions defaults(1);
+  auto bound = torch::python::bind_module<AttentionImpl, true>(m, "Attention");
+  bound.def(py::init(&make_attention), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
+            py::kw_only(), py::arg("preset") = defaults.preset(), py::arg("rope") = defaults.rope(),
+            py::arg("window") = defaults.window(), py::arg("device") = defaults.device(),
+            py::arg("dtype") = defaults.dtype());
+  bind_mixer<AttentionImpl>(bound);
+}
+
 // A model from the JSON of its configuration, with what all of them have.
 template <typename Impl>
 auto bind_model(py::module& m, const char* name) {
@@ -293,7 +318,7 @@ void bind_causal_lm(py::module& m) {
            py::arg("capacity") = py::none())
       .def("step", &CausalLMImpl::step, py::arg("ids"), py::arg("state"), Release())
       .def("prefill", &CausalLMImpl::prefill, py::arg("ids"), py::arg("lengths") = py::none(),
-           Release())
+           py::kw_only(), py::arg("capacity") = 0, Release())
       .def("generate", &generate, py::arg("ids"), py::arg("max_new_tokens"),
            py::arg("temperature") = defaults.temperature(), py::arg("top_k") = defaults.top_k(),
            py::arg("top_p") = defaults.top_p(), py::arg("eos") = defaults.eos(),
@@ -358,6 +383,7 @@ PYBIND11_MODULE(_cpp, m) {
   bind_hgru(m);
   bind_hgru2(m);
   bind_gla(m);
+  bind_attention(m);
   bind_block(m);
   bind_causal_lm(m);
   bind_classifiers(m);

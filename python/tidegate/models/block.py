@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..nn import GLU, LowerBounds
 from ..nn._common import make_norm, reset_norm
 from .config import LMConfig
-from .registry import mixer_class
+from .registry import mixer_class, option_names
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -39,7 +39,9 @@ class Block(nn.Module):
     def __init__(self, config: LMConfig, *, device=None, dtype=None) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
-        options = {"norm_eps": config.norm_eps, **config.mixer_options}
+        options = dict(config.mixer_options)
+        if "norm_eps" in option_names(config.mixer):
+            options.setdefault("norm_eps", config.norm_eps)
         self.mixer_norm = make_norm(config.norm, config.dim, config.norm_eps, **where)
         self.mixer = mixer_class(config.mixer)(config.dim, **options, **where)
         self.glu_norm = make_norm(config.norm, config.dim, config.norm_eps, **where)

@@ -123,18 +123,24 @@ class CausalLM(Model):
             x = block.step(x, s, gamma)
         return self._logits(self.norm(x))
 
-    def prefill(self, ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def prefill(
+        self, ids: Tensor, lengths: Tensor | None = None, *, capacity: int = 0
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Reads the prompts ``[B, T]``: logits ``[B, vocab]`` after each one's last token, and
         the state. Prompts shorter than T, padded on the right, have their lengths ``[B]`` in
-        `lengths`; the padding is left out of the computation."""
+        `lengths`; the padding is left out of the computation. capacity: tokens to come, for mixers
+        that keep them."""
         check_ids("CausalLM.prefill", ids)
+        empty = None
+        if getattr(self.blocks[0].mixer, "keeps_tokens", False):
+            empty = self.init_state(ids.size(0), capacity=ids.size(1) + capacity)
         if lengths is None:
             if ids.size(1) == 0:
                 raise ValueError("CausalLM.prefill: ids: expected at least one token; got none")
-            x, state = self._run(self._embed(ids), None, None)
+            x, state = self._run(self._embed(ids), empty, None)
             return self._logits(x[:, -1]), state
         packed, cu_seqlens = pack(ids, lengths, minimum=1)
-        x, state = self._run(self._embed(packed), None, cu_seqlens)
+        x, state = self._run(self._embed(packed), empty, cu_seqlens)
         return self._logits(x[0, cu_seqlens[1:] - 1]), state
 
     @torch.no_grad()
@@ -177,7 +183,7 @@ class CausalLM(Model):
         eos: int | None,
     ) -> Tensor:
         """The new tokens ``[B, <= count]``: a prefill, then steps."""
-        logits, state = self.prefill(ids, lengths)
+        logits, state = self.prefill(ids, lengths, capacity=count)
         done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
         new: list[Tensor] = []
         while len(new) < count:

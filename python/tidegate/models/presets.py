@@ -78,32 +78,33 @@ _HGRN_VIT = LMConfig(
 def presets() -> dict[str, LMConfig]:
     """Fresh configurations by name; `LMConfig.replace` changes one.
 
-    ============== ============================================ =============
-    name           what                                         parameters
-    ============== ============================================ =============
-    hgrn-44m       HGRN, WikiText-103 (000 Table 1)             46,248,448
-    hgrn-real-d    real HGRN, state d (003 Table 1)             46,239,232
-    hgrn-real-2d   real HGRN, state 2d (003 Table 1)            45,462,016
-    hgrn-150m      HGRN on the Pile (000 Table 4)               153,647,616
-    hgrn-350m      the same; the shape of hgrn-379m             378,683,392
-    hgrn-379m      HGRN of 003 Table 3                          378,683,392
-    hgrn-1b        HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
-    hgrn2-44m      HGRN2, WikiText-103 (003 Table 5)            44,661,244
-    hgrn2-150m     HGRN2 on the Pile (003 Tables 7 and 13)      144,788,736
-    hgrn2-385m     the same (003 Tables 3 and 13)               385,476,608
-    hgrn2-1b       the same (003 Tables 7 and 13)               1,027,837,952
-    hgrn2-2.9b     the same (003 Tables 8 and 13)               2,983,536,640
-    hgrn2-756m     HGRN2 of 002 Table 4, fla's (+ 77,194,752)   756,820,992
-    pese-lr-4      HGRN, state 4d, low rank (003 Table 3)       385,236,992
-    pese-lr-8      the same, state 8d                           385,822,720
-    pese-glt-4     group linear transformation (003 Table 3)    385,556,480
-    pese-glti-4    the same with interaction                    385,557,728
-    pese-krp-4     Khatri-Rao product                           385,875,968
-    pese-kp-4      Kronecker product                            385,556,792
-    hgrn-vit-tiny  HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
-    hgrn-vit-small HGRN in DeiT-small's frame (000 Table 7)     23,715,688
-    demo           byte-level model that two CPU cores train    2,698,752
-    ============== ============================================ =============
+    ================ ============================================ =============
+    name             what                                         parameters
+    ================ ============================================ =============
+    hgrn-44m         HGRN, WikiText-103 (000 Table 1)             46,248,448
+    hgrn-real-d      real HGRN, state d (003 Table 1)             46,239,232
+    hgrn-real-2d     real HGRN, state 2d (003 Table 1)            45,462,016
+    hgrn-150m        HGRN on the Pile (000 Table 4)               153,647,616
+    hgrn-350m        the same; the shape of hgrn-379m             378,683,392
+    hgrn-379m        HGRN of 003 Table 3                          378,683,392
+    hgrn-1b          HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
+    hgrn2-44m        HGRN2, WikiText-103 (003 Table 5)            44,661,244
+    hgrn2-150m       HGRN2 on the Pile (003 Tables 7 and 13)      144,788,736
+    hgrn2-385m       the same (003 Tables 3 and 13)               385,476,608
+    hgrn2-1b         the same (003 Tables 7 and 13)               1,027,837,952
+    hgrn2-2.9b       the same (003 Tables 8 and 13)               2,983,536,640
+    hgrn2-756m       HGRN2 of 002 Table 4, fla's (+ 77,194,752)   756,820,992
+    transformer-386m Transformer++ (003 Table 3)                  385,504,256
+    pese-lr-4        HGRN, state 4d, low rank (003 Table 3)       385,236,992
+    pese-lr-8        the same, state 8d                           385,822,720
+    pese-glt-4       group linear transformation (003 Table 3)    385,556,480
+    pese-glti-4      the same with interaction                    385,557,728
+    pese-krp-4       Khatri-Rao product                           385,875,968
+    pese-kp-4        Kronecker product                            385,556,792
+    hgrn-vit-tiny    HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
+    hgrn-vit-small   HGRN in DeiT-small's frame (000 Table 7)     23,715,688
+    demo             byte-level model that two CPU cores train    2,698,752
+    ================ ============================================ =============
 
     The papers state parameters and losses, not every size: layers and widths of hgrn-150m and
     hgrn-1b are those that 003 Table 13 gives for 0.15 and 1 billion parameters, with GLUs of twice
@@ -136,6 +137,17 @@ def presets() -> dict[str, LMConfig]:
             glu_activation="silu",
             norm="rms",
             tied=False,
+        ),
+        "transformer-386m": LMConfig(
+            mixer="transformer",
+            mixer_options={"num_heads": 8},
+            vocab_size=50272,
+            dim=1024,
+            layers=26,
+            glu_hidden=2816,
+            glu_activation="silu",
+            norm="rms",
+            dropout=0.1,
         ),
         "pese-lr-4": _pese("lr", 4, rank=204),
         "pese-lr-8": _pese("lr", 8, rank=114),

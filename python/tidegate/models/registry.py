@@ -1,7 +1,8 @@
 """Which token mixers a configuration can name, and what it may tell them.
 
 Beside the calls that every token mixer has (`tidegate.nn`), models read four things of it:
-`bidirectional`, `takes_gamma`, `needs_gamma`, and, where it takes one, `gamma_size`.
+`bidirectional`, `takes_gamma`, `needs_gamma`, and, where it takes one, `gamma_size`; and, where its
+state grows with the tokens, `keeps_tokens`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..nn import HGRU, HGRU2, GatedLinearAttention
+from ..nn import HGRU, HGRU2, Attention, GatedLinearAttention
 
 # Names of the public surface; those without a class are not available in this version.
 KNOWN_MIXERS = (
@@ -33,6 +34,7 @@ _MIXERS: dict[str, type[nn.Module]] = {
     "hgrn": HGRU,
     "hgrn2": HGRU2,
     "gla": GatedLinearAttention,
+    "transformer": Attention,
 }
 _NOT_OPTIONS = ("self", "dim", "device", "dtype")
 
@@ -50,9 +52,14 @@ def mixer_class(name: str) -> type[nn.Module]:
     raise ValueError(f"LMConfig: mixer: {name!r} {what}; available: {', '.join(_MIXERS)}")
 
 
+def option_names(name: str) -> list[str]:
+    """The options of mixer `name` that a configuration can set."""
+    return [p for p in inspect.signature(mixer_class(name)).parameters if p not in _NOT_OPTIONS]
+
+
 def check_mixer_options(name: str, options: dict[str, Any]) -> None:
     """Raises ValueError for an option that the mixer's class does not have."""
-    known = [p for p in inspect.signature(mixer_class(name)).parameters if p not in _NOT_OPTIONS]
+    known = option_names(name)
     for key in options:
         if key not in known:
             raise ValueError(

@@ -8,10 +8,20 @@ place; ``state = mixer.init_state(batch, device=..., dtype=..., capacity=...)``.
 generator, and rebuilds buffers; constructing a module does the same.
 """
 
+from .attention import Attention, AttentionState
 from .gated_linear_attention import GatedLinearAttention, GLAState
 from .glu import GLU
 from .hgru import HGRU
 from .hgru2 import HGRU2
 from .lower_bounds import LowerBounds
 
-__all__ = ["GLU", "HGRU", "HGRU2", "GLAState", "GatedLinearAttention", "LowerBounds"]
+__all__ = [
+    "GLU",
+    "HGRU",
+    "HGRU2",
+    "Attention",
+    "AttentionState",
+    "GLAState",
+    "GatedLinearAttention",
+    "LowerBounds",
+]

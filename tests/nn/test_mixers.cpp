@@ -1,0 +1,183 @@
+// HGRU2, GatedLinearAttention and Attention from C++ alone; tests/python/test_parity.py holds every
+// option against Python.
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tidegate/nn/attention.h"
+#include "tidegate/nn/gated_linear_attention.h"
+#include "tidegate/nn/hgru2.h"
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+
+constexpr int64_t kDim = 8;
+
+Tensor randn(torch::IntArrayRef shape) { return at::randn(shape, at::kDouble); }
+
+HGRU2Options hgru2() { return HGRU2Options(kDim).num_heads(2).dtype(torch::kDouble); }
+
+GatedLinearAttentionOptions gla() {
+  return GatedLinearAttentionOptions(kDim).num_heads(2).dtype(torch::kDouble);
+}
+
+// A module and what it can do as a mixer.
+struct Mixer {
+  std::string name;
+  std::shared_ptr<torch::nn::Module> module;
+  TokenMixer* mixer;
+};
+
+template <typename Impl, typename Options>
+Mixer make(const std::string& name, const Options& options) {
+  const auto module = std::make_shared<Impl>(options);
+  return {name, module, module.get()};
+}
+
+std::vector<Mixer> causal_mixers() {
+  const auto normal = gla().gate("scalar").normalize(true);
+  return {
+      make<HGRU2Impl>("hgru2", hgru2()), make<HGRU2Impl>("hgru2 fla", hgru2().preset("fla")),
+      make<GatedLinearAttentionImpl>("gla", gla()),
+      make<GatedLinearAttentionImpl>("gla normal",
+                                     GatedLinearAttentionOptions(normal).feature_map("exp")),
+      make<AttentionImpl>("attention", AttentionOptions(kDim).num_heads(2).dtype(torch::kDouble))};
+}
+
+std::optional<Tensor> gamma_for(const TokenMixer& mixer) {
+  if (!mixer.takes_gamma()) return std::nullopt;
+  return at::linspace(0.0, 0.9, mixer.gamma_size(), at::kDouble);
+}
+
+void expect_refused(const std::function<void()>& use, const std::string& part) {
+  try {
+    use();
+    ADD_FAILURE() << "expected an error with: " << part;
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what_without_backtrace()).find(part), std::string::npos)
+        << error.what_without_backtrace();
+  }
+}
+
+// Equation 3 with a loop over time, for the default options.
+Tensor reference(HGRU2 mixer, const Tensor& x, const Tensor& gamma) {
+  const auto parts = mixer->in_proj->forward(x).unflatten(-1, {3, 2, kDim / 2}).unbind(-3);
+  const Tensor bound = gamma.view({2, kDim / 2});
+  const Tensor f = bound + (1 - bound) * at::sigmoid(parts[1]);
+  const Tensor q = at::sigmoid(parts[0]), v = at::silu(parts[2]);
+  Tensor state = at::zeros({x.size(0), 2, kDim / 2, kDim / 2}, at::kDouble);
+  std::vector<Tensor> outputs;
+  for (int64_t t = 0; t < x.size(1); ++t) {
+    const Tensor decay = f.select(1, t).unsqueeze(-1);
+    state = decay * state + (1 - decay) * v.select(1, t).unsqueeze(-2);
+    outputs.push_back((state * q.select(1, t).unsqueeze(-1)).sum(-2).flatten(1));
+  }
+  return mixer->out_proj->forward(mixer->norm->forward(at::stack(outputs, 1)));
+}
+
+TEST(Hgru2, EqualsItsEquation) {
+  torch::manual_seed(0);
+  HGRU2 mixer(hgru2());
+  const Tensor x = randn({2, 9, kDim}).requires_grad_();
+  const Tensor gamma = at::linspace(0.0, 0.9, kDim, at::kDouble).requires_grad_();
+  const auto [y, state] = mixer->forward(x, std::nullopt, gamma);
+  const Tensor expected = reference(mixer, x, gamma);
+  EXPECT_TRUE(at::allclose(y, expected, 1e-10, 1e-12));
+  std::vector<Tensor> targets = mixer->parameters();
+  targets.insert(targets.end(), {x, gamma});
+  const Tensor weight = randn(y.sizes());
+  const auto got = torch::autograd::grad({(y * weight).sum()}, targets);
+  const auto want = torch::autograd::grad({(expected * weight).sum()}, targets);
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_TRUE(at::allclose(got[i], want[i], 1e-8, 1e-10)) << i;
+  }
+}
+
+TEST(Mixers, StepsAndSplitsEqualTheWhole) {
+  for (const Mixer& it : causal_mixers()) {
+    torch::manual_seed(1);
+    const torch::NoGradGuard no_grad;
+    const Tensor x = randn({3, 7, kDim});
+    const auto gamma = gamma_for(*it.mixer);
+    const auto empty = [&] { return it.mixer->make_state(3, {}, {}, 7); };
+    const auto [y, last] = it.mixer->mix(x, empty(), gamma, {});
+    const auto [first, middle] = it.mixer->mix(x.narrow(1, 0, 4), empty(), gamma, {});
+    const auto [second, end] = it.mixer->mix(x.narrow(1, 4, 3), middle, gamma, {});
+    EXPECT_TRUE(at::allclose(at::cat({first, second}, 1), y, 1e-9, 1e-11)) << it.name;
+    const MixerState state = empty();
+    for (int64_t t = 0; t < x.size(1); ++t) {
+      const Tensor token = it.mixer->mix_step(x.select(1, t), state, gamma);
+      EXPECT_TRUE(at::allclose(token, y.select(1, t), 1e-9, 1e-11)) << it.name << t;
+    }
+    for (size_t i = 0; i < last.size(); ++i) {
+      EXPECT_TRUE(at::allclose(end[i], last[i], 1e-9, 1e-11)) << it.name;
+      EXPECT_TRUE(at::allclose(state[i], last[i], 1e-9, 1e-11)) << it.name;
+    }
+  }
+}
+
+TEST(Mixers, PackedSequencesAreSequencesOfTheirOwn) {
+  for (const Mixer& it : causal_mixers()) {
+    const Tensor x = randn({1, 6, kDim});
+    const Tensor bounds = at::tensor({0, 2, 2, 6}, at::kLong);
+    const auto gamma = gamma_for(*it.mixer);
+    const Tensor packed = std::get<0>(it.mixer->mix(x, {}, gamma, bounds));
+    const Tensor alone = std::get<0>(it.mixer->mix(x.narrow(1, 2, 4), {}, gamma, {}));
+    EXPECT_TRUE(at::allclose(packed.narrow(1, 2, 4), alone, 1e-9, 1e-11)) << it.name;
+  }
+}
+
+TEST(Mixers, GradientsReachEveryParameter) {
+  for (const Mixer& it : causal_mixers()) {
+    const Tensor x = randn({2, 5, kDim});
+    const Tensor y = std::get<0>(it.mixer->mix(x, {}, gamma_for(*it.mixer), {}));
+    (y * randn(y.sizes())).sum().backward();
+    for (const auto& item : it.module->named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined()) << it.name << item.key();
+      EXPECT_TRUE(item.value().grad().abs().sum().item<double>() > 0.0) << it.name << item.key();
+    }
+  }
+}
+
+TEST(Mixers, ClonesAreTheirOwn) {
+  for (const Mixer& it : causal_mixers()) {
+    const Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+    const auto copy = it.module->clone();
+    EXPECT_TRUE(at::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
+    const auto mine = it.module->named_parameters(), others = copy->named_parameters();
+    ASSERT_EQ(mine.size(), others.size());
+    for (const auto& item : mine) {
+      EXPECT_TRUE(at::equal(item.value(), others[item.key()])) << it.name << item.key();
+      EXPECT_NE(item.value().data_ptr(), others[item.key()].data_ptr()) << it.name << item.key();
+    }
+  }
+}
+
+TEST(Mixers, RefuseWhatCannotWork) {
+  expect_refused([] { HGRU2 bad(8, 3); }, "HGRU2: num_heads: expected a divisor of dim=8; got 3");
+  expect_refused([] { HGRU2 bad(HGRU2Options(8).expand_ratio(3)); }, "HGRU2: expand_ratio");
+  expect_refused([] { HGRU2 bad(HGRU2Options(8).preset("mine")); }, "HGRU2: preset");
+  expect_refused([] { GatedLinearAttention bad(8, 3); }, "key_dim: expected a multiple of");
+  expect_refused([] { GatedLinearAttention bad(gla().normalize(true)); }, "normalize=True, whose");
+  expect_refused([] { Attention bad(8, 8); }, "expected an even number of channels");
+  HGRU2 mixer(hgru2());
+  expect_refused([&] { mixer->forward(randn({2, 3, 5})); },
+                 "HGRU2: x: expected [B, T, dim=8]; got (2, 3, 5)");
+  expect_refused([&] { mixer->forward(randn({2, 3, 8}), randn({2, 4})); },
+                 "HGRU2: state: expected [N, 2, 4, 4]; got (2, 4)");
+  HGRU2 both(hgru2().bidirectional(true));
+  expect_refused([&] { both->init_state(2); }, "has no state");
+  GatedLinearAttention attention(gla());
+  expect_refused([&] { attention->forward(randn({2, 3, 8}), {}, randn({8})); }, "no lower bound");
+  Attention softmax(8, 2);
+  expect_refused([&] { softmax->init_state(2); }, "Attention: capacity");
+}
+
+}  // namespace
+}  // namespace tidegate::nn
