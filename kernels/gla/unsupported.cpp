@@ -1,16 +1,8 @@
+#include "kernels/common/limits.h"
 #include "kernels/gla/gla.h"
 
 namespace tidegate::kernels {
 namespace {
-
-// The kernels count steps, and the bytes from one row to the next, in 32 bits.
-constexpr int64_t kMaxTime = int64_t{1} << 30;
-constexpr int64_t kMaxRowBytes = int64_t{1} << 31;
-
-bool rows_too_far_apart(const HeadSeries& t) {
-  const int64_t bytes = t.stride_t * element_size(t.dtype);
-  return bytes >= kMaxRowBytes || bytes <= -kMaxRowBytes;
-}
 
 bool is_head_dim(int64_t dim) { return dim >= 1 && dim <= kMaxHeadDim; }
 
@@ -30,7 +22,7 @@ const char* gla_unsupported(const GlaParams& params) {
   if (params.v.dtype != params.q.dtype || (!logit && params.k.dtype != params.q.dtype)) {
     return "k and v must have q's dtype";
   }
-  if (params.gate.dtype != params.q.dtype && params.gate.dtype != state_dtype(params.q.dtype)) {
+  if (!gate_dtype_fits(params.gate.dtype, params.q.dtype)) {
     return "the gate must have q's dtype or the dtype of the state";
   }
   if (logit && params.gate_per_head) {
@@ -45,17 +37,7 @@ const char* gla_unsupported(const GlaParams& params) {
       rows_too_far_apart(params.o)) {
     return "rows of the time axis are 2^31 bytes or more apart";
   }
-  if (params.layout.batch < 0 || params.layout.time < 0 || params.layout.sequences < 0 ||
-      params.heads < 0) {
-    return "negative sizes";
-  }
-  if (params.layout.time > kMaxTime) {
-    return "more than 2^30 time steps";
-  }
-  if (params.layout.offsets != nullptr && params.layout.batch != 1) {
-    return "packed sequences need a batch of one";
-  }
-  return nullptr;
+  return params.heads < 0 ? "negative sizes" : layout_unsupported(params.layout);
 }
 
 }  // namespace tidegate::kernels

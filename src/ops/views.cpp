@@ -2,13 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include "kernels/common/limits.h"
+
 namespace tidegate::ops {
-namespace {
-
-/// How far apart the rows of a kernels::TimeSeries or HeadSeries may be.
-constexpr int64_t kMaxRowBytes = int64_t{1} << 31;
-
-}  // namespace
 
 kernels::DType kernel_dtype(at::ScalarType dtype) {
   switch (dtype) {
@@ -33,7 +29,7 @@ at::Tensor in_rows(const at::Tensor& tensor) {
   // The stride of a dimension of size one, or of an empty tensor, is never walked.
   const bool unit = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
   const bool reachable = tensor.dim() < 3 || tensor.size(1) <= 1 ||
-                         tensor.stride(1) * tensor.element_size() < kMaxRowBytes;
+                         tensor.stride(1) * tensor.element_size() < kernels::kMaxRowDistance;
   return unit && reachable ? tensor : tensor.contiguous();
 }
 
