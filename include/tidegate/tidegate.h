@@ -10,9 +10,11 @@
 #include <tidegate/nn/attention.h>
 #include <tidegate/nn/expansion.h>
 #include <tidegate/nn/gated_linear_attention.h>
+#include <tidegate/nn/gated_linear_rnn.h>
 #include <tidegate/nn/glu.h>
 #include <tidegate/nn/hgru.h>
 #include <tidegate/nn/hgru2.h>
+#include <tidegate/nn/init.h>
 #include <tidegate/nn/lower_bounds.h>
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>

@@ -69,12 +69,12 @@ def _add_train(commands: Any) -> None:
         "selective-copying, listops, mqar",
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
-    add("--recipe", help="named settings: hgrn-wikitext103 (HGRN, Table 16), demo")
+    add("--recipe", help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, demo")
     add("--quiet", action="store_true", default=False, help="no progress bar")
 
     model = parser.add_argument_group("model")
     model.add_argument("--preset", help="a paper's configuration, e.g. hgrn-44m")
-    model.add_argument("--mixer", help="token mixer, e.g. hgrn")
+    model.add_argument("--mixer", help="token mixer, e.g. hgrn; or one a layer: a,a,b")
     model.add_argument("--dim", type=int, help="width")
     model.add_argument("--layers", type=int)
     model.add_argument("--glu-hidden", type=int, help="hidden width of the channel mixer")
@@ -187,6 +187,8 @@ def settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     if "options" in given:
         train["task_options"] = dict(map(_task_option, given["options"]))
     model = {name: given[name] for name in _MODEL_FLAGS if name in given}
+    if "," in model.get("mixer", ""):
+        model["mixer"] = model["mixer"].split(",")
     for text in given.get("fields", []):
         _set_field(model, text)
     return train, model
@@ -244,11 +246,14 @@ def _train(options: argparse.Namespace) -> int:
 
 def _say_run(run: Any, out: str) -> None:
     """Says what is about to be trained."""
+    from .training.report import mixer_in_words
+
     trainer = run.trainer
     parameters = sum(p.numel() for p in trainer.model.parameters())
     config = run.model_config
     print(
-        f"{config.mixer}, {config.layers} layers of {config.dim}, {parameters:,} parameters, "
+        f"{mixer_in_words(config.mixer)}, {config.layers} layers of {config.dim}, "
+        f"{parameters:,} parameters, "
         f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
         file=sys.stderr,
     )

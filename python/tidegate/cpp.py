@@ -33,6 +33,7 @@ from .models import LMConfig, Output
 
 __all__ = [
     "GLU",
+    "GatedLinearRNN",
     "HGRU",
     "HGRU2",
     "Attention",
@@ -281,6 +282,12 @@ class _TupleStateMixer(_Mixer):
 
     def step(self, x: Tensor, state: Any, gamma: Tensor | None = None) -> Tensor:
         return super().step(x, _to_cpp(state), gamma)
+
+
+class GatedLinearRNN(_Mixer):
+    """tidegate::nn::GatedLinearRNN; see `tidegate.nn.GatedLinearRNN`."""
+
+    _native = _cpp.cpp.GatedLinearRNN
 
 
 class HGRU(_Mixer):

@@ -22,7 +22,9 @@ __all__ = [
     "hgrn2_step",
     "hgru",
     "hgru_step",
+    "init_chrono_",
     "init_constant_",
+    "init_gumbel_softmax_",
     "init_normal_",
     "init_rope_theta_",
     "init_uniform_",
@@ -324,6 +326,20 @@ def init_normal_(p: Tensor, mean: float, std: float) -> Tensor:
 def init_constant_(p: Tensor, value: float) -> Tensor:
     """``p = value``; see :func:`init_uniform_`."""
     fill(p, lambda t: torch.ops.tidegate.init_constant_(t, value))
+    return p
+
+
+def init_chrono_(p: Tensor, t_max: int) -> Tensor:
+    """``p = log u, u ~ U[1, t_max - 1)``, t_max of 2 or more; see :func:`init_uniform_`, and
+    `tidegate.nn.init` for what it is for."""
+    fill(p, lambda t: torch.ops.tidegate.init_chrono_(t, t_max))
+    return p
+
+
+def init_gumbel_softmax_(p: Tensor, d: int, alpha: float, tau: float) -> Tensor:
+    """``p = (alpha + log u - log(1 - u)) / tau, u ~ U[1/d, 1 - 1/d)``, d of 2 or more, tau above 0;
+    see :func:`init_uniform_`, and `tidegate.nn.init` for what it is for."""
+    fill(p, lambda t: torch.ops.tidegate.init_gumbel_softmax_(t, d, alpha, tau))
     return p
 
 

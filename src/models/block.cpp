@@ -2,6 +2,7 @@
 #include "tidegate/models/safetensors.h"
 
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -106,23 +107,44 @@ Backbone::Backbone(LMConfig given, const nn::Placement& placement)
 void Backbone::register_children(torch::nn::Module& model) {
   const nn::UndrawnGuard undrawn;
   blocks = model.register_module("blocks", torch::nn::ModuleList());
-  for (int64_t k = 0; k < config.layers; ++k) blocks->push_back(Block(config, placement_));
-  const nn::TokenMixer& mixer = block(0).mixer();
+  for (int64_t k = 0; k < config.layers; ++k) {
+    blocks->push_back(Block(config.of_layer(k), placement_));
+  }
   lower_bounds = nullptr;
-  if (config.lower_bound != "none" && mixer.takes_gamma()) {
+  if (const int64_t width = bounds_width()) {
     lower_bounds = model.register_module(
-        "lower_bounds", nn::LowerBounds(nn::LowerBoundsOptions(config.layers, mixer.gamma_size())
+        "lower_bounds", nn::LowerBounds(nn::LowerBoundsOptions(config.layers, width)
                                             .mode(config.lower_bound)
                                             .device(placement_.device)
                                             .dtype(placement_.dtype)));
-  } else {
-    TORCH_CHECK_VALUE(!mixer.needs_gamma(),
-                      "LMConfig: lower_bound: expected 'cumulative', 'independent' or "
-                      "'decreasing' with forget_gate='bound', whose forget gate is the bound; got "
-                      "'none'");
   }
   norm = model.register_module(
       "norm", make_norm(config.final_norm.value_or(config.norm), config, placement_));
+}
+
+// How wide the lower bounds are; zero where there are none.
+int64_t Backbone::bounds_width() const {
+  std::set<int64_t> widths;
+  bool is_needed = false;
+  for (size_t k = 0; k < blocks->size(); ++k) {
+    const nn::TokenMixer& mixer = block(k).mixer();
+    if (mixer.takes_gamma()) widths.insert(mixer.gamma_size());
+    is_needed = is_needed || mixer.needs_gamma();
+  }
+  if (config.lower_bound == "none" || widths.empty()) {
+    TORCH_CHECK_VALUE(!is_needed,
+                      "LMConfig: lower_bound: expected 'cumulative', 'independent' or "
+                      "'decreasing' with forget_gate='bound', whose forget gate is the bound; got "
+                      "'none'");
+    return 0;
+  }
+  std::string names;
+  for (const int64_t width : widths) names += (names.empty() ? "" : ", ") + std::to_string(width);
+  TORCH_CHECK_VALUE(widths.size() == 1,
+                    "LMConfig: lower_bound: expected 'none', or mixers whose bounds have one "
+                    "width; got widths ",
+                    names);
+  return *widths.begin();
 }
 
 void Backbone::reset_children() {
@@ -137,7 +159,9 @@ std::vector<std::optional<Tensor>> Backbone::gammas() const {
   std::vector<std::optional<Tensor>> gammas(blocks->size());
   if (lower_bounds) {
     const auto rows = lower_bounds.ptr()->forward().unbind(0);
-    gammas.assign(rows.begin(), rows.end());
+    for (size_t k = 0; k < rows.size(); ++k) {
+      if (block(k).mixer().takes_gamma()) gammas[k] = rows[k];
+    }
   }
   return gammas;
 }

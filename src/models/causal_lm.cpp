@@ -64,9 +64,11 @@ CausalLMImpl::CausalLMImpl(const LMConfig& config, const nn::Placement& placemen
 
 void CausalLMImpl::reset() {
   register_children(*this);
-  TORCH_CHECK_VALUE(!block(0).mixer().is_bidirectional(),
-                    "CausalLM: mixer_options: expected bidirectional=False: a causal model must "
-                    "not see later tokens; got True");
+  for (size_t k = 0; k < blocks->size(); ++k) {
+    TORCH_CHECK_VALUE(!block(k).mixer().is_bidirectional(),
+                      "CausalLM: mixer_options: expected bidirectional=False: a causal model must "
+                      "not see later tokens; got True");
+  }
   embedding =
       register_module("embedding", nn::make_embedding(*config.vocab_size, config.dim, placement_));
   if (!config.tied) {

@@ -23,6 +23,7 @@ void visit_fields(Config& config, const Visit& visit) {
   visit("dim", config.dim);
   visit("layers", config.layers);
   visit("mixer_options", config.mixer_options);
+  visit("layer_options", config.layer_options);
   visit("glu_hidden", config.glu_hidden);
   visit("glu_activation", config.glu_activation);
   visit("glu_bias", config.glu_bias);
@@ -61,9 +62,32 @@ Json to_value(const MixerOptions& options) {
   return object;
 }
 
+Json to_value(const MixerNames& names) {
+  return std::visit([](const auto& held) { return Json(held); }, names);
+}
+
+Json to_value(const std::vector<MixerOptions>& layers) {
+  Json list = Json::array();
+  for (const MixerOptions& options : layers) list.push_back(to_value(options));
+  return list;
+}
+
 void from_value(const std::string& field, const Json& json, std::string& value) {
   if (!json.is_string()) bad(field, "a string", json);
   value = json.get<std::string>();
+}
+
+void from_value(const std::string& field, const Json& json, MixerNames& value) {
+  const bool is_list =
+      json.is_array() &&
+      std::all_of(json.begin(), json.end(), [](const Json& name) { return name.is_string(); });
+  if (is_list) {
+    value = json.get<std::vector<std::string>>();
+  } else if (json.is_string()) {
+    value = json.get<std::string>();
+  } else {
+    bad(field, "a name, or a list of names", json);
+  }
 }
 
 void from_value(const std::string& field, const Json& json, bool& value) {
@@ -110,6 +134,12 @@ void from_value(const std::string& field, const Json& json, MixerOptions& option
   }
 }
 
+void from_value(const std::string& field, const Json& json, std::vector<MixerOptions>& layers) {
+  if (!json.is_array()) bad(field, "a list of objects", json);
+  layers.clear();
+  for (const Json& item : json) from_value(field, item, layers.emplace_back());
+}
+
 void check_positive(const char* field, std::optional<int64_t> value) {
   TORCH_CHECK_VALUE(value.value_or(1) >= 1, "LMConfig: ", field,
                     ": expected a positive integer; got ", *value);
@@ -143,7 +173,38 @@ void LMConfig::validate() const {
                     dropout);
   TORCH_CHECK_VALUE(norm_eps > 0.0, "LMConfig: norm_eps: expected a positive number; got ",
                     norm_eps);
-  check_mixer_options(mixer, mixer_options);
+  const auto* names = std::get_if<std::vector<std::string>>(&mixer);
+  TORCH_CHECK_VALUE(!names || static_cast<int64_t>(names->size()) == layers,
+                    "LMConfig: mixer: expected a name, or a list of one for each of the ", layers,
+                    " layers; got ", names ? names->size() : 1, " names");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(layer_options.size()) <= layers,
+                    "LMConfig: layer_options: expected a list of at most ", layers,
+                    " dictionaries, one a layer; got ", layer_options.size());
+  for (int64_t k = 0; k < layers; ++k) {
+    const LMConfig layer = of_layer(k);
+    check_mixer_options(std::get<std::string>(layer.mixer), layer.mixer_options);
+  }
+}
+
+LMConfig LMConfig::of_layer(int64_t layer) const {
+  LMConfig config = *this;
+  if (const auto* names = std::get_if<std::vector<std::string>>(&mixer)) {
+    config.mixer = names->at(layer);
+  }
+  config.layer_options.clear();
+  if (layer >= static_cast<int64_t>(layer_options.size())) return config;
+  for (const auto& [name, value] : layer_options[layer]) {
+    auto& options = config.mixer_options;
+    const auto found =
+        std::find_if(options.begin(), options.end(),
+                     [&, &wanted = name](const auto& option) { return option.first == wanted; });
+    if (found == options.end()) {
+      options.emplace_back(name, value);
+    } else {
+      found->second = value;
+    }
+  }
+  return config;
 }
 
 std::string LMConfig::to_json() const {

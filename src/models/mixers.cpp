@@ -2,6 +2,7 @@
 
 #include "tidegate/nn/attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
+#include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
 
@@ -57,6 +58,8 @@ void visit_options(nn::HGRUOptions& options, const Visit& visit) {
   visit("expand", options.expand());
   visit("expansion", options.expansion());
   visit("rank", options.rank());
+  visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
   visit("bidirectional", options.bidirectional());
   visit("preset", options.preset());
   visit("bias", options.bias());
@@ -100,6 +103,13 @@ void visit_options(nn::AttentionOptions& options, const Visit& visit) {
   visit("window", options.window());
 }
 
+template <typename Visit>
+void visit_options(nn::GatedLinearRNNOptions& options, const Visit& visit) {
+  visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
+  visit("lower_bound", options.lower_bound());
+}
+
 // A mixer that configurations can name.
 struct Mixer {
   const char* name;
@@ -141,6 +151,7 @@ constexpr Mixer kMixers[] = {
     describe<nn::HGRU2Impl, nn::HGRU2Options>("hgrn2"),
     describe<nn::GatedLinearAttentionImpl, nn::GatedLinearAttentionOptions>("gla"),
     describe<nn::AttentionImpl, nn::AttentionOptions>("transformer"),
+    describe<nn::GatedLinearRNNImpl, nn::GatedLinearRNNOptions>("gated-linear-rnn"),
 };
 
 std::string joined(const std::vector<std::string>& names) {
@@ -179,8 +190,13 @@ void check_mixer_options(const std::string& mixer, const MixerOptions& options) 
 
 std::shared_ptr<torch::nn::Module> make_mixer(const LMConfig& config,
                                               const nn::Placement& placement) {
-  check_mixer_options(config.mixer, config.mixer_options);
-  return find_mixer(config.mixer).make(config, placement);
+  const auto* name = std::get_if<std::string>(&config.mixer);
+  TORCH_CHECK_VALUE(name && config.layer_options.empty(),
+                    "Block: config: expected one layer's, as LMConfig.of_layer() gives it; got a "
+                    "list of ",
+                    config.layer_options.empty() ? "mixers" : "layer_options");
+  check_mixer_options(*name, config.mixer_options);
+  return find_mixer(*name).make(config, placement);
 }
 
 }  // namespace tidegate::models

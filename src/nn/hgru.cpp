@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "src/nn/common.h"
+#include "src/nn/gate_init.h"
 
 namespace tidegate::nn {
 namespace {
@@ -67,7 +68,22 @@ void HGRUImpl::check_options() const {
   TORCH_CHECK_VALUE(options.forget_gate() != "none" || options.input_gate() != "tied",
                     "HGRU: input_gate: expected 'free' or 'none' with forget_gate='none': the tied "
                     "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'");
+  check_gate_options();
   check_choice("HGRU", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
+}
+
+void HGRUImpl::check_gate_options() const {
+  const bool has_data = options.forget_gate() == "data";
+  TORCH_CHECK_VALUE(has_data || !options.gate_init(),
+                    "HGRU: gate_init: expected None unless forget_gate='data', whose logits it "
+                    "changes; got '",
+                    options.gate_init().value_or(""), "'");
+  TORCH_CHECK_VALUE(has_data || !options.gumbel_gate(),
+                    "HGRU: gumbel_gate: expected None unless forget_gate='data', whose logits it "
+                    "changes; got ",
+                    options.gumbel_gate().value_or(0.0));
+  if (options.gate_init()) parse_gate_init("HGRU", *options.gate_init(), channels());
+  check_gumbel_gate("HGRU", options.gumbel_gate());
 }
 
 void HGRUImpl::check_expansion() const {
@@ -109,6 +125,10 @@ void HGRUImpl::reset() {
     in_proj =
         register_module("in_proj", make_linear(options.dim(), rows, *options.bias(), placement));
   }
+  if (options.gate_init() && !*options.bias()) {
+    const int64_t gates = options.input_gate() == "free" ? 2 : 1;
+    gate_bias = register_parameter("gate_bias", make_empty({gates * s}, placement));
+  }
   if (options.theta() == "learned" || options.theta() == "fixed") {
     const Tensor empty = options.bidirectional() ? make_empty_wide({2, s}, placement)
                                                  : make_empty_wide({s}, placement);
@@ -132,6 +152,18 @@ void HGRUImpl::reset_parameters() {
   } else {
     reset_linear(in_proj);
   }
+  const int64_t s = channels();
+  const Tensor bias = expansion ? expansion->bias : in_proj->bias;
+  if (options.gate_init() && bias.defined()) {
+    const Tensor rows = bias.detach().view(-1);
+    const int64_t i = state_size() + s + (options.output_gate() ? state_size() : 0);
+    draw_gates(rows.narrow(0, state_size(), s),
+               options.input_gate() == "free" ? rows.narrow(0, i, s) : Tensor());
+  }
+  if (gate_bias.defined()) {
+    const auto rows = gate_bias.detach().split(s);
+    draw_gates(rows[0], rows.size() > 1 ? rows[1] : Tensor());
+  }
   Tensor phases = theta.defined() ? theta.detach() : Tensor();
   if (!phases.defined() && theta_rows() > 0 && in_proj->bias.defined()) {
     phases = in_proj->bias.detach().slice(0, -theta_rows());
@@ -141,6 +173,12 @@ void HGRUImpl::reset_parameters() {
   }
   norm->reset_parameters();
   reset_linear(out_proj);
+}
+
+// The bias of f by gate_init, and its negative for i where there is one.
+void HGRUImpl::draw_gates(const Tensor& f, const Tensor& i) const {
+  parse_gate_init("HGRU", *options.gate_init(), channels()).draw(f, options.dim());
+  if (i.defined()) i.copy_(f).neg_();
 }
 
 Tensor HGRUImpl::init_state(int64_t batch, std::optional<torch::Device> device,
@@ -162,7 +200,10 @@ std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTens
     refuse_bidirectional("a state");
     check_state(*state);
   }
-  const Parts parts = project(x);
+  Parts parts = project(x);
+  if (options.gumbel_gate() && is_training()) {
+    parts.f = gumbel_gate(parts.f, *options.gumbel_gate());
+  }
   if (options.bidirectional()) {
     const auto [ahead, first] = recur(parts, gamma, std::nullopt, 0, cu_seqlens);
     const auto [back, last] = recur(parts, gamma, std::nullopt, 1, cu_seqlens);
@@ -228,6 +269,11 @@ HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
   parts.g = take(options.output_gate(), state_size());
   parts.i = take(options.input_gate() == "free", channels());
   parts.theta = take(theta_rows() > 0, theta_rows());
+  if (gate_bias.defined()) {
+    const auto rows = gate_bias.to(all.scalar_type()).split(channels());
+    parts.f = parts.f + rows[0];
+    if (rows.size() > 1) parts.i = parts.i + rows[1];
+  }
   return parts;
 }
 

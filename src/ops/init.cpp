@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "src/ops/checks.h"
@@ -44,6 +45,32 @@ void constant_kernel(at::Tensor& p, double value) {
   fill("init_constant_", p, [=](at::Tensor& values) { values.fill_(value); });
 }
 
+// Each of the uniform numbers in `values` through `map`, in double.
+template <class Map>
+void transform(at::Tensor& values, const Map& map) {
+  float* data = values.mutable_data_ptr<float>();
+  std::transform(data, data + values.numel(), data,
+                 [&](float u) { return static_cast<float>(map(static_cast<double>(u))); });
+}
+
+void chrono_kernel(at::Tensor& p, int64_t t_max) {
+  TORCH_CHECK(t_max >= 2, "init_chrono_: t_max must be at least 2, got ", t_max);
+  fill("init_chrono_", p, [=](at::Tensor& values) {
+    values.uniform_(1.0, static_cast<double>(t_max - 1));
+    transform(values, [](double u) { return std::log(u); });
+  });
+}
+
+void gumbel_softmax_kernel(at::Tensor& p, int64_t d, double alpha, double tau) {
+  TORCH_CHECK(d >= 2, "init_gumbel_softmax_: d must be at least 2, got ", d);
+  TORCH_CHECK(tau > 0, "init_gumbel_softmax_: tau must be above 0, got ", tau);
+  const double least = 1.0 / static_cast<double>(d);
+  fill("init_gumbel_softmax_", p, [=](at::Tensor& values) {
+    values.uniform_(least, 1.0 - least);
+    transform(values, [=](double u) { return (alpha + std::log(u) - std::log1p(-u)) / tau; });
+  });
+}
+
 void rope_theta_kernel(at::Tensor& p) {
   TORCH_CHECK(p.dim() == 1, "init_rope_theta_: p must have shape [D], got ", p.sym_sizes());
   fill("init_rope_theta_", p, [](at::Tensor& values) {
@@ -71,6 +98,10 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
                               "init_normal_");
   define_init<&constant_kernel>(m, "init_constant_(Tensor(a!) p, float value) -> ()",
                                 "init_constant_");
+  define_init<&chrono_kernel>(m, "init_chrono_(Tensor(a!) p, int t_max) -> ()", "init_chrono_");
+  define_init<&gumbel_softmax_kernel>(
+      m, "init_gumbel_softmax_(Tensor(a!) p, int d, float alpha, float tau) -> ()",
+      "init_gumbel_softmax_");
   define_init<&rope_theta_kernel>(m, "init_rope_theta_(Tensor(a!) p) -> ()", "init_rope_theta_");
 }
 
@@ -91,6 +122,16 @@ void init_normal_(at::Tensor p, double mean, double std) {
 void init_constant_(at::Tensor p, double value) {
   ops::check_given("init_constant_", "p", p);
   ops::call_op<&ops::constant_kernel>("tidegate::init_constant_", p, value);
+}
+
+void init_chrono_(at::Tensor p, int64_t t_max) {
+  ops::check_given("init_chrono_", "p", p);
+  ops::call_op<&ops::chrono_kernel>("tidegate::init_chrono_", p, t_max);
+}
+
+void init_gumbel_softmax_(at::Tensor p, int64_t d, double alpha, double tau) {
+  ops::check_given("init_gumbel_softmax_", "p", p);
+  ops::call_op<&ops::gumbel_softmax_kernel>("tidegate::init_gumbel_softmax_", p, d, alpha, tau);
 }
 
 void init_rope_theta_(at::Tensor p) {

@@ -107,6 +107,27 @@ TEST(Config, SurvivesItsJson) {
       std::string::npos);
 }
 
+TEST(Config, LayersMayDiffer) {
+  LMConfig config = small();
+  config.mixer = std::vector<std::string>{"gated-linear-rnn", "hgrn"};
+  config.layer_options = {{{"gate_init", "chrono:9"}}, {{"complex", false}}};
+  EXPECT_EQ(LMConfig::from_json(config.to_json()), config);
+  EXPECT_EQ(std::get<std::string>(config.of_layer(1).mixer), "hgrn");
+  CausalLM model(config);
+  EXPECT_FALSE(model->block(0).mixer().takes_gamma());
+  EXPECT_FALSE(model->gammas()[0].has_value());
+  EXPECT_EQ(model->gammas()[1]->size(0), 8);
+  const Tensor ids = at::arange(10, at::kLong).unsqueeze(0);
+  EXPECT_EQ(model->generate(ids, GenerateOptions(3)).size(1), 13);
+  config.layers = 3;
+  EXPECT_NE(message_of([&] { config.validate(); }).find("one for each of the 3 layers; got 2"),
+            std::string::npos);
+  config = small();
+  config.layer_options.resize(3);
+  EXPECT_NE(message_of([&] { config.validate(); }).find("expected a list of at most 2"),
+            std::string::npos);
+}
+
 TEST(CausalLm, LearnsASequence) {
   torch::manual_seed(0);
   CausalLM model(small());

@@ -5,14 +5,17 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/serialize.h>
 
+#include <cmath>
 #include <complex>
 #include <functional>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/glu.h"
 #include "tidegate/nn/hgru.h"
+#include "tidegate/nn/init.h"
 #include "tidegate/nn/lower_bounds.h"
 
 namespace tidegate::nn {
@@ -258,6 +261,50 @@ TEST(LowerBounds, StartAtTheirPlacesAndNeverReachOne) {
     EXPECT_GE(extreme->forward().min().item<float>(), 0.0F) << mode;
   }
   expect_refused([] { LowerBounds bad(LowerBoundsOptions(2, 2).mode("up")); }, "LowerBounds: mode");
+}
+
+TEST(GateInit, DrawsWhatItsNameSays) {
+  const auto drawn = [](const auto& draw) {
+    torch::manual_seed(5);
+    Tensor p = at::empty({50});
+    draw(p);
+    return p;
+  };
+  const Tensor ugi = drawn([](const Tensor& p) { init::ugi_(p); });
+  const Tensor gates = at::sigmoid(ugi);
+  EXPECT_GE(gates.min().item<float>(), 0.02F - 1e-6F);
+  EXPECT_LE(gates.max().item<float>(), 0.98F + 1e-6F);
+  EXPECT_TRUE(at::equal(
+      ugi, drawn([](const Tensor& p) { init::gumbel_softmax_(p, std::nullopt, 0.0, 1.0); })));
+  EXPECT_TRUE(at::allclose(drawn([](const Tensor& p) { init::gumbel_softmax_(p); }), 2 * ugi));
+  const Tensor chrono = drawn([](const Tensor& p) { init::chrono_(p, 100); });
+  EXPECT_GE(chrono.min().item<float>(), 0.0F);
+  EXPECT_LE(chrono.max().item<float>(), std::log(99.0F) + 1e-5F);
+  EXPECT_LE(drawn([](const Tensor& p) { init::standard_(p, 100); }).abs().max().item<float>(),
+            0.1F);
+  const HGRU mixer(HGRUOptions(4).preset("fla").gate_init("chrono:9"));
+  EXPECT_EQ(mixer->gate_bias.sizes(), at::IntArrayRef({4}));
+  EXPECT_GE(mixer->gate_bias.min().item<float>(), 0.0F);
+  expect_refused([] { HGRU bad(HGRUOptions(4).gate_init("chrono:0")); },
+                 "HGRU: gate_init: expected 'standard', 'ugi', 'chrono:T_max'");
+}
+
+TEST(GatedLinearRnn, StepsEqualTheEquations) {
+  torch::manual_seed(0);
+  const torch::NoGradGuard no_grad;
+  GatedLinearRNN mixer(GatedLinearRNNOptions(kDim).gate_init("ugi").dtype(torch::kDouble));
+  const Tensor x = randn({2, 6, kDim});
+  const auto [y, last] = mixer->forward(x);
+  const Tensor rows = at::linear(x, mixer->in_proj->weight, mixer->in_proj->bias);
+  const Tensor z = at::sigmoid(rows.narrow(-1, 0, kDim)), entering = rows.narrow(-1, kDim, kDim);
+  Tensor h = at::zeros({2, kDim}, at::kDouble), state = mixer->init_state(2);
+  for (int64_t t = 0; t < x.size(1); ++t) {
+    h = z.select(1, t) * h + (1 - z.select(1, t)) * entering.select(1, t);
+    EXPECT_TRUE(at::allclose(y.select(1, t), h, 1e-9, 1e-11));
+    EXPECT_TRUE(at::allclose(mixer->step(x.select(1, t), state), h, 1e-9, 1e-11));
+  }
+  EXPECT_TRUE(at::allclose(last, h, 1e-9, 1e-11));
+  EXPECT_TRUE(at::allclose(state, h, 1e-9, 1e-11));
 }
 
 TEST(Modules, DrawNothingOnMeta) {

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tidegate.models import (
+    Block,
     CausalLM,
     ImageClassifier,
     LMConfig,
@@ -18,6 +19,7 @@ from tidegate.models import (
     mixers,
     presets,
 )
+from tidegate.nn import GatedLinearRNN
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=8, layers=3, glu_hidden=12)
 VARIANTS = {
@@ -38,6 +40,10 @@ VARIANTS = {
     "gla-normal": SMALL.replace(
         mixer="gla",
         mixer_options={"gate": "scalar", "normalize": True, "feature_map": "elu+1"},
+    ),
+    "layers": SMALL.replace(
+        mixer=["gated-linear-rnn", "hgrn", "hgrn"],
+        layer_options=[{"gate_init": "ugi"}, {"complex": False}],
     ),
 }
 
@@ -92,6 +98,24 @@ def test_json_round_trip(config):
             "mixer 'hgrn' has no option 'heads'; it has complex, theta",
         ),
         ([1], r"LMConfig: JSON: expected an object; got \[1\]"),
+        (
+            {"mixer": ["hgrn", "hgrn"]},
+            r"mixer: expected a name, or a list of one for each of the 4 layers; got \['hgrn', 'hg",
+        ),
+        ({"mixer": 3}, "LMConfig: mixer: expected a name, or a list of one for each .*; got 3"),
+        ({"mixer": ["hgrn", "hgrn", "hgrn", "lstm"]}, "mixer: 'lstm' is unknown"),
+        (
+            {"mixer": "hgrn", "layer_options": [{}] * 5},
+            "layer_options: expected a list of at most 4 dictionaries, one a layer; got",
+        ),
+        (
+            {"mixer": "hgrn", "layer_options": {"expand": 2}},
+            "layer_options: expected a list of at most 4",
+        ),
+        (
+            {"mixer": "hgrn", "layer_options": [{}, {"heads": 2}]},
+            "mixer 'hgrn' has no option 'heads'",
+        ),
     ],
     ids=str,
 )
@@ -105,8 +129,26 @@ def test_bad_json():
         LMConfig.from_json("{")
 
 
+def test_layers_may_differ():
+    config = VARIANTS["layers"].replace(mixer_options={})
+    model = make(config)
+    first, second, third = (block.mixer for block in model.blocks)
+    assert isinstance(first, GatedLinearRNN)
+    assert (first.gate_init, second.complex, third.complex) == ("ugi", False, True)
+    gammas = model.gammas()
+    assert gammas[0] is None
+    assert gammas[2].shape == (8,)
+    assert config.of_layer(1).mixer_options == {"complex": False}
+    over = SMALL.replace(mixer_options={"complex": False}, layer_options=[{"complex": True}])
+    assert over.of_layer(0).mixer_options == {"complex": True}
+    assert over.of_layer(2).mixer_options == {"complex": False}
+    copy = config.replace()
+    copy.layer_options[0]["gate_init"] = "standard"
+    assert config.layer_options[0]["gate_init"] == "ugi"
+
+
 def test_registry():
-    assert list(mixers()) == ["hgrn", "hgrn2", "gla", "transformer"]
+    assert list(mixers()) == ["hgrn", "hgrn2", "gla", "transformer", "gated-linear-rnn"]
     assert LMConfig().mixer == "hgrn2"
     assert CausalLM(LMConfig(), device="meta").blocks[0].mixer.num_heads == 2
 
@@ -122,6 +164,19 @@ def test_registry():
             {"mixer_options": {"forget_gate": "bound"}, "lower_bound": "none"},
             "LMConfig: lower_bound: expected 'cumulative'",
         ),
+        (
+            CausalLM,
+            {"layer_options": [{}, {"expand": 2}]},
+            "lower_bound: expected 'none', or mixers whose bounds have one width; got widths 8, 16",
+        ),
+        (CausalLM, {"layer_options": [{}, {"bidirectional": True}]}, "expected bidirectional=Fals"),
+        (
+            CausalLM,
+            {"lower_bound": "none", "layer_options": [{}, {"forget_gate": "bound"}]},
+            "LMConfig: lower_bound: expected 'cumulative'",
+        ),
+        (Block, {"layer_options": [{}]}, "Block: config: expected one layer's.*of layer_options"),
+        (Block, {"mixer": ["hgrn"] * 3}, "Block: config: expected one layer's.*list of mixers"),
         (SequenceClassifier, {}, "SequenceClassifier: num_classes"),
         (SequenceClassifier, {"num_classes": 2, "vocab_size": None}, "Classifier: vocab_size"),
         (ImageClassifier, {}, "ImageClassifier: num_classes"),

@@ -17,6 +17,8 @@ INITIALISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": lambda p: ops.init_uniform_(p, -0.25, 0.75),
     "normal": lambda p: ops.init_normal_(p, 1.5, 0.5),
     "constant": lambda p: ops.init_constant_(p, 0.3),
+    "chrono": lambda p: ops.init_chrono_(p, 100),
+    "gumbel": lambda p: ops.init_gumbel_softmax_(p, 40, 0.5, 0.7),
     "rope": lambda p: ops.init_rope_theta_(p),
 }
 
@@ -28,6 +30,11 @@ def expected(name: str, size: int) -> Tensor:
         return torch.empty(size).uniform_(-0.25, 0.75)
     if name == "normal":
         return torch.empty(size).normal_(1.5, 0.5)
+    if name == "chrono":
+        return torch.empty(size).uniform_(1, 99).double().log().float()
+    if name == "gumbel":
+        u = torch.empty(size).uniform_(1 / 40, 1 - 1 / 40).double()
+        return ((0.5 + u.log() - (-u).log1p()) / 0.7).float()
     if name == "constant":
         return torch.full((size,), 0.3)
     return (10000.0 ** (-2.0 * torch.arange(size, dtype=torch.float64) / size)).float()

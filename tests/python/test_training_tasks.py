@@ -358,6 +358,23 @@ def test_flags_left_out_keep_the_runs_options(tmp_path, capsys):
     assert "holds a run of another configuration" in capsys.readouterr().err
 
 
+def test_the_copying_recipe_names_its_model(tmp_path):
+    changes = ["--set", "mixer_options.gate_init=ugi"]
+    changes += ["--set", 'layer_options=[{"gate_init": "gumbel-softmax"}]']
+    changes += ["--dim=8", "--layers=2", "--steps=2", "--batch-size=2", "--device=cpu", "--quiet"]
+    out = tmp_path / "run"
+    train = ["train", "copying", "--task", "dummies=3", "--recipe=copying", "--out", str(out)]
+    assert cli.main([*train, *changes]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["model"]["mixer"] == "gated-linear-rnn"
+    assert config["model"]["vocab_size"] == 10
+    assert config["train"]["lr"] == 1e-4
+    model = load_trained(str(out), "cpu").model
+    assert [b.mixer.gate_init for b in model.blocks] == ["gumbel-softmax", "ugi"]
+    assert (out / "forget_gates.png").exists()
+    assert cli.main(["train", "--out", str(out), "--quiet"]) == 0
+
+
 # What is refused
 
 

@@ -101,7 +101,29 @@ def _hgru_arguments() -> list[Arguments]:
         options = dict(zip(names, path, strict=True))
         options |= dict(zip(("expand", "output_gate", "bias", "norm"), width, strict=True))
         cases.append(((3,), options))
-    return cases + _hgru_expansions() + _hgru_mistakes()
+    return cases + _hgru_expansions() + _hgru_gates() + _hgru_mistakes()
+
+
+GATE_INITS = ("standard", "ugi", "chrono:30", "gumbel-softmax", "gumbel-softmax:-1.5:0.25")
+
+
+def _hgru_gates() -> list[Arguments]:
+    """Every way that a forget gate starts with every place that its bias has, and Gumbel-Gate."""
+    places = itertools.product(
+        (
+            {"complex": False},
+            {"theta": "data", "output_gate": False},
+            {"expand": 2, "bidirectional": True},
+            {"expansion": "kp", "expand": 2},
+        ),
+        (True, False),
+        ("tied", "free"),
+    )
+    cases: list[Arguments] = []
+    for kind, (place, bias, entering) in zip(itertools.cycle(GATE_INITS), places, strict=False):
+        options = {"gate_init": kind, "bias": bias, "input_gate": entering, **place}
+        cases += [((4,), options), ((4,), {**options, "gumbel_gate": 0.9})]
+    return [*cases, ((1,), {"gate_init": "ugi"}), ((1,), {"gate_init": "chrono:9"})]
 
 
 def _hgru_expansions() -> list[Arguments]:
@@ -137,6 +159,12 @@ def _hgru_mistakes() -> list[Arguments]:
         {"rank": 2},
         {"expansion": "krp", "complex": True},
         {"expansion": "naive", "theta": "learned"},
+        {"gate_init": "UGI"},
+        {"gate_init": "chrono:1"},
+        {"gate_init": "gumbel-softmax:1"},
+        {"gate_init": "ugi", "forget_gate": "bound"},
+        {"gumbel_gate": -0.5},
+        {"gumbel_gate": 0.5, "forget_gate": "bound"},
         {"complex": False, "theta": "learned"},
         {"preset": "fla", "theta": "fixed"},
         {"forget_gate": "none"},
@@ -257,6 +285,17 @@ def _attention_inputs(module, device, dtype, variant):
     return [x[:, 3:], state], {}
 
 
+# GatedLinearRNN
+
+
+def _gated_linear_rnn_arguments() -> list[Arguments]:
+    options = itertools.product(GATE_INITS, (None, 0.9), (False, True))
+    names = ("gate_init", "gumbel_gate", "lower_bound")
+    cases = [((3,), dict(zip(names, values, strict=True))) for values in options]
+    wrong = [{"gate_init": "zero"}, {"gumbel_gate": -1.5}]
+    return [*cases, ((0,), {}), ((1,), {"gate_init": "ugi"}), *(((3,), o) for o in wrong)]
+
+
 # Models
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
@@ -304,10 +343,25 @@ def _configs(**changes: Any) -> Iterator[LMConfig]:
         )
 
 
+def _rnn_configs(**changes: Any) -> Iterator[LMConfig]:
+    """Small models of GatedLinearRNN, and of layers that differ; the last ones' bounds differ in
+    width."""
+    for options in ({}, {"lower_bound": True, "gate_init": "chrono:9"}, {"gate_init": "ugi"}):
+        yield SMALL.replace(mixer="gated-linear-rnn", mixer_options=options, **changes)
+    first = {"layer_options": [{"gate_init": "gumbel-softmax", "gumbel_gate": 0.9}]}
+    yield SMALL.replace(mixer=["hgrn", "gated-linear-rnn"], **first, **changes)
+    yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], **first, tied=False, **changes)
+    both = [{"lower_bound": True}, {"complex": False}]
+    yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], layer_options=both, **changes)
+    wide = [{"lower_bound": True}, {"expand": 2}]
+    yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], layer_options=wide, **changes)
+
+
 def _model_arguments(**changes: Any) -> list[Arguments]:
     plain = SMALL.replace(**changes)
     rejected = [plain.replace(vocab_size=None), plain.replace(num_classes=None, patch_size=None)]
-    return [((config,), {}) for config in (*_configs(**changes), *rejected)]
+    configs = (*_configs(**changes), *_rnn_configs(**changes), *rejected)
+    return [((config,), {}) for config in configs]
 
 
 def _block_inputs(module, device, dtype, variant):
@@ -355,7 +409,7 @@ REGISTRY: dict[str, Entry] = {
     "LowerBounds": Entry(
         tidegate.nn.LowerBounds, _lower_bounds_arguments(), lambda *_: ([], {}), allowed=8
     ),
-    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _mixer_inputs, allowed=403, variants=3),
+    "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _mixer_inputs, allowed=436, variants=3),
     "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=25, variants=3),
     "GatedLinearAttention": Entry(
         tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=15, variants=3
@@ -363,21 +417,28 @@ REGISTRY: dict[str, Entry] = {
     "Attention": Entry(
         tidegate.nn.Attention, _attention_arguments(), _attention_inputs, allowed=20, variants=3
     ),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=66),
+    "GatedLinearRNN": Entry(
+        tidegate.nn.GatedLinearRNN,
+        _gated_linear_rnn_arguments(),
+        _mixer_inputs,
+        allowed=20,
+        variants=3,
+    ),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=69),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=56, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=62, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=63,
+        allowed=69,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=64,
+        allowed=70,
     ),
 }

@@ -29,7 +29,8 @@ struct Output {
 
 /// Pre-norm residual block [HGRN, Figure 1]: x += mixer(norm(x)); x += GLU(norm(x)).
 ///
-/// Children: mixer_norm, mixer, glu_norm, glu; dropout after mixer and GLU, in training.
+/// config: of one layer (LMConfig::of_layer, where layers differ). Children: mixer_norm, mixer,
+/// glu_norm, glu; dropout after mixer and GLU, in training.
 class BlockImpl : public nn::Module<BlockImpl> {
  public:
   explicit BlockImpl(const LMConfig& config, const nn::Placement& placement = {});
@@ -65,7 +66,7 @@ class BlockImpl : public nn::Module<BlockImpl> {
 
 TORCH_MODULE(Block);
 
-/// What CausalLM and the classifiers share: blocks, lower bounds (none where the mixer has no bound
+/// What CausalLM and the classifiers share: blocks, lower bounds (none where no mixer has a bound
 /// or the mode is "none"), final norm. No module itself: a model derives from it too, and its
 /// children are the model's own, under the names blocks, lower_bounds, norm.
 class Backbone {
@@ -84,6 +85,7 @@ class Backbone {
 
   /// Makes the children, uninitialised, and registers them with the model.
   void register_children(torch::nn::Module& model);
+  int64_t bounds_width() const;
   /// lower_bounds, the blocks, the final norm, in this order.
   void reset_children();
   /// All blocks and the final norm over x `[B, T, dim]`; `owner` names the model in errors.

@@ -17,21 +17,27 @@ using OptionValue = std::variant<std::monostate, bool, int64_t, double, std::str
 /// Options by name, in the order given.
 using MixerOptions = std::vector<std::pair<std::string, OptionValue>>;
 
+/// A mixer's name for all layers, or one name a layer.
+using MixerNames = std::variant<std::string, std::vector<std::string>>;
+
 /// What a CausalLM, SequenceClassifier or ImageClassifier is made of; the fields, defaults and JSON
 /// are those of tidegate.models.LMConfig in Python.
 ///
 ///     LMConfig config{.mixer = "hgrn", .dim = 512, .layers = 6, .glu_hidden = 1024};
 struct LMConfig {
-  /// The token mixer's name, one of mixers().
-  std::string mixer = "hgrn2";
+  /// The token mixer's name, one of mixers(), or one name a layer.
+  MixerNames mixer = "hgrn2";
   /// Number of token ids; unset for image models.
   std::optional<int64_t> vocab_size = 256;
   /// Width of the residual stream.
   int64_t dim = 256;
   /// Number of blocks.
   int64_t layers = 4;
-  /// Further options of the mixer, e.g. {{"complex", false}, {"expand", int64_t{2}}}.
+  /// Further options of the mixers, e.g. {{"complex", false}, {"expand", int64_t{2}}}.
   MixerOptions mixer_options = {};
+  /// The same for single layers, over mixer_options: one entry a layer from the first on; layers
+  /// beyond the last have none.
+  std::vector<MixerOptions> layer_options = {};
   /// Hidden width of the channel mixer; unset = 2 * dim.
   std::optional<int64_t> glu_hidden = std::nullopt;
   /// "none" (HGRN's language models) or "silu".
@@ -61,6 +67,9 @@ struct LMConfig {
 
   /// Throws c10::ValueError, naming the field, for values that cannot be. Models call it first.
   void validate() const;
+
+  /// The configuration with this layer's mixer and options everywhere: what Block takes.
+  LMConfig of_layer(int64_t layer) const;
 
   /// JSON text, one field a line; the same text as Python's.
   std::string to_json() const;

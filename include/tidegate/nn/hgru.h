@@ -44,6 +44,14 @@ struct HGRUOptions {
   TORCH_ARG(std::optional<std::string>, expansion) = std::nullopt;
   /// Rank of "lr". Unset: dim / (expand + 1), which makes its size about dim^2.
   TORCH_ARG(std::optional<int64_t>, rank) = std::nullopt;
+  /// How the bias of f starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
+  /// "gumbel-softmax:alpha:tau" (see tidegate/nn/init.h); a free input gate's starts as its
+  /// negative. Where the projections have no biases, f (and a free i) gets one. Unset: as the other
+  /// biases.
+  TORCH_ARG(std::optional<std::string>, gate_init) = std::nullopt;
+  /// tau of Gumbel-Gate: in training sigmoid((f + logit u) / tau), u uniform, drawn for every token
+  /// and channel; evaluation and step() have neither noise nor tau.
+  TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
   /// Runs the recurrence both ways over shared projections, with one theta a direction, and adds
   /// the two h before the norm. Has no state, and no step().
   TORCH_ARG(bool, bidirectional) = false;
@@ -74,9 +82,10 @@ struct HGRUOptions {
 /// Parameters: `in_proj.weight` `[parts, dim]` and bias, whose rows are, in this order and as far
 /// as the options ask for them: c (S rows; complex: S real, then S imaginary), f (S), g (as many as
 /// c), i (S), theta (S a direction); `theta` `[S]` (bidirectional: `[2, S]`, forward first), a
-/// buffer when fixed, fp32 also in a bf16 or fp16 module; `norm`; `out_proj` `[dim, S or 2S]`. With
-/// an expansion `in_proj` is a StateExpansion over the same quantities, and norm and out_proj are
-/// dim wide.
+/// buffer when fixed, fp32 also in a bf16 or fp16 module; `gate_bias` `[S]`, or `[2S]` with a free
+/// input gate's, where gate_init is given and the projections have no biases; `norm`; `out_proj`
+/// `[dim, S or 2S]`. With an expansion `in_proj` is a StateExpansion over the same quantities, and
+/// norm and out_proj are dim wide.
 ///
 /// State: one tensor `[N, S]`, or `[N, 2S] = [Re | Im]`; fp32, fp64 in an fp64 module.
 /// Throws c10::ValueError for options that are unknown or cannot work together, and for shapes that
@@ -87,8 +96,9 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   explicit HGRUImpl(const HGRUOptions& options);
 
   void reset() override;
-  /// In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim)), theta (RoPE's; also when it
-  /// is a buffer; with theta = "data" the bias of its rows), norm, out_proj. Draws from torch's
+  /// In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim); of the bias then the rows of
+  /// the gates by gate_init and, with theta = "data", those of theta, RoPE's), gate_bias, theta
+  /// (RoPE's; also when it is a buffer), norm, out_proj. Draws from torch's
   /// default CPU generator: after the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
@@ -130,6 +140,7 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   torch::nn::Linear in_proj{nullptr};
   /// Instead of in_proj, under its name, where there is an expansion.
   StateExpansion expansion{nullptr};
+  torch::Tensor gate_bias;
   torch::Tensor theta;
   Norm norm{nullptr};
   torch::nn::Linear out_proj{nullptr};
@@ -143,12 +154,14 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   };
 
   void check_options() const;
+  void check_gate_options() const;
   void check_expansion() const;
   void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   void check_state(const torch::Tensor& state) const;
   void refuse_bidirectional(const char* what) const;
   bool is_fused() const;
   int64_t theta_rows() const;
+  void draw_gates(const torch::Tensor& f, const torch::Tensor& i) const;
   Parts project(const torch::Tensor& x);
   torch::Tensor output(torch::Tensor h, const torch::Tensor& gate);
   torch::Tensor rotation(const Parts& parts, int64_t direction) const;

@@ -18,6 +18,15 @@ void init_normal_(at::Tensor p, double mean, double std);
 /// p = value.
 void init_constant_(at::Tensor p, double value);
 
+/// p = log u, u ~ U[1, t_max - 1): gates that keep for up to about t_max tokens (chrono
+/// initialisation, arXiv 1804.11188). t_max: 2 or more.
+void init_chrono_(at::Tensor p, int64_t t_max);
+
+/// p = (alpha + log u - log(1 - u)) / tau, u ~ U[1/d, 1 - 1/d): the Gumbel-softmax trick on a
+/// gate's bias; with alpha = 0, tau = 1 gates are uniform (UGI, arXiv 1910.09890). d: 2 or more;
+/// tau above 0.
+void init_gumbel_softmax_(at::Tensor p, int64_t d, double alpha, double tau);
+
 /// p_j = 10000^(-2 j / d), j = 0 .. d - 1, for p of shape [d]: HGRN's phases in radians a step,
 /// which spread like the frequencies of rotary embeddings (arXiv 2104.09864).
 void init_rope_theta_(at::Tensor p);

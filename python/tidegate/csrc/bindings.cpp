@@ -15,6 +15,7 @@
 #include "tidegate/models/safetensors.h"
 #include "tidegate/nn/attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
+#include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/glu.h"
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
@@ -94,7 +95,8 @@ void bind_lower_bounds(py::module& m) {
 std::shared_ptr<tidegate::nn::HGRUImpl> make_hgru(
     int64_t dim, std::optional<bool> complex, std::optional<std::string> theta,
     const std::string& input_gate, const std::string& forget_gate, bool output_gate, int64_t expand,
-    std::optional<std::string> expansion, std::optional<int64_t> rank, bool bidirectional,
+    std::optional<std::string> expansion, std::optional<int64_t> rank,
+    std::optional<std::string> gate_init, std::optional<double> gumbel_gate, bool bidirectional,
     const std::string& preset, std::optional<bool> bias, std::optional<std::string> norm,
     double norm_eps, OptionalDevice device, OptionalDtype dtype) {
   return std::make_shared<tidegate::nn::HGRUImpl>(tidegate::nn::HGRUOptions(dim)
@@ -106,6 +108,8 @@ std::shared_ptr<tidegate::nn::HGRUImpl> make_hgru(
                                                       .expand(expand)
                                                       .expansion(std::move(expansion))
                                                       .rank(rank)
+                                                      .gate_init(std::move(gate_init))
+                                                      .gumbel_gate(gumbel_gate)
                                                       .bidirectional(bidirectional)
                                                       .preset(preset)
                                                       .bias(bias)
@@ -147,6 +151,8 @@ void bind_hgru(py::module& m) {
            py::arg("forget_gate") = defaults.forget_gate(),
            py::arg("output_gate") = defaults.output_gate(), py::arg("expand") = defaults.expand(),
            py::arg("expansion") = defaults.expansion(), py::arg("rank") = defaults.rank(),
+           py::arg("gate_init") = defaults.gate_init(),
+           py::arg("gumbel_gate") = defaults.gumbel_gate(),
            py::arg("bidirectional") = defaults.bidirectional(),
            py::arg("preset") = defaults.preset(), py::arg("bias") = defaults.bias(),
            py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
@@ -252,6 +258,27 @@ void bind_attention(py::module& m) {
             py::arg("window") = defaults.window(), py::arg("device") = defaults.device(),
             py::arg("dtype") = defaults.dtype());
   bind_mixer<AttentionImpl>(bound);
+}
+
+void bind_gated_linear_rnn(py::module& m) {
+  using tidegate::nn::GatedLinearRNNImpl;
+  const auto make = [](int64_t dim, const std::string& gate_init, std::optional<double> gumbel_gate,
+                       bool lower_bound, OptionalDevice device, OptionalDtype dtype) {
+    return std::make_shared<GatedLinearRNNImpl>(tidegate::nn::GatedLinearRNNOptions(dim)
+                                                    .gate_init(gate_init)
+                                                    .gumbel_gate(gumbel_gate)
+                                                    .lower_bound(lower_bound)
+                                                    .device(device)
+                                                    .dtype(dtype));
+  };
+  const tidegate::nn::GatedLinearRNNOptions defaults(1);
+  auto bound = torch::python::bind_module<GatedLinearRNNImpl, true>(m, "GatedLinearRNN");
+  bound.def(py::init(make), py::arg("dim"), py::kw_only(),
+            py::arg("gate_init") = defaults.gate_init(),
+            py::arg("gumbel_gate") = defaults.gumbel_gate(),
+            py::arg("lower_bound") = defaults.lower_bound(), py::arg("device") = defaults.device(),
+            py::arg("dtype") = defaults.dtype());
+  bind_mixer<GatedLinearRNNImpl>(bound);
 }
 
 // A model from the JSON of its configuration, with what all of them have.
@@ -384,6 +411,7 @@ PYBIND11_MODULE(_cpp, m) {
   bind_hgru2(m);
   bind_gla(m);
   bind_attention(m);
+  bind_gated_linear_rnn(m);
   bind_block(m);
   bind_causal_lm(m);
   bind_classifiers(m);

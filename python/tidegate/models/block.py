@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..nn import GLU, LowerBounds
 from ..nn._common import make_norm, reset_norm
 from .config import LMConfig
-from .registry import mixer_class, option_names
+from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -33,17 +33,15 @@ class Output(NamedTuple):
 class Block(nn.Module):
     """Pre-norm residual block (HGRN, Figure 1): ``x += mixer(norm(x)); x += GLU(norm(x))``.
 
-    Children: mixer_norm, mixer, glu_norm, glu; dropout after mixer and GLU.
+    config: of one layer (`LMConfig.of_layer`, where layers differ). Children: mixer_norm, mixer,
+    glu_norm, glu; dropout after mixer and GLU.
     """
 
     def __init__(self, config: LMConfig, *, device=None, dtype=None) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
-        options = dict(config.mixer_options)
-        if "norm_eps" in option_names(config.mixer):
-            options.setdefault("norm_eps", config.norm_eps)
         self.mixer_norm = make_norm(config.norm, config.dim, config.norm_eps, **where)
-        self.mixer = mixer_class(config.mixer)(config.dim, **options, **where)
+        self.mixer = make_mixer(config, **where)
         self.glu_norm = make_norm(config.norm, config.dim, config.norm_eps, **where)
         self.glu = GLU(
             config.dim,
@@ -83,7 +81,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """What CausalLM and the classifiers share: blocks, lower bounds, final norm, files.
 
-    Children: lower_bounds (None where the mixer has no bound or the mode is "none"), blocks,
+    Children: lower_bounds (None where no mixer has a bound or the mode is "none"), blocks,
     norm. Children are made on the meta device, and given memory and numbers by _materialise(), so
     that each number is drawn once, in reset_parameters()'s order.
     """
@@ -92,21 +90,30 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         where = {"device": "meta", "dtype": dtype}
-        self.blocks = nn.ModuleList(Block(config, **where) for _ in range(config.layers))
-        mixer = self.blocks[0].mixer
-        self.lower_bounds = None
-        if config.lower_bound != "none" and mixer.takes_gamma:
-            self.lower_bounds = LowerBounds(
-                config.layers, mixer.gamma_size, mode=config.lower_bound, **where
-            )
-        elif mixer.needs_gamma:
-            raise ValueError(
-                "LMConfig: lower_bound: expected 'cumulative', 'independent' or 'decreasing' "
-                "with forget_gate='bound', whose forget gate is the bound; got 'none'"
-            )
+        layers = range(config.layers)
+        self.blocks = nn.ModuleList(Block(config.of_layer(k), **where) for k in layers)
+        self.lower_bounds = self._make_lower_bounds(**where)
         final_norm = config.norm if config.final_norm is None else config.final_norm
         self.norm = make_norm(final_norm, config.dim, config.norm_eps, **where)
         self.dropout = nn.Dropout(config.dropout)
+
+    def _make_lower_bounds(self, **where: Any) -> LowerBounds | None:
+        """One row a layer, of which layers whose mixers take no bound leave theirs unused."""
+        config, mixers = self.config, [block.mixer for block in self.blocks]
+        widths = sorted({mixer.gamma_size for mixer in mixers if mixer.takes_gamma})
+        if config.lower_bound == "none" or not widths:
+            if any(mixer.needs_gamma for mixer in mixers):
+                raise ValueError(
+                    "LMConfig: lower_bound: expected 'cumulative', 'independent' or 'decreasing' "
+                    "with forget_gate='bound', whose forget gate is the bound; got 'none'"
+                )
+            return None
+        if len(widths) > 1:
+            raise ValueError(
+                "LMConfig: lower_bound: expected 'none', or mixers whose bounds have one width; "
+                f"got widths {', '.join(map(str, widths))}"
+            )
+        return LowerBounds(config.layers, widths[0], mode=config.lower_bound, **where)
 
     def _materialise(self, device: Any) -> None:
         """Moves the finished model to `device` and draws its parameters."""
@@ -127,7 +134,8 @@ class Model(nn.Module):
         """Every layer's lower bound ``[S]``, or None."""
         if self.lower_bounds is None:
             return (None,) * len(self.blocks)
-        return self.lower_bounds().unbind(0)
+        rows = zip(self.blocks, self.lower_bounds().unbind(0), strict=True)
+        return tuple(row if block.mixer.takes_gamma else None for block, row in rows)
 
     def _run(
         self, x: Tensor, state: tuple[Any, ...] | None, cu_seqlens: Tensor | None

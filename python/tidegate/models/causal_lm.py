@@ -29,7 +29,7 @@ class CausalLM(Model):
         super().__init__(config, dtype=dtype)
         if config.vocab_size is None:
             raise ValueError("CausalLM: vocab_size: expected a positive integer; got None")
-        if self.blocks[0].mixer.bidirectional:
+        if any(block.mixer.bidirectional for block in self.blocks):
             raise ValueError(
                 "CausalLM: mixer_options: expected bidirectional=False: a causal model must not "
                 "see later tokens; got True"

@@ -17,11 +17,14 @@ class LMConfig:
     """What a `CausalLM`, `SequenceClassifier` or `ImageClassifier` is made of.
 
     Attributes:
-        mixer: the token mixer's name, see `tidegate.models.mixers()`.
+        mixer: the token mixer's name, see `tidegate.models.mixers()`; or a list of names, one a
+            layer.
         vocab_size: number of token ids; None for image models.
         dim: width of the residual stream.
         layers: number of blocks.
-        mixer_options: further keyword arguments of the mixer's class.
+        mixer_options: further keyword arguments of the mixers' classes.
+        layer_options: the same for single layers, over mixer_options: one dictionary a layer from
+            the first on; layers beyond the last have none.
         glu_hidden: hidden width of the channel mixer; None = 2 * dim.
         glu_activation: "none" (HGRN's language models) or "silu".
         glu_bias: biases in the channel mixer.
@@ -40,11 +43,12 @@ class LMConfig:
     Raises ValueError, naming the field, for values that cannot be.
     """
 
-    mixer: str = "hgrn2"
+    mixer: str | list[str] = "hgrn2"
     vocab_size: int | None = 256
     dim: int = 256
     layers: int = 4
     mixer_options: dict[str, Any] = field(default_factory=dict)
+    layer_options: list[dict[str, Any]] = field(default_factory=list)
     glu_hidden: int | None = None
     glu_activation: str = "none"
     glu_bias: bool = False
@@ -77,8 +81,40 @@ class LMConfig:
         _expect(isinstance(p, number) and 0.0 <= p < 1.0, "dropout", "0 <= p < 1", p)
         _expect(isinstance(eps, number) and eps > 0.0, "norm_eps", "a positive number", eps)
         _expect(isinstance(options, dict), "mixer_options", "a dictionary", options)
-        check_mixer_options(self.mixer, options)
         self.mixer_options = dict(options)  # copies made by replace() share nothing
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        names, options = self.mixer, self.layer_options
+        is_list = isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)
+        _expect(
+            isinstance(names, str) or (is_list and len(names) == self.layers),
+            "mixer",
+            f"a name, or a list of one for each of the {self.layers} layers",
+            names,
+        )
+        is_list = isinstance(options, (list, tuple)) and all(isinstance(o, dict) for o in options)
+        _expect(
+            is_list and len(options) <= self.layers,
+            "layer_options",
+            f"a list of at most {self.layers} dictionaries, one a layer",
+            options,
+        )
+        self.mixer = names if isinstance(names, str) else list(names)
+        self.layer_options = [dict(o) for o in options]
+        for layer in range(self.layers):
+            check_mixer_options(*self._of_layer(layer))
+
+    def _of_layer(self, layer: int) -> tuple[str, dict[str, Any]]:
+        """The mixer's name and options in a layer."""
+        name = self.mixer if isinstance(self.mixer, str) else self.mixer[layer]
+        own = self.layer_options[layer] if layer < len(self.layer_options) else {}
+        return name, {**self.mixer_options, **own}
+
+    def of_layer(self, layer: int) -> LMConfig:
+        """The configuration with this layer's mixer and options everywhere: what `Block` takes."""
+        name, options = self._of_layer(layer)
+        return self.replace(mixer=name, mixer_options=options, layer_options=[])
 
     def replace(self, **changes: Any) -> LMConfig:
         """A copy with some fields changed."""

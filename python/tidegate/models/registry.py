@@ -8,11 +8,14 @@ state grows with the tokens, `keeps_tokens`.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..nn import HGRU, HGRU2, Attention, GatedLinearAttention
+from ..nn import HGRU, HGRU2, Attention, GatedLinearAttention, GatedLinearRNN
+
+if TYPE_CHECKING:
+    from .config import LMConfig
 
 # Names of the public surface; those without a class are not available in this version.
 KNOWN_MIXERS = (
@@ -35,6 +38,7 @@ _MIXERS: dict[str, type[nn.Module]] = {
     "hgrn2": HGRU2,
     "gla": GatedLinearAttention,
     "transformer": Attention,
+    "gated-linear-rnn": GatedLinearRNN,
 }
 _NOT_OPTIONS = ("self", "dim", "device", "dtype")
 
@@ -66,3 +70,16 @@ def check_mixer_options(name: str, options: dict[str, Any]) -> None:
                 f"LMConfig: mixer_options: mixer {name!r} has no option {key!r}; "
                 f"it has {', '.join(known)}"
             )
+
+
+def make_mixer(config: LMConfig, **where: Any) -> nn.Module:
+    """The mixer that the configuration of one layer names, of its width, with its options."""
+    if not isinstance(config.mixer, str) or config.layer_options:
+        raise ValueError(
+            "Block: config: expected one layer's, as LMConfig.of_layer() gives it; got a list of "
+            f"{'layer_options' if config.layer_options else 'mixers'}"
+        )
+    options = dict(config.mixer_options)
+    if "norm_eps" in option_names(config.mixer):
+        options.setdefault("norm_eps", config.norm_eps)
+    return mixer_class(config.mixer)(config.dim, **options, **where)

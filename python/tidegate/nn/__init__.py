@@ -8,8 +8,10 @@ place; ``state = mixer.init_state(batch, device=..., dtype=..., capacity=...)``.
 generator, and rebuilds buffers; constructing a module does the same.
 """
 
+from . import init
 from .attention import Attention, AttentionState
 from .gated_linear_attention import GatedLinearAttention, GLAState
+from .gated_linear_rnn import GatedLinearRNN
 from .glu import GLU
 from .hgru import HGRU
 from .hgru2 import HGRU2
@@ -23,5 +25,7 @@ __all__ = [
     "AttentionState",
     "GLAState",
     "GatedLinearAttention",
+    "GatedLinearRNN",
     "LowerBounds",
+    "init",
 ]

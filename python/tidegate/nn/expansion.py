@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._sharding import fill
 from ._common import check_positive, normal_, uniform_
 
 EXPANSIONS = ("naive", "lr", "glt", "glti", "krp", "kp")
@@ -71,12 +73,14 @@ class StateExpansion(nn.Module):
             empty = torch.empty(parts, *shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, draw_bias: Callable[[Tensor], None] | None = None) -> None:
         """In the order of the parameters above: weight, down, up uniform on +-1/sqrt(fan in), mix
         and scale normal (n^-1/2 and 1: ones would keep the groups alike for ever), bias uniform on
-        +-1/sqrt(d)."""
+        +-1/sqrt(d), or by `draw_bias`."""
         for name, p in self.named_parameters(recurse=False):
-            if name in ("mix", "scale"):
+            if name == "bias" and draw_bias is not None:
+                fill(p.detach(), draw_bias)
+            elif name in ("mix", "scale"):
                 normal_(p, self.expand**-0.5 if name == "mix" else 1.0)
             else:
                 uniform_(p, 1.0 / math.sqrt(self.dim if name == "bias" else p.size(-1)))

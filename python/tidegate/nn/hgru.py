@@ -26,6 +26,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
 from .expansion import EXPANSIONS, StateExpansion
 
 
@@ -41,12 +42,6 @@ PRESETS = {
     "official": _Preset(complex=True, bias=True, norm="layer", gate_first=False),
     "fla": _Preset(complex=False, bias=False, norm="rms", gate_first=False),
 }
-
-
-def _uniform_then_rope_(t: Tensor, bound: float, rows: int, channels: int) -> None:
-    """t uniform on +-bound, except its last rows: RoPE's theta."""
-    ops.init_uniform_(t, -bound, bound)
-    rope_theta_(t[-rows:], channels)
 
 
 class HGRU(KeepsFloat32):
@@ -84,6 +79,12 @@ class HGRU(KeepsFloat32):
             "naive", "lr", "glt", "glti", "krp" or "kp": see `StateExpansion`. None: one dense
             projection, and no sum.
         rank: rank of "lr". None: dim // (expand + 1), which makes its size about dim^2.
+        gate_init: how the bias of f starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
+            "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`); a free input gate's starts as its
+            negative. Where the projections have no biases, f (and a free i) gets one. None: as the
+            other biases.
+        gumbel_gate: tau of Gumbel-Gate: in training ``sigmoid((f + logit u) / tau)``, u uniform,
+            drawn for every token and channel; evaluation and step() have neither noise nor tau.
         bidirectional: runs the recurrence both ways over shared projections, with one theta a
             direction, and adds the two h before the norm. Has no state, and no step().
         preset: "paper" (equation 3), "official" (the authors' published code: norm, then SiLU
@@ -95,9 +96,10 @@ class HGRU(KeepsFloat32):
     Parameters: ``in_proj.weight`` ``[parts, dim]`` and bias, whose rows are, in this order and as
     far as the options ask for them: c (S rows; complex: S real, then S imaginary), f (S), g (as
     many as c), i (S), theta (S a direction); ``theta`` ``[S]`` (bidirectional: ``[2, S]``, forward
-    first); ``norm``; ``out_proj`` ``[dim, S or 2S]``. The authors' code interleaves real and
-    imaginary rows instead: `tidegate.models.loaders` reorders them. theta stays fp32 when
-    the module is cast to bf16 or fp16.
+    first); ``gate_bias`` ``[S]``, or ``[2S]`` with a free input gate's, where gate_init is given
+    and the projections have no biases; ``norm``; ``out_proj`` ``[dim, S or 2S]``. The authors' code
+    interleaves real and imaginary rows instead: `tidegate.models.loaders` reorders them. theta
+    stays fp32 when the module is cast to bf16 or fp16.
 
     State: one tensor ``[N, S]``, or ``[N, 2S] = [Re | Im]``; fp32, fp64 in an fp64 module.
 
@@ -118,6 +120,8 @@ class HGRU(KeepsFloat32):
         expand: int = 1,
         expansion: str | None = None,
         rank: int | None = None,
+        gate_init: str | None = None,
+        gumbel_gate: float | None = None,
         bidirectional: bool = False,
         preset: str = "paper",
         bias: bool | None = None,
@@ -141,11 +145,13 @@ class HGRU(KeepsFloat32):
         self.output_gate = bool(output_gate)
         self.expansion = expansion
         self.rank = rank
+        self.gate_init = gate_init
+        self.gumbel_gate = gumbel_gate
         self.bidirectional = bool(bidirectional)
         self.preset = preset
         self.gate_first = defaults.gate_first
-        self._check_options()
         self.channels = expand * dim
+        self._check_options()
         self.state_size = 2 * self.channels if self.complex else self.channels
         bias = defaults.bias if bias is None else bias
         norm = defaults.norm if norm is None else norm
@@ -159,6 +165,7 @@ class HGRU(KeepsFloat32):
             self.in_proj = StateExpansion(
                 expansion, dim, expand, parts=len(self._parts), rank=rank, bias=bias, **where
             )
+        self._make_gate_bias(device, dtype)
         self._make_theta(device, dtype)
         width = self.state_size if expansion is None else dim
         self.norm = make_norm(norm, width, norm_eps, **where)
@@ -197,6 +204,20 @@ class HGRU(KeepsFloat32):
                 "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'"
             )
 
+        self._check_gate_options()
+
+    def _check_gate_options(self) -> None:
+        for option in ("gate_init", "gumbel_gate"):
+            given = getattr(self, option)
+            if given is not None and self.forget_gate != "data":
+                raise ValueError(
+                    f"HGRU: {option}: expected None unless forget_gate='data', whose logits it "
+                    f"changes; got {given!r}"
+                )
+        if self.gate_init is not None:
+            parse_gate_init("HGRU", self.gate_init, self.channels)
+        check_gumbel_gate("HGRU", self.gumbel_gate)
+
     def _check_expansion(self) -> None:
         check_choice("HGRU", "expansion", self.expansion, (None, *EXPANSIONS))
         if self.rank is not None and self.expansion != "lr":
@@ -221,6 +242,13 @@ class HGRU(KeepsFloat32):
             parts["theta"] = 2 * s if self.bidirectional else s
         return parts
 
+    def _make_gate_bias(self, device, dtype) -> None:
+        if self.gate_init is None or self.in_proj.bias is not None:
+            self.register_parameter("gate_bias", None)
+            return
+        rows = self.channels * (2 if self.input_gate == "free" else 1)
+        self.gate_bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+
     def _make_theta(self, device, dtype) -> None:
         shape = (2, self.channels) if self.bidirectional else (self.channels,)
         if self.theta_mode in ("learned", "fixed"):
@@ -234,22 +262,36 @@ class HGRU(KeepsFloat32):
 
     def reset_parameters(self) -> None:
         """In this order: in_proj (weight, bias; uniform on +-1/sqrt(dim); an expansion as its
-        class says), theta (RoPE's; also when it is a buffer; with theta="data" the bias of its
-        rows), norm, out_proj."""
-        s = self.channels
+        class says; of the bias then, with theta="data", the rows of theta, RoPE's, and those of the
+        gates by gate_init), gate_bias, theta (RoPE's; also when it is a buffer), norm, out_proj."""
         if self.expansion is not None:
-            self.in_proj.reset_parameters()
-        elif self.in_proj.bias is not None and self.theta_mode == "data":
-            bound = 1.0 / math.sqrt(self.dim)
-            uniform_(self.in_proj.weight, bound)
-            rows = self._parts["theta"]
-            fill(self.in_proj.bias.detach(), lambda t: _uniform_then_rope_(t, bound, rows, s))
+            self.in_proj.reset_parameters(self._draw_bias)
         else:
-            reset_linear(self.in_proj)
+            uniform_(self.in_proj.weight, 1.0 / math.sqrt(self.dim))
+            if self.in_proj.bias is not None:
+                fill(self.in_proj.bias.detach(), self._draw_bias)
+        if self.gate_bias is not None:
+            fill(self.gate_bias.detach(), lambda t: self._draw_gates(*t.split(self.channels)))
         if self.theta is not None:
-            fill(self.theta.detach(), lambda t: rope_theta_(t, s))
+            fill(self.theta.detach(), lambda t: rope_theta_(t, self.channels))
         reset_norm(self.norm)
         reset_linear(self.out_proj)
+
+    def _draw_bias(self, t: Tensor) -> None:
+        """The bias of in_proj."""
+        bound = 1.0 / math.sqrt(self.dim)
+        ops.init_uniform_(t, -bound, bound)
+        rows = dict(zip(self._parts, t.view(-1).split(list(self._parts.values())), strict=True))
+        if self.theta_mode == "data":
+            rope_theta_(rows["theta"], self.channels)
+        if self.gate_init is not None:
+            self._draw_gates(rows["f"], rows.get("i"))
+
+    def _draw_gates(self, f: Tensor, i: Tensor | None = None) -> None:
+        """The bias of f by gate_init, and its negative for i."""
+        parse_gate_init("HGRU", self.gate_init, self.channels).draw(f, self.dim)
+        if i is not None:
+            i.copy_(f).neg_()
 
     def init_state(
         self,
@@ -293,6 +335,8 @@ class HGRU(KeepsFloat32):
             self._refuse_bidirectional("a state")
             self._check_state(state)
         parts = self._project(x)
+        if self.gumbel_gate is not None and self.training:
+            parts["f"] = gumbel_gate(parts["f"], self.gumbel_gate)
         if self.bidirectional:
             ahead, _ = self._recur(parts, gamma, None, 0, cu_seqlens)
             back, _ = self._recur(parts, gamma, None, 1, cu_seqlens)
@@ -314,6 +358,16 @@ class HGRU(KeepsFloat32):
             u, a = self._scan_operands(parts, gamma, 0)
             h = self._scan_step(u, a, state).to(x.dtype)
         return self._output(h, parts.get("g"))
+
+    @property
+    def has_gate_logits(self) -> bool:
+        """Whether the forget gate depends on the data."""
+        return self.forget_gate == "data"
+
+    def gate_logits(self, x: Tensor) -> Tensor:
+        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
+        ``[..., S]``. Only with forget_gate="data"."""
+        return self._project(x)["f"]
 
     def _refuse_bidirectional(self, what: str) -> None:
         if self.bidirectional:
@@ -346,9 +400,14 @@ class HGRU(KeepsFloat32):
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """All projections by one matrix product; views of it by name."""
         if self.expansion is not None:
-            return dict(zip(self._parts, self.in_proj(x).unbind(0), strict=True))
-        sizes = list(self._parts.values())
-        return dict(zip(self._parts, self.in_proj(x).split(sizes, dim=-1), strict=True))
+            values = self.in_proj(x).unbind(0)
+        else:
+            values = self.in_proj(x).split(list(self._parts.values()), dim=-1)
+        parts = dict(zip(self._parts, values, strict=True))
+        if self.gate_bias is not None:
+            for name, bias in zip("fi", self.gate_bias.split(self.channels), strict=False):
+                parts[name] = parts[name] + bias.to(parts[name].dtype)
+        return parts
 
     def _output(self, h: Tensor, gate: Tensor | None) -> Tensor:
         """Gate, norm and output projection of h ``[..., S or 2S]``."""

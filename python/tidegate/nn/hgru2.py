@@ -112,6 +112,7 @@ class HGRU2(nn.Module):
 
     takes_gamma = True
     needs_gamma = False
+    has_gate_logits = True
 
     def __init__(
         self,
@@ -230,6 +231,10 @@ class HGRU2(nn.Module):
             v_activation=self.v_activation,
         )
         return self._output(o)
+
+    def gate_logits(self, x: Tensor) -> Tensor:
+        """What the forget gate is the sigmoid of, without bound: x ``[..., dim]`` -> the same."""
+        return self._project(x)[1].flatten(-2)
 
     def _refuse_bidirectional(self, what: str) -> None:
         if self.bidirectional:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM, SequenceClassifier
-from ..nn import HGRU, HGRU2
 
 
 def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tensor:
@@ -29,13 +28,11 @@ def forget_gates(
     logits: dict[int, torch.Tensor] = {}
     handles = []
     for layer, block in enumerate(model.blocks):
-        if getattr(block.mixer, "forget_gate", None) == "data" or isinstance(block.mixer, HGRU2):
+        if getattr(block.mixer, "has_gate_logits", False):
 
             def keep(mixer, inputs, _output, layer=layer):
                 # One product more than the layer needs, but it asks for nothing but the projection.
-                parts = mixer._project(inputs[0])
-                f = parts["f"] if isinstance(mixer, HGRU) else parts[1].flatten(-2)
-                logits[layer] = f.float()
+                logits[layer] = mixer.gate_logits(inputs[0]).float()
 
             handles.append(block.mixer.register_forward_hook(keep))
     training = model.training

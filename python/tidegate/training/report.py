@@ -57,7 +57,8 @@ def plot_run(
     if not any(row["kind"] == "train" for row in metrics):
         raise UserError(f"plot: {folder.metrics} has no training steps yet")
     data, model = values["data"], values["model"]
-    name = f"{model['mixer'].upper()}, {count_in_words(values['parameters'])} parameters"
+    mixer = mixer_in_words(model["mixer"]).upper()
+    name = f"{mixer}, {count_in_words(values['parameters'])} parameters"
     source = Path(data["name"]).name
     text = "the Python standard library's sources" if source == "stdlib" else source
     bytes_per_token = data["valid_bytes"] / data["valid_tokens"] if data["valid_bytes"] else None
@@ -106,6 +107,11 @@ def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path
         bounds=None if None in bounds else bounds,
     )
     return path
+
+
+def mixer_in_words(mixer: str | list[str]) -> str:
+    """ "hgrn", or "hgrn + gated-linear-rnn" where layers differ."""
+    return mixer if isinstance(mixer, str) else " + ".join(dict.fromkeys(mixer))
 
 
 def count_in_words(count: int) -> str:

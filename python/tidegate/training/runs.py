@@ -85,13 +85,15 @@ def _named(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Explicit settings, over those of a recipe and a preset that were named."""
     settings: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if recipe is not None:
         known = recipes()
         if recipe not in known:
             raise UserError(f"recipe: expected one of {', '.join(known)}, got {recipe!r}")
         settings.update(known[recipe].train)
-        preset = preset or known[recipe].preset
-    fields: dict[str, Any] = {}
+        if preset is None:
+            preset = known[recipe].preset
+            fields.update(known[recipe].model)
     if preset is not None:
         known_presets = presets()
         if preset not in known_presets:
@@ -162,8 +164,13 @@ def _refuse_other(
     """UserError when the folder's run is not the one that is asked for."""
     if recorded is None:
         return
-    changed = differences(recorded["model"], model_config.to_dict())
-    changed += differences(recorded["train"], config.to_dict(), MAY_CHANGE)
+    # Read back first: an earlier version's files lack the settings that came after it.
+    old_model, old_train = (
+        kind.from_dict(recorded[key]).to_dict()
+        for kind, key in ((LMConfig, "model"), (TrainConfig, "train"))
+    )
+    changed = differences(old_model, model_config.to_dict())
+    changed += differences(old_train, config.to_dict(), MAY_CHANGE)
     if not changed and recorded["data"].get("fingerprint") != corpus.fingerprint:
         changed = [f"the content of {corpus.name} changed"]
     if changed:

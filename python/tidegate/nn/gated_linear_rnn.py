@@ -1,0 +1,169 @@
+"""The minimal gated linear RNN ("Towards Understanding Gated Linear Recurrent Neural Networks")."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .._sharding import fill
+from ._common import check_mixer_input, check_positive, make_linear, uniform_, wide_dtype
+from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
+
+
+class GatedLinearRNN(nn.Module):
+    """Minimal gated linear RNN: a token mixer (equations 2 to 4 of the paper)::
+
+        z_t = sigmoid(W_z x_t + b_z)
+        h_t = z_t * h_{t-1} + (1 - z_t) * (W_x x_t + b_x)
+        y_t = h_t
+
+    It is `tidegate.ops.hgru` without activation and rotation: one fused pass each way. The paper
+    stacks it and says nothing of what stands around it: here `tidegate.models.Block` does, with
+    pre-norm residuals and a GLU, and there is no output projection.
+
+    Args:
+        dim: width of x, y and the state.
+        gate_init: how b_z starts: "standard" (uniform on +-1/sqrt(dim)), "ugi", "chrono:T_max",
+            "gumbel-softmax" or "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`).
+        gumbel_gate: tau of Gumbel-Gate: in training ``sigmoid((z + logit u) / tau)``, u uniform,
+            drawn for every token and channel; evaluation and step() have neither noise nor tau.
+        lower_bound: whether a gamma is taken: ``z_t = gamma + (1 - gamma) * sigmoid(...)`` (the
+            paper's LB, HGRN's lower bounds).
+
+    Parameters: ``in_proj.weight`` ``[2 * dim, dim]`` and bias, rows of z first, then of x.
+
+    State: one tensor ``[N, dim]``; fp32, fp64 in an fp64 module.
+
+    Raises ValueError for options that are unknown.
+    """
+
+    bidirectional = False
+    needs_gamma = False
+    has_gate_logits = True
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        gate_init: str = "standard",
+        gumbel_gate: float | None = None,
+        lower_bound: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        check_positive("GatedLinearRNN", "dim", dim)
+        parse_gate_init("GatedLinearRNN", gate_init, dim)
+        check_gumbel_gate("GatedLinearRNN", gumbel_gate)
+        self.dim = dim
+        self.gate_init = gate_init
+        self.gumbel_gate = gumbel_gate
+        self.lower_bound = bool(lower_bound)
+        self.in_proj = make_linear(dim, 2 * dim, True, device, dtype)
+        self.reset_parameters()
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether the forget gate has a lower bound."""
+        return self.lower_bound
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.dim
+
+    def reset_parameters(self) -> None:
+        """in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
+        gate_init."""
+        uniform_(self.in_proj.weight, 1.0 / math.sqrt(self.dim))
+        fill(self.in_proj.bias.detach(), self._draw_bias)
+
+    def _draw_bias(self, t: Tensor) -> None:
+        bound = 1.0 / math.sqrt(self.dim)
+        ops.init_uniform_(t, -bound, bound)
+        parse_gate_init("GatedLinearRNN", self.gate_init, self.dim).draw(t[: self.dim], self.dim)
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, dim]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        weight = self.in_proj.weight
+        return torch.zeros(
+            batch,
+            self.dim,
+            device=weight.device if device is None else device,
+            dtype=wide_dtype(weight.dtype if dtype is None else dtype),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[dim]`` in
+        [0, 1), only with lower_bound; None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences
+        packed into a B = 1 batch.
+        """
+        check_mixer_input("GatedLinearRNN", x, self.dim)
+        self._check_gamma(gamma)
+        if state is not None:
+            self._check_state(state)
+        z, entering = self.in_proj(x).chunk(2, dim=-1)
+        if self.gumbel_gate is not None and self.training:
+            z = gumbel_gate(z, self.gumbel_gate)
+        return ops.hgru(entering, z, gamma, None, state, activation="none", cu_seqlens=cu_seqlens)
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        check_mixer_input("GatedLinearRNN.step", x, self.dim, time=False)
+        self._check_gamma(gamma)
+        self._check_state(state)
+        z, entering = self.in_proj(x).chunk(2, dim=-1)
+        return ops.hgru_step(entering, z, gamma, None, state, activation="none")
+
+    def gate_logits(self, x: Tensor) -> Tensor:
+        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
+        the same."""
+        return self.in_proj(x).narrow(-1, 0, self.dim)
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        if gamma is None:
+            return
+        if not self.lower_bound:
+            raise ValueError(
+                "GatedLinearRNN: gamma: expected None with lower_bound=False; got a tensor"
+            )
+        if gamma.dim() != 1 or gamma.size(0) != self.dim:
+            raise ValueError(
+                f"GatedLinearRNN: gamma: expected [dim={self.dim}]; got {tuple(gamma.shape)}"
+            )
+
+    def _check_state(self, state: Tensor) -> None:
+        if state.dim() != 2 or state.size(-1) != self.dim:
+            raise ValueError(
+                f"GatedLinearRNN: state: expected [N, {self.dim}]; got {tuple(state.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}, "
+            f"lower_bound={self.lower_bound}"
+        )

@@ -1,0 +1,34 @@
+// The options gate_init and gumbel_gate of the gated modules.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace tidegate::nn {
+
+/// What gate_init asks for.
+struct GateInit {
+  std::string kind;
+  int64_t t_max;
+  double alpha;
+  double tau;
+
+  /// Writes the bias `[S]` of a gate that reads `dim` channels.
+  void draw(const at::Tensor& bias, int64_t dim) const;
+};
+
+/// What `text` means for a gate of `channels` channels. Throws c10::ValueError naming what is
+/// expected.
+GateInit parse_gate_init(const char* owner, const std::string& text, int64_t channels);
+
+/// Throws c10::ValueError unless tau is unset or above zero.
+void check_gumbel_gate(const char* owner, std::optional<double> tau);
+
+/// Gate logits f with fresh logistic noise a step and element: (f + logit u) / tau, u uniform on
+/// (0, 1), from the default generator of f's device (arXiv 1806.02988).
+at::Tensor gumbel_gate(const at::Tensor& f, double tau);
+
+}  // namespace tidegate::nn

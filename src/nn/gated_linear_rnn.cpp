@@ -1,0 +1,85 @@
+#include "tidegate/nn/gated_linear_rnn.h"
+#include "tidegate/ops/hgru.h"
+
+#include "src/nn/common.h"
+#include "src/nn/gate_init.h"
+
+namespace tidegate::nn {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+GatedLinearRNNImpl::GatedLinearRNNImpl(const GatedLinearRNNOptions& given) : options(given) {
+  check_positive("GatedLinearRNN", "dim", options.dim());
+  parse_gate_init("GatedLinearRNN", options.gate_init(), options.dim());
+  check_gumbel_gate("GatedLinearRNN", options.gumbel_gate());
+  reset();
+}
+
+void GatedLinearRNNImpl::reset() {
+  in_proj = register_module(
+      "in_proj", make_linear(options.dim(), 2 * options.dim(), true, options.placement()));
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void GatedLinearRNNImpl::reset_parameters() {
+  reset_linear(in_proj);
+  const Tensor gate = in_proj->bias.detach().narrow(0, 0, options.dim());
+  parse_gate_init("GatedLinearRNN", options.gate_init(), options.dim()).draw(gate, options.dim());
+}
+
+Tensor GatedLinearRNNImpl::init_state(int64_t batch, std::optional<torch::Device> device,
+                                      std::optional<torch::ScalarType> dtype,
+                                      std::optional<int64_t> /*capacity*/) const {
+  return make_state_tensor({batch, options.dim()}, in_proj->weight, device, dtype);
+}
+
+std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward(const Tensor& x,
+                                                       const OptionalTensor& given_state,
+                                                       const OptionalTensor& given_gamma,
+                                                       const OptionalTensor& given_bounds) {
+  const OptionalTensor state = normalized(given_state);
+  const OptionalTensor gamma = normalized(given_gamma);
+  check_mixer_input("GatedLinearRNN", x, options.dim());
+  check_gamma(gamma);
+  if (state) check_state(*state);
+  const auto parts = apply_linear(in_proj, x).chunk(2, -1);
+  const bool is_noisy = options.gumbel_gate() && is_training();
+  const Tensor z = is_noisy ? gumbel_gate(parts[0], *options.gumbel_gate()) : parts[0];
+  return hgru(parts[1], z, gamma, std::nullopt, state, "none", false, normalized(given_bounds));
+}
+
+Tensor GatedLinearRNNImpl::step(const Tensor& x, const Tensor& state,
+                                const OptionalTensor& given_gamma) {
+  const OptionalTensor gamma = normalized(given_gamma);
+  check_mixer_input("GatedLinearRNN.step", x, options.dim(), /*time=*/false);
+  check_gamma(gamma);
+  check_state(state);
+  const auto parts = apply_linear(in_proj, x).chunk(2, -1);
+  return hgru_step(parts[1], parts[0], gamma, std::nullopt, state, "none");
+}
+
+void GatedLinearRNNImpl::check_gamma(const OptionalTensor& gamma) const {
+  if (!gamma) return;
+  TORCH_CHECK_VALUE(options.lower_bound(),
+                    "GatedLinearRNN: gamma: expected None with lower_bound=False; got a tensor");
+  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == options.dim(),
+                    "GatedLinearRNN: gamma: expected [dim=", options.dim(), "]; got ",
+                    shape_text(*gamma));
+}
+
+void GatedLinearRNNImpl::check_state(const Tensor& state) const {
+  TORCH_CHECK_VALUE(state.defined(), "GatedLinearRNN: state: expected [N, ", options.dim(),
+                    "]; got None");
+  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == options.dim(),
+                    "GatedLinearRNN: state: expected [N, ", options.dim(), "]; got ",
+                    shape_text(state));
+}
+
+void GatedLinearRNNImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::GatedLinearRNN(dim=" << options.dim()
+         << ", gate_init=" << options.gate_init() << ", lower_bound=" << options.lower_bound()
+         << ")";
+}
+
+}  // namespace tidegate::nn
