@@ -265,6 +265,16 @@ def _refused(tmp_path: Path, text: Path | str, message: str, **changes) -> None:
     assert files(tmp_path) == before
 
 
+def test_a_setting_that_a_run_did_not_know_yet_has_its_default(tmp_path, text):
+    prepare(tmp_path / "run", text).trainer.run(quiet=True)
+    file = tmp_path / "run" / "config.json"
+    config = json.loads(file.read_text())
+    for part, name in (("train", "grad_accum"), ("model", "norm_eps")):
+        del config[part][name]
+    file.write_text(json.dumps(config))
+    assert prepare(tmp_path / "run", text).trainer.progress() >= 1.0
+
+
 def test_another_configuration_is_refused(tmp_path, text):
     prepare(tmp_path / "run", text).trainer.run(quiet=True)
     _refused(

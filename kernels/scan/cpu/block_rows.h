@@ -13,7 +13,7 @@ namespace {
 /// Values a channel of the block needs at every step. Complex scans use one for each half.
 template <class R>
 struct RowBuffer {
-  alignas(64) R values[kMaxRowBytes / sizeof(R)];
+  alignas(64) R values[kMaxBlockRowBytes / sizeof(R)];
 
   TIDEGATE_INLINE Vec<R> at(int64_t j) const { return load<R>(values + j, Whole{}); }
   TIDEGATE_INLINE void set(int64_t j, Vec<R> v) { store<R>(values + j, v, Whole{}); }

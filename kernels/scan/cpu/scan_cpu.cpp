@@ -109,7 +109,7 @@ void run_blocks(const SequenceLayout& layout, int64_t channels, int64_t row_numb
                 void (*kernel)(const Params&, const ScanBlock&)) {
   const bool serial = layout.batch * layout.time * row_numbers <= kSerialWork;
   const BlockGrid grid =
-      divide_work(layout, channels, kMaxRowBytes / element_size(state_dtype(dtype)),
+      divide_work(layout, channels, kMaxBlockRowBytes / element_size(state_dtype(dtype)),
                   kCacheLine / element_size(dtype), serial ? 1 : std::max(parallel.threads, 1));
   const auto work = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

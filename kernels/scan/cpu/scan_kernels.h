@@ -21,7 +21,7 @@ struct ScanBlock {
 
 /// A block's row is at most this long in the type of the state. Wide rows make long streams, which
 /// are worth more than a first-level cache that holds the block's states and gates.
-constexpr int64_t kMaxRowBytes = 16384;
+constexpr int64_t kMaxBlockRowBytes = 16384;
 
 struct ScanKernels {
   void (*linear_scan_forward)(const LinearScanParams&, const ScanBlock&);

@@ -362,7 +362,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Base::State::store(dh0, seq.index, lane, s);
   }
 
-  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see apply).
+  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see emit).
   template <class Source>
   __device__ Raw gather(Source source, int k, int last) const {
     Raw raw;

@@ -115,7 +115,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
     Pack<Data, kVec> h_before, dh;
     Pack<Gate, kVec> a;
   };
-  struct Decoded {};  // nothing is kept between fold and apply
+  struct Decoded {};  // nothing prepared: fold and advance read raw
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
     return p.forward.layout;
@@ -148,7 +148,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
   __device__ void initial(Number (&s)[kVec]) const { State::load(s, dh_final, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const { State::store(dh0, seq.index, lane, s); }
 
-  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see apply).
+  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see emit).
   template <class Source>
   __device__ Raw gather(Source source, int k, int last) const {
     Raw raw;

@@ -28,18 +28,22 @@
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
 //   kVec; kSteps, kStages          channels a thread; WalkShape
 //   kCrossByMap                    whether a state crosses a run by its map or step by step
-//   Number                         state of one channel, real or complex
+//   Number, Real                   state of one channel, real or complex; the real type under it
+//   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
 //   Raw, Decoded                   one step's inputs in memory / prepared
+//   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
 //   initial(s)                     the state before the first step
-//   gather(source, k, last)        step k's inputs from a source (rows.cuh); last: the last step
+//   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
+//                                  since it fills and reads a slot of the ring; last: the last step
 //   decode(raw) -> Decoded
 //   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it
 //   emit<kLast>(k, i, raw, decoded, kept)   write step k + i's outputs; kLast: it may be the last
 //   finish(s)                      the state after the last step
 //   fold(raw, decoded, map)        map <- step o map, but for what seal does
 //   seal(map)                      after kSteps folds: what fold left out
-//   reduce(row, scratch, ...)      partial sums over the steps seen, if the op has any
+//   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
+//   reduce_alone(row)              the same where one thread has seen them all (plain walk)
 
 #include "kernels/scan/cuda/chain.cuh"
 #include "kernels/scan/cuda/links.cuh"
