@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .._sharding import fill
-from ._common import check_mixer_input, check_positive, make_linear, uniform_, wide_dtype
+from ._common import check_mixer_input, check_positive, empty_state, make_linear, uniform_
 from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
 
 
@@ -100,12 +100,7 @@ class GatedLinearRNN(nn.Module):
         capacity (tokens to come) is ignored: the state has one size.
         """
         weight = self.in_proj.weight
-        return torch.zeros(
-            batch,
-            self.dim,
-            device=weight.device if device is None else device,
-            dtype=wide_dtype(weight.dtype if dtype is None else dtype),
-        )
+        return empty_state(weight, batch, self.dim, device=device, dtype=dtype)
 
     def forward(
         self,

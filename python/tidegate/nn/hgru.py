@@ -17,6 +17,7 @@ from ._common import (
     check_choice,
     check_mixer_input,
     check_positive,
+    empty_state,
     make_linear,
     make_norm,
     reset_linear,
@@ -308,12 +309,7 @@ class HGRU(KeepsFloat32):
         """
         self._refuse_bidirectional("init_state()")
         weight = self.out_proj.weight
-        return torch.zeros(
-            batch,
-            self.state_size,
-            device=weight.device if device is None else device,
-            dtype=wide_dtype(weight.dtype if dtype is None else dtype),
-        )
+        return empty_state(weight, batch, self.state_size, device=device, dtype=dtype)
 
     def forward(
         self,

@@ -13,11 +13,11 @@ from ._common import (
     check_choice,
     check_mixer_input,
     check_positive,
+    empty_state,
     make_linear,
     make_norm,
     reset_linear,
     reset_norm,
-    wide_dtype,
 )
 
 ACTIVATIONS = ("none", "silu", "sigmoid")
@@ -178,15 +178,8 @@ class HGRU2(nn.Module):
         capacity (tokens to come) is ignored: the state has one size.
         """
         self._refuse_bidirectional("init_state()")
-        weight = self.out_proj.weight
-        return torch.zeros(
-            batch,
-            self.num_heads,
-            self.expand_ratio,
-            self.expand_ratio,
-            device=weight.device if device is None else device,
-            dtype=wide_dtype(weight.dtype if dtype is None else dtype),
-        )
+        shape = (batch, self.num_heads, self.expand_ratio, self.expand_ratio)
+        return empty_state(self.out_proj.weight, *shape, device=device, dtype=dtype)
 
     def forward(
         self,
