@@ -1,0 +1,125 @@
+#pragma once
+
+// Forgetting attention: softmax attention whose scores lose the forget gates between a key and the
+// query. Parameters and CPU entry points. The CUDA entry points are in
+// forgetting_attention_cuda.h.
+
+#include <cstdint>
+
+#include "kernels/common/parallel_for.h"
+#include "kernels/common/time_series.h"
+
+namespace tidegate::kernels {
+
+/// Which kernels run.
+enum class AttentionPath : uint8_t {
+  kAuto,        // the planner chooses
+  kPlain,       // exact sums in the state's type: any dtype, any D
+  kTensorCore,  // tiles on tensor cores (CUDA; 16-bit data)
+};
+
+/// What a launch needs besides its tensors. Found by the *_plan functions of
+/// forgetting_attention_cuda.h (or the *_plan_cpu functions below) for one set of params, filled
+/// into params.plan by the caller.
+struct ForgettingAttentionPlan {
+  AttentionPath path = AttentionPath::kPlain;
+  int64_t splits = 0;           // a step: parts of the cache whose results are combined
+  int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
+};
+
+/// For every sequence and query head h, with g = h / (Hq / Hkv) the head of its keys and values,
+/// query i at position p = i + Tk - Tq of its sequence, and c = cumsum(log_f) over time,
+///
+///   s_pj = scale * q_i . k_j + c_p - c_j      for j in [max(0, p - window + 1), p]
+///   lse_i = log(sum over j of exp(s_pj)),  o_i = sum over j of exp(s_pj - lse_i) v_j
+///
+/// c_p - c_j is the sum of log_f over (j, p]: the first token's gate is in no sum, and a sequence's
+/// gates are in no other's. log_f below kLeastLogGate, -infinity included, counts as that.
+/// A query without keys (more queries than keys) has o = 0 and lse = -infinity.
+///
+/// "State type" is state_dtype(q.dtype); float32, float64, bfloat16 and float16 data. Sums of gates
+/// over thousands of tokens are kept in float64, whatever the data: next to 10^5, single precision
+/// has lost the digits that a difference of two neighbours consists of.
+struct ForgettingAttentionParams {
+  SequenceLayout layout = {};      // of queries: B, Tq, N, offsets; never reversed
+  SequenceLayout key_layout = {};  // of keys, values and gates: B, Tk, N, offsets
+  int64_t heads = 0;               // Hq
+  int64_t key_heads = 0;           // Hkv, which divides Hq
+  int64_t head_dim = 0;            // D
+  int64_t channels = 0;            // Hq * D
+  double scale = 1;                // > 0
+  int64_t window = 0;              // keys that a query sees at most; 0: all before it
+  double prune = 0;                // bound on the weight that a row may drop; 0: none is dropped
+  bool deterministic = false;      // the backward pass: the same bits from run to run
+  HeadSeries q = {};               // [B, Tq, Hq, D]
+  HeadSeries k = {};               // [B, Tk, Hkv, D] in q.dtype
+  HeadSeries v = {};               // [B, Tk, Hkv, D] in q.dtype
+  HeadSeries log_f = {};           // [B, Tk, Hq], any strides, in q.dtype or the state type
+  HeadSeries o = {};               // [B, Tq, Hq, D] in q.dtype, written; backward: read
+  void* lse = nullptr;             // [B, Hq, Tq] contiguous, state type, written; backward: read
+  AttentionPath path = AttentionPath::kAuto;  // a request, honoured or refused by the planner
+  ForgettingAttentionPlan plan = {};
+  void* workspace = nullptr;  // plan.workspace_bytes
+};
+
+/// Gradients of ForgettingAttentionParams, from the inputs, o and lse.
+/// With P_ij = exp(s_ij - lse_i) and dS_ij = P_ij (do_i . v_j - do_i . o_i + dlse_i),
+/// dlog_f_u is the sum of dS_ij over j < u <= i. It is formed from sums over rows and over columns
+/// of the same dS values, one scan over time at the end: see docs/numerics.md.
+struct ForgettingAttentionBackwardParams {
+  ForgettingAttentionParams forward = {};  // inputs, o, lse; plan and workspace of this pass
+  HeadSeries d_o = {};                     // [B, Tq, Hq, D] in q.dtype; strides may be zero
+  const void* dlse = nullptr;              // [B, Hq, Tq] contiguous, state type; null means zero
+  HeadSeries dq = {};                      // [B, Tq, Hq, D] in q.dtype, written
+  HeadSeries dk = {};                      // [B, Tk, Hkv, D] in q.dtype, written
+  HeadSeries dv = {};                      // [B, Tk, Hkv, D] in q.dtype, written
+  HeadSeries dlog_f = {};                  // [B, Tk, Hq] in log_f.dtype, written
+};
+
+/// One query a batch row, the last of lengths[b] tokens, against a cache.
+struct ForgettingAttentionStepParams {
+  SequenceLayout layout = {};  // B, 1, B: the queries
+  int64_t heads = 0;           // Hq
+  int64_t key_heads = 0;       // Hkv
+  int64_t head_dim = 0;        // D
+  int64_t channels = 0;        // Hq * D
+  int64_t capacity = 0;        // Tmax, the cache's time axis
+  double scale = 1;
+  int64_t window = 0;
+  HeadSeries q = {};      // [B, 1, Hq, D]
+  HeadSeries k = {};      // [B, Tmax, Hkv, D] in q.dtype
+  HeadSeries v = {};      // [B, Tmax, Hkv, D] in q.dtype
+  HeadSeries log_f = {};  // [B, Tmax, Hq], any strides, state type: each token's own gate
+  const int32_t* lengths = nullptr;  // [B], where the data lives; clamped to [0, Tmax]
+  HeadSeries o = {};                 // [B, 1, Hq, D] in q.dtype, written
+  AttentionPath path = AttentionPath::kAuto;
+  ForgettingAttentionPlan plan = {};
+  void* workspace = nullptr;
+};
+
+/// The largest D of any kernel.
+constexpr int64_t kMaxAttentionHeadDim = 256;
+
+/// exp of this is zero in every type, and a sum of 10^6 of them in float64 still has five digits
+/// after the point.
+constexpr double kLeastLogGate = -1e5;
+
+/// Why no kernel takes these params (a static string, for the user's error), or null.
+/// The only place that states what the kernels cannot do; it reads no device memory.
+const char* forgetting_attention_unsupported(const ForgettingAttentionParams& params);
+const char* forgetting_attention_step_unsupported(const ForgettingAttentionStepParams& params);
+
+ForgettingAttentionPlan forgetting_attention_plan_cpu(const ForgettingAttentionParams& params);
+ForgettingAttentionPlan forgetting_attention_backward_plan_cpu(
+    const ForgettingAttentionParams& params);
+ForgettingAttentionPlan forgetting_attention_step_plan_cpu(
+    const ForgettingAttentionStepParams& params);
+
+void forgetting_attention_forward_cpu(const ForgettingAttentionParams& params,
+                                      const ParallelFor& parallel);
+void forgetting_attention_backward_cpu(const ForgettingAttentionBackwardParams& params,
+                                       const ParallelFor& parallel);
+void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
+                                   const ParallelFor& parallel);
+
+}  // namespace tidegate::kernels
