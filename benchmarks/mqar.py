@@ -31,6 +31,8 @@ from torch import Tensor
 import tidegate
 from tidegate.models import CausalLM, LMConfig
 from tidegate.training.batches import IGNORED
+from tidegate.training.captured import CapturedStep
+from tidegate.training.optim import build_optimizer, set_rates
 from tidegate.training.runtime import autocast, describe_machine, resolve_device
 from tidegate.training.task_corpus import draw
 from tidegate.training.tasks import Mqar
@@ -38,7 +40,7 @@ from tidegate.training.tasks import Mqar
 MIXERS = ("hgrn", "hgrn2")
 WIDTHS = (64, 128, 256)
 LENGTHS = (256, 512)
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (3e-3, 1e-2, 1e-3)
 ROWS = 1000  # examples drawn, and scored, at a time
 GOOD = 0.999  # a model this good has learned the task
 
@@ -102,22 +104,33 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     test = examples(task, min(task.valid_examples, arguments.examples), device, split=1)
     torch.manual_seed(arguments.seed)
     model = CausalLM(model_config(arguments.mixer, arguments.width, task.vocabulary)).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=arguments.rate, weight_decay=0.1, fused=device.type == "cuda"
+    on_cuda = device.type == "cuda"
+    optimizer = build_optimizer(
+        model,
+        lr=arguments.rate,
+        betas=(0.9, 0.999),
+        weight_decay=0.1,
+        decay="all",
+        capturable=on_cuda,
     )
+
+    def update(*rows: Tensor) -> tuple[Tensor]:
+        loss = F.cross_entropy(*answers_of(model, rows, device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return (loss.detach(),)
+
+    step_on = CapturedStep(update, device) if on_cuda else update
     generator = torch.Generator(device).manual_seed(arguments.seed)
     curve: list[tuple[int, float, float]] = []
-    start, step, loss = time.perf_counter(), 0, torch.zeros(())
+    start, step = time.perf_counter(), 0
     while step < arguments.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = arguments.rate * schedule(step, arguments.steps)
+        set_rates(optimizer, schedule(step, arguments.steps))
         chosen = torch.randint(
             task.train_examples, (arguments.batch,), generator=generator, device=device
         )
-        loss = F.cross_entropy(*answers_of(model, [part[chosen] for part in data], device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        (loss,) = step_on(*(part[chosen] for part in data))
         step += 1
         if step % arguments.score_every == 0 or step == arguments.steps:
             score = accuracy(model, test, device)
@@ -150,12 +163,13 @@ def schedule(step: int, steps: int) -> float:
 
 
 def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All runs, each in a process of its own, long ones first."""
+    """All runs, each in a process of its own: all with the first rate, then all with the next;
+    long ones first."""
     jobs = [
         (length, width, mixer, rate)
+        for rate in arguments.rates
         for length in sorted(arguments.lengths, reverse=True)
         for width in sorted(arguments.widths, reverse=True)
-        for rate in arguments.rates
         for mixer in MIXERS
     ]
     begun = time.monotonic()

@@ -118,6 +118,9 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--warmup-steps", type=int)
     train.add_argument("--warmup-fraction", type=float, help="warm-up as a part of the run")
     train.add_argument("--floor", type=float, help="last rate as a part of the peak")
+    train.add_argument(
+        "--cuda-graph", action="store_true", help="replay each step from a CUDA graph"
+    )
     train.add_argument("--precision", help="auto, fp32 or bf16 (autocast)")
     train.add_argument("--seed", type=int)
 

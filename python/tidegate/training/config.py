@@ -46,6 +46,8 @@ class TrainConfig:
         betas, eps, weight_decay, decay: of the optimiser (see `build_optimizer`).
         clip: largest norm of the gradient; 0 = no clipping.
         schedule, warmup_steps, warmup_fraction, floor: see `Schedule`.
+        cuda_graph: on CUDA, replay each step from a CUDA graph, so that launches do not set the
+            pace of small models; not with "muon", nor where sequences have lengths of their own.
         precision: "bf16" = autocast; "auto" = bf16 where the device multiplies it faster.
         seed: of the initialisation, the order of the data, and dropout.
         checkpoint_every, eval_every: in steps; 0 = only at the end.
@@ -77,6 +79,7 @@ class TrainConfig:
     warmup_steps: int = 0
     warmup_fraction: float = 0.0
     floor: float = 0.0
+    cuda_graph: bool = False
     precision: str = "auto"
     seed: int = 1
     checkpoint_every: int = 0
@@ -113,6 +116,8 @@ class TrainConfig:
             ("precision", PRECISIONS),
         ):
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        if self.optimizer == "muon":
+            self._require("cuda_graph", not self.cuda_graph, "False with --optimizer muon")
         if self.schedule == "inverse-sqrt":
             self._require("warmup_steps", self.warmup_steps > 0, "1 or more with inverse-sqrt")
 
@@ -210,6 +215,7 @@ def recipes() -> dict[str, Recipe]:
                 "weight_decay": 0.01,
                 "decay": "all",
                 "clip": 0.0,
+                "cuda_graph": True,
                 "precision": "fp32",
                 "checkpoint_every": 1_000,
                 "eval_every": 1_000,

@@ -58,25 +58,45 @@ def build_optimizer(
     weight_decay: float = 0.0,
     decay: str = "matrices",
     muon_lr: float = 0.02,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer | Combined:
     """`adamw` (decoupled decay), `adam` (decay added to the gradient), or `muon`.
 
     The HGRN papers say "Adam" with a weight decay of 0.1 or 0.2; the code they used decays
     decoupled, which is `adamw` here. `muon` steps the matrices of the blocks by Muon at `muon_lr`
     and everything else by AdamW at `lr`. Every group's entry "peak" is its peak learning rate.
+    capturable: a step can be captured in a CUDA graph (parameters on CUDA; not `muon`).
     """
     first, second = betas
-    adam = {"betas": (first, second), "eps": eps, "fused": True}
+    adam = {"betas": (first, second), "eps": eps, "fused": True, "capturable": capturable}
     classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     if name in classes:
         optimizer = classes[name](parameter_groups(model, weight_decay, decay), lr=lr, **adam)
     elif name == "muon":
+        if capturable:
+            raise ValueError("optimizer: muon's step cannot be captured in a CUDA graph")
         optimizer = _muon(model, lr, muon_lr, weight_decay, decay, adam)
     else:
         raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     return optimizer
+
+
+def set_rates(optimizer: torch.optim.Optimizer | Combined, multiplier: float) -> None:
+    """Sets every group's learning rate to `multiplier` times its peak.
+
+    A group that can be captured keeps its rate in one tensor on the parameters' device, which a
+    replayed graph reads.
+    """
+    for group in optimizer.param_groups:
+        rate = group["peak"] * multiplier
+        if not group.get("capturable"):
+            group["lr"] = rate
+        elif isinstance(group["lr"], torch.Tensor) and group["lr"].is_cuda:
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = torch.tensor(rate, device=group["params"][0].device)
 
 
 def _muon(

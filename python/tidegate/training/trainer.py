@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from .batches import count_answers
+from .batches import Batch, count_answers
+from .captured import CapturedStep
 from .checkpoint import RunFolder, save_checkpoint
 from .config import TrainConfig
 from .errors import UserError
 from .evaluate import Score
-from .optim import build_optimizer
+from .optim import build_optimizer, set_rates
 from .progress import Progress
 from .runtime import autocast, resolve_device
 from .sources import Source
@@ -57,6 +58,7 @@ class Trainer:
         self.folder = folder
         self.device = resolve_device(config.device)
         self.model = model.to(self.device)
+        self._captures = config.cuda_graph and self.device.type == "cuda"
         self.optimizer = build_optimizer(
             self.model,
             config.optimizer,
@@ -66,7 +68,9 @@ class Trainer:
             weight_decay=config.weight_decay,
             decay=config.decay,
             muon_lr=config.muon_lr,
+            capturable=self._captures,
         )
+        self._update = CapturedStep(self._step_on, self.device) if self._captures else self._step_on
         self.schedule = config.learning_rate()
         self.sampler = corpus.sampler(config.batch_size, config.context, config.seed, self.device)
         self.position = Position()
@@ -114,28 +118,42 @@ class Trainer:
 
     def _step(self) -> None:
         """One optimiser step; its loss stays on the device until it is logged."""
-        config, position = self.config, self.position
-        multiplier = self.schedule(position.step, self.progress())
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * multiplier
+        position = self.position
+        set_rates(self.optimizer, self.schedule(position.step, self.progress()))
         batch = self.sampler.next()
+        if self._captures and batch.lengths is not None:
+            raise UserError(
+                f"train: cuda-graph: expected sequences of one length, got {self.corpus.name}, "
+                "whose lengths differ; leave it out"
+            )
+        given = [part for part in batch if part is not None]
+        loss, norm, answers = self._update(*given)
+        self._losses.append(loss)
+        self._norms.append(norm)
+        if isinstance(self.corpus, TaskCorpus):
+            self._answers.append(answers)
+        position.step += 1
+        position.tokens += batch.tokens
+
+    def _step_on(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Updates the weights by the batch ``Batch(*given)``: its loss, the gradient's norm, and
+        how many answers were right and asked for (zeros where the data is text)."""
+        config = self.config
         loss = torch.zeros((), device=self.device)
-        for part in batch.chunk(config.grad_accum):
+        answers = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for part in Batch(*given).chunk(config.grad_accum):
             with autocast(self.device, config.precision):
                 output, labels = part.run(self.model, self.device)
             part_loss = output.loss / config.grad_accum
             part_loss.backward()
             loss += part_loss.detach()
             if isinstance(self.corpus, TaskCorpus):
-                self._answers.append(count_answers(output.logits.detach(), labels))
-        parameters = self.model.parameters()
+                answers += count_answers(output.logits.detach(), labels)
         largest = config.clip if config.clip > 0 else math.inf
-        self._norms.append(torch.nn.utils.clip_grad_norm_(parameters, largest))
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._losses.append(loss)
-        position.step += 1
-        position.tokens += batch.tokens
+        return loss, norm, answers
 
     def _due(self, what: str) -> bool:
         """Whether a validation ("eval") or a "checkpoint" is due after this step."""
@@ -179,7 +197,7 @@ class Trainer:
                 "seconds": round(position.seconds, 3),
                 "loss": loss,
                 **accuracy,
-                "lr": self.optimizer.param_groups[-1]["lr"],
+                "lr": float(self.optimizer.param_groups[-1]["lr"]),
                 "grad_norm": norm,
                 "tokens_per_second": round(position.tokens / max(position.seconds, 1e-9), 1),
             }
@@ -243,6 +261,9 @@ class Trainer:
         except (RuntimeError, ValueError, KeyError) as error:
             detail = str(error).splitlines()[-1].strip()
             raise UserError(f"{path}: the checkpoint is of another model: {detail}") from error
+        for group in self.optimizer.param_groups:
+            if "capturable" in group:  # the device may be another one now
+                group["capturable"] = self._captures
         self.position = Position(**content["position"])
         self.sampler.position = content["samples"]
         torch.set_rng_state(content["rng"]["cpu"].cpu())
