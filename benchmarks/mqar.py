@@ -5,10 +5,10 @@
 
 For every sequence length, mixer, width and learning rate a two-layer language model learns the task
 `mqar` of `tidegate train`: token mixers with residuals and norms, no positions. Each process (so
-many at a time as --processes says, all on one device) trains one model; the best learning rate of a
-width counts, as in the paper. The JSON holds every run, with device, versions and commit; the plot
-is drawn from it. --limit-minutes bounds the whole sweep: runs that have not begun by then are left
-out, and the JSON says so.
+many at a time as --processes says, over all GPUs in turn) trains one model; the best learning rate
+of a width counts, as in the paper. The JSON holds every run, with device, versions and commit; the
+plot is drawn from it. --limit-minutes bounds the whole sweep: runs that have not begun by then are
+left out, and the JSON says so.
 """
 
 from __future__ import annotations
@@ -174,13 +174,19 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     begun = time.monotonic()
 
-    def run(job: tuple[int, int, str, float]) -> dict[str, Any] | None:
+    device = resolve_device(arguments.device)
+    places = [str(device)]
+    if device.type == "cuda" and device.index is None:
+        places = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+    def run(number: int) -> dict[str, Any] | None:
         if time.monotonic() - begun > 60 * arguments.limit_minutes:
             return None
-        length, width, mixer, rate = job
+        length, width, mixer, rate = jobs[number]
         command = [sys.executable, __file__, "--one", f"--mixer={mixer}", f"--width={width}"]
         command += [f"--length={length}", f"--rate={rate}", f"--steps={arguments.steps}"]
-        command += [f"--device={arguments.device}", f"--seed={arguments.seed}"]
+        place = places[number // len(MIXERS) % len(places)]
+        command += [f"--device={place}", f"--seed={arguments.seed}"]
         command += [f"--batch={arguments.batch}", f"--score-every={arguments.score_every}"]
         command += [f"--examples={arguments.examples}"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -191,16 +197,14 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         return row
 
     with ThreadPoolExecutor(arguments.processes) as pool:
-        rows = [row for row in pool.map(run, jobs) if row is not None]
+        rows = [row for row in pool.map(run, range(len(jobs))) if row is not None]
     if not rows:
         raise SystemExit("mqar: no run began within --limit-minutes")
-    machine = rows[0].pop("machine")
-    for row in rows[1:]:
-        row.pop("machine")
+    machine = {**[row.pop("machine") for row in rows][0], "devices": len(places)}
     return {
         "machine": machine,
         "tidegate": tidegate.__version__,
-        "commit": commit(),
+        "commit": arguments.commit or commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seed": arguments.seed,
         "processes": arguments.processes,
@@ -293,6 +297,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit-minutes", type=float, default=60.0, help="begin no run after so long")
     add("--device", default="auto")
     add("--seed", type=int, default=1)
+    add("--commit", help="what the JSON says where this is no checkout")
     one = parser.add_argument_group("one run, as the sweep starts them; prints its row as JSON")
     one.add_argument("--one", action="store_true")
     one.add_argument("--mixer", choices=MIXERS, default="hgrn2")
