@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,12 @@ GOOD = 0.999  # a model this good has learned the task
 
 
 def model_config(mixer: str, width: int, vocabulary: int) -> LMConfig:
-    """Two layers; HGRN with a real state as wide as the model, HGRN2 with heads of 64."""
+    """Two layers; HGRN with a real state as wide as the model, HGRN2 with heads of up to 64."""
     options: dict[str, Any] = {"preset": "official", "bias": False, "norm": "rms_no_weight"}
     if mixer == "hgrn":
         options["complex"] = False
     else:
-        options["expand_ratio"] = 64
+        options["expand_ratio"] = min(64, width)
     return LMConfig(
         mixer=mixer,
         mixer_options=options,
@@ -196,22 +196,37 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         print(describe(row), file=sys.stderr, flush=True)
         return row
 
+    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(arguments.processes) as pool:
-        rows = [row for row in pool.map(run, range(len(jobs))) if row is not None]
+        for work in as_completed([pool.submit(run, number) for number in range(len(jobs))]):
+            if (row := work.result()) is not None:
+                rows.append(row)
+                write(arguments, rows, len(jobs), begun, len(places))
     if not rows:
         raise SystemExit("mqar: no run began within --limit-minutes")
-    machine = {**[row.pop("machine") for row in rows][0], "devices": len(places)}
-    return {
-        "machine": machine,
+    return write(arguments, rows, len(jobs), begun, len(places))
+
+
+def write(
+    arguments: argparse.Namespace, rows: list[dict[str, Any]], jobs: int, begun: float, devices: int
+) -> dict[str, Any]:
+    """The runs that have ended so far, in the JSON too: a sweep that is cut short keeps them."""
+    runs = [{name: row[name] for name in row if name != "machine"} for row in rows]
+    runs.sort(key=lambda row: [row[name] for name in ("length", "width", "mixer", "learning_rate")])
+    result = {
+        "machine": {**rows[0]["machine"], "devices": devices},
         "tidegate": tidegate.__version__,
         "commit": arguments.commit or commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seed": arguments.seed,
         "processes": arguments.processes,
         "wall_seconds": round(time.monotonic() - begun, 1),
-        "left_out": len(jobs) - len(rows),
-        "runs": rows,
+        "left_out": jobs - len(rows),
+        "runs": runs,
     }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
 
 
 def commit() -> str | None:
@@ -319,8 +334,6 @@ def main() -> None:
     for (length, mixer), widths in sorted(best(result).items()):
         cells = ", ".join(f"{width}: {value:.3f}" for width, value in sorted(widths.items()))
         print(f"{length} tokens, {mixer}: {cells}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.plot:
         plot(result, arguments.plot)
 

@@ -99,7 +99,7 @@ def test_sequences_of_differing_lengths_are_refused(tmp_path, cuda):
         tmp_path / "run",
         "listops",
         task_options=options,
-        context=30,
+        context=29,
         model={"mixer": "hgrn"},
         device="cuda",
         cuda_graph=True,
