@@ -6,8 +6,7 @@
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
 of the CPU kernels ("benchmarks"), gla_cpu.py's ("kind": "gla_cpu"), and the demo's comparison
-("gru"). README shows what the issue
-asks for; docs/benchmarks.md shows every row.
+("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
 """
 
 from __future__ import annotations
@@ -286,14 +285,14 @@ def gla_cpu_page(record: Record) -> list[str]:
     return ["## Gated linear attention on the CPU", "", *gla_cpu_section(record)]
 
 
-# ---- the demo beside a GRU ----
+# ---- the demo beside other models ----
 
 
 def demo_section(record: Record) -> list[str]:
-    """HGRN and the GRU after the same wall time, and the baselines."""
+    """HGRN and other models after the same wall time, and the baselines."""
     rows = []
     named = [("HGRN (`make demo`)", record["hgrn"])] if "hgrn" in record else []
-    named += [(f"`torch.nn.GRU`, {gru['optimizer']}", gru) for gru in record["gru"]]
+    named += [(other["model"], other) for other in record["others"]]
     for name, result in named:
         rows.append(
             [
@@ -315,7 +314,7 @@ def demo_section(record: Record) -> list[str]:
 
 
 def demo_page(record: Record) -> list[str]:
-    return ["## The demo beside a GRU", "", *demo_section(record)]
+    return ["## The demo beside other models", "", *demo_section(record)]
 
 
 # ---- files ----
@@ -334,7 +333,7 @@ def kind_of(record: Record) -> str | None:
         return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"
-    return "demo" if "gru" in record and "baselines" in record else None
+    return "demo" if "others" in record and "baselines" in record else None
 
 
 def load_results(folder: Path) -> list[tuple[str, Record]]:
@@ -368,7 +367,8 @@ def page(results: list[tuple[str, Record]]) -> str:
         "",
         "Made by `benchmarks/report.py` from `benchmarks/results/*.json`; not edited by hand.",
         "`benchmarks/peers.py` measures the GPU, `make bench` runs the Google Benchmark binaries,",
-        "`make bench-demo` the demo beside a GRU. Every output is checked before it is timed.",
+        "`make bench-demo` the demo beside other models. Every output is checked before it is",
+        "timed.",
         "",
     ]
     lines += [line for kind, record in results for line in SECTIONS[kind][1](record)]

@@ -95,8 +95,9 @@ DEMO = {
     "machine": {"device_name": "a CPU", "threads": 2, "torch": "2.11.0"},
     "commit": "abc123",
     "baselines": {"bz2": 1.62},
-    "gru": [
+    "others": [
         {
+            "model": "`torch.nn.GRU`, adamw",
             "parameters": 1_300_000,
             "optimizer": "adamw",
             "seconds": 170.0,

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""The demo's text, trainer and wall time with torch.nn.GRU in place of HGRN.
+"""The demo's text, trainer and wall time with other models in place of its HGRN.
 
-    make bench-demo                     # trains both, each with the waiting policy that suits it
-    PYTHONPATH=build/python python benchmarks/demo_gru.py --out runs/demo_gru [--demo runs/demo]
+    make bench-demo                     # trains all, each with the waiting policy that suits it
+    PYTHONPATH=build/python python benchmarks/demo.py --models hgrn2 [--demo runs/demo]
 
-A byte-level GRU of 3 layers of 256 learns the same split for the same seconds, with the same batch
-and schedule as `tidegate demo`, and is scored the same way: once with the demo's optimiser and once
-with AdamW, because what suits one architecture need not suit the other. Run it when the machine is
-idle, right after the demo: all figures depend on how many steps the time allows. The JSON holds
-them, with machine, versions and commit.
+The others are an HGRN2 language model of the demo's size, and a byte-level torch.nn.GRU of 3 layers
+of 256, once with the demo's optimiser and once with AdamW, because what suits one architecture need
+not suit the other. They learn the same split for the same seconds, with the same batch and schedule
+as `tidegate demo`, and are scored the same way. Run it when the machine is idle, right after the
+demo: all figures depend on how many steps the time allows. The JSON holds them, with machine,
+versions and commit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tidegate
+from tidegate.models import CausalLM, presets
 from tidegate.training import TrainConfig, Trainer, load_corpus, recipes
 from tidegate.training.baselines import baselines
 from tidegate.training.checkpoint import RunFolder, read_metrics
@@ -62,26 +65,48 @@ class GRULanguageModel(nn.Module):
         return Output(logits, loss, state)
 
 
-def train_gru(out: Path, changes: dict) -> dict:
-    """Trains and scores the GRU; returns its figures."""
-    values = {**recipes()["demo"].train, "data": "stdlib", **changes}
+def hgrn2() -> CausalLM:
+    """The demo's model with HGRN2 as its mixer, in heads of 32: as many parameters."""
+    options = {"expand_ratio": 32}
+    return CausalLM(presets()["demo"].replace(mixer="hgrn2", mixer_options=options))
+
+
+class Contender(NamedTuple):
+    """A model beside the demo's, and what of the demo's settings it changes."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    changes: dict[str, str]
+
+
+CONTENDERS = {
+    "hgrn2": Contender("HGRN2", hgrn2, {}),
+    "gru-muon": Contender("`torch.nn.GRU`, muon", GRULanguageModel, {}),
+    "gru-adamw": Contender("`torch.nn.GRU`, adamw", GRULanguageModel, {"optimizer": "adamw"}),
+}
+
+
+def train(contender: Contender, out: Path, changes: dict) -> dict:
+    """Trains and scores a contender; returns its figures."""
+    values = {**recipes()["demo"].train, "data": "stdlib", **contender.changes, **changes}
     config = TrainConfig(**values)
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device)
     config = dataclasses.replace(config, precision=precision)
     folder = RunFolder(out)
     if folder.path.exists():
-        raise SystemExit(f"demo_gru: {folder.path} exists; name another --out or delete it")
+        raise SystemExit(f"demo: {folder.path} exists; name another --out or delete it")
     folder.make()
     corpus = load_corpus(config.data)
     torch.manual_seed(config.seed)
-    model = GRULanguageModel()
+    model = contender.make()
     trainer = Trainer(model, corpus, config, folder)
     if not trainer.run():
-        raise SystemExit("demo_gru: stopped before its end; nothing was recorded")
+        raise SystemExit("demo: stopped before its end; nothing was recorded")
     score = trainer.validate()
     position = trainer.position
     return {
+        "model": contender.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "optimizer": config.optimizer,
         "precision": config.precision,
@@ -98,7 +123,7 @@ def demo_figures(path: str) -> dict:
     folder = RunFolder(path)
     last = read_metrics(folder.metrics)[-1]
     if last["kind"] != "final":
-        raise SystemExit(f"demo_gru: {path} holds no finished demo; run `make demo` first")
+        raise SystemExit(f"demo: {path} holds no finished demo; run `make demo` first")
     config = read_json(folder.config)
     return {
         "parameters": config["parameters"],
@@ -127,19 +152,19 @@ def commit() -> str:
 def main() -> int:
     """Runs the comparison and prints or writes its JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="runs/demo_gru", help="run folder of the GRU")
+    parser.add_argument("--out", default="runs/demo_others", help="a run folder a model goes here")
+    parser.add_argument("--models", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--demo", help="folder of a finished demo to put beside it")
+    parser.add_argument("--add", help="JSON of this script whose models are put before these")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--seconds", type=float, help="another wall-time budget")
-    parser.add_argument("--optimizers", nargs="+", default=["muon", "adamw"])
     parser.add_argument("--precision", help="fp32 or bf16")
     options = parser.parse_args()
     names = ("seconds", "precision")
     changes = {name: getattr(options, name) for name in names if getattr(options, name)}
-    gru = [
-        train_gru(Path(options.out, name), {**changes, "optimizer": name})
-        for name in options.optimizers
-    ]
+    others = [train(CONTENDERS[name], Path(options.out, name), changes) for name in options.models]
+    if options.add:
+        others = read_json(Path(options.add))["others"] + others
     corpus = load_corpus("stdlib")
     figures = {
         "what": "byte-level language models on the standard library's sources, same wall time",
@@ -149,7 +174,7 @@ def main() -> int:
         "commit": commit(),
         "validation_bytes": corpus.valid_bytes,
         "baselines": {k: round(v, 4) for k, v in baselines(corpus.train, corpus.valid).items()},
-        "gru": gru,
+        "others": others,
     }
     if options.demo:
         figures["hgrn"] = demo_figures(options.demo)
