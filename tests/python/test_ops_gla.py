@@ -64,6 +64,11 @@ def test_every_mix_of_dtypes(case: GlaCase, device: str) -> None:
     cases.check(case, device)
 
 
+@pytest.mark.parametrize("case", gla_cases.on_tensor_cores(), ids=str)
+def test_sizes_of_tensor_cores(case: GlaCase, device: str) -> None:
+    cases.check(case, device)
+
+
 SIZES = [(1, 1), (2, 7), (16, 16), (31, 64), (64, 32), (65, 130), (128, 128), (257, 16), (16, 512)]
 
 
@@ -413,9 +418,10 @@ def test_only_inputs_are_kept_for_the_backward_pass(case: GlaCase, device: str) 
         assert value.data_ptr() in allowed, tuple(value.shape)
 
 
+@pytest.mark.parametrize("size", [(70, 140), (64, 128)], ids=str)
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_bitwise_repeatable(case: GlaCase, device: str) -> None:
-    case = replace(case, time=300, key_dim=70, value_dim=140)
+def test_bitwise_repeatable(case: GlaCase, size: tuple[int, int], device: str) -> None:
+    case = replace(case, time=300, key_dim=size[0], value_dim=size[1])
     first = cases.run(case, device, backward=True)
     threads = torch.get_num_threads()
     try:

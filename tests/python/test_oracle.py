@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import gla_oracle, oracle
+from support import gla_chunks, gla_oracle, oracle
 from support.cases import Case, make_inputs, options
 from support.gla_cases import GlaCase
 
@@ -99,6 +99,35 @@ def test_hgrn2_is_gated_linear_attention() -> None:
     )
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
+
+
+IN_CHUNKS = [
+    GlaCase("hgrn2", time=150, v_activation="silu"),
+    GlaCase("hgrn2", time=70, gates="extreme", grads="final"),
+    GlaCase("gated_linear_attention", lengths=(0, 17, 0, 90, 1), reverse=True, h0=None),
+    GlaCase("gated_linear_attention", time=65, per_head=True, gates="log -1e4", grads="h"),
+    GlaCase("gated_linear_attention", time=0),
+]
+
+
+@pytest.mark.parametrize("case", IN_CHUNKS, ids=str)
+def test_chunks_equal_the_loop_but_for_the_rounding_of_operands(
+    case: GlaCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case, dtype=torch.float64)
+    compute = getattr(gla_oracle, f"{case.op}_reference")
+    call = {**make_inputs(case), **options(case)}
+    exact, rounded = compute(**call), compute(**call, chunks=True)
+    monkeypatch.setattr(gla_chunks, "_operand", lambda x: x)
+    found = compute(**call, chunks=True)
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        error = float((rounded[name] - value).norm())
+        size = exact.get(f"|{name}|", value)
+        assert error <= 2**-7 * float(size.norm()), name
+    if case.time:
+        assert not torch.equal(rounded["h"], exact["h"])
 
 
 def test_complex_hgru_is_the_complex_linear_scan() -> None:

@@ -57,6 +57,16 @@ class GlaCase:
             out |= {"q_activation": self.q_activation, "v_activation": self.v_activation}
         return out | {"reverse": self.reverse}
 
+    def ways(self, device: str) -> dict[str, object]:
+        return {"chunks": device == "cuda" and self.fits_tensor_cores()}
+
+    def fits_tensor_cores(self) -> bool:
+        """Whether CUDA takes the call in products of bf16 operands (docs/kernels/gla_cuda.md)."""
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        sizes_fit = all(x % 16 == 0 and x <= 256 for x in (self.key_dim, self.value_dim))
+        time = self.time if self.lengths is None else sum(self.lengths)
+        return half and sizes_fit and time > 2 and self.layout != "misaligned"
+
     def sized(self, batch: int, time: int, width: int) -> GlaCase:
         return replace(self, batch=batch, time=time, key_dim=width, value_dim=width + 1)
 
@@ -220,3 +230,29 @@ def every_layout(time: int = 33) -> list[GlaCase]:
         for layout in cases.LAYOUTS
         for reverse, lengths in ((False, None), (True, (5, 0, 17, 1, 0, 10)))
     ]  # fmt: skip
+
+
+def on_tensor_cores() -> list[GlaCase]:
+    """Each kind of call with 16-bit data of sizes that tensor cores take: lengths, then gates."""
+    kinds = [kind for kind in KINDS if kind.dtype in (torch.bfloat16, torch.float16)]
+    sizes = ((16, 48), (64, 16), (32, 32), (128, 64), (48, 128), (144, 80))
+    cases_by_length = [
+        replace(
+            vary(replace(kind, time=time), seed=100_000 + 1000 * i + j),
+            key_dim=sizes[(i + j) % 6][0] if time < 1000 else 16,
+            value_dim=sizes[(i + j) % 6][1] if time < 1000 else 32,
+        )
+        for i, kind in enumerate(kinds)
+        for j, time in enumerate(cases.TIMES)
+        if 2 < time < 4097 or i == 0
+    ]
+    by_regime = [
+        replace(kind, time=131, key_dim=32, value_dim=16, gates=g, seed=7)
+        for kind in kinds
+        for g in GATES
+    ]
+    large = [
+        replace(kind, batch=1, heads=1, time=90, key_dim=256, value_dim=256, seed=3)
+        for kind in kinds[:3]
+    ]
+    return cases_by_length + by_regime + large

@@ -13,7 +13,8 @@ and their adjoint, written out by hand (test_oracle.py holds it against autograd
     dq_t = scale * S_t do_t,  dk_t = dS_t v_t,  dv_t = dS_t^T k_t,  df_t = rowsum(S_{t-1} o dS_t)
 
 `exact` and `fused` as in `oracle`: float64, or the same maths in the tensors' own precision by
-torch ops in one of two ways. The second rounds once where `*` and `+` round twice.
+torch ops in one of two ways. The second rounds once where `*` and `+` round twice. `chunks`: not
+token by token but as `gla_chunks` does, in products of bf16 operands.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from support import gla_chunks
 from support.oracle import _compute_dtype, _round, _sum_over_time, walks
 
 
@@ -92,10 +94,18 @@ def _adjoint(q, k, v, f, h0, before, d_o, dh_final, cu_seqlens, reverse: bool, f
 
 
 def _attention(
-    q, k, v, f, h0, d_o, dh_final, cu_seqlens, scale: float, reverse: bool, fused: bool
-) -> dict[str, Tensor]:
+    q, k, v, f, h0, d_o, dh_final, cu_seqlens, scale: float, *, reverse: bool, fused: bool,
+    chunks: bool,
+) -> dict[str, Tensor]:  # fmt: skip
     """Results and, where there is a loss, gradients of q, k, v, f and h0; all in one dtype."""
     initial = _initial(q, v, h0, cu_seqlens)
+    if chunks:
+        loss = None if d_o is None else d_o.to(q.dtype) * scale
+        if dh_final is None and d_o is not None:
+            dh_final = torch.zeros_like(initial)
+        last = None if dh_final is None else dh_final.to(q.dtype)
+        found = gla_chunks.attention(q, k, v, f, initial, loss, last, cu_seqlens, reverse)
+        return found | {"h": scale * found["h"]}
     options = {"cu_seqlens": cu_seqlens, "reverse": reverse, "fused": fused}
     out, final, before = _recurrence(q, k, v, f, initial, **options)
     found = {"h": scale * out, "final": final}
@@ -128,12 +138,14 @@ def gated_linear_attention_reference(
     cu_seqlens: Tensor | None = None,
     exact: bool = True,
     fused: bool = False,
+    chunks: bool = False,
 ) -> dict[str, Tensor]:
     """h (= o), final and, when dh or dh_final is given, dq, dk, dv, dlog_f, dh0."""
     dtype = _compute_dtype(q.dtype, exact)
     wide = [x.to(dtype) for x in (q, k, v)]
     f = torch.exp(log_f.to(dtype)).expand_as(wide[0])
-    out = _attention(*wide, f, h0, dh, dh_final, cu_seqlens, scale, reverse, fused)
+    ways = {"reverse": reverse, "fused": fused, "chunks": chunks}
+    out = _attention(*wide, f, h0, dh, dh_final, cu_seqlens, scale, **ways)
     out["h"] = _round(out["h"], q, exact)
     if "dq" not in out:
         return out
@@ -169,6 +181,7 @@ def hgrn2_reference(
     cu_seqlens: Tensor | None = None,
     exact: bool = True,
     fused: bool = False,
+    chunks: bool = False,
 ) -> dict[str, Tensor]:
     """h (= o), final and, when dh or dh_final is given, dq, df, dv, dgamma, dh0 (|dgamma|)."""
     dtype = _compute_dtype(q.dtype, exact)
@@ -179,9 +192,8 @@ def hgrn2_reference(
     decay = 1 - keys if fused else floor + (1 - floor) * s
     queries, q_slope = _activate(q.to(dtype), q_activation)
     values, v_slope = _activate(v.to(dtype), v_activation)
-    out = _attention(
-        queries, keys, values, decay, h0, dh, dh_final, cu_seqlens, scale, reverse, fused
-    )
+    ways = {"reverse": reverse, "fused": fused, "chunks": chunks}
+    out = _attention(queries, keys, values, decay, h0, dh, dh_final, cu_seqlens, scale, **ways)
     out["h"] = _round(out["h"], q, exact)
     if "dq" not in out:
         return out

@@ -7,6 +7,13 @@
 
 namespace tidegate::kernels {
 
+/// exp(log_f). Next to one it rounds once: exp itself is off by up to a unit there, by the same
+/// amount for all decays of a neighbourhood, and over a long time they are multiplied.
+template <class Real>
+__device__ Real precise_decay(Real log_f) {
+  return log_f > Real(-0.5) ? Real(1) + expm1(log_f) : exp(log_f);
+}
+
 /// One head of one sequence: queries, keys, decays and values after all that is applied to them.
 template <class Real>
 class PlainInputs {
@@ -35,7 +42,7 @@ class PlainInputs {
       const Real gamma = bound(channel);
       return logit_gate<Math>(raw_gate(step, channel), gamma, Real(1) - gamma);
     }
-    return {exp(raw_gate(step, channel)), k_.template load<Real>(step, channel)};
+    return {precise_decay(raw_gate(step, channel)), k_.template load<Real>(step, channel)};
   }
   __device__ Real raw_gate(int64_t step, int channel) const {
     return gate_.template load<Real>(step, p_.gate_per_head ? 0 : channel);

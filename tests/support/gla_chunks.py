@@ -1,0 +1,169 @@
+"""Gated linear attention in chunks of tokens by torch ops, with bf16 operands in its products.
+
+What tensor cores compute for 16-bit data: every operand of a matrix product is rounded to bf16, the
+products are added up in float32, and states are kept in float32, taken over 16 tokens at a time;
+the gradients are those of chunks of 64 tokens between two states. Its error is what that form costs
+in that precision. As in `gla_oracle`, the equations are the only source:
+
+    S' = diag(total) S + (suf k)^T v             o = (pre q) S + A v
+    A_ts = sum_K q_t P(t, s) k_s, s <= t         P(t, s): the product of the decays after s up to t
+    pre_t = P(t, before the chunk),  suf_s = P(end, s),  total = P(end, before the chunk)
+
+A pair of tokens refers its decays to the boundary between the two neighbouring runs of 1, 2, 4 ..
+tokens that part it, so that both factors are at most one; the pairs of neighbours are multiplied in
+float32, and so are the gradients of pairs within 16 tokens. The adjoint adds up, for a decay, what
+passes it (docs/numerics.md); it divides by none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from support.oracle import walks
+
+WALK, CHUNK = 16, 64  # tokens that a state is taken over at once; between two states of a gradient
+
+
+def _operand(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return _operand(a) @ _operand(b)
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a chunk, all heads, in the order of the walk: [N, H, tokens, ..]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor
+    d_o: Tensor
+    between: Tensor  # [N, H, t, s, K]: P(t, s), one above the diagonal
+
+    @staticmethod
+    def of(steps: list[int], *tensors: Tensor) -> _Chunk:
+        """Of q, k, v, f and do, each [B, T, H, ..]."""
+        q, k, v, f, d_o = (x[:, steps].transpose(1, 2) for x in tensors)
+        rows = [torch.ones_like(f)]
+        for t in range(1, len(steps)):
+            earlier = (torch.arange(len(steps)) < t)[:, None]
+            rows.append(torch.where(earlier, rows[-1] * f[..., t : t + 1, :], 1.0))
+        return _Chunk(q, k, v, f, d_o, torch.stack(rows, 2))
+
+    @property
+    def pre(self) -> Tensor:
+        return self.between[..., 0, :] * self.f[..., :1, :]
+
+    @property
+    def suf(self) -> Tensor:
+        return self.between[..., -1, :, :]
+
+    @property
+    def total(self) -> Tensor:
+        """[N, H, K, 1]."""
+        return self.pre[..., -1, :, None]
+
+    def scores(self) -> Tensor:
+        """A, [N, H, t, s], zero above the diagonal."""
+        at = torch.arange(self.q.shape[-2])
+        scores, size = torch.diag_embed((self.q * self.k).sum(-1)), 1
+        while size < len(at):
+            run = at // size
+            start, end = run * size, ((run + 1) * size - 1).clamp(max=len(at) - 1)
+            into = self.between[..., at, (start - 1).clamp(min=0), :]
+            q, k = self.q * into, self.k * self.between[..., end, at, :]
+            found = q @ k.mT if size == 1 else _product(q, k.mT)
+            parted = (run[:, None] == run + 1) & (run % 2 == 0)
+            scores, size = torch.where(parted, found, scores), 2 * size
+        return scores
+
+
+def _forward(c: _Chunk, state: Tensor) -> tuple[Tensor, Tensor]:
+    """o, and the state after the chunk."""
+    out = _product(c.pre * c.q, state) + _product(c.scores(), c.v)
+    return out, c.total * state + _product((c.suf * c.k).mT, c.v)
+
+
+def _before(c: _Chunk, grad: Tensor) -> Tensor:
+    """The gradient of the state before the chunk, from that of the state after it."""
+    return c.total * grad + _product((c.pre * c.q).mT, c.d_o)
+
+
+def _gradients(c: _Chunk, state: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk, dv and df, from the state before the chunk and the gradient of that after it."""
+    of_scores = _product(c.d_o, c.v.mT).tril()
+    run = torch.arange(c.q.shape[-2]) // WALK
+    of_scores = torch.where(run[:, None] == run, of_scores, _operand(of_scores))
+    from_state, from_grad = _product(c.d_o, state.mT), _product(c.v, grad.mT)
+    within = of_scores.unsqueeze(-1) * c.between
+    dq = c.pre * from_state + (within * c.k.unsqueeze(-3)).sum(-2)
+    dk = c.suf * from_grad + (within * c.q.unsqueeze(-2)).sum(-3)
+    dv = _product(c.suf * c.k, grad) + _product(c.scores().mT, c.d_o)
+
+    through = (_operand(state) * _operand(grad)).sum(-1)
+    df, ones = [], torch.ones_like(through)
+    for u in range(c.q.shape[-2]):
+        into = c.pre[..., u - 1, :] if u else ones  # from before the chunk up to u
+        # By their sinks: what meets a query from u on; by their sources: keys before u.
+        later = c.between[..., u:, u, :] * c.q[..., u:, :]
+        earlier = c.between[..., u - 1, :u, :] * c.k[..., :u, :]
+        sinks = (later * from_state[..., u:, :]).sum(-2)
+        sources = (earlier * from_grad[..., :u, :]).sum(-2)
+        pairs = torch.einsum("...tk,...ts,...sk->...k", later, of_scores[..., u:, :u], earlier)
+        df.append(into * (sinks + c.suf[..., u, :] * through) + c.suf[..., u, :] * sources + pairs)
+    return dq, dk, dv, torch.stack(df, -2)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    initial: Tensor,
+    d_o: Tensor | None,
+    dh_final: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+) -> dict[str, Tensor]:
+    """h, final and, where there is a loss, dq, dk, dv, df and dh0, for unit scale."""
+    backward = dh_final is not None
+    loss = torch.zeros_like(v) if d_o is None else d_o
+    found = {"h": torch.zeros_like(v), "final": torch.empty_like(initial)}
+    if backward:
+        found |= {
+            f"d{name}": torch.zeros_like(x) for name, x in zip("qkvf", (q, k, v, f), strict=True)
+        }
+        found["dh0"] = torch.empty_like(initial)
+    inputs = (q, k, v, f, loss)
+    inputs = (q, k, v, f, loss)
+    for walk in walks(q.shape[1], cu_seqlens, reverse):
+        pieces = [(at, _Chunk.of(at, *inputs)) for at in _cut(walk.steps, WALK)]
+        states = [initial[walk.rows]]
+        for at, piece in pieces:
+            out, after = _forward(piece, states[-1])
+            found["h"][:, at] = out.transpose(1, 2)
+            states.append(after)
+        found["final"][walk.rows] = states[-1]
+        if not backward:
+            continue
+        grads = [dh_final[walk.rows]]
+        for _, piece in reversed(pieces):
+            grads.append(_before(piece, grads[-1]))
+        found["dh0"][walk.rows] = grads[-1]
+        grads.reverse()
+        for i, at in enumerate(_cut(walk.steps, CHUNK)):
+            first = i * CHUNK // WALK
+            last = min(first + CHUNK // WALK, len(pieces))
+            values = _gradients(_Chunk.of(at, *inputs), states[first], grads[last])
+            for name, value in zip("qkvf", values, strict=True):
+                found[f"d{name}"][:, at] = value.transpose(1, 2)
+    return found
+
+
+def _cut(steps: range, size: int) -> list[list[int]]:
+    return [list(steps[at : at + size]) for at in range(0, len(steps), size)]
