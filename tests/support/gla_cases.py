@@ -236,18 +236,17 @@ def on_tensor_cores() -> list[GlaCase]:
     """Each kind of call with 16-bit data of sizes that tensor cores take: lengths, then gates."""
     kinds = [kind for kind in KINDS if kind.dtype in (torch.bfloat16, torch.float16)]
     sizes = ((16, 48), (64, 16), (32, 32), (128, 64), (48, 128), (144, 80))
-    cases_by_length = [
-        replace(
-            vary(replace(kind, time=time), seed=100_000 + 1000 * i + j),
-            key_dim=sizes[(i + j) % 6][0] if time < 1000 else 16,
-            value_dim=sizes[(i + j) % 6][1] if time < 1000 else 32,
-        )
-        for i, kind in enumerate(kinds)
-        for j, time in enumerate(cases.TIMES)
-        if 2 < time < 4097 or i == 0
-    ]
+    by_length = []
+    for i, kind in enumerate(kinds):
+        for j, time in enumerate(t for t in cases.TIMES if 2 < t < 4097 or (t == 4097 and i == 1)):
+            case = vary(replace(kind, time=time), seed=100_000 + 1000 * i + j)
+            keys, values = sizes[(i + j) % len(sizes)]
+            if time >= 1000:
+                case, keys, values = replace(case, batch=1, heads=1), 16, 32
+            aligned = "contiguous" if case.layout == "misaligned" else case.layout
+            by_length.append(replace(case, key_dim=keys, value_dim=values, layout=aligned))
     by_regime = [
-        replace(kind, time=131, key_dim=32, value_dim=16, gates=g, seed=7)
+        replace(kind, time=131, heads=1, key_dim=32, value_dim=16, gates=g, seed=7)
         for kind in kinds
         for g in GATES
     ]
@@ -255,4 +254,4 @@ def on_tensor_cores() -> list[GlaCase]:
         replace(kind, batch=1, heads=1, time=90, key_dim=256, value_dim=256, seed=3)
         for kind in kinds[:3]
     ]
-    return cases_by_length + by_regime + large
+    return by_length + by_regime + large
