@@ -333,8 +333,10 @@ std::tuple<Tensor, Tensor> HGRUImpl::gates(const Parts& parts, const OptionalTen
     decay = at::sigmoid(f);
     rest = at::sigmoid(-f);
     if (gamma) {
-      decay = *gamma + (1 - *gamma) * decay;
+      // An open gate likewise: next to one, gamma + (1 - gamma) * decay would be off by roundings
+      // that every step repeats.
       rest = (1 - *gamma) * rest;
+      decay = at::where(f < 0, *gamma + (1 - *gamma) * decay, 1 - rest);
     }
   }
   if (options.input_gate() == "free") return {decay, at::sigmoid(widen(parts.i))};

@@ -393,3 +393,12 @@ def test_cuda_equals_cpu(options, device):
     there = copy.deepcopy(mixer).to(device)
     y, _ = there(x.to(device), gamma=None if gamma is None else gamma.to(device))
     torch.testing.assert_close(y.cpu(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_an_open_gate_with_a_bound_is_one_exactly() -> None:
+    """The composed forms too: a rounding below one would be repeated every step."""
+    mixer = HGRU(7, complex=False, input_gate="free")
+    f = torch.full((1, 1, 7), 40.0)
+    gamma = torch.tensor([0.1, 0.3, 0.7, 0.9, 0.99, 1 / 3, 0.77])
+    decay, _ = mixer._gates({"f": f, "i": f}, gamma)
+    assert torch.equal(decay, torch.ones_like(decay))

@@ -30,8 +30,8 @@ struct RowBuffer {
   }
 };
 
-/// Sums over time. Short sums are added to long ones now and then, so that the rounding error grows
-/// with the square root of T at most, and a constant gradient over 10^5 steps keeps its digits.
+/// Sums over time. Short sums are added to long ones now and then: at most 64 + T / 64 roundings
+/// lie on the way of a term instead of T, and a constant gradient over 10^5 steps keeps its digits.
 template <class R>
 struct TimeSum {
   static constexpr int64_t kShort = 64;

@@ -491,7 +491,10 @@ class HGRU(KeepsFloat32):
             # sigmoid(-f), not 1 - sigmoid(f): the latter loses its digits when the gate is open.
             decay, rest = torch.sigmoid(f), torch.sigmoid(-f)
             if gamma is not None:
-                decay, rest = gamma + (1 - gamma) * decay, (1 - gamma) * rest
+                # An open gate likewise: next to one, gamma + (1 - gamma) * decay would be off by
+                # roundings that every step repeats.
+                rest = (1 - gamma) * rest
+                decay = torch.where(f < 0, gamma + (1 - gamma) * decay, 1 - rest)
         if self.input_gate == "free":
             return decay, torch.sigmoid(widen(parts["i"]))
         return decay, rest if self.input_gate == "tied" else None
