@@ -1,29 +1,33 @@
 #!/usr/bin/env python3
-"""tidegate's scans beside other libraries' and beside `copy_` of as many bytes, in one run.
+"""tidegate's ops beside other libraries' and beside `copy_` of as many bytes, in one run.
 
     python benchmarks/peers.py --out benchmarks/results/peers_h200.json
+    python benchmarks/peers.py --groups gla --out benchmarks/results/peers_gla_h200.json
 
 Every contender runs in the same harness (harness.py): K calls on K sets of inputs in one CUDA
 graph, replayed in turns, medians; nobody's host time counts. What is timed was checked against
 float64 loops first. Peers that are not installed are named and left out. `--device cpu --tiny`
 goes the same way through small shapes, without peers.
 
-The shapes are the issue's four pieces of work, then a sweep of twelve training shapes, a plain
-scan and the decoding step.
+The groups: of the scans, four pieces of work with aims ("issue"), a sweep of twelve training
+shapes ("sweep"), a plain scan and the decoding step ("extra"); gated linear attention ("gla").
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import gla_contenders
 import harness
 import torch
 from contenders import (
+    PEERS,
     AcceleratedScan,
     Contender,
     Fla,
@@ -36,10 +40,11 @@ from contenders import (
     tidegate_scan,
     tidegate_step,
 )
+from gla_contenders import FlaGla, GlaWork
 
 import tidegate
 
-Peers = dict[str, Fla | AcceleratedScan]
+Peers = dict[str, Fla | AcceleratedScan | FlaGla]
 
 NOTES = (
     "us: median time of one call; K calls on K sets of inputs lie in one CUDA graph, contenders "
@@ -53,6 +58,17 @@ NOTES = (
     "its backward ends at dx and dg: both favour the peer. Its autotuner chooses anew for every "
     "shape. Its GB/s count its own bytes: x, g, h; and g, h, dh, dx, dg.",
     "accelerated-scan: [B, D, T] layout, linear decays, beside linear_scan.",
+)
+GLA_NOTES = (
+    *NOTES[:2],
+    "hgrn2: q, f and v are slices of one projection's result; SiLU on q, gates and keys inside the "
+    "op. Backward passes are the ops that autograd calls, and keep nothing but the inputs.",
+    "fla.chunk_gla: keys and log decays in bf16 are made beforehand, untimed, as they are for "
+    "gated_linear_attention. Its autotuner chooses among all configurations for every shape of 16 "
+    "heads; 12 heads take what its own keys give. fla.fused_recurrent_gla writes the new state "
+    "elsewhere.",
+    "peak_bytes: allocated at the peak of one forward and backward pass, above what was allocated "
+    "before the inputs were: inputs, results, their gradients and workspace included.",
 )
 
 ISSUE = [
@@ -87,6 +103,7 @@ EXTRA = [
     Work("hgru_step", 1, 1, 2048, "extra"),
     Work("hgru_step", 256, 1, 2048, "extra"),
 ]
+GROUPS = ("issue", "sweep", "extra", "gla")
 TINY = [
     Work("hgru", 2, 33, 24, "issue", (80, 75)),
     Work("hgru", 3, 17, 8, "issue", (80, 70), complex=True),
@@ -94,6 +111,7 @@ TINY = [
     Work("hgru", 2, 9, 16, "extra", dtype=torch.float32),
     Work("linear_scan", 2, 21, 16, "extra"),
     Work("hgru_step", 4, 1, 16, "extra"),
+    *gla_contenders.TINY,
 ]
 
 
@@ -105,7 +123,7 @@ class Bench:
         self.rows: list[dict[str, object]] = []
         self.problems: list[str] = []
 
-    def contenders(self, work: Work, direction: str, sets: int) -> dict[str, object]:
+    def contenders(self, work: Work | GlaWork, direction: str, sets: int) -> dict[str, object]:
         """Name -> a function that makes the contender; copies first."""
         device = self.device
         makers: dict[str, object] = {
@@ -113,6 +131,9 @@ class Bench:
         }
         if device.type == "cuda":  # in a graph a copy is a node of another kind than a kernel
             makers["copy_ on a stream"] = lambda: makers["copy_"]()._replace(graph=False)
+        if isinstance(work, GlaWork):
+            fla = self.peers.get("fla.gla")
+            return makers | gla_contenders.makers(work, direction, sets, device, fla)
         if work.op == "hgru_step":
             return makers | {"tidegate": lambda: tidegate_step(work, sets, device)}
         inputs = HgruInputs(work, sets, device)
@@ -149,7 +170,7 @@ class Bench:
         self.problems.append(f"{what}: {type(problem).__name__}: {reason}"[:300])
         print("PROBLEM " + self.problems[-1], flush=True)
 
-    def run(self, work: Work, direction: str) -> None:
+    def run(self, work: Work | GlaWork, direction: str) -> None:
         """Measures one row."""
         moved = work.bytes(direction)
         sets = harness.sets_needed(moved, self.device, self.options.tiny)
@@ -169,12 +190,16 @@ class Bench:
             }
         times = harness.measure(runners, self.options.rounds, self.options.budget)
         harness.free(runners)
+        if isinstance(work, GlaWork) and direction == "backward" and self.device.type == "cuda":
+            fla = self.peers.get("fla.gla") if "fla.chunk_gla" in results else None
+            for name, peak in gla_contenders.peak_memory(work, self.device, fla).items():
+                results[name]["peak_bytes"] = peak
         for name, seconds in times.items():
             results[name] |= harness.summary(seconds, results[name]["bytes"])
         self.add_row(work, direction, moved, sets, results)
 
     def add_row(
-        self, work: Work, direction: str, moved: int, sets: int, results: dict[str, dict]
+        self, work: Work | GlaWork, direction: str, moved: int, sets: int, results: dict[str, dict]
     ) -> None:
         """Adds percentages and the figures beside peers, records the row and prints it."""
         copies = [result["us"] for name, result in results.items() if name.startswith("copy_")]
@@ -185,15 +210,12 @@ class Bench:
         row = {
             "group": work.group,
             "op": work.op,
-            "complex": work.complex,
             "dtype": str(work.dtype).removeprefix("torch."),
-            "B": work.batch,
-            "T": work.time,
-            "D": work.channels,
+            **work.fields(),
             "direction": direction,
             "bytes": moved,
             "sets": sets,
-            "goal_percent": work.goal[direction == "backward"] if work.goal else None,
+            **work.goal_of(direction),
             "results": results,
         }
         ours = results.get("tidegate")
@@ -211,10 +233,23 @@ def others(results: dict[str, dict]) -> list[str]:
     return [name for name in results if name != "tidegate" and not name.startswith("copy_")]
 
 
+def reaches_goal(row: dict) -> bool | None:
+    """Whether tidegate is as fast as aimed at; None where nothing is aimed at, or nothing known."""
+    ours = row["results"].get("tidegate")
+    if ours is None:
+        return None
+    if row.get("goal_ms"):
+        return ours["us"] <= 1000 * row["goal_ms"]
+    if row.get("goal_percent") and "percent_of_copy" in ours:
+        return ours["percent_of_copy"] >= row["goal_percent"]
+    return None
+
+
 def line_of(row: dict) -> str:
     """One short line a row."""
-    kind = ("c" if row["complex"] else "") + row["dtype"].replace("float", "")
-    shape = f"{row['op']:11.11} {kind:6} B{row['B']} T{row['T']} D{row['D']}"
+    kind = ("c" if row.get("complex") else "") + row["dtype"].replace("float", "")
+    sizes = " ".join(f"{letter}{row[letter]}" for letter in "BTDH" if letter in row)
+    shape = f"{row['op']:11.11} {kind:6} {sizes}"
     parts = [f"{shape:38} {row['direction'][:3]}"]
     ours = row["results"].get("tidegate")
     copies = [result for name, result in row["results"].items() if name.startswith("copy_")]
@@ -223,10 +258,10 @@ def line_of(row: dict) -> str:
         parts.append(f"copy {copied['us']:.1f}us {copied['gb_per_s']:.0f}GB/s")
     if ours:
         percent = f" {ours['percent_of_copy']:.1f}%" if copied else ""
-        goal = row["goal_percent"]
         verdict = ""
-        if copied and goal:
-            verdict = f" (goal {goal}: {'ok' if ours['percent_of_copy'] >= goal else 'MISSED'})"
+        if reaches_goal(row) is not None:
+            goal = row.get("goal_percent") or f"{row['goal_ms']} ms"
+            verdict = f" (goal {goal}: {'ok' if reaches_goal(row) else 'MISSED'})"
         parts.append(f"tg {ours['us']:.1f}us {ours['gb_per_s']:.0f}GB/s{percent}{verdict}")
     for name in others(row["results"]):
         result = row["results"][name]
@@ -239,32 +274,31 @@ def line_of(row: dict) -> str:
 def summary_of(rows: list[dict], problems: list[str]) -> list[str]:
     """What the run says of the goals."""
     lines = []
-    goals = [row for row in rows if row["goal_percent"] and "tidegate" in row["results"]]
-    reached = [
-        row
-        for row in goals
-        if row["results"]["tidegate"].get("percent_of_copy", 0) >= row["goal_percent"]
-    ]
-    lines.append(f"goals of copy speed reached: {len(reached)} of {len(goals)}")
+    goals = [reached for row in rows if (reached := reaches_goal(row)) is not None]
+    lines.append(f"goals reached: {sum(goals)} of {len(goals)}")
     beside = [row for row in rows if "times_best_peer" in row]
     if beside:
         worst = min(beside, key=lambda row: row["times_best_peer"])
         lines.append(
             f"against the best peer: {sum(r['times_best_peer'] >= 1 for r in beside)} of "
             f"{len(beside)} rows not slower; worst x{worst['times_best_peer']} at {worst['op']} "
-            f"B{worst['B']} T{worst['T']} D{worst['D']} {worst['direction']}"
+            f"B{worst['B']} T{worst['T']} {worst['direction']}"
         )
     lines += [f"PROBLEM {line}" for line in problems]
     return lines
 
 
-def compile_peers(works: list[Work]) -> None:
-    """Fills Triton's cache with all of fla's variants, every D at once: minutes become seconds."""
+def compile_peers(works: list[Work | GlaWork]) -> None:
+    """Fills Triton's cache with all of fla's variants, many at once: minutes become seconds."""
+    command = [sys.executable, __file__]
     channels = sorted({w.channels for w in works if w.op == "hgru" and not w.complex})
-    command = [sys.executable, __file__, "--compile-fla"]
+    tasks = [["--compile-fla", str(d)] for d in channels]
+    if any(isinstance(work, GlaWork) for work in works):
+        cores = os.cpu_count() or 1
+        tasks += [["--compile-gla", str(part), str(cores)] for part in range(cores)]
     children = [
-        subprocess.Popen([*command, str(d)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for d in channels
+        subprocess.Popen([*command, *task], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for task in tasks
     ]
     for child in children:
         child.wait()
@@ -291,7 +325,7 @@ def versions(peers: Peers) -> dict[str, str]:
         found["triton"] = triton.__version__
     except ImportError:
         pass
-    return found | {name: peer.version for name, peer in peers.items()}
+    return found | {name.split(".")[0]: peer.version for name, peer in peers.items()}
 
 
 def save(record: dict, path: Path) -> None:
@@ -305,12 +339,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small shapes: tries this script out")
-    parser.add_argument("--groups", nargs="+", default=["issue", "sweep", "extra"])
+    parser.add_argument("--groups", nargs="+", default=["issue", "sweep", "extra"], choices=GROUPS)
     parser.add_argument("--no-peers", action="store_true", help="tidegate and copies only")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
     parser.add_argument("--budget", type=float, default=0.2, help="seconds for each contender")
     parser.add_argument("--commit", help="commit to record, where git cannot tell")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="fill Triton's cache, time nothing"
+    )
     parser.add_argument("--compile-fla", type=int, metavar="D", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-gla", type=int, nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -319,20 +357,30 @@ def main() -> int:
     if options.compile_fla:
         compile_fla(options.compile_fla)
         return 0
+    if options.compile_gla:
+        FlaGla().compile(*options.compile_gla)
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("peers: no CUDA device is visible; --device cpu --tiny tries the script")
     device = torch.device(options.device)
     begin = time.perf_counter()
     torch.manual_seed(0)
-    peers, missing = ({}, []) if options.no_peers else available_peers(device)
+    loaders = {**(PEERS if options.groups != ["gla"] else {})}
+    if "gla" in options.groups:
+        loaders["fla.gla"] = FlaGla
+    peers, missing = ({}, []) if options.no_peers else available_peers(device, loaders)
     for line in missing:
         print(line, flush=True)
     works = [
-        w for w in (TINY if options.tiny else ISSUE + SWEEP + EXTRA) if w.group in options.groups
+        w
+        for w in (TINY if options.tiny else ISSUE + SWEEP + EXTRA + gla_contenders.WORKS)
+        if w.group in options.groups
     ]
-    if "fla" in peers:
+    if peers:
         compile_peers(works)
         print(f"fla's kernels compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    if options.compile_only:
+        return 0
     bench = Bench(device, peers, options)
     record = {
         "kind": "peers",
@@ -341,7 +389,7 @@ def main() -> int:
         "machine": harness.describe_machine(device),
         "versions": versions(peers),
         "missing": missing,
-        "notes": NOTES,
+        "notes": NOTES if options.groups != ["gla"] else GLA_NOTES,
         "rows": bench.rows,
         "problems": bench.problems,
     }

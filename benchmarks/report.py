@@ -5,8 +5,8 @@
     python benchmarks/report.py --check    # fails when one is not what the results say
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
-of the CPU kernels ("benchmarks"), gla_cpu.py's ("kind": "gla_cpu"), and the demo's comparison
-("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
+of the CPU kernels ("benchmarks"), gla_cpu.py's and gla_errors.py's by their "kind", and the demo's
+comparison ("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def percent(value: float | None) -> str:
 
 
 def shape_of(row: Record) -> str:
-    kind = "complex " if row["complex"] else ""
+    kind = "complex " if row.get("complex") else ""
     dtype = DTYPES.get(row["dtype"], row["dtype"])
-    return f"{kind}{dtype} B{row['B']} T{row['T']} D{row['D']}"
+    return f"{kind}{dtype} " + " ".join(f"{size}{row[size]}" for size in "BTDHKV" if size in row)
 
 
 def peer_cell(row: Record) -> str:
@@ -82,6 +82,42 @@ def gpu_row(row: Record) -> list[str]:
 
 
 GPU_HEAD = ("work", "direction", "time", "GB/s", "of copy speed", "aim", "fastest other library")
+
+
+def gla_row(row: Record, rows: Sequence[Record]) -> list[str]:
+    """As gpu_row, with aims in milliseconds and memory; hgrn2 beside fla's time for as many tokens
+    of gated linear attention, which is timed once."""
+    cells = gpu_row(row | {"goal_percent": row.get("goal_percent")})
+    ours = row["results"].get("tidegate")
+    if ours is None:
+        return [*cells, ""]
+    if row.get("goal_ms"):
+        cells[5] = f"{1000 * row['goal_ms']:.0f} us"
+    key = ("B", "T", "H", "K", "V", "direction")
+    same = [r for r in rows if all(r[k] == row[k] for k in key) and "fla.chunk_gla" in r["results"]]
+    peer = same[0]["results"]["fla.chunk_gla"] if same else None
+    if peer is not None:
+        times = peer["us"] / ours["us"]
+        cells[6] = f"fla.chunk_gla: {microseconds(peer['us'])}, {times:.1f}x"
+    memory = ""
+    if "peak_bytes" in ours:
+        memory = f"{ours['peak_bytes'] / 2**30:.2f} GiB"
+        if peer is not None and "peak_bytes" in peer:
+            memory += f" of {peer['peak_bytes'] / 2**30:.2f}"
+    return [*cells, memory]
+
+
+GLA_HEAD = (
+    *GPU_HEAD[:4],
+    "of copy speed (its bytes alone)",
+    *GPU_HEAD[5:],
+    "peak memory, of fla's",
+)
+
+
+def gla_table(record: Record) -> list[str]:
+    rows = [row for row in record["rows"] if row["group"] == "gla"]
+    return [*table(GLA_HEAD, (gla_row(row, rows) for row in rows)), ""] if rows else []
 
 
 def machine_line(record: Record) -> str:
@@ -113,7 +149,8 @@ def sweep_line(record: Record) -> str | None:
 
 def gpu_readme(record: Record) -> list[str]:
     rows = [gpu_row(row) for row in record["rows"] if row["group"] == "issue"]
-    lines = [machine_line(record) + ":", "", *table(GPU_HEAD, rows), ""]
+    lines = [machine_line(record) + ":", "", *gla_table(record)]
+    lines += [*table(GPU_HEAD, rows), ""] if rows else []
     lines += [
         "GB/s count each tensor once; copy speed is `copy_` moving as many bytes in the same run "
         "and harness. Other libraries get their gates and inputs precomputed, untimed."
@@ -136,6 +173,10 @@ def gpu_page(record: Record) -> list[str]:
         if rows:
             lines += [f"### {title}", "", *table(GPU_HEAD, map(gpu_row, rows)), ""]
             lines += every_figure(rows)
+    attention = gla_table(record)
+    if attention:
+        rows = [row for row in record["rows"] if row["group"] == "gla"]
+        lines += ["### Gated linear attention", "", *attention, *every_figure(rows)]
     problems = record["problems"]
     return lines + (["Problems:", "", *(f"- {p}" for p in problems), ""] if problems else [])
 
@@ -145,7 +186,7 @@ def every_figure(rows: list[Record]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row["results"]))
     body = []
     for row in rows:
-        cells = [f"{shape_of(row)} {row['direction']}"]
+        cells = [f"`{row['op']}` {shape_of(row)} {row['direction']}"]
         for name in names:
             result = row["results"].get(name)
             if result is None:
@@ -156,6 +197,32 @@ def every_figure(rows: list[Record]) -> list[str]:
         body.append(cells)
     note = "Microseconds: the median, the middle 80%, and the error against float64."
     return [note, "", *table(["work", *names], body), ""]
+
+
+# ---- gla_errors.py ----
+
+
+def errors_section(record: Record) -> list[str]:
+    """Errors of the decays' gradient, in percent."""
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["errors"]))
+    rows = [
+        [row["gate"], row["T"], *(f"{100 * row['errors'].get(n, float('nan')):.3g}" for n in names)]
+        for row in record["rows"]
+    ]
+    where = (
+        f"Relative error of dlog f against float64, percent, B1 H16 K128 V128, bf16, with h0 and a "
+        f"gradient of the final state (aim: {100 * record['aim']:g}): {machine_line(record)}:"
+    )
+    return [where, "", *table(("gate", "T", *names), rows), ""]
+
+
+def errors_readme(record: Record) -> list[str]:
+    longest = max(row["T"] for row in record["rows"])
+    return errors_section(record | {"rows": [r for r in record["rows"] if r["T"] == longest]})
+
+
+def errors_page(record: Record) -> list[str]:
+    return ["## The gradient of log decays", "", *errors_section(record)]
 
 
 # ---- CPU kernels (Google Benchmark) ----
@@ -321,6 +388,7 @@ def demo_page(record: Record) -> list[str]:
 
 SECTIONS = {  # kind -> README, page; in this order
     "peers": (gpu_readme, gpu_page),
+    "gla_errors": (errors_readme, errors_page),
     "cpu": (cpu_readme, cpu_page),
     "gla_cpu": (gla_cpu_section, gla_cpu_page),
     "demo": (demo_section, demo_page),
@@ -329,7 +397,7 @@ SECTIONS = {  # kind -> README, page; in this order
 
 def kind_of(record: Record) -> str | None:
     """Which of SECTIONS a result belongs to, or None."""
-    if record.get("kind") in ("peers", "gla_cpu"):
+    if record.get("kind") in ("peers", "gla_errors", "gla_cpu"):
         return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"

@@ -220,10 +220,25 @@ def test_float64_loops_agree_with_autograd(scripts, turned):
         assert float64.relative_error(ours, reference.numpy()) < 1e-13
 
 
+def test_float64_attention_is_the_recurrence(scripts):
+    torch.manual_seed(0)
+    q, k, v, logit = (torch.randn(70, 5, dtype=torch.float64) for _ in range(4))
+    log_f, h0 = torch.nn.functional.logsigmoid(logit - 5), torch.randn(5, 5, dtype=torch.float64)
+    state, rows = h0, []
+    for t in range(len(q)):
+        state = log_f[t].exp()[:, None] * state + k[t][:, None] * v[t]
+        rows.append(q[t] @ state)
+    o, final = scripts("float64").gated_linear_attention(q, k, v, log_f, h0)
+    torch.testing.assert_close(o, torch.stack(rows), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(final, state, rtol=1e-12, atol=1e-12)
+
+
 def test_relative_error_never_passes_nan(scripts):
     float64 = scripts("float64")
     values = torch.ones(3, dtype=torch.float64).numpy()
     assert not float64.relative_error(values * float("nan"), values) < 1
+    assert not float64.distance(torch.full((3,), float("nan")), torch.ones(3)) < 1
+    assert float64.distance(torch.tensor([1.0, 1.1]), torch.tensor([1.0, 1.0])) > 0.05
 
 
 def test_bytes_are_each_tensor_once(scripts):
@@ -235,6 +250,84 @@ def test_bytes_are_each_tensor_once(scripts):
     assert work("linear_scan", 1, 1, 1, "extra").bytes("forward") == 6
     assert work("linear_scan", 1, 1, 1, "extra").bytes("backward") == 10
     assert work("hgru", 1, 1, 1, "extra", dtype=torch.float32).bytes("backward") == 24
+
+
+def test_bytes_of_attention_are_each_tensor_once(scripts):
+    work = scripts("gla_contenders").GlaWork
+    assert work("hgrn2", 1, 1, 1).bytes("forward") == 4 * 256
+    assert work("hgrn2", 1, 1, 1).bytes("backward") == 7 * 256
+    assert work("gated_linear_attention", 1, 1, 1).bytes("forward") == 5 * 256
+    assert work("gated_linear_attention", 1, 1, 1).bytes("backward") == 9 * 256
+    assert work("hgrn2_step", 1, 1, 1).bytes("forward") == 4 * 256 + 2 * 4 * 128 * 128
+
+
+def test_aims_are_percents_or_milliseconds(scripts):
+    reaches = scripts("peers").reaches_goal
+    ours = {"us": 410.0, "percent_of_copy": 84.0}
+    assert reaches({"goal_ms": 0.42, "results": {"tidegate": ours}}) is True
+    assert reaches({"goal_ms": 0.40, "results": {"tidegate": ours}}) is False
+    assert reaches({"goal_percent": 80, "results": {"tidegate": ours}}) is True
+    assert reaches({"goal_percent": 85, "results": {"tidegate": ours}}) is False
+    assert reaches({"goal_percent": None, "results": {"tidegate": ours}}) is None
+    assert reaches({"goal_ms": 0.42, "results": {}}) is None
+
+
+def test_hgrn2_stands_beside_the_other_library_of_the_same_shape(scripts):
+    report = scripts("report")
+    shape = {"group": "gla", "dtype": "bfloat16", "direction": "backward", "goal_ms": 1.2}
+    shape |= {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}
+    ours = peers_result(1000.0, 939524096, 22.0) | {"peak_bytes": 2**30}
+    other = peers_result(5000.0, 1207959552, 5.0) | {"peak_bytes": 4 * 2**30}
+    rows = [
+        shape | {"op": "hgrn2", "results": {"tidegate": ours}},
+        shape | {"op": "gated_linear_attention", "results": {"fla.chunk_gla": other}},
+    ]
+    cells = report.gla_row(rows[0], rows)
+    assert cells[0] == "`hgrn2` bf16 B8 T4096 H16 K128 V128"
+    assert cells[5:] == ["1200 us", "fla.chunk_gla: 5,000 us, 5.0x", "1.00 GiB of 4.00"]
+    assert report.gla_row(rows[0] | {"T": 1}, rows)[6] == ""
+    assert report.gla_row(rows[1], rows)[2] == "failed"
+
+
+def run_on_cpu(script: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), "--device", "cpu", "--tiny"]
+    return subprocess.run(
+        [*command, *map(str, options)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_attention_dry_runs_write_results_that_the_report_reads(checkout):
+    results = checkout / "benchmarks" / "results"
+    timed = run_on_cpu(
+        *("peers.py", "--groups", "gla", "--rounds", 1, "--budget", 0, "--commit", "fedcba"),
+        *("--out", results / "peers_gla_h200.json"),
+    )
+    assert timed.returncode == 0, timed.stdout + timed.stderr
+    record = json.loads((results / "peers_gla_h200.json").read_text(encoding="utf-8"))
+    assert [(row["op"], row["direction"]) for row in record["rows"]] == [
+        ("hgrn2", "forward"),
+        ("hgrn2", "backward"),
+        ("gated_linear_attention", "forward"),
+        ("gated_linear_attention", "backward"),
+        ("hgrn2_step", "forward"),
+    ]
+    for row in record["rows"]:
+        assert 0 < row["results"]["tidegate"]["error"] < 1e-2
+    measured = run_on_cpu("gla_errors.py", "--out", results / "gla_errors_h200.json")
+    assert measured.returncode == 0, measured.stdout + measured.stderr
+    assert (
+        "fla: not timed, it needs a GPU"
+        in json.loads((results / "gla_errors_h200.json").read_text(encoding="utf-8"))["missing"]
+    )
+    assert run_report("--root", checkout).returncode == 0
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert "| `hgrn2` bf16 B2 T37 H2 K16 V16 | forward |" in readme
+    assert "| sigmoid(N - 5) | 130 | 0.1" in readme
+    assert "| sigmoid(N - 5) | 50 |" not in readme
 
 
 def test_wrong_results_are_not_timed(scripts):
@@ -270,14 +363,8 @@ def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
 
 def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
     out = checkout / "benchmarks" / "results" / "peers_h200.json"
-    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--device", "cpu", "--tiny"]
-    result = subprocess.run(
-        [*command, "--rounds", "2", "--budget", "0.01", "--commit", "fedcba", "--out", str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    options = ("--rounds", 2, "--budget", 0.01, "--commit", "fedcba", "--out", out)
+    result = run_on_cpu("peers.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "fla: not timed, it needs a GPU" in result.stdout
     record = json.loads(out.read_text(encoding="utf-8"))
