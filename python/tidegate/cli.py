@@ -66,7 +66,7 @@ def _add_train(commands: Any) -> None:
         "data",
         nargs="?",
         help="text file or folder, `stdlib`, token ids in a .npy or .bin file, or a task: copying, "
-        "selective-copying, listops, mqar",
+        "selective-copying, listops, mqar, digits, fashion-mnist",
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
     add("--recipe", help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, demo")

@@ -207,3 +207,12 @@ def test_help_names_the_commands(capsys):
     out = capsys.readouterr().out
     for name in ("train", "eval", "generate", "plot", "bench", "info", "demo"):
         assert name in out
+
+
+def test_another_mixer_than_the_recipes_has_its_own_options(tmp_path, text):
+    """The demo's preset sets an option that only HGRN has."""
+    flags = ["--recipe=demo", "--mixer=hgrn2", "--dim=16", "--layers=1", "--steps=2", "--quiet"]
+    flags += ["--batch-size=2", "--context=16", "--set=mixer_options.expand_ratio=8"]
+    assert cli.main(["train", str(text), "--out", str(tmp_path / "run"), *flags]) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert (config["mixer"], config["mixer_options"]) == ("hgrn2", {"expand_ratio": 8})

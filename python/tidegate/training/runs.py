@@ -101,6 +101,8 @@ def _named(
         fields.update(known_presets[preset].to_dict())
         if fields["vocab_size"] is None:
             raise UserError(f"preset: {preset} is an image model; train takes language models")
+    if model.get("mixer", fields.get("mixer")) != fields.get("mixer"):
+        fields.pop("mixer_options", None)  # another mixer has other options
     options = {**fields.get("mixer_options", {}), **model.get("mixer_options", {})}
     merged = {**fields, **model}
     if options:

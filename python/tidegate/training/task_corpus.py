@@ -1,4 +1,4 @@
-"""A synthetic task in the place of a corpus: what it trains on is drawn, not read."""
+"""A task in the place of a corpus: what it trains on is drawn, not read."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def draw(task: Task, size: int, device: torch.device, seed: int, split: int, ind
     """The batch number `index` of a split: the same for the same arguments on one device."""
     state = np.random.SeedSequence([seed, split, index]).generate_state(1, np.uint64)
     generator = torch.Generator(device).manual_seed(int(state[0]))
+    if split == _VALID:
+        return task.valid_batch(index * _VALID_BATCH, size, generator)
     return task.batch(size, generator)
 
 

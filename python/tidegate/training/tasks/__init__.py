@@ -1,4 +1,4 @@
-"""Synthetic tasks: sequences drawn anew for every step, with an exact answer to each.
+"""Tasks: sequences with an exact answer to each, drawn anew for every step, or small pictures.
 
 One file a task. `task.Task` says what a task is; adding one is a dataclass and a line in `TASKS`.
 """
@@ -10,15 +10,26 @@ from typing import Any
 
 from ..errors import UserError
 from .copying import Copying, SelectiveCopying
+from .images import Digits, FashionMnist
 from .listops import ListOps
 from .mqar import Mqar
 from .task import Task
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Copying, SelectiveCopying, ListOps, Mqar)
+    task.name: task for task in (Copying, SelectiveCopying, ListOps, Mqar, Digits, FashionMnist)
 }
 
-__all__ = ["TASKS", "Copying", "ListOps", "Mqar", "SelectiveCopying", "Task", "make_task"]
+__all__ = [
+    "TASKS",
+    "Copying",
+    "Digits",
+    "FashionMnist",
+    "ListOps",
+    "Mqar",
+    "SelectiveCopying",
+    "Task",
+    "make_task",
+]
 
 
 def make_task(name: str, options: dict[str, Any] | None = None) -> Task:

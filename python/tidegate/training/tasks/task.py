@@ -1,4 +1,4 @@
-"""What every synthetic task is."""
+"""What every task is."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class Task(ABC):
         """`size` examples drawn from `generator`, on its device: ids ``[size, T]``; labels
         ``[size, T]``, -100 where nothing is asked, or ``[size]`` classes; lengths ``[size]`` on the
         CPU where sequences are padded to T on the right."""
+
+    def valid_batch(self, first: int, size: int, generator: torch.Generator) -> Batch:
+        """The validation examples from number `first` on; where they are drawn, `generator` is
+        another one for every `first`."""
+        return self.batch(size, generator)
 
     def _require(self, option: str, holds: bool, wanted: str) -> None:
         """Raises UserError naming task, option, expected and given."""
