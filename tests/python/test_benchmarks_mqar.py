@@ -1,0 +1,121 @@
+"""The sweep of associative recall: a tiny one on the CPU, and how its runs are added up."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tidegate.training.tasks import Mqar
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def mqar(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("mqar")
+
+
+def run(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "mqar.py"), *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path):
+    table, picture = tmp_path / "mqar.json", tmp_path / "mqar.png"
+    tiny = ("--device", "cpu", "--lengths", 32, "--widths", 64, "--rates", 1e-2)
+    few = ("--steps", 3, "--batch", 8, "--examples", 24, "--score-every", 2, "--processes", 2)
+    done = run(*tiny, *few, "--commit", "fedcba", "--json", table, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(table.read_text(encoding="utf-8"))
+    assert (result["left_out"], result["commit"]) == (0, "fedcba")
+    assert [(row["mixer"], row["learning_rate"]) for row in result["runs"]] == [
+        ("hgrn", 1e-2),
+        ("hgrn2", 1e-2),
+    ]
+    for row in result["runs"]:
+        assert (row["length"], row["width"], row["steps"], row["of_steps"]) == (32, 64, 3, 3)
+        assert [step for step, _, _ in row["curve"]] == [2, 3]
+        assert row["accuracy"] == row["curve"][-1][2]
+        assert 0 <= row["accuracy"] < 1
+        assert "machine" not in row
+    for mixer in ("hgrn", "hgrn2"):
+        found = max(row["accuracy"] for row in result["runs"] if row["mixer"] == mixer)
+        assert f"32 tokens, {mixer}: 64: {found:.3f}" in done.stdout
+    drawn = picture.read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    again = run("--from-json", table, "--plot", tmp_path / "again.png")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == done.stdout
+    assert (tmp_path / "again.png").read_bytes() == drawn
+
+
+def test_a_sweep_without_time_says_so(tmp_path):
+    table = tmp_path / "mqar.json"
+    done = run("--device", "cpu", "--limit-minutes", -1, "--json", table)
+    assert done.returncode == 1
+    assert "no run began within --limit-minutes" in done.stderr
+    assert not table.exists()
+
+
+def test_the_best_rate_of_a_width_counts(mqar):
+    keys = ("length", "mixer", "width", "accuracy")
+    rows = [
+        (256, "hgrn", 64, 0.2),
+        (256, "hgrn", 64, 0.5),
+        (256, "hgrn", 64, 0.3),
+        (256, "hgrn", 128, 0.1),
+        (256, "hgrn2", 64, 0.9),
+        (512, "hgrn", 64, 0.0),
+    ]
+    result = {"runs": [dict(zip(keys, row, strict=True)) for row in rows]}
+    assert mqar.best(result) == {
+        (256, "hgrn"): {64: 0.5, 128: 0.1},
+        (256, "hgrn2"): {64: 0.9},
+        (512, "hgrn"): {64: 0.0},
+    }
+
+
+class KnowsFirstPairs:
+    """Answers the first `known` queries of a row right, and all others wrong."""
+
+    def __init__(self, task: Mqar, known: int) -> None:
+        self.task, self.known = task, known
+
+    def logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits = torch.zeros(*positions.shape, self.task.vocabulary)
+        for row in range(len(ids)):
+            pairs = ids[row, : 2 * self.task.pairs].view(-1, 2).tolist()
+            value_of = dict(pairs)
+            for n, position in enumerate(positions[row].tolist()):
+                right = value_of[int(ids[row, position])]
+                answer = right if n < self.known else (right + 1) % self.task.vocabulary
+                logits[row, n, answer] = 1
+        return logits
+
+
+@pytest.mark.parametrize("known", [0, 1, 3, 4])
+def test_accuracy_is_the_share_of_right_queries(mqar, monkeypatch, known):
+    task = Mqar(length=40, pairs=4, vocabulary=30)
+    monkeypatch.setattr(mqar, "ROWS", 10)  # three pieces, the last one shorter
+    data = mqar.examples(task, 25, CPU, split=1)
+    assert [tuple(part.shape) for part in data] == [(25, 40), (25, 4), (25, 4)]
+    assert mqar.accuracy(KnowsFirstPairs(task, known), data, CPU) == known / 4
+
+
+def test_the_rate_rises_then_falls_to_nothing(mqar):
+    factors = [mqar.schedule(step, 100) for step in range(101)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[10] == 1
+    assert all(b < a for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert factors[100] == pytest.approx(0)
