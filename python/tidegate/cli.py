@@ -168,10 +168,21 @@ def _add_generate(commands: Any) -> None:
 
 def _add_plot(commands: Any) -> None:
     parser = commands.add_parser(
-        "plot", help="draw a run's losses, accuracy and forget gates as PNG"
+        "plot",
+        help="draw a run's losses, accuracy, forget gates or token mixing as PNG",
+        description="`tidegate plot RUN` draws losses, a task's accuracy and forget gates; with a "
+        "name before RUN that picture alone: `gates`, the forget gates before and after training; "
+        "`token-mixing`, what every layer's state is made of.",
     )
-    parser.add_argument("run", help="run folder")
+    parser.add_argument("what", nargs="?", choices=("run", "gates", "token-mixing"), default="run")
+    parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--no-baselines", action="store_true", help="leave order-2 and bz2 out")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="of token-mixing, counted from 1 (default: all)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="of token-mixing: how many are read (%(default)s)"
+    )
     parser.add_argument("--device", default="auto")
     parser.set_defaults(command=_plot)
 
@@ -331,11 +342,18 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from .training.report import plot_run
+    from .training.report import plot_gates, plot_run, plot_token_mixing
     from .training.scoring import corpus_of_run
 
-    lines = None if options.no_baselines else corpus_of_run(options.run).baselines()
-    for path in plot_run(options.run, baselines=lines, device=options.device):
+    if options.what == "gates":
+        drawn = [plot_gates(options.run, options.device)]
+    elif options.what == "token-mixing":
+        chosen = {"layers": options.layers, "tokens": options.tokens, "device": options.device}
+        drawn = [plot_token_mixing(options.run, **chosen)]
+    else:
+        lines = None if options.no_baselines else corpus_of_run(options.run).baselines()
+        drawn = plot_run(options.run, baselines=lines, device=options.device)
+    for path in drawn:
         print(path)
     return 0
 

@@ -1,5 +1,5 @@
-"""Plots of a run: loss curves, a task's accuracy, and histograms of forget-gate values a layer
-(HGRN, Figures 2-3).
+"""Plots of a run: loss curves, a task's accuracy, histograms of forget-gate values a layer (HGRN,
+Figures 2-3) and token-mixing matrices (its Figure 4).
 
 Each function draws one PNG that a reader who did not make it understands: what was trained, on
 what, which way is better, and what the lines are.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import colors, pyplot
 
+_UNTRAINED = "#555555"
 _TRAIN, _VALID, _BASELINES = "#9aa7b8", "#1f5fa8", ("#b5542c", "#3d8a4e", "#7a4fa3")
 _STYLE = {
     "axes.spines.top": False,
@@ -170,11 +171,13 @@ def plot_forget_gates(
     *,
     title: str = "Forget-gate values by layer",
     bounds: Sequence[float] | None = None,
+    before: Sequence[np.ndarray] | None = None,
 ) -> None:
     """Histograms of forget-gate values, one panel a layer, as a PNG.
 
     gates: one array of values in [0, 1] a layer (`tidegate.training.forget_gates`), the first
-    layer first. bounds: the mean lower bound a layer, drawn as a dotted line.
+    layer first. bounds: the mean lower bound a layer, drawn as a dotted line. before: the same of
+    the untrained model, drawn as an outline.
 
     Raises ValueError when there is no layer.
     """
@@ -197,6 +200,10 @@ def plot_forget_gates(
             flat = np.asarray(values, dtype=np.float64).ravel()
             share = np.histogram(flat, edges)[0] * (100.0 / flat.size)
             axes.bar(edges[:-1], share, width=np.diff(edges), align="edge", color=_VALID)
+            if before is not None:
+                first = np.asarray(before[layer], dtype=np.float64).ravel()
+                outline = np.histogram(first, edges)[0] * (100.0 / first.size)
+                axes.stairs(outline, edges, color=_UNTRAINED, linewidth=1.2, label="untrained")
             median = float(np.median(flat))
             axes.axvline(median, color=_BASELINES[0], linewidth=1.4, label=f"median {median:.2f}")
             if bounds is not None:
@@ -213,6 +220,63 @@ def plot_forget_gates(
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         figure.supxlabel("forget gate: 0 forgets at once, 1 keeps for ever", fontsize=10)
         figure.supylabel("share of values, % (bins of 0.02)", fontsize=10)
+        _save(figure, path)
+
+
+def plot_token_mixing(
+    matrices: Mapping[int, np.ndarray],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Token mixing by layer",
+    heads: int = 4,
+) -> None:
+    """Token-mixing matrices as images, one row of panels a layer, as a PNG.
+
+    matrices: ``[H, T, T]`` by number of the layer (`tidegate.training.token_mixing`); of more than
+    `heads` heads the first ones. Colours are magnitudes on a logarithmic scale over four decades
+    below the largest value of a layer.
+
+    Raises ValueError when there is no layer.
+    """
+    if not matrices:
+        raise ValueError("plot_token_mixing: matrices: expected at least one layer, got none")
+    columns = min(heads, max(len(matrix) for matrix in matrices.values()))
+    alone = columns == 1
+    across = min(4, len(matrices)) if alone else columns
+    down = -(-len(matrices) // across) if alone else len(matrices)
+    with pyplot.rc_context({**_STYLE, "axes.grid": False}):
+        figure, panels = pyplot.subplots(
+            down,
+            across,
+            figsize=(3.0 * across + 0.9, 2.8 * down + 0.9),
+            squeeze=False,
+            layout="constrained",
+        )
+        for axes in panels.flat:
+            axes.set_visible(False)
+        for row, (layer, matrix) in enumerate(matrices.items()):
+            shown = np.abs(np.asarray(matrix))[:columns]
+            high = shown.max() if shown.max() > 0 else 1.0
+            scale = colors.LogNorm(vmin=high * 1e-4, vmax=high, clip=True)
+            for head, values in enumerate(shown):
+                axes = panels.flat[row] if alone else panels[row][head]
+                axes.set_visible(True)
+                later = np.triu(np.ones(values.shape, dtype=bool), 1)
+                image = axes.imshow(
+                    np.ma.masked_array(values, later),
+                    norm=scale,
+                    cmap="magma",
+                    interpolation="nearest",
+                )
+                name = f"layer {layer}" if len(shown) == 1 else f"layer {layer}, head {head + 1}"
+                axes.set_title(name, fontsize=10)
+                if alone or head + 1 == len(shown):
+                    bar = figure.colorbar(image, ax=axes, shrink=0.85)
+                    bar.set_label("weight (mean of channels)" if alone else "|weight|", fontsize=8)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        what = "the state" if alone else "the output"
+        figure.supxlabel(f"token s: how much of it is in {what} at t", fontsize=10)
+        figure.supylabel("token t", fontsize=10)
         _save(figure, path)
 
 

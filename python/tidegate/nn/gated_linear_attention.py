@@ -21,6 +21,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from ._token_mixing import head_mixing
 
 FEATURE_MAPS = ("elu+1", "relu", "exp")
 
@@ -253,6 +254,20 @@ class GatedLinearAttention(nn.Module):
                 f"GatedLinearAttention: state: z: expected [N, {h}, {k}]; got {tuple(z.shape)}"
             )
         return s, z
+
+    @torch.no_grad()
+    def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """What the outputs are made of: float64 ``[B, H, T, T]``; with a normaliser, divided by it.
+
+        Row t, column s: the weight of v_s in o_t. x ``[B, T, dim]``; gamma must be None.
+        """
+        check_mixer_input("GatedLinearAttention.token_mixing", x, self.dim)
+        self._refuse_gamma(gamma)
+        q, k, _, log_f = self._operands(self._project(x), x)
+        mixing = head_mixing(q, k, log_f, self.scale)
+        if self.normalize:
+            mixing = mixing / mixing.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
+        return mixing
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """All projections of x by one matrix product; views of it by name."""

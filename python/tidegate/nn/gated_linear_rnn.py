@@ -11,6 +11,7 @@ from .. import ops
 from .._sharding import fill
 from ._common import check_mixer_input, check_positive, empty_state, make_linear, uniform_
 from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
+from ._token_mixing import bounded_gate, elementwise_mixing
 
 
 class GatedLinearRNN(nn.Module):
@@ -138,6 +139,14 @@ class GatedLinearRNN(nn.Module):
         """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
         the same."""
         return self.in_proj(x).narrow(-1, 0, self.dim)
+
+    @torch.no_grad()
+    def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """What the state is made of: float64 ``[B, 1, T, T]``, the mean over the channels, without
+        noise. Row t, column s: the weight of token s in h_t. x ``[B, T, dim]``."""
+        check_mixer_input("GatedLinearRNN.token_mixing", x, self.dim)
+        self._check_gamma(gamma)
+        return elementwise_mixing(*bounded_gate(self.gate_logits(x), gamma))
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
         if gamma is None:

@@ -28,6 +28,7 @@ from ._common import (
     widen,
 )
 from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
+from ._token_mixing import elementwise_mixing
 from .expansion import EXPANSIONS, StateExpansion
 
 
@@ -364,6 +365,21 @@ class HGRU(KeepsFloat32):
         """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
         ``[..., S]``. Only with forget_gate="data"."""
         return self._project(x)["f"]
+
+    @torch.no_grad()
+    def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """What the state is made of: float64 ``[B, 1, T, T]``, the mean over the channels.
+
+        Row t, column s: the weight of token s in h_t, Lambda of equation 7 (of a complex state the
+        modulus: theta turns it, and is left out). x ``[B, T, dim]``, gamma as in forward().
+        """
+        self._refuse_bidirectional("token_mixing()")
+        check_mixer_input("HGRU.token_mixing", x, self.dim)
+        self._check_gamma(gamma)
+        decay, entering = self._gates(self._project(x), gamma)
+        one = x.new_ones(*x.shape[:2], self.channels)
+        decay = one if decay is None else decay.expand_as(one)
+        return elementwise_mixing(decay, one if entering is None else entering.expand_as(one))
 
     def _refuse_bidirectional(self, what: str) -> None:
         if self.bidirectional:

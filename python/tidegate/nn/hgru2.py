@@ -19,6 +19,7 @@ from ._common import (
     reset_linear,
     reset_norm,
 )
+from ._token_mixing import activated, bounded_gate, head_mixing
 
 ACTIVATIONS = ("none", "silu", "sigmoid")
 
@@ -228,6 +229,18 @@ class HGRU2(nn.Module):
     def gate_logits(self, x: Tensor) -> Tensor:
         """What the forget gate is the sigmoid of, without bound: x ``[..., dim]`` -> the same."""
         return self._project(x)[1].flatten(-2)
+
+    @torch.no_grad()
+    def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """What the outputs are made of: float64 ``[B, H, T, T]``.
+
+        Row t, column s: the weight of v_s in o_t. x ``[B, T, dim]``, gamma as in forward().
+        """
+        self._refuse_bidirectional("token_mixing()")
+        check_mixer_input("HGRU2.token_mixing", x, self.dim)
+        q, f, _ = self._project(x)
+        decay, k = bounded_gate(f, self._split_gamma(gamma))
+        return head_mixing(activated(q, self.q_activation), k, decay.log(), self.scale)
 
     def _refuse_bidirectional(self, what: str) -> None:
         if self.bidirectional:

@@ -18,13 +18,14 @@ _WHERE = {
     "Trainer": "trainer",
     "UserError": "errors",
     "build_optimizer": "optim",
-    "forget_gates": "gates",
+    "forget_gates": "probes",
     "generate_text": "generate",
     "load_corpus": "data",
     "load_trained": "runs",
     "make_task": "tasks",
     "prepare_run": "runs",
     "recipes": "config",
+    "token_mixing": "probes",
 }
 __all__ = sorted(_WHERE)
 

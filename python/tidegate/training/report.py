@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,14 +11,15 @@ from .checkpoint import METRICS_FILE, RunFolder, read_metrics
 from .config import read_json
 from .errors import UserError
 from .evaluate import Score
-from .gates import forget_gates, windows_of
-from .runs import Run, load_trained
+from .probes import forget_gates, token_mixing, windows_of
+from .runs import Run, initial_model, load_trained
 from .scoring import corpus_of_run
 from .task_corpus import TaskCorpus
 
 LOSS_PLOT = "loss.png"
 ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
+MIXING_PLOT = "token_mixing.png"
 
 
 def finish(run: Run) -> Score:
@@ -56,9 +58,8 @@ def plot_run(
     metrics = read_metrics(folder.metrics)
     if not any(row["kind"] == "train" for row in metrics):
         raise UserError(f"plot: {folder.metrics} has no training steps yet")
-    data, model = values["data"], values["model"]
-    mixer = mixer_in_words(model["mixer"]).upper()
-    name = f"{mixer}, {count_in_words(values['parameters'])} parameters"
+    data = values["data"]
+    name = _name_of(values)
     source = Path(data["name"]).name
     text = "the Python standard library's sources" if source == "stdlib" else source
     bytes_per_token = data["valid_bytes"] / data["valid_tokens"] if data["valid_bytes"] else None
@@ -82,29 +83,109 @@ def plot_run(
     return drawn
 
 
+def plot_gates(path: str | Path, device: str = "auto") -> Path:
+    """Draws forget_gates.png: the values a layer before and after training.
+
+    Raises UserError when the folder holds no run with a checkpoint, or no layer of its model has a
+    data-dependent forget gate.
+    """
+    folder = _with_checkpoint(path)
+    values = read_json(folder.config)
+    drawn = _plot_gates(folder, values, _name_of(values), device)
+    if drawn is None:
+        raise UserError(f"plot: no layer of {folder.path} has a data-dependent forget gate")
+    return drawn
+
+
+def plot_token_mixing(
+    path: str | Path,
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: int = 256,
+    device: str = "auto",
+) -> Path:
+    """Draws token_mixing.png: the token-mixing matrix of every layer, or of some, counted from 1.
+
+    tokens: how much of the validation text (of its first example, for a task) is read.
+
+    Raises UserError when the folder holds no run with a checkpoint, or a layer is not there or has
+    no such matrix.
+    """
+    from .. import plots
+
+    folder = _with_checkpoint(path)
+    if tokens < 2:
+        raise UserError(f"plot: tokens: expected 2 or more, got {tokens}")
+    values = read_json(folder.config)
+    model = load_trained(str(folder.path), device).model
+    ids = _validation_ids(str(folder.path), values, rows=1, context=tokens)[0][:, :tokens]
+    count = len(model.blocks)
+    chosen = range(1, count + 1) if layers is None else layers
+    if wrong := [layer for layer in chosen if not 1 <= layer <= count]:
+        raise UserError(f"plot: layers: expected numbers from 1 to {count}, got {wrong[0]}")
+    try:
+        matrices = token_mixing(model, ids, [layer - 1 for layer in chosen])
+    except ValueError as error:
+        raise UserError(f"plot: {error}") from error
+    lacking = [layer for layer in chosen if layer - 1 not in matrices]
+    if not matrices or (layers is not None and lacking):
+        raise UserError(
+            f"plot: {mixer_in_words(values['model']['mixer'])} has no token-mixing matrix in layer "
+            f"{lacking[0]}"
+        )
+    drawn = folder.path / MIXING_PLOT
+    plots.plot_token_mixing(
+        {layer + 1: matrix for layer, matrix in matrices.items()},
+        drawn,
+        title=f"Token mixing over {ids.size(1)} tokens: {_name_of(values)}",
+    )
+    return drawn
+
+
+def _with_checkpoint(path: str | Path) -> RunFolder:
+    folder = RunFolder(path)
+    if not folder.checkpoint.exists():
+        raise UserError(f"plot: {folder.path} holds no {folder.checkpoint.name}")
+    return folder
+
+
+def _name_of(values: dict) -> str:
+    """Mixer and size of a run's model."""
+    mixer = mixer_in_words(values["model"]["mixer"]).upper()
+    return f"{mixer}, {count_in_words(values['parameters'])} parameters"
+
+
+def _validation_ids(
+    path: str, values: dict, *, rows: int, context: int
+) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """ids ``[B, T]`` to look at a model with, their lengths where they are padded, and what they
+    are: `rows` windows of the validation text, or examples of the task."""
+    corpus = corpus_of_run(path)
+    if isinstance(corpus, TaskCorpus):
+        batch = next(corpus.valid_batches(torch.device("cpu"), rows * corpus.task.length))
+        return batch.ids, batch.lengths, "validation examples"
+    ids = windows_of(corpus.valid, rows=rows, context=min(context, len(corpus.valid) - 1))
+    return ids, None, "validation text"
+
+
 def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path | None:
     from .. import plots
 
-    trained = load_trained(str(folder.path), device)
-    corpus = corpus_of_run(str(folder.path))
-    if isinstance(corpus, TaskCorpus):
-        batch = next(corpus.valid_batches(torch.device("cpu"), 8 * corpus.task.length))
-        what, gates = "validation examples", forget_gates(trained.model, batch.ids, batch.lengths)
-    else:
-        context = min(values["train"]["context"], len(corpus.valid) - 1)
-        ids = windows_of(corpus.valid, context=context)
-        what, gates = "validation text", forget_gates(trained.model, ids)
+    model = load_trained(str(folder.path), device).model
+    context = values["train"]["context"]
+    ids, lengths, what = _validation_ids(str(folder.path), values, rows=8, context=context)
+    gates = forget_gates(model, ids, lengths)
     if not gates:
         return None
-    bounds = [
-        None if gamma is None else float(gamma.detach().mean()) for gamma in trained.model.gammas()
-    ]
+    untrained = initial_model(values, type(model)).to(next(model.parameters()).device)
+    bounds = [None if gamma is None else float(gamma.detach().mean()) for gamma in model.gammas()]
     path = folder.path / GATES_PLOT
     plots.plot_forget_gates(
         gates,
         path,
         title=f"Forget gates on {what}: {name}",
         bounds=None if None in bounds else bounds,
+        before=forget_gates(untrained, ids, lengths),
     )
     return path
 

@@ -237,6 +237,14 @@ class Trained:
     train: TrainConfig | None
 
 
+def initial_model(values: dict[str, Any], kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """The model of a run's config.json as it was before the first step: on the CPU, of class `kind`
+    (CausalLM or SequenceClassifier). torch's own generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(values["train"]["seed"])
+        return kind(LMConfig.from_dict(values["model"]))
+
+
 def load_trained(path: str, device: str = "auto") -> Trained:
     """Loads a run folder (its last checkpoint) or a folder written by `CausalLM.save`.
 

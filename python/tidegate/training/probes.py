@@ -1,0 +1,92 @@
+"""What a trained model does with what it reads: forget-gate values (HGRN, Table 12, Figures 2 and
+3) and token-mixing matrices (its Figure 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models import CausalLM, SequenceClassifier
+
+
+def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tensor:
+    """`rows` windows of `context` tokens spread over `tokens`: int64 ``[rows, context]``."""
+    starts = np.linspace(0, max(0, len(tokens) - context - 1), rows).astype(np.int64)
+    windows = [np.asarray(tokens[start : start + context], dtype=np.int64) for start in starts]
+    return torch.from_numpy(np.stack(windows))
+
+
+@torch.no_grad()
+def mixer_inputs(
+    model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
+) -> list[Tensor]:
+    """What every layer's token mixer reads ``[B, T, dim]`` when the model, in evaluation, reads ids
+    ``[B, T]``. lengths: of padded rows, for classifiers."""
+    ids = ids.to(next(model.parameters()).device)
+    inputs: dict[int, Tensor] = {}
+
+    def keep(layer: int):
+        return lambda _mixer, given, _output: inputs.__setitem__(layer, given[0])
+
+    handles = [
+        block.mixer.register_forward_hook(keep(layer)) for layer, block in enumerate(model.blocks)
+    ]
+    training = model.training
+    model.eval()
+    try:
+        model(ids, **({} if lengths is None else {"lengths": lengths}))
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train(training)
+    return [inputs[layer] for layer in range(len(model.blocks))]
+
+
+@torch.no_grad()
+def forget_gates(
+    model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
+) -> list[np.ndarray]:
+    """lambda = gamma + (1 - gamma) * sigmoid(f) of every layer: one array ``[channels, samples]``
+    of float32 in (0, 1) a layer with a data-dependent forget gate, over all tokens of ids
+    ``[B, T]``. lengths: of padded rows, for classifiers.
+    """
+    gates = []
+    inputs = mixer_inputs(model, ids, lengths)
+    for block, x, gamma in zip(model.blocks, inputs, model.gammas(), strict=True):
+        if not getattr(block.mixer, "has_gate_logits", False):
+            continue
+        # One product more than the layer needs, but it asks for nothing but the projection.
+        gate = torch.sigmoid(block.mixer.gate_logits(x).float()).flatten(0, 1).T
+        if gamma is not None:
+            bound = gamma.float()[:, None]
+            gate = bound + (1 - bound) * gate
+        gates.append(gate.cpu().numpy())
+    return gates
+
+
+@torch.no_grad()
+def token_mixing(
+    model: CausalLM, ids: Tensor, layers: Sequence[int] | None = None
+) -> dict[int, np.ndarray]:
+    """Token-mixing matrices (HGRN, equations 5-7) of the layers, counted from 0, that have one:
+    float64 ``[heads, T, T]`` each, over ids ``[1, T]``; row t says what the state or output after
+    token t is made of. layers: None = all.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    matrices = {}
+    chosen = range(len(model.blocks)) if layers is None else layers
+    if wrong := [layer for layer in chosen if not 0 <= layer < len(model.blocks)]:
+        raise ValueError(
+            f"token_mixing: layers: expected 0 to {len(model.blocks) - 1}, got {wrong[0]}"
+        )
+    inputs, gammas = mixer_inputs(model, ids), list(model.gammas())
+    for layer in chosen:
+        mixer = model.blocks[layer].mixer
+        if hasattr(mixer, "token_mixing"):
+            matrices[layer] = mixer.token_mixing(inputs[layer], gammas[layer])[0].cpu().numpy()
+    return matrices

@@ -1,0 +1,176 @@
+"""Token-mixing matrices against the ops: state or output = matrix times what enters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from training_cases import FLAGS, write_text
+
+from tidegate import cli, ops
+from tidegate.nn import HGRU, HGRU2, GatedLinearAttention, GatedLinearRNN
+from tidegate.nn._token_mixing import elementwise_mixing, head_mixing
+
+TIME = 19
+
+
+def check(mixing: torch.Tensor, entering: torch.Tensor, found: torch.Tensor) -> None:
+    """mixing ``[B, H, T, T]``; entering, found ``[B, T, H, V]``: one is the other's image."""
+    assert torch.equal(mixing, mixing.tril())
+    wanted = torch.einsum("bhts,bshv->bthv", mixing, entering.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [None, 0.7])
+@pytest.mark.parametrize("options", [{}, {"complex": False}, {"input_gate": "free"}], ids=str)
+def test_hgru(options, gamma):
+    """Whose channels get the same input, so that their mean is the mean matrix's image."""
+    torch.manual_seed(0)
+    options = {"complex": False, **options}
+    mixer = HGRU(6, **options)
+    x = torch.randn(2, TIME, 6)
+    bound = None if gamma is None else torch.full((mixer.channels,), gamma)
+    parts = mixer._project(x)
+    c = parts["c"][..., :1].expand(2, TIME, mixer.channels)
+    h, _ = mixer._recur({**parts, "c": c}, bound, None, 0, None)
+    check(
+        mixer.token_mixing(x, bound), F.silu(c[..., :1, None]), h.mean(-1)[..., None, None].detach()
+    )
+
+
+def test_complex_states_show_the_modulus():
+    torch.manual_seed(0)
+    mixer = HGRU(4, complex=True)
+    x = torch.randn(1, TIME, 4)
+    turned = mixer.token_mixing(x)
+    with torch.no_grad():
+        mixer.theta.zero_()
+    assert torch.equal(mixer.token_mixing(x), turned)
+    c = torch.ones(1, TIME, 8)  # of a state that does not turn, the real half is the sum of weights
+    h, _ = ops.hgru(c, mixer._project(x)["f"], theta=torch.zeros(4), activation="none")
+    check(turned, torch.ones(1, TIME, 1, 1), h[..., :4].mean(-1)[..., None, None].detach())
+
+
+@pytest.mark.parametrize("gamma", [None, 0.9])
+@pytest.mark.parametrize("preset", ["paper", "fla"])
+def test_hgru2(preset, gamma):
+    torch.manual_seed(0)
+    mixer = HGRU2(12, 3, preset=preset)
+    x = torch.randn(2, TIME, 12)
+    bound = None if gamma is None else torch.full((12,), gamma)
+    q, f, v = mixer._project(x)
+    o, _ = mixer._recur((q, f, v), mixer._split_gamma(bound), None, False, None)
+    entering = {"none": v, "silu": F.silu(v)}[mixer.v_activation]
+    check(mixer.token_mixing(x, bound), entering, o.detach())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("gate", ["vector", "scalar"])
+def test_gated_linear_attention(gate, normalize):
+    torch.manual_seed(0)
+    options = {"normalize": True, "feature_map": "elu+1"} if normalize else {}
+    mixer = GatedLinearAttention(
+        16, 2, gate=gate, norm="rms_no_weight", output_gate=False, **options
+    )
+    seen = {}
+    mixer.norm.register_forward_hook(lambda _m, given, _o: seen.update(o=given[0]))
+    x = torch.randn(2, TIME, 16)
+    mixer(x)
+    v = mixer._project(x)["v"].unflatten(-1, (2, -1))
+    check(mixer.token_mixing(x), v, seen["o"].detach())
+
+
+def test_gated_linear_rnn():
+    torch.manual_seed(0)
+    mixer = GatedLinearRNN(5)
+    x = torch.randn(1, TIME, 5)
+    z, entering = mixer.in_proj(x).chunk(2, -1)
+    entering = entering[..., :1].expand_as(z)
+    h, _ = ops.hgru(entering, z, activation="none")
+    check(mixer.token_mixing(x), entering[..., :1, None], h.mean(-1)[..., None, None].detach())
+
+
+def test_gates_that_are_shut_or_open():
+    decay = torch.tensor([0.5, 0.0, 1.0, 1.0, 0.5]).view(1, 5, 1)
+    mixing = elementwise_mixing(decay, torch.ones_like(decay))[0, 0]
+    wanted = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+    assert mixing[:4].tolist() == wanted
+    assert mixing[4].tolist() == pytest.approx([0, 0.5, 0.5, 0.5, 1], rel=1e-9)
+    one = torch.ones(1, 5, 1, 1)
+    torch.testing.assert_close(head_mixing(one, one, decay.log()[..., None])[0, 0], mixing)
+
+
+def test_no_tokens():
+    assert HGRU(4, complex=False).token_mixing(torch.zeros(2, 0, 4)).shape == (2, 1, 0, 0)
+    assert HGRU2(4, 2).token_mixing(torch.zeros(2, 0, 4)).shape == (2, 2, 0, 0)
+
+
+def test_bidirectional_mixers_have_none():
+    with pytest.raises(ValueError, match=r"HGRU: token_mixing\(\): a bidirectional HGRU reads"):
+        HGRU(4, bidirectional=True).token_mixing(torch.zeros(1, 2, 4))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run a mixer, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = write_text(folder / "text.txt")
+    flags = [f for f in FLAGS if not f.startswith("--set")]
+    made = {}
+    for mixer in ("gated-linear-rnn", "hgrn2", "transformer"):
+        made[mixer] = folder / mixer
+        more = ["--set=mixer_options.expand_ratio=4"] if mixer == "hgrn2" else []
+        more += ["--set=mixer_options.num_heads=2"] if mixer == "transformer" else []
+        arguments = ["train", str(text), "--mixer", mixer, "--steps=10", "--quiet", *flags, *more]
+        assert cli.main([*arguments, "--out", str(made[mixer])]) == 0
+    return made
+
+
+@pytest.mark.parametrize("mixer", ["gated-linear-rnn", "hgrn2"])
+@pytest.mark.parametrize("more", [[], ["--layers", "2", "--tokens=9"]], ids=str)
+def test_plot_token_mixing(runs, mixer, more, capsys):
+    assert cli.main(["plot", "token-mixing", str(runs[mixer]), "--device=cpu", *more]) == 0
+    path = runs[mixer] / "token_mixing.png"
+    assert capsys.readouterr().out.split() == [str(path)]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_gates(runs, capsys):
+    path = runs["hgrn2"] / "forget_gates.png"
+    path.unlink()
+    assert cli.main(["plot", "gates", str(runs["hgrn2"]), "--device=cpu"]) == 0
+    assert capsys.readouterr().out.split() == [str(path)]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_untrained_model_is_the_runs_own(runs):
+    import json
+
+    from tidegate.models import CausalLM
+    from tidegate.training import load_trained
+    from tidegate.training.runs import initial_model
+
+    values = json.loads((runs["hgrn2"] / "config.json").read_text())
+    before = torch.get_rng_state()
+    one, two = (initial_model(values, CausalLM).state_dict() for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    trained = load_trained(str(runs["hgrn2"]), "cpu").model.state_dict()
+    moved = [(one[name] - trained[name]).abs().max().item() for name in one if one[name].numel()]
+    assert 0 < max(moved) < 0.2  # ten steps of 3e-3 away
+
+
+def test_what_cannot_be_drawn(runs, tmp_path, capsys):
+    def fails(*arguments: str) -> str:
+        assert cli.main(["plot", *arguments, "--device=cpu"]) == 2
+        return capsys.readouterr().err
+
+    attention = str(runs["transformer"])
+    assert "plot: no layer of" in fails("gates", attention)
+    assert "transformer has no token-mixing matrix in layer 1" in fails("token-mixing", attention)
+    hgrn2 = str(runs["hgrn2"])
+    assert "layers: expected numbers from 1 to 2, got 3" in fails(
+        "token-mixing", hgrn2, "--layers", "3"
+    )
+    assert "tokens: expected 2 or more, got 1" in fails("token-mixing", hgrn2, "--tokens=1")
+    assert "holds no checkpoint.pt" in fails("gates", str(tmp_path))
