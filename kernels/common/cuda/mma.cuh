@@ -61,6 +61,13 @@ __device__ inline void load_matrices_transposed(uint32_t (&m)[4], const void* sh
   load_matrices_transposed(m, static_cast<unsigned>(__cvta_generic_to_shared(shared_row)));
 }
 
+/// Transposes an 8 x 8 matrix of 16-bit elements that lies in a warp as the operands do.
+__device__ inline uint32_t transpose_matrix(uint32_t m) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
+  return transposed;
+}
+
 /// Two floats rounded to bf16, `low` in the lower half.
 __device__ inline uint32_t pack_bf16(float low, float high) {
   uint32_t both;

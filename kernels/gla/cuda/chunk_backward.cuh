@@ -1,13 +1,9 @@
 #pragma once
 
-// Gradients of one chunk of 64 tokens of one head, from its inputs and the states at its two ends.
-// docs/numerics.md derives the sums; docs/kernels/gla_cuda.md says who computes what.
-//
-// In a block of 16 tokens, pre(t) is the product of the decays up to t, suf(t) of those after t;
-// tot_b is the product of all 16 of block b. Inputs appear as Q = q pre and K = k suf, in bf16.
+// Gradients of one chunk of 64 tokens of one head, from its inputs, its factors and the states at
+// its two ends. docs/numerics.md derives the sums; docs/kernels/gla_cuda.md says who computes what.
 
-#include "kernels/gla/cuda/chunk_gates.cuh"
-#include "kernels/gla/cuda/dyadic.cuh"
+#include "kernels/gla/cuda/tile_gradients.cuh"
 
 namespace tidegate::kernels {
 
@@ -36,144 +32,165 @@ __device__ inline void for_each_ahead(int count, Load load, Use use) {
   }
 }
 
-/// Makes Q, K and the decays of this warp's block, of every `parts`-th slice, and the block's
-/// scores: the diagonal ones of the matrix A(t, s) = sum over channels of q_t k_s times the decays
-/// between them. Scores of parts other than the first wait in shared memory.
-template <class T, GateKind kKind>
-__device__ inline void make_factors(const ChunkBackward& a, const ChunkPlace& at,
-                                    const ChunkShared& sh, float (&scores)[2][4]) {
-  const GlaParams& p = a.backward.forward;
-  const int block = at.warp % kBlocks, part = at.warp / kBlocks, parts = at.warps / kBlocks;
-  const int r = at.lane / 4, c = at.lane % 4;
-  const int token = block * kBlock + 2 * r;
-  const int count = at.tokens - token;  // of this lane's two tokens and those after
-  QuadInputs<T, kKind> inputs(p, at, token, count);
-  DyadicScores sums;
-  if (part < at.key_slices) {
-    inputs.load(part * kBlock + 4 * c);
-  }
-  for (int s = part; s < at.key_slices; s += parts) {
-    float q[2][4], k[2][4], f[2][4];
-    inputs.get(s * kBlock + 4 * c, q, k, f);
-    if (s + parts < at.key_slices) {
-      inputs.load((s + parts) * kBlock + 4 * c);
-    }
-    float total[4];
-    dyadic_step(q, k, f, at.lane, sums, total);
-    char* key = sh.tile(s, kKeyTile + block);
-    char* query = sh.tile(s, kQueryTile + max(block, 1) - 1);
+/// Starts copying what the chunk's steps need; rows past its end are zero.
+__device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
+                                   const ChunkShared& sh) {
+  const auto columns = static_cast<int>(a.backward.forward.value_dim);
+  copy_rows_async(sh.d_o, at.rows.d_o, at.tokens, 0, columns);
+  copy_rows_async(sh.values, at.rows.v, at.tokens, 0, columns);
+  for (int s = at.warp; s < at.key_slices; s += at.warps) {
+    // K of all blocks and Q of all but the first are adjacent here as there.
+    const char* from = a.factors.slice(at.slot, at.head, s) +
+                       ChunkFactors::key_tile(0) * kTileBytes + at.lane * 16;
+    char* to = sh.tile(s, kKeyTile) + at.lane * 16;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int offset = tile_offset(block, 2 * r + i, c / 2) + c % 2 * 8;
-      *reinterpret_cast<uint2*>(key + offset) =
-          make_uint2(pack_bf16(k[i][0], k[i][1]), pack_bf16(k[i][2], k[i][3]));
-      if (block > 0) {
-        *reinterpret_cast<uint2*>(query + offset) =
-            make_uint2(pack_bf16(q[i][0], q[i][1]), pack_bf16(q[i][2], q[i][3]));
-      }
+    for (int i = 0; i < 2 * kBlocks - 1; ++i) {
+      copy_async<16>(to + i * kTileBytes, from + i * kTileBytes);
     }
-    if (r == 0) {
-      *reinterpret_cast<float4*>(sh.decays(block) + s * kBlock + 4 * c) =
-          make_float4(total[0], total[1], total[2], total[3]);
+    if (at.lane < kBlocks * 4) {
+      copy_async<16>(sh.decays(s, 0) + at.lane * 4,
+                     a.factors.slice_decays(at.slot, at.head, s) + at.lane * 4);
     }
   }
-  sums.finish(scores, at.lane);
-  if (part > 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float* to = sh.partial(part - 1, block, 2 * r + i) + 4 * c;
-      *reinterpret_cast<float4*>(to) =
-          make_float4(scores[i][0], scores[i][1], scores[i][2], scores[i][3]);
-    }
+  if (at.warp < kBlocks) {
+    copy_async<16>(
+        sh.scores.at(at.warp * kBlock + at.lane % 16, at.warp * kBlock + at.lane / 16 * 8),
+        a.factors.block_scores(at.slot, at.head, at.warp) + at.lane);
   }
+  commit_copies();
 }
 
-/// Adds the parts up, in their order, and stores the scores of the diagonal blocks.
-__device__ inline void store_diagonal_scores(const ChunkPlace& at, const ChunkShared& sh,
-                                             float (&scores)[2][4]) {
-  if (at.warp >= kBlocks) {
-    return;
-  }
-  const int r = at.lane / 4, c = at.lane % 4;
+/// Eight columns of a block's decays.
+__device__ inline void load_decays(const float* from, float (&x)[8]) {
+  *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4*>(from)[0];
+  *reinterpret_cast<float4*>(x + 4) = reinterpret_cast<const float4*>(from)[1];
+}
+
+/// A row's half of a tile, times the decays of its columns.
+__device__ inline uint4 decayed(const uint4& bits, const float (&d)[8]) {
+  const uint32_t in[4] = {bits.x, bits.y, bits.z, bits.w};
+  uint32_t out[4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll 1
-    for (int part = 1; part < at.warps / kBlocks; ++part) {
-      const float4 more =
-          *reinterpret_cast<const float4*>(sh.partial(part - 1, at.warp, 2 * r + i) + 4 * c);
-      scores[i][0] += more.x;
-      scores[i][1] += more.y;
-      scores[i][2] += more.z;
-      scores[i][3] += more.w;
-    }
-    char* to = sh.scores.at(at.warp * kBlock + 2 * r + i, at.warp * kBlock + 4 * c);
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(pack_bf16(scores[i][0], scores[i][1]), pack_bf16(scores[i][2], scores[i][3]));
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_pair<__nv_bfloat16>(in[i]);
+    out[i] = pack_bf16(pair.x * d[2 * i], pair.y * d[2 * i + 1]);
   }
+  return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 /// What needs the decays of several blocks: K up to the chunk's end of blocks 0 to 2, and the
 /// factors of the pairs between the chunk's halves that are a block farther apart.
 __device__ inline void make_far_factors(const ChunkPlace& at, const ChunkShared& sh) {
-  constexpr int kJobs = 5;
-  for (int unit = at.warp; unit < kJobs * at.key_slices; unit += at.warps) {
-    const int job = unit % kJobs, s = unit / kJobs;
-    const int block = job == 4 ? 3 : job == 3 ? 0 : job;
-    const char* from = sh.tile(s, job == 4 ? kQueryTile + 2 : kKeyTile + block);
-    char* to = sh.tile(s, job == 4 ? kQueryFarTile : job == 3 ? kKeyFarTile : kKeyEndTile + block);
-    const int half = at.lane / kBlock, offset = tile_offset(block, at.lane % kBlock, half);
-    float factor[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-    const auto times = [&](int decayed) {
-      const auto* d = reinterpret_cast<const float4*>(sh.decays(decayed) + s * kBlock + half * 8);
-      const float4 lo = d[0], hi = d[1];
-      const float d8[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        factor[i] *= d8[i];
-      }
+  const int columns = at.lane / kBlock * 8;
+  for (int s = at.warp; s < at.key_slices; s += at.warps) {
+    const auto tile = [&](int which) {
+      return reinterpret_cast<uint4*>(sh.tile(s, which)) + at.lane;
     };
-    if (job == 0 || job == 3) {
-      times(1);
-    }
-    if (job <= 1 || job == 4) {
-      times(2);
-    }
-    if (job <= 2) {
-      times(3);
-    }
-    uint4 bits = *reinterpret_cast<const uint4*>(from + offset);
-    uint32_t* word = &bits.x;
+    float d[8], more[8];
+    load_decays(sh.decays(s, 2) + columns, d);
+    *tile(kQueryFarTile) = decayed(*tile(kQueryTile + 2), d);
+    load_decays(sh.decays(s, 3) + columns, more);
+    *tile(kKeyEndTile + 2) = decayed(*tile(kKeyTile + 2), more);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack_pair<__nv_bfloat16>(word[i]);
-      word[i] = pack_bf16(pair.x * factor[2 * i], pair.y * factor[2 * i + 1]);
+    for (int i = 0; i < 8; ++i) {
+      d[i] *= more[i];
     }
-    *reinterpret_cast<uint4*>(to + offset) = bits;
+    *tile(kKeyEndTile + 1) = decayed(*tile(kKeyTile + 1), d);
+    load_decays(sh.decays(s, 1) + columns, more);
+    const uint4 first = *tile(kKeyTile);
+    *tile(kKeyFarTile) = decayed(first, more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      d[i] *= more[i];
+    }
+    *tile(kKeyEndTile) = decayed(first, d);
   }
 }
 
 /// Scores between two blocks, later i and earlier j, by the factors whose boundary divides them.
-__device__ inline void store_far_scores(const ChunkPlace& at, const ChunkShared& sh) {
-#pragma unroll 1
-  for (int pair = at.warp; pair < 6; pair += at.warps) {
-    // (1,0) (3,2) (2,0) (2,1) (3,0) (3,1)
-    const int i = pair == 0 ? 1 : pair == 2 || pair == 3 ? 2 : 3;
-    const int j = pair == 1 ? 2 : pair == 3 || pair == 5 ? 1 : 0;
-    const int query = pair >= 4 ? kQueryFarTile : kQueryTile + i - 1;
-    const int key = pair == 2 || pair == 4 ? kKeyFarTile : kKeyTile + j;
-    const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
-    const int query_at = tile_offset(i, l.row, l.half);
-    const int key_at = tile_offset(j, across.row, across.half);
-    float sum[2][4] = {};
-#pragma unroll 2
-    for (int s = 0; s < at.key_slices; ++s) {
-      uint32_t q[4], k[4];
-      load_matrices(q, sh.tile(s, query) + query_at);
-      load_matrices(k, sh.tile(s, key) + key_at);
-      mma_bf16(sum[0], q, k[0], k[1]);
-      mma_bf16(sum[1], q, k[2], k[3]);
+__device__ inline void store_far_scores(const ChunkPlace& at, const ChunkShared& sh, int pair) {
+  // (1,0) (3,2) (2,0) (2,1) (3,0) (3,1)
+  const int i = pair == 0 ? 1 : pair == 2 || pair == 3 ? 2 : 3;
+  const int j = pair == 1 ? 2 : pair == 3 || pair == 5 ? 1 : 0;
+  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
+  const char* query =
+      sh.tile(0, pair >= 4 ? kQueryFarTile : kQueryTile + i - 1) + tile_offset(l.row, l.half);
+  const char* key = sh.tile(0, pair == 2 || pair == 4 ? kKeyFarTile : kKeyTile + j) +
+                    tile_offset(across.row, across.half);
+  float sum[2][4] = {};
+#pragma unroll 4
+  for (int s = 0; s < at.key_slices; ++s) {
+    uint32_t q[4], k[4];
+    load_matrices(q, query + s * (kChunkTiles * kTileBytes));
+    load_matrices(k, key + s * (kChunkTiles * kTileBytes));
+    mma_bf16(sum[0], q, k[0], k[1]);
+    mma_bf16(sum[1], q, k[2], k[3]);
+  }
+  store_block(sh.scores, i, j, sum, at.lane);
+}
+
+/// dA of the tokens of one block: in bf16, pair (t, s) at (s, t) too, and in float where no level
+/// of two tokens or more parts them.
+__device__ inline void store_block_pairs(const ChunkShared& sh, int block, const float (&dA)[2][4],
+                                         int lane) {
+  const int r = lane / 4, c = lane % 4;
+  const uint32_t below = (r > 2 * c ? 0x0000ffffu : 0) | (r > 2 * c + 1 ? 0xffff0000u : 0);
+  uint32_t own[2][2];  // [even or odd t][even or odd s]
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      own[i][j] = pack_bf16(dA[j][2 * i], dA[j][2 * i + 1]);
     }
-    store_block(sh.scores, i, j, sum, at.lane);
+  }
+  uint32_t both[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      both[i][j] = (own[i][j] & below) | (transpose_matrix(own[j][i]) & ~below);
+    }
+  }
+  sh.pairs[block * 32 + lane] = make_uint4(both[0][0], both[1][0], both[0][1], both[1][1]);
+  if (r / 2 == c) {
+    const bool odd = r % 2 != 0;
+    sh.neighbours[block * 8 + r] = make_float4(odd ? dA[0][1] : dA[0][0], odd ? dA[1][3] : dA[1][2],
+                                               odd ? dA[0][3] : dA[0][2], 0.0f);
+  }
+}
+
+/// dA = do v^T of a later block i and an earlier one j, or of one block.
+__device__ inline void store_score_gradients(const ChunkPlace& at, const ChunkShared& sh,
+                                             int pair) {
+  const int i = pair >= 6 ? 3 : pair >= 3 ? 2 : pair >= 1 ? 1 : 0;
+  const int j = pair - i * (i + 1) / 2;
+  const char* d_o = sh.d_o.at(i * kBlock, 0, MatrixLane(at.lane));
+  const char* values = sh.values.at(j * kBlock, 0, MatrixLane::across(at.lane));
+  float sum[2][4] = {};
+#pragma unroll 4
+  for (int v = 0; v < at.value_slices; ++v) {
+    uint32_t left[4], right[4];
+    load_matrices(left, d_o + v * (kBlock * 2));
+    load_matrices(right, values + v * (kBlock * 2));
+    mma_bf16(sum[0], left, right[0], right[1]);
+    mma_bf16(sum[1], left, right[2], right[3]);
+  }
+  if (i == j) {
+    store_block_pairs(sh, i, sum, at.lane);
+  } else {
+    store_block(sh.scores, j, i, sum, at.lane);
+  }
+}
+
+/// Both between all blocks, a pair of blocks at a time.
+__device__ inline void make_scores(const ChunkPlace& at, const ChunkShared& sh) {
+#pragma unroll 1
+  for (int job = at.warp; job < 16; job += at.warps) {
+    if (job < 6) {
+      store_far_scores(at, sh, job);
+    } else {
+      store_score_gradients(at, sh, job - 6);
+    }
   }
 }
 
@@ -197,7 +214,7 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
           for (int j = 0; j < kBlocks; ++j) {
             uint32_t k[4];
             const char* tile = sh.tile(s, j < 3 ? kKeyEndTile + j : kKeyTile + 3);
-            load_matrices(k, tile + tile_offset(j, l.row, l.half));
+            load_matrices(k, tile + tile_offset(l.row, l.half));
             mma_bf16(sum[j][0], k, b[0], b[1]);
             mma_bf16(sum[j][1], k, b[2], b[3]);
           }
@@ -218,7 +235,7 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
     for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int token = j * kBlock + at.lane / 4 + 8 * h;
+        const int token = j * kBlock + at.lane / 4 * 2 + h;
         if (token < at.tokens) {
           const int bytes = (v * kBlock + at.lane % 4 * 2) * 2;
 #pragma unroll
@@ -239,95 +256,30 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
   }
 }
 
-/// dA = do v^T at and below the diagonal: in bf16, and the diagonal blocks in fp32 too.
-__device__ inline void make_score_gradients(const ChunkPlace& at, const ChunkShared& sh) {
-  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
-#pragma unroll 1
-  for (int pair = at.warp; pair < 10; pair += at.warps) {
-    const int i = pair >= 6 ? 3 : pair >= 3 ? 2 : pair >= 1 ? 1 : 0;
-    const int j = pair - i * (i + 1) / 2;
-    float sum[2][4] = {};
-#pragma unroll 2
-    for (int v = 0; v < at.value_slices; ++v) {
-      uint32_t d_o[4], value[4];
-      load_matrices(d_o, sh.d_o.at(i * kBlock, v * kBlock, l));
-      load_matrices(value, sh.values.at(j * kBlock, v * kBlock, across));
-      mma_bf16(sum[0], d_o, value[0], value[1]);
-      mma_bf16(sum[1], d_o, value[2], value[3]);
-    }
-    if (i == j) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          *reinterpret_cast<float2*>(sh.partial(0, i, at.lane / 4 + 8 * h) + 8 * n +
-                                     at.lane % 4 * 2) =
-              make_float2(sum[n][2 * h], sum[n][2 * h + 1]);
-        }
-      }
-    } else {
-      store_block(sh.scores, i, j, sum, at.lane);
-    }
-  }
-}
-
-/// Sixteen tokens x 16 channels as two accumulators, of channels 0-7 and 8-15.
-using BlockSum = float[2][4];
-
-/// Multiplies channel by channel; d holds channels 2c, 2c + 1, 2c + 8, 2c + 9 of c = lane % 4.
-__device__ inline void scale_channels(BlockSum& x, const float (&d)[4]) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      x[n][e] *= d[2 * n + e % 2];
-    }
-  }
-}
-
-/// sum[channel] += weight[channel] * sum over this lane's tokens of tile * x.
-__device__ inline void add_column_sums(float (&sum)[4], const float (&weight)[4],
-                                       const uint32_t (&tile)[4], const BlockSum& x) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float2 low = unpack_pair<__nv_bfloat16>(tile[2 * n]);
-    const float2 high = unpack_pair<__nv_bfloat16>(tile[2 * n + 1]);
-    sum[2 * n] = fmaf(weight[2 * n], fmaf(low.x, x[n][0], high.x * x[n][2]), sum[2 * n]);
-    sum[2 * n + 1] =
-        fmaf(weight[2 * n + 1], fmaf(low.y, x[n][1], high.y * x[n][3]), sum[2 * n + 1]);
-  }
-}
-
-/// What this warp's channels have from outside the tokens' own blocks:
-///   from_before[b] = S do at block b's tokens, S the state at block b's start,
-///   from_after[b] = D v, D the gradient of the state at block b's end,
-///   through[b]: of what enters before block b and leaves after it, the sum of all products without
-///   block b's own decays, per channel, in every lane of a column.
-struct BlockSums {
-  BlockSum from_before[kBlocks];
-  BlockSum from_after[kBlocks];
-  float through[kBlocks][4];
+/// Accumulators of all blocks of a slice.
+struct ChunkSums {
+  BlockSum before[kBlocks];  // S do, S the state at the start of what is meant
+  BlockSum after[kBlocks];   // D v, D the gradient of the state at its end
 };
 
-__device__ inline void sum_over_blocks(const ChunkBackward& a, const ChunkPlace& at,
-                                       const ChunkShared& sh, BlockSums& out) {
-  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
-  const int slice = at.warp, c = at.lane % 4;
+/// From the chunk's ends: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
+__device__ inline void sum_over_values(const ChunkBackward& a, const ChunkPlace& at,
+                                       const ChunkShared& sh, ChunkSums& sums,
+                                       float (&through)[4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        out.from_before[b][n][e] = out.from_after[b][n][e] = 0;
+        sums.before[b][n][e] = sums.after[b][n][e] = 0;
       }
     }
   }
-
-  // From the chunk's ends: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
-  float ends[2] = {};
-  const uint4* states = a.states.tile(at.slot, at.head, slice, 0) + at.lane;
-  const uint4* grads = a.gradients.tile(at.slot, at.head, slice, 0) + at.lane;
+  const MatrixLane l(at.lane);
+  const uint4* states = a.states.tile(at.slot, at.head, at.warp, 0) + at.lane;
+  const uint4* grads = a.gradients.tile(at.slot, at.head, at.warp, 0) + at.lane;
+  float ends[2][4] = {};  // S_start D_end^T, of which the diagonal is wanted
   struct Ends {
     uint4 s, d;
   };
@@ -335,145 +287,249 @@ __device__ inline void sum_over_blocks(const ChunkBackward& a, const ChunkPlace&
       at.value_slices, [&](int v) { return Ends{__ldg(states + v * 32), __ldg(grads + v * 32)}; },
       [&](int v, const Ends& both) {
         const uint4 s = both.s, d = both.d;
-        const uint32_t sw[4] = {s.x, s.y, s.z, s.w}, dw[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack_pair<__nv_bfloat16>(sw[i]), y = unpack_pair<__nv_bfloat16>(dw[i]);
-          ends[i / 2] = fmaf(x.x, y.x, fmaf(x.y, y.y, ends[i / 2]));
-        }
+        mma_bf16(ends[0], s.x, s.z, s.y, s.w, d.x, d.y);
+        mma_bf16(ends[1], s.x, s.z, s.y, s.w, d.z, d.w);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           uint32_t m[4];
           load_matrices(m, sh.d_o.at(b * kBlock, v * kBlock, l));
-          mma_bf16(out.from_before[b][0], m, sw[0], sw[1]);
-          mma_bf16(out.from_before[b][1], m, sw[2], sw[3]);
+          mma_bf16(sums.before[b][0], m, s.x, s.y);
+          mma_bf16(sums.before[b][1], m, s.z, s.w);
           load_matrices(m, sh.values.at(b * kBlock, v * kBlock, l));
-          mma_bf16(out.from_after[b][0], m, dw[0], dw[1]);
-          mma_bf16(out.from_after[b][1], m, dw[2], dw[3]);
+          mma_bf16(sums.after[b][0], m, d.x, d.y);
+          mma_bf16(sums.after[b][1], m, d.z, d.w);
         }
       });
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const bool diagonal = at.lane / 4 == at.lane % 4 * 2 + e;
+    through[e] = diagonal ? ends[0][e] : 0.0f;
+    through[2 + e] = diagonal ? ends[1][2 + e] : 0.0f;
+  }
+}
 
-  float d[kBlocks][4];
+/// before += dA K, of a later block and an earlier one's keys.
+__device__ inline void add_keys(BlockSum& before, const ChunkPlace& at, const ChunkShared& sh,
+                                int later, int earlier, const uint32_t (&keys)[4]) {
+  uint32_t grad[4];
+  load_matrices(grad, sh.scores.at(earlier * kBlock, later * kBlock, MatrixLane(at.lane)));
+  mma_bf16(before[0], grad, keys[0], keys[1]);
+  mma_bf16(before[1], grad, keys[2], keys[3]);
+}
+
+/// after += dA^T Q.
+__device__ inline void add_queries(BlockSum& after, const ChunkPlace& at, const ChunkShared& sh,
+                                   int later, int earlier, const uint32_t (&queries)[4]) {
+  uint32_t grad[4];
+  load_matrices_transposed(
+      grad, sh.scores.at(earlier * kBlock, later * kBlock, MatrixLane::across(at.lane)));
+  mma_bf16(after[0], grad, queries[0], queries[1]);
+  mma_bf16(after[1], grad, queries[2], queries[3]);
+}
+
+/// From the chunk to its halves, from those to the blocks: what tile_gradients.cuh does within
+/// them.
+__device__ inline void hand_on_to_blocks(const ChunkPlace& at, const ChunkShared& sh,
+                                         ChunkSums& sums, const float (&chunk_through)[4],
+                                         float (&through)[kBlocks][4]) {
+  const int slice = at.warp, c = at.lane % 4;
+  const MatrixLane l(at.lane);
+  const int place = tile_offset(l.row, l.half);
+  const auto add = [&](float (&sum)[4], int which, const BlockSum& x) {
+    uint32_t m[4];
+    load_matrices(m, sh.tile(slice, which) + place);
+    add_products(sum, m[0], m[1], m[2], m[3], x);
+  };
+  const auto load = [&](uint32_t (&m)[4], int which) {
+    load_matrices_transposed(m, sh.tile(slice, which) + place);
+  };
+  float d[kBlocks][4], halves[2][4];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    const float2 low = *reinterpret_cast<const float2*>(sh.decays(b) + slice * kBlock + 2 * c);
-    const float2 high = *reinterpret_cast<const float2*>(sh.decays(b) + slice * kBlock + 8 + 2 * c);
+    const float2 low = *reinterpret_cast<const float2*>(sh.decays(slice, b) + 2 * c);
+    const float2 high = *reinterpret_cast<const float2*>(sh.decays(slice, b) + 8 + 2 * c);
     d[b][0] = low.x;
     d[b][1] = low.y;
     d[b][2] = high.x;
     d[b][3] = high.y;
   }
-  float (&through)[kBlocks][4] = out.through;
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      through[b][e] = 0;
-    }
+  for (int j = 0; j < 4; ++j) {
+    halves[0][j] = d[0][j] * d[1][j];
+    halves[1][j] = d[2][j] * d[3][j];
   }
 
-  // Later blocks: the gradient walks back over them, decaying and gathering dA^T Q.
+  float half_through[2][4];
 #pragma unroll
-  for (int j = 0; j < kBlocks - 1; ++j) {
-    uint32_t key[4];
-    load_matrices(key, sh.tile(slice, kKeyTile + j) + tile_offset(j, l.row, l.half));
-#pragma unroll
-    for (int i = j + 1; i < kBlocks; ++i) {  // what leaves from block j to the end, past block i
-      float weight[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        weight[e] = 1;
-#pragma unroll
-        for (int m = j + 1; m < kBlocks; ++m) {
-          weight[e] *= m == i ? 1.0f : d[m][e];
-        }
-      }
-      add_column_sums(through[i], weight, key, out.from_after[j]);
-    }
-#pragma unroll
-    for (int i = kBlocks - 1; i > j; --i) {
-      scale_channels(out.from_after[j], d[i]);
-      uint32_t grad[4], query[4];
-      load_matrices_transposed(grad, sh.scores.at(i * kBlock, j * kBlock, across));
-      load_matrices_transposed(query,
-                               sh.tile(slice, kQueryTile + i - 1) + tile_offset(i, l.row, l.half));
-      mma_bf16(out.from_after[j][0], grad, query[0], query[1]);
-      mma_bf16(out.from_after[j][1], grad, query[2], query[3]);
-    }
+  for (int j = 0; j < 4; ++j) {
+    half_through[0][j] = halves[1][j] * chunk_through[j];
+    half_through[1][j] = halves[0][j] * chunk_through[j];
   }
-
-  // Earlier blocks: the state walks over them, decaying and gathering dA K. Before it takes block j
-  // in, it is what passes block j on its way to block m.
-#pragma unroll
-  for (int m = 1; m < kBlocks; ++m) {
-    uint32_t query[4];
-    load_matrices(query, sh.tile(slice, kQueryTile + m - 1) + tile_offset(m, l.row, l.half));
-#pragma unroll
-    for (int j = 0; j < m; ++j) {
-      float weight[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        weight[e] = 1;
-#pragma unroll
-        for (int i = j + 1; i < m; ++i) {
-          weight[e] *= d[i][e];
-        }
-      }
-      add_column_sums(through[j], weight, query, out.from_before[m]);
-      scale_channels(out.from_before[m], d[j]);
-      uint32_t grad[4], key[4];
-      load_matrices(grad, sh.scores.at(m * kBlock, j * kBlock, l));
-      load_matrices_transposed(key, sh.tile(slice, kKeyTile + j) + tile_offset(j, l.row, l.half));
-      mma_bf16(out.from_before[m][0], grad, key[0], key[1]);
-      mma_bf16(out.from_before[m][1], grad, key[2], key[3]);
-    }
-  }
-
-  // Add up over the rows' lanes; then what passes the whole chunk, whose sums lie by rows: channel
-  // lane / 4 (+ 8).
+  add(half_through[0], kQueryTile + 1, sums.before[2]);
+  add(half_through[0], kQueryFarTile, sums.before[3]);
+  add(half_through[1], kKeyFarTile, sums.after[0]);
+  add(half_through[1], kKeyTile + 1, sums.after[1]);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    ends[i] += __shfl_xor_sync(~0u, ends[i], 1);
-    ends[i] += __shfl_xor_sync(~0u, ends[i], 2);
+    scale_columns(sums.before[2 + i], halves[0]);
+    scale_columns(sums.after[i], halves[1]);
   }
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const float whole = __shfl_sync(~0u, ends[e / 2], (2 * c + e % 2) * 4);
+  for (int i = 0; i < 2; ++i) {
+    uint32_t m[4];
+    load(m, i == 0 ? kKeyFarTile : kKeyTile + 1);
+    add_keys(sums.before[2], at, sh, 2, i, m);
+    add_keys(sums.before[3], at, sh, 3, i, m);
+    load(m, i == 0 ? kQueryTile + 1 : kQueryFarTile);
+    add_queries(sums.after[0], at, sh, 2 + i, 0, m);
+    add_queries(sums.after[1], at, sh, 2 + i, 1, m);
+  }
+
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      through[b][e] += __shfl_xor_sync(~0u, through[b][e], 4);
-      through[b][e] += __shfl_xor_sync(~0u, through[b][e], 8);
-      through[b][e] += __shfl_xor_sync(~0u, through[b][e], 16);
-      float others = 1;
+  for (int half = 0; half < 2; ++half) {
+    const int e = 2 * half, h = e + 1;  // the earlier and the later block
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        others *= m == b ? 1.0f : d[m][e];
+    for (int j = 0; j < 4; ++j) {
+      through[e][j] = d[h][j] * half_through[half][j];
+      through[h][j] = d[e][j] * half_through[half][j];
+    }
+    add(through[e], kQueryTile + h - 1, sums.before[h]);
+    add(through[h], kKeyTile + e, sums.after[e]);
+    scale_columns(sums.before[h], d[e]);
+    scale_columns(sums.after[e], d[h]);
+    uint32_t m[4];
+    load(m, kKeyTile + e);
+    add_keys(sums.before[h], at, sh, h, e, m);
+    load(m, kQueryTile + h - 1);
+    add_queries(sums.after[e], at, sh, h, e, m);
+  }
+}
+
+/// Leaves the sums where the lane finds them again.
+__device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
+                                  const ChunkSums& sums, const float (&through)[kBlocks][4]) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    float4* to = sh.sums(at.warp, b, at.lane);
+    const float (&x)[2][4] = sums.before[b];
+    const float (&y)[2][4] = sums.after[b];
+    to[0] = make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
+    to[32] = make_float4(x[1][0], x[1][1], x[1][2], x[1][3]);
+    to[64] = make_float4(y[0][0], y[0][1], y[0][2], y[0][3]);
+    to[96] = make_float4(y[1][0], y[1][1], y[1][2], y[1][3]);
+    to[128] = make_float4(through[b][0], through[b][1], through[b][2], through[b][3]);
+  }
+}
+
+__device__ inline void load_sums(const float4* from, BlockSums& sums) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    *reinterpret_cast<float4*>(sums.before[n]) = from[n * 32];
+    *reinterpret_cast<float4*>(sums.after[n]) = from[64 + n * 32];
+  }
+  *reinterpret_cast<float4*>(sums.through) = from[128];
+}
+
+/// Four adjacent channels of a token, in the data's type.
+template <class T>
+__device__ inline void store_four(char* to, const float (&x)[4]) {
+  const float low[2] = {x[0], x[1]}, high[2] = {x[2], x[3]};
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack<T, 2>(low).bits, pack<T, 2>(high).bits);
+}
+
+/// The gradients of this warp's slice, a block at a time.
+template <class T, GateKind kKind>
+__device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace& at,
+                                       const ChunkShared& sh) {
+  const GlaParams& p = a.backward.forward;
+  const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kBlock + 4 * c;
+  const bool wide = p.gate.dtype == DType::kFloat32;
+  float gamma[4], opened[4] = {};  // sum of k (dL/df - dk): (1 - gamma) dgamma
+  load_bounds(p, at.head, channel, gamma);
+  QuadInputs<T, kKind> inputs(p, at.rows);
+  inputs.load(2 * r, channel);
+#pragma unroll 1
+  for (int b = 0; b < kBlocks && b * kBlock < at.tokens; ++b) {
+    const int token = b * kBlock + 2 * r;
+    Quad x;
+    QuadSlopes slopes;
+    inputs.get(gamma, at.tokens - token, x, slopes);
+    if (b + 1 < kBlocks) {
+      inputs.load(token + kBlock, channel);
+    }
+    BlockSums sums;
+    load_sums(sh.sums(at.warp, b, at.lane), sums);
+    TileGradients g;
+    find_tile_gradients(x, sums, sh.pairs[b * 32 + at.lane], sh.neighbours[b * 8 + r], at.lane, g);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool live = token + i < at.tokens;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        g.q[i][j] *= slopes.q[i][j];
+        if constexpr (kKind == GateKind::kLogit) {
+          g.f[i][j] = x.k[i][j] * (g.f[i][j] - g.k[i][j]);
+          opened[j] += live ? g.f[i][j] : 0.0f;
+          g.f[i][j] *= slopes.open[i][j];
+        } else {
+          g.f[i][j] *= x.f[i][j];
+        }
       }
-      through[b][e] = fmaf(others, whole, through[b][e]);
+      if (p.gate_per_head) {
+        float sum = g.f[i][0] + g.f[i][1] + g.f[i][2] + g.f[i][3];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (c == 0) {
+          sh.head_sums(at.warp)[token + i] = sum;
+        }
+      }
+      if (live) {
+        store_four<T>(at.rows.dq.row(token + i) + channel * 2, g.q[i]);
+        if constexpr (kKind == GateKind::kLogDecay) {
+          store_four<T>(at.rows.dk.row(token + i) + channel * 2, g.k[i]);
+        }
+        if (!p.gate_per_head) {
+          char* to = at.rows.dgate.row(token + i);
+          if (wide) {
+            *reinterpret_cast<float4*>(to + channel * 4) =
+                make_float4(g.f[i][0], g.f[i][1], g.f[i][2], g.f[i][3]);
+          } else {
+            store_four<T>(to + channel * 2, g.f[i]);
+          }
+        }
+      }
+    }
+  }
+  if (kKind == GateKind::kLogit && a.backward.dgamma_partial != nullptr) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        opened[j] += __shfl_xor_sync(~0u, opened[j], lanes);
+      }
+      if (r == 0) {
+        partial_sums(a, at)[channel + j] = opened[j] / (1.0f - gamma[j]);
+      }
     }
   }
 }
 
-/// Leaves the sums in shared memory, tokens by rows, for chunk_gates.cuh.
-__device__ inline void store_block_sums(const ChunkPlace& at, const ChunkShared& sh,
-                                        const BlockSums& sums) {
-  const int r = at.lane / 4, c = at.lane % 4;
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int place = sum_offset(b, r + 8 * h, 8 * n + 2 * c);
-        *reinterpret_cast<float2*>(sh.before(at.warp) + place) =
-            make_float2(sums.from_before[b][n][2 * h], sums.from_before[b][n][2 * h + 1]);
-        *reinterpret_cast<float2*>(sh.after(at.warp) + place) =
-            make_float2(sums.from_after[b][n][2 * h], sums.from_after[b][n][2 * h + 1]);
-      }
-      if (r == 0) {
-        *reinterpret_cast<float2*>(sh.through(at.warp) + b * kBlock + 8 * n + 2 * c) =
-            make_float2(sums.through[b][2 * n], sums.through[b][2 * n + 1]);
-      }
+/// One gate a head: the sum of its gradients over the channels, a thread a token.
+template <class T>
+__device__ inline void store_head_gate_gradients(const ChunkBackward& a, const ChunkPlace& at,
+                                                 const ChunkShared& sh) {
+  for (int token = static_cast<int>(threadIdx.x); token < at.tokens;
+       token += static_cast<int>(blockDim.x)) {
+    float sum = 0;
+#pragma unroll 1
+    for (int s = 0; s < at.key_slices; ++s) {
+      sum += sh.head_sums(s)[token];
+    }
+    char* to = at.rows.dgate.row(token);
+    if (a.backward.dgate.dtype == DType::kFloat32) {
+      *reinterpret_cast<float*>(to) = sum;
+    } else {
+      *reinterpret_cast<T*>(to) = narrow<T>(sum);
     }
   }
 }
@@ -495,36 +551,29 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
     clear_partial_sums(a, at);
     return;
   }
-  const ChunkShared sh(memory, p.key_dim, p.value_dim, at.warps);
+  const ChunkShared sh(memory, p.key_dim, p.value_dim);
   const auto columns = static_cast<int>(p.value_dim);
-  copy_rows_async(sh.d_o, rows.d_o, at.tokens, 0, columns);
-  copy_rows_async(sh.values, rows.v, at.tokens, 0, columns);
-  commit_copies();
-
-  float scores[2][4];
-  make_factors<T, kKind>(a, at, sh, scores);
+  copy_inputs(a, at, sh);
   wait_for_copies<0>();
   finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, columns);
   finish_rows<T>(sh.values, p.v_activation, at.tokens, columns);
   __syncthreads();
-  store_diagonal_scores(at, sh, scores);
   make_far_factors(at, sh);
   __syncthreads();
-  store_far_scores(at, sh);
+  make_scores(at, sh);
   __syncthreads();
   store_value_gradients<T>(a, at, sh);
-  __syncthreads();  // the scores give way to their gradients
-  make_score_gradients(at, sh);
-  __syncthreads();
-  BlockSums sums;
+  ChunkSums sums;
+  float through[kBlocks][4];
   if (at.warp < at.key_slices) {
-    sum_over_blocks(a, at, sh, sums);
+    float chunk_through[4];
+    sum_over_values(a, at, sh, sums, chunk_through);
+    hand_on_to_blocks(at, sh, sums, chunk_through, through);
   }
-  __syncthreads();  // values, do and the factors give way to the sums
+  __syncthreads();  // rows and tiles give way to the sums
   if (at.warp < at.key_slices) {
-    store_block_sums(at, sh, sums);
-    __syncwarp();
-    finish_gradients<T, kKind>(a, at, sh);
+    store_sums(at, sh, sums, through);
+    store_gradients<T, kKind>(a, at, sh);
   }
   if (p.gate_per_head) {
     __syncthreads();

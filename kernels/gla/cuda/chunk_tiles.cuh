@@ -15,16 +15,30 @@ constexpr int kBlock = 16;  // tokens of a block, channels of a slice, columns o
 constexpr int kBlocks = kChunk / kBlock;
 constexpr int kMaxSlices = 16;  // of channels, one a warp
 
-/// A tile: 16 tokens x 16 channels of bf16 in 512 bytes. Rows are permuted so that neither
-/// load_matrices nor the stores below hit a bank twice: pairs or quads of lanes store a token's 32
-/// bytes, of tokens 2r for four r, or of the same token in four blocks.
+/// In tiles and rows, a block's even tokens come first, then its odd ones: in an accumulator of
+/// mma_bf16, lane 4r + c then holds tokens 2r and 2r + 1, as dyadic.cuh wants them. Counted from
+/// the chunk's start.
+__device__ inline int row_of_token(int token) {
+  return token / kBlock * kBlock + token % 2 * 8 + token % kBlock / 2;
+}
+__device__ inline int token_of_row(int row) {
+  return row / kBlock * kBlock + row % 8 * 2 + row / 8 % 2;
+}
+
+/// The columns of a slice are its channels in the order in which lanes hold them: lane 4r + c has
+/// channels 4c .. 4c+3 of its tokens, of which 4c + 2n + e is column 8n + 2c + e. (Columns 2c,
+/// 2c+1, 2c+8 and 2c+9 are what it has of two accumulators.)
+__device__ inline int channel_of_column(int column) {
+  return column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
+}
+
+/// A tile: 16 tokens x 16 channels of bf16 in 512 bytes, first columns 0 to 7 of all rows, then 8
+/// to
+/// 15. In memory as in shared memory.
 constexpr int kTileBytes = kBlock * kBlock * 2;
 
-/// Where eight channels of a token start, in bytes.
-__device__ inline int tile_offset(int block, int token, int half) {
-  const int row = (((token >> 1) & 3) | ((token & 1) << 2) | (token & 8)) ^ block;
-  return row * 32 + ((half ^ (row >> 2)) & 1) * 16;
-}
+/// Where eight columns of a row start, in bytes.
+__device__ inline int tile_offset(int row, int half) { return half * (kTileBytes / 2) + row * 16; }
 
 /// Which row (of 16) and which half of it a lane points to in load_matrices, so that m[] becomes
 /// A of (rows x columns). Loaded transposed: two B of (rows x columns), {m[0], m[1]} and {m[2],
@@ -65,26 +79,27 @@ struct NearRows {
   __device__ char* row(int k) const { return base + int64_t{k} * static_cast<int>(stride); }
 };
 
-/// Calls visit(row, column) for each group of eight columns that this thread copies.
+/// Calls visit(token, column) for each group of eight columns that this thread copies.
 template <class Visit>
 __device__ inline void for_each_pack(int columns, Visit visit) {
   const int packs = columns / 8, shift = 32 - __clz(packs - 1);
   const auto thread = static_cast<int>(threadIdx.x);
   const int pack = thread & ((1 << shift) - 1);
   if (pack < packs) {
-    for (int row = thread >> shift; row < kChunk; row += static_cast<int>(blockDim.x) >> shift) {
-      visit(row, pack * 8);
+    for (int token = thread >> shift; token < kChunk;
+         token += static_cast<int>(blockDim.x) >> shift) {
+      visit(token, pack * 8);
     }
   }
 }
 
-/// Starts copying the first `tokens` rows into a tile; what lies past them is zero.
+/// Starts copying the first `tokens` tokens into a tile; what lies past them is zero.
 inline __device__ void copy_rows_async(const RowTile& tile, const NearRows& rows, int tokens,
                                        int column0, int columns) {
-  for_each_pack(columns, [&](int row, int column) {
-    char* to = tile.at(row, column);
-    if (row < tokens) {
-      copy_async<16>(to, rows.row(row) + (column0 + column) * 2);
+  for_each_pack(columns, [&](int token, int column) {
+    char* to = tile.at(row_of_token(token), column);
+    if (token < tokens) {
+      copy_async<16>(to, rows.row(token) + (column0 + column) * 2);
     } else {
       *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     }
@@ -99,9 +114,9 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
   if (std::is_same_v<T, __nv_bfloat16> && activation == InputActivation::kNone) {
     return;
   }
-  for_each_pack(columns, [&](int row, int column) {
-    if (row < tokens) {
-      auto* place = reinterpret_cast<uint4*>(tile.at(row, column));
+  for_each_pack(columns, [&](int token, int column) {
+    if (token < tokens) {
+      auto* place = reinterpret_cast<uint4*>(tile.at(row_of_token(token), column));
       const Pack<T, 8> raw = {*place};
       uint32_t out[4];
 #pragma unroll
@@ -116,7 +131,8 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
 }
 
 /// States at chunk boundaries, in bf16: [slot][head][K / 16][V / 16][lane], the 16 bytes of a lane
-/// as it needs them for two B of (columns x channels): {x, y} of channels 0-7, {z, w} of 8-15.
+/// as it needs them for two B of (values x slice): {x, y} of the slice's columns 0-7, {z, w} of
+/// 8-15. As {x, z, y, w} they are A of (slice x values).
 struct ChunkStates {
   uint4* data = nullptr;
   int64_t heads = 0;
@@ -131,63 +147,11 @@ struct ChunkStates {
   }
 };
 
-/// Copies one slice of channels of a chunk's `tokens` into a warp's four tiles.
-inline __device__ void copy_tiles_async(char* tiles, const NearRows& rows, int tokens, int channel,
-                                        int lane) {
-#pragma unroll
-  for (int i = 0; i < 2 * kChunk / 32; ++i) {
-    const int token = i * kBlock + lane / 2, half = lane % 2;  // block i
-    if (token < tokens) {
-      copy_async<16>(tiles + i * kTileBytes + tile_offset(i, lane / 2, half),
-                     rows.row(token) + (channel + half * 8) * 2);
-    }
-  }
-}
-
-/// x = scale * activate(x) for several at once: one branch for all of them.
-template <int kCount>
-__device__ inline void activate_all(InputActivation activation, float scale, float (&x)[kCount]) {
-  using Math = GateMath<float, true>;
-  if (activation != InputActivation::kNone) {
-    const bool silu = activation == InputActivation::kSilu;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float e = Math::exp_minus_abs(x[i]);
-      const float larger = Math::reciprocal(1.0f + e);
-      x[i] = scale * (silu ? x[i] : 1.0f) * (x[i] > 0.0f ? larger : e * larger);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      x[i] *= scale;
-    }
-  }
-}
-
 /// Two elements of type T in a register.
 template <class T>
 __device__ inline float2 unpack_pair(uint32_t bits) {
   const Pack<T, 2> both = {bits};
   return {both.get(0), both.get(1)};
-}
-
-/// A log decay as a decay.
-__device__ inline float decay_of_log(float log_f) {
-  return exp2_approx(log_f * 1.4426950408889634f);
-}
-
-/// Key and decay of a channel and token. `key` is the tensor's, where there is one.
-template <GateKind kKind>
-__device__ inline LogitGate<float> channel_gate(float gate, float key, float gamma) {
-  if constexpr (kKind == GateKind::kLogit) {
-    return logit_gate<GateMath<float, true>>(gate, gamma, 1.0f - gamma);
-  } else {
-    return {decay_of_log(gate), key};
-  }
-}
-
-__device__ inline float bound_of(const GlaParams& p, int64_t head, int channel) {
-  return p.gamma == nullptr ? 0.0f : static_cast<const float*>(p.gamma)[head * p.key_dim + channel];
 }
 
 }  // namespace tidegate::kernels

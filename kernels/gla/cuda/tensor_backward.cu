@@ -1,4 +1,5 @@
-// The backward pass on tensor cores: the states at chunk boundaries, then all chunks at once.
+// The backward pass on tensor cores: factors of all chunks, the states at their boundaries, then
+// the gradients of all chunks.
 
 #include "kernels/gla/cuda/tensor_backward.h"
 
@@ -12,6 +13,8 @@ namespace tidegate::kernels {
 namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int slices(int64_t dim) { return static_cast<int>(dim / kBlock); }
 
 /// Whether rows can be copied 16 bytes at a time.
 bool rows_align(const HeadSeries& t) {
@@ -49,21 +52,29 @@ int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
                                                                 : ceil_div(chunks, parts) * kChunk;
 }
 
-/// Bytes of one direction's part of the workspace.
+/// Bytes of the parts of the workspace, those of states for one direction.
 struct Workspace {
-  int64_t states, segment_states, segment_decays;
+  int64_t tiles, decays, scores, states, segment_states, segment_decays;
 
   Workspace(const GlaParams& p, int64_t chunk_slots, int64_t segment_slots)
       : states(chunk_slots * p.heads * p.key_dim * p.value_dim * 2),
         segment_states(segment_slots * p.heads * p.key_dim * p.value_dim * 4),
-        segment_decays(segment_slots * p.heads * p.key_dim * 4) {}
-  int64_t bytes() const { return 2 * (states + segment_states + segment_decays); }
+        segment_decays(segment_slots * p.heads * p.key_dim * 4) {
+    const ChunkFactors factors = {.heads = p.heads, .key_slices = slices(p.key_dim)};
+    tiles = factors.tile_bytes(chunk_slots);
+    decays = factors.decay_bytes(chunk_slots);
+    scores = factors.score_bytes(chunk_slots);
+  }
+  int64_t bytes() const {
+    return tiles + decays + scores + 2 * (states + segment_states + segment_decays);
+  }
 };
 
 template <class T>
 cudaError_t launch(const StatePass& pass, const ChunkBackward& work, cudaStream_t stream) {
   using Unit = TensorBackwardUnit<T>;
   const GlaParams& p = pass.params;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::make_factors(work, stream));
   if (pass.split) {
     StatePass maps = pass;
     maps.map_only = true;
@@ -91,9 +102,8 @@ cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int bytes =
-      std::max(ChunkShared::bytes(p.key_dim, p.value_dim, chunk_warps(p.key_dim)) +
-                   static_cast<int>(sizeof(ChunkRows)),
-               StatePassShared(p.key_dim, p.value_dim, true, gates_in_tiles(p)).bytes());
+      std::max(ChunkShared::bytes(p.key_dim, p.value_dim) + static_cast<int>(sizeof(ChunkRows)),
+               StatePassShared(p.key_dim, p.value_dim).bytes());
   *fits = limits.major >= 8 && bytes <= limits.shared_bytes;
   return cudaSuccess;
 }
@@ -125,14 +135,25 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   pass.segments = cut_time(p.layout, pass.split ? p.plan.segment_time : whole);
   const Workspace space(p, pass.chunks.slots, pass.split ? pass.segments.slots : 0);
   auto* memory = static_cast<char*>(p.workspace);
+  const auto take = [&memory](int64_t bytes) {
+    char* part = memory;
+    memory += bytes;
+    return part;
+  };
+  pass.factors = {take(space.tiles), reinterpret_cast<float*>(take(space.decays)),
+                  reinterpret_cast<uint4*>(take(space.scores)), p.heads, slices(p.key_dim)};
   for (ChunkStates& states : pass.states) {
-    states = {reinterpret_cast<uint4*>(memory), p.heads, static_cast<int>(p.key_dim / kBlock),
-              static_cast<int>(p.value_dim / kBlock)};
-    memory += space.states;
+    states = {reinterpret_cast<uint4*>(take(space.states)), p.heads, slices(p.key_dim),
+              slices(p.value_dim)};
   }
-  pass.segment_states = reinterpret_cast<float*>(memory);
-  pass.segment_decays = reinterpret_cast<float*>(memory + 2 * space.segment_states);
-  const ChunkBackward work = {b, pass.chunks, pass.states[0], pass.states[1]};
+  pass.segment_states = reinterpret_cast<float*>(take(2 * space.segment_states));
+  pass.segment_decays = reinterpret_cast<float*>(take(2 * space.segment_decays));
+  const ChunkBackward work = {.backward = b,
+                              .tensors = {p.q, p.k, p.v, p.gate, b.d_o, b.dq, b.dk, b.dv, b.dgate},
+                              .chunks = pass.chunks,
+                              .factors = pass.factors,
+                              .states = pass.states[0],
+                              .gradients = pass.states[1]};
   return p.q.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(pass, work, stream)
                                        : launch<__half>(pass, work, stream);
 }

@@ -1,0 +1,198 @@
+#pragma once
+
+// From what enters and leaves a block of 16 tokens to the gradients of its tokens, for a slice of
+// 16 channels, in one warp's registers: dyadic.cuh run backwards.
+//
+// Of a block of L tokens, pre_L(t) is the product of its decays up to t, suf_L(s) that of those
+// after s. Three things come from outside of it:
+//   before(t)  the state at its start times do_t:    dq_t has pre_L(t) before(t)
+//   after(s)   the state's gradient at its end times v_s:    dk_s has suf_L(s) after(s)
+//   through    of what enters before it and leaves after it: dL/df_u has pre_L(u-1) suf_L(u)
+//   through
+// They are handed on to its halves, E earlier and H later, until L = 1. With tot the product of a
+// half's decays, and the factors of L / 2,
+//   before(t of H) becomes tot_E before(t) + sum over s of E of dA(t, s) k_s suf(s)
+//   after(s of E)  becomes tot_H after(s)  + sum over t of H of dA(t, s) q_t pre(t)
+//   through of E   is tot_H through + sum over t of H of q_t pre(t) before(t)
+//   through of H   is tot_E through + sum over s of E of k_s suf(s) after(s)
+// All factors are products of decays; nothing is divided, and no term has to cancel another.
+//
+// A lane of H changes `before` only, one of E `after` only, with the same product: that of the
+// pairs' dA, which lies at (t, s) and (s, t), by the factors of E and H, each of its own lanes.
+
+#include "kernels/gla/cuda/chunk_shared.cuh"
+#include "kernels/gla/cuda/quad_inputs.cuh"
+
+namespace tidegate::kernels {
+
+/// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
+using BlockSum = float[2][4];
+
+/// What a block has from outside. The sum of `through` over the lanes of a column is what is meant.
+struct BlockSums {
+  BlockSum before, after;
+  float through[4];  // [2n + e]
+};
+
+/// Of a lane's two tokens and four channels; df = dL/df.
+struct TileGradients {
+  float q[2][4], k[2][4], f[2][4];
+};
+
+__device__ inline void swap_if(bool condition, float& a, float& b) {
+  const float x = condition ? b : a, y = condition ? a : b;
+  a = x;
+  b = y;
+}
+
+/// The factors of a level's halves: Q in lanes of the later one, K in those of the earlier.
+struct DyadicLevel {
+  uint32_t factor[2][2];   // [n][i]
+  float own[4], other[4];  // decays of the lane's half and of the other
+};
+
+/// Levels of L = 4, 8, 16, by halves of 2, 4, 8 tokens.
+__device__ inline void find_levels(const Quad& x, int lane, DyadicLevel (&levels)[3]) {
+  float q[2][4], k[2][4], total[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    k[0][j] = x.k[0][j] * x.f[1][j];
+    k[1][j] = x.k[1][j];
+    total[j] = x.f[0][j] * x.f[1][j];
+    q[0][j] = x.q[0][j] * x.f[0][j];
+    q[1][j] = x.q[1][j] * total[j];
+  }
+#pragma unroll
+  for (int l = 0; l < 3; ++l) {
+    const int bit = 4 << l;
+    const bool later = (lane & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        levels[l].factor[n][i] =
+            pack_bf16(later ? q[i][2 * n] : k[i][2 * n], later ? q[i][2 * n + 1] : k[i][2 * n + 1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float other = __shfl_xor_sync(~0u, total[j], bit);
+      levels[l].own[j] = total[j];
+      levels[l].other[j] = other;
+      if (l < 2) {
+        total[j] *= other;
+        if (later) {
+          q[0][j] *= other;
+          q[1][j] *= other;
+        } else {
+          k[0][j] *= other;
+          k[1][j] *= other;
+        }
+      }
+    }
+  }
+}
+
+/// Which of a lane's two elements of a register of `pairs` are of level l. r and 2c + e count pairs
+/// of tokens.
+__device__ inline uint32_t level_mask(int l, int lane) {
+  const int apart = lane / 4 ^ lane % 4 * 2;
+  if (l == 2) {
+    return apart >= 4 ? ~0u : 0;
+  }
+  if (l == 1) {
+    return apart / 2 == 1 ? ~0u : 0;
+  }
+  return apart == 0 ? 0xffff0000u : apart == 1 ? 0x0000ffffu : 0;
+}
+
+/// sum += over this lane's tokens of tile * x, column by column.
+__device__ inline void add_products(float (&sum)[4], uint32_t m00, uint32_t m01, uint32_t m10,
+                                    uint32_t m11, const BlockSum& x) {
+  const uint32_t m[2][2] = {{m00, m01}, {m10, m11}};  // [n][i]
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 pair = unpack_pair<__nv_bfloat16>(m[n][i]);
+      sum[2 * n] = fmaf(pair.x, x[n][2 * i], sum[2 * n]);
+      sum[2 * n + 1] = fmaf(pair.y, x[n][2 * i + 1], sum[2 * n + 1]);
+    }
+  }
+}
+
+/// Multiplies column by column.
+__device__ inline void scale_columns(BlockSum& x, const float (&d)[4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[n][e] *= d[2 * n + e % 2];
+    }
+  }
+}
+
+/// `pairs` and `near` are ChunkShared's, of this block.
+__device__ inline void find_tile_gradients(const Quad& x, BlockSums& sums, const uint4& pairs,
+                                           const float4& near, int lane, TileGradients& g) {
+  DyadicLevel levels[3];
+  find_levels(x, lane, levels);
+  // What a level changes, and what it leaves as it is.
+  BlockSum& active = sums.after;
+  BlockSum& passive = sums.before;
+#pragma unroll
+  for (int l = 2; l >= 0; --l) {
+    const DyadicLevel& level = levels[l];
+    const int bit = 4 << l;
+    const bool swapped = ((l == 2 ? lane : lane ^ lane / 2) & bit) != 0;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        swap_if(swapped, active[n][e], passive[n][e]);
+      }
+    }
+    float to_other[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      to_other[j] = level.own[j] * sums.through[j];
+    }
+    add_products(to_other, level.factor[0][0], level.factor[0][1], level.factor[1][0],
+                 level.factor[1][1], active);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sums.through[j] =
+          fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other[j], bit));
+    }
+    scale_columns(active, level.other);
+    const uint32_t mask = level_mask(l, lane);
+    const uint32_t left[4] = {pairs.x & mask, pairs.y & mask, pairs.z & mask, pairs.w & mask};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma_bf16(active[n], left, transpose_matrix(level.factor[n][0]),
+               transpose_matrix(level.factor[n][1]));
+    }
+  }
+  // L = 2, within the lane, and L = 1.
+  const bool swapped = (lane & 4) != 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int n = j / 2, e = j % 2;
+    swap_if(swapped, active[n][e], passive[n][e]);
+    swap_if(swapped, active[n][2 + e], passive[n][2 + e]);
+    const float before0 = sums.before[n][e], after1 = sums.after[n][2 + e];
+    float before1 = sums.before[n][2 + e], after0 = sums.after[n][e];
+    const float through0 = x.f[1][j] * fmaf(x.q[1][j], before1, sums.through[j]);
+    const float through1 = fmaf(x.f[0][j], sums.through[j], x.k[0][j] * after0);
+    before1 = fmaf(x.f[0][j], before1, near.z * x.k[0][j]);
+    after0 = x.f[1][j] * fmaf(near.z, x.q[1][j], after0);
+    g.q[0][j] = fmaf(x.f[0][j], before0, near.x * x.k[0][j]);
+    g.q[1][j] = fmaf(x.f[1][j], before1, near.y * x.k[1][j]);
+    g.k[0][j] = fmaf(near.x, x.q[0][j], after0);
+    g.k[1][j] = fmaf(near.y, x.q[1][j], after1);
+    g.f[0][j] = fmaf(x.q[0][j], before0, through0);
+    g.f[1][j] = fmaf(x.q[1][j], before1, through1);
+  }
+}
+
+}  // namespace tidegate::kernels
