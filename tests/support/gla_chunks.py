@@ -11,12 +11,13 @@ in that precision. As in `gla_oracle`, the equations are the only source:
 
 A pair of tokens refers its decays to the boundary between the two neighbouring runs of 1, 2, 4 ..
 tokens that part it, so that both factors are at most one; the pairs of neighbours are multiplied in
-float32, and so are the gradients of pairs within 16 tokens. The adjoint adds up, for a decay, what
-passes it (docs/numerics.md); it divides by none.
+float32, and so are their gradients. The adjoint adds up, for a decay, what passes it
+(docs/numerics.md); it divides by none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,15 @@ def _operand(x: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     return _operand(a) @ _operand(b)
+
+
+class _Level(NamedTuple):
+    """Pairs of tokens that the boundary between two neighbouring runs of `size` parts."""
+
+    size: int
+    parted: Tensor  # [t, s]
+    into: Tensor  # [N, H, t, K]: the decays from the start of t's run up to t
+    out: Tensor  # [N, H, s, K]: those after s to the end of its run
 
 
 class _Chunk(NamedTuple):
@@ -68,19 +78,37 @@ class _Chunk(NamedTuple):
         """[N, H, K, 1]."""
         return self.pre[..., -1, :, None]
 
-    def scores(self) -> Tensor:
-        """A, [N, H, t, s], zero above the diagonal."""
+    def levels(self) -> Iterator[_Level]:
         at = torch.arange(self.q.shape[-2])
-        scores, size = torch.diag_embed((self.q * self.k).sum(-1)), 1
+        size = 1
         while size < len(at):
             run = at // size
             start, end = run * size, ((run + 1) * size - 1).clamp(max=len(at) - 1)
             into = self.between[..., at, (start - 1).clamp(min=0), :]
-            q, k = self.q * into, self.k * self.between[..., end, at, :]
-            found = q @ k.mT if size == 1 else _product(q, k.mT)
             parted = (run[:, None] == run + 1) & (run % 2 == 0)
-            scores, size = torch.where(parted, found, scores), 2 * size
+            yield _Level(size, parted, into, self.between[..., end, at, :])
+            size *= 2
+
+    def scores(self) -> Tensor:
+        """A, [N, H, t, s], zero above the diagonal."""
+        scores = torch.diag_embed((self.q * self.k).sum(-1))
+        for level in self.levels():
+            q, k = self.q * level.into, self.k * level.out
+            found = q @ k.mT if level.size == 1 else _product(q, k.mT)
+            scores = torch.where(level.parted, found, scores)
         return scores
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """q_t P(t, s) and P(t, s) k_s, [N, H, t, s, K], one factor of them an operand."""
+        q, k = self.q.unsqueeze(-2), self.k.unsqueeze(-3)
+        queries, keys = q * self.between, self.between * k
+        for level in self.levels():
+            if level.size > 1:
+                into, out = level.into.unsqueeze(-2), level.out.unsqueeze(-3)
+                parted = level.parted.unsqueeze(-1)
+                queries = torch.where(parted, _operand(q * into) * out, queries)
+                keys = torch.where(parted, into * _operand(out * k), keys)
+        return queries, keys
 
 
 def _forward(c: _Chunk, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,12 +125,12 @@ def _before(c: _Chunk, grad: Tensor) -> Tensor:
 def _gradients(c: _Chunk, state: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """dq, dk, dv and df, from the state before the chunk and the gradient of that after it."""
     of_scores = _product(c.d_o, c.v.mT).tril()
-    run = torch.arange(c.q.shape[-2]) // WALK
+    run = torch.arange(c.q.shape[-2]) // 2
     of_scores = torch.where(run[:, None] == run, of_scores, _operand(of_scores))
     from_state, from_grad = _product(c.d_o, state.mT), _product(c.v, grad.mT)
-    within = of_scores.unsqueeze(-1) * c.between
-    dq = c.pre * from_state + (within * c.k.unsqueeze(-3)).sum(-2)
-    dk = c.suf * from_grad + (within * c.q.unsqueeze(-2)).sum(-3)
+    queries, keys = c.pairs()
+    dq = c.pre * from_state + (of_scores.unsqueeze(-1) * keys).sum(-2)
+    dk = c.suf * from_grad + (of_scores.unsqueeze(-1) * queries).sum(-3)
     dv = _product(c.suf * c.k, grad) + _product(c.scores().mT, c.d_o)
 
     through = (_operand(state) * _operand(grad)).sum(-1)
@@ -110,8 +138,7 @@ def _gradients(c: _Chunk, state: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     for u in range(c.q.shape[-2]):
         into = c.pre[..., u - 1, :] if u else ones  # from before the chunk up to u
         # By their sinks: what meets a query from u on; by their sources: keys before u.
-        later = c.between[..., u:, u, :] * c.q[..., u:, :]
-        earlier = c.between[..., u - 1, :u, :] * c.k[..., :u, :]
+        later, earlier = queries[..., u:, u, :], keys[..., u - 1, :u, :]
         sinks = (later * from_state[..., u:, :]).sum(-2)
         sources = (earlier * from_grad[..., :u, :]).sum(-2)
         pairs = torch.einsum("...tk,...ts,...sk->...k", later, of_scores[..., u:, :u], earlier)
@@ -139,7 +166,6 @@ def attention(
             f"d{name}": torch.zeros_like(x) for name, x in zip("qkvf", (q, k, v, f), strict=True)
         }
         found["dh0"] = torch.empty_like(initial)
-    inputs = (q, k, v, f, loss)
     inputs = (q, k, v, f, loss)
     for walk in walks(q.shape[1], cu_seqlens, reverse):
         pieces = [(at, _Chunk.of(at, *inputs)) for at in _cut(walk.steps, WALK)]
