@@ -20,10 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import sweep
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -162,7 +162,7 @@ def schedule(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """All runs, each in a process of its own: all with the first rate, then all with the next;
     long ones first."""
     jobs = [
@@ -172,20 +172,14 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         for width in sorted(arguments.widths, reverse=True)
         for mixer in MIXERS
     ]
+    devices = sweep.places(arguments.device)
     begun = time.monotonic()
 
-    device = resolve_device(arguments.device)
-    places = [str(device)]
-    if device.type == "cuda" and device.index is None:
-        places = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-
-    def run(number: int) -> dict[str, Any] | None:
-        if time.monotonic() - begun > 60 * arguments.limit_minutes:
-            return None
-        length, width, mixer, rate = jobs[number]
+    def run(job: tuple[int, int, str, float], number: int) -> dict[str, Any]:
+        length, width, mixer, rate = job
         command = [sys.executable, __file__, "--one", f"--mixer={mixer}", f"--width={width}"]
         command += [f"--length={length}", f"--rate={rate}", f"--steps={arguments.steps}"]
-        place = places[number // len(MIXERS) % len(places)]
+        place = devices[number // len(MIXERS) % len(devices)]
         command += [f"--device={place}", f"--seed={arguments.seed}"]
         command += [f"--batch={arguments.batch}", f"--score-every={arguments.score_every}"]
         command += [f"--examples={arguments.examples}"]
@@ -196,46 +190,26 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         print(describe(row), file=sys.stderr, flush=True)
         return row
 
-    rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(arguments.processes) as pool:
-        for work in as_completed([pool.submit(run, number) for number in range(len(jobs))]):
-            if (row := work.result()) is not None:
-                rows.append(row)
-                write(arguments, rows, len(jobs), begun, len(places))
-    if not rows:
-        raise SystemExit("mqar: no run began within --limit-minutes")
-    return write(arguments, rows, len(jobs), begun, len(places))
+    def keep(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        runs = [{name: row[name] for name in row if name != "machine"} for row in rows]
+        order = ("length", "width", "mixer", "learning_rate")
+        runs.sort(key=lambda row: [row[name] for name in order])
+        result = {
+            "machine": {**rows[0]["machine"], "devices": len(devices)},
+            "tidegate": tidegate.__version__,
+            "commit": arguments.commit or sweep.commit(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "seed": arguments.seed,
+            "processes": arguments.processes,
+            "wall_seconds": round(time.monotonic() - begun, 1),
+            "left_out": len(jobs) - len(rows),
+            "runs": runs,
+        }
+        sweep.write_json(arguments.json, result)
+        return result
 
-
-def write(
-    arguments: argparse.Namespace, rows: list[dict[str, Any]], jobs: int, begun: float, devices: int
-) -> dict[str, Any]:
-    """The runs that have ended so far, in the JSON too: a sweep that is cut short keeps them."""
-    runs = [{name: row[name] for name in row if name != "machine"} for row in rows]
-    runs.sort(key=lambda row: [row[name] for name in ("length", "width", "mixer", "learning_rate")])
-    result = {
-        "machine": {**rows[0]["machine"], "devices": devices},
-        "tidegate": tidegate.__version__,
-        "commit": arguments.commit or commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "seed": arguments.seed,
-        "processes": arguments.processes,
-        "wall_seconds": round(time.monotonic() - begun, 1),
-        "left_out": jobs - len(rows),
-        "runs": runs,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return result
-
-
-def commit() -> str | None:
-    """The commit of the checkout that this file is in."""
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+    limits = {"processes": arguments.processes, "limit_minutes": arguments.limit_minutes}
+    return sweep.sweep(jobs, run, keep, **limits)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -330,7 +304,7 @@ def main() -> None:
     if arguments.from_json:
         result = json.loads(arguments.from_json.read_text(encoding="utf-8"))
     else:
-        result = sweep(arguments)
+        result = run_all(arguments)
     for (length, mixer), widths in sorted(best(result).items()):
         cells = ", ".join(f"{width}: {value:.3f}" for width, value in sorted(widths.items()))
         print(f"{length} tokens, {mixer}: {cells}")

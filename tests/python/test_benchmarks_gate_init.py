@@ -1,0 +1,68 @@
+"""The sweep over gate initialisations: a tiny one on the CPU, stopped and gone on with."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TINY = ("--train", "--dim=16", "--layers=2", "--batch-size=2", "--threads=1")
+
+
+@pytest.fixture
+def gate_init(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gate_init")
+
+
+def run(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "gate_init.py"), *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_a_tiny_sweep_and_its_second_part(tmp_path):
+    table, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
+    few += ("--out", tmp_path / "runs", "--commit", "fedcba", "--methods", "ugi", "gumbel-ugi")
+    for steps in (4, 6):
+        done = run(*few, "--steps", steps, "--json", table, "--plot", picture, *TINY)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(table.read_text(encoding="utf-8"))
+        assert (result["task"], result["dummies"], result["left_out"]) == ("copying", 4, 0)
+        assert [row["method"] for row in result["runs"]] == ["ugi", "gumbel-ugi"]
+        for row in result["runs"]:
+            assert (row["steps"], row["of_steps"]) == (steps, steps)
+            assert row["curve"][-1][0] == steps
+            assert row["accuracy"] == row["curve"][-1][1]
+            assert not {"machine", "config"} & set(row)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    model = json.loads((tmp_path / "runs" / "gumbel-ugi-1" / "config.json").read_text())["model"]
+    assert model["mixer_options"]["gate_init"] == "ugi"
+    assert model["layer_options"] == [{"gate_init": "gumbel-softmax"}]
+
+
+def test_every_method_names_settings_that_exist(gate_init, tmp_path):
+    from tidegate import cli
+    from tidegate.models import LMConfig
+
+    for method in gate_init.METHODS:
+        arguments = gate_init.parse(["--dummies=4", "--out", str(tmp_path), "--device=cpu"])
+        flags = gate_init.command(arguments, method, 1, "cpu")[3:]
+        _, model = cli.settings(cli.build_parser().parse_args(flags))
+        LMConfig(**{"mixer": "gated-linear-rnn", "vocab_size": 10, "dim": 8, "layers": 2, **model})
+
+
+def test_curves_meet_where_all_seeds_were_scored(gate_init):
+    curves = [[[10, 0.1, 2.0], [20, 0.3, 1.0]], [[10, 0.3, 2.0], [20, 0.5, 1.0], [30, 0.9, 0.1]]]
+    runs = [{"method": "ugi", "curve": curve} for curve in curves]
+    steps, scores = gate_init.means({"runs": runs})["ugi"]
+    assert steps == [10, 20]
+    assert np.array_equal(scores, [[0.1, 0.3], [0.3, 0.5]])
