@@ -16,6 +16,7 @@
 #include <tidegate/nn/hgru2.h>
 #include <tidegate/nn/init.h>
 #include <tidegate/nn/lower_bounds.h>
+#include <tidegate/nn/lru.h>
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>
 #include <tidegate/nn/token_mixer.h>
@@ -24,4 +25,5 @@
 #include <tidegate/ops/hgru.h>
 #include <tidegate/ops/init.h>
 #include <tidegate/ops/linear_scan.h>
+#include <tidegate/ops/lru_scan.h>
 #include <tidegate/version.h>

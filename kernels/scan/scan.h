@@ -88,18 +88,53 @@ struct HgruBackwardParams {
   void* dh0 = nullptr;             // [N, D or 2D] contiguous, state type, written
 };
 
+/// The linear recurrent unit's recurrence, whose decay and input scale are constant:
+///   lambda = exp(-exp(nu_log) + i exp(theta_log))
+///   h_t = lambda * h_{t-1} + exp(gamma_log) * x_t
+/// Real (theta_log null): x and h are [B, T, D]. Complex: x and h are [B, T, 2D] = [Re | Im].
+struct LruParams {
+  SequenceLayout layout = {};
+  int64_t channels = 0;             // D
+  TimeSeries x = {};                // [B, T, D or 2D]: float32, float64, bfloat16 or float16
+  TimeSeries h = {};                // [B, T, D or 2D] in x.dtype; written forward, read backward
+  const void* nu_log = nullptr;     // [D] state type
+  const void* theta_log = nullptr;  // [D] state type; null means real
+  const void* gamma_log = nullptr;  // [D] state type
+  const void* h0 = nullptr;         // [N, D or 2D] contiguous, state type; null means zero
+  void* h_final = nullptr;  // [N, D or 2D] state type; may be h0 itself when T <= 1 (a step)
+  TimeSplit time_split = TimeSplit::kAuto;
+  ScanPlan plan = {};
+  void* workspace = nullptr;  // plan.workspace_bytes
+};
+
+struct LruBackwardParams {
+  LruParams forward = {};              // x, h, h0 and the parameters as in the forward pass
+  TimeSeries dh = {};                  // [B, T, D or 2D] in x.dtype
+  const void* dh_final = nullptr;      // [N, D or 2D] contiguous, state type; null means zero
+  TimeSeries dx = {};                  // [B, T, D or 2D] in x.dtype, written
+  void* dnu_log_partial = nullptr;     // [P, D] state type, written
+  void* dtheta_log_partial = nullptr;  // [P, D] state type, written; null when real
+  void* dgamma_log_partial = nullptr;  // [P, D] state type, written
+  void* dh0 = nullptr;                 // [N, D or 2D] contiguous, state type, written
+};
+
 /// Why no kernel takes these params (a static string, for the user's error), or null.
 /// The only place that states what the kernels cannot do; it reads no device memory.
 const char* linear_scan_unsupported(const LinearScanParams& params);
 const char* hgru_unsupported(const HgruParams& params);
+const char* lru_unsupported(const LruParams& params);
 
-/// CPU plans: partial sums only, one row a sequence, so that results do not depend on the threads.
+/// CPU plans: partial sums, one row a sequence, so that results do not depend on the threads; for
+/// lru also a workspace, for what follows from its parameters.
 ScanPlan linear_scan_plan_cpu(const LinearScanParams& params);
 ScanPlan hgru_plan_cpu(const HgruParams& params);
+ScanPlan lru_plan_cpu(const LruParams& params);
 
 void linear_scan_forward_cpu(const LinearScanParams& params, const ParallelFor& parallel);
 void linear_scan_backward_cpu(const LinearScanBackwardParams& params, const ParallelFor& parallel);
 void hgru_forward_cpu(const HgruParams& params, const ParallelFor& parallel);
 void hgru_backward_cpu(const HgruBackwardParams& params, const ParallelFor& parallel);
+void lru_forward_cpu(const LruParams& params, const ParallelFor& parallel);
+void lru_backward_cpu(const LruBackwardParams& params, const ParallelFor& parallel);
 
 }  // namespace tidegate::kernels

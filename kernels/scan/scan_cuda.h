@@ -18,11 +18,15 @@ namespace tidegate::kernels {
                                                     ScanPlan* plan);
 [[nodiscard]] cudaError_t hgru_forward_plan(const HgruParams& params, ScanPlan* plan);
 [[nodiscard]] cudaError_t hgru_backward_plan(const HgruBackwardParams& params, ScanPlan* plan);
+[[nodiscard]] cudaError_t lru_forward_plan(const LruParams& params, ScanPlan* plan);
+[[nodiscard]] cudaError_t lru_backward_plan(const LruBackwardParams& params, ScanPlan* plan);
 
 [[nodiscard]] cudaError_t linear_scan_forward(const LinearScanParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t linear_scan_backward(const LinearScanBackwardParams& params,
                                                cudaStream_t stream);
 [[nodiscard]] cudaError_t hgru_forward(const HgruParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t hgru_backward(const HgruBackwardParams& params, cudaStream_t stream);
+[[nodiscard]] cudaError_t lru_forward(const LruParams& params, cudaStream_t stream);
+[[nodiscard]] cudaError_t lru_backward(const LruBackwardParams& params, cudaStream_t stream);
 
 }  // namespace tidegate::kernels

@@ -34,4 +34,17 @@ const char* hgru_unsupported(const HgruParams& params) {
   return layout_unsupported(params.layout);
 }
 
+const char* lru_unsupported(const LruParams& params) {
+  if (is_complex(params.x.dtype)) {
+    return "x must be real; complex values are passed as [Re | Im] with theta_log";
+  }
+  if (params.h.dtype != params.x.dtype) {
+    return "h must have x's dtype";
+  }
+  if (rows_too_far_apart(params.x) || rows_too_far_apart(params.h)) {
+    return "rows of the time axis are 2^31 bytes or more apart";
+  }
+  return layout_unsupported(params.layout);
+}
+
 }  // namespace tidegate::kernels

@@ -36,6 +36,8 @@ __all__ = [
     "GatedLinearRNN",
     "HGRU",
     "HGRU2",
+    "LRU",
+    "SLRU",
     "Attention",
     "Block",
     "CausalLM",
@@ -310,6 +312,18 @@ class HGRU2(_Mixer):
     """tidegate::nn::HGRU2; see `tidegate.nn.HGRU2`."""
 
     _native = _cpp.cpp.HGRU2
+
+
+class LRU(_Mixer):
+    """tidegate::nn::LRU; see `tidegate.nn.LRU`."""
+
+    _native = _cpp.cpp.LRU
+
+
+class SLRU(_Mixer):
+    """tidegate::nn::SLRU; see `tidegate.nn.SLRU`."""
+
+    _native = _cpp.cpp.SLRU
 
 
 class Attention(_TupleStateMixer):

@@ -7,7 +7,7 @@ D channels, H heads, K key and V value dimension of a head, N sequences (B, or t
 ones). Wrong arguments raise ``RuntimeError``
 with op, argument, expected and given; with ``TIDEGATE_DEBUG=1`` also values that only a
 synchronisation can show (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``log_f`` above 0,
-``theta`` not finite).
+``theta`` or a parameter of ``lru_scan`` not finite).
 """
 
 import torch
@@ -25,11 +25,16 @@ __all__ = [
     "init_chrono_",
     "init_constant_",
     "init_gumbel_softmax_",
+    "init_lru_gamma_log_",
+    "init_lru_nu_log_",
+    "init_lru_theta_log_",
     "init_normal_",
     "init_rope_theta_",
     "init_uniform_",
     "linear_scan",
     "linear_scan_step",
+    "lru_scan",
+    "lru_scan_step",
 ]
 
 
@@ -163,6 +168,67 @@ def hgru_step(
     if state is None:
         raise TypeError("hgru_step: state must be a tensor [B, D] (or [B, 2D]), got None")
     return torch.ops.tidegate.hgru_step(c, f, gamma, theta, state, activation)
+
+
+def lru_scan(
+    x: Tensor,
+    nu_log: Tensor,
+    theta_log: Tensor | None,
+    gamma_log: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The linear recurrent unit's recurrence (LRU, arXiv 2303.06349), from the projected input.
+
+    ``lambda = exp(-exp(nu_log) + i exp(theta_log))``
+    ``h_t = lambda * h_{t-1} + exp(gamma_log) * x_t``
+
+    Real when theta_log is None (SLRU). With theta_log it is complex, and x, h and the states hold
+    their real parts in the first D channels and their imaginary parts in the last D.
+
+    Args:
+        x: [B, T, D], complex [B, T, 2D]; float32, float64, bfloat16 or float16.
+        nu_log: [D], natural logarithm of the decay rate a step, ``-log |lambda|``; float32, or
+            float64 beside float64 x.
+        theta_log: [D], natural logarithm of the phase in radians a step; dtype as nu_log's.
+        gamma_log: [D], natural logarithm of the input's scale; dtype as nu_log's.
+        h0: [N, D], complex [N, 2D]; zero when None; float32 or x's dtype.
+        reverse: walk each sequence from its last token: h0 enters after the last token and the
+            final state is the first token's.
+        cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on x's device or the CPU: N sequences
+            packed along time, B = 1. Empty sequences are allowed.
+
+    Returns:
+        h in x's shape and dtype and the final state, [N, D] or [N, 2D], in float32 (float64 for
+        float64); at T = 0 the state is a copy of h0.
+
+    Cost O(B T D): reads x once, writes h once. Accumulates in the state's dtype, with a lambda that
+    keeps more digits than it; bitwise deterministic; training keeps the inputs and h.
+    """
+    cu_seqlens = _offsets_on("lru_scan", cu_seqlens, x.device)
+    return torch.ops.tidegate.lru_scan(x, nu_log, theta_log, gamma_log, h0, reverse, cu_seqlens)
+
+
+def lru_scan_step(
+    x: Tensor, nu_log: Tensor, theta_log: Tensor | None, gamma_log: Tensor, state: Tensor
+) -> Tensor:
+    """One token of :func:`lru_scan`, for decoding; the state is updated in place.
+
+    Args:
+        x: [B, D], complex [B, 2D].
+        nu_log: [D].
+        theta_log: [D], or None for a real recurrence.
+        gamma_log: [D].
+        state: [B, D], complex [B, 2D], as :func:`lru_scan` returns it, or of any dtype that h0 may
+            have; overwritten.
+
+    Returns:
+        The new state in x's dtype and shape. Has no gradient: raises when an argument requires one
+        and gradients are recorded.
+    """
+    return torch.ops.tidegate.lru_scan_step(x, nu_log, theta_log, gamma_log, state)
 
 
 def gated_linear_attention(
@@ -340,6 +406,29 @@ def init_gumbel_softmax_(p: Tensor, d: int, alpha: float, tau: float) -> Tensor:
     """``p = (alpha + log u - log(1 - u)) / tau, u ~ U[1/d, 1 - 1/d)``, d of 2 or more, tau above 0;
     see :func:`init_uniform_`, and `tidegate.nn.init` for what it is for."""
     fill(p, lambda t: torch.ops.tidegate.init_gumbel_softmax_(t, d, alpha, tau))
+    return p
+
+
+def init_lru_nu_log_(p: Tensor, r_min: float, r_max: float) -> Tensor:
+    """``p = log(-log r), r^2 ~ U[r_min^2, r_max^2)``: ``exp(-exp(p))`` is the modulus of a number
+    uniform on a ring (LRU, arXiv 2303.06349). 0 <= r_min <= r_max <= 1, not both 0 nor both 1; see
+    :func:`init_uniform_`."""
+    fill(p, lambda t: torch.ops.tidegate.init_lru_nu_log_(t, r_min, r_max))
+    return p
+
+
+def init_lru_theta_log_(p: Tensor, max_phase: float) -> Tensor:
+    """``p = log theta, theta ~ U(0, max_phase)``, in radians a step; see :func:`init_uniform_`."""
+    fill(p, lambda t: torch.ops.tidegate.init_lru_theta_log_(t, max_phase))
+    return p
+
+
+def init_lru_gamma_log_(p: Tensor, nu_log: Tensor) -> Tensor:
+    """``p = log sqrt(1 - r^2), r = exp(-exp(nu_log))``: keeps the size of a state whose inputs are
+    independent; nu_log has p's shape; see :func:`init_uniform_`."""
+    with torch.no_grad():
+        rates = nu_log.full_tensor() if hasattr(nu_log, "device_mesh") else nu_log.detach()
+    fill(p, lambda t: torch.ops.tidegate.init_lru_gamma_log_(t, rates))
     return p
 
 

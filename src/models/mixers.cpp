@@ -5,6 +5,7 @@
 #include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
+#include "tidegate/nn/lru.h"
 
 #include <algorithm>
 #include <iterator>
@@ -96,6 +97,24 @@ void visit_options(nn::GatedLinearAttentionOptions& options, const Visit& visit)
 }
 
 template <typename Visit>
+void visit_options(nn::LRUOptions& options, const Visit& visit) {
+  visit("state", options.state());
+  visit("skip", options.skip());
+  visit("r_min", options.r_min());
+  visit("r_max", options.r_max());
+  visit("max_phase", options.max_phase());
+  visit("gate", options.gate());
+}
+
+template <typename Visit>
+void visit_options(nn::SLRUOptions& options, const Visit& visit) {
+  visit("state", options.state());
+  visit("skip", options.skip());
+  visit("r_min", options.r_min());
+  visit("r_max", options.r_max());
+}
+
+template <typename Visit>
 void visit_options(nn::AttentionOptions& options, const Visit& visit) {
   visit("num_heads", options.num_heads());
   visit("preset", options.preset());
@@ -150,6 +169,8 @@ constexpr Mixer kMixers[] = {
     describe<nn::HGRUImpl, nn::HGRUOptions>("hgrn"),
     describe<nn::HGRU2Impl, nn::HGRU2Options>("hgrn2"),
     describe<nn::GatedLinearAttentionImpl, nn::GatedLinearAttentionOptions>("gla"),
+    describe<nn::LRUImpl, nn::LRUOptions>("lru"),
+    describe<nn::SLRUImpl, nn::SLRUOptions>("slru"),
     describe<nn::AttentionImpl, nn::AttentionOptions>("transformer"),
     describe<nn::GatedLinearRNNImpl, nn::GatedLinearRNNOptions>("gated-linear-rnn"),
 };

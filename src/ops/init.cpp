@@ -71,6 +71,44 @@ void gumbel_softmax_kernel(at::Tensor& p, int64_t d, double alpha, double tau) {
   });
 }
 
+// Numbers uniform on (0, 1): they are multiples of 2^-24 below one, and zero, which has no
+// logarithm, stands for what is half as small.
+template <class Map>
+void transform_open_uniform(at::Tensor& values, const Map& map) {
+  values.uniform_(0.0, 1.0);
+  transform(values, [&](double u) { return map(std::max(u, 0x1p-25)); });
+}
+
+void lru_nu_log_kernel(at::Tensor& p, double r_min, double r_max) {
+  TORCH_CHECK(0 <= r_min && r_min <= r_max && r_max <= 1 && r_max > 0 && r_min < 1,
+              "init_lru_nu_log_: expected 0 <= r_min <= r_max <= 1, not both 0 nor both 1, got ",
+              r_min, " and ", r_max);
+  const double least = r_min * r_min;
+  const double span = r_max * r_max - least;
+  fill("init_lru_nu_log_", p, [=](at::Tensor& values) {
+    transform_open_uniform(values,
+                           [=](double u) { return std::log(-0.5 * std::log(least + span * u)); });
+  });
+}
+
+void lru_theta_log_kernel(at::Tensor& p, double max_phase) {
+  TORCH_CHECK(max_phase > 0, "init_lru_theta_log_: max_phase must be above 0, got ", max_phase);
+  fill("init_lru_theta_log_", p, [=](at::Tensor& values) {
+    transform_open_uniform(values, [=](double u) { return std::log(max_phase * u); });
+  });
+}
+
+void lru_gamma_log_kernel(at::Tensor& p, const at::Tensor& nu_log) {
+  check_parameter("init_lru_gamma_log_", p);
+  TORCH_CHECK(nu_log.is_floating_point() && nu_log.sizes() == p.sizes(),
+              "init_lru_gamma_log_: nu_log must be floating-point and have shape ", p.sizes(),
+              " like p, got ", c10::getDtypeNames(nu_log.scalar_type()).first, " ", nu_log.sizes());
+  fill("init_lru_gamma_log_", p, [&](at::Tensor& values) {
+    values.copy_(nu_log);
+    transform(values, [](double nu) { return 0.5 * std::log(-std::expm1(-2.0 * std::exp(nu))); });
+  });
+}
+
 void rope_theta_kernel(at::Tensor& p) {
   TORCH_CHECK(p.dim() == 1, "init_rope_theta_: p must have shape [D], got ", p.sym_sizes());
   fill("init_rope_theta_", p, [](at::Tensor& values) {
@@ -102,6 +140,12 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   define_init<&gumbel_softmax_kernel>(
       m, "init_gumbel_softmax_(Tensor(a!) p, int d, float alpha, float tau) -> ()",
       "init_gumbel_softmax_");
+  define_init<&lru_nu_log_kernel>(
+      m, "init_lru_nu_log_(Tensor(a!) p, float r_min, float r_max) -> ()", "init_lru_nu_log_");
+  define_init<&lru_theta_log_kernel>(m, "init_lru_theta_log_(Tensor(a!) p, float max_phase) -> ()",
+                                     "init_lru_theta_log_");
+  define_init<&lru_gamma_log_kernel>(m, "init_lru_gamma_log_(Tensor(a!) p, Tensor nu_log) -> ()",
+                                     "init_lru_gamma_log_");
   define_init<&rope_theta_kernel>(m, "init_rope_theta_(Tensor(a!) p) -> ()", "init_rope_theta_");
 }
 
@@ -132,6 +176,22 @@ void init_chrono_(at::Tensor p, int64_t t_max) {
 void init_gumbel_softmax_(at::Tensor p, int64_t d, double alpha, double tau) {
   ops::check_given("init_gumbel_softmax_", "p", p);
   ops::call_op<&ops::gumbel_softmax_kernel>("tidegate::init_gumbel_softmax_", p, d, alpha, tau);
+}
+
+void init_lru_nu_log_(at::Tensor p, double r_min, double r_max) {
+  ops::check_given("init_lru_nu_log_", "p", p);
+  ops::call_op<&ops::lru_nu_log_kernel>("tidegate::init_lru_nu_log_", p, r_min, r_max);
+}
+
+void init_lru_theta_log_(at::Tensor p, double max_phase) {
+  ops::check_given("init_lru_theta_log_", "p", p);
+  ops::call_op<&ops::lru_theta_log_kernel>("tidegate::init_lru_theta_log_", p, max_phase);
+}
+
+void init_lru_gamma_log_(at::Tensor p, const at::Tensor& nu_log) {
+  ops::check_given("init_lru_gamma_log_", "p", p);
+  ops::check_given("init_lru_gamma_log_", "nu_log", nu_log);
+  ops::call_op<&ops::lru_gamma_log_kernel>("tidegate::init_lru_gamma_log_", p, nu_log);
 }
 
 void init_rope_theta_(at::Tensor p) {

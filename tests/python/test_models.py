@@ -36,6 +36,9 @@ VARIANTS = {
         mixer="hgrn2", mixer_options={"preset": "fla"}, norm="rms", tied=False, lower_bound="none"
     ),
     "gla": SMALL.replace(mixer="gla", mixer_options={"num_heads": 2}),
+    "lru": SMALL.replace(mixer="lru", mixer_options={"skip": True}),
+    "lru-gate": SMALL.replace(mixer="lru", mixer_options={"gate": "data"}, tied=False),
+    "slru": SMALL.replace(mixer="slru"),
     "transformer": SMALL.replace(mixer="transformer", mixer_options={"num_heads": 2}, norm="rms"),
     "gla-normal": SMALL.replace(
         mixer="gla",
@@ -148,7 +151,15 @@ def test_layers_may_differ():
 
 
 def test_registry():
-    assert list(mixers()) == ["hgrn", "hgrn2", "gla", "transformer", "gated-linear-rnn"]
+    assert list(mixers()) == [
+        "hgrn",
+        "hgrn2",
+        "gla",
+        "lru",
+        "slru",
+        "transformer",
+        "gated-linear-rnn",
+    ]
     assert LMConfig().mixer == "hgrn2"
     assert CausalLM(LMConfig(), device="meta").blocks[0].mixer.num_heads == 2
 

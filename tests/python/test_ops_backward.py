@@ -1,4 +1,4 @@
-"""`linear_scan` and `hgru`, backward: every gradient against the oracle, on each device."""
+"""`linear_scan`, `hgru`, `lru_scan`, backward: every gradient against the oracle, each device."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ SHORT_KINDS = [
     Case("hgru", dtype=torch.bfloat16, theta=True),
     Case("linear_scan", dtype=torch.float32),
     Case("linear_scan", dtype=torch.complex64, constant=True),
+    Case("lru_scan", dtype=torch.float32, theta=True),
+    Case("lru_scan", dtype=torch.bfloat16),
 ]
 
 
@@ -174,7 +176,7 @@ def test_no_gradient_leaks_across_a_boundary(case: Case, reverse: bool, device: 
     """A loss over one sequence leaves exact zeros everywhere else."""
     case = replace(case, lengths=(5, 40, 0, 90, 3), reverse=reverse)
     arguments, loss = leaves_of(case, device)
-    names = list(arguments)[:2] if not case.constant else list(arguments)[:1]
+    names = [k for k in list(arguments)[:2] if arguments[k].dim() == 3]
     arguments.update({k: arguments[k].detach().requires_grad_() for k in (*names, "h0")})
     offsets = arguments["cu_seqlens"].tolist()
     results = call(case, arguments)
@@ -203,6 +205,9 @@ GRADCHECK = [
     Case("hgru", dtype=torch.float64, theta=True),
     Case("hgru", dtype=torch.float64, theta=True, reverse=True, activation="none"),
     Case("hgru", dtype=torch.float64, gamma=False, lengths=(2, 0, 3), reverse=True),
+    Case("lru_scan", dtype=torch.float64),
+    Case("lru_scan", dtype=torch.float64, theta=True, lengths=(2, 0, 3)),
+    Case("lru_scan", dtype=torch.float64, theta=True, reverse=True),
 ]
 
 
@@ -223,6 +228,15 @@ def test_gradcheck(case: Case, device: str) -> None:
 def test_gradients_over_a_long_time(theta: bool, device: str) -> None:
     """lambda near 1 (and theta turning) over 131072 steps."""
     cases.check(Case(batch=1, time=LONG, channels=3, gates="open", theta=theta), device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("theta", [False, True])
+def test_gradients_of_lru_over_a_long_time(theta: bool, dtype: torch.dtype, device: str) -> None:
+    """Those of nu_log, theta_log and gamma_log are sums over 131072 steps."""
+    case = Case("lru_scan", batch=1, time=LONG, channels=3, gates="open", theta=theta, dtype=dtype)
+    cases.check(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)

@@ -29,6 +29,13 @@ def good_hgru(complex_: bool = False) -> dict[str, Tensor]:
     return out | ({"theta": zeros(4)} if complex_ else {}) | {"h0": zeros(2, width)}
 
 
+def good_lru(complex_: bool = False) -> dict[str, Tensor | None]:
+    width = 8 if complex_ else 4
+    parameters = {k: zeros(4) for k in ("nu_log", "theta_log", "gamma_log")}
+    parameters["theta_log"] = parameters["theta_log"] if complex_ else None
+    return {"x": zeros(2, 6, width), **parameters, "h0": zeros(2, width)}
+
+
 def good_gla() -> dict[str, Tensor]:
     names = ("q", "k", "v", "log_f")
     return {k: zeros(2, 6, 3, 4) for k in names} | {"h0": zeros(2, 3, 4, 4)}
@@ -42,6 +49,7 @@ def good_hgrn2() -> dict[str, Tensor]:
 GOOD = {
     "linear_scan": good_scan,
     "hgru": good_hgru,
+    "lru_scan": good_lru,
     "gated_linear_attention": good_gla,
     "hgrn2": good_hgrn2,
 }
@@ -49,7 +57,7 @@ GOOD = {
 
 def packed(good: dict[str, Tensor], sequences: int = 2) -> dict[str, Tensor]:
     """The same call over one batch row, for `sequences` packed sequences."""
-    out = {k: v[:1] if v.shape[:2] == (2, 6) else v for k, v in good.items()}
+    out = {k: v[:1] if v is not None and v.shape[:2] == (2, 6) else v for k, v in good.items()}
     return out | {"h0": zeros(sequences, *good["h0"].shape[1:])}
 
 
@@ -198,6 +206,58 @@ def test_complex_hgru(changes: dict, parts: list[str]) -> None:
     raises(ops.hgru, *parts, **(good_hgru(complex_=True) | changes))
 
 
+LRU = [
+    ({"x": zeros(6, 4)}, ["lru_scan", "x", "[B, T, D]", "[6, 4]"]),
+    ({"x": zeros(2, 6, 4, dtype=torch.int32)}, ["lru_scan", "x", "float32", "got", "int32"]),
+    ({"x": zeros(2, 6, 4, dtype=torch.complex64)}, ["lru_scan", "x", "got", "complex64"]),
+    ({"nu_log": zeros(5)}, ["lru_scan", "nu_log", "[D]", "[4]", "got", "[5]"]),
+    ({"nu_log": zeros(1, 4)}, ["lru_scan", "nu_log", "[D]", "[4]", "got", "[1, 4]"]),
+    ({"gamma_log": zeros()}, ["lru_scan", "gamma_log", "[D]", "[4]", "got", "[]"]),
+    ({"nu_log": zeros(4, dtype=F64)}, ["lru_scan", "nu_log", "float32", "got", "float64"]),
+    (
+        {"x": zeros(2, 6, 4, dtype=BF16), "gamma_log": zeros(4, dtype=BF16)},
+        ["lru_scan", "gamma_log must be float32 (x is bfloat16), got bfloat16"],
+    ),
+    (
+        {"x": zeros(2, 6, 4, dtype=F64), "nu_log": zeros(4, dtype=torch.float16)},
+        ["lru_scan", "nu_log must be float64 or float32 (x is float64), got float16"],
+    ),
+    ({"h0": zeros(3, 4)}, ["lru_scan", "h0", "[N, D]", "[2, 4]", "got", "[3, 4]"]),
+    ({"h0": zeros(2, 4, dtype=F64)}, ["lru_scan", "h0", "float32", "got", "float64"]),
+]
+
+COMPLEX_LRU = [
+    ({"x": zeros(2, 6, 7)}, ["lru_scan", "x", "[B, T, 2D]", "theta_log", "even", "got", "7"]),
+    ({"x": zeros(2, 6, 6)}, ["lru_scan", "nu_log", "[D]", "[3]", "got", "[4]"]),
+    ({"theta_log": zeros(8)}, ["lru_scan", "theta_log", "[D]", "[4]", "got", "[8]"]),
+    ({"theta_log": zeros(4, dtype=F64)}, ["lru_scan", "theta_log", "float32", "got", "float64"]),
+    ({"h0": zeros(2, 4)}, ["lru_scan", "h0", "[N, 2D]", "[2, 8]", "got", "[2, 4]"]),
+]
+
+
+@pytest.mark.parametrize("complex_", [False, True])
+def test_lru_scan(complex_: bool) -> None:
+    for changes, parts in COMPLEX_LRU if complex_ else LRU:
+        arguments = good_lru(complex_) | changes
+        raises(ops.lru_scan, *parts, **arguments)
+        meta = {k: v if v is None else v.to("meta") for k, v in arguments.items()}
+        raises(ops.lru_scan, *parts, **meta)
+
+
+def test_lru_scan_step() -> None:
+    good = {"x": zeros(2, 4), "nu_log": zeros(4), "theta_log": None, "gamma_log": zeros(4)}
+    good["state"] = zeros(2, 4)
+    bad = [
+        ({"x": zeros(2, 1, 4)}, ["x", "[B, D]", "got", "[2, 1, 4]"]),
+        ({"theta_log": zeros(4)}, ["nu_log", "[D]", "[2]", "got", "[4]"]),
+        ({"gamma_log": zeros(3)}, ["gamma_log", "[D]", "[4]", "got", "[3]"]),
+        ({"state": zeros(3, 4)}, ["state", "[B, D]", "[2, 4]", "got", "[3, 4]"]),
+        ({"state": zeros(2, 4, dtype=F64)}, ["state", "float32", "got", "float64"]),
+    ]
+    for changes, parts in bad:
+        raises(ops.lru_scan_step, "lru_scan_step", *parts, **(good | changes))
+
+
 F16 = torch.float16
 HEADS = "gated_linear_attention"
 GLA = [
@@ -303,12 +363,17 @@ def test_offsets_of_no_sequence_for_some_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "good"), [*GOOD.items(), ("hgru", lambda: good_hgru(complex_=True))]
+    ("name", "good"),
+    [
+        *GOOD.items(),
+        ("hgru", lambda: good_hgru(complex_=True)),
+        ("lru_scan", lambda: good_lru(complex_=True)),
+    ],
 )
 def test_mixed_devices(name: str, good: Callable[[], dict[str, Tensor]]) -> None:
     """Every argument in turn on another device (meta: it is there without a GPU, too)."""
     op, data = getattr(ops, name), next(iter(good()))
-    for moved in good():
+    for moved in (k for k, v in good().items() if v is not None):
         arguments = good() | {moved: good()[moved].to("meta")}
         with pytest.raises(RuntimeError, match=f"{name}: expected all tensors on") as caught:
             op(**arguments)
@@ -439,6 +504,12 @@ def test_initialisers() -> None:
         ops.init_uniform_(zeros(3), 2.0, 1.0)
     with pytest.raises(RuntimeError, match=r"init_normal_: std must be at least 0, got -1"):
         ops.init_normal_(zeros(3), 0.0, -1.0)
+    with pytest.raises(RuntimeError, match=r"init_lru_nu_log_: expected 0 <= r_min .* 0.9 and 0.5"):
+        ops.init_lru_nu_log_(zeros(3), 0.9, 0.5)
+    with pytest.raises(RuntimeError, match=r"init_lru_theta_log_: max_phase must be above 0"):
+        ops.init_lru_theta_log_(zeros(3), 0.0)
+    with pytest.raises(RuntimeError, match=r"init_lru_gamma_log_: nu_log .*\[3\] like p.*\[2\]"):
+        ops.init_lru_gamma_log_(zeros(3), zeros(2))
     with pytest.raises(RuntimeError, match=r"init_rope_theta_: p must have shape \[D\].*\[2, 3\]"):
         ops.init_rope_theta_(zeros(2, 3))
 
@@ -460,6 +531,13 @@ def test_values_are_checked_when_debugging(monkeypatch: pytest.MonkeyPatch, devi
         raises(ops.hgru, "hgru", *parts, **arguments)
         monkeypatch.delenv("TIDEGATE_DEBUG")
         ops.hgru(**arguments)  # the caller's responsibility otherwise
+    good_lru_on = {k: v.to(device) for k, v in good_lru(complex_=True).items()}
+    for name in ("nu_log", "theta_log", "gamma_log"):
+        arguments = good_lru_on | {name: torch.tensor([0, torch.inf, 0, 0]).to(device)}
+        monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+        raises(ops.lru_scan, "lru_scan", name, "finite", "got", "1 value", **arguments)
+        monkeypatch.delenv("TIDEGATE_DEBUG")
+        ops.lru_scan(**arguments)
     monkeypatch.setenv("TIDEGATE_DEBUG", "1")
     ops.hgru(**good)
     arguments = {k: v.to(device) for k, v in packed(good_hgru()).items()}

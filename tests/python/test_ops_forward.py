@@ -1,4 +1,4 @@
-"""`linear_scan` and `hgru`, forward: every dtype, length, layout and gate regime."""
+"""`linear_scan`, `hgru` and `lru_scan`, forward: every dtype, length, layout and gate regime."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ SHORT_KINDS = [
     Case("hgru", dtype=torch.bfloat16, theta=True),
     Case("linear_scan", dtype=torch.float32),
     Case("linear_scan", dtype=torch.complex64, constant=True),
+    Case("lru_scan", dtype=torch.float32, theta=True),
+    Case("lru_scan", dtype=torch.bfloat16),
 ]
 
 
 def call(case: Case, inputs: dict, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
     """The case's op on `inputs` (as made by make_inputs), some of them changed."""
-    names = ("x", "a", "h0") if case.op == "linear_scan" else ("c", "f", "gamma", "theta", "h0")
-    arguments = {**inputs, **changes}
-    return getattr(tidegate.ops, case.op)(
-        *(arguments[name] for name in names),
-        **cases.options(case),
-        cu_seqlens=arguments["cu_seqlens"],
-    )
+    arguments = {k: v for k, v in {**inputs, **changes}.items() if k not in ("dh", "dh_final")}
+    return getattr(tidegate.ops, case.op)(**arguments, **cases.options(case))
+
+
+def step(case: Case, inputs: dict, t: int, state: torch.Tensor) -> torch.Tensor:
+    """The case's step at token t of `inputs`."""
+    names = [k for k in inputs if k not in ("h0", "cu_seqlens", "dh", "dh_final")]
+    token = (v if v is None or v.dim() == 1 else v[:, t] for v in map(inputs.get, names))
+    options = {"activation": case.activation} if case.op == "hgru" else {}
+    return getattr(tidegate.ops, f"{case.op}_step")(*token, state, **options)
 
 
 def inputs_on(case: Case, device: str) -> dict:
@@ -133,21 +138,8 @@ def test_steps_equal_prefill(case: Case, layout: str, device: str) -> None:
     exact = cases.reference(case, backward=False, exact=True)
     yardstick = cases.reference(case, backward=False, exact=False)
     state = inputs["h0"].clone()
-    where, rows = state.data_ptr(), []
-    for t in range(case.time):
-        if case.op == "linear_scan":
-            a = inputs["a"] if case.constant else inputs["a"][:, t]
-            row = tidegate.ops.linear_scan_step(inputs["x"][:, t], a, state)
-        else:
-            row = tidegate.ops.hgru_step(
-                inputs["c"][:, t],
-                inputs["f"][:, t],
-                inputs["gamma"],
-                inputs["theta"],
-                state,
-                activation=case.activation,
-            )
-        rows.append(row)
+    where = state.data_ptr()
+    rows = [step(case, inputs, t, state) for t in range(case.time)]
     assert state.data_ptr() == where, "the state is updated in place"
     h = torch.stack(rows, 1)
     oracle.assert_within_rule("h by steps", h, exact["h"], yardstick["h"])
@@ -162,13 +154,7 @@ def test_a_step_updates_a_state_of_any_dtype_in_place(case: Case, device: str) -
     yardstick = cases.reference(case, backward=False, exact=False)
     state = inputs["h0"].clone()
     where, version = state.data_ptr(), state._version
-    if case.op == "linear_scan":
-        a = inputs["a"] if case.constant else inputs["a"][:, 0]
-        row = tidegate.ops.linear_scan_step(inputs["x"][:, 0], a, state)
-    else:
-        row = tidegate.ops.hgru_step(
-            inputs["c"][:, 0], inputs["f"][:, 0], inputs["gamma"], inputs["theta"], state
-        )
+    row = step(case, inputs, 0, state)
     assert (state.data_ptr(), state.dtype) == (where, inputs["h0"].dtype)
     assert state._version > version
     wide = oracle.state_dtype(case.dtype)
@@ -308,6 +294,38 @@ def test_constant_complex_decay_over_a_long_time(device: str) -> None:
     cases.check(replace(case, gates="open"), device, backward=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("theta", [False, True])
+def test_constant_decay_of_lru_over_a_long_time(
+    theta: bool, dtype: torch.dtype, device: str
+) -> None:
+    """|lambda| = 0.9999 over 131072 steps: nearer to float64 than the error rule asks for, since
+    with a lambda rounded to float32, as torch ops have it, h is wrong by 7e-4 by then."""
+    case = Case("lru_scan", batch=1, time=LONG, channels=3, dtype=dtype, theta=theta)
+    inputs = inputs_on(case, device)
+    rates = torch.full_like(inputs["nu_log"], -torch.log(torch.tensor(0.9999).double()).item())
+    nu_log = rates.log()
+    h, final = call(case, inputs, nu_log=nu_log)
+    made = {k: v for k, v in cases.make_inputs(case).items() if k not in ("dh", "dh_final")}
+    exact, exact_final = oracle.lru_scan_forward(**{**made, "nu_log": nu_log.cpu()})
+    rounding = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-3}[dtype]
+    for found, expected in ((h, exact), (final, exact_final)):
+        tolerance = rounding if found.dtype == dtype else 5e-6  # the state of bfloat16 is float32
+        error = torch.linalg.vector_norm(found.cpu().double() - expected)
+        assert error <= tolerance * torch.linalg.vector_norm(expected)
+
+
+def test_many_steps_of_lru_equal_prefill(device: str) -> None:
+    """Decoding does not drift from prefill where the memory is long."""
+    case = Case("lru_scan", batch=1, time=3000, channels=3, theta=True, gates="open")
+    inputs = inputs_on(case, device)
+    state = inputs["h0"].clone()
+    for t in range(case.time):
+        step(case, inputs, t, state)
+    _, final = call(case, inputs)
+    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-4)
+
+
 # Repeatability ----------------------------------------------------------------------------------
 
 
@@ -341,6 +359,11 @@ def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
     i = inputs_on(Case("linear_scan"), device)
     expected, _ = tidegate.ops.linear_scan(i["x"], i["a"], i["h0"], reverse=True)
     raw, _ = torch.ops.tidegate.linear_scan(i["x"], i["a"], i["h0"], True, None)
+    assert torch.equal(expected, raw)
+    i = inputs_on(Case("lru_scan", theta=True), device)
+    parameters = (i["nu_log"], i["theta_log"], i["gamma_log"])
+    expected, _ = tidegate.ops.lru_scan(i["x"], *parameters, i["h0"], reverse=True)
+    raw, _ = torch.ops.tidegate.lru_scan(i["x"], *parameters, i["h0"], True, None)
     assert torch.equal(expected, raw)
 
 

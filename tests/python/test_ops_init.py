@@ -19,6 +19,8 @@ INITIALISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": lambda p: ops.init_constant_(p, 0.3),
     "chrono": lambda p: ops.init_chrono_(p, 100),
     "gumbel": lambda p: ops.init_gumbel_softmax_(p, 40, 0.5, 0.7),
+    "ring": lambda p: ops.init_lru_nu_log_(p, 0.5, 0.999),
+    "phase": lambda p: ops.init_lru_theta_log_(p, 3.0),
     "rope": lambda p: ops.init_rope_theta_(p),
 }
 
@@ -35,6 +37,11 @@ def expected(name: str, size: int) -> Tensor:
     if name == "gumbel":
         u = torch.empty(size).uniform_(1 / 40, 1 - 1 / 40).double()
         return ((0.5 + u.log() - (-u).log1p()) / 0.7).float()
+    if name == "ring":
+        r2 = 0.25 + (0.999**2 - 0.25) * torch.empty(size).uniform_().double()
+        return (-0.5 * r2.log()).log().float()
+    if name == "phase":
+        return (3.0 * torch.empty(size).uniform_().double()).log().float()
     if name == "constant":
         return torch.full((size,), 0.3)
     return (10000.0 ** (-2.0 * torch.arange(size, dtype=torch.float64) / size)).float()

@@ -25,6 +25,9 @@ CASES = [
     Case("linear_scan", batch=2, time=9, channels=4, dtype=torch.float32, reverse=True),
     Case("linear_scan", batch=2, time=9, channels=4, dtype=torch.complex64, constant=True),
     Case("linear_scan", channels=4, dtype=torch.complex64, gate_dtype=torch.float32, h0=None),
+    Case("lru_scan", batch=2, time=9, channels=4, dtype=torch.bfloat16, theta=True),
+    Case("lru_scan", channels=4, lengths=(3, 0, 6), h0=None, reverse=True),
+    Case("lru_scan", channels=4, dtype=torch.float64, bound_dtype=torch.float32, theta=True),
     *(
         Case(op, channels=4, dtype=dtype, gate_dtype=gate, bound_dtype=torch.float32, h0="single")
         for op, dtype, gate in (
@@ -97,6 +100,9 @@ def test_opcheck_of_the_backward_op(case: Case, device: str) -> None:
         kept = positional(case, named)
     elif case.op == "linear_scan":
         kept = (named["a"], h, named["h0"], case.reverse, named["cu_seqlens"])
+    elif case.op == "lru_scan":
+        x, *rest = positional(case, named)
+        kept = (x, h, *rest)
     else:
         c, f, *rest = positional(case, named)
         kept = (c, f, h, *rest)
@@ -113,6 +119,9 @@ def test_opcheck_of_steps_and_initialisers(device: str) -> None:
     torch.library.opcheck(raw.linear_scan_step.default, (ones(2, 4), ones(4), ones(2, 4)))
     torch.library.opcheck(
         raw.hgru_step.default, (ones(2, 8), ones(2, 4), ones(4), ones(4), ones(2, 8), "silu")
+    )
+    torch.library.opcheck(
+        raw.lru_scan_step.default, (ones(2, 8), ones(4), ones(4), ones(4), ones(2, 8))
     )
     tokens = [ones(2, 3, 4) for _ in range(4)]
     state = ones(2, 3, 4, 4)
@@ -205,6 +214,17 @@ def test_steps_compile(device: str) -> None:
         frames.append(counter.frame_count)
     assert frames[0] == frames[-1], "a shape has caused a recompilation"  # scale costs a restart
 
+    def decode_lru(x: Tensor, state: Tensor) -> Tensor:
+        return ops.lru_scan_step(x, x[0, :2], x[0, 2:], x[1, :2], state) * 2
+
+    fast, counter = compiled(decode_lru, "aot_eager")
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 4, device=device)
+        plain, other = (torch.ones(batch, 4, device=device) for _ in range(2))
+        assert torch.equal(decode_lru(x, plain), fast(x, other))
+        assert torch.equal(plain, other)
+    assert counter.frame_count == 1
+
     fast, counter = compiled(decode, "aot_eager")
     for batch in (2, 3, 5):
         c, f = (torch.randn(batch, 4, device=device) for _ in range(2))
@@ -272,6 +292,27 @@ def test_autocast_of_linear_scan(device: str) -> None:
     assert torch.equal(h, expected)
     for grad in gradients(named, (h, final)):
         assert grad.dtype == torch.float32
+
+
+def test_autocast_of_lru_scan(device: str) -> None:
+    """Only x goes to autocast's type: the parameters need their digits."""
+    case = Case("lru_scan", channels=4, gates="open", theta=True)
+    named = arguments_of(case, device, grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        h, final = call(case, named)
+    half = {**named, "x": named["x"].bfloat16()}
+    expected = call(case, half)
+    assert (h.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(h, expected[0])
+    assert torch.equal(final, expected[1])
+    for left, right in zip(gradients(named, (h, final)), gradients(named, expected), strict=True):
+        assert left.dtype == torch.float32
+        assert torch.equal(left, right)
+    parameters = [named[k].detach() for k in ("nu_log", "theta_log", "gamma_log")]
+    state = named["h0"].detach().clone()
+    with torch.autocast(device, dtype=torch.bfloat16), torch.no_grad():
+        row = ops.lru_scan_step(named["x"][:, 0].detach(), *parameters, state)
+    assert (row.dtype, state.dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("op", gla_cases.OPS)
@@ -414,6 +455,8 @@ def test_vmap_is_an_error(device: str) -> None:
         torch.vmap(ops.hgru, in_dims=(0, None))(x, x[0])
     with pytest.raises(RuntimeError, match="linear_scan_step: vmap is not supported"):
         torch.vmap(ops.linear_scan_step)(state, state, state)
+    with pytest.raises(RuntimeError, match="lru_scan: vmap is not supported"):
+        torch.vmap(lambda v: ops.lru_scan(v, v[0, 0], None, v[0, 1]))(x)
 
 
 def test_transforms_of_ops_with_heads_are_errors(device: str) -> None:
@@ -442,18 +485,20 @@ def test_forward_mode_is_an_error(device: str) -> None:
     import torch.autograd.forward_ad as forward_ad
 
     x = torch.ones(2, 5, 4, device=device)
-    for op in (ops.linear_scan, ops.hgru):
+    for op in (ops.linear_scan, ops.hgru, ops.lru_scan):
+        rest = (x[0, 0], None, x[0, 0]) if op is ops.lru_scan else (x,)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             with pytest.raises(RuntimeError, match=f"{op.__name__}: forward-mode"):
-                op(dual, x)
+                op(dual, *rest)
 
 
 def test_function_transforms_are_an_error(device: str) -> None:
     x = torch.ones(2, 5, 4, device=device)
-    for op in (ops.linear_scan, ops.hgru):
+    for op in (ops.linear_scan, ops.hgru, ops.lru_scan):
+        rest = (x[0, 0], None, x[0, 0]) if op is ops.lru_scan else (x,)
         with pytest.raises(RuntimeError, match=f"{op.__name__}: torch.func transforms"):
-            torch.func.grad(lambda v, op=op: op(v, x)[0].sum())(x)
+            torch.func.grad(lambda v, op=op, rest=rest: op(v, *rest)[0].sum())(x)
 
 
 def test_gradients_through_steps_are_an_error(device: str) -> None:
@@ -470,6 +515,12 @@ def test_gradients_through_steps_are_an_error(device: str) -> None:
         arguments[name] = arguments[name].clone().requires_grad_()
         with pytest.raises(RuntimeError, match=f"hgru_step: {name} requires a gradient"):
             ops.hgru_step(**arguments, state=torch.ones(2, 8, device=device))
+    for name in ("x", "nu_log", "theta_log", "gamma_log", "state"):
+        arguments = {"x": torch.ones(2, 8, device=device), "state": torch.ones(2, 8, device=device)}
+        arguments |= dict.fromkeys(("nu_log", "theta_log", "gamma_log"), x[0])
+        arguments[name] = arguments[name].clone().requires_grad_() * 1
+        with pytest.raises(RuntimeError, match=f"lru_scan_step: {name} requires a gradient"):
+            ops.lru_scan_step(**arguments)
     assert torch.equal(state, torch.ones_like(state))
     tokens = {name: torch.zeros(2, 3, 4, device=device) for name in ("q", "f", "v")}
     for name in (*tokens, "gamma"):
@@ -495,6 +546,9 @@ def test_a_step_invalidates_what_autograd_saved(device: str) -> None:
         loss.backward()
     version = state._version
     ops.hgru_step(x, x, None, None, state)
+    assert state._version > version
+    version = state._version
+    ops.lru_scan_step(x, x[0], None, x[0], state)
     assert state._version > version
     matrix, token = torch.ones(2, 1, 4, 4, device=device), x.unsqueeze(1)
     version = matrix._version

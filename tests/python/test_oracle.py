@@ -22,6 +22,11 @@ CASES = [
     Case("hgru", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1), activation="none"),
     Case("hgru", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
     Case("hgru", time=0, dtype=torch.float64, theta=True),
+    Case("lru_scan", time=7, dtype=torch.float64),
+    Case("lru_scan", time=7, dtype=torch.float64, theta=True, reverse=True),
+    Case("lru_scan", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1)),
+    Case("lru_scan", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, h0=None),
+    Case("lru_scan", time=0, dtype=torch.float64, theta=True),
     GlaCase("hgrn2", time=7, dtype=torch.float64),
     GlaCase("hgrn2", dtype=torch.float64, lengths=(0, 3, 0, 5, 1), v_activation="sigmoid"),
     GlaCase("hgrn2", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
@@ -138,6 +143,17 @@ def test_complex_hgru_is_the_complex_linear_scan() -> None:
     lam = torch.sigmoid(i["f"])
     a = lam * torch.exp(1j * i["theta"])
     z, z_final = oracle.linear_scan_forward((1 - lam) * c, a, h0)
+    torch.testing.assert_close(h, torch.cat([z.real, z.imag], -1))
+    torch.testing.assert_close(final, torch.cat([z_final.real, z_final.imag], -1))
+
+
+def test_lru_is_the_linear_scan_of_a_constant() -> None:
+    i = make_inputs(Case("lru_scan", dtype=torch.float64, theta=True))
+    parameters = (i["nu_log"], i["theta_log"], i["gamma_log"])
+    h, final = oracle.lru_scan_forward(i["x"], *parameters, i["h0"])
+    x, h0 = (torch.complex(*i[k].chunk(2, -1)) for k in ("x", "h0"))
+    a = torch.exp(torch.complex(-i["nu_log"].exp(), i["theta_log"].exp()))
+    z, z_final = oracle.linear_scan_forward(i["gamma_log"].exp() * x, a, h0)
     torch.testing.assert_close(h, torch.cat([z.real, z.imag], -1))
     torch.testing.assert_close(final, torch.cat([z_final.real, z_final.imag], -1))
 

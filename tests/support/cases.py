@@ -1,13 +1,13 @@
 """Test cases for the ops: inputs of every kind, held against the oracle.
 
-`Case` is a call of `linear_scan` or `hgru`; `gla_cases.GlaCase` one of an op with heads. Whatever
-takes a case here takes either: a case makes its own inputs and says where its oracle is.
+`Case` is a call of `linear_scan`, `hgru` or `lru_scan`; `gla_cases.GlaCase` of an op with heads.
+Whatever takes a case here takes either: a case makes its own inputs and says where its oracle is.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -24,17 +24,17 @@ GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform", "zero
 class Case:
     """One call of an op. Everything that it draws follows from `seed`."""
 
-    op: str = "hgru"  # "hgru" | "linear_scan"
+    op: str = "hgru"  # "hgru" | "linear_scan" | "lru_scan"
     batch: int = 2
     time: int = 17
     channels: int = 5
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype | None = None  # of a or f; None = dtype
-    bound_dtype: torch.dtype | None = None  # of gamma and theta; None = the state's (real)
+    bound_dtype: torch.dtype | None = None  # of parameters [D]; None = the state's (real)
     h0: str | None = (
         "state"  # None: absent; "state" | "data" | "single": the state's dtype, x's, ..
     )
-    theta: bool = False  # hgru: complex
+    theta: bool = False  # hgru, lru_scan: complex
     gamma: bool = True  # hgru
     activation: str = "silu"  # hgru
     constant: bool = False  # linear_scan: a [D]
@@ -162,6 +162,8 @@ def _scan_inputs(case: Case) -> dict[str, Tensor | None]:
         elif case.gates == "normal":
             a = a * torch.where(torch.rand(a.shape, generator=rng) > 0.2, 1.0, -1.0)
         inputs = {"x": data, "a": a.to(gate_dtype)}
+    elif case.op == "lru_scan":
+        inputs = {"x": data, **_lru_parameters(case, case.bound_dtype or state, rng)}
     else:
         bound_dtype = case.bound_dtype or state
         gamma = torch.rand(case.channels, dtype=torch.float64, generator=rng)
@@ -182,6 +184,24 @@ def _scan_inputs(case: Case) -> dict[str, Tensor | None]:
     inputs["dh"] = randn(data.shape, case.dtype, rng) if case.grads != "final" else None
     inputs["dh_final"] = final if case.grads != "h" else None
     return {k: v if v is None else lay_out(v, case.layout) for k, v in inputs.items()}
+
+
+def _lru_parameters(
+    case: Case, dtype: torch.dtype, rng: torch.Generator
+) -> dict[str, Tensor | None]:
+    shape = (case.channels,)
+    if case.gates in ("extreme", "zero"):  # rates beyond every range, and of one
+        nu_log = logits(case.gates, shape, rng)
+    else:
+        smallest = torch.finfo(torch.float64).tiny
+        nu_log = decay(case.gates, shape, rng).clamp(smallest, 1 - 1e-16).log().neg().log()
+    phases = 6.3 * torch.rand(shape, dtype=torch.float64, generator=rng)
+    gamma_log = torch.randn(shape, dtype=torch.float64, generator=rng)
+    return {
+        "nu_log": nu_log.to(dtype),
+        "theta_log": phases.log().to(dtype) if case.theta else None,
+        "gamma_log": gamma_log.to(dtype),
+    }
 
 
 def _scan_options(case: Case) -> dict[str, object]:
@@ -292,6 +312,13 @@ KINDS = tuple(
         for dtype in SCAN_DTYPES
         for constant in (False, True)
     ]
+    + [
+        # More channels than elsewhere: all gradients but x's are sums over time, one a channel, and
+        # where h is rounded to 16 bits, five are too few for luck to average out.
+        Case("lru_scan", dtype=dtype, theta=theta, channels=16)
+        for dtype in HGRU_DTYPES
+        for theta in (True, False)
+    ]
 )
 
 
@@ -308,7 +335,7 @@ def vary(case: Case, seed: int) -> Case:
     rng = random.Random(seed)
     single = oracle.single_dtype(case.dtype)
     real_gate = real_dtype(oracle.state_dtype(case.dtype))
-    other = single if case.dtype in WIDEST else case.dtype
+    other = single if case.dtype in WIDEST or case.op == "lru_scan" else case.dtype
     other_h0 = "single" if case.dtype in WIDEST else "data"
     return replace(
         case,
@@ -316,7 +343,7 @@ def vary(case: Case, seed: int) -> Case:
         batch=rng.choice((1, 2, 3)),
         channels=rng.choice((1, 3, 5, 8, 16, 33)),
         gate_dtype=rng.choice((None, None, single, real_gate)),
-        bound_dtype=rng.choice((None, other)) if case.op == "hgru" else None,
+        bound_dtype=rng.choice((None, other)) if case.op != "linear_scan" else None,
         h0=rng.choice(("state", "state", other_h0, None)),
         gamma=rng.random() < 0.7,
         activation=rng.choice(("silu", "silu", "none")) if case.op == "hgru" else "silu",
@@ -346,7 +373,11 @@ def every_mix() -> list[Case]:
         gates = dict.fromkeys((kind.dtype, single))
         if kind.op == "linear_scan":
             gates |= dict.fromkeys((real_dtype(oracle.state_dtype(kind.dtype)), torch.float32))
-        bounds = dict.fromkeys((kind.dtype, single)) if kind.op == "hgru" else (None,)
+        bounds: Iterable[torch.dtype | None] = (None,)
+        if kind.op == "hgru":
+            bounds = dict.fromkeys((kind.dtype, single))
+        elif kind.op == "lru_scan":  # never of 16 bits
+            bounds, gates = dict.fromkeys((oracle.state_dtype(kind.dtype), single)), {None: None}
         for gate, bound, h0 in product(gates, bounds, ("data", "single")):
             mixes.append(replace(kind, gate_dtype=gate, bound_dtype=bound, h0=h0))
     return list(dict.fromkeys(mixes))

@@ -296,6 +296,32 @@ def _gated_linear_rnn_arguments() -> list[Arguments]:
     return [*cases, ((0,), {}), ((1,), {"gate_init": "ugi"}), *(((3,), o) for o in wrong)]
 
 
+# LRU and SLRU
+
+
+def _lru_arguments(is_complex: bool) -> list[Arguments]:
+    rings = itertools.cycle(
+        [{}, {"r_min": 0.0, "r_max": 1.0}, {"r_min": 0.5, "r_max": 0.5}, {"r_min": 0.99}]
+    )
+    phases = itertools.cycle([{}, {"max_phase": 0.5}] if is_complex else [{}])
+    gates = ({"gate": None}, {"gate": "data"}) if is_complex else ({},)
+    cases: list[Arguments] = [
+        ((3,), {"state": state, "skip": skip, **gate, **next(rings), **next(phases)})
+        for state, skip, gate in itertools.product((None, 1, 5), (False, True), gates)
+    ]
+    wrong: list[dict[str, Any]] = [
+        {"state": 0},
+        {"r_min": -0.25},
+        {"r_min": 0.9995},
+        {"r_max": 1.5},
+        {"r_min": 0.0, "r_max": 0.0},
+        {"r_min": 1.0, "r_max": 1.0},
+    ]
+    if is_complex:
+        wrong += [{"max_phase": 0.0}, {"gate": "fixed"}]
+    return [*cases, ((3,), {}), ((0,), {}), *(((3,), options) for options in wrong)]
+
+
 # Models
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
@@ -316,6 +342,9 @@ _MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gla", {"num_heads": 2}),
     ("transformer", {"num_heads": 2, "window": 3}),
     ("gla", {"num_heads": 1, "gate": "scalar", "normalize": True, "feature_map": "exp"}),
+    ("lru", {"state": 3, "skip": True}),
+    ("lru", {"gate": "data", "r_min": 0}),
+    ("slru", {}),
 )
 
 
@@ -424,6 +453,8 @@ REGISTRY: dict[str, Entry] = {
         allowed=20,
         variants=3,
     ),
+    "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=13, variants=3),
+    "SLRU": Entry(tidegate.nn.SLRU, _lru_arguments(False), _mixer_inputs, allowed=7, variants=3),
     "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=69),
     "CausalLM": Entry(
         tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=62, variants=4

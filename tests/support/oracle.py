@@ -1,10 +1,13 @@
-"""Naive references for `linear_scan` and `hgru`: loops over time, one sequence after another.
+"""Naive references for `linear_scan`, `hgru` and `lru_scan`: loops over time, one sequence after
+another.
 
 Nothing here comes from the kernels or the ops; the equations are the only source:
 
     linear_scan   h_t = a_t h_{t-1} + x_t
     hgru          h_t = lambda_t exp(i theta) h_{t-1} + (1 - lambda_t) act(c_t)
                   lambda_t = gamma + (1 - gamma) sigmoid(f_t)          [HGRN, eq. 2]
+    lru_scan      h_t = lambda h_{t-1} + exp(gamma_log) x_t
+                  lambda = exp(-exp(nu_log) + i exp(theta_log))        [LRU]
 
 Each op has two references that know nothing of each other's gradients: `*_forward` is a loop that
 torch's autograd can differentiate, `*_reference` adds every gradient written out by hand
@@ -298,6 +301,104 @@ def hgru_reference(
     else:
         p = p * rest
     out["dc"], out["dh0"] = _round(p * slope, c, exact), _round(dh0, h0, exact)
+    return out
+
+
+# lru_scan ---------------------------------------------------------------------------------------
+
+
+def _lru_decay(nu_log: Tensor, theta_log: Tensor | None, dtype: torch.dtype) -> Tensor:
+    modulus = torch.exp(-torch.exp(nu_log.to(dtype)))
+    return modulus if theta_log is None else torch.polar(modulus, theta_log.to(dtype).exp())
+
+
+def lru_scan_forward(
+    x: Tensor,
+    nu_log: Tensor,
+    theta_log: Tensor | None,
+    gamma_log: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(h, final state) of the linear recurrent unit."""
+    dtype = _compute_dtype(x.dtype, exact)
+    decay = _lru_decay(nu_log, theta_log, dtype)
+    wide = x.to(dtype)
+    initial = _initial(wide, h0, cu_seqlens)
+    if theta_log is not None:
+        wide, initial = _as_complex(wide), _as_complex(initial)
+    entering = gamma_log.to(dtype).exp() * wide
+    steps = (decay.expand_as(wide), initial, cu_seqlens, reverse)
+    h, final = _recurrence(entering, *steps, fused=fused)
+    if theta_log is not None:
+        h, final = _as_halves(h), _as_halves(final)
+    return _round(h, x, exact), final
+
+
+def lru_scan_reference(
+    x: Tensor,
+    nu_log: Tensor,
+    theta_log: Tensor | None,
+    gamma_log: Tensor,
+    h0: Tensor | None = None,
+    *,
+    dh: Tensor | None = None,
+    dh_final: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+    fused: bool = False,
+) -> dict[str, Tensor]:
+    """h, final and, when dh or dh_final is given, dx, dh0 and dnu_log, dtheta_log, dgamma_log with
+    the sizes of their terms.
+
+    With p_t the adjoint of h_t and <u, v> the real inner product of complex numbers:
+
+        dx = gamma p                             dgamma_log = sum <p, gamma x>
+        dnu_log = sum <p, -nu lambda h_{t-1}>    dtheta_log = sum <p, i theta lambda h_{t-1}>
+    """
+    options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
+    ways = {"exact": exact, "fused": fused}
+    h, final = lru_scan_forward(x, nu_log, theta_log, gamma_log, h0, **ways, **options)
+    out = {"h": h, "final": final}
+    if dh is None and dh_final is None:
+        return out
+    dtype = final.dtype
+    dh = (torch.zeros_like(h) if dh is None else dh).to(dtype)
+    dh_final = (torch.zeros_like(final) if dh_final is None else dh_final).to(dtype)
+    wide, stored = x.to(dtype), h.to(dtype)
+    initial = _initial(wide, h0, cu_seqlens)
+    decay = _lru_decay(nu_log, theta_log, dtype)
+    gamma = gamma_log.to(dtype).exp()
+    # nu lambda, also where nu is infinite and lambda zero
+    log_rate = nu_log.to(dtype)
+    rate = torch.exp(log_rate - torch.exp(log_rate))
+    if theta_log is not None:
+        theta = theta_log.to(dtype).exp()
+        rate = torch.polar(rate, theta)
+        values = (dh, dh_final, wide, initial, stored)
+        dh, dh_final, wide, initial, stored = map(_as_complex, values)
+    steps = decay.expand_as(wide)
+    p, dh0 = _adjoint(steps, initial, dh, dh_final, **options, fused=fused)
+    before = _previous(stored, initial, **options)
+    sums = {
+        "dnu_log": (p.conj() * (-rate * before)).real,
+        "dgamma_log": (p.conj() * (gamma * wide)).real,
+    }
+    if theta_log is not None:
+        sums["dtheta_log"] = (p.conj() * (1j * theta * decay * before)).real
+    arguments = {"dnu_log": nu_log, "dtheta_log": theta_log, "dgamma_log": gamma_log}
+    for name, terms in sums.items():
+        total, out[f"|{name}|"] = _sum_over_time(terms, fused)
+        out[name] = _round(total, arguments[name], exact)
+    dx = gamma * p
+    if theta_log is not None:
+        dx, dh0 = _as_halves(dx), _as_halves(dh0)
+    out["dx"], out["dh0"] = _round(dx, x, exact), _round(dh0, h0, exact)
     return out
 
 

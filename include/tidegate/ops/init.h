@@ -27,6 +27,18 @@ void init_chrono_(at::Tensor p, int64_t t_max);
 /// tau above 0.
 void init_gumbel_softmax_(at::Tensor p, int64_t d, double alpha, double tau);
 
+/// p = log(-log r), r^2 ~ U[r_min^2, r_max^2): with a phase that is uniform, exp(-exp(p)) is the
+/// modulus of a number uniform on a ring (LRU, arXiv 2303.06349). 0 <= r_min <= r_max <= 1, not
+/// both 0 nor both 1.
+void init_lru_nu_log_(at::Tensor p, double r_min, double r_max);
+
+/// p = log theta, theta ~ U(0, max_phase), in radians a step. max_phase above 0.
+void init_lru_theta_log_(at::Tensor p, double max_phase);
+
+/// p = log sqrt(1 - r^2), r = exp(-exp(nu_log)): keeps the size of a state whose inputs are
+/// independent. nu_log: p's shape, floating-point, on any device.
+void init_lru_gamma_log_(at::Tensor p, const at::Tensor& nu_log);
+
 /// p_j = 10000^(-2 j / d), j = 0 .. d - 1, for p of shape [d]: HGRN's phases in radians a step,
 /// which spread like the frequencies of rotary embeddings (arXiv 2104.09864).
 void init_rope_theta_(at::Tensor p);

@@ -102,5 +102,25 @@ R* state_row(const void* data, int64_t sequence, int64_t columns, int64_t channe
   return static_cast<R*>(const_cast<void*>(data)) + sequence * columns + channel;
 }
 
+/// Rows of a block's states: one of real numbers, or the real and the imaginary half of complex
+/// ones.
+template <class R, int kParts>
+struct StateRows {
+  RowBuffer<R> parts[kParts];
+
+  /// From and to row `sequence` of an [N, kParts * channels] array, or null.
+  void fill(const void* data, const ScanBlock& block, int64_t channels) {
+    const R* row = state_row<R>(data, block.sequence, kParts * channels, block.channel);
+    for (int p = 0; p < kParts; ++p) {
+      parts[p].fill(row == nullptr ? nullptr : row + p * channels, block.width, R(0));
+    }
+  }
+  void write_to(void* data, const ScanBlock& block, int64_t channels) const {
+    R* row = state_row<R>(data, block.sequence, kParts * channels, block.channel);
+    if (row == nullptr) return;
+    for (int p = 0; p < kParts; ++p) parts[p].write_to(row + p * channels, block.width);
+  }
+};
+
 }  // namespace
 }  // namespace tidegate::kernels::TIDEGATE_ISA

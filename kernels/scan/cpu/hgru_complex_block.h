@@ -7,26 +7,6 @@
 namespace tidegate::kernels::TIDEGATE_ISA {
 namespace {
 
-/// Two rows of a block: the real and the imaginary half.
-template <class R>
-struct ComplexRows {
-  RowBuffer<R> re;
-  RowBuffer<R> im;
-
-  /// From and to row `sequence` of an [N, 2 D] array, or null.
-  void fill(const void* data, const ScanBlock& block, int64_t channels) {
-    const R* row = state_row<R>(data, block.sequence, 2 * channels, block.channel);
-    re.fill(row, block.width, R(0));
-    im.fill(row == nullptr ? nullptr : row + channels, block.width, R(0));
-  }
-  void write_to(void* data, const ScanBlock& block, int64_t channels) const {
-    R* row = state_row<R>(data, block.sequence, 2 * channels, block.channel);
-    if (row == nullptr) return;
-    re.write_to(row, block.width);
-    im.write_to(row + channels, block.width);
-  }
-};
-
 /// Each sigmoid has a division of its own here, so that a NaN in one half stays there at its step.
 template <class R, class E, class G, bool kSilu>
 struct HgruComplexBlock {
@@ -46,7 +26,7 @@ struct HgruComplexBlock {
     auto h = forward_walk<E>(params.h, block, reverse);
     HgruChannels<R, true> channels;
     channels.fill(params, block);
-    ComplexRows<R> state;
+    StateRows<R, 2> state;
     state.fill(params.h0, block, half);
     for (int64_t step = 0; step < block.length; ++step) {
       for_each_vector<R>(block.width, h.descends(), [&](int64_t j, auto extent) {
@@ -60,14 +40,14 @@ struct HgruComplexBlock {
         const V input_gate = rest * of_f.of_negative;  // 1 - lambda
         const V decay_re = lambda * channels.cos_theta.at(j);
         const V decay_im = lambda * channels.sin_theta.at(j);
-        const V re = state.re.at(j);
-        const V im = state.im.at(j);
+        const V re = state.parts[0].at(j);
+        const V im = state.parts[1].at(j);
         const V u_re = activated<R, kSilu>(c_re, sigmoids_of_input(c_re));
         const V u_im = activated<R, kSilu>(c_im, sigmoids_of_input(c_im));
         const V next_re = fma(decay_re, re, fma(-decay_im, im, input_gate * u_re));
         const V next_im = fma(decay_re, im, fma(decay_im, re, input_gate * u_im));
-        state.re.set(j, next_re);
-        state.im.set(j, next_im);
+        state.parts[0].set(j, next_re);
+        state.parts[1].set(j, next_im);
         store<R>(h.row + j, next_re, extent, stream);
         store<R>(h.row + half + j, next_im, extent, stream);
       });
@@ -80,7 +60,7 @@ struct HgruComplexBlock {
     using Rows = HgruBackwardRows<R, E, G, true>;
     using Rows::c, Rows::f, Rows::h, Rows::dh, Rows::dc, Rows::df;
     using Rows::channels, Rows::dgamma, Rows::width, Rows::stream;
-    ComplexRows<R> p;  // what flows from step t + 1 into h_t
+    StateRows<R, 2> p;  // what flows from step t + 1 into h_t
     TimeSum<R> dtheta;
     int64_t half;
 
@@ -99,10 +79,10 @@ struct HgruComplexBlock {
         const V input_gate = rest * of_f.of_negative;  // 1 - lambda
         const V cosine = channels.cos_theta.at(j);
         const V sine = channels.sin_theta.at(j);
-        const V g_re = load<R>(dh.row + j, extent) + p.re.at(j);
-        const V g_im = load<R>(dh.row + half + j, extent) + p.im.at(j);
-        p.re.set(j, lambda * fma(cosine, g_re, sine * g_im));
-        p.im.set(j, lambda * fma(cosine, g_im, -sine * g_re));
+        const V g_re = load<R>(dh.row + j, extent) + p.parts[0].at(j);
+        const V g_im = load<R>(dh.row + half + j, extent) + p.parts[1].at(j);
+        p.parts[0].set(j, lambda * fma(cosine, g_re, sine * g_im));
+        p.parts[1].set(j, lambda * fma(cosine, g_im, -sine * g_re));
 
         const V h_re = load<R>(before_re + j, extent);
         const V h_im = load<R>(before_im + j, extent);
@@ -145,9 +125,9 @@ struct HgruComplexBlock {
       grads.dtheta.settle(step, block.width);
     }
     if (block.length > 0) {
-      ComplexRows<R> h0;
+      StateRows<R, 2> h0;
       h0.fill(forward.h0, block, half);
-      grads.row(h0.re.values, h0.im.values);
+      grads.row(h0.parts[0].values, h0.parts[1].values);
     }
     grads.dgamma.settle(0, block.width);
     grads.dtheta.settle(0, block.width);

@@ -2,6 +2,7 @@
 
 #include "kernels/scan/cpu/hgru_block.h"
 #include "kernels/scan/cpu/linear_scan_block.h"
+#include "kernels/scan/cpu/lru_block.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 
 namespace tidegate::kernels::avx512 {
@@ -11,6 +12,8 @@ const ScanKernels kScanKernels = {
     linear_scan_backward_block,
     hgru_forward_block,
     hgru_backward_block,
+    lru_forward_block,
+    lru_backward_block,
 };
 
 }  // namespace tidegate::kernels::avx512

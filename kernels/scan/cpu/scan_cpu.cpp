@@ -2,6 +2,7 @@
 // to the code for this machine's instruction set.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "kernels/common/cpu_isa.h"
@@ -129,6 +130,43 @@ int64_t hgru_row(const HgruParams& params) {
   return params.theta == nullptr ? params.channels : 2 * params.channels;
 }
 
+int64_t lru_row(const LruParams& params) {
+  return params.theta_log == nullptr ? params.channels : 2 * params.channels;
+}
+
+/// Writes the rows of LruRow, in double until they are rounded.
+template <class R>
+void fill_lru_rows(const LruParams& params) {
+  const int64_t channels = params.channels;
+  const auto* nu_log = static_cast<const R*>(params.nu_log);
+  const auto* theta_log = static_cast<const R*>(params.theta_log);
+  const auto* gamma_log = static_cast<const R*>(params.gamma_log);
+  auto* rows = static_cast<R*>(params.workspace);
+  const auto set = [&](LruRow row, int64_t d, double value) {
+    rows[row * channels + d] = static_cast<R>(value);
+    return value - static_cast<double>(static_cast<R>(value));
+  };
+  for (int64_t d = 0; d < channels; ++d) {
+    const double nu = std::exp(static_cast<double>(nu_log[d]));
+    const double theta = theta_log == nullptr ? 0 : std::exp(static_cast<double>(theta_log[d]));
+    const double modulus = std::exp(-nu);
+    set(kLruDecayReRest, d, set(kLruDecayRe, d, modulus * std::cos(theta)));
+    set(kLruDecayImRest, d, set(kLruDecayIm, d, modulus * std::sin(theta)));
+    set(kLruGamma, d, std::exp(static_cast<double>(gamma_log[d])));
+    // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
+    set(kLruNu, d, modulus == 0 ? 0 : nu);
+    set(kLruTheta, d, theta);
+  }
+}
+
+void fill_lru_rows(const LruParams& params) {
+  if (state_dtype(params.x.dtype) == DType::kFloat64) {
+    fill_lru_rows<double>(params);
+  } else {
+    fill_lru_rows<float>(params);
+  }
+}
+
 }  // namespace
 
 ScanPlan linear_scan_plan_cpu(const LinearScanParams& params) {
@@ -140,6 +178,13 @@ ScanPlan linear_scan_plan_cpu(const LinearScanParams& params) {
 ScanPlan hgru_plan_cpu(const HgruParams& params) {
   ScanPlan plan;
   plan.partials = params.layout.sequences;
+  return plan;
+}
+
+ScanPlan lru_plan_cpu(const LruParams& params) {
+  ScanPlan plan;
+  plan.partials = params.layout.sequences;
+  plan.workspace_bytes = kLruRows * params.channels * element_size(state_dtype(params.x.dtype));
   return plan;
 }
 
@@ -170,6 +215,21 @@ void hgru_backward_cpu(const HgruBackwardParams& params, const ParallelFor& para
       forward.layout, {{&params.dc, hgru_row(forward)}, {&params.df, forward.channels}});
   run_blocks(forward.layout, forward.channels, hgru_row(forward), forward.c.dtype, stream, parallel,
              params, active_kernels().hgru_backward);
+}
+
+void lru_forward_cpu(const LruParams& params, const ParallelFor& parallel) {
+  fill_lru_rows(params);
+  const bool stream = should_stream(params.layout, {{&params.h, lru_row(params)}});
+  run_blocks(params.layout, params.channels, lru_row(params), params.x.dtype, stream, parallel,
+             params, active_kernels().lru_forward);
+}
+
+void lru_backward_cpu(const LruBackwardParams& params, const ParallelFor& parallel) {
+  const LruParams& forward = params.forward;
+  fill_lru_rows(forward);
+  const bool stream = should_stream(forward.layout, {{&params.dx, lru_row(forward)}});
+  run_blocks(forward.layout, forward.channels, lru_row(forward), forward.x.dtype, stream, parallel,
+             params, active_kernels().lru_backward);
 }
 
 }  // namespace tidegate::kernels

@@ -23,11 +23,27 @@ struct ScanBlock {
 /// are worth more than a first-level cache that holds the block's states and gates.
 constexpr int64_t kMaxBlockRowBytes = 16384;
 
+/// What lru needs to know of its channels: rows of D numbers of the state's type in the workspace,
+/// written once a call. The decay is a sum of two numbers where the state is single precision:
+/// lambda rounded to one makes the same error at every step of a long memory.
+enum LruRow : uint8_t {
+  kLruDecayRe,
+  kLruDecayIm,  // this and other rows of the phase: zero when real
+  kLruDecayReRest,
+  kLruDecayImRest,
+  kLruGamma,
+  kLruNu,
+  kLruTheta,
+  kLruRows
+};
+
 struct ScanKernels {
   void (*linear_scan_forward)(const LinearScanParams&, const ScanBlock&);
   void (*linear_scan_backward)(const LinearScanBackwardParams&, const ScanBlock&);
   void (*hgru_forward)(const HgruParams&, const ScanBlock&);
   void (*hgru_backward)(const HgruBackwardParams&, const ScanBlock&);
+  void (*lru_forward)(const LruParams&, const ScanBlock&);
+  void (*lru_backward)(const LruBackwardParams&, const ScanBlock&);
 };
 
 namespace generic {

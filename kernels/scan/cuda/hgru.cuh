@@ -8,6 +8,7 @@
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/rotation.cuh"
 #include "kernels/scan/cuda/partial_sums.cuh"
+#include "kernels/scan/cuda/parts.cuh"
 #include "kernels/scan/cuda/walk.cuh"
 
 namespace tidegate::kernels {
@@ -66,16 +67,13 @@ __device__ inline void fold_decay(Precise<Complex<Real>>& a, Real keep) {
 /// What forward and backward share: the types of one instantiation, the per-channel parameters and
 /// the decay gate.
 template <class Data_, class Gate_, bool kComplex_, int kVec_>
-struct HgruBase {
-  using Data = Data_;
+struct HgruBase : Parts<Data_, kComplex_, kVec_> {
+  using Layout = Parts<Data_, kComplex_, kVec_>;
+  using Layout::kComplex, Layout::kVec;
+  using typename Layout::Data;
+  using typename Layout::Real;
   using Gate = Gate_;
-  using Real = typename Register<Data>::type;
-  using Number = std::conditional_t<kComplex_, Complex<Real>, Real>;
   using Math = GateMath<Real, sizeof(Data) == 2>;
-  using State = StateRow<Number, kVec_, kComplex_>;
-  static constexpr bool kComplex = kComplex_;
-  static constexpr int kVec = kVec_;
-  static constexpr int kParts = kComplex ? 2 : 1;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -97,6 +95,8 @@ struct HgruBase {
     }
   }
 
+  __device__ void prepare() const {}
+
   /// lambda = bound + free * sigmoid(f) = 1 - free * sigmoid(-f), free = 1 - bound: from the
   /// smaller sigmoid, so that an open gate forgets exactly nothing.
   static __device__ Real keep(Real bound, bool open, Real smaller) {
@@ -110,57 +110,6 @@ struct HgruBase {
   static __device__ Real keep(Real bound, PackedSigmoids<Real> s) {
     return fused(Real(1) - bound, s.smaller, s.open() ? Real(1) : bound);
   }
-
-  /// Elements of [.., D] rows, or of the two halves of [.., 2D] rows, as one number.
-  static __device__ Number number(const Pack<Data, kVec> (&parts)[kParts], int v) {
-    if constexpr (kComplex) {
-      return {parts[0].get(v), parts[1].get(v)};
-    } else {
-      return parts[0].get(v);
-    }
-  }
-  static __device__ void split(const Number (&x)[kVec], Pack<Data, kVec> (&parts)[kParts]) {
-    if constexpr (kComplex) {
-      Real re[kVec], im[kVec];
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        re[v] = x[v].re;
-        im[v] = x[v].im;
-      }
-      parts[0] = pack<Data, kVec>(re);
-      parts[1] = pack<Data, kVec>(im);
-    } else {
-      parts[0] = pack<Data, kVec>(x);
-    }
-  }
-};
-
-/// [B, T, D] rows, or the two halves of [B, T, 2D] rows.
-template <class Data, int kVec, int kParts>
-class PartRows {
- public:
-  __device__ PartRows(const TimeSeries& series, const Sequence& seq, bool backwards,
-                      const Lane& lane)
-      : first_(series, seq, backwards, lane),
-        half_(static_cast<int>(lane.channels) * static_cast<int>(sizeof(Data))) {}
-
-  template <class Source>
-  __device__ void gather(Source& source, Pack<Data, kVec> (&out)[kParts], int k) const {
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      source(out[p], first_, k, p * half_);
-    }
-  }
-  __device__ void store(int k, int i, const Pack<Data, kVec> (&x)[kParts]) const {
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      first_.store(k, i, x[p], p * half_);
-    }
-  }
-
- private:
-  Rows<Data, kVec> first_;
-  int half_;  // bytes
 };
 
 /// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).

@@ -48,6 +48,7 @@ struct LinearScanForward : LinearScanShape<false, kUse> {
         h0(params.h0),
         h_final(params.h_final) {}
 
+  __device__ void prepare() const {}
   __device__ void initial(Number (&s)[kVec]) const { State::load(s, h0, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const {
     State::store(h_final, seq.index, lane, s);
@@ -145,6 +146,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
         dh0(params.dh0),
         da_partial(params.da_partial) {}
 
+  __device__ void prepare() const {}
   __device__ void initial(Number (&s)[kVec]) const { State::load(s, dh_final, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const { State::store(dh0, seq.index, lane, s); }
 

@@ -3,6 +3,7 @@
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/scan/cuda/hgru_family.h"
 #include "kernels/scan/cuda/linear_scan_family.h"
+#include "kernels/scan/cuda/lru_family.h"
 
 namespace tidegate::kernels {
 
@@ -76,6 +77,26 @@ cudaError_t hgru_forward(const HgruParams& params, cudaStream_t stream) {
 cudaError_t hgru_backward(const HgruBackwardParams& params, cudaStream_t stream) {
   return choose_real(params.dh.dtype,
                      [&]<class T>() { return HgruFamily<T>::backward(params, stream); });
+}
+
+cudaError_t lru_forward_plan(const LruParams& params, ScanPlan* plan) {
+  return choose_real(params.x.dtype,
+                     [&]<class T>() { return LruFamily<T>::forward_plan(params, plan); });
+}
+
+cudaError_t lru_backward_plan(const LruBackwardParams& params, ScanPlan* plan) {
+  return choose_real(params.dh.dtype,
+                     [&]<class T>() { return LruFamily<T>::backward_plan(params, plan); });
+}
+
+cudaError_t lru_forward(const LruParams& params, cudaStream_t stream) {
+  return choose_real(params.x.dtype,
+                     [&]<class T>() { return LruFamily<T>::forward(params, stream); });
+}
+
+cudaError_t lru_backward(const LruBackwardParams& params, cudaStream_t stream) {
+  return choose_real(params.dh.dtype,
+                     [&]<class T>() { return LruFamily<T>::backward(params, stream); });
 }
 
 }  // namespace tidegate::kernels

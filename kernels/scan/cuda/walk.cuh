@@ -33,6 +33,8 @@
 //   Raw, Decoded                   one step's inputs in memory / prepared
 //   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
+//   prepare()                      what takes a while to compute before the first step, while its
+//                                  inputs are on their way
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step
@@ -260,6 +262,7 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
       }
       commit_copies();
     }
+    op.prepare();
     int stage = 0;
     int round = 0;
     for (int base = 0; base < end; base += stride, k += stride, ++round) {
@@ -325,6 +328,7 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
   if (seq.length > 0) {
     const int last = seq.length - 1;
     typename Op::Raw raw = op.gather(DirectSource{}, 0, last);
+    op.prepare();
     for (int k = 0; k <= last; ++k) {
       const typename Op::Raw next = op.gather(DirectSource{}, min(k + 1, last), last);
       const typename Op::Decoded decoded = op.decode(raw);

@@ -20,6 +20,7 @@
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
 #include "tidegate/nn/lower_bounds.h"
+#include "tidegate/nn/lru.h"
 
 namespace py = pybind11;
 
@@ -281,6 +282,52 @@ void bind_gated_linear_rnn(py::module& m) {
   bind_mixer<GatedLinearRNNImpl>(bound);
 }
 
+void bind_lru(py::module& m) {
+  using tidegate::nn::LRUImpl;
+  const auto make = [](int64_t dim, std::optional<int64_t> state, bool skip, double r_min,
+                       double r_max, double max_phase, std::optional<std::string> gate,
+                       OptionalDevice device, OptionalDtype dtype) {
+    return std::make_shared<LRUImpl>(tidegate::nn::LRUOptions(dim)
+                                         .state(state)
+                                         .skip(skip)
+                                         .r_min(r_min)
+                                         .r_max(r_max)
+                                         .max_phase(max_phase)
+                                         .gate(std::move(gate))
+                                         .device(device)
+                                         .dtype(dtype));
+  };
+  const tidegate::nn::LRUOptions defaults(1);
+  auto bound = torch::python::bind_module<LRUImpl, true>(m, "LRU");
+  bound.def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("state") = defaults.state(),
+            py::arg("skip") = defaults.skip(), py::arg("r_min") = defaults.r_min(),
+            py::arg("r_max") = defaults.r_max(), py::arg("max_phase") = defaults.max_phase(),
+            py::arg("gate") = defaults.gate(), py::arg("device") = defaults.device(),
+            py::arg("dtype") = defaults.dtype());
+  bind_mixer<LRUImpl>(bound);
+}
+
+void bind_slru(py::module& m) {
+  using tidegate::nn::SLRUImpl;
+  const auto make = [](int64_t dim, std::optional<int64_t> state, bool skip, double r_min,
+                       double r_max, OptionalDevice device, OptionalDtype dtype) {
+    return std::make_shared<SLRUImpl>(tidegate::nn::SLRUOptions(dim)
+                                          .state(state)
+                                          .skip(skip)
+                                          .r_min(r_min)
+                                          .r_max(r_max)
+                                          .device(device)
+                                          .dtype(dtype));
+  };
+  const tidegate::nn::SLRUOptions defaults(1);
+  auto bound = torch::python::bind_module<SLRUImpl, true>(m, "SLRU");
+  bound.def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("state") = defaults.state(),
+            py::arg("skip") = defaults.skip(), py::arg("r_min") = defaults.r_min(),
+            py::arg("r_max") = defaults.r_max(), py::arg("device") = defaults.device(),
+            py::arg("dtype") = defaults.dtype());
+  bind_mixer<SLRUImpl>(bound);
+}
+
 // A model from the JSON of its configuration, with what all of them have.
 template <typename Impl>
 auto bind_model(py::module& m, const char* name) {
@@ -412,6 +459,8 @@ PYBIND11_MODULE(_cpp, m) {
   bind_gla(m);
   bind_attention(m);
   bind_gated_linear_rnn(m);
+  bind_lru(m);
+  bind_slru(m);
   bind_block(m);
   bind_causal_lm(m);
   bind_classifiers(m);

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..nn import HGRU, HGRU2, Attention, GatedLinearAttention, GatedLinearRNN
+from ..nn import HGRU, HGRU2, LRU, SLRU, Attention, GatedLinearAttention, GatedLinearRNN
 
 if TYPE_CHECKING:
     from .config import LMConfig
@@ -37,6 +37,8 @@ _MIXERS: dict[str, type[nn.Module]] = {
     "hgrn": HGRU,
     "hgrn2": HGRU2,
     "gla": GatedLinearAttention,
+    "lru": LRU,
+    "slru": SLRU,
     "transformer": Attention,
     "gated-linear-rnn": GatedLinearRNN,
 }

@@ -16,6 +16,7 @@ from .glu import GLU
 from .hgru import HGRU
 from .hgru2 import HGRU2
 from .lower_bounds import LowerBounds
+from .lru import LRU, SLRU
 
 __all__ = [
     "GLU",
@@ -26,6 +27,8 @@ __all__ = [
     "GLAState",
     "GatedLinearAttention",
     "GatedLinearRNN",
+    "LRU",
     "LowerBounds",
+    "SLRU",
     "init",
 ]

@@ -1,0 +1,352 @@
+#pragma once
+
+// The linear recurrent unit's recurrence as Ops of the walk (walk.cuh):
+//   h_t = lambda * h_{t-1} + gamma * x_t
+//   lambda = exp(-exp(nu_log) + i exp(theta_log)), or real;  gamma = exp(gamma_log)
+//
+// The decay is the same at every step, so an error of it is made again and again: it is computed in
+// double and kept as a sum of two numbers, and so is its power over a run of steps.
+
+#include "kernels/common/cuda/rotation.cuh"
+#include "kernels/scan/cuda/partial_sums.cuh"
+#include "kernels/scan/cuda/parts.cuh"
+#include "kernels/scan/cuda/walk.cuh"
+
+namespace tidegate::kernels {
+
+/// A double, or a complex of doubles, as a sum of two of Number's.
+template <class Real>
+__device__ inline Precise<Real> split_double(double x) {
+  const auto hi = static_cast<Real>(x);
+  return {hi, static_cast<Real>(x - static_cast<double>(hi))};
+}
+template <class Number>
+__device__ inline Precise<Number> split_double(Complex<double> x) {
+  using Real = RealOf<Number>;
+  const Precise<Real> re = split_double<Real>(x.re);
+  if constexpr (std::is_same_v<Number, Real>) {
+    return re;
+  } else {
+    return complex_of(re, split_double<Real>(x.im));
+  }
+}
+
+/// x^n for n of at least one.
+template <int n>
+__device__ inline Complex<double> power(Complex<double> x) {
+  if constexpr (n == 1) {
+    return x;
+  } else {
+    const Complex<double> half = power<n / 2>(x);
+    return n % 2 == 0 ? half * half : half * half * x;
+  }
+}
+
+template <class Real>
+__device__ inline Precise<Complex<Real>> conj(const Precise<Complex<Real>>& a) {
+  return {conj(a.hi), conj(a.lo)};
+}
+template <class Real>
+__device__ inline Precise<Real> conj(const Precise<Real>& a) {
+  return a;
+}
+
+/// What forward and backward share: the types of one instantiation and what follows from the
+/// parameters.
+template <class Data_, bool kComplex_, int kVec_>
+struct LruBase : Parts<Data_, kComplex_, kVec_> {
+  using Layout = Parts<Data_, kComplex_, kVec_>;
+  using Layout::kComplex, Layout::kVec;
+  using typename Layout::Data;
+  using typename Layout::Number;
+  using typename Layout::Real;
+  // A run's power of the decay is known beforehand: a state crosses it by two products.
+  static constexpr bool kCrossByMap = true;
+  static constexpr int kPackBytes = sizeof(Data) * kVec;
+
+  Lane lane;
+  Sequence seq;
+  Real nu_log[kVec], theta_log[kVec], gamma_log[kVec];
+  // From prepare() on; zero in a carrier, which has no steps of its own.
+  Real nu[kVec] = {}, theta[kVec] = {}, gamma[kVec] = {};
+  Precise<Number> decay[kVec] = {}, run[kVec] = {};
+
+  __device__ LruBase(const LruParams& params, const Sequence& seq, const Lane& lane)
+      : lane(lane), seq(seq) {
+    load_channels(nu_log, params.nu_log, lane, Real(0));
+    load_channels(theta_log, params.theta_log, lane, Real(0));
+    load_channels(gamma_log, params.gamma_log, lane, Real(0));
+  }
+
+  template <int kSteps>
+  __device__ void find_decays() {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const double rate = exp(static_cast<double>(nu_log[v]));
+      const double modulus = exp(-rate);
+      Complex<double> lambda = {modulus, 0.0};
+      if constexpr (kComplex) {
+        const double angle = exp(static_cast<double>(theta_log[v]));
+        double sine, cosine;
+        exact_sincos(angle, &sine, &cosine);
+        lambda = {modulus * cosine, modulus * sine};
+        theta[v] = static_cast<Real>(angle);
+      }
+      decay[v] = split_double<Number>(lambda);
+      run[v] = split_double<Number>(power<kSteps>(lambda));
+      gamma[v] = static_cast<Real>(exp(static_cast<double>(gamma_log[v])));
+      // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
+      nu[v] = modulus == 0.0 ? Real(0) : static_cast<Real>(rate);
+    }
+  }
+
+  /// a * s + x; a double has no second word.
+  static __device__ Number decayed(const Precise<Number>& a, Number s, Number x) {
+    if constexpr (sizeof(Real) == 4) {
+      x = fused(a.lo, s, x);
+    }
+    return fused(a.hi, s, x);
+  }
+};
+
+/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
+template <bool kBackward, WalkUse kUse>
+struct LruShape : WalkShape<kBackward ? 4 : 8, kBackward ? 3 : 2> {};
+
+template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
+struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
+  using Base = LruBase<Data_, kComplex_, kVec_>;
+  using Base::kParts, Base::kVec, Base::lane, Base::seq, Base::decay, Base::gamma, Base::run;
+  using typename Base::Data;
+  using typename Base::Number;
+  using typename Base::Real;
+  using Params = LruParams;
+
+  struct Raw {
+    Pack<Data, kVec> x[kParts];
+  };
+  struct Decoded {
+    Number in[kVec];
+  };
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) { return p.layout; }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.channels; }
+
+  PartRows<Data, kVec, kParts> x, h;
+  const void* h0;
+  void* h_final;
+
+  __device__ LruForward(const Params& params, const Sequence& seq, const Lane& lane)
+      : Base(params, seq, lane),
+        x(params.x, seq, params.layout.reverse, lane),
+        h(params.h, seq, params.layout.reverse, lane),
+        h0(params.h0),
+        h_final(params.h_final) {}
+
+  __device__ void prepare() { this->template find_decays<LruForward::kSteps>(); }
+  __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Base::State::store(h_final, seq.index, lane, s);
+  }
+
+  template <class Source>
+  __device__ Raw gather(Source source, int k, int /*last*/) const {
+    Raw raw;
+    x.gather(source, raw.x, k);
+    return raw;
+  }
+
+  __device__ Decoded decode(const Raw& raw) const {
+    Decoded d;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      d.in[v] = gamma[v] * Base::number(raw.x, v);
+    }
+    return d;
+  }
+
+  __device__ void advance(const Raw&, const Decoded& d, Number (&s)[kVec],
+                          Number (&kept)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = Base::decayed(decay[v], s[v], d.in[v]);
+      kept[v] = s[v];
+    }
+  }
+
+  template <bool kLast>
+  __device__ void emit(int k, int i, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
+    Pack<Data, kVec> out[kParts];
+    Base::split(kept, out);
+    h.store(k, i, out);
+  }
+
+  __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.x[v] = Base::decayed(decay[v], map.x[v], d.in[v]);
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = run[v];
+    }
+  }
+
+  __device__ void reduce(int64_t, void*, int, int, int) const {}
+  __device__ void reduce_alone(int64_t) const {}
+};
+
+/// Walks the other way with p_t = dL/dh_{t-1} along the recurrence:
+///   g_t = dh_t + p_{t+1},  p_t = conj(lambda) * g_t,  dx_t = gamma * g_t
+/// and, with S the sum of conj(g_t) h_{t-1} over time:
+///   dnu_log = -nu * Re(lambda S),  dtheta_log = -theta * Im(lambda S)
+///   dgamma_log = gamma * sum Re(conj(g_t) x_t)
+template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
+struct LruBackward : LruBase<Data_, kComplex_, kVec_>, LruShape<true, kUse> {
+  using Base = LruBase<Data_, kComplex_, kVec_>;
+  using Base::decay, Base::gamma, Base::nu, Base::run, Base::theta;
+  using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::seq;
+  using typename Base::Data;
+  using typename Base::Number;
+  using typename Base::Real;
+  using Params = LruBackwardParams;
+  static constexpr bool kPreciseSums = sizeof(Data) >= 4;
+
+  struct Raw {
+    Pack<Data, kVec> x[kParts], h_before[kParts], dh[kParts];
+  };
+  struct Decoded {};  // nothing prepared: fold and advance read raw
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) {
+    return p.forward.layout;
+  }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.forward.channels; }
+
+  PartRows<Data, kVec, kParts> x, h, dh, dx;
+  const void* h0;
+  const void* dh_final;
+  void* dh0;
+  void* dnu_log_partial;
+  void* dtheta_log_partial;
+  void* dgamma_log_partial;
+  Sum<Number, kPreciseSums> g_h[kVec];
+  Sum<Real, kPreciseSums> g_x[kVec];
+
+  __device__ LruBackward(const Params& params, const Sequence& seq, const Lane& lane)
+      : Base(params.forward, seq, lane),
+        x(params.forward.x, seq, !params.forward.layout.reverse, lane),
+        h(params.forward.h, seq, !params.forward.layout.reverse, lane),
+        dh(params.dh, seq, !params.forward.layout.reverse, lane),
+        dx(params.dx, seq, !params.forward.layout.reverse, lane),
+        h0(params.forward.h0),
+        dh_final(params.dh_final),
+        dh0(params.dh0),
+        dnu_log_partial(params.dnu_log_partial),
+        dtheta_log_partial(params.dtheta_log_partial),
+        dgamma_log_partial(params.dgamma_log_partial) {}
+
+  __device__ void prepare() { this->template find_decays<LruBackward::kSteps>(); }
+  __device__ void initial(Number (&s)[kVec]) const {
+    Base::State::load(s, dh_final, seq.index, lane);
+  }
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Base::State::store(dh0, seq.index, lane, s);
+  }
+
+  // h_{t-1} is one step further along this walk. Past the last step it is h0 (see emit).
+  template <class Source>
+  __device__ Raw gather(Source source, int k, int last) const {
+    Raw raw;
+    x.gather(source, raw.x, k);
+    h.gather(source, raw.h_before, min(k + 1, last));
+    dh.gather(source, raw.dh, k);
+    return raw;
+  }
+
+  __device__ Decoded decode(const Raw&) const { return {}; }
+
+  /// Keeps g.
+  __device__ void advance(const Raw& raw, Decoded, Number (&s)[kVec], Number (&kept)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      kept[v] = Base::number(raw.dh, v) + s[v];
+      s[v] = Base::decayed(conj(decay[v]), kept[v], Number{});
+    }
+  }
+
+  __device__ void fold(const Raw& raw, Decoded, AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const Number g = map.x[v] + Base::number(raw.dh, v);
+      map.x[v] = Base::decayed(conj(decay[v]), g, Number{});
+    }
+  }
+  __device__ void seal(AffineMap<Number, kVec>& map) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      map.a[v] = conj(run[v]);
+    }
+  }
+
+  template <bool kLast>
+  __device__ void emit(int k, int i, const Raw& raw, Decoded, const Number (&g)[kVec]) {
+    Number before[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      before[v] = Base::number(raw.h_before, v);
+    }
+    if (kLast && k + i == seq.length - 1) {
+      Base::State::load(before, h0, seq.index, lane);
+    }
+    Number out[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      out[v] = gamma[v] * g[v];
+      g_h[v].add(conj(g[v]) * before[v]);
+      g_x[v].add(dot(g[v], Base::number(raw.x, v)));
+    }
+    Pack<Data, kVec> parts[kParts];
+    Base::split(out, parts);
+    dx.store(k, i, parts);
+  }
+
+  using Sums = Sum<Real, kPreciseSums>[kVec];
+
+  /// The gradients that this thread's steps add up to.
+  __device__ void add_up(Sums& dnu_log, Sums& dtheta_log, Sums& dgamma_log) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const Number turned = Base::decayed(decay[v], g_h[v].value(), Number{});
+      if constexpr (kComplex) {
+        dnu_log[v].add(-nu[v] * turned.re);
+        dtheta_log[v].add(-theta[v] * turned.im);
+      } else {
+        dnu_log[v].add(-nu[v] * turned);
+      }
+      dgamma_log[v].add(gamma[v] * g_x[v].value());
+    }
+  }
+
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
+    Sums dnu_log, dtheta_log, dgamma_log;
+    add_up(dnu_log, dtheta_log, dgamma_log);
+    sum_over_warps(dnu_log, dnu_log_partial, row, lane, scratch, warp, warps, lane_index);
+    sum_over_warps(dgamma_log, dgamma_log_partial, row, lane, scratch, warp, warps, lane_index);
+    if constexpr (kComplex) {
+      sum_over_warps(dtheta_log, dtheta_log_partial, row, lane, scratch, warp, warps, lane_index);
+    }
+  }
+  __device__ void reduce_alone(int64_t row) const {
+    Sums dnu_log, dtheta_log, dgamma_log;
+    add_up(dnu_log, dtheta_log, dgamma_log);
+    write_partial(dnu_log, dnu_log_partial, row, lane);
+    write_partial(dgamma_log, dgamma_log_partial, row, lane);
+    if constexpr (kComplex) {
+      write_partial(dtheta_log, dtheta_log_partial, row, lane);
+    }
+  }
+};
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,5 @@
+#include "kernels/scan/cuda/lru_family.cuh"
+
+namespace tidegate::kernels {
+template struct LruFamily<float>;
+}  // namespace tidegate::kernels

@@ -1,0 +1,314 @@
+"""LRU (arXiv 2303.06349) and its real form SLRU: linear recurrences with a constant decay."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ._common import (
+    KeepsFloat32,
+    check_choice,
+    check_mixer_input,
+    check_positive,
+    empty_state,
+    make_linear,
+    normal_,
+    reset_linear,
+    wide_dtype,
+    widen,
+)
+
+
+class _LinearRecurrentUnit(KeepsFloat32):
+    """What LRU and SLRU share: everything but whether the state is complex."""
+
+    bidirectional = False
+    takes_gamma = False
+    needs_gamma = False
+    _float32_names = ("nu_log", "theta_log", "gamma_log")
+
+    def __init__(
+        self,
+        dim: int,
+        state: int,
+        is_complex: bool,
+        skip: bool,
+        r_min: float,
+        r_max: float,
+        device,
+        dtype,
+    ) -> None:
+        super().__init__()
+        self._name = type(self).__name__
+        check_positive(self._name, "dim", dim)
+        check_positive(self._name, "state", state)
+        if not (0 <= r_min <= r_max <= 1 and r_max > 0 and r_min < 1):
+            raise ValueError(
+                f"{self._name}: r_min, r_max: expected 0 <= r_min <= r_max <= 1, not both 0 nor "
+                f"both 1; got {r_min:g} and {r_max:g}"
+            )
+        self.dim, self.state = dim, state
+        self.skip = bool(skip)
+        self.r_min, self.r_max = r_min, r_max
+        self.state_size = 2 * state if is_complex else state
+        where = {"device": device, "dtype": dtype}
+        wide = {"device": device, "dtype": wide_dtype(dtype)}
+        self.in_proj = make_linear(dim, self.state_size, False, **where)
+        self.nu_log = nn.Parameter(torch.empty(state, **wide))
+        theta_log = nn.Parameter(torch.empty(state, **wide)) if is_complex else None
+        self.register_parameter("theta_log", theta_log)
+        self.gamma_log = nn.Parameter(torch.empty(state, **wide))
+        weight = nn.Parameter(torch.empty(dim, **where)) if self.skip else None
+        self.register_parameter("skip_weight", weight)
+        self.out_proj = make_linear(self.state_size, dim, False, **where)
+
+    def _reset(self, max_phase: float | None) -> None:
+        fan_in = self.dim if max_phase is None else 2 * self.dim
+        normal_(self.in_proj.weight, 1.0 / math.sqrt(fan_in))
+        ops.init_lru_nu_log_(self.nu_log, self.r_min, self.r_max)
+        if max_phase is not None:
+            ops.init_lru_theta_log_(self.theta_log, max_phase)
+        ops.init_lru_gamma_log_(self.gamma_log, self.nu_log)
+        if self.skip_weight is not None:
+            normal_(self.skip_weight, 1.0)
+        normal_(self.out_proj.weight, 1.0 / math.sqrt(self.state))
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, state_size]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        weight = self.in_proj.weight
+        return empty_state(weight, batch, self.state_size, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = zeros. gamma: None; there is no lower bound. cu_seqlens:
+        bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
+        """
+        check_mixer_input(self._name, x, self.dim)
+        self._refuse_gamma(gamma)
+        if state is not None:
+            self._check_state(state)
+        h, state = self._scan(x, state, cu_seqlens)
+        return self._output(h, x), state
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        check_mixer_input(f"{self._name}.step", x, self.dim, time=False)
+        self._refuse_gamma(gamma)
+        self._check_state(state)
+        return self._output(self._scan_step(x, state), x)
+
+    def _scan(
+        self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        parameters = (self.nu_log, self.theta_log, self.gamma_log)
+        return ops.lru_scan(self.in_proj(x), *parameters, state, cu_seqlens=cu_seqlens)
+
+    def _scan_step(self, x: Tensor, state: Tensor) -> Tensor:
+        parameters = (self.nu_log, self.theta_log, self.gamma_log)
+        return ops.lru_scan_step(self.in_proj(x), *parameters, state)
+
+    def _output(self, h: Tensor, x: Tensor) -> Tensor:
+        y = self.out_proj(h)
+        return y if self.skip_weight is None else y + self.skip_weight * x
+
+    def _refuse_gamma(self, gamma: Tensor | None) -> None:
+        if gamma is not None:
+            raise ValueError(
+                f"{self._name}: gamma: expected None, since its decay has no lower bound; got a "
+                "tensor"
+            )
+
+    def _check_state(self, state: Tensor) -> None:
+        if state.dim() != 2 or state.size(-1) != self.state_size:
+            raise ValueError(
+                f"{self._name}: state: expected [N, {self.state_size}]; got {tuple(state.shape)}"
+            )
+
+
+class LRU(_LinearRecurrentUnit):
+    """Linear recurrent unit (arXiv 2303.06349): a token mixer with a complex state::
+
+        lambda = exp(-exp(nu_log) + i exp(theta_log))
+        h_t = lambda * h_{t-1} + exp(gamma_log) * (B x_t)
+        y_t = Re(C h_t) + d * x_t                           (d only with skip)
+
+    B and C are complex; as real matrices of twice the width they are in_proj and out_proj. The
+    recurrence is one fused op, `tidegate.ops.lru_scan`.
+
+    Args:
+        dim: width of x and y.
+        state: width of the complex state. None: dim.
+        skip: whether d is there.
+        r_min: least modulus of lambda at the start; its square is uniform on [r_min^2, r_max^2], so
+            that lambda is uniform on the ring.
+        r_max: largest one.
+        max_phase: largest phase at the start, in radians a step; uniform on [0, max_phase].
+        gate: None, or "data": a forget gate that depends on x (HGRN, arXiv 2311.04823, Table 8,
+            "LRU w forget gate", which leaves the formula open). Here it sharpens lambda's modulus::
+
+                |lambda_t| = |lambda|^s_t,  s_t = sigmoid(W x_t + b)
+
+            so that the unit keeps more where s is small, and what it keeps is never less than
+            lambda keeps. The phase and gamma are as without it. This variant composes
+            `tidegate.ops.linear_scan`, and stores complex numbers in single precision.
+
+    Parameters: ``in_proj.weight`` ``[2 * state, dim]``, rows of the real part, then of the
+    imaginary one; ``nu_log``, ``theta_log``, ``gamma_log`` ``[state]``, fp32 also in 16-bit
+    modules; ``skip_weight`` ``[dim]`` (d); ``gate_proj`` (W, b, with a gate); ``out_proj.weight``
+    ``[dim, 2 * state]``. No other biases.
+
+    State: one tensor ``[N, 2 * state]`` = [Re | Im]; fp32, fp64 in an fp64 module.
+
+    Raises ValueError for options that are unknown or do not fit each other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        state: int | None = None,
+        skip: bool = False,
+        r_min: float = 0.9,
+        r_max: float = 0.999,
+        max_phase: float = 2 * math.pi,
+        gate: str | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(
+            dim, dim if state is None else state, True, skip, r_min, r_max, device, dtype
+        )
+        if not max_phase > 0:
+            raise ValueError(f"LRU: max_phase: expected a number above 0; got {max_phase:g}")
+        check_choice("LRU", "gate", gate, (None, "data"))
+        self.max_phase = max_phase
+        self.gate = gate
+        self.gate_proj = None
+        if gate is not None:
+            self.gate_proj = make_linear(dim, self.state, True, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """In this order: in_proj (normal, variance 1/(2 dim)), nu_log, theta_log (on the ring),
+        gamma_log (``log sqrt(1 - |lambda|^2)``), skip_weight (normal, variance 1), out_proj
+        (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim))."""
+        self._reset(self.max_phase)
+        if self.gate_proj is not None:
+            reset_linear(self.gate_proj)
+
+    def _scan(
+        self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.gate_proj is None:
+            return super()._scan(x, state, cu_seqlens)
+        entering, decay = self._gated(x)
+        h0 = None if state is None else _to_complex(widen(state))
+        h, final = ops.linear_scan(entering, decay, h0, cu_seqlens=cu_seqlens)
+        return _to_halves(h).to(self.out_proj.weight.dtype), _to_halves(final)
+
+    def _scan_step(self, x: Tensor, state: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return super()._scan_step(x, state)
+        entering, decay = self._gated(x)
+        h = _to_complex(widen(state))
+        ops.linear_scan_step(entering, decay, h)
+        state.copy_(_to_halves(h))
+        return state.to(self.out_proj.weight.dtype)
+
+    def _gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters the state, and lambda_t, complex."""
+        sharpness = torch.sigmoid(widen(self.gate_proj(x)))
+        modulus = torch.exp(-self.nu_log.exp() * sharpness)
+        u = _to_complex(widen(self.in_proj(x)))
+        decay = torch.polar(modulus, self.theta_log.exp().expand_as(modulus))
+        return self.gamma_log.exp() * u, decay
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, state={self.state}, skip={self.skip}, r_min={self.r_min}, "
+            f"r_max={self.r_max}, max_phase={self.max_phase}, gate={self.gate!r}"
+        )
+
+
+class SLRU(_LinearRecurrentUnit):
+    """The real form of the linear recurrent unit (Su Jianlin's SLRU): a token mixer::
+
+        h_t = exp(-exp(nu_log)) * h_{t-1} + exp(gamma_log) * (B x_t)
+        y_t = C h_t + d * x_t                               (d only with skip)
+
+    One fused op, `tidegate.ops.lru_scan`, computes the recurrence.
+
+    Args:
+        dim: width of x and y.
+        state: width of the state. None: 2 * dim, so that the matrices are as large as LRU's.
+        skip: whether d is there.
+        r_min: least decay at the start; its square is uniform on [r_min^2, r_max^2].
+        r_max: largest one.
+
+    Parameters: ``in_proj.weight`` ``[state, dim]``; ``nu_log``, ``gamma_log`` ``[state]``, fp32
+    also in 16-bit modules; ``skip_weight`` ``[dim]`` (d); ``out_proj.weight`` ``[dim, state]``. No
+    biases.
+
+    State: one tensor ``[N, state]``; fp32, fp64 in an fp64 module.
+
+    Raises ValueError for options that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        state: int | None = None,
+        skip: bool = False,
+        r_min: float = 0.9,
+        r_max: float = 0.999,
+        device=None,
+        dtype=None,
+    ) -> None:
+        width = 2 * dim if state is None else state
+        super().__init__(dim, width, False, skip, r_min, r_max, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """In this order: in_proj (normal, variance 1/dim), nu_log (as for the ring), gamma_log
+        (``log sqrt(1 - lambda^2)``), skip_weight (normal, variance 1), out_proj (normal, variance
+        1/state)."""
+        self._reset(None)
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, state={self.state}, skip={self.skip}, r_min={self.r_min}, "
+            f"r_max={self.r_max}"
+        )
+
+
+def _to_complex(halves: Tensor) -> Tensor:
+    """[Re | Im] as complex numbers."""
+    return torch.complex(*halves.chunk(2, -1))
+
+
+def _to_halves(z: Tensor) -> Tensor:
+    return torch.cat([z.real, z.imag], -1)
