@@ -455,21 +455,21 @@ REGISTRY: dict[str, Entry] = {
     ),
     "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=13, variants=3),
     "SLRU": Entry(tidegate.nn.SLRU, _lru_arguments(False), _mixer_inputs, allowed=7, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=69),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=81),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=62, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=74, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=69,
+        allowed=81,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=70,
+        allowed=82,
     ),
 }
