@@ -8,12 +8,8 @@
 namespace tidegate::kernels::avx2 {
 
 const ScanKernels kScanKernels = {
-    linear_scan_forward_block,
-    linear_scan_backward_block,
-    hgru_forward_block,
-    hgru_backward_block,
-    lru_forward_block,
-    lru_backward_block,
+    linear_scan_forward_block, linear_scan_backward_block, hgru_forward_block,
+    hgru_backward_block,       lru_forward_block,          lru_backward_block,
 };
 
 }  // namespace tidegate::kernels::avx2
