@@ -2,8 +2,8 @@
 
 // Products of small matrices on tensor cores (compute capability 8.0 and later), in registers.
 //
-// mma_bf16 multiplies a 16 x 16 matrix A by a 16 x 8 matrix B. With r = lane / 4 and c = lane % 4,
-// a lane holds, two bf16 a register, the lower one first:
+// mma_bf16 (mma_f16 with f16 operands) multiplies a 16 x 16 matrix A by a 16 x 8 matrix B. With r =
+// lane / 4 and c = lane % 4, a lane holds, two bf16 a register, the lower one first:
 //   A[0] = A(r, 2c..2c+1)   A[1] = A(r + 8, 2c..)   A[2] = A(r, 2c + 8..)   A[3] = A(r + 8, 2c
 //   + 8..) B[0] = B(2c..2c+1, r)   B[1] = B(2c + 8.., r)
 // and of the 16 x 8 sum in float
@@ -28,6 +28,13 @@ __device__ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
 
 __device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   mma_bf16(d, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+__device__ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /// d += A * B with an inner dimension of 8: A[0], A[1] and B[0] of the above.
@@ -72,6 +79,13 @@ __device__ inline uint32_t transpose_matrix(uint32_t m) {
 __device__ inline uint32_t pack_bf16(float low, float high) {
   uint32_t both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+/// The same in f16. What is larger than its range becomes infinite.
+__device__ inline uint32_t pack_f16(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 

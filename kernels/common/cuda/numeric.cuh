@@ -215,11 +215,13 @@ __device__ inline void copy_async(void* shared, const void* global) {
 }
 
 /// Sixteen bytes; zeros where `exists` is false, and then `global` is not read.
-__device__ inline void copy_async_or_zero(void* shared, const void* global, bool exists) {
-  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+__device__ inline void copy_async_or_zero(unsigned shared, const void* global, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(exists ? 16 : 0)
                : "memory");
+}
+__device__ inline void copy_async_or_zero(void* shared, const void* global, bool exists) {
+  copy_async_or_zero(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global, exists);
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

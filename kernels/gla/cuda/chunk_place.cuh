@@ -3,8 +3,8 @@
 // What a block of threads that has a chunk and a head works on: where their rows lie, and what the
 // passes before have left for them.
 
+#include "kernels/common/cuda/cuts.cuh"
 #include "kernels/gla/cuda/chunk_tiles.cuh"
-#include "kernels/gla/cuda/cuts.cuh"
 
 namespace tidegate::kernels {
 

@@ -1,29 +1,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/gla/cuda/tensor_forward.cuh"
 #include "kernels/gla/cuda/tensor_forward.h"
 
 namespace tidegate::kernels {
-
-/// Once on every device, a kernel must be told that it may use more than 48 KB of shared memory.
-template <auto* kKernel>
-cudaError_t allow_shared_bytes(int bytes) {
-  static std::atomic<uint64_t> allowed = 0;
-  int device = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if ((allowed.load(std::memory_order_relaxed) & bit) != 0) {
-    return cudaSuccess;
-  }
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  allowed.fetch_or(bit, std::memory_order_relaxed);
-  return cudaSuccess;
-}
 
 template <class Data, class Gate, GateKind kKind, int kKeys, Pass kPass>
 cudaError_t launch_tensor_forward(TensorForward work, int64_t blocks, cudaStream_t stream) {

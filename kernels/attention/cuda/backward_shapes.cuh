@@ -1,0 +1,53 @@
+#pragma once
+
+// Which tiles the backward pass takes, by head dimension and by the shared memory there is.
+
+#include "kernels/attention/cuda/tensor_forward.h"
+#include "kernels/attention/cuda/tensor_query_gradient.cuh"
+
+namespace tidegate::kernels {
+
+/// Calls f with the shapes of a head dimension of the class: f.template operator()<Shape of
+/// forgetting_backward_kernel, Shape of query_gradient_kernel>(). cudaErrorNotSupported where no
+/// shape fits.
+template <class T, HeadDims kDims, class F>
+cudaError_t with_backward_shapes(int64_t dim, int shared_bytes, const F& f) {
+  const auto first_that_fits = [&]<class Query, class First, class Second>() {
+    if (Query::kSharedBytes <= shared_bytes && First::kSharedBytes <= shared_bytes) {
+      return f.template operator()<First, Query>();
+    }
+    if (Query::kSharedBytes <= shared_bytes && Second::kSharedBytes <= shared_bytes) {
+      return f.template operator()<Second, Query>();
+    }
+    return cudaErrorNotSupported;
+  };
+  if constexpr (kDims == HeadDims::kSmall) {
+    if (dim <= 32) {
+      using Only = BackwardShape<T, 32, 64, 128, 2, 4, 4, 2>;
+      return first_that_fits.template operator()<QueryGradientShape<T, 32, 2, 4, 64>, Only, Only>();
+    }
+    if (dim <= 64) {
+      return first_that_fits.template
+      operator()<QueryGradientShape<T, 64, 2, 4, 64>, BackwardShape<T, 64, 128, 128, 4, 4, 4, 2>,
+                 BackwardShape<T, 64, 64, 128, 2, 4, 4, 1>>();
+    }
+    return first_that_fits.template
+    operator()<QueryGradientShape<T, 96, 2, 4, 32>, BackwardShape<T, 96, 64, 128, 2, 4, 4, 2>,
+               BackwardShape<T, 96, 64, 64, 4, 4, 4, 1>>();
+  } else {
+    if (dim <= 128) {
+      return first_that_fits.template
+      operator()<QueryGradientShape<T, 128, 2, 4, 32>, BackwardShape<T, 128, 64, 128, 2, 4, 2, 2>,
+                 BackwardShape<T, 128, 64, 64, 4, 4, 2, 1>>();
+    }
+    if (dim <= 192) {
+      using Only = BackwardShape<T, 192, 64, 64, 4, 2, 2, 1>;
+      return first_that_fits
+          .template operator()<QueryGradientShape<T, 192, 1, 4, 32>, Only, Only>();
+    }
+    using Only = BackwardShape<T, 256, 64, 64, 4, 2, 2, 1>;
+    return first_that_fits.template operator()<QueryGradientShape<T, 256, 1, 4, 32>, Only, Only>();
+  }
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,137 @@
+// The backward pass on tensor cores: what it takes, its workspace, and what follows what.
+
+#include "kernels/attention/cuda/tensor_backward.h"
+
+#include "kernels/attention/cuda/backward_shapes.cuh"
+#include "kernels/attention/cuda/gate_sums.h"
+#include "kernels/attention/cuda/row_terms.cuh"
+#include "kernels/common/cuda/device.h"
+
+namespace tidegate::kernels {
+namespace {
+
+int64_t query_rows(const ForgettingAttentionParams& p) {
+  return p.layout.batch * p.heads * p.layout.time;
+}
+int64_t key_rows(const ForgettingAttentionParams& p) {
+  return p.key_layout.batch * p.heads * p.key_layout.time;
+}
+
+template <class T>
+cudaError_t launch(const TensorAttention& work, int shared_bytes, cudaStream_t stream) {
+  return work.params.forward.head_dim <= kLargestSmallHeadDim
+             ? TensorBackwardUnit<T, HeadDims::kSmall>::launch(work, shared_bytes, stream)
+             : TensorBackwardUnit<T, HeadDims::kLarge>::launch(work, shared_bytes, stream);
+}
+
+/// Rows of a tile of queries, and columns of its dq_sums.
+struct QueryTile {
+  int rows = 0, columns = 0;
+};
+
+cudaError_t find_query_tile(const ForgettingAttentionParams& p, int shared_bytes, QueryTile* tile) {
+  const auto take = [&]<class Shape, class QueryShape>() {
+    *tile = {Shape::kRows, Shape::kDim};
+    return cudaSuccess;
+  };
+  return p.head_dim <= kLargestSmallHeadDim
+             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, shared_bytes, take)
+             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, shared_bytes,
+                                                                     take);
+}
+
+/// The workspace, in order; each part starts at a multiple of 16 bytes.
+struct Parts {
+  int64_t gate_sums, norms, row_terms, column_sums, row_sums, dq_sums, totals, all;
+
+  Parts(const ForgettingAttentionParams& p, const Cuts& query_tiles, const QueryTile& tile) {
+    int64_t at = 0;
+    const auto part = [&](int64_t* start, int64_t bytes) {
+      *start = at;
+      at += (bytes + 15) / 16 * 16;
+    };
+    part(&gate_sums, gate_sums_count(p) * 8);
+    part(&norms, norms_count(p, true) * 8);
+    part(&row_terms, query_rows(p) * 4);
+    part(&column_sums, key_rows(p) * 4);
+    part(&row_sums, query_rows(p) * 4);
+    part(&dq_sums,
+         p.deterministic ? 0 : query_tiles.slots * p.heads * tile.rows * tile.columns * int64_t{4});
+    totals = gate_sums;  // c is not read any more
+    all = at;
+  }
+};
+
+}  // namespace
+
+cudaError_t tensor_backward_fits(const ForgettingAttentionBackwardParams& params, bool* fits) {
+  const ForgettingAttentionParams& p = params.forward;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  QueryTile tile;
+  *fits = tensor_forward_fits(p) && rows_aligned(params.d_o) && rows_aligned(params.dq) &&
+          rows_aligned(params.dk) && rows_aligned(params.dv) &&
+          find_query_tile(p, limits.shared_bytes, &tile) == cudaSuccess;
+  return cudaSuccess;
+}
+
+cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params,
+                                 ForgettingAttentionPlan* plan) {
+  const ForgettingAttentionParams& p = params.forward;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  QueryTile tile;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits.shared_bytes, &tile));
+  *plan = {.path = AttentionPath::kTensorCore};
+  plan->workspace_bytes = Parts(p, cut_time(p.layout, tile.rows), tile).all;
+  return cudaSuccess;
+}
+
+cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = params.forward;
+  if (p.layout.sequences == 0 || p.heads == 0) {
+    return cudaSuccess;
+  }
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  QueryTile tile;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits.shared_bytes, &tile));
+
+  TensorAttention work;
+  work.params = params;
+  work.query_tiles = cut_time(p.layout, tile.rows);
+  const Parts parts(p, work.query_tiles, tile);
+  char* const scratch = static_cast<char*>(p.workspace);
+  double* const c = reinterpret_cast<double*>(scratch + parts.gate_sums);
+  work.gate_sums = c;
+  work.row_terms = reinterpret_cast<float*>(scratch + parts.row_terms);
+  work.row_sums = reinterpret_cast<float*>(scratch + parts.row_sums);
+  work.column_sums = reinterpret_cast<float*>(scratch + parts.column_sums);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
+  if (p.prune > 0) {
+    void* const norms = scratch + parts.norms;
+    work.norms = static_cast<const float*>(norms);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(p, true, norms, stream));
+  }
+  if (!p.deterministic) {  // row and dq sums lie next to each other
+    work.dq_sums = reinterpret_cast<float*>(scratch + parts.dq_sums);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(work.row_sums, 0, parts.all - parts.row_sums, stream));
+  }
+  if (query_rows(p) > 0) {
+    const auto blocks = static_cast<unsigned>((query_rows(p) + kRowsABlock - 1) / kRowsABlock);
+    if (p.q.dtype == DType::kBFloat16) {
+      row_terms_kernel<__nv_bfloat16><<<blocks, kRowThreads, 0, stream>>>(work);
+    } else {
+      row_terms_kernel<__half><<<blocks, kRowThreads, 0, stream>>>(work);
+    }
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR(p.q.dtype == DType::kBFloat16
+                                    ? launch<__nv_bfloat16>(work, limits.shared_bytes, stream)
+                                    : launch<__half>(work, limits.shared_bytes, stream));
+  return gate_gradients(params, work.row_sums, work.column_sums,
+                        reinterpret_cast<double*>(scratch + parts.totals), stream);
+}
+
+}  // namespace tidegate::kernels

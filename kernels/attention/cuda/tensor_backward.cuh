@@ -1,0 +1,520 @@
+#pragma once
+
+// The backward pass on tensor cores. A block of threads takes a tile of keys of one head of keys
+// and walks over the queries that see it, of all query heads that share it, with dk and dv in
+// registers:
+//
+//   S = Q K^T   P = exp(S - lse)   dP = dO V^T   dS = P (dP - delta + dlse)
+//   dv += P^T dO      dk += dS^T Q      dq += dS K  (atomics in float, unless deterministic)
+//
+// Sums of dS over rows and columns are taken from the same values: see forgetting_attention.h.
+// c enters as in the forward pass, relative to the tile's last key.
+
+#include <cmath>
+
+#include "kernels/attention/cuda/half_tiles.cuh"
+#include "kernels/attention/cuda/tensor_work.cuh"
+
+namespace tidegate::kernels {
+
+/// Eight warps share every product of a pair of tiles; each product divides its result among them
+/// in its own way: warps along the rows, the others along the columns.
+template <class Data, int kHeadDim, int kQueriesATile, int kKeysATile, int kScoreWarps,
+          int kKeyWarps, int kQueryWarps, int kStagesOfQueries>
+struct BackwardShape {
+  using T = Data;
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kRows = kQueriesATile;
+  static constexpr int kKeys = kKeysATile;
+  static constexpr int kWarps = 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = kStagesOfQueries;
+
+  /// One product's part of a warp, in tiles of 16 rows and of 8 columns.
+  template <int kAllRows, int kAllColumns, int kWarpsAlongRows>
+  struct Part {
+    static constexpr int kWarpsOfRows = kWarpsAlongRows;
+    static constexpr int kRowTiles = kAllRows / kWarpsAlongRows / 16;
+    static constexpr int kColumnTiles = kAllColumns / (kWarps / kWarpsAlongRows) / 8;
+    static __device__ int row(int warp) { return warp % kWarpsAlongRows * (16 * kRowTiles); }
+    static __device__ int column(int warp) { return warp / kWarpsAlongRows * (8 * kColumnTiles); }
+  };
+  using Scores = Part<kRows, kKeys, kScoreWarps>;    // S, dP
+  using KeySums = Part<kKeys, kDim, kKeyWarps>;      // dk, dv
+  using QuerySums = Part<kRows, kDim, kQueryWarps>;  // dq
+
+  static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
+  static constexpr int kRowBytes = HalfTile<kDim>::bytes(kRows);
+  static constexpr int kScoreBytes = HalfTile<kKeys>::bytes(kRows);
+  static constexpr int kRowTerms = 4;  // c_i - c_ref, high and low; lse; delta - dlse
+  static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kRowBytes + 2 * kScoreBytes +
+                                      (2 * kKeys + 2 * kRowTerms * kRows) * int{sizeof(float)};
+};
+
+template <class Shape>
+struct BackwardShared {
+  unsigned char* keys;
+  unsigned char* values;
+  unsigned char* queries;  // [kStages]
+  unsigned char* d_o;      // [kStages]
+  unsigned char* p;
+  unsigned char* ds;
+  float* key_gates;  // [2][kKeys]: c_ref - c_j, high and low parts
+  float* row_terms;  // [2][kRowTerms][kRows]
+
+  __device__ explicit BackwardShared(unsigned char* shared)
+      : keys(shared),
+        values(keys + Shape::kKeyBytes),
+        queries(values + Shape::kKeyBytes),
+        d_o(queries + Shape::kStages * Shape::kRowBytes),
+        p(d_o + Shape::kStages * Shape::kRowBytes),
+        ds(p + Shape::kScoreBytes),
+        key_gates(reinterpret_cast<float*>(ds + Shape::kScoreBytes)),
+        row_terms(key_gates + 2 * Shape::kKeys) {}
+};
+
+/// What the scores of a row need.
+struct RowTerms {
+  float high, low, lse, term;
+};
+
+/// Adds four floats to device memory.
+__device__ inline void add_four(float* to, const float (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    atomicAdd(to + i, x[i]);
+  }
+#endif
+}
+
+/// s = log2 of P, from Q K^T. `gates`: of the lane's first two keys; `rows`: RowTerms of the lane's
+/// first row, kRows apart.
+template <int kRows, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
+                                                 float scale, const float* gates,
+                                                 const float* rows) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * i + 8 * half;
+      const float level = rows[2 * kRows + row] - rows[row];
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+        const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * j);
+        s[i][j][2 * half] = fmaf(s[i][j][2 * half], scale, gate.x) - level;
+        s[i][j][2 * half + 1] = fmaf(s[i][j][2 * half + 1], scale, gate.y) - level;
+      }
+    }
+  }
+}
+
+/// The same on edge tiles of kKeys keys: pair by pair, -infinity where a pair does not count.
+template <int kRows, int kKeys, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
+                                                 float scale, const float* gates, const float* rows,
+                                                 PairMask mask, int position, int key) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * i + 8 * half;
+      const float high = rows[row], low = rows[kRows + row], level = rows[2 * kRows + row];
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i][j][2 * half + e];
+          const float fall = (high + gates[8 * j + e]) + (low + gates[kKeys + 8 * j + e]);
+          const bool counts = mask.sees(position + row, key + 8 * j + e);
+          x = counts ? fmaf(x, scale, fall) - level : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+/// s = P; dp = dO V^T meanwhile.
+template <class T, int kSteps, int kRowTiles, int kColumnTiles, class TileA, class TileB>
+__device__ __forceinline__ void weights_and_products(float (&s)[kRowTiles][kColumnTiles][4],
+                                                     float (&dp)[kRowTiles][kColumnTiles][4],
+                                                     const TileA& d_o, const TileB& values) {
+  constexpr int kScores = kRowTiles * kColumnTiles * 4;
+  const auto exponentials = [&](int step) {
+#pragma unroll
+    for (int at = 0; at < kScores; ++at) {
+      if (at >= step * kScores / kSteps && at < (step + 1) * kScores / kSteps) {
+        float& x = s[at / 4 / kColumnTiles][at / 4 % kColumnTiles][at % 4];
+        x = exp2_approx(x);
+      }
+    }
+  };
+  multiply<T, false, false, kSteps, true>(dp, d_o, values, exponentials);
+}
+
+template <class Shape>
+struct BackwardWarp {
+  using T = typename Shape::T;
+  using Scores = typename Shape::Scores;
+  using KeySums = typename Shape::KeySums;
+  static constexpr int kKeys = Shape::kKeys;
+  static constexpr int kRowTiles = Scores::kRowTiles, kColumnTiles = Scores::kColumnTiles;
+
+  float dk[KeySums::kRowTiles][KeySums::kColumnTiles][4] = {};
+  float dv[KeySums::kRowTiles][KeySums::kColumnTiles][4] = {};
+  float s[kRowTiles][kColumnTiles][4];
+  float dp[kRowTiles][kColumnTiles][4];
+  float column_sums[kColumnTiles][2];
+
+  /// dp = dS, adding up its columns here, and its rows in device memory where `row_sums` is not
+  /// null.
+  __device__ __forceinline__ void score_gradients(const float* rows, float* row_sums, int limit,
+                                                  int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = 16 * i + 8 * half;
+        const float term = rows[3 * Shape::kRows + row];
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = dp[i][j][2 * half + e];
+            x = s[i][j][2 * half + e] * (x - term);
+            sum += x;
+            column_sums[j][e] += x;
+          }
+        }
+        if (row_sums != nullptr) {
+          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          if (lane % 4 == 0 && row < limit) {
+            atomicAdd(row_sums + row, sum);
+          }
+        }
+      }
+    }
+  }
+
+  /// Writes scores as 16-bit elements.
+  static __device__ __forceinline__ void put(const float (&x)[kRowTiles][kColumnTiles][4],
+                                             unsigned char* tile, int row, int column, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+        unsigned char* const to =
+            tile + HalfTile<kKeys>::offset(row + 16 * i + lane / 4, column / 8 + j) + lane % 4 * 4;
+        *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x[i][j][0], x[i][j][1]);
+        *reinterpret_cast<uint32_t*>(to + 8 * HalfTile<kKeys>::kRowBytes) =
+            pack_pair<T>(x[i][j][2], x[i][j][3]);
+      }
+    }
+  }
+};
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    forgetting_backward_kernel(const __grid_constant__ TensorAttention w) {
+  using T = typename Shape::T;
+  using Scores = typename Shape::Scores;
+  using KeySums = typename Shape::KeySums;
+  using QuerySums = typename Shape::QuerySums;
+  constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kRows = Shape::kRows;
+  constexpr int kThreads = Shape::kThreads;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  const BackwardShared<Shape> shared(shared_bytes);
+  const ForgettingAttentionParams& p = w.params.forward;
+  const TileAndHead place(w.tiles, p.key_heads, blockIdx.x, false);
+  if (place.cut.tokens == 0) {
+    return;
+  }
+  const Sequence& keys = place.cut.sequence;
+  const Sequence queries = find_sequence(p.layout, keys.index);
+  const int key_head = place.head, first_key = place.cut.first;
+  const int last_key = first_key + place.cut.tokens - 1;
+  const int shift = keys.length - queries.length;  // from a query to its position
+  const int group = static_cast<int>(p.heads / p.key_heads);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int pieces = static_cast<int>(p.head_dim / 8);
+  const PairMask mask = {static_cast<int>(p.window)};
+  const float scale = static_cast<float>(p.scale) * kLog2E;
+
+  {
+    const int thread = fresh_thread();
+    load_tile<kDim, kKeys, kThreads>(shared_address(shared.keys),
+                                     row_address(p.k, keys, key_head, first_key), row_bytes(p.k),
+                                     place.cut.tokens, pieces, thread);
+    load_tile<kDim, kKeys, kThreads>(shared_address(shared.values),
+                                     row_address(p.v, keys, key_head, first_key), row_bytes(p.v),
+                                     place.cut.tokens, pieces, thread);
+    commit_copies();
+  }
+
+  BackwardWarp<Shape> state;
+  for (int head = key_head * group; head < (key_head + 1) * group; ++head) {
+    const GateSums gates(w, keys, head);
+    const double reference = gates.at(last_key);
+    // Tiles of queries: the first that sees the first key, up to the last that sees the last key.
+    int tile = max(0, first_key - shift) / kRows;
+    int end = (queries.length + kRows - 1) / kRows;
+    if (mask.window > 0) {
+      const int last_row = last_key + mask.window - 1 - shift;
+      end = last_row < 0 ? 0 : min(end, last_row / kRows + 1);
+    }
+    if (p.prune > 0) {
+      const double fall = largest_fall(p, keys.length, KeyNorms::query(w, keys.batch, head),
+                                       KeyNorms::key(w, keys.batch, head));
+      const int rows = gates.first_not_above(reference - fall, keys.length, fresh_thread() % 32) -
+                       shift;  // these are near enough to the last key
+      end = rows <= 0 ? 0 : min(end, (rows - 1) / kRows + 1);
+    }
+    const auto load_rows = [&](int tile, int stage) {
+      const int thread = fresh_thread();
+      const int row = tile * kRows, limit = queries.length - row;
+      load_tile<kDim, kRows, kThreads>(shared_address(shared.queries) + stage * Shape::kRowBytes,
+                                       row_address(p.q, queries, head, row), row_bytes(p.q), limit,
+                                       pieces, thread);
+      load_tile<kDim, kRows, kThreads>(shared_address(shared.d_o) + stage * Shape::kRowBytes,
+                                       row_address(w.params.d_o, queries, head, row),
+                                       row_bytes(w.params.d_o), limit, pieces, thread);
+    };
+    // A row that is not there, or has no keys, has P = 0.
+    const auto read_terms = [&](int tile) -> RowTerms {
+      const int row = tile * kRows + fresh_thread();
+      if (row >= queries.length) {
+        return {0, 0, INFINITY, 0};
+      }
+      const int64_t at = (queries.batch * p.heads + head) * p.layout.time + queries.start + row;
+      const SplitGate gate = SplitGate::of(gates.at(row + shift) - reference);
+      const float lse = static_cast<const float*>(p.lse)[at];
+      return {gate.high, gate.low, lse == -INFINITY ? INFINITY : lse * kLog2E, w.row_terms[at]};
+    };
+    const auto put_terms = [&](const RowTerms& terms, int stage) {
+      float* const to = shared.row_terms + stage * Shape::kRowTerms * kRows + fresh_thread();
+      to[0] = terms.high;
+      to[kRows] = terms.low;
+      to[2 * kRows] = terms.lse;
+      to[3 * kRows] = terms.term;
+    };
+
+    __syncthreads();  // the last head's tiles have been read
+    if (const int thread = fresh_thread(); thread < kKeys) {
+      const SplitGate gate = SplitGate::of(reference - gates.at(first_key + thread));
+      shared.key_gates[thread] = gate.high;
+      shared.key_gates[kKeys + thread] = gate.low;
+    }
+    if (tile < end) {
+      load_rows(tile, 0);
+      if (fresh_thread() < kRows) {
+        put_terms(read_terms(tile), 0);
+      }
+    }
+    commit_copies();
+#pragma unroll
+    for (int j = 0; j < Scores::kColumnTiles; ++j) {
+      state.column_sums[j][0] = state.column_sums[j][1] = 0;
+    }
+
+    for (int turn = 0; tile < end; ++tile, turn ^= 1) {
+      const int stage = Shape::kStages == 1 ? 0 : turn;
+      wait_for_copies<0>();
+      __syncthreads();  // the tile is there, and all are done with the one before it
+      const bool more = tile + 1 < end;
+      RowTerms next = {};
+      if (more) {
+        if (Shape::kStages > 1) {
+          load_rows(tile + 1, stage ^ 1);
+        }
+        if (fresh_thread() < kRows) {
+          next = read_terms(tile + 1);
+        }
+      }
+      commit_copies();
+
+      const int lane = fresh_thread() % 32;
+      const unsigned queries_at = shared_address(shared.queries) + stage * Shape::kRowBytes;
+      const unsigned d_o_at = shared_address(shared.d_o) + stage * Shape::kRowBytes;
+      const int row = Scores::row(warp), column = Scores::column(warp);
+      const int first = tile * kRows + shift;
+      const float* const key_gates = shared.key_gates + column + lane % 4 * 2;
+      const float* const rows = shared.row_terms + turn * Shape::kRowTerms * kRows + row + lane / 4;
+      multiply<T, false, false, kDim / 16, true>(
+          state.s, OperandReader<kDim>::a(queries_at + HalfTile<kDim>::bytes(row), lane),
+          OperandReader<kDim>::b(shared_address(shared.keys) + HalfTile<kDim>::bytes(column),
+                                 lane));
+      if (first < first_key + kKeys - 1 ||
+          (mask.window > 0 && first_key <= first + kRows - 1 - mask.window)) {
+        weight_exponents<kRows, kKeys>(state.s, scale, key_gates, rows, mask,
+                                       first + row + lane / 4, first_key + column + lane % 4 * 2);
+      } else {
+        weight_exponents<kRows>(state.s, scale, key_gates, rows);
+      }
+      weights_and_products<T, kDim / 16>(
+          state.s, state.dp, OperandReader<kDim>::a(d_o_at + HalfTile<kDim>::bytes(row), lane),
+          OperandReader<kDim>::b(shared_address(shared.values) + HalfTile<kDim>::bytes(column),
+                                 lane));
+      state.put(state.s, shared.p, row, column, lane);
+      const int64_t first_row = (queries.batch * p.heads + head) * p.layout.time + queries.start +
+                                tile * kRows + row + lane / 4;
+      state.score_gradients(rows, w.row_sums == nullptr ? nullptr : w.row_sums + first_row,
+                            queries.length - tile * kRows - row - lane / 4, lane);
+      state.put(state.dp, shared.ds, row, column, lane);
+      __syncthreads();  // P and dS are there
+
+      const int key = KeySums::row(warp), dim = KeySums::column(warp);
+      multiply<T, true, true, kRows / 16, false>(
+          state.dv,
+          OperandReader<kKeys>::a_transposed(shared_address(shared.p), lane)
+              .template from_step<KeySums::kRowTiles>(key / 16),
+          OperandReader<kDim>::b_transposed(d_o_at, lane)
+              .template from_step<KeySums::kColumnTiles / 2>(dim / 16));
+      if (w.dq_sums != nullptr) {
+        float dq[QuerySums::kRowTiles][QuerySums::kColumnTiles][4];
+        multiply<T, false, true, kKeys / 16, true>(
+            dq,
+            OperandReader<kKeys>::a(
+                shared_address(shared.ds) + HalfTile<kKeys>::bytes(QuerySums::row(warp)), lane),
+            OperandReader<kDim>::b_transposed(shared_address(shared.keys), lane)
+                .template from_step<QuerySums::kColumnTiles / 2>(QuerySums::column(warp) / 16));
+        // In the order in which lanes hold it: see round_dq_kernel.
+        const int64_t slot = first_slot(w.query_tiles, static_cast<int>(queries.index)) + tile;
+        constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
+        float* const to =
+            w.dq_sums + (slot * p.heads + head) * (kRows * kDim) + (warp * kParts * 32 + lane) * 4;
+#pragma unroll
+        for (int i = 0; i < QuerySums::kRowTiles; ++i) {
+#pragma unroll
+          for (int j = 0; j < QuerySums::kColumnTiles; ++j) {
+            add_four(to + (i * QuerySums::kColumnTiles + j) * 128, dq[i][j]);
+          }
+        }
+      }
+      multiply<T, true, true, kRows / 16, false>(
+          state.dk,
+          OperandReader<kKeys>::a_transposed(shared_address(shared.ds), lane)
+              .template from_step<KeySums::kRowTiles>(key / 16),
+          OperandReader<kDim>::b_transposed(queries_at, lane)
+              .template from_step<KeySums::kColumnTiles / 2>(dim / 16));
+      if (more) {
+        if (Shape::kStages == 1) {
+          __syncthreads();
+          load_rows(tile + 1, 0);
+          commit_copies();
+        }
+        if (fresh_thread() < kRows) {
+          put_terms(next, turn ^ 1);
+        }
+      }
+    }
+
+    // Sums over rows: the lanes of a column, then the warps of a column in their order.
+    wait_for_copies<0>();
+    __syncthreads();
+    const int thread = fresh_thread(), lane = thread % 32;
+    float* const sums = shared.row_terms;
+    static_assert(Scores::kWarpsOfRows * kKeys <= 2 * Shape::kRowTerms * kRows);
+#pragma unroll
+    for (int j = 0; j < Scores::kColumnTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float x = state.column_sums[j][e];
+        x += __shfl_xor_sync(0xffffffffu, x, 4);
+        x += __shfl_xor_sync(0xffffffffu, x, 8);
+        x += __shfl_xor_sync(0xffffffffu, x, 16);
+        if (lane < 4) {
+          sums[warp % Scores::kWarpsOfRows * kKeys + Scores::column(warp) + 8 * j + 2 * lane + e] =
+              x;
+        }
+      }
+    }
+    __syncthreads();
+    if (thread < place.cut.tokens) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < Scores::kWarpsOfRows; ++i) {
+        sum += sums[i * kKeys + thread];
+      }
+      w.column_sums[(keys.batch * p.heads + head) * p.key_layout.time + keys.start + first_key +
+                    thread] = sum;
+    }
+  }
+
+  // dk and dv leave through the tiles of keys and values.
+  __syncthreads();
+  const int thread = fresh_thread(), lane = thread % 32;
+  const int key = KeySums::row(warp), dim = KeySums::column(warp);
+  const float dk_scale = static_cast<float>(p.scale);
+#pragma unroll
+  for (int i = 0; i < KeySums::kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < KeySums::kColumnTiles; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at =
+            HalfTile<kDim>::offset(key + 16 * i + 8 * half + lane / 4, dim / 8 + j) + lane % 4 * 4;
+        const float* const dk = state.dk[i][j] + 2 * half;
+        const float* const dv = state.dv[i][j] + 2 * half;
+        *reinterpret_cast<uint32_t*>(shared.keys + at) =
+            pack_pair<T>(dk[0] * dk_scale, dk[1] * dk_scale);
+        *reinterpret_cast<uint32_t*>(shared.values + at) = pack_pair<T>(dv[0], dv[1]);
+      }
+    }
+  }
+  __syncthreads();
+  store_tile<kDim, kKeys, kThreads>(row_address(w.params.dk, keys, key_head, first_key),
+                                    row_bytes(w.params.dk), shared.keys, place.cut.tokens, pieces,
+                                    thread);
+  store_tile<kDim, kKeys, kThreads>(row_address(w.params.dv, keys, key_head, first_key),
+                                    row_bytes(w.params.dv), shared.values, place.cut.tokens, pieces,
+                                    thread);
+}
+
+/// dq from its sums, a block a tile of queries: they lie in the order in which the warps that made
+/// them hold accumulators.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    round_dq_kernel(const __grid_constant__ TensorAttention w) {
+  using T = typename Shape::T;
+  using QuerySums = typename Shape::QuerySums;
+  constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
+  extern __shared__ __align__(128) unsigned char rounded[];
+  const ForgettingAttentionParams& p = w.params.forward;
+  const TileAndHead place(w.query_tiles, p.heads, blockIdx.x, false);
+  if (place.cut.tokens == 0) {
+    return;
+  }
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const float scale = static_cast<float>(p.scale);
+  constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
+  const float* const from = w.dq_sums + (place.slot * p.heads + place.head) * (kRows * kDim) +
+                            (warp * kParts * 32 + lane) * 4;
+#pragma unroll
+  for (int i = 0; i < QuerySums::kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < QuerySums::kColumnTiles; ++j) {
+      const float4 x =
+          *reinterpret_cast<const float4*>(from + (i * QuerySums::kColumnTiles + j) * 128);
+      unsigned char* const to = rounded +
+                                HalfTile<kDim>::offset(QuerySums::row(warp) + 16 * i + lane / 4,
+                                                       QuerySums::column(warp) / 8 + j) +
+                                lane % 4 * 4;
+      *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x.x * scale, x.y * scale);
+      *reinterpret_cast<uint32_t*>(to + 8 * HalfTile<kDim>::kRowBytes) =
+          pack_pair<T>(x.z * scale, x.w * scale);
+    }
+  }
+  __syncthreads();
+  store_tile<kDim, kRows, Shape::kThreads>(
+      row_address(w.params.dq, place.cut.sequence, place.head, place.cut.first),
+      row_bytes(w.params.dq), rounded, place.cut.tokens, static_cast<int>(p.head_dim / 8), thread);
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,101 @@
+// The forward pass on tensor cores: what it takes, and what follows what.
+
+#include "kernels/attention/cuda/tensor_forward.h"
+
+#include "kernels/attention/cuda/gate_sums.h"
+#include "kernels/attention/cuda/row_terms.cuh"
+#include "kernels/common/cuda/device.h"
+
+namespace tidegate::kernels {
+namespace {
+
+constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
+constexpr int64_t kLeastTile = 64;  // rows of a block
+
+template <class T>
+cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
+  return work.params.forward.head_dim <= kLargestSmallHeadDim
+             ? TensorForwardUnit<T, HeadDims::kSmall>::launch(work, stream)
+             : TensorForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
+}
+
+template <class T>
+void launch_norms(const HeadSeries& t, const SequenceLayout& layout, int64_t heads, int64_t dim,
+                  int* norms, cudaStream_t stream) {
+  if (layout.batch == 0 || layout.time == 0) {
+    return;
+  }
+  const int64_t blocks = std::min<int64_t>((layout.time + 255) / 256, 1024);
+  norms_kernel<T>
+      <<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(layout.batch * heads)),
+         kRowThreads, 0, stream>>>(t, layout.time, static_cast<int>(heads),
+                                   static_cast<int>(dim / 8), norms);
+}
+
+}  // namespace
+
+bool rows_aligned(const HeadSeries& t) {
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride_b % 8 == 0 &&
+         t.stride_t % 8 == 0 && t.stride_h % 8 == 0;
+}
+
+bool tensor_forward_fits(const ForgettingAttentionParams& p) {
+  const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
+  const int64_t blocks =
+      (p.layout.time / kLeastTile + 1) * std::max(p.layout.sequences, p.layout.batch) * p.heads;
+  return half && p.head_dim % 8 == 0 && p.head_dim >= 16 && p.head_dim <= kMaxAttentionHeadDim &&
+         rows_aligned(p.q) && rows_aligned(p.k) && rows_aligned(p.v) && rows_aligned(p.o) &&
+         blocks <= kLargestGrid && p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
+}
+
+int64_t norms_count(const ForgettingAttentionParams& p, bool of_queries) {
+  const int64_t heads = p.key_heads + (of_queries ? p.heads : 0);
+  return p.prune > 0 ? (p.layout.batch * heads + 1) / 2 : 0;
+}
+
+cudaError_t find_norms(const ForgettingAttentionParams& p, bool of_queries, void* norms,
+                       cudaStream_t stream) {
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      cudaMemsetAsync(norms, 0, norms_count(p, of_queries) * sizeof(double), stream));
+  const auto find = [&]<class T>() {
+    int* const keys = static_cast<int*>(norms);
+    launch_norms<T>(p.k, p.key_layout, p.key_heads, p.head_dim, keys, stream);
+    if (of_queries) {
+      launch_norms<T>(p.q, p.layout, p.heads, p.head_dim, keys + p.layout.batch * p.key_heads,
+                      stream);
+    }
+  };
+  if (p.q.dtype == DType::kBFloat16) {
+    find.operator()<__nv_bfloat16>();
+  } else {
+    find.operator()<__half>();
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {
+  *plan = {.path = AttentionPath::kTensorCore};
+  plan->workspace_bytes =
+      (gate_sums_count(p) + norms_count(p, false)) * static_cast<int64_t>(sizeof(double));
+  return cudaSuccess;
+}
+
+cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stream) {
+  if (p.layout.sequences == 0 || p.layout.time == 0 || p.heads == 0) {
+    return cudaSuccess;
+  }
+  TensorAttention work;
+  work.params.forward = p;
+  double* const c = static_cast<double*>(p.workspace);
+  work.gate_sums = c;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
+  if (p.prune > 0) {
+    double* const norms = c + gate_sums_count(p);
+    work.norms = reinterpret_cast<const float*>(norms);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(p, false, norms, stream));
+  }
+  return p.q.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(work, stream)
+                                       : launch<__half>(work, stream);
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,483 @@
+#pragma once
+
+// The forward pass on tensor cores: a block of threads takes a tile of queries of one head and
+// walks over its tiles of keys, from the diagonal to the left, with the running maximum and sum of
+// every row in registers.
+//
+// Scores are kept in units of log2. Away from the diagonal c enters as
+//   c_i - c_j = (c_i - c_ref) + (c_ref - c_j),   ref = the block's first query:
+// a constant of the row and one of the key, both at most zero, so each has its digits wherever the
+// weight is not zero anyway. On edge tiles (the diagonal, the window's far end) the difference is
+// taken pair by pair, from split floats.
+
+#include <cmath>
+
+#include "kernels/attention/cuda/half_tiles.cuh"
+#include "kernels/attention/cuda/tensor_work.cuh"
+
+namespace tidegate::kernels {
+
+/// How a head dimension is cut: kWarps warps of 16 * kRowTiles queries, kKeys keys at a time.
+template <class Data, int kHeadDim, int kRowTilesAWarp, int kWarpsABlock, int kKeysATile>
+struct ForwardShape {
+  using T = Data;
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kRowTiles = kRowTilesAWarp;
+  static constexpr int kWarps = kWarpsABlock;
+  static constexpr int kKeys = kKeysATile;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kWarpRows * kWarps;
+  static constexpr int kQueryBytes = HalfTile<kDim>::bytes(kRows);
+  static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
+  static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
+  static constexpr int kSharedBytes =
+      kQueryBytes + 2 * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 4) * int{sizeof(float)};
+};
+
+/// The shared memory of a block.
+template <class Shape>
+struct ForwardShared {
+  unsigned char* queries;
+  unsigned char* stages;  // two of keys and values
+  float* key_gates;       // [2][2][kKeys]: c_ref - c_j, high and low parts
+  float* row_gates;       // [2][kRows]: c_i - c_ref
+  int* norm;              // largest squared norm of a query, as ordered bits
+
+  __device__ explicit ForwardShared(unsigned char* shared)
+      : queries(shared),
+        stages(queries + Shape::kQueryBytes),
+        key_gates(reinterpret_cast<float*>(stages + 2 * Shape::kStageBytes)),
+        row_gates(key_gates + 4 * Shape::kKeys),
+        norm(reinterpret_cast<int*>(row_gates + 2 * Shape::kRows)) {}
+
+  __device__ unsigned char* keys(int stage) const { return stages + stage * Shape::kStageBytes; }
+  __device__ unsigned char* values(int stage) const { return keys(stage) + Shape::kKeyBytes; }
+};
+
+/// Which keys the queries at positions [first, last] may see: tiles [begin, end).
+struct KeyTiles {
+  int begin, end;
+
+  template <int kKeys>
+  static __device__ KeyTiles of(int first, int last, int window) {
+    const int oldest = window > 0 ? max(0, first - window + 1) : 0;
+    return {oldest / kKeys, last < 0 ? 0 : last / kKeys + 1};
+  }
+};
+
+/// One warp's rows: scores of the tile at hand, and outputs so far.
+template <class Shape>
+struct ForwardWarp {
+  using T = typename Shape::T;
+  static constexpr int kDim = Shape::kDim;
+  static constexpr int kRowTiles = Shape::kRowTiles;
+  static constexpr int kKeys = Shape::kKeys;
+  static constexpr int kStats = 2 * kRowTiles;  // rows of a lane: 8 apart
+
+  float o[kRowTiles][kDim / 8][4] = {};
+  float s[kRowTiles][kKeys / 8][4];
+  float largest[kStats];  // of the scores; the sum and o are relative to it, or up to 2^8 times
+                          // larger
+  float sum[kStats];
+  float level[kStats];  // what is subtracted from the scores of the tile at hand
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      largest[i] = -INFINITY;
+      sum[i] = 0;
+    }
+  }
+
+  /// s = scale s + c_ref - c_j. `gates` point to the tile's first two keys of the lane.
+  __device__ __forceinline__ void add_gates(float scale, const float* gates) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * j);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        s[i][j][0] = fmaf(s[i][j][0], scale, gate.x);
+        s[i][j][1] = fmaf(s[i][j][1], scale, gate.y);
+        s[i][j][2] = fmaf(s[i][j][2], scale, gate.x);
+        s[i][j][3] = fmaf(s[i][j][3], scale, gate.y);
+      }
+    }
+  }
+
+  /// s = scale s + c_i - c_j, or -infinity where the pair does not count.
+  __device__ __forceinline__ void add_gates_and_mask(float scale, const float* gates,
+                                                     const float* rows, PairMask mask, int position,
+                                                     int key) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = 16 * i + 8 * half;
+        const float high = rows[row], low = rows[Shape::kRows + row];
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[i][j][2 * half + e];
+            const float fall = (high + gates[8 * j + e]) + (low + gates[kKeys + 8 * j + e]);
+            const bool counts = mask.sees(position + row, key + 8 * j + e);
+            x = counts ? fmaf(x, scale, fall) : -INFINITY;
+          }
+        }
+      }
+    }
+  }
+
+  /// Brings `largest`, and with it the outputs so far, up to the tile's scores. `rows`: what the
+  /// scores lack, c_i - c_ref; null if nothing. While a row's largest score grows by less than 2^8,
+  /// nothing is rescaled: every warp would do so for one of its rows at most tiles.
+  __device__ __forceinline__ void follow_largest(const float* rows) {
+    constexpr float kSlack = 8;
+    float lacks[kStats], found[kStats];
+    bool grows = false;
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      lacks[i] = rows != nullptr ? rows[8 * i] : 0.0f;
+      float x = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
+      }
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+      found[i] = x + lacks[i];
+      grows |= found[i] > largest[i] + kSlack;
+    }
+    if (__any_sync(0xffffffffu, grows)) {
+#pragma unroll
+      for (int i = 0; i < kStats; ++i) {
+        const float next = fmaxf(largest[i], found[i]);
+        const float factor = exp2_approx(largest[i] - finite_level(next));
+        largest[i] = next;
+        sum[i] *= factor;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          o[i / 2][j][i % 2 * 2] *= factor;
+          o[i / 2][j][i % 2 * 2 + 1] *= factor;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      level[i] = finite_level(largest[i]) - lacks[i];
+    }
+  }
+
+  /// o += P V with P = exp2(s - level): the exponentials of 16 keys among the products of the 16
+  /// before them.
+  __device__ __forceinline__ void values(const OperandReader<kDim>& tile) {
+    constexpr int kChunks = kKeys / 16, kPairs = kDim / 16, kScores = 8 * kRowTiles;
+    uint32_t b[2][4];
+    tile.transposed(b[0], 0, 0);
+    exponentials(0, 0, kScores);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float (&x)[4] = s[i][2 * chunk + half];
+          a[i][2 * half] = pack_pair<T>(x[0], x[1]);
+          a[i][2 * half + 1] = pack_pair<T>(x[2], x[3]);
+        }
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int at = chunk * kPairs + pair;
+        if (at + 1 < kChunks * kPairs) {
+          tile.transposed(b[(at + 1) % 2], (at + 1) / kPairs * 16, (at + 1) % kPairs);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+            mma<T>(o[i][2 * pair + half], a[i], b[at % 2][2 * half], b[at % 2][2 * half + 1]);
+          }
+        }
+        if (chunk + 1 < kChunks) {
+          exponentials(chunk + 1, pair * kScores / kPairs, (pair + 1) * kScores / kPairs);
+        }
+      }
+    }
+  }
+
+  /// Adds the infinite and NaN elements of a tile of values to the rows that see them.
+  __device__ __forceinline__ void add_non_finite(const unsigned char* tile, PairMask mask,
+                                                 int position, int key, int lane) {
+    for (int row = 0; row < kKeys; ++row) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        const auto pair = *reinterpret_cast<const Pack<T, 2>*>(
+            tile + HalfTile<kDim>::offset(row, j) + lane % 4 * 4);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = pair.get(e);
+          if (fabsf(x) < INFINITY) {
+            continue;
+          }
+#pragma unroll
+          for (int i = 0; i < kStats; ++i) {
+            if (mask.sees(position + 8 * i, key + row)) {
+              o[i / 2][j][i % 2 * 2 + e] += x;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  /// Adds up what the four lanes of a row have, and divides. Afterwards sum is the log2 of the sum
+  /// of all weights.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+      const float factor = sum[i] == 0.0f ? 0.0f : 1.0f / sum[i];
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        o[i / 2][j][i % 2 * 2] *= factor;
+        o[i / 2][j][i % 2 * 2 + 1] *= factor;
+      }
+      sum[i] = sum[i] == 0.0f ? -INFINITY : largest[i] + log2f(sum[i]);
+    }
+  }
+
+  /// Writes the outputs over the warp's queries in shared memory.
+  __device__ __forceinline__ void put(unsigned char* rows, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        *reinterpret_cast<uint32_t*>(rows + HalfTile<kDim>::offset(8 * i + lane / 4, j) +
+                                     lane % 4 * 4) =
+            pack_pair<T>(o[i / 2][j][i % 2 * 2], o[i / 2][j][i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+ private:
+  static __device__ float finite_level(float x) { return x == -INFINITY ? 0.0f : x; }
+
+  /// Of scores [from, to) of a chunk of 16 keys: element, then eight keys, then 16 rows.
+  __device__ __forceinline__ void exponentials(int chunk, int from, int to) {
+#pragma unroll
+    for (int at = 0; at < 8 * kRowTiles; ++at) {
+      if (at >= from && at < to) {
+        const int i = at / 8, e = at % 4, stat = 2 * i + e / 2;
+        float& x = s[i][2 * chunk + at / 4 % 2][e];
+        x = exp2_approx(x - level[stat]);
+        sum[stat] += x;
+      }
+    }
+  }
+};
+
+/// Whether a thread's share of a tile holds an infinity or a NaN.
+template <class T, int kThreads>
+__device__ inline bool has_non_finite(const unsigned char* tile, int bytes, int thread) {
+  constexpr uint32_t kExponents = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
+  constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
+  uint32_t found = 0;
+  for (int at = thread * 16; at < bytes; at += kThreads * 16) {
+    const uint4 x = *reinterpret_cast<const uint4*>(tile + at);
+    // An exponent of ones carries into the sign.
+    found |= ((x.x & kExponents) + kOne) | ((x.y & kExponents) + kOne) |
+             ((x.z & kExponents) + kOne) | ((x.w & kExponents) + kOne);
+  }
+  return (found & 0x80008000u) != 0;
+}
+
+template <class T, int kThreads>
+__device__ inline void zero_non_finite(unsigned char* tile, int bytes, int thread) {
+  constexpr unsigned kExponent = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
+  for (int at = thread * 2; at < bytes; at += kThreads * 2) {
+    auto* const x = reinterpret_cast<unsigned short*>(tile + at);
+    if ((*x & kExponent) == kExponent) {
+      *x = 0;
+    }
+  }
+}
+
+/// The largest squared norm of the tile's queries, the same for every thread.
+template <class Shape>
+__device__ inline float largest_query(const ForwardShared<Shape>& shared, int thread) {
+  using T = typename Shape::T;
+  if (thread == 0) {
+    *shared.norm = 0;
+  }
+  __syncthreads();
+  for (int row = thread; row < Shape::kRows; row += Shape::kThreads) {
+    float square = 0;
+    for (int piece = 0; piece < Shape::kDim / 8; ++piece) {
+      const auto x = *reinterpret_cast<const Pack<T, 8>*>(
+          shared.queries + HalfTile<Shape::kDim>::offset(row, piece));
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        square = fmaf(x.get(e), x.get(e), square);
+      }
+    }
+    atomicMax(shared.norm, __float_as_int(square) & 0x7fffffff);  // NaN is the largest
+  }
+  __syncthreads();
+  return __int_as_float(*shared.norm);
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    forgetting_forward_kernel(const __grid_constant__ TensorAttention w) {
+  using T = typename Shape::T;
+  constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  const ForwardShared<Shape> shared(shared_bytes);
+  const ForgettingAttentionParams& p = w.params.forward;
+  const TileAndHead place(w.tiles, p.heads, blockIdx.x, true);
+  const int rows = place.cut.tokens, head = place.head;
+  if (rows == 0) {
+    return;
+  }
+  const Sequence& queries = place.cut.sequence;
+  const Sequence keys = find_sequence(p.key_layout, queries.index);
+  const int64_t key_head = head / (p.heads / p.key_heads);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int first = place.cut.first + keys.length - queries.length;  // positions of the rows
+  const int last = first + rows - 1;
+  const PairMask mask = {static_cast<int>(p.window)};
+  const GateSums gates(w, keys, head);
+  KeyTiles tiles = KeyTiles::of<kKeys>(first, last, mask.window);
+  const int pieces = static_cast<int>(p.head_dim / 8);
+
+  const char* const k = row_address(p.k, keys, key_head, 0);
+  const char* const v = row_address(p.v, keys, key_head, 0);
+  const auto load_keys = [&](int tile, int stage) {
+    const int64_t row = int64_t{tile} * kKeys;
+    const int thread = fresh_thread();
+    const int limit = keys.length - tile * kKeys;
+    const unsigned to = shared_address(shared.keys(stage));
+    load_tile<kDim, kKeys, kThreads>(to, k + row * row_bytes(p.k), row_bytes(p.k), limit, pieces,
+                                     thread);
+    load_tile<kDim, kKeys, kThreads>(to + Shape::kKeyBytes, v + row * row_bytes(p.v),
+                                     row_bytes(p.v), limit, pieces, thread);
+  };
+  const double reference = gates.at(first);
+  const auto put_key_gate = [&](double c, int stage) {
+    const SplitGate gate = SplitGate::of(reference - c);
+    shared.key_gates[stage * 2 * kKeys + thread] = gate.high;
+    shared.key_gates[stage * 2 * kKeys + kKeys + thread] = gate.low;
+  };
+
+  load_tile<kDim, Shape::kRows, kThreads>(shared_address(shared.queries),
+                                          row_address(p.q, queries, head, place.cut.first),
+                                          row_bytes(p.q), rows, pieces, thread);
+  if (tiles.end > tiles.begin) {
+    load_keys(tiles.end - 1, 0);
+    if (thread < kKeys) {
+      put_key_gate(gates.at((tiles.end - 1) * kKeys + thread), 0);
+    }
+  }
+  commit_copies();
+  for (int row = thread; row < Shape::kRows; row += kThreads) {
+    const SplitGate gate = SplitGate::of(gates.at(first + row) - reference);
+    shared.row_gates[row] = gate.high;
+    shared.row_gates[Shape::kRows + row] = gate.low;
+  }
+  if (p.prune > 0 && tiles.end > tiles.begin && first > 0) {
+    wait_for_copies<0>();
+    __syncthreads();
+    const double fall = largest_fall(p, keys.length, largest_query<Shape>(shared, thread),
+                                     KeyNorms::key(w, keys.batch, head));
+    tiles.begin = max(tiles.begin, gates.first_not_above(reference + fall, first, lane) / kKeys);
+  }
+
+  ForwardWarp<Shape> state;
+  state.start();
+  const int warp_row = warp * Shape::kWarpRows;
+  const int warp_first = first + warp_row, warp_last = warp_first + Shape::kWarpRows - 1;
+  const float scale = static_cast<float>(p.scale) * kLog2E;
+
+  int stage = 0;
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, stage ^= 1) {
+    wait_for_copies<0>();
+    __syncthreads();  // the tile is there, and all are done with the one before it
+    double next_gate = 0;
+    const bool more = tile > tiles.begin;
+    if (more) {
+      load_keys(tile - 1, stage ^ 1);
+      next_gate = thread < kKeys ? gates.at((tile - 1) * kKeys + thread) : 0.0;
+    }
+    commit_copies();
+    const int key = tile * kKeys;
+    const bool edge = key + kKeys - 1 > first || (mask.window > 0 && key <= last - mask.window);
+    const bool seen =
+        key <= warp_last && (mask.window == 0 || key + kKeys > warp_first - mask.window + 1);
+    const int lane = fresh_thread() % 32;
+    const float* const key_gates = shared.key_gates + stage * 2 * kKeys + lane % 4 * 2;
+    const float* const row_gates = shared.row_gates + warp_row + lane / 4;
+    if (seen) {
+      multiply<T, false, false, kDim / 16, true>(
+          state.s,
+          OperandReader<kDim>::a(shared_address(shared.queries) + HalfTile<kDim>::bytes(warp_row),
+                                 lane),
+          OperandReader<kDim>::b(shared_address(shared.keys(stage)), lane));
+      if (edge) {
+        state.add_gates_and_mask(scale, key_gates, row_gates, mask, warp_first + lane / 4,
+                                 key + lane % 4 * 2);
+      } else {
+        state.add_gates(scale, key_gates);
+      }
+      state.follow_largest(edge ? nullptr : row_gates);
+    }
+    if (edge) {  // weights of zero must not meet what is not finite
+      unsigned char* const tile_values = shared.values(stage);
+      if (__syncthreads_or(
+              has_non_finite<T, kThreads>(tile_values, Shape::kKeyBytes, thread) ? 1 : 0)) {
+        if (seen) {
+          state.add_non_finite(tile_values, mask, warp_first + lane / 4, key, lane);
+        }
+        __syncthreads();
+        zero_non_finite<T, kThreads>(tile_values, Shape::kKeyBytes, thread);
+        __syncthreads();
+      }
+    }
+    if (seen) {
+      state.values(OperandReader<kDim>::b_transposed(shared_address(shared.values(stage)), lane));
+    }
+    if (more && thread < kKeys) {
+      put_key_gate(next_gate, stage ^ 1);
+    }
+  }
+
+  if (tiles.end <= tiles.begin) {  // the queries that stand where outputs go have not landed
+    wait_for_copies<0>();
+    __syncthreads();
+  }
+  state.finish();
+  if (p.lse != nullptr && lane % 4 == 0) {
+    float* const lse = static_cast<float*>(p.lse) +
+                       (queries.batch * p.heads + head) * p.layout.time + queries.start +
+                       place.cut.first;
+#pragma unroll
+    for (int i = 0; i < 2 * Shape::kRowTiles; ++i) {
+      const int row = warp_row + 8 * i + lane / 4;
+      if (row < rows) {
+        lse[row] = state.sum[i] * kLn2;
+      }
+    }
+  }
+  unsigned char* const own = shared.queries + HalfTile<kDim>::bytes(warp_row);
+  __syncwarp();
+  state.put(own, lane);
+  __syncwarp();
+  char* const o = row_address(p.o, queries, head, place.cut.first);
+  store_tile<kDim, Shape::kWarpRows, 32>(o + static_cast<int64_t>(warp_row) * row_bytes(p.o),
+                                         row_bytes(p.o), own, rows - warp_row, pieces, lane);
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,37 @@
+#pragma once
+
+// The forward pass on tensor cores (tensor_forward.cuh): its plan and launch, and its units, one a
+// dtype and class of head dimensions.
+
+#include "kernels/attention/forgetting_attention_cuda.h"
+
+namespace tidegate::kernels {
+
+struct TensorAttention;
+
+/// Whether the tensor-core kernels take these inputs: 16-bit data, D a multiple of 8 from 16 on,
+/// rows of q, k, v and o aligned to 16 bytes.
+bool tensor_forward_fits(const ForgettingAttentionParams& params);
+/// Whether rows of a 16-bit tensor are aligned to 16 bytes.
+bool rows_aligned(const HeadSeries& t);
+
+cudaError_t tensor_forward_plan(const ForgettingAttentionParams& params,
+                                ForgettingAttentionPlan* plan);
+cudaError_t tensor_forward(const ForgettingAttentionParams& params, cudaStream_t stream);
+
+/// Doubles of a pass that prunes, for the largest norms of rows; see KeyNorms.
+int64_t norms_count(const ForgettingAttentionParams& params, bool of_queries);
+cudaError_t find_norms(const ForgettingAttentionParams& params, bool of_queries, void* norms,
+                       cudaStream_t stream);
+
+/// The classes of head dimensions: up to 96, and above.
+enum class HeadDims : uint8_t { kSmall, kLarge };
+constexpr int64_t kLargestSmallHeadDim = 96;
+
+template <class Data, HeadDims kDims>
+struct TensorForwardUnit {
+  /// Fills in work.tiles.
+  static cudaError_t launch(TensorAttention work, cudaStream_t stream);
+};
+
+}  // namespace tidegate::kernels

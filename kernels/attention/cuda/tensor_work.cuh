@@ -1,0 +1,130 @@
+#pragma once
+
+// What a launch of the tensor-core kernels is told, and where a block of threads finds its part.
+
+#include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/numeric.cuh"
+
+namespace tidegate::kernels {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+struct TensorAttention {
+  ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
+  Cuts tiles = {};                                // the blocks' own: of queries or of keys
+  Cuts query_tiles = {};                          // backward: those of dq_sums
+  const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
+  const float* norms = nullptr;                   // where keys are pruned: see KeyNorms
+  float* row_terms = nullptr;                     // backward: delta - dlse, [B, Hq, Tq]
+  float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
+  float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
+  float* dq_sums = nullptr;                       // backward: dq in float, tile by tile
+};
+
+/// The block's tile and head: tiles vary fastest, the last first (of queries, it has most keys).
+struct TileAndHead {
+  Cut cut;
+  int64_t slot;
+  int head;
+
+  __device__ TileAndHead(const Cuts& tiles, int64_t heads, int64_t block, bool last_first) {
+    const int64_t run = tiles.layout.offsets == nullptr ? equal_pieces(tiles) : tiles.slots;
+    const int64_t at = block % run;
+    slot = block / (run * heads) * run + (last_first ? run - 1 - at : at);
+    head = static_cast<int>(block / run % heads);
+    cut = find_cut(tiles, static_cast<int>(slot));
+  }
+};
+
+/// Which pairs of queries and keys count.
+struct PairMask {
+  int window;  // 0: none
+
+  __device__ bool sees(int position, int key) const {
+    return key <= position && (window == 0 || key > position - window);
+  }
+};
+
+/// Bytes of row `row` (from the sequence's start) of a head.
+__device__ inline char* row_address(const HeadSeries& t, const Sequence& s, int64_t head,
+                                    int64_t row) {
+  return static_cast<char*>(t.data) +
+         (s.batch * t.stride_b + (s.start + row) * t.stride_t + head * t.stride_h) * 2;
+}
+/// From one row to the next; see forgetting_attention_unsupported.
+__device__ inline int row_bytes(const HeadSeries& t) { return static_cast<int>(t.stride_t) * 2; }
+
+/// One head's cumulative gates of a sequence.
+class GateSums {
+ public:
+  __device__ GateSums(const TensorAttention& w, const Sequence& keys, int head)
+      : sums_(w.gate_sums +
+              (keys.batch * w.params.forward.heads + head) * w.params.forward.key_layout.time +
+              keys.start),
+        last_(keys.length - 1) {}
+
+  /// Of the nearest token there is.
+  __device__ double at(int position) const {
+    return last_ < 0 ? 0.0 : sums_[max(0, min(position, last_))];
+  }
+
+  /// The first of the tokens [0, end) whose sum is not above `bound`: c falls. All lanes of the
+  /// warp call it, and look at 32 places at once.
+  __device__ int first_not_above(double bound, int end, int lane) const {
+    int low = 0, count = end;  // the answer lies in [low, low + count]
+    while (count > 0) {
+      const int step = (count + 31) / 32;
+      const int place = low + (lane + 1) * step - 1;
+      const bool above = place < low + count && sums_[place] > bound;
+      const int passed = __popc(__ballot_sync(0xffffffffu, above));
+      const int end_of_range = low + count;
+      low += passed * step;
+      count = min(step - 1, end_of_range - low);
+    }
+    return low;
+  }
+
+ private:
+  const double* sums_;
+  int last_;
+};
+
+/// c relative to a reference, in units of log2, as two floats whose sum keeps the digits of a
+/// difference of neighbours however far both are from the reference.
+struct SplitGate {
+  float high, low;
+
+  __device__ static SplitGate of(double relative) {
+    const double scaled = relative * 1.4426950408889634074;
+    const float high = static_cast<float>(scaled);
+    return {high, static_cast<float>(scaled - static_cast<double>(high))};
+  }
+};
+
+/// Largest squared norms of a head's rows, as floats: [B, Hkv] of keys, then [B, Hq] of queries.
+struct KeyNorms {
+  static __device__ float key(const TensorAttention& w, int64_t batch, int head) {
+    const ForgettingAttentionParams& p = w.params.forward;
+    const int64_t group = p.heads / p.key_heads;
+    return w.norms[batch * p.key_heads + head / group];
+  }
+  static __device__ float query(const TensorAttention& w, int64_t batch, int head) {
+    const ForgettingAttentionParams& p = w.params.forward;
+    return w.norms[p.layout.batch * p.key_heads + batch * p.heads + head];
+  }
+};
+
+/// How far c may fall from a key to a query before the key may be dropped. Its weight is at most
+/// exp(s_ij - s_ii + c_i - c_j), |s| <= scale |q| |k|; with that below prune / keys for each, all
+/// that is dropped weighs less than prune. NaN (of norms) drops nothing.
+__device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys,
+                                      float query_square, float key_square) {
+  const double bound =
+      1.0001 * p.scale * sqrt(static_cast<double>(query_square) * static_cast<double>(key_square));
+  return 2 * bound + log(static_cast<double>(keys)) - log(p.prune);
+}
+
+}  // namespace tidegate::kernels
