@@ -150,6 +150,25 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
     parser.add_argument("--json", action="store_true", help="print JSON")
+    context = parser.add_argument_group("use of the context; writes numbers and a plot")
+    context.add_argument(
+        "--per-token", action="store_true", help="loss by position and perplexity by length"
+    )
+    context.add_argument(
+        "--needle", action="store_true", help="find an answer in a long text, by depth and length"
+    )
+    context.add_argument(
+        "--length",
+        type=int,
+        nargs="+",
+        help="tokens of a sequence (--per-token: one, 4 times the training context; --needle: "
+        "several)",
+    )
+    context.add_argument("--sequences", type=int, default=64, help="of --per-token (%(default)s)")
+    context.add_argument("--batch-size", type=int, default=4, help="of --per-token (%(default)s)")
+    context.add_argument("--depths", type=int, default=11, help="of --needle (%(default)s)")
+    context.add_argument("--samples", type=int, default=4, help="of --needle, a cell (%(default)s)")
+    context.add_argument("--out", help="folder to write to (default: the run's)")
     parser.set_defaults(command=_eval)
 
 
@@ -298,6 +317,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    if options.per_token or options.needle:
+        return _eval_context(options)
     from .training.scoring import score_run
 
     score = score_run(
@@ -321,6 +342,40 @@ def _eval(options: argparse.Namespace) -> int:
         )
     else:
         print(describe_score(score))
+    return 0
+
+
+def _eval_context(options: argparse.Namespace) -> int:
+    from .training.context import needle_of_run, per_token_of_run
+
+    where = {
+        "dtype": options.token_dtype,
+        "device": options.device,
+        "precision": options.precision,
+        "out": options.out,
+    }
+    if options.per_token:
+        if options.length is not None and len(options.length) != 1:
+            raise UserError(f"eval: length: expected one with --per-token, got {options.length}")
+        files, lines = per_token_of_run(
+            options.run,
+            options.data,
+            length=options.length[0] if options.length else None,
+            sequences=options.sequences,
+            batch=options.batch_size,
+            **where,
+        )
+        print("\n".join([*lines, *map(str, files)]))
+    if options.needle:
+        files, lines = needle_of_run(
+            options.run,
+            options.data,
+            lengths=options.length,
+            depths=options.depths,
+            samples=options.samples,
+            **where,
+        )
+        print("\n".join([*lines, *map(str, files)]))
     return 0
 
 

@@ -16,7 +16,7 @@ from . import stdlib_corpus
 from .baselines import baselines
 from .batches import WindowSampler
 from .errors import UserError
-from .evaluate import Score, evaluate
+from .evaluate import Score, context_for, evaluate
 from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 
 ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -107,14 +107,17 @@ class Corpus:
         device: torch.device,
         precision: str,
         limit: int | None = None,
+        trained: int | None = None,
     ) -> Score:
-        """The score on the validation split, or on about `limit` tokens of it."""
+        """The score on the validation split, or on about `limit` tokens of it. trained: the context
+        length of training, see `context_for`."""
         return evaluate(
             model,
             self.valid,
             valid_bytes=self.valid_bytes,
             device=device,
             precision=precision,
+            context=context_for(model, trained),
             limit=limit,
         )
 

@@ -31,6 +31,17 @@ class Score:
         return math.exp(self.nats) if self.nats < 700 else math.inf
 
 
+PIECE = 512  # of models that carry their state
+
+
+def context_for(model: torch.nn.Module, trained: int | None) -> int:
+    """How many tokens `evaluate` should read at a time: the context of training (None: unknown)
+    where the model does not carry a state from one piece to the next."""
+    mixers = [block.mixer for block in getattr(model, "blocks", [])]
+    keeps = any(getattr(mixer, "keeps_tokens", False) for mixer in mixers)
+    return trained if keeps and trained is not None else PIECE
+
+
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module,
@@ -39,7 +50,7 @@ def evaluate(
     valid_bytes: int | None,
     device: torch.device,
     precision: str = "fp32",
-    context: int = 512,
+    context: int = PIECE,
     rows: int = 32,
     limit: int | None = None,
 ) -> Score:
@@ -47,7 +58,9 @@ def evaluate(
 
     The tokens are read as `rows` streams side by side, `context` at a time, with the state carried
     from one piece to the next: every token is predicted from all that came before it in its row.
-    limit: about how many tokens to read, spread over the whole; None = all.
+    Attention, whose state holds the tokens themselves, reads every piece by itself: its context
+    should be that of training (`context_for`). limit: about how many tokens to read, spread over
+    the whole; None = all.
     """
     training = model.training
     model.eval()

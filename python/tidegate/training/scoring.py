@@ -64,7 +64,9 @@ def score_run(
     if isinstance(corpus, Corpus) and len(corpus.valid) < 2:
         raise UserError(f"data: {corpus.name} is too short: expected at least 2 tokens to score")
     target = next(trained.model.parameters()).device
-    return corpus.score(trained.model, target, resolve_precision(precision, target))
+    known = None if trained.train is None else trained.train.context
+    resolved = resolve_precision(precision, target)
+    return corpus.score(trained.model, target, resolved, trained=known)
 
 
 def _whole(corpus: Corpus, source: Path) -> Corpus:

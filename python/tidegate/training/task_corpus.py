@@ -118,7 +118,9 @@ class TaskCorpus:
         device: torch.device,
         precision: str,
         limit: int | None = None,
+        trained: int | None = None,
     ) -> Score:
-        """Loss and accuracy over the validation examples, or about `limit` tokens of them."""
+        """Loss and accuracy over the validation examples, or about `limit` tokens of them. trained
+        is ignored: examples have the task's length."""
         batches = self.valid_batches(device, limit)
         return evaluate_batches(model, batches, device=device, precision=precision)

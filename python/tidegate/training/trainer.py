@@ -206,7 +206,10 @@ class Trainer:
     def validate(self, limit: int | None = None) -> Score:
         """Scores the validation split (about `limit` tokens of it) and writes the result."""
         self._log()
-        score = self.corpus.score(self.model, self.device, self.config.precision, limit)
+        config = self.config
+        score = self.corpus.score(
+            self.model, self.device, config.precision, limit, trained=config.context
+        )
         position = self.position
         self.folder.append_metrics(
             {

@@ -1,0 +1,89 @@
+"""Plots of what a model makes of its context: loss by position, the needle test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .plots import _STYLE, _save, pyplot
+
+if TYPE_CHECKING:
+    from .training.needle import NeedleScores
+    from .training.per_token import PerToken
+
+_COLORS = ("#1f5fa8", "#b5542c", "#3d8a4e", "#7a4fa3", "#5b6570", "#c08a1e")
+
+
+def plot_per_token(
+    curves: Mapping[str, PerToken], path: str | os.PathLike[str], *, title: str, window: int = 101
+) -> None:
+    """L(i), smoothed over `window` tokens, and P(l) against the position, by name, as a PNG
+    (Forgetting Transformer, Figure 2). Raises ValueError when there is no curve."""
+    if not curves:
+        raise ValueError("plot_per_token: curves: expected at least one, got none")
+    with pyplot.rc_context(_STYLE):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained")
+        for (name, curve), color in zip(curves.items(), itertools.cycle(_COLORS), strict=False):
+            x = np.arange(1, len(curve.losses) + 1)
+            left.plot(x, curve.smoothed(window), color=color, linewidth=1.4, label=name)
+            right.plot(x, curve.perplexities, color=color, linewidth=1.4, label=name)
+        for trained in {curve.trained for curve in curves.values()} - {None}:
+            for axes in (left, right):
+                axes.axvline(trained, color="black", linestyle="--", linewidth=1.0)
+                axes.annotate(
+                    "trained on up to here",
+                    (trained, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(4, -10),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+        left.set_ylabel("loss L(i), nats (lower is better)")
+        right.set_ylabel("perplexity P(l) (lower is better)")
+        left.set_xlabel(f"position i, tokens (mean over {window} positions)")
+        right.set_xlabel("context length l, tokens")
+        for axes in (left, right):
+            _limit(axes)
+        left.legend(loc="best")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        _save(figure, path)
+
+
+def _limit(axes) -> None:
+    """Cuts off the steep drop of the first tokens, which would flatten all that follows it."""
+    lines = [line.get_ydata() for line in axes.get_lines() if len(line.get_ydata()) > 2]
+    kept = np.concatenate([y[len(y) // 50 :] for y in lines] or [np.zeros(1)])
+    kept = kept[np.isfinite(kept)]
+    if kept.size:
+        low, high = float(kept.min()), float(kept.max())
+        margin = 0.06 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + 2 * margin)
+    axes.set_xlim(left=0)
+
+
+def plot_needle(scores: NeedleScores, path: str | os.PathLike[str], *, title: str) -> None:
+    """Exact-match scores over depth x length as a heat map, a PNG (Figure 4)."""
+    rows, columns = scores.exact.shape
+    with pyplot.rc_context({**_STYLE, "axes.grid": False}):
+        size = (2.6 + 0.75 * columns, 1.8 + 0.42 * rows)
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        image = axes.imshow(scores.exact, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for row in range(rows):
+            for column in range(columns):
+                text = f"{scores.exact[row, column]:.2f}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(columns), [f"{n:,}" for n in scores.lengths])
+        axes.set_yticks(range(rows), [f"{d:.0%}" for d in scores.depths])
+        beyond = [i for i, n in enumerate(scores.lengths) if scores.trained and n > scores.trained]
+        if beyond:
+            axes.axvline(beyond[0] - 0.5, color="black", linestyle="--", linewidth=1.2)
+        where = " (right of the line: beyond training)" if beyond else ""
+        axes.set_xlabel(f"length, tokens{where}")
+        axes.set_ylabel("depth of the needle")
+        axes.set_title(title)
+        figure.colorbar(image, ax=axes, label="answers that match")
+        _save(figure, path)

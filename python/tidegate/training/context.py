@@ -1,0 +1,143 @@
+"""`tidegate eval --per-token` and `tidegate eval --needle` of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..models import CausalLM
+from .data import Corpus, vocabulary_fits
+from .errors import UserError
+from .needle import needle_test
+from .per_token import per_token_loss
+from .report import count_in_words, mixer_in_words
+from .runs import Trained, load_trained
+from .runtime import resolve_precision
+from .scoring import corpus_of_run
+
+DEFAULT_CONTEXT = 512  # of a saved model, which does not say what it was trained on
+PER_TOKEN_PLOT, NEEDLE_PLOT = "per_token.png", "needle.png"
+
+
+def _opened(run: str, source: str | None, dtype: str, device: str) -> tuple[Trained, Corpus, str]:
+    """The language model, a text, and the model's name for a title."""
+    trained = load_trained(run, device)
+    if not isinstance(trained.model, CausalLM):
+        raise UserError(f"{run} holds a classifier; expected a language model")
+    corpus = corpus_of_run(run, source, dtype)
+    if not isinstance(corpus, Corpus):
+        raise UserError(f"{run} was trained on the task {corpus.name}; name a text to read")
+    vocabulary_fits(corpus, trained.model.config.vocab_size)
+    mixer = mixer_in_words(trained.model.config.mixer).upper()
+    count = sum(p.numel() for p in trained.model.parameters())
+    return trained, corpus, f"{mixer}, {count_in_words(count)} parameters"
+
+
+def _text(corpus: Corpus, source: str | None) -> np.ndarray:
+    """The run's validation split, or all of a text that was named."""
+    if source is None:
+        return corpus.valid
+    return np.concatenate([corpus.train, corpus.valid])
+
+
+def _contexts(trained: Trained) -> tuple[int | None, int]:
+    """The context length of training, None where it is unknown, and what to go by."""
+    known = None if trained.train is None else trained.train.context
+    return known, DEFAULT_CONTEXT if known is None else known
+
+
+def per_token_of_run(
+    run: str,
+    source: str | None = None,
+    *,
+    length: int | None = None,
+    sequences: int = 64,
+    batch: int = 4,
+    dtype: str = "uint16",
+    device: str = "auto",
+    precision: str = "auto",
+    out: str | None = None,
+) -> tuple[list[Path], list[str]]:
+    """Writes per_token.csv, per_token.json and per_token.png into `out` (None: the run's folder).
+
+    length: tokens of a sequence; None: four times the training context, or what the text has.
+    Returns the files, and lines that say the most. Raises UserError as `per_token_loss` does.
+    """
+    from .. import plots_context
+
+    trained, corpus, name = _opened(run, source, dtype, device)
+    tokens = _text(corpus, source)
+    known, context = _contexts(trained)
+    found = per_token_loss(
+        trained.model,
+        tokens,
+        length=max(1, min(4 * context, len(tokens) - 1)) if length is None else length,
+        sequences=sequences,
+        batch=batch,
+        precision=_precision(precision, trained.model),
+        trained=known,
+    )
+    folder = Path(run if out is None else out)
+    files = found.write(folder)
+    files.append(folder / PER_TOKEN_PLOT)
+    title = f"Loss by position: {name}, {found.sequences} sequences of {Path(corpus.name).name}"
+    plots_context.plot_per_token({name: found}, files[-1], title=title)
+    smooth, perplexity = found.smoothed(), found.perplexities
+    whole = len(found.losses)
+    ends = [n for n in (known, whole) if n is not None and n <= whole]
+    lines = [
+        f"at {n:,} tokens: L {smooth[n - 1]:.4f} nats, P {perplexity[n - 1]:.4f}"
+        for n in dict.fromkeys(ends)
+    ]
+    return files, lines
+
+
+def needle_of_run(
+    run: str,
+    source: str | None = None,
+    *,
+    lengths: list[int] | None = None,
+    depths: int = 11,
+    samples: int = 4,
+    dtype: str = "uint16",
+    device: str = "auto",
+    precision: str = "auto",
+    out: str | None = None,
+) -> tuple[list[Path], list[str]]:
+    """Writes needle.json and needle.png into `out` (None: the run's folder).
+
+    lengths: tokens of the prompts; None: 1, 2 and 4 times the training context. depths: how many,
+    evenly from 0 to 1. Returns the files, and lines with the score of each length.
+    """
+    from .. import plots_context
+
+    trained, corpus, name = _opened(run, source, dtype, device)
+    if trained.tokenizer is None:
+        raise UserError("needle: the model was trained without text; it has no tokenizer")
+    if depths < 1:
+        raise UserError(f"needle: depths: expected 1 or more, got {depths}")
+    known, context = _contexts(trained)
+    scores = needle_test(
+        trained.model,
+        _text(corpus, source),
+        trained.tokenizer,
+        lengths=[context, 2 * context, 4 * context] if lengths is None else lengths,
+        depths=[float(d) for d in np.linspace(0, 1, depths)] if depths > 1 else [0.5],
+        samples=samples,
+        precision=_precision(precision, trained.model),
+        trained=known,
+    )
+    folder = Path(run if out is None else out)
+    files = [scores.write(folder), folder / NEEDLE_PLOT]
+    plots_context.plot_needle(scores, files[-1], title=f"Needle test: {name}")
+    lines = [
+        f"{n:,} tokens: exact match {scores.exact[:, i].mean():.2%}, "
+        f"answer tokens {scores.tokens[:, i].mean():.2%}"
+        for i, n in enumerate(scores.lengths)
+    ]
+    return files, lines
+
+
+def _precision(name: str, model: CausalLM) -> str:
+    return resolve_precision(name, next(model.parameters()).device)
