@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fuzz import check_case
 from support import cases, gla_cases, oracle
 from support.gla_cases import GlaCase
 from torch import Tensor
@@ -66,7 +67,7 @@ def test_every_mix_of_dtypes(case: GlaCase, device: str) -> None:
 
 @pytest.mark.parametrize("case", gla_cases.on_tensor_cores(), ids=str)
 def test_sizes_of_tensor_cores(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check_case(case, device, backward=True)
 
 
 SIZES = [(1, 1), (2, 7), (16, 16), (31, 64), (64, 32), (65, 130), (128, 128), (257, 16), (16, 512)]
@@ -77,7 +78,7 @@ SIZES = [(1, 1), (2, 7), (16, 16), (31, 64), (64, 32), (65, 130), (128, 128), (2
 def test_any_key_and_value_dimension(case: GlaCase, size: tuple[int, int], device: str) -> None:
     keys, values = size
     case = replace(case, key_dim=keys, value_dim=values, time=35, batch=1, seed=keys)
-    cases.check(case, device)
+    check_case(case, device, backward=True)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

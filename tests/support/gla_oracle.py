@@ -143,7 +143,8 @@ def gated_linear_attention_reference(
     """h (= o), final and, when dh or dh_final is given, dq, dk, dv, dlog_f, dh0."""
     dtype = _compute_dtype(q.dtype, exact)
     wide = [x.to(dtype) for x in (q, k, v)]
-    f = torch.exp(log_f.to(dtype)).expand_as(wide[0])
+    exp = gla_chunks.exp if chunks else torch.exp
+    f = exp(log_f.to(dtype)).expand_as(wide[0])
     ways = {"reverse": reverse, "fused": fused, "chunks": chunks}
     out = _attention(*wide, f, h0, dh, dh_final, cu_seqlens, scale, **ways)
     out["h"] = _round(out["h"], q, exact)
