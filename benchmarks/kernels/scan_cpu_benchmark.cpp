@@ -7,25 +7,16 @@
 //   bench_kernels --benchmark_filter=cpu [--benchmark_out=benchmarks/results/cpu_scan.json]
 
 #include <benchmark/benchmark.h>
-#include <time.h>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
-#include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "benchmarks/kernels/measure.h"
 #include "kernels/common/cpu_isa.h"
 #include "kernels/scan/scan.h"
 #include "support/scan_reference.h"
 #include "support/thread_parallel.h"
-#include "support/typed_series.h"
 
 namespace tidegate::testing {
 namespace {
@@ -57,26 +48,6 @@ struct Work {
            std::to_string(batch) + "/T" + std::to_string(time) + "/D" + std::to_string(channels) +
            "/" + kernels::cpu_isa_name(isa) + "/threads" + std::to_string(threads);
   }
-};
-
-/// Cache-line aligned memory, filled with numbers in [-1, 1) of `dtype`.
-class Buffer {
- public:
-  Buffer(int64_t count, DType dtype)
-      : data_(std::aligned_alloc(64, (count * element_size(dtype) + 63) / 64 * 64)) {
-    const int64_t size = element_size(dtype);
-    for (int64_t i = 0; i < count; ++i) {
-      const double value = static_cast<double>((i * 2654435761u >> 8) % 2003) / 1001.5 - 1;
-      encode(static_cast<char*>(data_.get()) + i * size, dtype, value);
-    }
-  }
-  void* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(void* data) const { std::free(data); }
-  };
-  std::unique_ptr<void, Free> data_;
 };
 
 /// Inputs and outputs of one piece of work.
@@ -183,70 +154,6 @@ double relative_error(Work work, const ParallelFor& parallel) {
   }
   return std::sqrt(error / size);
 }
-
-double clock_seconds(clockid_t clock) {
-  timespec now;
-  clock_gettime(clock, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-/// Times of one thing, done again and again: on the wall's clock, and on the processor's. The
-/// latter does not count the waiting for a core that other programs use.
-class Timer {
- public:
-  void run(const auto& body) {
-    const double wall = clock_seconds(CLOCK_MONOTONIC);
-    const double cpu = clock_seconds(CLOCK_PROCESS_CPUTIME_ID);
-    body();
-    cpu_.push_back(clock_seconds(CLOCK_PROCESS_CPUTIME_ID) - cpu);
-    wall_.push_back(clock_seconds(CLOCK_MONOTONIC) - wall);
-  }
-  double last() const { return wall_.back(); }
-  double wall() const { return median(wall_); }
-  double cpu() const { return median(cpu_); }
-
- private:
-  std::vector<double> wall_;
-  std::vector<double> cpu_;
-};
-
-/// Copies `bytes` / 2 from one half of a buffer to the other: as much traffic as the kernel's.
-class Copy {
- public:
-  explicit Copy(int64_t bytes) : bytes_(bytes / 2), memory_(bytes / 4 + 64, DType::kFloat32) {}
-
-  void run(const ParallelFor& parallel, bool streaming) const {
-    constexpr int64_t kPage = 4096;
-    char* to = static_cast<char*>(memory_.data());
-    const char* from = to + bytes_;
-    parallel.run(bytes_ / kPage, [=](int64_t begin, int64_t end) {
-      const auto copy = streaming ? stream : plain;
-      copy(to + begin * kPage, from + begin * kPage, (end - begin) * kPage);
-    });
-  }
-
- private:
-  static void plain(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
-  static void stream(char* to, const char* from, int64_t bytes) {
-#if defined(__SSE2__)
-    for (int64_t i = 0; i < bytes; i += 16) {
-      const __m128i part = _mm_load_si128(reinterpret_cast<const __m128i*>(from + i));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), part);
-    }
-    _mm_sfence();
-#else
-    plain(to, from, bytes);
-#endif
-  }
-
-  int64_t bytes_;
-  Buffer memory_;
-};
 
 void hgru_beside_copy(benchmark::State& state, const Work& work) {
   const ParallelFor parallel = thread_parallel(work.threads);

@@ -7,21 +7,16 @@
 //   bench_ops --benchmark_filter=cuda [--benchmark_out=FILE]
 
 #include <ATen/Functions.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <cmath>
 #include <complex>
-#include <iostream>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "benchmarks/machine_context.h"
-#include "benchmarks/ops/runner.h"
+#include "benchmarks/ops/beside_copy.h"
 #include "support/scan_reference.h"
 #include "tidegate/ops/hgru.h"
 #include "tidegate/ops/linear_scan.h"
@@ -29,17 +24,12 @@
 namespace tidegate::testing {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
-struct Work {
+struct Work : OpWork {
   bool scan = false;  // linear_scan instead of hgru
   bool turns = false;
-  bool backward = false;
   int64_t batch = 1;
   int64_t time = 1;
   int64_t channels = 1;
-  at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;
 
   int64_t width() const { return turns ? 2 * channels : channels; }
   /// Every tensor that must be read or written, once.
@@ -47,29 +37,14 @@ struct Work {
     const int64_t halves = turns ? 2 : 1;
     const int64_t hgru_rows = backward ? 4 * halves + 2 : 2 * halves + 1;
     const int64_t scan_rows = backward ? 5 : 3;
-    const int64_t element = static_cast<int64_t>(c10::elementSize(dtype));
-    return (scan ? scan_rows : hgru_rows) * batch * time * channels * element;
-  }
-  /// Inputs enough to overflow the caches many times over.
-  int64_t sets() const {
-    const int64_t wanted = device.is_cuda() ? 1'500'000'000 : 400'000'000;
-    return std::clamp<int64_t>((wanted + bytes() - 1) / bytes(), 2, 40);
+    return (scan ? scan_rows : hgru_rows) * batch * time * channels * element_bytes();
   }
   std::string name() const {
-    const auto number = [](char letter, int64_t value) {
-      return std::string{'/', letter}.append(std::to_string(value));
-    };
     return "ops/" + device.str() + (scan ? "/linear_scan" : "/hgru") +
-           (backward ? "/backward" : "/forward") + (turns ? "/complex/" : "/real/") +
-           (dtype == at::kFloat ? "float32" : "bfloat16") + number('B', batch) + number('T', time) +
-           number('D', channels);
+           (backward ? "/backward" : "/forward") + (turns ? "/complex/" : "/real/") + dtype_name() +
+           name_part('B', batch) + name_part('T', time) + name_part('D', channels);
   }
 };
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 using HgruGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using HgruBackward = HgruGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
@@ -95,7 +70,7 @@ class Ops {
     const auto draw = [&](int64_t columns) {
       return at::randn({work.batch, work.time, columns}, options);
     };
-    for (int64_t i = 0; i < work.sets(); ++i) {
+    for (int64_t i = 0; i < work.sets(work.bytes()); ++i) {
       Inputs set{draw(work.width()), draw(work.channels), draw(work.width())};
       if (work.scan) set.gate.sigmoid_();
       sets_.push_back(std::move(set));
@@ -215,50 +190,10 @@ class Ops {
   OptionalTensor theta_;
 };
 
-/// `copy_`, reading and writing as many bytes in all as the work.
-std::vector<Call> copies(const Work& work) {
-  std::vector<Call> calls;
-  for (int64_t i = 0; i < work.sets(); ++i) {
-    const auto source = at::randn({work.bytes() / 8}, at::TensorOptions().device(work.device));
-    const at::Tensor target = at::empty_like(source);
-    calls.push_back([source, target] { return Results{target.copy_(source)}; });
-  }
-  return calls;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-void beside_copy(benchmark::State& state, const Work& work) {
-  const Ops ops(work);
-  const auto runner = make_runner(ops.calls(), work.device);
-  const double error = ops.error(runner->first());
-  if (!(error < (work.dtype == at::kFloat ? 2e-5 : 1e-2))) {  // NaN does not pass
-    state.SkipWithError(("wrong result, relative error " + std::to_string(error)).c_str());
-    return;
-  }
-  const auto copy = make_runner(copies(work), work.device);
-  std::vector<double> copy_times, times;
-  for (auto _ : state) {
-    copy_times.push_back(copy->seconds());
-    times.push_back(runner->seconds());
-    state.SetIterationTime(times.back());
-  }
-  const double gigabytes = static_cast<double>(work.bytes()) * 1e-9;
-  state.counters["GB/s"] = gigabytes / median(times);
-  state.counters["copy_GB/s"] = gigabytes / median(copy_times);
-  state.counters["percent_of_copy"] = 100 * median(copy_times) / median(times);
-}
-
 void register_both_ways(Work work) {
   for (bool backward : {false, true}) {
     work.backward = backward;
-    benchmark::RegisterBenchmark(work.name().c_str(), beside_copy, work)
-        ->UseManualTime()
-        ->Iterations(work.device.is_cuda() ? 40 : 11)
-        ->Unit(work.device.is_cuda() ? benchmark::kMicrosecond : benchmark::kMillisecond);
+    register_work<Ops>(work);
   }
 }
 
@@ -300,17 +235,9 @@ void register_cuda() {
 }
 
 }  // namespace
-}  // namespace tidegate::testing
 
-int main(int argc, char** argv) {
-  using namespace tidegate::testing;  // NOLINT: the benchmarks of this file
-  const std::string gpu = gpu_name();
-  register_cpu();
-  if (gpu.empty()) {
-    std::cerr << "bench_ops: no CUDA device, or a build without CUDA: ops/cuda/... left out\n";
-  } else {
-    benchmark::AddCustomContext("gpu", gpu);
-    register_cuda();
-  }
-  return run_benchmarks(argc, argv);
+void register_scan_benchmarks(at::DeviceType device) {
+  device == at::kCUDA ? register_cuda() : register_cpu();
 }
+
+}  // namespace tidegate::testing
