@@ -207,7 +207,7 @@ def errors_section(record: Record) -> list[str]:
     names = list(dict.fromkeys(name for row in record["rows"] for name in row["errors"]))
     rows = [
         [row["gate"], row["T"], *(f"{100 * row['errors'].get(n, float('nan')):.3g}" for n in names)]
-        for row in record["rows"]
+        for row in sorted(record["rows"], key=lambda row: (row["gate"], row["T"]))
     ]
     where = (
         f"Relative error of dlog f against float64, percent, B1 H16 K128 V128, bf16, with h0 and a "
