@@ -190,6 +190,13 @@ __device__ inline Pack<__half, 2> pack<__half, 2, float>(const float (&x)[2]) {
   return pack_elements({both.x, both.y});
 }
 
+/// x *= factor where `condition` holds, in one predicated instruction and without a copy of x.
+__device__ inline void multiply_if(bool condition, float& x, float factor) {
+  asm("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p mul.f32 %0, %0, %1;\n\t}"
+      : "+f"(x)
+      : "f"(factor), "r"(static_cast<int>(condition)));
+}
+
 /// Loads what is read once: it passes the caches by without displacing what others will reuse.
 template <class T, int kVec>
 __device__ inline Pack<T, kVec> load_streaming(const void* p) {
@@ -222,6 +229,11 @@ __device__ inline void copy_async_or_zero(unsigned shared, const void* global, b
 }
 __device__ inline void copy_async_or_zero(void* shared, const void* global, bool exists) {
   copy_async_or_zero(static_cast<unsigned>(__cvta_generic_to_shared(shared)), global, exists);
+}
+
+/// Brings the line of 128 bytes that `global` lies in into the L2 cache.
+__device__ inline void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -7,31 +7,6 @@
 
 namespace tidegate::kernels {
 
-/// use(i, load(i)) for i from 0 to count - 1, with kAhead loads under way.
-template <int kAhead, class Load, class Use>
-__device__ inline void for_each_ahead(int count, Load load, Use use) {
-  decltype(load(0)) waiting[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (i < count) {
-      waiting[i] = load(i);
-    }
-  }
-#pragma unroll 1
-  for (int first = 0; first < count; first += kAhead) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i < count) {
-        const auto now = waiting[i];
-        if (first + i + kAhead < count) {
-          waiting[i] = load(first + i + kAhead);
-        }
-        use(first + i, now);
-      }
-    }
-  }
-}
-
 /// Starts copying what the chunk's steps need; rows past its end are zero.
 __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
                                    const ChunkShared& sh) {
@@ -58,6 +33,26 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
         a.factors.block_scores(at.slot, at.head, at.warp) + at.lane);
   }
   commit_copies();
+}
+
+/// Asks for what the later steps load from memory: this warp's slice of the states and of q and the
+/// gates.
+__device__ inline void prefetch_inputs(const ChunkBackward& a, const ChunkPlace& at) {
+  constexpr int kLine = 128;
+  const GlaParams& p = a.backward.forward;
+  for (int s = at.warp; s < at.key_slices; s += at.warps) {
+    for (int line = at.lane; line < at.value_slices * 4; line += 32) {
+      prefetch_line(reinterpret_cast<const char*>(a.states.tile(at.slot, at.head, s, 0)) +
+                    line * kLine);
+    }
+  }
+  const int width = static_cast<int>(p.key_dim) * 2;
+  for (int i = static_cast<int>(threadIdx.x); i < at.tokens * ((width + kLine - 1) / kLine);
+       i += static_cast<int>(blockDim.x)) {
+    const int row = i % at.tokens, offset = i / at.tokens * kLine;
+    prefetch_line(at.rows.q.row(row) + offset);
+    prefetch_line(at.rows.gate.row(row) + (p.gate_per_head ? 0 : offset));
+  }
 }
 
 /// Eight columns of a block's decays.
@@ -194,31 +189,86 @@ __device__ inline void make_scores(const ChunkPlace& at, const ChunkShared& sh) 
   }
 }
 
-/// dv = K_end D_end + A^T do, each warp 16 columns.
+/// D_end of some slices of channels and 16 columns, under way while other steps are taken.
+struct GradientsAhead {
+  static constexpr int kSlices = 8;
+  uint4 tiles[kSlices];
+
+  __device__ void load(const ChunkBackward& a, const ChunkPlace& at, int first, int column) {
+    const uint4* from = a.gradients.tile(at.slot, at.head, first, column) + at.lane;
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) {
+      if (first + i < at.key_slices) {
+        tiles[i] = __ldg(from);
+      }
+      from += at.value_slices * 32;
+    }
+  }
+};
+
+/// The gradients of 16 columns of the activated v, through the activation.
+template <class T>
+__device__ inline void store_value_rows(InputActivation activation, const ChunkPlace& at, int slice,
+                                        const float (&x)[kBlocks][2][4]) {
+  const int first = at.lane / 4 * 2, bytes = (slice * kBlock + at.lane % 4 * 2) * 2;
+  int stride = at.rows.dv.stride, raw_stride = at.rows.v.stride;
+  // Offsets of the rows found before the products, and kept meanwhile, would be spilled.
+  asm volatile("" : "+r"(stride), "+r"(raw_stride));
+  char* out = at.rows.dv.base + bytes + int64_t{first} * stride;
+  const char* raw = at.rows.v.base + bytes + int64_t{first} * raw_stride;
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int step = j * kBlock + h;
+      if (first + step < at.tokens) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float pair[2] = {x[j][n][2 * h], x[j][n][2 * h + 1]};
+          if (activation != InputActivation::kNone) {
+            using Math = GateMath<float, true>;
+            const float2 value = unpack_pair<T>(
+                *reinterpret_cast<const uint32_t*>(raw + int64_t{step} * raw_stride + 16 * n));
+            pair[0] *= activation_slope<Math>(activation, value.x);
+            pair[1] *= activation_slope<Math>(activation, value.y);
+          }
+          *reinterpret_cast<uint32_t*>(out + int64_t{step} * stride + 16 * n) =
+              pack<T, 2>(pair).bits;
+        }
+      }
+    }
+  }
+}
+
+/// dv = K_end D_end + A^T do, each warp 16 columns. `ahead` is of this warp's first ones.
 template <class T>
 __device__ inline void store_value_gradients(const ChunkBackward& a, const ChunkPlace& at,
-                                             const ChunkShared& sh) {
-  const GlaParams& p = a.backward.forward;
-  const NearRows out = at.rows.dv, raw = at.rows.v;
+                                             const ChunkShared& sh, GradientsAhead& ahead) {
   const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
   for (int v = at.warp; v < at.value_slices; v += at.warps) {
     float sum[kBlocks][2][4] = {};
-    const uint4* grads = a.gradients.tile(at.slot, at.head, 0, v) + at.lane;
-    const int next = at.value_slices * 32;
-    for_each_ahead<4>(
-        at.key_slices, [&](int s) { return __ldg(grads + s * next); },
-        [&](int s, const uint4& d) {
+    for (int first = 0; first < at.key_slices; first += GradientsAhead::kSlices) {
+      if (first > 0 || v > at.warp) {
+        ahead.load(a, at, first, v);
+      }
+      const char* tiles = sh.tile(first, 0) + tile_offset(l.row, l.half);
+#pragma unroll
+      for (int i = 0; i < GradientsAhead::kSlices; ++i) {
+        if (first + i < at.key_slices) {
+          const uint4& d = ahead.tiles[i];
           const uint32_t b[4] = {transpose_matrix(d.x), transpose_matrix(d.z),
                                  transpose_matrix(d.y), transpose_matrix(d.w)};
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
             uint32_t k[4];
-            const char* tile = sh.tile(s, j < 3 ? kKeyEndTile + j : kKeyTile + 3);
-            load_matrices(k, tile + tile_offset(l.row, l.half));
+            const int which = j < 3 ? kKeyEndTile + j : kKeyTile + 3;
+            load_matrices(k, tiles + (i * kChunkTiles + which) * kTileBytes);
             mma_bf16(sum[j][0], k, b[0], b[1]);
             mma_bf16(sum[j][1], k, b[2], b[3]);
           }
-        });
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       uint32_t d_o[4];
@@ -231,28 +281,7 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
         mma_bf16(sum[j][1], score, d_o[2], d_o[3]);
       }
     }
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int token = j * kBlock + at.lane / 4 * 2 + h;
-        if (token < at.tokens) {
-          const int bytes = (v * kBlock + at.lane % 4 * 2) * 2;
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            float x[2] = {sum[j][n][2 * h], sum[j][n][2 * h + 1]};
-            if (p.v_activation != InputActivation::kNone) {
-              using Math = GateMath<float, true>;
-              const float2 value = unpack_pair<T>(
-                  *reinterpret_cast<const uint32_t*>(raw.row(token) + bytes + 16 * n));
-              x[0] *= activation_slope<Math>(p.v_activation, value.x);
-              x[1] *= activation_slope<Math>(p.v_activation, value.y);
-            }
-            *reinterpret_cast<uint32_t*>(out.row(token) + bytes + 16 * n) = pack<T, 2>(x).bits;
-          }
-        }
-      }
-    }
+    store_value_rows<T>(a.backward.forward.v_activation, at, v, sum);
   }
 }
 
@@ -262,10 +291,27 @@ struct ChunkSums {
   BlockSum after[kBlocks];   // D v, D the gradient of the state at its end
 };
 
+/// S_start and D_end of this warp's channels, two times 16 columns under way.
+struct EndsAhead {
+  const uint4 *states, *grads;
+  uint4 s[2], d[2];
+
+  __device__ EndsAhead(const ChunkBackward& a, const ChunkPlace& at)
+      : states(a.states.tile(at.slot, at.head, at.warp, 0) + at.lane),
+        grads(a.gradients.tile(at.slot, at.head, at.warp, 0) + at.lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (at.warp < at.key_slices && i < at.value_slices) {
+        s[i] = __ldg(states + i * 32);
+        d[i] = __ldg(grads + i * 32);
+      }
+    }
+  }
+};
+
 /// From the chunk's ends: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
-__device__ inline void sum_over_values(const ChunkBackward& a, const ChunkPlace& at,
-                                       const ChunkShared& sh, ChunkSums& sums,
-                                       float (&through)[4]) {
+__device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& sh,
+                                       EndsAhead& ahead, ChunkSums& sums, float (&through)[4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -277,34 +323,53 @@ __device__ inline void sum_over_values(const ChunkBackward& a, const ChunkPlace&
     }
   }
   const MatrixLane l(at.lane);
-  const uint4* states = a.states.tile(at.slot, at.head, at.warp, 0) + at.lane;
-  const uint4* grads = a.gradients.tile(at.slot, at.head, at.warp, 0) + at.lane;
-  float ends[2][4] = {};  // S_start D_end^T, of which the diagonal is wanted
-  struct Ends {
-    uint4 s, d;
-  };
-  for_each_ahead<2>(
-      at.value_slices, [&](int v) { return Ends{__ldg(states + v * 32), __ldg(grads + v * 32)}; },
-      [&](int v, const Ends& both) {
-        const uint4 s = both.s, d = both.d;
-        mma_bf16(ends[0], s.x, s.z, s.y, s.w, d.x, d.y);
-        mma_bf16(ends[1], s.x, s.z, s.y, s.w, d.z, d.w);
+  const char* d_o = sh.d_o.at(0, 0, l);
+  const char* values = sh.values.at(0, 0, l);
+  const int block_bytes = kBlock * sh.d_o.pitch;
+  // S_start D_end^T, of which the diagonal is wanted, by quarters of its rows and columns.
+  float ends[2][4] = {}, other_ends[2][4] = {};
+#pragma unroll 1
+  for (int first = 0; first < at.value_slices; first += 2) {
+    ahead.states += 64;
+    ahead.grads += 64;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (first + i < at.value_slices) {
+        uint4 &s = ahead.s[i], &d = ahead.d[i];
+        const bool more = first + i + 2 < at.value_slices;
+        uint32_t m[4];
+        mma_bf16(ends[0], s.x, s.y, d.x);
+        mma_bf16(other_ends[0], s.x, s.y, d.y);
+        mma_bf16(ends[1], s.z, s.w, d.z);
+        mma_bf16(other_ends[1], s.z, s.w, d.w);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          uint32_t m[4];
-          load_matrices(m, sh.d_o.at(b * kBlock, v * kBlock, l));
+          load_matrices(m, d_o + b * block_bytes);
           mma_bf16(sums.before[b][0], m, s.x, s.y);
           mma_bf16(sums.before[b][1], m, s.z, s.w);
-          load_matrices(m, sh.values.at(b * kBlock, v * kBlock, l));
+        }
+        if (more) {
+          s = __ldg(ahead.states + i * 32);
+        }
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          load_matrices(m, values + b * block_bytes);
           mma_bf16(sums.after[b][0], m, d.x, d.y);
           mma_bf16(sums.after[b][1], m, d.z, d.w);
         }
-      });
+        if (more) {
+          d = __ldg(ahead.grads + i * 32);
+        }
+        d_o += kBlock * 2;
+        values += kBlock * 2;
+      }
+    }
+  }
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const bool diagonal = at.lane / 4 == at.lane % 4 * 2 + e;
-    through[e] = diagonal ? ends[0][e] : 0.0f;
-    through[2 + e] = diagonal ? ends[1][2 + e] : 0.0f;
+    through[e] = diagonal ? ends[0][e] + other_ends[0][2 + e] : 0.0f;
+    through[2 + e] = diagonal ? ends[1][e] + other_ends[1][2 + e] : 0.0f;
   }
 }
 
@@ -421,11 +486,13 @@ __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
   }
 }
 
-__device__ inline void load_sums(const float4* from, BlockSums& sums) {
+__device__ inline void load_sums(const float4* from, bool later, BlockSums& sums) {
+  const float4* active = from + (later ? 0 : 64);
+  const float4* passive = from + (later ? 64 : 0);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    *reinterpret_cast<float4*>(sums.before[n]) = from[n * 32];
-    *reinterpret_cast<float4*>(sums.after[n]) = from[64 + n * 32];
+    *reinterpret_cast<float4*>(sums.active[n]) = active[n * 32];
+    *reinterpret_cast<float4*>(sums.passive[n]) = passive[n * 32];
   }
   *reinterpret_cast<float4*>(sums.through) = from[128];
 }
@@ -437,50 +504,53 @@ __device__ inline void store_four(char* to, const float (&x)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack<T, 2>(low).bits, pack<T, 2>(high).bits);
 }
 
-/// The gradients of this warp's slice, a block at a time.
+/// The gradients of this warp's slice, a block at a time; the first one's inputs are under way.
 template <class T, GateKind kKind>
 __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace& at,
-                                       const ChunkShared& sh) {
+                                       const ChunkShared& sh, QuadInputs<T, kKind>& inputs) {
   const GlaParams& p = a.backward.forward;
   const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kBlock + 4 * c;
   const bool wide = p.gate.dtype == DType::kFloat32;
-  float gamma[4], opened[4] = {};  // sum of k (dL/df - dk): (1 - gamma) dgamma
+  float gamma[4];
   load_bounds(p, at.head, channel, gamma);
-  QuadInputs<T, kKind> inputs(p, at.rows);
-  inputs.load(2 * r, channel);
+  // Sum of k (dL/df - dk): (1 - gamma) dgamma; where the first block's sums have been.
+  float4* opened = sh.sums(at.warp, 0, at.lane);
 #pragma unroll 1
   for (int b = 0; b < kBlocks && b * kBlock < at.tokens; ++b) {
     const int token = b * kBlock + 2 * r;
     Quad x;
     QuadSlopes slopes;
     inputs.get(gamma, at.tokens - token, x, slopes);
-    if (b + 1 < kBlocks) {
-      inputs.load(token + kBlock, channel);
-    }
     BlockSums sums;
-    load_sums(sh.sums(at.warp, b, at.lane), sums);
+    load_sums(sh.sums(at.warp, b, at.lane), at.lane >= 16, sums);
     TileGradients g;
     find_tile_gradients(x, sums, sh.pairs[b * 32 + at.lane], sh.neighbours[b * 8 + r], at.lane, g);
+    if (b + 1 < kBlocks) {
+      inputs.move_to(token + kBlock);
+      inputs.load(channel);
+    }
+    float4 sum = b == 0 ? make_float4(0, 0, 0, 0) : *opened;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool live = token + i < at.tokens;
+      const float exists = live ? 1.0f : 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         g.q[i][j] *= slopes.q[i][j];
         if constexpr (kKind == GateKind::kLogit) {
           g.f[i][j] = x.k[i][j] * (g.f[i][j] - g.k[i][j]);
-          opened[j] += live ? g.f[i][j] : 0.0f;
+          (&sum.x)[j] = fmaf(exists, g.f[i][j], (&sum.x)[j]);
           g.f[i][j] *= slopes.open[i][j];
         } else {
           g.f[i][j] *= x.f[i][j];
         }
       }
       if (p.gate_per_head) {
-        float sum = g.f[i][0] + g.f[i][1] + g.f[i][2] + g.f[i][3];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        float of_head = g.f[i][0] + g.f[i][1] + g.f[i][2] + g.f[i][3];
+        of_head += __shfl_xor_sync(~0u, of_head, 1);
+        of_head += __shfl_xor_sync(~0u, of_head, 2);
         if (c == 0) {
-          sh.head_sums(at.warp)[token + i] = sum;
+          sh.head_sums(at.warp)[token + i] = of_head;
         }
       }
       if (live) {
@@ -499,17 +569,23 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
         }
       }
     }
+    if constexpr (kKind == GateKind::kLogit) {
+      *opened = sum;
+    }
   }
   if (kKind == GateKind::kLogit && a.backward.dgamma_partial != nullptr) {
+    __syncwarp();
+    if (r < 4) {  // lane 4j + c adds up channel j of the lanes of its column
+      float sum = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) {
-        opened[j] += __shfl_xor_sync(~0u, opened[j], lanes);
+      for (int row = 0; row < 8; ++row) {
+        sum += reinterpret_cast<const float*>(opened - at.lane + row * 4 + c)[r];
       }
-      if (r == 0) {
-        partial_sums(a, at)[channel + j] = opened[j] / (1.0f - gamma[j]);
-      }
+      const float bound =
+          p.gamma == nullptr
+              ? 0.0f
+              : static_cast<const float*>(p.gamma)[at.head * p.key_dim + channel + r];
+      partial_sums(a, at)[channel + r] = sum / (1.0f - bound);
     }
   }
 }
@@ -554,6 +630,11 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   const ChunkShared sh(memory, p.key_dim, p.value_dim);
   const auto columns = static_cast<int>(p.value_dim);
   copy_inputs(a, at, sh);
+  GradientsAhead gradients;
+  if (at.warp < at.value_slices) {
+    gradients.load(a, at, 0, at.warp);
+  }
+  prefetch_inputs(a, at);
   wait_for_copies<0>();
   finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, columns);
   finish_rows<T>(sh.values, p.v_activation, at.tokens, columns);
@@ -562,18 +643,22 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   __syncthreads();
   make_scores(at, sh);
   __syncthreads();
-  store_value_gradients<T>(a, at, sh);
+  EndsAhead ends(a, at);
+  store_value_gradients<T>(a, at, sh, gradients);
   ChunkSums sums;
   float through[kBlocks][4];
+  QuadInputs<T, kKind> inputs(p, rows);
   if (at.warp < at.key_slices) {
     float chunk_through[4];
-    sum_over_values(a, at, sh, sums, chunk_through);
+    sum_over_values(at, sh, ends, sums, chunk_through);
     hand_on_to_blocks(at, sh, sums, chunk_through, through);
+    inputs.move_to(at.lane / 4 * 2);
+    inputs.load(at.warp * kBlock + at.lane % 4 * 4);
   }
   __syncthreads();  // rows and tiles give way to the sums
   if (at.warp < at.key_slices) {
     store_sums(at, sh, sums, through);
-    store_gradients<T, kKind>(a, at, sh);
+    store_gradients<T, kKind>(a, at, sh, inputs);
   }
   if (p.gate_per_head) {
     __syncthreads();

@@ -8,13 +8,13 @@
 
 namespace tidegate::kernels {
 
-/// A lane's two tokens and four columns into a tile.
-__device__ inline void store_quad(char* tile, const float (&x)[2][4], int lane) {
+/// A lane's two tokens and four columns into a tile, from the lane's first four bytes on.
+__device__ inline void store_quad(char* place, const float (&x)[2][4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      *reinterpret_cast<uint32_t*>(tile + tile_offset(lane / 4 + 8 * i, n) + lane % 4 * 4) =
+      *reinterpret_cast<uint32_t*>(place + n * (kTileBytes / 2) + i * (kTileBytes / 4)) =
           pack_bf16(x[i][2 * n], x[i][2 * n + 1]);
     }
   }
@@ -36,11 +36,14 @@ __global__ void __launch_bounds__(kBlocks * 32)
     return;
   }
   const int block = at.warp, r = at.lane / 4, c = at.lane % 4, token = block * kBlock + 2 * r;
-  char* slice = a.factors.slice(slot, head, 0);
+  char* slice = a.factors.slice(slot, head, 0) + at.lane * 4;
+  char* keys = slice + ChunkFactors::key_tile(block) * kTileBytes;
+  char* queries = slice + ChunkFactors::query_tile(block) * kTileBytes;
   float* decays = a.factors.slice_decays(slot, head, 0) + block * kBlock + 2 * c;
   QuadInputs<T, kKind> inputs(p, rows);
   DyadicScores sums;
-  inputs.load(token, 4 * c);
+  inputs.move_to(token);
+  inputs.load(4 * c);
 #pragma unroll 1
   for (int s = 0; s < at.key_slices; ++s) {
     float gamma[4], total[4];
@@ -48,29 +51,26 @@ __global__ void __launch_bounds__(kBlocks * 32)
     Quad x;
     inputs.get(gamma, at.tokens - token, x);
     if (s + 1 < at.key_slices) {
-      inputs.load(token, (s + 1) * kBlock + 4 * c);
+      inputs.load((s + 1) * kBlock + 4 * c);
     }
     dyadic_step(x.q, x.k, x.f, at.lane, sums, total);
-    store_quad(slice + ChunkFactors::key_tile(block) * kTileBytes, x.k, at.lane);
-    store_quad(slice + ChunkFactors::query_tile(block) * kTileBytes, x.q, at.lane);
+    store_quad(keys, x.k);
+    store_quad(queries, x.q);
     if (r == 0) {
       *reinterpret_cast<float2*>(decays) = make_float2(total[0], total[1]);
       *reinterpret_cast<float2*>(decays + 8) = make_float2(total[2], total[3]);
     }
-    slice += ChunkFactors::kSliceBytes;
+    keys += ChunkFactors::kSliceBytes;
+    queries += ChunkFactors::kSliceBytes;
     decays += ChunkFactors::kSliceDecays;
   }
-  float scores[2][4];  // [token][earlier token]: 4c + j is row 2c + j / 2 of the even or odd ones
+  float scores[2][4];
   sums.finish(scores, at.lane);
-  auto* tile = reinterpret_cast<char*>(a.factors.block_scores(slot, head, block));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      *reinterpret_cast<uint32_t*>(tile + tile_offset(r + 8 * i, odd) + c * 4) =
-          pack_bf16(scores[i][odd], scores[i][2 + odd]);
-    }
-  }
+  // Rows and columns in the order of rows: even tokens, then odd ones.
+  const float by_row[2][4] = {{scores[0][0], scores[0][2], scores[0][1], scores[0][3]},
+                              {scores[1][0], scores[1][2], scores[1][1], scores[1][3]}};
+  store_quad(reinterpret_cast<char*>(a.factors.block_scores(slot, head, block)) + at.lane * 4,
+             by_row);
 }
 
 }  // namespace tidegate::kernels

@@ -18,11 +18,8 @@ constexpr int kMaxSlices = 16;  // of channels, one a warp
 /// In tiles and rows, a block's even tokens come first, then its odd ones: in an accumulator of
 /// mma_bf16, lane 4r + c then holds tokens 2r and 2r + 1, as dyadic.cuh wants them. Counted from
 /// the chunk's start.
-__device__ inline int row_of_token(int token) {
-  return token / kBlock * kBlock + token % 2 * 8 + token % kBlock / 2;
-}
 __device__ inline int token_of_row(int row) {
-  return row / kBlock * kBlock + row % 8 * 2 + row / 8 % 2;
+  return (row & ~(kBlock - 1)) + ((row & 7) << 1) + (row >> 3 & 1);
 }
 
 /// The columns of a slice are its channels in the order in which lanes hold them: lane 4r + c has
@@ -68,42 +65,47 @@ struct RowTile {
 
 /// One of a walk's rows and those after it, cheap to step through: rows are less than 2^31 bytes
 /// apart (see gla_unsupported).
-struct NearRows {
+struct alignas(16) NearRows {
   char* base;
-  int64_t stride;  // bytes
+  int stride;  // bytes
 
   NearRows() = default;
+  __device__ NearRows(char* base, int stride) : base(base), stride(stride) {}
   __device__ NearRows(const HeadRows& rows, int first)
       : base(rows.row(first)), stride(rows.stride_bytes()) {}
 
-  __device__ char* row(int k) const { return base + int64_t{k} * static_cast<int>(stride); }
+  __device__ char* row(int k) const { return base + int64_t{k} * stride; }
 };
 
-/// Calls visit(token, column) for each group of eight columns that this thread copies.
+/// Calls visit(row, token, column) for each group of eight columns that this thread copies.
 template <class Visit>
 __device__ inline void for_each_pack(int columns, Visit visit) {
   const int packs = columns / 8, shift = 32 - __clz(packs - 1);
   const auto thread = static_cast<int>(threadIdx.x);
-  const int pack = thread & ((1 << shift) - 1);
+  const int pack = thread & ((1 << shift) - 1), step = static_cast<int>(blockDim.x) >> shift;
   if (pack < packs) {
-    for (int token = thread >> shift; token < kChunk;
-         token += static_cast<int>(blockDim.x) >> shift) {
-      visit(token, pack * 8);
+#pragma unroll 4
+    for (int row = thread >> shift; row < kChunk; row += step) {
+      visit(row, token_of_row(row), pack * 8);
     }
   }
 }
 
-/// Starts copying the first `tokens` tokens into a tile; what lies past them is zero.
+/// Starts copying the first `tokens` tokens, at least one, into a tile; what lies past them is
+/// zero.
 inline __device__ void copy_rows_async(const RowTile& tile, const NearRows& rows, int tokens,
                                        int column0, int columns) {
-  for_each_pack(columns, [&](int token, int column) {
-    char* to = tile.at(row_of_token(token), column);
-    if (token < tokens) {
-      copy_async<16>(to, rows.row(token) + (column0 + column) * 2);
-    } else {
-      *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-    }
-  });
+  const NearRows from(rows.base + column0 * 2, rows.stride);
+  if (tokens == kChunk) {
+    for_each_pack(columns, [&](int row, int token, int column) {
+      copy_async<16>(tile.at(row, column), from.row(token) + column * 2);
+    });
+  } else {
+    for_each_pack(columns, [&](int row, int token, int column) {
+      copy_async_or_zero(tile.at(row, column), from.row(min(token, tokens - 1)) + column * 2,
+                         token < tokens);
+    });
+  }
 }
 
 /// Activates what copy_rows_async brought and makes it bf16, each thread its own share. Called once
@@ -114,9 +116,9 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
   if (std::is_same_v<T, __nv_bfloat16> && activation == InputActivation::kNone) {
     return;
   }
-  for_each_pack(columns, [&](int token, int column) {
+  for_each_pack(columns, [&](int row, int token, int column) {
     if (token < tokens) {
-      auto* place = reinterpret_cast<uint4*>(tile.at(row_of_token(token), column));
+      auto* place = reinterpret_cast<uint4*>(tile.at(row, column));
       const Pack<T, 8> raw = {*place};
       uint32_t out[4];
 #pragma unroll

@@ -60,25 +60,35 @@ class QuadInputs {
   __device__ QuadInputs(const GlaParams& p, const ChunkRows& rows)
       : p_(p), rows_(rows), wide_gate_(p.gate.dtype == DType::kFloat32) {}
 
-  /// Starts loading tokens `token` and the next; past the chunk's end its last one again.
-  __device__ void load(int token, int channel) {
+  /// Takes tokens `token` and the next; past the chunk's end its last one again.
+  __device__ void move_to(int token) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int t = min(token + i, rows_.tokens - 1);
-      raw_q_[i] = load_quad(rows_.q, t, channel);
+      q_[i] = rows_.q.row(t);
       if constexpr (kKind == GateKind::kLogDecay) {
-        raw_k_[i] = load_quad(rows_.k, t, channel);
+        k_[i] = rows_.k.row(t);
       }
-      const char* gate = rows_.gate.row(t);
+      gate_[i] = rows_.gate.row(t);
+    }
+  }
+
+  /// Starts loading four channels of them.
+  __device__ void load(int channel) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      raw_q_[i] = load_as<uint2>(q_[i] + channel * 2);
+      if constexpr (kKind == GateKind::kLogDecay) {
+        raw_k_[i] = load_as<uint2>(k_[i] + channel * 2);
+      }
       if (p_.gate_per_head) {
-        const uint32_t one = wide_gate_
-                                 ? __ldg(reinterpret_cast<const unsigned*>(gate))
-                                 : __ldg(reinterpret_cast<const unsigned short*>(gate)) * 0x10001u;
+        const uint32_t one =
+            wide_gate_ ? load_as<unsigned>(gate_[i]) : load_as<unsigned short>(gate_[i]) * 0x10001u;
         raw_gate_[i] = make_uint4(one, one, one, one);
       } else if (wide_gate_) {
-        raw_gate_[i] = __ldg(reinterpret_cast<const uint4*>(gate + channel * 4));
+        raw_gate_[i] = load_as<uint4>(gate_[i] + channel * 4);
       } else {
-        const uint2 quad = load_quad(rows_.gate, t, channel);
+        const uint2 quad = load_as<uint2>(gate_[i] + channel * 2);
         raw_gate_[i] = make_uint4(quad.x, quad.y, 0, 0);
       }
     }
@@ -95,8 +105,9 @@ class QuadInputs {
   }
 
  private:
-  static __device__ uint2 load_quad(const NearRows& rows, int token, int channel) {
-    return __ldg(reinterpret_cast<const uint2*>(rows.row(token) + channel * int{sizeof(T)}));
+  template <class Bits>
+  static __device__ Bits load_as(const char* from) {
+    return __ldg(reinterpret_cast<const Bits*>(from));
   }
   static __device__ void unpack(uint2 bits, float (&x)[4]) {
     const float2 low = unpack_pair<T>(bits.x), high = unpack_pair<T>(bits.y);
@@ -148,6 +159,7 @@ class QuadInputs {
   const GlaParams& p_;
   const ChunkRows& rows_;
   bool wide_gate_;
+  const char *q_[2], *k_[2], *gate_[2];
   uint2 raw_q_[2] = {}, raw_k_[2] = {};
   uint4 raw_gate_[2] = {};
 };

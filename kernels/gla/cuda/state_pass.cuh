@@ -13,6 +13,8 @@
 // launch walks every segment from zero, combine_segments_kernel strings the results together, and a
 // second launch walks again from the right states.
 
+#include <type_traits>
+
 #include "kernels/gla/cuda/chunk_place.cuh"
 
 namespace tidegate::kernels {
@@ -175,14 +177,16 @@ class SliceState {
   float sum_[2 * kTiles][4];
 };
 
-template <class T, bool kAdjoint>
+/// kWhole: the tile has all its kStateColumns.
+template <class T, bool kAdjoint, bool kWhole>
 __device__ inline void walk_states(const StatePass& pass, const Cut& segment, int slot, int head,
                                    int column_tile, char* shared) {
   constexpr int kDirection = kAdjoint ? 1 : 0;
   const GlaParams& p = pass.params;
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
   const int column0 = column_tile * kStateColumns;
-  const int columns = min(kStateColumns, static_cast<int>(p.value_dim) - column0);
+  const int columns =
+      kWhole ? kStateColumns : min(kStateColumns, static_cast<int>(p.value_dim) - column0);
   const int chunks = (segment.tokens + kChunk - 1) / kChunk;
   const int first_chunk =
       first_slot(pass.chunks, static_cast<int>(segment.sequence.index)) + segment.first / kChunk;
@@ -199,7 +203,7 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
              p.value_dim, columns, lane);
   }
 
-  const StatePassShared sh(p.key_dim, p.value_dim);
+  const StatePassShared sh(p.key_dim, kWhole ? kStateColumns : p.value_dim);
   const HeadRows values(kAdjoint ? pass.d_o : p.v, segment.sequence, p.layout.reverse, head);
   const int end = segment.first + segment.tokens;
   const auto chunk_of = [&](int i) { return kAdjoint ? chunks - 1 - i : i; };
@@ -272,10 +276,17 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   if (!segment.exists()) {
     return;
   }
+  const auto walk = [&](auto adjoint, auto whole) {
+    walk_states<T, adjoint, whole>(pass, segment, slot, head, column_tile, shared);
+  };
+  const bool whole = (column_tile + 1) * kStateColumns <= pass.params.value_dim;
+  using std::bool_constant;
   if (direction == 0) {
-    walk_states<T, false>(pass, segment, slot, head, column_tile, shared);
+    whole ? walk(bool_constant<false>(), bool_constant<true>())
+          : walk(bool_constant<false>(), bool_constant<false>());
   } else {
-    walk_states<T, true>(pass, segment, slot, head, column_tile, shared);
+    whole ? walk(bool_constant<true>(), bool_constant<true>())
+          : walk(bool_constant<true>(), bool_constant<false>());
   }
 }
 

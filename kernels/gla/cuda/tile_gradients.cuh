@@ -28,9 +28,11 @@ namespace tidegate::kernels {
 /// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
 using BlockSum = float[2][4];
 
-/// What a block has from outside. The sum of `through` over the lanes of a column is what is meant.
+/// What a block has from outside, as its lanes need it first: `active` is before(t) in lanes of the
+/// later eight tokens and after(s) in those of the earlier, `passive` the other. The sum of
+/// `through` over the lanes of a column is what is meant.
 struct BlockSums {
-  BlockSum before, after;
+  BlockSum active, passive;
   float through[4];  // [2n + e]
 };
 
@@ -81,12 +83,10 @@ __device__ inline void find_levels(const Quad& x, int lane, DyadicLevel (&levels
       levels[l].other[j] = other;
       if (l < 2) {
         total[j] *= other;
-        if (later) {
-          q[0][j] *= other;
-          q[1][j] *= other;
-        } else {
-          k[0][j] *= other;
-          k[1][j] *= other;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          multiply_if(later, q[i][j], other);
+          multiply_if(!later, k[i][j], other);
         }
       }
     }
@@ -137,19 +137,19 @@ __device__ inline void find_tile_gradients(const Quad& x, BlockSums& sums, const
                                            const float4& near, int lane, TileGradients& g) {
   DyadicLevel levels[3];
   find_levels(x, lane, levels);
-  // What a level changes, and what it leaves as it is.
-  BlockSum& active = sums.after;
-  BlockSum& passive = sums.before;
+  BlockSum &active = sums.active, &passive = sums.passive;
 #pragma unroll
   for (int l = 2; l >= 0; --l) {
     const DyadicLevel& level = levels[l];
     const int bit = 4 << l;
-    const bool swapped = ((l == 2 ? lane : lane ^ lane / 2) & bit) != 0;
+    if (l < 2) {
+      const bool swapped = ((lane ^ lane / 2) & bit) != 0;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        swap_if(swapped, active[n][e], passive[n][e]);
+        for (int e = 0; e < 4; ++e) {
+          swap_if(swapped, active[n][e], passive[n][e]);
+        }
       }
     }
     float to_other[4];
@@ -174,14 +174,14 @@ __device__ inline void find_tile_gradients(const Quad& x, BlockSums& sums, const
     }
   }
   // L = 2, within the lane, and L = 1.
-  const bool swapped = (lane & 4) != 0;
+  const bool later = (lane & 4) != 0;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int n = j / 2, e = j % 2;
-    swap_if(swapped, active[n][e], passive[n][e]);
-    swap_if(swapped, active[n][2 + e], passive[n][2 + e]);
-    const float before0 = sums.before[n][e], after1 = sums.after[n][2 + e];
-    float before1 = sums.before[n][2 + e], after0 = sums.after[n][e];
+    const float before0 = later ? active[n][e] : passive[n][e];
+    const float after1 = later ? passive[n][2 + e] : active[n][2 + e];
+    float before1 = later ? active[n][2 + e] : passive[n][2 + e];
+    float after0 = later ? passive[n][e] : active[n][e];
     const float through0 = x.f[1][j] * fmaf(x.q[1][j], before1, sums.through[j]);
     const float through1 = fmaf(x.f[0][j], sums.through[j], x.k[0][j] * after0);
     before1 = fmaf(x.f[0][j], before1, near.z * x.k[0][j]);
