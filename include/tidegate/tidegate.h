@@ -20,6 +20,7 @@
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>
 #include <tidegate/nn/token_mixer.h>
+#include <tidegate/ops/forgetting_attention.h>
 #include <tidegate/ops/gated_linear_attention.h>
 #include <tidegate/ops/hgrn2.h>
 #include <tidegate/ops/hgru.h>

@@ -52,6 +52,22 @@ bool can_check_values(const OptionalTensor& tensor) {
   return is_given(tensor) && debug_checks_enabled() && !is_capturing(tensor->device());
 }
 
+/// The offsets, looked at as the header says; empty when they are not.
+std::vector<int64_t> check_offsets_values(const Reference& data, const char* name,
+                                          const char* time_name, const OptionalTensor& cu_seqlens) {
+  if (!is_given(cu_seqlens) || !(cu_seqlens->is_cpu() || can_check_values(cu_seqlens))) {
+    return {};
+  }
+  const at::Tensor offsets = cu_seqlens->to(at::kCPU, at::kLong).contiguous();
+  const int64_t* begin = offsets.const_data_ptr<int64_t>();
+  std::vector<int64_t> values(begin, begin + offsets.numel());
+  const int64_t time = data.tensor.size(1);
+  TORCH_CHECK(
+      values.front() == 0 && values.back() == time && std::is_sorted(values.begin(), values.end()),
+      data.op, ": ", name, " must rise from 0 to ", time_name, " = ", time, ", got ", list(values));
+  return values;
+}
+
 }  // namespace
 
 at::ScalarType state_type(at::ScalarType dtype) {
@@ -150,16 +166,25 @@ bool debug_checks_enabled() {
 }
 
 void check_cu_seqlens_values(const Reference& data, const OptionalTensor& cu_seqlens) {
-  if (!is_given(cu_seqlens) || !(cu_seqlens->is_cpu() || can_check_values(cu_seqlens))) {
+  check_offsets_values(data, "cu_seqlens", "T", cu_seqlens);
+}
+
+void check_key_offsets_values(const Reference& keys, const OptionalTensor& cu_seqlens,
+                              const OptionalTensor& cu_seqlens_k) {
+  const std::vector<int64_t> offsets =
+      check_offsets_values(keys, "cu_seqlens_k", "Tk", cu_seqlens_k);
+  if (offsets.empty()) {
     return;
   }
-  const at::Tensor offsets = cu_seqlens->to(at::kCPU, at::kLong).contiguous();
-  const int64_t* begin = offsets.const_data_ptr<int64_t>();
-  const int64_t* end = begin + offsets.numel();
-  const int64_t time = data.tensor.size(1);
-  TORCH_CHECK(*begin == 0 && *(end - 1) == time && std::is_sorted(begin, end), data.op,
-              ": cu_seqlens must rise from 0 to T = ", time, ", got ",
-              list(std::vector<int64_t>(begin, end)));
+  const at::Tensor queries = cu_seqlens->to(at::kCPU, at::kLong).contiguous();
+  const int64_t* begin = queries.const_data_ptr<int64_t>();
+  for (size_t n = 0; n + 1 < offsets.size(); ++n) {
+    const int64_t of_queries = begin[n + 1] - begin[n], of_keys = offsets[n + 1] - offsets[n];
+    TORCH_CHECK(of_queries <= of_keys, keys.op,
+                ": q must not have more tokens than k (the last query is on the last key), got "
+                "Tq = ",
+                of_queries, " and Tk = ", of_keys, " in sequence ", n);
+  }
 }
 
 void check_bound_values(const Reference& data, const char* name, const OptionalTensor& tensor) {

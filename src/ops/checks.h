@@ -80,6 +80,11 @@ bool debug_checks_enabled();
 /// `cu_seqlens` rises from 0 to T. Offsets on the CPU are always checked, others in debug mode.
 void check_cu_seqlens_values(const Reference& data, const OptionalTensor& cu_seqlens);
 
+/// `cu_seqlens_k`, where given, rises from 0 to Tk, and no sequence has more queries than keys. The
+/// same offsets are looked at as by check_cu_seqlens_values, which comes first.
+void check_key_offsets_values(const Reference& keys, const OptionalTensor& cu_seqlens,
+                              const OptionalTensor& cu_seqlens_k);
+
 /// In debug mode: every element lies in [0, 1).
 void check_bound_values(const Reference& data, const char* name, const OptionalTensor& tensor);
 

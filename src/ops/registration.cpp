@@ -141,12 +141,22 @@ void no_double_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* st
   }
 }
 
+bool overwrites(const OperatorHandle& op) {
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void step_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   if (c10::GradMode::is_enabled()) {
     for_each_tensor(op, *stack, [&](const c10::Argument& argument, const at::Tensor& tensor) {
       TORCH_CHECK(!tensor.requires_grad(), short_name(op), ": ", argument.name(),
-                  " requires a gradient, but a step has none: it overwrites the state. Call it "
-                  "under torch.no_grad(), or use the op over whole sequences");
+                  " requires a gradient, but a step has none",
+                  overwrites(op) ? ": it overwrites the state" : "",
+                  ". Call it under torch.no_grad(), or use the op over whole sequences");
     });
   }
   const at::AutoDispatchBelowAutograd guard;

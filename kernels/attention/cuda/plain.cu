@@ -1,0 +1,352 @@
+#include "kernels/attention/cuda/plain.h"
+
+#include "kernels/attention/cuda/gate_sums.h"
+#include "kernels/attention/cuda/plain_rows.cuh"
+#include "kernels/common/cuda/device.h"
+
+namespace tidegate::kernels {
+namespace {
+
+constexpr int kWarps = 8;  // rows of a block
+constexpr int kMaxDim = static_cast<int>(kMaxAttentionHeadDim);
+constexpr int kOwn = kMaxDim / 32;  // numbers of a row that a lane adds up
+
+/// One launch: the params, and the workspace's arrays.
+struct PlainAttention {
+  ForgettingAttentionBackwardParams grads = {};
+  Cuts cuts = {};  // of the rows that the warps own
+  double* gate_sums = nullptr;
+  void* row_terms = nullptr;  // [B, Hq, Tq] state type: do . o - dlse
+  double* row_sums = nullptr;
+  double* column_sums = nullptr;
+};
+
+/// One query head of one sequence.
+template <class E>
+struct PlainHead {
+  using Real = typename Register<E>::type;
+
+  const ForgettingAttentionParams& p;
+  Sequence queries, keys;
+  AttentionRows<const E> q, k, v;
+  const double* c;   // at the sequence's first key
+  int64_t query_at;  // where numbers a query begin
+  int64_t key_at;
+
+  __device__ PlainHead(const PlainAttention& work, int64_t n, int64_t head)
+      : p(work.grads.forward),
+        queries(find_sequence(p.layout, n)),
+        keys(find_sequence(p.key_layout, n)),
+        q(p.q, queries.batch, queries.start, head),
+        k(p.k, keys.batch, keys.start, head / (p.heads / p.key_heads)),
+        v(p.v, keys.batch, keys.start, head / (p.heads / p.key_heads)),
+        query_at((queries.batch * p.heads + head) * p.layout.time + queries.start),
+        key_at((keys.batch * p.heads + head) * p.key_layout.time + keys.start) {
+    c = work.gate_sums + key_at;
+  }
+
+  __device__ int64_t position(int64_t query) const { return query + keys.length - queries.length; }
+  __device__ int64_t first_key(int64_t position) const {
+    return p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
+  }
+
+  __device__ Real score(Real dot, int64_t position, int64_t key) const {
+    return fused(static_cast<Real>(p.scale), dot, static_cast<Real>(c[position] - c[key]));
+  }
+};
+
+/// In the order of the channels, so that a pair's product is the same bits in whichever kernel.
+template <class Real, class E>
+__device__ Real product(const Real* row, const E* other, int dim) {
+  Real sum = 0;
+  for (int d = 0; d < dim; ++d) {
+    sum = fused(row[d], widen(other[d]), sum);
+  }
+  return sum;
+}
+
+template <class Real, class E>
+__device__ void copy_row(const E* from, int dim, Real* to) {
+  for (int d = threadIdx.x % 32; d < dim; d += 32) {
+    to[d] = widen(from[d]);
+  }
+  __syncwarp();
+}
+
+/// sums[n] += the weights of `count` lanes times rows, the lane's channels of each.
+template <class Real, class E>
+__device__ void add_rows(Real weight, int count, const AttentionRows<const E>& rows, int64_t first,
+                         int dim, Real (&sums)[kOwn]) {
+  const int lane = threadIdx.x % 32;
+  for (int j = 0; j < count; ++j) {
+    const Real w = __shfl_sync(~0u, weight, j);
+    const E* row = rows.row(first + j);
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      if (lane + 32 * n < dim) {
+        sums[n] = fused(w, static_cast<Real>(widen(row[lane + 32 * n])), sums[n]);
+      }
+    }
+  }
+}
+
+template <class Real, class E>
+__device__ void write_row(const Real (&sums)[kOwn], Real factor, int dim, E* to) {
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int d = threadIdx.x % 32 + 32 * n;
+    if (d < dim) {
+      to[d] = narrow<E>(factor * sums[n]);
+    }
+  }
+}
+
+/// A warp takes a query through all keys that it sees, 32 at a time.
+template <class E>
+__global__ void __launch_bounds__(32 * kWarps) plain_forward_kernel(const PlainAttention work) {
+  using Real = typename Register<E>::type;
+  __shared__ Real query[kWarps][kMaxDim];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  if (!cut.exists() || warp >= cut.tokens) {
+    return;
+  }
+  const int64_t head = blockIdx.y, i = cut.first + warp;
+  const PlainHead<E> at(work, cut.sequence.index, head);
+  const ForgettingAttentionParams& p = at.p;
+  const auto dim = static_cast<int>(p.head_dim);
+  copy_row(at.q.row(i), dim, query[warp]);
+
+  const Real none = -static_cast<Real>(INFINITY);
+  Real sums[kOwn] = {}, maximum = none, total = 0;
+  const int64_t position = at.position(i);
+  for (int64_t first = at.first_key(position); first <= position; first += 32) {
+    const int64_t key = first + lane;
+    const int count = static_cast<int>(min(int64_t{32}, position - first + 1));
+    const Real score =
+        lane < count ? at.score(product(query[warp], at.k.row(key), dim), position, key) : none;
+    const Real top = larger(maximum, warp_max(score));
+    const Real against = top == none ? Real(0) : top;
+    const Real weight = lane < count ? exponential(score - against) : Real(0);
+    const Real shrink = exponential(maximum - against);
+    maximum = top;
+    total = fused(total, shrink, warp_sum(weight));
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      sums[n] *= shrink;
+    }
+    add_rows(weight, count, at.v, first, dim, sums);
+  }
+  write_row(sums, total == Real(0) ? Real(0) : Real(1) / total, dim,
+            AttentionRows<E>(p.o, at.queries.batch, at.queries.start, head).row(i));
+  if (lane == 0) {
+    static_cast<Real*>(p.lse)[at.query_at + i] =
+        total == Real(0)
+            ? none
+            : static_cast<Real>(static_cast<double>(maximum) + log(static_cast<double>(total)));
+  }
+}
+
+template <class E>
+__global__ void __launch_bounds__(32 * kWarps) plain_terms_kernel(const PlainAttention work) {
+  using Real = typename Register<E>::type;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  if (!cut.exists() || warp >= cut.tokens) {
+    return;
+  }
+  const int64_t head = blockIdx.y, i = cut.first + warp;
+  const PlainHead<E> at(work, cut.sequence.index, head);
+  const E* o = AttentionRows<const E>(at.p.o, at.queries.batch, at.queries.start, head).row(i);
+  const E* d_o =
+      AttentionRows<const E>(work.grads.d_o, at.queries.batch, at.queries.start, head).row(i);
+  double sum = 0;
+  for (int d = lane; d < static_cast<int>(at.p.head_dim); d += 32) {
+    sum += static_cast<double>(widen(o[d])) * static_cast<double>(widen(d_o[d]));
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) {
+    if (work.grads.dlse != nullptr) {
+      sum -= static_cast<double>(static_cast<const Real*>(work.grads.dlse)[at.query_at + i]);
+    }
+    static_cast<Real*>(work.row_terms)[at.query_at + i] = static_cast<Real>(sum);
+  }
+}
+
+/// P and dS of a pair: the same bits in both kernels of the backward pass.
+template <class Real>
+struct PlainPair {
+  Real weight, d_score;
+
+  __device__ PlainPair(Real score, Real d_weight, Real lse, Real term)
+      : weight(exponential(score - lse)), d_score(weight * (d_weight - term)) {}
+  __device__ PlainPair() : weight(0), d_score(0) {}
+};
+
+/// dq and the sum of dS over keys, the query's own left out. A warp takes a query through all keys.
+template <class E>
+__global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAttention work) {
+  using Real = typename Register<E>::type;
+  __shared__ Real query[kWarps][kMaxDim], d_out[kWarps][kMaxDim];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  if (!cut.exists() || warp >= cut.tokens) {
+    return;
+  }
+  const int64_t head = blockIdx.y, i = cut.first + warp;
+  const PlainHead<E> at(work, cut.sequence.index, head);
+  const ForgettingAttentionParams& p = at.p;
+  const auto dim = static_cast<int>(p.head_dim);
+  copy_row(at.q.row(i), dim, query[warp]);
+  copy_row(AttentionRows<const E>(work.grads.d_o, at.queries.batch, at.queries.start, head).row(i),
+           dim, d_out[warp]);
+  const Real lse = static_cast<const Real*>(p.lse)[at.query_at + i];
+  const Real term = static_cast<const Real*>(work.row_terms)[at.query_at + i];
+
+  Real sums[kOwn] = {};
+  double row_sum = 0;
+  const int64_t position = at.position(i);
+  for (int64_t first = at.first_key(position); first <= position; first += 32) {
+    const int64_t key = first + lane;
+    const int count = static_cast<int>(min(int64_t{32}, position - first + 1));
+    PlainPair<Real> pair;
+    if (lane < count) {
+      pair = {at.score(product(query[warp], at.k.row(key), dim), position, key),
+              product(d_out[warp], at.v.row(key), dim), lse, term};
+    }
+    row_sum += key == position ? 0.0 : static_cast<double>(pair.d_score);
+    add_rows(pair.d_score, count, at.k, first, dim, sums);
+  }
+  write_row(sums, static_cast<Real>(p.scale), dim,
+            AttentionRows<E>(work.grads.dq, at.queries.batch, at.queries.start, head).row(i));
+  row_sum = warp_sum(row_sum);
+  if (lane == 0) {
+    work.row_sums[at.query_at + i] = row_sum;
+  }
+}
+
+/// dk, dv and the sums of dS over queries, the key's own left out. A warp takes a key through all
+/// queries of all heads that share it.
+template <class E>
+__global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAttention work) {
+  using Real = typename Register<E>::type;
+  __shared__ Real key_row[kWarps][kMaxDim], value_row[kWarps][kMaxDim];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  if (!cut.exists() || warp >= cut.tokens) {
+    return;
+  }
+  const ForgettingAttentionParams& p = work.grads.forward;
+  const int64_t group = p.heads / p.key_heads, j = cut.first + warp;
+  const auto dim = static_cast<int>(p.head_dim);
+  Real dk[kOwn] = {}, dv[kOwn] = {};
+  for (int64_t head = blockIdx.y * group; head < (blockIdx.y + 1) * group; ++head) {
+    const PlainHead<E> at(work, cut.sequence.index, head);
+    copy_row(at.k.row(j), dim, key_row[warp]);
+    copy_row(at.v.row(j), dim, value_row[warp]);
+    const AttentionRows<const E> d_out(work.grads.d_o, at.queries.batch, at.queries.start, head);
+    const int64_t offset = at.position(0);
+    const int64_t end =
+        p.window > 0 ? min(int64_t{at.queries.length}, j - offset + p.window) : at.queries.length;
+    double column_sum = 0;
+    for (int64_t first = max(int64_t{0}, j - offset); first < end; first += 32) {
+      const int64_t i = first + lane;
+      const int count = static_cast<int>(min(int64_t{32}, end - first));
+      PlainPair<Real> pair;
+      if (lane < count) {
+        pair = {at.score(product(key_row[warp], at.q.row(i), dim), at.position(i), j),
+                product(value_row[warp], d_out.row(i), dim),
+                static_cast<const Real*>(p.lse)[at.query_at + i],
+                static_cast<const Real*>(work.row_terms)[at.query_at + i]};
+      }
+      column_sum += at.position(i) == j ? 0.0 : static_cast<double>(pair.d_score);
+      add_rows(pair.d_score, count, at.q, first, dim, dk);
+      add_rows(pair.weight, count, d_out, first, dim, dv);
+    }
+    column_sum = warp_sum(column_sum);
+    if (lane == 0) {
+      work.column_sums[at.key_at + j] = column_sum;
+    }
+  }
+  const Sequence& keys = cut.sequence;
+  write_row(dk, static_cast<Real>(p.scale), dim,
+            AttentionRows<E>(work.grads.dk, keys.batch, keys.start, blockIdx.y).row(j));
+  write_row(dv, Real(1), dim,
+            AttentionRows<E>(work.grads.dv, keys.batch, keys.start, blockIdx.y).row(j));
+}
+
+// ---- Launches ----
+
+/// The workspace as arrays, all of doubles or of at most their size; returns its bytes.
+int64_t divide_workspace(const ForgettingAttentionParams& p, bool backward, PlainAttention* work) {
+  const int64_t queries = p.layout.batch * p.heads * p.layout.time;
+  const int64_t keys = p.key_layout.batch * p.heads * p.key_layout.time;
+  auto* next = static_cast<double*>(p.workspace);
+  int64_t count = 0;
+  const auto take = [&](int64_t doubles) {
+    double* array = next == nullptr ? nullptr : next + count;
+    count += (doubles + 1) / 2 * 2;
+    return array;
+  };
+  work->gate_sums = take(gate_sums_count(p));
+  if (backward) {
+    work->row_terms = take(queries);
+    work->row_sums = take(queries);
+    work->column_sums = take(keys);
+    take(gate_totals_count(p));
+  }
+  return count * static_cast<int64_t>(sizeof(double));
+}
+
+dim3 grid_of(const Cuts& cuts, int64_t heads) {
+  return {static_cast<unsigned>(cuts.slots), static_cast<unsigned>(heads)};
+}
+
+}  // namespace
+
+void plain_attention_forward_plan(const ForgettingAttentionParams& params,
+                                  ForgettingAttentionPlan* plan) {
+  PlainAttention work;
+  plan->workspace_bytes = divide_workspace(params, false, &work);
+}
+
+void plain_attention_backward_plan(const ForgettingAttentionBackwardParams& params,
+                                   ForgettingAttentionPlan* plan) {
+  PlainAttention work;
+  plan->workspace_bytes = divide_workspace(params.forward, true, &work);
+}
+
+cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cudaStream_t stream) {
+  PlainAttention work;
+  work.grads.forward = params;
+  work.cuts = cut_time(params.layout, kWarps);
+  divide_workspace(params, false, &work);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, work.gate_sums, stream));
+  with_element(params.q.dtype, [&]<class E>() {
+    plain_forward_kernel<E><<<grid_of(work.cuts, params.heads), 32 * kWarps, 0, stream>>>(work);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& params,
+                                     cudaStream_t stream) {
+  const ForgettingAttentionParams& p = params.forward;
+  PlainAttention work;
+  work.grads = params;
+  divide_workspace(p, true, &work);
+  const int64_t keys = p.key_layout.batch * p.heads * p.key_layout.time;
+  double* const totals = work.column_sums + (keys + 1) / 2 * 2;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, work.gate_sums, stream));
+  with_element(p.q.dtype, [&]<class E>() {
+    work.cuts = cut_time(p.layout, kWarps);
+    const dim3 queries = grid_of(work.cuts, p.heads);
+    plain_terms_kernel<E><<<queries, 32 * kWarps, 0, stream>>>(work);
+    plain_query_kernel<E><<<queries, 32 * kWarps, 0, stream>>>(work);
+    work.cuts = cut_time(p.key_layout, kWarps);
+    plain_key_kernel<E><<<grid_of(work.cuts, p.key_heads), 32 * kWarps, 0, stream>>>(work);
+  });
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  return gate_gradients(params, work.row_sums, work.column_sums, totals, stream);
+}
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,230 @@
+"""Test cases for `forgetting_attention`, run and held against the oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from support import cases, fox_oracle, oracle
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+GATES = (*cases.GATES, "log -1e4", "first shut")
+
+
+@dataclass(frozen=True)
+class FoxCase:
+    """One call of the op. Everything that it draws follows from `seed`."""
+
+    batch: int = 2
+    queries: int = 17
+    past: int = 0  # keys before the first query
+    heads: int = 2
+    key_heads: int = 1
+    head_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    gate_dtype: torch.dtype | None = None  # None: the state's
+    scale: float | None = None
+    window: int | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None  # packed: queries and past of each sequence
+    offsets_dtype: torch.dtype = torch.int64
+    layout: str = "contiguous"
+    gates: str = "normal"
+    prune: float | None = None
+    grads: str = "both"  # "both" | "o" | "lse": which results the loss reads
+    seed: int = 0
+
+    def __str__(self) -> str:
+        default = FoxCase()
+        changed = (
+            f"{name}={getattr(self, name)}".replace("torch.", "")
+            for name in self.__dataclass_fields__
+            if getattr(self, name) != getattr(default, name)
+        )
+        return "-".join(changed).replace(" ", "") or "default"
+
+    def options(self) -> dict[str, object]:
+        """The op's keyword arguments, offsets aside."""
+        return {"scale": self.scale, "window": self.window, "prune": self.prune}
+
+
+def log_gates(kind: str, shape: tuple[int, int, int], rng: torch.Generator) -> Tensor:
+    """log f [B, T, H], float64."""
+    if kind == "zero":
+        return torch.zeros(shape, dtype=torch.float64)
+    if kind == "log -1e4":
+        u = torch.rand(shape, dtype=torch.float64, generator=rng)
+        return torch.where(u < 0.3, -1e4, torch.where(u < 0.5, 0.0, -u))
+    if kind == "first shut":
+        gates = -0.1 * torch.rand(shape, dtype=torch.float64, generator=rng)
+        gates[:, :1] = -1e4
+        return gates
+    return torch.log(cases.decay(kind, shape, rng)).clamp_min(-1e4)
+
+
+def _offsets(lengths: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def make_inputs(case: FoxCase) -> dict[str, Tensor | None]:
+    """The op's tensors, on the CPU, laid out as the case says; then do and dlse."""
+    rng = torch.Generator().manual_seed(case.seed)
+    batch, queries, keys = case.batch, case.queries, case.queries + case.past
+    offsets: dict[str, Tensor | None] = {"cu_seqlens": None, "cu_seqlens_k": None}
+    if case.lengths is not None:
+        batch, queries = 1, sum(q for q, _ in case.lengths)
+        keys = sum(q + past for q, past in case.lengths)
+        offsets["cu_seqlens"] = _offsets([q for q, _ in case.lengths], case.offsets_dtype)
+        if any(past for _, past in case.lengths):
+            both = [q + past for q, past in case.lengths]
+            offsets["cu_seqlens_k"] = _offsets(both, case.offsets_dtype)
+    state = oracle.state_dtype(case.dtype)
+    rows = (batch, queries, case.heads, case.head_dim)
+    of_keys = (batch, keys, case.key_heads, case.head_dim)
+    inputs = {
+        "q": cases.randn(rows, case.dtype, rng),
+        "k": cases.randn(of_keys, case.dtype, rng),
+        "v": cases.randn(of_keys, case.dtype, rng),
+        "log_f": log_gates(case.gates, (batch, keys, case.heads), rng).to(case.gate_dtype or state),
+    }
+    do = cases.randn(rows, case.dtype, rng)
+    dlse = cases.randn((batch, case.heads, queries), state, rng)
+    inputs["do"] = do if case.grads != "lse" else None
+    inputs["dlse"] = dlse if case.grads != "o" else None
+    return {
+        k: v if v is None else cases.lay_out(v, case.layout) for k, v in inputs.items()
+    } | offsets
+
+
+def on_device(case: FoxCase, device: str) -> dict[str, Tensor | None]:
+    return {k: cases.to_device(v, device, case.layout) for k, v in make_inputs(case).items()}
+
+
+def run(case: FoxCase, device: str, *, backward: bool) -> dict[str, Tensor]:
+    """The op's results and gradients, named as the oracle names them, still on the device."""
+    import tidegate
+
+    placed = on_device(case, device)
+    offsets = {k: placed.pop(k) for k in ("cu_seqlens", "cu_seqlens_k")}
+    loss = [placed.pop(k) for k in ("do", "dlse")]
+    if backward:
+        placed = {k: v.detach().requires_grad_() for k, v in placed.items()}
+    results = tidegate.ops.forgetting_attention(
+        **placed, **case.options(), **offsets, return_lse=True
+    )
+    out = dict(zip(("o", "lse"), results, strict=True))
+    if not backward:
+        return out
+    pairs = [(r, g) for r, g in zip(results, loss, strict=True) if g is not None]
+    outputs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(placed.values()), grads)
+    return out | {f"d{k}": v for k, v in zip(placed, found, strict=True)}
+
+
+def reference(
+    case: FoxCase, *, backward: bool, exact: bool, operands: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    inputs = make_inputs(case)
+    if not backward:
+        inputs["do"] = inputs["dlse"] = None
+    return fox_oracle.reference(**inputs, **case.options(), exact=exact, operands=operands)
+
+
+def check(case: FoxCase, device: str, *, backward: bool = True) -> None:
+    """Runs the case and holds every result and gradient against the oracle, by the error rule."""
+    found = run(case, device, backward=backward)
+    exact = reference(case, backward=backward, exact=True)
+    tensor_cores = device == "cuda" and case.dtype in (torch.bfloat16, torch.float16)
+    yardstick = reference(
+        case, backward=backward, exact=False, operands=case.dtype if tensor_cores else None
+    )
+    problems = {}
+    for name, out in found.items():
+        verdict = oracle.judge(
+            out,
+            exact[name],
+            yardstick[name],
+            exact.get(f"|{name}|"),
+            oracle.state_dtype(case.dtype),
+        )
+        if not verdict:
+            problems[name] = verdict.message
+    assert not problems, f"{case} on {device}: {problems}"
+
+
+# Coverage ---------------------------------------------------------------------------------------
+
+
+def vary(case: FoxCase, seed: int) -> FoxCase:
+    """`case` with every option that it leaves open drawn from `seed`."""
+    rng = random.Random(seed)
+    key_heads = rng.choice((1, 2))
+    lengths = None
+    if rng.random() < 0.4:
+        counts = cases.random_lengths(case.queries, rng)
+        pasts = rng.random() < 0.5
+        lengths = tuple((n, rng.choice((0, 1, 7, 70)) if pasts else 0) for n in counts)
+    return replace(
+        case,
+        seed=seed,
+        batch=rng.choice((1, 2, 3)),
+        past=rng.choice((0, 0, 1, 64, 100)),
+        key_heads=key_heads,
+        heads=key_heads * rng.choice((1, 2, 3)),
+        head_dim=rng.choice((1, 5, 8, 16, 17, 32, 40, 64)),
+        gate_dtype=rng.choice((None, None, torch.float32, case.dtype)),
+        scale=rng.choice((None, None, 0.3)),
+        window=rng.choice((None, None, None, 1, 5, 64, 70)),
+        lengths=lengths,
+        offsets_dtype=rng.choice((torch.int32, torch.int64)),
+        layout=rng.choice(cases.LAYOUTS),
+        gates=rng.choice(GATES),
+        prune=rng.choice((None, None, 1e-15 if case.dtype is torch.float64 else 1e-9)),
+        grads=rng.choice(("both", "both", "o", "lse")),
+    )
+
+
+def every_length() -> list[FoxCase]:
+    """Each dtype at each length of the list, its other options spread over the cases."""
+    varied = [
+        vary(FoxCase(dtype=dtype, queries=time), seed=1000 * i + j)
+        for i, dtype in enumerate(DTYPES)
+        for j, time in enumerate(cases.TIMES)
+        if time < 4097 or i == 0
+    ]
+    long = {"batch": 1, "heads": 1, "key_heads": 1, "head_dim": 8}
+    short = {"batch": 3, "heads": 4, "key_heads": 2, "head_dim": 16}
+    return [
+        replace(case, **(long if case.queries > 500 else short if case.queries < 4 else {}))
+        for case in varied
+    ]
+
+
+def every_regime(time: int = 130) -> list[FoxCase]:
+    """Each dtype under each regime of the gates."""
+    return [
+        FoxCase(queries=time, dtype=dtype, gates=gates, head_dim=16, seed=7)
+        for dtype in DTYPES
+        for gates in GATES
+    ]
+
+
+def every_layout() -> list[FoxCase]:
+    """Each dtype in each layout, padded and packed."""
+    return [
+        FoxCase(queries=33, dtype=dtype, layout=layout, head_dim=16, lengths=lengths, seed=9)
+        for dtype in DTYPES
+        for layout in cases.LAYOUTS
+        for lengths in (None, ((5, 3), (0, 0), (17, 60), (1, 0), (0, 4), (10, 0)))
+    ]
+
+
+def every_mix() -> list[FoxCase]:
+    """Each dtype with gates in every dtype that they may have."""
+    return [
+        FoxCase(queries=40, dtype=dtype, gate_dtype=gate, head_dim=16)
+        for dtype in DTYPES
+        for gate in {dtype: None, torch.float32: None}
+    ]
