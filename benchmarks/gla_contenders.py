@@ -237,6 +237,11 @@ class FlaGla:
         if heads == self.COMPILED[0][1]:
             self.tuner.forget()
 
+    def do_not_tune(self) -> None:
+        """Takes every kernel's first configuration: for results, not for times."""
+        for tuner in self.tuner.tuners:
+            tuner.configs = tuner.configs[:1]
+
     def compile(self, part: int, parts: int) -> None:
         """Fills Triton's cache with a share of all configurations."""
         self.tuner.only_compile = True

@@ -125,6 +125,8 @@ def main() -> int:
     device = torch.device(options.device)
     torch.manual_seed(0)
     peers, missing = available_peers(device, {"fla": FlaGla})
+    if "fla" in peers:
+        peers["fla"].do_not_tune()
     versions = {"torch": torch.__version__, "tidegate": tidegate.__version__}
     rows: list[dict[str, object]] = []
     record = {
