@@ -114,6 +114,29 @@ class OperandReader {
   int first_ = 0;
 };
 
+/// An A that is kept in registers, as OperandReader::a reads it.
+template <int kRowTiles, int kSteps>
+struct RegisterOperand {
+  uint32_t x[kSteps][kRowTiles][4];
+
+  template <class Tile>
+  __device__ __forceinline__ void fill(const Tile& tile) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        tile.load(x[step][i], 16 * i, step);
+      }
+    }
+  }
+  __device__ __forceinline__ void load(uint32_t (&m)[4], int row, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      m[i] = x[step][row / 16][i];
+    }
+  }
+};
+
 /// Nothing to do between the steps of a product.
 struct Nothing {
   __device__ void operator()(int) const {}
@@ -191,6 +214,20 @@ __device__ __forceinline__ void load_tile(unsigned tile, const char* global, int
   constexpr int kPieces = HalfTile<kColumns>::kPieces;
   constexpr int kCopies = kRows * kPieces / kThreads;
   static_assert(kRows * kPieces % kThreads == 0);
+  constexpr int kStep = kThreads / kPieces;  // rows from a thread's copy to its next
+  if constexpr (kThreads % kPieces == 0 && kStep % 8 == 0) {
+    if (limit >= kRows && pieces == kPieces) {  // as most are: few instructions
+      const int row = thread / kPieces, piece = thread % kPieces;
+      const unsigned to = tile + HalfTile<kColumns>::offset(row, piece);
+      const char* from = global + static_cast<int64_t>(row) * row_bytes + piece * 16;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        copy_async_16(to + i * kStep * HalfTile<kColumns>::kRowBytes, from);
+        from += static_cast<int64_t>(kStep) * row_bytes;
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kCopies; ++i) {
     const int at = thread + i * kThreads;

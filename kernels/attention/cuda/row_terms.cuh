@@ -53,24 +53,34 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-/// Largest squared norms of the rows of every head of `t`: a block takes some tokens of one head.
-/// `norms` holds zeros before. Floats that are not negative, and NaN, are ordered as integers.
-template <class T>
+/// The largest value of every head, one value a row; a block takes some tokens of one head.
+/// `largest` holds what is below every value before. Keys: squared norms. Queries: see KeyNorms.
+template <class T, bool kQueries>
 __global__ void __launch_bounds__(kRowThreads)
-    norms_kernel(HeadSeries t, int64_t time, int heads, int pieces, int* norms) {
-  const int head = static_cast<int>(blockIdx.y) % heads;
-  const Sequence all = {0, static_cast<int64_t>(blockIdx.y) / heads, 0, 0};
-  const int part = static_cast<int>(threadIdx.x) % 8;
-  int largest = 0;
+    norms_kernel(const __grid_constant__ TensorAttention w, int* largest) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const HeadSeries& t = kQueries ? p.q : p.k;
+  const int64_t time = kQueries ? p.layout.time : p.key_layout.time;
+  const int64_t heads = kQueries ? p.heads : p.key_heads;
+  const int64_t batch = blockIdx.y / heads, head = blockIdx.y % heads;
+  const Sequence all = {0, batch, 0, 0};
+  const int part = static_cast<int>(threadIdx.x) % 8, pieces = static_cast<int>(p.head_dim / 8);
+  const float key = kQueries ? KeyNorms::key(w, batch, head) : 0.0f;
+  int found = ordered(-INFINITY);
   for (int64_t first = int64_t{blockIdx.x} * kRowsABlock; first < time;
        first += int64_t{gridDim.x} * kRowsABlock) {
     const int64_t token = min(first + threadIdx.x / 8, time - 1);
     const char* const row = row_address(t, all, head, token);
-    largest = max(largest, __float_as_int(dot_rows<T>(row, row, pieces, part)) & 0x7fffffff);
+    float x = dot_rows<T>(row, row, pieces, part);
+    if (kQueries) {
+      const float lse = static_cast<const float*>(p.lse)[(batch * heads + head) * time + token];
+      x = lse == -INFINITY ? -INFINITY : largest_score(p, x, key) - lse;
+    }
+    found = max(found, ordered(x));
   }
-  largest = __reduce_max_sync(0xffffffffu, largest);
+  found = __reduce_max_sync(0xffffffffu, found);
   if (threadIdx.x % 32 == 0) {
-    atomicMax(norms + all.batch * heads + head, largest);
+    atomicMax(largest + batch * heads + head, found);
   }
 }
 

@@ -51,7 +51,7 @@ struct Parts {
       at += (bytes + 15) / 16 * 16;
     };
     part(&gate_sums, gate_sums_count(p) * 8);
-    part(&norms, norms_count(p, true) * 8);
+    part(&norms, norms_bytes(p, true));
     part(&row_terms, query_rows(p) * 4);
     part(&column_sums, key_rows(p) * 4);
     part(&row_sums, query_rows(p) * 4);
@@ -109,9 +109,8 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.column_sums = reinterpret_cast<float*>(scratch + parts.column_sums);
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
   if (p.prune > 0) {
-    void* const norms = scratch + parts.norms;
-    work.norms = static_cast<const float*>(norms);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(p, true, norms, stream));
+    work.norms = reinterpret_cast<const int*>(scratch + parts.norms);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(work, true, stream));
   }
   if (!p.deterministic) {  // row and dq sums lie next to each other
     work.dq_sums = reinterpret_cast<float*>(scratch + parts.dq_sums);

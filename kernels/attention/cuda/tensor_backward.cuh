@@ -28,7 +28,7 @@ struct BackwardShape {
   static constexpr int kKeys = kKeysATile;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStages = kStagesOfQueries;
+  static constexpr int kStages = kStagesOfQueries;  // one or two tiles of queries and of dO
 
   /// One product's part of a warp, in tiles of 16 rows and of 8 columns.
   template <int kAllRows, int kAllColumns, int kWarpsAlongRows>
@@ -73,10 +73,22 @@ struct BackwardShared {
         row_terms(key_gates + 2 * Shape::kKeys) {}
 };
 
-/// What the scores of a row need.
-struct RowTerms {
-  float high, low, lse, term;
+/// A row's c, lse and delta - dlse in device memory.
+struct RawRow {
+  double gate;
+  float lse, term;
 };
+
+/// What the scores of a row need, kRows apart: c_i - c_ref, its high and low parts; lse, in log2;
+/// delta - dlse. A row that is not there, or has no keys, gets P = 0.
+template <int kRows>
+__device__ inline void put_row_terms(float* to, const RawRow& row, double reference) {
+  const SplitGate gate = SplitGate::of(row.gate - reference);
+  to[0] = gate.high;
+  to[kRows] = gate.low;
+  to[2 * kRows] = row.lse == -INFINITY ? INFINITY : row.lse * kLog2E;
+  to[3 * kRows] = row.term;
+}
 
 /// Adds four floats to device memory.
 __device__ inline void add_four(float* to, const float (&x)[4]) {
@@ -92,8 +104,8 @@ __device__ inline void add_four(float* to, const float (&x)[4]) {
 #endif
 }
 
-/// s = log2 of P, from Q K^T. `gates`: of the lane's first two keys; `rows`: RowTerms of the lane's
-/// first row, kRows apart.
+/// s = log2 of P, from Q K^T. `gates`: of the lane's first two keys; `rows`: of its first row, see
+/// put_row_terms.
 template <int kRows, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
                                                  float scale, const float* gates,
@@ -120,21 +132,17 @@ __device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTi
                                                  float scale, const float* gates, const float* rows,
                                                  PairMask mask, int position, int key) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int i = 0; i < 2 * kRowTiles; ++i) {
+    const float high = rows[8 * i], low = rows[kRows + 8 * i], level = rows[2 * kRows + 8 * i];
+    const PairMask::Row row = mask.row(position + 8 * i, key);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * i + 8 * half;
-      const float high = rows[row], low = rows[kRows + row], level = rows[2 * kRows + row];
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[i][j][2 * half + e];
-          const float fall = (high + gates[8 * j + e]) + (low + gates[kKeys + 8 * j + e]);
-          const bool counts = mask.sees(position + row, key + 8 * j + e);
-          x = counts ? fmaf(x, scale, fall) - level : -INFINITY;
-        }
-      }
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
+      float* const pair = s[i / 2][j] + i % 2 * 2;
+      const float first = fmaf(pair[0], scale, (high + x.x) + (low + y.x)) - level;
+      const float second = fmaf(pair[1], scale, (high + x.y) + (low + y.y)) - level;
+      pair[0] = row.sees(8 * j) ? first : -INFINITY;
+      pair[1] = row.sees(8 * j + 1) ? second : -INFINITY;
     }
   }
 }
@@ -270,39 +278,37 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       end = last_row < 0 ? 0 : min(end, last_row / kRows + 1);
     }
     if (p.prune > 0) {
-      const double fall = largest_fall(p, keys.length, KeyNorms::query(w, keys.batch, head),
-                                       KeyNorms::key(w, keys.batch, head));
+      const double fall = largest_fall(p, keys.length, KeyNorms::score(w, keys.batch, head));
       const int rows = gates.first_not_above(reference - fall, keys.length, fresh_thread() % 32) -
                        shift;  // these are near enough to the last key
       end = rows <= 0 ? 0 : min(end, (rows - 1) / kRows + 1);
     }
-    const auto load_rows = [&](int tile, int stage) {
-      const int thread = fresh_thread();
-      const int row = tile * kRows, limit = queries.length - row;
-      load_tile<kDim, kRows, kThreads>(shared_address(shared.queries) + stage * Shape::kRowBytes,
-                                       row_address(p.q, queries, head, row), row_bytes(p.q), limit,
-                                       pieces, thread);
-      load_tile<kDim, kRows, kThreads>(shared_address(shared.d_o) + stage * Shape::kRowBytes,
-                                       row_address(w.params.d_o, queries, head, row),
-                                       row_bytes(w.params.d_o), limit, pieces, thread);
+    const auto load_rows = [&](const HeadSeries& t, unsigned to, int tile) {
+      const int row = tile * kRows;
+      load_tile<kDim, kRows, kThreads>(to, row_address(t, queries, head, row), row_bytes(t),
+                                       queries.length - row, pieces, fresh_thread());
     };
-    // A row that is not there, or has no keys, has P = 0.
-    const auto read_terms = [&](int tile) -> RowTerms {
+    const auto load_queries = [&](int tile, int turn) {
+      load_rows(p.q, shared_address(shared.queries) + turn % Shape::kStages * Shape::kRowBytes,
+                tile);
+    };
+    const auto load_gradients = [&](int tile, int turn) {
+      load_rows(w.params.d_o, shared_address(shared.d_o) + turn % Shape::kStages * Shape::kRowBytes,
+                tile);
+    };
+    // What a row needs is read one tile ahead and worked out where it is written, so that nothing
+    // waits for it.
+    const auto read_row = [&](int tile) -> RawRow {
       const int row = tile * kRows + fresh_thread();
       if (row >= queries.length) {
-        return {0, 0, INFINITY, 0};
+        return {0, -INFINITY, 0};
       }
       const int64_t at = (queries.batch * p.heads + head) * p.layout.time + queries.start + row;
-      const SplitGate gate = SplitGate::of(gates.at(row + shift) - reference);
-      const float lse = static_cast<const float*>(p.lse)[at];
-      return {gate.high, gate.low, lse == -INFINITY ? INFINITY : lse * kLog2E, w.row_terms[at]};
+      return {gates.at(row + shift), static_cast<const float*>(p.lse)[at], w.row_terms[at]};
     };
-    const auto put_terms = [&](const RowTerms& terms, int stage) {
-      float* const to = shared.row_terms + stage * Shape::kRowTerms * kRows + fresh_thread();
-      to[0] = terms.high;
-      to[kRows] = terms.low;
-      to[2 * kRows] = terms.lse;
-      to[3 * kRows] = terms.term;
+    const auto put_row = [&](const RawRow& row, int turn) {
+      put_row_terms<kRows>(shared.row_terms + turn * Shape::kRowTerms * kRows + fresh_thread(), row,
+                           reference);
     };
 
     __syncthreads();  // the last head's tiles have been read
@@ -312,9 +318,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       shared.key_gates[kKeys + thread] = gate.low;
     }
     if (tile < end) {
-      load_rows(tile, 0);
+      load_queries(tile, 0);
+      load_gradients(tile, 0);
       if (fresh_thread() < kRows) {
-        put_terms(read_terms(tile), 0);
+        put_row(read_row(tile), 0);
       }
     }
     commit_copies();
@@ -324,24 +331,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
 
     for (int turn = 0; tile < end; ++tile, turn ^= 1) {
-      const int stage = Shape::kStages == 1 ? 0 : turn;
       wait_for_copies<0>();
       __syncthreads();  // the tile is there, and all are done with the one before it
       const bool more = tile + 1 < end;
-      RowTerms next = {};
+      RawRow next = {};
       if (more) {
         if (Shape::kStages > 1) {
-          load_rows(tile + 1, stage ^ 1);
+          load_queries(tile + 1, turn ^ 1);
+          load_gradients(tile + 1, turn ^ 1);
         }
         if (fresh_thread() < kRows) {
-          next = read_terms(tile + 1);
+          next = read_row(tile + 1);
         }
       }
       commit_copies();
 
       const int lane = fresh_thread() % 32;
-      const unsigned queries_at = shared_address(shared.queries) + stage * Shape::kRowBytes;
-      const unsigned d_o_at = shared_address(shared.d_o) + stage * Shape::kRowBytes;
+      const unsigned queries_at =
+          shared_address(shared.queries) + turn % Shape::kStages * Shape::kRowBytes;
+      const unsigned d_o_at = shared_address(shared.d_o) + turn % Shape::kStages * Shape::kRowBytes;
       const int row = Scores::row(warp), column = Scores::column(warp);
       const int first = tile * kRows + shift;
       const float* const key_gates = shared.key_gates + column + lane % 4 * 2;
@@ -406,11 +414,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       if (more) {
         if (Shape::kStages == 1) {
           __syncthreads();
-          load_rows(tile + 1, 0);
+          load_queries(tile + 1, 0);
+          load_gradients(tile + 1, 0);
           commit_copies();
         }
         if (fresh_thread() < kRows) {
-          put_terms(next, turn ^ 1);
+          put_row(next, turn ^ 1);
         }
       }
     }

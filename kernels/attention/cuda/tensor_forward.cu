@@ -19,17 +19,17 @@ cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
              : TensorForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
 }
 
-template <class T>
-void launch_norms(const HeadSeries& t, const SequenceLayout& layout, int64_t heads, int64_t dim,
-                  int* norms, cudaStream_t stream) {
+template <class T, bool kQueries>
+void launch_norms(const TensorAttention& work, int* largest, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = work.params.forward;
+  const SequenceLayout& layout = kQueries ? p.layout : p.key_layout;
   if (layout.batch == 0 || layout.time == 0) {
     return;
   }
-  const int64_t blocks = std::min<int64_t>((layout.time + 255) / 256, 1024);
-  norms_kernel<T>
-      <<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(layout.batch * heads)),
-         kRowThreads, 0, stream>>>(t, layout.time, static_cast<int>(heads),
-                                   static_cast<int>(dim / 8), norms);
+  const int64_t blocks = std::min<int64_t>((layout.time + 127) / 128, 1024);
+  const int64_t heads = layout.batch * (kQueries ? p.heads : p.key_heads);
+  norms_kernel<T, kQueries><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(heads)),
+                              kRowThreads, 0, stream>>>(work, largest);
 }
 
 }  // namespace
@@ -48,21 +48,21 @@ bool tensor_forward_fits(const ForgettingAttentionParams& p) {
          blocks <= kLargestGrid && p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
 }
 
-int64_t norms_count(const ForgettingAttentionParams& p, bool of_queries) {
+int64_t norms_bytes(const ForgettingAttentionParams& p, bool of_queries) {
   const int64_t heads = p.key_heads + (of_queries ? p.heads : 0);
-  return p.prune > 0 ? (p.layout.batch * heads + 1) / 2 : 0;
+  return p.prune > 0 ? (p.layout.batch * heads + 3) / 4 * 16 : 0;
 }
 
-cudaError_t find_norms(const ForgettingAttentionParams& p, bool of_queries, void* norms,
-                       cudaStream_t stream) {
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaMemsetAsync(norms, 0, norms_count(p, of_queries) * sizeof(double), stream));
+cudaError_t find_norms(const TensorAttention& work, bool of_queries, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = work.params.forward;
+  int* const keys = const_cast<int*>(work.norms);
+  int* const queries = keys + p.layout.batch * p.key_heads;
+  // Below every value that is found.
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(keys, 0x80, norms_bytes(p, of_queries), stream));
   const auto find = [&]<class T>() {
-    int* const keys = static_cast<int*>(norms);
-    launch_norms<T>(p.k, p.key_layout, p.key_heads, p.head_dim, keys, stream);
+    launch_norms<T, false>(work, keys, stream);
     if (of_queries) {
-      launch_norms<T>(p.q, p.layout, p.heads, p.head_dim, keys + p.layout.batch * p.key_heads,
-                      stream);
+      launch_norms<T, true>(work, queries, stream);
     }
   };
   if (p.q.dtype == DType::kBFloat16) {
@@ -75,8 +75,7 @@ cudaError_t find_norms(const ForgettingAttentionParams& p, bool of_queries, void
 
 cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {
   *plan = {.path = AttentionPath::kTensorCore};
-  plan->workspace_bytes =
-      (gate_sums_count(p) + norms_count(p, false)) * static_cast<int64_t>(sizeof(double));
+  plan->workspace_bytes = (gate_sums_count(p) + 1) / 2 * 16 + norms_bytes(p, false);
   return cudaSuccess;
 }
 
@@ -90,9 +89,8 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   work.gate_sums = c;
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
   if (p.prune > 0) {
-    double* const norms = c + gate_sums_count(p);
-    work.norms = reinterpret_cast<const float*>(norms);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(p, false, norms, stream));
+    work.norms = reinterpret_cast<const int*>(c + (gate_sums_count(p) + 1) / 2 * 2);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(work, false, stream));
   }
   return p.q.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(work, stream)
                                        : launch<__half>(work, stream);

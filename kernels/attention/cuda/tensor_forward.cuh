@@ -17,14 +17,20 @@
 
 namespace tidegate::kernels {
 
-/// How a head dimension is cut: kWarps warps of 16 * kRowTiles queries, kKeys keys at a time.
-template <class Data, int kHeadDim, int kRowTilesAWarp, int kWarpsABlock, int kKeysATile>
+/// How a head dimension is cut: kWarps warps of 16 * kRowTiles queries; kKeys keys a copy, of which
+/// kPart at a time are in registers; kBlocks blocks a multiprocessor; kKeep: queries and addresses
+/// stay in registers, where there are enough.
+template <class Data, int kHeadDim, int kRowTilesAWarp, int kWarpsABlock, int kKeysACopy,
+          int kKeysAtOnce, int kBlocksAProcessor, bool kKeepQueries = false>
 struct ForwardShape {
   using T = Data;
   static constexpr int kDim = kHeadDim;
   static constexpr int kRowTiles = kRowTilesAWarp;
   static constexpr int kWarps = kWarpsABlock;
-  static constexpr int kKeys = kKeysATile;
+  static constexpr int kKeys = kKeysACopy;
+  static constexpr int kPart = kKeysAtOnce;
+  static constexpr int kBlocks = kBlocksAProcessor;
+  static constexpr bool kKeep = kKeepQueries;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kWarpRows * kWarps;
@@ -32,7 +38,16 @@ struct ForwardShape {
   static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
   static constexpr int kSharedBytes =
-      kQueryBytes + 2 * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 4) * int{sizeof(float)};
+      kQueryBytes + 2 * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 16) * int{sizeof(float)};
+};
+
+/// What only a copy of the next tile needs: kept in shared memory, since the loop has no registers
+/// left.
+struct BlockConstants {
+  const char *k, *v;
+  const double* gates;
+  double reference;
+  int last_key;
 };
 
 /// The shared memory of a block.
@@ -43,13 +58,15 @@ struct ForwardShared {
   float* key_gates;       // [2][2][kKeys]: c_ref - c_j, high and low parts
   float* row_gates;       // [2][kRows]: c_i - c_ref
   int* norm;              // largest squared norm of a query, as ordered bits
+  BlockConstants* constants;
 
   __device__ explicit ForwardShared(unsigned char* shared)
       : queries(shared),
         stages(queries + Shape::kQueryBytes),
         key_gates(reinterpret_cast<float*>(stages + 2 * Shape::kStageBytes)),
         row_gates(key_gates + 4 * Shape::kKeys),
-        norm(reinterpret_cast<int*>(row_gates + 2 * Shape::kRows)) {}
+        norm(reinterpret_cast<int*>(row_gates + 2 * Shape::kRows)),
+        constants(reinterpret_cast<BlockConstants*>(norm + 2)) {}
 
   __device__ unsigned char* keys(int stage) const { return stages + stage * Shape::kStageBytes; }
   __device__ unsigned char* values(int stage) const { return keys(stage) + Shape::kKeyBytes; }
@@ -73,14 +90,16 @@ struct ForwardWarp {
   static constexpr int kDim = Shape::kDim;
   static constexpr int kRowTiles = Shape::kRowTiles;
   static constexpr int kKeys = Shape::kKeys;
+  static constexpr int kPart = Shape::kPart;
   static constexpr int kStats = 2 * kRowTiles;  // rows of a lane: 8 apart
 
   float o[kRowTiles][kDim / 8][4] = {};
-  float s[kRowTiles][kKeys / 8][4];
+  float s[kRowTiles][kPart / 8][4];
   float largest[kStats];  // of the scores; the sum and o are relative to it, or up to 2^8 times
                           // larger
   float sum[kStats];
-  float level[kStats];  // what is subtracted from the scores of the tile at hand
+  float lacks[kStats];  // what the scores of the tile at hand lack
+  float level[kStats];  // what is subtracted from them
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -90,58 +109,68 @@ struct ForwardWarp {
     }
   }
 
-  /// s = scale s + c_ref - c_j. `gates` point to the tile's first two keys of the lane.
-  __device__ __forceinline__ void add_gates(float scale, const float* gates) {
+  /// s = scale s + c_ref - c_j, and lacks = c_i - c_ref. `gates`: of the lane's first two keys;
+  /// `rows`: of its first row.
+  __device__ __forceinline__ void add_gates(float scale, const float* gates, const float* rows) {
 #pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-      const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * j);
+    for (int j = 0; j < kPart / 8; ++j) {
+      add_gate(scale, j, *reinterpret_cast<const float2*>(gates + 8 * j));
+    }
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        s[i][j][0] = fmaf(s[i][j][0], scale, gate.x);
-        s[i][j][1] = fmaf(s[i][j][1], scale, gate.y);
-        s[i][j][2] = fmaf(s[i][j][2], scale, gate.x);
-        s[i][j][3] = fmaf(s[i][j][3], scale, gate.y);
-      }
+    for (int i = 0; i < kStats; ++i) {
+      lacks[i] = rows[8 * i];
     }
   }
 
-  /// s = scale s + c_i - c_j, or -infinity where the pair does not count.
+  /// The same relative to the warp's first row, whose own gates are `own`: for keys after the
+  /// block's first query, but none after the warp's.
+  __device__ __forceinline__ void add_near_gates(float scale, const float* gates, const float* rows,
+                                                 const float* own) {
+    const float high = own[0], low = own[Shape::kRows];
+#pragma unroll
+    for (int j = 0; j < kPart / 8; ++j) {
+      const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
+      add_gate(scale, j, {(x.x + high) + (y.x + low), (x.y + high) + (y.y + low)});
+    }
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      lacks[i] = (rows[8 * i] - high) + (rows[Shape::kRows + 8 * i] - low);
+    }
+  }
+
+  /// s = scale s + c_i - c_j, or -infinity where the pair does not count; nothing is lacking.
   __device__ __forceinline__ void add_gates_and_mask(float scale, const float* gates,
                                                      const float* rows, PairMask mask, int position,
                                                      int key) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kStats; ++i) {
+      const float high = rows[8 * i], low = rows[Shape::kRows + 8 * i];
+      const PairMask::Row row = mask.row(position + 8 * i, key);
+      lacks[i] = 0;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * i + 8 * half;
-        const float high = rows[row], low = rows[Shape::kRows + row];
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[i][j][2 * half + e];
-            const float fall = (high + gates[8 * j + e]) + (low + gates[kKeys + 8 * j + e]);
-            const bool counts = mask.sees(position + row, key + 8 * j + e);
-            x = counts ? fmaf(x, scale, fall) : -INFINITY;
-          }
-        }
+      for (int j = 0; j < kPart / 8; ++j) {
+        const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
+        float* const pair = s[i / 2][j] + i % 2 * 2;
+        const float first = fmaf(pair[0], scale, (high + x.x) + (low + y.x));
+        const float second = fmaf(pair[1], scale, (high + x.y) + (low + y.y));
+        pair[0] = row.sees(8 * j) ? first : -INFINITY;
+        pair[1] = row.sees(8 * j + 1) ? second : -INFINITY;
       }
     }
   }
 
-  /// Brings `largest`, and with it the outputs so far, up to the tile's scores. `rows`: what the
-  /// scores lack, c_i - c_ref; null if nothing. While a row's largest score grows by less than 2^8,
-  /// nothing is rescaled: every warp would do so for one of its rows at most tiles.
-  __device__ __forceinline__ void follow_largest(const float* rows) {
+  /// Brings `largest`, and with it the outputs so far, up to the tile's scores. While a row's
+  /// largest score grows by less than 2^8, nothing is rescaled: every warp would do so for one of
+  /// its rows at most tiles.
+  __device__ __forceinline__ void follow_largest() {
     constexpr float kSlack = 8;
-    float lacks[kStats], found[kStats];
+    float found[kStats];
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      lacks[i] = rows != nullptr ? rows[8 * i] : 0.0f;
       float x = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
+      for (int j = 0; j < kPart / 8; ++j) {
         x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
       }
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -169,25 +198,26 @@ struct ForwardWarp {
     }
   }
 
-  /// o += P V with P = exp2(s - level): the exponentials of 16 keys among the products of the 16
-  /// before them.
+  /// o += P V with P = exp2(s - level).
   __device__ __forceinline__ void values(const OperandReader<kDim>& tile) {
-    constexpr int kChunks = kKeys / 16, kPairs = kDim / 16, kScores = 8 * kRowTiles;
-    uint32_t b[2][4];
+    constexpr int kChunks = kPart / 16, kPairs = kDim / 16;
+    uint32_t b[2][4], a[kChunks][kRowTiles][4];
     tile.transposed(b[0], 0, 0);
-    exponentials(0, 0, kScores);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      uint32_t a[kRowTiles][4];
+      exponentials(chunk);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float (&x)[4] = s[i][2 * chunk + half];
-          a[i][2 * half] = pack_pair<T>(x[0], x[1]);
-          a[i][2 * half + 1] = pack_pair<T>(x[2], x[3]);
+          a[chunk][i][2 * half] = pack_pair<T>(x[0], x[1]);
+          a[chunk][i][2 * half + 1] = pack_pair<T>(x[2], x[3]);
         }
       }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         const int at = chunk * kPairs + pair;
@@ -198,11 +228,9 @@ struct ForwardWarp {
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int i = 0; i < kRowTiles; ++i) {
-            mma<T>(o[i][2 * pair + half], a[i], b[at % 2][2 * half], b[at % 2][2 * half + 1]);
+            mma<T>(o[i][2 * pair + half], a[chunk][i], b[at % 2][2 * half],
+                   b[at % 2][2 * half + 1]);
           }
-        }
-        if (chunk + 1 < kChunks) {
-          exponentials(chunk + 1, pair * kScores / kPairs, (pair + 1) * kScores / kPairs);
         }
       }
     }
@@ -211,7 +239,7 @@ struct ForwardWarp {
   /// Adds the infinite and NaN elements of a tile of values to the rows that see them.
   __device__ __forceinline__ void add_non_finite(const unsigned char* tile, PairMask mask,
                                                  int position, int key, int lane) {
-    for (int row = 0; row < kKeys; ++row) {
+    for (int row = 0; row < kPart; ++row) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         const auto pair = *reinterpret_cast<const Pack<T, 2>*>(
@@ -264,17 +292,27 @@ struct ForwardWarp {
   }
 
  private:
+  __device__ __forceinline__ void add_gate(float scale, int j, float2 gate) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      s[i][j][0] = fmaf(s[i][j][0], scale, gate.x);
+      s[i][j][1] = fmaf(s[i][j][1], scale, gate.y);
+      s[i][j][2] = fmaf(s[i][j][2], scale, gate.x);
+      s[i][j][3] = fmaf(s[i][j][3], scale, gate.y);
+    }
+  }
+
   static __device__ float finite_level(float x) { return x == -INFINITY ? 0.0f : x; }
 
-  /// Of scores [from, to) of a chunk of 16 keys: element, then eight keys, then 16 rows.
-  __device__ __forceinline__ void exponentials(int chunk, int from, int to) {
+  /// Of a chunk of 16 keys.
+  __device__ __forceinline__ void exponentials(int chunk) {
 #pragma unroll
-    for (int at = 0; at < 8 * kRowTiles; ++at) {
-      if (at >= from && at < to) {
-        const int i = at / 8, e = at % 4, stat = 2 * i + e / 2;
-        float& x = s[i][2 * chunk + at / 4 % 2][e];
-        x = exp2_approx(x - level[stat]);
-        sum[stat] += x;
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        float& x = s[i / 2][2 * chunk + at / 2][i % 2 * 2 + at % 2];
+        x = exp2_approx(x - level[i]);
+        sum[i] += x;
       }
     }
   }
@@ -331,10 +369,11 @@ __device__ inline float largest_query(const ForwardShared<Shape>& shared, int th
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     forgetting_forward_kernel(const __grid_constant__ TensorAttention w) {
   using T = typename Shape::T;
-  constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
+  constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kPart = Shape::kPart;
+  constexpr int kThreads = Shape::kThreads;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const ForwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
@@ -354,12 +393,21 @@ __global__ void __launch_bounds__(Shape::kThreads)
   KeyTiles tiles = KeyTiles::of<kKeys>(first, last, mask.window);
   const int pieces = static_cast<int>(p.head_dim / 8);
 
-  const char* const k = row_address(p.k, keys, key_head, 0);
-  const char* const v = row_address(p.v, keys, key_head, 0);
+  volatile BlockConstants& constants = *shared.constants;
+  if (thread == 0) {
+    constants.k = row_address(p.k, keys, key_head, 0);
+    constants.v = row_address(p.v, keys, key_head, 0);
+    constants.gates = gates.data();
+    constants.reference = gates.at(first);
+    constants.last_key = keys.length - 1;
+  }
+  __syncthreads();
   const auto load_keys = [&](int tile, int stage) {
     const int64_t row = int64_t{tile} * kKeys;
     const int thread = fresh_thread();
-    const int limit = keys.length - tile * kKeys;
+    const int limit = constants.last_key + 1 - tile * kKeys;
+    const char* const k = const_cast<const char*>(constants.k);
+    const char* const v = const_cast<const char*>(constants.v);
     const unsigned to = shared_address(shared.keys(stage));
     load_tile<kDim, kKeys, kThreads>(to, k + row * row_bytes(p.k), row_bytes(p.k), limit, pieces,
                                      thread);
@@ -368,9 +416,10 @@ __global__ void __launch_bounds__(Shape::kThreads)
   };
   const double reference = gates.at(first);
   const auto put_key_gate = [&](double c, int stage) {
-    const SplitGate gate = SplitGate::of(reference - c);
-    shared.key_gates[stage * 2 * kKeys + thread] = gate.high;
-    shared.key_gates[stage * 2 * kKeys + kKeys + thread] = gate.low;
+    const SplitGate gate = SplitGate::of(constants.reference - c);
+    float* const to = shared.key_gates + stage * 2 * kKeys + fresh_thread();
+    to[0] = gate.high;
+    to[kKeys] = gate.low;
   };
 
   load_tile<kDim, Shape::kRows, kThreads>(shared_address(shared.queries),
@@ -391,8 +440,10 @@ __global__ void __launch_bounds__(Shape::kThreads)
   if (p.prune > 0 && tiles.end > tiles.begin && first > 0) {
     wait_for_copies<0>();
     __syncthreads();
-    const double fall = largest_fall(p, keys.length, largest_query<Shape>(shared, thread),
-                                     KeyNorms::key(w, keys.batch, head));
+    // lse_i is at least the score of the key at the query itself.
+    const double fall = largest_fall(p, keys.length,
+                                     2 * largest_score(p, largest_query<Shape>(shared, thread),
+                                                       KeyNorms::key(w, keys.batch, head)));
     tiles.begin = max(tiles.begin, gates.first_not_above(reference + fall, first, lane) / kKeys);
   }
 
@@ -402,6 +453,14 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const int warp_first = first + warp_row, warp_last = warp_first + Shape::kWarpRows - 1;
   const float scale = static_cast<float>(p.scale) * kLog2E;
 
+  const unsigned own_queries = shared_address(shared.queries) + HalfTile<kDim>::bytes(warp_row);
+  RegisterOperand<Shape::kRowTiles, Shape::kKeep ? kDim / 16 : 1> kept;
+  if constexpr (Shape::kKeep) {
+    wait_for_copies<0>();
+    __syncthreads();
+    kept.fill(OperandReader<kDim>::a(own_queries, lane));
+  }
+
   int stage = 0;
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, stage ^= 1) {
     wait_for_copies<0>();
@@ -410,46 +469,59 @@ __global__ void __launch_bounds__(Shape::kThreads)
     const bool more = tile > tiles.begin;
     if (more) {
       load_keys(tile - 1, stage ^ 1);
-      next_gate = thread < kKeys ? gates.at((tile - 1) * kKeys + thread) : 0.0;
+      const int key = (tile - 1) * kKeys + fresh_thread();
+      next_gate = fresh_thread() < kKeys ? constants.gates[min(key, constants.last_key)] : 0.0;
     }
     commit_copies();
-    const int key = tile * kKeys;
-    const bool edge = key + kKeys - 1 > first || (mask.window > 0 && key <= last - mask.window);
-    const bool seen =
-        key <= warp_last && (mask.window == 0 || key + kKeys > warp_first - mask.window + 1);
-    const int lane = fresh_thread() % 32;
-    const float* const key_gates = shared.key_gates + stage * 2 * kKeys + lane % 4 * 2;
-    const float* const row_gates = shared.row_gates + warp_row + lane / 4;
-    if (seen) {
-      multiply<T, false, false, kDim / 16, true>(
-          state.s,
-          OperandReader<kDim>::a(shared_address(shared.queries) + HalfTile<kDim>::bytes(warp_row),
-                                 lane),
-          OperandReader<kDim>::b(shared_address(shared.keys(stage)), lane));
-      if (edge) {
-        state.add_gates_and_mask(scale, key_gates, row_gates, mask, warp_first + lane / 4,
-                                 key + lane % 4 * 2);
-      } else {
-        state.add_gates(scale, key_gates);
-      }
-      state.follow_largest(edge ? nullptr : row_gates);
-    }
-    if (edge) {  // weights of zero must not meet what is not finite
-      unsigned char* const tile_values = shared.values(stage);
-      if (__syncthreads_or(
-              has_non_finite<T, kThreads>(tile_values, Shape::kKeyBytes, thread) ? 1 : 0)) {
-        if (seen) {
-          state.add_non_finite(tile_values, mask, warp_first + lane / 4, key, lane);
+#pragma unroll 1
+    for (int part = kKeys / kPart - 1; part >= 0; --part) {
+      const int key = tile * kKeys + part * kPart;
+      const bool edge = key + kPart - 1 > first || (mask.window > 0 && key <= last - mask.window);
+      const bool seen =
+          key <= warp_last && (mask.window == 0 || key + kPart > warp_first - mask.window + 1);
+      const int lane = Shape::kKeep ? thread % 32 : fresh_thread() % 32;
+      const float* const key_gates =
+          shared.key_gates + stage * 2 * kKeys + part * kPart + lane % 4 * 2;
+      const float* const row_gates = shared.row_gates + warp_row + lane / 4;
+      const unsigned keys_at =
+          shared_address(shared.keys(stage)) + HalfTile<kDim>::bytes(part * kPart);
+      if (seen) {
+        const auto keys_reader = OperandReader<kDim>::b(keys_at, lane);
+        if constexpr (Shape::kKeep) {
+          multiply<T, false, false, kDim / 16, true>(state.s, kept, keys_reader);
+        } else {
+          multiply<T, false, false, kDim / 16, true>(
+              state.s, OperandReader<kDim>::a(own_queries, lane), keys_reader);
         }
-        __syncthreads();
-        zero_non_finite<T, kThreads>(tile_values, Shape::kKeyBytes, thread);
-        __syncthreads();
+        if (!edge) {
+          state.add_gates(scale, key_gates, row_gates);
+        } else if (key + kPart - 1 <= warp_first &&
+                   (mask.window == 0 || key > warp_last - mask.window)) {
+          state.add_near_gates(scale, key_gates, row_gates, shared.row_gates + warp_row);
+        } else {
+          state.add_gates_and_mask(scale, key_gates, row_gates, mask, warp_first + lane / 4,
+                                   key + lane % 4 * 2);
+        }
+        state.follow_largest();
+      }
+      if (edge) {  // weights of zero must not meet what is not finite
+        unsigned char* const values = shared.values(stage) + HalfTile<kDim>::bytes(part * kPart);
+        constexpr int kBytes = HalfTile<kDim>::bytes(kPart);
+        const bool found = has_non_finite<T, kThreads>(values, kBytes, fresh_thread());
+        if (__syncthreads_or(found ? 1 : 0)) {
+          if (seen) {
+            state.add_non_finite(values, mask, warp_first + lane / 4, key, lane);
+          }
+          __syncthreads();
+          zero_non_finite<T, kThreads>(values, kBytes, fresh_thread());
+          __syncthreads();
+        }
+      }
+      if (seen) {
+        state.values(OperandReader<kDim>::b_transposed(keys_at + Shape::kKeyBytes, lane));
       }
     }
-    if (seen) {
-      state.values(OperandReader<kDim>::b_transposed(shared_address(shared.values(stage)), lane));
-    }
-    if (more && thread < kKeys) {
+    if (more && fresh_thread() < kKeys) {
       put_key_gate(next_gate, stage ^ 1);
     }
   }

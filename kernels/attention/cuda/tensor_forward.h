@@ -19,10 +19,9 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& params,
                                 ForgettingAttentionPlan* plan);
 cudaError_t tensor_forward(const ForgettingAttentionParams& params, cudaStream_t stream);
 
-/// Doubles of a pass that prunes, for the largest norms of rows; see KeyNorms.
-int64_t norms_count(const ForgettingAttentionParams& params, bool of_queries);
-cudaError_t find_norms(const ForgettingAttentionParams& params, bool of_queries, void* norms,
-                       cudaStream_t stream);
+/// Bytes of work.norms; see KeyNorms. Zero for a pass that does not prune.
+int64_t norms_bytes(const ForgettingAttentionParams& params, bool of_queries);
+cudaError_t find_norms(const TensorAttention& work, bool of_queries, cudaStream_t stream);
 
 /// The classes of head dimensions: up to 96, and above.
 enum class HeadDims : uint8_t { kSmall, kLarge };

@@ -16,25 +16,41 @@ cudaError_t launch_forward(TensorAttention work, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+/// The wide shape takes twice as many queries and keys at a time: where there are many of both, and
+/// a block may have so much shared memory.
+template <class Wide, class Narrow>
+cudaError_t launch_wide_or_narrow(const TensorAttention& work, cudaStream_t stream) {
+  constexpr int64_t kManyKeys = 8192;
+  const ForgettingAttentionParams& p = work.params.forward;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  const bool many = p.prune == 0 && (p.window == 0 || p.window >= kManyKeys) &&
+                    p.key_layout.time >= kManyKeys * p.layout.sequences &&
+                    p.layout.time >= Wide::kRows * p.layout.sequences;
+  return many && Wide::kSharedBytes <= limits.shared_bytes ? launch_forward<Wide>(work, stream)
+                                                           : launch_forward<Narrow>(work, stream);
+}
+
 template <class Data, HeadDims kDims>
 cudaError_t TensorForwardUnit<Data, kDims>::launch(TensorAttention work, cudaStream_t stream) {
   const int64_t dim = work.params.forward.head_dim;
   if constexpr (kDims == HeadDims::kSmall) {
     if (dim <= 32) {
-      return launch_forward<ForwardShape<Data, 32, 2, 4, 64>>(work, stream);
+      return launch_forward<ForwardShape<Data, 32, 2, 4, 128, 64, 2, true>>(work, stream);
     }
     if (dim <= 64) {
-      return launch_forward<ForwardShape<Data, 64, 2, 4, 64>>(work, stream);
+      return launch_forward<ForwardShape<Data, 64, 2, 4, 128, 64, 2, true>>(work, stream);
     }
-    return launch_forward<ForwardShape<Data, 96, 2, 4, 64>>(work, stream);
+    return launch_forward<ForwardShape<Data, 96, 2, 4, 64, 64, 2>>(work, stream);
   } else {
     if (dim <= 128) {
-      return launch_forward<ForwardShape<Data, 128, 2, 4, 64>>(work, stream);
+      return launch_wide_or_narrow<ForwardShape<Data, 128, 2, 8, 128, 64, 1>,
+                                   ForwardShape<Data, 128, 2, 4, 64, 64, 2>>(work, stream);
     }
     if (dim <= 192) {
-      return launch_forward<ForwardShape<Data, 192, 1, 4, 32>>(work, stream);
+      return launch_forward<ForwardShape<Data, 192, 1, 4, 32, 32, 2>>(work, stream);
     }
-    return launch_forward<ForwardShape<Data, 256, 1, 4, 32>>(work, stream);
+    return launch_forward<ForwardShape<Data, 256, 1, 4, 32, 32, 2>>(work, stream);
   }
 }
 

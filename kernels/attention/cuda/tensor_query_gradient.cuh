@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   unsigned char* const shared_d_o = shared_queries + Shape::kRowBytes;
   unsigned char* const stages = shared_d_o + Shape::kRowBytes;
   float* const all_key_gates = reinterpret_cast<float*>(stages + 2 * Shape::kStageBytes);
-  float* const row_terms = all_key_gates + 4 * kKeys;  // [4][kRows], as BackwardShared's
+  float* const row_terms = all_key_gates + 4 * kKeys;  // [4][kRows], see put_row_terms
 
   const ForgettingAttentionParams& p = w.params.forward;
   const TileAndHead place(w.tiles, p.heads, blockIdx.x, true);
@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const int pieces = static_cast<int>(p.head_dim / 8);
   const double reference = gates.at(first);
   if (p.prune > 0 && first > 0) {
-    const double fall = largest_fall(p, keys.length, KeyNorms::query(w, keys.batch, head),
-                                     KeyNorms::key(w, keys.batch, head));
+    const double fall = largest_fall(p, keys.length, KeyNorms::score(w, keys.batch, head));
     const int near = gates.first_not_above(reference + fall, first, fresh_thread() % 32);
     tiles.begin = max(tiles.begin, near / kKeys);
   }
@@ -98,12 +97,12 @@ __global__ void __launch_bounds__(Shape::kThreads)
     }
     commit_copies();
     for (int row = thread; row < kRows; row += kThreads) {
-      const SplitGate gate = SplitGate::of(gates.at(first + row) - reference);
-      const float lse = row < rows ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY;
-      row_terms[row] = gate.high;
-      row_terms[kRows + row] = gate.low;
-      row_terms[2 * kRows + row] = lse == -INFINITY ? INFINITY : lse * kLog2E;
-      row_terms[3 * kRows + row] = row < rows ? w.row_terms[first_row + row] : 0.0f;
+      const bool exists = row < rows;
+      put_row_terms<kRows>(row_terms + row,
+                           {gates.at(first + row),
+                            exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
+                            exists ? w.row_terms[first_row + row] : 0.0f},
+                           reference);
     }
   }
 

@@ -17,7 +17,7 @@ struct TensorAttention {
   Cuts tiles = {};                                // the blocks' own: of queries or of keys
   Cuts query_tiles = {};                          // backward: those of dq_sums
   const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
-  const float* norms = nullptr;                   // where keys are pruned: see KeyNorms
+  const int* norms = nullptr;                     // where keys are pruned: see KeyNorms
   float* row_terms = nullptr;                     // backward: delta - dlse, [B, Hq, Tq]
   float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
@@ -46,7 +46,26 @@ struct PairMask {
   __device__ bool sees(int position, int key) const {
     return key <= position && (window == 0 || key > position - window);
   }
+  /// The same for a row, of keys counted from `key`: those in (oldest, newest].
+  struct Row {
+    int oldest, newest;
+    __device__ bool sees(int key) const { return key <= newest && key > oldest; }
+  };
+  __device__ Row row(int position, int key) const {
+    const int newest = position - key;
+    return {window == 0 ? -(1 << 30) : newest - window, newest};
+  }
 };
+
+/// Two floats of shared memory, read where this stands and not kept: edge tiles are rare, and the
+/// registers that they would take are missed by all tiles.
+__device__ inline float2 read_pair(const float* p) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(p))));
+  return x;
+}
 
 /// Bytes of row `row` (from the sequence's start) of a head.
 __device__ inline char* row_address(const HeadSeries& t, const Sequence& s, int64_t head,
@@ -70,6 +89,8 @@ class GateSums {
   __device__ double at(int position) const {
     return last_ < 0 ? 0.0 : sums_[max(0, min(position, last_))];
   }
+
+  __device__ const double* data() const { return sums_; }
 
   /// The first of the tokens [0, end) whose sum is not above `bound`: c falls. All lanes of the
   /// warp call it, and look at 32 places at once.
@@ -104,27 +125,38 @@ struct SplitGate {
   }
 };
 
-/// Largest squared norms of a head's rows, as floats: [B, Hkv] of keys, then [B, Hq] of queries.
+/// Floats in an order of integers in which NaN is the largest, and back.
+__device__ inline int ordered(float x) {
+  const int bits = __float_as_int(x);
+  return x != x ? 0x7fffffff : bits >= 0 ? bits : bits ^ 0x7fffffff;
+}
+__device__ inline float from_ordered(int x) { return __int_as_float(x >= 0 ? x : x ^ 0x7fffffff); }
+
+/// Bounds of scores, as ordered floats: a head's largest squared norm of a key, [B, Hkv]; then, in
+/// the backward pass, the largest excess of scale |q_i| max|k| over lse_i of a head's queries,
+/// [B, Hq].
 struct KeyNorms {
-  static __device__ float key(const TensorAttention& w, int64_t batch, int head) {
+  static __device__ float key(const TensorAttention& w, int64_t batch, int64_t head) {
     const ForgettingAttentionParams& p = w.params.forward;
-    const int64_t group = p.heads / p.key_heads;
-    return w.norms[batch * p.key_heads + head / group];
+    return from_ordered(w.norms[batch * p.key_heads + head / (p.heads / p.key_heads)]);
   }
-  static __device__ float query(const TensorAttention& w, int64_t batch, int head) {
+  static __device__ float score(const TensorAttention& w, int64_t batch, int64_t head) {
     const ForgettingAttentionParams& p = w.params.forward;
-    return w.norms[p.layout.batch * p.key_heads + batch * p.heads + head];
+    return from_ordered(w.norms[p.layout.batch * p.key_heads + batch * p.heads + head]);
   }
 };
 
-/// How far c may fall from a key to a query before the key may be dropped. Its weight is at most
-/// exp(s_ij - s_ii + c_i - c_j), |s| <= scale |q| |k|; with that below prune / keys for each, all
-/// that is dropped weighs less than prune. NaN (of norms) drops nothing.
-__device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys,
-                                      float query_square, float key_square) {
-  const double bound =
-      1.0001 * p.scale * sqrt(static_cast<double>(query_square) * static_cast<double>(key_square));
-  return 2 * bound + log(static_cast<double>(keys)) - log(p.prune);
+/// scale |q| |k|, rounded up.
+__device__ inline float largest_score(const ForgettingAttentionParams& p, float query_square,
+                                      float key_square) {
+  return 1.0001f * static_cast<float>(p.scale) * sqrtf(query_square) * sqrtf(key_square);
+}
+
+/// How far c may fall from a key to a query before the key may be dropped: its weight is
+/// exp(s_ij + c_i - c_j - lse_i), and with that at most prune / keys for each key, all that is
+/// dropped weighs at most prune. `score`: of s_ij - lse_i, nowhere exceeded. NaN drops nothing.
+__device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys, double score) {
+  return score + log(static_cast<double>(keys)) - log(p.prune);
 }
 
 }  // namespace tidegate::kernels

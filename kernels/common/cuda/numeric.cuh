@@ -221,6 +221,11 @@ __device__ inline void copy_async(void* shared, const void* global) {
   }
 }
 
+/// Sixteen bytes, to an address of shared memory.
+__device__ inline void copy_async_16(unsigned shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 /// Sixteen bytes; zeros where `exists` is false, and then `global` is not read.
 __device__ inline void copy_async_or_zero(unsigned shared, const void* global, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),

@@ -1,0 +1,252 @@
+// Forgetting attention on CUDA through raw pointers: the tensor-core kernels in every head
+// dimension and form, held against the equations in float64.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+
+#include "kernels/attention/cuda/tensor_backward.h"
+#include "support/attention_problem.h"
+#include "support/device_mirror.h"
+
+namespace tidegate::testing {
+namespace {
+
+bool no_device() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) != cudaSuccess || count == 0;
+}
+
+/// A problem's tensors on the device, and params that point there.
+class AttentionOnDevice {
+ public:
+  explicit AttentionOnDevice(AttentionProblem& problem) : params_(problem.params()) {
+    for (TypedSeries* t : problem.inputs()) mirror_.add(*t);
+    for (TypedSeries* t : problem.outputs()) mirror_.add(*t);
+    kernels::ForgettingAttentionParams& p = params_.forward;
+    mirror_.add(p.layout);
+    mirror_.add(p.key_layout);
+    for (kernels::HeadSeries* t : {&p.q, &p.k, &p.v, &p.log_f, &p.o, &params_.d_o, &params_.dq,
+                                   &params_.dk, &params_.dv, &params_.dlog_f}) {
+      mirror_.translate(t->data);
+    }
+    mirror_.translate(p.lse);
+    mirror_.translate(params_.dlse);
+    mirror_.translate(p.layout.offsets);
+    mirror_.translate(p.key_layout.offsets);
+  }
+
+  void forward() {
+    kernels::ForgettingAttentionParams& p = params_.forward;
+    ASSERT_TRUE(kernels::tensor_forward_fits(p));
+    plan_and_launch(
+        &p.plan, &p.workspace, [&](auto* plan) { return kernels::tensor_forward_plan(p, plan); },
+        [&] { return kernels::tensor_forward(p, nullptr); });
+  }
+  void backward() {
+    kernels::ForgettingAttentionParams& p = params_.forward;
+    bool fits = false;
+    check_cuda(kernels::tensor_backward_fits(params_, &fits), "fits");
+    if (!fits) GTEST_SKIP() << "this device has too little shared memory";
+    plan_and_launch(
+        &p.plan, &p.workspace,
+        [&](auto* plan) { return kernels::tensor_backward_plan(params_, plan); },
+        [&] { return kernels::tensor_backward(params_, nullptr); });
+  }
+  void download() { mirror_.download(); }
+
+ private:
+  kernels::ForgettingAttentionBackwardParams params_;
+  DeviceMirror mirror_;
+};
+
+void run(AttentionProblem* problem) {
+  AttentionOnDevice device(*problem);
+  device.forward();
+  device.backward();
+  device.download();
+}
+
+/// Deterministic passes twice, bit for bit.
+void check(const AttentionShape& shape) {
+  AttentionProblem problem(shape);
+  run(&problem);
+  problem.check();
+  if (!shape.deterministic) return;
+  AttentionProblem again(shape);
+  run(&again);
+  for (size_t i = 0; i < problem.outputs().size(); ++i) {
+    EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i]))
+        << shape.name() << ", output " << i;
+  }
+}
+
+class AttentionCuda : public ::testing::TestWithParam<std::tuple<DType, bool>> {
+ protected:
+  void SetUp() override {
+    if (no_device()) GTEST_SKIP() << "no CUDA device";
+    shape_.dtype = std::get<0>(GetParam());
+    shape_.deterministic = std::get<1>(GetParam());
+  }
+  AttentionShape shape_;
+};
+
+std::string name_of(const ::testing::TestParamInfo<std::tuple<DType, bool>>& info) {
+  return std::string(dtype_name(std::get<0>(info.param))) +
+         (std::get<1>(info.param) ? "_deterministic" : "");
+}
+
+TEST_P(AttentionCuda, EveryHeadDim) {
+  uint32_t i = 0;
+  for (const int64_t dim : {16, 24, 32, 40, 64, 72, 96, 104, 128, 136, 192, 200, 256}) {
+    AttentionShape shape = shape_;
+    shape.head_dim = dim;
+    shape.queries = 130;
+    shape.keys = i % 2 == 0 ? 130 : 171;
+    shape.heads = i % 3 == 0 ? 2 : 1;
+    shape.gates = static_cast<ForgetGates>(i % 5);
+    shape.gap = i % 2 * 8;
+    shape.seed = ++i;
+    check(shape);
+  }
+}
+
+TEST_P(AttentionCuda, EveryLength) {
+  uint32_t i = 0;
+  for (const int64_t time : {1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 600}) {
+    AttentionShape shape = shape_;
+    shape.queries = shape.keys = time;
+    shape.batch = time < 100 ? 3 : 1;
+    shape.head_dim = i % 2 == 0 ? 64 : 128;
+    shape.gates = static_cast<ForgetGates>(i % 5);
+    shape.seed = ++i;
+    check(shape);
+  }
+}
+
+TEST_P(AttentionCuda, NoQueriesOrKeys) {
+  AttentionShape shape = shape_;
+  shape.queries = 0;
+  shape.keys = 70;
+  AttentionProblem problem(shape);
+  run(&problem);
+  problem.check();
+  shape.queries = 5;  // queries before all keys see none
+  shape.keys = 2;
+  check(shape);
+}
+
+TEST_P(AttentionCuda, GroupedHeads) {
+  AttentionShape shape = shape_;
+  shape.batch = 2;
+  shape.queries = 100;
+  shape.keys = 140;
+  shape.heads = 6;
+  shape.key_heads = 2;
+  check(shape);
+}
+
+TEST_P(AttentionCuda, Windows) {
+  for (const int64_t window : {1, 2, 63, 64, 65, 200, 1000}) {
+    AttentionShape shape = shape_;
+    shape.queries = 290;
+    shape.keys = 333;
+    shape.window = window;
+    shape.gates = window % 2 == 0 ? ForgetGates::kWeak : ForgetGates::kResets;
+    shape.head_dim = window % 3 == 0 ? 128 : 64;
+    check(shape);
+  }
+}
+
+TEST_P(AttentionCuda, PackedSequences) {
+  for (const int64_t window : {0, 40}) {
+    AttentionShape shape = shape_;
+    shape.query_offsets = {0, 0, 1, 130, 230, 230, 300};
+    shape.key_offsets = {0, 7, 8, 208, 330, 330, 500};
+    shape.queries = 300;
+    shape.keys = 500;
+    shape.heads = 2;
+    shape.window = window;
+    check(shape);
+  }
+}
+
+TEST_P(AttentionCuda, Pruned) {
+  for (const ForgetGates gates : {ForgetGates::kStrong, ForgetGates::kMixed, ForgetGates::kWeak}) {
+    AttentionShape shape = shape_;
+    shape.queries = shape.keys = 700;
+    shape.prune = 1e-3;
+    shape.gates = gates;
+    check(shape);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, AttentionCuda,
+                         ::testing::Combine(::testing::Values(DType::kBFloat16, DType::kFloat16),
+                                            ::testing::Bool()),
+                         name_of);
+
+TEST(AttentionCudaWide, ManyKeys) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  AttentionShape shape;  // enough for the wide tiles of D = 128
+  shape.head_dim = 120;
+  shape.queries = 300;
+  shape.keys = 8300;
+  shape.gates = ForgetGates::kResets;
+  check(shape);
+}
+
+TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  for (const int64_t window : {0, 50}) {
+    for (const int64_t dim : {64, 128, 256}) {
+      AttentionShape shape;
+      shape.head_dim = dim;
+      shape.queries = shape.keys = 200;
+      shape.window = window;
+      AttentionProblem clean(shape), problem(shape);
+      constexpr int64_t kToken = 70;
+      problem.v.set(kToken, 3, NAN);
+      for (AttentionProblem* p : {&clean, &problem}) {
+        AttentionOnDevice device(*p);
+        device.forward();
+        device.download();
+      }
+      for (int64_t i = 0; i < shape.queries; ++i) {
+        const bool sees = i >= kToken && (window == 0 || i < kToken + window);
+        for (int64_t d = 0; d < dim; ++d) {
+          const double x = problem.o.get(i, d).real();
+          if (sees && d == 3) {
+            EXPECT_TRUE(std::isnan(x)) << i;
+          } else {
+            EXPECT_EQ(x, clean.o.get(i, d).real()) << i << ", " << d;
+          }
+        }
+      }
+    }
+  }
+}
+
+/// A reduced set for compute-sanitizer.
+TEST(AttentionCudaSanitize, Tiny) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  for (const bool deterministic : {false, true}) {
+    for (const int64_t dim : {40, 128}) {
+      AttentionShape shape;
+      shape.deterministic = deterministic;
+      shape.head_dim = dim;
+      shape.query_offsets = {0, 0, 70, 150};
+      shape.key_offsets = {0, 3, 90, 170};
+      shape.queries = 150;
+      shape.keys = 170;
+      shape.heads = 2;
+      shape.prune = deterministic ? 1e-3 : 0;
+      shape.window = dim == 40 ? 30 : 0;
+      check(shape);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tidegate::testing
