@@ -8,7 +8,9 @@ import pytest
 import torch
 from fuzz import check_case
 from support import cases, gla_cases, oracle
+from support import op_properties as properties
 from support.gla_cases import GlaCase
+from support.op_properties import call, leaves, placed
 from torch import Tensor
 
 import tidegate
@@ -22,24 +24,9 @@ SHORT_KINDS = [
 ]
 
 
-def arguments_of(case: GlaCase, device: str) -> tuple[dict[str, Tensor | None], tuple]:
-    """The op's arguments by name, and the gradients of its two results."""
-    made = case.make_inputs()
-    placed = {k: cases.to_device(v, device, case.layout) for k, v in made.items()}
-    return placed, (placed.pop("dh"), placed.pop("dh_final"))
-
-
-def call(case: GlaCase, arguments: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-    return getattr(ops, case.op)(**arguments, **case.options())
-
-
 def over_time(arguments: dict[str, Tensor | None]) -> list[str]:
     """The names of the arguments that have a time axis."""
     return [k for k in ("q", "k", "f", "v", "log_f") if k in arguments]
-
-
-def leaves(arguments: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {k: v for k, v in arguments.items() if v is not None and k != "cu_seqlens"}
 
 
 # Against the oracle -----------------------------------------------------------------------------
@@ -87,9 +74,7 @@ def test_any_key_and_value_dimension(case: GlaCase, size: tuple[int, int], devic
 )
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_packed(case: GlaCase, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
-    for offsets_dtype in (torch.int32, torch.int64):
-        packed = replace(case, lengths=lengths, reverse=reverse, offsets_dtype=offsets_dtype)
-        cases.check(packed, device)
+    properties.check_packed(case, device, lengths, reverse)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
@@ -110,7 +95,7 @@ GRADCHECK = [
 @pytest.mark.parametrize("case", GRADCHECK, ids=str)
 def test_gradcheck(case: GlaCase, device: str) -> None:
     case = replace(case, dtype=torch.float64, time=5, batch=2, heads=1, key_dim=3, value_dim=2)
-    arguments, _ = arguments_of(case, device)
+    arguments, _ = placed(case, device)
     # Finite differences leave log f = 0 on both sides.
     if "log_f" in arguments:
         arguments["log_f"] = arguments["log_f"] - 0.01
@@ -125,7 +110,7 @@ def test_gradcheck(case: GlaCase, device: str) -> None:
 
 def test_hgrn2_is_gated_linear_attention_with_tied_keys(device: str) -> None:
     case = GlaCase("hgrn2", time=40, key_dim=16, value_dim=32, v_activation="sigmoid")
-    a, _ = arguments_of(case, device)
+    a, _ = placed(case, device)
     f = a["gamma"] + (1 - a["gamma"]) * torch.sigmoid(a["f"])
     expected = ops.gated_linear_attention(
         torch.nn.functional.silu(a["q"]),
@@ -141,7 +126,7 @@ def test_hgrn2_is_gated_linear_attention_with_tied_keys(device: str) -> None:
 
 def test_one_gate_a_head_is_the_same_gate_in_every_channel(device: str) -> None:
     case = GlaCase("gated_linear_attention", per_head=True, time=40)
-    a, _ = arguments_of(case, device)
+    a, _ = placed(case, device)
     wide = a["log_f"].expand_as(a["q"])
     for left, right in zip(call(case, a), call(case, {**a, "log_f": wide}), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
@@ -169,7 +154,7 @@ def test_slices_of_one_projection_are_read_in_place(device: str) -> None:
 def test_final_state_without_tokens_is_a_copy_of_h0(
     case: GlaCase, h0: str | None, device: str
 ) -> None:
-    arguments, _ = arguments_of(replace(case, time=0, h0=h0), device)
+    arguments, _ = placed(replace(case, time=0, h0=h0), device)
     o, final = call(case, arguments)
     assert o.shape == (2, 0, case.heads, case.value_dim)
     assert final.dtype == oracle.state_dtype(case.dtype)
@@ -186,24 +171,19 @@ def test_final_state_without_tokens_is_a_copy_of_h0(
 def test_empty_dimensions(case: GlaCase, shape: tuple[int, int, int], device: str) -> None:
     batch, time, heads = shape
     case = replace(case, batch=batch, time=time, heads=heads)
-    found = cases.run(case, device, backward=True)
-    expected = cases.reference(case, backward=True, exact=False)
-    for name, value in found.items():
-        assert value.shape == expected[name].shape
-        assert torch.equal(value.cpu(), expected[name]), name
+    properties.check_equals_the_yardstick(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_no_sequences(case: GlaCase, device: str) -> None:
-    for name, value in cases.run(replace(case, lengths=()), device, backward=True).items():
-        assert not value.count_nonzero(), name
+    properties.check_no_sequences(case, device)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: str) -> None:
     case = replace(case, time=35, reverse=reverse)
-    arguments, _ = arguments_of(case, device)
+    arguments, _ = placed(case, device)
     exact = cases.reference(case, backward=False, exact=True)
     yardstick = cases.reference(case, backward=False, exact=False)
     for at in range(case.time + 1):
@@ -224,7 +204,7 @@ def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: s
 @pytest.mark.parametrize("case", gla_cases.KINDS, ids=str)
 def test_steps_equal_prefill(case: GlaCase, layout: str, device: str) -> None:
     case = replace(case, time=9, key_dim=16, value_dim=24, layout=layout)
-    arguments, _ = arguments_of(case, device)
+    arguments, _ = placed(case, device)
     exact = cases.reference(case, backward=False, exact=True)
     yardstick = cases.reference(case, backward=False, exact=False)
     state = arguments["h0"].clone()
@@ -258,7 +238,7 @@ def test_step_writes_into_a_view_of_a_state(device: str) -> None:
 def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
     for case in SHORT_KINDS:
         case = replace(case, time=41)
-        arguments, loss = arguments_of(case, device)
+        arguments, loss = placed(case, device)
         exact = cases.reference(case, backward=True, exact=True)
         yardstick = cases.reference(case, backward=True, exact=False)
         named = {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
@@ -290,7 +270,7 @@ def test_a_nan_reaches_later_tokens_of_its_head_only(
     case: GlaCase, poison: float, reverse: bool, lengths: tuple[int, ...] | None, device: str
 ) -> None:
     case = replace(case, time=150, key_dim=16, value_dim=16, reverse=reverse, lengths=lengths)
-    arguments, _ = arguments_of(case, device)
+    arguments, _ = placed(case, device)
     clean, clean_final = call(case, arguments)
     offsets = arguments["cu_seqlens"].tolist() if lengths else [0, 150]
     for name in over_time(arguments):
@@ -317,7 +297,7 @@ def test_a_nan_reaches_later_tokens_of_its_head_only(
 def test_nothing_leaks_across_a_boundary(case: GlaCase, reverse: bool, device: str) -> None:
     """Values in one sequence change no other; a loss over one leaves exact zeros elsewhere."""
     case = replace(case, lengths=(5, 40, 0, 90, 3), reverse=reverse)
-    arguments, loss = arguments_of(case, device)
+    arguments, loss = placed(case, device)
     clean, clean_final = call(case, arguments)
     names = (*over_time(arguments), "h0")
     named = {k: arguments[k].detach().requires_grad_() for k in names}
@@ -365,56 +345,26 @@ def test_decays_of_exactly_zero_and_one(device: str) -> None:
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_one_argument_alone_gets_the_gradient_it_gets_among_all(case: GlaCase, device: str) -> None:
-    expected = cases.run(case, device, backward=True)
-    arguments, loss = arguments_of(case, device)
-    for name, value in leaves(arguments).items():
-        leaf = value.detach().requires_grad_()
-        results = call(case, {**arguments, name: leaf})
-        (grad,) = torch.autograd.grad(results, (leaf,), loss)
-        assert torch.equal(grad, expected[f"d{name}"]), name
+    properties.check_one_argument_alone(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_mix(), ids=str)
 def test_gradients_in_every_mix_of_dtypes_are_like_their_arguments(
     case: GlaCase, device: str
 ) -> None:
-    arguments, _ = arguments_of(case, device)
-    found = cases.run(case, device, backward=True)
-    for name, value in leaves(arguments).items():
-        grad = found[f"d{name}"]
-        assert (grad.dtype, grad.shape, grad.device) == (value.dtype, value.shape, value.device)
+    properties.check_gradients_like_arguments(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_gradients_of_a_sum(case: GlaCase, device: str) -> None:
-    """`o.sum()` hands over a gradient of strides zero; `o.transpose()` one of odd strides."""
-    arguments, _ = arguments_of(case, device)
-    leaf = arguments["q"] = arguments["q"].detach().requires_grad_()
-
-    def grad_of(loss_of: object) -> Tensor:
-        o, final = call(case, arguments)
-        return torch.autograd.grad(loss_of(o) + final.sum(), leaf)[0]
-
-    expected = grad_of(lambda o: (o * torch.ones_like(o)).sum())
-    assert torch.equal(grad_of(lambda o: o.sum()), expected)
-    assert torch.equal(grad_of(lambda o: o.transpose(1, 3).flatten().sum()), expected)
+    properties.check_gradients_of_a_sum(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_only_inputs_are_kept_for_the_backward_pass(case: GlaCase, device: str) -> None:
     case = replace(case, time=40, key_dim=16, value_dim=16)
-    arguments, _ = arguments_of(case, device)
-    arguments |= {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
-    kept: list[Tensor] = []
-
-    def pack(value: Tensor) -> Tensor:
-        kept.append(value)
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        call(case, arguments)
+    kept, arguments, _ = properties.kept_for_backward(case, device)
     allowed = {v.data_ptr() for v in arguments.values() if v is not None}
-    assert kept
     for value in kept:
         assert value.data_ptr() in allowed, tuple(value.shape)
 
@@ -423,19 +373,11 @@ def test_only_inputs_are_kept_for_the_backward_pass(case: GlaCase, device: str) 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_bitwise_repeatable(case: GlaCase, size: tuple[int, int], device: str) -> None:
     case = replace(case, time=300, key_dim=size[0], value_dim=size[1])
-    first = cases.run(case, device, backward=True)
-    threads = torch.get_num_threads()
-    try:
-        for run in range(3):
-            torch.set_num_threads(1 + run)
-            for name, value in cases.run(case, device, backward=True).items():
-                assert torch.equal(value, first[name]), name
-    finally:
-        torch.set_num_threads(threads)
+    properties.check_bitwise_repeatable(case, device)
 
 
 def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
-    a, _ = arguments_of(GlaCase(), device)
+    a, _ = placed(GlaCase(), device)
     q, f, v, gamma, h0 = (a[k] for k in ("q", "f", "v", "gamma", "h0"))
     expected, _ = ops.hgrn2(q, f, v, gamma, h0)
     by_name, _ = ops.hgrn2(h0=h0, gamma=gamma, v=v, f=f, q=q, scale=1.0, q_activation="none")
@@ -449,7 +391,7 @@ def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
 
 def test_offsets_on_the_cpu_are_accepted(device: str) -> None:
     for case in SHORT_KINDS:
-        arguments, _ = arguments_of(replace(case, lengths=(3, 0, 9)), device)
+        arguments, _ = placed(replace(case, lengths=(3, 0, 9)), device)
         expected = call(case, arguments)
         found = call(case, {**arguments, "cu_seqlens": arguments["cu_seqlens"].cpu()})
         for left, right in zip(found, expected, strict=True):

@@ -1,0 +1,120 @@
+"""What holds of every op's gradients, whatever the op computes: one check a property.
+
+A case is a `cases.Case`, a `gla_cases.GlaCase` or their like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from support import cases
+
+Arguments = dict[str, Tensor | None]
+
+
+def placed(case: cases.Case, device: str) -> tuple[Arguments, tuple[Tensor | None, Tensor | None]]:
+    """The op's arguments by name, and the gradients of its two results."""
+    made = case.make_inputs()
+    tensors = {k: cases.to_device(v, device, case.layout) for k, v in made.items()}
+    return tensors, (tensors.pop("dh"), tensors.pop("dh_final"))
+
+
+def call(case: cases.Case, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """The op's result over time, and the final state."""
+    import tidegate
+
+    return getattr(tidegate.ops, case.op)(**arguments, **case.options())
+
+
+def leaves(arguments: Arguments) -> dict[str, Tensor]:
+    """The arguments that have a gradient."""
+    return {k: v for k, v in arguments.items() if v is not None and k != "cu_seqlens"}
+
+
+def check_packed(case: cases.Case, device: str, lengths: tuple[int, ...], reverse: bool) -> None:
+    """Packed sequences, their offsets in either integer type, against the oracle."""
+    for offsets_dtype in (torch.int32, torch.int64):
+        packed = replace(case, lengths=lengths, reverse=reverse, offsets_dtype=offsets_dtype)
+        cases.check(packed, device)
+
+
+def check_equals_the_yardstick(case: cases.Case, device: str) -> None:
+    """Bit by bit, as where nothing is computed: no batch, no time, no channels."""
+    found = cases.run(case, device, backward=True)
+    expected = cases.reference(case, backward=True, exact=False)
+    for name, value in found.items():
+        assert value.shape == expected[name].shape, name
+        assert torch.equal(value.cpu(), expected[name]), name
+
+
+def check_no_sequences(case: cases.Case, device: str) -> None:
+    """Results and gradients of no sequences are zero, or empty."""
+    for name, value in cases.run(replace(case, lengths=()), device, backward=True).items():
+        assert not value.count_nonzero(), name
+
+
+def check_one_argument_alone(case: cases.Case, device: str) -> None:
+    """An argument that alone wants a gradient gets the one that it gets among all."""
+    expected = cases.run(case, device, backward=True)
+    arguments, loss = placed(case, device)
+    for name, value in leaves(arguments).items():
+        leaf = value.detach().requires_grad_()
+        results = call(case, {**arguments, name: leaf})
+        (grad,) = torch.autograd.grad(results, (leaf,), loss)
+        assert torch.equal(grad, expected[f"d{name}"]), name
+
+
+def check_gradients_like_arguments(case: cases.Case, device: str) -> None:
+    """A gradient has its argument's dtype, shape and device."""
+    arguments, _ = placed(case, device)
+    found = cases.run(case, device, backward=True)
+    for name, value in leaves(arguments).items():
+        grad = found[f"d{name}"]
+        assert (grad.dtype, grad.shape, grad.device) == (value.dtype, value.shape, value.device)
+
+
+def check_gradients_of_a_sum(case: cases.Case, device: str) -> None:
+    """`h.sum()` hands over a gradient of strides zero; `h.transpose()` one of odd strides."""
+    arguments, _ = placed(case, device)
+    name = next(iter(arguments))
+    leaf = arguments[name] = arguments[name].detach().requires_grad_()
+
+    def grad_of(loss_of: object) -> Tensor:
+        h, final = call(case, arguments)
+        return torch.autograd.grad(loss_of(h) + final.sum().real, leaf)[0]
+
+    expected = grad_of(lambda h: (h * torch.ones_like(h)).sum().real)
+    assert torch.equal(grad_of(lambda h: h.sum().real), expected)
+    assert torch.equal(grad_of(lambda h: h.transpose(1, -1).flatten().sum().real), expected)
+
+
+def kept_for_backward(case: cases.Case, device: str) -> tuple[list[Tensor], Arguments, Tensor]:
+    """What autograd keeps of a call, its arguments, and its result over time."""
+    arguments, _ = placed(case, device)
+    arguments |= {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
+    kept: list[Tensor] = []
+
+    def pack(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        h, _ = call(case, arguments)
+    assert kept
+    return kept, arguments, h
+
+
+def check_bitwise_repeatable(case: cases.Case, device: str) -> None:
+    """The same bits again and again, on any number of threads."""
+    first = cases.run(case, device, backward=True)
+    threads = torch.get_num_threads()
+    try:
+        for run in range(3):
+            torch.set_num_threads(1 + run)
+            for name, value in cases.run(case, device, backward=True).items():
+                assert torch.equal(value, first[name]), name
+    finally:
+        torch.set_num_threads(threads)
