@@ -10,7 +10,7 @@ namespace tidegate::kernels {
 namespace {
 
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
-constexpr int64_t kLeastTile = 64;  // rows of a block
+constexpr int64_t kLeastTile = 64;  // rows of a block, queries or keys
 
 template <class T>
 cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
@@ -41,8 +41,8 @@ bool rows_aligned(const HeadSeries& t) {
 
 bool tensor_forward_fits(const ForgettingAttentionParams& p) {
   const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
-  const int64_t blocks =
-      (p.layout.time / kLeastTile + 1) * std::max(p.layout.sequences, p.layout.batch) * p.heads;
+  const int64_t blocks = p.heads * std::max(cut_time(p.layout, kLeastTile).slots,
+                                            cut_time(p.key_layout, kLeastTile).slots);
   return half && p.head_dim % 8 == 0 && p.head_dim >= 16 && p.head_dim <= kMaxAttentionHeadDim &&
          rows_aligned(p.q) && rows_aligned(p.k) && rows_aligned(p.v) && rows_aligned(p.o) &&
          blocks <= kLargestGrid && p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
