@@ -11,6 +11,7 @@
 #include <tidegate/nn/expansion.h>
 #include <tidegate/nn/gated_linear_attention.h>
 #include <tidegate/nn/gated_linear_rnn.h>
+#include <tidegate/nn/gated_rnn.h>
 #include <tidegate/nn/glu.h>
 #include <tidegate/nn/hgru.h>
 #include <tidegate/nn/hgru2.h>
@@ -22,6 +23,7 @@
 #include <tidegate/nn/token_mixer.h>
 #include <tidegate/ops/forgetting_attention.h>
 #include <tidegate/ops/gated_linear_attention.h>
+#include <tidegate/ops/gated_rnn.h>
 #include <tidegate/ops/hgrn2.h>
 #include <tidegate/ops/hgru.h>
 #include <tidegate/ops/init.h>

@@ -34,6 +34,7 @@ from .models import LMConfig, Output
 __all__ = [
     "GLU",
     "GatedLinearRNN",
+    "GatedRNN",
     "HGRU",
     "HGRU2",
     "LRU",
@@ -290,6 +291,12 @@ class GatedLinearRNN(_Mixer):
     """tidegate::nn::GatedLinearRNN; see `tidegate.nn.GatedLinearRNN`."""
 
     _native = _cpp.cpp.GatedLinearRNN
+
+
+class GatedRNN(_Mixer):
+    """tidegate::nn::GatedRNN; see `tidegate.nn.GatedRNN`."""
+
+    _native = _cpp.cpp.GatedRNN
 
 
 class HGRU(_Mixer):

@@ -20,6 +20,8 @@ __all__ = [
     "forgetting_attention_step",
     "gated_linear_attention",
     "gated_linear_attention_step",
+    "gated_rnn",
+    "gated_rnn_step",
     "hgrn2",
     "hgrn2_step",
     "hgru",
@@ -98,6 +100,61 @@ def linear_scan_step(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
         and gradients are recorded.
     """
     return torch.ops.tidegate.linear_scan_step(x, a, state)
+
+
+def gated_rnn(
+    z: Tensor,
+    x: Tensor,
+    w_zh: Tensor,
+    h0: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The minimal gated RNN, whose gate reads the state, from the projected input.
+
+    ``g_t = sigmoid(z_t + W_zh h_{t-1})``
+    ``h_t = g_t * h_{t-1} + (1 - g_t) * x_t``
+
+    "Towards Understanding Gated Linear Recurrent Neural Networks", equations 5 to 7.
+
+    Args:
+        z: [B, T, D], what the input adds to the gate's logits; float32 or x's dtype.
+        x: [B, T, D], float32, float64, bfloat16 or float16.
+        w_zh: [D, D], row i for channel i of the gate; float32 or x's dtype.
+        h0: [N, D], zero when None; float32 or x's dtype.
+        cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on x's device or the CPU: N sequences
+            packed along time, B = 1. Empty sequences are allowed.
+
+    Returns:
+        h [B, T, D] in x's dtype and the final state [N, D] in float32 (float64 for float64); at
+        T = 0 the state is a copy of h0.
+
+    Products, gates and states are computed in float32 (float64), never in TF32, whatever the data.
+    Two things are products of torch's and follow its settings (TF32 where allow_tf32 is on): the
+    gradient of w_zh, and on CUDA the recurrence itself where the matrix is too large for a chip (D
+    above 1024, or above 256 without clusters of blocks). Bitwise deterministic. Training keeps x,
+    w_zh, h0, h and the gate's logits in the state's dtype. Cost O(B T D^2), one token after
+    another.
+    """
+    cu_seqlens = _offsets_on("gated_rnn", cu_seqlens, x.device)
+    return torch.ops.tidegate.gated_rnn(z, x, w_zh, h0, cu_seqlens)
+
+
+def gated_rnn_step(z: Tensor, x: Tensor, w_zh: Tensor, state: Tensor) -> Tensor:
+    """One token of :func:`gated_rnn`, for decoding; the state is updated in place.
+
+    Args:
+        z: [B, D].
+        x: [B, D].
+        w_zh: [D, D].
+        state: [B, D], as :func:`gated_rnn` returns it, or of any dtype that h0 may have;
+            overwritten.
+
+    Returns:
+        The new state in x's dtype, [B, D]. Has no gradient: raises when an argument requires one
+        and gradients are recorded.
+    """
+    return torch.ops.tidegate.gated_rnn_step(z, x, w_zh, state)
 
 
 def hgru(

@@ -3,6 +3,7 @@
 #include "tidegate/nn/attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/gated_linear_rnn.h"
+#include "tidegate/nn/gated_rnn.h"
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
 #include "tidegate/nn/lru.h"
@@ -129,6 +130,12 @@ void visit_options(nn::GatedLinearRNNOptions& options, const Visit& visit) {
   visit("lower_bound", options.lower_bound());
 }
 
+template <typename Visit>
+void visit_options(nn::GatedRNNOptions& options, const Visit& visit) {
+  visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
+}
+
 // A mixer that configurations can name.
 struct Mixer {
   const char* name;
@@ -173,6 +180,7 @@ constexpr Mixer kMixers[] = {
     describe<nn::SLRUImpl, nn::SLRUOptions>("slru"),
     describe<nn::AttentionImpl, nn::AttentionOptions>("transformer"),
     describe<nn::GatedLinearRNNImpl, nn::GatedLinearRNNOptions>("gated-linear-rnn"),
+    describe<nn::GatedRNNImpl, nn::GatedRNNOptions>("gated-rnn"),
 };
 
 std::string joined(const std::vector<std::string>& names) {

@@ -159,6 +159,7 @@ def test_registry():
         "slru",
         "transformer",
         "gated-linear-rnn",
+        "gated-rnn",
     ]
     assert LMConfig().mixer == "hgrn2"
     assert CausalLM(LMConfig(), device="meta").blocks[0].mixer.num_heads == 2

@@ -27,7 +27,16 @@ if importlib.util.find_spec("tidegate._cpp") is None:
 from tidegate import cpp
 
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
-MIXERS = ("HGRU", "HGRU2", "GatedLinearAttention", "Attention", "GatedLinearRNN", "LRU", "SLRU")
+MIXERS = (
+    "HGRU",
+    "HGRU2",
+    "GatedLinearAttention",
+    "Attention",
+    "GatedLinearRNN",
+    "GatedRNN",
+    "LRU",
+    "SLRU",
+)
 MODELS = ("CausalLM", "SequenceClassifier", "ImageClassifier")
 CLOSE = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-11},

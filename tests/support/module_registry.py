@@ -322,6 +322,16 @@ def _lru_arguments(is_complex: bool) -> list[Arguments]:
     return [*cases, ((3,), {}), ((0,), {}), *(((3,), options) for options in wrong)]
 
 
+# GatedRNN
+
+
+def _gated_rnn_arguments() -> list[Arguments]:
+    options = itertools.product(GATE_INITS, (None, 0.9))
+    cases = [((3,), dict(zip(("gate_init", "gumbel_gate"), v, strict=True))) for v in options]
+    wrong = [{"gate_init": "zero"}, {"gumbel_gate": -1.5}]
+    return [*cases, ((0,), {}), ((1,), {"gate_init": "ugi"}), *(((3,), o) for o in wrong)]
+
+
 # Models
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
@@ -377,6 +387,7 @@ def _rnn_configs(**changes: Any) -> Iterator[LMConfig]:
     width."""
     for options in ({}, {"lower_bound": True, "gate_init": "chrono:9"}, {"gate_init": "ugi"}):
         yield SMALL.replace(mixer="gated-linear-rnn", mixer_options=options, **changes)
+    yield SMALL.replace(mixer="gated-rnn", **changes)
     first = {"layer_options": [{"gate_init": "gumbel-softmax", "gumbel_gate": 0.9}]}
     yield SMALL.replace(mixer=["hgrn", "gated-linear-rnn"], **first, **changes)
     yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], **first, tied=False, **changes)
@@ -455,21 +466,24 @@ REGISTRY: dict[str, Entry] = {
     ),
     "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=13, variants=3),
     "SLRU": Entry(tidegate.nn.SLRU, _lru_arguments(False), _mixer_inputs, allowed=7, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=81),
+    "GatedRNN": Entry(
+        tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3
+    ),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=82),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=74, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=75, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=81,
+        allowed=82,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=82,
+        allowed=83,
     ),
 }

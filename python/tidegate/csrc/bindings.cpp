@@ -16,6 +16,7 @@
 #include "tidegate/nn/attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/gated_linear_rnn.h"
+#include "tidegate/nn/gated_rnn.h"
 #include "tidegate/nn/glu.h"
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
@@ -328,6 +329,25 @@ void bind_slru(py::module& m) {
   bind_mixer<SLRUImpl>(bound);
 }
 
+void bind_gated_rnn(py::module& m) {
+  using tidegate::nn::GatedRNNImpl;
+  const auto make = [](int64_t dim, const std::string& gate_init, std::optional<double> gumbel_gate,
+                       OptionalDevice device, OptionalDtype dtype) {
+    return std::make_shared<GatedRNNImpl>(tidegate::nn::GatedRNNOptions(dim)
+                                              .gate_init(gate_init)
+                                              .gumbel_gate(gumbel_gate)
+                                              .device(device)
+                                              .dtype(dtype));
+  };
+  const tidegate::nn::GatedRNNOptions defaults(1);
+  auto bound = torch::python::bind_module<GatedRNNImpl, true>(m, "GatedRNN");
+  bound.def(py::init(make), py::arg("dim"), py::kw_only(),
+            py::arg("gate_init") = defaults.gate_init(),
+            py::arg("gumbel_gate") = defaults.gumbel_gate(), py::arg("device") = defaults.device(),
+            py::arg("dtype") = defaults.dtype());
+  bind_mixer<GatedRNNImpl>(bound);
+}
+
 // A model from the JSON of its configuration, with what all of them have.
 template <typename Impl>
 auto bind_model(py::module& m, const char* name) {
@@ -461,6 +481,7 @@ PYBIND11_MODULE(_cpp, m) {
   bind_gated_linear_rnn(m);
   bind_lru(m);
   bind_slru(m);
+  bind_gated_rnn(m);
   bind_block(m);
   bind_causal_lm(m);
   bind_classifiers(m);

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..nn import HGRU, HGRU2, LRU, SLRU, Attention, GatedLinearAttention, GatedLinearRNN
+from ..nn import (
+    HGRU,
+    HGRU2,
+    LRU,
+    SLRU,
+    Attention,
+    GatedLinearAttention,
+    GatedLinearRNN,
+    GatedRNN,
+)
 
 if TYPE_CHECKING:
     from .config import LMConfig
@@ -41,6 +50,7 @@ _MIXERS: dict[str, type[nn.Module]] = {
     "slru": SLRU,
     "transformer": Attention,
     "gated-linear-rnn": GatedLinearRNN,
+    "gated-rnn": GatedRNN,
 }
 _NOT_OPTIONS = ("self", "dim", "device", "dtype")
 

@@ -12,6 +12,7 @@ from . import init
 from .attention import Attention, AttentionState
 from .gated_linear_attention import GatedLinearAttention, GLAState
 from .gated_linear_rnn import GatedLinearRNN
+from .gated_rnn import GatedRNN
 from .glu import GLU
 from .hgru import HGRU
 from .hgru2 import HGRU2
@@ -27,6 +28,7 @@ __all__ = [
     "GLAState",
     "GatedLinearAttention",
     "GatedLinearRNN",
+    "GatedRNN",
     "LRU",
     "LowerBounds",
     "SLRU",

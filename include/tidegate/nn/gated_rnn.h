@@ -1,0 +1,92 @@
+// The minimal gated RNN ("Towards Understanding Gated Linear Recurrent Neural Networks").
+#pragma once
+
+#include <torch/nn/modules/linear.h>
+#include "tidegate/nn/module.h"
+#include "tidegate/nn/token_mixer.h"
+
+#include <optional>
+#include <ostream>
+#include <string>
+#include <tuple>
+
+namespace tidegate::nn {
+
+/// Options of GatedRNN; the names, defaults and meanings are those of tidegate.nn.GatedRNN in
+/// Python.
+struct GatedRNNOptions {
+  explicit GatedRNNOptions(int64_t dim) : dim_(dim) {}
+
+  /// Width of x, y and the state.
+  TORCH_ARG(int64_t, dim);
+  /// How b_z starts: "standard" (uniform on +-1/sqrt(dim)), "ugi", "chrono:T_max", "gumbel-softmax"
+  /// or "gumbel-softmax:alpha:tau" (see tidegate/nn/init.h).
+  TORCH_ARG(std::string, gate_init) = "standard";
+  /// tau of Gumbel-Gate: in training sigmoid((... + logit u) / tau) around all that the gate reads,
+  /// u uniform, drawn for every token and channel; evaluation and step() have neither noise nor
+  /// tau.
+  TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
+  TIDEGATE_PLACEMENT_ARGS
+};
+
+/// Minimal gated RNN, whose gate reads the state: a token mixer [eq. 5 to 7 of the paper]:
+///
+///     z_t = sigmoid(W_zx x_t + W_zh h_{t-1} + b_z)
+///     h_t = z_t * h_{t-1} + (1 - z_t) * (W_x x_t + b_x)
+///     y_t = h_t
+///
+/// The gated_rnn op over one projection of x. The state enters the gate through a matrix, so that
+/// tokens are computed one after another: GatedLinearRNN is the same without W_zh. There is no
+/// output projection.
+///
+/// Parameters: `in_proj.weight` `[2 * dim, dim]` and bias, rows of z first, then of x;
+/// `state_proj.weight` `[dim, dim]`, W_zh.
+/// State: one tensor `[N, dim]`; fp32, fp64 in an fp64 module.
+/// Throws c10::ValueError for options that are unknown and for shapes that do not fit them.
+class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
+ public:
+  explicit GatedRNNImpl(int64_t dim) : GatedRNNImpl(GatedRNNOptions(dim)) {}
+  explicit GatedRNNImpl(const GatedRNNOptions& options);
+
+  void reset() override;
+  /// in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
+  /// gate_init; state_proj uniform on +-1/sqrt(dim). After the same torch::manual_seed bitwise
+  /// Python's parameters.
+  void reset_parameters() override;
+
+  /// The empty state of `batch` sequences: zeros `[batch, dim]`, fp32, or fp64 for dtype fp64.
+  /// device and dtype default to the module's; capacity is ignored: the state has one size.
+  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
+                           std::optional<torch::ScalarType> dtype = std::nullopt,
+                           std::optional<int64_t> capacity = std::nullopt) const override;
+
+  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
+  /// from, unset = zeros. gamma: must be unset. cu_seqlens: bounds `[N+1]` of the sequences packed
+  /// into a B = 1 batch.
+  std::tuple<torch::Tensor, torch::Tensor> forward(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
+      const std::optional<torch::Tensor>& gamma = std::nullopt,
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
+
+  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
+  /// under torch::NoGradGuard or c10::InferenceMode.
+  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
+                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
+
+  bool takes_gamma() const override { return false; }
+  int64_t gamma_size() const override { return options.dim(); }
+
+  void pretty_print(std::ostream& stream) const override;
+
+  GatedRNNOptions options;
+  torch::nn::Linear in_proj{nullptr};
+  torch::nn::Linear state_proj{nullptr};
+
+ private:
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
+  void check_state(const torch::Tensor& state) const;
+};
+
+TORCH_MODULE(GatedRNN);
+
+}  // namespace tidegate::nn

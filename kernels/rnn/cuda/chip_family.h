@@ -1,0 +1,22 @@
+#pragma once
+
+// Launches of the kernels that keep the matrix on the chip, one compiled unit for each width.
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/rnn/rnn.h"
+
+namespace tidegate::kernels {
+
+/// For D up to kWidth: 128 (one block), 256, 512 and 1024 (clusters of 2, 8 and 16 blocks).
+template <int kWidth>
+struct ChipFamily {
+  /// Fills on_chip, cluster and rows in; leaves on_chip false where the device cannot run this.
+  static cudaError_t plan(const GatedRnnParams& params, bool backward, GatedRnnPlan* plan);
+  static cudaError_t forward(const GatedRnnParams& params, cudaStream_t stream);
+  static cudaError_t backward(const GatedRnnBackwardParams& params, cudaStream_t stream);
+};
+
+constexpr int64_t kMaxChipWidth = 1024;
+
+}  // namespace tidegate::kernels

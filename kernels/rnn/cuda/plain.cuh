@@ -1,0 +1,130 @@
+#pragma once
+
+// The gated RNN with one block a sequence and the matrix read anew at every step: any width, any
+// type. What the fast kernels do not take runs here.
+
+#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/sequence.cuh"
+#include "kernels/rnn/cuda/elements.cuh"
+#include "kernels/rnn/rnn.h"
+
+namespace tidegate::kernels {
+
+constexpr int kPlainRnnThreads = 512;
+/// Vectors of D numbers that a sequence keeps in the workspace, in either direction.
+constexpr int kPlainRnnVectors = 2;
+
+template <class Real>
+__device__ inline Real* plain_vector(const GatedRnnParams& p, int which) {
+  return static_cast<Real*>(p.workspace) +
+         (int64_t{blockIdx.x} * kPlainRnnVectors + which) * p.channels;
+}
+
+template <class Real>
+__device__ inline Real initial(const void* state, int64_t index) {
+  return state == nullptr ? Real(0) : static_cast<const Real*>(state)[index];
+}
+
+/// The sum over the warp, in every lane.
+template <class Real>
+__device__ inline Real warp_sum(Real value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kPlainRnnThreads) gated_rnn_plain_forward(GatedRnnParams p) {
+  const Sequence sequence = find_sequence(p.layout, blockIdx.x);
+  const int64_t dim = p.channels;
+  const Real* w = static_cast<const Real*>(p.w);
+  Real* before = plain_vector<Real>(p, 0);
+  Real* after = plain_vector<Real>(p, 1);
+  for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
+    before[j] = initial<Real>(p.h0, sequence.index * dim + j);
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  for (int step = 0; step < sequence.length; ++step) {
+    const int64_t t = sequence.start + step;
+    for (int64_t j = threadIdx.x / 32; j < dim; j += kPlainRnnThreads / 32) {
+      Real sum = 0;
+      for (int64_t k = lane; k < dim; k += 32) {
+        sum = fused(w[j * dim + k], before[k], sum);
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) {
+        const int64_t at_z = element_index(p.z, sequence.batch, t, j);
+        const int64_t at_x = element_index(p.x, sequence.batch, t, j);
+        const Real a = load_element<Real>(p.z.data, p.z.dtype, at_z) + sum;
+        const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(a);
+        const Real x = load_element<Real>(p.x.data, p.x.dtype, at_x);
+        const Real h = fused(gate.pos, before[j], gate.neg * x);
+        after[j] = h;
+        store_element<Real>(p.h.data, p.h.dtype, element_index(p.h, sequence.batch, t, j), h);
+        if (p.a.data != nullptr) {
+          static_cast<Real*>(p.a.data)[element_index(p.a, sequence.batch, t, j)] = a;
+        }
+      }
+    }
+    __syncthreads();
+    Real* const swapped = before;
+    before = after;
+    after = swapped;
+  }
+  for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
+    static_cast<Real*>(p.h_final)[sequence.index * dim + j] = before[j];
+  }
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kPlainRnnThreads)
+    gated_rnn_plain_backward(GatedRnnBackwardParams params) {
+  const GatedRnnParams& p = params.forward;
+  const Sequence sequence = find_sequence(p.layout, blockIdx.x);
+  const int64_t dim = p.channels;
+  const Real* w = static_cast<const Real*>(p.w);
+  Real* gate_grad = plain_vector<Real>(p, 0);
+  Real* carry = plain_vector<Real>(p, 1);
+  for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
+    carry[j] = initial<Real>(params.dh_final, sequence.index * dim + j);
+  }
+  for (int step = sequence.length - 1; step >= 0; --step) {
+    const int64_t t = sequence.start + step;
+    const auto at = [&](const TimeSeries& series, int64_t j) {
+      return element_index(series, sequence.batch, t, j);
+    };
+    for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
+      const Real a = static_cast<const Real*>(p.a.data)[at(p.a, j)];
+      const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(a);
+      const Real h = step > 0 ? load_element<Real>(p.h.data, p.h.dtype, at(p.h, j) - p.h.stride_t)
+                              : initial<Real>(p.h0, sequence.index * dim + j);
+      const Real x = load_element<Real>(p.x.data, p.x.dtype, at(p.x, j));
+      const Real g =
+          load_element<Real>(params.dh.data, params.dh.dtype, at(params.dh, j)) + carry[j];
+      const Real entering = gate.neg * g;
+      const Real da = entering * gate.pos * (h - x);
+      gate_grad[j] = da;
+      carry[j] = gate.pos * g;
+      store_element<Real>(params.dz.data, params.dz.dtype, at(params.dz, j), da);
+      store_element<Real>(params.dx.data, params.dx.dtype, at(params.dx, j), entering);
+      store_element<Real>(params.h_before.data, params.h_before.dtype, at(params.h_before, j), h);
+    }
+    __syncthreads();
+    for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
+      Real sum = 0;
+      for (int64_t k = 0; k < dim; ++k) {
+        sum = fused(w[k * dim + j], gate_grad[k], sum);
+      }
+      carry[j] += sum;
+    }
+    __syncthreads();
+  }
+  for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
+    static_cast<Real*>(params.dh0)[sequence.index * dim + j] = carry[j];
+  }
+}
+
+}  // namespace tidegate::kernels

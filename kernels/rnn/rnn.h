@@ -1,0 +1,61 @@
+#pragma once
+
+// Nonlinear recurrences, whose gate reads the state through a matrix: parameters and CPU entry
+// points. The CUDA entry points are in rnn_cuda.h.
+
+#include <cstdint>
+
+#include "kernels/common/parallel_for.h"
+#include "kernels/common/time_series.h"
+
+namespace tidegate::kernels {
+
+/// How a launch is made, found by the *_plan functions for one set of params and filled into
+/// params.plan by the caller.
+struct GatedRnnPlan {
+  bool on_chip = false;         // CUDA: the matrix stays in registers and shared memory
+  int cluster = 1;              // CUDA, on chip: blocks that share one matrix
+  int rows = 1;                 // sequences that a block (or a cluster) walks at a time
+  int64_t partials = 0;         // no partial sums: dW is a product above the kernels
+  int64_t workspace_bytes = 0;  // scratch memory, 64-byte aligned, contents irrelevant
+};
+
+/// The minimal gated RNN ("Towards Understanding Gated Linear Recurrent Neural Networks", eq. 5-7):
+///   a_t = z_t + W h_{t-1},   h_t = sigmoid(a_t) * h_{t-1} + sigmoid(-a_t) * x_t
+/// "State type" is state_dtype(x.dtype).
+struct GatedRnnParams {
+  SequenceLayout layout = {};  // never reversed
+  int64_t channels = 0;        // D
+  TimeSeries z = {};           // [B, T, D] in x.dtype or the state type; not read backward
+  TimeSeries x = {};           // [B, T, D] float32, float64, bfloat16 or float16
+  const void* w = nullptr;     // [D, D] contiguous, state type: row i makes a's channel i
+  TimeSeries h = {};           // [B, T, D] in x.dtype; written forward, read backward
+  TimeSeries a = {};           // [B, T, D] state type; written forward unless null, read backward
+  const void* h0 = nullptr;    // [N, D] contiguous, state type; null means zero
+  void* h_final = nullptr;  // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
+  bool allow_on_chip = true;  // false: the plain CUDA kernel, for tests and comparisons
+  GatedRnnPlan plan = {};
+  void* workspace = nullptr;  // plan.workspace_bytes
+};
+
+/// Gradients of GatedRnnParams but for W's, which is the sum over tokens of da_t h_{t-1}^T, da =
+/// dz: one matrix product of dz and h_before.
+struct GatedRnnBackwardParams {
+  GatedRnnParams forward = {};     // x, w, h, a, h0 as in the forward pass; z only by its dtype
+  TimeSeries dh = {};              // [B, T, D] in x.dtype
+  const void* dh_final = nullptr;  // [N, D] contiguous, state type; null means zero
+  TimeSeries dz = {};              // [B, T, D] in z.dtype, written
+  TimeSeries dx = {};              // [B, T, D] in x.dtype, written
+  TimeSeries h_before = {};        // [B, T, D] in x.dtype, written: h_{t-1}, a sequence's h0 first
+  void* dh0 = nullptr;             // [N, D] contiguous, state type, written
+};
+
+/// Why no kernel takes these params (a static string, for the user's error), or null.
+/// The only place that states what the kernels cannot do; it reads no device memory.
+const char* gated_rnn_unsupported(const GatedRnnParams& params);
+
+GatedRnnPlan gated_rnn_plan_cpu(const GatedRnnParams& params);
+void gated_rnn_forward_cpu(const GatedRnnParams& params, const ParallelFor& parallel);
+void gated_rnn_backward_cpu(const GatedRnnBackwardParams& params, const ParallelFor& parallel);
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,155 @@
+"""The minimal gated RNN ("Towards Understanding Gated Linear Recurrent Neural Networks")."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .._sharding import fill
+from ._common import check_mixer_input, check_positive, empty_state, make_linear, uniform_
+from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
+
+
+class GatedRNN(nn.Module):
+    """Minimal gated RNN, whose gate reads the state: a token mixer (equations 5 to 7 of the
+    paper)::
+
+        z_t = sigmoid(W_zx x_t + W_zh h_{t-1} + b_z)
+        h_t = z_t * h_{t-1} + (1 - z_t) * (W_x x_t + b_x)
+        y_t = h_t
+
+    It is `tidegate.ops.gated_rnn` over one projection of x. The state enters the gate through a
+    matrix, so that tokens are computed one after another: `GatedLinearRNN` is the same without
+    W_zh. There is no output projection; `tidegate.models.Block` puts pre-norm residuals and a GLU
+    around it.
+
+    Args:
+        dim: width of x, y and the state.
+        gate_init: how b_z starts: "standard" (uniform on +-1/sqrt(dim)), "ugi", "chrono:T_max",
+            "gumbel-softmax" or "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`).
+        gumbel_gate: tau of Gumbel-Gate: in training ``sigmoid((... + logit u) / tau)`` around all
+            that the gate reads, u uniform, drawn for every token and channel; evaluation and step()
+            have neither noise nor tau.
+
+    Parameters: ``in_proj.weight`` ``[2 * dim, dim]`` and bias, rows of z first, then of x;
+    ``state_proj.weight`` ``[dim, dim]``, W_zh.
+
+    State: one tensor ``[N, dim]``; fp32, fp64 in an fp64 module.
+
+    Raises ValueError for options that are unknown.
+    """
+
+    bidirectional = False
+    needs_gamma = False
+    takes_gamma = False
+    has_gate_logits = True
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        gate_init: str = "standard",
+        gumbel_gate: float | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        check_positive("GatedRNN", "dim", dim)
+        parse_gate_init("GatedRNN", gate_init, dim)
+        check_gumbel_gate("GatedRNN", gumbel_gate)
+        self.dim = dim
+        self.gate_init = gate_init
+        self.gumbel_gate = gumbel_gate
+        self.in_proj = make_linear(dim, 2 * dim, True, device, dtype)
+        self.state_proj = make_linear(dim, dim, False, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
+        gate_init; state_proj uniform on +-1/sqrt(dim)."""
+        bound = 1.0 / math.sqrt(self.dim)
+        uniform_(self.in_proj.weight, bound)
+        fill(self.in_proj.bias.detach(), self._draw_bias)
+        uniform_(self.state_proj.weight, bound)
+
+    def _draw_bias(self, t: Tensor) -> None:
+        bound = 1.0 / math.sqrt(self.dim)
+        ops.init_uniform_(t, -bound, bound)
+        parse_gate_init("GatedRNN", self.gate_init, self.dim).draw(t[: self.dim], self.dim)
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, dim]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        weight = self.in_proj.weight
+        return empty_state(weight, batch, self.dim, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = zeros. gamma: must be None. cu_seqlens: bounds ``[N+1]``
+        of the sequences packed into a B = 1 batch.
+        """
+        check_mixer_input("GatedRNN", x, self.dim)
+        self._check_gamma(gamma)
+        if state is not None:
+            self._check_state(state)
+        z, entering = self.in_proj(x).chunk(2, dim=-1)
+        w_zh = self.state_proj.weight
+        if self.gumbel_gate is not None and self.training:
+            z, w_zh = gumbel_gate(z, self.gumbel_gate), w_zh / self.gumbel_gate
+        return ops.gated_rnn(z, entering, w_zh, state, cu_seqlens=cu_seqlens)
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        check_mixer_input("GatedRNN.step", x, self.dim, time=False)
+        self._check_gamma(gamma)
+        self._check_state(state)
+        z, entering = self.in_proj(x).chunk(2, dim=-1)
+        return ops.gated_rnn_step(z, entering, self.state_proj.weight, state)
+
+    def gate_logits(self, x: Tensor) -> Tensor:
+        """What the gate is the sigmoid of, without noise, for sequences that start empty:
+        x ``[B, T, dim]`` -> the same, in the state's dtype."""
+        return self.gate_parts(x)[0]
+
+    def gate_parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """gate_logits and how much of it comes from x, W_zx x_t + b_z; the difference of the two,
+        W_zh h_{t-1}, comes from the state. Both ``[B, T, dim]``."""
+        check_mixer_input("GatedRNN.gate_parts", x, self.dim)
+        z, entering = self.in_proj(x).chunk(2, dim=-1)
+        _, _, logits = torch.ops.tidegate.gated_rnn_with_logits(
+            z, entering, self.state_proj.weight, None, None
+        )
+        return logits, z
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        if gamma is not None:
+            raise ValueError("GatedRNN: gamma: expected None; got a tensor")
+
+    def _check_state(self, state: Tensor) -> None:
+        if state.dim() != 2 or state.size(-1) != self.dim:
+            raise ValueError(f"GatedRNN: state: expected [N, {self.dim}]; got {tuple(state.shape)}")
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}"

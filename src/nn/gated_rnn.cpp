@@ -1,0 +1,79 @@
+#include "tidegate/nn/gated_rnn.h"
+#include "tidegate/ops/gated_rnn.h"
+
+#include "src/nn/common.h"
+#include "src/nn/gate_init.h"
+
+namespace tidegate::nn {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+GatedRNNImpl::GatedRNNImpl(const GatedRNNOptions& given) : options(given) {
+  check_positive("GatedRNN", "dim", options.dim());
+  parse_gate_init("GatedRNN", options.gate_init(), options.dim());
+  check_gumbel_gate("GatedRNN", options.gumbel_gate());
+  reset();
+}
+
+void GatedRNNImpl::reset() {
+  const int64_t dim = options.dim();
+  in_proj = register_module("in_proj", make_linear(dim, 2 * dim, true, options.placement()));
+  state_proj = register_module("state_proj", make_linear(dim, dim, false, options.placement()));
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void GatedRNNImpl::reset_parameters() {
+  reset_linear(in_proj);
+  const Tensor gate = in_proj->bias.detach().narrow(0, 0, options.dim());
+  parse_gate_init("GatedRNN", options.gate_init(), options.dim()).draw(gate, options.dim());
+  reset_linear(state_proj);
+}
+
+Tensor GatedRNNImpl::init_state(int64_t batch, std::optional<torch::Device> device,
+                                std::optional<torch::ScalarType> dtype,
+                                std::optional<int64_t> /*capacity*/) const {
+  return make_state_tensor({batch, options.dim()}, in_proj->weight, device, dtype);
+}
+
+std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const OptionalTensor& given_state,
+                                                 const OptionalTensor& gamma,
+                                                 const OptionalTensor& given_bounds) {
+  const OptionalTensor state = normalized(given_state);
+  check_mixer_input("GatedRNN", x, options.dim());
+  check_gamma(normalized(gamma));
+  if (state) check_state(*state);
+  const auto parts = apply_linear(in_proj, x).chunk(2, -1);
+  Tensor z = parts[0], w_zh = state_proj->weight;
+  if (options.gumbel_gate() && is_training()) {
+    z = gumbel_gate(z, *options.gumbel_gate());
+    w_zh = w_zh / *options.gumbel_gate();
+  }
+  return gated_rnn(z, parts[1], w_zh, state, normalized(given_bounds));
+}
+
+Tensor GatedRNNImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
+  check_mixer_input("GatedRNN.step", x, options.dim(), /*time=*/false);
+  check_gamma(normalized(gamma));
+  check_state(state);
+  const auto parts = apply_linear(in_proj, x).chunk(2, -1);
+  return gated_rnn_step(parts[0], parts[1], state_proj->weight, state);
+}
+
+void GatedRNNImpl::check_gamma(const OptionalTensor& gamma) const {
+  TORCH_CHECK_VALUE(!gamma, "GatedRNN: gamma: expected None; got a tensor");
+}
+
+void GatedRNNImpl::check_state(const Tensor& state) const {
+  TORCH_CHECK_VALUE(state.defined(), "GatedRNN: state: expected [N, ", options.dim(),
+                    "]; got None");
+  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == options.dim(),
+                    "GatedRNN: state: expected [N, ", options.dim(), "]; got ", shape_text(state));
+}
+
+void GatedRNNImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::GatedRNN(dim=" << options.dim() << ", gate_init=" << options.gate_init()
+         << ")";
+}
+
+}  // namespace tidegate::nn

@@ -1,0 +1,27 @@
+#pragma once
+
+// gated_rnn where the matrix is too large for a chip: a loop of torch's matrix products.
+
+#include <ATen/core/Tensor.h>
+
+namespace tidegate::ops {
+
+/// What the forward pass writes; `h_final` may be h0 when T = 1, `logits` undefined.
+struct GatedRnnResults {
+  at::Tensor h, h_final, logits;
+};
+
+/// What the backward pass writes; `h_before` is h_{t-1}.
+struct GatedRnnGradients {
+  at::Tensor dz, dx, h_before, dh0;
+};
+
+/// Padded sequences only. w, h0 and dh_final are of the state's type, h0 and dh_final may be
+/// undefined. Products in float32 follow torch's settings (TF32).
+void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
+                      const at::Tensor& h0, const GatedRnnResults& results);
+void walk_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
+                           const at::Tensor& w, const at::Tensor& logits, const at::Tensor& h,
+                           const at::Tensor& h0, const GatedRnnGradients& results);
+
+}  // namespace tidegate::ops

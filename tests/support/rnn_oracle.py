@@ -1,0 +1,107 @@
+"""Naive reference for `gated_rnn`: a loop over time, one sequence after another.
+
+Nothing here comes from the kernels or the op; the equations are the only source:
+
+    a_t = z_t + W h_{t-1},   h_t = sigmoid(a_t) h_{t-1} + sigmoid(-a_t) x_t
+
+("Towards Understanding Gated Linear Recurrent Neural Networks", eq. 5 to 7, from the projected
+input) and their adjoint, written out by hand (test_ops_rnn.py holds it against autograd):
+
+    da_t = dh_t (h_{t-1} - x_t) sigmoid(a_t) sigmoid(-a_t),   dz_t = da_t,
+    dx_t = sigmoid(-a_t) dh_t,   dW = sum of da_t h_{t-1}^T,
+    dh_{t-1} gets sigmoid(a_t) dh_t + W^T da_t
+
+`exact` and `fused` as in `oracle`: float64, or the same maths in the tensors' own precision by
+torch ops in one of two ways. The second rounds once where `*` and `+` round twice, and adds the
+products with the matrix up one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from support.oracle import _compute_dtype, _initial, _previous, _round, walks
+
+
+def _product(w: Tensor, h: Tensor, fused: bool) -> Tensor:
+    """W h of each row of h."""
+    return (w * h.unsqueeze(-2)).sum(-1) if fused else h @ w.T
+
+
+def _recurrence(z, x, w, h0, cu_seqlens, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """h and a [B, T, D], and the final states."""
+    time = x.shape[1]
+    states, logits, finals = [None] * time, [None] * time, []
+    for walk in walks(time, cu_seqlens, reverse=False):
+        h = h0[walk.rows]
+        for t in walk.steps:
+            a = z[:, t] + _product(w, h, fused)
+            g, other = torch.sigmoid(a), torch.sigmoid(-a)
+            h = torch.addcmul(other * x[:, t], g, h) if fused else g * h + other * x[:, t]
+            states[t], logits[t] = h, a
+        finals.append(h)
+    if not time:
+        return x.clone(), x.clone(), torch.cat([h0[:0], *finals])
+    return torch.stack(states, 1), torch.stack(logits, 1), torch.cat([h0[:0], *finals])
+
+
+def _adjoint(a, x, w, before, dh, dh_final, cu_seqlens, fused: bool) -> tuple[Tensor, ...]:
+    """dz and dx [B, T, D], and dh0."""
+    time = x.shape[1]
+    dz, dx, dh0 = [None] * time, [None] * time, []
+    for walk in walks(time, cu_seqlens, reverse=False):
+        carry = dh_final[walk.rows]
+        for t in reversed(walk.steps):
+            grad = dh[:, t] + carry
+            g, other = torch.sigmoid(a[:, t]), torch.sigmoid(-a[:, t])
+            dx[t] = other * grad
+            dz[t] = dx[t] * g * (before[:, t] - x[:, t])
+            back = _product(w.T, dz[t], fused)
+            carry = torch.addcmul(back, g, grad) if fused else g * grad + back
+        dh0.append(carry)
+    both = [torch.stack(v, 1) if time else x.clone() for v in (dz, dx)]
+    return (*both, torch.cat([dh_final[:0], *dh0]))
+
+
+def gated_rnn_forward(z, x, w_zh, h0=None, **ways) -> tuple[Tensor, Tensor]:
+    """(h, final state)."""
+    found = gated_rnn_reference(z, x, w_zh, h0, **ways)
+    return found["h"], found["final"]
+
+
+def gated_rnn_reference(
+    z: Tensor,
+    x: Tensor,
+    w_zh: Tensor,
+    h0: Tensor | None = None,
+    *,
+    dh: Tensor | None = None,
+    dh_final: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    exact: bool = True,
+    fused: bool = False,
+) -> dict[str, Tensor]:
+    """h, final and, when dh or dh_final is given, dz, dx, dw_zh, dh0 (|dw_zh|: its terms' size)."""
+    dtype = _compute_dtype(x.dtype, exact)
+    wide, w = x.to(dtype), w_zh.to(dtype)
+    initial = _initial(wide, h0, cu_seqlens)
+    h, a, final = _recurrence(z.to(dtype), wide, w, initial, cu_seqlens, fused)
+    out = {"h": _round(h, x, exact), "final": final}
+    if dh is None and dh_final is None:
+        return out
+    # Training keeps h as the op returns it.
+    before = _previous(out["h"].to(dtype), initial, cu_seqlens, reverse=False)
+    dh = torch.zeros_like(wide) if dh is None else dh.to(dtype)
+    dh_final = torch.zeros_like(initial) if dh_final is None else dh_final.to(dtype)
+    dz, dx, dh0 = _adjoint(a, wide, w, before, dh, dh_final, cu_seqlens, fused)
+    out["dz"], out["dx"] = _round(dz, z, exact), _round(dx, x, exact)
+    # One product of what the op returns and keeps, as torch computes it in that dtype.
+    da, before = (out["dz"].to(x.dtype), before.to(x.dtype)) if not exact else (dz, before)
+    rows, columns = da.flatten(0, 1), before.flatten(0, 1)
+    dw = rows.to(dtype).T @ columns.to(dtype)
+    sizes = (rows.to(dtype).square().T @ columns.to(dtype).square()).sqrt()
+    out["dw_zh"], out["|dw_zh|"] = _round(dw, w_zh, exact), sizes
+    if h0 is not None:
+        out["dh0"] = _round(dh0, h0, exact)
+    return out
