@@ -26,14 +26,13 @@ namespace tidegate {
 ///
 /// Any strides with a unit last stride are read in place. Products, gates and states are computed
 /// in float32 (float64), never in TF32, whatever the data. Two things are products of torch's and
-/// follow its settings (TF32 where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself where
-/// the matrix is too large for a chip (D above 1024, or above 256 without clusters of blocks).
-/// Bitwise deterministic.
-/// Differentiable once in z, x, w_zh and h0 through both results; training keeps x, w_zh, h0, h
-/// and the gate's logits [B, T, D] in the state's dtype.
-/// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
-/// than these; with TIDEGATE_DEBUG=1 also for cu_seqlens on a GPU whose values do not fit.
-/// Cost O(B T D^2), one token after another: the time of a step does not shrink with the chip.
+/// follow its settings (TF32 where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself
+/// where the matrix is too large for a chip (D above 1024, or above 256 without clusters of
+/// blocks). Bitwise deterministic. Differentiable once in z, x, w_zh and h0 through both results;
+/// training keeps x, w_zh, h0, h and the gate's logits [B, T, D] in the state's dtype. Throws
+/// c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other than
+/// these; with TIDEGATE_DEBUG=1 also for cu_seqlens on a GPU whose values do not fit. Cost O(B T
+/// D^2), one token after another: the time of a step does not shrink with the chip.
 std::tuple<at::Tensor, at::Tensor> gated_rnn(
     const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
     const std::optional<at::Tensor>& h0 = std::nullopt,
