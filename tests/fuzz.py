@@ -20,15 +20,21 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from support import cases, gla_cases
+from support import cases, gla_cases, rnn_cases
 from support.cases import Case
 from support.gla_cases import GlaCase
+from support.rnn_cases import RnnCase
 
 
-def random_case(seed: int) -> Case | GlaCase:
+def random_case(seed: int) -> Case | GlaCase | RnnCase:
     """A call of any op, kind, shape, dtype, layout and gate regime."""
     rng = random.Random(f"tidegate {seed}")
     longest = rng.choice((4, 40, 200, 200, 700))
+    if seed % 8 == 7:
+        case = replace(rng.choice(rnn_cases.KINDS), time=rng.randint(0, min(longest, 200)))
+        case = rnn_cases.vary(case, rng.randrange(1 << 30))
+        widest = 600 if case.time < 30 else 140
+        return replace(case, batch=rng.randint(1, 9), channels=rng.randint(1, widest))
     case = replace(rng.choice(cases.KINDS + gla_cases.KINDS), time=rng.randint(0, longest))
     if isinstance(case, GlaCase):
         case = gla_cases.vary(case, rng.randrange(1 << 30))

@@ -361,6 +361,20 @@ def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
     assert "PROBLEM" in capsys.readouterr().out
 
 
+def test_gated_rnn_dry_run(tmp_path):
+    out = tmp_path / "gated_rnn.json"
+    options = ("--rounds", 1, "--budget", 0.01, "--commit", "fedcba", "--out", out)
+    result = run_on_cpu("gated_rnn.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["kind"], record["commit"]) == ("gated_rnn", "fedcba")
+    assert [row["dtype"] for row in record["rows"]] == ["float32", "bfloat16"]
+    for row in record["rows"]:
+        assert set(row["results"]) == {"tidegate", "torch loop"}
+        assert row["error"] < 1e-2
+        assert all(result["ms"] > 0 for result in row["results"].values())
+
+
 def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
     out = checkout / "benchmarks" / "results" / "peers_h200.json"
     options = ("--rounds", 2, "--budget", 0.01, "--commit", "fedcba", "--out", out)
