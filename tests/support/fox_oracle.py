@@ -128,18 +128,19 @@ def reference(
     for at in segments(q, k, cu_seqlens, cu_seqlens_k):
         count, keys = at.queries.stop - at.queries.start, at.keys.stop - at.keys.start
         for h in range(q.shape[2]):
-            of_keys = (at.batch, at.keys, h // group)
-            K, V = wide["k"][of_keys], wide["v"][of_keys]
-            gates = wide["log_f"][at.batch, at.keys, h]
             row_sums, column_sums = torch.zeros(keys, dtype=dtype), torch.zeros(keys, dtype=dtype)
             row_sizes = torch.zeros(keys, dtype=dtype)
             for first in range(0, count, _ROWS):
                 last = min(first + _ROWS, count)
                 rows = range(first + keys - count, last + keys - count)
                 of_rows = (at.batch, slice(at.queries.start + first, at.queries.start + last), h)
+                end = rows.stop  # keys after the last of these queries are not seen
+                of_keys = (at.batch, slice(at.keys.start, at.keys.start + end), h // group)
+                K, V = wide["k"][of_keys], wide["v"][of_keys]
+                gates = wide["log_f"][at.batch, of_keys[1], h]
                 Q = wide["q"][of_rows]
                 scores = scale * (Q @ K.T) + gate_sums(gates, rows, exact)
-                scores = scores.masked_fill(~seen(rows, keys, window), -torch.inf)
+                scores = scores.masked_fill(~seen(rows, end, window), -torch.inf)
                 norm = torch.logsumexp(scores, -1)
                 P = torch.exp(scores - norm[:, None])
                 mixed = operand(P) @ V
@@ -163,10 +164,10 @@ def reference(
                 sizes["|dq|"][of_rows] = scale * (size @ K.abs())
                 sizes["|dk|"][of_keys] += scale * (size.T @ Q.abs())
                 sizes["|dv|"][of_keys] += P.T @ dO.abs()
-                apart = dS * (torch.arange(keys)[None, :] != torch.tensor(rows)[:, None])
+                apart = dS * (torch.arange(end)[None, :] != torch.tensor(rows)[:, None])
                 row_sums[rows.start : rows.stop] += apart.sum(-1)
                 row_sizes[rows.start : rows.stop] += size.sum(-1)
-                column_sums += apart.sum(0)
+                column_sums[:end] += apart.sum(0)
             if do is not None or dlse is not None:
                 dlog_f = (row_sums - column_sums).flip(0).cumsum(0).flip(0)
                 dlog_f[:1] = 0
