@@ -5,8 +5,9 @@
     python benchmarks/report.py --check    # fails when one is not what the results say
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
-of the CPU kernels ("benchmarks"), gla_cpu.py's and gla_errors.py's by their "kind", and the demo's
-comparison ("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
+of the CPU kernels ("benchmarks"), gla_cpu.py's, gla_errors.py's and gated_rnn.py's by their "kind",
+and the demo's comparison ("others"). README shows the rows that have an aim; docs/benchmarks.md
+shows every row.
 """
 
 from __future__ import annotations
@@ -352,6 +353,41 @@ def gla_cpu_page(record: Record) -> list[str]:
     return ["## Gated linear attention on the CPU", "", *gla_cpu_section(record)]
 
 
+# ---- gated_rnn.py ----
+
+
+def gated_rnn_section(record: Record) -> list[str]:
+    """gated_rnn beside cuDNN's GRU and a loop of torch ops, in milliseconds."""
+    others = ("cuDNN GRU", "torch loop")
+
+    def row_of(row: Record) -> list[str]:
+        ours = row["results"]["tidegate"]["ms"]
+        beside = [row["results"].get(name) for name in others]
+        cells = [f"{r['ms']:.2f} ms, {r['ms'] / ours:.1f}x" if r else "" for r in beside]
+        aim = f"{row['goal_ms']:g} ms" if row["goal_ms"] else ""
+        return [f"`gated_rnn` {shape_of(row)}", f"{ours:.2f} ms", aim, *cells]
+
+    head = (
+        "work, forward and backward",
+        "time",
+        "aim",
+        "cuDNN GRU of the same width",
+        "torch loop",
+    )
+    note = (
+        "One call is both passes with all gradients. The GRU has three such matrices a step; the "
+        "loop is the same maths by torch's autograd"
+        + (", captured whole in a CUDA graph." if "gpu" in record["machine"] else ".")
+        + f" TF32 {'on' if record['allow_tf32'] else 'off'}."
+    )
+    return [machine_line(record) + ":", "", *table(head, map(row_of, record["rows"])), "", note, ""]
+
+
+def gated_rnn_page(record: Record) -> list[str]:
+    where = record["machine"].get("gpu", {}).get("name", "the CPU")
+    return [f"## The gated RNN on {where}", "", *gated_rnn_section(record)]
+
+
 # ---- the demo beside other models ----
 
 
@@ -391,13 +427,14 @@ SECTIONS = {  # kind -> README, page; in this order
     "gla_errors": (errors_readme, errors_page),
     "cpu": (cpu_readme, cpu_page),
     "gla_cpu": (gla_cpu_section, gla_cpu_page),
+    "gated_rnn": (gated_rnn_section, gated_rnn_page),
     "demo": (demo_section, demo_page),
 }
 
 
 def kind_of(record: Record) -> str | None:
     """Which of SECTIONS a result belongs to, or None."""
-    if record.get("kind") in ("peers", "gla_errors", "gla_cpu"):
+    if record.get("kind") in ("peers", "gla_errors", "gla_cpu", "gated_rnn"):
         return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"

@@ -361,8 +361,8 @@ def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
     assert "PROBLEM" in capsys.readouterr().out
 
 
-def test_gated_rnn_dry_run(tmp_path):
-    out = tmp_path / "gated_rnn.json"
+def test_gated_rnn_dry_run_writes_a_result_that_the_report_reads(checkout):
+    out = checkout / "benchmarks" / "results" / "gated_rnn_h200.json"
     options = ("--rounds", 1, "--budget", 0.01, "--commit", "fedcba", "--out", out)
     result = run_on_cpu("gated_rnn.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -373,6 +373,9 @@ def test_gated_rnn_dry_run(tmp_path):
         assert set(row["results"]) == {"tidegate", "torch loop"}
         assert row["error"] < 1e-2
         assert all(result["ms"] > 0 for result in row["results"].values())
+    assert run_report("--root", checkout).returncode == 0
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert "`gated_rnn` fp32 B3 T9 D24" in readme
 
 
 def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
