@@ -100,7 +100,7 @@ struct ForgettingAttentionStepParams {
 /// The largest D of any kernel.
 constexpr int64_t kMaxAttentionHeadDim = 256;
 
-/// exp of this is zero in every type, and a sum of 10^6 of them in float64 still has five digits
+/// exp of this is zero in every type, and a sum of 10^6 of them in float64 still has four digits
 /// after the point.
 constexpr double kLeastLogGate = -1e5;
 
