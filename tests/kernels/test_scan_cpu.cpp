@@ -8,6 +8,7 @@
 
 #include "kernels/common/cpu_isa.h"
 #include "kernels/scan/scan.h"
+#include "support/lru_problem.h"
 #include "support/scan_problem.h"
 #include "support/thread_parallel.h"
 
@@ -26,6 +27,17 @@ void run(HgruProblem& problem, int threads) {
   const auto parallel = thread_parallel(threads);
   kernels::hgru_forward_cpu(problem.forward_params(), parallel);
   kernels::hgru_backward_cpu(problem.backward_params(), parallel);
+}
+
+void run(LruProblem& problem, int threads) {
+  const auto parallel = thread_parallel(threads);
+  kernels::LruParams forward = problem.forward_params();
+  kernels::LruBackwardParams backward = problem.backward_params();
+  const auto plan = kernels::lru_plan_cpu(forward);
+  std::vector<unsigned char> workspace(plan.workspace_bytes);
+  forward.workspace = backward.forward.workspace = workspace.data();
+  kernels::lru_forward_cpu(forward, parallel);
+  kernels::lru_backward_cpu(backward, parallel);
 }
 
 /// Runs with the instruction set of the test's parameter.
@@ -100,6 +112,26 @@ TEST_P(ScanCpu, HgruAtAllLengths) {
   }
 }
 
+TEST_P(ScanCpu, LruAtAllLengths) {
+  int64_t count = 0;
+  for (int64_t time : {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097}) {
+    for (DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
+      for (bool turns : {false, true}) {
+        ScanShape shape;
+        shape.dtype = dtype;
+        shape.batch = time > 1000 ? 1 : 2;
+        shape.time = time;
+        shape.channels = time > 1000 ? 5 : 19;
+        shape.turns = turns;
+        shape.reverse = count % 2 == 1;
+        shape.has_states = count % 5 != 0;
+        ++count;
+        expect_right<LruProblem>(shape);
+      }
+    }
+  }
+}
+
 TEST_P(ScanCpu, LinearScanAtAllLengths) {
   int64_t count = 0;
   for (int64_t time : {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097}) {
@@ -135,8 +167,10 @@ TEST_P(ScanCpu, AnyWidthAndStride) {
       expect_right<LinearScanProblem>(shape);
       if (is_complex(dtypes.data)) continue;
       expect_right<HgruProblem>(shape);
+      expect_right<LruProblem>(shape);
       shape.turns = true;
       expect_right<HgruProblem>(shape);
+      expect_right<LruProblem>(shape);
     }
   }
 }
@@ -157,6 +191,7 @@ TEST_P(ScanCpu, GatesAtTheExtremes) {
         expect_right<HgruProblem>(shape);
         shape.has_gamma = false;
         expect_right<HgruProblem>(shape);
+        expect_right<LruProblem>(shape);
       }
     }
   }
@@ -180,7 +215,9 @@ TEST_P(ScanCpu, PackedSequencesStartAfresh) {
       shape.turns = count % 5 < 2;
       ++count;
       expect_right<LinearScanProblem>(shape);
-      if (!is_complex(dtypes.data)) expect_right<HgruProblem>(shape);
+      if (is_complex(dtypes.data)) continue;
+      expect_right<HgruProblem>(shape);
+      expect_right<LruProblem>(shape);
     }
   }
 }
@@ -225,8 +262,10 @@ TEST_P(ScanCpu, ThreadsDoNotChangeABit) {
     expect_same(LinearScanProblem(shape), LinearScanProblem(shape));
     if (is_complex(dtypes.data)) continue;
     expect_same(HgruProblem(shape), HgruProblem(shape));
+    expect_same(LruProblem(shape), LruProblem(shape));
     shape.turns = true;
     expect_same(HgruProblem(shape), HgruProblem(shape));
+    expect_same(LruProblem(shape), LruProblem(shape));
   }
 }
 
@@ -242,7 +281,9 @@ TEST_P(ScanCpu, LongSequences) {
     expect_right<HgruProblem>(shape);
     shape.turns = true;
     expect_right<HgruProblem>(shape);
+    expect_right<LruProblem>(shape);
     shape.turns = false;
+    expect_right<LruProblem>(shape);
     shape.a_is_constant = true;
     expect_right<LinearScanProblem>(shape);
   }

@@ -77,7 +77,8 @@ void pack(ScanShape* shape, uint32_t way) {
   shape->batch = 1;
 }
 
-using Param = std::tuple<DType, bool, TimeSplit>;  // bool: hgru with theta, linear_scan constant a
+// bool: hgru and lru complex, linear_scan constant a
+using Param = std::tuple<DType, bool, TimeSplit>;
 
 std::string name_of(const ::testing::TestParamInfo<Param>& info) {
   const char* splits[] = {"auto", "none", "linked"};
@@ -135,11 +136,14 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
 
 class CudaHgru : public CudaKernel {};
 class CudaLinearScan : public CudaKernel {};
+class CudaLru : public CudaKernel {};
 
 TEST_P(CudaHgru, EveryLength) { every_length<HgruProblem>(); }
 TEST_P(CudaHgru, EveryPlacement) { every_placement<HgruProblem>(); }
 TEST_P(CudaLinearScan, EveryLength) { every_length<LinearScanProblem>(); }
 TEST_P(CudaLinearScan, EveryPlacement) { every_placement<LinearScanProblem>(); }
+TEST_P(CudaLru, EveryLength) { every_length<LruProblem>(); }
+TEST_P(CudaLru, EveryPlacement) { every_placement<LruProblem>(); }
 
 constexpr DType kReal[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
 constexpr DType kAll[] = {DType::kFloat32, DType::kFloat64,   DType::kBFloat16,
@@ -151,6 +155,10 @@ INSTANTIATE_TEST_SUITE_P(Kernels, CudaHgru,
                          name_of);
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaLinearScan,
                          ::testing::Combine(::testing::ValuesIn(kAll), ::testing::Bool(),
+                                            ::testing::ValuesIn(kSplits)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Kernels, CudaLru,
+                         ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Bool(),
                                             ::testing::ValuesIn(kSplits)),
                          name_of);
 
@@ -177,9 +185,11 @@ class CudaSanitize : public CudaKernel {
 };
 class CudaSanitizeHgru : public CudaSanitize {};
 class CudaSanitizeLinearScan : public CudaSanitize {};
+class CudaSanitizeLru : public CudaSanitize {};
 
 TEST_P(CudaSanitizeHgru, Tiny) { tiny<HgruProblem>(); }
 TEST_P(CudaSanitizeLinearScan, Tiny) { tiny<LinearScanProblem>(); }
+TEST_P(CudaSanitizeLru, Tiny) { tiny<LruProblem>(); }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeHgru,
                          ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
@@ -188,6 +198,10 @@ INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeHgru,
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeLinearScan,
                          ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16,
                                                               DType::kComplex64),
+                                            ::testing::Bool(), ::testing::ValuesIn(kSplits)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeLru,
+                         ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
                                             ::testing::Bool(), ::testing::ValuesIn(kSplits)),
                          name_of);
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/scan/scan_cuda.h"
+#include "support/lru_problem.h"
 #include "support/scan_problem.h"
 
 namespace tidegate::testing {
@@ -221,6 +222,57 @@ inline void run_on_device(HgruProblem& p, kernels::TimeSplit split) {
   if (p.shape().has_gamma) {
     dgamma.sum_into(&p.dgamma_partial);
   }
+  if (p.shape().turns) {
+    dtheta.sum_into(&p.dtheta_partial);
+  }
+}
+
+inline void run_on_device(LruProblem& p, kernels::TimeSplit split) {
+  DeviceMirror mirror;
+  for (TypedSeries* tensor : {&p.x, &p.h, &p.nu_log, &p.theta_log, &p.gamma_log, &p.h0, &p.h_final,
+                              &p.dh, &p.dh_final, &p.dx, &p.dh0}) {
+    mirror.add(*tensor);
+  }
+  mirror.add(p.forward_params().layout);
+  const auto move = [&](kernels::LruParams& params) {
+    mirror.translate(params.x.data);
+    mirror.translate(params.h.data);
+    for (const void** pointer :
+         {&params.nu_log, &params.theta_log, &params.gamma_log, &params.h0}) {
+      mirror.translate(*pointer);
+    }
+    mirror.translate(params.h_final);
+    mirror.translate(params.layout.offsets);
+    params.time_split = split;
+  };
+  kernels::LruParams forward = p.forward_params();
+  move(forward);
+  plan_and_launch(
+      &forward.plan, &forward.workspace,
+      [&](auto* plan) { return kernels::lru_forward_plan(forward, plan); },
+      [&] { return kernels::lru_forward(forward, nullptr); });
+
+  kernels::LruBackwardParams backward = p.backward_params();
+  move(backward.forward);
+  mirror.translate(backward.dh.data);
+  mirror.translate(backward.dx.data);
+  mirror.translate(backward.dh_final);
+  mirror.translate(backward.dh0);
+  kernels::ScanPlan sizes;
+  check_cuda(kernels::lru_backward_plan(backward, &sizes), "plan");
+  DevicePartials dnu(p.dnu_partial, sizes.partials);
+  DevicePartials dtheta(p.dtheta_partial, sizes.partials);
+  DevicePartials dgamma(p.dgamma_partial, sizes.partials);
+  backward.dnu_log_partial = dnu.device();
+  backward.dtheta_log_partial = p.shape().turns ? dtheta.device() : nullptr;
+  backward.dgamma_log_partial = dgamma.device();
+  plan_and_launch(
+      &backward.forward.plan, &backward.forward.workspace,
+      [&](auto* plan) { return kernels::lru_backward_plan(backward, plan); },
+      [&] { return kernels::lru_backward(backward, nullptr); });
+  mirror.download();
+  dnu.sum_into(&p.dnu_partial);
+  dgamma.sum_into(&p.dgamma_partial);
   if (p.shape().turns) {
     dtheta.sum_into(&p.dtheta_partial);
   }

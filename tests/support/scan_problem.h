@@ -29,7 +29,7 @@ enum class Gates {
   kOpen,         // nothing is forgotten: f = 1e4, a = 1
   kShut,         // everything is: f = -1e4, a = 0
   kAlternating,  // from one step to the next
-  kNearOne,      // gamma near 1, |a| near 1
+  kNearOne,      // gamma near 1, |a| and |lambda| near 1
   kZero,         // f = +-0 (a masked logit is often -0) and next to it
 };
 
@@ -47,8 +47,8 @@ struct ScanShape {
   int64_t gap = 0;    // elements between rows
   int64_t shift = 0;  // elements before the first
   unsigned seed = 7;
+  bool turns = false;  // hgru, lru: complex numbers in halves
   // hgru
-  bool turns = false;  // theta: complex numbers in halves
   bool has_gamma = true;
   Activation activation = Activation::kSilu;
   // linear_scan
