@@ -50,6 +50,8 @@ class Work(NamedTuple):
         halves = 2 if self.complex else 1
         if self.op == "hgru":  # c, f; h | c, f, h, dh; dc, df
             tensors = 2 * halves + 1 if direction == "forward" else 4 * halves + 2
+        elif self.op == "lru_scan":  # x; h | x, h, dh; dx
+            tensors = (2 if direction == "forward" else 4) * halves
         else:  # x, a; h | a, h, dh; dx, da
             tensors = 3 if direction == "forward" else 5
         return tensors * width * self.elements
@@ -176,6 +178,44 @@ def tidegate_step(work: Work, sets: int, device: torch.device) -> Contender:
         for c_, f_, s_ in zip(c, f, states, strict=True)
     ]
     return Contender(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
+
+
+def tidegate_lru(work: Work, direction: str, sets: int, device: torch.device) -> Contender:
+    """torch.ops.tidegate.lru_scan, or the op that its autograd calls; |lambda| from 0.9 to
+    0.9999."""
+    sample, ops = Sample.of(work.batch, work.channels), torch.ops.tidegate
+    shape = (work.batch, work.time, work.channels * (2 if work.complex else 1))
+    x, dh = (
+        [torch.randn(shape, device=device, dtype=work.dtype) for _ in range(sets)] for _ in range(2)
+    )
+    rows = torch.rand(3, work.channels, device=device)
+    nu_log, gamma_log = -2.25 - 7 * rows[0], rows[1] - 1
+    theta_log = (rows[2] + 0.01).log() if work.complex else None
+    parameters = (nu_log, theta_log, gamma_log)
+
+    def error(results: tuple[Tensor, ...]) -> float:
+        nu, gamma = (np.exp(sample.pick_parameter(p)) for p in (nu_log, gamma_log))
+        theta = 0 if theta_log is None else np.exp(sample.pick_parameter(theta_log))
+        decay = np.exp(-nu + 1j * theta) if work.complex else np.exp(-nu)
+        decay = np.broadcast_to(decay, (work.time, *decay.shape))
+        if direction == "forward":
+            expected = float64.scan(gamma * sample.pick(x[0], work.complex), decay)
+        else:
+            wide = sample.pick(dh[0], work.complex)
+            expected = gamma * float64.scan_backward(wide, decay, wide)[0]
+        return relative_error(sample.pick(results[0], work.complex), expected)
+
+    if direction == "forward":
+        calls = [lambda x=x_: ops.lru_scan(x, *parameters) for x_ in x]
+    else:
+        full = [(x_, ops.lru_scan(x_, *parameters)[0], dh_) for x_, dh_ in zip(x, dh, strict=True)]
+        calls = [
+            lambda x=x_, h=h_, dh=dh_: ops.lru_scan_backward(
+                dh, None, x, h, *parameters, None, False, None
+            )
+            for x_, h_, dh_ in full
+        ]
+    return Contender(calls, work.bytes(direction), error, TOLERANCE[work.dtype])
 
 
 # ---- plain scans: x, a [B, T, D] -> h ----

@@ -37,6 +37,7 @@ from contenders import (
     available_peers,
     copy_contender,
     tidegate_hgru,
+    tidegate_lru,
     tidegate_scan,
     tidegate_step,
 )
@@ -76,6 +77,7 @@ ISSUE = [
     Work("hgru", 1, 131072, 1024, "issue", (80, 75)),
     Work("hgru", 64, 1024, 512, "issue", (80, 75)),
     Work("hgru", 8, 2048, 1024, "issue", (80, 70), complex=True),
+    Work("lru_scan", 8, 2048, 1024, "issue", (85, 80), complex=True),
 ]
 SWEEP = [
     Work("hgru", batch, time, channels, "sweep")
@@ -97,6 +99,8 @@ SWEEP = [
 EXTRA = [
     Work("hgru", 8, 2048, 2048, "extra", dtype=torch.float32),
     Work("hgru", 1, 65536, 512, "extra", complex=True),
+    Work("lru_scan", 8, 2048, 2048, "extra"),
+    Work("lru_scan", 1, 65536, 1024, "extra", complex=True),
     Work("linear_scan", 8, 2048, 2048, "extra"),
     Work("linear_scan", 1, 131072, 1024, "extra"),
     Work("linear_scan", 64, 1024, 512, "extra"),
@@ -109,6 +113,8 @@ TINY = [
     Work("hgru", 3, 17, 8, "issue", (80, 70), complex=True),
     Work("hgru", 1, 40, 12, "sweep"),
     Work("hgru", 2, 9, 16, "extra", dtype=torch.float32),
+    Work("lru_scan", 2, 21, 16, "issue", (85, 80), complex=True),
+    Work("lru_scan", 2, 13, 16, "extra"),
     Work("linear_scan", 2, 21, 16, "extra"),
     Work("hgru_step", 4, 1, 16, "extra"),
     *gla_contenders.TINY,
@@ -136,6 +142,8 @@ class Bench:
             return makers | gla_contenders.makers(work, direction, sets, device, fla)
         if work.op == "hgru_step":
             return makers | {"tidegate": lambda: tidegate_step(work, sets, device)}
+        if work.op == "lru_scan":
+            return makers | {"tidegate": lambda: tidegate_lru(work, direction, sets, device)}
         inputs = HgruInputs(work, sets, device)
         if work.op == "hgru":
             reference = inputs.reference()

@@ -1,8 +1,8 @@
-// hgru and linear_scan on the CPU and on CUDA, forward and backward, beside `copy_` moving as many
-// bytes in the same harness (runner.h): copies and ops alternate, figures are medians. Timed are
-// the ops themselves; for the backward the op that autograd calls. Checked first, against float64.
-// On the CPU an op's results are new memory each time, as they are for its users, while a copy's
-// are not: bench_kernels times the CPU kernels alone.
+// hgru, lru_scan and linear_scan on the CPU and on CUDA, forward and backward, beside `copy_`
+// moving as many bytes in the same harness (runner.h): copies and ops alternate, figures are
+// medians. Timed are the ops themselves; for the backward the op that autograd calls. Checked
+// first, against float64. On the CPU an op's results are new memory each time, as they are for its
+// users, while a copy's are not: bench_kernels times the CPU kernels alone.
 //
 //   bench_ops --benchmark_filter=cuda [--benchmark_out=FILE]
 
@@ -20,12 +20,15 @@
 #include "support/scan_reference.h"
 #include "tidegate/ops/hgru.h"
 #include "tidegate/ops/linear_scan.h"
+#include "tidegate/ops/lru_scan.h"
 
 namespace tidegate::testing {
 namespace {
 
+enum class Op { kHgru, kLinearScan, kLru };
+
 struct Work : OpWork {
-  bool scan = false;  // linear_scan instead of hgru
+  Op op = Op::kHgru;
   bool turns = false;
   int64_t batch = 1;
   int64_t time = 1;
@@ -37,10 +40,13 @@ struct Work : OpWork {
     const int64_t halves = turns ? 2 : 1;
     const int64_t hgru_rows = backward ? 4 * halves + 2 : 2 * halves + 1;
     const int64_t scan_rows = backward ? 5 : 3;
-    return (scan ? scan_rows : hgru_rows) * batch * time * channels * element_bytes();
+    const int64_t lru_rows = halves * (backward ? 4 : 2);
+    const int64_t rows = op == Op::kHgru ? hgru_rows : op == Op::kLru ? lru_rows : scan_rows;
+    return rows * batch * time * channels * element_bytes();
   }
   std::string name() const {
-    return "ops/" + device.str() + (scan ? "/linear_scan" : "/hgru") +
+    const char* kNames[] = {"/hgru", "/linear_scan", "/lru_scan"};
+    return "ops/" + device.str() + kNames[static_cast<int>(op)] +
            (backward ? "/backward" : "/forward") + (turns ? "/complex/" : "/real/") + dtype_name() +
            name_part('B', batch) + name_part('T', time) + name_part('D', channels);
   }
@@ -55,8 +61,12 @@ using ScanGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using ScanBackward = ScanGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
                                    const at::Tensor&, const OptionalTensor&, bool,
                                    const OptionalTensor&);
+using LruBackward = HgruGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                  const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                  const at::Tensor&, const OptionalTensor&, bool,
+                                  const OptionalTensor&);
 
-/// One set of inputs: c and f of hgru, x and a of linear_scan.
+/// One set of inputs: c and f of hgru, x and a of linear_scan, x of lru_scan.
 struct Inputs {
   at::Tensor data, gate, dh;
 };
@@ -72,11 +82,17 @@ class Ops {
     };
     for (int64_t i = 0; i < work.sets(work.bytes()); ++i) {
       Inputs set{draw(work.width()), draw(work.channels), draw(work.width())};
-      if (work.scan) set.gate.sigmoid_();
+      if (work.op == Op::kLinearScan) set.gate.sigmoid_();
+      if (work.op == Op::kLru) set.gate = at::Tensor();
       sets_.push_back(std::move(set));
     }
     gamma_ = at::rand({work.channels}, wide).mul_(0.9);
     if (work.turns) theta_ = at::rand({work.channels}, wide);
+    if (work.op == Op::kLru) {  // |lambda| from 0.9 to 0.9999
+      nu_log_ = at::rand({work.channels}, wide).mul_(-7).add_(-2.25);
+      gamma_.add_(0.01).log_();
+      if (work.turns) theta_->add_(0.01).log_();
+    }
   }
 
   std::vector<Call> calls() const {
@@ -99,11 +115,21 @@ class Ops {
     layout.sequences = {{0, work_.time}};
     layout.channels = static_cast<int64_t>(sampled().size());
     const auto data = pick(set.data);
-    const auto gate = pick(set.gate);
+    const auto gate = set.gate.defined() ? pick(set.gate) : ComplexArray<double>();
     const auto dh = pick(set.dh);
     using Arrays = std::vector<ComplexArray<double>>;
     Arrays expected;
-    if (work_.scan) {
+    if (work_.op == Op::kLru) {
+      LruReference<double> reference;
+      for (int64_t channel : sampled()) {
+        reference.nu_log.push_back(nu_log_[channel].item<double>());
+        if (work_.turns) reference.theta_log.push_back((*theta_)[channel].item<double>());
+        reference.gamma_log.push_back(gamma_[channel].item<double>());
+      }
+      reference.forward(layout, data, {});
+      reference.backward(layout, data, reference.h, {}, dh, {});
+      expected = Arrays{work_.backward ? reference.dx : reference.h};
+    } else if (work_.op == Op::kLinearScan) {
       LinearScanReference<double> reference;
       reference.forward(layout, data, gate, {});
       reference.backward(layout, gate, reference.h, {}, dh, {});
@@ -130,12 +156,19 @@ class Ops {
 
  private:
   at::Tensor forward(const Inputs& set) const {
-    return work_.scan ? std::get<0>(linear_scan(set.data, set.gate))
-                      : std::get<0>(hgru(set.data, set.gate, gamma_, theta_));
+    if (work_.op == Op::kLru) return std::get<0>(lru_scan(set.data, nu_log_, theta_, gamma_));
+    return work_.op == Op::kLinearScan ? std::get<0>(linear_scan(set.data, set.gate))
+                                       : std::get<0>(hgru(set.data, set.gate, gamma_, theta_));
   }
 
   Results backward(const Inputs& set, const at::Tensor& h) const {
-    if (work_.scan) {
+    if (work_.op == Op::kLru) {
+      static const auto op = find_op<LruBackward>("tidegate::lru_scan_backward");
+      auto [dx, dnu, dtheta, dgamma, dh0] =
+          op.call(set.dh, {}, set.data, h, nu_log_, theta_, gamma_, {}, false, {});
+      return {dx, dnu, dtheta, dgamma, dh0};
+    }
+    if (work_.op == Op::kLinearScan) {
       static const auto op = find_op<ScanBackward>("tidegate::linear_scan_backward");
       auto [dx, da, dh0] = op.call(set.dh, {}, set.gate, h, {}, false, {});
       return {dx, da, dh0};
@@ -186,8 +219,9 @@ class Ops {
 
   Work work_;
   std::vector<Inputs> sets_;
-  at::Tensor gamma_;
+  at::Tensor gamma_;  // of lru_scan: its logarithm
   OptionalTensor theta_;
+  at::Tensor nu_log_;
 };
 
 void register_both_ways(Work work) {
@@ -203,20 +237,22 @@ void register_cpu() {
   work.time = 2048;
   work.channels = 1024;
   register_both_ways(work);
-  work.scan = true;
+  work.op = Op::kLinearScan;
   register_both_ways(work);
-  work.scan = false;
+  work.op = Op::kHgru;
   work.channels = 512;
   work.turns = true;
+  register_both_ways(work);
+  work.op = Op::kLru;
   register_both_ways(work);
 }
 
 void register_cuda() {
   Work work;
   work.device = at::Device(at::kCUDA);
-  const auto add = [&](bool scan, bool turns, at::ScalarType dtype, int64_t batch, int64_t time,
+  const auto add = [&](Op op, bool turns, at::ScalarType dtype, int64_t batch, int64_t time,
                        int64_t channels) {
-    work.scan = scan;
+    work.op = op;
     work.turns = turns;
     work.dtype = dtype;
     work.batch = batch;
@@ -224,14 +260,17 @@ void register_cuda() {
     work.channels = channels;
     register_both_ways(work);
   };
-  for (bool scan : {false, true}) {
-    add(scan, false, at::kBFloat16, 8, 2048, 2048);
-    add(scan, false, at::kBFloat16, 1, 131072, 1024);
-    add(scan, false, at::kBFloat16, 64, 1024, 512);
-    add(scan, false, at::kFloat, 8, 2048, 2048);
+  for (Op op : {Op::kHgru, Op::kLinearScan, Op::kLru}) {
+    add(op, false, at::kBFloat16, 8, 2048, 2048);
+    add(op, false, at::kBFloat16, 1, 131072, 1024);
+    add(op, false, at::kBFloat16, 64, 1024, 512);
+    add(op, false, at::kFloat, 8, 2048, 2048);
   }
-  add(false, true, at::kBFloat16, 8, 2048, 1024);
-  add(false, true, at::kFloat, 8, 2048, 1024);
+  for (Op op : {Op::kHgru, Op::kLru}) {
+    add(op, true, at::kBFloat16, 8, 2048, 1024);
+    add(op, true, at::kFloat, 8, 2048, 1024);
+  }
+  add(Op::kLru, true, at::kBFloat16, 1, 65536, 1024);
 }
 
 }  // namespace

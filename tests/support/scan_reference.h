@@ -172,4 +172,85 @@ struct HgruReference {
   }
 };
 
+/// h_t = lambda h_{t-1} + gamma x_t, lambda = exp(-exp(nu_log) + i exp(theta_log)),
+/// gamma = exp(gamma_log). x, h and their like are complex arrays.
+template <class Real>
+struct LruReference {
+  using C = std::complex<Real>;
+  std::vector<Real> nu_log, theta_log, gamma_log;  // [D]; theta_log is empty when real
+  ComplexArray<Real> h, h_final;
+  ComplexArray<Real> dx, dh0;
+  std::vector<Real> dnu, dtheta, dgamma;                          // [D], sums over time
+  std::vector<Real> dnu_squares, dtheta_squares, dgamma_squares;  // of their terms
+
+  C lambda(int64_t d) const {
+    const Real modulus = std::exp(-std::exp(nu_log[d]));
+    return theta_log.empty() ? C(modulus) : std::polar(modulus, std::exp(theta_log[d]));
+  }
+
+  void forward(const ReferenceLayout& layout, const ComplexArray<Real>& x,
+               const ComplexArray<Real>& h0) {
+    const int64_t channels = layout.channels;
+    h.assign(layout.tokens * channels, C(0));
+    h_final.assign(layout.sequences.size() * channels, C(0));
+    for (size_t n = 0; n < layout.sequences.size(); ++n) {
+      for (int64_t d = 0; d < channels; ++d) {
+        C state = h0.empty() ? C(0) : h0[n * channels + d];
+        for (int64_t step = 0; step < layout.sequences[n].length; ++step) {
+          const int64_t i = layout.token(layout.sequences[n], step) * channels + d;
+          state = lambda(d) * state + std::exp(gamma_log[d]) * x[i];
+          h[i] = state;
+        }
+        h_final[n * channels + d] = state;
+      }
+    }
+  }
+
+  /// `states` is h as the kernel under test reads it: this one's own, or rounded to a dtype.
+  void backward(const ReferenceLayout& layout, const ComplexArray<Real>& x,
+                const ComplexArray<Real>& states, const ComplexArray<Real>& h0,
+                const ComplexArray<Real>& dh, const ComplexArray<Real>& dh_final) {
+    const int64_t channels = layout.channels;
+    dx.assign(layout.tokens * channels, C(0));
+    dh0.assign(layout.sequences.size() * channels, C(0));
+    for (auto* sums : {&dnu, &dtheta, &dgamma, &dnu_squares, &dtheta_squares, &dgamma_squares}) {
+      sums->assign(channels, Real(0));
+    }
+    for (size_t n = 0; n < layout.sequences.size(); ++n) {
+      const TokenRange& range = layout.sequences[n];
+      for (int64_t d = 0; d < channels; ++d) {
+        C p = dh_final.empty() ? C(0) : dh_final[n * channels + d];
+        for (int64_t step = range.length - 1; step >= 0; --step) {
+          const int64_t i = layout.token(range, step) * channels + d;
+          const C start = h0.empty() ? C(0) : h0[n * channels + d];
+          const C before = step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
+          p = step_back(d, i, x[i], before, dh[i] + p);
+        }
+        dh0[n * channels + d] = p;
+      }
+    }
+  }
+
+ private:
+  static void add(Real term, Real& sum, Real& squares) {
+    sum += term;
+    squares += term * term;
+  }
+
+  /// One step's gradients from g = dL/dh_t; returns what flows on into h_{t-1}.
+  C step_back(int64_t d, int64_t i, C x, C before, C g) {
+    const Real gamma = std::exp(gamma_log[d]);
+    const Real rate = std::exp(nu_log[d] - std::exp(nu_log[d]));  // nu |lambda|, finite throughout
+    const C phase = theta_log.empty() ? C(1) : std::polar(Real(1), std::exp(theta_log[d]));
+    dx[i] = gamma * g;
+    add(-(std::conj(g) * rate * phase * before).real(), dnu[d], dnu_squares[d]);
+    add(gamma * (std::conj(g) * x).real(), dgamma[d], dgamma_squares[d]);
+    if (!theta_log.empty()) {
+      const C turned = C(0, std::exp(theta_log[d])) * lambda(d) * before;
+      add((std::conj(g) * turned).real(), dtheta[d], dtheta_squares[d]);
+    }
+    return std::conj(lambda(d)) * g;
+  }
+};
+
 }  // namespace tidegate::testing

@@ -19,6 +19,7 @@ struct LinearScanForward : LinearScanShape<false, kUse> {
   using Params = LinearScanParams;
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = false;  // see hgru.cuh
+  static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {
@@ -110,6 +111,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
   using Params = LinearScanBackwardParams;
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = false;  // see hgru.cuh
+  static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {

@@ -14,30 +14,20 @@
 
 namespace tidegate::kernels {
 
-/// A double, or a complex of doubles, as a sum of two of Number's.
+/// A number of two doubles as one of two of Real's.
 template <class Real>
-__device__ inline Precise<Real> split_double(double x) {
-  const auto hi = static_cast<Real>(x);
-  return {hi, static_cast<Real>(x - static_cast<double>(hi))};
-}
-template <class Number>
-__device__ inline Precise<Number> split_double(Complex<double> x) {
-  using Real = RealOf<Number>;
-  const Precise<Real> re = split_double<Real>(x.re);
-  if constexpr (std::is_same_v<Number, Real>) {
-    return re;
-  } else {
-    return complex_of(re, split_double<Real>(x.im));
-  }
+__device__ inline Precise<Real> in_words_of(Precise<double> x) {
+  const auto hi = static_cast<Real>(x.hi);
+  return {hi, static_cast<Real>((x.hi - static_cast<double>(hi)) + x.lo)};
 }
 
 /// x^n for n of at least one.
-template <int n>
-__device__ inline Complex<double> power(Complex<double> x) {
+template <int n, class Number>
+__device__ inline Number power(Number x) {
   if constexpr (n == 1) {
     return x;
   } else {
-    const Complex<double> half = power<n / 2>(x);
+    const Number half = power<n / 2>(x);
     return n % 2 == 0 ? half * half : half * half * x;
   }
 }
@@ -82,36 +72,45 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   __device__ void find_decays() {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const double rate = exp(static_cast<double>(nu_log[v]));
-      const double modulus = exp(-rate);
-      Complex<double> lambda = {modulus, 0.0};
+      const Precise<double> rate = exact_exp({nu_log[v], 0.0});
+      const Precise<double> modulus = exact_exp({-rate.hi, -rate.lo});
       if constexpr (kComplex) {
-        const double angle = exp(static_cast<double>(theta_log[v]));
-        double sine, cosine;
-        exact_sincos(angle, &sine, &cosine);
-        lambda = {modulus * cosine, modulus * sine};
-        theta[v] = static_cast<Real>(angle);
+        const Precise<double> angle = exact_exp({theta_log[v], 0.0});
+        const Turn turn = exact_turn(angle);
+        const Precise<double> re = multiply(modulus, turn.cosine);
+        const Precise<double> im = multiply(modulus, turn.sine);
+        const Complex<double> over_run = power<kSteps>(Complex<double>{re.hi, im.hi});
+        decay[v] = complex_of(in_words_of<Real>(re), in_words_of<Real>(im));
+        run[v] = complex_of(in_words_of<Real>({over_run.re, 0.0}),
+                            in_words_of<Real>({over_run.im, 0.0}));
+        theta[v] = static_cast<Real>(angle.hi);
+      } else {
+        decay[v] = in_words_of<Real>(modulus);
+        run[v] = in_words_of<Real>({power<kSteps>(modulus.hi), 0.0});
       }
-      decay[v] = split_double<Number>(lambda);
-      run[v] = split_double<Number>(power<kSteps>(lambda));
-      gamma[v] = static_cast<Real>(exp(static_cast<double>(gamma_log[v])));
+      gamma[v] = static_cast<Real>(exact_exp({gamma_log[v], 0.0}).hi);
       // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
-      nu[v] = modulus == 0.0 ? Real(0) : static_cast<Real>(rate);
+      nu[v] = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
     }
   }
 
-  /// a * s + x; a double has no second word.
+  /// a * s + x.
   static __device__ Number decayed(const Precise<Number>& a, Number s, Number x) {
-    if constexpr (sizeof(Real) == 4) {
-      x = fused(a.lo, s, x);
-    }
-    return fused(a.hi, s, x);
+    return fused(a.hi, s, fused(a.lo, s, x));
   }
 };
 
 /// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
 template <bool kBackward, WalkUse kUse>
-struct LruShape : WalkShape<kBackward ? 4 : 8, kBackward ? 3 : 2> {};
+struct LruShape;
+template <>
+struct LruShape<false, WalkUse::kShort> : WalkShape<8, 2> {};
+template <>
+struct LruShape<false, WalkUse::kLong> : WalkShape<16, 2> {};
+template <>
+struct LruShape<false, WalkUse::kLinked> : WalkShape<24, 2> {};
+template <WalkUse kUse>
+struct LruShape<true, kUse> : WalkShape<kUse == WalkUse::kShort ? 4 : 8, 2> {};
 
 template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
 struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
@@ -121,13 +120,12 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
   using typename Base::Number;
   using typename Base::Real;
   using Params = LruParams;
+  static constexpr bool kEmitsAtOnce = true;  // or long runs would not fit into the registers
 
   struct Raw {
     Pack<Data, kVec> x[kParts];
   };
-  struct Decoded {
-    Number in[kVec];
-  };
+  struct Decoded {};  // nothing prepared: fold and advance read raw
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) { return p.layout; }
   static __host__ __device__ int64_t channels(const Params& p) { return p.channels; }
@@ -156,35 +154,27 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
     return raw;
   }
 
-  __device__ Decoded decode(const Raw& raw) const {
-    Decoded d;
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      d.in[v] = gamma[v] * Base::number(raw.x, v);
-    }
-    return d;
-  }
+  __device__ Decoded decode(const Raw&) const { return {}; }
 
-  __device__ void advance(const Raw&, const Decoded& d, Number (&s)[kVec],
-                          Number (&kept)[kVec]) const {
+  __device__ void advance(const Raw& raw, Decoded, Number (&s)[kVec], Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      s[v] = Base::decayed(decay[v], s[v], d.in[v]);
+      s[v] = Base::decayed(decay[v], s[v], gamma[v] * Base::number(raw.x, v));
       kept[v] = s[v];
     }
   }
 
   template <bool kLast>
-  __device__ void emit(int k, int i, const Raw&, const Decoded&, const Number (&kept)[kVec]) const {
+  __device__ void emit(int k, int i, const Raw&, Decoded, const Number (&kept)[kVec]) const {
     Pack<Data, kVec> out[kParts];
     Base::split(kept, out);
     h.store(k, i, out);
   }
 
-  __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
+  __device__ void fold(const Raw& raw, Decoded, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.x[v] = Base::decayed(decay[v], map.x[v], d.in[v]);
+      map.x[v] = Base::decayed(decay[v], map.x[v], gamma[v] * Base::number(raw.x, v));
     }
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
@@ -212,6 +202,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_>, LruShape<true, kUse> {
   using typename Base::Number;
   using typename Base::Real;
   using Params = LruBackwardParams;
+  static constexpr bool kEmitsAtOnce = false;
   static constexpr bool kPreciseSums = sizeof(Data) >= 4;
 
   struct Raw {

@@ -40,6 +40,8 @@
 //                                  since it fills and reads a slot of the ring; last: the last step
 //   decode(raw) -> Decoded
 //   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it
+//   kEmitsAtOnce                   crossing by a map, a state has been passed on before it is
+//                                  advanced: emit then need not wait, and nothing is kept
 //   emit<kLast>(k, i, raw, decoded, kept)   write step k + i's outputs; kLast: it may be the last
 //   finish(s)                      the state after the last step
 //   fold(raw, decoded, map)        map <- step o map, but for what seal does
@@ -175,6 +177,30 @@ struct Run {
     }
   }
 
+  /// The same where outputs need not wait until s has been passed on.
+  __device__ void advance_and_emit(Op& op, const Ring<Op>& ring, int stage, int k, int end,
+                                   Number (&s)[Op::kVec]) const {
+    Number now[Op::kVec];
+    if (k + Op::kSteps < end) {
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        const typename Op::Raw raw = ring.take(op, stage, i);
+        op.advance(raw, decoded[i], s, now);
+        op.template emit<false>(k, i, raw, decoded[i], now);
+      }
+    } else if (k < end) {
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        if (k + i < end) {
+          const typename Op::Raw raw = ring.take(op, stage, i);
+          op.advance(raw, decoded[i], s, now);
+          op.template emit<true>(k, i, raw, decoded[i], now);
+        }
+      }
+      op.finish(s);
+    }
+  }
+
   __device__ void emit(Op& op, const Ring<Op>& ring, int stage, int k, int end) const {
     if (k + Op::kSteps < end) {
 #pragma unroll
@@ -273,7 +299,6 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
         Map map = Map::identity();
         run.fold(op, ring, stage, map);
         shared.exchange(at, round, map, s);
-        run.advance(op, ring, stage, k, end, s);
       } else if constexpr (Op::kCrossByMap) {
         const Chain<Op> mail{shared, at};
         Map map = Map::identity();
@@ -283,14 +308,20 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
         copy_state(leaving, s);
         map.advance(leaving);
         mail.pass(leaving);
-        run.advance(op, ring, stage, k, end, s);
       } else {
         const Chain<Op> mail{shared, at};
         mail.take(round, s);
         run.advance(op, ring, stage, k, end, s);
         mail.pass(s);
       }
-      run.emit(op, ring, stage, k, end);
+      if constexpr (Op::kEmitsAtOnce) {
+        run.advance_and_emit(op, ring, stage, k, end, s);
+      } else {
+        if constexpr (kLinked || Op::kCrossByMap) {
+          run.advance(op, ring, stage, k, end, s);
+        }
+        run.emit(op, ring, stage, k, end);
+      }
 
       if (end - base > Op::kStages * stride) {
         ring.fetch(op, stage, k + Op::kStages * stride, end);
