@@ -10,8 +10,8 @@ query i at position p = i + Tk - Tq of its sequence, keys j in (p - window, p]:
 
 `exact=True` computes in float64 and adds the gates between two tokens up one by one: the oracle.
 `exact=False` does the same maths with torch ops in the tensors' own precision (fp32 for 16-bit
-data), with c = cumsum(log_f): the yardstick. `operands`: the dtype in which P and dS enter matrix
-products, as on tensor cores. Results named |x| are the sizes of x's terms.
+data), with c = cumsum(log_f): the yardstick. `operands`: the dtype to which P and dS are rounded
+before anything is summed up, as on tensor cores. Results named |x| are the sizes of x's terms.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def reference(
                 sizes["|dq|"][of_rows] = scale * (size @ K.abs())
                 sizes["|dk|"][of_keys] += scale * (size.T @ Q.abs())
                 sizes["|dv|"][of_keys] += P.T @ dO.abs()
-                apart = dS * (torch.arange(end)[None, :] != torch.tensor(rows)[:, None])
+                apart = operand(dS) * (torch.arange(end)[None, :] != torch.tensor(rows)[:, None])
                 row_sums[rows.start : rows.stop] += apart.sum(-1)
                 row_sizes[rows.start : rows.stop] += size.sum(-1)
                 column_sums[:end] += apart.sum(0)
