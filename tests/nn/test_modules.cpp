@@ -18,6 +18,7 @@
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/init.h"
 #include "tidegate/nn/lower_bounds.h"
+#include "tidegate/nn/lru.h"
 
 namespace tidegate::nn {
 namespace {
@@ -288,6 +289,31 @@ TEST(GateInit, DrawsWhatItsNameSays) {
   EXPECT_GE(mixer->gate_bias.min().item<float>(), 0.0F);
   expect_refused([] { HGRU bad(HGRUOptions(4).gate_init("chrono:0")); },
                  "HGRU: gate_init: expected 'standard', 'ugi', 'chrono:T_max'");
+}
+
+TEST(Lru, StepsEqualTheEquations) {
+  torch::manual_seed(0);
+  const torch::NoGradGuard no_grad;
+  LRU mixer(LRUOptions(kDim).state(3).skip(true).dtype(torch::kDouble));
+  const Tensor x = randn({2, 6, kDim});
+  const auto [y, last] = mixer->forward(x);
+  const Tensor into = mixer->in_proj->weight, out = mixer->out_proj->weight;
+  const Tensor lambda = at::polar(at::exp(-at::exp(mixer->nu_log)), at::exp(mixer->theta_log));
+  Tensor h = at::zeros({2, 3}, at::kComplexDouble), state = mixer->init_state(2);
+  for (int64_t t = 0; t < x.size(1); ++t) {
+    const Tensor u = at::linear(x.select(1, t), into);
+    h = lambda * h + at::exp(mixer->gamma_log) * at::complex(u.narrow(-1, 0, 3).contiguous(),
+                                                             u.narrow(-1, 3, 3).contiguous());
+    const Tensor halves = at::cat({at::real(h), at::imag(h)}, -1);
+    const Tensor wanted = at::linear(halves, out) + mixer->skip_weight * x.select(1, t);
+    EXPECT_TRUE(at::allclose(y.select(1, t), wanted, 1e-9, 1e-11));
+    EXPECT_TRUE(at::allclose(mixer->step(x.select(1, t), state), wanted, 1e-9, 1e-11));
+    EXPECT_TRUE(at::allclose(state, halves, 1e-9, 1e-11));
+  }
+  EXPECT_TRUE(at::allclose(last, state, 1e-9, 1e-11));
+  mixer->to(torch::kBFloat16);
+  EXPECT_EQ(mixer->nu_log.scalar_type(), torch::kDouble);
+  expect_refused([] { SLRU bad(SLRUOptions(4).r_max(1.5)); }, "SLRU: r_min, r_max: expected 0 <=");
 }
 
 TEST(GatedLinearRnn, StepsEqualTheEquations) {

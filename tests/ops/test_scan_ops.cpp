@@ -1,11 +1,12 @@
-// linear_scan, hgru and their steps through the C++ API, on every device that is there: values and
-// gradients against loops of torch ops in double precision, states, errors.
+// linear_scan, hgru, lru_scan and their steps through the C++ API, on every device that is there:
+// values and gradients against loops of torch ops in double precision, states, errors.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <tidegate/ops/hgru.h>
 #include <tidegate/ops/init.h>
 #include <tidegate/ops/linear_scan.h>
+#include <tidegate/ops/lru_scan.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <ATen/core/grad_mode.h>
@@ -35,13 +36,22 @@ std::pair<Tensor, Tensor> scan_loop(const Tensors& in, bool reverse) {
   return loop(in[0], in[1].expand_as(in[0]), in[2], reverse);
 }
 
+Tensor complex(const Tensor& halves) {
+  const Tensors parts = halves.chunk(2, -1);
+  return at::complex(parts[0], parts[1]);
+}
+Tensor halves(const Tensor& z) { return at::cat({at::real(z), at::imag(z)}, -1); }
+
+/// {x, nu_log, theta_log, gamma_log, h0}, complex as [Re | Im].
+std::pair<Tensor, Tensor> lru_loop(const Tensors& in, bool reverse) {
+  const Tensor lambda = at::polar(at::exp(-at::exp(in[1])), at::exp(in[2]));
+  const Tensor x = at::exp(in[3]) * complex(in[0]);
+  const auto [h, last] = loop(x, lambda.expand_as(x), complex(in[4]), reverse);
+  return {halves(h), halves(last)};
+}
+
 /// {c, f, gamma, theta, h0}, complex as [Re | Im].
 std::pair<Tensor, Tensor> hgru_loop(const Tensors& in, bool reverse) {
-  const auto complex = [](const Tensor& halves) {
-    const Tensors parts = halves.chunk(2, -1);
-    return at::complex(parts[0], parts[1]);
-  };
-  const auto halves = [](const Tensor& z) { return at::cat({at::real(z), at::imag(z)}, -1); };
   const Tensor lambda = in[2] + (1 - in[2]) * at::sigmoid(in[1]);
   const Tensor turn = at::polar(at::ones_like(in[3]), in[3]);
   const auto [h, last] =
@@ -85,6 +95,34 @@ TEST_P(ScanOps, HgruAndItsGradients) {
         },
         [&](const Tensors& in) { return hgru_loop(in, reverse); });
   }
+}
+
+TEST_P(ScanOps, LruScanAndItsGradients) {
+  for (const bool reverse : {false, true}) {
+    const Tensors inputs = {random({2, 21, 10}), random({5}) - 2, random({5}), random({5}),
+                            random({2, 10})};
+    expect_same(
+        device(), inputs,
+        [&](const Tensors& in) -> std::pair<Tensor, Tensor> {
+          auto [h, last] = lru_scan(in[0], in[1], in[2], in[3], in[4], reverse);
+          return {h, last};
+        },
+        [&](const Tensors& in) { return lru_loop(in, reverse); });
+  }
+}
+
+TEST_P(ScanOps, LruStepsEqualTheWhole) {
+  const at::NoGradGuard no_grad;
+  const Tensor x = at::randn({2, 9, 4}, options());
+  const Tensor nu_log = at::randn({4}, options()) - 2;
+  const Tensor gamma_log = at::randn({4}, options());
+  const auto [h, last] = lru_scan(x, nu_log, {}, gamma_log);
+  const Tensor state = at::zeros({2, 4}, options());
+  for (int64_t t = 0; t < x.size(1); ++t) {
+    const Tensor row = lru_scan_step(x.select(1, t), nu_log, {}, gamma_log, state);
+    EXPECT_TRUE(at::allclose(row, h.select(1, t), 1e-5, 1e-6));
+  }
+  EXPECT_TRUE(at::allclose(state, last, 1e-5, 1e-6));
 }
 
 TEST_P(ScanOps, PackedSequencesAreEachOnTheirOwn) {
