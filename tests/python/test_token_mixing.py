@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from training_cases import FLAGS, write_text
 
 from tidegate import cli, ops
-from tidegate.nn import HGRU, HGRU2, GatedLinearAttention, GatedLinearRNN
+from tidegate.nn import HGRU, HGRU2, LRU, SLRU, GatedLinearAttention, GatedLinearRNN
 from tidegate.nn._token_mixing import elementwise_mixing, head_mixing
 
 TIME = 19
@@ -88,6 +88,33 @@ def test_gated_linear_rnn():
     entering = entering[..., :1].expand_as(z)
     h, _ = ops.hgru(entering, z, activation="none")
     check(mixer.token_mixing(x), entering[..., :1, None], h.mean(-1)[..., None, None].detach())
+
+
+@pytest.mark.parametrize("gate", [None, "data"])
+def test_lru(gate):
+    """Whose phases are zero and whose channels get the same input, as in test_hgru."""
+    torch.manual_seed(0)
+    mixer = LRU(6, gate=gate)
+    x = torch.randn(2, TIME, 6)
+    turned = mixer.token_mixing(x)
+    with torch.no_grad():
+        mixer.theta_log.fill_(-torch.inf)
+        mixer.in_proj.weight.copy_(mixer.in_proj.weight[:1].expand_as(mixer.in_proj.weight))
+    assert torch.equal(mixer.token_mixing(x), turned)
+    h, _ = mixer._scan(x, None, None)
+    entering = mixer.in_proj(x)[..., :1, None]
+    check(turned, entering.detach(), h[..., : mixer.state].mean(-1)[..., None, None].detach())
+
+
+def test_slru():
+    torch.manual_seed(0)
+    mixer = SLRU(6)
+    x = torch.randn(2, TIME, 6)
+    with torch.no_grad():
+        mixer.in_proj.weight.copy_(mixer.in_proj.weight[:1].expand_as(mixer.in_proj.weight))
+    h, _ = mixer._scan(x, None, None)
+    entering = mixer.in_proj(x)[..., :1, None]
+    check(mixer.token_mixing(x), entering.detach(), h.mean(-1)[..., None, None].detach())
 
 
 def test_gates_that_are_shut_or_open():

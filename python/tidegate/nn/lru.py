@@ -20,6 +20,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from ._token_mixing import elementwise_mixing
 
 
 class _LinearRecurrentUnit(KeepsFloat32):
@@ -119,6 +120,22 @@ class _LinearRecurrentUnit(KeepsFloat32):
         self._refuse_gamma(gamma)
         self._check_state(state)
         return self._output(self._scan_step(x, state), x)
+
+    @torch.no_grad()
+    def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """What the state is made of: float64 ``[B, 1, T, T]``, the mean over the channels.
+
+        Row t, column s: the weight of token s in h_t (of a complex state the modulus: the phase
+        turns it, and is left out). x ``[B, T, dim]``; gamma must be None.
+        """
+        check_mixer_input(f"{self._name}.token_mixing", x, self.dim)
+        self._refuse_gamma(gamma)
+        decay = torch.exp(-self.nu_log.double().exp() * self._sharpness(x).double())
+        return elementwise_mixing(decay, self.gamma_log.double().exp().expand_as(decay))
+
+    def _sharpness(self, x: Tensor) -> Tensor:
+        """The power that lambda's modulus is raised to, a token and channel."""
+        return x.new_ones(*x.shape[:-1], self.state)
 
     def _scan(
         self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
@@ -238,10 +255,14 @@ class LRU(_LinearRecurrentUnit):
         state.copy_(_to_halves(h))
         return state.to(self.out_proj.weight.dtype)
 
+    def _sharpness(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return super()._sharpness(x)
+        return torch.sigmoid(widen(self.gate_proj(x)))
+
     def _gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the state, and lambda_t, complex."""
-        sharpness = torch.sigmoid(widen(self.gate_proj(x)))
-        modulus = torch.exp(-self.nu_log.exp() * sharpness)
+        modulus = torch.exp(-self.nu_log.exp() * self._sharpness(x))
         u = _to_complex(widen(self.in_proj(x)))
         decay = torch.polar(modulus, self.theta_log.exp().expand_as(modulus))
         return self.gamma_log.exp() * u, decay
