@@ -30,8 +30,8 @@ struct ForgettingAttentionPlan {
 /// For every sequence and query head h, with g = h / (Hq / Hkv) the head of its keys and values,
 /// query i at position p = i + Tk - Tq of its sequence, and c = cumsum(log_f) over time,
 ///
-///   s_pj = scale * q_i . k_j + c_p - c_j      for j in [max(0, p - window + 1), p]
-///   lse_i = log(sum over j of exp(s_pj)),  o_i = sum over j of exp(s_pj - lse_i) v_j
+///   s_ij = scale * q_i . k_j + c_p - c_j      for j in [max(0, p - window + 1), p]
+///   lse_i = log(sum over j of exp(s_ij)),  o_i = sum over j of exp(s_ij - lse_i) v_j
 ///
 /// c_p - c_j is the sum of log_f over (j, p]: the first token's gate is in no sum, and a sequence's
 /// gates are in no other's. log_f below kLeastLogGate, -infinity included, counts as that.
@@ -64,7 +64,7 @@ struct ForgettingAttentionParams {
 
 /// Gradients of ForgettingAttentionParams, from the inputs, o and lse.
 /// With P_ij = exp(s_ij - lse_i) and dS_ij = P_ij (do_i . v_j - do_i . o_i + dlse_i),
-/// dlog_f_u is the sum of dS_ij over j < u <= i. It is formed from sums over rows and over columns
+/// dlog_f_u is the sum of dS_ij over j < u <= p. It is formed from sums over rows and over columns
 /// of the same dS values, one scan over time at the end: see docs/numerics.md.
 struct ForgettingAttentionBackwardParams {
   ForgettingAttentionParams forward = {};  // inputs, o, lse; plan and workspace of this pass

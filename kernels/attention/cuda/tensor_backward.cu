@@ -20,8 +20,8 @@ int64_t key_rows(const ForgettingAttentionParams& p) {
 template <class T>
 cudaError_t launch(const TensorAttention& work, int shared_bytes, cudaStream_t stream) {
   return work.params.forward.head_dim <= kLargestSmallHeadDim
-             ? TensorBackwardUnit<T, HeadDims::kSmall>::launch(work, shared_bytes, stream)
-             : TensorBackwardUnit<T, HeadDims::kLarge>::launch(work, shared_bytes, stream);
+             ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, shared_bytes, stream)
+             : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, shared_bytes, stream);
 }
 
 /// Rows of a tile of queries, and columns of its dq_sums.

@@ -16,7 +16,7 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
 cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream);
 
 template <class Data, HeadDims kDims>
-struct TensorBackwardUnit {
+struct AttentionBackwardUnit {
   /// With work.dq_sums: all gradients but the gates', dq by atomics. Without: the same, dq by a
   /// kernel of its own. `shared_bytes`: that a block may use.
   static cudaError_t launch(TensorAttention work, int shared_bytes, cudaStream_t stream);

@@ -1,5 +1,5 @@
 #include "kernels/attention/cuda/tensor_backward_unit.cuh"
 
 namespace tidegate::kernels {
-template struct TensorBackwardUnit<__half, HeadDims::kLarge>;
+template struct AttentionBackwardUnit<__half, HeadDims::kLarge>;
 }  // namespace tidegate::kernels

@@ -36,8 +36,8 @@ cudaError_t launch_round_dq(const TensorAttention& work, cudaStream_t stream) {
 }
 
 template <class Data, HeadDims kDims>
-cudaError_t TensorBackwardUnit<Data, kDims>::launch(TensorAttention work, int shared_bytes,
-                                                    cudaStream_t stream) {
+cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work, int shared_bytes,
+                                                       cudaStream_t stream) {
   return with_backward_shapes<Data, kDims>(
       work.params.forward.head_dim, shared_bytes, [&]<class Shape, class QueryShape>() {
         if (work.dq_sums != nullptr) {

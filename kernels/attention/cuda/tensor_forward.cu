@@ -15,8 +15,8 @@ constexpr int64_t kLeastTile = 64;  // rows of a block, queries or keys
 template <class T>
 cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
   return work.params.forward.head_dim <= kLargestSmallHeadDim
-             ? TensorForwardUnit<T, HeadDims::kSmall>::launch(work, stream)
-             : TensorForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
+             ? AttentionForwardUnit<T, HeadDims::kSmall>::launch(work, stream)
+             : AttentionForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
 }
 
 template <class T, bool kQueries>

@@ -28,7 +28,7 @@ enum class HeadDims : uint8_t { kSmall, kLarge };
 constexpr int64_t kLargestSmallHeadDim = 96;
 
 template <class Data, HeadDims kDims>
-struct TensorForwardUnit {
+struct AttentionForwardUnit {
   /// Fills in work.tiles.
   static cudaError_t launch(TensorAttention work, cudaStream_t stream);
 };

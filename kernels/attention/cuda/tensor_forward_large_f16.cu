@@ -1,5 +1,5 @@
 #include "kernels/attention/cuda/tensor_forward_unit.cuh"
 
 namespace tidegate::kernels {
-template struct TensorForwardUnit<__half, HeadDims::kLarge>;
+template struct AttentionForwardUnit<__half, HeadDims::kLarge>;
 }  // namespace tidegate::kernels

@@ -1,5 +1,5 @@
 #include "kernels/attention/cuda/tensor_forward_unit.cuh"
 
 namespace tidegate::kernels {
-template struct TensorForwardUnit<__half, HeadDims::kSmall>;
+template struct AttentionForwardUnit<__half, HeadDims::kSmall>;
 }  // namespace tidegate::kernels

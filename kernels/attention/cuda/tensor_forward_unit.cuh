@@ -32,7 +32,7 @@ cudaError_t launch_wide_or_narrow(const TensorAttention& work, cudaStream_t stre
 }
 
 template <class Data, HeadDims kDims>
-cudaError_t TensorForwardUnit<Data, kDims>::launch(TensorAttention work, cudaStream_t stream) {
+cudaError_t AttentionForwardUnit<Data, kDims>::launch(TensorAttention work, cudaStream_t stream) {
   const int64_t dim = work.params.forward.head_dim;
   if constexpr (kDims == HeadDims::kSmall) {
     if (dim <= 32) {

@@ -15,6 +15,8 @@
 //   after(s of E)  becomes tot_H after(s)  + sum over t of H of dA(t, s) q_t pre(t)
 //   through of E   is tot_H through + sum over t of H of q_t pre(t) before(t)
 //   through of H   is tot_E through + sum over s of E of k_s suf(s) after(s)
+// At L = 1, dq_t = f_t before(t) + dA(t, t) k_t, dk_t = after(t) + dA(t, t) q_t, and
+// dL/df_t = through + q_t before(t).
 // All factors are products of decays; nothing is divided, and no term has to cancel another.
 //
 // A lane of H changes `before` only, one of E `after` only, with the same product: that of the
