@@ -9,6 +9,7 @@
 #include <tidegate/models/safetensors.h>
 #include <tidegate/nn/attention.h>
 #include <tidegate/nn/expansion.h>
+#include <tidegate/nn/forgetting_attention.h>
 #include <tidegate/nn/gated_linear_attention.h>
 #include <tidegate/nn/gated_linear_rnn.h>
 #include <tidegate/nn/gated_rnn.h>
@@ -20,6 +21,7 @@
 #include <tidegate/nn/lru.h>
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>
+#include <tidegate/nn/softmax_attention.h>
 #include <tidegate/nn/token_mixer.h>
 #include <tidegate/ops/forgetting_attention.h>
 #include <tidegate/ops/gated_linear_attention.h>

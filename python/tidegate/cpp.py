@@ -42,6 +42,7 @@ __all__ = [
     "Attention",
     "Block",
     "CausalLM",
+    "ForgettingAttention",
     "GatedLinearAttention",
     "ImageClassifier",
     "LowerBounds",
@@ -337,6 +338,12 @@ class Attention(_TupleStateMixer):
     """tidegate::nn::Attention; see `tidegate.nn.Attention`."""
 
     _native = _cpp.cpp.Attention
+
+
+class ForgettingAttention(_TupleStateMixer):
+    """tidegate::nn::ForgettingAttention; see `tidegate.nn.ForgettingAttention`."""
+
+    _native = _cpp.cpp.ForgettingAttention
 
 
 class GatedLinearAttention(_TupleStateMixer):

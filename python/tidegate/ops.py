@@ -29,6 +29,7 @@ __all__ = [
     "init_chrono_",
     "init_constant_",
     "init_gumbel_softmax_",
+    "init_long_",
     "init_lru_gamma_log_",
     "init_lru_nu_log_",
     "init_lru_theta_log_",
@@ -576,6 +577,15 @@ def init_lru_gamma_log_(p: Tensor, nu_log: Tensor) -> Tensor:
     with torch.no_grad():
         rates = nu_log.full_tensor() if hasattr(nu_log, "device_mesh") else nu_log.detach()
     fill(p, lambda t: torch.ops.tidegate.init_lru_gamma_log_(t, rates))
+    return p
+
+
+def init_long_(p: Tensor, t_min: float, t_max: float) -> Tensor:
+    """``p_h = -log(exp(1 / T_h) - 1)`` for p [H], T_h from t_min to t_max, both above 0, in equal
+    steps of log T (one head: t_min): a gate sigmoid(p_h) forgets over T_h tokens,
+    ``sigmoid(p_h)^T_h = 1 / e`` (Forgetting Transformer, section 4.5); see :func:`init_uniform_`.
+    """
+    fill(p, lambda t: torch.ops.tidegate.init_long_(t, t_min, t_max))
     return p
 
 

@@ -1,6 +1,8 @@
 #include "tidegate/models/block.h"
 #include "tidegate/models/safetensors.h"
+#include "tidegate/ops/init.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -151,6 +153,22 @@ void Backbone::reset_children() {
   if (lower_bounds) lower_bounds->reset_parameters();
   for (size_t k = 0; k < blocks->size(); ++k) block(k).reset_parameters();
   norm->reset_parameters();
+}
+
+void Backbone::reset_matrices(torch::nn::Module& model) const {
+  if (!config.init_std) return;
+  for (const auto& item : model.named_parameters()) {
+    const std::string& name = item.key();
+    const size_t dot = std::min(name.rfind('.'), name.size());
+    const std::string owner = name.substr(0, dot);
+    const bool is_top = owner == "embedding" || owner == "patch" || owner == "head";
+    if (!owner.ends_with("_proj") && !is_top) continue;
+    if (name.ends_with(".weight")) {
+      init_normal_(item.value(), 0.0, *config.init_std);
+    } else {
+      init_constant_(item.value(), 0.0);
+    }
+  }
 }
 
 BlockImpl& Backbone::block(size_t layer) const { return *(*blocks.ptr())[layer]->as<BlockImpl>(); }

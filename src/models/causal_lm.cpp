@@ -82,6 +82,7 @@ void CausalLMImpl::reset_parameters() {
   init_normal_(embedding->weight, 0.0, embedding_std(config));
   reset_children();
   if (head) init_normal_(head->weight, 0.0, 0.02);
+  reset_matrices(*this);
 }
 
 Tensor CausalLMImpl::embed(const Tensor& ids) {
@@ -136,7 +137,9 @@ std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
                                                      int64_t capacity) {
   check_ids("CausalLM.prefill", ids);
   std::optional<ModelState> empty;
-  if (block(0).mixer().keeps_tokens()) empty = init_state(ids.size(0), ids.size(1) + capacity);
+  for (size_t k = 0; k < blocks->size() && !empty; ++k) {
+    if (block(k).mixer().keeps_tokens()) empty = init_state(ids.size(0), ids.size(1) + capacity);
+  }
   if (!lengths || !lengths->defined()) {
     TORCH_CHECK_VALUE(ids.size(1) > 0,
                       "CausalLM.prefill: ids: expected at least one token; got none");

@@ -66,6 +66,7 @@ void SequenceClassifierImpl::reset_parameters() {
   init_normal_(embedding->weight, 0.0, 1.0);
   reset_children();
   nn::reset_linear(head);
+  reset_matrices(*this);
 }
 
 Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optional<Tensor>& labels,
@@ -114,6 +115,7 @@ void ImageClassifierImpl::reset_parameters() {
   nn::reset_linear(patch);
   reset_children();
   nn::reset_linear(head);
+  reset_matrices(*this);
 }
 
 // images [B, C, H, W] -> [B, H/p * W/p, C*p*p], rows of patches in reading order.

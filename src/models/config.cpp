@@ -37,6 +37,7 @@ void visit_fields(Config& config, const Visit& visit) {
   visit("num_classes", config.num_classes);
   visit("patch_size", config.patch_size);
   visit("image_channels", config.image_channels);
+  visit("init_std", config.init_std);
 }
 
 [[noreturn]] void bad(const std::string& field, const char* expected, const Json& given) {
@@ -173,6 +174,8 @@ void LMConfig::validate() const {
                     dropout);
   TORCH_CHECK_VALUE(norm_eps > 0.0, "LMConfig: norm_eps: expected a positive number; got ",
                     norm_eps);
+  TORCH_CHECK_VALUE(init_std.value_or(1.0) > 0.0,
+                    "LMConfig: init_std: expected a positive number; got ", *init_std);
   const auto* names = std::get_if<std::vector<std::string>>(&mixer);
   TORCH_CHECK_VALUE(!names || static_cast<int64_t>(names->size()) == layers,
                     "LMConfig: mixer: expected a name, or a list of one for each of the ", layers,

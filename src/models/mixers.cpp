@@ -1,6 +1,7 @@
 #include "src/models/mixers.h"
 
 #include "tidegate/nn/attention.h"
+#include "tidegate/nn/forgetting_attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/gated_rnn.h"
@@ -119,8 +120,38 @@ template <typename Visit>
 void visit_options(nn::AttentionOptions& options, const Visit& visit) {
   visit("num_heads", options.num_heads());
   visit("preset", options.preset());
+  visit("num_kv_heads", options.num_kv_heads());
+  visit("qk_norm", options.qk_norm());
+  visit("qk_norm_shared", options.qk_norm_shared());
+  visit("output_gate", options.output_gate());
+  visit("output_activation", options.output_activation());
+  visit("output_norm", options.output_norm());
+  visit("kv_shift", options.kv_shift());
   visit("rope", options.rope());
   visit("window", options.window());
+  visit("norm_eps", options.norm_eps());
+  visit("qk_norm_eps", options.qk_norm_eps());
+}
+
+template <typename Visit>
+void visit_options(nn::ForgettingAttentionOptions& options, const Visit& visit) {
+  visit("num_heads", options.num_heads());
+  visit("preset", options.preset());
+  visit("num_kv_heads", options.num_kv_heads());
+  visit("gate", options.gate());
+  visit("gate_init", options.gate_init());
+  visit("qk_norm", options.qk_norm());
+  visit("qk_norm_shared", options.qk_norm_shared());
+  visit("output_gate", options.output_gate());
+  visit("output_activation", options.output_activation());
+  visit("output_norm", options.output_norm());
+  visit("kv_shift", options.kv_shift());
+  visit("rope", options.rope());
+  visit("window", options.window());
+  visit("prune", options.prune());
+  visit("drop_pruned", options.drop_pruned());
+  visit("norm_eps", options.norm_eps());
+  visit("qk_norm_eps", options.qk_norm_eps());
 }
 
 template <typename Visit>
@@ -140,8 +171,10 @@ void visit_options(nn::GatedRNNOptions& options, const Visit& visit) {
 struct Mixer {
   const char* name;
   std::vector<std::string> (*option_names)();
-  std::shared_ptr<torch::nn::Module> (*make)(const LMConfig& config,
-                                             const nn::Placement& placement);
+  std::shared_ptr<torch::nn::Module> (*make)(const LMConfig& config, const nn::Placement& placement,
+                                             const char* preset);
+  // What the name says beyond its class; a configuration's options go before it.
+  const char* preset;
 };
 
 template <typename Options>
@@ -153,8 +186,12 @@ std::vector<std::string> option_names() {
 }
 
 template <typename Impl, typename Options>
-std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placement& placement) {
+std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placement& placement,
+                                        const char* preset) {
   Options options(config.dim);
+  if constexpr (requires { options.preset(preset); }) {
+    if (preset != nullptr) options.preset(preset);
+  }
   options.device(placement.device).dtype(placement.dtype);
   if constexpr (requires { options.norm_eps(config.norm_eps); }) {
     options.norm_eps(config.norm_eps);
@@ -168,8 +205,8 @@ std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placem
 }
 
 template <typename Impl, typename Options>
-constexpr Mixer describe(const char* name) {
-  return {name, &option_names<Options>, &make<Impl, Options>};
+constexpr Mixer describe(const char* name, const char* preset = nullptr) {
+  return {name, &option_names<Options>, &make<Impl, Options>, preset};
 }
 
 constexpr Mixer kMixers[] = {
@@ -178,7 +215,10 @@ constexpr Mixer kMixers[] = {
     describe<nn::GatedLinearAttentionImpl, nn::GatedLinearAttentionOptions>("gla"),
     describe<nn::LRUImpl, nn::LRUOptions>("lru"),
     describe<nn::SLRUImpl, nn::SLRUOptions>("slru"),
+    describe<nn::ForgettingAttentionImpl, nn::ForgettingAttentionOptions>("fox"),
+    describe<nn::ForgettingAttentionImpl, nn::ForgettingAttentionOptions>("fox-pro", "pro"),
     describe<nn::AttentionImpl, nn::AttentionOptions>("transformer"),
+    describe<nn::AttentionImpl, nn::AttentionOptions>("transformer-pro", "pro"),
     describe<nn::GatedLinearRNNImpl, nn::GatedLinearRNNOptions>("gated-linear-rnn"),
     describe<nn::GatedRNNImpl, nn::GatedRNNOptions>("gated-rnn"),
 };
@@ -225,7 +265,8 @@ std::shared_ptr<torch::nn::Module> make_mixer(const LMConfig& config,
                     "list of ",
                     config.layer_options.empty() ? "mixers" : "layer_options");
   check_mixer_options(*name, config.mixer_options);
-  return find_mixer(*name).make(config, placement);
+  const Mixer& mixer = find_mixer(*name);
+  return mixer.make(config, placement, mixer.preset);
 }
 
 }  // namespace tidegate::models

@@ -172,7 +172,8 @@ NormImpl::NormImpl(const NormOptions& options) : options(options) {
 void NormImpl::reset() {
   const bool is_layer = options.kind() == "layer";
   if (is_layer || options.kind() == "rms") {
-    weight = register_parameter("weight", make_empty({options.dim()}, options.placement()));
+    weight = register_parameter("weight",
+                                make_empty({options.heads() * options.dim()}, options.placement()));
   }
   if (is_layer) {
     bias = register_parameter("bias", make_empty({options.dim()}, options.placement()));
@@ -191,8 +192,12 @@ torch::Tensor NormImpl::forward(const torch::Tensor& x) {
   }
   // 16-bit x beside fp32 weights, as under autocast: in fp32, as layer_norm does there.
   const bool is_mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
-  return at::rms_norm(is_mixed ? x.to(weight.scalar_type()) : x, {options.dim()}, optional(weight),
-                      options.eps());
+  const torch::Tensor wide = is_mixed ? x.to(weight.scalar_type()) : x;
+  if (options.heads() == 1) {
+    return at::rms_norm(wide, {options.dim()}, optional(weight), options.eps());
+  }
+  return at::rms_norm(wide, {options.dim()}, std::nullopt, options.eps()) *
+         weight.view({options.heads(), options.dim()});
 }
 
 GLUImpl::GLUImpl(const GLUOptions& given) : options(given) {

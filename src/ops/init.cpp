@@ -109,6 +109,21 @@ void lru_gamma_log_kernel(at::Tensor& p, const at::Tensor& nu_log) {
   });
 }
 
+void long_kernel(at::Tensor& p, double t_min, double t_max) {
+  TORCH_CHECK(p.dim() == 1, "init_long_: p must have shape [H], got ", p.sym_sizes());
+  TORCH_CHECK(t_min > 0 && t_max > 0, "init_long_: t_min and t_max must be above 0, got ", t_min,
+              " and ", t_max);
+  fill("init_long_", p, [=](at::Tensor& values) {
+    float* b = values.mutable_data_ptr<float>();
+    const int64_t heads = values.numel();
+    for (int64_t h = 0; h < heads; ++h) {
+      const double part = heads > 1 ? static_cast<double>(h) / static_cast<double>(heads - 1) : 0.0;
+      const double span = t_min * std::pow(t_max / t_min, part);
+      b[h] = static_cast<float>(-std::log(std::expm1(1.0 / span)));
+    }
+  });
+}
+
 void rope_theta_kernel(at::Tensor& p) {
   TORCH_CHECK(p.dim() == 1, "init_rope_theta_: p must have shape [D], got ", p.sym_sizes());
   fill("init_rope_theta_", p, [](at::Tensor& values) {
@@ -146,6 +161,8 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
                                      "init_lru_theta_log_");
   define_init<&lru_gamma_log_kernel>(m, "init_lru_gamma_log_(Tensor(a!) p, Tensor nu_log) -> ()",
                                      "init_lru_gamma_log_");
+  define_init<&long_kernel>(m, "init_long_(Tensor(a!) p, float t_min, float t_max) -> ()",
+                            "init_long_");
   define_init<&rope_theta_kernel>(m, "init_rope_theta_(Tensor(a!) p) -> ()", "init_rope_theta_");
 }
 
@@ -192,6 +209,11 @@ void init_lru_gamma_log_(at::Tensor p, const at::Tensor& nu_log) {
   ops::check_given("init_lru_gamma_log_", "p", p);
   ops::check_given("init_lru_gamma_log_", "nu_log", nu_log);
   ops::call_op<&ops::lru_gamma_log_kernel>("tidegate::init_lru_gamma_log_", p, nu_log);
+}
+
+void init_long_(at::Tensor p, double t_min, double t_max) {
+  ops::check_given("init_long_", "p", p);
+  ops::call_op<&ops::long_kernel>("tidegate::init_long_", p, t_min, t_max);
 }
 
 void init_rope_theta_(at::Tensor p) {

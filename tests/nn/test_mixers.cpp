@@ -1,5 +1,5 @@
-// HGRU2, GatedLinearAttention and Attention from C++ alone; tests/python/test_parity.py holds every
-// option against Python.
+// HGRU2, GatedLinearAttention and the attentions from C++ alone; tests/python/test_parity.py holds
+// every option against Python.
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tidegate/nn/attention.h"
+#include "tidegate/nn/forgetting_attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/hgru2.h"
 
@@ -27,6 +28,12 @@ GatedLinearAttentionOptions gla() {
   return GatedLinearAttentionOptions(kDim).num_heads(2).dtype(torch::kDouble);
 }
 
+AttentionOptions attention() { return AttentionOptions(kDim).num_heads(2).dtype(torch::kDouble); }
+
+ForgettingAttentionOptions forgetting() {
+  return ForgettingAttentionOptions(kDim).num_heads(2).dtype(torch::kDouble);
+}
+
 // A module and what it can do as a mixer.
 struct Mixer {
   std::string name;
@@ -42,12 +49,17 @@ Mixer make(const std::string& name, const Options& options) {
 
 std::vector<Mixer> causal_mixers() {
   const auto normal = gla().gate("scalar").normalize(true);
-  return {
-      make<HGRU2Impl>("hgru2", hgru2()), make<HGRU2Impl>("hgru2 fla", hgru2().preset("fla")),
-      make<GatedLinearAttentionImpl>("gla", gla()),
-      make<GatedLinearAttentionImpl>("gla normal",
-                                     GatedLinearAttentionOptions(normal).feature_map("exp")),
-      make<AttentionImpl>("attention", AttentionOptions(kDim).num_heads(2).dtype(torch::kDouble))};
+  return {make<HGRU2Impl>("hgru2", hgru2()),
+          make<HGRU2Impl>("hgru2 fla", hgru2().preset("fla")),
+          make<GatedLinearAttentionImpl>("gla", gla()),
+          make<GatedLinearAttentionImpl>("gla normal",
+                                         GatedLinearAttentionOptions(normal).feature_map("exp")),
+          make<AttentionImpl>("attention", attention()),
+          make<AttentionImpl>("attention pro", attention().preset("pro").num_kv_heads(1)),
+          make<ForgettingAttentionImpl>("forgetting", forgetting()),
+          make<ForgettingAttentionImpl>("forgetting pro", forgetting().preset("pro").window(3)),
+          make<ForgettingAttentionImpl>("forgetting fixed",
+                                        forgetting().gate("fixed").gate_init("long:2:8"))};
 }
 
 std::optional<Tensor> gamma_for(const TokenMixer& mixer) {
@@ -97,6 +109,45 @@ TEST(Hgru2, EqualsItsEquation) {
   for (size_t i = 0; i < got.size(); ++i) {
     EXPECT_TRUE(at::allclose(got[i], want[i], 1e-8, 1e-10)) << i;
   }
+}
+
+// Equation 11 for one sequence and head after another.
+TEST(ForgettingAttention, EqualsItsEquation) {
+  torch::manual_seed(0);
+  ForgettingAttention mixer(forgetting());
+  const Tensor x = randn({1, 6, kDim});
+  const auto qkv = mixer->in_proj->forward(x)[0].unflatten(-1, {3, 2, kDim / 2}).unbind(1);
+  const Tensor f = at::sigmoid(mixer->gate_proj->forward(x)[0] + mixer->gate_bias);
+  std::vector<Tensor> rows;
+  for (int64_t i = 0; i < 6; ++i) {
+    std::vector<Tensor> heads;
+    for (int64_t h = 0; h < 2; ++h) {
+      Tensor sum = at::zeros({}, at::kDouble), out = at::zeros({kDim / 2}, at::kDouble);
+      for (int64_t j = 0; j <= i; ++j) {
+        const Tensor score = (qkv[0][i][h] * qkv[1][j][h]).sum() / 2.0;
+        const Tensor weight = f.slice(0, j + 1, i + 1).select(1, h).prod() * score.exp();
+        sum = sum + weight;
+        out = out + weight * qkv[2][j][h];
+      }
+      heads.push_back(out / sum);
+    }
+    rows.push_back(at::cat(heads));
+  }
+  const Tensor expected = mixer->out_proj->forward(at::stack(rows));
+  EXPECT_TRUE(at::allclose(std::get<0>(mixer->forward(x))[0], expected, 1e-10, 1e-12));
+}
+
+TEST(Mixers, AStateWithoutACapacityGrows) {
+  const torch::NoGradGuard no_grad;
+  ForgettingAttention mixer(forgetting());
+  const auto state = mixer->init_state(1);
+  const Tensor x = randn({1, 100, kDim});
+  const Tensor whole = std::get<0>(mixer->forward(x));
+  for (int64_t t = 0; t < 100; ++t) {
+    const Tensor y = mixer->step(x.select(1, t), state);
+    EXPECT_TRUE(at::allclose(y, whole.select(1, t), 1e-9, 1e-11)) << t;
+  }
+  EXPECT_EQ(AttentionState(state).capacity(), 128);
 }
 
 TEST(Mixers, StepsAndSplitsEqualTheWhole) {
@@ -175,8 +226,13 @@ TEST(Mixers, RefuseWhatCannotWork) {
   expect_refused([&] { both->init_state(2); }, "has no state");
   GatedLinearAttention attention(gla());
   expect_refused([&] { attention->forward(randn({2, 3, 8}), {}, randn({8})); }, "no lower bound");
-  Attention softmax(8, 2);
-  expect_refused([&] { softmax->init_state(2); }, "Attention: capacity");
+  expect_refused([] { ForgettingAttention bad(forgetting().gate("open")); }, "gate: expected one");
+  expect_refused([] { ForgettingAttention bad(forgetting().gate_init("long:0:2")); }, "gate_init");
+  ForgettingAttention softmax(forgetting());
+  const auto full = softmax->init_state(2, {}, {}, 1);
+  softmax->step(randn({2, 8}), full);
+  expect_refused([&] { softmax->step(randn({2, 8}), full); }, "expected room for 2 tokens");
+  expect_refused([&] { softmax->forward(randn({2, 2, 8}), full); }, "expected room for 3 tokens");
 }
 
 }  // namespace

@@ -91,6 +91,10 @@ def test_bounds_come_from_the_elements_where_no_d_is_named():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
+        (
+            lambda p: tidegate.ops.init_long_(p, 0.0, 3.0),
+            "init_long_: t_min and t_max must be above 0, got 0 and 3",
+        ),
         (lambda p: init.chrono_(p, 1), "init_chrono_: t_max must be at least 2, got 1"),
         (lambda p: init.ugi_(p, 1), "init_gumbel_softmax_: d must be at least 2, got 1"),
         (

@@ -21,6 +21,7 @@ INITIALISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel": lambda p: ops.init_gumbel_softmax_(p, 40, 0.5, 0.7),
     "ring": lambda p: ops.init_lru_nu_log_(p, 0.5, 0.999),
     "phase": lambda p: ops.init_lru_theta_log_(p, 3.0),
+    "long": lambda p: ops.init_long_(p, 2.0, 4096.0),
     "rope": lambda p: ops.init_rope_theta_(p),
 }
 
@@ -42,6 +43,9 @@ def expected(name: str, size: int) -> Tensor:
         return (-0.5 * r2.log()).log().float()
     if name == "phase":
         return (3.0 * torch.empty(size).uniform_().double()).log().float()
+    if name == "long":
+        part = torch.arange(size, dtype=torch.float64) / max(size - 1, 1)
+        return -(1 / (2.0 * 2048.0**part)).expm1().log().float()
     if name == "constant":
         return torch.full((size,), 0.3)
     return (10000.0 ** (-2.0 * torch.arange(size, dtype=torch.float64) / size)).float()
@@ -55,7 +59,7 @@ def test_values(name: str, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(3)
     assert INITIALISERS[name](p) is p
     torch.testing.assert_close(p.cpu(), values.to(dtype), rtol=1e-6, atol=0)
-    if name != "rope":
+    if name not in ("rope", "long"):
         assert torch.equal(p.cpu(), values.to(dtype)), "drawn in float32, then cast"
 
 

@@ -32,6 +32,7 @@ MIXERS = (
     "HGRU2",
     "GatedLinearAttention",
     "Attention",
+    "ForgettingAttention",
     "GatedLinearRNN",
     "GatedRNN",
     "LRU",
@@ -313,13 +314,18 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     attention = {
         "x-rank": ({}, lambda m: m(x[0])),
         "gamma": ({}, lambda m: m(x, gamma=torch.zeros(4))),
-        "capacity": ({}, lambda m: m.init_state(2)),
         "rows": ({}, lambda m: m(x, m.init_state(3, capacity=5))),
         "tensors": ({}, lambda m: m(x, m.init_state(2, capacity=5)[:2])),
         "room": ({}, lambda m: m(x, m.init_state(2, capacity=2))),
         "step-room": ({}, lambda m: m.step(x[:, 0], m.init_state(2, capacity=0))),
     }
-    cases = {"HGRU": hgru, "HGRU2": hgru2, "GatedLinearAttention": gla, "Attention": attention}
+    cases = {
+        "HGRU": hgru,
+        "HGRU2": hgru2,
+        "GatedLinearAttention": gla,
+        "Attention": attention,
+        "ForgettingAttention": attention,
+    }
     return {
         f"{name}-{case}": (name, ({} if name == "HGRU" else {"num_heads": 2}) | options, use)
         for name, found in cases.items()
@@ -437,7 +443,7 @@ def test_configurations():
         {"vocab_size": 0},
         {"glu_hidden": 0},
         {"mixer": "hgrn9"},
-        {"mixer": "fox"},
+        {"init_std": -1.0},
         {"mixer": "hgrn2", "mixer_options": {"theta": "fixed"}},
         {"mixer": "gla", "mixer_options": {"heads": 2}},
         {"mixer_options": {"size": 3}},
@@ -484,6 +490,9 @@ def test_broken_json_is_refused_by_both(text):
         ("hgrn2", {"num_heads": 2}),
         ("gla", {"num_heads": 2, "normalize": True, "feature_map": "elu+1"}),
         ("transformer", {"num_heads": 2}),
+        ("transformer-pro", {"num_heads": 2}),
+        ("fox", {"num_heads": 2}),
+        ("fox-pro", {"num_heads": 2, "window": 4}),
     ],
 )
 def test_generation(options, mixer, given, device):

@@ -256,23 +256,77 @@ def _gla_arguments() -> list[Arguments]:
     return [*cases, ((4, 1), {}), ((0,), {}), *(((4,), o) for o in wrong)]
 
 
-# Attention
+# Attention and ForgettingAttention
+
+
+def _switches() -> list[dict[str, Any]]:
+    """Every component of the presets switched on or off, the other options taking turns."""
+    others = itertools.cycle(
+        [
+            {"num_heads": 2},
+            {"num_heads": 2, "num_kv_heads": 1, "window": 2},
+            {"num_heads": 4, "num_kv_heads": 2, "qk_norm_shared": False, "rope": None},
+            {"num_heads": 1, "output_activation": "silu", "norm_eps": 1e-3},
+            {"num_heads": 2, "rope": 100.0, "qk_norm_eps": 1e-2},
+        ]
+    )
+    names = ("preset", "qk_norm", "output_gate", "output_norm", "kv_shift")
+    values = itertools.product(("llama", "pro"), *[(None, True, False)] * 4)
+    paths = [dict(zip(names, v, strict=True)) for v in values]
+    return [{**path, **next(others)} for path in paths[::5]]
+
+
+ATTENTION_MISTAKES: list[dict[str, Any]] = [
+    {"num_heads": 3},
+    {"num_heads": 0},
+    {"num_heads": 2, "num_kv_heads": 0},
+    {"num_heads": 4, "num_kv_heads": 3},
+    {"num_heads": 8, "rope": 10.0},
+    {"num_heads": 2, "rope": -1},
+    {"num_heads": 2, "window": 0},
+    {"num_heads": 2, "preset": "mine"},
+    {"num_heads": 2, "output_activation": "tanh"},
+]
 
 
 def _attention_arguments() -> list[Arguments]:
     options = itertools.product((None, 1, 2), (None, 100.0), (None, 1, 3))
     cases: list[Arguments] = [
-        ((4,), {"num_heads": h, "rope": rope, "window": w}) for h, rope, w in options
+        ((8,), {"num_heads": h, "rope": rope, "window": w}) for h, rope, w in options
     ]
+    cases += [((8,), switches) for switches in _switches()]
+    mistakes = [((8,), o) for o in ATTENTION_MISTAKES]
+    return [*cases, ((4, 2), {}), ((4, 4), {"rope": None}), ((0,), {}), *mistakes]
+
+
+def _forgetting_attention_arguments() -> list[Arguments]:
+    gates = itertools.cycle(
+        [
+            {},
+            {"gate": "independent", "gate_init": ("long", 2, 256)},
+            {"gate": "fixed", "gate_init": "long:2:31.5"},
+            {"gate": "none"},
+            {"gate": "data", "gate_init": "long:4:4"},
+            {"gate": "independent"},
+            {"gate": "fixed"},
+        ]
+    )
+    cases: list[Arguments] = [((8,), {**switches, **next(gates)}) for switches in _switches()]
+    pro = {"num_heads": 2, "preset": "pro"}
+    cases += [((8,), {**pro, "prune": 1e-5}), ((8,), {**pro, "prune": 1e-5, "drop_pruned": True})]
     wrong = [
-        {"num_heads": 3},
-        {"num_heads": 0},
-        {"num_heads": 4},
-        {"num_heads": 2, "rope": -1},
-        {"num_heads": 2, "window": 0},
-        {"num_heads": 2, "preset": "mine"},
+        {"gate": "open"},
+        {"gate_init": "long"},
+        {"gate_init": "long:0:3"},
+        {"gate_init": ("long", 2)},
+        {"gate": "none", "gate_init": "long:2:3"},
+        {"prune": 0.0},
+        {"prune": 1.5},
+        {"drop_pruned": True},
+        {"prune": 0.1, "drop_pruned": True},
     ]
-    return [*cases, ((4, 2), {}), ((4, 4), {"rope": None}), ((0,), {}), *(((4,), o) for o in wrong)]
+    mistakes = [((8,), o) for o in [*ATTENTION_MISTAKES, *wrong]]
+    return [*cases, ((4, 2), {}), ((128,), {}), ((0,), {}), *mistakes]
 
 
 def _attention_inputs(module, device, dtype, variant):
@@ -351,6 +405,9 @@ _MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hgrn2", {"num_heads": 1, "bidirectional": True, "preset": "official"}),
     ("gla", {"num_heads": 2}),
     ("transformer", {"num_heads": 2, "window": 3}),
+    ("transformer-pro", {"num_heads": 2, "kv_shift": False}),
+    ("fox", {"num_heads": 2, "gate": "fixed", "gate_init": "long:2:16"}),
+    ("fox-pro", {"num_heads": 2, "num_kv_heads": 1}),
     ("gla", {"num_heads": 1, "gate": "scalar", "normalize": True, "feature_map": "exp"}),
     ("lru", {"state": 3, "skip": True}),
     ("lru", {"gate": "data", "r_min": 0}),
@@ -378,6 +435,7 @@ def _configs(**changes: Any) -> Iterator[LMConfig]:
             final_norm=final_norm,
             glu_activation=activation,
             glu_bias=not tied,
+            init_std=0.5 if norm == "rms" else None,
             **changes,
         )
 
@@ -455,7 +513,14 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=15, variants=3
     ),
     "Attention": Entry(
-        tidegate.nn.Attention, _attention_arguments(), _attention_inputs, allowed=20, variants=3
+        tidegate.nn.Attention, _attention_arguments(), _attention_inputs, allowed=53, variants=3
+    ),
+    "ForgettingAttention": Entry(
+        tidegate.nn.ForgettingAttention,
+        _forgetting_attention_arguments(),
+        _attention_inputs,
+        allowed=37,
+        variants=3,
     ),
     "GatedLinearRNN": Entry(
         tidegate.nn.GatedLinearRNN,
@@ -469,21 +534,21 @@ REGISTRY: dict[str, Entry] = {
     "GatedRNN": Entry(
         tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3
     ),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=82),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=94),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=75, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=87, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=82,
+        allowed=94,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=83,
+        allowed=95,
     ),
 }

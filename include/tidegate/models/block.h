@@ -88,6 +88,9 @@ class Backbone {
   int64_t bounds_width() const;
   /// lower_bounds, the blocks, the final norm, in this order.
   void reset_children();
+  /// With `init_std`, draws the model's projections, embedding and head anew, in the order of the
+  /// parameters; biases are zero.
+  void reset_matrices(torch::nn::Module& model) const;
   /// All blocks and the final norm over x `[B, T, dim]`; `owner` names the model in errors.
   std::tuple<torch::Tensor, ModelState> run(const char* owner, torch::Tensor x,
                                             const std::optional<ModelState>& state,

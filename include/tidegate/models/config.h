@@ -64,6 +64,9 @@ struct LMConfig {
   std::optional<int64_t> patch_size = std::nullopt;
   /// Channels of an image.
   int64_t image_channels = 3;
+  /// Spread of the normal numbers that every projection, the embedding and the head start with,
+  /// biases then zero; unset = each module's own start.
+  std::optional<double> init_std = std::nullopt;
 
   /// Throws c10::ValueError, naming the field, for values that cannot be. Models call it first.
   void validate() const;

@@ -39,6 +39,11 @@ void init_lru_theta_log_(at::Tensor p, double max_phase);
 /// independent. nu_log: p's shape, floating-point, on any device.
 void init_lru_gamma_log_(at::Tensor p, const at::Tensor& nu_log);
 
+/// p_h = -log(exp(1 / T_h) - 1) for p of shape [H], with T_h from t_min to t_max, both above 0, in
+/// equal steps of log T (one head: t_min): a gate sigmoid(p_h) forgets over T_h tokens,
+/// sigmoid(p_h)^T_h = 1 / e (Forgetting Transformer, section 4.5).
+void init_long_(at::Tensor p, double t_min, double t_max);
+
 /// p_j = 10000^(-2 j / d), j = 0 .. d - 1, for p of shape [d]: HGRN's phases in radians a step,
 /// which spread like the frequencies of rotary embeddings (arXiv 2104.09864).
 void init_rope_theta_(at::Tensor p);

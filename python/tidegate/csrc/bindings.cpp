@@ -14,6 +14,7 @@
 #include "tidegate/models/classifiers.h"
 #include "tidegate/models/safetensors.h"
 #include "tidegate/nn/attention.h"
+#include "tidegate/nn/forgetting_attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/gated_rnn.h"
@@ -238,28 +239,128 @@ void bind_gla(py::module& m) {
   bind_mixer<GatedLinearAttentionImpl>(bound);
 }
 
+// The options that Attention and ForgettingAttention both have.
+struct AttentionSwitchArgs {
+  int64_t dim;
+  std::optional<int64_t> num_heads;
+  std::string preset;
+  std::optional<int64_t> num_kv_heads;
+  std::optional<bool> qk_norm;
+  bool qk_norm_shared;
+  std::optional<bool> output_gate;
+  std::string output_activation;
+  std::optional<bool> output_norm, kv_shift;
+  std::optional<double> rope;
+  std::optional<int64_t> window;
+  double norm_eps;
+  std::optional<double> qk_norm_eps;
+  OptionalDevice device;
+  OptionalDtype dtype;
+
+  template <typename Options>
+  Options options() const {
+    return Options(dim)
+        .num_heads(num_heads)
+        .preset(preset)
+        .num_kv_heads(num_kv_heads)
+        .qk_norm(qk_norm)
+        .qk_norm_shared(qk_norm_shared)
+        .output_gate(output_gate)
+        .output_activation(output_activation)
+        .output_norm(output_norm)
+        .kv_shift(kv_shift)
+        .rope(rope)
+        .window(window)
+        .norm_eps(norm_eps)
+        .qk_norm_eps(qk_norm_eps)
+        .device(device)
+        .dtype(dtype);
+  }
+};
+
 std::shared_ptr<tidegate::nn::AttentionImpl> make_attention(
     int64_t dim, std::optional<int64_t> num_heads, const std::string& preset,
-    std::optional<double> rope, std::optional<int64_t> window, OptionalDevice device,
-    OptionalDtype dtype) {
-  return std::make_shared<tidegate::nn::AttentionImpl>(tidegate::nn::AttentionOptions(dim)
-                                                           .num_heads(num_heads)
-                                                           .preset(preset)
-                                                           .rope(rope)
-                                                           .window(window)
-                                                           .device(device)
-                                                           .dtype(dtype));
+    std::optional<int64_t> num_kv_heads, std::optional<bool> qk_norm, bool qk_norm_shared,
+    std::optional<bool> output_gate, const std::string& output_activation,
+    std::optional<bool> output_norm, std::optional<bool> kv_shift, std::optional<double> rope,
+    std::optional<int64_t> window, double norm_eps, std::optional<double> qk_norm_eps,
+    OptionalDevice device, OptionalDtype dtype) {
+  const AttentionSwitchArgs args{dim,         num_heads,      preset,      num_kv_heads,
+                                 qk_norm,     qk_norm_shared, output_gate, output_activation,
+                                 output_norm, kv_shift,       rope,        window,
+                                 norm_eps,    qk_norm_eps,    device,      dtype};
+  return std::make_shared<tidegate::nn::AttentionImpl>(
+      args.options<tidegate::nn::AttentionOptions>());
 }
 
 void bind_attention(py::module& m) {
   using tidegate::nn::AttentionImpl;
   const tidegate::nn::AttentionOptions defaults(1);
   auto bound = torch::python::bind_module<AttentionImpl, true>(m, "Attention");
-  bound.def(py::init(&make_attention), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
-            py::kw_only(), py::arg("preset") = defaults.preset(), py::arg("rope") = defaults.rope(),
-            py::arg("window") = defaults.window(), py::arg("device") = defaults.device(),
-            py::arg("dtype") = defaults.dtype());
+  bound.def(
+      py::init(&make_attention), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
+      py::kw_only(), py::arg("preset") = defaults.preset(),
+      py::arg("num_kv_heads") = defaults.num_kv_heads(), py::arg("qk_norm") = defaults.qk_norm(),
+      py::arg("qk_norm_shared") = defaults.qk_norm_shared(),
+      py::arg("output_gate") = defaults.output_gate(),
+      py::arg("output_activation") = defaults.output_activation(),
+      py::arg("output_norm") = defaults.output_norm(), py::arg("kv_shift") = defaults.kv_shift(),
+      py::arg("rope") = defaults.rope(), py::arg("window") = defaults.window(),
+      py::arg("norm_eps") = defaults.norm_eps(), py::arg("qk_norm_eps") = defaults.qk_norm_eps(),
+      py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype());
   bind_mixer<AttentionImpl>(bound);
+}
+
+// "long:2:256" of ("long", 2, 256).
+std::string to_gate_init(const py::object& given) {
+  if (py::isinstance<py::str>(given)) return given.cast<std::string>();
+  std::string text;
+  for (const auto& part : given) {
+    text += (text.empty() ? "" : ":") + py::str(part).cast<std::string>();
+  }
+  return text;
+}
+
+std::shared_ptr<tidegate::nn::ForgettingAttentionImpl> make_forgetting_attention(
+    int64_t dim, std::optional<int64_t> num_heads, const std::string& preset,
+    std::optional<int64_t> num_kv_heads, const std::string& gate, const py::object& gate_init,
+    std::optional<bool> qk_norm, bool qk_norm_shared, std::optional<bool> output_gate,
+    const std::string& output_activation, std::optional<bool> output_norm,
+    std::optional<bool> kv_shift, std::optional<double> rope, std::optional<int64_t> window,
+    std::optional<double> prune, bool drop_pruned, double norm_eps,
+    std::optional<double> qk_norm_eps, OptionalDevice device, OptionalDtype dtype) {
+  using tidegate::nn::ForgettingAttentionOptions;
+  const AttentionSwitchArgs args{dim,         num_heads,      preset,      num_kv_heads,
+                                 qk_norm,     qk_norm_shared, output_gate, output_activation,
+                                 output_norm, kv_shift,       rope,        window,
+                                 norm_eps,    qk_norm_eps,    device,      dtype};
+  return std::make_shared<tidegate::nn::ForgettingAttentionImpl>(
+      args.options<ForgettingAttentionOptions>()
+          .gate(gate)
+          .gate_init(to_gate_init(gate_init))
+          .prune(prune)
+          .drop_pruned(drop_pruned));
+}
+
+void bind_forgetting_attention(py::module& m) {
+  using tidegate::nn::ForgettingAttentionImpl;
+  const tidegate::nn::ForgettingAttentionOptions defaults(1);
+  auto bound = torch::python::bind_module<ForgettingAttentionImpl, true>(m, "ForgettingAttention");
+  bound.def(
+      py::init(&make_forgetting_attention), py::arg("dim"),
+      py::arg("num_heads") = defaults.num_heads(), py::kw_only(),
+      py::arg("preset") = defaults.preset(), py::arg("num_kv_heads") = defaults.num_kv_heads(),
+      py::arg("gate") = defaults.gate(), py::arg("gate_init") = defaults.gate_init(),
+      py::arg("qk_norm") = defaults.qk_norm(),
+      py::arg("qk_norm_shared") = defaults.qk_norm_shared(),
+      py::arg("output_gate") = defaults.output_gate(),
+      py::arg("output_activation") = defaults.output_activation(),
+      py::arg("output_norm") = defaults.output_norm(), py::arg("kv_shift") = defaults.kv_shift(),
+      py::arg("rope") = defaults.rope(), py::arg("window") = defaults.window(),
+      py::arg("prune") = defaults.prune(), py::arg("drop_pruned") = defaults.drop_pruned(),
+      py::arg("norm_eps") = defaults.norm_eps(), py::arg("qk_norm_eps") = defaults.qk_norm_eps(),
+      py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype());
+  bind_mixer<ForgettingAttentionImpl>(bound);
 }
 
 void bind_gated_linear_rnn(py::module& m) {
@@ -478,6 +579,7 @@ PYBIND11_MODULE(_cpp, m) {
   bind_hgru2(m);
   bind_gla(m);
   bind_attention(m);
+  bind_forgetting_attention(m);
   bind_gated_linear_rnn(m);
   bind_lru(m);
   bind_slru(m);

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import GLU, LowerBounds
-from ..nn._common import make_norm, reset_norm
+from ..nn._common import constant_, make_norm, normal_, reset_norm
 from .config import LMConfig
 from .registry import make_mixer
 
@@ -129,6 +129,20 @@ class Model(nn.Module):
         for block in self.blocks:
             block.reset_parameters()
         reset_norm(self.norm)
+
+    def _reset_matrices(self) -> None:
+        """With `init_std`, draws projections, embedding and head anew, in the order of the
+        parameters; biases are zero."""
+        std = self.config.init_std
+        if std is None:
+            return
+        for name, p in self.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            if owner.endswith("_proj") or owner in ("embedding", "patch", "head"):
+                if kind == "weight":
+                    normal_(p, std)
+                else:
+                    constant_(p, 0.0)
 
     def gammas(self) -> tuple[Tensor | None, ...]:
         """Every layer's lower bound ``[S]``, or None."""

@@ -52,6 +52,7 @@ class CausalLM(Model):
         self._reset_blocks()
         if self.head is not None:
             normal_(self.head.weight, 0.02)
+        self._reset_matrices()
 
     def _embed(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -132,7 +133,7 @@ class CausalLM(Model):
         that keep them."""
         check_ids("CausalLM.prefill", ids)
         empty = None
-        if getattr(self.blocks[0].mixer, "keeps_tokens", False):
+        if any(getattr(block.mixer, "keeps_tokens", False) for block in self.blocks):
             empty = self.init_state(ids.size(0), capacity=ids.size(1) + capacity)
         if lengths is None:
             if ids.size(1) == 0:

@@ -52,6 +52,7 @@ class SequenceClassifier(Model):
         normal_(self.embedding.weight, 1.0)
         self._reset_blocks()
         reset_linear(self.head)
+        self._reset_matrices()
 
     def forward(
         self,
@@ -106,6 +107,7 @@ class ImageClassifier(Model):
         reset_linear(self.patch)
         self._reset_blocks()
         reset_linear(self.head)
+        self._reset_matrices()
 
     def _patches(self, images: Tensor) -> Tensor:
         """images ``[B, C, H, W]`` -> patches in reading order ``[B, H/p * W/p, C*p*p]``."""

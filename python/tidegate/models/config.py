@@ -39,6 +39,8 @@ class LMConfig:
         num_classes: classes of a classifier.
         patch_size: side of an image patch in pixels.
         image_channels: channels of an image.
+        init_std: spread of the normal numbers that every projection, the embedding and the head
+            start with, biases then zero; None = each module's own start.
 
     Raises ValueError, naming the field, for values that cannot be.
     """
@@ -62,6 +64,7 @@ class LMConfig:
     num_classes: int | None = None
     patch_size: int | None = None
     image_channels: int = 3
+    init_std: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "image_channels"):
@@ -80,8 +83,11 @@ class LMConfig:
         p, eps, options = self.dropout, self.norm_eps, self.mixer_options
         _expect(isinstance(p, number) and 0.0 <= p < 1.0, "dropout", "0 <= p < 1", p)
         _expect(isinstance(eps, number) and eps > 0.0, "norm_eps", "a positive number", eps)
+        std = self.init_std
+        fits = std is None or isinstance(std, number) and std > 0.0
+        _expect(fits, "init_std", "a positive number", std)
         _expect(isinstance(options, dict), "mixer_options", "a dictionary", options)
-        self.mixer_options = dict(options)  # copies made by replace() share nothing
+        self.mixer_options = _plain(options)  # copies made by replace() share nothing
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -101,7 +107,7 @@ class LMConfig:
             options,
         )
         self.mixer = names if isinstance(names, str) else list(names)
-        self.layer_options = [dict(o) for o in options]
+        self.layer_options = [_plain(o) for o in options]
         for layer in range(self.layers):
             check_mixer_options(*self._of_layer(layer))
 
@@ -148,6 +154,14 @@ class LMConfig:
         except json.JSONDecodeError as error:
             raise ValueError(f"LMConfig: not valid JSON: {error}") from error
         return cls.from_dict(values)
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which ``("long", 2, 256)`` is "long:2:256", as C++ and files have it."""
+    return {
+        name: ":".join(map(str, value)) if isinstance(value, (tuple, list)) else value
+        for name, value in options.items()
+    }
 
 
 def _expect(holds: bool, name: str, wanted: str, given: object) -> None:

@@ -18,6 +18,7 @@ from ..nn import (
     LRU,
     SLRU,
     Attention,
+    ForgettingAttention,
     GatedLinearAttention,
     GatedLinearRNN,
     GatedRNN,
@@ -48,9 +49,17 @@ _MIXERS: dict[str, type[nn.Module]] = {
     "gla": GatedLinearAttention,
     "lru": LRU,
     "slru": SLRU,
+    "fox": ForgettingAttention,
+    "fox-pro": ForgettingAttention,
     "transformer": Attention,
+    "transformer-pro": Attention,
     "gated-linear-rnn": GatedLinearRNN,
     "gated-rnn": GatedRNN,
+}
+# What a name says beyond its class; a configuration's options go before it.
+_MEANT: dict[str, dict[str, Any]] = {
+    "fox-pro": {"preset": "pro"},
+    "transformer-pro": {"preset": "pro"},
 }
 _NOT_OPTIONS = ("self", "dim", "device", "dtype")
 
@@ -91,7 +100,7 @@ def make_mixer(config: LMConfig, **where: Any) -> nn.Module:
             "Block: config: expected one layer's, as LMConfig.of_layer() gives it; got a list of "
             f"{'layer_options' if config.layer_options else 'mixers'}"
         )
-    options = dict(config.mixer_options)
+    options = {**_MEANT.get(config.mixer, {}), **config.mixer_options}
     if "norm_eps" in option_names(config.mixer):
         options.setdefault("norm_eps", config.norm_eps)
     return mixer_class(config.mixer)(config.dim, **options, **where)

@@ -9,7 +9,9 @@ generator, and rebuilds buffers; constructing a module does the same.
 """
 
 from . import init
-from .attention import Attention, AttentionState
+from ._attention_state import AttentionState
+from .attention import Attention
+from .forgetting_attention import ForgettingAttention
 from .gated_linear_attention import GatedLinearAttention, GLAState
 from .gated_linear_rnn import GatedLinearRNN
 from .gated_rnn import GatedRNN
@@ -25,6 +27,7 @@ __all__ = [
     "HGRU2",
     "Attention",
     "AttentionState",
+    "ForgettingAttention",
     "GLAState",
     "GatedLinearAttention",
     "GatedLinearRNN",

@@ -1,0 +1,446 @@
+"""What softmax attention's mixers share: projections, KV-shift, norms, positions, state, output."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._attention_state import (
+    AttentionState,
+    empty_attention_state,
+    longest,
+    make_room_,
+    with_room,
+)
+from ._common import (
+    KeepsFloat32,
+    RMSNorm,
+    check_choice,
+    check_mixer_input,
+    check_positive,
+    constant_,
+    make_linear,
+    reset_linear,
+    wide_dtype,
+    widen,
+)
+
+PRESETS = ("llama", "pro")
+OUTPUT_ACTIVATIONS = ("sigmoid", "silu")
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions (Su et al., arXiv 2104.09864): x ``[B, T, H, D]`` with channel i < D/2 and
+    channel i + D/2 turned by ``position * theta^(-2i/D)``; positions ``[B or 1, T]``."""
+    wide = widen(x)
+    half = x.size(-1) // 2
+    exponents = torch.arange(half, device=x.device, dtype=wide.dtype) / -half
+    angles = (positions[..., None].to(wide.dtype) * torch.pow(theta, exponents)).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = wide.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of every head by itself: x ``[..., heads, size]``. weight: ``[heads * size]``, each
+    head its own."""
+
+    def __init__(self, heads: int, size: int, eps: float, device=None, dtype=None) -> None:
+        super().__init__()
+        self.heads, self.size, self.eps = heads, size, eps
+        self.weight = nn.Parameter(torch.empty(heads * size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
+        normed = F.rms_norm(x, (self.size,), None, self.eps)
+        return normed * self.weight.view(self.heads, self.size)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, size={self.size}, eps={self.eps}"
+
+
+class Layout:
+    """Where tokens ``[B, T]`` belong: to sequence b of the batch, or, packed, to one of cu_seqlens.
+
+    count: N, how many sequences. lengths: their tokens, int64 ``[N]``. bounds: ``[N+1]``, of the
+    tokens end to end. rows: each token's sequence, steps: its place in there, int64 ``[B, 1]`` and
+    ``[1, T]``, packed ``[1, T]``. Nothing here waits for the device, and what nobody asks for is
+    not made.
+    """
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
+        self.batch, self.time = x.shape[:2]
+        self.device = x.device
+        self.is_packed = cu_seqlens is not None
+        self.count = self.batch if cu_seqlens is None else cu_seqlens.numel() - 1
+        self._bounds = None if cu_seqlens is None else cu_seqlens.to(x.device).long()
+
+    def _arange(self, size: int) -> Tensor:
+        return torch.arange(size, device=self.device)
+
+    @property
+    def bounds(self) -> Tensor:
+        return self._arange(self.batch + 1) * self.time if self._bounds is None else self._bounds
+
+    @property
+    def lengths(self) -> Tensor:
+        if self._bounds is None:
+            return torch.full((self.batch,), self.time, device=self.device)
+        return self._bounds.diff()
+
+    @property
+    def rows(self) -> Tensor:
+        if self._bounds is None:
+            return self._arange(self.batch)[:, None]
+        # Empty sequences own no token: of equal bounds the last one counts.
+        tokens = self._arange(self.time)
+        return (torch.searchsorted(self._bounds, tokens, right=True) - 1)[None]
+
+    @property
+    def steps(self) -> Tensor:
+        tokens = self._arange(self.time)[None]
+        return tokens if self._bounds is None else tokens - self._bounds[self.rows]
+
+    def per_token(self, t: Tensor) -> Tensor:
+        """t ``[N, ...]`` of each token's sequence: ``[B, 1 or T, ...]``."""
+        return t[self.rows]
+
+
+class SoftmaxAttention(KeepsFloat32, ABC):
+    """Base of `Attention` and `ForgettingAttention`, whose documentation says what it computes."""
+
+    bidirectional = False
+    takes_gamma = False
+    needs_gamma = False
+    keeps_tokens = True
+    _float32_names = ("gate_bias",)
+
+    def _configure(
+        self,
+        dim: int,
+        num_heads: int | None,
+        *,
+        preset: str,
+        num_kv_heads: int | None,
+        qk_norm: bool | None,
+        qk_norm_shared: bool,
+        output_gate: bool | None,
+        output_activation: str,
+        output_norm: bool | None,
+        kv_shift: bool | None,
+        rope: float | None,
+        window: int | None,
+        norm_eps: float,
+        qk_norm_eps: float | None,
+    ) -> None:
+        """Checks the options and keeps them, defaults filled in."""
+        owner = self._owner
+        check_positive(owner, "dim", dim)
+        num_heads = max(dim // 64, 1) if num_heads is None else num_heads
+        check_positive(owner, "num_heads", num_heads)
+        if dim % num_heads:
+            raise ValueError(
+                f"{owner}: num_heads: expected a divisor of dim={dim}; got {num_heads}"
+            )
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive(owner, "num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"{owner}: num_kv_heads: expected a divisor of num_heads={num_heads}; "
+                f"got {num_kv_heads}"
+            )
+        check_choice(owner, "preset", preset, PRESETS)
+        check_choice(owner, "output_activation", output_activation, OUTPUT_ACTIVATIONS)
+        if rope is not None and not rope > 0:
+            raise ValueError(f"{owner}: rope: expected a positive number; got {rope!r}")
+        if rope is not None and (dim // num_heads) % 2:
+            raise ValueError(
+                f"{owner}: num_heads: expected an even number of channels a head, which rope "
+                f"turns in pairs; got {dim // num_heads}"
+            )
+        if window is not None:
+            check_positive(owner, "window", window)
+        is_pro = preset == "pro"
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.num_kv_heads = num_kv_heads
+        self.preset, self.rope, self.window = preset, rope, window
+        self.qk_norm = is_pro if qk_norm is None else bool(qk_norm)
+        self.qk_norm_shared = bool(qk_norm_shared)
+        self.output_gate = is_pro if output_gate is None else bool(output_gate)
+        self.output_activation = output_activation
+        self.output_norm_on = is_pro if output_norm is None else bool(output_norm)
+        self.kv_shift = is_pro if kv_shift is None else bool(kv_shift)
+        self.norm_eps = norm_eps
+        self.qk_norm_eps = norm_eps if qk_norm_eps is None else qk_norm_eps
+
+    def _make_projections(self, **where: Any) -> None:
+        """in_proj and, with KV-shift, shift_proj."""
+        kv_dim = self.num_kv_heads * self.head_dim
+        self._rows = [self.dim, kv_dim, kv_dim] + [self.dim] * self.output_gate
+        self.in_proj = make_linear(self.dim, sum(self._rows), False, **where)
+        self.shift_proj = None
+        if self.kv_shift:
+            self.shift_proj = make_linear(self.dim, 2 * self.num_kv_heads, False, **where)
+
+    def _make_outputs(self, **where: Any) -> None:
+        """The norms and out_proj."""
+        self.q_norm = self.k_norm = self.output_norm = None
+        if self.qk_norm:
+            self.q_norm = self._make_qk_norm(self.num_heads, **where)
+            self.k_norm = self._make_qk_norm(self.num_kv_heads, **where)
+        if self.output_norm_on:
+            self.output_norm = HeadNorm(self.num_heads, self.head_dim, self.norm_eps, **where)
+        self.out_proj = make_linear(self.dim, self.dim, False, **where)
+
+    def _make_qk_norm(self, heads: int, **where: Any) -> nn.Module:
+        if self.qk_norm_shared:
+            return RMSNorm(self.head_dim, eps=self.qk_norm_eps, **where)
+        return HeadNorm(heads, self.head_dim, self.qk_norm_eps, **where)
+
+    def _reset_gate(self) -> None:
+        """Draws the forget gate's parameters, where there is one."""
+
+    def reset_parameters(self) -> None:
+        """in_proj, shift_proj, the forget gate's projection and bias, the norms (one), out_proj, in
+        this order; projections uniform on +-1/sqrt(dim)."""
+        reset_linear(self.in_proj)
+        if self.shift_proj is not None:
+            reset_linear(self.shift_proj)
+        self._reset_gate()
+        for norm in (self.q_norm, self.k_norm, self.output_norm):
+            if norm is not None:
+                constant_(norm.weight, 1.0)
+        reset_linear(self.out_proj)
+
+    # State
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> AttentionState:
+        """The empty state of `batch` sequences; device and dtype default to the module's.
+
+        capacity: for how many tokens a sequence there is room; one more is an error. None: memory
+        is doubled whenever it is full.
+        """
+        weight = self.out_proj.weight
+        dtype = weight.dtype if dtype is None else dtype
+        return empty_attention_state(
+            batch,
+            capacity,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            gate_heads=self._gate_heads,
+            shifts=self.kv_shift,
+            device=weight.device if device is None else device,
+            dtype=dtype,
+            wide=wide_dtype(dtype),
+        )
+
+    _gate_heads = 0
+
+    def _checked(self, state: tuple[Tensor, ...], sequences: int) -> AttentionState:
+        wanted = len(AttentionState._fields)
+        if isinstance(state, Tensor) or len(state) != wanted:
+            count = 1 if isinstance(state, Tensor) else len(state)
+            raise ValueError(
+                f"{self._owner}: state: expected the {wanted} tensors of an AttentionState; "
+                f"got {count}"
+            )
+        k = state[0]
+        heads = (self.num_kv_heads, self.head_dim)
+        if k.dim() != 4 or k.size(0) != sequences or k.shape[2:] != heads:
+            raise ValueError(
+                f"{self._owner}: state: expected keys [{sequences}, capacity, {heads[0]}, "
+                f"{heads[1]}]; got {tuple(k.shape)}"
+            )
+        return AttentionState(*state)
+
+    def _unreachable(self, state: AttentionState) -> Tensor | None:
+        """How many of the first tokens of each sequence no query to come can see, ``[N]``."""
+        if self.window is None:
+            return None
+        return (state.lengths - (self.window - 1)).clamp(min=0)
+
+    def _refuse_gamma(self, gamma: Tensor | None) -> None:
+        if gamma is not None:
+            raise ValueError(
+                f"{self._owner}: gamma: expected None, since it has no lower bound; got a tensor"
+            )
+
+    # Calls
+
+    def forward(
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and, where a state was given, the state after the
+        last token.
+
+        state: where to go on from; waits for the device. gamma: None; there is no lower bound.
+        cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
+        """
+        check_mixer_input(self._owner, x, self.dim)
+        self._refuse_gamma(gamma)
+        layout = Layout(x, cu_seqlens)
+        if state is not None:
+            state = self._checked(state, layout.count)
+        q, k, v, g, log_f, last = self._operands(x, layout, state)
+        if state is None:
+            return self._output(self._attend(q, k, v, log_f, cu_seqlens), g), None
+        after = self._extended(state, k, v, log_f, last, layout)
+        if int(state.room[0]) == 0:  # nothing was read before: the keys are the new ones
+            o = self._attend(q, k, v, log_f, cu_seqlens)
+        else:
+            o = self._attend_state(q, after, layout)
+        return self._output(o, g), after
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: AttentionState, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Records no
+        gradient. Work grows with the tokens held."""
+        check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
+        self._refuse_gamma(gamma)
+        state = self._checked(state, x.size(0))
+        make_room_(self._owner, state, self._unreachable)
+        x = x[:, None]
+        layout = Layout(x, None)
+        q, k, v, g, log_f, last = self._operands(x, layout, state)
+        rows, places = torch.arange(x.size(0), device=x.device), state.lengths.long()
+        new = (k, v) if log_f is None else (k, v, log_f)
+        for cache, t in zip(state.caches, new, strict=False):
+            cache.index_put_((rows, places), t[:, 0].to(cache.dtype))
+        for mine, t in zip((state.last_k, state.last_v), last, strict=False):
+            mine.copy_(t)
+        state.lengths.add_(1)
+        state.seen.add_(1)
+        state.room[0] += 1
+        return self._output(self._attend_step(q, state), g)[:, 0]
+
+    def _operands(
+        self, x: Tensor, layout: Layout, state: AttentionState | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
+        """q ``[B, T, H, D]``; k, v ``[B, T, Hkv, D]``, shifted, normed, rotated; the output gate's
+        logits ``[B, T, dim]``; log f ``[B, T, H]``; for a state each sequence's last k and v before
+        KV-shift.
+        """
+        q, k, v, *g = self.in_proj(x).split(self._rows, dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        last: tuple[Tensor, ...] = ()
+        if self.shift_proj is not None:
+            mixes = torch.sigmoid(widen(self.shift_proj(x))).chunk(2, dim=-1)
+            carried = (None, None) if state is None else (state.last_k, state.last_v)
+            if state is not None:
+                last = tuple(_last(t, layout, c) for t, c in zip((k, v), carried, strict=True))
+            k, v = (
+                _shifted(t, a, layout, c) for t, a, c in zip((k, v), mixes, carried, strict=True)
+            )
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            positions = layout.steps
+            if state is not None:
+                positions = positions + layout.per_token(state.seen)
+            q, k = (rotate(t, positions, self.rope) for t in (q, k))
+        return q, k, v, g[0] if g else None, self._log_gate(x), last
+
+    def attention_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What attends to what, for whoever wants to look, of tokens x ``[B, T, dim]``: q
+        ``[B, T, H, D]``, k ``[B, T, Hkv, D]``, shifted, normed, rotated; log f ``[B, T, H]``, or
+        None."""
+        q, k, _, _, log_f, _ = self._operands(x, Layout(x, None), None)
+        return q, k, log_f
+
+    def _log_gate(self, x: Tensor) -> Tensor | None:
+        """log f ``[B, T, H]``, or None."""
+        return None
+
+    @abstractmethod
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """o ``[B, T, H, D]`` of queries and keys that are the same tokens."""
+
+    @abstractmethod
+    def _attend_state(self, q: Tensor, state: AttentionState, layout: Layout) -> Tensor:
+        """o ``[B, T, H, D]`` of the last tokens that the state holds, over all of them."""
+
+    @abstractmethod
+    def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
+        """o ``[N, 1, H, D]`` of the last token that the state holds."""
+
+    def _extended(
+        self,
+        state: AttentionState,
+        k: Tensor,
+        v: Tensor,
+        log_f: Tensor | None,
+        last: tuple[Tensor, ...],
+        layout: Layout,
+    ) -> AttentionState:
+        """The state with the new tokens in it."""
+        state = with_room(self._owner, state, layout.lengths, self._unreachable)
+        rows = layout.rows.expand(k.shape[:2])
+        places = (rows, layout.per_token(state.lengths).long() + layout.steps)
+        new = (k, v, k.new_zeros(*k.shape[:2], 0) if log_f is None else log_f)
+        caches = (
+            cache.index_put(places, t.to(cache.dtype))
+            for cache, t in zip(state.caches, new, strict=True)
+        )
+        lengths = state.lengths + layout.lengths.to(state.lengths.dtype)
+        last = tuple(t.to(state.k.dtype) for t in last) or (state.last_k, state.last_v)
+        room = torch.stack([torch.tensor(longest(lengths)), state.room[1]])
+        return AttentionState(*caches, lengths, state.seen + layout.lengths, *last, room)
+
+    def _output(self, o: Tensor, g: Tensor | None) -> Tensor:
+        """Norm, gate and output projection of o ``[B, T, H, D]``."""
+        if self.output_norm is not None:
+            o = self.output_norm(o)
+        o = o.flatten(-2)
+        if g is not None:
+            o = o * (torch.sigmoid(g) if self.output_activation == "sigmoid" else F.silu(g))
+        return self.out_proj(o)
+
+    def _switches(self) -> str:
+        """The options that both classes have, for extra_repr."""
+        return (
+            f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"preset={self.preset!r}, qk_norm={self.qk_norm}, output_gate={self.output_gate}, "
+            f"output_norm={self.output_norm_on}, kv_shift={self.kv_shift}, rope={self.rope}, "
+            f"window={self.window}"
+        )
+
+
+def _shifted(x: Tensor, mix: Tensor, layout: Layout, carried: Tensor | None) -> Tensor:
+    """``a_t x_{t-1} + (1 - a_t) x_t`` (Forgetting Transformer, eq. 14): x ``[B, T, H, D]``, a
+    ``[B, T, H]``, x before each sequence's first token ``[N, H, D]``, None = zero."""
+    before = F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) if x.size(1) else x
+    if layout.is_packed or carried is not None:
+        is_first = (layout.steps == 0)[..., None, None]
+        if carried is None:
+            before = before.masked_fill(is_first, 0.0)
+        else:
+            before = torch.where(is_first, layout.per_token(carried).to(x.dtype), before)
+    wide = widen(x)
+    return (wide + mix[..., None] * (widen(before) - wide)).to(x.dtype)
+
+
+def _last(x: Tensor, layout: Layout, carried: Tensor) -> Tensor:
+    """The last x ``[B, T, H, D]`` of each sequence ``[N, H, D]``; of an empty one what came
+    before."""
+    if x.size(1) == 0:
+        return carried.clone()
+    ends = x.flatten(0, 1)[(layout.bounds[1:] - 1).clamp(min=0)]
+    return torch.where((layout.lengths > 0)[:, None, None], ends, carried.to(x.dtype))

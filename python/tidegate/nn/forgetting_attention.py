@@ -1,0 +1,252 @@
+"""Softmax attention with a forget gate: the Forgetting Transformer's token mixer."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ._attention_base import Layout, SoftmaxAttention
+from ._attention_state import AttentionState
+from ._common import check_choice, constant_, make_linear, reset_linear, wide_dtype, widen
+
+GATES = ("data", "independent", "fixed", "none")
+_NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
+_LONG = re.compile(rf"long:({_NUMBER}):({_NUMBER})")
+# A pruned cache drops a token where its weight in any query to come is below prune / 2^32: all that
+# are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
+_LOG_MOST_TOKENS = 32 * math.log(2)
+
+
+def parse_long_init(gate_init: object) -> tuple[float, float] | None:
+    """T_min and T_max of ``("long", T_min, T_max)`` or "long:T_min:T_max"; None for "zero"."""
+    text = gate_init
+    if isinstance(gate_init, (tuple, list)):
+        text = ":".join(map(str, gate_init))
+    if text == "zero":
+        return None
+    match = _LONG.fullmatch(text) if isinstance(text, str) else None
+    if match and float(match[1]) > 0 and float(match[2]) > 0:
+        return float(match[1]), float(match[2])
+    raise ValueError(
+        "ForgettingAttention: gate_init: expected 'zero', or 'long:T_min:T_max' with numbers above "
+        f"0; got {text!r}"
+    )
+
+
+class ForgettingAttention(SoftmaxAttention):
+    """Forgetting attention: causal softmax attention whose weights fade by a forget gate, a token
+    mixer (Forgetting Transformer, arXiv 2503.02130, eq. 11 to 14 and appendix A).
+
+    For each of H heads of D = dim / H channels::
+
+        o_i = sum_{j <= i} softmax_j(q_i.k_j / sqrt(D) + sum_{j < l <= i} log f_l) v_j
+        f_t = sigmoid(w.x_t + b)        gate="data"
+        f_t = sigmoid(b)                gate="independent"; "fixed": b is not trained
+        f_t = 1                         gate="none": softmax attention
+
+    preset="llama" is that alone, "pro" adds QK-norm, an output gate, an output norm and KV-shift;
+    `Attention` says what they are, and what its options, which are all options here, do.
+
+    Args:
+        dim: width of x and y.
+        num_heads: H, a divisor of dim. None: dim / 64 (1 where dim is smaller).
+        preset: "llama" or "pro".
+        num_kv_heads: heads of keys and values, a divisor of H; None: H.
+        gate: "data", "independent", "fixed" or "none".
+        gate_init: b at the start: "zero", or ``("long", T_min, T_max)``, in a configuration
+            "long:T_min:T_max": head h forgets over ``T_h = -1 / log sigmoid(b_h)`` tokens, from
+            T_min to T_max in equal steps of log T (section 4.5). At 8 heads fixed (2, 256) is
+            ALiBi.
+        qk_norm, qk_norm_shared, output_gate, output_activation, output_norm, kv_shift: see
+            `Attention`.
+        rope: theta of the rotary positions; None: no positions.
+        window: how many tokens, itself included, a token sees. None: all before it.
+        prune: leave out weights that are provably below this in all; see
+            `tidegate.ops.forgetting_attention`. None: none.
+        drop_pruned: whether a full state drops tokens whose weight in every query to come is
+            provably below `prune` in all, which keeps it small where gates are strong. The proof
+            needs QK-norm, which bounds q.k.
+        norm_eps, qk_norm_eps: see `Attention`.
+
+    Parameters: those of `Attention`; ``gate_proj.weight`` ``[H, dim]``, with gate="data", and
+    ``gate_bias`` ``[H]``, which stays fp32 in a bf16 module and is a buffer with gate="fixed".
+
+    State: an `AttentionState`. Without one, forward() returns None for it.
+
+    Raises ValueError for options that are unknown or do not fit each other.
+    """
+
+    _owner = "ForgettingAttention"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        *,
+        preset: str = "llama",
+        num_kv_heads: int | None = None,
+        gate: str = "data",
+        gate_init: str | tuple[str, float, float] = "zero",
+        qk_norm: bool | None = None,
+        qk_norm_shared: bool = True,
+        output_gate: bool | None = None,
+        output_activation: str = "sigmoid",
+        output_norm: bool | None = None,
+        kv_shift: bool | None = None,
+        rope: float | None = None,
+        window: int | None = None,
+        prune: float | None = None,
+        drop_pruned: bool = False,
+        norm_eps: float = 1e-5,
+        qk_norm_eps: float | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        self._configure(
+            dim,
+            num_heads,
+            preset=preset,
+            num_kv_heads=num_kv_heads,
+            qk_norm=qk_norm,
+            qk_norm_shared=qk_norm_shared,
+            output_gate=output_gate,
+            output_activation=output_activation,
+            output_norm=output_norm,
+            kv_shift=kv_shift,
+            rope=rope,
+            window=window,
+            norm_eps=norm_eps,
+            qk_norm_eps=qk_norm_eps,
+        )
+        owner = self._owner
+        check_choice(owner, "gate", gate, GATES)
+        self._long = parse_long_init(gate_init)
+        if self._long is not None and gate == "none":
+            raise ValueError(
+                f"{owner}: gate_init: expected 'zero' with gate='none'; got {gate_init!r}"
+            )
+        if prune is not None and not 0 < prune < 1:
+            raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {prune:g}")
+        if drop_pruned and (prune is None or not self.qk_norm):
+            raise ValueError(
+                f"{owner}: drop_pruned: expected False without prune and qk_norm, which bound what "
+                "a dropped token weighs; got True"
+            )
+        self.gate, self.gate_init = gate, gate_init
+        self.prune, self.drop_pruned = prune, bool(drop_pruned)
+        where = {"device": device, "dtype": dtype}
+        self._make_projections(**where)
+        self.gate_proj = (
+            make_linear(dim, self.num_heads, False, **where) if gate == "data" else None
+        )
+        if gate != "none":
+            bias = torch.empty(self.num_heads, device=device, dtype=wide_dtype(dtype))
+            if gate == "fixed":
+                self.register_buffer("gate_bias", bias)
+            else:
+                self.gate_bias = nn.Parameter(bias)
+        self._make_outputs(**where)
+        self.reset_parameters()
+
+    @property
+    def _gate_heads(self) -> int:
+        return self.num_heads
+
+    def _reset_gate(self) -> None:
+        if self.gate_proj is not None:
+            reset_linear(self.gate_proj)
+        if self.gate == "none":
+            return
+        if self._long is None:
+            constant_(self.gate_bias, 0.0)
+        else:
+            ops.init_long_(self.gate_bias, *self._long)
+
+    @property
+    def has_gate_logits(self) -> bool:
+        """Whether the forget gate depends on the data."""
+        return self.gate == "data"
+
+    def gate_logits(self, x: Tensor) -> Tensor:
+        """What the forget gate is the sigmoid of: x ``[..., dim]`` -> ``[..., H]``, fp32 or fp64.
+        Only with gate="data"."""
+        return widen(self.gate_proj(x)) + self.gate_bias
+
+    def _log_gate(self, x: Tensor) -> Tensor:
+        if self.gate == "none":
+            wide = wide_dtype(x.dtype)
+            return torch.zeros(1, dtype=wide, device=x.device).expand(*x.shape[:2], self.num_heads)
+        if self.gate_proj is None:
+            return F.logsigmoid(self.gate_bias).expand(*x.shape[:2], -1)
+        return F.logsigmoid(self.gate_logits(x))
+
+    def log_gate(self, x: Tensor) -> Tensor:
+        """log f of tokens x ``[B, T, dim]``: ``[B, T, H]``, fp32 or fp64."""
+        return self._log_gate(x)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        return ops.forgetting_attention(
+            q, k, v, log_f, window=self.window, cu_seqlens=cu_seqlens, prune=self.prune
+        )
+
+    def _attend_state(self, q: Tensor, state: AttentionState, layout: Layout) -> Tensor:
+        # Sequences hold different numbers of tokens: they are packed, end to end.
+        lengths = state.lengths.long()
+        bounds = F.pad(lengths.cumsum(0), (1, 0))
+        rows = torch.repeat_interleave(lengths)
+        steps = torch.arange(rows.numel(), device=q.device) - bounds[rows]
+        k, v, log_f = (t[rows, steps][None] for t in state.caches)
+        packed = q.flatten(0, 1)[None].to(k.dtype)
+        o = ops.forgetting_attention(
+            packed,
+            k,
+            v,
+            log_f,
+            window=self.window,
+            cu_seqlens=layout.bounds,
+            cu_seqlens_k=bounds,
+            prune=self.prune,
+        )
+        return o.view(q.shape)
+
+    def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
+        o = ops.forgetting_attention_step(
+            q[:, 0].to(state.k.dtype),
+            state.k,
+            state.v,
+            state.gates,
+            state.lengths,
+            window=self.window,
+        )
+        return o[:, None]
+
+    def _unreachable(self, state: AttentionState) -> Tensor | None:
+        behind = super()._unreachable(state)
+        if not self.drop_pruned:
+            return behind
+        # A norm's output is at most max|w| sqrt(D) long, so |q.k| / sqrt(D) is at most this; a
+        # hundredth more covers that q and k are rounded, to bf16 at worst.
+        largest = [self._largest_weight(norm) for norm in (self.q_norm, self.k_norm)]
+        bound = largest[0] * largest[1] * (1.01 * math.sqrt(self.head_dim))
+        held = torch.arange(state.capacity, device=bound.device) < state.lengths[:, None]
+        log_f = state.gates.masked_fill(~held[..., None], 0.0)
+        fades = log_f.flip(1).cumsum(1).flip(1) - log_f  # from the token to the last
+        limit = math.log(self.prune) - _LOG_MOST_TOKENS
+        gone = (((fades + 2 * bound) < limit) & held[..., None]).all(-1).sum(1)
+        return gone if behind is None else torch.maximum(gone, behind)
+
+    def _largest_weight(self, norm: nn.Module) -> Tensor:
+        """max|w| of a norm: over its channels, and over the heads, which is a bound for each."""
+        return widen(norm.weight.detach()).abs().amax()
+
+    def extra_repr(self) -> str:
+        return f"{self._switches()}, gate={self.gate!r}, gate_init={self.gate_init!r}"

@@ -1,0 +1,146 @@
+#include "tidegate/nn/forgetting_attention.h"
+#include "tidegate/ops/forgetting_attention.h"
+#include "tidegate/ops/init.h"
+
+#include <cmath>
+#include <regex>
+
+#include "src/nn/attention_switches.h"
+#include "src/nn/common.h"
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+constexpr const char* kOwner = "ForgettingAttention";
+// A pruned cache drops a token where its weight in any query to come is below prune / 2^32: all
+// that are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
+const double kLogMostTokens = 32 * std::log(2.0);
+
+// T_min and T_max of "long:T_min:T_max"; unset for "zero".
+std::optional<std::pair<double, double>> parse_long_init(const std::string& text) {
+  static const std::regex spec(R"(long:(\d{1,9}(?:\.\d{1,9})?):(\d{1,9}(?:\.\d{1,9})?))");
+  if (text == "zero") return std::nullopt;
+  std::smatch match;
+  if (std::regex_match(text, match, spec)) {
+    const std::pair spans(std::stod(match[1]), std::stod(match[2]));
+    if (spans.first > 0 && spans.second > 0) return spans;
+  }
+  TORCH_CHECK_VALUE(false, kOwner,
+                    ": gate_init: expected 'zero', or 'long:T_min:T_max' with numbers above 0; got "
+                    "'",
+                    text, "'");
+}
+
+// max|w| of a norm: over its channels, and over the heads, which is a bound for each.
+Tensor largest_weight(const Norm& norm) { return widen(norm->weight.detach()).abs().amax(); }
+
+}  // namespace
+
+ForgettingAttentionImpl::ForgettingAttentionImpl(const ForgettingAttentionOptions& given)
+    : SoftmaxAttention(resolve_switches(kOwner, given)), options(given) {
+  check_choice(kOwner, "gate", options.gate(), {"data", "independent", "fixed", "none"});
+  long_ = parse_long_init(options.gate_init());
+  TORCH_CHECK_VALUE(!long_ || options.gate() != "none", kOwner,
+                    ": gate_init: expected 'zero' with gate='none'; got '", options.gate_init(),
+                    "'");
+  const double prune = options.prune().value_or(0.5);
+  TORCH_CHECK_VALUE(prune > 0 && prune < 1, kOwner,
+                    ": prune: expected a number between 0 and 1; got ", prune);
+  TORCH_CHECK_VALUE(!options.drop_pruned() || (options.prune() && switches_.qk_norm), kOwner,
+                    ": drop_pruned: expected False without prune and qk_norm, which bound what a "
+                    "dropped token weighs; got True");
+  reset();
+}
+
+void ForgettingAttentionImpl::reset() {
+  register_projections(*this);
+  if (options.gate() == "data") {
+    gate_proj = register_module(
+        "gate_proj", make_linear(switches_.dim, switches_.num_heads, false, options.placement()));
+  }
+  if (options.gate() != "none") {
+    const Tensor bias = make_empty_wide({switches_.num_heads}, options.placement());
+    gate_bias = options.gate() == "fixed" ? register_buffer("gate_bias", bias)
+                                          : register_parameter("gate_bias", bias);
+  }
+  register_outputs(*this);
+  if (!UndrawnGuard::is_active()) reset_parameters();
+}
+
+void ForgettingAttentionImpl::reset_gate() {
+  if (gate_proj) reset_linear(gate_proj);
+  if (!gate_bias.defined()) return;
+  if (long_) {
+    init_long_(gate_bias, long_->first, long_->second);
+  } else {
+    init_constant_(gate_bias, 0.0);
+  }
+}
+
+Tensor ForgettingAttentionImpl::log_gate(const Tensor& x) const {
+  const std::vector<int64_t> shape = {x.size(0), x.size(1), switches_.num_heads};
+  if (!gate_bias.defined()) {
+    const bool is_double = x.scalar_type() == torch::kDouble;
+    return at::zeros({1}, x.options().dtype(is_double ? torch::kDouble : torch::kFloat))
+        .expand(shape);
+  }
+  if (!gate_proj) return at::log_sigmoid(gate_bias).expand(shape);
+  return at::log_sigmoid(widen(apply_linear(gate_proj, x)) + gate_bias);
+}
+
+Tensor ForgettingAttentionImpl::attend(const Operands& x, const OptionalTensor& cu_seqlens) const {
+  const auto type = x.v.scalar_type();
+  return std::get<0>(forgetting_attention(x.q.to(type), x.k.to(type), x.v, x.log_f,
+                                          /*scale=*/std::nullopt, switches_.window, cu_seqlens,
+                                          /*cu_seqlens_k=*/std::nullopt, options.prune()));
+}
+
+Tensor ForgettingAttentionImpl::attend_state(const Tensor& q, const AttentionState& state,
+                                             const TokenLayout& layout) const {
+  // Sequences hold different numbers of tokens: they are packed, end to end.
+  const Tensor lengths = state.lengths.to(torch::kLong);
+  const Tensor bounds = at::constant_pad_nd(lengths.cumsum(0), {1, 0});
+  const Tensor rows = at::repeat_interleave(lengths);
+  const Tensor steps = at::arange(rows.numel(), rows.options()) - bounds.index({rows});
+  const auto held = [&](const Tensor& cache) { return cache.index({rows, steps}).unsqueeze(0); };
+  const Tensor queries = q.flatten(0, 1).unsqueeze(0).to(state.k.scalar_type());
+  return std::get<0>(forgetting_attention(queries, held(state.k), held(state.v), held(state.gates),
+                                          /*scale=*/std::nullopt, switches_.window, layout.bounds(),
+                                          bounds, options.prune()))
+      .view(q.sizes());
+}
+
+Tensor ForgettingAttentionImpl::attend_step(const Tensor& q, const AttentionState& state) const {
+  return forgetting_attention_step(q.select(1, 0).to(state.k.scalar_type()), state.k, state.v,
+                                   state.gates, state.lengths, /*scale=*/std::nullopt,
+                                   switches_.window)
+      .unsqueeze(1);
+}
+
+Tensor ForgettingAttentionImpl::unreachable(const AttentionState& state) const {
+  const Tensor behind = SoftmaxAttention::unreachable(state);
+  if (!options.drop_pruned()) return behind;
+  // A norm's output is at most max|w| sqrt(D) long, so |q.k| / sqrt(D) is at most this; a hundredth
+  // more covers that q and k are rounded, to bf16 at worst.
+  const Tensor bound = largest_weight(q_norm) * largest_weight(k_norm) *
+                       (1.01 * std::sqrt(static_cast<double>(switches_.head_dim)));
+  const Tensor held =
+      (at::arange(state.capacity(), state.lengths.options()) < state.lengths.unsqueeze(1))
+          .unsqueeze(-1);
+  const Tensor log_f = state.gates.masked_fill(held.logical_not(), 0.0);
+  const Tensor fades = log_f.flip(1).cumsum(1).flip(1) - log_f;  // from the token to the last
+  const double limit = std::log(*options.prune()) - kLogMostTokens;
+  const Tensor gone = ((fades + 2 * bound < limit) & held).all(-1).sum(1);
+  return behind.defined() ? at::maximum(gone, behind) : gone;
+}
+
+void ForgettingAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << "tidegate::nn::ForgettingAttention(dim=" << options.dim()
+         << ", num_heads=" << switches_.num_heads << ", preset=" << options.preset()
+         << ", gate=" << options.gate() << ")";
+}
+
+}  // namespace tidegate::nn
