@@ -79,6 +79,26 @@ LMConfig transformer_model() {
           .dropout = 0.1};
 }
 
+// 002, section 4.1 and appendix B: the LLaMA frame, untied, RMSNorm as flash-linear-attention has
+// it. The GLUs are 8/3 of the width, and 7/3 of it where an output gate takes the rest, rounded up
+// to a multiple of 256.
+LMConfig fox_model(const std::string& mixer, int64_t dim, int64_t layers, int64_t heads) {
+  MixerOptions options = {{"num_heads", heads}};
+  if (mixer.starts_with("transformer")) options.emplace_back("rope", 500000.0);
+  const int64_t hidden = (mixer.ends_with("-pro") ? 7 : 8) * dim / 3;
+  return {.mixer = mixer,
+          .vocab_size = 50257,
+          .dim = dim,
+          .layers = layers,
+          .mixer_options = options,
+          .glu_hidden = (hidden + 255) / 256 * 256,
+          .glu_activation = "silu",
+          .norm = "rms",
+          .norm_eps = 1e-6,
+          .tied = false,
+          .init_std = 0.02};
+}
+
 // HGRN1 with an expanded state in the frame of HGRN2's 385M model. Table 3 prints n and the
 // parameters; the ranks, like the projection in krp, follow from them.
 LMConfig pese_model(const char* expansion, int64_t expand, int64_t rank = 0) {
@@ -138,6 +158,18 @@ std::map<std::string, LMConfig> presets() {
       {"hgrn2-2.9b", hgrn2_pile_model(36, 2560)},
       {"hgrn2-756m", hgrn2_fla_model()},
       {"transformer-386m", transformer_model()},
+      {"transformer-756m", fox_model("transformer", 1536, 24, 12)},
+      {"fox-757m", fox_model("fox", 1536, 24, 12)},
+      {"transformer-pro-757m", fox_model("transformer-pro", 1536, 24, 12)},
+      {"fox-pro-758m", fox_model("fox-pro", 1536, 24, 12)},
+      {"transformer-360m", fox_model("transformer", 1024, 24, 16)},
+      {"fox-360m", fox_model("fox", 1024, 24, 8)},
+      {"transformer-pro-360m", fox_model("transformer-pro", 1024, 24, 16)},
+      {"fox-pro-360m", fox_model("fox-pro", 1024, 24, 8)},
+      {"transformer-125m", fox_model("transformer", 768, 12, 12)},
+      {"fox-125m", fox_model("fox", 768, 12, 6)},
+      {"transformer-pro-125m", fox_model("transformer-pro", 768, 12, 12)},
+      {"fox-pro-125m", fox_model("fox-pro", 768, 12, 6)},
       {"pese-lr-4", pese_model("lr", 4, 204)},
       {"pese-lr-8", pese_model("lr", 8, 114)},
       {"pese-glt-4", pese_model("glt", 4)},

@@ -21,6 +21,18 @@ COUNTS = {
     "hgrn2-2.9b": 2_983_536_640,
     "hgrn2-756m": 756_820_992,
     "transformer-386m": 385_504_256,
+    "transformer-756m": 756_747_264,
+    "fox-757m": 757_189_920,
+    "transformer-pro-757m": 757_675_008,
+    "fox-pro-758m": 758_117_664,
+    "transformer-360m": 359_794_688,
+    "fox-360m": 359_991_488,
+    "transformer-pro-360m": 366_900_224,
+    "fox-pro-360m": 366_706_880,
+    "transformer-125m": 123_551_232,
+    "fox-125m": 123_606_600,
+    "transformer-pro-125m": 123_783_168,
+    "fox-pro-125m": 123_729_480,
     "pese-lr-4": 385_236_992,
     "pese-lr-8": 385_822_720,
     "pese-glt-4": 385_556_480,
@@ -47,6 +59,18 @@ PRINTED = {
     "hgrn2-2.9b": (2900, 100),
     "hgrn2-756m": (756, 1),
     "transformer-386m": (386, 1),
+    "transformer-756m": (756, 1),
+    "fox-757m": (757, 1),
+    "transformer-pro-757m": (757, 1),
+    "fox-pro-758m": (758, 1),
+    "transformer-360m": (360, 10),
+    "fox-360m": (360, 10),
+    "transformer-pro-360m": (360, 10),
+    "fox-pro-360m": (360, 10),
+    "transformer-125m": (125, 10),
+    "fox-125m": (125, 10),
+    "transformer-pro-125m": (125, 10),
+    "fox-pro-125m": (125, 10),
     "pese-lr-4": (385, 1),
     "pese-lr-8": (386, 1),
     "pese-glt-4": (386, 1),
@@ -64,7 +88,9 @@ def count(config: LMConfig) -> int:
 
 
 # 002 counts the untied head, but not the input embedding.
-WITHOUT_EMBEDDING = ("hgrn2-756m",)
+WITHOUT_EMBEDDING = tuple(
+    name for name in COUNTS if name == "hgrn2-756m" or presets()[name].vocab_size == 50257
+)
 
 
 def test_every_preset_is_counted():

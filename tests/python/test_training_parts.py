@@ -198,6 +198,25 @@ def test_recipe_of_table_16():
 
 
 @pytest.mark.parametrize(
+    ("name", "lr", "tokens"), [("fox-760m", 1.25e-3, 15 * 2**30), ("fox-360m", 1.5e-3, 7 * 2**30)]
+)
+def test_recipes_of_the_forgetting_transformer(name, lr, tokens):
+    """002, appendix B.1: warm-up over 256 Mi tokens, cosine to a tenth, batches of half a Mi."""
+    recipe = recipes()[name]
+    config = TrainConfig(**recipe.train)
+    model = presets()[recipe.preset]
+    batch = config.batch_size * config.context
+    assert batch == 2**19
+    assert config.steps * batch == tokens
+    assert config.warmup_steps * batch == 256 * 2**20
+    schedule = config.learning_rate()
+    assert config.lr == lr
+    assert schedule(config.steps - 1, 1.0) == pytest.approx(0.1)
+    assert (config.betas, config.weight_decay, config.clip) == ((0.9, 0.95), 0.1, 1.0)
+    assert (model.init_std, model.tied, model.mixer) == (0.02, False, "fox")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"steps": None}, "train: expected --steps or --minutes, got neither"),

@@ -1,12 +1,14 @@
-"""Weights published for other implementations of HGRN, HGRN2 and GLA, under our parameters' names.
+"""Weights published for other implementations of these models, under our parameters' names.
 
 Sources: the authors' modules in hgru-pytorch and hgru2-pytorch (`hgru_from_hgru_pytorch`,
-`hgru2_from_hgru2_pytorch`, `causal_lm_from_hgru2_pytorch`), and flash-linear-attention's layers
-and language models (`hgru_from_fla`, `hgru2_from_fla`, `gla_from_fla`, `causal_lm_from_fla`). Each
+`hgru2_from_hgru2_pytorch`, `causal_lm_from_hgru2_pytorch`), flash-linear-attention's layers and
+language models (`hgru_from_fla`, `hgru2_from_fla`, `gla_from_fla`, `forgetting_attention_from_fla`,
+`attention_from_fla`, `causal_lm_from_fla`), and the Forgetting Transformer's own release
+(`forgetting_attention_from_forgetting_transformer`, `causal_lm_from_forgetting_transformer`). Each
 takes a state dict and returns a module that computes the same function; tensors are copied, in
-their dtype, but for phases and bounds, which are at least fp32. Whatever a state dict holds beyond
-what the mapping knows raises ValueError, as does anything it lacks: a model loaded in part is
-another model.
+their dtype, but for phases, bounds and gates' biases, which are at least fp32. Whatever a state
+dict holds beyond what the mapping knows raises ValueError, as does anything it lacks: a model
+loaded in part is another model.
 """
 
 from __future__ import annotations
@@ -19,36 +21,35 @@ from torch import Tensor
 
 from ..nn import HGRU, HGRU2, GatedLinearAttention
 from ..nn._common import widen
-from .block import load_exactly
+from ._state_dicts import Source, fill, fla_hidden, take_frame, take_head
 from .causal_lm import CausalLM
 from .config import LMConfig
+from .loaders_attention import (
+    attention_from_fla,
+    causal_lm_from_forgetting_transformer,
+    config_from_forgetting_transformer,
+    fla_attention_mixer,
+    fla_attention_options,
+    forgetting_attention_from_fla,
+    forgetting_attention_from_forgetting_transformer,
+)
 
-
-class _Source:
-    """A state dict that remembers what was taken from it."""
-
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.name = name
-        self.tensors = dict(tensors)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.tensors
-
-    def take(self, key: str) -> Tensor:
-        if key not in self.tensors:
-            raise ValueError(f"{self.name}: no tensor {key!r}")
-        return self.tensors.pop(key).detach()
-
-    def finish(self) -> None:
-        if self.tensors:
-            left = ", ".join(repr(key) for key in sorted(self.tensors)[:5])
-            raise ValueError(f"{self.name}: tensors without a place here: {left}")
-
-
-def _fill(module: torch.nn.Module, tensors: dict[str, Tensor], source: str) -> Any:
-    """`module`, made on the meta device, with copies of `tensors` as its parameters."""
-    load_exactly(module, {name: t.clone() for name, t in tensors.items()}, source)
-    return module
+__all__ = [
+    "attention_from_fla",
+    "causal_lm_from_fla",
+    "causal_lm_from_forgetting_transformer",
+    "causal_lm_from_hgru2_pytorch",
+    "config_from_fla",
+    "config_from_forgetting_transformer",
+    "config_from_hgru2_pytorch",
+    "forgetting_attention_from_fla",
+    "forgetting_attention_from_forgetting_transformer",
+    "gla_from_fla",
+    "hgru2_from_fla",
+    "hgru2_from_hgru2_pytorch",
+    "hgru_from_fla",
+    "hgru_from_hgru_pytorch",
+]
 
 
 def hgru_from_hgru_pytorch(
@@ -60,7 +61,7 @@ def hgru_from_hgru_pytorch(
     state dict shows; its one theta then serves both directions. Their tensors are [T, B, dim],
     ours [B, T, dim]; their rows for real and imaginary part alternate, ours come in two blocks.
     """
-    source = _Source("hgru_from_hgru_pytorch", state_dict)
+    source = Source("hgru_from_hgru_pytorch", state_dict)
     both = "theta_forward" in source
     is_complex = both or "theta" in source
     bias = "input_proj.bias" in source
@@ -91,7 +92,7 @@ def hgru_from_hgru_pytorch(
         norm_eps=norm_eps,
         device="meta",
     )
-    return _fill(module, tensors, source.name)
+    return fill(module, tensors, source.name)
 
 
 def _vqf_to_qfv(rows: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def _vqf_to_qfv(rows: Tensor) -> Tensor:
     return torch.cat([q, f, v])
 
 
-def _hgru2_pytorch_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
+def _hgru2_pytorch_mixer(source: Source, prefix: str) -> dict[str, Tensor]:
     """One ``Hgru2``'s, ``Hgru2_1d``'s or ``BiHgru2_1d``'s tensors under HGRU2's names."""
     tensors = {}
     for kind in ("weight", "bias"):
@@ -130,7 +131,7 @@ def hgru2_from_hgru2_pytorch(
     [T, B, dim], ours [B, T, dim]; their rows are v, q, f, ours q, f, v. Modules with use_norm=False
     have no equal here.
     """
-    source = _Source("hgru2_from_hgru2_pytorch", state_dict)
+    source = Source("hgru2_from_hgru2_pytorch", state_dict)
     tensors = _hgru2_pytorch_mixer(source, "")
     source.finish()
     has_weight = "norm.weight" in tensors
@@ -145,7 +146,7 @@ def hgru2_from_hgru2_pytorch(
         norm_eps=1e-5 if has_weight else 1e-6,
         device="meta",
     )
-    return _fill(module, tensors, source.name)
+    return fill(module, tensors, source.name)
 
 
 def config_from_hgru2_pytorch(config: Mapping[str, Any]) -> LMConfig:
@@ -189,13 +190,13 @@ def causal_lm_from_hgru2_pytorch(
 ) -> CausalLM:
     """A CausalLM from the config.json and state dict of hgru2-pytorch's ``Hgrn2ForCausalLM``."""
     ours = config_from_hgru2_pytorch(config)
-    source = _Source("causal_lm_from_hgru2_pytorch", state_dict)
+    source = Source("causal_lm_from_hgru2_pytorch", state_dict)
     kinds = ("weight", "bias") if ours.glu_bias else ("weight",)
     tensors = {
         "embedding.weight": source.take("model.embed_tokens.weight"),
         "lower_bounds.logits": widen(source.take("model.lower_bounds")),
     }
-    _take_head(source, ours, tensors)
+    take_head(source, ours, tensors)
 
     def take_norm(mine: str, theirs: str) -> None:
         for kind in ("weight", "bias") if ours.norm == "layer" else ():
@@ -213,18 +214,10 @@ def causal_lm_from_hgru2_pytorch(
             tensors[f"{block}glu.out_proj.{kind}"] = source.take(f"{theirs}channel_mixer.l3.{kind}")
     take_norm("norm", "model.final_norm")
     source.finish()
-    return _fill(CausalLM(ours, device="meta"), tensors, source.name)
+    return fill(CausalLM(ours, device="meta"), tensors, source.name)
 
 
-def _take_head(source: _Source, ours: LMConfig, tensors: dict[str, Tensor]) -> None:
-    """The head of a Hugging Face language model; where it is tied, it may be there all the same."""
-    if ours.tied:
-        source.tensors.pop("lm_head.weight", None)
-    else:
-        tensors["head.weight"] = source.take("lm_head.weight")
-
-
-def _fla_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
+def _fla_mixer(source: Source, prefix: str) -> dict[str, Tensor]:
     """One ``HGRNAttention``'s tensors under HGRU's names."""
     parts = [source.take(f"{prefix}{name}_proj.weight") for name in ("i", "f", "g")]
     tensors = {
@@ -239,7 +232,7 @@ def _fla_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
 def hgru_from_fla(state_dict: Mapping[str, Tensor], *, norm_eps: float = 1e-5) -> HGRU:
     """`HGRU(preset="fla")` from the state dict of flash-linear-attention's ``HGRNAttention``
     (without short convolutions)."""
-    source = _Source("hgru_from_fla", state_dict)
+    source = Source("hgru_from_fla", state_dict)
     tensors = _fla_mixer(source, "")
     source.finish()
     dim, channels = tensors["out_proj.weight"].shape
@@ -251,10 +244,10 @@ def hgru_from_fla(state_dict: Mapping[str, Tensor], *, norm_eps: float = 1e-5) -
         norm_eps=norm_eps,
         device="meta",
     )
-    return _fill(module, tensors, source.name)
+    return fill(module, tensors, source.name)
 
 
-def _fla_hgrn2_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
+def _fla_hgrn2_mixer(source: Source, prefix: str) -> dict[str, Tensor]:
     """One ``HGRN2Attention``'s tensors under HGRU2's names."""
     parts = [source.take(f"{prefix}{name}_proj.weight") for name in ("q", "f", "i")]
     tensors = {
@@ -266,7 +259,7 @@ def _fla_hgrn2_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _fla_gla_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
+def _fla_gla_mixer(source: Source, prefix: str) -> dict[str, Tensor]:
     """One ``GatedLinearAttention``'s tensors under ours' names."""
     names = ["q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0"]
     if f"{prefix}g_proj.weight" not in source:
@@ -286,7 +279,7 @@ def _fla_gla_mixer(source: _Source, prefix: str) -> dict[str, Tensor]:
 def hgru2_from_fla(state_dict: Mapping[str, Tensor], num_heads: int) -> HGRU2:
     """`HGRU2(preset="fla")` from the state dict of flash-linear-attention's ``HGRN2Attention``
     (without short convolutions). It norms with an epsilon of 1e-5, whatever it was made with."""
-    source = _Source("hgru2_from_fla", state_dict)
+    source = Source("hgru2_from_fla", state_dict)
     tensors = _fla_hgrn2_mixer(source, "")
     source.finish()
     module = HGRU2(
@@ -296,7 +289,7 @@ def hgru2_from_fla(state_dict: Mapping[str, Tensor], num_heads: int) -> HGRU2:
         norm="rms" if "norm.weight" in tensors else "rms_no_weight",
         device="meta",
     )
-    return _fill(module, tensors, source.name)
+    return fill(module, tensors, source.name)
 
 
 def gla_from_fla(
@@ -305,7 +298,7 @@ def gla_from_fla(
     """`GatedLinearAttention` from the state dict of flash-linear-attention's layer of that name
     (without short convolutions, with as many key and value heads as query heads, and with its
     default gate_logit_normalizer)."""
-    source = _Source("gla_from_fla", state_dict)
+    source = Source("gla_from_fla", state_dict)
     has_gate = "g_proj.weight" in source
     tensors = _fla_gla_mixer(source, "")
     source.finish()
@@ -322,24 +315,30 @@ def gla_from_fla(
         norm_eps=norm_eps,
         device="meta",
     )
-    return _fill(module, tensors, source.name)
+    return fill(module, tensors, source.name)
 
 
-def _fla_hidden(config: Mapping[str, Any], dim: int) -> int:
-    """Hidden width of its channel mixer: stated, or 2/3 of a ratio, rounded up to 256."""
-    if config.get("intermediate_size") is not None:
-        return config["intermediate_size"]
-    ratio = config.get("hidden_ratio") or 4
-    return 256 * -(-int(dim * ratio * 2 / 3) // 256)
-
-
-_FLA_MIXERS = {"hgrn": _fla_mixer, "hgrn2": _fla_hgrn2_mixer, "gla": _fla_gla_mixer}
+_FLA_MIXERS = {
+    "hgrn": _fla_mixer,
+    "hgrn2": _fla_hgrn2_mixer,
+    "gla": _fla_gla_mixer,
+    "fox": fla_attention_mixer,
+    "transformer": fla_attention_mixer,
+}
+# Our mixers by their model_type.
+_FLA_KINDS = {
+    "hgrn": "hgrn",
+    "hgrn2": "hgrn2",
+    "gla": "gla",
+    "forgetting_transformer": "fox",
+    "transformer": "transformer",
+}
 
 
 def _refuse_fla(config: Mapping[str, Any], fits: dict[str, bool]) -> None:
     """ValueError for the first key whose value has no equal here."""
     fits = {
-        "model_type": config.get("model_type", "hgrn") in _FLA_MIXERS,
+        "model_type": config.get("model_type", "hgrn") in _FLA_KINDS,
         "use_short_conv": config.get("use_short_conv", False) is False,
         "attn": config.get("attn") is None,
         "attnres_block_size": config.get("attnres_block_size") is None,
@@ -390,24 +389,37 @@ def _fla_gla_options(config: Mapping[str, Any], dim: int, norm: str) -> dict[str
 
 
 def config_from_fla(config: Mapping[str, Any]) -> LMConfig:
-    """The LMConfig that equals the config.json of an ``HGRNForCausalLM``, ``HGRN2ForCausalLM`` or
-    ``GLAForCausalLM``, as its model_type says.
+    """The LMConfig that equals the config.json of an ``HGRNForCausalLM``, ``HGRN2ForCausalLM``,
+    ``GLAForCausalLM``, ``ForgettingTransformerForCausalLM`` or ``TransformerForCausalLM``, as its
+    model_type says.
 
     ValueError for what has no equal here: short convolutions, attention layers in between,
-    another activation than "swish", a fractional state, fewer key heads than query heads.
+    another activation than "swish", a fractional state, GLA with fewer key heads than query heads,
+    biases of q, k and v, a window of forgetting attention (theirs cuts decoding alone).
     """
     _refuse_fla(config, {})
-    kind = config.get("model_type", "hgrn")
+    kind = _FLA_KINDS[config.get("model_type", "hgrn")]
     dim = config.get("hidden_size", 2048)
     norm = "rms" if config.get("elementwise_affine", True) is not False else "rms_no_weight"
     options = {"hgrn": _fla_hgrn_options, "hgrn2": _fla_hgrn2_options, "gla": _fla_gla_options}
+    if kind in options:
+        mixer_options = options[kind](config, dim, norm)
+    else:
+        _refuse_fla(
+            config,
+            {
+                "qkv_bias": config.get("qkv_bias", False) is False,
+                "window_size": kind != "fox" or config.get("window_size") is None,
+            },
+        )
+        mixer_options = fla_attention_options(config, kind)
     return LMConfig(
         mixer=kind,
-        mixer_options=options[kind](config, dim, norm),
+        mixer_options=mixer_options,
         vocab_size=config.get("vocab_size", 32000),
         dim=dim,
         layers=config.get("num_hidden_layers", 24),
-        glu_hidden=_fla_hidden(config, dim),
+        glu_hidden=fla_hidden(config, dim),
         glu_activation="silu",
         norm="rms",
         norm_eps=config.get("norm_eps", 1e-6),
@@ -418,25 +430,16 @@ def config_from_fla(config: Mapping[str, Any]) -> LMConfig:
 
 
 def causal_lm_from_fla(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> CausalLM:
-    """A CausalLM from the config.json and state dict of an ``HGRNForCausalLM``,
-    ``HGRN2ForCausalLM`` or ``GLAForCausalLM``."""
+    """A CausalLM from the config.json and state dict of one of the models that `config_from_fla`
+    knows."""
     ours = config_from_fla(config)
-    source = _Source("causal_lm_from_fla", state_dict)
-    tensors = {"embedding.weight": source.take("model.embeddings.weight")}
-    _take_head(source, ours, tensors)
-    if ours.lower_bound != "none" and ours.mixer != "gla":
+    source = Source("causal_lm_from_fla", state_dict)
+    tensors = take_frame(source, ours.layers)
+    take_head(source, ours, tensors)
+    if ours.lower_bound != "none" and ours.mixer in ("hgrn", "hgrn2"):
         tensors["lower_bounds.logits"] = widen(source.take("model.lower_bounds"))
     for k in range(ours.layers):
-        theirs, block = f"model.layers.{k}.", f"blocks.{k}."
-        mixer = _FLA_MIXERS[ours.mixer](source, f"{theirs}attn.")
-        tensors.update({f"{block}mixer.{name}": t for name, t in mixer.items()})
-        tensors[f"{block}mixer_norm.weight"] = source.take(f"{theirs}attn_norm.weight")
-        tensors[f"{block}glu_norm.weight"] = source.take(f"{theirs}mlp_norm.weight")
-        gate = [source.take(f"{theirs}mlp.gate_proj.weight")]
-        if f"{theirs}mlp.up_proj.weight" in source:  # older versions hold both in gate_proj
-            gate.append(source.take(f"{theirs}mlp.up_proj.weight"))
-        tensors[f"{block}glu.in_proj.weight"] = torch.cat(gate)
-        tensors[f"{block}glu.out_proj.weight"] = source.take(f"{theirs}mlp.down_proj.weight")
-    tensors["norm.weight"] = source.take("model.norm.weight")
+        mixer = _FLA_MIXERS[ours.mixer](source, f"model.layers.{k}.attn.")
+        tensors.update({f"blocks.{k}.mixer.{name}": t for name, t in mixer.items()})
     source.finish()
-    return _fill(CausalLM(ours, device="meta"), tensors, source.name)
+    return fill(CausalLM(ours, device="meta"), tensors, source.name)

@@ -59,6 +59,20 @@ _PESE = LMConfig(
     dropout=0.1,
 )
 
+# 002, section 4.1 and appendix B: the LLaMA frame, untied, as flash-linear-attention has it.
+_FOX = LMConfig(
+    mixer="fox",
+    vocab_size=50257,
+    dim=1536,
+    layers=24,
+    glu_hidden=4096,
+    glu_activation="silu",
+    norm="rms",
+    norm_eps=1e-6,
+    tied=False,
+    init_std=0.02,
+)
+
 _HGRN_VIT = LMConfig(
     mixer="hgrn",
     mixer_options={"bidirectional": True},
@@ -78,39 +92,53 @@ _HGRN_VIT = LMConfig(
 def presets() -> dict[str, LMConfig]:
     """Fresh configurations by name; `LMConfig.replace` changes one.
 
-    ================ ============================================ =============
-    name             what                                         parameters
-    ================ ============================================ =============
-    hgrn-44m         HGRN, WikiText-103 (000 Table 1)             46,248,448
-    hgrn-real-d      real HGRN, state d (003 Table 1)             46,239,232
-    hgrn-real-2d     real HGRN, state 2d (003 Table 1)            45,462,016
-    hgrn-150m        HGRN on the Pile (000 Table 4)               153,647,616
-    hgrn-350m        the same; the shape of hgrn-379m             378,683,392
-    hgrn-379m        HGRN of 003 Table 3                          378,683,392
-    hgrn-1b          HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
-    hgrn2-44m        HGRN2, WikiText-103 (003 Table 5)            44,661,244
-    hgrn2-150m       HGRN2 on the Pile (003 Tables 7 and 13)      144,788,736
-    hgrn2-385m       the same (003 Tables 3 and 13)               385,476,608
-    hgrn2-1b         the same (003 Tables 7 and 13)               1,027,837,952
-    hgrn2-2.9b       the same (003 Tables 8 and 13)               2,983,536,640
-    hgrn2-756m       HGRN2 of 002 Table 4, fla's (+ 77,194,752)   756,820,992
-    transformer-386m Transformer++ (003 Table 3)                  385,504,256
-    pese-lr-4        HGRN, state 4d, low rank (003 Table 3)       385,236,992
-    pese-lr-8        the same, state 8d                           385,822,720
-    pese-glt-4       group linear transformation (003 Table 3)    385,556,480
-    pese-glti-4      the same with interaction                    385,557,728
-    pese-krp-4       Khatri-Rao product                           385,875,968
-    pese-kp-4        Kronecker product                            385,556,792
-    hgrn-vit-tiny    HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
-    hgrn-vit-small   HGRN in DeiT-small's frame (000 Table 7)     23,715,688
-    demo             byte-level model that two CPU cores train    2,698,752
-    ================ ============================================ =============
+    ==================== ============================================ =============
+    name                 what                                         parameters
+    ==================== ============================================ =============
+    hgrn-44m             HGRN, WikiText-103 (000 Table 1)             46,248,448
+    hgrn-real-d          real HGRN, state d (003 Table 1)             46,239,232
+    hgrn-real-2d         real HGRN, state 2d (003 Table 1)            45,462,016
+    hgrn-150m            HGRN on the Pile (000 Table 4)               153,647,616
+    hgrn-350m            the same; the shape of hgrn-379m             378,683,392
+    hgrn-379m            HGRN of 003 Table 3                          378,683,392
+    hgrn-1b              HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
+    hgrn2-44m            HGRN2, WikiText-103 (003 Table 5)            44,661,244
+    hgrn2-150m           HGRN2 on the Pile (003 Tables 7 and 13)      144,788,736
+    hgrn2-385m           the same (003 Tables 3 and 13)               385,476,608
+    hgrn2-1b             the same (003 Tables 7 and 13)               1,027,837,952
+    hgrn2-2.9b           the same (003 Tables 8 and 13)               2,983,536,640
+    hgrn2-756m           HGRN2 of 002 Table 4, fla's (*)              756,820,992
+    transformer-386m     Transformer++ (003 Table 3)                  385,504,256
+    transformer-756m     Transformer (LLaMA) of 002 Table 4 (*)       756,747,264
+    fox-757m             FoT (LLaMA), the same (*)                    757,189,920
+    transformer-pro-757m Transformer (Pro), the same (*)              757,675,008
+    fox-pro-758m         FoT (Pro), the same (*)                      758,117,664
+    transformer-360m     Transformer (LLaMA) of 002 Table 3 (*)       359,794,688
+    fox-360m             FoT (LLaMA), the same (*)                    359,991,488
+    transformer-pro-360m Transformer (Pro), the same (*)              366,900,224
+    fox-pro-360m         FoT (Pro), the same (*)                      366,706,880
+    transformer-125m     Transformer (LLaMA), 002 Figure 5 (*)        123,551,232
+    fox-125m             FoT (LLaMA), the same (*)                    123,606,600
+    transformer-pro-125m Transformer (Pro), the same (*)              123,783,168
+    fox-pro-125m         FoT (Pro), the same (*)                      123,729,480
+    pese-lr-4            HGRN, state 4d, low rank (003 Table 3)       385,236,992
+    pese-lr-8            the same, state 8d                           385,822,720
+    pese-glt-4           group linear transformation (003 Table 3)    385,556,480
+    pese-glti-4          the same with interaction                    385,557,728
+    pese-krp-4           Khatri-Rao product                           385,875,968
+    pese-kp-4            Kronecker product                            385,556,792
+    hgrn-vit-tiny        HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
+    hgrn-vit-small       HGRN in DeiT-small's frame (000 Table 7)     23,715,688
+    demo                 byte-level model that two CPU cores train    2,698,752
+    ==================== ============================================ =============
 
     The papers state parameters and losses, not every size: layers and widths of hgrn-150m and
     hgrn-1b are those that 003 Table 13 gives for 0.15 and 1 billion parameters, with GLUs of twice
     the width, and hgrn-350m's are inferred with hgrn-379m's. For HGRN2, Table 13 gives layers and
     widths; the GLUs are 8/3 of the width, rounded up to a multiple of 256, which is the 2816 of the
-    385M model. 002 counts the head, but not the input embedding; the table does so for hgrn2-756m.
+    385M model. 002 counts the head, but not the input embedding, and so do
+    the lines with (*). It prints neither the GLUs nor the heads of its 125M models: the GLUs follow
+    from flash-linear-attention's rule, the heads are as wide as in its other models.
     """
     return {
         "hgrn-44m": _HGRN_LM.replace(),
@@ -149,6 +177,9 @@ def presets() -> dict[str, LMConfig]:
             norm="rms",
             dropout=0.1,
         ),
+        **_fox_family("756m", "757m", "757m", "758m", dim=1536, layers=24, heads=(12, 12)),
+        **_fox_family("360m", "360m", "360m", "360m", dim=1024, layers=24, heads=(16, 8)),
+        **_fox_family("125m", "125m", "125m", "125m", dim=768, layers=12, heads=(12, 6)),
         "pese-lr-4": _pese("lr", 4, rank=204),
         "pese-lr-8": _pese("lr", 8, rank=114),
         "pese-glt-4": _pese("glt", 4),
@@ -178,6 +209,32 @@ def _hgrn2_pile(layers: int, dim: int) -> LMConfig:
     hidden = 256 * -(-8 * dim // (3 * 256))
     options = {**_HGRN2_PILE.mixer_options, "num_heads": dim // 128}
     return _HGRN2_PILE.replace(layers=layers, dim=dim, glu_hidden=hidden, mixer_options=options)
+
+
+def _fox_family(*sizes: str, dim: int, layers: int, heads: tuple[int, int]) -> dict[str, LMConfig]:
+    """Transformer (LLaMA), FoT (LLaMA), Transformer (Pro), FoT (Pro), in this order of `sizes`.
+
+    heads: of the Transformers and of FoT. The GLUs are 8/3 of the width, and 7/3 of it where an
+    output gate takes the rest, rounded up to a multiple of 256.
+    """
+    found = {}
+    for size, (mixer, ratio) in zip(
+        sizes,
+        (("transformer", 8), ("fox", 8), ("transformer-pro", 7), ("fox-pro", 7)),
+        strict=True,
+    ):
+        is_fox = mixer.startswith("fox")
+        options: dict[str, object] = {"num_heads": heads[is_fox]}
+        if not is_fox:
+            options["rope"] = 500000.0
+        found[f"{mixer}-{size}"] = _FOX.replace(
+            mixer=mixer,
+            mixer_options=options,
+            dim=dim,
+            layers=layers,
+            glu_hidden=256 * -(-(ratio * dim // 3) // 256),
+        )
+    return found
 
 
 def _pese(expansion: str, expand: int, **rank: int) -> LMConfig:

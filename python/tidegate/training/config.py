@@ -174,6 +174,11 @@ def recipes() -> dict[str, Recipe]:
     the paper used does under the name Adam. `copying` is section 4.1 of "Towards Understanding
     Gated Linear Recurrent Neural Networks" for its two tasks; what that leaves open is torch's
     default for AdamW, and here GLUs of twice the width with SiLU and a tied embedding.
+
+    `fox-760m` and `fox-360m` are appendix B.1 of the Forgetting Transformer's paper, whose other
+    models train with them under another preset; its tokens are GPT-2's, so name its tokenizer.json
+    or token ids. Weights start from N(0, 0.02) by the presets. What decays is left open; here the
+    matrices do.
     """
     return {
         "hgrn-wikitext103": Recipe(
@@ -222,6 +227,16 @@ def recipes() -> dict[str, Recipe]:
             },
             about="six gated linear RNN layers of 128 on a copying task",
         ),
+        "fox-760m": Recipe(
+            preset="fox-757m",
+            train=_fox_training(lr=1.25e-3, tokens=15 * 2**30),
+            about="Forgetting Transformer, B.1: 760M on 15 Gi tokens of context 16384",
+        ),
+        "fox-360m": Recipe(
+            preset="fox-360m",
+            train=_fox_training(lr=1.5e-3, tokens=7 * 2**30),
+            about="the same, 360M on 7 Gi tokens (the ablations of section 4.5)",
+        ),
         "demo": Recipe(
             preset="demo",
             train={
@@ -241,6 +256,27 @@ def recipes() -> dict[str, Recipe]:
             },
             about="byte-level real HGRN that two CPU cores train in three minutes",
         ),
+    }
+
+
+def _fox_training(lr: float, tokens: int) -> dict[str, Any]:
+    """Appendix B.1 of the Forgetting Transformer's paper: batches of 2^19 tokens."""
+    batch = 2**19
+    return {
+        "context": 16384,
+        "batch_size": batch // 16384,
+        "steps": tokens // batch,
+        "warmup_steps": 256 * 2**20 // batch,
+        "lr": lr,
+        "schedule": "cosine",
+        "floor": 0.1,
+        "optimizer": "adamw",
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+        "clip": 1.0,
+        "precision": "bf16",
+        "checkpoint_every": 512,
+        "eval_every": 1024,
     }
 
 
