@@ -69,7 +69,10 @@ def _add_train(commands: Any) -> None:
         "selective-copying, listops, mqar, digits, fashion-mnist",
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
-    add("--recipe", help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, demo")
+    add(
+        "--recipe",
+        help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, fox-760m, fox-360m, demo",
+    )
     add("--quiet", action="store_true", default=False, help="no progress bar")
 
     model = parser.add_argument_group("model")
@@ -191,16 +194,25 @@ def _add_plot(commands: Any) -> None:
         help="draw a run's losses, accuracy, forget gates or token mixing as PNG",
         description="`tidegate plot RUN` draws losses, a task's accuracy and forget gates; with a "
         "name before RUN that picture alone: `gates`, the forget gates before and after training; "
-        "`token-mixing`, what every layer's state is made of.",
+        "`token-mixing`, what every layer's state is made of; `attention`, forget-gate matrices "
+        "and attention maps of single heads.",
     )
-    parser.add_argument("what", nargs="?", choices=("run", "gates", "token-mixing"), default="run")
+    parser.add_argument(
+        "what", nargs="?", choices=("run", "gates", "token-mixing", "attention"), default="run"
+    )
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--no-baselines", action="store_true", help="leave order-2 and bz2 out")
     parser.add_argument(
-        "--layers", type=int, nargs="+", help="of token-mixing, counted from 1 (default: all)"
+        "--layers",
+        type=int,
+        nargs="+",
+        help="counted from 1 (token-mixing: default all; attention: four, spread over them)",
     )
+    parser.add_argument("--heads", type=int, nargs="+", help="of attention, from 1 (default: 1)")
     parser.add_argument(
-        "--tokens", type=int, default=256, help="of token-mixing: how many are read (%(default)s)"
+        "--tokens",
+        type=int,
+        help="how many are read (token-mixing: 256; attention: the training context)",
     )
     parser.add_argument("--device", default="auto")
     parser.set_defaults(command=_plot)
@@ -403,8 +415,14 @@ def _plot(options: argparse.Namespace) -> int:
     if options.what == "gates":
         drawn = [plot_gates(options.run, options.device)]
     elif options.what == "token-mixing":
-        chosen = {"layers": options.layers, "tokens": options.tokens, "device": options.device}
+        tokens = 256 if options.tokens is None else options.tokens
+        chosen = {"layers": options.layers, "tokens": tokens, "device": options.device}
         drawn = [plot_token_mixing(options.run, **chosen)]
+    elif options.what == "attention":
+        from .training.context import maps_of_run
+
+        chosen = {"layers": options.layers, "heads": options.heads, "length": options.tokens}
+        drawn = [maps_of_run(options.run, **chosen, device=options.device)]
     else:
         lines = None if options.no_baselines else corpus_of_run(options.run).baselines()
         drawn = plot_run(options.run, baselines=lines, device=options.device)

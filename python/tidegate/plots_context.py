@@ -1,10 +1,10 @@
-"""Plots of what a model makes of its context: loss by position, the needle test."""
+"""Plots of what a model makes of its context: loss by position, the needle test, attention maps."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from .plots import _STYLE, _save, pyplot
 
 if TYPE_CHECKING:
+    from .training.maps import HeadMap
     from .training.needle import NeedleScores
     from .training.per_token import PerToken
 
@@ -86,4 +87,44 @@ def plot_needle(scores: NeedleScores, path: str | os.PathLike[str], *, title: st
         axes.set_ylabel("depth of the needle")
         axes.set_title(title)
         figure.colorbar(image, ax=axes, label="answers that match")
+        _save(figure, path)
+
+
+def plot_head_maps(maps: Sequence[HeadMap], path: str | os.PathLike[str], *, title: str) -> None:
+    """The forget-gate matrix (above) and the attention map (below) of each head, a PNG (Figure 3).
+    Raises ValueError when there is no head."""
+    if not maps:
+        raise ValueError("plot_head_maps: maps: expected at least one head, got none")
+    has_gates = any(found.forget is not None for found in maps)
+    rows = 1 + has_gates
+    with pyplot.rc_context({**_STYLE, "axes.grid": False}):
+        figure, panels = pyplot.subplots(
+            rows,
+            len(maps),
+            figsize=(2.7 * len(maps) + 1.0, 2.8 * rows + 0.6),
+            squeeze=False,
+            layout="constrained",
+        )
+        for column, found in enumerate(maps):
+            tokens = found.tile * len(found.attention)
+            kinds = [("attention", found.attention)]
+            if has_gates:
+                kinds.insert(0, ("F", found.forget))
+            for axes, (kind, values) in zip(panels[:, column], kinds, strict=True):
+                if values is None:
+                    axes.set_visible(False)
+                    continue
+                hidden = np.ma.masked_where(np.triu(np.ones_like(values), 1) > 0, values)
+                # Weights of far keys are small: their root is what is drawn.
+                drawn = hidden if kind == "F" else np.sqrt(hidden)
+                extent = (0, tokens, tokens, 0)
+                image = axes.imshow(drawn, vmin=0, vmax=1, cmap="viridis", extent=extent)
+                name = f"{kind}: layer {found.layer}, head {found.head}"
+                axes.set_title(name, fontsize=9)
+                axes.tick_params(labelsize=7)
+        figure.supxlabel("key, token", fontsize=9)
+        figure.supylabel("query, token", fontsize=9)
+        label = "largest F, and root of the largest weight, of a tile"
+        figure.colorbar(image, ax=panels, label=label, shrink=0.8)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         _save(figure, path)

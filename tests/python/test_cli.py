@@ -161,7 +161,9 @@ def test_demo_in_short(tmp_path, capsys, monkeypatch):
 def test_recipes_and_presets_are_checked_by_name(tmp_path, text, capsys):
     out = str(tmp_path / "run")
     line = fails(capsys, "train", text, "--recipe=cake", "--out", out)
-    assert "recipe: expected one of hgrn-wikitext103, copying, demo, got 'cake'" in line
+    assert (
+        "recipe: expected one of hgrn-wikitext103, copying, fox-760m, fox-360m, demo, got" in line
+    )
     line = fails(capsys, "train", text, "--preset=cake", "--out", out)
     assert "preset: expected one of hgrn-44m" in line
     line = fails(capsys, "train", text, "--preset=hgrn-vit-tiny", "--out", out)

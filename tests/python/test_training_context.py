@@ -1,4 +1,4 @@
-"""What a model makes of its context: loss by position, the needle test."""
+"""What a model makes of its context: loss by position, the needle test, attention maps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from training_cases import write_text
 
 from tidegate import cli
 from tidegate.models import CausalLM, LMConfig
-from tidegate.training import UserError
+from tidegate.training import UserError, forget_gates
 from tidegate.training.evaluate import context_for, evaluate
+from tidegate.training.maps import head_maps
 from tidegate.training.needle import (
     ANSWER,
     NEEDLE,
@@ -33,6 +34,7 @@ from tidegate.training.tokenizers import ByteTokenizer
 MIXERS = {
     "hgrn": {"complex": False},
     "transformer": {"num_heads": 2, "window": 7},
+    "fox-pro": {"num_heads": 2},
 }
 by_mixer = pytest.mark.parametrize("mixer", MIXERS)
 
@@ -185,7 +187,7 @@ def test_an_untrained_model_finds_nothing(mixer):
 
 def test_an_answer_that_matches_is_what_greedy_decoding_gives():
     """The score of one pass says what generating the answer would."""
-    model = small("transformer")
+    model = small("fox-pro")
     prompt = torch.randint(0, 256, (1, 40))
     made = model.generate(prompt, 9, temperature=0.0)
     assert _answers_hit(model, made, 9, "fp32").all()
@@ -209,7 +211,57 @@ def test_needle_refuses():
             needle_test(model, text, ByteTokenizer(), **given)
 
 
-@pytest.mark.parametrize("mixer", ["transformer"])
+@pytest.mark.parametrize("pixels", [64, 7, 1])
+def test_maps_are_the_largest_of_each_tile(pixels):
+    model = small("fox-pro", mixer_options={"num_heads": 4, "num_kv_heads": 2, "window": 9})
+    ids = torch.randint(0, 256, (26,))
+    (found,) = head_maps(model, ids, [2], [4], pixels=pixels)
+    x = model._embed(ids[None])
+    x, _ = model.blocks[0](x)
+    mixer = model.blocks[1].mixer
+    q, k, log_f = mixer.attention_operands(model.blocks[1].mixer_norm(x))
+    f = log_f[0, :, 3].exp()
+    forget, scores = torch.zeros(26, 26).double(), torch.full((26, 26), -torch.inf).double()
+    for i in range(26):
+        for j in range(i + 1):
+            forget[i, j] = f[j + 1 : i + 1].prod()
+            if i - j < 9:
+                score = q[0, i, 3] @ k[0, j, 1] / 2.0
+                scores[i, j] = score + forget[i, j].log()
+    tile = -(-26 // pixels)
+    count = -(-26 // tile)
+    assert found.tile == tile
+    for mine, whole in ((found.forget, forget), (found.attention, scores.softmax(-1))):
+        padded = F.pad(whole, (0, count * tile - 26, 0, count * tile - 26)).detach()
+        wanted = padded.view(count, tile, count, tile).amax((1, 3)).numpy()
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_maps_of_attention_have_no_gates():
+    model = small("transformer")
+    (found,) = head_maps(model, torch.randint(0, 256, (9,)), [1], [2])
+    assert found.forget is None
+    np.testing.assert_allclose(found.attention.sum(1), np.ones(9), rtol=1e-5)
+    for layers, heads, message in (
+        ([3], [1], "layers: expected numbers from 1 to 2, got 3"),
+        ([1], [0], "heads: expected numbers from 1 to 2, got 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            head_maps(model, torch.zeros(3, dtype=torch.int64), layers, heads)
+    with pytest.raises(UserError, match="expected layers of softmax attention; layer 1 is HGRU"):
+        head_maps(small("hgrn"), torch.zeros(3, dtype=torch.int64), [1], [1])
+
+
+@torch.no_grad()
+def test_maps_of_long_texts_fit():
+    """16384 tokens: the whole matrix would be a gigabyte."""
+    model = small("fox-pro", layers=1, mixer_options={"num_heads": 1, "window": 3}).float()
+    (found,) = head_maps(model, torch.randint(0, 256, (16384,)), [1], [1])
+    assert found.forget.shape == found.attention.shape == (512, 512)
+    assert (found.attention.diagonal() > 0).all()
+
+
+@pytest.mark.parametrize("mixer", ["transformer", "fox-pro"])
 def test_attention_is_scored_over_its_training_context(mixer):
     model = small(mixer)
     tokens = np.random.default_rng(0).integers(0, 256, 257).astype(np.uint8)
@@ -229,15 +281,26 @@ def test_attention_is_scored_over_its_training_context(mixer):
     assert score.nats == pytest.approx(wanted.item(), rel=1e-5)
 
 
+def test_forget_gates_by_layer():
+    """What the histograms of a run are drawn from."""
+    model = small("fox-pro")
+    ids = torch.randint(0, 256, (2, 9))
+    gates = forget_gates(model, ids)
+    assert [g.shape for g in gates] == [(2, 18), (2, 18)]
+    log_f = model.blocks[0].mixer.log_gate(model.blocks[0].mixer_norm(model._embed(ids)))
+    wanted = log_f.exp().flatten(0, 1).T.detach().numpy()
+    np.testing.assert_allclose(gates[0], wanted, rtol=1e-5)
+
+
 # The command line
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder of a small model with attention."""
+    """A run folder of a small model with forgetting attention."""
     folder = tmp_path_factory.mktemp("context")
     text = write_text(folder / "text.txt")
-    flags = ["--mixer=transformer", "--dim=16", "--layers=2", "--set=mixer_options.num_heads=2"]
+    flags = ["--mixer=fox-pro", "--dim=16", "--layers=2", "--set=mixer_options.num_heads=2"]
     flags += ["--batch-size=4", "--context=16", "--precision=fp32", "--device=cpu", "--threads=1"]
     out = folder / "run"
     assert cli.main(["train", str(text), *flags, "--steps=5", "--quiet", "--out", str(out)]) == 0
@@ -273,14 +336,25 @@ def test_eval_needle(trained, tmp_path, capsys):
     assert is_png(tmp_path / "needle.png")
 
 
+def test_plot_maps(trained, capsys):
+    flags = ["--layers", "2", "1", "--heads=2", "--tokens=40", "--device=cpu"]
+    assert cli.main(["plot", "attention", str(trained), *flags]) == 0
+    assert capsys.readouterr().out.strip() == str(trained / "attention_maps.png")
+    assert is_png(trained / "attention_maps.png")
+    assert cli.main(["plot", "attention", str(trained), "--device=cpu"]) == 0
+
+
 def test_bad_input_is_one_line(trained, capsys):
     cases = {
         "expected one with --per-token, got [3, 4]": ["eval", "--per-token", "--length", "3", "4"],
         "length: expected at most": ["eval", "--per-token", "--length", "999999"],
         "needle: lengths: expected": ["eval", "--needle", "--length", "20"],
+        "plot: layers: expected numbers from 1 to 2, got 3": ["plot", "--layers=3"],
+        "plot: tokens: expected 1 to": ["plot", "--tokens=0"],
     }
     for message, (command, *flags) in cases.items():
-        assert cli.main([command, str(trained), *flags, "--device=cpu"]) == 2
+        what = ["attention"] if command == "plot" else []
+        assert cli.main([command, *what, str(trained), *flags, "--device=cpu"]) == 2
         captured = capsys.readouterr()
         (line,) = captured.err.strip().splitlines()
         assert message in line

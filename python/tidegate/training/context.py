@@ -1,14 +1,17 @@
-"""`tidegate eval --per-token` and `tidegate eval --needle` of a run."""
+"""`tidegate eval --per-token`, `tidegate eval --needle` and `tidegate plot attention` of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from ..models import CausalLM
 from .data import Corpus, vocabulary_fits
 from .errors import UserError
+from .maps import head_maps
 from .needle import needle_test
 from .per_token import per_token_loss
 from .report import count_in_words, mixer_in_words
@@ -17,7 +20,7 @@ from .runtime import resolve_precision
 from .scoring import corpus_of_run
 
 DEFAULT_CONTEXT = 512  # of a saved model, which does not say what it was trained on
-PER_TOKEN_PLOT, NEEDLE_PLOT = "per_token.png", "needle.png"
+MAPS_PLOT, PER_TOKEN_PLOT, NEEDLE_PLOT = "attention_maps.png", "per_token.png", "needle.png"
 
 
 def _opened(run: str, source: str | None, dtype: str, device: str) -> tuple[Trained, Corpus, str]:
@@ -137,6 +140,41 @@ def needle_of_run(
         for i, n in enumerate(scores.lengths)
     ]
     return files, lines
+
+
+def maps_of_run(
+    run: str,
+    layers: list[int] | None = None,
+    heads: list[int] | None = None,
+    *,
+    length: int | None = None,
+    device: str = "auto",
+) -> Path:
+    """Draws attention_maps.png into the run's folder: the forget-gate matrix and the attention map
+    of the chosen heads (from one; None: the first) of the chosen layers (from one; None: up to
+    four, spread over all that attend), on the first `length` tokens of its validation text."""
+    from .. import plots_context
+
+    trained, corpus, name = _opened(run, None, "uint16", device)
+    length = _contexts(trained)[1] if length is None else length
+    if not 1 <= length <= len(corpus.valid):
+        raise UserError(f"plot: tokens: expected 1 to {len(corpus.valid)}, got {length}")
+    if layers is None:
+        attends: list[Any] = [
+            k
+            for k, block in enumerate(trained.model.blocks)
+            if hasattr(block.mixer, "attention_operands")
+        ]
+        if not attends:
+            raise UserError(f"plot: {run} holds a model without attention; it has no maps")
+        chosen = np.linspace(0, len(attends) - 1, min(4, len(attends))).astype(int)
+        layers = [attends[i] + 1 for i in chosen]
+    ids = torch.from_numpy(np.asarray(corpus.valid[:length], dtype=np.int64))
+    maps = head_maps(trained.model, ids, layers, [1] if heads is None else heads)
+    path = Path(run) / MAPS_PLOT
+    title = f"Forget gates and attention over {length:,} tokens: {name}"
+    plots_context.plot_head_maps(maps, path, title=title)
+    return path
 
 
 def _precision(name: str, model: CausalLM) -> str:
