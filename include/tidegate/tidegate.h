@@ -21,6 +21,7 @@
 #include <tidegate/nn/lru.h>
 #include <tidegate/nn/module.h>
 #include <tidegate/nn/norm.h>
+#include <tidegate/nn/rwkv4.h>
 #include <tidegate/nn/softmax_attention.h>
 #include <tidegate/nn/token_mixer.h>
 #include <tidegate/ops/forgetting_attention.h>
@@ -31,4 +32,5 @@
 #include <tidegate/ops/init.h>
 #include <tidegate/ops/linear_scan.h>
 #include <tidegate/ops/lru_scan.h>
+#include <tidegate/ops/wkv4.h>
 #include <tidegate/version.h>

@@ -1,5 +1,6 @@
 #include "kernels/common/limits.h"
 #include "kernels/scan/scan.h"
+#include "kernels/scan/wkv4.h"
 
 namespace tidegate::kernels {
 
@@ -42,6 +43,23 @@ const char* lru_unsupported(const LruParams& params) {
     return "h must have x's dtype";
   }
   if (rows_too_far_apart(params.x) || rows_too_far_apart(params.h)) {
+    return "rows of the time axis are 2^31 bytes or more apart";
+  }
+  return layout_unsupported(params.layout);
+}
+
+const char* wkv4_unsupported(const Wkv4Params& params) {
+  if (is_complex(params.k.dtype)) {
+    return "k and v must be real";
+  }
+  if (params.v.dtype != params.k.dtype) {
+    return "v must have k's dtype";
+  }
+  if (params.layout.reverse) {
+    return "sequences are walked forwards only";
+  }
+  if (rows_too_far_apart(params.k) || rows_too_far_apart(params.v) ||
+      rows_too_far_apart(params.o)) {
     return "rows of the time axis are 2^31 bytes or more apart";
   }
   return layout_unsupported(params.layout);

@@ -38,6 +38,7 @@ __all__ = [
     "HGRU",
     "HGRU2",
     "LRU",
+    "RWKV4",
     "SLRU",
     "Attention",
     "Block",
@@ -298,6 +299,12 @@ class GatedRNN(_Mixer):
     """tidegate::nn::GatedRNN; see `tidegate.nn.GatedRNN`."""
 
     _native = _cpp.cpp.GatedRNN
+
+
+class RWKV4(_Mixer):
+    """tidegate::nn::RWKV4; see `tidegate.nn.RWKV4`."""
+
+    _native = _cpp.cpp.RWKV4
 
 
 class HGRU(_Mixer):

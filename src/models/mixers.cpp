@@ -8,6 +8,7 @@
 #include "tidegate/nn/hgru.h"
 #include "tidegate/nn/hgru2.h"
 #include "tidegate/nn/lru.h"
+#include "tidegate/nn/rwkv4.h"
 
 #include <algorithm>
 #include <iterator>
@@ -167,6 +168,13 @@ void visit_options(nn::GatedRNNOptions& options, const Visit& visit) {
   visit("gumbel_gate", options.gumbel_gate());
 }
 
+template <typename Visit>
+void visit_options(nn::RWKV4Options& options, const Visit& visit) {
+  visit("time_shift", options.time_shift());
+  visit("decay_init", options.decay_init());
+  visit("depth", options.depth());
+}
+
 // A mixer that configurations can name.
 struct Mixer {
   const char* name;
@@ -220,6 +228,7 @@ constexpr Mixer kMixers[] = {
     describe<nn::AttentionImpl, nn::AttentionOptions>("transformer"),
     describe<nn::AttentionImpl, nn::AttentionOptions>("transformer-pro", "pro"),
     describe<nn::GatedLinearRNNImpl, nn::GatedLinearRNNOptions>("gated-linear-rnn"),
+    describe<nn::RWKV4Impl, nn::RWKV4Options>("rwkv4"),
     describe<nn::GatedRNNImpl, nn::GatedRNNOptions>("gated-rnn"),
 };
 

@@ -37,6 +37,7 @@ MIXERS = (
     "GatedRNN",
     "LRU",
     "SLRU",
+    "RWKV4",
 )
 MODELS = ("CausalLM", "SequenceClassifier", "ImageClassifier")
 CLOSE = {

@@ -386,6 +386,17 @@ def _gated_rnn_arguments() -> list[Arguments]:
     return [*cases, ((0,), {}), ((1,), {"gate_init": "ugi"}), *(((3,), o) for o in wrong)]
 
 
+# RWKV4
+
+
+def _rwkv4_arguments() -> list[Arguments]:
+    options = itertools.product((False, True), ("speed", "uniform"), (0.0, 0.37, 1.0))
+    names = ("time_shift", "decay_init", "depth")
+    cases = [((5,), dict(zip(names, values, strict=True))) for values in options]
+    wrong = [{"decay_init": "slow"}, {"depth": -0.5}, {"depth": 2}]
+    return [*cases, ((1,), {}), ((0,), {}), *(((3,), o) for o in wrong)]
+
+
 # Models
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=4, layers=2, glu_hidden=6)
@@ -534,6 +545,7 @@ REGISTRY: dict[str, Entry] = {
     "GatedRNN": Entry(
         tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3
     ),
+    "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
     "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=94),
     "CausalLM": Entry(
         tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=87, variants=4

@@ -9,6 +9,7 @@
 #include "kernels/common/cpu_sequences.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 #include "kernels/scan/scan.h"
+#include "kernels/scan/wkv4.h"
 
 namespace tidegate::kernels {
 namespace {
@@ -230,6 +231,26 @@ void lru_backward_cpu(const LruBackwardParams& params, const ParallelFor& parall
   const bool stream = should_stream(forward.layout, {{&params.dx, lru_row(forward)}});
   run_blocks(forward.layout, forward.channels, lru_row(forward), forward.x.dtype, stream, parallel,
              params, active_kernels().lru_backward);
+}
+
+ScanPlan wkv4_plan_cpu(const Wkv4Params& params) {
+  ScanPlan plan;
+  plan.partials = params.layout.sequences;
+  return plan;
+}
+
+void wkv4_forward_cpu(const Wkv4Params& params, const ParallelFor& parallel) {
+  const bool stream = should_stream(params.layout, {{&params.o, params.channels}});
+  run_blocks(params.layout, params.channels, params.channels, params.k.dtype, stream, parallel,
+             params, active_kernels().wkv4_forward);
+}
+
+void wkv4_backward_cpu(const Wkv4BackwardParams& params, const ParallelFor& parallel) {
+  const Wkv4Params& forward = params.forward;
+  const bool stream = should_stream(
+      forward.layout, {{&params.dk, forward.channels}, {&params.dv, forward.channels}});
+  run_blocks(forward.layout, forward.channels, forward.channels, forward.k.dtype, stream, parallel,
+             params, active_kernels().wkv4_backward);
 }
 
 }  // namespace tidegate::kernels

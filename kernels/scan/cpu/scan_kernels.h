@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/scan/scan.h"
+#include "kernels/scan/wkv4.h"
 
 namespace tidegate::kernels {
 
@@ -44,6 +45,8 @@ struct ScanKernels {
   void (*hgru_backward)(const HgruBackwardParams&, const ScanBlock&);
   void (*lru_forward)(const LruParams&, const ScanBlock&);
   void (*lru_backward)(const LruBackwardParams&, const ScanBlock&);
+  void (*wkv4_forward)(const Wkv4Params&, const ScanBlock&);
+  void (*wkv4_backward)(const Wkv4BackwardParams&, const ScanBlock&);
 };
 
 namespace generic {

@@ -203,11 +203,15 @@ cudaError_t launch_walk(const typename Short::Params& params, const ScanPlan& pl
 
 template <class Op>
 cudaError_t launch_plain(const typename Op::Params& params, cudaStream_t stream) {
-  constexpr int kThreads = 64;
-  const WalkLaunch launch = {.channel_tiles = channel_tiles<Op>(Op::channels(params), kThreads)};
-  const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
-  plain_walk_kernel<Op><<<blocks, kThreads, 0, stream>>>(params, launch);
-  return cudaGetLastError();
+  if constexpr (requires { Op::launch_plain(params, stream); }) {
+    return Op::launch_plain(params, stream);  // of its own
+  } else {
+    constexpr int kThreads = 64;
+    const WalkLaunch launch = {.channel_tiles = channel_tiles<Op>(Op::channels(params), kThreads)};
+    const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
+    plain_walk_kernel<Op><<<blocks, kThreads, 0, stream>>>(params, launch);
+    return cudaGetLastError();
+  }
 }
 
 /// Plans and launches one recurrence. `Recurrence` derives from this and has

@@ -4,6 +4,7 @@
 #include "kernels/scan/cuda/hgru_family.h"
 #include "kernels/scan/cuda/linear_scan_family.h"
 #include "kernels/scan/cuda/lru_family.h"
+#include "kernels/scan/cuda/wkv4_family.h"
 
 namespace tidegate::kernels {
 
@@ -97,6 +98,26 @@ cudaError_t lru_forward(const LruParams& params, cudaStream_t stream) {
 cudaError_t lru_backward(const LruBackwardParams& params, cudaStream_t stream) {
   return choose_real(params.dh.dtype,
                      [&]<class T>() { return LruFamily<T>::backward(params, stream); });
+}
+
+cudaError_t wkv4_forward_plan(const Wkv4Params& params, ScanPlan* plan) {
+  return choose_real(params.k.dtype,
+                     [&]<class T>() { return Wkv4Family<T>::forward_plan(params, plan); });
+}
+
+cudaError_t wkv4_backward_plan(const Wkv4BackwardParams& params, ScanPlan* plan) {
+  return choose_real(params.forward.k.dtype,
+                     [&]<class T>() { return Wkv4Family<T>::backward_plan(params, plan); });
+}
+
+cudaError_t wkv4_forward(const Wkv4Params& params, cudaStream_t stream) {
+  return choose_real(params.k.dtype,
+                     [&]<class T>() { return Wkv4Family<T>::forward(params, stream); });
+}
+
+cudaError_t wkv4_backward(const Wkv4BackwardParams& params, cudaStream_t stream) {
+  return choose_real(params.forward.k.dtype,
+                     [&]<class T>() { return Wkv4Family<T>::backward(params, stream); });
 }
 
 }  // namespace tidegate::kernels

@@ -132,14 +132,14 @@ class Ring {
   bool wide_;
 };
 
-/// A run between the ring and the outputs.
+/// A run between the ring and the outputs. An op may bring one of its own (wkv4.cuh).
 template <class Op>
 struct Run {
   using Number = typename Op::Number;
   typename Op::Decoded decoded[Op::kSteps];
   Number kept[Op::kSteps][Op::kVec];
 
-  __device__ void decode(const Op& op, const Ring<Op>& ring, int stage) {
+  __device__ void decode(const Op& op, const Ring<Op>& ring, int stage, int, int) {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
       decoded[i] = op.decode(ring.take(op, stage, i));
@@ -294,7 +294,7 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
     for (int base = 0; base < end; base += stride, k += stride, ++round) {
       ring.wait();
       Run<Op> run;
-      run.decode(op, ring, stage);
+      run.decode(op, ring, stage, k, end);
       if constexpr (kLinked) {
         Map map = Map::identity();
         run.fold(op, ring, stage, map);

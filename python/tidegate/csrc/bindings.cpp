@@ -23,6 +23,7 @@
 #include "tidegate/nn/hgru2.h"
 #include "tidegate/nn/lower_bounds.h"
 #include "tidegate/nn/lru.h"
+#include "tidegate/nn/rwkv4.h"
 
 namespace py = pybind11;
 
@@ -449,6 +450,26 @@ void bind_gated_rnn(py::module& m) {
   bind_mixer<GatedRNNImpl>(bound);
 }
 
+void bind_rwkv4(py::module& m) {
+  using tidegate::nn::RWKV4Impl;
+  const auto make = [](int64_t dim, bool time_shift, const std::string& decay_init, double depth,
+                       OptionalDevice device, OptionalDtype dtype) {
+    return std::make_shared<RWKV4Impl>(tidegate::nn::RWKV4Options(dim)
+                                           .time_shift(time_shift)
+                                           .decay_init(decay_init)
+                                           .depth(depth)
+                                           .device(device)
+                                           .dtype(dtype));
+  };
+  const tidegate::nn::RWKV4Options defaults(1);
+  auto bound = torch::python::bind_module<RWKV4Impl, true>(m, "RWKV4");
+  bound.def(py::init(make), py::arg("dim"), py::kw_only(),
+            py::arg("time_shift") = defaults.time_shift(),
+            py::arg("decay_init") = defaults.decay_init(), py::arg("depth") = defaults.depth(),
+            py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype());
+  bind_mixer<RWKV4Impl>(bound);
+}
+
 // A model from the JSON of its configuration, with what all of them have.
 template <typename Impl>
 auto bind_model(py::module& m, const char* name) {
@@ -583,6 +604,7 @@ PYBIND11_MODULE(_cpp, m) {
   bind_gated_linear_rnn(m);
   bind_lru(m);
   bind_slru(m);
+  bind_rwkv4(m);
   bind_gated_rnn(m);
   bind_block(m);
   bind_causal_lm(m);

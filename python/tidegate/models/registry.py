@@ -16,6 +16,7 @@ from ..nn import (
     HGRU,
     HGRU2,
     LRU,
+    RWKV4,
     SLRU,
     Attention,
     ForgettingAttention,
@@ -54,6 +55,7 @@ _MIXERS: dict[str, type[nn.Module]] = {
     "transformer": Attention,
     "transformer-pro": Attention,
     "gated-linear-rnn": GatedLinearRNN,
+    "rwkv4": RWKV4,
     "gated-rnn": GatedRNN,
 }
 # What a name says beyond its class; a configuration's options go before it.

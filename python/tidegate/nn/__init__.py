@@ -20,6 +20,7 @@ from .hgru import HGRU
 from .hgru2 import HGRU2
 from .lower_bounds import LowerBounds
 from .lru import LRU, SLRU
+from .rwkv4 import RWKV4
 
 __all__ = [
     "GLU",
@@ -34,6 +35,7 @@ __all__ = [
     "GatedRNN",
     "LRU",
     "LowerBounds",
+    "RWKV4",
     "SLRU",
     "init",
 ]

@@ -1,0 +1,91 @@
+// RWKV-4's token mixing (arXiv 2305.13048).
+#pragma once
+
+#include <torch/nn/modules/linear.h>
+#include "tidegate/nn/module.h"
+#include "tidegate/nn/token_mixer.h"
+
+#include <optional>
+#include <ostream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace tidegate::nn {
+
+/// Options of RWKV4; the names, defaults and meanings are those of tidegate.nn.RWKV4 in Python.
+struct RWKV4Options {
+  explicit RWKV4Options(int64_t dim) : dim_(dim) {}
+
+  /// Width of x, y and the state.
+  TORCH_ARG(int64_t, dim);
+  /// Whether r, k and v see the previous token too: each is projected from
+  /// mix * x_t + (1 - mix) * x_{t-1} with a mix of its own a channel (x_{-1} = 0).
+  TORCH_ARG(bool, time_shift) = false;
+  /// How w_log and u start. "speed": RWKV-4's, w_log_j = -5 + 8 (j / (dim - 1))^(0.7 + 1.3 depth),
+  /// u_j = log 0.3 with -1/2, 0, 1/2 in turn on top. "uniform": w_log uniform on [-5, 3), u zero.
+  TORCH_ARG(std::string, decay_init) = "speed";
+  /// Where the layer stands, 0 the first and 1 the last: of decay_init "speed", and of how the
+  /// mixes of time_shift start.
+  TORCH_ARG(double, depth) = 0.0;
+  TIDEGATE_PLACEMENT_ARGS
+};
+
+/// RWKV-4's token mixing: a mean of the values so far, whose weights decay, behind a gate:
+///
+///     r, k, v = W_r x, W_k x, W_v x
+///     y = W_o (sigmoid(r) * wkv4(exp(w_log), u, k, v))
+///
+/// Parameters: `in_proj.weight` `[3 * dim, dim]`, rows of r, k, v; `out_proj.weight`; `w_log` and
+/// `u` `[dim]`, which stay fp32 in a 16-bit module, natural logarithms of the decay's rate a step
+/// and of the newest token's bonus; with time_shift `mix` `[3, dim]`, of r, k, v.
+/// State: one tensor `[N, 3, dim]`, the op's; with time_shift `[N, 4, dim]`, the last row being the
+/// last token's x. fp32, fp64 in an fp64 module. Zeros are empty.
+/// Throws c10::ValueError for options that are unknown and for shapes that do not fit them.
+class RWKV4Impl : public KeepsFloat32<RWKV4Impl>, public TensorStateMixer {
+ public:
+  explicit RWKV4Impl(int64_t dim) : RWKV4Impl(RWKV4Options(dim)) {}
+  explicit RWKV4Impl(const RWKV4Options& options);
+
+  void reset() override;
+  /// in_proj, out_proj: uniform on +-1/sqrt(dim); w_log, u by decay_init; mix as RWKV-4's. After
+  /// the same torch::manual_seed bitwise Python's parameters.
+  void reset_parameters() override;
+
+  /// The empty state of `batch` sequences: zeros `[batch, 3, dim]` (4 rows with time_shift), fp32,
+  /// or fp64 for dtype fp64. device and dtype default to the module's; capacity is ignored.
+  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
+                           std::optional<torch::ScalarType> dtype = std::nullopt,
+                           std::optional<int64_t> capacity = std::nullopt) const override;
+
+  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
+  /// from, unset = empty. gamma: none is taken. cu_seqlens: bounds `[N+1]` of the sequences packed
+  /// into a B = 1 batch.
+  std::tuple<torch::Tensor, torch::Tensor> forward(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
+      const std::optional<torch::Tensor>& gamma = std::nullopt,
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
+
+  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
+  /// under torch::NoGradGuard or c10::InferenceMode.
+  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
+                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
+
+  void pretty_print(std::ostream& stream) const override;
+
+  RWKV4Options options;
+  torch::nn::Linear in_proj{nullptr}, out_proj{nullptr};
+  torch::Tensor w_log, u, mix;
+
+ protected:
+  std::vector<torch::Tensor> float32_tensors() const override { return {w_log, u}; }
+
+ private:
+  int64_t rows() const { return options.time_shift() ? 4 : 3; }
+  std::vector<torch::Tensor> project(const torch::Tensor& x, const torch::Tensor& before) const;
+  void check_state(const torch::Tensor& state) const;
+};
+
+TORCH_MODULE(RWKV4);
+
+}  // namespace tidegate::nn

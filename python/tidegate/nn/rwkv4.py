@@ -1,0 +1,223 @@
+"""RWKV-4's token mixing (arXiv 2305.13048)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from .._sharding import fill
+from ._common import (
+    KeepsFloat32,
+    check_choice,
+    check_mixer_input,
+    check_positive,
+    constant_,
+    empty_state,
+    make_linear,
+    reset_linear,
+    wide_dtype,
+)
+
+
+class RWKV4(KeepsFloat32):
+    """RWKV-4's token mixing: a mean of the values so far, whose weights decay, behind a gate::
+
+        r, k, v = W_r x, W_k x, W_v x
+        y = W_o (sigmoid(r) * wkv4(exp(w_log), u, k, v))
+
+    `tidegate.ops.wkv4` has the equations and where they come from. Su Jianlin's article on LRU
+    takes this without time_shift.
+
+    Args:
+        dim: width of x, y and the state.
+        time_shift: whether r, k and v see the previous token too: each is projected from
+            ``mix * x_t + (1 - mix) * x_{t-1}`` with a mix of its own a channel (x_{-1} = 0).
+        decay_init: how w_log and u start. "speed": RWKV-4's, from slow to fast over the channels,
+            ``w_log_j = -5 + 8 (j / (dim - 1))^(0.7 + 1.3 depth)`` and ``u_j = log 0.3`` with -1/2,
+            0, 1/2 in turn on top. "uniform": w_log uniform on [-5, 3), u zero.
+        depth: where the layer stands, 0 the first and 1 the last: of decay_init="speed", and of how
+            the mixes of time_shift start.
+
+    Parameters: ``in_proj.weight`` ``[3 * dim, dim]``, rows of r, k, v; ``out_proj.weight``; ``w_log``
+    and ``u`` ``[dim]``, which stay fp32 in a 16-bit module, natural logarithms of the decay's rate
+    a step and of the newest token's bonus; with time_shift ``mix`` ``[3, dim]``, of r, k, v.
+
+    State: one tensor ``[N, 3, dim]``, the op's; with time_shift ``[N, 4, dim]``, the last row being
+    the last token's x. fp32, fp64 in an fp64 module. Zeros are empty.
+
+    Raises ValueError for options that are unknown.
+    """
+
+    bidirectional = False
+    takes_gamma = False
+    needs_gamma = False
+    gamma_size = 0
+    _float32_names = ("w_log", "u")
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        time_shift: bool = False,
+        decay_init: str = "speed",
+        depth: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        check_positive("RWKV4", "dim", dim)
+        check_choice("RWKV4", "decay_init", decay_init, ("speed", "uniform"))
+        if not 0.0 <= depth <= 1.0:
+            raise ValueError(f"RWKV4: depth: expected a number from 0 to 1; got {float(depth)}")
+        self.dim = dim
+        self.time_shift = bool(time_shift)
+        self.decay_init = decay_init
+        self.depth = float(depth)
+        self.in_proj = make_linear(dim, 3 * dim, False, device, dtype)
+        self.out_proj = make_linear(dim, dim, False, device, dtype)
+        self.w_log = nn.Parameter(torch.empty(dim, device=device, dtype=wide_dtype(dtype)))
+        self.u = nn.Parameter(torch.empty(dim, device=device, dtype=wide_dtype(dtype)))
+        mix = torch.empty(3, dim, device=device, dtype=dtype) if time_shift else None
+        self.mix = None if mix is None else nn.Parameter(mix)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """in_proj, out_proj: uniform on +-1/sqrt(dim); w_log, u by decay_init; mix as RWKV-4's:
+        ``(j / dim)^(1 - depth)`` for k, that plus ``0.3 depth`` for v, its square root for r."""
+        reset_linear(self.in_proj)
+        reset_linear(self.out_proj)
+        if self.decay_init == "uniform":
+            ops.init_uniform_(self.w_log, -5.0, 3.0)
+            constant_(self.u, 0.0)
+        else:
+            power = 0.7 + 1.3 * self.depth
+            last = max(self.dim - 1, 1)
+            _write(self.w_log, [-5.0 + 8.0 * (j / last) ** power for j in range(self.dim)])
+            bonus = math.log(0.3)
+            _write(self.u, [bonus + 0.5 * ((j + 1) % 3 - 1) for j in range(self.dim)])
+        if self.mix is not None:
+            rest = 1.0 - self.depth
+            keys = [(j / self.dim) ** rest for j in range(self.dim)]
+            gates = [(j / self.dim) ** (0.5 * rest) for j in range(self.dim)]
+            _write(self.mix, gates + keys + [m + 0.3 * self.depth for m in keys])
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, 3, dim]``, or ``[batch, 4, dim]``
+        with time_shift.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        weight = self.in_proj.weight
+        return empty_state(weight, batch, self._rows, self.dim, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = empty. gamma: none is taken. cu_seqlens: bounds ``[N+1]``
+        of the sequences packed into a B = 1 batch.
+        """
+        check_mixer_input("RWKV4", x, self.dim)
+        self._refuse_gamma(gamma)
+        last = None
+        if state is not None:
+            self._check_state(state)
+            state, last = state[:, :3], state[:, 3:]
+        before = None
+        if self.time_shift:
+            before, last = _previous_tokens(x, last, cu_seqlens)
+        r, k, v = self._project(x, before)
+        o, sums = ops.wkv4(self.w_log.exp(), self.u, k, v, state, cu_seqlens=cu_seqlens)
+        if self.time_shift:
+            sums = torch.cat([sums, last.to(sums.dtype)], 1)
+        return self.out_proj(torch.sigmoid(r) * o), sums
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        check_mixer_input("RWKV4.step", x, self.dim, time=False)
+        self._refuse_gamma(gamma)
+        self._check_state(state)
+        r, k, v = self._project(x, state[:, 3].to(x.dtype) if self.time_shift else None)
+        o = ops.wkv4_step(self.w_log.exp(), self.u, k, v, state[:, :3])
+        if self.time_shift:
+            state[:, 3].copy_(x)
+        return self.out_proj(torch.sigmoid(r) * o)
+
+    @property
+    def _rows(self) -> int:
+        return 4 if self.time_shift else 3
+
+    def _project(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, ...]:
+        """r, k, v, of the token x and the one before."""
+        if before is None:
+            return self.in_proj(x).chunk(3, dim=-1)
+        weights = self.in_proj.weight.chunk(3)
+        mixed = [torch.lerp(before, x, mix.to(x.dtype)) for mix in self.mix]
+        return tuple(F.linear(m, w) for m, w in zip(mixed, weights, strict=True))
+
+    def _refuse_gamma(self, gamma: Tensor | None) -> None:
+        if gamma is not None:
+            raise ValueError(
+                "RWKV4: gamma: expected None, since it has no lower bound; got a tensor"
+            )
+
+    def _check_state(self, state: Tensor) -> None:
+        if state.dim() != 3 or state.shape[1:] != (self._rows, self.dim):
+            raise ValueError(
+                f"RWKV4: state: expected [N, {self._rows}, {self.dim}]; got {tuple(state.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, time_shift={self.time_shift}, decay_init={self.decay_init!r}, "
+            f"depth={self.depth}"
+        )
+
+
+def _write(p: Tensor, values: list[float]) -> None:
+    def draw(t: Tensor) -> None:
+        with torch.no_grad():
+            t.copy_(torch.tensor(values, dtype=torch.float64, device="cpu").view(t.shape))
+
+    fill(p, draw)
+
+
+def _previous_tokens(
+    x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The token before each one of x ``[B, T, D]``, and the last of every sequence ``[N, 1, D]``.
+    last ``[N, 1, D]``: the tokens before the first ones; None: zeros."""
+    count = x.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
+    first = x.new_zeros(count, 1, x.size(2)) if last is None else last.to(x.dtype)
+    if cu_seqlens is None:
+        whole = torch.cat([first, x], 1)
+        return whole[:, :-1], whole[:, -1:]
+    if x.size(1) == 0 or count == 0:
+        return x, first
+    bounds = cu_seqlens.to(x.device).long()
+    here = torch.arange(x.size(1), device=x.device)
+    sequence = torch.searchsorted(bounds, here, right=True) - 1
+    begins = (here == bounds[sequence])[None, :, None]
+    before = torch.where(begins, first[sequence, 0][None], x.roll(1, 1))
+    has_tokens = (bounds.diff() > 0)[:, None, None]
+    ends = x[0, (bounds[1:] - 1).clamp(min=0)][:, None]
+    return before, torch.where(has_tokens, ends, first)

@@ -1,0 +1,120 @@
+// RWKV-4's token mixing on CUDA through raw pointers: every dtype, every way to split time, forward
+// and backward, held against the naive reference.
+
+#include <gtest/gtest.h>
+
+#include "kernels/scan/wkv4_cuda.h"
+#include "support/device_mirror.h"
+#include "support/wkv4_problem.h"
+
+namespace tidegate::testing {
+namespace {
+
+using kernels::TimeSplit;
+
+void run_on_device(Wkv4Problem& p, TimeSplit split) {
+  DeviceMirror mirror;
+  for (TypedSeries* tensor : {&p.k, &p.v, &p.o, &p.w, &p.u, &p.state, &p.final_state, &p.saved}) {
+    mirror.add(*tensor);
+  }
+  mirror.add(p.forward_params().layout);
+  const auto move = [&](kernels::Wkv4Params& params) {
+    for (kernels::TimeSeries* series : {&params.k, &params.v, &params.o}) {
+      mirror.translate(series->data);
+    }
+    for (const void** pointer : {&params.w, &params.u, &params.state}) mirror.translate(*pointer);
+    mirror.translate(params.final_state);
+    mirror.translate(params.saved);
+    mirror.translate(params.layout.offsets);
+    params.time_split = split;
+  };
+  kernels::Wkv4Params forward = p.forward_params();
+  move(forward);
+  plan_and_launch(
+      &forward.plan, &forward.workspace,
+      [&](auto* plan) { return kernels::wkv4_forward_plan(forward, plan); },
+      [&] { return kernels::wkv4_forward(forward, nullptr); });
+  mirror.download();
+  if (!p.shape().saves) return;
+
+  p.fill_dfinal();
+  for (TypedSeries* tensor : {&p.grad_o, &p.dk, &p.dv, &p.dfinal, &p.dstate}) mirror.add(*tensor);
+  kernels::Wkv4BackwardParams backward = p.backward_params();
+  move(backward.forward);
+  for (kernels::TimeSeries* series : {&backward.grad_o, &backward.dk, &backward.dv}) {
+    mirror.translate(series->data);
+  }
+  mirror.translate(backward.dfinal_state);
+  mirror.translate(backward.dstate);
+  kernels::ScanPlan sizes;
+  check_cuda(kernels::wkv4_backward_plan(backward, &sizes), "plan");
+  p.dw_partial = p.du_partial =
+      TypedSeries(p.w.dtype(), 1, std::max<int64_t>(sizes.partials, 1), p.shape().channels);
+  mirror.add(p.dw_partial);
+  mirror.add(p.du_partial);
+  backward.dw_partial = p.dw_partial.at(0, 0);
+  backward.du_partial = p.du_partial.at(0, 0);
+  mirror.translate(backward.dw_partial);
+  mirror.translate(backward.du_partial);
+  plan_and_launch(
+      &backward.forward.plan, &backward.forward.workspace,
+      [&](auto* plan) { return kernels::wkv4_backward_plan(backward, plan); },
+      [&] { return kernels::wkv4_backward(backward, nullptr); });
+  mirror.download();
+}
+
+class Wkv4Cuda : public ::testing::TestWithParam<TimeSplit> {
+ protected:
+  void SetUp() override {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "no CUDA device";
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Split, Wkv4Cuda, ::testing::Values(TimeSplit::kNone, TimeSplit::kLinked),
+                         [](const auto& split) {
+                           return split.param == TimeSplit::kNone ? "Whole" : "Linked";
+                         });
+
+void check(const Wkv4Shape& shape, TimeSplit split) {
+  SCOPED_TRACE(shape.name() + " gap " + std::to_string(shape.gap) + " shift " +
+               std::to_string(shape.shift));
+  Wkv4Problem problem(shape);
+  run_on_device(problem, split);
+  problem.check();
+  Wkv4Problem again(shape);
+  run_on_device(again, split);
+  for (size_t i = 0; i < problem.outputs().size(); ++i) {
+    EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched()) << "output " << i;
+    EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i]))
+        << "output " << i << " differs from run to run";
+  }
+}
+
+TEST_P(Wkv4Cuda, EveryLength) {
+  for_each_wkv4_shape(4097, [](const Wkv4Shape& shape) { check(shape, GetParam()); });
+}
+
+TEST_P(Wkv4Cuda, LongSequencesOfSixteenBits) {
+  for (Keys keys : {Keys::kNormal, Keys::kWide, Keys::kFalling, Keys::kHigh}) {
+    Wkv4Shape shape;
+    shape.dtype = keys == Keys::kWide ? DType::kFloat16 : DType::kBFloat16;
+    shape.batch = 1;
+    shape.time = 20000;
+    shape.channels = 64;
+    shape.keys = keys;
+    check(shape, GetParam());
+  }
+}
+
+TEST_P(Wkv4Cuda, MoreSequencesThanMultiprocessors) {
+  Wkv4Shape shape;
+  shape.dtype = DType::kBFloat16;
+  shape.batch = 300;
+  shape.time = 70;
+  shape.channels = 64;
+  check(shape, GetParam());
+}
+
+}  // namespace
+}  // namespace tidegate::testing

@@ -1,0 +1,643 @@
+"""`wkv4`: results and gradients against the oracle, states, torch's machinery, errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import oracle, wkv4_cases, wkv4_oracle
+from support.wkv4_cases import ARGUMENTS, Wkv4Case, check, on_device
+from torch import Tensor
+
+import tidegate
+
+ops = tidegate.ops
+raw = torch.ops.tidegate
+SHORT_KINDS = [Wkv4Case(dtype=torch.float32), Wkv4Case(dtype=torch.bfloat16)]
+
+
+def call(inputs: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    return ops.wkv4(**{n: inputs[n] for n in ARGUMENTS}, cu_seqlens=inputs["cu_seqlens"])
+
+
+def positional(inputs: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    return (*(inputs[n] for n in ARGUMENTS), inputs["cu_seqlens"])
+
+
+def with_grad(inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return inputs | {
+        n: inputs[n].detach().requires_grad_() for n in ARGUMENTS if inputs[n] is not None
+    }
+
+
+def gradients(inputs: dict[str, Tensor | None], results: tuple[Tensor, Tensor]) -> list[Tensor]:
+    leaves = [inputs[n] for n in ARGUMENTS if inputs[n] is not None and inputs[n].requires_grad]
+    loss = results[0].float().sin().sum() + wkv4_oracle.mean_and_log(results[1]).sum()
+    return list(torch.autograd.grad(loss, leaves))
+
+
+# Against the oracle -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", wkv4_cases.every_length(), ids=str)
+def test_every_length(case: Wkv4Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("case", wkv4_cases.every_regime(), ids=str)
+def test_every_regime(case: Wkv4Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("case", wkv4_cases.every_layout(), ids=str)
+def test_every_layout(case: Wkv4Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_case(seed: int, device: str) -> None:
+    kind = wkv4_cases.KINDS[seed % len(wkv4_cases.KINDS)]
+    check(wkv4_cases.vary(replace(kind, time=7 * seed % 300), seed), device)
+
+
+@pytest.mark.parametrize("rates", wkv4_cases.RATES)
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_a_long_time(case: Wkv4Case, rates: str, device: str) -> None:
+    """Slow decays beside a large gauge: what each step rounds away must not add up."""
+    for keys in ("normal", "high"):
+        check(replace(case, batch=1, time=6000, channels=6, rates=rates, keys=keys), device)
+
+
+def test_gradcheck(device: str) -> None:
+    case = Wkv4Case(dtype=torch.float64, time=11, channels=3, rates="spread")
+    for lengths in (None, (2, 0, 9)):
+        made = on_device(replace(case, lengths=lengths), device)
+        gauge = made["state"][:, 2:]
+
+        def function(w, u, k, v, sums, made=made, gauge=gauge):
+            state = torch.cat([sums, gauge], 1)
+            o, final = ops.wkv4(w, u, k, v, state, cu_seqlens=made["cu_seqlens"])
+            return o, wkv4_oracle.mean_and_log(final)
+
+        leaves = [made[n] for n in ("w", "u", "k", "v")] + [made["state"][:, :2].contiguous()]
+        inputs = [t.detach().requires_grad_() for t in leaves]
+        assert torch.autograd.gradcheck(function, inputs, nondet_tol=0.0)
+
+
+def test_equals_the_two_real_lrus_of_the_article(device: str) -> None:
+    """Su Jianlin's form (2023), gamma = exp(u) and lambda = exp(-w): with the *new* sums,
+    x_t = (y_t + (gamma lambda - 1) e^k v) / (z_t + (gamma lambda - 1) e^k)."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.rand(6, dtype=torch.float64, generator=generator) + 0.05
+    u, (k, v) = (
+        torch.randn(s, dtype=torch.float64, generator=generator) for s in (6, (2, 2, 30, 6))
+    )
+    gamma, lam, weight = u.exp(), (-w).exp(), k.exp()
+    decays = lam.expand_as(k)
+    # The two sums by the package's own linear recurrence: x_t = lambda x_{t-1} + input.
+    y, _ = ops.linear_scan(weight * v, decays)
+    z, _ = ops.linear_scan(weight, decays)
+    bonus = (gamma * lam - 1) * weight
+    expected = (y + bonus * v) / (z + bonus)
+    found, _ = ops.wkv4(*(t.to(device) for t in (w, u, k, v)))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [-1000.0, 1000.0, 2.0**17])
+def test_only_differences_of_keys_count(shift: float, device: str) -> None:
+    """Keys of any size; eighths, so that the shift loses no digit."""
+    made = on_device(Wkv4Case(time=40, channels=70, state=None), device)
+    made["k"] = (made["k"] * 8).round() / 8
+    o, final = call(made)
+    shifted, shifted_final = call(made | {"k": made["k"] + shift})
+    torch.testing.assert_close(shifted, o, rtol=2e-5, atol=1e-5)
+    mean, log = wkv4_oracle.mean_and_log(final).unbind(1)
+    shifted_mean, shifted_log = wkv4_oracle.mean_and_log(shifted_final).unbind(1)
+    torch.testing.assert_close(shifted_mean, mean, rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(shifted_log - shift, log, rtol=1e-4, atol=0.02)
+
+
+def test_rates_of_any_size(device: str) -> None:
+    """Nothing is forgotten at w = 0, everything at once at 1e4."""
+    made = on_device(Wkv4Case(time=50, channels=4, state=None, dtype=torch.float64), device)
+    weights = made["k"].exp()
+    o, final = call(made | {"w": torch.zeros_like(made["w"])})
+    mean = (weights * made["v"]).sum(1) / weights.sum(1)
+    torch.testing.assert_close(wkv4_oracle.mean_and_log(final)[:, 0], mean)
+    o, final = call(made | {"w": torch.full_like(made["w"], 1e4)})
+    torch.testing.assert_close(wkv4_oracle.mean_and_log(final)[:, 0], made["v"][:, -1])
+    share = torch.sigmoid(made["u"] + made["k"][:, 1:] - made["k"][:, :-1])
+    expected = share * made["v"][:, 1:] + (1 - share) * made["v"][:, :-1]
+    torch.testing.assert_close(o[:, 1:], expected)
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["state", "data", None])
+@pytest.mark.parametrize("case", wkv4_cases.KINDS, ids=str)
+def test_final_state_without_tokens_is_a_copy(
+    case: Wkv4Case, state: str | None, device: str
+) -> None:
+    made = on_device(replace(case, time=0, state=state), device)
+    o, final = call(made)
+    assert o.shape == (2, 0, 5)
+    assert final.shape == (2, 3, 5)
+    assert final.dtype == oracle.state_dtype(case.dtype)
+    if state is None:
+        assert not final.count_nonzero()
+        return
+    assert torch.equal(final, made["state"].to(final.dtype))
+    assert final.data_ptr() != made["state"].data_ptr()
+
+
+def test_gradients_without_tokens(device: str) -> None:
+    made = with_grad(on_device(Wkv4Case(time=0), device))
+    _, final = call(made)
+    found = torch.autograd.grad(final, [made["state"], made["w"]], torch.ones_like(final))
+    assert torch.equal(found[0][:, :2], torch.ones_like(found[0][:, :2]))
+    assert not found[0][:, 2].count_nonzero()
+    assert not found[1].count_nonzero()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 5, 0), (2, 0, 3), (0, 0, 0)], ids=str)
+def test_empty_dimensions(shape: tuple[int, int, int], device: str) -> None:
+    batch, time, channels = shape
+    case = Wkv4Case(batch=batch, time=time, channels=channels)
+    found = wkv4_cases.run(case, device)
+    assert found["o"].shape == shape
+    made = case.make_inputs()
+    for name in ARGUMENTS:
+        assert found[f"d{name}"].shape == made[name].shape
+
+
+def test_zeros_are_an_empty_state(device: str) -> None:
+    for keys in ("normal", "low", "high"):
+        made = on_device(Wkv4Case(time=20, state=None, keys=keys), device)
+        o, final = call(made)
+        for gauge in (0.0, -1e38, 90.0):
+            state = torch.zeros(2, 3, 5, device=device)
+            state[:, 2] = gauge
+            found = call(made | {"state": state})
+            assert torch.equal(found[0], o)
+            assert torch.equal(found[1], final)
+
+
+def test_the_gauge_of_a_state_does_not_matter(device: str) -> None:
+    case = Wkv4Case(time=20)
+    made = with_grad(on_device(case, device))
+    o, final = call(made)
+    grads = gradients(made, (o, final))
+    for shift in (-30.0, 30.0):
+        state = made["state"].detach().double()
+        factor = torch.tensor(-shift, dtype=torch.float64, device=device).exp()
+        state = torch.cat([state[:, :2] * factor, state[:, 2:] + shift], 1).float()
+        moved = made | {"state": state.requires_grad_()}
+        found = call(moved)
+        torch.testing.assert_close(found[0], o, rtol=1e-4, atol=1e-5)
+        moved_grads = gradients(moved, found)
+        for left, right in zip(moved_grads[:4], grads[:4], strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
+        scaled = moved_grads[4][:, :2] * factor.float()
+        torch.testing.assert_close(scaled, grads[4][:, :2], rtol=1e-3, atol=1e-4)
+        assert not moved_grads[4][:, 2].count_nonzero()
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_split_anywhere_equals_the_whole(case: Wkv4Case, device: str) -> None:
+    case = replace(case, time=35)
+    made = on_device(case, device)
+    exact = wkv4_oracle.reference(case.make_inputs(), exact=True)
+    yardstick = wkv4_oracle.reference(case.make_inputs(), exact=False)
+    for at in range(case.time + 1):
+        outputs, state = [], made["state"]
+        for part in (slice(0, at), slice(at, None)):
+            sliced = {n: made[n][:, part] for n in ("k", "v")}
+            o, state = call(made | sliced | {"state": state})
+            outputs.append(o)
+        o, final = torch.cat(outputs, 1), wkv4_oracle.mean_and_log(state)
+        oracle.assert_within_rule(f"split at {at}", o, exact["o"], yardstick["o"])
+        oracle.assert_within_rule(f"split at {at}", final, exact["final"], yardstick["final"])
+
+
+@pytest.mark.parametrize("keys", ["normal", "wide"])
+@pytest.mark.parametrize("layout", ["contiguous", "projection", "channels_first"])
+@pytest.mark.parametrize("case", wkv4_cases.KINDS, ids=str)
+def test_steps_equal_prefill(case: Wkv4Case, layout: str, keys: str, device: str) -> None:
+    case = replace(case, time=9, channels=24, layout=layout, keys=keys)
+    made = on_device(case, device)
+    exact = wkv4_oracle.reference(case.make_inputs(), exact=True)
+    yardstick = wkv4_oracle.reference(case.make_inputs(), exact=False)
+    state = made["state"].clone()
+    where, rows = state.data_ptr(), []
+    for t in range(case.time):
+        token = [made[n][:, t] for n in ("k", "v")]
+        rows.append(ops.wkv4_step(made["w"], made["u"], *token, state))
+    assert state.data_ptr() == where, "the state is updated in place"
+    o, final = torch.stack(rows, 1), wkv4_oracle.mean_and_log(state)
+    kind = state.dtype
+    oracle.assert_within_rule("o by steps", o, exact["o"], yardstick["o"], state=kind)
+    oracle.assert_within_rule("state", final, exact["final"], yardstick["final"], state=kind)
+
+
+def test_step_writes_into_a_view_of_a_state(device: str) -> None:
+    """Decoding keeps all layers' states in one tensor: a step touches its own rows only."""
+    k, v = torch.randn(2, 2, 4, device=device).unbind(0)
+    w, u = torch.rand(4, device=device), torch.randn(4, device=device)
+    for pick in (lambda s: s[1], lambda s: s.transpose(0, 1)[:, 1]):
+        states = torch.zeros(3, 2, 3, 4, device=device)
+        o = ops.wkv4_step(w, u, k, v, pick(states))
+        torch.testing.assert_close(o, v)
+        torch.testing.assert_close(wkv4_oracle.mean_and_log(states[1])[:, 0], v)
+        assert not states[::2].count_nonzero()
+
+
+def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
+    case = Wkv4Case(time=41)
+    made = with_grad(on_device(case, device))
+    exact = wkv4_oracle.reference(case.make_inputs(), exact=True)
+    yardstick = wkv4_oracle.reference(case.make_inputs(), exact=False)
+    parts, state = [], made["state"]
+    for part in (slice(0, 18), slice(18, 19), slice(19, 41)):
+        o, state = call(made | {n: made[n][:, part] for n in ("k", "v")} | {"state": state})
+        parts.append(o)
+    results = (torch.cat(parts, 1), wkv4_oracle.mean_and_log(state))
+    leaves = [made[n] for n in ARGUMENTS]
+    found = torch.autograd.grad(results, leaves, (made["do"], made["dfinal"]))
+    for name, grad in zip(ARGUMENTS, found, strict=True):
+        expected = exact[f"d{name}"], yardstick[f"d{name}"]
+        oracle.assert_within_rule(name, grad, *expected, exact.get(f"|d{name}|"))
+
+
+# What reaches what ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("lengths", [None, (40, 0, 60, 50)], ids=str)
+def test_a_nan_reaches_later_tokens_of_its_channel_only(
+    poison: float, lengths: tuple[int, ...] | None, device: str
+) -> None:
+    made = on_device(Wkv4Case(time=150, channels=66, lengths=lengths), device)
+    clean, clean_final = call(made)
+    offsets = made["cu_seqlens"].tolist() if lengths else [0, 150]
+    for name in ("k", "v"):
+        for t in (0, 15, 63, 64, 99, 149):
+            value = made[name].clone()
+            value[0, t, 1] = poison
+            o, final = call(made | {name: value})
+            end = min(x for x in offsets if x > t)
+            hit = torch.zeros_like(clean, dtype=torch.bool)
+            hit[0, t:end, 1] = True
+            assert torch.equal(o[~hit], clean[~hit]), f"{name}[0, {t}, 1] reaches too much"
+            if name == "v" or poison != poison:
+                assert not o[0, t, 1].isfinite()
+            touched = torch.zeros_like(final, dtype=torch.bool)
+            touched[0 if lengths is None else offsets.index(end) - 1, :, 1] = True
+            assert torch.equal(final[~touched], clean_final[~touched])
+
+
+def test_a_key_of_minus_infinity_has_no_weight(device: str) -> None:
+    made = on_device(Wkv4Case(time=30, channels=4, state=None, dtype=torch.float64), device)
+    keep = torch.ones(30, dtype=torch.bool, device=device)
+    keep[[0, 1, 7, 29]] = False
+    k = made["k"].masked_fill(~keep[:, None], -torch.inf)
+    w = torch.zeros_like(made["w"])  # so that time without weight does not count
+    o, final = call(made | {"k": k, "w": w})
+    kept = {n: made[n][:, keep] for n in ("k", "v")}
+    expected, expected_final = call(made | kept | {"w": w})
+    torch.testing.assert_close(o[:, keep], expected)
+    torch.testing.assert_close(
+        wkv4_oracle.mean_and_log(final), wkv4_oracle.mean_and_log(expected_final)
+    )
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_nothing_leaks_across_a_boundary(case: Wkv4Case, device: str) -> None:
+    lengths = (5, 40, 0, 90, 3)
+    made = on_device(replace(case, lengths=lengths, channels=66), device)
+    clean, clean_final = call(made)
+    named = with_grad(made)
+    results = call(named)
+    offsets = made["cu_seqlens"].tolist()
+    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        others = [i for i in range(len(lengths)) if i != n]
+        v, state = made["v"].clone(), made["state"].clone()
+        v[:, start:end], state[n] = float("nan"), float("nan")
+        o, final = call(made | {"v": v, "state": state})
+        assert torch.equal(o[:, :start], clean[:, :start])
+        assert torch.equal(o[:, end:], clean[:, end:])
+        assert torch.equal(final[others], clean_final[others])
+        do, dfinal = torch.zeros_like(clean), torch.zeros_like(clean_final)
+        do[:, start:end], dfinal[n] = 1, 1
+        dk, dv, dstate = torch.autograd.grad(
+            results, [named[i] for i in ("k", "v", "state")], (do, dfinal), retain_graph=True
+        )
+        for grad in (dk, dv):
+            assert not grad[:, :start].count_nonzero()
+            assert not grad[:, end:].count_nonzero()
+        assert dstate[n].count_nonzero()
+        assert not dstate[others].count_nonzero()
+
+
+# Gradients and what is kept ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_one_argument_alone_gets_the_gradient_it_gets_among_all(
+    case: Wkv4Case, device: str
+) -> None:
+    made = on_device(replace(case, time=70), device)
+    everything = with_grad(made)
+    expected = gradients(everything, call(everything))
+    for name, same in zip(ARGUMENTS, expected, strict=True):
+        one = made | {name: made[name].detach().requires_grad_()}
+        (grad,) = gradients(one, call(one))
+        assert torch.equal(grad, same), name
+        assert (grad.dtype, grad.shape) == (made[name].dtype, made[name].shape)
+
+
+def test_gradients_of_a_sum(device: str) -> None:
+    """`o.sum()` hands over a gradient of strides zero; `o.transpose()` one of odd strides."""
+    made = with_grad(on_device(Wkv4Case(time=40, channels=64), device))
+
+    def grad_of(loss_of: object) -> Tensor:
+        o, _ = call(made)
+        return torch.autograd.grad(loss_of(o), made["k"])[0]
+
+    expected = grad_of(lambda o: (o * torch.ones_like(o)).sum())
+    assert torch.equal(grad_of(lambda o: o.sum()), expected)
+    assert torch.equal(grad_of(lambda o: o.transpose(1, 2).flatten().sum()), expected)
+
+
+def test_training_keeps_inputs_and_a_state_for_eight_tokens(device: str) -> None:
+    made = with_grad(on_device(Wkv4Case(time=40, channels=16), device))
+    kept: list[Tensor] = []
+
+    def pack(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        call(made)
+    inputs = {t.data_ptr() for t in made.values() if t is not None}
+    extra = [t for t in kept if t.data_ptr() not in inputs]
+    assert sorted(t.shape for t in extra) == [(2, 3, 16), (2, 40 // 8 + 1, 3, 16)]
+    kept.clear()
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        call(made)
+    assert not kept
+
+
+@pytest.mark.parametrize("case", wkv4_cases.KINDS, ids=str)
+def test_bitwise_repeatable(case: Wkv4Case, device: str) -> None:
+    case = replace(case, batch=2, time=700, channels=140)
+    first = wkv4_cases.run(case, device)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for name, value in wkv4_cases.run(case, device).items():
+                assert torch.equal(value, first[name]), name
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_offsets_on_the_cpu_and_the_raw_operator(device: str) -> None:
+    made = on_device(Wkv4Case(lengths=(3, 0, 9)), device)
+    expected = call(made)
+    found = call(made | {"cu_seqlens": made["cu_seqlens"].cpu()})
+    for left, right, bare in zip(found, expected, raw.wkv4(*positional(made)), strict=True):
+        assert torch.equal(left, right)
+        assert torch.equal(left, bare)
+
+
+# torch's machinery ------------------------------------------------------------------------------
+
+OPCHECK = [
+    Wkv4Case(time=11),
+    Wkv4Case(time=11, dtype=torch.bfloat16, state=None),
+    Wkv4Case(lengths=(3, 0, 9), layout="time_major"),
+    Wkv4Case(time=0),
+    Wkv4Case(time=1, state=None),
+]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("case", OPCHECK, ids=str)
+def test_opcheck(case: Wkv4Case, grad: bool, device: str) -> None:
+    made = on_device(case, device)
+    torch.library.opcheck(raw.wkv4.default, positional(with_grad(made) if grad else made))
+
+
+@pytest.mark.parametrize("case", OPCHECK, ids=str)
+def test_opcheck_of_the_ops_below(case: Wkv4Case, device: str) -> None:
+    made = on_device(case, device)
+    # Rows of the saved states that belong to no token are not written: nothing to compare there.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(raw.wkv4_saving.default, positional(made), test_utils=checks)
+    o, final, saved = raw.wkv4_saving(*positional(made))
+    torch.library.opcheck(
+        raw.wkv4_backward.default,
+        (
+            torch.ones_like(o),
+            torch.ones_like(final),
+            *(made[n] for n in ARGUMENTS),
+            final,
+            saved,
+            made["cu_seqlens"],
+        ),
+    )
+
+
+def test_opcheck_of_the_step(device: str) -> None:
+    w, u = torch.full((2, 4), 0.5, device=device).unbind(0)
+    k, v = torch.randn(2, 2, 4, device=device).unbind(0)
+    torch.library.opcheck(raw.wkv4_step.default, (w, u, k, v, torch.ones(2, 3, 4, device=device)))
+
+
+@pytest.mark.parametrize("case", [Wkv4Case(), Wkv4Case(lengths=(5, 0, 12))], ids=str)
+def test_compile(case: Wkv4Case, device: str) -> None:
+    def function(w, u, k, v, state, cu_seqlens):
+        o, final = ops.wkv4(w, u, k * 2, v, state, cu_seqlens=cu_seqlens)
+        return o * 2, final
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for time in (17, 33):
+        again = replace(case, time=time) if case.lengths is None else case
+        made = with_grad(on_device(again, device))
+        found, expected = compiled(*positional(made)), function(*positional(made))
+        for left, right in zip(found, expected, strict=True):
+            assert torch.equal(left, right)
+        pairs = zip(gradients(made, found), gradients(made, expected), strict=True)
+        assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_compiled_autograd(device: str) -> None:
+    made = with_grad(on_device(Wkv4Case(time=20), device))
+    expected = gradients(made, call(made))
+
+    def compiler(graph):
+        return torch.compile(graph, backend="aot_eager", fullgraph=True)
+
+    loss = call(made)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        total = loss[0].float().sin().sum() + wkv4_oracle.mean_and_log(loss[1]).sum()
+        total.backward()
+    for name, same in zip(ARGUMENTS, expected, strict=True):
+        torch.testing.assert_close(made[name].grad, same)
+
+
+def test_autocast(device: str) -> None:
+    """Keys and values go to autocast's type; rates and bonuses keep their digits."""
+    made = with_grad(on_device(Wkv4Case(), device))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o, final = call(made)
+    assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    expected = call(made | {n: made[n].bfloat16() for n in ("k", "v")})
+    assert torch.equal(o, expected[0])
+    assert torch.equal(final, expected[1])
+    for grad in gradients(made, (o, final)):
+        assert grad.dtype == torch.float32
+    token = [made[n][:, 0].detach() for n in ("k", "v")]
+    state = made["state"].detach().clone()
+    with torch.autocast(device, dtype=torch.bfloat16), torch.no_grad():
+        step = ops.wkv4_step(made["w"], made["u"], *token, state)
+    assert (step.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_checkpointing(device: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    made = with_grad(on_device(Wkv4Case(time=30), device))
+    results = checkpoint(lambda: call(made), use_reentrant=False)
+    again = gradients(made, results)
+    for left, right in zip(again, gradients(made, call(made)), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_inference_mode(device: str) -> None:
+    made = on_device(Wkv4Case(), device)
+    expected = call(made)
+    with torch.inference_mode():
+        assert torch.equal(call(made)[0], expected[0])
+
+
+def test_double_backward_is_an_error_by_name(device: str) -> None:
+    made = with_grad(on_device(Wkv4Case(), device))
+    o, _ = call(made)
+    (grad,) = torch.autograd.grad(o.sin().sum(), made["k"], create_graph=True)
+    with pytest.raises(RuntimeError, match="wkv4: double backward is not supported"):
+        grad.sum().backward()
+
+
+def test_transforms_and_gradients_of_steps_are_errors_by_name(device: str) -> None:
+    made = with_grad(on_device(Wkv4Case(), device))
+    with pytest.raises(RuntimeError, match="wkv4: vmap is not supported"):
+        torch.vmap(lambda k: raw.wkv4(made["w"].detach(), made["u"].detach(), k, k)[0])(
+            torch.zeros(2, 2, 3, 5, device=device)
+        )
+    token = [made[n][:, 0] for n in ("k", "v")]
+    state = made["state"].detach()
+    with pytest.raises(RuntimeError, match="wkv4_step: w requires a gradient, but a step has none"):
+        ops.wkv4_step(made["w"], made["u"], *token, state)
+    with pytest.raises(RuntimeError, match="wkv4_saving: an argument requires a gradient"):
+        raw.wkv4_saving(*positional(made))
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+F = torch.float32
+BAD = [
+    ({"k": torch.ones(2, 5)}, r"wkv4: k must have shape \[B, T, D\], got \[2, 5\]"),
+    ({"k": torch.ones(2, 7, 5, dtype=torch.int64)}, r"wkv4: k must be float32, .*, got int64"),
+    ({"k": torch.ones(2, 7, 5, dtype=torch.complex64)}, r"wkv4: k must be float32, .*complex64"),
+    ({"v": torch.ones(2, 6, 5)}, r"wkv4: v must have shape \[2, 7, 5\] like k, got \[2, 6, 5\]"),
+    ({"v": torch.ones(2, 7, 5).half()}, r"wkv4: v must be float32 like k, got float16"),
+    ({"w": torch.ones(4)}, r"wkv4: w must have shape \[D\] = \[5\], got \[4\]"),
+    ({"w": torch.ones(5).half()}, r"wkv4: w must be float32 \(k is float32\), got float16"),
+    ({"u": torch.ones(1, 5)}, r"wkv4: u must have shape \[D\] = \[5\], got \[1, 5\]"),
+    ({"u": torch.ones(5).double()}, r"wkv4: u must be float32 \(k is float32\), got float64"),
+    (
+        {"state": torch.ones(2, 5)},
+        r"wkv4: state must have shape \[N, 3, D\] = \[2, 3, 5\], got \[2, 5\]",
+    ),
+    ({"state": torch.ones(2, 3, 5).half()}, r"wkv4: state must be float32 .*, got float16"),
+    ({"cu_seqlens": torch.tensor([0, 7])}, r"wkv4: .*cu_seqlens"),
+    ({"w": torch.ones(5, device="meta")}, r"wkv4: expected all tensors on cpu like k, got w on"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m for _, m in BAD])
+def test_errors_by_message(change: dict[str, Tensor], message: str) -> None:
+    made = Wkv4Case(time=7).make_inputs() | change
+    with pytest.raises(RuntimeError, match=message):
+        call(made)
+
+
+def test_errors_of_steps_by_message() -> None:
+    w, k, state = torch.ones(5), torch.ones(2, 5), torch.zeros(2, 3, 5)
+    for arguments, message in (
+        ((w, w, k[None], k[None], state), r"wkv4_step: k must have shape \[B, D\], got"),
+        ((w, w, k, k, state[:, :2]), r"wkv4_step: state must have shape \[B, 3, D\] = \[2, 3, 5\]"),
+        ((w[:4], w, k, k, state), r"wkv4_step: w must have shape \[D\] = \[5\], got \[4\]"),
+        ((w, w, k, k[:1], state), r"wkv4_step: v must have shape \[2, 5\] like k, got \[1, 5\]"),
+        ((w, w, k, k, state.half()), r"wkv4_step: state must be float32 .*, got float16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.wkv4_step(*arguments)
+
+
+# On a GPU ---------------------------------------------------------------------------------------
+
+LONG = [
+    Wkv4Case(batch=1, time=9000, channels=64, dtype=torch.bfloat16),
+    Wkv4Case(batch=1, time=4097, channels=130, dtype=torch.float16, keys="wide"),
+    Wkv4Case(batch=1, time=3000, channels=33),
+    Wkv4Case(lengths=(0, 2500, 1, 700, 0, 900), channels=64, dtype=torch.bfloat16),
+    Wkv4Case(batch=40, time=300, channels=256, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_where_blocks_share_a_sequence(case: Wkv4Case) -> None:
+    from conftest import require_cuda
+
+    require_cuda()
+    check(case, "cuda")
+    first = wkv4_cases.run(case, "cuda")
+    for _ in range(3):
+        for name, value in wkv4_cases.run(case, "cuda").items():
+            assert torch.equal(value, first[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [LONG[0], LONG[3], Wkv4Case(time=300, channels=70)], ids=str)
+def test_graph_capture_and_replay(case: Wkv4Case) -> None:
+    from conftest import require_cuda
+
+    require_cuda()
+
+    def train(inputs: dict[str, Tensor | None]) -> list[Tensor]:
+        results = call(inputs)
+        return [*results, *gradients(inputs, results)]
+
+    static = with_grad(on_device(case, "cuda"))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        train(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train(static)
+    for seed in (1, 2):
+        fresh = with_grad(on_device(replace(case, seed=seed), "cuda"))
+        with torch.no_grad():
+            for name in ARGUMENTS:
+                if static[name] is not None:
+                    static[name].copy_(fresh[name])
+        graph.replay()
+        for left, right in zip(captured, train(fresh), strict=True):
+            assert torch.equal(left, right)

@@ -1,0 +1,104 @@
+"""Naive references for `wkv4`: loops over time, one sequence after another.
+
+Nothing here comes from the kernels or the op; the equations are the only source:
+
+    y_t = exp(-w) y_{t-1} + exp(k_t) v_t,   z_t = exp(-w) z_{t-1} + exp(k_t)
+    o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))
+
+`exact=True` computes them as they stand, in float64, whose exponents have room for |k| of some
+hundreds: the oracle. `exact=False` does the same maths in the tensors' own precision with torch ops,
+which needs the running maximum: the yardstick of the error rule. Gradients are torch's. Differences
+of logarithms can be taken in more than one order, and how two of them round is chance where few
+numbers decide: `fused=True` takes the other one.
+
+A state (y, z, m) stands for y exp(m) and z exp(m), in any gauge m, so states are compared, and
+losses read them, as the mean y / z and the logarithm m + log z.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from support import oracle
+
+
+def mean_and_log(state: Tensor) -> Tensor:
+    """[N, 3, D] -> [N, 2, D]: what a state means, in any gauge; differentiable in y and z."""
+    y, z, m = state.unbind(1)
+    return torch.stack([y / z, m.detach() + torch.log(z)], 1)
+
+
+def _plain_step(w, u, k, v, y, z):
+    weight, bonus = torch.exp(k), torch.exp(u + k)
+    o = (y + bonus * v) / (z + bonus)
+    return o, torch.exp(-w) * y + weight * v, torch.exp(-w) * z + weight
+
+
+def _stable_step(w, u, k, v, y, z, m, fused):
+    top = torch.maximum(m, u + k).detach()
+    old, new = torch.exp(m - top), torch.exp((k - top) + u if fused else (u + k) - top)
+    o = (old * y + new * v) / (old * z + new)
+    top = torch.maximum(m - w, k).detach()
+    old, new = torch.exp((m - top) - w if fused else (m - w) - top), torch.exp(k - top)
+    return o, old * y + new * v, old * z + new, top
+
+
+def forward(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None,
+    *, exact: bool, fused: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o, final state), in the precision of the tensors; w and u [B, T, D] or [D]."""
+    batch, time, width = k.shape
+    rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    tokens = list(zip(*(x.expand_as(k).unbind(1) for x in (w, u, k, v)), strict=True))
+    outputs, finals = [None] * time, []
+    for walk in oracle.walks(time, cu_seqlens, reverse=False):
+        count = len(range(rows)[walk.rows])
+        y, z, m = k.new_zeros(3, count, width)
+        if state is not None:
+            y, z, m = state[walk.rows].unbind(1)
+            m = m.detach()  # a gauge
+        if exact:
+            y, z, m = y * torch.exp(m), z * torch.exp(m), torch.zeros_like(m)
+        elif state is None:
+            m = torch.full_like(m, -1e30)
+        for t in walk.steps:
+            if exact:
+                outputs[t], y, z = _plain_step(*tokens[t], y, z)
+            else:
+                outputs[t], y, z, m = _stable_step(*tokens[t], y, z, m, fused)
+        finals.append(torch.stack([y, z, m], 1))
+    o = torch.stack(outputs, 1) if time else k.clone()
+    return o, torch.cat(finals) if finals else k.new_zeros(0, 3, width)
+
+
+def reference(
+    inputs: dict[str, Tensor | None], *, exact: bool, fused: bool = False
+) -> dict[str, Tensor]:
+    """o, final (as `mean_and_log`) and the gradient of every input; |dw|, |du|: of their terms."""
+    k = inputs["k"]
+    dtype = torch.float64 if exact else oracle.state_dtype(k.dtype)
+    given = {n: inputs[n] for n in ("w", "u", "k", "v", "state") if inputs[n] is not None}
+    leaves = {n: t.detach().to(dtype).contiguous() for n, t in given.items()}
+    for name in ("w", "u"):  # one for each token, so that there are terms to look at
+        leaves[name] = leaves[name].expand(k.shape[:2] + leaves[name].shape).contiguous()
+    leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+    leaves = {"state": None} | leaves
+    o, final = forward(**leaves, cu_seqlens=inputs["cu_seqlens"], exact=exact, fused=fused)
+    leaves = {n: t for n, t in leaves.items() if t is not None}
+    out = {"o": o if exact else o.to(k.dtype), "final": mean_and_log(final)}
+    pairs = [(r, inputs[g]) for r, g in ((o, "do"), (out["final"], "dfinal")) if g in inputs]
+    if not pairs:
+        return {n: t.detach() for n, t in out.items()}
+    results, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        results, list(leaves.values()), [g.to(dtype) for g in grads], allow_unused=True
+    )
+    for (name, leaf), grad in zip(leaves.items(), found, strict=True):
+        grad = torch.zeros_like(leaf) if grad is None else grad
+        if name in ("w", "u"):
+            out[f"|d{name}|"] = torch.linalg.vector_norm(grad, dim=(0, 1))
+            grad = grad.sum((0, 1))
+        out[f"d{name}"] = grad if exact else grad.to(given[name].dtype)
+    return {n: t.detach() for n, t in out.items()}
