@@ -6,8 +6,8 @@ Nothing here comes from the kernels or the op; the equations are the only source
     o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))
 
 `exact=True` computes them as they stand, in float64, whose exponents have room for |k| of some
-hundreds: the oracle. `exact=False` does the same maths in the tensors' own precision with torch ops,
-which needs the running maximum: the yardstick of the error rule. Gradients are torch's. Differences
+hundreds: the oracle. `exact=False` does the same maths in the tensors' own precision with torch
+ops, which needs the running maximum: the yardstick of the error rule. Gradients are torch's. Differences
 of logarithms can be taken in more than one order, and how two of them round is chance where few
 numbers decide: `fused=True` takes the other one.
 
