@@ -7,9 +7,9 @@ Nothing here comes from the kernels or the op; the equations are the only source
 
 `exact=True` computes them as they stand, in float64, whose exponents have room for |k| of some
 hundreds: the oracle. `exact=False` does the same maths in the tensors' own precision with torch
-ops, which needs the running maximum: the yardstick of the error rule. Gradients are torch's. Differences
-of logarithms can be taken in more than one order, and how two of them round is chance where few
-numbers decide: `fused=True` takes the other one.
+ops, which needs the running maximum: the yardstick of the error rule. Gradients are torch's.
+Differences of logarithms can be taken in more than one order, and how two of them round is chance
+where few numbers decide: `fused=True` takes the other one.
 
 A state (y, z, m) stands for y exp(m) and z exp(m), in any gauge m, so states are compared, and
 losses read them, as the mean y / z and the logarithm m + log z.

@@ -43,8 +43,9 @@ class RWKV4(KeepsFloat32):
             the mixes of time_shift start.
 
     Parameters: ``in_proj.weight`` ``[3 * dim, dim]``, rows of r, k, v; ``out_proj.weight``;
-    ``w_log`` and ``u`` ``[dim]``, which stay fp32 in a 16-bit module, natural logarithms of the decay's rate
-    a step and of the newest token's bonus; with time_shift ``mix`` ``[3, dim]``, of r, k, v.
+    ``w_log`` and ``u`` ``[dim]``, which stay fp32 in a 16-bit module, natural logarithms of the
+    decay's rate a step and of the newest token's bonus; with time_shift ``mix`` ``[3, dim]``, of r,
+    k, v.
 
     State: one tensor ``[N, 3, dim]``, the op's; with time_shift ``[N, 4, dim]``, the last row being
     the last token's x. fp32, fp64 in an fp64 module. Zeros are empty.
