@@ -413,7 +413,7 @@ def _plot(options: argparse.Namespace) -> int:
     from .training.scoring import corpus_of_run
 
     if options.what == "gates":
-        drawn = [plot_gates(options.run, options.device)]
+        drawn = plot_gates(options.run, options.device)
     elif options.what == "token-mixing":
         tokens = 256 if options.tokens is None else options.tokens
         chosen = {"layers": options.layers, "tokens": tokens, "device": options.device}

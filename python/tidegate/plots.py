@@ -223,6 +223,51 @@ def plot_forget_gates(
         _save(figure, path)
 
 
+def plot_gate_parts(
+    parts: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Where the gate's logits come from",
+) -> None:
+    """Histograms of what input and state give to the gate, a column a layer, as a PNG: above after
+    the sigmoid, as if each were alone, below before it.
+
+    parts: by number of the layer, from the input and from the state
+    (`tidegate.training.gate_parts`).
+
+    Raises ValueError when there is no layer.
+    """
+    if not parts:
+        raise ValueError("plot_gate_parts: parts: expected at least one layer, got none")
+    sources = (("from the input x", _VALID), ("from the state h", _BASELINES[0]))
+    with pyplot.rc_context(_STYLE):
+        figure, panels = pyplot.subplots(
+            2,
+            len(parts),
+            figsize=(2.7 * len(parts) + 0.9, 5.4),
+            sharey="row",
+            squeeze=False,
+            layout="constrained",
+        )
+        for column, (layer, both) in enumerate(parts.items()):
+            flat = [np.asarray(values, dtype=np.float64).ravel() for values in both]
+            widest = max(1e-3, *(np.quantile(np.abs(values), 0.999) for values in flat))
+            for values, (label, color) in zip(flat, sources, strict=True):
+                views = ((1 / (1 + np.exp(-values)), (0.0, 1.0)), (values, (-widest, widest)))
+                for axes, (shown, limits) in zip(panels[:, column], views, strict=True):
+                    edges = np.linspace(*limits, 51)
+                    share = np.histogram(shown, edges)[0] * (100.0 / shown.size)
+                    axes.stairs(share, edges, fill=True, alpha=0.55, color=color, label=label)
+                    axes.set_xlim(*limits)
+            panels[0, column].set_title(f"layer {layer}", fontsize=10)
+            panels[0, column].set_xlabel("sigmoid of the part", fontsize=9)
+            panels[1, column].set_xlabel("part of the logit", fontsize=9)
+        panels[0, 0].legend(fontsize=8, loc="upper left", frameon=True, edgecolor="none")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        figure.supylabel("share of values, % (50 bins)", fontsize=10)
+        _save(figure, path)
+
+
 def plot_token_mixing(
     matrices: Mapping[int, np.ndarray],
     path: str | os.PathLike[str],

@@ -144,7 +144,7 @@ def runs(tmp_path_factory):
     text = write_text(folder / "text.txt")
     flags = [f for f in FLAGS if not f.startswith("--set")]
     made = {}
-    for mixer in ("gated-linear-rnn", "hgrn2", "transformer"):
+    for mixer in ("gated-linear-rnn", "gated-rnn", "hgrn2", "transformer"):
         made[mixer] = folder / mixer
         more = ["--set=mixer_options.expand_ratio=4"] if mixer == "hgrn2" else []
         more += ["--set=mixer_options.num_heads=2"] if mixer == "transformer" else []
@@ -168,6 +168,29 @@ def test_plot_gates(runs, capsys):
     assert cli.main(["plot", "gates", str(runs["hgrn2"]), "--device=cpu"]) == 0
     assert capsys.readouterr().out.split() == [str(path)]
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_gates_that_read_the_state(runs, capsys):
+    assert cli.main(["plot", "gates", str(runs["gated-rnn"]), "--device=cpu"]) == 0
+    drawn = [runs["gated-rnn"] / name for name in ("forget_gates.png", "gate_parts.png")]
+    assert capsys.readouterr().out.split() == [str(path) for path in drawn]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_gate_parts_add_up(runs):
+    """To the gates, sequence by sequence; the first token's state gives nothing."""
+    from tidegate.training import forget_gates, gate_parts, load_trained
+
+    model = load_trained(str(runs["gated-rnn"]), "cpu").model
+    ids = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
+    gates = forget_gates(model, ids)
+    parts = gate_parts(model, ids)
+    assert sorted(parts) == [0, 1]
+    for layer, (from_input, from_state) in parts.items():
+        total = torch.from_numpy(from_input + from_state).sigmoid().flatten(0, 1).T
+        torch.testing.assert_close(total, torch.from_numpy(gates[layer]))
+        assert (from_state[:, 0] == 0).all()
+        assert abs(from_state[:, 1:]).max() > 0
 
 
 def test_the_untrained_model_is_the_runs_own(runs):

@@ -19,6 +19,7 @@ _WHERE = {
     "UserError": "errors",
     "build_optimizer": "optim",
     "forget_gates": "probes",
+    "gate_parts": "probes",
     "generate_text": "generate",
     "load_corpus": "data",
     "load_trained": "runs",

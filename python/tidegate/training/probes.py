@@ -68,6 +68,22 @@ def forget_gates(
 
 
 @torch.no_grad()
+def gate_parts(
+    model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Where the gate's logits come from in layers whose gate reads the state, counted from 0: what
+    the input and what the state gives, float32 ``[B, T, dim]`` each, over ids ``[B, T]`` ("Towards
+    Understanding Gated Linear Recurrent Neural Networks", Figure 3)."""
+    parts = {}
+    for layer, x in enumerate(mixer_inputs(model, ids, lengths)):
+        mixer = model.blocks[layer].mixer
+        if hasattr(mixer, "gate_parts"):
+            logits, from_input = (part.float() for part in mixer.gate_parts(x))
+            parts[layer] = (from_input.cpu().numpy(), (logits - from_input).cpu().numpy())
+    return parts
+
+
+@torch.no_grad()
 def token_mixing(
     model: CausalLM, ids: Tensor, layers: Sequence[int] | None = None
 ) -> dict[int, np.ndarray]:

@@ -11,7 +11,7 @@ from .checkpoint import METRICS_FILE, RunFolder, read_metrics
 from .config import read_json
 from .errors import UserError
 from .evaluate import Score
-from .probes import forget_gates, token_mixing, windows_of
+from .probes import forget_gates, gate_parts, token_mixing, windows_of
 from .runs import Run, initial_model, load_trained
 from .scoring import corpus_of_run
 from .task_corpus import TaskCorpus
@@ -19,6 +19,7 @@ from .task_corpus import TaskCorpus
 LOSS_PLOT = "loss.png"
 ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
+PARTS_PLOT = "gate_parts.png"
 MIXING_PLOT = "token_mixing.png"
 
 
@@ -83,18 +84,33 @@ def plot_run(
     return drawn
 
 
-def plot_gates(path: str | Path, device: str = "auto") -> Path:
-    """Draws forget_gates.png: the values a layer before and after training.
+def plot_gates(path: str | Path, device: str = "auto") -> list[Path]:
+    """Draws forget_gates.png, the values a layer before and after training, and, where gates read
+    the state, gate_parts.png, what comes from the input and what from the state.
 
     Raises UserError when the folder holds no run with a checkpoint, or no layer of its model has a
     data-dependent forget gate.
     """
+    from .. import plots
+
     folder = _with_checkpoint(path)
     values = read_json(folder.config)
     drawn = _plot_gates(folder, values, _name_of(values), device)
     if drawn is None:
         raise UserError(f"plot: no layer of {folder.path} has a data-dependent forget gate")
-    return drawn
+    model = load_trained(str(folder.path), device).model
+    context = values["train"]["context"]
+    ids, lengths, what = _validation_ids(str(folder.path), values, rows=8, context=context)
+    parts = gate_parts(model, ids, lengths)
+    if not parts:
+        return [drawn]
+    second = folder.path / PARTS_PLOT
+    plots.plot_gate_parts(
+        {layer + 1: both for layer, both in parts.items()},
+        second,
+        title=f"What gates read, on {what}: {_name_of(values)}",
+    )
+    return [drawn, second]
 
 
 def plot_token_mixing(
