@@ -248,7 +248,10 @@ SoftmaxAttention::Operands SoftmaxAttention::operands(
   if (s.output_gate) rows.push_back(s.dim);
   const auto parts = apply_linear(in_proj, x).split_with_sizes(rows, -1);
   const auto in_heads = [&](size_t i) { return parts[i].unflatten(-1, {-1, s.head_dim}); };
-  Operands out{.q = in_heads(0), .k = in_heads(1), .v = in_heads(2)};
+  Operands out;
+  out.q = in_heads(0);
+  out.k = in_heads(1);
+  out.v = in_heads(2);
   if (s.output_gate) out.g = parts[3];
   if (s.kv_shift) {
     const auto mixes = at::sigmoid(widen(apply_linear(shift_proj, x))).chunk(2, -1);

@@ -23,6 +23,7 @@ struct Wkv4Base {
   using Number = Wkv4State<Real>;
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = true;
+  static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
   static constexpr bool kOwnsRun = true;
 
@@ -41,6 +42,8 @@ struct Wkv4Base {
     load_channels(w, p.w, lane, Real(0));
     load_channels(u, p.u, lane, Real(0));
   }
+
+  __device__ void prepare() const {}
 
   /// Kind::store(states, n, D, channel, s) and the like, for every channel of the lane.
   __device__ void store_states(void* states, int64_t row, const Number (&s)[kVec]) const {
