@@ -387,7 +387,8 @@ def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
     record = json.loads(out.read_text(encoding="utf-8"))
     assert record["commit"] == "fedcba"
     assert record["problems"] == []
-    assert {row["op"] for row in record["rows"]} == {"hgru", "linear_scan", "hgru_step"}
+    ops = {"hgru", "linear_scan", "hgru_step", "lru_scan"}
+    assert {row["op"] for row in record["rows"]} == ops
     for row in record["rows"]:
         assert set(row["results"]) == {"copy_", "tidegate"}
         assert row["results"]["tidegate"]["us"] > 0

@@ -79,7 +79,6 @@ def test_json_round_trip(config):
     ("values", "message"),
     [
         ({"widht": 3}, "LMConfig: unknown key 'widht'; known: mixer, vocab_size, dim"),
-        ({"mixer": "fox"}, "mixer: 'fox' is not available in this version; available: hgrn, hgrn2"),
         ({"mixer": "lstm"}, "mixer: 'lstm' is unknown; available: hgrn, hgrn2"),
         (
             {"mixer": "hgrn2", "mixer_options": {"theta": "data"}},
@@ -157,9 +156,13 @@ def test_registry():
         "gla",
         "lru",
         "slru",
-        "transformer",
+        "rwkv4",
         "gated-linear-rnn",
         "gated-rnn",
+        "fox",
+        "fox-pro",
+        "transformer",
+        "transformer-pro",
     ]
     assert LMConfig().mixer == "hgrn2"
     assert CausalLM(LMConfig(), device="meta").blocks[0].mixer.num_heads == 2

@@ -28,35 +28,19 @@ from ..nn import (
 if TYPE_CHECKING:
     from .config import LMConfig
 
-# Names of the public surface; those without a class are not available in this version.
-KNOWN_MIXERS = (
-    "hgrn",
-    "hgrn2",
-    "gla",
-    "lru",
-    "slru",
-    "rwkv4",
-    "gated-linear-rnn",
-    "gated-rnn",
-    "fox",
-    "fox-pro",
-    "transformer",
-    "transformer-pro",
-)
-
 _MIXERS: dict[str, type[nn.Module]] = {
     "hgrn": HGRU,
     "hgrn2": HGRU2,
     "gla": GatedLinearAttention,
     "lru": LRU,
     "slru": SLRU,
+    "rwkv4": RWKV4,
+    "gated-linear-rnn": GatedLinearRNN,
+    "gated-rnn": GatedRNN,
     "fox": ForgettingAttention,
     "fox-pro": ForgettingAttention,
     "transformer": Attention,
     "transformer-pro": Attention,
-    "gated-linear-rnn": GatedLinearRNN,
-    "rwkv4": RWKV4,
-    "gated-rnn": GatedRNN,
 }
 # What a name says beyond its class; a configuration's options go before it.
 _MEANT: dict[str, dict[str, Any]] = {
@@ -75,8 +59,7 @@ def mixer_class(name: str) -> type[nn.Module]:
     """The class of mixer `name`; ValueError when there is none."""
     if name in _MIXERS:
         return _MIXERS[name]
-    what = "is not available in this version" if name in KNOWN_MIXERS else "is unknown"
-    raise ValueError(f"LMConfig: mixer: {name!r} {what}; available: {', '.join(_MIXERS)}")
+    raise ValueError(f"LMConfig: mixer: {name!r} is unknown; available: {', '.join(_MIXERS)}")
 
 
 def option_names(name: str) -> list[str]:

@@ -73,7 +73,7 @@ class RWKV4(KeepsFloat32):
         check_positive("RWKV4", "dim", dim)
         check_choice("RWKV4", "decay_init", decay_init, ("speed", "uniform"))
         if not 0.0 <= depth <= 1.0:
-            raise ValueError(f"RWKV4: depth: expected a number from 0 to 1; got {float(depth)}")
+            raise ValueError(f"RWKV4: depth: expected a number from 0 to 1; got {depth:g}")
         self.dim = dim
         self.time_shift = bool(time_shift)
         self.decay_init = decay_init
