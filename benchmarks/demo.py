@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import harness
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -137,18 +137,6 @@ def demo_figures(path: str) -> dict:
     }
 
 
-def commit() -> str:
-    """The checkout's commit, or "unknown"."""
-    result = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
-
-
 def main() -> int:
     """Runs the comparison and prints or writes its JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -171,7 +159,7 @@ def main() -> int:
         "machine": describe_machine(torch.device("cpu")),
         "python": sys.version.split()[0],
         "tidegate": tidegate.__version__,
-        "commit": commit(),
+        "commit": harness.commit(),
         "validation_bytes": corpus.valid_bytes,
         "baselines": {k: round(v, 4) for k, v in baselines(corpus.train, corpus.valid).items()},
         "others": others,

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import sweep
 
-import tidegate
 from tidegate.training.checkpoint import RunFolder, read_metrics
 from tidegate.training.config import read_json
 from tidegate.training.tasks import make_task
@@ -100,7 +99,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """All methods with the first seed, then all with the next."""
     jobs = [(method, seed) for seed in arguments.seeds for method in arguments.methods]
     devices = sweep.places(arguments.device)
-    begun = time.monotonic()
+    about = {"jobs": len(jobs), "devices": len(devices), "begun": time.monotonic()}
+    about["commit"] = arguments.commit
     children: set[subprocess.Popen[str]] = set()
 
     def run(job: tuple[str, int], number: int) -> dict[str, Any]:
@@ -131,10 +131,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         shared = rows[0]["config"]
         result = {
             "kind": "gate_init",
-            "machine": {**rows[0]["machine"], "devices": len(devices)},
-            "tidegate": tidegate.__version__,
-            "commit": arguments.commit or sweep.commit(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            **sweep.record(rows, **about),
             "task": arguments.task,
             "dummies": arguments.dummies,
             "batch_size": shared["train"]["batch_size"],
@@ -142,8 +139,6 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             "layers": shared["model"]["layers"],
             "dim": shared["model"]["dim"],
             "processes": arguments.processes,
-            "wall_seconds": round(time.monotonic() - begun, 1),
-            "left_out": len(jobs) - len(rows),
             "runs": runs,
         }
         sweep.write_json(arguments.json, result)

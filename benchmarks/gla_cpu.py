@@ -18,12 +18,12 @@ import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 from torch import Tensor
 
@@ -142,17 +142,6 @@ def all_contenders() -> dict[str, Contender]:
     }
 
 
-def commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -174,7 +163,7 @@ def main() -> int:
         "threads": options.threads,
         "load_average": os.getloadavg()[0],
         "versions": {"torch": torch.__version__, "tidegate": tidegate.__version__},
-        "commit": commit(),
+        "commit": harness.commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "results": figures,
     }

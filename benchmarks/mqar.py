@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tidegate
 from tidegate.models import CausalLM, LMConfig
 from tidegate.training.batches import IGNORED
 from tidegate.training.captured import CapturedStep
@@ -173,7 +172,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         for mixer in MIXERS
     ]
     devices = sweep.places(arguments.device)
-    begun = time.monotonic()
+    about = {"jobs": len(jobs), "devices": len(devices), "begun": time.monotonic()}
+    about["commit"] = arguments.commit
 
     def run(job: tuple[int, int, str, float], number: int) -> dict[str, Any]:
         length, width, mixer, rate = job
@@ -195,14 +195,9 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         order = ("length", "width", "mixer", "learning_rate")
         runs.sort(key=lambda row: [row[name] for name in order])
         result = {
-            "machine": {**rows[0]["machine"], "devices": len(devices)},
-            "tidegate": tidegate.__version__,
-            "commit": arguments.commit or sweep.commit(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            **sweep.record(rows, **about),
             "seed": arguments.seed,
             "processes": arguments.processes,
-            "wall_seconds": round(time.monotonic() - begun, 1),
-            "left_out": len(jobs) - len(rows),
             "runs": runs,
         }
         sweep.write_json(arguments.json, result)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
+import harness
 import torch
 
+import tidegate
 from tidegate.training.runtime import resolve_device
 
 Job = TypeVar("Job")
@@ -59,19 +60,21 @@ def sweep(
     return result
 
 
+def record(
+    rows: Sequence[dict[str, Any]], *, jobs: int, devices: int, begun: float, commit: str | None
+) -> dict[str, Any]:
+    """What the JSON of every sweep begins with. begun: time.monotonic() at the start."""
+    return {
+        "machine": {**rows[0]["machine"], "devices": devices},
+        "tidegate": tidegate.__version__,
+        "commit": harness.commit(commit),
+        "date": harness.today(),
+        "wall_seconds": round(time.monotonic() - begun, 1),
+        "left_out": jobs - len(rows),
+    }
+
+
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Writes the result where there is a path."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def commit() -> str | None:
-    """The commit of the checkout that this file is in."""
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).resolve().parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or None

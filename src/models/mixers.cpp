@@ -111,11 +111,9 @@ void visit_options(nn::SLRUOptions& options, const Visit& visit) {
   visit("r_max", options.r_max());
 }
 
-template <typename Visit>
-void visit_options(nn::AttentionOptions& options, const Visit& visit) {
-  visit("num_heads", options.num_heads());
-  visit("preset", options.preset());
-  visit("num_kv_heads", options.num_kv_heads());
+// What both kinds of attention switch.
+template <typename Options, typename Visit>
+void visit_switches(Options& options, const Visit& visit) {
   visit("qk_norm", options.qk_norm());
   visit("qk_norm_shared", options.qk_norm_shared());
   visit("output_gate", options.output_gate());
@@ -124,6 +122,14 @@ void visit_options(nn::AttentionOptions& options, const Visit& visit) {
   visit("kv_shift", options.kv_shift());
   visit("rope", options.rope());
   visit("window", options.window());
+}
+
+template <typename Visit>
+void visit_options(nn::AttentionOptions& options, const Visit& visit) {
+  visit("num_heads", options.num_heads());
+  visit("preset", options.preset());
+  visit("num_kv_heads", options.num_kv_heads());
+  visit_switches(options, visit);
   visit("norm_eps", options.norm_eps());
   visit("qk_norm_eps", options.qk_norm_eps());
 }
@@ -135,14 +141,7 @@ void visit_options(nn::ForgettingAttentionOptions& options, const Visit& visit) 
   visit("num_kv_heads", options.num_kv_heads());
   visit("gate", options.gate());
   visit("gate_init", options.gate_init());
-  visit("qk_norm", options.qk_norm());
-  visit("qk_norm_shared", options.qk_norm_shared());
-  visit("output_gate", options.output_gate());
-  visit("output_activation", options.output_activation());
-  visit("output_norm", options.output_norm());
-  visit("kv_shift", options.kv_shift());
-  visit("rope", options.rope());
-  visit("window", options.window());
+  visit_switches(options, visit);
   visit("prune", options.prune());
   visit("drop_pruned", options.drop_pruned());
   visit("norm_eps", options.norm_eps());

@@ -140,9 +140,6 @@ struct ChunkStates {
   int64_t heads = 0;
   int key_slices = 0, value_slices = 0;
 
-  __host__ __device__ int64_t elements(int64_t slots) const {
-    return slots * heads * key_slices * value_slices * 32;
-  }
   __device__ uint4* tile(int64_t slot, int64_t head, int key_slice, int value_slice) const {
     return data + (((slot * heads + head) * key_slices + key_slice) * value_slices + value_slice) *
                       int64_t{32};

@@ -22,7 +22,7 @@ namespace tidegate::kernels {
 /// Columns of a state that a block keeps; more are shared among blocks.
 constexpr int kStateColumns = 128;
 
-enum class StateDirection : uint8_t { kForward, kAdjoint };
+constexpr int kDirections = 2;  // of a walk: states forwards, their gradients backwards
 
 struct StatePass {
   GlaParams params = {};
@@ -31,11 +31,11 @@ struct StatePass {
   void* dh0 = nullptr;
   Cuts chunks = {};
   Cuts segments = {};
-  int first_direction = 0, directions = 2;
   bool split = false;     // states start from segment_states instead of h0 and dh_final
   bool map_only = false;  // walk from zero and write segment_states and segment_decays
   ChunkFactors factors = {};
-  ChunkStates states[2] = {};       // [direction], at the boundaries where the walk enters a chunk
+  ChunkStates states[kDirections] =
+      {};                           // [direction], at the boundaries where the walk enters a chunk
   float* segment_states = nullptr;  // [direction][slot][H][K][V]
   float* segment_decays = nullptr;  // [direction][slot][H][K]
 
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   extern __shared__ __align__(16) char shared[];
   auto index = static_cast<int>(blockIdx.x);
   const int heads = static_cast<int>(pass.params.heads);
-  const int direction = index % pass.directions + pass.first_direction;
-  index /= pass.directions;
+  const int direction = index % kDirections;
+  index /= kDirections;
   const int column_tile = index % pass.column_tiles();
   index /= pass.column_tiles();
   const int head = index % heads, slot = index / heads;
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int64_t blocks = (size + kCombineThreads - 1) / kCombineThreads;
   const int64_t element = blockIdx.x % blocks * kCombineThreads + threadIdx.x;
   const int64_t head = blockIdx.x / blocks % p.heads, n = blockIdx.x / blocks / p.heads;
-  const int direction = static_cast<int>(blockIdx.y) + pass.first_direction;
+  const auto direction = static_cast<int>(blockIdx.y);
   if (element >= size) {
     return;
   }

@@ -80,8 +80,7 @@ cudaError_t launch(const StatePass& pass, const ChunkBackward& work, cudaStream_
     maps.map_only = true;
     TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::walk_states(maps, stream));
     const int64_t blocks = ceil_div(p.key_dim * p.value_dim, kCombineThreads);
-    const dim3 grid(static_cast<unsigned>(blocks * p.layout.sequences * p.heads),
-                    static_cast<unsigned>(pass.directions));
+    const dim3 grid(static_cast<unsigned>(blocks * p.layout.sequences * p.heads), kDirections);
     combine_segments_kernel<float><<<grid, kCombineThreads, 0, stream>>>(pass);
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }

@@ -34,7 +34,7 @@ cudaError_t TensorBackwardUnit<T>::walk_states(const StatePass& pass, cudaStream
   const auto kernel = state_pass_kernel<T>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_memory(kernel, bytes));
   const auto threads = static_cast<unsigned>(p.key_dim / kBlock * 32);
-  const int64_t blocks = pass.segments.slots * p.heads * pass.column_tiles() * pass.directions;
+  const int64_t blocks = pass.segments.slots * p.heads * pass.column_tiles() * kDirections;
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

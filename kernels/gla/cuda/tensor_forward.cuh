@@ -10,7 +10,6 @@
 namespace tidegate::kernels {
 
 constexpr int kMaxWarps = 16;  // of a block, of 128 registers a thread
-constexpr int kMaxConsumers = kTileColumns / 16;
 constexpr int kMaxSlots = 16;
 
 struct TensorForward {

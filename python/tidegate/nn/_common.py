@@ -127,6 +127,19 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def bounded_gate(logits: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lambda = gamma + (1 - gamma) * sigmoid(logits), and 1 - lambda, in the logits' type.
+
+    sigmoid(-logits), not 1 - sigmoid(logits): the latter loses its digits when the gate is open. An
+    open gate likewise: next to one, the sum above is off by roundings that every step repeats.
+    """
+    decay, rest = torch.sigmoid(logits), torch.sigmoid(-logits)
+    if gamma is None:
+        return decay, rest
+    rest = (1 - gamma) * rest
+    return torch.where(logits < 0, gamma + (1 - gamma) * decay, 1 - rest), rest
+
+
 class KeepsFloat32(nn.Module):
     """A module whose tensors named in `_float32_names` never become bf16 or fp16.
 

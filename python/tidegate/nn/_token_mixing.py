@@ -67,17 +67,6 @@ def head_mixing(q: Tensor, k: Tensor, log_decay: Tensor, scale: float = 1.0) -> 
     return mixing
 
 
-def bounded_gate(logits: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lambda = gamma + (1 - gamma) * sigmoid(logits), and 1 - lambda, in float64."""
-    logits = logits.double()
-    rest = torch.sigmoid(-logits)
-    if gamma is None:
-        return torch.sigmoid(logits), rest
-    gamma = gamma.double()
-    rest = (1 - gamma) * rest
-    return torch.where(logits < 0, gamma + (1 - gamma) * torch.sigmoid(logits), 1 - rest), rest
-
-
 def activated(x: Tensor, activation: str) -> Tensor:
     """x under "none", "silu" or "sigmoid"."""
     functions = {"none": lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
-from .._sharding import fill
-from ._common import check_mixer_input, check_positive, empty_state, make_linear, uniform_
-from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
-from ._token_mixing import bounded_gate, elementwise_mixing
+from ._common import bounded_gate, check_mixer_input
+from ._gate_init import gumbel_gate
+from ._minimal_rnn import MinimalGatedRNN
+from ._token_mixing import elementwise_mixing
 
 
-class GatedLinearRNN(nn.Module):
+class GatedLinearRNN(MinimalGatedRNN):
     """Minimal gated linear RNN: a token mixer (equations 2 to 4 of the paper)::
 
         z_t = sigmoid(W_z x_t + b_z)
@@ -41,10 +39,6 @@ class GatedLinearRNN(nn.Module):
     Raises ValueError for options that are unknown.
     """
 
-    bidirectional = False
-    needs_gamma = False
-    has_gate_logits = True
-
     def __init__(
         self,
         dim: int,
@@ -55,15 +49,8 @@ class GatedLinearRNN(nn.Module):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__()
-        check_positive("GatedLinearRNN", "dim", dim)
-        parse_gate_init("GatedLinearRNN", gate_init, dim)
-        check_gumbel_gate("GatedLinearRNN", gumbel_gate)
-        self.dim = dim
-        self.gate_init = gate_init
-        self.gumbel_gate = gumbel_gate
+        super().__init__(dim, gate_init, gumbel_gate, device, dtype)
         self.lower_bound = bool(lower_bound)
-        self.in_proj = make_linear(dim, 2 * dim, True, device, dtype)
         self.reset_parameters()
 
     @property
@@ -79,29 +66,7 @@ class GatedLinearRNN(nn.Module):
     def reset_parameters(self) -> None:
         """in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
         gate_init."""
-        uniform_(self.in_proj.weight, 1.0 / math.sqrt(self.dim))
-        fill(self.in_proj.bias.detach(), self._draw_bias)
-
-    def _draw_bias(self, t: Tensor) -> None:
-        bound = 1.0 / math.sqrt(self.dim)
-        ops.init_uniform_(t, -bound, bound)
-        parse_gate_init("GatedLinearRNN", self.gate_init, self.dim).draw(t[: self.dim], self.dim)
-
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, dim]``.
-
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        weight = self.in_proj.weight
-        return empty_state(weight, batch, self.dim, device=device, dtype=dtype)
+        self._reset_in_proj()
 
     def forward(
         self,
@@ -146,7 +111,8 @@ class GatedLinearRNN(nn.Module):
         noise. Row t, column s: the weight of token s in h_t. x ``[B, T, dim]``."""
         check_mixer_input("GatedLinearRNN.token_mixing", x, self.dim)
         self._check_gamma(gamma)
-        return elementwise_mixing(*bounded_gate(self.gate_logits(x), gamma))
+        bound = None if gamma is None else gamma.double()
+        return elementwise_mixing(*bounded_gate(self.gate_logits(x).double(), bound))
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
         if gamma is None:
@@ -158,12 +124,6 @@ class GatedLinearRNN(nn.Module):
         if gamma.dim() != 1 or gamma.size(0) != self.dim:
             raise ValueError(
                 f"GatedLinearRNN: gamma: expected [dim={self.dim}]; got {tuple(gamma.shape)}"
-            )
-
-    def _check_state(self, state: Tensor) -> None:
-        if state.dim() != 2 or state.size(-1) != self.dim:
-            raise ValueError(
-                f"GatedLinearRNN: state: expected [N, {self.dim}]; got {tuple(state.shape)}"
             )
 
     def extra_repr(self) -> str:

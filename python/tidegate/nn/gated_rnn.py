@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
-from .._sharding import fill
-from ._common import check_mixer_input, check_positive, empty_state, make_linear, uniform_
-from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
+from ._common import check_mixer_input, make_linear, uniform_
+from ._gate_init import gumbel_gate
+from ._minimal_rnn import MinimalGatedRNN
 
 
-class GatedRNN(nn.Module):
+class GatedRNN(MinimalGatedRNN):
     """Minimal gated RNN, whose gate reads the state: a token mixer (equations 5 to 7 of the
     paper)::
 
@@ -42,10 +42,7 @@ class GatedRNN(nn.Module):
     Raises ValueError for options that are unknown.
     """
 
-    bidirectional = False
-    needs_gamma = False
     takes_gamma = False
-    has_gate_logits = True
 
     def __init__(
         self,
@@ -56,45 +53,15 @@ class GatedRNN(nn.Module):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__()
-        check_positive("GatedRNN", "dim", dim)
-        parse_gate_init("GatedRNN", gate_init, dim)
-        check_gumbel_gate("GatedRNN", gumbel_gate)
-        self.dim = dim
-        self.gate_init = gate_init
-        self.gumbel_gate = gumbel_gate
-        self.in_proj = make_linear(dim, 2 * dim, True, device, dtype)
+        super().__init__(dim, gate_init, gumbel_gate, device, dtype)
         self.state_proj = make_linear(dim, dim, False, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
         gate_init; state_proj uniform on +-1/sqrt(dim)."""
-        bound = 1.0 / math.sqrt(self.dim)
-        uniform_(self.in_proj.weight, bound)
-        fill(self.in_proj.bias.detach(), self._draw_bias)
-        uniform_(self.state_proj.weight, bound)
-
-    def _draw_bias(self, t: Tensor) -> None:
-        bound = 1.0 / math.sqrt(self.dim)
-        ops.init_uniform_(t, -bound, bound)
-        parse_gate_init("GatedRNN", self.gate_init, self.dim).draw(t[: self.dim], self.dim)
-
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, dim]``.
-
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        weight = self.in_proj.weight
-        return empty_state(weight, batch, self.dim, device=device, dtype=dtype)
+        self._reset_in_proj()
+        uniform_(self.state_proj.weight, 1.0 / math.sqrt(self.dim))
 
     def forward(
         self,
@@ -146,10 +113,6 @@ class GatedRNN(nn.Module):
     def _check_gamma(self, gamma: Tensor | None) -> None:
         if gamma is not None:
             raise ValueError("GatedRNN: gamma: expected None; got a tensor")
-
-    def _check_state(self, state: Tensor) -> None:
-        if state.dim() != 2 or state.size(-1) != self.dim:
-            raise ValueError(f"GatedRNN: state: expected [N, {self.dim}]; got {tuple(state.shape)}")
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}"

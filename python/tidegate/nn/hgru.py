@@ -14,6 +14,7 @@ from .._sharding import fill
 from ._common import (
     NORMS,
     KeepsFloat32,
+    bounded_gate,
     check_choice,
     check_mixer_input,
     check_positive,
@@ -503,14 +504,7 @@ class HGRU(KeepsFloat32):
         elif self.forget_gate == "bound":
             decay, rest = gamma, 1 - gamma
         else:
-            f = widen(parts["f"])
-            # sigmoid(-f), not 1 - sigmoid(f): the latter loses its digits when the gate is open.
-            decay, rest = torch.sigmoid(f), torch.sigmoid(-f)
-            if gamma is not None:
-                # An open gate likewise: next to one, gamma + (1 - gamma) * decay would be off by
-                # roundings that every step repeats.
-                rest = (1 - gamma) * rest
-                decay = torch.where(f < 0, gamma + (1 - gamma) * decay, 1 - rest)
+            decay, rest = bounded_gate(widen(parts["f"]), gamma)
         if self.input_gate == "free":
             return decay, torch.sigmoid(widen(parts["i"]))
         return decay, rest if self.input_gate == "tied" else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ._common import (
     NORMS,
+    bounded_gate,
     check_choice,
     check_mixer_input,
     check_positive,
@@ -19,7 +20,7 @@ from ._common import (
     reset_linear,
     reset_norm,
 )
-from ._token_mixing import activated, bounded_gate, head_mixing
+from ._token_mixing import activated, head_mixing
 
 ACTIVATIONS = ("none", "silu", "sigmoid")
 
@@ -239,7 +240,8 @@ class HGRU2(nn.Module):
         self._refuse_bidirectional("token_mixing()")
         check_mixer_input("HGRU2.token_mixing", x, self.dim)
         q, f, _ = self._project(x)
-        decay, k = bounded_gate(f, self._split_gamma(gamma))
+        gamma = self._split_gamma(gamma)
+        decay, k = bounded_gate(f.double(), None if gamma is None else gamma.double())
         return head_mixing(activated(q, self.q_activation), k, decay.log(), self.scale)
 
     def _refuse_bidirectional(self, what: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM, SequenceClassifier
+from ..nn._common import bounded_gate
 
 
 def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tensor:
@@ -59,11 +60,9 @@ def forget_gates(
         if not getattr(block.mixer, "has_gate_logits", False):
             continue
         # One product more than the layer needs, but it asks for nothing but the projection.
-        gate = torch.sigmoid(block.mixer.gate_logits(x).float()).flatten(0, 1).T
-        if gamma is not None:
-            bound = gamma.float()[:, None]
-            gate = bound + (1 - bound) * gate
-        gates.append(gate.cpu().numpy())
+        logits = block.mixer.gate_logits(x).float()
+        gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
+        gates.append(gate.flatten(0, 1).T.cpu().numpy())
     return gates
 
 

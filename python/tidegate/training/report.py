@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from ..models import CausalLM, SequenceClassifier
 from .checkpoint import METRICS_FILE, RunFolder, read_metrics
 from .config import read_json
 from .errors import UserError
@@ -79,8 +81,7 @@ def plot_run(
         drawn.append(folder.path / ACCURACY_PLOT)
         plots.plot_accuracy(metrics, drawn[-1], title=title, chance=data["chance"])
     if folder.checkpoint.exists():
-        gates_plot = _plot_gates(folder, values, name, device)
-        drawn += [gates_plot] if gates_plot else []
+        drawn += _plot_forget_gates(folder, values, _examined(folder, values, device))
     return drawn
 
 
@@ -95,22 +96,18 @@ def plot_gates(path: str | Path, device: str = "auto") -> list[Path]:
 
     folder = _with_checkpoint(path)
     values = read_json(folder.config)
-    drawn = _plot_gates(folder, values, _name_of(values), device)
-    if drawn is None:
+    seen = _examined(folder, values, device)
+    drawn = _plot_forget_gates(folder, values, seen)
+    if not drawn:
         raise UserError(f"plot: no layer of {folder.path} has a data-dependent forget gate")
-    model = load_trained(str(folder.path), device).model
-    context = values["train"]["context"]
-    ids, lengths, what = _validation_ids(str(folder.path), values, rows=8, context=context)
-    parts = gate_parts(model, ids, lengths)
-    if not parts:
-        return [drawn]
-    second = folder.path / PARTS_PLOT
-    plots.plot_gate_parts(
-        {layer + 1: both for layer, both in parts.items()},
-        second,
-        title=f"What gates read, on {what}: {_name_of(values)}",
-    )
-    return [drawn, second]
+    if parts := gate_parts(seen.model, seen.ids, seen.lengths):
+        drawn.append(folder.path / PARTS_PLOT)
+        plots.plot_gate_parts(
+            {layer + 1: both for layer, both in parts.items()},
+            drawn[-1],
+            title=f"What gates read, on {seen.what}: {_name_of(values)}",
+        )
+    return drawn
 
 
 def plot_token_mixing(
@@ -184,26 +181,40 @@ def _validation_ids(
     return ids, None, "validation text"
 
 
-def _plot_gates(folder: RunFolder, values: dict, name: str, device: str) -> Path | None:
+class _Examined(NamedTuple):
+    """A trained model and what its gates are looked at with; see `_validation_ids`."""
+
+    model: CausalLM | SequenceClassifier
+    ids: torch.Tensor
+    lengths: torch.Tensor | None
+    what: str
+
+
+def _examined(folder: RunFolder, values: dict, device: str) -> _Examined:
+    path, context = str(folder.path), values["train"]["context"]
+    model = load_trained(path, device).model
+    return _Examined(model, *_validation_ids(path, values, rows=8, context=context))
+
+
+def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list[Path]:
+    """Draws forget_gates.png; nothing where no layer has a data-dependent forget gate."""
     from .. import plots
 
-    model = load_trained(str(folder.path), device).model
-    context = values["train"]["context"]
-    ids, lengths, what = _validation_ids(str(folder.path), values, rows=8, context=context)
-    gates = forget_gates(model, ids, lengths)
+    model = seen.model
+    gates = forget_gates(model, seen.ids, seen.lengths)
     if not gates:
-        return None
+        return []
     untrained = initial_model(values, type(model)).to(next(model.parameters()).device)
     bounds = [None if gamma is None else float(gamma.detach().mean()) for gamma in model.gammas()]
     path = folder.path / GATES_PLOT
     plots.plot_forget_gates(
         gates,
         path,
-        title=f"Forget gates on {what}: {name}",
+        title=f"Forget gates on {seen.what}: {_name_of(values)}",
         bounds=None if None in bounds else bounds,
-        before=forget_gates(untrained, ids, lengths),
+        before=forget_gates(untrained, seen.ids, seen.lengths),
     )
-    return path
+    return [path]
 
 
 def mixer_in_words(mixer: str | list[str]) -> str:

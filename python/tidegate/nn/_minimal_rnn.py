@@ -1,0 +1,67 @@
+"""What the minimal gated RNNs share: one projection of x, and how their gates start."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .._sharding import fill
+from ._common import check_positive, empty_state, make_linear, uniform_
+from ._gate_init import check_gumbel_gate, parse_gate_init
+
+
+class MinimalGatedRNN(nn.Module):
+    """`GatedLinearRNN` and `GatedRNN`, but for the recurrence."""
+
+    bidirectional = False
+    needs_gamma = False
+    has_gate_logits = True
+
+    def __init__(
+        self, dim: int, gate_init: str, gumbel_gate: float | None, device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        self._name = type(self).__name__
+        check_positive(self._name, "dim", dim)
+        parse_gate_init(self._name, gate_init, dim)
+        check_gumbel_gate(self._name, gumbel_gate)
+        self.dim = dim
+        self.gate_init = gate_init
+        self.gumbel_gate = gumbel_gate
+        self.in_proj = make_linear(dim, 2 * dim, True, device, dtype)
+
+    def _reset_in_proj(self) -> None:
+        """Weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
+        gate_init."""
+        uniform_(self.in_proj.weight, 1.0 / math.sqrt(self.dim))
+        fill(self.in_proj.bias.detach(), self._draw_bias)
+
+    def _draw_bias(self, t: Tensor) -> None:
+        bound = 1.0 / math.sqrt(self.dim)
+        ops.init_uniform_(t, -bound, bound)
+        parse_gate_init(self._name, self.gate_init, self.dim).draw(t[: self.dim], self.dim)
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, dim]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size.
+        """
+        weight = self.in_proj.weight
+        return empty_state(weight, batch, self.dim, device=device, dtype=dtype)
+
+    def _check_state(self, state: Tensor) -> None:
+        if state.dim() != 2 or state.size(-1) != self.dim:
+            raise ValueError(
+                f"{self._name}: state: expected [N, {self.dim}]; got {tuple(state.shape)}"
+            )
