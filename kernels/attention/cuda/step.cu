@@ -10,34 +10,68 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kOwn = 8;     // numbers of a row that a lane holds
-constexpr int kHeads = 4;   // query heads that read a key together
-constexpr int kPart = 128;  // keys that are in shared memory as scores at a time
+constexpr int kOwn = 8;            // numbers of a row that a lane holds
+constexpr int kHeads = 4;          // query heads that read a key together
+constexpr int kTile = 64;          // keys that are scores in shared memory at a time, at most
+constexpr int kPerLane = 2;        // of them, for each lane of the warp that weighs them
+constexpr int kTileBytes = 16384;  // of keys, and of values, in a stage
+constexpr int kMostStages = 3;
 constexpr int kMaxDim = static_cast<int>(kMaxAttentionHeadDim);
+static_assert(kTile == 32 * kPerLane);
 
 /// A partial result: o times its sum, then maximum, sum, and the sum of the part's gates.
 __host__ __device__ constexpr int64_t partial_numbers(int64_t head_dim) { return head_dim + 3; }
 
 struct Step {
   ForgettingAttentionStepParams params = {};
-  int64_t part = 0;     // keys of a split
   int lanes_a_row = 0;  // that share a row, a power of two
+  int tile = 0;         // keys of a tile, at most kTile
+  int tile_bytes = 0;   // of keys, and of values, a multiple of 16
+  int stages = 0;       // tiles under way or in use
+};
+
+/// Where the splits of one sequence lie: as equal as tiles allow, over the keys that it really has.
+struct Splits {
+  int64_t oldest, length, part;
+
+  __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch) {
+    length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
+    oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
+    const int64_t equal = (length - oldest + p.plan.splits - 1) / p.plan.splits;
+    part = (equal + kTile - 1) / kTile * kTile;
+  }
+  __device__ int64_t begin(int64_t split) const { return min(length, oldest + split * part); }
+  __device__ int64_t used() const { return part == 0 ? 0 : (length - oldest + part - 1) / part; }
 };
 
 /// How a lane's kOwn numbers of a row lie: packs of kVec, kOwn / kVec of them.
 template <class E, int kVec>
 struct RowPacks {
   using Real = typename Register<E>::type;
+  using Bits = typename Pack<E, kVec>::Bits;
   static constexpr int kPacks = kOwn / kVec;
   Pack<E, kVec> packs[kPacks];
+
+  /// Where pack n of a lane begins.
+  __device__ static int channel(int n, int lane, int lanes) { return (lane + n * lanes) * kVec; }
 
   __device__ void load(const E* row, int lane, int lanes, int dim) {
 #pragma unroll
     for (int n = 0; n < kPacks; ++n) {
-      const int d = (lane + n * lanes) * kVec;
+      const int d = channel(n, lane, lanes);
       packs[n] = {};
       if (d < dim) {
-        packs[n] = load_streaming<E, kVec>(row + d);
+        packs[n].bits = *reinterpret_cast<const Bits*>(row + d);
+      }
+    }
+  }
+  /// The lane's part of a row, on its way to shared memory: only this lane reads it there.
+  __device__ static void copy(E* to, const E* row, int lane, int lanes, int dim) {
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) {
+      const int d = channel(n, lane, lanes);
+      if (d < dim) {
+        copy_async<kVec* static_cast<int>(sizeof(E))>(to + d, row + d);
       }
     }
   }
@@ -46,37 +80,156 @@ struct RowPacks {
 
 template <class E, int kVec>
 __device__ int channel_of(int own, int lane, int lanes) {
-  return (lane + own / kVec * lanes) * kVec + own % kVec;
+  return RowPacks<E, kVec>::channel(own / kVec, lane, lanes) + own % kVec;
 }
 
+/// Sums dots over the lanes of a row and stores them at `scores`, one a head. Each exchange halves
+/// the heads that a lane still adds up, as long as there are lanes for that.
+template <class Real>
+__device__ void store_sums(const Real (&dots)[kHeads], int lane, int lanes, bool exists,
+                           Real* scores) {
+  static_assert(kHeads == 4);
+  if (lanes >= 4) {
+    const bool high = (lane & (lanes / 2)) != 0, odd = (lane & (lanes / 4)) != 0;
+    const Real a =
+        (high ? dots[2] : dots[0]) + __shfl_xor_sync(~0u, high ? dots[0] : dots[2], lanes / 2);
+    const Real b =
+        (high ? dots[3] : dots[1]) + __shfl_xor_sync(~0u, high ? dots[1] : dots[3], lanes / 2);
+    Real sum = (odd ? b : a) + __shfl_xor_sync(~0u, odd ? a : b, lanes / 4);
+    for (int s = lanes / 8; s > 0; s /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, s);
+    }
+    if ((lane & (lanes / 4 - 1)) == 0 && exists) {
+      scores[2 * high + odd] = sum;
+    }
+    return;
+  }
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    Real sum = dots[h];
+    if (lanes == 2) {
+      sum += __shfl_xor_sync(~0u, sum, 1);
+    }
+    if (lane == 0 && exists) {
+      scores[h] = sum;
+    }
+  }
+}
+
+/// What a warp knows of the head that it weighs, the same in all of its lanes.
+template <class Real>
+struct HeadState {
+  Real maximum = -static_cast<Real>(INFINITY), total = 0;
+  double gates = 0;  // from the newest key of the split back
+
+  /// Gates of a lane's keys in a tile whose newest key is `last` - 1; zero before `begin`.
+  __device__ static void load_gates(const AttentionRows<const Real>& log_f, int64_t begin,
+                                    int64_t last, int own, Real (&gates)[kPerLane]) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int64_t j = last - 1 - kPerLane * own - i;
+      gates[i] = j >= begin ? *log_f.row(j) : Real(0);
+    }
+  }
+
+  /// Scores of the tile's `count` keys become weights against the largest score so far; returns
+  /// the factor that earlier weights shrink by. `log_f`: of the lane's keys, from the newest back.
+  __device__ Real weigh(Real (*scores)[kHeads], int head, int count, int own,
+                        const Real (&log_f)[kPerLane]) {
+    double gate[kPerLane], sum_of_lane = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      gate[i] = static_cast<double>(log_f[i]);
+      gate[i] = gate[i] < kLeastLogGate ? kLeastLogGate : gate[i];
+      sum_of_lane += gate[i];
+    }
+    double through = sum_of_lane;  // of this lane's keys and all after them
+#pragma unroll
+    for (int s = 1; s < 32; s *= 2) {
+      const double newer = __shfl_up_sync(~0u, through, s);
+      through += own >= s ? newer : 0.0;
+    }
+    double after = __shfl_up_sync(~0u, through, 1);  // of the keys after this lane's
+    after = gates + (own == 0 ? 0.0 : after);
+    Real score[kPerLane], top = maximum;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int j = count - 1 - kPerLane * own - i;
+      if (j >= 0) {
+        score[i] = static_cast<Real>(static_cast<double>(scores[j][head]) + after);
+        top = larger(top, score[i]);
+      }
+      after += gate[i];
+    }
+    gates += __shfl_sync(~0u, through, 31);
+    top = warp_max(top);
+    const Real against = top == -static_cast<Real>(INFINITY) ? Real(0) : top;
+    Real sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int j = count - 1 - kPerLane * own - i;
+      if (j >= 0) {
+        const Real weight = exponential(score[i] - against);
+        scores[j][head] = weight;
+        sum += weight;
+      }
+    }
+    const Real factor = exponential(maximum - against);
+    total = fused(total, factor, warp_sum(sum));
+    maximum = top;
+    return factor;
+  }
+};
+
 /// A block takes one split of one head of keys, for up to kHeads of its query heads at a time.
+/// Tiles of keys and values are copied to shared memory step.stages - 1 tiles ahead, each number by
+/// the lane that will read it; scores and weights are what the block exchanges, in two buffers.
 template <class E, int kVec>
-__global__ void __launch_bounds__(kThreads) step_kernel(const Step step) {
+__global__ void __launch_bounds__(kThreads, sizeof(E) == 8 ? 1 : 2) step_kernel(const Step step) {
   using Real = typename Register<E>::type;
-  __shared__ Real scores[kHeads][kPart];
-  __shared__ Real rows[kWarps][kMaxDim];
-  __shared__ Real shrink[kHeads];
+  using Packs = RowPacks<E, kVec>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ __align__(16) Real scores[2][kTile][kHeads];
+  __shared__ Real shrink[2][kHeads];
   const ForgettingAttentionStepParams& p = step.params;
-  const int warp = threadIdx.x / 32, lanes = step.lanes_a_row;
-  const int lane = threadIdx.x % lanes, row_of_warp = threadIdx.x % 32 / lanes;
-  const int rows_a_warp = 32 / lanes, rows_a_block = kWarps * rows_a_warp;
+  const int warp = threadIdx.x / 32, own = threadIdx.x % 32, lanes = step.lanes_a_row;
+  const int lane = own % lanes, rows_a_block = kThreads / lanes;
+  const int first_row = static_cast<int>(threadIdx.x) / lanes;  // of a tile, that this lane shares
   const auto dim = static_cast<int>(p.head_dim);
   const int64_t batch = blockIdx.z, key_head = blockIdx.y, split = blockIdx.x;
-  const int64_t length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
-  const int64_t oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
-  const int64_t begin = max(oldest, split * step.part);
-  const int64_t end = min(length, (split + 1) * step.part);
+  const Splits splits(p, batch);
+  const int64_t begin = splits.begin(split), end = splits.begin(split + 1);
   const int64_t group = p.heads / p.key_heads;
+  const auto tiles = static_cast<int>((end - begin + step.tile - 1) / step.tile);
   const AttentionRows<const E> keys(p.k, batch, 0, key_head), values(p.v, batch, 0, key_head);
-  const Real none = -static_cast<Real>(INFINITY);
+
+  const auto keys_at = [&](int tile) {
+    return reinterpret_cast<E*>(shared + tile % step.stages * 2 * step.tile_bytes);
+  };
+  const auto values_at = [&](int tile) {
+    return reinterpret_cast<E*>(shared + (tile % step.stages * 2 + 1) * step.tile_bytes);
+  };
+  const auto copy_tile = [&](int tile) {
+    if (tile < tiles) {
+      const int64_t last = end - int64_t{tile} * step.tile, first = max(begin, last - step.tile);
+      const auto count = static_cast<int>(last - first);
+      for (int j = first_row; j < count; j += rows_a_block) {
+        Packs::copy(keys_at(tile) + j * dim, keys.row(first + j), lane, lanes, dim);
+      }
+      for (int j = first_row; j < count; j += rows_a_block) {
+        Packs::copy(values_at(tile) + j * dim, values.row(first + j), lane, lanes, dim);
+      }
+    }
+    commit_copies();
+  };
 
   for (int64_t first_head = key_head * group; first_head < (key_head + 1) * group;
        first_head += kHeads) {
     const int heads = static_cast<int>(min(int64_t{kHeads}, (key_head + 1) * group - first_head));
+    for (int tile = 0; tile < step.stages - 1; ++tile) {
+      copy_tile(tile);
+    }
     Real query[kHeads][kOwn], sums[kHeads][kOwn] = {};
-    // What a warp knows of its own head, the same in all of its lanes: head `warp`, where there is.
-    Real maximum = none, total = 0;
-    double gates = 0;  // from the newest key of the split back
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const E* q = AttentionRows<const E>(p.q, batch, 0, first_head + min(h, heads - 1)).first;
@@ -87,122 +240,105 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const Step step) {
             d < dim ? static_cast<Real>(p.scale) * static_cast<Real>(widen(q[d])) : Real(0);
       }
     }
-    for (int64_t last = end; last > begin; last -= kPart) {
-      const int64_t first = max(begin, last - kPart);
+    HeadState<Real> state;  // of head `warp`, where there is one
+    const AttentionRows<const Real> log_f(p.log_f, batch, 0, first_head + min(warp, heads - 1));
+    Real gates[kPerLane] = {};
+    if (warp < heads) {
+      state.load_gates(log_f, begin, end, own, gates);
+    }
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int64_t last = end - int64_t{tile} * step.tile, first = max(begin, last - step.tile);
       const auto count = static_cast<int>(last - first);
-      for (int j = warp * rows_a_warp + row_of_warp; j - row_of_warp < count; j += rows_a_block) {
-        RowPacks<E, kVec> key;
-        key.load(keys.row(first + min(j, count - 1)), lane, lanes, dim);
+      Real(*const weights)[kHeads] = scores[tile % 2];
+      if (step.stages > 2) {
+        wait_for_copies<kMostStages - 2>();
+      } else {
+        wait_for_copies<0>();
+      }
+      const E* const key_rows = keys_at(tile);
+      for (int j = first_row; j - first_row < count; j += rows_a_block) {  // all lanes of a warp
+        Packs key = {};
+        if (j < count) {
+          key.load(key_rows + j * dim, lane, lanes, dim);
+        }
+        Real dots[kHeads];
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
-          Real dot = 0;
+          dots[h] = 0;
 #pragma unroll
           for (int i = 0; i < kOwn; ++i) {
-            dot = fused(query[h][i], key.get(i), dot);
-          }
-          for (int s = lanes / 2; s > 0; s /= 2) {
-            dot += __shfl_xor_sync(~0u, dot, s);
-          }
-          if (lane == 0 && j < count) {
-            scores[h][j] = dot;
+            dots[h] = fused(query[h][i], key.get(i), dots[h]);
           }
         }
+        store_sums(dots, lane, lanes, j < count, weights[min(j, count - 1)]);
       }
       __syncthreads();
+      copy_tile(tile + step.stages - 1);  // where the tile before this one was
       if (warp < heads) {
-        const int own = threadIdx.x % 32;
-        const AttentionRows<const Real> log_f(p.log_f, batch, first, first_head + warp);
-        Real top = maximum;
-        // From the newest group of 32 keys back, each key with the gates after it.
-        for (int newest = count; newest > 0; newest -= 32) {
-          const int j = newest - 1 - own;
-          double gate = 0;
-          if (j >= 0) {
-            gate = static_cast<double>(*log_f.row(j));
-            gate = gate < kLeastLogGate ? kLeastLogGate : gate;
-          }
-          double through = gate;  // of this key and those after it
-#pragma unroll
-          for (int s = 1; s < 32; s *= 2) {
-            const double newer = __shfl_up_sync(~0u, through, s);
-            through += own >= s ? newer : 0.0;
-          }
-          if (j >= 0) {
-            const Real score = static_cast<Real>(static_cast<double>(scores[warp][j]) +
-                                                 (gates + (through - gate)));
-            scores[warp][j] = score;
-            top = larger(top, score);
-          }
-          gates += __shfl_sync(~0u, through, 31);
-        }
-        top = warp_max(top);
-        const Real against = top == none ? Real(0) : top;
-        Real sum = 0;
-        for (int j = own; j < count; j += 32) {
-          const Real weight = exponential(scores[warp][j] - against);
-          scores[warp][j] = weight;
-          sum += weight;
-        }
-        const Real factor = exponential(maximum - against);
-        total = fused(total, factor, warp_sum(sum));
-        maximum = top;
+        const Real factor = state.weigh(weights, warp, count, own, gates);
+        state.load_gates(log_f, begin, last - step.tile, own, gates);
         if (own == 0) {
-          shrink[warp] = factor;
+          shrink[tile % 2][warp] = factor;
         }
       }
       __syncthreads();
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
+        const Real factor = h < heads ? shrink[tile % 2][h] : Real(0);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-          sums[h][i] *= h < heads ? shrink[h] : Real(0);
+          sums[h][i] *= factor;
         }
       }
-      for (int j = warp * rows_a_warp + row_of_warp; j < count; j += rows_a_block) {
-        RowPacks<E, kVec> value;
-        value.load(values.row(first + j), lane, lanes, dim);
+      const E* const value_rows = values_at(tile);
+      for (int j = first_row; j < count; j += rows_a_block) {
+        Packs value;
+        value.load(value_rows + j * dim, lane, lanes, dim);
+        Real weight[kHeads];
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
-          if (h < heads) {
-            const Real weight = scores[h][j];
+          weight[h] = weights[j][h];
+        }
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-              sums[h][i] = fused(weight, value.get(i), sums[h][i]);
-            }
+        for (int h = 0; h < kHeads; ++h) {
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) {
+            sums[h][i] = fused(weight[h], value.get(i), sums[h][i]);
           }
         }
       }
-      __syncthreads();
     }
 
+    wait_for_copies<0>();
+    __syncthreads();  // the stages are free: the warps' sums meet there
+    Real* const rows = reinterpret_cast<Real*>(shared);
     const int64_t stride = partial_numbers(p.head_dim);
-    for (int h = 0; h < heads; ++h) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h >= heads) break;
       Real* const partial = static_cast<Real*>(p.workspace) +
                             ((batch * p.heads + first_head + h) * gridDim.x + split) * stride;
 #pragma unroll
-      for (int which = 0; which < kHeads; ++which) {  // registers know no index
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          Real sum = sums[which][i];
-          for (int s = lanes; s < 32; s *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, s);
-          }
-          const int d = channel_of<E, kVec>(i, lane, lanes);
-          if (which == h && row_of_warp == 0 && d < dim) {
-            rows[warp][d] = sum;
-          }
+      for (int i = 0; i < kOwn; ++i) {
+        Real sum = sums[h][i];
+        for (int s = lanes; s < 32; s *= 2) {
+          sum += __shfl_xor_sync(~0u, sum, s);
+        }
+        const int d = channel_of<E, kVec>(i, lane, lanes);
+        if (own < lanes && d < dim) {
+          rows[warp * kMaxDim + d] = sum;
         }
       }
-      if (warp == h && threadIdx.x % 32 == 0) {
-        partial[dim] = maximum;
-        partial[dim + 1] = total;
-        partial[dim + 2] = static_cast<Real>(gates);
+      if (warp == h && own == 0) {
+        partial[dim] = state.maximum;
+        partial[dim + 1] = state.total;
+        partial[dim + 2] = static_cast<Real>(state.gates);
       }
       __syncthreads();
       for (int d = static_cast<int>(threadIdx.x); d < dim; d += kThreads) {
         Real sum = 0;
         for (int w = 0; w < kWarps; ++w) {
-          sum += rows[w][d];
+          sum += rows[w * kMaxDim + d];
         }
         partial[d] = sum;
       }
@@ -212,32 +348,49 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const Step step) {
 }
 
 /// o of one query head: from the newest split to the oldest, between which and the query the gates
-/// of all newer splits lie.
+/// of all newer splits lie. A lane weighs a split, each thread sums one channel.
 template <class E>
 __global__ void __launch_bounds__(kMaxDim) combine_kernel(const Step step) {
   using Real = typename Register<E>::type;
   const ForgettingAttentionStepParams& p = step.params;
-  const int64_t head = blockIdx.x, batch = blockIdx.y, splits = p.plan.splits;
+  const int64_t head = blockIdx.x, batch = blockIdx.y;
   const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
-  const int64_t length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
-  const int64_t oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
-  const int64_t first = oldest / step.part, last = (length + step.part - 1) / step.part;
-  const Real* const partials =
-      static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * splits * stride;
-  double maximum = -INFINITY, total = 0, sum = 0, gates = 0;
+  const int own = threadIdx.x % 32;
   const auto d = static_cast<int64_t>(threadIdx.x);
-  for (int64_t split = last - 1; split >= first; --split) {
-    const Real* partial = partials + split * stride;
-    const double here = static_cast<double>(partial[dim]) + gates;
-    const double top = fmax(maximum, here);
-    const double against = top == -INFINITY ? 0.0 : top;
-    const double old = exp(maximum - against), factor = exp(here - against);
-    total = total * old + factor * static_cast<double>(partial[dim + 1]);
-    if (d < dim) {
-      sum = sum * old + factor * static_cast<double>(partial[d]);
+  const Real* const partials =
+      static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * p.plan.splits * stride;
+  double maximum = -INFINITY, total = 0, sum = 0, gates = 0;
+  for (int64_t newest = Splits(p, batch).used(); newest > 0; newest -= 32) {
+    const int64_t split = newest - 1 - own;
+    double top = -INFINITY, weight = 0, through = 0;
+    if (split >= 0) {
+      const Real* const numbers = partials + split * stride + dim;
+      top = static_cast<double>(numbers[0]);
+      weight = static_cast<double>(numbers[1]);
+      through = static_cast<double>(numbers[2]);
     }
-    maximum = top;
-    gates += static_cast<double>(partial[dim + 2]);
+#pragma unroll
+    for (int s = 1; s < 32; s *= 2) {
+      const double newer = __shfl_up_sync(~0u, through, s);
+      through += own >= s ? newer : 0.0;
+    }
+    const double newer = __shfl_up_sync(~0u, through, 1);
+    top += gates + (own == 0 ? 0.0 : newer);
+    const double best = fmax(maximum, warp_max(top));
+    const double against = best == -INFINITY ? 0.0 : best;
+    const double old = exp(maximum - against), factor = split >= 0 ? exp(top - against) : 0.0;
+    total = total * old + warp_sum(factor * weight);
+    sum *= old;
+    const int count = static_cast<int>(min(int64_t{32}, newest));
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const double share = __shfl_sync(~0u, factor, i);
+      if (d < dim) {
+        sum += share * static_cast<double>(partials[(newest - 1 - i) * stride + d]);
+      }
+    }
+    maximum = best;
+    gates += __shfl_sync(~0u, through, 31);
   }
   if (d < dim) {
     AttentionRows<E>(p.o, batch, 0, head).first[d] =
@@ -245,15 +398,13 @@ __global__ void __launch_bounds__(kMaxDim) combine_kernel(const Step step) {
   }
 }
 
-/// Splits of at least kPart keys, as many as fill the device a few times.
-cudaError_t divide_cache(const ForgettingAttentionStepParams& p, int64_t* part, int64_t* splits) {
+/// As many splits as fill the device a few times, of 128 keys or more where the cache is full.
+cudaError_t count_splits(const ForgettingAttentionStepParams& p, int64_t* splits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t blocks = std::max<int64_t>(1, p.layout.batch * p.key_heads);
-  const int64_t wanted = std::max<int64_t>(1, (8 * limits.multiprocessors + blocks - 1) / blocks);
-  const int64_t keys = (std::max<int64_t>(p.capacity, 1) + wanted - 1) / wanted;
-  *part = (keys + kPart - 1) / kPart * kPart;
-  *splits = (std::max<int64_t>(p.capacity, 1) + *part - 1) / *part;
+  const int64_t wanted = (8 * limits.multiprocessors + blocks - 1) / blocks;
+  *splits = std::max<int64_t>(1, std::min(wanted, (p.capacity + 127) / 128));
   return cudaSuccess;
 }
 
@@ -264,24 +415,37 @@ bool aligned(const HeadSeries& t) {
 }
 
 template <class E, int kVec>
-void launch_step(Step step, int64_t splits, cudaStream_t stream) {
+cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
+  constexpr auto* kKernel = &step_kernel<E, kVec>;
   const ForgettingAttentionStepParams& p = step.params;
   // As few lanes as hold a row: the others take other rows.
   step.lanes_a_row = 1;
   while (step.lanes_a_row < 32 && step.lanes_a_row * kOwn < p.head_dim) {
     step.lanes_a_row *= 2;
   }
-  const dim3 grid(static_cast<unsigned>(splits), static_cast<unsigned>(p.key_heads),
+  const auto row_bytes = static_cast<int>(p.head_dim * static_cast<int64_t>(sizeof(E)));
+  step.tile = kTile;
+  while (step.tile * row_bytes > kTileBytes) {
+    step.tile /= 2;
+  }
+  step.tile_bytes = (step.tile * row_bytes + 15) / 16 * 16;
+  constexpr int kStatic = 2 * (kTile + 1) * kHeads * static_cast<int>(sizeof(double));
+  constexpr int kMost = kMostStages * 2 * kTileBytes;
+  step.stages = kMost + kStatic <= shared_bytes ? kMostStages : 2;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(step.stages * 2 * kTileBytes));
+  constexpr int kSums = kWarps * kMaxDim * static_cast<int>(sizeof(typename Register<E>::type));
+  const int bytes = std::max(step.stages * 2 * step.tile_bytes, kSums);
+  const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));
-  step_kernel<E, kVec><<<grid, kThreads, 0, stream>>>(step);
+  kKernel<<<grid, kThreads, bytes, stream>>>(step);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
                                 ForgettingAttentionPlan* plan) {
-  int64_t part = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(divide_cache(params, &part, &plan->splits));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(count_splits(params, &plan->splits));
   plan->workspace_bytes = params.layout.batch * params.heads * plan->splits *
                           partial_numbers(params.head_dim) *
                           element_size(state_dtype(params.q.dtype));
@@ -291,22 +455,19 @@ cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
 cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStream_t stream) {
   Step step;
   step.params = params;
-  int64_t splits = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(divide_cache(params, &step.part, &splits));
-  with_element(params.q.dtype, [&]<class E>() {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  return with_element(params.q.dtype, [&]<class E>() {
     constexpr int kVec = 16 / sizeof(E);
     const bool whole = params.head_dim % kVec == 0 && aligned(params.k) && aligned(params.v);
-    if (whole) {
-      launch_step<E, kVec>(step, splits, stream);
-    } else {
-      launch_step<E, 1>(step, splits, stream);
-    }
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        (whole ? launch_step<E, kVec> : launch_step<E, 1>)(step, limits.shared_bytes, stream));
     const dim3 heads(static_cast<unsigned>(params.heads),
                      static_cast<unsigned>(params.layout.batch));
     combine_kernel<E>
         <<<heads, static_cast<unsigned>((params.head_dim + 31) / 32 * 32), 0, stream>>>(step);
+    return cudaGetLastError();
   });
-  return cudaGetLastError();
 }
 
 }  // namespace tidegate::kernels
