@@ -86,6 +86,7 @@ class Contender(NamedTuple):
     tolerance: float
     before: Callable[[], object] = lambda: None  # run once before the first call
     graph: bool = True  # False: enqueued on a stream instead
+    flops: float = 0  # 0: rates of computation say nothing of it
 
 
 def copy_contender(work: Work, direction: str, sets: int, device: torch.device) -> Contender:

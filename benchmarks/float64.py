@@ -131,6 +131,41 @@ def gated_linear_attention(
     return torch.cat(rows), state
 
 
+def forgetting_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, d_o: Tensor | None = None, rows: int = 1024
+) -> tuple[Tensor, ...]:
+    """o of one head, and with d_o also dq, dk, dv and dlog f; q, d_o [Tq, D], k, v [Tk, D], log_f
+    [Tk], float64. The last query is on the last key.
+
+    o_i = sum over j <= i of softmax_j(q_i . k_j / sqrt(D) + c_i - c_j) v_j with c = cumsum(log f)
+    (arXiv 2503.02130, eq. 10), `rows` queries at a time.
+    """
+    keys, past, scale = len(k), len(k) - len(q), q.shape[-1] ** -0.5
+    c = log_f.cumsum(0)
+    o, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    sums = torch.zeros_like(c)  # of dS over its row, less those over its column
+    for at in range(0, len(q), rows):
+        part = slice(at, min(at + rows, len(q)))
+        seen = slice(0, past + part.stop)
+        place = torch.arange(past + part.start, past + part.stop, device=q.device)
+        scores = scale * (q[part] @ k[seen].mT) + c[place, None] - c[seen]
+        later = torch.arange(keys, device=q.device)[seen] > place[:, None]
+        weights = scores.masked_fill_(later, -torch.inf).softmax(-1)
+        o[part] = weights @ v[seen]
+        if d_o is None:
+            continue
+        delta = (d_o[part] * o[part]).sum(-1, keepdim=True)
+        ds = weights * (d_o[part] @ v[seen].mT - delta)
+        dq[part] = scale * (ds @ k[seen])
+        dk[seen] += scale * (ds.mT @ q[part])
+        dv[seen] += weights.mT @ d_o[part]
+        sums[place] += ds.sum(-1)
+        sums[seen] -= ds.sum(0)
+    if d_o is None:
+        return (o,)
+    return o, dq, dk, dv, sums.flip(0).cumsum(0).flip(0)
+
+
 def distance(found: Tensor, expected: Tensor) -> float:
     """`relative_error` of tensors, computed where they are."""
     error = float((found.double() - expected).norm() / expected.norm().clamp_min(1e-300))

@@ -3,6 +3,8 @@
 
     python benchmarks/peers.py --out benchmarks/results/peers_h200.json
     python benchmarks/peers.py --groups gla --out benchmarks/results/peers_gla_h200.json
+    python benchmarks/peers.py --groups attention --paper-kernel forgetting_attention.py \
+        --out benchmarks/results/peers_attention_h200.json
 
 Every contender runs in the same harness (harness.py): K calls on K sets of inputs in one CUDA
 graph, replayed in turns, medians; nobody's host time counts. What is timed was checked against
@@ -10,7 +12,8 @@ float64 loops first. Peers that are not installed are named and left out. `--dev
 goes the same way through small shapes, without peers.
 
 The groups: of the scans, four pieces of work with aims ("issue"), a sweep of twelve training
-shapes ("sweep"), a plain scan and the decoding step ("extra"); gated linear attention ("gla").
+shapes ("sweep"), a plain scan and the decoding step ("extra"); gated linear attention ("gla");
+forgetting attention ("attention").
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import sys
 import time
 from pathlib import Path
 
+import attention_contenders
 import gla_contenders
 import harness
 import torch
+from attention_contenders import AttentionWork, KernelOfPeer
 from contenders import (
     PEERS,
     AcceleratedScan,
@@ -45,7 +50,8 @@ from gla_contenders import FlaGla, GlaWork
 
 import tidegate
 
-Peers = dict[str, Fla | AcceleratedScan | FlaGla]
+AnyWork = Work | GlaWork | AttentionWork
+Peers = dict[str, Fla | AcceleratedScan | FlaGla | KernelOfPeer]
 
 NOTES = (
     "us: median time of one call; K calls on K sets of inputs lie in one CUDA graph, contenders "
@@ -70,6 +76,21 @@ GLA_NOTES = (
     "elsewhere.",
     "peak_bytes: allocated at the peak of one forward and backward pass, above what was allocated "
     "before the inputs were: inputs, results, their gradients and workspace included.",
+)
+ATTENTION_NOTES = (
+    *NOTES[:2],
+    "TFLOP/s count the products of causal attention, 4 B H T T/2 D forward and 2.5 times that "
+    "backward, whatever a kernel does; whole calls, sums of gates and all. Inputs are bf16, [B, T, "
+    "H, D]; gates logsigmoid(N(0, 1) + 8), where work is pruned logsigmoid(N(0, 1)).",
+    "matmul: bf16, 8192 x 8192 x 8192, in the same harness, in turns with the others.",
+    "Backward passes are the ops that autograd calls, the two Triton implementations' without "
+    "autograd; torch's attentions without gates run theirs by autograd, on a stream.",
+    "pruned: each row drops less than exp(-10) of its weight, which is the bound of the paper's "
+    'kernel in its mode "auto". fla does not prune.',
+    "The error is the largest of o, or of dq, dk, dv and dlog f; the peers' is that of dlog f.",
+    "extra_bytes_a_row: memory at the peak of one forward and backward pass beyond inputs, outputs "
+    "and gradients, a row and head; the design allows 24, and 4 D more where dq is summed in fp32.",
+    "Decoding reads K, V and gates of a full cache; percent_of_copy is over their bytes.",
 )
 
 ISSUE = [
@@ -107,7 +128,9 @@ EXTRA = [
     Work("hgru_step", 1, 1, 2048, "extra"),
     Work("hgru_step", 256, 1, 2048, "extra"),
 ]
-GROUPS = ("issue", "sweep", "extra", "gla")
+GROUPS = ("issue", "sweep", "extra", "gla", "attention")
+NOTES_OF = {"gla": GLA_NOTES, "attention": ATTENTION_NOTES}  # of a run of one group
+WORKS = ISSUE + SWEEP + EXTRA + gla_contenders.WORKS + attention_contenders.WORKS
 TINY = [
     Work("hgru", 2, 33, 24, "issue", (80, 75)),
     Work("hgru", 3, 17, 8, "issue", (80, 70), complex=True),
@@ -118,6 +141,7 @@ TINY = [
     Work("linear_scan", 2, 21, 16, "extra"),
     Work("hgru_step", 4, 1, 16, "extra"),
     *gla_contenders.TINY,
+    *attention_contenders.TINY,
 ]
 
 
@@ -129,14 +153,22 @@ class Bench:
         self.rows: list[dict[str, object]] = []
         self.problems: list[str] = []
 
-    def contenders(self, work: Work | GlaWork, direction: str, sets: int) -> dict[str, object]:
+    def contenders(self, work: AnyWork, direction: str, sets: int) -> dict[str, object]:
         """Name -> a function that makes the contender; copies first."""
         device = self.device
+        if isinstance(work, AttentionWork) and not work.is_step:
+            return attention_contenders.makers(
+                work, direction, sets, device, self.peers, self.options.tiny
+            )
         makers: dict[str, object] = {
             "copy_": lambda: copy_contender(work, direction, sets, device),
         }
         if device.type == "cuda":  # in a graph a copy is a node of another kind than a kernel
             makers["copy_ on a stream"] = lambda: makers["copy_"]()._replace(graph=False)
+        if isinstance(work, AttentionWork):
+            return makers | {
+                "tidegate": lambda: attention_contenders.tidegate_step(work, sets, device)
+            }
         if isinstance(work, GlaWork):
             fla = self.peers.get("fla.gla")
             return makers | gla_contenders.makers(work, direction, sets, device, fla)
@@ -178,12 +210,13 @@ class Bench:
         self.problems.append(f"{what}: {type(problem).__name__}: {reason}"[:300])
         print("PROBLEM " + self.problems[-1], flush=True)
 
-    def run(self, work: Work | GlaWork, direction: str) -> None:
+    def run(self, work: AnyWork, direction: str) -> None:
         """Measures one row."""
         moved = work.bytes(direction)
         sets = harness.sets_needed(moved, self.device, self.options.tiny)
         runners: dict[str, harness.Runner] = {}
         results: dict[str, dict[str, object]] = {}
+        flops: dict[str, float] = {}
         for name, make in self.contenders(work, direction, sets).items():
             try:
                 contender = make()
@@ -191,6 +224,7 @@ class Bench:
             except Exception as problem:  # one contender's failure must not cost the whole run
                 self.report_problem(f"{work} {direction}, {name}", problem)
                 continue
+            flops[name] = contender.flops
             results[name] = {
                 "bytes": contender.bytes,
                 "error": float(f"{error:.2e}"),
@@ -202,12 +236,17 @@ class Bench:
             fla = self.peers.get("fla.gla") if "fla.chunk_gla" in results else None
             for name, peak in gla_contenders.peak_memory(work, self.device, fla).items():
                 results[name]["peak_bytes"] = peak
+        if isinstance(work, AttentionWork) and not work.is_step and self.device.type == "cuda":
+            memory = attention_contenders.extra_memory(work, direction, self.device)
+            results.get("tidegate", {}).update(memory)
         for name, seconds in times.items():
             results[name] |= harness.summary(seconds, results[name]["bytes"])
+            if flops[name]:
+                results[name]["tflops"] = round(flops[name] / results[name]["us"] * 1e-6, 1)
         self.add_row(work, direction, moved, sets, results)
 
     def add_row(
-        self, work: Work | GlaWork, direction: str, moved: int, sets: int, results: dict[str, dict]
+        self, work: AnyWork, direction: str, moved: int, sets: int, results: dict[str, dict]
     ) -> None:
         """Adds percentages and the figures beside peers, records the row and prints it."""
         copies = [result["us"] for name, result in results.items() if name.startswith("copy_")]
@@ -237,8 +276,9 @@ class Bench:
 
 
 def others(results: dict[str, dict]) -> list[str]:
-    """The contenders of other libraries."""
-    return [name for name in results if name != "tidegate" and not name.startswith("copy_")]
+    """The contenders of other libraries that compute the same."""
+    beside = ("tidegate", "copy_", "matmul", "SDPA")
+    return [name for name in results if not name.startswith(beside)]
 
 
 def reaches_goal(row: dict) -> bool | None:
@@ -248,13 +288,31 @@ def reaches_goal(row: dict) -> bool | None:
         return None
     if row.get("goal_ms"):
         return ours["us"] <= 1000 * row["goal_ms"]
+    if row.get("goal_tflops"):
+        return ours["tflops"] >= row["goal_tflops"]
     if row.get("goal_percent") and "percent_of_copy" in ours:
         return ours["percent_of_copy"] >= row["goal_percent"]
     return None
 
 
+def attention_line(row: dict) -> str:
+    """One short line of rates."""
+    sizes = " ".join(f"{letter}{row[letter]}" for letter in "BTHD")
+    parts = [f"{row['op']} {sizes} {row['direction']}{' pruned' if row.get('prune') else ''}"]
+    for name, result in row["results"].items():
+        rate = f" {result['tflops']:.0f}TF" if "tflops" in result else ""
+        memory = f" +{result['extra_bytes_a_row']}B/row" if "extra_bytes_a_row" in result else ""
+        parts.append(f"{name} {result['us']:.0f}us{rate}{memory}")
+        if name == "tidegate":
+            goal = row.get("goal_ms") or row["goal_tflops"]
+            parts[-1] += f" (goal {goal}: {'ok' if reaches_goal(row) else 'MISSED'})"
+    return " | ".join(parts)
+
+
 def line_of(row: dict) -> str:
     """One short line a row."""
+    if row.get("goal_tflops") or "prune" in row:
+        return attention_line(row)
     kind = ("c" if row.get("complex") else "") + row["dtype"].replace("float", "")
     sizes = " ".join(f"{letter}{row[letter]}" for letter in "BTDH" if letter in row)
     shape = f"{row['op']:11.11} {kind:6} {sizes}"
@@ -296,7 +354,7 @@ def summary_of(rows: list[dict], problems: list[str]) -> list[str]:
     return lines
 
 
-def compile_peers(works: list[Work | GlaWork]) -> None:
+def compile_peers(works: list[AnyWork], peers: Peers, options: argparse.Namespace) -> None:
     """Fills Triton's cache with all of fla's variants, many at once: minutes become seconds."""
     command = [sys.executable, __file__]
     channels = sorted({w.channels for w in works if w.op == "hgru" and not w.complex})
@@ -304,6 +362,10 @@ def compile_peers(works: list[Work | GlaWork]) -> None:
     if any(isinstance(work, GlaWork) for work in works):
         cores = os.cpu_count() or 1
         tasks += [["--compile-gla", str(part), str(cores)] for part in range(cores)]
+    if any(isinstance(work, AttentionWork) for work in works):
+        kernel = ["--paper-kernel", options.paper_kernel] if options.paper_kernel else []
+        jobs = [i for i, (name, _) in enumerate(attention_contenders.jobs()) if name in peers]
+        tasks += [[*kernel, "--compile-attention", str(i)] for i in jobs]
     children = [
         subprocess.Popen([*command, *task], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for task in tasks
@@ -355,8 +417,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--compile-only", action="store_true", help="fill Triton's cache, time nothing"
     )
+    parser.add_argument(
+        "--paper-kernel",
+        default=os.environ.get("TIDEGATE_PAPER_KERNEL"),
+        metavar="FILE",
+        help="forgetting_attention.py of zhixuan-lin/forgetting-transformer (or "
+        "$TIDEGATE_PAPER_KERNEL)",
+    )
     parser.add_argument("--compile-fla", type=int, metavar="D", help=argparse.SUPPRESS)
     parser.add_argument("--compile-gla", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--compile-attention", type=int, metavar="JOB", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -368,24 +438,26 @@ def main() -> int:
     if options.compile_gla:
         FlaGla().compile(*options.compile_gla)
         return 0
+    if options.compile_attention is not None:
+        name, work = attention_contenders.jobs()[options.compile_attention]
+        attention_contenders.loaders(options.paper_kernel)[name]().compile(work)
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("peers: no CUDA device is visible; --device cpu --tiny tries the script")
     device = torch.device(options.device)
     begin = time.perf_counter()
     torch.manual_seed(0)
-    loaders = {**(PEERS if options.groups != ["gla"] else {})}
+    loaders = {**(PEERS if not {"gla", "attention"}.issuperset(options.groups) else {})}
     if "gla" in options.groups:
         loaders["fla.gla"] = FlaGla
+    if "attention" in options.groups:
+        loaders |= attention_contenders.loaders(options.paper_kernel)
     peers, missing = ({}, []) if options.no_peers else available_peers(device, loaders)
     for line in missing:
         print(line, flush=True)
-    works = [
-        w
-        for w in (TINY if options.tiny else ISSUE + SWEEP + EXTRA + gla_contenders.WORKS)
-        if w.group in options.groups
-    ]
+    works = [w for w in (TINY if options.tiny else WORKS) if w.group in options.groups]
     if peers:
-        compile_peers(works)
+        compile_peers(works, peers, options)
         print(f"fla's kernels compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     if options.compile_only:
         return 0
@@ -397,7 +469,7 @@ def main() -> int:
         "machine": harness.describe_machine(device),
         "versions": versions(peers),
         "missing": missing,
-        "notes": NOTES if options.groups != ["gla"] else GLA_NOTES,
+        "notes": NOTES_OF.get("".join(options.groups), NOTES),
         "rows": bench.rows,
         "problems": bench.problems,
     }

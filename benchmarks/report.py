@@ -54,7 +54,8 @@ def percent(value: float | None) -> str:
 def shape_of(row: Record) -> str:
     kind = "complex " if row.get("complex") else ""
     dtype = DTYPES.get(row["dtype"], row["dtype"])
-    return f"{kind}{dtype} " + " ".join(f"{size}{row[size]}" for size in "BTDHKV" if size in row)
+    sizes = ("B", "T", "H", "Hkv", "D", "K", "V")
+    return f"{kind}{dtype} " + " ".join(f"{size}{row[size]}" for size in sizes if size in row)
 
 
 def peer_cell(row: Record) -> str:
@@ -121,6 +122,71 @@ def gla_table(record: Record) -> list[str]:
     return [*table(GLA_HEAD, (gla_row(row, rows) for row in rows)), ""] if rows else []
 
 
+ATTENTION_HEAD = (
+    *(
+        "work",
+        "direction",
+        "time",
+        "TFLOP/s",
+        "aim",
+        "matrix products",
+        "fla",
+        "the paper's kernel",
+    ),
+    *("FlashAttention-2, no gate", "cuDNN, no gate", "bytes a row and head beside, allowed"),
+)
+ATTENTION_BESIDE = (
+    "matmul",
+    "fla.parallel_forgetting_attn",
+    "paper's forgetting_attention",
+    "SDPA FlashAttention-2, no gate",
+    "SDPA cuDNN, no gate",
+)
+
+
+def attention_row(row: Record) -> list[str]:
+    """Rates; where work is pruned, times."""
+    ours, pruned = row["results"].get("tidegate"), "prune" in row
+    title = f"`{row['op']}` {shape_of(row)}" + (f" prune {row['prune']:.1e}" if pruned else "")
+    if ours is None:
+        return [title, row["direction"], "failed", *[""] * (len(ATTENTION_HEAD) - 3)]
+
+    def rate(name: str) -> str:
+        result = row["results"].get(name)
+        if result is None:
+            return ""
+        return (
+            microseconds(result["us"]) if pruned and name != "matmul" else f"{result['tflops']:.0f}"
+        )
+
+    memory = ""
+    if "extra_bytes_a_row" in ours:
+        memory = f"{ours['extra_bytes_a_row']:.1f}, {ours['goal_bytes_a_row']}"
+    return [
+        title,
+        row["direction"],
+        microseconds(ours["us"]),
+        "" if pruned else f"{ours['tflops']:.0f}",
+        f"{1000 * row['goal_ms']:.0f} us" if pruned else f"{row['goal_tflops']}",
+        *map(rate, ATTENTION_BESIDE),
+        memory,
+    ]
+
+
+def attention_table(record: Record) -> list[str]:
+    """Forgetting attention: rates, and the step beside a copy."""
+    rows = [row for row in record["rows"] if row["group"] == "attention"]
+    if not rows:
+        return []
+    passes = [row for row in rows if not row["op"].endswith("_step")]
+    steps = [gpu_row(row) for row in rows if row["op"].endswith("_step")]
+    return [
+        *table(ATTENTION_HEAD, map(attention_row, passes)),
+        "",
+        *(["Decoding:", "", *table(GPU_HEAD, steps), ""] if steps else []),
+    ]
+
+
 def machine_line(record: Record) -> str:
     """GPU, driver, versions, commit."""
     gpu = record["machine"].get("gpu", {})
@@ -150,7 +216,7 @@ def sweep_line(record: Record) -> str | None:
 
 def gpu_readme(record: Record) -> list[str]:
     rows = [gpu_row(row) for row in record["rows"] if row["group"] == "issue"]
-    lines = [machine_line(record) + ":", "", *gla_table(record)]
+    lines = [machine_line(record) + ":", "", *gla_table(record), *attention_table(record)]
     lines += [*table(GPU_HEAD, rows), ""] if rows else []
     lines += [
         "GB/s count each tensor once; copy speed is `copy_` moving as many bytes in the same run "
@@ -158,6 +224,12 @@ def gpu_readme(record: Record) -> list[str]:
     ]
     sweep = sweep_line(record)
     return lines + ([sweep] if sweep else []) + [""]
+
+
+ATTENTIONS = {  # group -> title, table
+    "gla": ("Gated linear attention", gla_table),
+    "attention": ("Forgetting attention", attention_table),
+}
 
 
 def gpu_page(record: Record) -> list[str]:
@@ -174,10 +246,10 @@ def gpu_page(record: Record) -> list[str]:
         if rows:
             lines += [f"### {title}", "", *table(GPU_HEAD, map(gpu_row, rows)), ""]
             lines += every_figure(rows)
-    attention = gla_table(record)
-    if attention:
-        rows = [row for row in record["rows"] if row["group"] == "gla"]
-        lines += ["### Gated linear attention", "", *attention, *every_figure(rows)]
+    for group, (title, table_of) in ATTENTIONS.items():
+        rows = [row for row in record["rows"] if row["group"] == group]
+        if rows:
+            lines += [f"### {title}", "", *table_of(record), *every_figure(rows)]
     problems = record["problems"]
     return lines + (["Problems:", "", *(f"- {p}" for p in problems), ""] if problems else [])
 

@@ -21,6 +21,8 @@ done
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   "$python" benchmarks/peers.py --out "$out/peers.json" --commit "$commit"
   "$python" benchmarks/peers.py --groups gla --out "$out/peers_gla.json" --commit "$commit"
+  "$python" benchmarks/peers.py --groups attention --out "$out/peers_attention.json" \
+    --commit "$commit"
   "$python" benchmarks/gla_errors.py --out "$out/gla_errors.json" --commit "$commit"
 elif ((!ran)); then
   die "nothing to run: no benchmark binary, and no CUDA device for benchmarks/peers.py"

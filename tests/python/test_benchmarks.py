@@ -361,6 +361,47 @@ def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
     assert "PROBLEM" in capsys.readouterr().out
 
 
+def test_forgetting_attention_dry_run_writes_a_result_that_the_report_reads(checkout):
+    out = checkout / "benchmarks" / "results" / "peers_attention_h200.json"
+    options = ("--groups", "attention", "--rounds", 1, "--budget", 0, "--out", out)
+    timed = run_on_cpu("peers.py", *options)
+    assert timed.returncode == 0, timed.stdout + timed.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert "forgetting-transformer: not timed, it needs a GPU" in record["missing"]
+    assert [(row["op"], row["direction"], "prune" in row) for row in record["rows"]] == [
+        ("forgetting_attention", "forward", False),
+        ("forgetting_attention", "backward", False),
+        ("forgetting_attention", "deterministic backward", False),
+        ("forgetting_attention", "forward", True),
+        ("forgetting_attention", "backward", True),
+        ("forgetting_attention_step", "forward", False),
+    ]
+    for row in record["rows"]:
+        assert 0 < row["results"]["tidegate"]["error"] < 1e-2
+    assert run_report("--root", checkout).returncode == 0
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert "| `forgetting_attention` bf16 B2 T70 H2 D32 | deterministic backward |" in readme
+    assert "| `forgetting_attention_step` bf16 B3 T40 H4 Hkv2 D16 | forward |" in readme
+
+
+def test_float64_attention_has_the_gradients_that_autograd_finds(scripts):
+    float64 = scripts("float64")
+    rng = torch.Generator().manual_seed(0)
+    q, d_o = (torch.randn(50, 8, dtype=torch.float64, generator=rng) for _ in range(2))
+    k, v = (torch.randn(70, 8, dtype=torch.float64, generator=rng) for _ in range(2))
+    gates = torch.randn(70, dtype=torch.float64, generator=rng)
+    leaves = [q, k, v, torch.nn.functional.logsigmoid(gates)]
+    found = float64.forgetting_attention(*leaves, d_o, rows=16)
+    leaves = [t.requires_grad_() for t in leaves]
+    c = leaves[3].cumsum(0)
+    scores = leaves[0] @ leaves[1].T * 8**-0.5 + c[20:, None] - c
+    later = torch.ones(50, 70, dtype=torch.bool).triu(21)
+    o = scores.masked_fill(later, -torch.inf).softmax(-1) @ leaves[2]
+    expected = (o, *torch.autograd.grad(o, leaves, d_o))
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
 def test_gated_rnn_dry_run_writes_a_result_that_the_report_reads(checkout):
     out = checkout / "benchmarks" / "results" / "gated_rnn_h200.json"
     options = ("--rounds", 1, "--budget", 0.01, "--commit", "fedcba", "--out", out)
