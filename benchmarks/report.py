@@ -5,9 +5,9 @@
     python benchmarks/report.py --check    # fails when one is not what the results say
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
-of the CPU kernels ("benchmarks"), gla_cpu.py's, gla_errors.py's and gated_rnn.py's by their "kind",
-and the demo's comparison ("others"). README shows the rows that have an aim; docs/benchmarks.md
-shows every row.
+of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, gla_errors.py's and
+gated_rnn.py's by their "kind", and the demo's comparison ("others"). README shows the rows that
+have an aim; docs/benchmarks.md shows every row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from report_attention import attention_cpu_page, attention_cpu_section, attention_table
+from report_tables import (
+    DTYPES,
+    GPU_HEAD,
+    Record,
+    cpu_where,
+    gpu_row,
+    microseconds,
+    percent,
+    shape_of,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 NOTHING = "No results are committed yet."
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # Percent of copy speed asked of the CPU: hgru real fp32 B4 T2048 D1024 on two threads.
 CPU_GOALS = {
     ("avx512", "forward"): 60,
@@ -30,60 +42,7 @@ CPU_GOALS = {
     ("avx2", "backward"): 30,
 }
 
-Record = dict
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-
-
-def microseconds(value: float) -> str:
-    """With the digits that mean something."""
-    return f"{value:,.0f} us" if value >= 100 else f"{value:.1f} us"
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}%"
-
-
 # ---- peers.py ----
-
-
-def shape_of(row: Record) -> str:
-    kind = "complex " if row.get("complex") else ""
-    dtype = DTYPES.get(row["dtype"], row["dtype"])
-    sizes = ("B", "T", "H", "Hkv", "D", "K", "V")
-    return f"{kind}{dtype} " + " ".join(f"{size}{row[size]}" for size in sizes if size in row)
-
-
-def peer_cell(row: Record) -> str:
-    """The fastest other library, and how many times as long it takes."""
-    if "best_peer" not in row:
-        return ""
-    name = row["best_peer"]
-    result = row["results"][name]
-    time = microseconds(result["us"])
-    return f"{name}: {time}, {result['gb_per_s']:.0f} GB/s, {row['times_best_peer']:.1f}x"
-
-
-def gpu_row(row: Record) -> list[str]:
-    ours, copied = row["results"].get("tidegate"), row["results"].get("copy_")
-    if ours is None:
-        return [f"`{row['op']}` {shape_of(row)}", row["direction"], "failed", "", "", "", ""]
-    return [
-        f"`{row['op']}` {shape_of(row)}",
-        row["direction"],
-        microseconds(ours["us"]),
-        f"{ours['gb_per_s']:.0f}",
-        percent(ours.get("percent_of_copy")) if copied else "",
-        percent(row["goal_percent"]),
-        peer_cell(row),
-    ]
-
-
-GPU_HEAD = ("work", "direction", "time", "GB/s", "of copy speed", "aim", "fastest other library")
 
 
 def gla_row(row: Record, rows: Sequence[Record]) -> list[str]:
@@ -120,71 +79,6 @@ GLA_HEAD = (
 def gla_table(record: Record) -> list[str]:
     rows = [row for row in record["rows"] if row["group"] == "gla"]
     return [*table(GLA_HEAD, (gla_row(row, rows) for row in rows)), ""] if rows else []
-
-
-ATTENTION_HEAD = (
-    *(
-        "work",
-        "direction",
-        "time",
-        "TFLOP/s",
-        "aim",
-        "matrix products",
-        "fla",
-        "the paper's kernel",
-    ),
-    *("FlashAttention-2, no gate", "cuDNN, no gate", "bytes a row and head beside, allowed"),
-)
-ATTENTION_BESIDE = (
-    "matmul",
-    "fla.parallel_forgetting_attn",
-    "paper's forgetting_attention",
-    "SDPA FlashAttention-2, no gate",
-    "SDPA cuDNN, no gate",
-)
-
-
-def attention_row(row: Record) -> list[str]:
-    """Rates; where work is pruned, times."""
-    ours, pruned = row["results"].get("tidegate"), "prune" in row
-    title = f"`{row['op']}` {shape_of(row)}" + (f" prune {row['prune']:.1e}" if pruned else "")
-    if ours is None:
-        return [title, row["direction"], "failed", *[""] * (len(ATTENTION_HEAD) - 3)]
-
-    def rate(name: str) -> str:
-        result = row["results"].get(name)
-        if result is None:
-            return ""
-        return (
-            microseconds(result["us"]) if pruned and name != "matmul" else f"{result['tflops']:.0f}"
-        )
-
-    memory = ""
-    if "extra_bytes_a_row" in ours:
-        memory = f"{ours['extra_bytes_a_row']:.1f}, {ours['goal_bytes_a_row']}"
-    return [
-        title,
-        row["direction"],
-        microseconds(ours["us"]),
-        "" if pruned else f"{ours['tflops']:.0f}",
-        f"{1000 * row['goal_ms']:.0f} us" if pruned else f"{row['goal_tflops']}",
-        *map(rate, ATTENTION_BESIDE),
-        memory,
-    ]
-
-
-def attention_table(record: Record) -> list[str]:
-    """Forgetting attention: rates, and the step beside a copy."""
-    rows = [row for row in record["rows"] if row["group"] == "attention"]
-    if not rows:
-        return []
-    passes = [row for row in rows if not row["op"].endswith("_step")]
-    steps = [gpu_row(row) for row in rows if row["op"].endswith("_step")]
-    return [
-        *table(ATTENTION_HEAD, map(attention_row, passes)),
-        "",
-        *(["Decoding:", "", *table(GPU_HEAD, steps), ""] if steps else []),
-    ]
 
 
 def machine_line(record: Record) -> str:
@@ -407,18 +301,13 @@ def gla_cpu_section(record: Record) -> list[str]:
         ]
         for name, result in record["results"].items()
     ]
-    where = (
-        f"`{record['work']}`, {record['direction']}, {record['machine']['device_name']}, "
-        f"{record['threads']} threads, load average {record['load_average']:.1f}, "
-        f"torch {record['versions']['torch']}, commit {record['commit']}, {record['date']}:"
-    )
     head = ("contender", "median", "", "fastest", "", "largest error against float64")
     note = (
         'The torch versions are compiled by `torch.compile`. "One reference" is less work and '
         "overflows where gates shut; the others are exact for any gate. Contenders take turns; "
         "where the load is above the number of cores, the fastest rounds say more."
     )
-    return [where, "", *table(head, rows), "", note, ""]
+    return [cpu_where(record), "", *table(head, rows), "", note, ""]
 
 
 def gla_cpu_page(record: Record) -> list[str]:
@@ -499,6 +388,7 @@ SECTIONS = {  # kind -> README, page; in this order
     "gla_errors": (errors_readme, errors_page),
     "cpu": (cpu_readme, cpu_page),
     "gla_cpu": (gla_cpu_section, gla_cpu_page),
+    "attention_cpu": (attention_cpu_section, attention_cpu_page),
     "gated_rnn": (gated_rnn_section, gated_rnn_page),
     "demo": (demo_section, demo_page),
 }
@@ -506,7 +396,7 @@ SECTIONS = {  # kind -> README, page; in this order
 
 def kind_of(record: Record) -> str | None:
     """Which of SECTIONS a result belongs to, or None."""
-    if record.get("kind") in ("peers", "gla_errors", "gla_cpu", "gated_rnn"):
+    if record.get("kind") in ("peers", "gla_errors", "gla_cpu", "attention_cpu", "gated_rnn"):
         return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"

@@ -384,6 +384,28 @@ def test_forgetting_attention_dry_run_writes_a_result_that_the_report_reads(chec
     assert "| `forgetting_attention_step` bf16 B3 T40 H4 Hkv2 D16 | forward |" in readme
 
 
+def test_cpu_attention_writes_a_result_that_the_report_reads(checkout, scripts, monkeypatch):
+    script = scripts("attention_cpu")
+    out = checkout / "benchmarks" / "results" / "cpu_attention.json"
+    options = ["--tiny", "--rounds", "1", "--threads", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["attention_cpu.py", *options])
+    monkeypatch.setattr(script, "memory_of", lambda name, options: len(name) * 2**20)
+    threads = torch.get_num_threads()
+    try:
+        assert script.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    record = json.loads(out.read_text(encoding="utf-8"))
+    for result in record["results"].values():
+        assert 0 < result["error"] < 1e-5
+        assert result["ms"] >= result["best_ms"] > 0
+    assert run_report("--root", checkout).returncode == 0
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert "`forgetting_attention fp32 B2 T70 H2 D16`, forward and backward" in readme
+    assert "| SDPA, bias given |" in readme
+    assert script.grown(script.TINY, "tidegate") >= 0
+
+
 def test_float64_attention_has_the_gradients_that_autograd_finds(scripts):
     float64 = scripts("float64")
     rng = torch.Generator().manual_seed(0)

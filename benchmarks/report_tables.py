@@ -1,0 +1,68 @@
+"""Cells and tables that report.py's sections share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+Record = dict
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+
+
+def microseconds(value: float) -> str:
+    """With the digits that mean something."""
+    return f"{value:,.0f} us" if value >= 100 else f"{value:.1f} us"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}%"
+
+
+def shape_of(row: Record) -> str:
+    kind = "complex " if row.get("complex") else ""
+    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    sizes = ("B", "T", "H", "Hkv", "D", "K", "V")
+    return f"{kind}{dtype} " + " ".join(f"{size}{row[size]}" for size in sizes if size in row)
+
+
+def peer_cell(row: Record) -> str:
+    """The fastest other library, and how many times as long it takes."""
+    if "best_peer" not in row:
+        return ""
+    name = row["best_peer"]
+    result = row["results"][name]
+    time = microseconds(result["us"])
+    return f"{name}: {time}, {result['gb_per_s']:.0f} GB/s, {row['times_best_peer']:.1f}x"
+
+
+def gpu_row(row: Record) -> list[str]:
+    ours, copied = row["results"].get("tidegate"), row["results"].get("copy_")
+    if ours is None:
+        return [f"`{row['op']}` {shape_of(row)}", row["direction"], "failed", "", "", "", ""]
+    return [
+        f"`{row['op']}` {shape_of(row)}",
+        row["direction"],
+        microseconds(ours["us"]),
+        f"{ours['gb_per_s']:.0f}",
+        percent(ours.get("percent_of_copy")) if copied else "",
+        percent(row["goal_percent"]),
+        peer_cell(row),
+    ]
+
+
+GPU_HEAD = ("work", "direction", "time", "GB/s", "of copy speed", "aim", "fastest other library")
+
+
+def cpu_where(record: Record) -> str:
+    """What was measured, and where."""
+    return (
+        f"`{record['work']}`, {record['direction']}, {record['machine']['device_name']}, "
+        f"{record['threads']} threads, load average {record['load_average']:.1f}, "
+        f"torch {record['versions']['torch']}, commit {record['commit']}, {record['date']}:"
+    )
