@@ -103,6 +103,11 @@ def _add_train(commands: Any) -> None:
         help="an option of the task, e.g. dummies=1000; repeatable",
     )
     data.add_argument("--context", type=int, help="tokens a sequence (tasks: their own)")
+    data.add_argument(
+        "--packed",
+        action="store_true",
+        help="keep files apart: sequences end where files do, and are packed end to end",
+    )
     data.add_argument("--batch-size", type=int, help="sequences an optimiser step")
     data.add_argument("--grad-accum", type=int, help="parts a batch is computed in, to save memory")
 

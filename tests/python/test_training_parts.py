@@ -124,7 +124,7 @@ def test_every_window_is_seen_once_an_epoch():
 
 
 def test_labels_are_the_tokens_that_follow():
-    ids, labels, _ = WindowSampler(np.arange(100), batch=2, context=8, seed=0).next()
+    ids, labels, *_ = WindowSampler(np.arange(100), batch=2, context=8, seed=0).next()
     assert torch.equal(ids + 1, labels)
 
 
@@ -138,7 +138,7 @@ def test_a_sampler_goes_on_from_its_position():
 
 
 def test_one_window_is_enough():
-    ids, labels, _ = WindowSampler(np.arange(9), batch=2, context=8, seed=0).next()
+    ids, labels, *_ = WindowSampler(np.arange(9), batch=2, context=8, seed=0).next()
     assert ids.tolist() == [list(range(8))] * 2
     assert labels[0, -1] == 8
 

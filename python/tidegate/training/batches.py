@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +17,14 @@ class Batch(NamedTuple):
 
     ids: int64 ``[B, T]``. labels: int64 ``[B, T]``, aligned with positions, -100 where nothing is
     asked, or ``[B]``, one class a sequence. lengths: ``[B]`` on the CPU where sequences are padded
-    to T on the right, else None.
+    to T on the right, else None. cu_seqlens: int64 ``[N+1]``, the bounds of the sequences that are
+    packed into a batch of one row, else None.
     """
 
     ids: Tensor
     labels: Tensor
     lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -36,9 +38,13 @@ class Batch(NamedTuple):
 
     def run(self, model: Callable[..., Any], device: torch.device) -> tuple[Any, Tensor]:
         """The model's output for this batch on `device`, and the labels there."""
-        lengths = {} if self.lengths is None else {"lengths": self.lengths}
+        given: dict[str, Tensor] = {}
+        if self.lengths is not None:
+            given["lengths"] = self.lengths
+        if self.cu_seqlens is not None:
+            given["cu_seqlens"] = self.cu_seqlens.to(device)
         labels = self.labels.to(device)
-        return model(self.ids.to(device), labels, **lengths), labels
+        return model(self.ids.to(device), labels, **given), labels
 
 
 def count_answers(logits: Tensor, labels: Tensor) -> Tensor:
@@ -49,8 +55,8 @@ def count_answers(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([right.sum(), asked.sum()])
 
 
-class WindowSampler:
-    """Batches of windows of `context` + 1 tokens in a shuffled order.
+class WindowOrder:
+    """Windows of `context` + 1 tokens in a shuffled order.
 
     Each epoch cuts the tokens into windows, starting at a random phase, and visits every window
     once in random order. The order is drawn from (seed, epoch), so `position`, the number of
@@ -62,7 +68,7 @@ class WindowSampler:
     def __init__(self, tokens: np.ndarray, batch: int, context: int, seed: int) -> None:
         if len(tokens) < context + 1:
             raise ValueError(
-                f"WindowSampler: tokens: expected {context + 1} or more, got {len(tokens)}"
+                f"{type(self).__name__}: tokens: expected {context + 1} or more, got {len(tokens)}"
             )
         self.tokens = tokens
         self.batch = batch
@@ -83,17 +89,99 @@ class WindowSampler:
         self._starts = phase + self.context * generator.permutation(self.windows)
         self._epoch = epoch
 
+    def _next_starts(self) -> list[int]:
+        """Where the windows of the next batch begin."""
+        found = []
+        for _ in range(self.batch):
+            epoch, index = divmod(self.position, self.windows)
+            self._load_epoch(epoch)
+            found.append(int(self._starts[index]))
+            self.position += 1
+        return found
+
+
+class WindowSampler(WindowOrder):
+    """Batches of windows as rows."""
+
     def next(self) -> Batch:
         """ids and labels ``[batch, context]``; labels are the tokens that follow."""
         rows = np.empty((self.batch, self.context + 1), dtype=np.int64)
-        for row in rows:
-            epoch, index = divmod(self.position, self.windows)
-            self._load_epoch(epoch)
-            start = self._starts[index]
+        for row, start in zip(rows, self._next_starts(), strict=True):
             row[:] = self.tokens[start : start + self.context + 1]
-            self.position += 1
         block = torch.from_numpy(rows)
         return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())
+
+
+class PackedSampler(WindowOrder):
+    """Batches of windows laid end to end, in which a sequence ends where its document does.
+
+    documents: where each begins in `tokens`, rising, int64 ``[N]``.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, documents: np.ndarray, batch: int, context: int, seed: int
+    ) -> None:
+        super().__init__(tokens, batch, context, seed)
+        self.documents = documents
+        # Every batch has as many bounds, for CUDA graphs: enough for any.
+        ends = np.searchsorted(documents, documents + context)
+        most = int((ends - np.arange(len(documents))).max(initial=0))
+        self._bounds = batch * (1 + min(most, context)) + 1
+
+    def next(self) -> Batch:
+        """ids and labels ``[1, batch * context]``, with cu_seqlens, which is padded with empty
+        sequences at its end."""
+        spans = [(start, start + self.context) for start in self._next_starts()]
+        return packed(self.tokens, self.documents, spans, bounds=self._bounds)
+
+
+def packed(
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    spans: Sequence[tuple[int, int]],
+    *,
+    bounds: int | None = None,
+) -> Batch:
+    """The tokens [begin, end) of each span, end to end; a sequence is what a span holds of one
+    document. Labels are the tokens that follow; nothing is asked where none of the document does.
+
+    bounds: pad cu_seqlens to so many with empty sequences.
+    """
+    ids, labels, cu_seqlens, total = [], [], [0], 0
+    for begin, end in spans:
+        low, high = np.searchsorted(documents, [begin + 1, end + 1])
+        first = documents[low:high]  # tokens begin + 1 .. end that begin a document
+        piece = np.asarray(tokens[begin : end + 1], dtype=np.int64)
+        follow = piece[1:].copy()
+        follow[first - begin - 1] = IGNORED
+        if len(follow) < end - begin:  # the text's last token
+            follow = np.append(follow, IGNORED)
+        ids.append(piece[: end - begin])
+        labels.append(follow)
+        cu_seqlens.extend((first[first < end] - begin + total).tolist())
+        total += end - begin
+        cu_seqlens.append(total)
+    if bounds is not None:
+        cu_seqlens += [total] * (bounds - len(cu_seqlens))
+    rows = (torch.from_numpy(np.concatenate(parts))[None] for parts in (ids, labels))
+    return Batch(*rows, cu_seqlens=torch.tensor(cu_seqlens))
+
+
+def windows_within(documents: np.ndarray, total: int, length: int, most: int) -> np.ndarray:
+    """Where at most `most` windows of `length` + 1 of `total` tokens begin that lie within a
+    document each and share no token that is read; every document has its windows spread over it,
+    with equal gaps. Empty where no document is long enough.
+    """
+    sizes = np.diff(np.append(documents, total))
+    found = []
+    for begin, size in zip(documents, sizes, strict=True):
+        count = (size - 1) // length
+        gap = (size - 1 - count * length) / (count + 1)
+        found.extend(begin + np.floor(gap * (n + 1)) + n * length for n in range(int(count)))
+    starts = np.asarray(found, dtype=np.int64)
+    if len(starts) <= most:
+        return starts
+    return starts[np.linspace(0, len(starts) - 1, most).astype(np.int64)]
 
 
 class Streams:

@@ -39,6 +39,8 @@ class TrainConfig:
         seconds: wall-time budget of training, validation left out; None when only `steps` does.
         batch_size: sequences an optimiser step.
         context: tokens a sequence; a task's own length, where data names one.
+        packed: sequences end where files of the data do, and are packed end to end: nothing is
+            predicted from another file.
         grad_accum: parts that a batch is computed in, one after the other, to save memory.
         optimizer: "adamw", "adam" or "muon" (Muon for the matrices, AdamW for the rest).
         lr: peak learning rate.
@@ -66,6 +68,7 @@ class TrainConfig:
     seconds: float | None = None
     batch_size: int = 16
     context: int = 256
+    packed: bool = False
     grad_accum: int = 1
     optimizer: str = "adamw"
     lr: float = 3e-3
@@ -118,6 +121,8 @@ class TrainConfig:
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         if self.optimizer == "muon":
             self._require("cuda_graph", not self.cuda_graph, "False with --optimizer muon")
+        if self.packed:
+            self._require("grad_accum", self.grad_accum == 1, "1 with --packed")
         if self.schedule == "inverse-sqrt":
             self._require("warmup_steps", self.warmup_steps > 0, "1 or more with inverse-sqrt")
 

@@ -72,14 +72,16 @@ def per_token_of_run(
     trained, corpus, name = _opened(run, source, dtype, device)
     tokens = _text(corpus, source)
     known, context = _contexts(trained)
+    length = max(1, min(4 * context, len(tokens) - 1)) if length is None else length
     found = per_token_loss(
         trained.model,
         tokens,
-        length=max(1, min(4 * context, len(tokens) - 1)) if length is None else length,
+        length=length,
         sequences=sequences,
         batch=batch,
         precision=_precision(precision, trained.model),
         trained=known,
+        starts=corpus.windows(length, sequences) if source is None and length >= 1 else None,
     )
     folder = Path(run if out is None else out)
     files = found.write(folder)
@@ -152,7 +154,8 @@ def maps_of_run(
 ) -> Path:
     """Draws attention_maps.png into the run's folder: the forget-gate matrix and the attention map
     of the chosen heads (from one; None: the first) of the chosen layers (from one; None: up to
-    four, spread over all that attend), on the first `length` tokens of its validation text."""
+    four, spread over all that attend), on the first `length` tokens of its validation text, or, of
+    documents kept apart, of the first that is long enough."""
     from .. import plots_context
 
     trained, corpus, name = _opened(run, None, "uint16", device)
@@ -169,7 +172,9 @@ def maps_of_run(
             raise UserError(f"plot: {run} holds a model without attention; it has no maps")
         chosen = np.linspace(0, len(attends) - 1, min(4, len(attends))).astype(int)
         layers = [attends[i] + 1 for i in chosen]
-    ids = torch.from_numpy(np.asarray(corpus.valid[:length], dtype=np.int64))
+    within = corpus.windows(length, 1)
+    start = 0 if within is None else int(within[0])
+    ids = torch.from_numpy(np.asarray(corpus.valid[start : start + length], dtype=np.int64))
     maps = head_maps(trained.model, ids, layers, [1] if heads is None else heads)
     path = Path(run) / MAPS_PLOT
     title = f"Forget gates and attention over {length:,} tokens: {name}"

@@ -14,9 +14,9 @@ import torch
 
 from . import stdlib_corpus
 from .baselines import baselines
-from .batches import WindowSampler
+from .batches import PackedSampler, WindowSampler, windows_within
 from .errors import UserError
-from .evaluate import Score, context_for, evaluate
+from .evaluate import PIECE, Score, context_for, evaluate, evaluate_packed
 from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 
 ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -35,6 +35,8 @@ class Corpus:
     tokenizer: None for arrays of ids.
     tokenizer_file: the tokenizer's file; None for bytes and for arrays of ids.
     fingerprint: SHA-256 over both splits, in hexadecimal: a resumed run must see the same tokens.
+    train_documents, valid_documents: where each document of the text begins, int64 ``[N]``, when
+        they are to be kept apart; None: text is one stream.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Corpus:
     tokenizer: Tokenizer | None
     tokenizer_file: Path | None
     fingerprint: str
+    train_documents: np.ndarray | None = None
+    valid_documents: np.ndarray | None = None
 
     num_classes: ClassVar[None] = None
 
@@ -91,9 +95,29 @@ class Corpus:
                     f"expected at least {needed} with a context of {context}"
                 )
 
-    def sampler(self, batch: int, context: int, seed: int, device: torch.device) -> WindowSampler:
+    def sampler(
+        self, batch: int, context: int, seed: int, device: torch.device
+    ) -> WindowSampler | PackedSampler:
         """Training batches in the order of a seed."""
+        if self.train_documents is not None:
+            return PackedSampler(self.train, self.train_documents, batch, context, seed)
         return WindowSampler(self.train, batch, context, seed)
+
+    def windows(self, length: int, most: int) -> np.ndarray | None:
+        """Where windows of `length` + 1 validation tokens begin that lie within a document each
+        (`windows_within`); None where text is one stream.
+
+        Raises:
+            UserError: no document is so long.
+        """
+        if self.valid_documents is None:
+            return None
+        starts = windows_within(self.valid_documents, len(self.valid), length, most)
+        if not len(starts):
+            raise UserError(
+                f"data: {self.name}: no document to validate on has {length + 1} tokens or more"
+            )
+        return starts
 
     def baselines(self) -> dict[str, float] | None:
         """Baselines in bits per byte; None where they would mean nothing."""
@@ -111,6 +135,17 @@ class Corpus:
     ) -> Score:
         """The score on the validation split, or on about `limit` tokens of it. trained: the context
         length of training, see `context_for`."""
+        if self.valid_documents is not None:
+            return evaluate_packed(
+                model,
+                self.valid,
+                self.valid_documents,
+                valid_bytes=self.valid_bytes,
+                device=device,
+                precision=precision,
+                context=PIECE if trained is None else trained,
+                limit=limit,
+            )
         return evaluate(
             model,
             self.valid,
@@ -129,6 +164,7 @@ def load_corpus(
     valid: str | None = None,
     dtype: str = "uint16",
     workdir: Path | None = None,
+    packed: bool = False,
 ) -> Corpus:
     """Reads a source of tokens.
 
@@ -139,6 +175,7 @@ def load_corpus(
         Hugging Face tokenizer.json. Arrays of ids take none.
     valid: a file of the same kind to validate on instead; the whole source trains then.
     workdir: where `bpe:N` keeps its tokenizer.json (found there, it is not trained again).
+    packed: keep files apart, as documents; not with arrays of ids.
 
     Raises:
         UserError: the source is missing, empty, unreadable, or ids do not fit.
@@ -146,10 +183,18 @@ def load_corpus(
     if source.endswith((".npy", ".bin")):
         if tokenizer != BYTES:
             raise UserError(f"tokenizer: {source} holds token ids already, got {tokenizer!r}")
+        if packed:
+            raise UserError(f"packed: expected files of text, got token ids in {source}")
         return _array_corpus(source, valid, dtype)
-    train_text, valid_text = _read_text(source, valid)
+    train_files, valid_files = _read_text(source, valid)
+    train_text, valid_text = b"".join(train_files), b"".join(valid_files)
     encoder, path = _make_tokenizer(tokenizer, train_text, workdir)
-    train_ids, valid_ids = encoder.encode(train_text), encoder.encode(valid_text)
+    documents = {}
+    if packed:
+        train_ids, documents["train_documents"] = _encoded_apart(encoder, train_files)
+        valid_ids, documents["valid_documents"] = _encoded_apart(encoder, valid_files)
+    else:
+        train_ids, valid_ids = encoder.encode(train_text), encoder.encode(valid_text)
     return Corpus(
         name=source,
         train=train_ids,
@@ -160,13 +205,21 @@ def load_corpus(
         tokenizer=encoder,
         tokenizer_file=path,
         fingerprint=_fingerprint(train_ids, valid_ids),
+        **documents,
     )
 
 
-def _read_text(source: str, valid: str | None) -> tuple[bytes, bytes]:
+def _encoded_apart(encoder: Tokenizer, files: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of the files, end to end, and where each that has some begins."""
+    parts = [ids for text in files if len(ids := encoder.encode(text))]
+    starts = np.cumsum([0, *map(len, parts)])[: len(parts)]
+    return np.concatenate(parts) if parts else encoder.encode(b""), starts
+
+
+def _read_text(source: str, valid: str | None) -> tuple[list[bytes], list[bytes]]:
+    """The files to train on and to validate on; a part of a file counts as one."""
     if source == stdlib_corpus.NAME:
-        train_files, valid_files = stdlib_corpus.load_stdlib()
-        return b"".join(train_files), b"".join(valid_files)
+        return stdlib_corpus.load_stdlib()
     path = Path(source)
     if not path.exists():
         raise UserError(f"data: {source}: no such file or folder")
@@ -174,14 +227,24 @@ def _read_text(source: str, valid: str | None) -> tuple[bytes, bytes]:
         other = Path(valid)
         if not other.exists():
             raise UserError(f"data: {valid}: no such file or folder")
-        return b"".join(_texts(path).values()), b"".join(_texts(other).values())
+        return list(_texts(path).values()), list(_texts(other).values())
     texts = _texts(path)
     if len(texts) >= _SPLIT_BY_FILE:
         train, held_out = stdlib_corpus.split_files({k: len(v) for k, v in texts.items()})
-        return b"".join(texts[k] for k in train), b"".join(texts[k] for k in held_out)
-    text = b"".join(texts.values())
-    cut = len(text) - len(text) // 10
-    return text[:cut], text[cut:]
+        return [texts[k] for k in train], [texts[k] for k in held_out]
+    return _cut_apart(list(texts.values()))
+
+
+def _cut_apart(files: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """The files up to nine tenths of their bytes, and what comes after."""
+    total = sum(map(len, files))
+    left = total - total // 10
+    train, valid = [], []
+    for text in files:
+        train.append(text[:left])
+        valid.append(text[left:])
+        left = max(0, left - len(text))
+    return [text for text in train if text], [text for text in valid if text]
 
 
 def _texts(path: Path) -> dict[str, bytes]:

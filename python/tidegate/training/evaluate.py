@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .batches import Batch, Streams, count_answers
+from .batches import IGNORED, Batch, Streams, count_answers, packed
 from .runtime import autocast
 
 
@@ -83,6 +83,53 @@ def evaluate(
     if valid_bytes is not None:
         bits = nats / math.log(2) * len(tokens) / valid_bytes
     return Score(nats, count, bits)
+
+
+@torch.no_grad()
+def evaluate_packed(
+    model: torch.nn.Module,
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    *,
+    valid_bytes: int | None,
+    device: torch.device,
+    precision: str,
+    context: int,
+    rows: int = 32,
+    limit: int | None = None,
+) -> Score:
+    """Mean cross-entropy of `tokens`, read as in training on packed documents: windows of `context`
+    tokens, each by itself, whose sequences end where documents do; so every model sees as much.
+
+    documents: where each begins, int64 ``[N]``. limit: about how many tokens to read, in windows
+    spread over the whole; None = all.
+    """
+    starts = np.arange(0, len(tokens) - 1, context)
+    if limit is not None and limit < len(tokens):
+        count = max(1, min(len(starts), limit // context))
+        starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
+    training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    asked = 0
+    try:
+        for first in range(0, len(starts), rows):
+            spans = [(int(s), min(int(s) + context, len(tokens))) for s in starts[first:][:rows]]
+            batch = packed(tokens, documents, spans)
+            count = int((batch.labels != IGNORED).sum())
+            if count == 0:
+                continue
+            with autocast(device, precision):
+                output, _ = batch.run(model, device)
+            total += output.loss.double() * count
+            asked += count
+    finally:
+        model.train(training)
+    nats = total.item() / asked
+    bits = None
+    if valid_bytes is not None:
+        bits = nats / math.log(2) * len(tokens) / valid_bytes
+    return Score(nats, asked, bits)
 
 
 @torch.no_grad()

@@ -81,11 +81,13 @@ def per_token_loss(
     batch: int = 4,
     precision: str = "fp32",
     trained: int | None = None,
+    starts: np.ndarray | None = None,
 ) -> PerToken:
     """L(i) of a model over `sequences` windows of `length` tokens, spread over `tokens`.
 
     Windows do not overlap; where fewer fit, there are fewer. Every token is predicted from all that
     came before it in its window, however long the model was trained on; memory is linear in length.
+    starts: where the windows begin instead.
 
     Raises:
         UserError: a number is below one, or no window fits.
@@ -99,8 +101,9 @@ def per_token_loss(
             f"eval: length: expected at most {len(tokens) - 1}, the tokens of the text but one; "
             f"got {length}"
         )
-    count = min(sequences, most)
-    starts = np.linspace(0, (most - 1) * length, count).astype(np.int64)
+    if starts is None:
+        starts = np.linspace(0, (most - 1) * length, min(sequences, most)).astype(np.int64)
+    count = len(starts)
     device = next(model.parameters()).device
     total = torch.zeros(length, dtype=torch.float64)
     training = model.training

@@ -67,4 +67,5 @@ def open_source(
         valid=config.valid,
         dtype=config.dtype,
         workdir=workdir,
+        packed=config.packed,
     )

@@ -76,6 +76,7 @@ class Trainer:
         self.position = Position()
         self.loss = math.nan  # of the last logged steps
         self.valid: Score | None = None
+        self._parts: tuple[str, ...] = ()  # of a batch, that are there
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._answers: list[torch.Tensor] = []  # right and asked, of tasks
@@ -126,8 +127,9 @@ class Trainer:
                 f"train: cuda-graph: expected sequences of one length, got {self.corpus.name}, "
                 "whose lengths differ; leave it out"
             )
-        given = [part for part in batch if part is not None]
-        loss, norm, answers = self._update(*given)
+        given = {name: part for name, part in batch._asdict().items() if part is not None}
+        self._parts = tuple(given)
+        loss, norm, answers = self._update(*given.values())
         self._losses.append(loss)
         self._norms.append(norm)
         if isinstance(self.corpus, TaskCorpus):
@@ -136,12 +138,13 @@ class Trainer:
         position.tokens += batch.tokens
 
     def _step_on(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Updates the weights by the batch ``Batch(*given)``: its loss, the gradient's norm, and
+        """Updates the weights by the batch of the given parts: its loss, the gradient's norm, and
         how many answers were right and asked for (zeros where the data is text)."""
         config = self.config
         loss = torch.zeros((), device=self.device)
         answers = torch.zeros(2, dtype=torch.int64, device=self.device)
-        for part in Batch(*given).chunk(config.grad_accum):
+        batch = Batch(**dict(zip(self._parts, given, strict=True)))
+        for part in batch.chunk(config.grad_accum):
             with autocast(self.device, config.precision):
                 output, labels = part.run(self.model, self.device)
             part_loss = output.loss / config.grad_accum
