@@ -36,7 +36,6 @@ import sweep
 import text_corpus
 import torch
 
-import tidegate
 from tidegate.training.checkpoint import RunFolder, read_metrics
 from tidegate.training.config import read_json
 from tidegate.training.context import needle_of_run, per_token_of_run
@@ -304,7 +303,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(error, file=sys.stderr, flush=True)
                 continue
             rows.append(done.result())
-            result = summary(arguments, rows, len(places), time.monotonic() - begun)
+            result = summary(arguments, rows, len(places), begun)
             sweep.write_json(arguments.out / JSON, result)
     if not rows:
         raise errors[0]
@@ -326,19 +325,16 @@ def worker(arguments: argparse.Namespace) -> list[str]:
 
 
 def summary(
-    arguments: argparse.Namespace, rows: list[dict[str, Any]], devices: int, wall: float
+    arguments: argparse.Namespace, rows: list[dict[str, Any]], devices: int, begun: float
 ) -> dict[str, Any]:
+    about = {"jobs": len(arguments.models), "devices": devices, "begun": begun}
     shared = ("machine", "data")
     runs = [{name: row[name] for name in row if name not in shared} for row in rows]
     runs.sort(key=lambda row: list(NAMES).index(row["model"]))
     data = {name: value for name, value in rows[0]["data"].items() if name != "name"}
     return {
         "kind": "fox_text",
-        "machine": {**rows[0]["machine"], "device": None, "devices": devices},
-        "tidegate": tidegate.__version__,
-        "commit": arguments.commit or sweep.commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "wall_seconds": round(wall, 1),
+        **sweep.record(rows, **about, commit=arguments.commit),
         "context": arguments.context,
         "batch": arguments.batch,
         "learning_rate": arguments.rate,
