@@ -3,6 +3,7 @@
 #include "kernels/attention/cuda/gate_sums.h"
 #include "kernels/attention/cuda/plain_rows.cuh"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels {
 namespace {
@@ -298,8 +299,11 @@ int64_t divide_workspace(const ForgettingAttentionParams& p, bool backward, Plai
   return count * static_cast<int64_t>(sizeof(double));
 }
 
-dim3 grid_of(const Cuts& cuts, int64_t heads) {
-  return {static_cast<unsigned>(cuts.slots), static_cast<unsigned>(heads)};
+/// A warp for every row of the work's cuts and head.
+cudaError_t launch(void (*kernel)(PlainAttention), const PlainAttention& work, int64_t heads,
+                   cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(work.cuts.slots), static_cast<unsigned>(heads));
+  return launch_unless_empty(kernel, grid, 32 * kWarps, 0, stream, work);
 }
 
 }  // namespace
@@ -322,10 +326,9 @@ cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cud
   work.cuts = cut_time(params.layout, kWarps);
   divide_workspace(params, false, &work);
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, work.gate_sums, stream));
-  with_element(params.q.dtype, [&]<class E>() {
-    plain_forward_kernel<E><<<grid_of(work.cuts, params.heads), 32 * kWarps, 0, stream>>>(work);
+  return with_element(params.q.dtype, [&]<class E>() {
+    return launch(&plain_forward_kernel<E>, work, params.heads, stream);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& params,
@@ -337,15 +340,13 @@ cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& pa
   const int64_t keys = p.key_layout.batch * p.heads * p.key_layout.time;
   double* const totals = work.column_sums + (keys + 1) / 2 * 2;
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, work.gate_sums, stream));
-  with_element(p.q.dtype, [&]<class E>() {
+  TIDEGATE_RETURN_IF_CUDA_ERROR(with_element(p.q.dtype, [&]<class E>() {
     work.cuts = cut_time(p.layout, kWarps);
-    const dim3 queries = grid_of(work.cuts, p.heads);
-    plain_terms_kernel<E><<<queries, 32 * kWarps, 0, stream>>>(work);
-    plain_query_kernel<E><<<queries, 32 * kWarps, 0, stream>>>(work);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_terms_kernel<E>, work, p.heads, stream));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_query_kernel<E>, work, p.heads, stream));
     work.cuts = cut_time(p.key_layout, kWarps);
-    plain_key_kernel<E><<<grid_of(work.cuts, p.key_heads), 32 * kWarps, 0, stream>>>(work);
-  });
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+    return launch(&plain_key_kernel<E>, work, p.key_heads, stream);
+  }));
   return gate_gradients(params, work.row_sums, work.column_sums, totals, stream);
 }
 

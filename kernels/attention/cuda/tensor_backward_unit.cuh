@@ -3,6 +3,7 @@
 #include "kernels/attention/cuda/backward_shapes.cuh"
 #include "kernels/attention/cuda/tensor_backward.h"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels {
 
@@ -13,8 +14,8 @@ cudaError_t launch_key_gradients(TensorAttention work, cudaStream_t stream) {
   const ForgettingAttentionParams& p = work.params.forward;
   work.tiles = cut_time(p.key_layout, Shape::kKeys);
   const int64_t blocks = work.tiles.slots * p.key_heads;
-  kKernel<<<static_cast<unsigned>(blocks), Shape::kThreads, Shape::kSharedBytes, stream>>>(work);
-  return cudaGetLastError();
+  return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
+                             Shape::kSharedBytes, stream, work);
 }
 
 template <class Shape>
@@ -23,16 +24,15 @@ cudaError_t launch_query_gradients(TensorAttention work, cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = cut_time(work.params.forward.layout, Shape::kRows);
   const int64_t blocks = work.tiles.slots * work.params.forward.heads;
-  kKernel<<<static_cast<unsigned>(blocks), Shape::kThreads, Shape::kSharedBytes, stream>>>(work);
-  return cudaGetLastError();
+  return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
+                             Shape::kSharedBytes, stream, work);
 }
 
 template <class Shape>
 cudaError_t launch_round_dq(const TensorAttention& work, cudaStream_t stream) {
   const int64_t blocks = work.query_tiles.slots * work.params.forward.heads;
-  round_dq_kernel<Shape>
-      <<<static_cast<unsigned>(blocks), Shape::kThreads, Shape::kRowBytes, stream>>>(work);
-  return cudaGetLastError();
+  return launch_unless_empty(&round_dq_kernel<Shape>, static_cast<unsigned>(blocks),
+                             Shape::kThreads, Shape::kRowBytes, stream, work);
 }
 
 template <class Data, HeadDims kDims>
