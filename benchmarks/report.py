@@ -5,9 +5,9 @@
     python benchmarks/report.py --check    # fails when one is not what the results say
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
-of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, gla_errors.py's and
-gated_rnn.py's by their "kind", and the demo's comparison ("others"). README shows the rows that
-have an aim; docs/benchmarks.md shows every row.
+of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, gla_errors.py's,
+gated_rnn.py's and bench_models' by their "kind", and the demo's comparison ("others"). README shows
+the rows that have an aim; docs/benchmarks.md shows every row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from report_attention import attention_cpu_page, attention_cpu_section, attention_table
+from report_models import models_page, models_readme
 from report_tables import (
     DTYPES,
     GPU_HEAD,
@@ -390,13 +391,16 @@ SECTIONS = {  # kind -> README, page; in this order
     "gla_cpu": (gla_cpu_section, gla_cpu_page),
     "attention_cpu": (attention_cpu_section, attention_cpu_page),
     "gated_rnn": (gated_rnn_section, gated_rnn_page),
+    "models": (models_readme, models_page),
     "demo": (demo_section, demo_page),
 }
+
+BY_KIND = ("peers", "gla_errors", "gla_cpu", "attention_cpu", "gated_rnn", "models")
 
 
 def kind_of(record: Record) -> str | None:
     """Which of SECTIONS a result belongs to, or None."""
-    if record.get("kind") in ("peers", "gla_errors", "gla_cpu", "attention_cpu", "gated_rnn"):
+    if record.get("kind") in BY_KIND:
         return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"
@@ -434,8 +438,8 @@ def page(results: list[tuple[str, Record]]) -> str:
         "",
         "Made by `benchmarks/report.py` from `benchmarks/results/*.json`; not edited by hand.",
         "`benchmarks/peers.py` measures the GPU, `make bench` runs the Google Benchmark binaries,",
-        "`make bench-demo` the demo beside other models. Every output is checked before it is",
-        "timed.",
+        "and bench_models, `make bench-demo` the demo beside other models. Every output is checked",
+        "before it is timed.",
         "",
     ]
     lines += [line for kind, record in results for line in SECTIONS[kind][1](record)]

@@ -45,6 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plot(commands)
     bench = commands.add_parser("bench", help="run the benchmark binaries of a build tree")
     bench.add_argument("filter", nargs="?", default="", help="part of a benchmark's name")
+    bench.add_argument(
+        "--models",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="instead, training and decoding of every mixer beside Transformers of as many "
+        "parameters; the rest goes to that program (--models --help lists its flags)",
+    )
     bench.set_defaults(command=_bench)
     info = commands.add_parser("info", help="versions, devices, and which kernels were built")
     info.set_defaults(command=_info)
@@ -437,8 +444,10 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from ._system import run_benchmarks
+    from ._system import run_benchmarks, run_model_benchmark
 
+    if options.models is not None:
+        return run_model_benchmark(options.models)
     return run_benchmarks(options.filter)
 
 

@@ -142,6 +142,18 @@ def test_info_names_versions_and_kernels(capsys):
 def test_bench_without_binaries_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tidegate._library.library_dir", lambda: tmp_path / "lib")
     assert "bench: no benchmark binary in" in fails(capsys, "bench")
+    assert "bench: no benchmark binary in" in fails(capsys, "bench", "--models", "--size", "tiny")
+
+
+def test_bench_hands_flags_on_to_the_models_program(tmp_path, capfd, monkeypatch):
+    program = tmp_path / "bin" / "bench_models"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "given $*"\nexit 3\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("tidegate._library.library_dir", lambda: tmp_path / "lib")
+    assert cli.main(["bench", "--models", "--size", "tiny", "--mixers", "fox,lru"]) == 3
+    assert capfd.readouterr().out == "given --size tiny --mixers fox,lru\n"
+    assert "bench: built without Google Benchmark" in fails(capfd, "bench")
 
 
 def test_demo_in_short(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,222 @@
+#include "benchmarks/models/report.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "benchmarks/models/sizes.h"
+
+namespace tidegate::benchmarks {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr double kMilli = 1e3;
+
+Json train_json(const Row& row, const Row* baseline) {
+  const TrainResult& train = *row.train;
+  const double tokens = static_cast<double>(row.batch * row.context);
+  Json json = {{"tokens_per_s", tokens / train.step},
+               {"step_ms", kMilli * train.step},
+               {"forward_ms", kMilli * train.forward},
+               {"backward_ms", kMilli * train.backward},
+               {"optimizer_ms", kMilli * train.optimizer},
+               {"steps", train.steps},
+               {"first_loss", train.first_loss},
+               {"last_loss", train.last_loss},
+               {"peak_bytes", nullptr},
+               {"speed_of_transformer", nullptr},
+               {"memory_of_transformer", nullptr}};
+  if (train.peak_bytes) json["peak_bytes"] = *train.peak_bytes;
+  if (baseline == nullptr || !baseline->train) return json;
+  json["speed_of_transformer"] = baseline->train->step / train.step;
+  if (train.peak_bytes && baseline->train->peak_bytes) {
+    json["memory_of_transformer"] =
+        static_cast<double>(*train.peak_bytes) / static_cast<double>(*baseline->train->peak_bytes);
+  }
+  return json;
+}
+
+Json decode_json(const Row& row, const Row* baseline) {
+  const DecodeResult& decode = *row.decode;
+  const double batch = static_cast<double>(row.batch);
+  Json json = {{"tokens_per_s", batch / decode.token},
+               {"token_ms", kMilli * decode.token},
+               {"prefill_ms", kMilli * decode.prefill},
+               {"prefill_tokens_per_s", batch * static_cast<double>(row.context) / decode.prefill},
+               {"state_bytes", decode.state_bytes},
+               {"error", decode.error},
+               {"speed_of_transformer", nullptr},
+               {"prefill_speed_of_transformer", nullptr}};
+  if (baseline == nullptr || !baseline->decode) return json;
+  json["speed_of_transformer"] = baseline->decode->token / decode.token;
+  json["prefill_speed_of_transformer"] = baseline->decode->prefill / decode.prefill;
+  return json;
+}
+
+double attention_of_step(const Row& row) {
+  return static_cast<double>(row.layers) * (row.attention->forward + row.attention->backward);
+}
+
+Json row_json(const Row& row, const Row* baseline) {
+  Json json = {{"mixer", row.mixer},
+               {"context", row.context},
+               {"batch", row.batch},
+               {"layers", row.layers},
+               {"glu_hidden", row.glu_hidden},
+               {"parameters", row.parameters},
+               {"parameters_of_transformer", nullptr}};
+  if (baseline != nullptr) {
+    json["parameters_of_transformer"] =
+        static_cast<double>(row.parameters) / static_cast<double>(baseline->parameters);
+  }
+  if (row.train) json["train"] = train_json(row, baseline);
+  if (row.decode) json["decode"] = decode_json(row, baseline);
+  if (row.attention) {
+    json["attention"] = {{"op", row.attention->op},
+                         {"heads", row.attention->heads},
+                         {"head_dim", row.attention->head_dim},
+                         {"forward_ms", kMilli * row.attention->forward},
+                         {"backward_ms", kMilli * row.attention->backward},
+                         {"all_layers_ms", kMilli * attention_of_step(row)}};
+  }
+  if (!row.errors.empty()) json["errors"] = row.errors;
+  return json;
+}
+
+const Row* find_row(const std::vector<Row>& rows, const std::string& mixer, int64_t context) {
+  for (const Row& row : rows) {
+    if (row.mixer == mixer && row.context == context) return &row;
+  }
+  return nullptr;
+}
+
+// What a step of `fox` takes more than one of `transformer`, and how much of that is not attention.
+Json pair_json(const Row& fox, const Row& transformer) {
+  const double step = transformer.train->step;
+  const double attention = attention_of_step(fox) - attention_of_step(transformer);
+  const double all = fox.train->step - step;
+  return {{"mixers", {fox.mixer, transformer.mixer}},
+          {"context", fox.context},
+          {"step_ms", kMilli * all},
+          {"attention_ms", kMilli * attention},
+          {"rest_ms", kMilli * (all - attention)},
+          {"rest_percent_of_step", 100 * (all - attention) / step}};
+}
+
+// "12.3", or "-" where there is no number.
+std::string number(const Json& json, const char* key, double scale, const char* format) {
+  if (!json.contains(key) || !json[key].is_number()) return "-";
+  char text[64];
+  std::snprintf(text, sizeof(text), format, scale * json[key].get<double>());
+  return text;
+}
+
+std::string padded(const std::string& text, size_t width, bool left = false) {
+  const std::string space(width > text.size() ? width - text.size() : 0, ' ');
+  return left ? text + space : space + text;
+}
+
+struct Column {
+  const char* name;
+  size_t width;
+};
+constexpr Column kColumns[] = {
+    {"mixer", 16},   {"context", 7},   {"batch", 5},   {"params", 7},    {"of T", 6},
+    {"tok/s", 9},    {"of T", 5},      {"step ms", 8}, {"fwd", 7},       {"bwd", 7},
+    {"optim", 6},    {"peak GiB", 8},  {"of T", 5},    {"decode/s", 9},  {"of T", 5},
+    {"token ms", 8}, {"prefill/s", 9}, {"of T", 5},    {"state MiB", 9},
+};
+
+std::string aligned(const std::vector<std::string>& cells) {
+  std::string line;
+  for (size_t i = 0; i < cells.size(); ++i) {
+    line += (i ? "  " : "") + padded(cells[i], kColumns[i].width, /*left=*/i == 0);
+  }
+  return line;
+}
+
+}  // namespace
+
+Json with_rows(Json record, const std::vector<Row>& rows) {
+  record["rows"] = Json::array();
+  record["pairs"] = Json::array();
+  for (const Row& row : rows) {
+    record["rows"].push_back(row_json(row, find_row(rows, kBaseline, row.context)));
+  }
+  const auto is_whole = [](const Row* row) { return row && row->train && row->attention; };
+  for (const char* suffix : {"", "-pro"}) {
+    for (const Row& row : rows) {
+      if (row.mixer != std::string("fox") + suffix) continue;
+      const Row* transformer = find_row(rows, std::string(kBaseline) + suffix, row.context);
+      if (is_whole(&row) && is_whole(transformer)) {
+        record["pairs"].push_back(pair_json(row, *transformer));
+      }
+    }
+  }
+  return record;
+}
+
+std::string table_head() {
+  std::vector<std::string> names;
+  for (const Column& column : kColumns) names.emplace_back(column.name);
+  return aligned(names);
+}
+
+std::string table_line(const Json& row) {
+  const Json none = Json::object();
+  const Json& train = row.contains("train") ? row["train"] : none;
+  const Json& decode = row.contains("decode") ? row["decode"] : none;
+  constexpr double kMebi = 1.0 / (1 << 20), kGibi = 1.0 / (1 << 30);
+  std::string line = aligned({
+      row["mixer"],
+      number(row, "context", 1, "%.0f"),
+      number(row, "batch", 1, "%.0f"),
+      number(row, "parameters", 1e-6, "%.2fM"),
+      number(row, "parameters_of_transformer", 100, "%.1f%%"),
+      number(train, "tokens_per_s", 1, "%.0f"),
+      number(train, "speed_of_transformer", 1, "%.2f"),
+      number(train, "step_ms", 1, "%.1f"),
+      number(train, "forward_ms", 1, "%.1f"),
+      number(train, "backward_ms", 1, "%.1f"),
+      number(train, "optimizer_ms", 1, "%.1f"),
+      number(train, "peak_bytes", kGibi, "%.2f"),
+      number(train, "memory_of_transformer", 1, "%.2f"),
+      number(decode, "tokens_per_s", 1, "%.0f"),
+      number(decode, "speed_of_transformer", 1, "%.2f"),
+      number(decode, "token_ms", 1, "%.2f"),
+      number(decode, "prefill_tokens_per_s", 1, "%.0f"),
+      number(decode, "prefill_speed_of_transformer", 1, "%.2f"),
+      number(decode, "state_bytes", kMebi, "%.2f"),
+  });
+  if (row.contains("errors")) {
+    for (const Json& error : row["errors"]) line += "\n  " + error.get<std::string>();
+  }
+  return line;
+}
+
+std::string pair_line(const Json& pair) {
+  const std::string fox = pair["mixers"][0], transformer = pair["mixers"][1];
+  return fox + " - " + transformer + ", context " + std::to_string(pair["context"].get<int64_t>()) +
+         ": step " + number(pair, "step_ms", 1, "%+.1f ms") + ", attention " +
+         number(pair, "attention_ms", 1, "%+.1f ms") + ", the rest " +
+         number(pair, "rest_ms", 1, "%+.1f ms") + " (" +
+         number(pair, "rest_percent_of_step", 1, "%+.1f%% of the step") + ")";
+}
+
+void write_json(const std::string& path, const Json& record) {
+  const std::string partial = path + ".part";
+  {
+    std::ofstream file(partial);
+    file << record.dump(1) << "\n";
+    file.flush();
+    TORCH_CHECK(file.good(), path, ": cannot be written");
+  }
+  TORCH_CHECK(std::rename(partial.c_str(), path.c_str()) == 0, path, ": cannot be written");
+}
+
+}  // namespace tidegate::benchmarks

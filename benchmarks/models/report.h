@@ -1,0 +1,37 @@
+// The rows of the comparison as JSON and as a table.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "benchmarks/models/work.h"
+
+namespace tidegate::benchmarks {
+
+/// One model at one context; what failed has an error instead.
+struct Row {
+  std::string mixer;
+  int64_t context = 0, batch = 0, layers = 0, glu_hidden = 0, parameters = 0;
+  std::optional<TrainResult> train;
+  std::optional<DecodeResult> decode;
+  std::optional<AttentionResult> attention;
+  std::vector<std::string> errors;
+};
+
+/// `record` with the rows, each beside the Transformer's of the same context, and "pairs": a
+/// forgetting attention's step against its Transformer's, split in attention and the rest.
+nlohmann::ordered_json with_rows(nlohmann::ordered_json record, const std::vector<Row>& rows);
+
+/// Column names, and a row of with_rows() under them.
+std::string table_head();
+std::string table_line(const nlohmann::ordered_json& row);
+std::string pair_line(const nlohmann::ordered_json& pair);
+
+/// Written beside `path` and renamed into it: whoever is interrupted leaves the rows before.
+void write_json(const std::string& path, const nlohmann::ordered_json& record);
+
+}  // namespace tidegate::benchmarks

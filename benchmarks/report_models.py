@@ -1,0 +1,110 @@
+"""The tables of bench_models: models beside Transformers of as many parameters."""
+
+from __future__ import annotations
+
+from report_tables import Record, table
+
+MODEL_PARTS = ("forward", "backward", "optimizer")
+MODELS_HEAD = (
+    "mixer",
+    "context",
+    "parameters",
+    "training, tokens/s",
+    "of the Transformer's",
+    "step: forward + backward + optimiser",
+    "peak memory",
+    "decoding, tokens/s",
+    "of the Transformer's",
+    "prefill, tokens/s",
+    "state, a sequence",
+)
+
+
+def times_of(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def models_row(row: Record) -> list[str]:
+    train, decode = row.get("train"), row.get("decode")
+    share = row["parameters_of_transformer"]
+    cells = [f"`{row['mixer']}`", f"{row['context']}"]
+    cells += [f"{row['parameters'] / 1e6:.1f}M" + ("" if share is None else f", {share:.1%}")]
+    if train is None:
+        cells += ["failed", "", "", ""]
+    else:
+        parts = " + ".join(f"{train[f'{part}_ms']:.1f}" for part in MODEL_PARTS)
+        peak = train["peak_bytes"]
+        cells += [
+            f"{train['tokens_per_s']:,.0f}",
+            times_of(train["speed_of_transformer"]),
+            f"{parts} ms",
+            "" if peak is None else f"{peak / 2**30:.2f} GiB",
+        ]
+    if decode is None:
+        return [*cells, "", "", "", ""]
+    return [
+        *cells,
+        f"{decode['tokens_per_s']:,.0f}",
+        times_of(decode["speed_of_transformer"]),
+        f"{decode['prefill_tokens_per_s']:,.0f}",
+        f"{decode['state_bytes'] / row['batch'] / 2**20:.3g} MiB",
+    ]
+
+
+def models_where(record: Record) -> str:
+    machine = record["machine"]
+    tokens = f"{record['tokens']} tokens a step at every context"
+    return (
+        f"Size {record['size']}, {record['precision']}, {tokens}; {machine['name']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}, commit {record['commit']}, "
+        f"{record['date']}"
+    )
+
+
+def models_readme(record: Record) -> list[str]:
+    """Training at the longest context, as many parameters each."""
+    longest = max(row["context"] for row in record["rows"])
+    shown = [models_row(row) for row in record["rows"] if row["context"] == longest]
+    columns = (0, 1, 2, 3, 4, 6, 7, 8)
+    cut = [[cells[i] for i in columns] for cells in shown]
+    head = [MODELS_HEAD[i] for i in columns]
+    where = f"`bench_models`: training steps and decoding. {models_where(record)}:"
+    return [where, "", *table(head, cut), ""]
+
+
+def models_page(record: Record) -> list[str]:
+    where = record["machine"]["name"]
+    lines = [f"## Models of equal size on {where}", "", models_where(record) + ".", ""]
+    lines += [
+        "`bench_models` (`tidegate bench --models`): a training step is forward, backward and "
+        "libtorch's AdamW, in C++, eager; medians. The batch that decodes holds as many tokens as "
+        "a training step reads; a step's logits are first held against the parallel form's. "
+        "Parameters are counted; `fox` and the Transformers are the package's presets where there "
+        "are any of this size, all others stand in the Transformer's frame with a GLU as wide as "
+        "makes the parameters equal.",
+        "",
+    ]
+    lines += [*table(MODELS_HEAD, map(models_row, record["rows"])), ""]
+    if record["pairs"]:
+        lines += [*models_pairs(record), ""]
+    lines += [f"- {note}" for note in record.get("notes", [])]
+    return [*lines, ""] if record.get("notes") else lines
+
+
+def models_pairs(record: Record) -> list[str]:
+    """A forgetting attention's step less its Transformer's, in milliseconds."""
+    rows = [
+        [
+            " - ".join(f"`{name}`" for name in pair["mixers"]),
+            pair["context"],
+            *(f"{pair[part]:+.1f} ms" for part in ("step_ms", "attention_ms", "rest_ms")),
+            f"{pair['rest_percent_of_step']:+.1f}%",
+        ]
+        for pair in record["pairs"]
+    ]
+    head = ("difference of", "context", "step", "attention alone", "the rest", "of the step")
+    note = (
+        "Attention alone: the op's forward and backward in the step's shapes, times the layers. "
+        "The rest is what remains of the difference."
+    )
+    return [note, "", *table(head, rows)]
