@@ -217,6 +217,7 @@ def row_of(folder: RunFolder, failed: list[str]) -> dict[str, Any]:
     scored = [line for line in metrics if line["kind"] in ("valid", "final")]
     row = {
         "model": folder.path.name,
+        "name": NAMES[folder.path.name],
         "parameters": values["parameters"],
         "steps": trained["step"],
         "of_steps": values["train"]["steps"],

@@ -31,6 +31,7 @@ from report_tables import (
     shape_of,
     table,
 )
+from report_text import fox_text_page, fox_text_section
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
@@ -392,15 +393,14 @@ SECTIONS = {  # kind -> README, page; in this order
     "attention_cpu": (attention_cpu_section, attention_cpu_page),
     "gated_rnn": (gated_rnn_section, gated_rnn_page),
     "models": (models_readme, models_page),
+    "fox_text": (fox_text_section, fox_text_page),
     "demo": (demo_section, demo_page),
 }
-
-BY_KIND = ("peers", "gla_errors", "gla_cpu", "attention_cpu", "gated_rnn", "models")
 
 
 def kind_of(record: Record) -> str | None:
     """Which of SECTIONS a result belongs to, or None."""
-    if record.get("kind") in BY_KIND:
+    if record.get("kind") in SECTIONS:
         return record["kind"]
     if "benchmarks" in record and cpu_rows(record):
         return "cpu"

@@ -117,6 +117,13 @@ def test_a_tiny_run_of_two_models(load, tmp_path, corpus):
         assert {"per_token.png", "needle.png", "forget_gates.png", "config.json"} <= files
         assert ("attention_maps.png" in files) == (row["model"] == "fot-pro")
         assert f"{row['bits_per_byte']:.4f} bits/byte" in done.stdout
+    record = json.loads(json.dumps(result))
+    lines = load("report_text").fox_text_section(record)
+    first = record["runs"][0]
+    assert f"| FoT (Pro) | {first['parameters']:,} | {first['bits_per_byte']:.4f} |" in lines[4]
+    bits = np.log2(first["per_token"]["perplexity"]["64"])
+    assert lines[4].split(" | ")[4] == f"{bits:.4f}"
+    assert lines[2].startswith("| model | parameters | validation, windows of 32 | ")
     for name in ("loss", "per_token", "needle"):
         assert (out / f"fox_text_{name}.png").read_bytes().startswith(b"\x89PNG")
 
