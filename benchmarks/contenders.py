@@ -52,7 +52,7 @@ class Work(NamedTuple):
             tensors = 2 * halves + 1 if direction == "forward" else 4 * halves + 2
         elif self.op == "lru_scan":  # x; h | x, h, dh; dx
             tensors = (2 if direction == "forward" else 4) * halves
-        else:  # x, a; h | a, h, dh; dx, da
+        else:  # x, a; h | a, h, dh; dx, da: of wkv4 k, v; o | k, v, do; dk, dv
             tensors = 3 if direction == "forward" else 5
         return tensors * width * self.elements
 

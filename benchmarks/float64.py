@@ -110,6 +110,29 @@ def hgru(c: Array, f: Array, gamma: Array, theta: Array | None, dh: Array) -> Hg
     return HgruResults(h, dc, ddecay * (1 - gamma) * gate * (1 - gate))
 
 
+class Wkv4Results(NamedTuple):
+    """o, and the gradients of k and v for one gradient of o."""
+
+    o: Array
+    dk: Array
+    dv: Array
+
+
+def wkv4(w: Array, u: Array, k: Array, v: Array, grad_o: Array) -> Wkv4Results:
+    """RWKV-4's token mixing as it stands (arXiv 2305.13048, eq. 16), and its gradients: right for
+    keys and bonuses of some hundreds at most."""
+    decay, token, bonus = np.exp(-w), np.exp(k), np.exp(u + k)
+    y, z = (scan(np.concatenate([0 * x[:1], x[:-1]]), np.broadcast_to(decay, x.shape))
+            for x in (token * v, token))  # fmt: skip
+    sums = z + bonus
+    o = (y + bonus * v) / sums
+    g = grad_o / sums
+    # What flows back into the sums that leave a token.
+    dy, dz = (scan(np.concatenate([0 * x[:1], x[:0:-1]]), np.broadcast_to(decay, x.shape))[::-1]
+              for x in (g, -g * o))  # fmt: skip
+    return Wkv4Results(o, g * bonus * (v - o) + token * (v * dy + dz), g * bonus + token * dy)
+
+
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, h0: Tensor | None = None, chunk: int = 32
 ) -> tuple[Tensor, Tensor]:

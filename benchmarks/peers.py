@@ -11,9 +11,9 @@ graph, replayed in turns, medians; nobody's host time counts. What is timed was 
 float64 loops first. Peers that are not installed are named and left out. `--device cpu --tiny`
 goes the same way through small shapes, without peers.
 
-The groups: of the scans, four pieces of work with aims ("issue"), a sweep of twelve training
-shapes ("sweep"), a plain scan and the decoding step ("extra"); gated linear attention ("gla");
-forgetting attention ("attention").
+The groups: of the scans, the work that has aims ("aims"), a sweep of twelve training shapes
+("sweep"), a plain scan and the decoding step ("extra"); gated linear attention ("gla"); forgetting
+attention ("attention").
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import attention_contenders
 import gla_contenders
 import harness
 import torch
+import wkv4_contenders
 from attention_contenders import AttentionWork, KernelOfPeer
 from contenders import (
     PEERS,
@@ -47,11 +48,12 @@ from contenders import (
     tidegate_step,
 )
 from gla_contenders import FlaGla, GlaWork
+from wkv4_contenders import FlaRwkv4
 
 import tidegate
 
 AnyWork = Work | GlaWork | AttentionWork
-Peers = dict[str, Fla | AcceleratedScan | FlaGla | KernelOfPeer]
+Peers = dict[str, Fla | AcceleratedScan | FlaGla | FlaRwkv4 | KernelOfPeer]
 
 NOTES = (
     "us: median time of one call; K calls on K sets of inputs lie in one CUDA graph, contenders "
@@ -65,6 +67,8 @@ NOTES = (
     "its backward ends at dx and dg: both favour the peer. Its autotuner chooses anew for every "
     "shape. Its GB/s count its own bytes: x, g, h; and g, h, dh, dx, dg.",
     "accelerated-scan: [B, D, T] layout, linear decays, beside linear_scan.",
+    "wkv4: forward as without gradients; the backward pass reads, uncounted, a state in eight that "
+    "the forward pass of training keeps. fla.fused_recurrent_rwkv4 keeps all of them.",
 )
 GLA_NOTES = (
     *NOTES[:2],
@@ -93,12 +97,14 @@ ATTENTION_NOTES = (
     "Decoding reads K, V and gates of a full cache; percent_of_copy is over their bytes.",
 )
 
-ISSUE = [
-    Work("hgru", 8, 2048, 2048, "issue", (85, 80)),
-    Work("hgru", 1, 131072, 1024, "issue", (80, 75)),
-    Work("hgru", 64, 1024, 512, "issue", (80, 75)),
-    Work("hgru", 8, 2048, 1024, "issue", (80, 70), complex=True),
-    Work("lru_scan", 8, 2048, 1024, "issue", (85, 80), complex=True),
+AIMS = [
+    Work("hgru", 8, 2048, 2048, "aims", (85, 80)),
+    Work("hgru", 1, 131072, 1024, "aims", (80, 75)),
+    Work("hgru", 64, 1024, 512, "aims", (80, 75)),
+    Work("hgru", 8, 2048, 1024, "aims", (80, 70), complex=True),
+    Work("lru_scan", 8, 2048, 1024, "aims", (85, 80), complex=True),
+    Work("wkv4", 8, 4096, 2048, "aims", (75, 65)),
+    Work("wkv4", 1, 65536, 1024, "aims", (60, 60)),
 ]
 SWEEP = [
     Work("hgru", batch, time, channels, "sweep")
@@ -128,15 +134,16 @@ EXTRA = [
     Work("hgru_step", 1, 1, 2048, "extra"),
     Work("hgru_step", 256, 1, 2048, "extra"),
 ]
-GROUPS = ("issue", "sweep", "extra", "gla", "attention")
+GROUPS = ("aims", "sweep", "extra", "gla", "attention")
 NOTES_OF = {"gla": GLA_NOTES, "attention": ATTENTION_NOTES}  # of a run of one group
-WORKS = ISSUE + SWEEP + EXTRA + gla_contenders.WORKS + attention_contenders.WORKS
+WORKS = AIMS + SWEEP + EXTRA + gla_contenders.WORKS + attention_contenders.WORKS
 TINY = [
-    Work("hgru", 2, 33, 24, "issue", (80, 75)),
-    Work("hgru", 3, 17, 8, "issue", (80, 70), complex=True),
+    Work("hgru", 2, 33, 24, "aims", (80, 75)),
+    Work("hgru", 3, 17, 8, "aims", (80, 70), complex=True),
     Work("hgru", 1, 40, 12, "sweep"),
     Work("hgru", 2, 9, 16, "extra", dtype=torch.float32),
-    Work("lru_scan", 2, 21, 16, "issue", (85, 80), complex=True),
+    Work("lru_scan", 2, 21, 16, "aims", (85, 80), complex=True),
+    Work("wkv4", 2, 19, 16, "aims", (75, 65)),
     Work("lru_scan", 2, 13, 16, "extra"),
     Work("linear_scan", 2, 21, 16, "extra"),
     Work("hgru_step", 4, 1, 16, "extra"),
@@ -176,6 +183,9 @@ class Bench:
             return makers | {"tidegate": lambda: tidegate_step(work, sets, device)}
         if work.op == "lru_scan":
             return makers | {"tidegate": lambda: tidegate_lru(work, direction, sets, device)}
+        if work.op == "wkv4":
+            fla = self.peers.get("fla.rwkv4")
+            return makers | wkv4_contenders.makers(work, direction, sets, device, fla)
         inputs = HgruInputs(work, sets, device)
         if work.op == "hgru":
             reference = inputs.reference()
@@ -409,7 +419,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small shapes: tries this script out")
-    parser.add_argument("--groups", nargs="+", default=["issue", "sweep", "extra"], choices=GROUPS)
+    parser.add_argument("--groups", nargs="+", default=["aims", "sweep", "extra"], choices=GROUPS)
     parser.add_argument("--no-peers", action="store_true", help="tidegate and copies only")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
     parser.add_argument("--budget", type=float, default=0.2, help="seconds for each contender")
@@ -448,6 +458,8 @@ def main() -> int:
     begin = time.perf_counter()
     torch.manual_seed(0)
     loaders = {**(PEERS if not {"gla", "attention"}.issuperset(options.groups) else {})}
+    if "aims" in options.groups:
+        loaders["fla.rwkv4"] = FlaRwkv4
     if "gla" in options.groups:
         loaders["fla.gla"] = FlaGla
     if "attention" in options.groups:

@@ -93,7 +93,7 @@ def machine_line(record: Record) -> str:
 
 
 def sweep_line(record: Record) -> str | None:
-    """One sentence on the shapes beside the issue's."""
+    """One sentence on the shapes beside those that have aims."""
     rows = [r for r in record["rows"] if r["group"] == "sweep" and "times_best_peer" in r]
     if not rows:
         return None
@@ -111,7 +111,7 @@ def sweep_line(record: Record) -> str | None:
 
 
 def gpu_readme(record: Record) -> list[str]:
-    rows = [gpu_row(row) for row in record["rows"] if row["group"] == "issue"]
+    rows = [gpu_row(row) for row in record["rows"] if row["group"] == "aims"]
     lines = [machine_line(record) + ":", "", *gla_table(record), *attention_table(record)]
     lines += [*table(GPU_HEAD, rows), ""] if rows else []
     lines += [
@@ -136,7 +136,7 @@ def gpu_page(record: Record) -> list[str]:
     if clocks:
         lines += [f"As found: {', '.join(clocks)}.", ""]
     lines += [f"- {note}" for note in (*record["notes"], *record["missing"])] + [""]
-    titles = {"issue": "Aims", "sweep": "Sweep of training shapes", "extra": "Further"}
+    titles = {"aims": "Aims", "sweep": "Sweep of training shapes", "extra": "Further"}
     for group, title in titles.items():
         rows = [row for row in record["rows"] if row["group"] == group]
         if rows:

@@ -20,13 +20,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from support import cases, gla_cases, rnn_cases
+from support import cases, gla_cases, rnn_cases, wkv4_cases
 from support.cases import Case
 from support.gla_cases import GlaCase
 from support.rnn_cases import RnnCase
+from support.wkv4_cases import Wkv4Case
+
+AnyCase = Case | GlaCase | RnnCase | Wkv4Case
 
 
-def random_case(seed: int) -> Case | GlaCase | RnnCase:
+def random_case(seed: int) -> AnyCase:
     """A call of any op, kind, shape, dtype, layout and gate regime."""
     rng = random.Random(f"tidegate {seed}")
     longest = rng.choice((4, 40, 200, 200, 700))
@@ -35,6 +38,11 @@ def random_case(seed: int) -> Case | GlaCase | RnnCase:
         case = rnn_cases.vary(case, rng.randrange(1 << 30))
         widest = 600 if case.time < 30 else 140
         return replace(case, batch=rng.randint(1, 9), channels=rng.randint(1, widest))
+    if seed % 8 == 3:
+        case = replace(rng.choice(wkv4_cases.KINDS), time=rng.randint(0, longest))
+        case = wkv4_cases.vary(case, rng.randrange(1 << 30))
+        widest = 600 if case.time < 100 else 70
+        return replace(case, batch=rng.randint(1, 5), channels=rng.randint(1, widest))
     case = replace(rng.choice(cases.KINDS + gla_cases.KINDS), time=rng.randint(0, longest))
     if isinstance(case, GlaCase):
         case = gla_cases.vary(case, rng.randrange(1 << 30))
@@ -54,22 +62,23 @@ _CHANCE = 5.0  # what is wrong by less than this once, by luck or not, must show
 _REDRAWS = 12
 
 
-def check_case(case: Case, device: str, *, backward: bool) -> None:
+def check_case(case: AnyCase, device: str, *, backward: bool) -> None:
     """`cases.check` for thousands of cases, some of which are bound to be unlucky.
 
     Where few numbers decide, the ratio of two rounding errors is chance. So a result that is beyond
     the rule by less than a factor of five is judged again on a larger sample: by the root mean
     square of its errors over the same call on fresh data. Anything further off fails at once.
     """
+    home = wkv4_cases if isinstance(case, Wkv4Case) else cases
     try:
-        cases.check(case, device, backward=backward)
+        home.check(case, device, backward=backward)
         return
     except cases.BeyondRule as error:
         if error.excess > _CHANCE:
             raise
         message = str(error)
     draws = [
-        cases.verdicts(replace(case, seed=case.seed + 1 + i), device, backward=backward)
+        home.verdicts(replace(case, seed=case.seed + 1 + i), device, backward=backward)
         for i in range(_REDRAWS)
     ]
     for name in draws[0]:
@@ -85,7 +94,7 @@ def check_case(case: Case, device: str, *, backward: bool) -> None:
             )
 
 
-def check_seed(seed: int, device: str) -> Case:
+def check_seed(seed: int, device: str) -> AnyCase:
     """Runs one case; raises AssertionError with its seed when a result is wrong."""
     case = random_case(seed)
     try:

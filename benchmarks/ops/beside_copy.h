@@ -87,16 +87,24 @@ void beside_copy(benchmark::State& state, const Work& work) {
   state.counters["percent_of_copy"] = 100 * median(copy_times) / median(times);
 }
 
-template <class Ops, class Work>
-void register_work(const Work& work) {
-  benchmark::RegisterBenchmark(work.name().c_str(), beside_copy<Ops, Work>, work)
+/// `run`: void(benchmark::State&, const Work&).
+template <class Work, class Run>
+void register_timed(const Work& work, Run run) {
+  benchmark::RegisterBenchmark(work.name().c_str(), run, work)
       ->UseManualTime()
       ->Iterations(work.device.is_cuda() ? 40 : 11)
       ->Unit(work.device.is_cuda() ? benchmark::kMicrosecond : benchmark::kMillisecond);
 }
 
+template <class Ops, class Work>
+void register_work(const Work& work) {
+  register_timed(work, beside_copy<Ops, Work>);
+}
+
 /// The benchmarks of each family, on the CPU or on CUDA.
 void register_scan_benchmarks(at::DeviceType device);
 void register_gla_benchmarks(at::DeviceType device);
+void register_wkv4_benchmarks(at::DeviceType device);
+void register_attention_benchmarks(at::DeviceType device);
 
 }  // namespace tidegate::testing

@@ -14,6 +14,8 @@ int main(int argc, char** argv) {
   const auto register_all = [](at::DeviceType device) {
     register_scan_benchmarks(device);
     register_gla_benchmarks(device);
+    register_wkv4_benchmarks(device);
+    register_attention_benchmarks(device);
   };
   register_all(at::kCPU);
   const std::string gpu = gpu_name();

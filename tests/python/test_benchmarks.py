@@ -48,7 +48,7 @@ PEERS = {
     "notes": ["a note"],
     "rows": [
         {
-            "group": "issue",
+            "group": "aims",
             "op": "hgru",
             "complex": False,
             "dtype": "bfloat16",
@@ -233,6 +233,23 @@ def test_float64_attention_is_the_recurrence(scripts):
     torch.testing.assert_close(final, state, rtol=1e-12, atol=1e-12)
 
 
+def test_float64_wkv4_is_the_recurrence(scripts):
+    torch.manual_seed(0)
+    w, u = torch.rand(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    k, v, grad_o = torch.randn(3, 7, 3, dtype=torch.float64).requires_grad_()
+    y, z, rows = torch.zeros(3), torch.zeros(3), []
+    for t in range(len(k)):
+        bonus = (u + k[t]).exp()
+        rows.append((y + bonus * v[t]) / (z + bonus))
+        y, z = (-w).exp() * y + k[t].exp() * v[t], (-w).exp() * z + k[t].exp()
+    o = torch.stack(rows)
+    expected = (o, *torch.autograd.grad(o, (k, v), grad_o.detach()))
+    arrays = [tensor.detach().numpy() for tensor in (w, u, k, v, grad_o)]
+    float64 = scripts("float64")
+    for found, exact in zip(float64.wkv4(*arrays), expected, strict=True):
+        assert float64.relative_error(found, exact.detach().numpy()) < 1e-13
+
+
 def test_relative_error_never_passes_nan(scripts):
     float64 = scripts("float64")
     values = torch.ones(3, dtype=torch.float64).numpy()
@@ -249,6 +266,8 @@ def test_bytes_are_each_tensor_once(scripts):
     assert work("hgru", 1, 1, 1, "extra", complex=True).bytes("backward") == 20
     assert work("linear_scan", 1, 1, 1, "extra").bytes("forward") == 6
     assert work("linear_scan", 1, 1, 1, "extra").bytes("backward") == 10
+    assert work("wkv4", 1, 1, 1, "extra").bytes("forward") == 6
+    assert work("wkv4", 1, 1, 1, "extra").bytes("backward") == 10
     assert work("hgru", 1, 1, 1, "extra", dtype=torch.float32).bytes("backward") == 24
 
 
@@ -450,7 +469,7 @@ def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
     record = json.loads(out.read_text(encoding="utf-8"))
     assert record["commit"] == "fedcba"
     assert record["problems"] == []
-    ops = {"hgru", "linear_scan", "hgru_step", "lru_scan"}
+    ops = {"hgru", "linear_scan", "hgru_step", "lru_scan", "wkv4"}
     assert {row["op"] for row in record["rows"]} == ops
     for row in record["rows"]:
         assert set(row["results"]) == {"copy_", "tidegate"}

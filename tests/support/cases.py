@@ -280,8 +280,10 @@ def verdicts(
     }
 
 
-def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
-    """Runs the case and holds every result and gradient against the oracle.
+def judge_by_either(
+    case: object, device: str, *, backward: bool, verdicts: Callable[..., dict[str, oracle.Verdict]]
+) -> None:
+    """Raises BeyondRule unless every result passes.
 
     A result passes against either of the two yardsticks, as a whole: lambda as a sum or as one
     minus the rest, a product and a sum rounded twice or once, are the same maths, and where an open
@@ -296,6 +298,11 @@ def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
         messages = {name: verdict.message for name, verdict in problems.items()}
         excess = max(verdict.excess for verdict in problems.values())
         raise BeyondRule(f"{case} on {device}: {messages}", excess)
+
+
+def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
+    """Runs the case and holds every result and gradient against the oracle."""
+    judge_by_either(case, device, backward=backward, verdicts=verdicts)
 
 
 # Coverage ---------------------------------------------------------------------------------------
