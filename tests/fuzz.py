@@ -20,13 +20,36 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from support import cases, gla_cases, rnn_cases, wkv4_cases
+from support import cases, fox_cases, gla_cases, rnn_cases, wkv4_cases
 from support.cases import Case
+from support.fox_cases import FoxCase
 from support.gla_cases import GlaCase
 from support.rnn_cases import RnnCase
 from support.wkv4_cases import Wkv4Case
 
-AnyCase = Case | GlaCase | RnnCase | Wkv4Case
+AnyCase = Case | GlaCase | RnnCase | Wkv4Case | FoxCase
+
+
+def random_attention(longest: int, rng: random.Random) -> FoxCase:
+    """A call of forgetting_attention: any heads, lengths of queries and keys, window, pruning."""
+    case = FoxCase(dtype=rng.choice(fox_cases.DTYPES), queries=rng.randint(0, min(longest, 200)))
+    case = fox_cases.vary(case, rng.randrange(1 << 30))
+    key_heads = rng.randint(1, 2)
+    widest = 256 if case.queries < 60 else 130
+    case = replace(
+        case,
+        batch=rng.randint(1, 3) if case.queries < 100 else 1,
+        key_heads=key_heads,
+        heads=key_heads * rng.randint(1, 4),
+        head_dim=rng.choice((rng.randint(1, widest), 8 * rng.randint(1, widest // 8))),
+        past=rng.choice((0, 0, rng.randint(1, 200))),
+        window=rng.choice((None, None, rng.randint(1, 1 + case.queries + case.past))),
+    )
+    if case.lengths is None:
+        return case
+    pasts = rng.choice((0, 90))
+    lengths = tuple((n, rng.randint(0, pasts)) for n, _ in case.lengths)
+    return replace(case, lengths=lengths)
 
 
 def random_case(seed: int) -> AnyCase:
@@ -38,6 +61,8 @@ def random_case(seed: int) -> AnyCase:
         case = rnn_cases.vary(case, rng.randrange(1 << 30))
         widest = 600 if case.time < 30 else 140
         return replace(case, batch=rng.randint(1, 9), channels=rng.randint(1, widest))
+    if seed % 8 == 5:
+        return random_attention(longest, rng)
     if seed % 8 == 3:
         case = replace(rng.choice(wkv4_cases.KINDS), time=rng.randint(0, longest))
         case = wkv4_cases.vary(case, rng.randrange(1 << 30))
@@ -63,22 +88,23 @@ _REDRAWS = 12
 
 
 def check_case(case: AnyCase, device: str, *, backward: bool) -> None:
-    """`cases.check` for thousands of cases, some of which are bound to be unlucky.
+    """`check` for thousands of cases, some of which are bound to be unlucky.
 
     Where few numbers decide, the ratio of two rounding errors is chance. So a result that is beyond
     the rule by less than a factor of five is judged again on a larger sample: by the root mean
     square of its errors over the same call on fresh data. Anything further off fails at once.
     """
-    home = wkv4_cases if isinstance(case, Wkv4Case) else cases
+    modules = {FoxCase: fox_cases, Wkv4Case: wkv4_cases}
+    module = modules.get(type(case), cases)
     try:
-        home.check(case, device, backward=backward)
+        module.check(case, device, backward=backward)
         return
     except cases.BeyondRule as error:
         if error.excess > _CHANCE:
             raise
         message = str(error)
     draws = [
-        home.verdicts(replace(case, seed=case.seed + 1 + i), device, backward=backward)
+        module.verdicts(replace(case, seed=case.seed + 1 + i), device, backward=backward)
         for i in range(_REDRAWS)
     ]
     for name in draws[0]:

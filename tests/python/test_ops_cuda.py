@@ -11,9 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
-from support import cases, gla_cases, oracle
+from support import cases, fox_cases, gla_cases, oracle, rnn_cases, wkv4_cases
 from support.cases import Case
+from support.fox_cases import FoxCase
 from support.gla_cases import GlaCase
+from support.rnn_cases import RnnCase
+from support.wkv4_cases import Wkv4Case
 from torch import Tensor
 
 import tidegate
@@ -375,6 +378,16 @@ def test_outputs_do_not_show_what_was_in_memory(case: Case) -> None:
 
 # Under compute-sanitizer ------------------------------------------------------------------------
 
+SANITIZED_ATTENTION = [
+    FoxCase(queries=20, past=13, head_dim=7, window=9),
+    FoxCase(lengths=((9, 0), (0, 3), (20, 13)), dtype=torch.float64, prune=1e-15),
+    FoxCase(queries=70, past=9, head_dim=32, heads=4, dtype=torch.bfloat16, window=30),
+    FoxCase(queries=70, head_dim=72, dtype=torch.float16, prune=1e-9, gates="shut"),
+    FoxCase(lengths=((66, 9), (0, 0), (3, 0)), head_dim=128, dtype=torch.bfloat16),
+    FoxCase(queries=70, batch=1, head_dim=128, dtype=torch.bfloat16, prune=1e-9, gates="shut"),
+    FoxCase(queries=70, batch=1, head_dim=200, dtype=torch.bfloat16),
+]
+
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], ids=str)
@@ -383,3 +396,57 @@ def test_tiny_shapes_under_the_sanitizer(case: Case | GlaCase) -> None:
     cases.check(case.sized(2, 70, 8), "cuda")
     cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 60, 1), reverse=True), "cuda")
     cases.check(replace(case, time=1), "cuda")
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", rnn_cases.KINDS, ids=str)
+def test_tiny_gated_rnns_under_the_sanitizer(case: RnnCase) -> None:
+    """Forward, backward and step, padded and packed; D 70 is divided among blocks otherwise."""
+    cases.check(case.sized(2, 20, 8), "cuda")
+    cases.check(case.sized(3, 5, 70), "cuda")
+    cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 20, 1)), "cuda")
+    made = inputs_of(case.sized(2, 3, 16))
+    state = torch.zeros(2, 16, device="cuda", dtype=oracle.state_dtype(case.dtype))
+    for t in range(3):
+        h = ops.gated_rnn_step(made["z"][:, t], made["x"][:, t], made["w_zh"], state)
+    assert h.isfinite().all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", wkv4_cases.KINDS, ids=str)
+def test_tiny_wkv4_under_the_sanitizer(case: Wkv4Case) -> None:
+    """Forward, backward and step, padded and packed."""
+    wkv4_cases.check(replace(case, time=70, channels=8), "cuda")
+    wkv4_cases.check(replace(case, lengths=(3, 0, 60, 1), channels=3), "cuda")
+    made = wkv4_cases.on_device(case, "cuda")
+    token = [made[name][:, 0] for name in ("k", "v")]
+    o = ops.wkv4_step(made["w"], made["u"], *token, made["state"].clone())
+    assert o.isfinite().all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", SANITIZED_ATTENTION, ids=str)
+def test_tiny_attention_under_the_sanitizer(case: FoxCase, deterministic: bool) -> None:
+    """Every class of head dimensions on tensor cores, and the plain path."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        fox_cases.check(case, "cuda")
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("head_dim", [7, 16, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_tiny_attention_steps_under_the_sanitizer(dtype: torch.dtype, head_dim: int) -> None:
+    """A cache longer than a split, in which sequences of other lengths lie; five heads a key."""
+    wide = oracle.state_dtype(dtype)
+    q = torch.randn(3, 5, head_dim, device="cuda", dtype=dtype)
+    k, v = (torch.randn(3, 300, 1, head_dim, device="cuda", dtype=dtype) for _ in range(2))
+    gates = -torch.rand(3, 300, 5, device="cuda", dtype=wide)
+    lengths = torch.tensor([300, 0, 131], device="cuda", dtype=torch.int32)
+    o = ops.forgetting_attention_step(q, k, v, gates, lengths)
+    assert o.isfinite().all()
+    assert not o[1].count_nonzero()
