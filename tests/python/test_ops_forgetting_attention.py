@@ -74,8 +74,12 @@ def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("dtype", fox_cases.DTYPES)
 @pytest.mark.parametrize("past", [1, 63, 64, 200])
 def test_the_last_query_is_on_the_last_key(past: int, dtype: torch.dtype, device: str) -> None:
+    case = FoxCase(past=past, head_dim=16, dtype=dtype)
     for queries in (1, 5, 64, 65):
-        fox_cases.check(FoxCase(queries=queries, past=past, head_dim=16, dtype=dtype), device)
+        # A query's o as it is stored shifts its whole row of dlog f: of a few of them it would be
+        # chance which way of rounding does better.
+        many = {"batch": 8, "heads": 6, "key_heads": 3} if queries == 1 else {}
+        fox_cases.check(replace(case, queries=queries, **many), device)
 
 
 @pytest.mark.parametrize("dtype", fox_cases.DTYPES)
@@ -167,11 +171,12 @@ def test_open_gates_are_softmax_attention(dtype: torch.dtype, device: str) -> No
     grads = torch.autograd.grad(found, leaves, loss)
     exact_grads = torch.autograd.grad(exact, wide, loss.double())
     expected_grads = torch.autograd.grad(expected, leaves, loss)
-    unit = torch.finfo(dtype).eps
+    # In float64 torch's attention is `exact` itself; a row is a sum of 300 terms.
+    floor = 1e-13 if dtype is torch.float64 else 4 * torch.finfo(dtype).eps
     for left, right, same in zip(
         (found, *grads), (exact, *exact_grads), (expected, *expected_grads), strict=True
     ):
-        assert relative(left, right) <= 2 * relative(same, right) + 4 * unit
+        assert relative(left, right) <= 2 * relative(same, right) + floor
 
 
 def test_the_gate_as_a_bias_matrix(device: str) -> None:

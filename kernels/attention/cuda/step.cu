@@ -3,6 +3,9 @@
 #include <algorithm>
 
 #include "kernels/attention/cuda/plain_rows.cuh"
+#include "kernels/attention/cuda/step_parts.cuh"
+#include "kernels/attention/cuda/tensor_forward.h"
+#include "kernels/attention/cuda/tensor_step.cuh"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels {
@@ -17,10 +20,7 @@ constexpr int kPerLane = 2;        // of them, for each lane of the warp that we
 constexpr int kTileBytes = 16384;  // of keys, and of values, in a stage
 constexpr int kMostStages = 3;
 constexpr int kMaxDim = static_cast<int>(kMaxAttentionHeadDim);
-static_assert(kTile == 32 * kPerLane);
-
-/// A partial result: o times its sum, then maximum, sum, and the sum of the part's gates.
-__host__ __device__ constexpr int64_t partial_numbers(int64_t head_dim) { return head_dim + 3; }
+static_assert(kTile == 32 * kPerLane && kLeastPart % kTile == 0);
 
 struct Step {
   ForgettingAttentionStepParams params = {};
@@ -28,20 +28,6 @@ struct Step {
   int tile = 0;         // keys of a tile, at most kTile
   int tile_bytes = 0;   // of keys, and of values, a multiple of 16
   int stages = 0;       // tiles under way or in use
-};
-
-/// Where the splits of one sequence lie: as equal as tiles allow, over the keys that it really has.
-struct Splits {
-  int64_t oldest, length, part;
-
-  __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch) {
-    length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
-    oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
-    const int64_t equal = (length - oldest + p.plan.splits - 1) / p.plan.splits;
-    part = (equal + kTile - 1) / kTile * kTile;
-  }
-  __device__ int64_t begin(int64_t split) const { return min(length, oldest + split * part); }
-  __device__ int64_t used() const { return part == 0 ? 0 : (length - oldest + part - 1) / part; }
 };
 
 /// How a lane's kOwn numbers of a row lie: packs of kVec, kOwn / kVec of them.
@@ -122,13 +108,13 @@ struct HeadState {
   Real maximum = -static_cast<Real>(INFINITY), total = 0;
   double gates = 0;  // from the newest key of the split back
 
-  /// Gates of a lane's keys in a tile whose newest key is `last` - 1; zero before `begin`.
-  __device__ static void load_gates(const AttentionRows<const Real>& log_f, int64_t begin,
+  /// Gates of a lane's keys in the tile [first, last), from the newest back; zero before it.
+  __device__ static void load_gates(const AttentionRows<const Real>& log_f, int64_t first,
                                     int64_t last, int own, Real (&gates)[kPerLane]) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int64_t j = last - 1 - kPerLane * own - i;
-      gates[i] = j >= begin ? *log_f.row(j) : Real(0);
+      gates[i] = j >= first ? *log_f.row(j) : Real(0);
     }
   }
 
@@ -244,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 8 ? 1 : 2) step_kernel(
     const AttentionRows<const Real> log_f(p.log_f, batch, 0, first_head + min(warp, heads - 1));
     Real gates[kPerLane] = {};
     if (warp < heads) {
-      state.load_gates(log_f, begin, end, own, gates);
+      state.load_gates(log_f, max(begin, end - step.tile), end, own, gates);
     }
     for (int tile = 0; tile < tiles; ++tile) {
       const int64_t last = end - int64_t{tile} * step.tile, first = max(begin, last - step.tile);
@@ -276,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 8 ? 1 : 2) step_kernel(
       copy_tile(tile + step.stages - 1);  // where the tile before this one was
       if (warp < heads) {
         const Real factor = state.weigh(weights, warp, count, own, gates);
-        state.load_gates(log_f, begin, last - step.tile, own, gates);
+        state.load_gates(log_f, max(begin, first - step.tile), first, own, gates);
         if (own == 0) {
           shrink[tile % 2][warp] = factor;
         }
@@ -350,9 +336,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(E) == 8 ? 1 : 2) step_kernel(
 /// o of one query head: from the newest split to the oldest, between which and the query the gates
 /// of all newer splits lie. A lane weighs a split, each thread sums one channel.
 template <class E>
-__global__ void __launch_bounds__(kMaxDim) combine_kernel(const Step step) {
+__global__ void __launch_bounds__(kMaxDim) combine_kernel(const ForgettingAttentionStepParams p) {
   using Real = typename Register<E>::type;
-  const ForgettingAttentionStepParams& p = step.params;
   const int64_t head = blockIdx.x, batch = blockIdx.y;
   const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
   const int own = threadIdx.x % 32;
@@ -398,12 +383,18 @@ __global__ void __launch_bounds__(kMaxDim) combine_kernel(const Step step) {
   }
 }
 
+bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
+  const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
+  return half && p.head_dim % 8 == 0 && rows_aligned(p.k) && rows_aligned(p.v);
+}
+
 /// As many splits as fill the device a few times, of 128 keys or more where the cache is full.
-cudaError_t count_splits(const ForgettingAttentionStepParams& p, int64_t* splits) {
+cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int64_t* splits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t blocks = std::max<int64_t>(1, p.layout.batch * p.key_heads);
-  const int64_t wanted = (8 * limits.multiprocessors + blocks - 1) / blocks;
+  const int64_t of_device = (warps ? 32 : 8) * limits.multiprocessors;
+  const int64_t wanted = (of_device + blocks - 1) / blocks;
   *splits = std::max<int64_t>(1, std::min(wanted, (p.capacity + 127) / 128));
   return cudaSuccess;
 }
@@ -441,11 +432,23 @@ cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <class E>
+cudaError_t combine(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
+  const dim3 heads(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.layout.batch));
+  combine_kernel<E><<<heads, static_cast<unsigned>((p.head_dim + 31) / 32 * 32), 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
                                 ForgettingAttentionPlan* plan) {
-  TIDEGATE_RETURN_IF_CUDA_ERROR(count_splits(params, &plan->splits));
+  const bool tensor_cores = params.path != AttentionPath::kPlain && fits_tensor_cores(params);
+  if (params.path == AttentionPath::kTensorCore && !tensor_cores) {
+    return cudaErrorNotSupported;
+  }
+  plan->path = tensor_cores ? AttentionPath::kTensorCore : AttentionPath::kPlain;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(count_splits(params, tensor_cores, &plan->splits));
   plan->workspace_bytes = params.layout.batch * params.heads * plan->splits *
                           partial_numbers(params.head_dim) *
                           element_size(state_dtype(params.q.dtype));
@@ -459,14 +462,16 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   return with_element(params.q.dtype, [&]<class E>() {
     constexpr int kVec = 16 / sizeof(E);
+    if constexpr (sizeof(E) == 2) {
+      if (params.plan.path == AttentionPath::kTensorCore) {
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_tensor_step<E>(params, stream));
+        return combine<E>(params, stream);
+      }
+    }
     const bool whole = params.head_dim % kVec == 0 && aligned(params.k) && aligned(params.v);
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         (whole ? launch_step<E, kVec> : launch_step<E, 1>)(step, limits.shared_bytes, stream));
-    const dim3 heads(static_cast<unsigned>(params.heads),
-                     static_cast<unsigned>(params.layout.batch));
-    combine_kernel<E>
-        <<<heads, static_cast<unsigned>((params.head_dim + 31) / 32 * 32), 0, stream>>>(step);
-    return cudaGetLastError();
+    return combine<E>(params, stream);
   });
 }
 
