@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import gc
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -120,15 +121,20 @@ def make_runner(calls: Sequence[Call], device: torch.device, graph: bool = True)
 
 
 def measure(runners: dict[str, Runner], rounds: int, budget: float) -> dict[str, list[float]]:
-    """Seconds a call for each runner, the runners taking turns; `budget`: seconds for each."""
+    """Seconds a call for each runner, the runners taking turns; `budget`: seconds for each.
+
+    Each round has an order of its own: after a contender that draws all the power a GPU may, its
+    clock is lower for a while, and no one should always come next.
+    """
     times: dict[str, list[float]] = {name: [] for name in runners}
     replays = {}
     for name, runner in runners.items():
         whole = runner.seconds(1)[0] * len(runner.calls)
         replays[name] = max(1, min(10, int(budget / rounds / max(whole, 1e-9))))
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, runner in runners.items():
-            times[name] += runner.seconds(replays[name])
+        for name in order.sample(list(runners), len(runners)):
+            times[name] += runners[name].seconds(replays[name])
     return times
 
 
