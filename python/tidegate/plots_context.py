@@ -49,7 +49,8 @@ def plot_per_token(
         right.set_xlabel("context length l, tokens")
         for axes in (left, right):
             _limit(axes)
-        left.legend(loc="best")
+        handles, names = left.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)))
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         _save(figure, path)
 
