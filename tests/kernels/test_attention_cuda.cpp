@@ -82,6 +82,10 @@ void check(const AttentionShape& shape) {
   }
 }
 
+/// A row whose weight lies on one key has gradients near zero, beside which the rounding of o as it
+/// is stored is large in any implementation: of a handful of rows, their norm is chance.
+constexpr int64_t kRowsOfFewTokens = 64;
+
 class AttentionCuda : public ::testing::TestWithParam<std::tuple<DType, bool>> {
  protected:
   void SetUp() override {
@@ -117,7 +121,7 @@ TEST_P(AttentionCuda, EveryLength) {
   for (const int64_t time : {1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 600}) {
     AttentionShape shape = shape_;
     shape.queries = shape.keys = time;
-    shape.batch = time < 100 ? 3 : 1;
+    shape.batch = time < 16 ? kRowsOfFewTokens : time < 100 ? 3 : 1;
     shape.head_dim = i % 2 == 0 ? 64 : 128;
     shape.gates = static_cast<ForgetGates>(i % 5);
     shape.seed = ++i;
@@ -134,6 +138,7 @@ TEST_P(AttentionCuda, NoQueriesOrKeys) {
   problem.check();
   shape.queries = 5;  // queries before all keys see none
   shape.keys = 2;
+  shape.batch = kRowsOfFewTokens;
   check(shape);
 }
 
