@@ -601,7 +601,7 @@ def step_inputs(case: FoxCase, capacity: int, device: str) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize("dtype", fox_cases.DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 100, 1500])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (10, 2), (9, 1)], ids=str)
 def test_step_equals_the_last_row(
     heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str
 ) -> None:
