@@ -42,5 +42,19 @@ jobs() {
   printf '%s\n' "${TIDEGATE_JOBS:-$((cores < memory ? cores : memory))}"
 }
 
+# run_pytest ARGUMENT...: with pytest-xdist, as many workers as jobs says, 24 at most (they share the
+# GPU, if there is one). Two threads each: the tests are many and small, and more would wait for
+# each other.
+run_pytest() {
+  local workers=() count
+  count=$(jobs)
+  ((count <= 24)) || count=24
+  if ((count > 1)) && "$python" -c 'import xdist' 2>/dev/null; then
+    workers=(-n "$count" --dist loadgroup)
+  fi
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} \
+    "$python" -m pytest "${workers[@]}" "$@"
+}
+
 python=$(python_path) || exit 1
 export PYTHONPATH="$PWD/build/python${PYTHONPATH:+:$PYTHONPATH}"

@@ -15,8 +15,7 @@ for folder in kernels ops nn; do
     --gtest_output="xml:build/gtest/$folder.xml" || failed+=("test_$folder")
 done
 "$python" scripts/gtest_summary.py build/gtest
-# With pytest-xdist, PYTEST_ADDOPTS="-n 8" shares the GPU among workers; tests that need most of its
-# memory come last, alone.
-"$python" -m pytest -m "gpu and not large" "$@" || failed+=(pytest)
-env -u PYTEST_ADDOPTS "$python" -m pytest -m "gpu and large" "$@" || failed+=("pytest -m large")
+run_pytest -m "gpu and not large" "$@" || failed+=(pytest)
+# Tests that need most of the memory come last, one at a time.
+"$python" -m pytest -m "gpu and large" "$@" || failed+=("pytest -m large")
 ((${#failed[@]} == 0)) || die "FAILED: ${failed[*]}"

@@ -8,7 +8,7 @@ failed=()
 rm -rf build/gtest
 "$(tool ctest)" --test-dir build --output-on-failure || failed+=(GoogleTest)
 "$python" scripts/gtest_summary.py build/gtest
-"$python" -m pytest "$@" || failed+=(pytest)
+run_pytest "$@" || failed+=(pytest)
 
 if ((${#failed[@]})); then
   die "FAILED: ${failed[*]}"

@@ -15,6 +15,7 @@ _MARKERS = {
     "large": "needs tens of GiB of device memory",
     "sanitize": "the reduced set that runs under compute-sanitizer",
     "slow": "takes more than ten seconds",
+    "xdist_group": "these share a module's fixtures: one worker of pytest-xdist runs them all",
 }
 
 

@@ -3,7 +3,7 @@
 namespace tidegate::models {
 namespace {
 
-// 000 = HGRN (NeurIPS 2023), 002 = Forgetting Transformer (ICLR 2025), 003 = HGRN2 (COLM 2024).
+// Papers: HGRN (NeurIPS 2023), HGRN2 (COLM 2024), FoT: Forgetting Transformer (ICLR 2025).
 LMConfig hgrn_language_model() {
   return {.mixer = "hgrn",
           .vocab_size = 50265,
@@ -23,7 +23,7 @@ LMConfig real_language_model(int64_t expand, int64_t glu_hidden) {
 }
 
 // The larger models follow the published training code: no biases, RMSNorm without weight, and the
-// gate after the norm; of all choices this one gives 003's 379M to the printed unit.
+// gate after the norm; of all choices this one gives HGRN2's 379M to the printed unit.
 LMConfig pile_model(int64_t layers, int64_t dim) {
   return {.mixer = "hgrn",
           .vocab_size = 50272,
@@ -79,7 +79,7 @@ LMConfig transformer_model() {
           .dropout = 0.1};
 }
 
-// 002, section 4.1 and appendix B: the LLaMA frame, untied, RMSNorm as flash-linear-attention has
+// FoT, section 4.1 and appendix B: the LLaMA frame, untied, RMSNorm as flash-linear-attention has
 // it. The GLUs are 8/3 of the width, and 7/3 of it where an output gate takes the rest, rounded up
 // to a multiple of 256.
 LMConfig fox_model(const std::string& mixer, int64_t dim, int64_t layers, int64_t heads) {

@@ -78,7 +78,7 @@ TEST(Presets, HaveThePapersParameterCounts) {
       {"hgrn2-385m", 385'476'608},
       {"hgrn2-1b", 1'027'837'952},
       {"hgrn2-2.9b", 2'983'536'640},
-      // 002 leaves the input embedding out.
+      // FoT leaves the input embedding out.
       {"hgrn2-756m", 756'820'992 + 50257 * 1536},
       {"transformer-756m", 756'747'264 + 50257 * 1536},
       {"fox-757m", 757'189'920 + 50257 * 1536},

@@ -18,9 +18,12 @@ from tidegate.models import mixers
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(_library.library_dir()).parent / "bin" / "bench_models"
 
-pytestmark = pytest.mark.skipif(
-    not BINARY.is_file(), reason=f"{BINARY} was not built (scripts/build.sh builds it)"
-)
+pytestmark = [
+    pytest.mark.xdist_group("benchmarks_models"),
+    pytest.mark.skipif(
+        not BINARY.is_file(), reason=f"{BINARY} was not built (scripts/build.sh builds it)"
+    ),
+]
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:

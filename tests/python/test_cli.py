@@ -12,6 +12,8 @@ from training_cases import FLAGS, tidegate, write_text
 from tidegate import cli
 from tidegate.training import stdlib_corpus
 
+pytestmark = pytest.mark.xdist_group("cli")
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -107,7 +107,7 @@ def test_equals_its_equations(options):
         torch.testing.assert_close(grad, wanted_grad)
 
 
-# The rows of 002's Table 3: what is on, and the parameters that come with it.
+# The rows of FoT's Table 3: what is on, and the parameters that come with it.
 TABLE_3 = [
     ({"gate": "none"}, set()),
     ({"gate": "none", "rope": 5e5}, set()),
@@ -139,7 +139,9 @@ TABLE_3 = [
 ]
 
 
-@pytest.mark.parametrize(("options", "parts"), TABLE_3, ids=str)
+@pytest.mark.parametrize(
+    ("options", "parts"), [pytest.param(*row, id=str(row[0])) for row in TABLE_3]
+)
 def test_the_rows_of_table_3(options, parts):
     mixer = make(options)
     shapes = {name: tuple(p.shape) for name, p in mixer.named_parameters()}

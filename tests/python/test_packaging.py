@@ -14,6 +14,8 @@ import torch
 import tidegate
 from tidegate import _library
 
+pytestmark = pytest.mark.xdist_group("packaging")
+
 SOURCE = Path(__file__).resolve().parents[2]
 BUILD = _library.library_dir().parent
 INFO = _library.build_info()

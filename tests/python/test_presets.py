@@ -87,7 +87,7 @@ def count(config: LMConfig) -> int:
     return sum(p.numel() for p in cls(config, device="meta").parameters())
 
 
-# 002 counts the untied head, but not the input embedding.
+# FoT counts the untied head, but not the input embedding.
 WITHOUT_EMBEDDING = tuple(
     name for name in COUNTS if name == "hgrn2-756m" or presets()[name].vocab_size == 50257
 )

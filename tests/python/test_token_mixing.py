@@ -11,6 +11,8 @@ from tidegate import cli, ops
 from tidegate.nn import HGRU, HGRU2, LRU, SLRU, GatedLinearAttention, GatedLinearRNN
 from tidegate.nn._token_mixing import elementwise_mixing, head_mixing
 
+pytestmark = pytest.mark.xdist_group("token_mixing")
+
 TIME = 19
 
 

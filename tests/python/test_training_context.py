@@ -31,6 +31,8 @@ from tidegate.training.per_token import PerToken, per_token_loss
 from tidegate.training.pieces import logits_in_pieces
 from tidegate.training.tokenizers import ByteTokenizer
 
+pytestmark = pytest.mark.xdist_group("training_context")
+
 MIXERS = {
     "hgrn": {"complex": False},
     "transformer": {"num_heads": 2, "window": 7},

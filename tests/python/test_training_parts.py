@@ -201,7 +201,7 @@ def test_recipe_of_table_16():
     ("name", "lr", "tokens"), [("fox-760m", 1.25e-3, 15 * 2**30), ("fox-360m", 1.5e-3, 7 * 2**30)]
 )
 def test_recipes_of_the_forgetting_transformer(name, lr, tokens):
-    """002, appendix B.1: warm-up over 256 Mi tokens, cosine to a tenth, batches of half a Mi."""
+    """FoT, appendix B.1: warm-up over 256 Mi tokens, cosine to a tenth, batches of half a Mi."""
     recipe = recipes()[name]
     config = TrainConfig(**recipe.train)
     model = presets()[recipe.preset]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import LMConfig
 
-# 000 = HGRN (NeurIPS 2023), 002 = Forgetting Transformer (ICLR 2025), 003 = HGRN2 (COLM 2024).
+# Papers: HGRN (NeurIPS 2023), HGRN2 (COLM 2024), FoT: Forgetting Transformer (ICLR 2025).
 _HGRN_LM = LMConfig(
     mixer="hgrn",
     vocab_size=50265,
@@ -17,7 +17,7 @@ _HGRN_LM = LMConfig(
 )
 
 # The larger models follow the published training code: no biases, RMSNorm without weight, and the
-# gate after the norm; of all choices this one gives 003's 379M to the printed unit.
+# gate after the norm; of all choices this one gives HGRN2's 379M to the printed unit.
 _HGRN_PILE = LMConfig(
     mixer="hgrn",
     mixer_options={"preset": "official", "bias": False, "norm": "rms_no_weight"},
@@ -59,7 +59,7 @@ _PESE = LMConfig(
     dropout=0.1,
 )
 
-# 002, section 4.1 and appendix B: the LLaMA frame, untied, as flash-linear-attention has it.
+# FoT, section 4.1 and appendix B: the LLaMA frame, untied, as flash-linear-attention has it.
 _FOX = LMConfig(
     mixer="fox",
     vocab_size=50257,
@@ -95,50 +95,50 @@ def presets() -> dict[str, LMConfig]:
     ==================== ============================================ =============
     name                 what                                         parameters
     ==================== ============================================ =============
-    hgrn-44m             HGRN, WikiText-103 (000 Table 1)             46,248,448
-    hgrn-real-d          real HGRN, state d (003 Table 1)             46,239,232
-    hgrn-real-2d         real HGRN, state 2d (003 Table 1)            45,462,016
-    hgrn-150m            HGRN on the Pile (000 Table 4)               153,647,616
+    hgrn-44m             HGRN, WikiText-103 (HGRN Table 1)            46,248,448
+    hgrn-real-d          real HGRN, state d (HGRN2 Table 1)           46,239,232
+    hgrn-real-2d         real HGRN, state 2d (HGRN2 Table 1)          45,462,016
+    hgrn-150m            HGRN on the Pile (HGRN Table 4)              153,647,616
     hgrn-350m            the same; the shape of hgrn-379m             378,683,392
-    hgrn-379m            HGRN of 003 Table 3                          378,683,392
-    hgrn-1b              HGRN on the Pile (000 Tables 3 and 4)        1,084,497,920
-    hgrn2-44m            HGRN2, WikiText-103 (003 Table 5)            44,661,244
-    hgrn2-150m           HGRN2 on the Pile (003 Tables 7 and 13)      144,788,736
-    hgrn2-385m           the same (003 Tables 3 and 13)               385,476,608
-    hgrn2-1b             the same (003 Tables 7 and 13)               1,027,837,952
-    hgrn2-2.9b           the same (003 Tables 8 and 13)               2,983,536,640
-    hgrn2-756m           HGRN2 of 002 Table 4, fla's (*)              756,820,992
-    transformer-386m     Transformer++ (003 Table 3)                  385,504,256
-    transformer-756m     Transformer (LLaMA) of 002 Table 4 (*)       756,747,264
+    hgrn-379m            HGRN of HGRN2 Table 3                        378,683,392
+    hgrn-1b              HGRN on the Pile (HGRN Tables 3 and 4)       1,084,497,920
+    hgrn2-44m            HGRN2, WikiText-103 (HGRN2 Table 5)          44,661,244
+    hgrn2-150m           HGRN2 on the Pile (HGRN2 Tables 7 and 13)    144,788,736
+    hgrn2-385m           the same (HGRN2 Tables 3 and 13)             385,476,608
+    hgrn2-1b             the same (HGRN2 Tables 7 and 13)             1,027,837,952
+    hgrn2-2.9b           the same (HGRN2 Tables 8 and 13)             2,983,536,640
+    hgrn2-756m           HGRN2 of FoT Table 4, fla's (*)              756,820,992
+    transformer-386m     Transformer++ (HGRN2 Table 3)                385,504,256
+    transformer-756m     Transformer (LLaMA) of FoT Table 4 (*)       756,747,264
     fox-757m             FoT (LLaMA), the same (*)                    757,189,920
     transformer-pro-757m Transformer (Pro), the same (*)              757,675,008
     fox-pro-758m         FoT (Pro), the same (*)                      758,117,664
-    transformer-360m     Transformer (LLaMA) of 002 Table 3 (*)       359,794,688
+    transformer-360m     Transformer (LLaMA) of FoT Table 3 (*)       359,794,688
     fox-360m             FoT (LLaMA), the same (*)                    359,991,488
     transformer-pro-360m Transformer (Pro), the same (*)              366,900,224
     fox-pro-360m         FoT (Pro), the same (*)                      366,706,880
-    transformer-125m     Transformer (LLaMA), 002 Figure 5 (*)        123,551,232
+    transformer-125m     Transformer (LLaMA), FoT Figure 5 (*)        123,551,232
     fox-125m             FoT (LLaMA), the same (*)                    123,606,600
     transformer-pro-125m Transformer (Pro), the same (*)              123,783,168
     fox-pro-125m         FoT (Pro), the same (*)                      123,729,480
-    pese-lr-4            HGRN, state 4d, low rank (003 Table 3)       385,236,992
+    pese-lr-4            HGRN, state 4d, low rank (HGRN2 Table 3)     385,236,992
     pese-lr-8            the same, state 8d                           385,822,720
-    pese-glt-4           group linear transformation (003 Table 3)    385,556,480
+    pese-glt-4           group linear transformation (HGRN2 Table 3)  385,556,480
     pese-glti-4          the same with interaction                    385,557,728
     pese-krp-4           Khatri-Rao product                           385,875,968
     pese-kp-4            Kronecker product                            385,556,792
-    hgrn-vit-tiny        HGRN in DeiT-tiny's frame (000 Table 7)      6,107,560
-    hgrn-vit-small       HGRN in DeiT-small's frame (000 Table 7)     23,715,688
+    hgrn-vit-tiny        HGRN in DeiT-tiny's frame (HGRN Table 7)     6,107,560
+    hgrn-vit-small       HGRN in DeiT-small's frame (HGRN Table 7)    23,715,688
     demo                 byte-level model that two CPU cores train    2,698,752
     ==================== ============================================ =============
 
     The papers state parameters and losses, not every size: layers and widths of hgrn-150m and
-    hgrn-1b are those that 003 Table 13 gives for 0.15 and 1 billion parameters, with GLUs of twice
-    the width, and hgrn-350m's are inferred with hgrn-379m's. For HGRN2, Table 13 gives layers and
-    widths; the GLUs are 8/3 of the width, rounded up to a multiple of 256, which is the 2816 of the
-    385M model. 002 counts the head, but not the input embedding, and so do
-    the lines with (*). It prints neither the GLUs nor the heads of its 125M models: the GLUs follow
-    from flash-linear-attention's rule, the heads are as wide as in its other models.
+    hgrn-1b are those that HGRN2 Table 13 gives for 0.15 and 1 billion parameters, with GLUs of
+    twice the width, and hgrn-350m's are inferred with hgrn-379m's. For HGRN2, Table 13 gives layers
+    and widths; the GLUs are 8/3 of the width, rounded up to a multiple of 256, which is the 2816 of
+    the 385M model. FoT counts the head, but not the input embedding, and so do the lines with (*).
+    It prints neither the GLUs nor the heads of its 125M models: the GLUs follow from flash-linear-
+    attention's rule, the heads are as wide as in its other models.
     """
     return {
         "hgrn-44m": _HGRN_LM.replace(),
