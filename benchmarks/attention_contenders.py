@@ -32,6 +32,7 @@ DETERMINISTIC = "deterministic backward"
 MATMUL = 8192  # rows, columns and depth of the matrix product beside
 WEAK, NORMAL = 8.0, 0.0  # what is added to N(0, 1) before the gates' log-sigmoid
 PAPER_BOUND = math.exp(-10)  # the weight that the paper's kernel lets a row drop
+PAUSE = 0.1  # seconds before each turn, see harness.measure
 LSE_AND_SUMS = 24  # bytes a row and head beyond inputs, outputs and gradients: design
 
 
@@ -127,6 +128,7 @@ class AttentionInputs:
 
     def __init__(self, work: AttentionWork, sets: int, device: torch.device) -> None:
         self.work = work
+        self.exact: dict[bool, tuple[Tensor, ...]] = {}
 
         def draw(heads: int) -> list[Tensor]:
             shape = (work.batch, work.time, heads, work.size)
@@ -145,11 +147,19 @@ class AttentionInputs:
     def sets(self) -> range:
         return range(len(self.q))
 
-    def check(self, direction: str, gated: bool = True) -> Callable[[Sequence[Tensor]], float]:
-        """The largest relative error of o, or of dq, dk, dv and (gated) dlog f."""
+    def expected(self, gated: bool) -> tuple[Tensor, ...]:
+        """float64 o and gradients of set 0 on one head, computed once."""
+        if gated in self.exact:
+            return self.exact[gated]
         q, k, v, log_f = (one_head(t[0]).double() for t in (self.q, self.k, self.v, self.log_f))
         log_f = log_f if gated else torch.zeros_like(log_f)
-        o, *grads = float64.forgetting_attention(q, k, v, log_f, one_head(self.d_o[0]).double())
+        d_o = one_head(self.d_o[0]).double()
+        self.exact[gated] = float64.forgetting_attention(q, k, v, log_f, d_o)
+        return self.exact[gated]
+
+    def check(self, direction: str, gated: bool = True) -> Callable[[Sequence[Tensor]], float]:
+        """The largest relative error of o, or of dq, dk, dv and (gated) dlog f."""
+        o, *grads = self.expected(gated)
         wanted = [o] if direction == "forward" else grads[: 4 if gated else 3]
 
         def error(results: Sequence[Tensor]) -> float:
@@ -388,12 +398,11 @@ def makers(
 ) -> dict[str, Callable[[], Contender]]:
     """Name -> what makes the contender, copies aside."""
     inputs = AttentionInputs(work, sets, device)
-    found = {
-        "matmul": lambda: matmul(device, tiny),
-        "tidegate": lambda: tidegate_attention(inputs, direction),
-    }
+    found = {"tidegate": lambda: tidegate_attention(inputs, direction)}
     if direction == DETERMINISTIC:
         return found
+    if direction == "forward":  # once a shape: it says how fast the machine is
+        found["matmul"] = lambda: matmul(device, tiny)
     for key, kind in ((FLA, FlaAttention), (PAPER, PaperAttention)):
         if key in peers and not (work.prune and kind is FlaAttention):
             found[kind.NAME] = lambda peer=peers[key]: peer.contender(inputs, direction)

@@ -120,11 +120,14 @@ def make_runner(calls: Sequence[Call], device: torch.device, graph: bool = True)
     return runner
 
 
-def measure(runners: dict[str, Runner], rounds: int, budget: float) -> dict[str, list[float]]:
+def measure(
+    runners: dict[str, Runner], rounds: int, budget: float, pause: float = 0
+) -> dict[str, list[float]]:
     """Seconds a call for each runner, the runners taking turns; `budget`: seconds for each.
 
-    Each round has an order of its own: after a contender that draws all the power a GPU may, its
-    clock is lower for a while, and no one should always come next.
+    After a contender that draws all the power a GPU may, the clock is lower for a while: `pause`
+    seconds lie before each turn, and each round has an order of its own, so that no one always
+    comes next.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     replays = {}
@@ -134,6 +137,7 @@ def measure(runners: dict[str, Runner], rounds: int, budget: float) -> dict[str,
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(runners), len(runners)):
+            time.sleep(pause)
             times[name] += runners[name].seconds(replays[name])
     return times
 

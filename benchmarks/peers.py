@@ -86,14 +86,17 @@ ATTENTION_NOTES = (
     "TFLOP/s count the products of causal attention, 4 B H T T/2 D forward and 2.5 times that "
     "backward, whatever a kernel does; whole calls, sums of gates and all. Inputs are bf16, [B, T, "
     "H, D]; gates logsigmoid(N(0, 1) + 8), where work is pruned logsigmoid(N(0, 1)).",
-    "matmul: bf16, 8192 x 8192 x 8192, in the same harness, in turns with the others.",
+    "matmul: bf16, 8192 x 8192 x 8192, in turns with the others. These kernels reach the limit of "
+    "the GPU's power, after which its clock is lower for a while: 0.1 s lie before each turn, and "
+    "every round has another order.",
     "Backward passes are the ops that autograd calls, the two Triton implementations' without "
     "autograd; torch's attentions without gates run theirs by autograd, on a stream.",
     "pruned: each row drops less than exp(-10) of its weight, which is the bound of the paper's "
     'kernel in its mode "auto". fla does not prune.',
     "The error is the largest of o, or of dq, dk, dv and dlog f; the peers' is that of dlog f.",
     "extra_bytes_a_row: memory at the peak of one forward and backward pass beyond inputs, outputs "
-    "and gradients, a row and head; the design allows 24, and 4 D more where dq is summed in fp32.",
+    "and gradients, a row and head, as torch's allocator rounds it; the design allows 24, and 4 D "
+    "more where dq is summed in fp32.",
     "Decoding reads K, V and gates of a full cache; percent_of_copy is over their bytes.",
 )
 
@@ -240,7 +243,9 @@ class Bench:
                 "error": float(f"{error:.2e}"),
                 "timing": runners[name].timing,
             }
-        times = harness.measure(runners, self.options.rounds, self.options.budget)
+        rested = isinstance(work, AttentionWork) and self.device.type == "cuda"
+        pause = attention_contenders.PAUSE if rested else 0
+        times = harness.measure(runners, self.options.rounds, self.options.budget, pause)
         harness.free(runners)
         if isinstance(work, GlaWork) and direction == "backward" and self.device.type == "cuda":
             fla = self.peers.get("fla.gla") if "fla.chunk_gla" in results else None
