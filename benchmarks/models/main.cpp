@@ -70,8 +70,6 @@ class Run {
               << " tokens a step\n"
               << table_head() << std::endl;
     for (const std::string& mixer : flags_.mixers) measure(mixer);
-    const Json record = with_rows(head_, rows_);
-    for (const Json& pair : record["pairs"]) std::cout << pair_line(pair) << std::endl;
     for (const Row& row : rows_) {
       if (!row.errors.empty()) return 1;
     }
@@ -101,9 +99,18 @@ class Run {
       if (setup.is_bf16) model->to(torch::kBFloat16);
       for (size_t i = first; i < rows_.size(); ++i) decode(model, rows_[i]);
     }
+    print(mixer);
+  }
+
+  void print(const std::string& mixer) const {
     const Json record = with_rows(head_, rows_);
-    for (size_t i = first; i < rows_.size(); ++i) {
-      std::cout << table_line(record["rows"][i]) << std::endl;
+    for (const Json& row : record["rows"]) {
+      if (row["mixer"] == mixer) std::cout << table_line(row) << std::endl;
+    }
+    for (const Json& pair : record["pairs"]) {
+      if (pair["mixers"][0] == mixer || pair["mixers"][1] == mixer) {
+        std::cout << pair_line(pair) << std::endl;
+      }
     }
   }
 

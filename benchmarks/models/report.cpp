@@ -146,7 +146,8 @@ Json with_rows(Json record, const std::vector<Row>& rows) {
   record["rows"] = Json::array();
   record["pairs"] = Json::array();
   for (const Row& row : rows) {
-    record["rows"].push_back(row_json(row, find_row(rows, kBaseline, row.context)));
+    const bool is_begun = row.train || row.decode || !row.errors.empty();
+    if (is_begun) record["rows"].push_back(row_json(row, find_row(rows, kBaseline, row.context)));
   }
   const auto is_whole = [](const Row* row) { return row && row->train && row->attention; };
   for (const char* suffix : {"", "-pro"}) {

@@ -22,8 +22,9 @@ struct Row {
   std::vector<std::string> errors;
 };
 
-/// `record` with the rows, each beside the Transformer's of the same context, and "pairs": a
-/// forgetting attention's step against its Transformer's, split in attention and the rest.
+/// `record` with the rows that have begun, each beside the Transformer's of the same context, and
+/// "pairs": a forgetting attention's step against its Transformer's, split in attention and the
+/// rest.
 nlohmann::ordered_json with_rows(nlohmann::ordered_json record, const std::vector<Row>& rows);
 
 /// Column names, and a row of with_rows() under them.
