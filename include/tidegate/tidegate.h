@@ -32,5 +32,6 @@
 #include <tidegate/ops/init.h>
 #include <tidegate/ops/linear_scan.h>
 #include <tidegate/ops/lru_scan.h>
+#include <tidegate/ops/rotary.h>
 #include <tidegate/ops/wkv4.h>
 #include <tidegate/version.h>

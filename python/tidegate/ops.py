@@ -2,7 +2,8 @@
 
 Every recurrent op returns ``(output, final_state)``. The state is float32 (float64 for float64
 inputs, complex for complex ones) and can be passed back as ``h0`` to go on. Gradients flow through
-every tensor argument and both results, once: double backward raises. Shapes: B batch, T time,
+every tensor argument and both results, once: double backward raises (`rotary`, which is linear, is
+no recurrence: see there). Shapes: B batch, T time,
 D channels, H heads, K key and V value dimension of a head, N sequences (B, or the number of packed
 ones). Wrong arguments raise ``RuntimeError``
 with op, argument, expected and given; with ``TIDEGATE_DEBUG=1`` also values that only a
@@ -40,6 +41,7 @@ __all__ = [
     "linear_scan_step",
     "lru_scan",
     "lru_scan_step",
+    "rotary",
     "wkv4",
     "wkv4_step",
 ]
@@ -521,6 +523,26 @@ def forgetting_attention_step(
     return torch.ops.tidegate.forgetting_attention_step(
         q, k_cache, v_cache, gate_cache, lengths, scale, window
     )
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotary positions (arXiv 2104.09864): channels i < D/2 and i + D/2 of every head turned by an
+    angle.
+
+    ``y_i = x_i cos_i - x_{i+D/2} sin_i``, ``y_{i+D/2} = x_{i+D/2} cos_i + x_i sin_i``
+
+    Args:
+        x: [B, T, H, D], D even; float32, float64, bfloat16 or float16. Any strides with a unit last
+            one are read in place.
+        cos, sin: [1, T, D/2] or [B, T, D/2], float32 (float64 for float64), of the angles in
+            radians; constants: no gradient flows to them.
+        inverse: turn by the angles' negatives, which is also the gradient.
+
+    Returns:
+        y [B, T, H, D] in x's dtype, rounded once. Differentiable as often as asked. Cost O(BTHD);
+        on CUDA one pass that reads x and writes y.
+    """
+    return torch.ops.tidegate.rotary(x, cos, sin, inverse)
 
 
 def wkv4(

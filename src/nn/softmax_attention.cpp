@@ -1,5 +1,6 @@
 #include "tidegate/nn/softmax_attention.h"
 #include "tidegate/ops/init.h"
+#include "tidegate/ops/rotary.h"
 
 #include <algorithm>
 #include <utility>
@@ -25,17 +26,15 @@ int64_t longest(const Tensor& lengths) {
   return lengths.numel() > 0 ? lengths.max().item<int64_t>() : 0;
 }
 
-// x [B, T, H, D] turned by its positions [B or 1, T].
-Tensor rotated(const Tensor& x, const Tensor& positions, double theta) {
-  const Tensor wide = widen(x);
-  const int64_t half = x.size(-1) / 2;
-  const Tensor exponents = at::arange(half, wide.options()) / -half;
-  const Tensor angles =
-      (positions.unsqueeze(-1).to(wide.scalar_type()) * at::pow(theta, exponents)).unsqueeze(-2);
-  const Tensor cos = angles.cos(), sin = angles.sin();
-  const auto parts = wide.chunk(2, -1);
-  return at::cat({parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin}, -1)
-      .to(x.scalar_type());
+// cos and sin [B or 1, T, half] of positions [B or 1, T] times theta^(-i / half), in fp32, or fp64
+// for x in fp64.
+std::pair<Tensor, Tensor> rotary_angles(const Tensor& x, const Tensor& positions, int64_t half,
+                                        double theta) {
+  const auto where =
+      x.options().dtype(x.scalar_type() == torch::kDouble ? torch::kDouble : torch::kFloat);
+  const Tensor exponents = at::arange(half, where) / -half;
+  const Tensor angles = positions.unsqueeze(-1).to(where.dtype()) * at::pow(theta, exponents);
+  return {angles.cos(), angles.sin()};
 }
 
 // a_t x_{t-1} + (1 - a_t) x_t (Forgetting Transformer, eq. 14): x [B, T, H, D], a [B, T, H], x
@@ -272,8 +271,9 @@ SoftmaxAttention::Operands SoftmaxAttention::operands(
   if (s.rope) {
     Tensor positions = layout.steps();
     if (state) positions = positions + per_token(state->seen, layout);
-    out.q = rotated(out.q, positions, *s.rope);
-    out.k = rotated(out.k, positions, *s.rope);
+    const auto [cos, sin] = rotary_angles(out.q, positions, s.head_dim / 2, *s.rope);
+    out.q = rotary(out.q, cos, sin);
+    out.k = rotary(out.k, cos, sin);
   }
   out.log_f = log_gate(x);
   return out;

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate.nn import Attention
-from tidegate.nn._attention_base import rotate
+from tidegate.nn._attention_base import rotary_angles
+from tidegate.ops import rotary
 
 DIM = 12
 CASES = {
@@ -104,10 +105,12 @@ def test_equals_its_equations(options):
 
 def test_scores_depend_on_distances():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
-    at = [
-        (rotate(q, torch.tensor([[i]]), 1e4) * rotate(k, torch.tensor([[i - 3]]), 1e4)).sum()
-        for i in (3, 10, 1000)
-    ]
+
+    def rotate(x, position):
+        angles = rotary_angles(torch.tensor([[position]]), 4, 1e4, torch.float64)
+        return rotary(x, *angles)
+
+    at = [(rotate(q, i) * rotate(k, i - 3)).sum() for i in (3, 10, 1000)]
     torch.testing.assert_close(at[0], at[1])
     torch.testing.assert_close(at[0], at[2])
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import rotary
 from ._attention_state import (
     AttentionState,
     empty_attention_state,
@@ -33,16 +34,14 @@ PRESETS = ("llama", "pro")
 OUTPUT_ACTIVATIONS = ("sigmoid", "silu")
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (Su et al., arXiv 2104.09864): x ``[B, T, H, D]`` with channel i < D/2 and
-    channel i + D/2 turned by ``position * theta^(-2i/D)``; positions ``[B or 1, T]``."""
-    wide = widen(x)
-    half = x.size(-1) // 2
-    exponents = torch.arange(half, device=x.device, dtype=wide.dtype) / -half
-    angles = (positions[..., None].to(wide.dtype) * torch.pow(theta, exponents)).unsqueeze(-2)
-    cos, sin = angles.cos(), angles.sin()
-    a, b = wide.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+def rotary_angles(
+    positions: Tensor, half: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[B or 1, T, half]`` of positions ``[B or 1, T]`` times ``theta^(-i/half)``, for
+    channel i of each half (Su et al., arXiv 2104.09864)."""
+    exponents = torch.arange(half, device=positions.device, dtype=dtype) / -half
+    angles = positions[..., None].to(dtype) * torch.pow(theta, exponents)
+    return angles.cos(), angles.sin()
 
 
 class HeadNorm(nn.Module):
@@ -353,7 +352,8 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             positions = layout.steps
             if state is not None:
                 positions = positions + layout.per_token(state.seen)
-            q, k = (rotate(t, positions, self.rope) for t in (q, k))
+            angles = rotary_angles(positions, self.head_dim // 2, self.rope, wide_dtype(q.dtype))
+            q, k = (rotary(t, *angles) for t in (q, k))
         return q, k, v, g[0] if g else None, self._log_gate(x), last
 
     def attention_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,124 @@
+// Rotary positions: an elementwise pass, bound by memory.
+
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/rotary/rotary_cuda.h"
+
+namespace tidegate::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kHeadsPerThread = 4;
+
+template <class T, int kVec>
+__device__ Pack<T, kVec> load(const T* p) {
+  return {*reinterpret_cast<const typename Pack<T, kVec>::Bits*>(p)};
+}
+
+/// kVec numbers in accesses of at most 16 bytes.
+template <class T, int kVec>
+__device__ void load_all(const T* p, T (&out)[kVec]) {
+  constexpr int kMost = 16 / static_cast<int>(sizeof(T));
+  constexpr int kPart = kVec < kMost ? kVec : kMost;
+#pragma unroll
+  for (int i = 0; i < kVec; i += kPart) {
+    const auto part = load<T, kPart>(p + i);
+#pragma unroll
+    for (int v = 0; v < kPart; ++v) {
+      out[i + v] = part.get(v);
+    }
+  }
+}
+
+/// A thread has kVec channels of each half, of one token and a few heads.
+template <class E, int kVec>
+__global__ void __launch_bounds__(kThreads)
+    rotary_kernel(const RotaryParams p, int64_t chunks, int64_t groups, int64_t items) {
+  using Real = typename Register<E>::type;
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (item >= items) {
+    return;
+  }
+  const int64_t channel = item % chunks * kVec;
+  const int64_t first_head = item / chunks % groups * kHeadsPerThread;
+  const int64_t token = item / chunks / groups;
+  const int64_t b = token / p.time, t = token % p.time;
+
+  const int64_t row = ((p.shared_angles ? 0 : b) * p.time + t) * p.half + channel;
+  Real cos[kVec], sin[kVec];
+  load_all(static_cast<const Real*>(p.cos) + row, cos);
+  load_all(static_cast<const Real*>(p.sin) + row, sin);
+
+  const E* x = static_cast<const E*>(p.x.data) + b * p.x.stride_b + t * p.x.stride_t + channel;
+  E* y = static_cast<E*>(p.y.data) + b * p.y.stride_b + t * p.y.stride_t + channel;
+#pragma unroll
+  for (int i = 0; i < kHeadsPerThread; ++i) {
+    const int64_t head = first_head + i;
+    if (head >= p.heads) {
+      return;
+    }
+    const auto low = load<E, kVec>(x + head * p.x.stride_h);
+    const auto high = load<E, kVec>(x + head * p.x.stride_h + p.half);
+    Real turned_low[kVec], turned_high[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const Real a = low.get(v), c = high.get(v);
+      const Real s = p.inverse ? -sin[v] : sin[v];
+      turned_low[v] = fused(a, cos[v], -(c * s));
+      turned_high[v] = fused(c, cos[v], a * s);
+    }
+    using Bits = typename Pack<E, kVec>::Bits;
+    E* to = y + head * p.y.stride_h;
+    *reinterpret_cast<Bits*>(to) = pack<E, kVec>(turned_low).bits;
+    *reinterpret_cast<Bits*>(to + p.half) = pack<E, kVec>(turned_high).bits;
+  }
+}
+
+template <class E>
+bool divisible(const HeadSeries& series, int64_t vec) {
+  const auto address = reinterpret_cast<uintptr_t>(series.data);
+  return address % (static_cast<uintptr_t>(vec) * sizeof(E)) == 0 && series.stride_b % vec == 0 &&
+         series.stride_t % vec == 0 && series.stride_h % vec == 0;
+}
+
+template <class E, int kVec>
+cudaError_t launch(const RotaryParams& p, cudaStream_t stream) {
+  const int64_t chunks = p.half / kVec;
+  const int64_t groups = (p.heads + kHeadsPerThread - 1) / kHeadsPerThread;
+  const int64_t items = p.batch * p.time * groups * chunks;
+  const int64_t blocks = (items + kThreads - 1) / kThreads;
+  if (blocks == 0) {
+    return cudaSuccess;
+  }
+  if (blocks > INT32_MAX) {
+    return cudaErrorInvalidConfiguration;
+  }
+  rotary_kernel<E, kVec>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, chunks, groups, items);
+  return cudaGetLastError();
+}
+
+template <class E>
+cudaError_t launch_type(const RotaryParams& p, cudaStream_t stream) {
+  constexpr int kVec = 16 / static_cast<int>(sizeof(E));
+  const bool is_wide = p.half % kVec == 0 && divisible<E>(p.x, kVec) && divisible<E>(p.y, kVec);
+  return is_wide ? launch<E, kVec>(p, stream) : launch<E, 1>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t rotary(const RotaryParams& params, cudaStream_t stream) {
+  switch (params.x.dtype) {
+    case DType::kFloat32:
+      return launch_type<float>(params, stream);
+    case DType::kFloat64:
+      return launch_type<double>(params, stream);
+    case DType::kBFloat16:
+      return launch_type<__nv_bfloat16>(params, stream);
+    case DType::kFloat16:
+      return launch_type<__half>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace tidegate::kernels
