@@ -24,6 +24,14 @@ def times_of(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
+def size_of(size: float) -> str:
+    """In the unit that fits."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size / 2**10:.3g} KiB"
+
+
 def models_row(row: Record) -> list[str]:
     train, decode = row.get("train"), row.get("decode")
     share = row["parameters_of_transformer"]
@@ -47,7 +55,7 @@ def models_row(row: Record) -> list[str]:
         f"{decode['tokens_per_s']:,.0f}",
         times_of(decode["speed_of_transformer"]),
         f"{decode['prefill_tokens_per_s']:,.0f}",
-        f"{decode['state_bytes'] / row['batch'] / 2**20:.3g} MiB",
+        size_of(decode["state_bytes"] / row["batch"]),
     ]
 
 
