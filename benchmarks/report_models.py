@@ -70,7 +70,9 @@ def models_where(record: Record) -> str:
 
 
 def models_readme(record: Record) -> list[str]:
-    """Training at the longest context, as many parameters each."""
+    """Training at the longest context, as many parameters each; a GPU's."""
+    if record["machine"]["device"] != "cuda":
+        return []
     longest = max(row["context"] for row in record["rows"])
     shown = [models_row(row) for row in record["rows"] if row["context"] == longest]
     columns = (0, 1, 2, 3, 4, 6, 7, 8)
