@@ -6,12 +6,13 @@ parameters, trained on 2048 tokens and read at 8192 (Forgetting Transformer, sec
     python benchmarks/fox_text.py corpus.tar.xz --out runs/fox --limit-minutes 7.5
 
 Every model trains in a process of its own, over all GPUs in turn, on the same batches in the same
-order, and on as many: the processes first measure their speed, and the slowest one decides how
-many steps there are. Tokens are bytes. Each leaves a run folder of `tidegate train` with what
-`eval --per-token`, `eval --needle` and `plot attention` write; the summary, fox_text.json, is
-written anew whenever a model is done, and the pictures that hold all models at the end. Started
-again on the same --out, runs go on from their checkpoints. --limit-minutes bounds it all: a run
-that is not done when the time that scoring needs is left stops there, and the JSON says so.
+order, and on as many: the processes first measure their speed, one at a time on a GPU, and the GPU
+with the most to do decides how many steps there are. Tokens are bytes. Each leaves a run folder of
+`tidegate train` with what `eval --per-token`, `eval --needle` and `plot attention` write; the
+summary, fox_text.json, is written anew whenever a model is done, and the pictures that hold all
+models at the end. Started again on the same --out, runs go on from their checkpoints.
+--limit-minutes bounds it all: a run that is not done when the time that scoring needs is left stops
+there, and the JSON says so.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ NAMES = {
 }
 CALIBRATION = 30  # steps; the first ten are not timed
 TRIAL_SECONDS = 120.0  # that they may take, the start of the process included
-MARGIN = 0.92  # of the time for training that the slowest model's steps should take
+MARGIN = 0.92  # of the time for training that the steps should take
 JSON = "fox_text.json"
 
 
@@ -246,14 +247,15 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     end = begun + 60 * arguments.limit_minutes
     stop_at = time.time() + end - begun - arguments.reserve_seconds
     places = sweep.places(arguments.device)
-    speeds: dict[str, float] = {}
+    speeds: list[dict[str, float]] = [{} for _ in places]
+    alone = [threading.Lock() for _ in places]
     steps = [0]
 
     def agree() -> None:
         left = end - arguments.reserve_seconds - time.monotonic()
-        slowest = min(speeds.values(), default=0.0)
-        steps[0] = steps_within(left, slowest / (arguments.batch * arguments.context))
-        said = ", ".join(f"{NAMES[name]} {value:,.0f}" for name, value in sorted(speeds.items()))
+        tokens = arguments.batch * arguments.context
+        steps[0] = steps_within(left, [[tokens / s for s in kind.values()] for kind in speeds])
+        said = ", ".join(f"{NAMES[n]} {s:,.0f}" for kind in speeds for n, s in kind.items())
         print(f"tokens/s: {said}; {steps[0]} steps", file=sys.stderr, flush=True)
 
     needed = [
@@ -261,23 +263,26 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     barrier = threading.Barrier(max(1, len(needed)), action=agree)
 
-    def run(name: str, place: str) -> dict[str, Any]:
+    def run(name: str, number: int) -> dict[str, Any]:
         with (arguments.out / f"{name}.log").open("a", encoding="utf-8") as log:
-            command = [*worker(arguments), f"--one={name}", f"--device={place}"]
-            child = subprocess.Popen(
-                [*command, f"--stop-at={stop_at}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            if name in needed and not arguments.steps:
-                too_long = threading.Timer(TRIAL_SECONDS, child.kill)
-                too_long.start()
-                first = child.stdout.readline()  # empty where it failed
-                too_long.cancel()
+            command = [*worker(arguments), f"--one={name}", f"--device={places[number]}"]
+            command.append(f"--stop-at={stop_at}")
+
+            def start() -> subprocess.Popen[str]:
+                pipe = subprocess.PIPE
+                return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+
+            if name not in needed or arguments.steps:
+                child = start()
+            else:
+                with alone[number]:
+                    child = start()
+                    too_long = threading.Timer(TRIAL_SECONDS, child.kill)
+                    too_long.start()
+                    first = child.stdout.readline()  # empty where it failed
+                    too_long.cancel()
                 if first:
-                    speeds[name] = float(first)
+                    speeds[number][name] = float(first)
                 barrier.wait()
                 if first:
                     child.stdin.write(f"{steps[0]}\n")
@@ -295,7 +300,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with ThreadPoolExecutor(len(arguments.models)) as pool:
         jobs = [
-            pool.submit(run, name, places[number % len(places)])
+            pool.submit(run, name, number % len(places))
             for number, name in enumerate(arguments.models)
         ]
         for done in as_completed(jobs):
@@ -311,9 +316,11 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def steps_within(seconds: float, per_second: float) -> int:
-    """How many steps a model should take that has so much time, a multiple of ten."""
-    return max(10, int(MARGIN * seconds * per_second) // 10 * 10)
+def steps_within(seconds: float, places: Sequence[Sequence[float]]) -> int:
+    """How many steps every model should take, a multiple of ten. places: of each device the seconds
+    that a step of each of its models takes there alone; they share it."""
+    longest = max(map(sum, places))
+    return max(10, int(MARGIN * seconds / longest) // 10 * 10) if longest else 10
 
 
 def worker(arguments: argparse.Namespace) -> list[str]:
@@ -411,24 +418,30 @@ def _plot_needles(result: dict[str, Any], path: Path, title: str) -> None:
     from tidegate.plots import _STYLE, _save, pyplot
 
     rows = [row for row in result["runs"] if row["needle"]]
+    kinds = {"exact_match": "whole answers", "answer_tokens": "bytes of answers"}
     with pyplot.rc_context({**_STYLE, "axes.grid": False}):
-        size = (3.4 * len(rows) + 1.0, 3.9)
         figure, panels = pyplot.subplots(
-            1, len(rows), figsize=size, sharey=True, squeeze=False, layout="constrained"
+            len(kinds),
+            len(rows),
+            figsize=(3.4 * len(rows) + 1.0, 6.4),
+            sharex=True,
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
         )
-        for axes, row in zip(panels[0], rows, strict=True):
-            found = row["needle"]
-            exact = np.asarray(found["exact_match"])
-            image = axes.imshow(exact, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-            axes.set_xticks(range(len(found["lengths"])), found["lengths"], rotation=60)
-            axes.set_yticks(range(len(found["depths"])), [f"{d:.0%}" for d in found["depths"]])
-            axes.set_title(NAMES[row["model"]])
-            beyond = [n for n, x in enumerate(found["lengths"]) if x > found["trained_context"]]
-            if beyond:
-                axes.axvline(beyond[0] - 0.5, color="black", linestyle="--", linewidth=1.2)
-        panels[0][0].set_ylabel("depth of the needle")
+        for line, (kind, what) in zip(panels, kinds.items(), strict=True):
+            for axes, row in zip(line, rows, strict=True):
+                found = row["needle"]
+                image = axes.imshow(found[kind], vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+                axes.set_xticks(range(len(found["lengths"])), found["lengths"], rotation=60)
+                axes.set_yticks(range(len(found["depths"])), [f"{d:.0%}" for d in found["depths"]])
+                axes.set_title(f"{NAMES[row['model']]}: {what}", fontsize=10)
+                beyond = [n for n, x in enumerate(found["lengths"]) if x > found["trained_context"]]
+                if beyond:
+                    axes.axvline(beyond[0] - 0.5, color="black", linestyle="--", linewidth=1.2)
+        figure.supylabel("depth of the needle", fontsize=10)
         figure.supxlabel("length, bytes (right of the line: beyond training)", fontsize=10)
-        figure.colorbar(image, ax=panels, label="answers that match")
+        figure.colorbar(image, ax=panels, label="share that matches")
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         _save(figure, path)
 

@@ -10,19 +10,25 @@ from report_tables import Record, table
 HEAD = (
     "model",
     "parameters",
+    "bytes read",
     "validation, windows of {context}",
+    "the same after {equal:.0f}M bytes",
     "the first {context} bytes of {length}",
     "all {length}",
     "around byte {context}",
     "around byte {length}",
-    "needle up to {context}",
-    "needle beyond",
-    "bytes/s",
+    "bytes of the needle's answer, up to {context}",
+    "beyond",
 )
 
 
-def fox_text_row(run: Record) -> list[str]:
-    """A model's bits a byte, and the share of the needle test's answers that match."""
+def equal_tokens(runs: list[Record]) -> int:
+    """The most tokens after which all models were scored, whatever they read in the end."""
+    return max(set.intersection(*({tokens for tokens, _ in run["curve"]} for run in runs)))
+
+
+def fox_text_row(run: Record, equal: int) -> list[str]:
+    """A model's bits a byte, and the share of the needle test's answers that matches, in bytes."""
     found, needle = run["per_token"], run["needle"]
     context, length = str(found["trained_context"]), max(found["perplexity"], key=int)
     bits = [math.log2(found["perplexity"][n]) for n in (context, length)]
@@ -30,7 +36,7 @@ def fox_text_row(run: Record) -> list[str]:
     shares = [
         [
             share
-            for row in needle["exact_match"]
+            for row in needle["answer_tokens"]
             for share, n in zip(row, needle["lengths"], strict=True)
             if (n > int(context)) == beyond
         ]
@@ -39,10 +45,11 @@ def fox_text_row(run: Record) -> list[str]:
     return [
         run["name"],
         f"{run['parameters']:,}",
+        f"{run['tokens'] / 1e6:.1f}M",
         f"{run['bits_per_byte']:.4f}",
+        f"{dict(run['curve'])[equal]:.4f}",
         *(f"{value:.4f}" for value in bits),
         *(f"{sum(some) / len(some):.0%}" if some else "" for some in shares),
-        f"{run['tokens_per_second'] / 1e6:.2f}M",
     ]
 
 
@@ -52,13 +59,15 @@ def fox_text_section(record: Record) -> list[str]:
     length = max(runs[0]["per_token"]["perplexity"], key=int)
     where = (
         f"Byte-level language models on {data['train_tokens'] / 1e6:.0f} MB of Python's sources "
-        f"and documentation, {runs[0]['tokens'] / 1e6:.0f}M bytes read in contexts of "
-        f"{record['context']}; bits a byte on {data['valid_tokens'] / 1e6:.0f} MB of other files, "
-        f"{machine['device_name']}, torch {machine['torch']}, commit {record['commit']} (what it "
-        "shows: [docs/forgetting_transformer.md](docs/forgetting_transformer.md)):"
+        f"and documentation, trained on contexts of {record['context']}; bits a byte on "
+        f"{data['valid_tokens'] / 1e6:.0f} MB of other files, {machine['device_name']}, torch "
+        f"{machine['torch']}, commit {record['commit']} (what it shows: "
+        "[docs/forgetting_transformer.md](docs/forgetting_transformer.md)):"
     )
-    head = tuple(title.format(context=record["context"], length=length) for title in HEAD)
-    return [where, "", *table(head, map(fox_text_row, runs)), ""]
+    equal = equal_tokens(runs)
+    names = {"context": record["context"], "length": length, "equal": equal / 1e6}
+    rows = (fox_text_row(run, equal) for run in runs)
+    return [where, "", *table([title.format(**names) for title in HEAD], rows), ""]
 
 
 def fox_text_page(record: Record) -> list[str]:

@@ -48,20 +48,24 @@ def plot_per_token(
         left.set_xlabel(f"position i, tokens (mean over {window} positions)")
         right.set_xlabel("context length l, tokens")
         for axes in (left, right):
-            _limit(axes)
+            _limit(axes, max((c.trained for c in curves.values() if c.trained), default=None))
         handles, names = left.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)))
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         _save(figure, path)
 
 
-def _limit(axes) -> None:
-    """Cuts off the steep drop of the first tokens, which would flatten all that follows it."""
+def _limit(axes, trained: int | None) -> None:
+    """Cuts off the steep drop of the first tokens, and what rises far above all that the models do
+    within the context of training: they would flatten the rest."""
     lines = [line.get_ydata() for line in axes.get_lines() if len(line.get_ydata()) > 2]
     kept = np.concatenate([y[len(y) // 50 :] for y in lines] or [np.zeros(1)])
     kept = kept[np.isfinite(kept)]
     if kept.size:
         low, high = float(kept.min()), float(kept.max())
+        within = [y[len(y) // 50 : trained].max(initial=low) for y in lines] if trained else []
+        if within:
+            high = min(high, low + 1.5 * (float(max(within)) - low))
         margin = 0.06 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + 2 * margin)
     axes.set_xlim(left=0)
