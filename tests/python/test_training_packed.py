@@ -182,3 +182,5 @@ def test_a_packed_run_resumes_and_is_read(tmp_path, monkeypatch, capsys):
     assert "no document to validate on has 5001 tokens" in capsys.readouterr().err
     assert cli.main([*command, "--grad-accum", "3", "--steps", "1", "--out", "other"]) == 2
     assert "grad-accum: expected 1 with --packed, got 3" in capsys.readouterr().err
+    assert cli.main(["train", "copying", "--packed", "--out", "other"]) == 2
+    assert "packed: the task copying has no text; leave it out" in capsys.readouterr().err

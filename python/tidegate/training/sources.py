@@ -38,7 +38,7 @@ def resolve_source(
         if values.get("tokenizer", BYTES) != BYTES and not values["tokenizer"].startswith("bpe:"):
             values["tokenizer"] = absolute_source(values["tokenizer"])
         return values
-    for key in ("tokenizer", "valid", "dtype"):
+    for key in ("tokenizer", "valid", "dtype", "packed"):
         if key in asked:
             raise UserError(f"{key}: the task {name} has no text; leave it out")
     options = recorded.get("task_options", {}) if recorded.get("data") == name else {}
