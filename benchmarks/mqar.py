@@ -258,7 +258,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     panels[0][0].set_ylabel("queries answered right, %")
     panels[0][0].legend(frameon=False)
     name = result["machine"]["device_name"]
-    figure.suptitle(f"Multi-query associative recall, two layers ({name})", x=0.01, ha="left")
+    figure.suptitle(f"Multi-query associative recall,\ntwo layers, {name}", x=0.01, ha="left")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -6,8 +6,8 @@
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
 of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, gla_errors.py's,
-gated_rnn.py's and bench_models' by their "kind", and the demo's comparison ("others"). README shows
-the rows that have an aim; docs/benchmarks.md shows every row.
+gated_rnn.py's, copying_step.py's and bench_models' by their "kind", and the demo's comparison
+("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
 """
 
 from __future__ import annotations
@@ -351,6 +351,28 @@ def gated_rnn_page(record: Record) -> list[str]:
     return [f"## The gated RNN on {where}", "", *gated_rnn_section(record)]
 
 
+# ---- copying_step.py ----
+
+
+def copying_step_section(record: Record) -> list[str]:
+    """A training step beside the same model with torch's loop over time."""
+    ours, loop = (record["results"][name]["ms"] for name in ("tidegate", "torch loop"))
+    model = record["model"]
+    what = f"{model['layers']} x {model['dim']}, B{record['B']} T{record['T']}, fp32"
+    head = ("training step of the copying task", "time", "torch loop", "", "aim")
+    row = (what, f"{ours:.1f} ms", f"{loop:.1f} ms", f"{record['ratio']:.1f}x", "5x")
+    note = (
+        "Forward, backward and AdamW"
+        + (" in one CUDA graph" if "gpu" in record["machine"] else "")
+        + "; the loop is the same recurrence by torch's autograd, all else is equal."
+    )
+    return [machine_line(record) + ":", "", *table(head, [row]), "", note, ""]
+
+
+def copying_step_page(record: Record) -> list[str]:
+    return ["## A training step of the copying task", "", *copying_step_section(record)]
+
+
 # ---- the demo beside other models ----
 
 
@@ -392,6 +414,7 @@ SECTIONS = {  # kind -> README, page; in this order
     "gla_cpu": (gla_cpu_section, gla_cpu_page),
     "attention_cpu": (attention_cpu_section, attention_cpu_page),
     "gated_rnn": (gated_rnn_section, gated_rnn_page),
+    "copying_step": (copying_step_section, copying_step_page),
     "models": (models_readme, models_page),
     "fox_text": (fox_text_section, fox_text_page),
     "demo": (demo_section, demo_page),

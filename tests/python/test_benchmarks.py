@@ -460,6 +460,20 @@ def test_gated_rnn_dry_run_writes_a_result_that_the_report_reads(checkout):
     assert "`gated_rnn` fp32 B3 T9 D24" in readme
 
 
+def test_copying_step_dry_run_writes_a_result_that_the_report_reads(checkout):
+    out = checkout / "benchmarks" / "results" / "copying_step_h200.json"
+    command = [sys.executable, str(BENCHMARKS / "copying_step.py"), "--device=cpu", "--dummies=5"]
+    command += ["--batch=2", "--rounds=1", "--budget=0.01", "--commit=fedcba", f"--out={out}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["kind"], record["commit"], record["T"]) == ("copying_step", "fedcba", 25)
+    assert record["error"] < 1e-4
+    assert all(contender["ms"] > 0 for contender in record["results"].values())
+    assert run_report("--root", checkout).returncode == 0
+    assert "6 x 128, B2 T25, fp32" in (checkout / "README.md").read_text(encoding="utf-8")
+
+
 def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
     out = checkout / "benchmarks" / "results" / "peers_h200.json"
     options = ("--rounds", 2, "--budget", 0.01, "--commit", "fedcba", "--out", out)

@@ -101,6 +101,8 @@ class Trainer:
             while self.progress() < 1.0 and not self._stop:
                 start = time.perf_counter()
                 self._step()
+                if self.position.step % LOG_EVERY == 0 and self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # steps that only wait in line have no time
                 self.position.seconds += time.perf_counter() - start
                 if self.position.step % LOG_EVERY == 0:
                     self._log()
