@@ -55,7 +55,7 @@ void check_channel_parameter(const Reference& data, const char* name,
   }
 }
 
-/// c (or h, its twin in the backward op) and f of [.., D], with or without a time axis. Returns D.
+/// c and f of [.., D], with or without a time axis. Returns D.
 c10::SymInt check_data(const Reference& data, const at::Tensor& f, bool complex, bool step) {
   const char* kShapes[2][2] = {{"[B, T, D]", "[B, T, 2D] (theta is given)"},
                                {"[B, D]", "[B, 2D] (theta is given)"}};
@@ -171,7 +171,8 @@ c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
   c10::SymInt sequences = check_arguments(data, f, gamma, theta, h0, cu_seqlens);
   check_like(data, "h", h);
   check_like(data, "dh", dh);
-  check_state(data, "dh_final", dh_final, "[N, D]", {sequences, c.sym_size(2)});
+  check_state(data, "dh_final", dh_final, is_given(theta) ? "[N, 2D]" : "[N, D]",
+              {sequences, c.sym_size(2)});
   return sequences;
 }
 

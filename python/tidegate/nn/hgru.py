@@ -443,7 +443,7 @@ class HGRU(KeepsFloat32):
         )
 
     def _theta(self, parts: dict[str, Tensor], direction: int) -> Tensor | None:
-        """The rotation a step of a direction: ``[S]``, or ``[..., S]`` when it is data's."""
+        """A direction's rotation in radians a step: ``[S]``, or ``[..., S]`` with theta="data"."""
         if not self.complex:
             return None
         if self.theta_mode == "data":
