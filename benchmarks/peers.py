@@ -86,8 +86,8 @@ ATTENTION_NOTES = (
     "TFLOP/s count the products of causal attention, 4 B H T T/2 D forward and 2.5 times that "
     "backward, whatever a kernel does; whole calls, sums of gates and all. Inputs are bf16, [B, T, "
     "H, D]; gates logsigmoid(N(0, 1) + 8), where work is pruned logsigmoid(N(0, 1)).",
-    "matmul: bf16, 8192 x 8192 x 8192, in turns with the others. These kernels reach the limit of "
-    "the GPU's power, after which its clock is lower for a while: 0.1 s lie before each turn, and "
+    "matmul: bf16, 8192 x 8192 x 8192, in turns with the others. After matrix products everything "
+    "is slower for a while, as if they had used the GPU's power up: 0.1 s lie before each turn, and "
     "every round has another order.",
     "Backward passes are the ops that autograd calls, the two Triton implementations' without "
     "autograd; torch's attentions without gates run theirs by autograd, on a stream.",
