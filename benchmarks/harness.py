@@ -125,8 +125,9 @@ def measure(
 ) -> dict[str, list[float]]:
     """Seconds a call for each runner, the runners taking turns; `budget`: seconds for each.
 
-    After matrix products a GPU is slower for 0.1 s, as if they had used its power up: `pause` seconds
-    lie before each turn, and each round has an order of its own, so that no one always comes next.
+    After matrix products a GPU is slower for 0.1 s, as if they had used its power up: `pause`
+    seconds lie before each turn, and each round has an order of its own, so that no one always
+    comes next.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     replays = {}

@@ -87,8 +87,8 @@ ATTENTION_NOTES = (
     "backward, whatever a kernel does; whole calls, sums of gates and all. Inputs are bf16, [B, T, "
     "H, D]; gates logsigmoid(N(0, 1) + 8), where work is pruned logsigmoid(N(0, 1)).",
     "matmul: bf16, 8192 x 8192 x 8192, in turns with the others. After matrix products everything "
-    "is slower for a while, as if they had used the GPU's power up: 0.1 s lie before each turn, and "
-    "every round has another order.",
+    "is slower for a while, as if they had used the GPU's power up: 0.1 s lie before each turn, "
+    "and every round has another order.",
     "Backward passes are the ops that autograd calls, the two Triton implementations' without "
     "autograd; torch's attentions without gates run theirs by autograd, on a stream.",
     "pruned: each row drops less than exp(-10) of its weight, which is the bound of the paper's "
