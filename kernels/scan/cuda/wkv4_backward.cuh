@@ -1,0 +1,325 @@
+#pragma once
+
+// RWKV-4's token mixing backward, as an Op of the walk with runs of its own.
+
+#include "kernels/scan/cuda/wkv4_base.cuh"
+
+namespace tidegate::kernels {
+
+/// Walks the other way with what flows back into y and z as its sums, whose gauge is near minus
+/// that of the state they belong to. A run is what lies between two saved states. It first goes
+/// forward through its tokens again, then back with nothing flowing in; what does flow in is added
+/// last, since everything depends on it linearly.
+template <class Data_, int kVec_, WalkUse kUse>
+struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4SavedEvery), 2> {
+  using Base = Wkv4Base<Data_, kVec_>;
+  using Base::kVec, Base::lane, Base::seq, Base::w, Base::decay, Base::bonus;
+  using typename Base::Data;
+  using typename Base::Number;
+  using typename Base::Real;
+  using typename Base::StatePack;
+  using Params = Wkv4BackwardParams;
+  using Map = AffineMap<Number, kVec>;
+  static constexpr int kSteps = static_cast<int>(kWkv4SavedEvery);
+  static constexpr bool kEmitsAtOnce = false;
+
+  struct Raw {
+    Pack<Data, kVec> k, v, grad_o;
+  };
+  /// The saved state that enters the run's tokens.
+  struct RunInputs {
+    StatePack y, z, m;
+  };
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) {
+    return p.forward.layout;
+  }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.forward.channels; }
+  static cudaError_t launch_plain(const Params& p, cudaStream_t stream) {
+    return launch_wkv4_plain<Data>(p, stream);
+  }
+
+  Rows<Data, kVec> grad_o, dk, dv;
+  const void* saved;
+  int64_t saved_base;
+  const void* final_state;
+  const void* dfinal_state;
+  void* dstate;
+  void* dw_partial;
+  void* du_partial;
+  Sum<Real, sizeof(Data) >= 4> dw[kVec], du[kVec];
+
+  __device__ Wkv4Backward(const Params& p, const Sequence& seq, const Lane& lane)
+      : Base(p.forward, seq, lane, true),
+        grad_o(p.grad_o, seq, true, lane),
+        dk(p.dk, seq, true, lane),
+        dv(p.dv, seq, true, lane),
+        saved(p.forward.saved),
+        saved_base(saved_row(p.forward.layout, {seq.index, seq.batch, 0, 0}, 0)),
+        final_state(p.forward.final_state),
+        dfinal_state(p.dfinal_state),
+        dstate(p.dstate),
+        dw_partial(p.dw_partial),
+        du_partial(p.du_partial) {}
+
+  __device__ void initial(Number (&s)[kVec]) const {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      s[c] = {0.0f, 0.0f, -1e30f, 0.0f};
+      if (dfinal_state != nullptr) {
+        s[c] = this->load_state(dfinal_state, seq.index, c);
+        set_binary_gauge(s[c], -this->load_state(final_state, seq.index, c).m);
+      }
+    }
+  }
+  /// To the gauge of the state as it was given.
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Number d[kVec];
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      Number given = {0.0f, 0.0f, -s[c].m, -s[c].rest};
+      if (this->state != nullptr) {
+        set_binary_gauge(given, this->load_state(this->state, seq.index, c).m);
+      }
+      const Real scale = exp2_of((given.m + s[c].m) + (given.rest + s[c].rest));
+      d[c] = {s[c].y * scale, s[c].z * scale, 0.0f, 0.0f};
+    }
+    this->store_states(dstate, seq.index, d);
+  }
+
+  template <class Source>
+  __device__ Raw gather(Source source, int step, int /*last*/) const {
+    Raw raw;
+    source(raw.k, this->k, step);
+    source(raw.v, this->v, step);
+    source(raw.grad_o, grad_o, step);
+    return raw;
+  }
+
+  /// Of the run from step k of the walk, whose tokens are the ones before its end.
+  __device__ void fetch_run(char* place, int lane_index, int k, int end) const {
+    const int first = end - k - kSteps;
+    if (first > 0) {
+      const int64_t row = saved_base + (seq.start + first) / kWkv4SavedEvery;
+      const Real* from = static_cast<const Real*>(saved) + 3 * row * lane.channels + lane.channel;
+#pragma unroll
+      for (int part = 0; part < 3; ++part) {
+        char* to = place + (part * kWarpSize + lane_index) * sizeof(StatePack);
+        copy_async<sizeof(StatePack)>(to, from + part * lane.channels);
+      }
+    }
+  }
+  static __device__ Real saved_word(const char* place, int lane_index, int part, int c) {
+    return reinterpret_cast<const StatePack*>(place)[part * kWarpSize + lane_index].get(c);
+  }
+  /// The state that enters the run whose first token is `first`; `key`: of that token.
+  template <class Ring>
+  __device__ Number entering(const Ring& ring, int stage, int first, Real key, int c) const {
+    if (first > 0) {
+      const char* place = ring.run_inputs(stage);
+      return {saved_word(place, ring.lane(), 0, c), saved_word(place, ring.lane(), 1, c),
+              saved_word(place, ring.lane(), 2, c)};
+    }
+    return in_one_word(this->first_state(key, c));
+  }
+
+  struct Run {
+    using Op = Wkv4Backward;
+    bool quick;
+    // Of a quick run, with nothing flowing in; and what a token gets of what does.
+    Real dk[kSteps][kVec], dv[kSteps][kVec], share[kSteps][kVec];
+    Real dw[kVec], du[kVec];
+    Real y_sum[kVec], z_sum[kVec];  // dw of what flows in, per unit
+    Real gauge[kVec];
+    Map map;
+
+    template <class Ring>
+    __device__ void decode(const Op& op, const Ring& ring, int stage, int k, int end) {
+      quick = false;
+      map = Map::identity();
+      if (k >= end) {
+        return;
+      }
+      const int count = min(end - k, kSteps), first = end - k - count;
+      KeyRange<Data, kVec> keys(ring.take(op, stage, 0).k);
+#pragma unroll
+      for (int i = 1; i < kSteps; ++i) {
+        keys.add(ring.take(op, stage, i).k);
+      }
+      Number s[kVec];
+      bool near = op.find_gauges(keys, gauge) && count == kSteps;
+      const Pack<Data, kVec> first_key = ring.take(op, stage, count - 1).k;
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        s[c] = op.entering(ring, stage, first, first_key.get(c), c);
+        near = Base::enter_gauge(s[c], gauge[c]) && near;
+      }
+      quick = all_lanes(near);
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        if (quick) {
+          walk(op, ring, stage, s[c], c);
+        } else {
+          Number flow = {};
+          walk_slowly<false>(op, ring, stage, k, count, first, flow, c);
+          map.sums[c] = {flow.y, flow.z, flow.m, count * op.w[c]};
+        }
+        asm volatile("" ::: "memory");  // channel by channel: there are not registers for two
+      }
+    }
+
+    template <class Ring>
+    __device__ void walk(const Op& op, const Ring& ring, int stage, Number s, int c) {
+      Real weight[kSteps], y[kSteps], z[kSteps];  // y, z: of the states that enter
+      const Real decay = op.decay[c];
+#pragma unroll
+      for (int i = kSteps - 1; i >= 0; --i) {
+        const Raw raw = ring.take(op, stage, i);
+        y[i] = s.y, z[i] = s.z;
+        weight[i] = Base::weight(raw.k.get(c), gauge[c]);
+        s.y = fused(decay, s.y, weight[i] * raw.v.get(c));
+        s.z = fused(decay, s.z, weight[i]);
+      }
+      Real flow_y = 0, flow_z = 0;
+      Real kept = 1;  // of a state, to the end of the run
+      dw[c] = du[c] = y_sum[c] = z_sum[c] = Real(0);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+        const Real value = raw.v.get(c), token = weight[i];
+        const Real bonus = op.bonus[c] * token;
+        const Real scale = reciprocal(z[i] + bonus);
+        const Real out = fused(bonus, value, y[i]) * scale;
+        const Real g = raw.grad_o.get(c) * scale;
+        const Real by_token = g * bonus;
+        // value - out, from what does not cancel.
+        const Real by_bonus = by_token * (fused(z[i], value, -y[i]) * scale);
+        dv[i][c] = fused(token, flow_y, by_token);
+        dk[i][c] = fused(token, fused(value, flow_y, flow_z), by_bonus);
+        share[i][c] = kept * token;
+        kept *= decay;
+        y_sum[c] = fused(kept, y[i], y_sum[c]);
+        z_sum[c] = fused(kept, z[i], z_sum[c]);
+        du[c] += by_bonus;
+        dw[c] = fused(flow_y, y[i], fused(flow_z, z[i], dw[c]));
+        flow_y = fused(decay, flow_y, g);
+        flow_z = fused(decay, flow_z, -g * out);
+      }
+      dw[c] *= decay;
+      map.sums[c] = {flow_y, flow_z, -gauge[c], kSteps * op.w[c]};
+    }
+
+    /// Takes what flows back through the run, and, emitting, what it gives to the tokens.
+    template <bool kEmits, class Ring>
+    __device__ static void walk_slowly(const Op& op, const Ring& ring, int stage, int k, int count,
+                                       int first, Number& flow, int c, Real* sums = nullptr) {
+      Number states[kSteps];  // that enter
+      Wkv4Weights<Real> weights[kSteps];
+      Number s = op.entering(ring, stage, first, ring.take(op, stage, count - 1).k.get(c), c);
+      const Real start = s.m;
+#pragma unroll 1
+      for (int i = count - 1; i >= 0; --i) {
+        const Raw raw = ring.take(op, stage, i);
+        states[i] = s;
+        weights[i] = op.add(s, raw.k.get(c), raw.v.get(c), c);
+      }
+      if (kEmits) {
+        const Real scale = exp2_of((s.m + flow.m) + (s.rest + flow.rest));
+        flow = {flow.y * scale, flow.z * scale, Real(0)};
+      }
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+        const Real key = raw.k.get(c), value = raw.v.get(c);
+        const Number state = states[i];
+        const Real old = weights[i].first, token = weights[i].second;
+        const Real bonus = op.bonus_beside(state, key, c);
+        const Real scale = reciprocal(state.z + bonus);
+        const Real out = fused(bonus, value, state.y) * scale;
+        const Real g = raw.grad_o.get(c) * scale;
+        const Real by_token = g * bonus;
+        const Real by_bonus = by_token * (fused(state.z, value, -state.y) * scale);
+        if (kEmits) {
+          store(op.dv, k + i, c, fused(token, flow.y, by_token));
+          store(op.dk, k + i, c, fused(token, fused(value, flow.y, flow.z), by_bonus));
+          sums[0] = fused(old, fused(flow.y, state.y, flow.z * state.z), sums[0]);
+          sums[1] += by_bonus;
+        }
+        flow.y = fused(old, flow.y, g);
+        flow.z = fused(old, flow.z, -g * out);
+      }
+      flow.m = -start;
+    }
+    static __device__ void store(const Rows<Data, kVec>& rows, int k, int c, Real x) {
+      reinterpret_cast<Data*>(rows.at(k))[c] = narrow<Data>(x);
+    }
+
+    template <class Ring>
+    __device__ void fold(const Op&, const Ring&, int, Map& to) const {
+      to = map;
+    }
+
+    template <class Ring>
+    __device__ void advance(const Op& op, const Ring& ring, int stage, int k, int end,
+                            Number (&s)[kVec]) {
+      if (quick) {
+        Real flow_y[kVec], flow_z[kVec];
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          const Real scale = exp2_of((gauge[c] + s[c].m) + s[c].rest);
+          flow_y[c] = s[c].y * scale;
+          flow_z[c] = s[c].z * scale;
+          dw[c] = fused(flow_y[c], y_sum[c], fused(flow_z[c], z_sum[c], dw[c]));
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const Raw raw = ring.take(op, stage, i);
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) {
+            dv[i][c] = fused(share[i][c], flow_y[c], dv[i][c]);
+            dk[i][c] = fused(share[i][c], fused(raw.v.get(c), flow_y[c], flow_z[c]), dk[i][c]);
+          }
+        }
+      } else if (k < end) {
+        const int count = min(end - k, kSteps);
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          Number flow = s[c];
+          Real sums[2] = {};
+          walk_slowly<true>(op, ring, stage, k, count, end - k - count, flow, c, sums);
+          dw[c] = sums[0], du[c] = sums[1];
+        }
+      }
+      if (k < end && end <= k + kSteps) {
+        map.advance(s);
+        op.finish(s);
+      }
+    }
+
+    template <class Ring>
+    __device__ void emit(Op& op, const Ring&, int, int k, int end) const {
+      if (k >= end) {
+        return;
+      }
+      if (quick) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          op.dk.store(k, i, pack<Data, kVec>(dk[i]));
+          op.dv.store(k, i, pack<Data, kVec>(dv[i]));
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        op.dw[c].add(-dw[c]);
+        op.du[c].add(du[c]);
+      }
+    }
+  };
+
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
+    sum_over_warps(dw, dw_partial, row, lane, scratch, warp, warps, lane_index);
+    sum_over_warps(du, du_partial, row, lane, scratch, warp, warps, lane_index);
+  }
+};
+
+}  // namespace tidegate::kernels
