@@ -35,7 +35,7 @@ struct Wkv4Params {
   const void* state = nullptr;  // [N, 3, D] contiguous, state type; null means empty
   void* final_state = nullptr;  // [N, 3, D] the same; may be `state` itself when T <= 1 (a step)
   void* saved = nullptr;  // [B, wkv4_saved_rows(T), 3, D] state type: states that enter tokens,
-                          // in a gauge of the device's own; null: not written forward
+                          // written forward unless null, read backward
   TimeSplit time_split = TimeSplit::kAuto;  // a request, honoured or refused by the planner
   ScanPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes

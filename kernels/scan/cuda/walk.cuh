@@ -46,9 +46,6 @@
 //   finish(s)                      the state after the last step
 //   fold(raw, decoded, map)        map <- step o map, but for what seal does
 //   seal(map)                      after kSteps folds: what fold left out
-//   RunInputs, fetch_run(place, lane, k, end)   if there are any: inputs of a run besides those of
-//   its
-//                                  steps, and what starts their copies into its place in the ring
 //   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
 //   reduce_alone(row)              the same where one thread has seen them all (plain walk)
 
@@ -79,23 +76,12 @@ enum class WalkMode { kWhole, kLinked };
 template <class Op, WalkMode kMode>
 using WalkShared = std::conditional_t<kMode == WalkMode::kLinked, LinkShared<Op>, ChainShared<Op>>;
 
-/// Bytes of a thread in a run's place in the ring, besides its steps' inputs.
-template <class Op>
-__host__ __device__ constexpr int bytes_of_run() {
-  if constexpr (requires { typename Op::RunInputs; }) {
-    return sizeof(typename Op::RunInputs);
-  } else {
-    return 0;
-  }
-}
-
 /// A warp's ring of runs in shared memory.
 template <class Op>
 class Ring {
  public:
   static constexpr int kSlotBytes = sizeof(typename Op::Raw) * kWarpSize;
-  static constexpr int kRunBytes = bytes_of_run<Op>() * kWarpSize;
-  static constexpr int kStageBytes = kSlotBytes * Op::kSteps + kRunBytes;
+  static constexpr int kStageBytes = kSlotBytes * Op::kSteps;
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
   // All inputs must be packs of four bytes, a row of which is 128 bytes, for wide copies.
@@ -108,9 +94,6 @@ class Ring {
   /// Starts copying the run from step k into a stage. Steps past the end repeat the last one: that
   /// is memory which exists, and nothing that comes of it is used.
   __device__ void fetch(const Op& op, int stage, int k, int end) const {
-    if constexpr (kRunBytes > 0) {
-      op.fetch_run(run_inputs(stage), lane_, k, end);
-    }
     if constexpr (kCanBeWide) {
       if (wide_) {
         __syncwarp();  // the place is free only when all threads have taken what they need from it
@@ -138,9 +121,6 @@ class Ring {
   __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
     return op.gather(SlotSource{slot(stage, i), lane_}, 0, 0);
   }
-  /// What Op::fetch_run was given to fill.
-  __device__ char* run_inputs(int stage) const { return slot(stage, Op::kSteps); }
-  __device__ int lane() const { return lane_; }
 
  private:
   __device__ char* slot(int stage, int i) const {

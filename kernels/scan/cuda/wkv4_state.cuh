@@ -9,12 +9,11 @@
 
 namespace tidegate::kernels {
 
-__device__ inline float exp2_of(float x) {
+__device__ inline float exp_of(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
   return y;
 }
-__device__ inline float exp_of(float x) { return exp2_of(x * 1.44269504f); }
 __device__ inline double exp_of(double x) { return exp(x); }
 
 __device__ inline float reciprocal(float x) {
@@ -34,17 +33,9 @@ template <class Real>
 struct Wkv4Weights {
   Real first, second;
 
-  /// Of weights whose natural logarithms differ by `distance` = second - first.
+  /// Of weights whose logarithms differ by `distance` = second - first.
   __device__ static Wkv4Weights at(Real distance) {
-    return from(distance, exp_of(-magnitude(distance)));
-  }
-  /// The same of binary logarithms.
-  __device__ static Wkv4Weights at_binary(Real distance) {
-    return from(distance, exp2_of(-magnitude(distance)));
-  }
-
- private:
-  __device__ static Wkv4Weights from(Real distance, Real smaller) {
+    const Real smaller = exp_of(-magnitude(distance));
     const bool second_leads = distance > Real(0);
     return {second_leads ? smaller : Real(1), second_leads ? Real(1) : smaller};
   }
