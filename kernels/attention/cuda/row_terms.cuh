@@ -1,86 +1,162 @@
 #pragma once
 
 // What a pass over the rows prepares for the tensor-core kernels: delta - dlse for the backward
-// pass, largest norms for pruning. Eight lanes share a row.
+// pass, bounds of scores for pruning. Eight lanes share a row; a block has some tokens of one head,
+// and blocks of neighbouring heads follow each other, as the rows in memory do.
 
 #include "kernels/attention/cuda/tensor_work.cuh"
 
 namespace tidegate::kernels {
 
 constexpr int kRowThreads = 256;
-constexpr int kRowsABlock = kRowThreads / 8;
+constexpr int kRowsAtOnce = 2;  // of a lane, whose loads are under way together
+constexpr int kRowSteps = 4;
+constexpr int kRowTokens = kRowThreads / 8 * kRowsAtOnce * kRowSteps;  // of a block
 
-template <class T>
-__device__ inline float dot_rows(const char* a, const char* b, int pieces, int part) {
-  float sum = 0;
-  for (int piece = part; piece < pieces; piece += 8) {
-    const auto x = *reinterpret_cast<const Pack<T, 8>*>(a + piece * 16);
-    const auto y = *reinterpret_cast<const Pack<T, 8>*>(b + piece * 16);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      sum = fmaf(x.get(e), y.get(e), sum);
-    }
-  }
-#pragma unroll
-  for (int step = 4; step > 0; step /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  }
-  return sum;
+inline int64_t row_blocks(const SequenceLayout& layout, int64_t heads) {
+  return layout.batch * heads * ((layout.time + kRowTokens - 1) / kRowTokens);
 }
 
-/// row_terms = do . o - dlse, rows in the order [B, Tq, Hq].
-template <class T>
-__global__ void __launch_bounds__(kRowThreads)
-    row_terms_kernel(const __grid_constant__ TensorAttention w) {
-  const ForgettingAttentionParams& p = w.params.forward;
-  const int64_t row = int64_t{blockIdx.x} * kRowsABlock + threadIdx.x / 8;
-  const bool exists = row < p.layout.batch * p.layout.time * p.heads;
-  const int64_t head = row % p.heads, token = row / p.heads % p.layout.time;
-  const Sequence all = {0, row / p.heads / p.layout.time, 0, 0};
-  const int part = static_cast<int>(threadIdx.x) % 8;
-  float sum = 0;
-  if (__any_sync(0xffffffffu, exists)) {
-    const int pieces = exists ? static_cast<int>(p.head_dim / 8) : 0;
-    sum = dot_rows<T>(row_address(p.o, all, head, token),
-                      row_address(w.params.d_o, all, head, token), pieces, part);
-  }
-  if (exists && part == 0) {
-    const int64_t at = (all.batch * p.heads + head) * p.layout.time + token;
-    const auto* const dlse = static_cast<const float*>(w.params.dlse);
-    // A row without keys has no lse to take a gradient of.
-    const bool empty = static_cast<const float*>(p.lse)[at] == -INFINITY;
-    w.row_terms[at] = empty || dlse == nullptr ? sum : sum - dlse[at];
-  }
-}
+/// Where a block's rows are. Packed sequences are one here.
+struct RowPlace {
+  int64_t batch, head, first;
+  Sequence all;
+  int part;  // which of the eight lanes of a row
 
-/// The largest value of every head, one value a row; a block takes some tokens of one head.
-/// `largest` holds what is below every value before. Keys: squared norms. Queries: see KeyNorms.
-template <class T, bool kQueries>
-__global__ void __launch_bounds__(kRowThreads)
-    norms_kernel(const __grid_constant__ TensorAttention w, int* largest) {
-  const ForgettingAttentionParams& p = w.params.forward;
-  const HeadSeries& t = kQueries ? p.q : p.k;
-  const int64_t time = kQueries ? p.layout.time : p.key_layout.time;
-  const int64_t heads = kQueries ? p.heads : p.key_heads;
-  const int64_t batch = blockIdx.y / heads, head = blockIdx.y % heads;
-  const Sequence all = {0, batch, 0, 0};
-  const int part = static_cast<int>(threadIdx.x) % 8, pieces = static_cast<int>(p.head_dim / 8);
-  const float key = kQueries ? KeyNorms::key(w, batch, head) : 0.0f;
-  int found = ordered(-INFINITY);
-  for (int64_t first = int64_t{blockIdx.x} * kRowsABlock; first < time;
-       first += int64_t{gridDim.x} * kRowsABlock) {
-    const int64_t token = min(first + threadIdx.x / 8, time - 1);
-    const char* const row = row_address(t, all, head, token);
-    float x = dot_rows<T>(row, row, pieces, part);
-    if (kQueries) {
-      const float lse = static_cast<const float*>(p.lse)[(batch * heads + head) * time + token];
-      x = lse == -INFINITY ? -INFINITY : largest_score(p, x, key) - lse;
-    }
-    found = max(found, ordered(x));
+  __device__ RowPlace(int64_t time, int64_t all_heads, unsigned block) {
+    const auto runs = static_cast<unsigned>((time + kRowTokens - 1) / kRowTokens);
+    const auto heads = static_cast<unsigned>(all_heads);
+    head = block % heads;
+    batch = block / heads / runs;
+    first = block / heads % runs * kRowTokens + threadIdx.x / 8;
+    all = {0, batch, 0, 0};
+    part = static_cast<int>(threadIdx.x) % 8;
   }
+  /// The token of one of a lane's rows.
+  __device__ int64_t token(int step, int i) const {
+    return first + (step * kRowsAtOnce + i) * (kRowThreads / 8);
+  }
+};
+
+/// A lane's share of a row of up to 64 * kPieces elements.
+template <class T, int kPieces>
+struct RowPart {
+  Pack<T, 8> x[kPieces];
+
+  __device__ void load(const char* row, int pieces, int part) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int piece = part + 8 * i;
+      x[i].bits = piece < pieces ? __ldg(reinterpret_cast<const uint4*>(row) + piece) : uint4{};
+    }
+  }
+
+  /// Of whole rows, in all their lanes.
+  __device__ float dot(const RowPart& y) const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        sum = fmaf(x[i].get(e), y.x[i].get(e), sum);
+      }
+    }
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    return sum;
+  }
+};
+
+/// Adds a block's largest value to that of its head, zero before.
+__device__ inline void raise_largest(unsigned found, unsigned* largest) {
   found = __reduce_max_sync(0xffffffffu, found);
   if (threadIdx.x % 32 == 0) {
-    atomicMax(largest + batch * heads + head, found);
+    atomicMax(largest, found);
+  }
+}
+
+/// Calls launch.template operator()<T, kPieces>() for the data and head dimension of p.
+template <class Launch>
+void with_row_kernels(const ForgettingAttentionParams& p, const Launch& launch) {
+  const bool few = p.head_dim <= 128;
+  if (p.q.dtype == DType::kBFloat16) {
+    few ? launch.template operator()<__nv_bfloat16, 2>()
+        : launch.template operator()<__nv_bfloat16, 4>();
+  } else {
+    few ? launch.template operator()<__half, 2>() : launch.template operator()<__half, 4>();
+  }
+}
+
+/// The largest squared norm of every head's keys.
+template <class T, int kPieces>
+__global__ void __launch_bounds__(kRowThreads)
+    key_norms_kernel(const __grid_constant__ TensorAttention w, unsigned* largest) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const int64_t time = p.key_layout.time;
+  const RowPlace at(time, p.key_heads, blockIdx.x);
+  const int pieces = static_cast<int>(p.head_dim / 8);
+  unsigned found = 0;
+#pragma unroll
+  for (int step = 0; step < kRowSteps; ++step) {
+    RowPart<T, kPieces> k[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      k[i].load(row_address(p.k, at.all, at.head, min(at.token(step, i), time - 1)), pieces,
+                at.part);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      found = max(found, ordered(k[i].dot(k[i])));
+    }
+  }
+  raise_largest(found, largest + at.batch * p.key_heads + at.head);
+}
+
+/// row_terms = do . o - dlse. With kBounds, the largest excess of every head's scores too: see
+/// ScoreBounds, whose keys' part is there.
+template <class T, int kPieces, bool kBounds>
+__global__ void __launch_bounds__(kRowThreads)
+    row_terms_kernel(const __grid_constant__ TensorAttention w, unsigned* largest) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const int64_t time = p.layout.time;
+  const RowPlace at(time, p.heads, blockIdx.x);
+  const int pieces = static_cast<int>(p.head_dim / 8);
+  const int64_t row0 = (at.batch * p.heads + at.head) * time;
+  const auto* const dlse = static_cast<const float*>(w.params.dlse);
+  const float key = kBounds ? ScoreBounds::key(w, at.batch, at.head) : 0.0f;
+  unsigned found = 0;
+#pragma unroll
+  for (int step = 0; step < kRowSteps; ++step) {
+    RowPart<T, kPieces> o[kRowsAtOnce], d_o[kRowsAtOnce], q[kBounds ? kRowsAtOnce : 1];
+    float lse[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t token = min(at.token(step, i), time - 1);
+      o[i].load(row_address(p.o, at.all, at.head, token), pieces, at.part);
+      d_o[i].load(row_address(w.params.d_o, at.all, at.head, token), pieces, at.part);
+      if constexpr (kBounds) {
+        q[i].load(row_address(p.q, at.all, at.head, token), pieces, at.part);
+      }
+      lse[i] = static_cast<const float*>(p.lse)[row0 + token];
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t token = at.token(step, i);
+      const float sum = o[i].dot(d_o[i]);
+      const bool empty = lse[i] == -INFINITY;  // no key, and no lse to take a gradient of
+      if (at.part == 0 && token < time) {
+        w.row_terms[row0 + token] = empty || dlse == nullptr ? sum : sum - dlse[row0 + token];
+      }
+      if constexpr (kBounds) {
+        const float score = largest_score(p, q[i].dot(q[i]), key);
+        found = max(found, ordered(empty ? -INFINITY : score - lse[i]));
+      }
+    }
+  }
+  if constexpr (kBounds) {
+    raise_largest(found, largest + at.batch * p.heads + at.head);
   }
 }
 

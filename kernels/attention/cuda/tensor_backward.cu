@@ -4,6 +4,7 @@
 
 #include "kernels/attention/cuda/backward_shapes.cuh"
 #include "kernels/attention/cuda/gate_sums.h"
+#include "kernels/attention/cuda/key_reach.cuh"
 #include "kernels/attention/cuda/row_terms.cuh"
 #include "kernels/common/cuda/device.h"
 
@@ -30,7 +31,7 @@ struct QueryTile {
 };
 
 cudaError_t find_query_tile(const ForgettingAttentionParams& p, int shared_bytes, QueryTile* tile) {
-  const auto take = [&]<class Shape, class QueryShape>() {
+  const auto take = [&]<class Shape, class NearShape, class QueryShape>() {
     *tile = {Shape::kRows, Shape::kDim};
     return cudaSuccess;
   };
@@ -42,7 +43,8 @@ cudaError_t find_query_tile(const ForgettingAttentionParams& p, int shared_bytes
 
 /// The workspace, in order; each part starts at a multiple of 16 bytes.
 struct Parts {
-  int64_t gate_sums, norms, row_terms, column_sums, row_sums, dq_sums, totals, all;
+  int64_t gate_sums, reach_ends, reach_near, row_terms, column_sums, score_bounds, row_sums,
+      dq_sums, totals, all;
 
   Parts(const ForgettingAttentionParams& p, const Cuts& query_tiles, const QueryTile& tile) {
     int64_t at = 0;
@@ -51,9 +53,12 @@ struct Parts {
       at += (bytes + 15) / 16 * 16;
     };
     part(&gate_sums, gate_sums_count(p) * 8);
-    part(&norms, norms_bytes(p, true));
+    const bool pruned = p.prune > 0;
+    part(&reach_ends, pruned ? cut_time(p.key_layout, KeyReach::kKeys).slots * p.heads * 4 : 0);
+    part(&reach_near, pruned ? p.key_layout.sequences * p.heads * 4 : 0);
     part(&row_terms, query_rows(p) * 4);
     part(&column_sums, key_rows(p) * 4);
+    part(&score_bounds, score_bounds_bytes(p, true));  // from here on, cleared together
     part(&row_sums, query_rows(p) * 4);
     part(&dq_sums,
          p.deterministic ? 0 : query_tiles.slots * p.heads * tile.rows * tile.columns * int64_t{4});
@@ -108,22 +113,36 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.row_sums = reinterpret_cast<float*>(scratch + parts.row_sums);
   work.column_sums = reinterpret_cast<float*>(scratch + parts.column_sums);
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
-  if (p.prune > 0) {
-    work.norms = reinterpret_cast<const int*>(scratch + parts.norms);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(work, true, stream));
-  }
-  if (!p.deterministic) {  // row and dq sums lie next to each other
+  auto* const bounds = reinterpret_cast<unsigned*>(scratch + parts.score_bounds);
+  if (!p.deterministic) {
     work.dq_sums = reinterpret_cast<float*>(scratch + parts.dq_sums);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(
-        cudaMemsetAsync(work.row_sums, 0, parts.all - parts.row_sums, stream));
+  }
+  const int64_t cleared = (p.deterministic ? parts.row_sums : parts.all) - parts.score_bounds;
+  if (cleared > 0) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(bounds, 0, cleared, stream));
+  }
+  if (p.prune > 0) {
+    work.score_bounds = bounds;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
   }
   if (query_rows(p) > 0) {
-    const auto blocks = static_cast<unsigned>((query_rows(p) + kRowsABlock - 1) / kRowsABlock);
-    if (p.q.dtype == DType::kBFloat16) {
-      row_terms_kernel<__nv_bfloat16><<<blocks, kRowThreads, 0, stream>>>(work);
-    } else {
-      row_terms_kernel<__half><<<blocks, kRowThreads, 0, stream>>>(work);
-    }
+    const auto blocks = static_cast<unsigned>(row_blocks(p.layout, p.heads));
+    unsigned* const excesses = bounds + p.layout.batch * p.key_heads;
+    with_row_kernels(p, [&]<class T, int kPieces>() {
+      if (p.prune > 0) {
+        row_terms_kernel<T, kPieces, true><<<blocks, kRowThreads, 0, stream>>>(work, excesses);
+      } else {
+        row_terms_kernel<T, kPieces, false><<<blocks, kRowThreads, 0, stream>>>(work, nullptr);
+      }
+    });
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  }
+  if (p.prune > 0) {
+    work.reach = {cut_time(p.key_layout, KeyReach::kKeys),
+                  reinterpret_cast<int*>(scratch + parts.reach_ends),
+                  reinterpret_cast<int*>(scratch + parts.reach_near)};
+    key_reach_kernel<<<static_cast<unsigned>(reach_blocks(work.reach, p.heads)), kReachWarps * 32,
+                       0, stream>>>(work);
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
   TIDEGATE_RETURN_IF_CUDA_ERROR(p.q.dtype == DType::kBFloat16

@@ -20,7 +20,7 @@ namespace tidegate::kernels {
 /// Eight warps share every product of a pair of tiles; each product divides its result among them
 /// in its own way: warps along the rows, the others along the columns.
 template <class Data, int kHeadDim, int kQueriesATile, int kKeysATile, int kScoreWarps,
-          int kKeyWarps, int kQueryWarps, int kStagesOfQueries>
+          int kKeyWarps, int kQueryWarps, int kStagesOfQueries, int kBlocksASm = 1>
 struct BackwardShape {
   using T = Data;
   static constexpr int kDim = kHeadDim;
@@ -29,6 +29,7 @@ struct BackwardShape {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kStagesOfQueries;  // one or two tiles of queries and of dO
+  static constexpr int kBlocks = kBlocksASm;        // of a multiprocessor: bounds registers
 
   /// One product's part of a warp, in tiles of 16 rows and of 8 columns.
   template <int kAllRows, int kAllColumns, int kWarpsAlongRows>
@@ -229,7 +230,7 @@ struct BackwardWarp {
 };
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     forgetting_backward_kernel(const __grid_constant__ TensorAttention w) {
   using T = typename Shape::T;
   using Scores = typename Shape::Scores;
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const BackwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
   const TileAndHead place(w.tiles, p.key_heads, blockIdx.x, false);
-  if (place.cut.tokens == 0) {
+  if (place.cut.tokens == 0 || !takes_head(w, place.cut.sequence.index, place.head)) {
     return;
   }
   const Sequence& keys = place.cut.sequence;
@@ -277,12 +278,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       const int last_row = last_key + mask.window - 1 - shift;
       end = last_row < 0 ? 0 : min(end, last_row / kRows + 1);
     }
-    if (p.prune > 0) {
-      const double fall = largest_fall(p, keys.length, KeyNorms::score(w, keys.batch, head));
-      const int rows = gates.first_not_above(reference - fall, keys.length, fresh_thread() % 32) -
-                       shift;  // these are near enough to the last key
-      end = rows <= 0 ? 0 : min(end, (rows - 1) / kRows + 1);
-    }
     const auto load_rows = [&](const HeadSeries& t, unsigned to, int tile) {
       const int row = tile * kRows;
       load_tile<kDim, kRows, kThreads>(to, row_address(t, queries, head, row), row_bytes(t),
@@ -311,20 +306,29 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                            reference);
     };
 
-    __syncthreads();  // the last head's tiles have been read
-    if (const int thread = fresh_thread(); thread < kKeys) {
-      const SplitGate gate = SplitGate::of(reference - gates.at(first_key + thread));
-      shared.key_gates[thread] = gate.high;
-      shared.key_gates[kKeys + thread] = gate.low;
-    }
-    if (tile < end) {
+    __syncthreads();   // the last head's tiles have been read
+    if (tile < end) {  // under way before anything waits for memory
       load_queries(tile, 0);
       load_gradients(tile, 0);
-      if (fresh_thread() < kRows) {
-        put_row(read_row(tile), 0);
-      }
     }
     commit_copies();
+    const RawRow row = fresh_thread() < kRows ? read_row(tile) : RawRow{};
+    const int thread_key = min(fresh_thread(), kKeys - 1);
+    const double key_gate = gates.at(first_key + thread_key);
+    if (p.prune > 0) {
+      static_assert(kKeys % KeyReach::kKeys == 0);
+      const int64_t slot =
+          first_slot(w.reach.keys, static_cast<int>(keys.index)) + last_key / KeyReach::kKeys;
+      end = min(end, (w.reach.ends[slot * p.heads + head] + kRows - 1) / kRows);
+    }
+    if (fresh_thread() < kRows) {
+      put_row(row, 0);
+    }
+    if (fresh_thread() < kKeys) {
+      const SplitGate gate = SplitGate::of(reference - key_gate);
+      shared.key_gates[thread_key] = gate.high;
+      shared.key_gates[kKeys + thread_key] = gate.low;
+    }
 #pragma unroll
     for (int j = 0; j < Scores::kColumnTiles; ++j) {
       state.column_sums[j][0] = state.column_sums[j][1] = 0;

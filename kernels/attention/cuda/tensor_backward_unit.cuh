@@ -39,15 +39,22 @@ template <class Data, HeadDims kDims>
 cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work, int shared_bytes,
                                                        cudaStream_t stream) {
   return with_backward_shapes<Data, kDims>(
-      work.params.forward.head_dim, shared_bytes, [&]<class Shape, class QueryShape>() {
-        if (work.dq_sums != nullptr) {
-          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(work, stream));
-          return launch_round_dq<Shape>(work, stream);
-        }
+      work.params.forward.head_dim, shared_bytes,
+      [&]<class Shape, class NearShape, class QueryShape>() {
         TensorAttention keys = work;
-        keys.row_sums = nullptr;
+        if (work.dq_sums == nullptr) {
+          keys.row_sums = nullptr;
+        }
+        // Both kernels are launched, and the device says which of them takes a head.
+        const bool near = work.params.forward.prune > 0 && !std::is_same_v<Shape, NearShape>;
+        if (near) {
+          keys.heads = PrunedHeads::kNear;
+          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<NearShape>(keys, stream));
+          keys.heads = PrunedHeads::kFar;
+        }
         TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, stream));
-        return launch_query_gradients<QueryShape>(work, stream);
+        return work.dq_sums != nullptr ? launch_round_dq<Shape>(work, stream)
+                                       : launch_query_gradients<QueryShape>(work, stream);
       });
 }
 

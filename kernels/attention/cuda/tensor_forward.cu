@@ -19,19 +19,6 @@ cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
              : AttentionForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
 }
 
-template <class T, bool kQueries>
-void launch_norms(const TensorAttention& work, int* largest, cudaStream_t stream) {
-  const ForgettingAttentionParams& p = work.params.forward;
-  const SequenceLayout& layout = kQueries ? p.layout : p.key_layout;
-  if (layout.batch == 0 || layout.time == 0) {
-    return;
-  }
-  const int64_t blocks = std::min<int64_t>((layout.time + 127) / 128, 1024);
-  const int64_t heads = layout.batch * (kQueries ? p.heads : p.key_heads);
-  norms_kernel<T, kQueries><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(heads)),
-                              kRowThreads, 0, stream>>>(work, largest);
-}
-
 }  // namespace
 
 bool rows_aligned(const HeadSeries& t) {
@@ -48,34 +35,26 @@ bool tensor_forward_fits(const ForgettingAttentionParams& p) {
          blocks <= kLargestGrid && p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
 }
 
-int64_t norms_bytes(const ForgettingAttentionParams& p, bool of_queries) {
+int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {
   const int64_t heads = p.key_heads + (of_queries ? p.heads : 0);
   return p.prune > 0 ? (p.layout.batch * heads + 3) / 4 * 16 : 0;
 }
 
-cudaError_t find_norms(const TensorAttention& work, bool of_queries, cudaStream_t stream) {
+cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream) {
   const ForgettingAttentionParams& p = work.params.forward;
-  int* const keys = const_cast<int*>(work.norms);
-  int* const queries = keys + p.layout.batch * p.key_heads;
-  // Below every value that is found.
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(keys, 0x80, norms_bytes(p, of_queries), stream));
-  const auto find = [&]<class T>() {
-    launch_norms<T, false>(work, keys, stream);
-    if (of_queries) {
-      launch_norms<T, true>(work, queries, stream);
-    }
-  };
-  if (p.q.dtype == DType::kBFloat16) {
-    find.operator()<__nv_bfloat16>();
-  } else {
-    find.operator()<__half>();
+  const int64_t blocks = row_blocks(p.key_layout, p.key_heads);
+  if (blocks > 0) {
+    with_row_kernels(p, [&]<class T, int kPieces>() {
+      key_norms_kernel<T, kPieces><<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(
+          work, const_cast<unsigned*>(work.score_bounds));
+    });
   }
   return cudaGetLastError();
 }
 
 cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {
   *plan = {.path = AttentionPath::kTensorCore};
-  plan->workspace_bytes = (gate_sums_count(p) + 1) / 2 * 16 + norms_bytes(p, false);
+  plan->workspace_bytes = (gate_sums_count(p) + 1) / 2 * 16 + score_bounds_bytes(p, false);
   return cudaSuccess;
 }
 
@@ -89,8 +68,10 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   work.gate_sums = c;
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
   if (p.prune > 0) {
-    work.norms = reinterpret_cast<const int*>(c + (gate_sums_count(p) + 1) / 2 * 2);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_norms(work, false, stream));
+    auto* const bounds = reinterpret_cast<unsigned*>(c + (gate_sums_count(p) + 1) / 2 * 2);
+    work.score_bounds = bounds;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(bounds, 0, score_bounds_bytes(p, false), stream));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
   }
   return p.q.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(work, stream)
                                        : launch<__half>(work, stream);

@@ -443,7 +443,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     // lse_i is at least the score of the key at the query itself.
     const double fall = largest_fall(p, keys.length,
                                      2 * largest_score(p, largest_query<Shape>(shared, thread),
-                                                       KeyNorms::key(w, keys.batch, head)));
+                                                       ScoreBounds::key(w, keys.batch, head)));
     tiles.begin = max(tiles.begin, gates.first_not_above(reference + fall, first, lane) / kKeys);
   }
 

@@ -19,9 +19,10 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& params,
                                 ForgettingAttentionPlan* plan);
 cudaError_t tensor_forward(const ForgettingAttentionParams& params, cudaStream_t stream);
 
-/// Bytes of work.norms; see KeyNorms. Zero for a pass that does not prune.
-int64_t norms_bytes(const ForgettingAttentionParams& params, bool of_queries);
-cudaError_t find_norms(const TensorAttention& work, bool of_queries, cudaStream_t stream);
+/// Bytes of work.score_bounds; see ScoreBounds. Zero for a pass that does not prune.
+int64_t score_bounds_bytes(const ForgettingAttentionParams& params, bool of_queries);
+/// Finds the keys' part of them, which is zero before; row_terms_kernel finds the queries'.
+cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream);
 
 /// The classes of head dimensions: up to 96, and above.
 enum class HeadDims : uint8_t { kSmall, kLarge };

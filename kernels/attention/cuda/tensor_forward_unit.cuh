@@ -39,7 +39,8 @@ cudaError_t AttentionForwardUnit<Data, kDims>::launch(TensorAttention work, cuda
       return launch_forward<ForwardShape<Data, 32, 2, 4, 128, 64, 2, true>>(work, stream);
     }
     if (dim <= 64) {
-      return launch_forward<ForwardShape<Data, 64, 2, 4, 128, 64, 2, true>>(work, stream);
+      return launch_wide_or_narrow<ForwardShape<Data, 64, 2, 8, 256, 64, 1, true>,
+                                   ForwardShape<Data, 64, 2, 4, 128, 64, 2, true>>(work, stream);
     }
     return launch_forward<ForwardShape<Data, 96, 2, 4, 64, 64, 2>>(work, stream);
   } else {

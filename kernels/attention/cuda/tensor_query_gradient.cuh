@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const int pieces = static_cast<int>(p.head_dim / 8);
   const double reference = gates.at(first);
   if (p.prune > 0 && first > 0) {
-    const double fall = largest_fall(p, keys.length, KeyNorms::score(w, keys.batch, head));
+    const double fall = largest_fall(p, keys.length, ScoreBounds::score(w, keys.batch, head));
     const int near = gates.first_not_above(reference + fall, first, fresh_thread() % 32);
     tiles.begin = max(tiles.begin, near / kKeys);
   }

@@ -12,12 +12,27 @@ namespace tidegate::kernels {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+/// Heads that a launch of the backward pass takes. Near: where pruning leaves a key few queries.
+enum class PrunedHeads : uint8_t { kAll, kNear, kFar };
+
+/// Which queries pruning leaves to the keys: of every kKeys keys of a sequence and every query
+/// head, the first query that sees none of them; and of every sequence and query head, whether keys
+/// have few queries each on average. See key_reach.cuh.
+struct KeyReach {
+  static constexpr int kKeys = 64;
+  Cuts keys = {};
+  int* ends = nullptr;  // [keys.slots, Hq]
+  int* near = nullptr;  // [sequences, Hq], 0 or 1
+};
+
 struct TensorAttention {
   ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
   Cuts tiles = {};                                // the blocks' own: of queries or of keys
   Cuts query_tiles = {};                          // backward: those of dq_sums
   const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
-  const int* norms = nullptr;                     // where keys are pruned: see KeyNorms
+  const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
+  KeyReach reach = {};                            // backward, where keys are pruned
+  PrunedHeads heads = PrunedHeads::kAll;          // backward: near ones and others have own tiles
   float* row_terms = nullptr;                     // backward: delta - dlse, [B, Hq, Tq]
   float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
@@ -30,11 +45,13 @@ struct TileAndHead {
   int64_t slot;
   int head;
 
-  __device__ TileAndHead(const Cuts& tiles, int64_t heads, int64_t block, bool last_first) {
-    const int64_t run = tiles.layout.offsets == nullptr ? equal_pieces(tiles) : tiles.slots;
-    const int64_t at = block % run;
-    slot = block / (run * heads) * run + (last_first ? run - 1 - at : at);
-    head = static_cast<int>(block / run % heads);
+  __device__ TileAndHead(const Cuts& tiles, int64_t all_heads, unsigned block, bool last_first) {
+    const auto heads = static_cast<unsigned>(all_heads);
+    const unsigned run = tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.equal_pieces)
+                                                         : static_cast<unsigned>(tiles.slots);
+    const unsigned at = block % run, rest = block / run;
+    slot = rest / heads * run + (last_first ? run - 1 - at : at);
+    head = static_cast<int>(rest % heads);
     cut = find_cut(tiles, static_cast<int>(slot));
   }
 };
@@ -92,23 +109,32 @@ class GateSums {
 
   __device__ const double* data() const { return sums_; }
 
-  /// The first of the tokens [0, end) whose sum is not above `bound`: c falls. All lanes of the
-  /// warp call it, and look at 32 places at once.
+  /// The first of the tokens [0, end) whose sum is not above `bound`: c falls. The first one if
+  /// that is NaN. All lanes of the warp call it, and look at 32 places at once.
   __device__ int first_not_above(double bound, int end, int lane) const {
+    return first_past([&](double sum) { return sum > bound; }, end, lane);
+  }
+  /// The same, where a sum or bound that is NaN is passed.
+  __device__ int first_known_not_above(double bound, int end, int lane) const {
+    return first_past([&](double sum) { return !(sum <= bound); }, end, lane);
+  }
+
+ private:
+  template <class Passed>
+  __device__ int first_past(const Passed& passed, int end, int lane) const {
     int low = 0, count = end;  // the answer lies in [low, low + count]
     while (count > 0) {
       const int step = (count + 31) / 32;
       const int place = low + (lane + 1) * step - 1;
-      const bool above = place < low + count && sums_[place] > bound;
-      const int passed = __popc(__ballot_sync(0xffffffffu, above));
+      const int past =
+          __popc(__ballot_sync(0xffffffffu, place < low + count && passed(sums_[place])));
       const int end_of_range = low + count;
-      low += passed * step;
+      low += past * step;
       count = min(step - 1, end_of_range - low);
     }
     return low;
   }
 
- private:
   const double* sums_;
   int last_;
 };
@@ -125,24 +151,26 @@ struct SplitGate {
   }
 };
 
-/// Floats in an order of integers in which NaN is the largest, and back.
-__device__ inline int ordered(float x) {
-  const int bits = __float_as_int(x);
-  return x != x ? 0x7fffffff : bits >= 0 ? bits : bits ^ 0x7fffffff;
+/// Floats in an order of integers in which NaN is the largest and zero is below all, and back.
+__device__ inline unsigned ordered(float x) {
+  const unsigned bits = __float_as_uint(x), sign = 0x80000000u;
+  return x != x ? ~0u : bits < sign ? bits | sign : ~bits;
 }
-__device__ inline float from_ordered(int x) { return __int_as_float(x >= 0 ? x : x ^ 0x7fffffff); }
+__device__ inline float from_ordered(unsigned x) {
+  return __uint_as_float(x >= 0x80000000u ? x ^ 0x80000000u : ~x);
+}
 
 /// Bounds of scores, as ordered floats: a head's largest squared norm of a key, [B, Hkv]; then, in
 /// the backward pass, the largest excess of scale |q_i| max|k| over lse_i of a head's queries,
 /// [B, Hq].
-struct KeyNorms {
+struct ScoreBounds {
   static __device__ float key(const TensorAttention& w, int64_t batch, int64_t head) {
     const ForgettingAttentionParams& p = w.params.forward;
-    return from_ordered(w.norms[batch * p.key_heads + head / (p.heads / p.key_heads)]);
+    return from_ordered(w.score_bounds[batch * p.key_heads + head / (p.heads / p.key_heads)]);
   }
   static __device__ float score(const TensorAttention& w, int64_t batch, int64_t head) {
     const ForgettingAttentionParams& p = w.params.forward;
-    return from_ordered(w.norms[p.layout.batch * p.key_heads + batch * p.heads + head]);
+    return from_ordered(w.score_bounds[p.layout.batch * p.key_heads + batch * p.heads + head]);
   }
 };
 
@@ -157,6 +185,21 @@ __device__ inline float largest_score(const ForgettingAttentionParams& p, float 
 /// dropped weighs at most prune. `score`: of s_ij - lse_i, nowhere exceeded. NaN drops nothing.
 __device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys, double score) {
   return score + log(static_cast<double>(keys)) - log(p.prune);
+}
+
+/// Whether a launch of the backward pass takes a head of keys of a sequence.
+__device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, int key_head) {
+  if (w.heads == PrunedHeads::kAll) {
+    return true;
+  }
+  const ForgettingAttentionParams& p = w.params.forward;
+  const int group = static_cast<int>(p.heads / p.key_heads);
+  const int* const near = w.reach.near + sequence * p.heads + key_head * group;
+  int all = 1;
+  for (int i = 0; i < group; ++i) {
+    all &= near[i];
+  }
+  return (all != 0) == (w.heads == PrunedHeads::kNear);
 }
 
 }  // namespace tidegate::kernels

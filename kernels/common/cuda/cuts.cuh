@@ -15,13 +15,15 @@ struct Cuts {
   SequenceLayout layout = {};
   int length = 0;
   int64_t slots = 0;
+  int equal_pieces = 1;  // how many each sequence has, where they are equally long
 };
 
+/// A piece is a whole sequence where `length` is larger than all of time.
 inline Cuts cut_time(const SequenceLayout& layout, int64_t length) {
   const int64_t pieces = std::max<int64_t>(1, (layout.time + length - 1) / length);
   const int64_t slots = layout.offsets == nullptr ? layout.sequences * pieces
                                                   : layout.time / length + layout.sequences;
-  return {layout, static_cast<int>(length), slots};
+  return {layout, static_cast<int>(length), slots, static_cast<int>(pieces)};
 }
 
 /// Tokens [first, first + tokens) of a sequence's walk.
@@ -33,19 +35,15 @@ struct Cut {
   int tokens;
 
   __device__ bool exists() const { return index < pieces; }
+  __device__ bool last() const { return index + 1 == pieces; }
+  __device__ int end() const { return first + tokens; }
 };
-
-/// How many pieces every sequence has, where they are equally long.
-__host__ __device__ inline int equal_pieces(const Cuts& cuts) {
-  const int pieces = static_cast<int>((cuts.layout.time + cuts.length - 1) / cuts.length);
-  return pieces > 0 ? pieces : 1;
-}
 
 /// Sequence n's first slot. Packed: a sequence over [a, b) has at most b / L - a / L + 1 pieces, so
 /// that a / L + n leaves it enough slots whatever comes before it.
 __device__ inline int first_slot(const Cuts& cuts, int n) {
   return cuts.layout.offsets == nullptr
-             ? n * equal_pieces(cuts)
+             ? n * cuts.equal_pieces
              : static_cast<int>(find_sequence(cuts.layout, n).start) / cuts.length + n;
 }
 
@@ -56,7 +54,7 @@ __device__ inline int pieces_of(const Cuts& cuts, const Sequence& seq) {
 __device__ inline Cut find_cut(const Cuts& cuts, int slot) {
   int n = 0;
   if (cuts.layout.offsets == nullptr) {
-    n = slot / equal_pieces(cuts);
+    n = slot / cuts.equal_pieces;
   } else {
     for (int end = static_cast<int>(cuts.layout.sequences); end - n > 1;) {
       const int middle = (n + end) / 2;  // first_slot(n) <= slot < first_slot(end)

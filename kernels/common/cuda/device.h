@@ -4,8 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
+#include <mutex>
 
 namespace tidegate::kernels {
 
@@ -22,6 +25,10 @@ struct DeviceLimits {
   int shared_bytes = 0;  // that one block may use
 };
 
+/// What planners take for a block's shared memory is at most this: on a large chip, tests set it to
+/// what a small one has.
+inline std::atomic<int> shared_bytes_limit = std::numeric_limits<int>::max();
+
 inline cudaError_t read_device_limits(DeviceLimits* limits) {
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
@@ -30,22 +37,34 @@ inline cudaError_t read_device_limits(DeviceLimits* limits) {
   };
   TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->multiprocessors, cudaDevAttrMultiProcessorCount));
   TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->major, cudaDevAttrComputeCapabilityMajor));
-  return read(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      read(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  limits->shared_bytes = std::min(limits->shared_bytes, shared_bytes_limit.load());
+  return cudaSuccess;
 }
 
-/// Once on every device, a kernel must be told that it may use more than 48 KB of shared memory.
+/// Lets a kernel use so much shared memory a block: without, it is 48 KB. Each device is told of
+/// the largest size so far.
 template <auto* kKernel>
 cudaError_t allow_shared_bytes(int bytes) {
-  static std::atomic<uint64_t> allowed = 0;
+  constexpr int kDevices = 64;
+  static std::atomic<int> allowed[kDevices] = {};
+  static std::mutex telling;
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if ((allowed.load(std::memory_order_relaxed) & bit) != 0) {
+  std::atomic<int>* const known = device < kDevices ? &allowed[device] : nullptr;
+  if (known != nullptr && bytes <= known->load(std::memory_order_acquire)) {
+    return cudaSuccess;
+  }
+  const std::lock_guard<std::mutex> one_at_a_time(telling);
+  if (known != nullptr && bytes <= known->load(std::memory_order_relaxed)) {
     return cudaSuccess;
   }
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  allowed.fetch_or(bit, std::memory_order_relaxed);
+  if (known != nullptr) {
+    known->store(bytes, std::memory_order_release);
+  }
   return cudaSuccess;
 }
 

@@ -4,16 +4,16 @@
 // are free slots. It is alone with that, so that nobody's arithmetic waits for device memory, and
 // whole rows are asked for at once.
 
+#include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/gla/cuda/block_tiles.cuh"
 #include "kernels/gla/cuda/head_rows.cuh"
-#include "kernels/gla/cuda/segments.cuh"
 
 namespace tidegate::kernels {
 
 /// Which part of the work of a launch a thread block has.
 struct BlockWork {
-  Segment segment;
+  Cut segment;
   int64_t head;
   int first_key, keys;      // channels of K: 128 at most
   int first_value, values;  // columns of V: 128 at most
@@ -28,14 +28,14 @@ class TileRows {
 
   __device__ TileRows(const HeadSeries& series, const BlockWork& work, bool backwards, int first,
                       int channels, int element_bytes, int lane) {
-    const HeadRows rows(series, work.segment.seq, backwards, work.head);
+    const HeadRows rows(series, work.segment.sequence, backwards, work.head);
     piece_ = lane % kPieces;
     row_ = lane / kPieces;
-    step_ = work.segment.begin + row_;
+    step_ = work.segment.first + row_;
     at_ = rows.row(step_) + static_cast<int64_t>(first) * element_bytes + piece_ * 16;
     stride_ = kRowsAtOnce * int64_t{rows.stride_bytes()};
     // A piece past the last channel never exists.
-    end_ = piece_ * 16 < channels * element_bytes ? work.segment.end : 0;
+    end_ = piece_ * 16 < channels * element_bytes ? work.segment.end() : 0;
   }
 
   /// The next 16 rows.

@@ -19,7 +19,7 @@ class Producer {
   __device__ Producer(const GlaParams& p, const BlockWork& work, const float* bounds, int lane)
       : p_(p), work_(work), bounds_(bounds), lane_(lane) {
     if (kKind == GateKind::kLogDecay && p.gate_per_head) {
-      head_gates_ = HeadRows(p.gate, work.segment.seq, p.layout.reverse, work.head);
+      head_gates_ = HeadRows(p.gate, work.segment.sequence, p.layout.reverse, work.head);
     }
   }
 
@@ -30,7 +30,8 @@ class Producer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int step = step_of(b, i);
-        const float x = step < work_.segment.end ? head_gates_.template load<float>(step, 0) : 0.0f;
+        const float x =
+            step < work_.segment.end() ? head_gates_.template load<float>(step, 0) : 0.0f;
         head_decay[i] = exp2_approx(x * 1.4426950408889634f);
       }
     }
@@ -54,7 +55,7 @@ class Producer {
 
   __device__ int token(int i) const { return lane_ / 4 * 2 + i; }
   __device__ int step_of(int b, int i) const {
-    return work_.segment.begin + b * kDyadicTokens + token(i);
+    return work_.segment.first + b * kDyadicTokens + token(i);
   }
   /// The first of the lane's eight channels of a round.
   __device__ int channel(int round) const { return round * 32 + lane_ % 4 * 8; }
@@ -70,11 +71,11 @@ class Producer {
       }
     }
     if constexpr (kKind == GateKind::kLogit) {
-      const bool whole = work_.segment.begin + (b + 1) * kDyadicTokens <= work_.segment.end;
+      const bool whole = work_.segment.first + (b + 1) * kDyadicTokens <= work_.segment.end();
       if (!whole || work_.keys < kKeys) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (step_of(b, i) >= work_.segment.end || channel(round) >= work_.keys) {
+          if (step_of(b, i) >= work_.segment.end() || channel(round) >= work_.keys) {
             gate[i].fill(kNoLogit);
           }
         }

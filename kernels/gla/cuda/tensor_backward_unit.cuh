@@ -8,14 +8,6 @@
 
 namespace tidegate::kernels {
 
-/// More shared memory than 48 KB must be asked for.
-template <class Kernel>
-cudaError_t allow_shared_memory(Kernel kernel, int bytes) {
-  return bytes <= 48 * 1024
-             ? cudaSuccess
-             : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 template <class T>
 cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaStream_t stream) {
   const GlaParams& p = work.backward.forward;
@@ -31,11 +23,11 @@ template <class T>
 cudaError_t TensorBackwardUnit<T>::walk_states(const StatePass& pass, cudaStream_t stream) {
   const GlaParams& p = pass.params;
   const int bytes = StatePassShared(p.key_dim, p.value_dim).bytes();
-  const auto kernel = state_pass_kernel<T>;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_memory(kernel, bytes));
+  constexpr auto* kKernel = &state_pass_kernel<T>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const auto threads = static_cast<unsigned>(p.key_dim / kBlock * 32);
   const int64_t blocks = pass.segments.slots * p.heads * pass.column_tiles() * kDirections;
-  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
+  kKernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 
@@ -43,13 +35,15 @@ template <class T>
 cudaError_t TensorBackwardUnit<T>::chunks(const ChunkBackward& work, cudaStream_t stream) {
   const GlaParams& p = work.backward.forward;
   const int bytes = ChunkShared::bytes(p.key_dim, p.value_dim);
-  const auto kernel = p.gate_kind == GateKind::kLogit
-                          ? chunk_backward_kernel<T, GateKind::kLogit>
-                          : chunk_backward_kernel<T, GateKind::kLogDecay>;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_memory(kernel, bytes));
-  const auto blocks = static_cast<unsigned>(work.chunks.slots * p.heads);
-  kernel<<<blocks, chunk_warps(p.key_dim) * 32, bytes, stream>>>(work);
-  return cudaGetLastError();
+  const auto launch = [&]<GateKind kKind>() {
+    constexpr auto* kKernel = &chunk_backward_kernel<T, kKind>;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+    const auto blocks = static_cast<unsigned>(work.chunks.slots * p.heads);
+    kKernel<<<blocks, chunk_warps(p.key_dim) * 32, bytes, stream>>>(work);
+    return cudaGetLastError();
+  };
+  return p.gate_kind == GateKind::kLogit ? launch.template operator()<GateKind::kLogit>()
+                                         : launch.template operator()<GateKind::kLogDecay>();
 }
 
 }  // namespace tidegate::kernels

@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreadsToJoin)
   const int64_t n = item / fours / p.heads, head = item / fours % p.heads, at = item % fours;
   const int64_t row = at * 4 / p.value_dim;
   const Sequence seq = find_sequence(p.layout, n);
-  const int64_t first = slot_base(p.layout, n, w.segment_time);
-  const int joints = static_cast<int>((seq.length - 1) / w.segment_time);
+  const int64_t first = first_slot(w.segments, static_cast<int>(n));
+  const int joints = pieces_of(w.segments, seq) - 1;
   float4 s = {};
   if (p.h0 != nullptr) {
     s = static_cast<const float4*>(p.h0)[(n * p.heads + head) * fours + at];
@@ -125,7 +125,7 @@ cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan) {
   plan->segment_time = choose_segment_time(params, limits.multiprocessors);
   GlaParams p = params;
   if (plan->segment_time != 0) {
-    plan->segments = segment_slots(p.layout, plan->segment_time);
+    plan->segments = cut_time(p.layout, plan->segment_time).slots;
   }
   p.plan = *plan;
   plan->workspace_bytes = state_bytes(p) + product_bytes(p) + sum_bytes(p);
@@ -137,18 +137,19 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   work.params = p;
   const int64_t tiles = value_tiles(p);
   work.value_tile = static_cast<int>(ceil_div(p.value_dim, tiles * 16) * 16);
-  work.segment_time = p.plan.segment_time;
+  const bool split = p.plan.segment_time != 0;
+  work.segments = cut_time(p.layout, split ? p.plan.segment_time : p.layout.time + 1);
   char* const scratch = static_cast<char*>(p.workspace);
   work.states = reinterpret_cast<float*>(scratch);
   work.products = reinterpret_cast<float*>(scratch + state_bytes(p));
   auto* const sums = reinterpret_cast<float*>(scratch + state_bytes(p) + product_bytes(p));
-  const int64_t blocks = segment_slots(p.layout, work.segment_time) * p.heads * tiles;
+  const int64_t blocks = work.segments.slots * p.heads * tiles;
   const auto slice = [&](int first) {
     work.first_key = first;
     work.keys = std::min(kMaxKeys, static_cast<int>(p.key_dim) - first);
   };
 
-  if (work.segment_time != 0) {
+  if (split) {
     for (int first = 0; first < p.key_dim; first += kMaxKeys) {
       slice(first);
       TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unit(work, /*maps=*/true, blocks, stream));

@@ -17,7 +17,7 @@ struct TensorForward {
   int first_key = 0, keys = 0;  // a slice of K
   int value_tile = 0;           // columns of V a block, a multiple of 16
   int producers = 0, slots = 0;
-  int64_t segment_time = 0;
+  Cuts segments = {};
   // Where time is cut: per slot, [slots, H, K, V] and [slots, H, K]. First the map of each segment
   // (the state it makes of zero, and the product of its decays), then in the place of the former
   // the state after it.
@@ -34,7 +34,7 @@ __device__ inline BlockWork find_work(const TensorForward& w) {
   const int tile = static_cast<int>(blockIdx.x) % tiles;
   const int64_t pair = blockIdx.x / tiles;
   const int first = tile * w.value_tile;
-  return {find_segment(p.layout, pair / p.heads, w.segment_time),
+  return {find_cut(w.segments, static_cast<int>(pair / p.heads)),
           pair % p.heads,
           w.first_key,
           w.keys,
@@ -65,8 +65,8 @@ class OutputRows {
         work_(work),
         lane_(lane),
         column_(work.first_value + first_column),
-        step_(work.segment.begin + lane / 4) {
-    const HeadRows o(w.params.o, work.segment.seq, w.params.layout.reverse, work.head);
+        step_(work.segment.first + lane / 4) {
+    const HeadRows o(w.params.o, work.segment.sequence, w.params.layout.reverse, work.head);
     at_ = o.row(step_) + (column_ + lane % 2 * 8 + lane % 4 / 2 * 4) * int{sizeof(Data)};
     stride_ = 8 * int64_t{o.stride_bytes()};
   }
@@ -89,7 +89,7 @@ class OutputRows {
         const float right[2] = {o[1][2 * i] * scale, o[1][2 * i + 1] * scale};
         const uint32_t a = pack<Data, 2>(left).bits, b = pack<Data, 2>(right).bits;
         const uint32_t got = __shfl_xor_sync(~0u, odd ? a : b, 1);
-        if (step_ + 8 * i < work_.segment.end) {
+        if (step_ + 8 * i < work_.segment.end()) {
           *reinterpret_cast<uint2*>(at_ + i * stride_) = odd ? uint2{got, b} : uint2{a, got};
         }
       }
@@ -103,11 +103,11 @@ class OutputRows {
   template <class Visit>
   __device__ void each(float (&o)[2][4], Visit visit) const {
     const GlaParams& p = w_.params;
-    const Sequence& seq = work_.segment.seq;
+    const Sequence& seq = work_.segment.sequence;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int step = step_ + i % 4 / 2 * 8;
-      if (step < work_.segment.end) {
+      if (step < work_.segment.end()) {
         const int64_t token = seq.batch * p.layout.time + seq.start +
                               (p.layout.reverse ? seq.length - 1 - step : step);
         visit((token * p.heads + work_.head) * p.value_dim + column_ + i / 4 * 8 + lane_ % 4 * 2 +
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 
   const GlaParams& p = w.params;
   const BlockWork work = find_work(w);
-  const Segment& segment = work.segment;
-  if (!segment.exists || (kMaps && segment.last)) {
+  const Cut& segment = work.segment;
+  if (!segment.exists() || (kMaps && segment.last())) {
     return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                     : 0.0f;
   }
   __syncthreads();
-  const int blocks = (segment.end - segment.begin + kDyadicTokens - 1) / kDyadicTokens;
+  const int blocks = (segment.tokens + kDyadicTokens - 1) / kDyadicTokens;
 
   if (warp == consumers) {
     Load loader(p, work, lane);
@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     if (segment.index > 0) {
       start = w.states + state_offset(p, work, slot - 1) + warp * 16;
     } else if (p.h0 != nullptr) {
-      start =
-          static_cast<const float*>(p.h0) + state_offset(p, work, segment.seq.index) + warp * 16;
+      start = static_cast<const float*>(p.h0) + state_offset(p, work, segment.sequence.index) +
+              warp * 16;
     }
     consumer.load(start, work.keys, p.value_dim, exists);
   }
@@ -241,9 +241,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
         }
       }
     }
-  } else if (segment.last && p.h_final != nullptr) {
+  } else if (segment.last() && p.h_final != nullptr) {
     consumer.store(
-        static_cast<float*>(p.h_final) + state_offset(p, work, segment.seq.index) + warp * 16,
+        static_cast<float*>(p.h_final) + state_offset(p, work, segment.sequence.index) + warp * 16,
         work.keys, p.value_dim, exists);
   }
 }
