@@ -187,6 +187,36 @@ TEST_P(AttentionCuda, Pruned) {
   }
 }
 
+// With large tiles and with small ones, head by head.
+TEST_P(AttentionCuda, PrunedByHead) {
+  for (const int64_t key_heads : {4, 2, 1}) {
+    for (const bool packed : {false, true}) {
+      AttentionShape shape = shape_;
+      shape.queries = shape.keys = 700;
+      shape.heads = 4;
+      shape.key_heads = key_heads;
+      shape.head_dim = 128;
+      shape.prune = 1e-3;
+      shape.gates = ForgetGates::kByHead;
+      if (packed) shape.query_offsets = shape.key_offsets = {0, 0, 3, 130, 700};
+      check(shape);
+    }
+  }
+}
+
+// The tiles of a chip with 99 KB of shared memory a block.
+TEST_P(AttentionCuda, LittleSharedMemory) {
+  const SharedBytesLimit limit(99 * 1024);
+  for (const int64_t dim : {32, 64, 96, 128, 192}) {
+    AttentionShape shape = shape_;
+    shape.head_dim = dim;
+    shape.queries = 130;
+    shape.keys = 171;
+    shape.prune = dim == 128 ? 1e-3 : 0;
+    check(shape);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Kernels, AttentionCuda,
                          ::testing::Combine(::testing::Values(DType::kBFloat16, DType::kFloat16),
                                             ::testing::Bool()),
@@ -230,6 +260,22 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
         }
       }
     }
+  }
+}
+
+// What is not known to weigh little is not dropped: NaN gates and scores reach every earlier key.
+TEST(AttentionCudaNaN, IsNotPruned) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  for (const bool in_gate : {false, true}) {
+    AttentionShape shape;
+    shape.queries = shape.keys = 300;
+    shape.prune = 1e-3;
+    AttentionProblem problem(shape);
+    in_gate ? problem.log_f.set(200, 0, NAN) : problem.q.set(200, 5, NAN);
+    run(&problem);
+    EXPECT_TRUE(std::isnan(problem.o.get(200, 0).real()));
+    EXPECT_FALSE(std::isnan(problem.o.get(199, 0).real()));
+    EXPECT_TRUE(std::isnan(problem.dk.get(0, 0).real())) << in_gate;
   }
 }
 

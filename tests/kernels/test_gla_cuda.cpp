@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/gla/cuda/tensor_backward.h"
 #include "support/gla_device.h"
 
 namespace tidegate::testing {
@@ -153,6 +154,26 @@ INSTANTIATE_TEST_SUITE_P(WideGates, GlaCudaPlain,
 
 class GlaCudaTensorCore : public GlaCuda {
  protected:
+  /// The backward pass, twice for its bits.
+  static void check_backward(const GlaShape& shape) {
+    SCOPED_TRACE(shape.full_name());
+    GlaProblem problem(shape), again(shape);
+    for (GlaProblem* p : {&problem, &again}) {
+      kernels::GlaBackwardParams params = p->backward_params();
+      params.forward.path = GlaPath::kTensorCore;
+      check_cuda(kernels::gla_backward_plan(params, &params.forward.plan), "plan");
+      p->take_partials(params.forward.plan.partials);
+      GlaOnDevice device(*p, GlaPath::kTensorCore);
+      device.backward();
+      device.download();
+    }
+    problem.check_tensor_core_backward();
+    for (size_t i = 2; i < problem.outputs().size(); ++i) {
+      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
+      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
+    }
+  }
+
   static void check(const GlaShape& shape) {
     SCOPED_TRACE(shape.full_name());
     GlaProblem problem(shape), again(shape);
@@ -219,6 +240,74 @@ TEST_P(GlaCudaTensorCore, Segments) {
     EXPECT_EQ(params.plan.path, GlaPath::kTensorCore);
     EXPECT_GT(params.plan.segment_time, 0);
     check(shape);
+  }
+}
+
+TEST_P(GlaCudaTensorCore, GradientsOfEveryLength) {
+  uint32_t i = 0;
+  for (const int64_t time : kTimes) {
+    for (const bool packed : {false, true}) {
+      if (packed && time > 1000) continue;
+      GlaShape shape = vary(i++);
+      shape.time = std::max<int64_t>(time, 3);
+      shape.key_dim = i % 3 == 0 ? 64 : 32;
+      shape.value_dim = i % 2 == 0 ? 16 : 48;
+      if (time >= 1000) {
+        shape.batch = shape.heads = 1;
+        shape.key_dim = shape.value_dim = 16;
+      }
+      if (packed) pack(&shape, i / 2);
+      check_backward(shape);
+    }
+  }
+}
+
+TEST_P(GlaCudaTensorCore, GradientsOfEverySize) {
+  uint32_t i = 0;
+  for (const int64_t key_dim : {16, 64, 80, 128, 144, 256}) {
+    for (const int64_t value_dim : {16, 64, 128, 144, 256}) {
+      GlaShape shape = vary(i++);
+      shape.batch = shape.heads = 1;
+      shape.time = 70;
+      shape.key_dim = key_dim;
+      shape.value_dim = value_dim;
+      shape.gap = i % 3 == 0 ? 8 : 0;
+      GlaProblem problem(shape);
+      bool fits = false;
+      check_cuda(kernels::tensor_backward_fits(problem.backward_params(), &fits), "fits");
+      if (fits) check_backward(shape);
+    }
+  }
+}
+
+// Long enough for the planner to cut time.
+TEST_P(GlaCudaTensorCore, GradientsInSegments) {
+  for (uint32_t i = 0; i < 2; ++i) {
+    GlaShape shape = vary(i);
+    shape.batch = shape.heads = 1;
+    shape.time = 1100;
+    shape.key_dim = 32;
+    shape.value_dim = 16;
+    if (i == 1) shape.offsets = {0, 0, 5, 600, 600, 1100};
+    GlaProblem problem(shape);
+    kernels::GlaBackwardParams params = problem.backward_params();
+    check_cuda(kernels::gla_backward_plan(params, &params.forward.plan), "plan");
+    EXPECT_GT(params.forward.plan.segment_time, 0);
+    check_backward(shape);
+  }
+}
+
+// What a chip with 99 KB of shared memory a block runs: fewer slots, fewer stages.
+TEST_P(GlaCudaTensorCore, LittleSharedMemory) {
+  const SharedBytesLimit limit(99 * 1024);
+  for (uint32_t i = 0; i < 4; ++i) {
+    GlaShape shape = vary(i);
+    shape.batch = shape.heads = 1;
+    shape.time = 150;
+    shape.key_dim = i % 2 == 0 ? 128 : 64;
+    shape.value_dim = i / 2 == 0 ? 128 : 80;
+    check(shape);
+    check_backward(shape);
   }
 }
 
@@ -327,7 +416,10 @@ TEST_P(GlaCudaSanitize, Tiny) {
       device.forward(device.forward_params());
       if (path == GlaPath::kPlain && i == 0) device.backward();
       device.download();
-      if (path == GlaPath::kTensorCore) problem.check_block_forward();
+      if (path == GlaPath::kTensorCore) {
+        problem.check_block_forward();
+        check_backward(shape);
+      }
     }
   }
 }

@@ -16,8 +16,9 @@
 
 namespace tidegate::testing {
 
-/// Which gates: log f near zero; logsigmoid of normal numbers; mixed; -1e4 at random places; zero.
-enum class ForgetGates : uint8_t { kWeak, kStrong, kMixed, kResets, kNone };
+/// Which gates: log f near zero; logsigmoid of normal numbers; mixed; -1e4 at random places; zero;
+/// strong in the first half of the heads, weak in the others.
+enum class ForgetGates : uint8_t { kWeak, kStrong, kMixed, kResets, kNone, kByHead };
 
 struct AttentionShape {
   DType dtype = DType::kBFloat16;
@@ -61,7 +62,12 @@ class AttentionProblem {
     for (TypedSeries* t : {&q, &k, &v, &d_o, &dlse}) {
       fill(t, [&] { return normal(random); });
     }
-    fill(&log_f, [&] { return gate(normal(random), random()); });
+    int64_t at = 0;
+    fill(&log_f, [&] {
+      const bool first_half = 2 * (at++ % s.heads) < s.heads;
+      const ForgetGates by_head = first_half ? ForgetGates::kStrong : ForgetGates::kWeak;
+      return gate(s.gates == ForgetGates::kByHead ? by_head : s.gates, normal(random), random());
+    });
   }
 
   kernels::ForgettingAttentionBackwardParams params() {
@@ -139,8 +145,8 @@ class AttentionProblem {
       }
     }
   }
-  double gate(double z, uint32_t draw) const {
-    switch (shape.gates) {
+  static double gate(ForgetGates gates, double z, uint32_t draw) {
+    switch (gates) {
       case ForgetGates::kWeak:
         return -1e-3 * std::fabs(z);
       case ForgetGates::kStrong:

@@ -6,11 +6,13 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "kernels/common/cuda/device.h"
 #include "kernels/scan/scan_cuda.h"
 #include "support/lru_problem.h"
 #include "support/scan_problem.h"
@@ -22,6 +24,15 @@ inline void check_cuda(cudaError_t status, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
   }
 }
+
+/// While it lives, planners see no more shared memory a block than that of a small chip.
+class SharedBytesLimit {
+ public:
+  explicit SharedBytesLimit(int bytes) { kernels::shared_bytes_limit = bytes; }
+  ~SharedBytesLimit() { kernels::shared_bytes_limit = std::numeric_limits<int>::max(); }
+  SharedBytesLimit(const SharedBytesLimit&) = delete;
+  SharedBytesLimit& operator=(const SharedBytesLimit&) = delete;
+};
 
 /// Device memory that holds NaN (all bytes 0xff) at first.
 class DeviceBuffer {

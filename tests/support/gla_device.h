@@ -48,7 +48,7 @@ class GlaOnDevice {
         &params.forward.plan, &params.forward.workspace,
         [&](auto* plan) {
           const cudaError_t status = kernels::gla_backward_plan(params, plan);
-          // The problem has a row of partial sums a sequence.
+          // See GlaProblem::take_partials.
           EXPECT_EQ(plan->partials, problem_.dgamma_partial.tokens());
           return status;
         },

@@ -95,6 +95,11 @@ class GlaProblem : public ScanProblem {
     return params;
   }
 
+  /// Rows of partial sums of dgamma: as many as the plan of the backward pass says.
+  void take_partials(int64_t rows) {
+    dgamma_partial = TypedSeries(real_state_dtype(), 1, rows, wanted_.heads * wanted_.key_dim);
+  }
+
   std::vector<TypedSeries*> outputs() {
     std::vector<TypedSeries*> all = {&o, &h_final, &dq, &dv, &dgate, &dh0};
     if (!wanted_.logits()) all.push_back(&dk);
@@ -120,6 +125,56 @@ class GlaProblem : public ScanProblem {
     };
     compare("o", expected.o, peer.o, o);
     compare("h_final", expected.h_final, peer.h_final, h_final);
+  }
+
+  /// Holds the gradients against the equations, as products of bf16 operands may have them: sums
+  /// of gates' gradients are judged by their terms, the rest by what they are.
+  void check_tensor_core_backward() const {
+    const auto expected = reference<double>();
+    const auto near = [](const char* name, const TypedSeries& got, const std::vector<double>& want,
+                         const std::vector<double>& squares = {}) {
+      constexpr double kStep = 1.0 / 256;  // of bf16
+      const double least = got.dtype() == DType::kFloat16 ? 0x1p-24 : 0x1p-126;
+      const auto values = real_values<double>(got);
+      ASSERT_EQ(values.size(), want.size()) << name;
+      double error = 0, size = 0, largest = 0, largest_value = 0;
+      for (size_t i = 0; i < want.size(); ++i) {
+        const double off = std::abs(values[i] - want[i]);
+        const double square = squares.empty() ? want[i] * want[i] : squares[i];
+        ASSERT_TRUE(std::isfinite(off)) << name << " " << i;
+        error += off * off;
+        size += square;
+        largest = std::max(largest, off);
+        largest_value = std::max(largest_value, std::sqrt(square));
+      }
+      const double count = static_cast<double>(want.size());
+      EXPECT_LE(std::sqrt(error), 1.5 * kStep * std::sqrt(size) + least * std::sqrt(count)) << name;
+      EXPECT_LE(largest, 4 * kStep * largest_value + least) << name;
+    };
+    near("dq", dq, expected.dq);
+    if (!wanted_.logits()) near("dk", dk, expected.dk);
+    near("dv", dv, expected.dv);
+    near("dgate", dgate, expected.dgate, expected.dgate_squares);
+    near("dh0", dh0, expected.dh0);
+    if (wanted_.logits() && wanted_.has_gamma) {
+      // Rows of sequences or of chunks: what is meant is the sum of all.
+      const int64_t columns = dgamma_partial.columns();
+      std::vector<double> sum(columns), sizes(columns);
+      TypedSeries got(DType::kFloat64, 1, 1, columns);
+      for (int64_t j = 0; j < columns; ++j) {
+        double of_rows = 0;
+        for (int64_t i = 0; i < dgamma_partial.tokens(); ++i) {
+          of_rows += dgamma_partial.get(i, j).real();
+        }
+        got.set(0, j, of_rows);
+        for (size_t i = j; i < expected.dgamma.size(); i += columns) {
+          sum[j] += expected.dgamma[i];
+          sizes[j] += std::sqrt(expected.dgamma_squares[i]);
+        }
+        sizes[j] *= sizes[j];
+      }
+      near("dgamma", got, sum, sizes);
+    }
   }
 
  private:

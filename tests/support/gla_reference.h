@@ -29,7 +29,7 @@ struct GlaReference {
 
   Array o, h_final;                      // written by run()
   Array dq, dk, dv, dgate, dgamma, dh0;  // dgamma: [N, H, K]
-  Array dgamma_squares;                  // (the sum of the sizes of its terms)^2
+  Array dgamma_squares, dgate_squares;   // (the sum of the sizes of their terms)^2
 
   void run(const ReferenceLayout& layout) {
     o.assign(layout.tokens * heads * value_dim, 0);
@@ -37,6 +37,7 @@ struct GlaReference {
     dq.assign(layout.tokens * heads * key_dim, 0);
     dk = dq;
     dgate.assign(layout.tokens * heads * gate_width(), 0);
+    dgate_squares = dgate;
     h_final.assign(layout.sequences.size() * heads * key_dim * value_dim, 0);
     dh0 = h_final;
     dgamma.assign(layout.sequences.size() * heads * key_dim, 0);
@@ -44,7 +45,9 @@ struct GlaReference {
     for (size_t n = 0; n < layout.sequences.size(); ++n) {
       for (int64_t h = 0; h < heads; ++h) run_head(layout, static_cast<int64_t>(n), h);
     }
-    for (Real& size : dgamma_squares) size *= size;
+    for (Array* sizes : {&dgamma_squares, &dgate_squares}) {
+      for (Real& size : *sizes) size *= size;
+    }
   }
 
  protected:
@@ -134,10 +137,13 @@ struct GlaReference {
     if (!logits) {
       dk[key_at(t, h, i)] = of_k;
       dgate[gate_at(t, h, i)] += decay(t, h, i) * of_f;
+      dgate_squares[gate_at(t, h, i)] += std::abs(decay(t, h, i) * of_f);
       return;
     }
     const Real x = gate[gate_at(t, h, i)];
-    dgate[gate_at(t, h, i)] = (of_f - of_k) * (1 - bound(h, i)) * sigmoid(x) * sigmoid(-x);
+    const Real of_gate = (1 - bound(h, i)) * sigmoid(x) * sigmoid(-x);
+    dgate[gate_at(t, h, i)] = (of_f - of_k) * of_gate;
+    dgate_squares[gate_at(t, h, i)] = (std::abs(of_f) + std::abs(of_k)) * of_gate;
     dgamma[(n * heads + h) * key_dim + i] += (of_f - of_k) * sigmoid(-x);
     dgamma_squares[(n * heads + h) * key_dim + i] += std::abs(of_f - of_k) * sigmoid(-x);
   }
