@@ -280,21 +280,27 @@ TEST_P(GlaCudaTensorCore, GradientsOfEverySize) {
   }
 }
 
-// Long enough for the planner to cut time.
+// As many heads as leave the planner five parts of time, and just long enough for them.
 TEST_P(GlaCudaTensorCore, GradientsInSegments) {
-  for (uint32_t i = 0; i < 2; ++i) {
-    GlaShape shape = vary(i);
-    shape.batch = shape.heads = 1;
-    shape.time = 1100;
-    shape.key_dim = 32;
-    shape.value_dim = 16;
-    if (i == 1) shape.offsets = {0, 0, 5, 600, 600, 1100};
-    GlaProblem problem(shape);
-    kernels::GlaBackwardParams params = problem.backward_params();
-    check_cuda(kernels::gla_backward_plan(params, &params.forward.plan), "plan");
-    EXPECT_GT(params.forward.plan.segment_time, 0);
-    check_backward(shape);
-  }
+  int device = 0, multiprocessors = 0;
+  check_cuda(cudaGetDevice(&device), "device");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "count");
+  GlaShape shape = vary(1);
+  const bool packed = shape.dtype == DType::kFloat16;
+  const int64_t sequences = packed ? 5 : 1;
+  shape.batch = 1;
+  shape.heads = std::max<int64_t>(1, multiprocessors / (5 * sequences));
+  const int64_t parts = multiprocessors / (shape.heads * sequences);
+  const int64_t time = 64 * 4 * parts * sequences;
+  shape.time = time;
+  shape.key_dim = shape.value_dim = 16;
+  if (packed) shape.offsets = {0, 0, 5, time / 2, time / 2, time};
+  GlaProblem problem(shape);
+  kernels::GlaBackwardParams params = problem.backward_params();
+  check_cuda(kernels::gla_backward_plan(params, &params.forward.plan), "plan");
+  EXPECT_GT(params.forward.plan.segment_time, 0);
+  check_backward(shape);
 }
 
 // What a chip with 99 KB of shared memory a block runs: fewer slots, fewer stages.
