@@ -16,8 +16,8 @@ cudaError_t launch_forward(TensorAttention work, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-/// The wide shape takes twice as many queries and keys at a time: where there are many of both, and
-/// a block may have so much shared memory.
+/// The wide shape takes twice as many queries and more keys at a time: where there are many of
+/// both, and a block may have so much shared memory.
 template <class Wide, class Narrow>
 cudaError_t launch_wide_or_narrow(const TensorAttention& work, cudaStream_t stream) {
   constexpr int64_t kManyKeys = 8192;
@@ -39,7 +39,7 @@ cudaError_t AttentionForwardUnit<Data, kDims>::launch(TensorAttention work, cuda
       return launch_forward<ForwardShape<Data, 32, 2, 4, 128, 64, 2, true>>(work, stream);
     }
     if (dim <= 64) {
-      return launch_wide_or_narrow<ForwardShape<Data, 64, 2, 8, 256, 64, 1, true>,
+      return launch_wide_or_narrow<ForwardShape<Data, 64, 2, 8, 192, 64, 1, true>,
                                    ForwardShape<Data, 64, 2, 4, 128, 64, 2, true>>(work, stream);
     }
     return launch_forward<ForwardShape<Data, 96, 2, 4, 64, 64, 2>>(work, stream);
