@@ -11,7 +11,7 @@ constexpr int kHeadsPerThread = 4;
 
 template <class T, int kVec>
 __device__ Pack<T, kVec> load(const T* p) {
-  return {*reinterpret_cast<const typename Pack<T, kVec>::Bits*>(p)};
+  return {__ldg(reinterpret_cast<const typename Pack<T, kVec>::Bits*>(p))};
 }
 
 /// kVec numbers in accesses of at most 16 bytes.
@@ -29,47 +29,53 @@ __device__ void load_all(const T* p, T (&out)[kVec]) {
   }
 }
 
-/// A thread has kVec channels of each half, of one token and a few heads.
-template <class E, int kVec>
+/// A thread has kVec channels of each half, of one token and a few heads. `Index` counts threads.
+template <class E, int kVec, class Index>
 __global__ void __launch_bounds__(kThreads)
-    rotary_kernel(const RotaryParams p, int64_t chunks, int64_t groups, int64_t items) {
+    rotary_kernel(const RotaryParams p, Index chunks, Index groups, Index items) {
   using Real = typename Register<E>::type;
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const Index item = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= items) {
     return;
   }
-  const int64_t channel = item % chunks * kVec;
-  const int64_t first_head = item / chunks % groups * kHeadsPerThread;
-  const int64_t token = item / chunks / groups;
-  const int64_t b = token / p.time, t = token % p.time;
+  const Index time = static_cast<Index>(p.time);
+  const int64_t channel = static_cast<int64_t>(item % chunks) * kVec;
+  const int64_t first_head = static_cast<int64_t>(item / chunks % groups) * kHeadsPerThread;
+  const Index token = item / chunks / groups;
+  const int64_t b = token / time, t = token % time;
 
+  // All that is read is asked for at once.
+  const E* x = static_cast<const E*>(p.x.data) + b * p.x.stride_b + t * p.x.stride_t + channel;
+  Pack<E, kVec> low[kHeadsPerThread], high[kHeadsPerThread];
+#pragma unroll
+  for (int i = 0; i < kHeadsPerThread; ++i) {
+    // Where there are fewer heads, the last one again.
+    const int64_t head = first_head + i < p.heads ? first_head + i : p.heads - 1;
+    low[i] = load<E, kVec>(x + head * p.x.stride_h);
+    high[i] = load<E, kVec>(x + head * p.x.stride_h + p.half);
+  }
   const int64_t row = ((p.shared_angles ? 0 : b) * p.time + t) * p.half + channel;
   Real cos[kVec], sin[kVec];
   load_all(static_cast<const Real*>(p.cos) + row, cos);
   load_all(static_cast<const Real*>(p.sin) + row, sin);
 
-  const E* x = static_cast<const E*>(p.x.data) + b * p.x.stride_b + t * p.x.stride_t + channel;
   E* y = static_cast<E*>(p.y.data) + b * p.y.stride_b + t * p.y.stride_t + channel;
 #pragma unroll
   for (int i = 0; i < kHeadsPerThread; ++i) {
-    const int64_t head = first_head + i;
-    if (head >= p.heads) {
-      return;
-    }
-    const auto low = load<E, kVec>(x + head * p.x.stride_h);
-    const auto high = load<E, kVec>(x + head * p.x.stride_h + p.half);
     Real turned_low[kVec], turned_high[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real a = low.get(v), c = high.get(v);
+      const Real a = low[i].get(v), c = high[i].get(v);
       const Real s = p.inverse ? -sin[v] : sin[v];
       turned_low[v] = fused(a, cos[v], -(c * s));
       turned_high[v] = fused(c, cos[v], a * s);
     }
-    using Bits = typename Pack<E, kVec>::Bits;
-    E* to = y + head * p.y.stride_h;
-    *reinterpret_cast<Bits*>(to) = pack<E, kVec>(turned_low).bits;
-    *reinterpret_cast<Bits*>(to + p.half) = pack<E, kVec>(turned_high).bits;
+    if (first_head + i < p.heads) {
+      using Bits = typename Pack<E, kVec>::Bits;
+      E* to = y + (first_head + i) * p.y.stride_h;
+      *reinterpret_cast<Bits*>(to) = pack<E, kVec>(turned_low).bits;
+      *reinterpret_cast<Bits*>(to + p.half) = pack<E, kVec>(turned_high).bits;
+    }
   }
 }
 
@@ -92,8 +98,14 @@ cudaError_t launch(const RotaryParams& p, cudaStream_t stream) {
   if (blocks > INT32_MAX) {
     return cudaErrorInvalidConfiguration;
   }
-  rotary_kernel<E, kVec>
-      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, chunks, groups, items);
+  const auto grid = static_cast<unsigned>(blocks);
+  if (blocks * kThreads <= INT32_MAX) {  // 64-bit divisions take longer than the work
+    rotary_kernel<E, kVec, uint32_t><<<grid, kThreads, 0, stream>>>(
+        p, static_cast<uint32_t>(chunks), static_cast<uint32_t>(groups),
+        static_cast<uint32_t>(items));
+  } else {
+    rotary_kernel<E, kVec, int64_t><<<grid, kThreads, 0, stream>>>(p, chunks, groups, items);
+  }
   return cudaGetLastError();
 }
 
