@@ -243,6 +243,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
   Real dk[kOwn] = {}, dv[kOwn] = {};
   for (int64_t head = blockIdx.y * group; head < (blockIdx.y + 1) * group; ++head) {
     const PlainHead<E> at(work, cut.sequence.index, head);
+    __syncwarp();  // all lanes are done with the head before
     copy_row(at.k.row(j), dim, key_row[warp]);
     copy_row(at.v.row(j), dim, value_row[warp]);
     const AttentionRows<const E> d_out(work.grads.d_o, at.queries.batch, at.queries.start, head);
