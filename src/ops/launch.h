@@ -83,8 +83,8 @@ class Launch {
     forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
   }
 
-  /// [P, channels] of `dtype`: written by the kernel, one row a block or thread; the op adds the
-  /// rows up, in an order that depends on neither.
+  /// [P, channels] of `dtype`: written by the kernel, one row a team of threads (a sequence on the
+  /// CPU); the op adds the rows up, in an order that does not depend on the launch.
   at::Tensor partial_sums(at::ScalarType dtype) const {
     return matrix(forward().plan.partials, forward().channels, dtype, like_);
   }

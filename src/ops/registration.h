@@ -18,7 +18,8 @@ void define_op(torch::Library& library, const char* schema);
 void register_no_double_backward(torch::Library& library, const char* name);
 
 /// Kernels of a `*_step` op: an error when a gradient is asked for, and the version of the state is
-/// bumped, so that autograd notices when a tensor it saved has been overwritten.
+/// bumped, so that autograd notices when a tensor it saved has been overwritten; conjugate and
+/// negative views are made real first.
 void register_step(torch::Library& library, const char* name);
 
 /// Kernels of an op that overwrites its arguments outside autograd, whatever the grad mode.

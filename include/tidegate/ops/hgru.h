@@ -20,7 +20,7 @@ namespace tidegate {
 /// f:     [B, T, D] logits of the forget gate (before the sigmoid); float32 or c's dtype.
 /// gamma: [D] lower bounds of the forget gate, linear, in [0, 1); zero when absent; float32 or c's
 ///        dtype.
-/// theta: [D] phase in radians a step; dtype as gamma's.
+/// theta: [D] phase in radians a step; float32 or c's dtype.
 /// h0:    [N, D], complex [N, 2D]; zero when absent; float32 or c's dtype.
 /// activation: "silu" or "none".
 /// reverse: walk each sequence from its last token; h0 enters after the last token and the final

@@ -74,8 +74,8 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   using typename Layout::Real;
   using Gate = Gate_;
   using Math = GateMath<Real, sizeof(Data) == 2>;
-  // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr bool kEmitsAtOnce = false;
+  // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   Lane lane;

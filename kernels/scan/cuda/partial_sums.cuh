@@ -1,7 +1,7 @@
 #pragma once
 
 // Sums over time of per-channel quantities: gradients of gamma, theta and of a constant decay.
-// Each block writes one row of partial sums; the rows are added up by the caller.
+// Each team of threads writes one row of partial sums; the rows are added up by the caller.
 
 #include "kernels/common/cuda/precise.cuh"
 #include "kernels/scan/cuda/rows.cuh"

@@ -21,8 +21,9 @@
 // step, while decoding and emitting overlap freely among the warps. No barrier stops a whole block,
 // and every state is computed from the one before by the same operations as a step of decoding.
 //
-// Where time is split among blocks, that chain would take too long. There every warp first folds
-// its run into an affine map, by which a state crosses it at once (links.cuh). Either way the
+// Where time is split among blocks, that chain would take too long, and so it would for an Op whose
+// steps are dear (kCrossByMap). There every warp first folds its run into an affine map, by which a
+// state crosses it at once (links.cuh). Either way the
 // operations and their order do not depend on timing: results are bitwise reproducible.
 //
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
