@@ -50,10 +50,14 @@ struct Wkv4State {
 
   /// Lets the sums decay.
   __device__ void lower_gauge(Real by) {
-    const Real change = rest - by;
-    const Real lowered = m + change;
-    rest = change - (lowered - m);
-    m = lowered;
+    rest -= by;
+    fold_rest();
+  }
+  /// Moves what m can hold of the rest into it, exactly.
+  __device__ void fold_rest() {
+    const Real sum = m + rest, part = sum - m;
+    rest = (m - (sum - part)) + (rest - part);
+    m = sum;
   }
 
   /// Adds a token; returns the weights of the old sums and of the token. The gauge is the largest
@@ -73,8 +77,10 @@ struct Wkv4State {
 
   /// The same state with a gauge of one word.
   __device__ Wkv4State in_one_word() const {
-    const Real more = fused(rest * Real(0.5), rest, rest);  // exp(rest) - 1
-    return {fused(y, more, y), fused(z, more, z), m};
+    Wkv4State s = *this;
+    s.fold_rest();
+    const Real more = fused(s.rest * Real(0.5), s.rest, s.rest);  // exp(rest) - 1
+    return {fused(y, more, y), fused(z, more, z), s.m};
   }
 };
 
