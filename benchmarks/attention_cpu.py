@@ -17,7 +17,6 @@ contender in a process of its own.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -35,7 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tidegate
-from tidegate.training.runtime import describe_machine
 
 SHAPE = {"B": 1, "T": 2048, "H": 4, "D": 64}
 TINY = {"B": 2, "T": 70, "H": 2, "D": 16}
@@ -191,18 +189,7 @@ def main() -> int:
             f"{figure['peak_bytes'] / 2**20:.1f} MiB, beside results "
             f"{figure['beside_bytes'] / 2**20:.1f} MiB"
         )
-    record = {
-        "kind": "attention_cpu",
-        "work": "forgetting_attention fp32 " + " ".join(f"{k}{v}" for k, v in shape.items()),
-        "direction": "forward and backward",
-        "machine": describe_machine(torch.device("cpu")),
-        "threads": options.threads,
-        "load_average": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "tidegate": tidegate.__version__},
-        "commit": harness.commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "results": figures,
-    }
+    record = harness.cpu_record("attention_cpu", "forgetting_attention", shape, figures)
     if options.json:
         Path(options.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -14,9 +14,7 @@ gradients are held against float64 before anything is timed; contenders take tur
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import sys
 import time
@@ -28,7 +26,6 @@ import torch
 from torch import Tensor
 
 import tidegate
-from tidegate.training.runtime import describe_machine
 
 SHAPE = {"B": 2, "T": 1024, "H": 4, "K": 64, "V": 64}
 TOLERANCE = 1e-4  # of every result and gradient, relative, against float64
@@ -155,18 +152,7 @@ def main() -> int:
         figure["times"] = figure["ms"] / ours
         print(f"{name:36s} {figure['ms']:8.2f} ms  {figure['times']:5.2f}x", end="")
         print(f"  best {figure['best_ms']:8.2f} ms  error {figure['error']:.1e}")
-    record = {
-        "kind": "gla_cpu",
-        "work": "gated_linear_attention fp32 " + " ".join(f"{k}{v}" for k, v in SHAPE.items()),
-        "direction": "forward and backward",
-        "machine": describe_machine(torch.device("cpu")),
-        "threads": options.threads,
-        "load_average": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "tidegate": tidegate.__version__},
-        "commit": harness.commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "results": figures,
-    }
+    record = harness.cpu_record("gla_cpu", "gated_linear_attention", SHAPE, figures)
     if options.json:
         Path(options.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0

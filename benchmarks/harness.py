@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import platform
 import random
 import statistics
@@ -20,6 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+import tidegate
+from tidegate.training import runtime
 
 Call = Callable[[], object]
 
@@ -240,3 +244,19 @@ def commit(given: str | None = None) -> str:
 def today() -> str:
     """The date, for the record."""
     return datetime.date.today().isoformat()
+
+
+def cpu_record(kind: str, op: str, shape: dict[str, int], results: object) -> dict[str, object]:
+    """What a comparison on the CPU writes: an op's fp32 forward and backward pass of one shape."""
+    return {
+        "kind": kind,
+        "work": f"{op} fp32 " + " ".join(f"{k}{v}" for k, v in shape.items()),
+        "direction": "forward and backward",
+        "machine": runtime.describe_machine(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "versions": {"torch": torch.__version__, "tidegate": tidegate.__version__},
+        "commit": commit(),
+        "date": today(),
+        "results": results,
+    }

@@ -154,6 +154,28 @@ INSTANTIATE_TEST_SUITE_P(WideGates, GlaCudaPlain,
 
 class GlaCudaTensorCore : public GlaCuda {
  protected:
+  /// Lengths around those of chunks and tiles, packed ones too where they are not long.
+  std::vector<GlaShape> shapes_of_every_length() const {
+    std::vector<GlaShape> shapes;
+    uint32_t i = 0;
+    for (const int64_t time : kTimes) {
+      for (const bool packed : {false, true}) {
+        if (packed && time > 1000) continue;
+        GlaShape shape = vary(i++);
+        shape.time = std::max<int64_t>(time, 3);  // shorter ones are steps
+        shape.key_dim = i % 3 == 0 ? 64 : 32;
+        shape.value_dim = i % 2 == 0 ? 16 : 48;
+        if (time >= 1000) {
+          shape.batch = shape.heads = 1;
+          shape.key_dim = shape.value_dim = 16;
+        }
+        if (packed) pack(&shape, i / 2);
+        shapes.push_back(shape);
+      }
+    }
+    return shapes;
+  }
+
   /// The backward pass, twice for its bits.
   static void check_backward(const GlaShape& shape) {
     SCOPED_TRACE(shape.full_name());
@@ -190,21 +212,8 @@ class GlaCudaTensorCore : public GlaCuda {
 };
 
 TEST_P(GlaCudaTensorCore, EveryLength) {
-  uint32_t i = 0;
-  for (const int64_t time : kTimes) {
-    for (const bool packed : {false, true}) {
-      if (packed && time > 1000) continue;
-      GlaShape shape = vary(i++);
-      shape.time = std::max<int64_t>(time, 3);  // shorter ones are steps
-      shape.key_dim = i % 3 == 0 ? 64 : 32;
-      shape.value_dim = i % 2 == 0 ? 16 : 48;
-      if (time >= 1000) {
-        shape.batch = shape.heads = 1;
-        shape.key_dim = shape.value_dim = 16;
-      }
-      if (packed) pack(&shape, i / 2);
-      check(shape);
-    }
+  for (const GlaShape& shape : shapes_of_every_length()) {
+    check(shape);
   }
 }
 
@@ -244,21 +253,8 @@ TEST_P(GlaCudaTensorCore, Segments) {
 }
 
 TEST_P(GlaCudaTensorCore, GradientsOfEveryLength) {
-  uint32_t i = 0;
-  for (const int64_t time : kTimes) {
-    for (const bool packed : {false, true}) {
-      if (packed && time > 1000) continue;
-      GlaShape shape = vary(i++);
-      shape.time = std::max<int64_t>(time, 3);
-      shape.key_dim = i % 3 == 0 ? 64 : 32;
-      shape.value_dim = i % 2 == 0 ? 16 : 48;
-      if (time >= 1000) {
-        shape.batch = shape.heads = 1;
-        shape.key_dim = shape.value_dim = 16;
-      }
-      if (packed) pack(&shape, i / 2);
-      check_backward(shape);
-    }
+  for (const GlaShape& shape : shapes_of_every_length()) {
+    check_backward(shape);
   }
 }
 
