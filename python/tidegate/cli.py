@@ -136,7 +136,10 @@ def _add_train(commands: Any) -> None:
     train.add_argument(
         "--cuda-graph", action="store_true", help="replay each step from a CUDA graph"
     )
-    train.add_argument("--precision", help="auto, fp32 or bf16 (autocast)")
+    train.add_argument(
+        "--compile", action="store_true", help="send the blocks through torch.compile"
+    )
+    train.add_argument("--precision", help="auto, fp32, tf32 (matrix products) or bf16 (autocast)")
     train.add_argument("--seed", type=int)
 
     run = parser.add_argument_group("run")
@@ -163,7 +166,7 @@ def _add_eval(commands: Any) -> None:
     )
     parser.add_argument("--token-dtype", default="uint16", help="of a .bin file")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "tf32", "bf16"))
     parser.add_argument("--json", action="store_true", help="print JSON")
     context = parser.add_argument_group("use of the context; writes numbers and a plot")
     context.add_argument(

@@ -225,7 +225,10 @@ def test_recipes_of_the_forgetting_transformer(name, lr, tokens):
         ({"schedule": "none"}, "train: schedule: expected one of constant, linear, .*got 'none'"),
         ({"schedule": "inverse-sqrt"}, "train: warmup-steps: expected 1 or more with inverse-sqrt"),
         ({"lr": 0.0}, "train: lr: expected more than 0, got 0.0"),
-        ({"precision": "fp8"}, "train: precision: expected one of auto, fp32, bf16, got 'fp8'"),
+        (
+            {"precision": "fp8"},
+            "train: precision: expected one of auto, fp32, tf32, bf16, got 'fp8'",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes, message):

@@ -10,9 +10,8 @@ from typing import Any
 
 from .errors import UserError
 from .optim import DECAYS, OPTIMIZERS
+from .runtime import PRECISIONS
 from .schedules import SCHEDULES, Schedule
-
-PRECISIONS = ("auto", "fp32", "bf16")
 
 # What may differ when a run is started again on its folder: how long it goes on, how often it
 # writes, and where it runs. Everything else decides what the weights will be.
@@ -50,7 +49,11 @@ class TrainConfig:
         schedule, warmup_steps, warmup_fraction, floor: see `Schedule`.
         cuda_graph: on CUDA, replay each step from a CUDA graph, so that launches do not set the
             pace of small models; not with "muon", nor where sequences have lengths of their own.
-        precision: "bf16" = autocast; "auto" = bf16 where the device multiplies it faster.
+        compile: the blocks and the final norm go through torch.compile in training steps, which
+            fuses what is between the matrix products; validation runs them as they are written.
+        precision: "fp32"; "tf32" = fp32, but matrix products on CUDA round what they multiply to
+            ten bits of mantissa; "bf16" = autocast; "auto" = bf16 where the device multiplies it
+            faster, else fp32.
         seed: of the initialisation, the order of the data, and dropout.
         checkpoint_every, eval_every: in steps; 0 = only at the end.
         checkpoint_seconds, eval_seconds: the same by wall time of training, for runs bounded by it.
@@ -83,6 +86,7 @@ class TrainConfig:
     warmup_fraction: float = 0.0
     floor: float = 0.0
     cuda_graph: bool = False
+    compile: bool = False
     precision: str = "auto"
     seed: int = 1
     checkpoint_every: int = 0

@@ -16,7 +16,7 @@ from .needle import needle_test
 from .per_token import per_token_loss
 from .report import count_in_words, mixer_in_words
 from .runs import Trained, load_trained
-from .runtime import resolve_precision
+from .runtime import resolve_precision, set_products
 from .scoring import corpus_of_run
 
 DEFAULT_CONTEXT = 512  # of a saved model, which does not say what it was trained on
@@ -183,4 +183,6 @@ def maps_of_run(
 
 
 def _precision(name: str, model: CausalLM) -> str:
-    return resolve_precision(name, next(model.parameters()).device)
+    resolved = resolve_precision(name, next(model.parameters()).device)
+    set_products(resolved)
+    return resolved

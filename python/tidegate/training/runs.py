@@ -15,7 +15,13 @@ from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, RunFolder, load_checkpoint
 from .config import MAY_CHANGE, TrainConfig, differences, read_json, recipes
 from .data import vocabulary_fits
 from .errors import UserError
-from .runtime import describe_machine, resolve_device, resolve_precision, set_threads
+from .runtime import (
+    describe_machine,
+    resolve_device,
+    resolve_precision,
+    set_products,
+    set_threads,
+)
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
 from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -191,6 +197,7 @@ def _build(
 ) -> Run:
     """The model and its trainer, restored from `content` when there is a checkpoint."""
     set_threads(config.threads)
+    set_products(config.precision)
     torch.manual_seed(config.seed)
     try:
         model = _make_model(model_config, corpus)

@@ -8,6 +8,8 @@ import torch
 
 from .errors import UserError
 
+PRECISIONS = ("auto", "fp32", "tf32", "bf16")
+
 
 def resolve_device(name: str) -> torch.device:
     """ "auto" = CUDA where there is one, else the CPU. UserError when the device is not there."""
@@ -46,6 +48,11 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     if precision == "bf16":
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
+
+
+def set_products(precision: str) -> None:
+    """Lets matrix products of fp32 numbers on CUDA run in TF32, for "tf32", or keeps them fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
 def set_threads(threads: int) -> None:

@@ -12,7 +12,7 @@ from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
 from .evaluate import Score
 from .runs import load_trained
-from .runtime import resolve_precision
+from .runtime import resolve_precision, set_products
 from .sources import Source, open_source
 from .stdlib_corpus import NAME as STDLIB
 from .tokenizers import BYTES, TOKENIZER_FILE
@@ -66,6 +66,7 @@ def score_run(
     target = next(trained.model.parameters()).device
     known = None if trained.train is None else trained.train.context
     resolved = resolve_precision(precision, target)
+    set_products(resolved)
     return corpus.score(trained.model, target, resolved, trained=known)
 
 

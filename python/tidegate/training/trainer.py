@@ -47,7 +47,7 @@ class Trainer:
 
     model: called as ``model(ids, labels, ...)``, returning an object with logits, loss and state,
     as `tidegate.models.CausalLM` and `SequenceClassifier` do. config.precision must be resolved
-    ("fp32" or "bf16").
+    ("fp32", "tf32" or "bf16").
     """
 
     def __init__(
@@ -58,6 +58,11 @@ class Trainer:
         self.folder = folder
         self.device = resolve_device(config.device)
         self.model = model.to(self.device)
+        if config.compile:
+            for block in self.model.blocks:
+                block.compile()
+            norm = self.model.norm  # of a class of torch's, whose compile() does nothing
+            norm.forward = torch.compile(norm.forward)
         self._captures = config.cuda_graph and self.device.type == "cuda"
         self.optimizer = build_optimizer(
             self.model,
@@ -212,9 +217,10 @@ class Trainer:
         """Scores the validation split (about `limit` tokens of it) and writes the result."""
         self._log()
         config = self.config
-        score = self.corpus.score(
-            self.model, self.device, config.precision, limit, trained=config.context
-        )
+        with torch.compiler.set_stance("force_eager"):  # its shapes are not those of training
+            score = self.corpus.score(
+                self.model, self.device, config.precision, limit, trained=config.context
+            )
         position = self.position
         self.folder.append_metrics(
             {
