@@ -2,12 +2,14 @@
 """How gates start: accuracy on the copying tasks by initialisation of the forget gates ("Towards
 Understanding Gated Linear Recurrent Neural Networks", section 4.1, Figures 4 and 6).
 
-    python benchmarks/gate_init.py --json gate_init.json --plot docs/gate_init.png
+    python benchmarks/gate_init.py --json gate_init.json --plot docs/gate_init.png \
+        --gates-plot docs/gate_init_gates.png --train --compile --precision=tf32
 
 Every method and seed is one run of `tidegate train --recipe copying` in a folder of its own under
 --out, so many at a time as --processes says, over all GPUs in turn. Started again, runs that were
 stopped go on: --limit-minutes ends the sweep by asking all of them to stop, which leaves their
-checkpoints, and the JSON holds how far each one came. The plot is drawn from it.
+checkpoints, and the JSON holds how far each one came. The plots are drawn from it: accuracy by
+step, and the first layer's gates before and after training (Figures 5 and 7).
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ from typing import Any
 
 import numpy as np
 import sweep
+import torch
 
+from tidegate.models import CausalLM
 from tidegate.training.checkpoint import RunFolder, read_metrics
 from tidegate.training.config import read_json
+from tidegate.training.probes import forget_gates
+from tidegate.training.runs import initial_model, load_trained
+from tidegate.training.scoring import corpus_of_run
 from tidegate.training.tasks import make_task
 
 GUMBEL_FIRST = 'layer_options=[{"gate_init": "gumbel-softmax"}]'
@@ -52,6 +59,9 @@ NAMES = {
 }
 COLORS = ("#777777", "#b5542c", "#3d8a4e", "#1f5fa8", "#7a4fa3", "#c2a11d", "#2aa0a0")
 LEARNED = 0.99  # accuracy
+BINS = np.linspace(0.0, 1.0, 51)  # of gate values
+EXAMPLES = 8  # that the gates are looked at with
+_one_at_a_time = threading.Lock()  # models are drawn from torch's only generator
 
 
 def command(arguments: argparse.Namespace, method: str, seed: int, device: str) -> list[str]:
@@ -90,9 +100,28 @@ def row_of(path: Path, method: str, seed: int) -> dict[str, Any]:
         "accuracy": scored[-1]["accuracy"] if scored else None,
         "learned_at": learned[0] if learned else None,
         "curve": [[line["step"], line["accuracy"], round(line["loss"], 5)] for line in scored],
+        "gates": first_gates(path),
         "machine": values["machine"],
         "config": {"model": values["model"], "train": values["train"]},
     }
+
+
+def first_gates(path: Path) -> dict[str, list[float]]:
+    """Of the first layer's forget gates on validation examples, before and after training: the
+    share in each of BINS, in percent."""
+    corpus = corpus_of_run(str(path))
+    batch = next(corpus.valid_batches(torch.device("cpu"), EXAMPLES * corpus.task.length))
+    with _one_at_a_time:
+        models = {
+            "before": initial_model(read_json(RunFolder(path).config), CausalLM),
+            "after": load_trained(str(path), "cpu").model,
+        }
+    shares = {}
+    for when, model in models.items():
+        gates = forget_gates(model, batch.ids)[0].ravel()
+        counts = np.histogram(gates, BINS)[0]
+        shares[when] = [round(float(share), 3) for share in 100.0 * counts / gates.size]
+    return shares
 
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -136,6 +165,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             "dummies": arguments.dummies,
             "batch_size": shared["train"]["batch_size"],
             "learning_rate": shared["train"]["lr"],
+            "precision": shared["train"]["precision"],
+            "compiled": shared["train"]["compile"],
             "layers": shared["model"]["layers"],
             "dim": shared["model"]["dim"],
             "processes": arguments.processes,
@@ -207,12 +238,57 @@ def plot(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_gates(result: dict[str, Any], path: Path) -> None:
+    """The first layer's gates of every method, before and after training; one seed each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs: dict[str, dict[str, Any]] = {}
+    for row in result["runs"]:
+        runs.setdefault(row["method"], row)
+    figure, panels = pyplot.subplots(
+        2,
+        len(runs),
+        figsize=(2.5 * len(runs) + 0.6, 4.6),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, (method, row) in zip(panels.T, runs.items(), strict=True):
+        color = COLORS[list(METHODS).index(method)]
+        for axes, when in zip(column, ("before", "after"), strict=True):
+            axes.bar(BINS[:-1], row["gates"][when], np.diff(BINS), align="edge", color=color)
+            axes.set_xlim(0, 1)
+            axes.grid(color="#e6e6e6", axis="y")
+            axes.set_axisbelow(True)
+        column[0].set_title(NAMES[method], fontsize=10)
+        column[1].set_title(f"after {row['steps']:,} steps", fontsize=9)
+    panels[0][0].set_ylabel("before training")
+    panels[1][0].set_ylabel("after training")
+    figure.supxlabel("forget gate: 0 forgets at once, 1 keeps for ever", fontsize=10)
+    figure.supylabel("share of values, % (bins of 0.02)", fontsize=10)
+    figure.suptitle(
+        f"The first layer's gates, {result['task']}, {result['dummies']} dummies; seed "
+        f"{next(iter(runs.values()))['seed']}",
+        x=0.01,
+        ha="left",
+        fontsize=10,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/gate_init"), help="a run folder a method and seed")
     add("--json", type=Path, help="write the sweep here")
     add("--plot", type=Path, help="draw accuracy by step here")
+    add("--gates-plot", type=Path, help="draw the first layer's gates here")
     add("--from-json", type=Path, help="draw an earlier sweep instead of running one")
     add("--task", choices=("copying", "selective-copying"), default="copying")
     add("--dummies", type=int, default=1000)
@@ -244,6 +320,8 @@ def main() -> None:
         print(describe(row))
     if arguments.plot:
         plot(result, arguments.plot)
+    if arguments.gates_plot:
+        plot_gates(result, arguments.gates_plot)
 
 
 if __name__ == "__main__":

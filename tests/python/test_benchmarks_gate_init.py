@@ -29,11 +29,12 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_tiny_sweep_and_its_second_part(tmp_path):
-    table, picture = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    table, picture, gates = (tmp_path / name for name in ("sweep.json", "sweep.png", "gates.png"))
     few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
     few += ("--out", tmp_path / "runs", "--commit", "fedcba", "--methods", "ugi", "gumbel-ugi")
     for steps in (4, 6):
-        done = run(*few, "--steps", steps, "--json", table, "--plot", picture, *TINY)
+        drawn = ("--json", table, "--plot", picture, "--gates-plot", gates)
+        done = run(*few, "--steps", steps, *drawn, *TINY)
         assert done.returncode == 0, done.stderr
         result = json.loads(table.read_text(encoding="utf-8"))
         assert (result["task"], result["dummies"], result["left_out"]) == ("copying", 4, 0)
@@ -43,7 +44,13 @@ def test_a_tiny_sweep_and_its_second_part(tmp_path):
             assert row["curve"][-1][0] == steps
             assert row["accuracy"] == row["curve"][-1][1]
             assert not {"machine", "config"} & set(row)
-        assert picture.read_bytes().startswith(b"\x89PNG")
+            before, after = (np.array(row["gates"][when]) for when in ("before", "after"))
+            assert before.sum() == pytest.approx(100.0, abs=0.05)
+            assert after.sum() == pytest.approx(100.0, abs=0.05)
+            assert 0 < np.abs(before - after).sum() < 50.0  # few steps: the same model
+        assert (result["precision"], result["compiled"]) == ("fp32", False)
+        for path in (picture, gates):
+            assert path.read_bytes().startswith(b"\x89PNG")
     model = json.loads((tmp_path / "runs" / "gumbel-ugi-1" / "config.json").read_text())["model"]
     assert model["mixer_options"]["gate_init"] == "ugi"
     assert model["layer_options"] == [{"gate_init": "gumbel-softmax"}]
