@@ -45,9 +45,10 @@ TIDEGATE_INLINE void sigmoids_of_two(Vec<R> x, Vec<R> y, Sigmoids<R>& of_x, Sigm
 /// gives one exactly, and next to one no more than the last rounding is lost, which thousands of
 /// steps would multiply.
 template <class R>
-TIDEGATE_INLINE Vec<R> forget_gate(Vec<R> f, const Sigmoids<R>& of_f, Vec<R> gamma, Vec<R> rest) {
+TIDEGATE_INLINE Vec<R> forget_gate(Vec<R> f, const Sigmoids<R>& of_f, Vec<R> gamma,
+                                   Vec<R> one_minus_gamma) {
   const auto shut = f < 0;  // one test for both: the sign bit of -0.0 would say otherwise
-  return fma(shut ? rest : -rest, of_f.smaller, shut ? gamma : splat(R(1)));
+  return fma(shut ? one_minus_gamma : -one_minus_gamma, of_f.smaller, shut ? gamma : splat(R(1)));
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ enum class TimeSplit : uint8_t {
 /// *_plan_cpu below) for one set of params, filled into params.plan by the caller.
 struct ScanPlan {
   TimeSplit split = TimeSplit::kNone;
-  int splits = 1;               // blocks that share one sequence
+  int linked_blocks = 1;        // that share one sequence; one: it is not split
   int warps = 1;                // of a block
   bool long_runs = false;       // whole sequences in the runs otherwise meant for parts of them
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes

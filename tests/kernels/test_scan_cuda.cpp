@@ -219,12 +219,12 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   ScanPlan plan;
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kLinked);
-  EXPECT_GT(plan.splits, 1);
+  EXPECT_GT(plan.linked_blocks, 1);
   EXPECT_GT(plan.workspace_bytes, 0);
   params.time_split = TimeSplit::kNone;
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kNone);
-  EXPECT_EQ(plan.splits, 1);
+  EXPECT_EQ(plan.linked_blocks, 1);
 }
 
 }  // namespace

@@ -97,21 +97,24 @@ def _recurrence(x, a, h0, cu_seqlens, reverse: bool, turn: Tensor | None = None,
 def _adjoint(
     a, h0, dh, dh_final, cu_seqlens, reverse: bool, turn: Tensor | None = None, fused=False
 ):
-    """p_t = dL/d(a_t turn h_{t-1} + x_t) [B, T, D], and dL/dh0 [N, D], in torch's convention."""
+    """g_t = dL/dh_t [B, T, D], and dL/dh0 [N, D], in torch's convention:
+
+    g_t = dh_t + p_{t+1},   p_t = conj(a_t turn) g_t = dL/dh_{t-1} along the recurrence
+    """
     time = dh.shape[1]
     a, turn = a.conj(), None if turn is None else turn.conj()
     a = a if turn is None or fused else a * turn
-    decays, grads, adjoint = a.expand_as(dh).unbind(1), dh.unbind(1), [None] * time
+    decays, grads, g = a.expand_as(dh).unbind(1), dh.unbind(1), [None] * time
     dh0 = []
     for walk in walks(time, cu_seqlens, reverse):
-        carry = dh_final[walk.rows]
+        p = dh_final[walk.rows]
         for t in reversed(walk.steps):
-            adjoint[t] = grads[t] + carry
-            carry = decays[t] * adjoint[t]
+            g[t] = grads[t] + p
+            p = decays[t] * g[t]
             if fused and turn is not None:
-                carry = turn * carry
-        dh0.append(carry)
-    return torch.stack(adjoint, 1) if time else dh.clone(), torch.cat([h0[:0], *dh0])
+                p = turn * p
+        dh0.append(p)
+    return torch.stack(g, 1) if time else dh.clone(), torch.cat([h0[:0], *dh0])
 
 
 def _previous(h: Tensor, h0: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
@@ -185,11 +188,11 @@ def linear_scan_reference(
     decay = a.to(dtype).expand_as(h)
     dh = torch.zeros_like(h) if dh is None else dh
     dh_final = torch.zeros_like(final) if dh_final is None else dh_final
-    p, dh0 = _adjoint(decay, initial, dh.to(dtype), dh_final.to(dtype), **options, fused=fused)
-    da = p * _previous(h.to(dtype), initial, **options).conj()
+    g, dh0 = _adjoint(decay, initial, dh.to(dtype), dh_final.to(dtype), **options, fused=fused)
+    da = g * _previous(h.to(dtype), initial, **options).conj()
     if a.dim() == 1:
         da, out["|da|"] = _sum_over_time(da, fused)
-    out["dx"], out["da"] = _round(p, x, exact), _round(da if a.is_complex() else da.real, a, exact)
+    out["dx"], out["da"] = _round(g, x, exact), _round(da if a.is_complex() else da.real, a, exact)
     out["dh0"] = _round(dh0, h0, exact)
     return out
 
@@ -226,16 +229,22 @@ def hgru_forward(
     """(h, final state) of HGRN's recurrence."""
     dtype = _compute_dtype(c.dtype, exact)
     floor = torch.zeros((), dtype=dtype) if gamma is None else gamma.to(dtype)
-    rest = (1 - floor) * torch.sigmoid(-f.to(dtype))  # 1 - lambda, without the cancellation
-    lam = 1 - rest if fused else floor + (1 - floor) * torch.sigmoid(f.to(dtype))
+    input_gate = (1 - floor) * torch.sigmoid(-f.to(dtype))  # 1 - lambda, without the cancellation
+    lam = 1 - input_gate if fused else floor + (1 - floor) * torch.sigmoid(f.to(dtype))
     u = c.to(dtype)
     u = torch.nn.functional.silu(u) if activation == "silu" else u
     initial = _initial(u, h0, cu_seqlens)
     if theta is None:
-        h, final = _recurrence(rest * u, lam, initial, cu_seqlens, reverse, fused=fused)
+        h, final = _recurrence(input_gate * u, lam, initial, cu_seqlens, reverse, fused=fused)
         return _round(h, c, exact), final
     turn = torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
-    args = (rest * _as_complex(u), lam.to(turn.dtype), _as_complex(initial), cu_seqlens, reverse)
+    args = (
+        input_gate * _as_complex(u),
+        lam.to(turn.dtype),
+        _as_complex(initial),
+        cu_seqlens,
+        reverse,
+    )
     h, final = (_as_halves(z) for z in _recurrence(*args, turn=turn, fused=fused))
     return _round(h, c, exact), final
 
@@ -257,12 +266,12 @@ def hgru_reference(
 ) -> dict[str, Tensor]:
     """h, final and, when dh or dh_final is given, dc, df, dgamma, dtheta, dh0 (|dgamma|, |dtheta|).
 
-    With p_t the adjoint of h_t, <u, v> the real inner product of complex numbers and
-    v_t = exp(i theta) h_{t-1}:
+    With g_t the adjoint of h_t (dL/dh_t), <u, v> the real inner product of complex numbers and
+    turned_t = exp(i theta) h_{t-1}:
 
-        dc = p (1 - lambda) act'(c)              dlambda = <p, v - act(c)>
+        dc = g (1 - lambda) act'(c)              dlambda = <g, turned - act(c)>
         df = dlambda (1 - gamma) s (1 - s)       dgamma = sum dlambda (1 - s),   s = sigmoid(f)
-        dtheta = sum lambda <p, i v>
+        dtheta = sum lambda <g, i turned>
     """
     options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
     ways = {"exact": exact, "fused": fused}
@@ -280,27 +289,26 @@ def hgru_reference(
 
     floor = torch.zeros((), dtype=dtype) if gamma is None else gamma.to(dtype)
     s, other = torch.sigmoid(f.to(dtype)), torch.sigmoid(-f.to(dtype))
-    rest = (1 - floor) * other
-    lam = 1 - rest if fused else floor + (1 - floor) * s
+    input_gate = (1 - floor) * other
+    lam = 1 - input_gate if fused else floor + (1 - floor) * s
     turn = None
     if theta is not None:
         turn = torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
         dh, dh_final, u, initial, stored = map(_as_complex, (dh, dh_final, u, initial, stored))
-    p, dh0 = _adjoint(lam, initial, dh, dh_final, **options, turn=turn, fused=fused)
-    v = _previous(stored, initial, **options)
-    v = v if turn is None else turn * v
-    dlambda = (p.conj() * (v - u)).real if theta is not None else p * (v - u)
+    g, dh0 = _adjoint(lam, initial, dh, dh_final, **options, turn=turn, fused=fused)
+    turned = _previous(stored, initial, **options)
+    turned = turned if turn is None else turn * turned
+    du = g * input_gate
+    dlambda = (g.conj() * (turned - u)).real if theta is not None else g * (turned - u)
     out["df"] = _round(dlambda * (1 - floor) * s * other, f, exact)
     if gamma is not None:
         dgamma, out["|dgamma|"] = _sum_over_time(dlambda * other, fused)
         out["dgamma"] = _round(dgamma, gamma, exact)
     if theta is not None:
-        dtheta, out["|dtheta|"] = _sum_over_time(lam * (p.conj() * (1j * v)).real, fused)
+        dtheta, out["|dtheta|"] = _sum_over_time(lam * (g.conj() * (1j * turned)).real, fused)
         out["dtheta"] = _round(dtheta, theta, exact)
-        p, dh0 = _as_halves(p * rest), _as_halves(dh0)
-    else:
-        p = p * rest
-    out["dc"], out["dh0"] = _round(p * slope, c, exact), _round(dh0, h0, exact)
+        du, dh0 = _as_halves(du), _as_halves(dh0)
+    out["dc"], out["dh0"] = _round(du * slope, c, exact), _round(dh0, h0, exact)
     return out
 
 
@@ -356,10 +364,10 @@ def lru_scan_reference(
     """h, final and, when dh or dh_final is given, dx, dh0 and dnu_log, dtheta_log, dgamma_log with
     the sizes of their terms.
 
-    With p_t the adjoint of h_t and <u, v> the real inner product of complex numbers:
+    With g_t the adjoint of h_t (dL/dh_t) and <u, v> the real inner product of complex numbers:
 
-        dx = gamma p                             dgamma_log = sum <p, gamma x>
-        dnu_log = sum <p, -nu lambda h_{t-1}>    dtheta_log = sum <p, i theta lambda h_{t-1}>
+        dx = gamma g                             dgamma_log = sum <g, gamma x>
+        dnu_log = sum <g, -nu lambda h_{t-1}>    dtheta_log = sum <g, i theta lambda h_{t-1}>
     """
     options = {"reverse": reverse, "cu_seqlens": cu_seqlens}
     ways = {"exact": exact, "fused": fused}
@@ -383,19 +391,19 @@ def lru_scan_reference(
         values = (dh, dh_final, wide, initial, stored)
         dh, dh_final, wide, initial, stored = map(_as_complex, values)
     steps = decay.expand_as(wide)
-    p, dh0 = _adjoint(steps, initial, dh, dh_final, **options, fused=fused)
+    g, dh0 = _adjoint(steps, initial, dh, dh_final, **options, fused=fused)
     before = _previous(stored, initial, **options)
     sums = {
-        "dnu_log": (p.conj() * (-rate * before)).real,
-        "dgamma_log": (p.conj() * (gamma * wide)).real,
+        "dnu_log": (g.conj() * (-rate * before)).real,
+        "dgamma_log": (g.conj() * (gamma * wide)).real,
     }
     if theta_log is not None:
-        sums["dtheta_log"] = (p.conj() * (1j * theta * decay * before)).real
+        sums["dtheta_log"] = (g.conj() * (1j * theta * decay * before)).real
     arguments = {"dnu_log": nu_log, "dtheta_log": theta_log, "dgamma_log": gamma_log}
     for name, terms in sums.items():
         total, out[f"|{name}|"] = _sum_over_time(terms, fused)
         out[name] = _round(total, arguments[name], exact)
-    dx = gamma * p
+    dx = gamma * g
     if theta_log is not None:
         dx, dh0 = _as_halves(dx), _as_halves(dh0)
     out["dx"], out["dh0"] = _round(dx, x, exact), _round(dh0, h0, exact)

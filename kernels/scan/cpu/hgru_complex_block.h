@@ -35,9 +35,9 @@ struct HgruComplexBlock {
         const V c_im = load<R>(c.row + half + j, extent);
         const V f_now = load<R>(f.row + j, extent);
         const Sigmoids<R> of_f = sigmoids<R>(f_now);
-        const V rest = channels.rest.at(j);
-        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest);
-        const V input_gate = rest * of_f.of_negative;  // 1 - lambda
+        const V one_minus_gamma = channels.one_minus_gamma.at(j);
+        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma);
+        const V input_gate = one_minus_gamma * of_f.of_negative;  // 1 - lambda
         const V decay_re = lambda * channels.cos_theta.at(j);
         const V decay_im = lambda * channels.sin_theta.at(j);
         const V re = state.parts[0].at(j);
@@ -60,12 +60,12 @@ struct HgruComplexBlock {
     using Rows = HgruBackwardRows<R, E, G, true>;
     using Rows::c, Rows::f, Rows::h, Rows::dh, Rows::dc, Rows::df;
     using Rows::channels, Rows::dgamma, Rows::width, Rows::stream;
-    StateRows<R, 2> p;  // what flows from step t + 1 into h_t
+    StateRows<R, 2> p;  // p_{t+1} = dL/dh_t along the recurrence
     TimeSum<R> dtheta;
     int64_t half;
 
-    /// One step: g = dh_t + p and, with w = exp(i theta) h_{t-1},
-    /// dlambda = Re(conj(g) (w - act(c))), dtheta = Re(conj(g) i lambda w),
+    /// One step: g = dh_t + p and, with turned = exp(i theta) h_{t-1},
+    /// dlambda = Re(conj(g) (turned - act(c))), dtheta = Re(conj(g) i lambda turned),
     /// p = lambda exp(-i theta) g.
     template <class Previous>
     TIDEGATE_INLINE void row(const Previous* before_re, const Previous* before_im) {
@@ -74,9 +74,9 @@ struct HgruComplexBlock {
         h.prefetch(j), h.prefetch(half + j), dh.prefetch(j), dh.prefetch(half + j);
         const V f_now = load<R>(f.row + j, extent);
         const Sigmoids<R> of_f = sigmoids<R>(f_now);
-        const V rest = channels.rest.at(j);
-        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest);
-        const V input_gate = rest * of_f.of_negative;  // 1 - lambda
+        const V one_minus_gamma = channels.one_minus_gamma.at(j);
+        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma);
+        const V input_gate = one_minus_gamma * of_f.of_negative;  // 1 - lambda
         const V cosine = channels.cos_theta.at(j);
         const V sine = channels.sin_theta.at(j);
         const V g_re = load<R>(dh.row + j, extent) + p.parts[0].at(j);
@@ -86,13 +86,13 @@ struct HgruComplexBlock {
 
         const V h_re = load<R>(before_re + j, extent);
         const V h_im = load<R>(before_im + j, extent);
-        const V w_re = fma(cosine, h_re, -sine * h_im);
-        const V w_im = fma(cosine, h_im, sine * h_re);
-        dtheta.add(j, lambda * fma(g_im, w_re, -g_re * w_im));
+        const V turned_re = fma(cosine, h_re, -sine * h_im);
+        const V turned_im = fma(cosine, h_im, sine * h_re);
+        dtheta.add(j, lambda * fma(g_im, turned_re, -g_re * turned_im));
 
         const V u_re = input_gradient(j, extent, c.row, dc.row, g_re * input_gate);
         const V u_im = input_gradient(j, extent, c.row + half, dc.row + half, g_im * input_gate);
-        const V dlambda = fma(g_re, w_re - u_re, g_im * (w_im - u_im));
+        const V dlambda = fma(g_re, turned_re - u_re, g_im * (turned_im - u_im));
         dgamma.add(j, dlambda * of_f.of_negative);
         store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
       });

@@ -25,13 +25,14 @@ TIDEGATE_INLINE Vec<R> activation_slope(Vec<R> c, const Sigmoids<R>& s) {
 template <class R, bool kIsComplex>
 struct HgruChannels {
   RowBuffer<R> gamma;
-  RowBuffer<R> rest;  // 1 - gamma
+  RowBuffer<R> one_minus_gamma;
   RowBuffer<R> cos_theta;
   RowBuffer<R> sin_theta;
 
   void fill(const HgruParams& params, const ScanBlock& block) {
     gamma.fill(state_row<R>(params.gamma, 0, 0, block.channel), block.width, R(0));
-    for_each_vector<R>(block.width, [&](int64_t j, auto) { rest.set(j, R(1) - gamma.at(j)); });
+    for_each_vector<R>(block.width,
+                       [&](int64_t j, auto) { one_minus_gamma.set(j, R(1) - gamma.at(j)); });
     if constexpr (kIsComplex) {
       const R* theta = state_row<R>(params.theta, 0, 0, block.channel);
       cos_theta.fill(nullptr, block.width, R(1));

@@ -37,9 +37,9 @@ struct HgruRealBlock {
         const V f_now = load<R>(f.row + j, extent);
         Sigmoids<R> of_f, of_c;
         both_sigmoids(f_now, c_now, of_f, of_c);
-        const V rest = channels.rest.at(j);
-        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest);
-        const V input = rest * of_f.of_negative * activated<R, kSilu>(c_now, of_c);
+        const V one_minus_gamma = channels.one_minus_gamma.at(j);
+        const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma);
+        const V input = one_minus_gamma * of_f.of_negative * activated<R, kSilu>(c_now, of_c);
         const V next = fma(lambda, state.at(j), input);
         state.set(j, next);
         store<R>(h.row + j, next, extent, stream);
@@ -54,7 +54,7 @@ struct HgruRealBlock {
     using Rows = HgruBackwardRows<R, E, G, false>;
     using Rows::c, Rows::f, Rows::h, Rows::dh, Rows::dc, Rows::df;
     using Rows::channels, Rows::dgamma, Rows::width, Rows::stream;
-    RowBuffer<R> p;  // what flows from step t + 1 into h_t
+    RowBuffer<R> p;  // p_{t+1} = dL/dh_t along the recurrence
 
     /// One step: g = dh_t + p, dlambda = g (h_{t-1} - act(c)), and lambda's derivatives
     /// (1 - gamma) s(f) s(-f) by f and s(-f) by gamma.
@@ -66,13 +66,13 @@ struct HgruRealBlock {
         const V f_now = load<R>(f.row + j, extent);
         Sigmoids<R> of_f, of_c;
         both_sigmoids(f_now, c_now, of_f, of_c);
-        const V rest = channels.rest.at(j);
-        const V input_gate = rest * of_f.of_negative;  // 1 - lambda
+        const V one_minus_gamma = channels.one_minus_gamma.at(j);
+        const V input_gate = one_minus_gamma * of_f.of_negative;  // 1 - lambda
         const V g = load<R>(dh.row + j, extent) + p.at(j);
         const V from = load<R>(h_before + j, extent) - activated<R, kSilu>(c_now, of_c);
         const V dlambda = g * from;
         dgamma.add(j, dlambda * of_f.of_negative);
-        p.set(j, forget_gate<R>(f_now, of_f, channels.gamma.at(j), rest) * g);
+        p.set(j, forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma) * g);
         store<R>(dc.row + j, g * input_gate * activation_slope<R, kSilu>(c_now, of_c), extent,
                  stream);
         store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);

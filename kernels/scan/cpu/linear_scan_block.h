@@ -56,7 +56,7 @@ struct LinearScanBlock {
     RowWalk<const E> h, dh;
     RowWalk<E> dx;
     RowWalk<G> da;
-    RowBuffer<R> p;  // what flows from step t + 1 into h_t
+    RowBuffer<R> p;  // p_{t+1} = dL/dh_t along the recurrence
     TimeSum<R> da_sum;
     int64_t width;
     bool a_is_constant;

@@ -10,12 +10,12 @@ namespace tidegate::kernels {
 
 constexpr int kMaxWarps = 16;  // of one block
 
-/// A warp's place in its team (the warps of a block, or half of them), and its team's among those
-/// that share a sequence.
+/// A warp's place in its team (the warps of a block, or half of them), and its team's rank among
+/// the teams that share a sequence.
 struct Place {
   int warp, warps;  // warps: those that walk
   int lane;
-  int rank, splits;
+  int rank, teams;
 
   /// Otherwise the compiler finds them anew where a carrier waits for what follows.
   __device__ void keep_in_registers() { asm("" : "+r"(warp), "+r"(lane)); }

@@ -54,12 +54,12 @@ struct Rotation<Real, true> {
 
 /// A fold of a decay into the product of a run, whose imaginary part is zero until it is sealed.
 template <class Real>
-__device__ inline void fold_decay(Precise<Real>& a, Real keep) {
-  a = a * keep;
+__device__ inline void fold_decay(Precise<Real>& a, Real decay) {
+  a = a * decay;
 }
 template <class Real>
-__device__ inline void fold_decay(Precise<Complex<Real>>& a, Real keep) {
-  const Precise<Real> product = real_part(a) * keep;
+__device__ inline void fold_decay(Precise<Complex<Real>>& a, Real decay) {
+  const Precise<Real> product = real_part(a) * decay;
   a.hi.re = product.hi;
   a.lo.re = product.lo;
 }
@@ -98,18 +98,18 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
 
   __device__ void prepare() const {}
 
-  /// lambda = bound + free * sigmoid(f) = 1 - free * sigmoid(-f), free = 1 - bound: from the
-  /// smaller sigmoid, so that an open gate forgets exactly nothing.
-  static __device__ Real keep(Real bound, bool open, Real smaller) {
-    const Real free = Real(1) - bound;
-    return fused(open ? -free : free, smaller, open ? Real(1) : bound);
+  /// lambda = gamma + (1 - gamma) sigmoid(f) = 1 - (1 - gamma) sigmoid(-f): from the smaller
+  /// sigmoid, so that an open gate forgets exactly nothing.
+  static __device__ Real forget_gate(Real gamma, bool open, Real smaller) {
+    const Real one_minus_gamma = Real(1) - gamma;
+    return fused(open ? -one_minus_gamma : one_minus_gamma, smaller, open ? Real(1) : gamma);
   }
-  static __device__ Real keep(Real bound, Sigmoids<Real> s) {
+  static __device__ Real forget_gate(Real gamma, Sigmoids<Real> s) {
     const bool open = s.pos > s.neg;
-    return keep(bound, open, open ? s.neg : s.pos);
+    return forget_gate(gamma, open, open ? s.neg : s.pos);
   }
-  static __device__ Real keep(Real bound, PackedSigmoids<Real> s) {
-    return fused(Real(1) - bound, s.smaller, s.open() ? Real(1) : bound);
+  static __device__ Real forget_gate(Real gamma, PackedSigmoids<Real> s) {
+    return fused(Real(1) - gamma, s.smaller, s.open() ? Real(1) : gamma);
   }
 };
 
@@ -147,7 +147,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     Pack<Gate, kVec> f;
   };
   struct Decoded {
-    Real keep[kVec];  // lambda
+    Real lambda[kVec];
     Number in[kVec];
   };
 
@@ -188,8 +188,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real bound = this->gamma[v];
-      const Real free = Real(1) - bound;
+      const Real gamma = this->gamma[v];
+      const Real one_minus_gamma = Real(1) - gamma;
       const Number x = Base::number(raw.c, v);
       const Real f = raw.f.get(v);
       const SigmoidRatio<Real> gate = sigmoid_ratio<Math>(f);
@@ -197,14 +197,14 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
       const Real r = Math::reciprocal(gate.sum * act.sum);
       const Real gate_scale = act.sum * r;
       const bool open = f > Real(0);
-      d.keep[v] = Base::keep(bound, open, (open ? gate.neg : gate.pos) * gate_scale);
-      const Real enter_re = free * gate.neg * (silu ? act.pos * r : gate_scale);
+      d.lambda[v] = Base::forget_gate(gamma, open, (open ? gate.neg : gate.pos) * gate_scale);
+      const Real scale_re = one_minus_gamma * gate.neg * (silu ? act.pos * r : gate_scale);
       if constexpr (kComplex) {
         const Real open_im = sigmoids<Math>(x.im).pos;  // always: branches would cost more
         const Real im = silu ? x.im * open_im : x.im;
-        d.in[v] = {enter_re * x.re, free * gate.neg * gate_scale * im};
+        d.in[v] = {scale_re * x.re, one_minus_gamma * gate.neg * gate_scale * im};
       } else {
-        d.in[v] = enter_re * x;
+        d.in[v] = scale_re * x;
       }
     }
     return d;
@@ -217,7 +217,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
                           Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      s[v] = fused(d.keep[v], rotation[v].forward(s[v]), d.in[v]);
+      s[v] = fused(d.lambda[v], rotation[v].forward(s[v]), d.in[v]);
       kept[v] = s[v];
     }
   }
@@ -232,8 +232,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   __device__ void fold(const Raw&, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      fold_decay(map.a[v], d.keep[v]);
-      map.x[v] = fused(d.keep[v], rotation[v].forward(map.x[v]), d.in[v]);
+      fold_decay(map.a[v], d.lambda[v]);
+      map.x[v] = fused(d.lambda[v], rotation[v].forward(map.x[v]), d.in[v]);
     }
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
@@ -250,8 +250,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
 /// The backward pass walks the other way. Its state is p_t = dL/dh_{t-1} along the recurrence:
 ///   g_t = dh_t + p_{t+1},  p_t = lambda_t * conj(rot) * g_t,  p_T = dh_final,  dh0 = p_0
 /// and everything else is local to a step:
-///   du = (1 - lambda) * g,  dc = act'(c) * du
-///   dlambda = Re(conj(g) * (rot * h_{t-1} - u)),  df = dlambda * (1 - gamma) * s * (1 - s)
+///   dc = act'(c) * (1 - lambda) * g
+///   dlambda = Re(conj(g) * (rot * h_{t-1} - act(c))),  df = dlambda * (1 - gamma) * s * (1 - s)
 ///   dgamma = sum dlambda * (1 - s),  dtheta = sum Re(conj(g) * i * lambda * rot * h_{t-1})
 template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
 struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_, kUse> {
@@ -338,16 +338,16 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       kept[v] = Base::number(raw.dh, v) + s[v];
-      s[v] = Base::keep(this->gamma[v], d.gate[v]) * rotation[v].backward(kept[v]);
+      s[v] = Base::forget_gate(this->gamma[v], d.gate[v]) * rotation[v].backward(kept[v]);
     }
   }
 
   __device__ void fold(const Raw& raw, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real keep = Base::keep(this->gamma[v], d.gate[v]);
-      fold_decay(map.a[v], keep);
-      map.x[v] = keep * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
+      const Real lambda = Base::forget_gate(this->gamma[v], d.gate[v]);
+      fold_decay(map.a[v], lambda);
+      map.x[v] = lambda * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
     }
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
@@ -389,23 +389,24 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   __device__ void step(const Raw& raw, Gates gate, int v, Number before, Number g, Number& dc_out,
                        Real& df_out) {
     const Sigmoids<Real> sig = gate.both();
-    const Real enter = (Real(1) - this->gamma[v]) * sig.neg;  // 1 - lambda
+    const Real input_gate = (Real(1) - this->gamma[v]) * sig.neg;  // 1 - lambda
     const Number x = Base::number(raw.c, v);
     Number u, slope;
     if constexpr (kComplex) {
       activate(x.re, &u.re, &slope.re);
       activate(x.im, &u.im, &slope.im);
-      dc_out = {enter * g.re * slope.re, enter * g.im * slope.im};
+      dc_out = {input_gate * g.re * slope.re, input_gate * g.im * slope.im};
     } else {
       activate(x, &u, &slope);
-      dc_out = enter * g * slope;
+      dc_out = input_gate * g * slope;
     }
     const Number turned = rotation[v].forward(before);
     const Real dlambda = dot(g, turned - u);
-    df_out = dlambda * (enter * sig.pos);
+    df_out = dlambda * (input_gate * sig.pos);
     dgamma[v].add(dlambda * sig.neg);
     if constexpr (kComplex) {
-      dtheta[v].add(Base::keep(this->gamma[v], gate) * (g.im * turned.re - g.re * turned.im));
+      dtheta[v].add(Base::forget_gate(this->gamma[v], gate) *
+                    (g.im * turned.re - g.re * turned.im));
     }
   }
 

@@ -106,7 +106,7 @@ template <class Op>
 ScanPlan plan_whole(const WalkSize& size, const DeviceLimits& limits) {
   const int64_t blocks_each = std::clamp<int64_t>(
       (size.blocks + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
-  ScanPlan plan = {.split = TimeSplit::kNone, .splits = 1};
+  ScanPlan plan = {.split = TimeSplit::kNone, .linked_blocks = 1};
   plan.warps = warps_that_fit<Op, WalkMode::kWhole>(
       static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each)), limits);
   return plan;
@@ -127,9 +127,11 @@ cudaError_t plan_linked(const WalkSize& size, const DeviceLimits& limits, int ro
   const int64_t tiles = (size.runs + tile_runs - 1) / tile_runs;
   const int64_t most = std::clamp<int64_t>(tiles / rounds, 1, resident / size.blocks);
   const int64_t least_rounds = (tiles + most - 1) / most;
-  const int64_t splits = (tiles + least_rounds - 1) / least_rounds;
-  *plan = {.split = TimeSplit::kLinked, .splits = static_cast<int>(splits), .warps = warps};
-  plan->workspace_bytes = size.blocks * splits * kLinkTeams * int64_t{sizeof(Mailbox<Op>)};
+  const int64_t linked_blocks = (tiles + least_rounds - 1) / least_rounds;
+  *plan = {.split = TimeSplit::kLinked,
+           .linked_blocks = static_cast<int>(linked_blocks),
+           .warps = warps};
+  plan->workspace_bytes = size.blocks * linked_blocks * kLinkTeams * int64_t{sizeof(Mailbox<Op>)};
   return cudaSuccess;
 }
 
@@ -152,7 +154,7 @@ cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSpl
         plan_linked<Linked>(walk_size<Linked>(layout, channels), limits, rounds, plan));
   }
   const int teams = plan->split == TimeSplit::kLinked ? kLinkTeams : 1;
-  plan->partials = layout.sequences * plan->splits * teams;
+  plan->partials = layout.sequences * plan->linked_blocks * teams;
   return cudaSuccess;
 }
 
@@ -172,7 +174,7 @@ template <class Op>
 cudaError_t launch_linked(const typename Op::Params& params, const WalkLaunch& launch, int warps,
                           cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
-  const int64_t blocks = Op::layout(params).sequences * launch.channel_tiles * launch.splits;
+  const int64_t blocks = Op::layout(params).sequences * launch.channel_tiles * launch.linked_blocks;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(
       launch.mailboxes, 0, blocks * kLinkTeams * sizeof(Mailbox<Op>), stream));  // no round yet
   cudaLaunchAttribute together = {};
@@ -192,8 +194,9 @@ template <class Short, class Long, class Linked>
 cudaError_t launch_walk(const typename Short::Params& params, const ScanPlan& plan, void* workspace,
                         bool wide_rows, cudaStream_t stream) {
   // A round of a chain is crossed in four hops; measured, more or fewer were slower.
-  const WalkLaunch launch = {channel_tiles<Short>(Short::channels(params), kWarpSize), plan.splits,
-                             (plan.splits + 1) / 2, wide_rows, workspace};
+  const WalkLaunch launch = {channel_tiles<Short>(Short::channels(params), kWarpSize),
+                             plan.linked_blocks, (plan.linked_blocks + 1) / 2, wide_rows,
+                             workspace};
   if (plan.split == TimeSplit::kLinked) {
     return launch_linked<Linked>(params, launch, plan.warps, stream);
   }

@@ -162,7 +162,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
     return raw;
   }
 
-  static __device__ Number keep(const Raw& raw, int v) {
+  static __device__ Number conj_decay(const Raw& raw, int v) {
     return conj(static_cast<Number>(raw.a.get(v)));
   }
 
@@ -173,15 +173,15 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       kept[v] = raw.dh.get(v) + s[v];
-      s[v] = keep(raw, v) * kept[v];
+      s[v] = conj_decay(raw, v) * kept[v];
     }
   }
 
   __device__ void fold(const Raw& raw, Decoded, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.a[v] = map.a[v] * keep(raw, v);
-      map.x[v] = keep(raw, v) * (map.x[v] + raw.dh.get(v));
+      map.a[v] = map.a[v] * conj_decay(raw, v);
+      map.x[v] = conj_decay(raw, v) * (map.x[v] + raw.dh.get(v));
     }
   }
   __device__ void seal(AffineMap<Number, kVec>&) const {}

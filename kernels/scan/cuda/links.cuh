@@ -194,8 +194,8 @@ struct Carrier {
   /// Carries through all rounds of a sequence that begins with the state s.
   __device__ void run(int rounds, const Number (&initial)[Op::kVec]) const {
     const int first = at.rank / group * group;
-    const int next = first + group < at.splits ? first + group : 0;
-    const bool last = at.rank + 1 == (next == 0 ? at.splits : next);
+    const int next = first + group < at.teams ? first + group : 0;
+    const bool last = at.rank + 1 == (next == 0 ? at.teams : next);
     State state;
     copy_state(state.s, initial);
     for (int round = 0; round < rounds; ++round) {

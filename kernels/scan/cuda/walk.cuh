@@ -221,7 +221,7 @@ struct Run {
 
 struct WalkLaunch {
   int64_t channel_tiles = 0;
-  int splits = 1;             // blocks that share a sequence
+  int linked_blocks = 1;      // that share a sequence
   int group = 1;              // teams that a state crosses at once
   bool wide_rows = false;     // all rows of a channel tile are whole and aligned to 16 bytes
   void* mailboxes = nullptr;  // of all teams
@@ -248,13 +248,13 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int team_warps = static_cast<int>(blockDim.x) / (kWarpSize * kTeams);
   const int team = kTeams > 1 ? warp / team_warps : 0;
-  const int blocks = kLinked ? launch.splits : 1;
+  const int blocks = kLinked ? launch.linked_blocks : 1;
   const int64_t chain = blockIdx.x / blocks;
   Place at = {.warp = warp - team * team_warps,
               .warps = team_warps - (kLinked ? 1 : 0),
               .lane = static_cast<int>(threadIdx.x) % kWarpSize,
               .rank = team * blocks + static_cast<int>(blockIdx.x) % blocks,
-              .splits = blocks * kTeams};
+              .teams = blocks * kTeams};
   if constexpr (kLinked) {
     at.keep_in_registers();
   }
@@ -272,10 +272,10 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
   typename Op::Number s[Op::kVec];
   op.initial(s);
 
-  const int stride = at.splits * at.warps * Op::kSteps;  // steps a round
+  const int stride = at.teams * at.warps * Op::kSteps;  // steps a round
   if (kLinked && at.warp == at.warps) {
     if constexpr (kLinked) {
-      auto* boxes = static_cast<Mailbox<Op>*>(launch.mailboxes) + chain * at.splits;
+      auto* boxes = static_cast<Mailbox<Op>*>(launch.mailboxes) + chain * at.teams;
       const Carrier<Op> carrier{shared, boxes, at, launch.group};
       carrier.run((end - 1) / stride + (end > 0 ? 1 : 0), s);
     }
@@ -337,7 +337,7 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
 
   __syncthreads();  // the boards become scratch
   // A carrier takes part, with sums of zero.
-  op.reduce(n * at.splits + at.rank, &shared, at.warp, at.warps + (kLinked ? 1 : 0), at.lane);
+  op.reduce(n * at.teams + at.rank, &shared, at.warp, at.warps + (kLinked ? 1 : 0), at.lane);
 }
 
 /// The plain walk: one thread a channel, one step at a time, in any type. It takes what the walk
