@@ -79,12 +79,25 @@ void pack(ScanShape* shape, uint32_t way) {
 
 // bool: hgru and lru complex, linear_scan constant a
 using Param = std::tuple<DType, bool, TimeSplit>;
+using ParamInfo = ::testing::TestParamInfo<Param>;
 
-std::string name_of(const ::testing::TestParamInfo<Param>& info) {
+std::string name_of(const ParamInfo& info, const char* form) {
   const char* splits[] = {"auto", "none", "linked"};
-  return std::string(dtype_name(std::get<0>(info.param))) +
-         (std::get<1>(info.param) ? "_variant_" : "_plain_") +
+  return std::string(dtype_name(std::get<0>(info.param))) + "_" + form + "_" +
          splits[static_cast<int>(std::get<2>(info.param))];
+}
+std::string real_or_complex(const ParamInfo& info) {
+  return name_of(info, std::get<1>(info.param) ? "complex" : "real");
+}
+std::string constant_or_not(const ParamInfo& info) {
+  return name_of(info, std::get<1>(info.param) ? "constant_a" : "a_per_step");
+}
+
+/// More sequences than multiprocessors: blocks then walk whole sequences in short runs.
+int64_t many_sequences() {
+  kernels::DeviceLimits limits;
+  check_cuda(kernels::read_device_limits(&limits), "limits");
+  return limits.multiprocessors + 1;
 }
 
 class CudaKernel : public ::testing::TestWithParam<Param> {
@@ -152,15 +165,68 @@ constexpr DType kAll[] = {DType::kFloat32, DType::kFloat64,   DType::kBFloat16,
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaHgru,
                          ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Bool(),
                                             ::testing::ValuesIn(kSplits)),
-                         name_of);
+                         real_or_complex);
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaLinearScan,
                          ::testing::Combine(::testing::ValuesIn(kAll), ::testing::Bool(),
                                             ::testing::ValuesIn(kSplits)),
-                         name_of);
+                         constant_or_not);
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaLru,
                          ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Bool(),
                                             ::testing::ValuesIn(kSplits)),
-                         name_of);
+                         real_or_complex);
+
+/// Where the planner is asked to choose, and chooses whole sequences in short runs: those have a
+/// shape of the walk of their own.
+class CudaManySequences : public CudaKernel {
+ protected:
+  template <class Problem>
+  void many() {
+    uint32_t i = 0;
+    // {blocks a multiprocessor, about; channels; time}: rows that are whole and aligned, packs of
+    // channels and single ones, one round of the chain and several
+    const std::tuple<int64_t, int64_t, int64_t> sizes[] = {
+        {1, 64, 65}, {1, 8, 3}, {1, 5, 65}, {2, 33, 17}, {4, 8, 65}};
+    for (const auto& [times, channels, time] : sizes) {
+      ScanShape shape = vary(shape_, i++);
+      shape.batch = times * many_sequences();
+      shape.time = time;
+      shape.channels = channels;
+      shape.gap = shape.shift = channels == 64 ? 0 : shape.gap;
+      check<Problem>(shape, split_);
+    }
+    for (const int way : {0, 1}) {  // packed, of 0 to 8 tokens, or of 20
+      ScanShape shape = vary(shape_, i++);
+      shape.offsets = {0};
+      for (int64_t n = 0; n < many_sequences(); ++n) {
+        shape.offsets.push_back(shape.offsets.back() + (way == 0 ? n % 9 : 20));
+      }
+      shape.time = shape.offsets.back();
+      shape.batch = 1;
+      shape.channels = 40;
+      check<Problem>(shape, split_);
+    }
+  }
+};
+class CudaManySequencesHgru : public CudaManySequences {};
+class CudaManySequencesLinearScan : public CudaManySequences {};
+class CudaManySequencesLru : public CudaManySequences {};
+
+TEST_P(CudaManySequencesHgru, ShortRuns) { many<HgruProblem>(); }
+TEST_P(CudaManySequencesLinearScan, ShortRuns) { many<LinearScanProblem>(); }
+TEST_P(CudaManySequencesLru, ShortRuns) { many<LruProblem>(); }
+
+INSTANTIATE_TEST_SUITE_P(Kernels, CudaManySequencesHgru,
+                         ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Bool(),
+                                            ::testing::Values(TimeSplit::kAuto)),
+                         real_or_complex);
+INSTANTIATE_TEST_SUITE_P(Kernels, CudaManySequencesLinearScan,
+                         ::testing::Combine(::testing::ValuesIn(kAll), ::testing::Bool(),
+                                            ::testing::Values(TimeSplit::kAuto)),
+                         constant_or_not);
+INSTANTIATE_TEST_SUITE_P(Kernels, CudaManySequencesLru,
+                         ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Bool(),
+                                            ::testing::Values(TimeSplit::kAuto)),
+                         real_or_complex);
 
 /// A reduced set for compute-sanitizer: tiny shapes, each kernel and each split once or twice.
 class CudaSanitize : public CudaKernel {
@@ -181,6 +247,13 @@ class CudaSanitize : public CudaKernel {
     ScanShape step = shape_;
     step.time = 1;
     check<Problem>(step, split_);
+    if (split_ == TimeSplit::kNone) {
+      ScanShape many = vary(shape_, 8);
+      many.batch = many_sequences();
+      many.time = 20;
+      many.channels = 8;
+      check<Problem>(many, TimeSplit::kAuto);
+    }
   }
 };
 class CudaSanitizeHgru : public CudaSanitize {};
@@ -194,28 +267,34 @@ TEST_P(CudaSanitizeLru, Tiny) { tiny<LruProblem>(); }
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeHgru,
                          ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
                                             ::testing::Bool(), ::testing::ValuesIn(kSplits)),
-                         name_of);
+                         real_or_complex);
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeLinearScan,
                          ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16,
                                                               DType::kComplex64),
                                             ::testing::Bool(), ::testing::ValuesIn(kSplits)),
-                         name_of);
+                         constant_or_not);
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeLru,
                          ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
                                             ::testing::Bool(), ::testing::ValuesIn(kSplits)),
-                         name_of);
+                         real_or_complex);
+
+/// hgru in bf16 that has memory nowhere: enough for a plan.
+kernels::HgruParams params_to_plan(int64_t batch, int64_t time, int64_t channels) {
+  kernels::HgruParams params;
+  params.layout.batch = params.layout.sequences = batch;
+  params.layout.time = time;
+  params.channels = channels;
+  for (kernels::TimeSeries* t : {&params.c, &params.f, &params.h}) {
+    *t = {nullptr, time * channels, channels, DType::kBFloat16};
+  }
+  return params;
+}
 
 TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   if (const std::string why = why_skip(); !why.empty()) {
     GTEST_SKIP() << why;
   }
-  kernels::HgruParams params;
-  params.layout.batch = params.layout.sequences = 1;
-  params.layout.time = 131072;
-  params.channels = 256;
-  for (kernels::TimeSeries* t : {&params.c, &params.f, &params.h}) {
-    *t = {nullptr, 131072 * 256, 256, DType::kBFloat16};
-  }
+  kernels::HgruParams params = params_to_plan(1, 131072, 256);
   ScanPlan plan;
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kLinked);
@@ -225,6 +304,21 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kNone);
   EXPECT_EQ(plan.linked_blocks, 1);
+}
+
+TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreWalkedInShortRuns) {
+  if (const std::string why = why_skip(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  const int64_t many = many_sequences();
+  for (const int64_t batch : {many - 1, many, 4 * many}) {
+    for (const int64_t time : {3, 65}) {
+      ScanPlan plan;
+      check_cuda(kernels::hgru_forward_plan(params_to_plan(batch, time, 64), &plan), "plan");
+      EXPECT_EQ(plan.split, TimeSplit::kNone) << "of " << batch;
+      EXPECT_EQ(plan.long_runs, batch < many) << "of " << batch;
+    }
+  }
 }
 
 }  // namespace
