@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -94,3 +96,20 @@ def load() -> None:
         torch.ops.load_library(info["library"])
     except OSError as error:
         raise LibraryError(f"tidegate: {info['library']} cannot be loaded: {error}") from error
+
+
+def stand_ins(names: Iterable[str]) -> dict[str, Callable[..., NoReturn]]:
+    """For every op of `names` that the loaded library lacks, a function that says so when called:
+    the Python sources are newer than the build. Nothing is put in the way of those it has."""
+    return {name: _stand_in(name) for name in names if not hasattr(torch.ops.tidegate, name)}
+
+
+def _stand_in(name: str) -> Callable[..., NoReturn]:
+    def stale(*_args: object, **_keywords: object) -> NoReturn:
+        raise LibraryError(
+            f"tidegate.ops.{name}: {library_dir() / _LIBRARY} has no such op: it is older than "
+            "these Python sources. Rebuild: make build (an installed package: "
+            f"`{_REBUILD}` in tidegate's source folder)"
+        )
+
+    return stale

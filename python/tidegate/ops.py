@@ -14,6 +14,7 @@ synchronisation can show (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``l
 import torch
 from torch import Tensor
 
+from . import _library
 from ._sharding import fill
 
 __all__ = [
@@ -674,3 +675,6 @@ def init_rope_theta_(p: Tensor) -> Tensor:
     """
     fill(p, torch.ops.tidegate.init_rope_theta_)
     return p
+
+
+globals().update(_library.stand_ins([*__all__, "gated_rnn_with_logits"]))

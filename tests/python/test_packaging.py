@@ -102,6 +102,29 @@ def test_a_missing_library_is_named() -> None:
     assert "pip install --no-build-isolation ." in last
 
 
+def test_an_op_that_a_stale_build_lacks_says_so_when_it_is_called() -> None:
+    """As if the library had been built before wkv4 was written."""
+    code = """
+import torch
+found = torch._ops._OpNamespace.__getattr__
+def without(namespace, name):
+    if namespace.name == "tidegate" and name == "wkv4":
+        raise AttributeError(name)
+    return found(namespace, name)
+torch._ops._OpNamespace.__getattr__ = without
+import tidegate
+x = torch.ones(1, 3, 4)
+tidegate.ops.hgru(x, x)
+tidegate.nn.RWKV4(4)(x)
+"""
+    result = run(sys.executable, "-c", code)
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert "tidegate.ops.wkv4: " in last
+    assert "libtidegate.so has no such op" in last
+    assert "Rebuild: make build" in last
+
+
 # ---------------------------------------------------------------- pip
 
 
