@@ -146,6 +146,20 @@ def gated_rnn(
     return torch.ops.tidegate.gated_rnn(z, x, w_zh, h0, cu_seqlens)
 
 
+def gated_rnn_with_logits(
+    z: Tensor,
+    x: Tensor,
+    w_zh: Tensor,
+    h0: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`gated_rnn`, and what its gates are sigmoids of, ``z_t + W_zh h_{t-1}``: [B, T, D] in
+    the state's dtype. For those who look into the gate (`tidegate.nn.GatedRNN.gate_logits`)."""
+    cu_seqlens = _offsets_on("gated_rnn_with_logits", cu_seqlens, x.device)
+    return torch.ops.tidegate.gated_rnn_with_logits(z, x, w_zh, h0, cu_seqlens)
+
+
 def gated_rnn_step(z: Tensor, x: Tensor, w_zh: Tensor, state: Tensor) -> Tensor:
     """One token of :func:`gated_rnn`, for decoding; the state is updated in place.
 

@@ -127,6 +127,17 @@ def test_logits_of_the_gate_and_their_parts(device):
 
 
 @torch.no_grad()
+def test_logits_of_packed_sequences_are_those_of_each(device):
+    mixer = make(device=device)
+    x = torch.randn(1, 9, DIM, dtype=torch.float64).to(device)
+    packed = mixer.gate_parts(x, torch.tensor([0, 4, 4, 9]))
+    alone = [mixer.gate_parts(part) for part in (x[:, :4], x[:, 4:])]
+    for got, *wanted in zip(packed, *alone, strict=True):
+        torch.testing.assert_close(got, torch.cat(wanted, 1))
+    assert not torch.allclose(packed[0], mixer.gate_logits(x))  # the second begins anew
+
+
+@torch.no_grad()
 def test_without_the_state_in_the_gate_it_is_the_linear_one():
     mixer, linear = make(), GatedLinearRNN(DIM, dtype=torch.float64)
     linear.load_state_dict({k: v for k, v in mixer.state_dict().items() if "in_proj" in k})

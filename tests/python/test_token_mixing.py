@@ -195,6 +195,30 @@ def test_gate_parts_add_up(runs):
         assert abs(from_state[:, 1:]).max() > 0
 
 
+@pytest.mark.parametrize("mixer", ["gated-rnn", "gated-linear-rnn", "hgrn", "hgrn2"])
+def test_gates_of_padded_rows_are_those_of_each_row(mixer):
+    """A classifier packs them; a gate that reads the state must not see the row before."""
+    from tidegate.models import LMConfig, SequenceClassifier
+    from tidegate.training import forget_gates, gate_parts
+
+    torch.manual_seed(0)
+    config = LMConfig(mixer=mixer, vocab_size=9, dim=6, layers=2, num_classes=3)
+    model = SequenceClassifier(config)
+    ids, lengths = torch.randint(9, (3, 7)), torch.tensor([7, 0, 4])
+    rows = [ids[:1], ids[2:, :4]]
+    together = forget_gates(model, ids, lengths)
+    each = [forget_gates(model, row) for row in rows]
+    for layer, gates in enumerate(together):
+        alone = torch.cat([torch.from_numpy(g[layer]) for g in each], 1)
+        torch.testing.assert_close(torch.from_numpy(gates), alone)
+    assert len(together) == 2
+    each_parts = [gate_parts(model, row) for row in rows]
+    for layer, parts in gate_parts(model, ids, lengths).items():
+        for kind, part in enumerate(parts):
+            alone = torch.cat([torch.from_numpy(p[layer][kind]) for p in each_parts], 1)
+            torch.testing.assert_close(torch.from_numpy(part), alone)
+
+
 def test_the_untrained_model_is_the_runs_own(runs):
     import json
 

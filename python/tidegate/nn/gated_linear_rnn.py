@@ -100,9 +100,9 @@ class GatedLinearRNN(MinimalGatedRNN):
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.hgru_step(entering, z, gamma, None, state, activation="none")
 
-    def gate_logits(self, x: Tensor) -> Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
-        the same."""
+        the same. cu_seqlens: makes no difference, since the gate reads its own token alone."""
         return self.in_proj(x).narrow(-1, 0, self.dim)
 
     @torch.no_grad()

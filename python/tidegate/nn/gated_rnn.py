@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -95,19 +94,18 @@ class GatedRNN(MinimalGatedRNN):
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.gated_rnn_step(z, entering, self.state_proj.weight, state)
 
-    def gate_logits(self, x: Tensor) -> Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """What the gate is the sigmoid of, without noise, for sequences that start empty:
-        x ``[B, T, dim]`` -> the same, in the state's dtype."""
-        return self.gate_parts(x)[0]
+        x ``[B, T, dim]`` -> the same, in the state's dtype. cu_seqlens: as in forward()."""
+        return self.gate_parts(x, cu_seqlens)[0]
 
-    def gate_parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def gate_parts(self, x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """gate_logits and how much of it comes from x, W_zx x_t + b_z; the difference of the two,
         W_zh h_{t-1}, comes from the state. Both ``[B, T, dim]``."""
         check_mixer_input("GatedRNN.gate_parts", x, self.dim)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
-        _, _, logits = torch.ops.tidegate.gated_rnn_with_logits(
-            z, entering, self.state_proj.weight, None, None
-        )
+        w_zh = self.state_proj.weight
+        _, _, logits = ops.gated_rnn_with_logits(z, entering, w_zh, cu_seqlens=cu_seqlens)
         return logits, z
 
     def _check_gamma(self, gamma: Tensor | None) -> None:

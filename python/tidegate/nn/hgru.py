@@ -362,9 +362,10 @@ class HGRU(KeepsFloat32):
         """Whether the forget gate depends on the data."""
         return self.forget_gate == "data"
 
-    def gate_logits(self, x: Tensor) -> Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
-        ``[..., S]``. Only with forget_gate="data"."""
+        ``[..., S]``. Only with forget_gate="data". cu_seqlens: makes no difference, since the gate
+        reads its own token alone."""
         return self._project(x)["f"]
 
     @torch.no_grad()

@@ -227,8 +227,9 @@ class HGRU2(nn.Module):
         )
         return self._output(o)
 
-    def gate_logits(self, x: Tensor) -> Tensor:
-        """What the forget gate is the sigmoid of, without bound: x ``[..., dim]`` -> the same."""
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """What the forget gate is the sigmoid of, without bound: x ``[..., dim]`` -> the same.
+        cu_seqlens: makes no difference, since the gate reads its own token alone."""
         return self._project(x)[1].flatten(-2)
 
     @torch.no_grad()

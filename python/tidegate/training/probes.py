@@ -20,20 +20,30 @@ def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tens
     return torch.from_numpy(np.stack(windows))
 
 
-@torch.no_grad()
 def mixer_inputs(
     model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
 ) -> list[Tensor]:
     """What every layer's token mixer reads ``[B, T, dim]`` when the model, in evaluation, reads ids
-    ``[B, T]``. lengths: of padded rows, for classifiers."""
+    ``[B, T]``. lengths: of padded rows, for classifiers, whose mixers read them packed, B = 1."""
+    return [x for x, _ in _mixer_calls(model, ids, lengths)]
+
+
+@torch.no_grad()
+def _mixer_calls(
+    model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """mixer_inputs() with the bounds of packed sequences ``[N+1]``."""
     ids = ids.to(next(model.parameters()).device)
-    inputs: dict[int, Tensor] = {}
+    calls: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def keep(layer: int):
-        return lambda _mixer, given, _output: inputs.__setitem__(layer, given[0])
+        return lambda _mixer, given, named, _output: calls.__setitem__(
+            layer, (given[0], named.get("cu_seqlens"))
+        )
 
     handles = [
-        block.mixer.register_forward_hook(keep(layer)) for layer, block in enumerate(model.blocks)
+        block.mixer.register_forward_hook(keep(layer), with_kwargs=True)
+        for layer, block in enumerate(model.blocks)
     ]
     training = model.training
     model.eval()
@@ -43,7 +53,7 @@ def mixer_inputs(
         for handle in handles:
             handle.remove()
         model.train(training)
-    return [inputs[layer] for layer in range(len(model.blocks))]
+    return [calls[layer] for layer in range(len(model.blocks))]
 
 
 @torch.no_grad()
@@ -55,12 +65,12 @@ def forget_gates(
     ``[B, T]``. lengths: of padded rows, for classifiers.
     """
     gates = []
-    inputs = mixer_inputs(model, ids, lengths)
-    for block, x, gamma in zip(model.blocks, inputs, model.gammas(), strict=True):
+    calls = _mixer_calls(model, ids, lengths)
+    for block, (x, bounds), gamma in zip(model.blocks, calls, model.gammas(), strict=True):
         if not getattr(block.mixer, "has_gate_logits", False):
             continue
         # One product more than the layer needs, but it asks for nothing but the projection.
-        logits = block.mixer.gate_logits(x).float()
+        logits = block.mixer.gate_logits(x, bounds).float()
         gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
         gates.append(gate.flatten(0, 1).T.cpu().numpy())
     return gates
@@ -72,12 +82,13 @@ def gate_parts(
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Where the gate's logits come from in layers whose gate reads the state, counted from 0: what
     the input and what the state gives, float32 ``[B, T, dim]`` each, over ids ``[B, T]`` ("Towards
-    Understanding Gated Linear Recurrent Neural Networks", Figure 3)."""
+    Understanding Gated Linear Recurrent Neural Networks", Figure 3). With lengths, of the packed
+    tokens ``[1, T, dim]``."""
     parts = {}
-    for layer, x in enumerate(mixer_inputs(model, ids, lengths)):
+    for layer, (x, bounds) in enumerate(_mixer_calls(model, ids, lengths)):
         mixer = model.blocks[layer].mixer
         if hasattr(mixer, "gate_parts"):
-            logits, from_input = (part.float() for part in mixer.gate_parts(x))
+            logits, from_input = (part.float() for part in mixer.gate_parts(x, bounds))
             parts[layer] = (from_input.cpu().numpy(), (logits - from_input).cpu().numpy())
     return parts
 
