@@ -195,14 +195,17 @@ def test_gate_parts_add_up(runs):
         assert abs(from_state[:, 1:]).max() > 0
 
 
-@pytest.mark.parametrize("mixer", ["gated-rnn", "gated-linear-rnn", "hgrn", "hgrn2"])
+@pytest.mark.parametrize("mixer", ["gated-rnn", "gated-linear-rnn", "hgrn", "hgrn2", "fox"])
 def test_gates_of_padded_rows_are_those_of_each_row(mixer):
     """A classifier packs them; a gate that reads the state must not see the row before."""
     from tidegate.models import LMConfig, SequenceClassifier
     from tidegate.training import forget_gates, gate_parts
 
     torch.manual_seed(0)
-    config = LMConfig(mixer=mixer, vocab_size=9, dim=6, layers=2, num_classes=3)
+    options = {"num_heads": 2} if mixer == "fox" else {}
+    config = LMConfig(
+        mixer=mixer, vocab_size=9, dim=6, layers=2, num_classes=3, mixer_options=options
+    )
     model = SequenceClassifier(config)
     ids, lengths = torch.randint(9, (3, 7)), torch.tensor([7, 0, 4])
     rows = [ids[:1], ids[2:, :4]]

@@ -173,9 +173,10 @@ class ForgettingAttention(SoftmaxAttention):
         """Whether the forget gate depends on the data."""
         return self.gate == "data"
 
-    def gate_logits(self, x: Tensor) -> Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """What the forget gate is the sigmoid of: x ``[..., dim]`` -> ``[..., H]``, fp32 or fp64.
-        Only with gate="data"."""
+        Only with gate="data".
+        cu_seqlens: makes no difference, since the gate reads its own token alone."""
         return widen(self.gate_proj(x)) + self.gate_bias
 
     def _log_gate(self, x: Tensor) -> Tensor:
