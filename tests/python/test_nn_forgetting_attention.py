@@ -1,4 +1,7 @@
-"""`tidegate.nn.ForgettingAttention` against its equations, its ablations, ALiBi, and its state."""
+"""`tidegate.nn.ForgettingAttention` against its equations, its ablations, ALiBi, and its pruning.
+
+What it shares with Attention is in test_nn_softmax_attention.py.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention_cases import FORGETTING, check_against
+from support.attention_cases import FORGETTING_DIM as DIM
+from support.attention_cases import FORGETTING_HEADS as HEADS
+from support.attention_cases import forgetting as make
 from torch import Tensor
 
 from tidegate.models import CausalLM, LMConfig
 from tidegate.nn import Attention, ForgettingAttention
-
-DIM, HEADS = 32, 2
 
 
 @pytest.fixture(autouse=True)
@@ -26,26 +31,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-CASES = {
-    "llama": {},
-    "pro": {"preset": "pro"},
-    "grouped": {"num_heads": 4, "num_kv_heads": 2, "preset": "pro", "window": 4},
-    "independent": {"gate": "independent", "gate_init": ("long", 1, 4)},
-    "fixed": {"gate": "fixed", "gate_init": "long:2:8", "rope": 100.0},
-    "rope": {"preset": "pro", "rope": 500000.0},
-    "own-norms": {"qk_norm": True, "qk_norm_shared": False},
-    "none": {"gate": "none", "output_gate": True, "output_activation": "silu"},
-}
-by_options = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-
-
-def make(options: dict, dtype: torch.dtype = torch.float64, dim: int = DIM) -> ForgettingAttention:
-    torch.manual_seed(0)
-    mixer = ForgettingAttention(dim, **{"num_heads": HEADS, **options}, dtype=dtype)
-    with torch.no_grad():
-        for p in mixer.parameters():
-            p.mul_(2.0).add_(torch.randn(p.shape, dtype=torch.float64).to(p) * 0.1)
-    return mixer
+by_options = pytest.mark.parametrize("options", FORGETTING.values(), ids=FORGETTING)
 
 
 def by_equation_11(mixer: ForgettingAttention, x: Tensor) -> Tensor:
@@ -93,18 +79,7 @@ def by_equation_11(mixer: ForgettingAttention, x: Tensor) -> Tensor:
 
 @by_options
 def test_equals_its_equations(options):
-    mixer = make(options)
-    x = torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
-    y, state = mixer(x)
-    assert state is None
-    wanted = torch.stack([by_equation_11(mixer, row) for row in x])
-    torch.testing.assert_close(y, wanted)
-    weight = torch.randn_like(y)
-    leaves = [x, *mixer.parameters()]
-    grads = torch.autograd.grad((y * weight).sum(), leaves)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), leaves)
-    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(grad, wanted_grad)
+    check_against(make(options), by_equation_11)
 
 
 # The rows of FoT's Table 3: what is on, and the parameters that come with it.
@@ -209,49 +184,6 @@ def test_a_half_module_keeps_its_gates_biases():
     assert state.gates.dtype == torch.float32
 
 
-@by_options
-@pytest.mark.parametrize("capacity", [9, None])
-@torch.no_grad()
-def test_split_anywhere(options, capacity):
-    mixer = make(options)
-    x = torch.randn(3, 9, DIM, dtype=torch.float64)
-    whole, _ = mixer(x)
-    for cut in (0, 1, 4, 8):
-        head, state = mixer(x[:, :cut], mixer.init_state(3, capacity=capacity))
-        middle, state = mixer(x[:, cut : cut + 1], state)
-        tail = [mixer.step(x[:, t], state)[:, None] for t in range(cut + 1, 9)]
-        torch.testing.assert_close(torch.cat([head, middle, *tail], dim=1), whole)
-        assert state.lengths.tolist() == [9] * 3
-
-
-@by_options
-@torch.no_grad()
-def test_packed_equals_separate_and_goes_on(options):
-    mixer = make(options)
-    first, more = (torch.randn(1, n, DIM, dtype=torch.float64) for n in (12, 7))
-    bounds, new = [0, 5, 5, 6, 12], [0, 1, 4, 4, 7]
-    y, none = mixer(first, cu_seqlens=torch.tensor(bounds))
-    assert none is None
-    z, state = mixer(first, mixer.init_state(4), cu_seqlens=torch.tensor(bounds))
-    torch.testing.assert_close(z, y)
-    after, state = mixer(more, state, cu_seqlens=torch.tensor(new))
-    token = torch.randn(4, DIM, dtype=torch.float64)
-    last = mixer.step(token, state)
-    for n in range(4):
-        parts = [first[:, bounds[n] : bounds[n + 1]], more[:, new[n] : new[n + 1]]]
-        whole = mixer(torch.cat([*parts, token[n][None, None]], dim=1))[0][0]
-        got = [y[0, bounds[n] : bounds[n + 1]], after[0, new[n] : new[n + 1]], last[n][None]]
-        torch.testing.assert_close(torch.cat(got), whole)
-
-
-def test_no_token_at_all():
-    for options in CASES.values():
-        mixer = make(options)
-        y, state = mixer(torch.zeros(2, 0, DIM, dtype=torch.float64), mixer.init_state(2))
-        assert y.shape == (2, 0, DIM)
-        assert state.lengths.tolist() == [0, 0]
-
-
 @torch.no_grad()
 def test_pruning_changes_little_and_drops_what_is_unreachable():
     """With strong gates a pruned state of fixed size takes any number of tokens."""
@@ -316,24 +248,6 @@ def test_bad_options():
     for message, options in calls.items():
         with pytest.raises(ValueError, match=f"ForgettingAttention: {message}"):
             make(options)
-    mixer = make({})
-    x = torch.zeros(2, 3, DIM, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"state: expected room for 3 tokens, .*; got 2"):
-        mixer(x, mixer.init_state(2, capacity=2))
-    with pytest.raises(ValueError, match=r"ForgettingAttention: gamma: expected None"):
-        mixer(x, gamma=x[0, 0])
-
-
-def test_autocast():
-    mixer = make({"preset": "pro"}, torch.float32)
-    x = torch.randn(2, 9, DIM)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, _ = mixer(x)
-        z, state = mixer(x, mixer.init_state(2))
-        mixer.step(x[:, 0], state)
-    wanted = mixer(x)[0]
-    for got in (y, z):
-        assert (got.float() - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -379,14 +293,3 @@ def test_a_model_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.gpu
-@by_options
-def test_cuda_equals_cpu(options, device):
-    if device == "cpu":
-        pytest.skip("compares CUDA with the CPU")
-    mixer = make(options, torch.float32)
-    x = torch.randn(2, 33, DIM)
-    there = copy.deepcopy(mixer).to(device)
-    torch.testing.assert_close(there(x.to(device))[0].cpu(), mixer(x)[0], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,160 @@
+"""What `Attention` and `ForgettingAttention` have in common: states, packing, autocast, CUDA."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.attention_cases import MAKERS
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: a pool of threads costs more than it does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+by_case = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+by_preset = pytest.mark.parametrize("name", ["attention-pro", "forgetting-pro"])
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@by_case
+@pytest.mark.parametrize("capacity", [9, None])
+@torch.no_grad()
+def test_split_anywhere(make, capacity):
+    mixer = make()
+    x = randn(3, 9, mixer.dim)
+    whole, _ = mixer(x)
+    for cut in (0, 1, 4, 8):
+        head, state = mixer(x[:, :cut], mixer.init_state(3, capacity=capacity))
+        middle, state = mixer(x[:, cut : cut + 1], state)
+        tail = [mixer.step(x[:, t], state)[:, None] for t in range(cut + 1, 9)]
+        torch.testing.assert_close(torch.cat([head, middle, *tail], dim=1), whole)
+        assert state.lengths.tolist() == [9] * 3
+
+
+@by_case
+@pytest.mark.parametrize("capacity", [11, None])
+@torch.no_grad()
+def test_packed_equals_separate_and_goes_on(make, capacity):
+    mixer = make()
+    first, more, token = randn(1, 12, mixer.dim), randn(1, 7, mixer.dim), randn(4, mixer.dim)
+    bounds, new = [0, 5, 5, 6, 12], [0, 1, 4, 4, 7]
+    y, none = mixer(first, cu_seqlens=torch.tensor(bounds))
+    assert none is None
+    empty = mixer.init_state(4, capacity=capacity)
+    z, state = mixer(first, empty, cu_seqlens=torch.tensor(bounds))
+    assert state.lengths.tolist() == [5, 0, 1, 6]
+    torch.testing.assert_close(z, y)
+    after, state = mixer(more, state, cu_seqlens=torch.tensor(new))
+    last = mixer.step(token, state)
+    assert state.seen.tolist() == [7, 4, 2, 10]
+    for n in range(4):
+        parts = [first[:, bounds[n] : bounds[n + 1]], more[:, new[n] : new[n + 1]]]
+        whole = mixer(torch.cat([*parts, token[n][None, None]], dim=1))[0][0]
+        got = [y[0, bounds[n] : bounds[n + 1]], after[0, new[n] : new[n + 1]], last[n][None]]
+        torch.testing.assert_close(torch.cat(got), whole)
+
+
+@by_case
+@torch.no_grad()
+def test_rows_go_on_from_different_lengths(make):
+    """Whole rows after a state whose sequences hold 4, 0 and 2 tokens."""
+    mixer = make()
+    first, rows, bounds = randn(1, 6, mixer.dim), randn(3, 2, mixer.dim), [0, 4, 4, 6]
+    _, state = mixer(first, mixer.init_state(3), cu_seqlens=torch.tensor(bounds))
+    z, last = mixer(rows, state)
+    assert last.lengths.tolist() == last.seen.tolist() == [6, 2, 4]
+    assert last.room.tolist() == [6, -1]
+    for n in range(3):
+        whole = mixer(torch.cat([first[:, bounds[n] : bounds[n + 1]], rows[n][None]], dim=1))[0]
+        torch.testing.assert_close(z[n], whole[0, -2:])
+
+
+@by_case
+def test_no_token_at_all(make):
+    mixer = make()
+    y, state = mixer(randn(2, 0, mixer.dim), mixer.init_state(2))
+    assert y.shape == (2, 0, mixer.dim)
+    assert state.lengths.tolist() == [0, 0]
+
+
+@by_preset
+@torch.no_grad()
+def test_a_state_is_left_as_it_was_by_forward(name):
+    mixer = MAKERS[name]()
+    x = randn(2, 3, mixer.dim)
+    _, state = mixer(x, mixer.init_state(2))
+    before = [t.clone() for t in state]
+    mixer(x, state)
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+
+
+@by_preset
+@torch.no_grad()
+def test_memory_grows_by_doubling(name):
+    mixer = MAKERS[name]()
+    state, x = mixer.init_state(2), randn(2, mixer.dim)
+    sizes = set()
+    for _ in range(130):
+        mixer.step(x, state)
+        sizes.add(state.capacity)
+    assert sorted(sizes) == [64, 128, 256]
+    assert state.lengths.tolist() == [130, 130]
+
+
+@by_preset
+def test_wrong_arguments_are_refused(name):
+    mixer = MAKERS[name]()
+    owner, heads = type(mixer).__name__, f"{mixer.num_kv_heads}, {mixer.head_dim}"
+    x, state = randn(2, 3, mixer.dim), mixer.init_state(2, capacity=2)
+    calls = {
+        r"state: expected room for 3 tokens, .* capacity; got 2": lambda: mixer(x, state),
+        rf"state: expected keys \[2, capacity, {heads}\]; got \(1, 2, {heads}\)": lambda: mixer(
+            x, mixer.init_state(1, capacity=2)
+        ),
+        r"state: expected the 8 tensors of an AttentionState; got 3": lambda: mixer(x, state[:3]),
+        r"gamma: expected None": lambda: mixer(x, gamma=x[0, 0]),
+        rf"x: expected \[B, T, dim={mixer.dim}\]; got": lambda: mixer(x[0]),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{owner}: {message}"):
+            call()
+    mixer(x[:, :2], state)
+    for _ in range(2):
+        mixer.step(x[:, 0], state)
+    with pytest.raises(ValueError, match=r"expected room for 3 tokens, .*; got 2"):
+        mixer.step(x[:, 0], state)
+
+
+@by_preset
+def test_autocast(name):
+    mixer = MAKERS[name](dtype=torch.float32)
+    x = torch.randn(2, 9, mixer.dim)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = mixer(x)
+        z, state = mixer(x, mixer.init_state(2))
+        mixer.step(x[:, 0], state)
+    wanted = mixer(x)[0]
+    for got in (y, z):
+        assert (got.float() - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.gpu
+@by_case
+def test_cuda_equals_cpu(make, device):
+    if device == "cpu":
+        pytest.skip("compares CUDA with the CPU")
+    mixer = make(dtype=torch.float32)
+    x = torch.randn(2, 33, mixer.dim)
+    there = copy.deepcopy(mixer).to(device)
+    torch.testing.assert_close(there(x.to(device))[0].cpu(), mixer(x)[0], rtol=1e-3, atol=1e-4)
