@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,12 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda":
         require_cuda()
     return request.param
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of many tiny tensors, where a pool of threads costs more than it does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

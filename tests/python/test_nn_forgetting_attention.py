@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,14 +20,7 @@ from torch import Tensor
 from tidegate.models import CausalLM, LMConfig
 from tidegate.nn import Attention, ForgettingAttention
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a pool of threads costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 by_options = pytest.mark.parametrize("options", FORGETTING.values(), ids=FORGETTING)

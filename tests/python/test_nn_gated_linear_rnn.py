@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.mixer_checks import (
+    check_models,
+    check_packed_sequences_do_not_touch,
+    check_steps_and_splits,
+    check_values_and_gradients,
+)
 from torch import Tensor
 
-from tidegate.models import CausalLM, LMConfig, SequenceClassifier
+from tidegate.models import CausalLM, LMConfig
 from tidegate.nn import GatedLinearRNN
 
 DIM = 7
@@ -49,18 +55,10 @@ def test_values_and_gradients(time, shift, bounded, device):
     if bounded:
         gamma = torch.linspace(0.0, 0.95, DIM, dtype=torch.float64, device=device)
         gamma.requires_grad_()
-    given = [mixer(x, h0, gamma=gamma), oracle(mixer, x, gamma, h0)]
     targets = [x, h0, *mixer.parameters(), *([gamma] if bounded else [])]
-    grads = []
-    for y, final in given:
-        total = (y * torch.linspace(-1, 1, y.numel()).to(y).view_as(y)).sum()
-        grads.append(torch.autograd.grad(total + final.square().sum(), targets, allow_unused=True))
-    torch.testing.assert_close(given[0], given[1], rtol=1e-10, atol=1e-12)
-    for mine, other in zip(*grads, strict=True):
-        if other is None:  # at T = 0
-            assert mine is None or not mine.any()
-        else:
-            torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-11)
+    check_values_and_gradients(
+        lambda: mixer(x, h0, gamma=gamma), lambda: oracle(mixer, x, gamma, h0), targets
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -76,31 +74,13 @@ def test_other_dtypes(dtype, device):
     torch.testing.assert_close(state.double(), final, **close)
 
 
-@torch.no_grad()
 def test_steps_and_splits(device):
-    mixer = make(device=device, lower_bound=True)
     gamma = torch.full((DIM,), 0.3, dtype=torch.float64, device=device)
-    x = torch.randn(3, 9, DIM, dtype=torch.float64).to(device)
-    whole, final = mixer(x, gamma=gamma)
-    for cut in range(10):
-        first, state = mixer(x[:, :cut], gamma=gamma)
-        second, state = mixer(x[:, cut:], state, gamma=gamma)
-        torch.testing.assert_close(torch.cat([first, second], 1), whole)
-        torch.testing.assert_close(state, final)
-    state = mixer.init_state(3)
-    steps = [mixer.step(x[:, t], state, gamma) for t in range(9)]
-    torch.testing.assert_close(torch.stack(steps, 1), whole)
-    torch.testing.assert_close(state, final)
+    check_steps_and_splits(make(device=device, lower_bound=True), gamma)
 
 
-@torch.no_grad()
 def test_packed_sequences_do_not_touch(device):
-    mixer = make(device=device)
-    x = torch.randn(1, 10, DIM, dtype=torch.float64).to(device)
-    y, state = mixer(x, cu_seqlens=torch.tensor([0, 4, 4, 10]))
-    torch.testing.assert_close(y[:, :4], mixer(x[:, :4])[0])
-    torch.testing.assert_close(y[:, 4:], mixer(x[:, 4:])[0])
-    torch.testing.assert_close(state[1], torch.zeros_like(state[1]))
+    check_packed_sequences_do_not_touch(make(device=device))
 
 
 def test_it_has_the_size_of_the_equations_and_no_bound_of_its_own():
@@ -115,17 +95,7 @@ def test_it_has_the_size_of_the_equations_and_no_bound_of_its_own():
 
 
 def test_models_by_name():
-    torch.manual_seed(0)
-    config = LMConfig(mixer="gated-linear-rnn", vocab_size=9, dim=6, layers=2, num_classes=3)
-    model = CausalLM(config)
-    ids = torch.randint(9, (2, 5))
-    model(ids, labels="next").loss.backward()
-    more = model.generate(ids, 4, temperature=0.0)
-    whole = model(more[:, :-1]).logits.argmax(-1)
-    assert torch.equal(more[:, 5:], whole[:, 4:])
-    output = SequenceClassifier(config)(ids, torch.tensor([0, 2]), lengths=torch.tensor([5, 2]))
-    output.loss.backward()
-    assert output.logits.shape == (2, 3)
+    check_models("gated-linear-rnn")
 
 
 @pytest.mark.parametrize(

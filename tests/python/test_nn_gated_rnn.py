@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.mixer_checks import (
+    check_models,
+    check_packed_sequences_do_not_touch,
+    check_steps_and_splits,
+    check_values_and_gradients,
+)
 from torch import Tensor
 
-from tidegate.models import CausalLM, LMConfig, SequenceClassifier
 from tidegate.nn import GatedLinearRNN, GatedRNN
 
 DIM = 7
@@ -46,18 +51,8 @@ def test_values_and_gradients(time, shift, device):
         mixer.in_proj.bias[:DIM] += shift
     x = torch.randn(2, time, DIM, dtype=torch.float64).to(device).requires_grad_()
     h0 = torch.randn(2, DIM, dtype=torch.float64).to(device).requires_grad_()
-    given = [mixer(x, h0), oracle(mixer, x, h0)[:2]]
     targets = [x, h0, *mixer.parameters()]
-    grads = []
-    for y, final in given:
-        total = (y * torch.linspace(-1, 1, y.numel()).to(y).view_as(y)).sum()
-        grads.append(torch.autograd.grad(total + final.square().sum(), targets, allow_unused=True))
-    torch.testing.assert_close(given[0], given[1], rtol=1e-10, atol=1e-12)
-    for mine, other in zip(*grads, strict=True):
-        if other is None:  # at T = 0
-            assert mine is None or not mine.any()
-        else:
-            torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-11)
+    check_values_and_gradients(lambda: mixer(x, h0), lambda: oracle(mixer, x, h0)[:2], targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -73,30 +68,12 @@ def test_other_dtypes(dtype, device):
     torch.testing.assert_close(state.double(), final, **close)
 
 
-@torch.no_grad()
 def test_steps_and_splits(device):
-    mixer = make(device=device)
-    x = torch.randn(3, 9, DIM, dtype=torch.float64).to(device)
-    whole, final = mixer(x)
-    for cut in range(10):
-        first, state = mixer(x[:, :cut])
-        second, state = mixer(x[:, cut:], state)
-        torch.testing.assert_close(torch.cat([first, second], 1), whole)
-        torch.testing.assert_close(state, final)
-    state = mixer.init_state(3)
-    steps = [mixer.step(x[:, t], state) for t in range(9)]
-    torch.testing.assert_close(torch.stack(steps, 1), whole)
-    torch.testing.assert_close(state, final)
+    check_steps_and_splits(make(device=device))
 
 
-@torch.no_grad()
 def test_packed_sequences_do_not_touch(device):
-    mixer = make(device=device)
-    x = torch.randn(1, 10, DIM, dtype=torch.float64).to(device)
-    y, state = mixer(x, cu_seqlens=torch.tensor([0, 4, 4, 10]))
-    torch.testing.assert_close(y[:, :4], mixer(x[:, :4])[0])
-    torch.testing.assert_close(y[:, 4:], mixer(x[:, 4:])[0])
-    torch.testing.assert_close(state[1], torch.zeros_like(state[1]))
+    check_packed_sequences_do_not_touch(make(device=device))
 
 
 @torch.no_grad()
@@ -147,19 +124,9 @@ def test_without_the_state_in_the_gate_it_is_the_linear_one():
 
 
 def test_models_by_name():
-    torch.manual_seed(0)
-    config = LMConfig(mixer="gated-rnn", vocab_size=9, dim=6, layers=2, num_classes=3)
-    model = CausalLM(config)
+    model = check_models("gated-rnn")
     assert model.lower_bounds is None
-    ids = torch.randint(9, (2, 5))
-    model(ids, labels="next").loss.backward()
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    more = model.generate(ids, 4, temperature=0.0)
-    whole = model(more[:, :-1]).logits.argmax(-1)
-    assert torch.equal(more[:, 5:], whole[:, 4:])
-    output = SequenceClassifier(config)(ids, torch.tensor([0, 2]), lengths=torch.tensor([5, 2]))
-    output.loss.backward()
-    assert output.logits.shape == (2, 3)
+    assert all(p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

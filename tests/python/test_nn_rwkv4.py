@@ -6,9 +6,14 @@ import math
 
 import pytest
 import torch
+from support.mixer_checks import (
+    check_models,
+    check_packed_sequences_do_not_touch,
+    check_steps_and_splits,
+    check_values_and_gradients,
+)
 from torch import Tensor
 
-from tidegate.models import CausalLM, LMConfig, SequenceClassifier
 from tidegate.nn import RWKV4
 
 DIM = 7
@@ -46,16 +51,7 @@ def test_values_and_gradients(time: int, time_shift: bool, device: str) -> None:
     mixer = make(device=device, time_shift=time_shift, depth=0.5)
     x = torch.randn(2, time, DIM, dtype=torch.float64).to(device).requires_grad_()
     targets = [x, *mixer.parameters()]
-    grads = []
-    for y in (mixer(x)[0], oracle(mixer, x)):
-        total = (y * torch.linspace(-1, 1, y.numel()).to(y).view_as(y)).sum()
-        grads.append(torch.autograd.grad(total, targets, allow_unused=True))
-    torch.testing.assert_close(mixer(x)[0], oracle(mixer, x), rtol=1e-10, atol=1e-12)
-    for mine, other in zip(*grads, strict=True):
-        if other is None:  # at T = 0, and of the one token's decay
-            assert mine is None or not mine.any()
-        else:
-            torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-11)
+    check_values_and_gradients(lambda: mixer(x)[:1], lambda: (oracle(mixer, x),), targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -70,42 +66,22 @@ def test_other_dtypes(dtype: torch.dtype, time_shift: bool, device: str) -> None
     torch.testing.assert_close(y.double(), oracle(mixer, x), **close)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("time_shift", [False, True])
 def test_steps_and_splits(time_shift: bool, device: str) -> None:
     mixer = make(device=device, time_shift=time_shift)
-    x = torch.randn(3, 9, DIM, dtype=torch.float64).to(device)
-    whole, final = mixer(x)
-    for cut in range(10):
-        first, state = mixer(x[:, :cut])
-        second, state = mixer(x[:, cut:], state)
-        torch.testing.assert_close(torch.cat([first, second], 1), whole)
-    state = mixer.init_state(3)
-    assert state.shape == (3, 4 if time_shift else 3, DIM)
-    where = state.data_ptr()
-    steps = [mixer.step(x[:, t], state) for t in range(9)]
-    assert state.data_ptr() == where
-    torch.testing.assert_close(torch.stack(steps, 1), whole)
-    torch.testing.assert_close(state[:, 0] / state[:, 1], final[:, 0] / final[:, 1])
-    if time_shift:
-        assert torch.equal(state[:, 3], x[:, -1])
-        assert torch.equal(final[:, 3], x[:, -1])
+    assert mixer.init_state(3).shape == (3, 4 if time_shift else 3, DIM)
+
+    def same(mine: Tensor, other: Tensor) -> None:
+        """The means; how the sums are scaled depends on the way there."""
+        torch.testing.assert_close(mine[:, 0] / mine[:, 1], other[:, 0] / other[:, 1])
+        assert torch.equal(mine[:, 3:], other[:, 3:])
+
+    check_steps_and_splits(mixer, same_state=same)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("time_shift", [False, True])
-@pytest.mark.parametrize("bounds", [[0, 4, 4, 10], [0, 0, 10, 10], [0, 1, 2, 10]], ids=str)
-def test_packed_sequences_do_not_touch(bounds: list[int], time_shift: bool, device: str) -> None:
-    mixer = make(device=device, time_shift=time_shift)
-    x = torch.randn(1, 10, DIM, dtype=torch.float64).to(device)
-    entering = mixer(torch.randn(3, 5, DIM, dtype=torch.float64).to(device))[1]
-    y, state = mixer(x, entering, cu_seqlens=torch.tensor(bounds))
-    for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        alone, after = mixer(x[:, start:end], entering[n : n + 1])
-        torch.testing.assert_close(y[:, start:end], alone)
-        torch.testing.assert_close(state[n : n + 1], after)
-    empty, _ = mixer(x[:, :0], entering, cu_seqlens=torch.tensor([0, 0, 0, 0]))
-    assert empty.shape == (1, 0, DIM)
+def test_packed_sequences_do_not_touch(time_shift: bool, device: str) -> None:
+    check_packed_sequences_do_not_touch(make(device=device, time_shift=time_shift))
 
 
 def test_time_shift_hands_gradients_to_the_token_before(device: str) -> None:
@@ -150,25 +126,8 @@ def test_16_bit_modules_keep_their_rates() -> None:
 
 @pytest.mark.parametrize("time_shift", [False, True])
 def test_models_by_name(time_shift: bool) -> None:
-    torch.manual_seed(0)
-    config = LMConfig(
-        mixer="rwkv4",
-        vocab_size=9,
-        dim=6,
-        layers=2,
-        num_classes=3,
-        mixer_options={"time_shift": time_shift},
-    )
-    model = CausalLM(config)
+    model = check_models("rwkv4", mixer_options={"time_shift": time_shift})
     assert model.lower_bounds is None
-    ids = torch.randint(9, (2, 5))
-    model(ids, labels="next").loss.backward()
-    more = model.generate(ids, 4, temperature=0.0)
-    whole = model(more[:, :-1]).logits.argmax(-1)
-    assert torch.equal(more[:, 5:], whole[:, 4:])
-    output = SequenceClassifier(config)(ids, torch.tensor([0, 2]), lengths=torch.tensor([5, 2]))
-    output.loss.backward()
-    assert output.logits.shape == (2, 3)
 
 
 @pytest.mark.parametrize(

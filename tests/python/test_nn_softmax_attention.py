@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from support.attention_cases import MAKERS
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a pool of threads costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 by_case = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 by_preset = pytest.mark.parametrize("name", ["attention-pro", "forgetting-pro"])
 

@@ -26,6 +26,7 @@ if importlib.util.find_spec("tidegate._cpp") is None:
 
 from tidegate import cpp
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
 MIXERS = (
     "HGRU",
@@ -45,15 +46,6 @@ CLOSE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny modules: a pool of threads costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def construct(cls: type, args: tuple, options: dict, **where: Any) -> tuple[Any, str]:

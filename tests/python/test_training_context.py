@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ from tidegate.training.per_token import PerToken, per_token_loss
 from tidegate.training.pieces import logits_in_pieces
 from tidegate.training.tokenizers import ByteTokenizer
 
-pytestmark = pytest.mark.xdist_group("training_context")
+pytestmark = [pytest.mark.xdist_group("training_context"), pytest.mark.usefixtures("one_thread")]
 
 MIXERS = {
     "hgrn": {"complex": False},
@@ -39,14 +38,6 @@ MIXERS = {
     "fox-pro": {"num_heads": 2},
 }
 by_mixer = pytest.mark.parametrize("mixer", MIXERS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small(mixer: str, **changes) -> CausalLM:
