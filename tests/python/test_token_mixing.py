@@ -146,10 +146,18 @@ def runs(tmp_path_factory):
     text = write_text(folder / "text.txt")
     flags = [f for f in FLAGS if not f.startswith("--set")]
     made = {}
-    for mixer in ("gated-linear-rnn", "gated-rnn", "hgrn2", "transformer"):
+    options = {
+        "gated-linear-rnn": [],
+        "gated-rnn": [],
+        "hgrn2": ["expand_ratio=4"],
+        "transformer": ["num_heads=2"],
+        "gla": ["num_heads=2"],
+        "lru": ["gate=data"],
+        "fox": ["num_heads=2"],
+    }
+    for mixer, given in options.items():
         made[mixer] = folder / mixer
-        more = ["--set=mixer_options.expand_ratio=4"] if mixer == "hgrn2" else []
-        more += ["--set=mixer_options.num_heads=2"] if mixer == "transformer" else []
+        more = [f"--set=mixer_options.{option}" for option in given]
         arguments = ["train", str(text), "--mixer", mixer, "--steps=10", "--quiet", *flags, *more]
         assert cli.main([*arguments, "--out", str(made[mixer])]) == 0
     return made
@@ -164,10 +172,11 @@ def test_plot_token_mixing(runs, mixer, more, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_gates(runs, capsys):
-    path = runs["hgrn2"] / "forget_gates.png"
+@pytest.mark.parametrize("mixer", ["hgrn2", "gla", "lru", "fox"])
+def test_plot_gates(runs, mixer, capsys):
+    path = runs[mixer] / "forget_gates.png"
     path.unlink()
-    assert cli.main(["plot", "gates", str(runs["hgrn2"]), "--device=cpu"]) == 0
+    assert cli.main(["plot", "gates", str(runs[mixer]), "--device=cpu"]) == 0
     assert capsys.readouterr().out.split() == [str(path)]
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -195,17 +204,24 @@ def test_gate_parts_add_up(runs):
         assert abs(from_state[:, 1:]).max() > 0
 
 
-@pytest.mark.parametrize("mixer", ["gated-rnn", "gated-linear-rnn", "hgrn", "hgrn2", "fox"])
+OPTIONS = {
+    "gla": {"num_heads": 2},
+    "lru": {"gate": "data"},
+    "fox": {"num_heads": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "mixer", ["gated-rnn", "gated-linear-rnn", "hgrn", "hgrn2", "gla", "lru", "fox"]
+)
 def test_gates_of_padded_rows_are_those_of_each_row(mixer):
     """A classifier packs them; a gate that reads the state must not see the row before."""
     from tidegate.models import LMConfig, SequenceClassifier
     from tidegate.training import forget_gates, gate_parts
 
     torch.manual_seed(0)
-    options = {"num_heads": 2} if mixer == "fox" else {}
-    config = LMConfig(
-        mixer=mixer, vocab_size=9, dim=6, layers=2, num_classes=3, mixer_options=options
-    )
+    options = {"mixer_options": OPTIONS.get(mixer, {})}
+    config = LMConfig(mixer=mixer, vocab_size=9, dim=12, layers=2, num_classes=3, **options)
     model = SequenceClassifier(config)
     ids, lengths = torch.randint(9, (3, 7)), torch.tensor([7, 0, 4])
     rows = [ids[:1], ids[2:, :4]]
@@ -220,6 +236,42 @@ def test_gates_of_padded_rows_are_those_of_each_row(mixer):
         for kind, part in enumerate(parts):
             alone = torch.cat([torch.from_numpy(p[layer][kind]) for p in each_parts], 1)
             torch.testing.assert_close(torch.from_numpy(part), alone)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        ("gla", {"num_heads": 2}),
+        ("gla", {"num_heads": 2, "gate": "scalar"}),
+        ("lru", OPTIONS["lru"]),
+    ],
+)
+@torch.no_grad()
+def test_gates_are_what_the_state_fades_by(mixer, options):
+    """A token whose input to the state is shut off leaves the state times its gate."""
+    from tidegate.models import CausalLM, LMConfig
+    from tidegate.training import forget_gates
+
+    torch.manual_seed(0)
+    config = LMConfig(mixer=mixer, mixer_options=options, vocab_size=9, dim=8, layers=1)
+    model = CausalLM(config)
+    unit = model.blocks[0].mixer
+    # Of GLA the keys' rows of in_proj, of LRU all of it.
+    rows = slice(unit.key_dim, 2 * unit.key_dim) if mixer == "gla" else slice(None)
+    unit.in_proj.weight[rows] = 0
+    ids = torch.tensor([[3]])
+    state = unit.init_state(1)
+    state.copy_(torch.rand(state.shape))
+    x = model.blocks[0].mixer_norm(model._embed(ids))
+    _, after = unit(x, state)
+    gate = torch.from_numpy(forget_gates(model, ids)[0])[:, 0]
+    if mixer == "gla":
+        fades = (after / state)[0]
+        wanted = gate.view(2, -1, 1).expand_as(fades)
+    else:
+        fades = torch.complex(*after.chunk(2, 1)).abs() / torch.complex(*state.chunk(2, 1)).abs()
+        wanted = gate[None]
+    torch.testing.assert_close(fades, wanted)
 
 
 def test_the_untrained_model_is_the_runs_own(runs):

@@ -227,6 +227,13 @@ class GatedLinearAttention(nn.Module):
             o = self._normalized(o, q, sums)
         return self._output(o, parts)
 
+    has_data_gate = True
+
+    def forget_gate(self, x: Tensor) -> Tensor:
+        """f_t, fp32 or fp64: x ``[..., dim]`` -> ``[..., key_dim]``, or ``[..., num_heads]`` with
+        gate="scalar"."""
+        return self._operands(self._project(x), x)[3].exp().flatten(-2)
+
     def _refuse_gamma(self, gamma: Tensor | None) -> None:
         if gamma is not None:
             raise ValueError(

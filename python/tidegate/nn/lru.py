@@ -255,6 +255,15 @@ class LRU(_LinearRecurrentUnit):
         state.copy_(_to_halves(h))
         return state.to(self.out_proj.weight.dtype)
 
+    @property
+    def has_data_gate(self) -> bool:
+        """Whether there is a forget gate that depends on the data."""
+        return self.gate_proj is not None
+
+    def forget_gate(self, x: Tensor) -> Tensor:
+        """``|lambda_t|``, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``."""
+        return torch.exp(-self.nu_log.exp() * self._sharpness(x))
+
     def _sharpness(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
             return super()._sharpness(x)
@@ -262,7 +271,7 @@ class LRU(_LinearRecurrentUnit):
 
     def _gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the state, and lambda_t, complex."""
-        modulus = torch.exp(-self.nu_log.exp() * self._sharpness(x))
+        modulus = self.forget_gate(x)
         u = _to_complex(widen(self.in_proj(x)))
         decay = torch.polar(modulus, self.theta_log.exp().expand_as(modulus))
         return self.gamma_log.exp() * u, decay

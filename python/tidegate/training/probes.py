@@ -60,18 +60,22 @@ def _mixer_calls(
 def forget_gates(
     model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
 ) -> list[np.ndarray]:
-    """lambda = gamma + (1 - gamma) * sigmoid(f) of every layer: one array ``[channels, samples]``
-    of float32 in (0, 1) a layer with a data-dependent forget gate, over all tokens of ids
-    ``[B, T]``. lengths: of padded rows, for classifiers.
+    """What multiplies the state, a layer with a data-dependent forget gate: lambda = gamma +
+    (1 - gamma) * sigmoid(f), f_t of gated linear attention, |lambda_t| of LRU. One array
+    ``[channels, samples]`` of float32 in (0, 1) each, over all tokens of ids ``[B, T]``. lengths:
+    of padded rows, for classifiers.
     """
     gates = []
     calls = _mixer_calls(model, ids, lengths)
     for block, (x, bounds), gamma in zip(model.blocks, calls, model.gammas(), strict=True):
-        if not getattr(block.mixer, "has_gate_logits", False):
-            continue
         # One product more than the layer needs, but it asks for nothing but the projection.
-        logits = block.mixer.gate_logits(x, bounds).float()
-        gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
+        if getattr(block.mixer, "has_data_gate", False):
+            gate = block.mixer.forget_gate(x).float()
+        elif getattr(block.mixer, "has_gate_logits", False):
+            logits = block.mixer.gate_logits(x, bounds).float()
+            gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
+        else:
+            continue
         gates.append(gate.flatten(0, 1).T.cpu().numpy())
     return gates
 
