@@ -188,6 +188,15 @@ def test_recipes_and_presets_are_checked_by_name(tmp_path, text, capsys):
 def test_bad_input_is_one_line(tmp_path, text, trained, capsys):
     out = str(tmp_path / "run")
     assert "train: name a text file or folder" in fails(capsys, "train", "--out", out)
+    for name, *given in (
+        ("betas", "2", "3"),
+        ("eps", "-1"),
+        ("warmup-steps", "-3"),
+        ("floor", "3"),
+    ):
+        line = fails(capsys, "train", text, "--out", out, f"--{name}", *given)
+        assert line.startswith(f"tidegate: train: {name}: expected ")
+        assert not Path(out).exists()
     gone = tmp_path / "gone.txt"
     assert f"{gone}: no such file or folder" in fails(capsys, "train", gone, "--out", out)
     empty = tmp_path / "empty.txt"

@@ -248,6 +248,25 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path, text):
     assert_same(longer.trainer.model.state_dict(), whole.trainer.model.state_dict())
 
 
+def test_a_finished_run_keeps_its_configuration(tmp_path, text):
+    """What it was trained with, whatever is asked for later."""
+    prepare(tmp_path / "run", text, steps=4).trainer.run(quiet=True)
+    before = files(tmp_path / "run")
+    again = prepare(tmp_path / "run", text, steps=2, threads=1)
+    assert again.trainer.progress() == 1.0
+    assert files(tmp_path / "run") == before
+
+
+def test_a_failure_leaves_no_folder_behind(tmp_path, text, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("tidegate.training.runs.Trainer", fails)
+    with pytest.raises(MemoryError):
+        prepare(tmp_path / "run", text)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text):
     run = prepare(tmp_path / "run", text, steps=4)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,18 @@ class TrainConfig:
             raise UserError("train: expected --steps or --minutes, got neither")
         for name in ("batch_size", "context", "grad_accum", "eval_tokens"):
             self._require(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("checkpoint_every", "eval_every", "threads", "clip", "weight_decay"):
+        for name in ("checkpoint_every", "checkpoint_seconds", "eval_every", "eval_seconds"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("steps", "seconds"):
+        for name in ("threads", "seed", "warmup_steps", "clip", "weight_decay", "eps"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
+        for name in ("steps", "seconds", "lr", "muon_lr"):
             value = getattr(self, name)
-            self._require(name, value is None or value > 0, "more than 0")
-        self._require("lr", self.lr > 0, "more than 0")
-        self._require("muon_lr", self.muon_lr > 0, "more than 0")
-        self._require("seed", self.seed >= 0, "0 or more")
+            self._require(name, value is None or 0 < value < math.inf, "more than 0")
+        are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        self._require("betas", are_betas, "two numbers from 0 to below 1")
+        fits = 0 <= self.warmup_fraction < 1
+        self._require("warmup_fraction", fits, "a number from 0 to below 1")
+        self._require("floor", 0 <= self.floor <= 1, "a number from 0 to 1")
         self._require(
             "grad_accum",
             self.batch_size % self.grad_accum == 0,

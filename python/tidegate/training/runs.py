@@ -79,7 +79,7 @@ def prepare_run(
         _refuse_other(folder, recorded, config, model_config, corpus)
         content = load_checkpoint(folder.checkpoint) if folder.checkpoint.exists() else None
         run = _build(folder, model_config, config, corpus, content)
-    except UserError:
+    except BaseException:
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -211,15 +211,16 @@ def _build(
     kept = folder.path / TOKENIZER_FILE
     if corpus.tokenizer_file is not None and not kept.exists():
         shutil.copyfile(corpus.tokenizer_file, kept)
-    folder.write_config(
-        {
-            "model": model_config.to_dict(),
-            "train": config.to_dict(),
-            "data": corpus.describe(),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "machine": describe_machine(trainer.device),
-        }
-    )
+    if trainer.progress() < 1.0:  # of a finished run it says what was done, not what is asked for
+        folder.write_config(
+            {
+                "model": model_config.to_dict(),
+                "train": config.to_dict(),
+                "data": corpus.describe(),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "machine": describe_machine(trainer.device),
+            }
+        )
     return Run(folder, model_config, config, corpus, trainer, content is not None)
 
 
