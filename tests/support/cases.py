@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,30 @@ LAYOUTS = ("contiguous", "projection", "time_major", "misaligned", "channels_fir
 GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform", "zero")
 
 
+class Named:
+    """A case, a dataclass, whose text is its op and what differs from the default: a test's id."""
+
+    def __str__(self) -> str:
+        default = type(self)()
+        changed = (
+            f"{name}={getattr(self, name)}".replace("torch.", "")
+            for name in self.__dataclass_fields__
+            if name != "op" and getattr(self, name) != getattr(default, name)
+        )
+        op = [self.op] if hasattr(self, "op") else []
+        return "-".join([*op, *changed]).replace(" ", "") or "default"
+
+
+def packing(case: Any) -> tuple[int, int, int, Tensor | None]:
+    """B, T, N and cu_seqlens of a case: its batch and time, or those that follow from lengths."""
+    if case.lengths is None:
+        return case.batch, case.time, case.batch, None
+    cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype)
+    return 1, sum(case.lengths), len(case.lengths), cu_seqlens
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Named):
     """One call of an op. Everything that it draws follows from `seed`."""
 
     op: str = "hgru"  # "hgru" | "linear_scan" | "lru_scan"
@@ -62,15 +85,6 @@ class Case:
 
     def sized(self, batch: int, time: int, width: int) -> Case:
         return replace(self, batch=batch, time=time, channels=width)
-
-    def __str__(self) -> str:
-        default = Case()
-        changed = (
-            f"{name}={getattr(self, name)}".replace("torch.", "")
-            for name in self.__dataclass_fields__
-            if name == "op" or getattr(self, name) != getattr(default, name)
-        )
-        return "-".join(changed).replace(" ", "").replace("op=", "")
 
 
 def lay_out(value: Tensor, layout: str) -> Tensor:
@@ -143,11 +157,7 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _scan_inputs(case: Case) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
-    batch, time, cu_seqlens = case.batch, case.time, None
-    if case.lengths is not None:
-        batch, time = 1, sum(case.lengths)
-        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype)
-    sequences = batch if case.lengths is None else len(case.lengths)
+    batch, time, sequences, cu_seqlens = packing(case)
     width = case.channels * (2 if case.theta else 1)
     state = oracle.state_dtype(case.dtype)
     gate_dtype = case.gate_dtype or case.dtype

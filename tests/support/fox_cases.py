@@ -15,7 +15,7 @@ GATES = (*cases.GATES, "log -1e4", "first shut")
 
 
 @dataclass(frozen=True)
-class FoxCase:
+class FoxCase(cases.Named):
     """One call of the op. Everything that it draws follows from `seed`."""
 
     batch: int = 2
@@ -35,15 +35,6 @@ class FoxCase:
     prune: float | None = None
     grads: str = "both"  # "both" | "o" | "lse": which results the loss reads
     seed: int = 0
-
-    def __str__(self) -> str:
-        default = FoxCase()
-        changed = (
-            f"{name}={getattr(self, name)}".replace("torch.", "")
-            for name in self.__dataclass_fields__
-            if getattr(self, name) != getattr(default, name)
-        )
-        return "-".join(changed).replace(" ", "") or "default"
 
     def fits_tensor_cores(self) -> bool:
         """Whether CUDA takes the call in products of 16-bit operands

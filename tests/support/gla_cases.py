@@ -16,7 +16,7 @@ GATES = (*cases.GATES, "log -1e4")  # "zero": logits of zero; log decays of zero
 
 
 @dataclass(frozen=True)
-class GlaCase:
+class GlaCase(cases.Named):
     """One call of an op. Everything that it draws follows from `seed`."""
 
     op: str = "hgrn2"  # or "gated_linear_attention"
@@ -70,15 +70,6 @@ class GlaCase:
     def sized(self, batch: int, time: int, width: int) -> GlaCase:
         return replace(self, batch=batch, time=time, key_dim=width, value_dim=width + 1)
 
-    def __str__(self) -> str:
-        default = GlaCase()
-        changed = (
-            f"{name}={getattr(self, name)}".replace("torch.", "")
-            for name in self.__dataclass_fields__
-            if name == "op" or getattr(self, name) != getattr(default, name)
-        )
-        return "-".join(changed).replace(" ", "").replace("op=", "")
-
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2] * shape[3]
@@ -102,11 +93,7 @@ def _logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
 
 def _inputs(case: GlaCase) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
-    batch, time, cu_seqlens = case.batch, case.time, None
-    if case.lengths is not None:
-        batch, time = 1, sum(case.lengths)
-        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype)
-    sequences = batch if case.lengths is None else len(case.lengths)
+    batch, time, sequences, cu_seqlens = cases.packing(case)
     state = oracle.state_dtype(case.dtype)
     gate_dtype = case.gate_dtype or case.dtype
     keys = (batch, time, case.heads, case.key_dim)

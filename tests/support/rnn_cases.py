@@ -12,7 +12,7 @@ from support import cases, oracle, rnn_oracle
 
 
 @dataclass(frozen=True)
-class RnnCase:
+class RnnCase(cases.Named):
     """One call of the op. Everything that it draws follows from `seed`."""
 
     op: str = "gated_rnn"
@@ -49,23 +49,10 @@ class RnnCase:
     def sized(self, batch: int, time: int, width: int) -> RnnCase:
         return replace(self, batch=batch, time=time, channels=width)
 
-    def __str__(self) -> str:
-        default = RnnCase()
-        changed = (
-            f"{name}={getattr(self, name)}".replace("torch.", "")
-            for name in self.__dataclass_fields__
-            if getattr(self, name) != getattr(default, name)
-        )
-        return "-".join(changed).replace(" ", "") or "default"
-
 
 def _inputs(case: RnnCase) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
-    batch, time, cu_seqlens = case.batch, case.time, None
-    if case.lengths is not None:
-        batch, time = 1, sum(case.lengths)
-        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(case.offsets_dtype)
-    sequences = batch if case.lengths is None else len(case.lengths)
+    batch, time, sequences, cu_seqlens = cases.packing(case)
     state = oracle.state_dtype(case.dtype)
     shape, states = (batch, time, case.channels), (sequences, case.channels)
     z = cases.logits(case.gates, shape, rng).to(case.gate_dtype or case.dtype)

@@ -19,7 +19,7 @@ RATES = ("spread", "slow", "fast")  # 1e-4 .. 20; 1e-7; 5 .. 50
 
 
 @dataclass(frozen=True)
-class Wkv4Case:
+class Wkv4Case(cases.Named):
     """One call of the op. Everything that it draws follows from `seed`."""
 
     batch: int = 2
@@ -36,23 +36,10 @@ class Wkv4Case:
     grads: str = "both"  # "both" | "o" | "final": which results the loss reads
     seed: int = 0
 
-    def __str__(self) -> str:
-        default = Wkv4Case()
-        changed = (
-            f"{name}={getattr(self, name)}".replace("torch.", "")
-            for name in self.__dataclass_fields__
-            if getattr(self, name) != getattr(default, name)
-        )
-        return "-".join(["wkv4", *changed]).replace(" ", "")
-
     def make_inputs(self) -> dict[str, Tensor | None]:
         """The op's tensors, on the CPU, laid out as the case says; then do and dfinal."""
         rng = torch.Generator().manual_seed(self.seed)
-        batch, time, cu_seqlens = self.batch, self.time, None
-        if self.lengths is not None:
-            batch, time = 1, sum(self.lengths)
-            cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0).to(self.offsets_dtype)
-        rows = batch if self.lengths is None else len(self.lengths)
+        batch, time, rows, cu_seqlens = cases.packing(self)
         shape, width = (batch, time, self.channels), self.channels
         wide = oracle.state_dtype(self.dtype)
         state_dtype = {"data": self.dtype, "single": torch.float32}.get(self.state, wide)
