@@ -128,9 +128,15 @@ ATTENTIONS = {  # group -> title, table
 }
 
 
+def has_group(record: Record, group: str) -> bool:
+    return any(row["group"] == group for row in record["rows"])
+
+
 def gpu_page(record: Record) -> list[str]:
     gpu = record["machine"].get("gpu", {})
-    lines = [f"## {gpu.get('name', 'CPU')}, ops beside copies and other libraries", ""]
+    attentions = [title for group, (title, _) in ATTENTIONS.items() if has_group(record, group)]
+    what = " and ".join(attentions or ["Scans"])
+    lines = [f"## {what} on {gpu.get('name', 'CPU')}, beside copies and other libraries", ""]
     lines += [machine_line(record) + ".", ""]
     clocks = [f"{k} {v}" for k, v in gpu.items() if k.startswith(("clocks", "power"))]
     if clocks:
@@ -446,8 +452,12 @@ def load_results(folder: Path) -> list[tuple[str, Record]]:
 
 
 def readme_section(results: list[tuple[str, Record]]) -> str:
-    """What stands between the markers."""
-    lines = [line for kind, record in results for line in SECTIONS[kind][0](record)]
+    """What stands between the markers: every result under the heading that its page has."""
+    lines: list[str] = []
+    for kind, record in results:
+        short, whole = (make(record) for make in SECTIONS[kind])
+        if short:
+            lines += ["###" + whole[0].removeprefix("##"), "", *short]
     if not lines:
         return NOTHING
     lines += ["All rows, and how they were measured: [docs/benchmarks.md](docs/benchmarks.md)."]
