@@ -71,10 +71,15 @@ class Wkv4Cuda : public ::testing::TestWithParam<TimeSplit> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Split, Wkv4Cuda, ::testing::Values(TimeSplit::kNone, TimeSplit::kLinked),
-                         [](const auto& split) {
-                           return split.param == TimeSplit::kNone ? "Whole" : "Linked";
-                         });
+/// A reduced set for compute-sanitizer.
+class Wkv4CudaSanitize : public Wkv4Cuda {};
+
+std::string name_of_split(const ::testing::TestParamInfo<TimeSplit>& split) {
+  return split.param == TimeSplit::kNone ? "Whole" : "Linked";
+}
+const auto kSplits = ::testing::Values(TimeSplit::kNone, TimeSplit::kLinked);
+INSTANTIATE_TEST_SUITE_P(Split, Wkv4Cuda, kSplits, name_of_split);
+INSTANTIATE_TEST_SUITE_P(Split, Wkv4CudaSanitize, kSplits, name_of_split);
 
 void check(const Wkv4Shape& shape, TimeSplit split) {
   SCOPED_TRACE(shape.name() + " gap " + std::to_string(shape.gap) + " shift " +
@@ -114,6 +119,24 @@ TEST_P(Wkv4Cuda, MoreSequencesThanMultiprocessors) {
   shape.time = 70;
   shape.channels = 64;
   check(shape, GetParam());
+}
+
+TEST_P(Wkv4CudaSanitize, Tiny) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (Keys keys : {Keys::kNormal, Keys::kWide}) {
+      Wkv4Shape shape;
+      shape.dtype = dtype;
+      shape.keys = keys;
+      shape.time = 150;
+      const bool in_packs = keys == Keys::kNormal;
+      shape.channels = in_packs ? 64 : 5;
+      if (!in_packs) {
+        shape.batch = 1;
+        shape.offsets = {0, 40, 40, 150};
+      }
+      check(shape, GetParam());
+    }
+  }
 }
 
 }  // namespace

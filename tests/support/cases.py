@@ -284,8 +284,11 @@ def verdicts(
     ways = {"fused": fused, **case.ways(device)}
     yardstick = reference(case, backward=backward, exact=False, **ways)
     state = oracle.state_dtype(case.dtype)
+    options = {"state": state}
+    if case.op == "lru_scan" and case.theta:
+        options["widest_floor"] = oracle.ROTATION_FLOOR
     return {
-        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
+        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), **options)
         for name, out in found.items()
     }
 
