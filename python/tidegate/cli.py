@@ -182,10 +182,10 @@ def _add_eval(commands: Any) -> None:
         help="tokens of a sequence (--per-token: one, 4 times the training context; --needle: "
         "several)",
     )
-    context.add_argument("--sequences", type=int, default=64, help="of --per-token (%(default)s)")
-    context.add_argument("--batch-size", type=int, default=4, help="of --per-token (%(default)s)")
-    context.add_argument("--depths", type=int, default=11, help="of --needle (%(default)s)")
-    context.add_argument("--samples", type=int, default=4, help="of --needle, a cell (%(default)s)")
+    context.add_argument("--sequences", type=int, help="of --per-token (64)")
+    context.add_argument("--batch-size", type=int, help="of --per-token (4)")
+    context.add_argument("--depths", type=int, help="of --needle (11)")
+    context.add_argument("--samples", type=int, help="of --needle, a cell (4)")
     context.add_argument("--out", help="folder to write to (default: the run's)")
     parser.set_defaults(command=_eval)
 
@@ -227,7 +227,7 @@ def _add_plot(commands: Any) -> None:
     parser.add_argument(
         "--tokens",
         type=int,
-        help="how many are read (token-mixing: 256; attention: the training context)",
+        help="how many are read (token-mixing: 256, at most 2048; attention: the training context)",
     )
     parser.add_argument("--device", default="auto")
     parser.set_defaults(command=_plot)
@@ -344,7 +344,20 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    if options.per_token or options.needle:
+    meant = {
+        "sequences": (options.per_token, "--per-token"),
+        "batch_size": (options.per_token, "--per-token"),
+        "depths": (options.needle, "--needle"),
+        "samples": (options.needle, "--needle"),
+        "length": (options.per_token or options.needle, "--per-token or --needle"),
+        "out": (options.per_token or options.needle, "--per-token or --needle"),
+    }
+    kinds = [f for f in ("--per-token", "--needle") if getattr(options, f[2:].replace("-", "_"))]
+    for name, (has_meaning, place) in meant.items():
+        if not has_meaning:
+            _refuse(options, "eval", name, place, " and ".join(kinds) or "neither")
+    if kinds:
+        _refuse(options, "eval", "json", "neither --per-token nor --needle", " and ".join(kinds))
         return _eval_context(options)
     from .training.scoring import score_run
 
@@ -372,6 +385,11 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
+def _given(**values: Any) -> dict[str, Any]:
+    """Those that were given; the others keep the function's defaults."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _eval_context(options: argparse.Namespace) -> int:
     from .training.context import needle_of_run, per_token_of_run
 
@@ -388,8 +406,7 @@ def _eval_context(options: argparse.Namespace) -> int:
             options.run,
             options.data,
             length=options.length[0] if options.length else None,
-            sequences=options.sequences,
-            batch=options.batch_size,
+            **_given(sequences=options.sequences, batch=options.batch_size),
             **where,
         )
         print("\n".join([*lines, *map(str, files)]))
@@ -398,8 +415,7 @@ def _eval_context(options: argparse.Namespace) -> int:
             options.run,
             options.data,
             lengths=options.length,
-            depths=options.depths,
-            samples=options.samples,
+            **_given(depths=options.depths, samples=options.samples),
             **where,
         )
         print("\n".join([*lines, *map(str, files)]))
@@ -423,15 +439,30 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse(options: argparse.Namespace, command: str, name: str, place: str, given: str) -> None:
+    """Raises UserError where an option that has no meaning here was given."""
+    if getattr(options, name) not in (None, False):
+        flag = "--" + name.replace("_", "-")
+        raise UserError(f"{command}: {flag}: expected with {place} only, got it with {given}")
+
+
 def _plot(options: argparse.Namespace) -> int:
     from .training.report import plot_gates, plot_run, plot_token_mixing
     from .training.scoring import corpus_of_run
 
+    meant = {
+        "layers": ("token-mixing", "attention"),
+        "heads": ("attention",),
+        "tokens": ("token-mixing", "attention"),
+        "no_baselines": ("run",),
+    }
+    for name, pictures in meant.items():
+        if options.what not in pictures:
+            _refuse(options, "plot", name, " and ".join(pictures), options.what)
     if options.what == "gates":
         drawn = plot_gates(options.run, options.device)
     elif options.what == "token-mixing":
-        tokens = 256 if options.tokens is None else options.tokens
-        chosen = {"layers": options.layers, "tokens": tokens, "device": options.device}
+        chosen = {"layers": options.layers, "tokens": options.tokens, "device": options.device}
         drawn = [plot_token_mixing(options.run, **chosen)]
     elif options.what == "attention":
         from .training.context import maps_of_run

@@ -274,12 +274,13 @@ def plot_token_mixing(
     *,
     title: str = "Token mixing by layer",
     heads: int = 4,
+    tokens: int | None = None,
 ) -> None:
     """Token-mixing matrices as images, one row of panels a layer, as a PNG.
 
-    matrices: ``[H, T, T]`` by number of the layer (`tidegate.training.token_mixing`); of more than
-    `heads` heads the first ones. Colours are magnitudes on a logarithmic scale over four decades
-    below the largest value of a layer.
+    matrices: ``[H, P, P]`` by number of the layer (`tidegate.training.token_mixing`); of more than
+    `heads` heads the first ones. tokens: how many they are of; None: P. Colours are magnitudes on a
+    logarithmic scale over four decades below the largest value of a layer.
 
     Raises ValueError when there is no layer.
     """
@@ -307,11 +308,13 @@ def plot_token_mixing(
                 axes = panels.flat[row] if alone else panels[row][head]
                 axes.set_visible(True)
                 later = np.triu(np.ones(values.shape, dtype=bool), 1)
+                end = (len(values) if tokens is None else tokens) - 0.5
                 image = axes.imshow(
                     np.ma.masked_array(values, later),
                     norm=scale,
                     cmap="magma",
                     interpolation="nearest",
+                    extent=(-0.5, end, end, -0.5),
                 )
                 name = f"layer {layer}" if len(shown) == 1 else f"layer {layer}, head {head + 1}"
                 axes.set_title(name, fontsize=10)

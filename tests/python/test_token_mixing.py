@@ -303,5 +303,72 @@ def test_what_cannot_be_drawn(runs, tmp_path, capsys):
     assert "layers: expected numbers from 1 to 2, got 3" in fails(
         "token-mixing", hgrn2, "--layers", "3"
     )
-    assert "tokens: expected 2 or more, got 1" in fails("token-mixing", hgrn2, "--tokens=1")
+    for tokens in (1, 999_999):
+        line = fails("token-mixing", hgrn2, f"--tokens={tokens}")
+        assert f"plot: tokens: expected 2 to 1999, got {tokens}" in line
     assert "holds no checkpoint.pt" in fails("gates", str(tmp_path))
+
+
+BOTH = "expected with token-mixing and attention only"
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "message"),
+    [
+        ("run", ["--layers", "1"], f"--layers: {BOTH}, got it with run"),
+        ("run", ["--heads", "1"], "--heads: expected with attention only, got it with run"),
+        ("gates", ["--tokens=5"], f"--tokens: {BOTH}, got it with gates"),
+        ("gates", ["--layers", "1"], f"--layers: {BOTH}, got it with gates"),
+        ("token-mixing", ["--heads", "2"], "--heads: expected with attention only, got it with"),
+        ("gates", ["--no-baselines"], "--no-baselines: expected with run only, got it with gates"),
+    ],
+)
+def test_options_of_another_picture_are_refused(runs, what, flags, message, capsys):
+    assert cli.main(["plot", what, str(runs["hgrn2"]), *flags, "--device=cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tokens_have_a_limit(runs, monkeypatch, capsys):
+    from tidegate.training import report
+
+    monkeypatch.setattr(report, "MIXING_LIMIT", 300)
+    arguments = ["plot", "token-mixing", str(runs["hgrn2"]), "--device=cpu"]
+    assert cli.main([*arguments, "--tokens=301"]) == 2
+    assert "plot: tokens: expected 2 to 300, got 301" in capsys.readouterr().err
+    assert cli.main([*arguments, "--tokens=300"]) == 0
+
+
+def test_tiles_keep_the_largest_weight():
+    from tidegate.models import CausalLM, LMConfig
+    from tidegate.training import token_mixing
+
+    torch.manual_seed(0)
+    config = LMConfig(mixer="hgrn2", mixer_options={"num_heads": 3}, vocab_size=9, dim=6, layers=2)
+    model, ids = CausalLM(config), torch.randint(9, (1, 23))
+    (whole, _), (tiled, _) = (
+        token_mixing(model, ids, **options).values() for options in ({}, {"heads": 2, "pixels": 8})
+    )
+    assert tiled.shape == (2, 8, 8)
+    for head, row, column in ((0, 0, 0), (1, 5, 3), (0, 7, 7), (1, 2, 4)):
+        tile = whole[head, 3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
+        assert tiled[head, row, column] == abs(tile).max()
+    (same, _) = token_mixing(model, ids, pixels=23).values()
+    assert (same == abs(whole)).all()
+
+
+def test_a_picture_of_many_tokens_is_small(runs, monkeypatch, capsys):
+    """What is kept for the picture does not grow with the tokens."""
+    from tidegate import plots
+
+    drawn = {}
+
+    def keep(matrices, path, **options):
+        drawn.update(options, shapes={m.shape for m in matrices.values()})
+
+    monkeypatch.setattr(plots, "plot_token_mixing", keep)
+    arguments = ["plot", "token-mixing", str(runs["hgrn2"]), "--device=cpu", "--tokens=1500"]
+    assert cli.main(arguments) == 0
+    (shape,) = drawn["shapes"]
+    assert shape[0] <= drawn["heads"] == 4
+    assert shape[1:] == (500, 500)
+    assert drawn["tokens"] == 1500

@@ -342,6 +342,12 @@ def test_bad_input_is_one_line(trained, capsys):
         "expected one with --per-token, got [3, 4]": ["eval", "--per-token", "--length", "3", "4"],
         "length: expected at most": ["eval", "--per-token", "--length", "999999"],
         "needle: lengths: expected": ["eval", "--needle", "--length", "20"],
+        "--length: expected with --per-token or --needle only, got it with neither": [
+            *["eval", "--length", "128"]
+        ],
+        "--depths: expected with --needle only": ["eval", "--per-token", "--depths=3"],
+        "--sequences: expected with --per-token only": ["eval", "--needle", "--sequences=3"],
+        "--json: expected with neither --per-token nor": ["eval", "--per-token", "--json"],
         "plot: layers: expected numbers from 1 to 2, got 3": ["plot", "--layers=3"],
         "plot: tokens: expected 1 to": ["plot", "--tokens=0"],
     }

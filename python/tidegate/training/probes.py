@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import CausalLM, SequenceClassifier
@@ -99,11 +100,20 @@ def gate_parts(
 
 @torch.no_grad()
 def token_mixing(
-    model: CausalLM, ids: Tensor, layers: Sequence[int] | None = None
+    model: CausalLM,
+    ids: Tensor,
+    layers: Sequence[int] | None = None,
+    *,
+    heads: int | None = None,
+    pixels: int | None = None,
 ) -> dict[int, np.ndarray]:
     """Token-mixing matrices (HGRN, equations 5-7) of the layers, counted from 0, that have one:
     float64 ``[heads, T, T]`` each, over ids ``[1, T]``; row t says what the state or output after
     token t is made of. layers: None = all.
+
+    heads: only the first ones. pixels: magnitudes, of each tile the largest, in as few tokens a
+    tile as make no more than `pixels` rows and columns. One layer's whole matrices are in memory at
+    a time, T * T * 8 bytes a head.
 
     Raises:
         ValueError: there is no such layer.
@@ -118,5 +128,17 @@ def token_mixing(
     for layer in chosen:
         mixer = model.blocks[layer].mixer
         if hasattr(mixer, "token_mixing"):
-            matrices[layer] = mixer.token_mixing(inputs[layer], gammas[layer])[0].cpu().numpy()
+            matrix = mixer.token_mixing(inputs[layer], gammas[layer])[0, :heads]
+            matrix = matrix if pixels is None else _largest_of_tiles(matrix, pixels)
+            matrices[layer] = matrix.cpu().numpy()
     return matrices
+
+
+def _largest_of_tiles(matrix: Tensor, pixels: int) -> Tensor:
+    """``[H, T, T]`` -> ``[H, P, P]``, P <= pixels: the largest magnitude of each tile."""
+    time = matrix.size(-1)
+    tile = max(1, -(-time // pixels))
+    count = -(-time // tile)
+    rows = [band.abs().amax(1) for band in matrix.split(tile, 1)]  # a band of rows at a time
+    columns = F.pad(torch.stack(rows, 1), (0, count * tile - time))
+    return columns.unflatten(2, (count, tile)).amax(3)

@@ -23,6 +23,9 @@ ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
 PARTS_PLOT = "gate_parts.png"
 MIXING_PLOT = "token_mixing.png"
+# Of token mixing: what is looked at, what may be asked for, and a picture's size and heads. Weights
+# of all pairs of tokens are computed: 32 MiB a head of 2048.
+MIXING_TOKENS, MIXING_LIMIT, MIXING_PIXELS, MIXING_HEADS = 256, 2048, 512, 4
 
 
 def finish(run: Run) -> Score:
@@ -114,30 +117,36 @@ def plot_token_mixing(
     path: str | Path,
     *,
     layers: Sequence[int] | None = None,
-    tokens: int = 256,
+    tokens: int | None = None,
     device: str = "auto",
 ) -> Path:
     """Draws token_mixing.png: the token-mixing matrix of every layer, or of some, counted from 1.
 
-    tokens: how much of the validation text (of its first example, for a task) is read.
+    tokens: how much of the validation text (of its first example, for a task) is read, at most
+    2048; None: 256, or what there is. Of more than 512 a pixel is the largest weight of a tile.
 
-    Raises UserError when the folder holds no run with a checkpoint, or a layer is not there or has
-    no such matrix.
+    Raises UserError when the folder holds no run with a checkpoint, there are not as many tokens,
+    or a layer is not there or has no such matrix.
     """
     from .. import plots
 
     folder = _with_checkpoint(path)
-    if tokens < 2:
-        raise UserError(f"plot: tokens: expected 2 or more, got {tokens}")
     values = read_json(folder.config)
     model = load_trained(str(folder.path), device).model
-    ids = _validation_ids(str(folder.path), values, rows=1, context=tokens)[0][:, :tokens]
+    ids = _validation_ids(str(folder.path), values, rows=1, context=MIXING_LIMIT)[0]
+    most = min(ids.size(1), MIXING_LIMIT)
+    tokens = min(most, MIXING_TOKENS) if tokens is None else tokens
+    if not 2 <= tokens <= most:
+        raise UserError(f"plot: tokens: expected 2 to {most}, got {tokens}")
+    ids = ids[:, :tokens]
     count = len(model.blocks)
     chosen = range(1, count + 1) if layers is None else layers
     if wrong := [layer for layer in chosen if not 1 <= layer <= count]:
         raise UserError(f"plot: layers: expected numbers from 1 to {count}, got {wrong[0]}")
     try:
-        matrices = token_mixing(model, ids, [layer - 1 for layer in chosen])
+        matrices = token_mixing(
+            model, ids, [layer - 1 for layer in chosen], heads=MIXING_HEADS, pixels=MIXING_PIXELS
+        )
     except ValueError as error:
         raise UserError(f"plot: {error}") from error
     lacking = [layer for layer in chosen if layer - 1 not in matrices]
@@ -150,7 +159,9 @@ def plot_token_mixing(
     plots.plot_token_mixing(
         {layer + 1: matrix for layer, matrix in matrices.items()},
         drawn,
-        title=f"Token mixing over {ids.size(1)} tokens: {_name_of(values)}",
+        title=f"Token mixing over {tokens:,} tokens: {_name_of(values)}",
+        heads=MIXING_HEADS,
+        tokens=tokens,
     )
     return drawn
 
