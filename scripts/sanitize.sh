@@ -16,7 +16,12 @@ failed=()
 for tool in memcheck racecheck initcheck synccheck; do
   check=("$sanitizer" --tool "$tool" --error-exitcode 86)
   case $tool in
-    initcheck) ;; # must see torch's kernels too: they write what ours read
+    # Must see torch's kernels too: they write what ours read. It does not see stores by TMA, by which
+    # cuBLAS on Hopper (kernels nvjet_*) writes a product of 16-bit numbers whose rows are whole 16
+    # bytes: torch.mm alone, copied to the host, is reported as uninitialised, with the right numbers
+    # in it (compute-sanitizer 2025.3.1). So tests of this set that end in such a product have rows
+    # of another size; nothing is suppressed.
+    initcheck) ;;
     synccheck) check+=(--kernel-name kns=tidegate --num-cuda-barriers 65536) ;;
     *) check+=(--kernel-name kns=tidegate) ;;
   esac

@@ -401,8 +401,12 @@ def test_tiny_shapes_under_the_sanitizer(case: Case | GlaCase) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("case", rnn_cases.KINDS, ids=str)
 def test_tiny_gated_rnns_under_the_sanitizer(case: RnnCase) -> None:
-    """Forward, backward and step, padded and packed; D 70 is divided among blocks otherwise."""
-    cases.check(case.sized(2, 20, 8), "cuda")
+    """Forward, backward and step, padded and packed; D 70 is divided among blocks otherwise.
+
+    Rows of dW are never whole 16 bytes in 16-bit types: such a product cuBLAS writes by TMA, which
+    initcheck does not see (scripts/sanitize.sh).
+    """
+    cases.check(case.sized(2, 20, 12), "cuda")
     cases.check(case.sized(3, 5, 70), "cuda")
     cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 20, 1)), "cuda")
     made = inputs_of(case.sized(2, 3, 16))
