@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import fox_cases, fox_oracle, oracle
 from support.fox_cases import FoxCase
+from support.op_properties import check_export
 from torch import Tensor
 
 import tidegate
@@ -554,6 +555,29 @@ def test_what_has_no_derivative_says_so(device: str) -> None:
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="forgetting_attention: vmap is not supported"):
         torch.vmap(ops.forgetting_attention)(*(t.detach()[None] for t in tensors))
+
+
+def test_modes_without_gradients(device: str) -> None:
+    a = inputs_of(FoxCase(queries=70, head_dim=16), device)
+    leaves = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
+    expected = ops.forgetting_attention(*leaves, return_lse=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = ops.forgetting_attention(*leaves, return_lse=True)
+        for left, right in zip(found, expected, strict=True):
+            assert not left.requires_grad
+            assert torch.equal(left, right)
+
+
+def test_export_with_dynamic_time(device: str) -> None:
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.forgetting_attention(*tensors, window=7, scale=0.5, return_lse=True)
+
+    def example(time: int) -> list[Tensor]:
+        a = inputs_of(FoxCase(queries=time), device)
+        return [a[name] for name in ("q", "k", "v", "log_f")]
+
+    check_export(function, example, over_time=(True,) * 4)
 
 
 def test_outputs_do_not_alias_inputs(device: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import require_cuda
 from support import cases, oracle, rnn_cases, rnn_oracle
+from support.op_properties import check_export, check_no_alias
 from support.rnn_cases import RnnCase
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -489,6 +490,34 @@ def test_checkpointing(device: str) -> None:
     again = torch.utils.checkpoint.checkpoint(lambda: ops.gated_rnn(**named), use_reentrant=False)
     for left, right in zip(plain, torch.autograd.grad(again, given, loss), strict=True):
         assert torch.equal(left, right)
+
+
+def test_modes_without_gradients(device: str) -> None:
+    named = with_grad(arguments_of(RnnCase(), device)[0])
+    expected = ops.gated_rnn(**named)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = ops.gated_rnn(**named)
+        for left, right in zip(found, expected, strict=True):
+            assert not left.requires_grad
+            assert torch.equal(left, right)
+
+
+def test_export_with_dynamic_time(device: str) -> None:
+    def example(time: int) -> list[Tensor]:
+        arguments, _ = arguments_of(RnnCase(time=time), device)
+        return [v for v in arguments.values() if v is not None]
+
+    check_export(ops.gated_rnn, example, over_time=(True, True, False, False))
+
+
+def test_outputs_do_not_alias_inputs(device: str) -> None:
+    for time in (0, 1, 5):
+        arguments, loss = arguments_of(RnnCase(time=time), device)
+        named = with_grad(arguments)
+        results = ops.gated_rnn(**named)
+        grads = torch.autograd.grad(results, list(leaves(named).values()), loss)
+        check_no_alias(leaves(named).values(), (*results, *grads))
 
 
 def test_what_it_refuses(device: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import oracle, wkv4_cases, wkv4_oracle
+from support.op_properties import check_export, check_no_alias
 from support.wkv4_cases import ARGUMENTS, Wkv4Case, check, on_device
 from torch import Tensor
 
@@ -517,11 +518,30 @@ def test_checkpointing(device: str) -> None:
         assert torch.equal(left, right)
 
 
-def test_inference_mode(device: str) -> None:
-    made = on_device(Wkv4Case(), device)
+def test_modes_without_gradients(device: str) -> None:
+    made = with_grad(on_device(Wkv4Case(), device))
     expected = call(made)
-    with torch.inference_mode():
-        assert torch.equal(call(made)[0], expected[0])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = call(made)
+        for left, right in zip(found, expected, strict=True):
+            assert not left.requires_grad
+            assert torch.equal(left, right)
+
+
+def test_export_with_dynamic_time(device: str) -> None:
+    def example(time: int) -> tuple[Tensor | None, ...]:
+        return positional(on_device(Wkv4Case(time=time), device))[:5]
+
+    check_export(ops.wkv4, example, over_time=(False, False, True, True, False))
+
+
+def test_outputs_do_not_alias_inputs(device: str) -> None:
+    for time in (0, 1, 5):
+        made = with_grad(on_device(Wkv4Case(time=time), device))
+        results = call(made)
+        given = [v for v in made.values() if isinstance(v, Tensor)]
+        check_no_alias(given, (*results, *gradients(made, results)))
 
 
 def test_double_backward_is_an_error_by_name(device: str) -> None:

@@ -5,6 +5,7 @@ A case is a `cases.Case`, a `gla_cases.GlaCase` or their like.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -118,3 +119,29 @@ def check_bitwise_repeatable(case: cases.Case, device: str) -> None:
                 assert torch.equal(value, first[name]), name
     finally:
         torch.set_num_threads(threads)
+
+
+def check_export(
+    function: Callable, example: Callable[[int], Sequence[Tensor]], over_time: Sequence[bool]
+) -> None:
+    """A program exported with a dynamic time, dimension 1 of the tensors that have one, computes
+    the same at other lengths. example: the arguments of that many tokens."""
+
+    class Model(torch.nn.Module):
+        def forward(self, values: list[Tensor]) -> tuple[Tensor, ...]:
+            return function(*values)
+
+    time = torch.export.Dim("time", min=2, max=1000)
+    shapes = [{1: time} if is_over else None for is_over in over_time]
+    exported = torch.export.export(Model(), (list(example(9)),), dynamic_shapes=(shapes,))
+    for length in (4, 50):
+        values = list(example(length))
+        for left, right in zip(exported.module()(values), Model()(values), strict=True):
+            assert torch.equal(left, right)
+
+
+def check_no_alias(given: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+    """No result shares memory with what was given."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in given}
+    for result in results:
+        assert not result.numel() or result.untyped_storage().data_ptr() not in storages
