@@ -123,3 +123,17 @@ def test_compiled_steps_on_a_gpu(tmp_path, precision, captures):
         assert left["loss"] == pytest.approx(
             right["loss"], rel=1e-3 if precision == "fp32" else 2e-2
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", ["fox-pro", "gated-rnn", "hgrn", "hgrn2", "lru", "rwkv4"])
+def test_compiled_blocks_of_other_mixers_on_a_gpu(tmp_path, text, mixer):
+    require_cuda()
+    losses = []
+    for name in ("eager", "compiled"):
+        model = {"mixer": mixer, "mixer_options": {}, "dim": 64}
+        settings = {"compile": name == "compiled", "device": "cuda", "cuda_graph": True}
+        run = prepare(tmp_path / name, text, model=model, steps=10, context=64, **settings)
+        run.trainer.run(quiet=True)
+        losses.append(run.trainer.loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
