@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fuzz import check_case
 from support import cases, gla_cases, oracle
 from support import op_properties as properties
@@ -82,6 +86,46 @@ def test_gradients_of_open_gates_over_a_long_time(case: GlaCase, device: str) ->
     """Decays of 1 - 1e-4 .. 1: thousands of tokens are in every sum."""
     case = replace(case, batch=1, heads=1, time=3000, key_dim=16, value_dim=16, gates="open")
     cases.check(case, device)
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Attention in chunks, which test_benchmarks.py holds against the loop."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("float64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [0.0, -5.0, 5.0])
+@pytest.mark.parametrize("op", gla_cases.OPS)
+def test_gradient_of_the_gates_over_16384_tokens(
+    op: str, shift: float, float64: ModuleType, device: str
+) -> None:
+    """With data and gates of 16 bits, and a state at both ends: at most 0.5 % from float64. Gates
+    are sigmoid(N(0, 1) + shift), keys one minus them."""
+    rng = torch.Generator().manual_seed(7)
+    size = 128 if device == "cuda" else 32
+    shape = (1, 16384, 2, size)
+    q, v, do = (torch.randn(shape, generator=rng).bfloat16().to(device) for _ in range(3))
+    gates = (torch.randn(shape, generator=rng) + shift).bfloat16().to(device)
+    h0, last = (torch.randn(1, 2, size, size, generator=rng).to(device) for _ in range(2))
+    k = torch.sigmoid(-gates)
+    if op == "gated_linear_attention":
+        gates = F.logsigmoid(gates)
+    gates.requires_grad_()
+    inputs = (q, gates, v, None, h0) if op == "hgrn2" else (q, k, v, gates, h0)
+    results = getattr(ops, op)(*inputs)
+    (found,) = torch.autograd.grad(results, gates, (do, last))
+
+    head = 1
+    leaf = gates.detach()[0, :, head].double().requires_grad_()
+    wide = [x[0, :, head].double() for x in (q, k, v, do)]
+    keys, log_f = wide[1], leaf
+    if op == "hgrn2":
+        keys, log_f = torch.sigmoid(-leaf), F.logsigmoid(leaf)
+    results = float64.gated_linear_attention(wide[0], keys, wide[2], log_f, h0[0, head].double())
+    (exact,) = torch.autograd.grad(results, leaf, (wide[3], last[0, head].double()))
+    assert float64.distance(found[0, :, head], exact) <= 5e-3
 
 
 GRADCHECK = [
