@@ -7,7 +7,8 @@
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
 of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, gla_errors.py's,
 gated_rnn.py's, copying_step.py's and bench_models' by their "kind", and the demo's comparison
-("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
+("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row. Results
+whose kernels have changed since their commit are warned of on stderr (report_age.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import report_age
 from report_attention import attention_cpu_page, attention_cpu_section, attention_table
 from report_models import models_page, models_readme
 from report_tables import (
@@ -511,6 +513,8 @@ def main() -> int:
         if not options.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+    for line in report_age.warnings(options.root):
+        print(f"report: warning: {line}", file=sys.stderr)
     if options.check and stale:
         print(f"report: {', '.join(stale)} not what the results say: run benchmarks/report.py")
         return 1

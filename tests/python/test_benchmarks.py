@@ -130,6 +130,40 @@ def test_committed_pages_are_what_the_results_say():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_results_older_than_their_kernels_are_warned_of(checkout):
+    def commit(file: str, text: str) -> str:
+        path = checkout / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        who = ("-c", "user.name=x", "-c", "user.email=x@x")
+        for command in (("init", "-q"), ("add", file), (*who, "commit", "-qm", file)):
+            subprocess.run(["git", "-C", checkout, *command], check=True)
+        head = ["git", "-C", checkout, "rev-parse", "HEAD"]
+        return subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+
+    def warned() -> str:
+        return run_report("--root", checkout).stderr
+
+    assert warned() == ""  # no git checkout
+    measured = commit("kernels/scan/cuda/hgru.cuh", "1")
+    results = checkout / "benchmarks" / "results"
+    (results / "peers_h200.json").write_text(json.dumps(PEERS | {"commit": measured}), "utf-8")
+    (results / "demo.json").unlink()
+    (results / "cpu_scan.json").unlink()
+    assert warned() == ""
+    for other in ("scan/cpu/hgru.cpp", "gla/cuda/gla.cu", "common/cpu_simd.h"):
+        commit(f"kernels/{other}", "1")
+    assert warned() == ""
+    commit("kernels/common/cuda/launch.cuh", "1")
+    commit("kernels/scan/cuda/hgru.cuh", "2")
+    assert warned() == (
+        f"report: warning: peers_h200.json: commits since its own, {measured}, that changed "
+        "kernels/common, kernels/scan: 2\n"
+    )
+    (results / "peers_h200.json").write_text(json.dumps(PEERS), "utf-8")
+    assert "peers_h200.json: its commit, abc123, is not in this checkout" in warned()
+
+
 def test_report_writes_readme_and_page_and_notices_changes(checkout):
     assert run_report("--root", checkout, "--check").returncode == 1
     assert (checkout / "README.md").read_text(encoding="utf-8").count("old") == 1
