@@ -235,3 +235,9 @@ def every_mix() -> list[FoxCase]:
         for dtype in DTYPES
         for gate in {dtype: None, torch.float32: None}
     ]
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """The distance from `exact` as a part of its size."""
+    found, exact = found.double().cpu(), exact.double().cpu()
+    return float((found - exact).norm() / exact.norm())
