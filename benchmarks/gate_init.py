@@ -221,6 +221,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes.plot(steps, 100 * scores.mean(0), color=color, linewidth=1.8, label=label)
         low, high = 100 * scores.min(0), 100 * scores.max(0)
         axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    chance = make_task(result["task"], {"dummies": result["dummies"]}).chance
+    axes.axhline(100 * chance, color="black", linestyle=":", linewidth=1, label="guessing")
     axes.set_ylim(-2, 103)
     axes.set_xlim(left=0)
     axes.set_xlabel("optimiser steps")
