@@ -5,10 +5,10 @@
     python benchmarks/report.py --check    # fails when one is not what the results say
 
 Results are told apart by what they hold: peers.py's runs ("kind": "peers"), Google Benchmark files
-of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, gla_errors.py's,
-gated_rnn.py's, copying_step.py's and bench_models' by their "kind", and the demo's comparison
-("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row. Results
-whose kernels have changed since their commit are warned of on stderr (report_age.py).
+of the CPU kernels ("benchmarks"), gla_cpu.py's, attention_cpu.py's, cpu_loops.py's,
+gla_errors.py's, gated_rnn.py's, copying_step.py's and bench_models' by their "kind", and the demo's
+comparison ("others"). README shows the rows that have an aim; docs/benchmarks.md shows every row.
+Results whose kernels have changed since their commit are warned of on stderr (report_age.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import report_age
 from report_attention import attention_cpu_page, attention_cpu_section, attention_table
+from report_loops import loops_page, loops_section
 from report_models import models_page, models_readme
 from report_tables import (
     DTYPES,
@@ -421,6 +422,7 @@ SECTIONS = {  # kind -> README, page; in this order
     "cpu": (cpu_readme, cpu_page),
     "gla_cpu": (gla_cpu_section, gla_cpu_page),
     "attention_cpu": (attention_cpu_section, attention_cpu_page),
+    "cpu_loops": (loops_section, loops_page),
     "gated_rnn": (gated_rnn_section, gated_rnn_page),
     "copying_step": (copying_step_section, copying_step_page),
     "models": (models_readme, models_page),

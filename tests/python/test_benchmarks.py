@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import tidegate
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -457,6 +459,41 @@ def test_cpu_attention_writes_a_result_that_the_report_reads(checkout, scripts, 
     assert "`forgetting_attention fp32 B2 T70 H2 D16`, forward and backward" in readme
     assert "| SDPA, bias given |" in readme
     assert script.grown(script.TINY, "tidegate") >= 0
+
+
+def test_cpu_loops_writes_a_result_that_the_report_reads(checkout, scripts, monkeypatch):
+    script = scripts("cpu_loops")
+    out = checkout / "benchmarks" / "results" / "cpu_loops.json"
+    options = ["--tiny", "--rounds", "1", "--threads", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["cpu_loops.py", *options])
+    threads = torch.get_num_threads()
+    try:
+        assert script.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(out.read_text(encoding="utf-8"))["results"]
+    names = [row["work"].split()[0] for row in rows]
+    assert len(names) == 8
+    stepped = {name.removesuffix("_step") for name in tidegate.ops.__all__ if "_step" in name}
+    assert set(names) == stepped - {"forgetting_attention"}
+    for row in rows:
+        assert all(0 < found["error"] < 1e-5 for found in row["results"].values())
+    assert run_report("--root", checkout).returncode == 0
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert "| `wkv4 fp32 B2 T12 D8` |" in readme
+    right = script.linear_scan
+    work = script.works(script.TINY, 8, 2)[0]
+    with pytest.raises(SystemExit, match="cpu_loops: tidegate of .* is wrong by"):
+        script.measure(work._replace(loop=wrong_loop(right)), 1)
+
+
+def wrong_loop(right):
+    """A loop whose op is another one's."""
+
+    def linear_scan(x, a):
+        return 1.001 * right(x, a)
+
+    return linear_scan
 
 
 def test_float64_attention_has_the_gradients_that_autograd_finds(scripts):
