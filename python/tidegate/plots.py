@@ -205,20 +205,19 @@ def plot_forget_gates(
                 outline = np.histogram(first, edges)[0] * (100.0 / first.size)
                 axes.stairs(outline, edges, color=_UNTRAINED, linewidth=1.2, label="untrained")
             median = float(np.median(flat))
-            axes.axvline(median, color=_BASELINES[0], linewidth=1.4, label=f"median {median:.2f}")
+            axes.axvline(median, color=_BASELINES[0], linewidth=1.4, label="median")
+            said = f"mean {flat.mean():.2f}, median {median:.2f}"
             if bounds is not None:
-                bound = bounds[layer]
-                label = f"mean lower bound {bound:.2f}"
+                bound, label = bounds[layer], "mean lower bound"
                 axes.axvline(bound, color="black", linestyle=":", linewidth=1.4, label=label)
-            axes.set_title(f"layer {layer + 1} (mean {flat.mean():.2f})", fontsize=10)
-            axes.legend(
-                fontsize=8, loc="upper left", frameon=True, framealpha=0.85, edgecolor="none"
-            )
+                said += f", bound {bound:.2f}"
+            axes.set_title(f"layer {layer + 1}\n{said}", fontsize=9)
             axes.set_xlim(0.0, 1.0)
         for axes in panels.flat[len(gates) :]:
             axes.set_visible(False)
+        meaning = "forget gate: 0 forgets at once, 1 keeps for ever"
+        _legend_below(figure, panels.flat[0], title=meaning)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-        figure.supxlabel("forget gate: 0 forgets at once, 1 keeps for ever", fontsize=10)
         figure.supylabel("share of values, % (bins of 0.02)", fontsize=10)
         _save(figure, path)
 
@@ -262,7 +261,7 @@ def plot_gate_parts(
             panels[0, column].set_title(f"layer {layer}", fontsize=10)
             panels[0, column].set_xlabel("sigmoid of the part", fontsize=9)
             panels[1, column].set_xlabel("part of the logit", fontsize=9)
-        panels[0, 0].legend(fontsize=8, loc="upper left", frameon=True, edgecolor="none")
+        _legend_below(figure, panels[0, 0])
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         figure.supylabel("share of values, % (50 bins)", fontsize=10)
         _save(figure, path)
@@ -326,6 +325,20 @@ def plot_token_mixing(
         figure.supxlabel(f"token s: how much of it is in {what} at t", fontsize=10)
         figure.supylabel("token t", fontsize=10)
         _save(figure, path)
+
+
+def _legend_below(figure, axes, title: str | None = None) -> None:
+    """One legend for all panels, outside them: what they show reaches into every corner."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=len(labels),
+        fontsize=9,
+        title=title,
+        title_fontsize=10,
+    )
 
 
 def _save(figure, path: str | os.PathLike[str]) -> None:

@@ -75,7 +75,8 @@ def plot_needle(scores: NeedleScores, path: str | os.PathLike[str], *, title: st
     """Exact-match scores over depth x length as a heat map, a PNG (Figure 4)."""
     rows, columns = scores.exact.shape
     with pyplot.rc_context({**_STYLE, "axes.grid": False}):
-        size = (2.6 + 0.75 * columns, 1.8 + 0.42 * rows)
+        width = max(2.6 + 0.75 * columns, 0.4 + 0.1 * len(title))  # a long title fits too
+        size = (width, 1.8 + 0.42 * rows)
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
         image = axes.imshow(scores.exact, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for row in range(rows):
@@ -85,12 +86,15 @@ def plot_needle(scores: NeedleScores, path: str | os.PathLike[str], *, title: st
         axes.set_xticks(range(columns), [f"{n:,}" for n in scores.lengths])
         axes.set_yticks(range(rows), [f"{d:.0%}" for d in scores.depths])
         beyond = [i for i, n in enumerate(scores.lengths) if scores.trained and n > scores.trained]
-        if beyond:
+        where = ""
+        if len(beyond) == columns:
+            where = "\n(all beyond training)"
+        elif beyond:
             axes.axvline(beyond[0] - 0.5, color="black", linestyle="--", linewidth=1.2)
-        where = " (right of the line: beyond training)" if beyond else ""
+            where = "\n(right of the line: beyond training)"
         axes.set_xlabel(f"length, tokens{where}")
         axes.set_ylabel("depth of the needle")
-        axes.set_title(title)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         figure.colorbar(image, ax=axes, label="answers that match")
         _save(figure, path)
 

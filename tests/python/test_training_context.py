@@ -358,3 +358,26 @@ def test_bad_input_is_one_line(trained, capsys):
         (line,) = captured.err.strip().splitlines()
         assert message in line
         assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [(256, "(all beyond training)"), (600, "(right of the line: beyond training)"), (700, "")],
+)
+def test_needle_plots_say_what_is_beyond_training(trained, said, monkeypatch, tmp_path):
+    """And a long title is in the picture, however few the lengths."""
+    from tidegate import plots_context
+    from tidegate.training.needle import NeedleScores
+
+    kept = []
+    monkeypatch.setattr(plots_context, "_save", lambda figure, path: kept.append(figure))
+    scores = NeedleScores((500, 700), (0.0, 1.0), np.zeros((2, 2)), np.ones((2, 2)), 1, trained)
+    title = "Needle test: HGRN2 + TRANSFORMER-PRO, 360.2M parameters"
+    plots_context.plot_needle(scores, tmp_path / "needle.png", title=title)
+    (figure,) = kept
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    assert axes.get_xlabel() == "\n".join(["length, tokens", *([said] if said else [])])
+    assert len(axes.lines) == ("line" in said)
+    assert figure.get_suptitle() == title
+    assert figure._suptitle.get_window_extent().x1 <= figure.bbox.x1
