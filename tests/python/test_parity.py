@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.module_registry import REGISTRY, SMALL, public_modules
+from support.module_registry import REGISTRY, SMALL, generating, public_modules
 from torch import Tensor, nn
 
 import tidegate
@@ -312,15 +312,43 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
         "room": ({}, lambda m: m(x, m.init_state(2, capacity=2))),
         "step-room": ({}, lambda m: m.step(x[:, 0], m.init_state(2, capacity=0))),
     }
+    vector = {
+        "x-rank": ({}, lambda m: m(x[0])),
+        "x-width": ({}, lambda m: m(x[..., :3])),
+        "gamma": ({}, lambda m: m(x, gamma=torch.zeros(2))),
+        "state-width": ({}, lambda m: m(x, m.init_state(2)[..., :2])),
+        "state-rank": ({}, lambda m: m(x, torch.zeros(2))),
+        "step-rank": ({}, lambda m: m.step(x, m.init_state(2))),
+        "step-gamma": ({}, lambda m: m.step(x[:, 0], m.init_state(2), torch.zeros(2))),
+        "step-state": ({}, lambda m: m.step(x[:, 0], m.init_state(2)[..., :2])),
+    }
+    shifted = {
+        "state-rows": ({"time_shift": True}, lambda m: m(x, torch.zeros(2, 3, 4))),
+        "step-rows": ({}, lambda m: m.step(x[:, 0], torch.zeros(2, 4, 4))),
+    }
+    bound = {
+        "gamma-width": ({"lower_bound": True}, lambda m: m(x, gamma=torch.zeros(3))),
+        "gamma-step": (
+            {"lower_bound": True},
+            lambda m: m.step(x[:, 0], m.init_state(2), torch.zeros(3)),
+        ),
+    }
     cases = {
         "HGRU": hgru,
         "HGRU2": hgru2,
         "GatedLinearAttention": gla,
         "Attention": attention,
         "ForgettingAttention": attention,
+        "GatedLinearRNN": vector | bound,
+        "GatedRNN": vector,
+        "LRU": vector,
+        "SLRU": vector,
+        "RWKV4": vector | shifted,
     }
+    assert sorted(cases) == sorted(MIXERS)
+    with_heads = ("HGRU2", "GatedLinearAttention", "Attention", "ForgettingAttention")
     return {
-        f"{name}-{case}": (name, ({} if name == "HGRU" else {"num_heads": 2}) | options, use)
+        f"{name}-{case}": (name, ({"num_heads": 2} if name in with_heads else {}) | options, use)
         for name, found in cases.items()
         for case, (options, use) in found.items()
     }
@@ -476,20 +504,9 @@ def test_broken_json_is_refused_by_both(text):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("mixer", "given"),
-    [
-        ("hgrn", {}),
-        ("hgrn2", {"num_heads": 2}),
-        ("gla", {"num_heads": 2, "normalize": True, "feature_map": "elu+1"}),
-        ("transformer", {"num_heads": 2}),
-        ("transformer-pro", {"num_heads": 2}),
-        ("fox", {"num_heads": 2}),
-        ("fox-pro", {"num_heads": 2, "window": 4}),
-    ],
-)
-def test_generation(options, mixer, given, device):
-    config = SMALL.replace(mixer=mixer, mixer_options=given)
+@pytest.mark.parametrize("name", list(generating()))
+def test_generation(options, name, device):
+    config = generating()[name]
     native = tidegate.models.CausalLM(config, device=device, dtype=torch.float64)
     twin = cpp.CausalLM(config, device=device, dtype=torch.float64)
     shake(native, twin)
@@ -500,7 +517,7 @@ def test_generation(options, mixer, given, device):
     assert twin.training
     positions = torch.tensor([[0], [4], [2]], device=device)
     mine = native.logits_at(ids, positions)
-    assert_same([mine], [twin.logits_at(ids, positions)], f"{mixer} at positions")
+    assert_same([mine], [twin.logits_at(ids, positions)], f"{name} at positions")
 
 
 @pytest.mark.parametrize("name", MODELS)

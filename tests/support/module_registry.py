@@ -423,6 +423,7 @@ _MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("lru", {"state": 3, "skip": True}),
     ("lru", {"gate": "data", "r_min": 0}),
     ("slru", {}),
+    ("rwkv4", {"time_shift": True}),
 )
 
 
@@ -452,18 +453,52 @@ def _configs(**changes: Any) -> Iterator[LMConfig]:
 
 
 def _rnn_configs(**changes: Any) -> Iterator[LMConfig]:
-    """Small models of GatedLinearRNN, and of layers that differ; the last ones' bounds differ in
-    width."""
+    """Small models of the minimal gated RNNs, and of layers that differ; the last ones' bounds
+    differ in width."""
     for options in ({}, {"lower_bound": True, "gate_init": "chrono:9"}, {"gate_init": "ugi"}):
         yield SMALL.replace(mixer="gated-linear-rnn", mixer_options=options, **changes)
     yield SMALL.replace(mixer="gated-rnn", **changes)
     first = {"layer_options": [{"gate_init": "gumbel-softmax", "gumbel_gate": 0.9}]}
     yield SMALL.replace(mixer=["hgrn", "gated-linear-rnn"], **first, **changes)
     yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], **first, tied=False, **changes)
+    yield from (SMALL.replace(**mixed, **changes) for mixed in _MIXED)
     both = [{"lower_bound": True}, {"complex": False}]
     yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], layer_options=both, **changes)
     wide = [{"lower_bound": True}, {"expand": 2}]
     yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], layer_options=wide, **changes)
+
+
+# Attention beside recurrences, whose states have other shapes, and layers that know their depth.
+_MIXED: tuple[dict[str, Any], ...] = (
+    {
+        "mixer": ["hgrn2", "fox-pro", "gated-rnn"],
+        "layers": 3,
+        "layer_options": [{"num_heads": 2}, {"num_heads": 2, "window": 3}],
+    },
+    {
+        "mixer": ["rwkv4", "transformer", "rwkv4"],
+        "layers": 3,
+        "layer_options": [{}, {"num_heads": 1}, {"time_shift": True}],
+    },
+)
+
+
+def generating() -> dict[str, LMConfig]:
+    """Language models to generate with, by what they are: every mixer, and layers that differ."""
+    heads = {"num_heads": 2}
+    options: dict[str, dict[str, Any]] = {
+        "hgrn2": heads,
+        "gla": {**heads, "normalize": True, "feature_map": "elu+1"},
+        "lru": {"gate": "data"},
+        "rwkv4": {"time_shift": True},
+        "fox": heads,
+        "fox-pro": {**heads, "window": 4},
+        "transformer": heads,
+        "transformer-pro": heads,
+    }
+    names = tidegate.models.mixers()
+    alone = {n: SMALL.replace(mixer=n, mixer_options=options.get(n, {})) for n in names}
+    return alone | {"+".join(mixed["mixer"]): SMALL.replace(**mixed) for mixed in _MIXED}
 
 
 def _model_arguments(**changes: Any) -> list[Arguments]:
@@ -546,21 +581,21 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3
     ),
     "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=94),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=98),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=87, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=93, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=94,
+        allowed=100,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=95,
+        allowed=101,
     ),
 }
