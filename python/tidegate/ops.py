@@ -59,6 +59,15 @@ def _offsets_on(op: str, cu_seqlens: Tensor | None, device: torch.device) -> Ten
     return cu_seqlens.to(device)
 
 
+def packed_bounds(owner: str, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The bounds ``[N + 1]`` of the sequences packed into x ``[1, T, ...]``: int64, on x's device.
+
+    For modules that read them outside an op: the checks are the ops', in the name of `owner`.
+    """
+    cu_seqlens = _offsets_on(owner, cu_seqlens, x.device)
+    return torch.ops.tidegate.packed_bounds(x, cu_seqlens, owner)
+
+
 def linear_scan(
     x: Tensor,
     a: Tensor,
@@ -691,4 +700,4 @@ def init_rope_theta_(p: Tensor) -> Tensor:
     return p
 
 
-globals().update(_library.stand_ins([*__all__, "gated_rnn_with_logits"]))
+globals().update(_library.stand_ins([*__all__, "gated_rnn_with_logits", "packed_bounds"]))

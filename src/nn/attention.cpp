@@ -39,10 +39,9 @@ void AttentionImpl::reset() {
   if (!UndrawnGuard::is_active()) reset_parameters();
 }
 
-Tensor AttentionImpl::attend(const Operands& x, const OptionalTensor& cu_seqlens) const {
-  if (!cu_seqlens) return scores(x.q, x.k, x.v, {});
+Tensor AttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {
+  if (!layout.is_packed()) return scores(x.q, x.k, x.v, {});
   // Packed sequences are laid out as rows of a batch; reads the lengths on the host.
-  const TokenLayout layout(x.q, cu_seqlens);
   const int64_t size = longest(layout);
   return packed(
       scores(padded(x.q, layout, size), padded(x.k, layout, size), padded(x.v, layout, size), {}),

@@ -91,8 +91,10 @@ Tensor ForgettingAttentionImpl::log_gate(const Tensor& x) const {
   return at::log_sigmoid(widen(apply_linear(gate_proj, x)) + gate_bias);
 }
 
-Tensor ForgettingAttentionImpl::attend(const Operands& x, const OptionalTensor& cu_seqlens) const {
+Tensor ForgettingAttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {
   const auto type = x.v.scalar_type();
+  const OptionalTensor cu_seqlens =
+      layout.is_packed() ? OptionalTensor(layout.bounds()) : std::nullopt;
   return std::get<0>(forgetting_attention(x.q.to(type), x.k.to(type), x.v, x.log_f,
                                           /*scale=*/std::nullopt, switches_.window, cu_seqlens,
                                           /*cu_seqlens_k=*/std::nullopt, options.prune()));

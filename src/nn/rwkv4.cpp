@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "src/nn/common.h"
+#include "src/ops/checks.h"
 
 namespace tidegate::nn {
 namespace {
@@ -25,7 +26,9 @@ void write(const Tensor& parameter, const std::vector<double>& values) {
 /// [N, 1, D]: the tokens before the first ones; undefined: zeros.
 std::pair<Tensor, Tensor> previous_tokens(const Tensor& x, const Tensor& last,
                                           const OptionalTensor& cu_seqlens) {
-  const int64_t count = cu_seqlens ? cu_seqlens->numel() - 1 : x.size(0);
+  Tensor bounds;
+  if (cu_seqlens) bounds = ops::packed_bounds({"RWKV4", "x", x}, *cu_seqlens);
+  const int64_t count = cu_seqlens ? bounds.numel() - 1 : x.size(0);
   const Tensor first =
       last.defined() ? last.to(x.scalar_type()) : at::zeros({count, 1, x.size(2)}, x.options());
   if (!cu_seqlens) {
@@ -33,7 +36,6 @@ std::pair<Tensor, Tensor> previous_tokens(const Tensor& x, const Tensor& last,
     return {whole.narrow(1, 0, x.size(1)), whole.narrow(1, x.size(1), 1)};
   }
   if (x.size(1) == 0 || count == 0) return {x, first};
-  const Tensor bounds = cu_seqlens->to(x.device(), at::kLong);
   const Tensor here = at::arange(x.size(1), bounds.options());
   const Tensor sequence =
       at::searchsorted(bounds, here, /*out_int32=*/false, /*right=*/true).sub(1);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/nn/common.h"
+#include "src/ops/checks.h"
 
 namespace tidegate::nn {
 namespace {
@@ -79,10 +80,10 @@ Tensor enlarged(const Tensor& cache, int64_t size) {
 
 }  // namespace
 
-TokenLayout::TokenLayout(const Tensor& x, const OptionalTensor& cu_seqlens)
+TokenLayout::TokenLayout(const char* owner, const Tensor& x, const OptionalTensor& cu_seqlens)
     : batch_(x.size(0)), time_(x.size(1)), count_(x.size(0)), integers_(integers(x)) {
   if (!cu_seqlens) return;
-  bounds_ = cu_seqlens->to(x.device(), torch::kLong);
+  bounds_ = ops::packed_bounds({owner, "x", x}, *cu_seqlens);
   count_ = bounds_.numel() - 1;
 }
 
@@ -281,19 +282,18 @@ SoftmaxAttention::Operands SoftmaxAttention::operands(
 
 std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const MixerState& state,
                                                          const OptionalTensor& gamma,
-                                                         const OptionalTensor& given_bounds) {
-  const OptionalTensor cu_seqlens = normalized(given_bounds);
+                                                         const OptionalTensor& cu_seqlens) {
   check_mixer_input(switches_.owner, x, switches_.dim);
   refuse_gamma(gamma);
-  const TokenLayout layout(x, cu_seqlens);
+  const TokenLayout layout(switches_.owner, x, normalized(cu_seqlens));
   std::optional<AttentionState> before;
   if (!state.empty()) before = checked(state, layout.count());
   const Operands parts = operands(x, layout, before);
-  if (!before) return {output(attend(parts, cu_seqlens), parts.g), {}};
+  if (!before) return {output(attend(parts, layout), parts.g), {}};
   const AttentionState after = extended(*before, parts, layout);
   // Where nothing was read before, the keys are the new ones.
   const bool is_fresh = before->room[0].item<int64_t>() == 0;
-  const Tensor o = is_fresh ? attend(parts, cu_seqlens) : attend_state(parts.q, after, layout);
+  const Tensor o = is_fresh ? attend(parts, layout) : attend_state(parts.q, after, layout);
   return {output(o, parts.g), after.tensors()};
 }
 
@@ -306,7 +306,7 @@ Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
   AttentionState state = checked(tensors, given.size(0));
   make_room(state);
   const Tensor x = given.unsqueeze(1);
-  const TokenLayout layout(x, std::nullopt);
+  const TokenLayout layout(switches_.owner, x, std::nullopt);
   const Operands parts = operands(x, layout, state);
   const Tensor rows = at::arange(x.size(0), integers(x));
   const Tensor places = state.lengths.to(torch::kLong);

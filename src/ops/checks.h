@@ -80,6 +80,9 @@ bool debug_checks_enabled();
 /// `cu_seqlens` rises from 0 to T. Offsets on the CPU are always checked, others in debug mode.
 void check_cu_seqlens_values(const Reference& data, const OptionalTensor& cu_seqlens);
 
+/// `cu_seqlens` `[N + 1]`, checked by the two above: int64, a copy on the data's device.
+at::Tensor packed_bounds(const Reference& data, const at::Tensor& cu_seqlens);
+
 /// `cu_seqlens_k`, where given, rises from 0 to Tk, and no sequence has more queries than keys. The
 /// same offsets are looked at as by check_cu_seqlens_values, which comes first.
 void check_key_offsets_values(const Reference& keys, const OptionalTensor& cu_seqlens,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from support.attention_cases import MAKERS
+
+from tidegate import ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 by_case = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -124,6 +127,54 @@ def test_wrong_arguments_are_refused(name):
         mixer.step(x[:, 0], state)
     with pytest.raises(ValueError, match=r"expected room for 3 tokens, .*; got 2"):
         mixer.step(x[:, 0], state)
+
+
+@by_case
+@pytest.mark.parametrize("has_state", [False, True])
+def test_offsets_that_do_not_fit(make, has_state):
+    mixer = make()
+    x = randn(1, 6, mixer.dim)
+    calls = {
+        "must rise from 0 to T = 6, got [0, 3, 5]": torch.tensor([0, 3, 5]),
+        "must rise from 0 to T = 6, got [0, 3, 7]": torch.tensor([0, 3, 7]),
+        "must rise from 0 to T = 6, got [0, 5, 3, 6]": torch.tensor([0, 5, 3, 6]),
+        "must rise from 0 to T = 6, got [1, 6]": torch.tensor([1, 6], dtype=torch.int32),
+        "must be int32 or int64, got float32": torch.tensor([0.0, 6.0]),
+        "must have shape [N + 1], got [1, 2]": torch.tensor([[0, 6]]),
+    }
+    for message, bounds in calls.items():
+        state = mixer.init_state(bounds.numel() - 1) if has_state else None
+        with pytest.raises(RuntimeError, match=re.escape(f"{mixer._owner}: cu_seqlens {message}")):
+            mixer(x, state, cu_seqlens=bounds)
+    message = f"x must have a batch of 1 when cu_seqlens is given, got [2, 6, {mixer.dim}]"
+    with pytest.raises(RuntimeError, match=re.escape(f"{mixer._owner}: {message}")):
+        mixer(x.expand(2, 6, -1), cu_seqlens=torch.tensor([0, 6]))
+    message = "expected all tensors on cpu like x, got cu_seqlens on meta"
+    with pytest.raises(RuntimeError, match=f"{mixer._owner}: {message}"):
+        mixer(x, cu_seqlens=torch.zeros(2, dtype=torch.int64, device="meta"))
+
+
+def test_packed_bounds(device):
+    x = torch.zeros(1, 6, 2, device=device)
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    found = ops.packed_bounds("Attention", x, bounds)
+    assert found.device == x.device
+    assert found.dtype == torch.int64
+    assert found.tolist() == [0, 2, 6]
+    for given in (bounds.to(device), found):
+        torch.library.opcheck(torch.ops.tidegate.packed_bounds.default, (x, given, "Attention"))
+
+
+@pytest.mark.gpu
+@by_preset
+def test_offsets_on_the_gpu_are_looked_at_in_debug_mode(name, device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("those on the CPU always are")
+    monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+    mixer = MAKERS[name]().to(device)
+    x = randn(1, 6, mixer.dim).to(device)
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to T = 6"):
+        mixer(x, cu_seqlens=torch.tensor([0, 9], device=device))
 
 
 @by_preset

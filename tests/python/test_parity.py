@@ -114,10 +114,13 @@ def assert_same(mine: list[Tensor], other: list[Tensor], what: str) -> None:
 
 
 def refusal(use: Callable[[], Any]) -> str:
-    """The text of the ValueError that `use` raises."""
-    with pytest.raises(ValueError, match="expected|lengths|LMConfig") as caught:
+    """The text of the error that `use` raises: a ValueError, or, of checks that ops share with
+    modules, a RuntimeError."""
+    with pytest.raises(
+        (ValueError, RuntimeError), match="expected|lengths|LMConfig|must"
+    ) as caught:
         use()
-    text = str(caught.value).replace("torch.int64", "Long")
+    text = str(caught.value).splitlines()[0].replace("torch.int64", "Long")
     return re.sub(r"(\d)\.0\b", r"\1", text)  # C++ prints 1.0 as 1
 
 
@@ -268,6 +271,32 @@ def test_steps(name, device):
         assert_same(leaves(final), leaves(cpp_state), what)
 
 
+def offsets_misuses() -> dict[str, Callable[[Any], Any]]:
+    """Bounds of packed sequences that do not fit, for modules that read them themselves."""
+    x = torch.zeros(1, 6, 4)
+    wrong = {
+        "short": torch.tensor([0, 3, 5]),
+        "long": torch.tensor([0, 3, 7]),
+        "falling": torch.tensor([0, 5, 3, 6]),
+        "late": torch.tensor([1, 3, 6]),
+        "float": torch.tensor([0.0, 6.0]),
+        "rank": torch.tensor([[0, 6]]),
+        "none": torch.tensor([], dtype=torch.int64),
+        "device": torch.zeros(2, dtype=torch.int64, device="meta"),
+    }
+    found = {
+        name: lambda m, bounds=bounds: m(x, cu_seqlens=bounds) for name, bounds in wrong.items()
+    }
+    found |= {
+        f"{name}-state": lambda m, bounds=bounds: m(
+            x, m.init_state(bounds.numel() - 1), cu_seqlens=bounds
+        )
+        for name, bounds in wrong.items()
+        if name in ("short", "long", "falling", "late")
+    }
+    return found | {"batch": lambda m: m(x.view(2, 3, 4), cu_seqlens=torch.tensor([0, 3]))}
+
+
 def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     x = torch.zeros(2, 3, 4)
     hgru = {
@@ -332,6 +361,10 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
             {"lower_bound": True},
             lambda m: m.step(x[:, 0], m.init_state(2), torch.zeros(3)),
         ),
+    }
+    attention |= {f"offsets-{name}": ({}, use) for name, use in offsets_misuses().items()}
+    shifted |= {
+        f"offsets-{name}": ({"time_shift": True}, use) for name, use in offsets_misuses().items()
     }
     cases = {
         "HGRU": hgru,

@@ -54,8 +54,7 @@ class AttentionImpl : public Module<AttentionImpl>, public SoftmaxAttention {
   AttentionOptions options;
 
  protected:
-  torch::Tensor attend(const Operands& x,
-                       const std::optional<torch::Tensor>& cu_seqlens) const override;
+  torch::Tensor attend(const Operands& x, const TokenLayout& layout) const override;
   torch::Tensor attend_state(const torch::Tensor& q, const AttentionState& state,
                              const TokenLayout& layout) const override;
   torch::Tensor attend_step(const torch::Tensor& q, const AttentionState& state) const override;

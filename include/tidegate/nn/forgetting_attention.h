@@ -72,8 +72,7 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
   void reset_gate() override;
   int64_t gate_heads() const override { return switches_.num_heads; }
   torch::Tensor unreachable(const AttentionState& state) const override;
-  torch::Tensor attend(const Operands& x,
-                       const std::optional<torch::Tensor>& cu_seqlens) const override;
+  torch::Tensor attend(const Operands& x, const TokenLayout& layout) const override;
   torch::Tensor attend_state(const torch::Tensor& q, const AttentionState& state,
                              const TokenLayout& layout) const override;
   torch::Tensor attend_step(const torch::Tensor& q, const AttentionState& state) const override;

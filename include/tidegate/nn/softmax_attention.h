@@ -63,7 +63,8 @@ struct SoftmaxAttentionSwitches {
 /// `[1, T]`, packed `[1, T]`. What nobody asks for is not made.
 class TokenLayout {
  public:
-  TokenLayout(const torch::Tensor& x, const std::optional<torch::Tensor>& cu_seqlens);
+  TokenLayout(const char* owner, const torch::Tensor& x,
+              const std::optional<torch::Tensor>& cu_seqlens);
 
   bool is_packed() const { return bounds_.defined(); }
   int64_t count() const { return count_; }
@@ -165,8 +166,7 @@ class SoftmaxAttention : public TokenMixer {
   /// may be.
   virtual torch::Tensor unreachable(const AttentionState& state) const;
   /// o `[B, T, H, D]` of queries and keys that are the same tokens.
-  virtual torch::Tensor attend(const Operands& x,
-                               const std::optional<torch::Tensor>& cu_seqlens) const = 0;
+  virtual torch::Tensor attend(const Operands& x, const TokenLayout& layout) const = 0;
   /// o `[B, T, H, D]` of the last tokens that the state holds, over all of them.
   virtual torch::Tensor attend_state(const torch::Tensor& q, const AttentionState& state,
                                      const TokenLayout& layout) const = 0;

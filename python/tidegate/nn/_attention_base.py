@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import rotary
+from ..ops import packed_bounds, rotary
 from ._attention_state import (
     AttentionState,
     empty_attention_state,
@@ -71,12 +71,12 @@ class Layout:
     not made.
     """
 
-    def __init__(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, owner: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
         self.batch, self.time = x.shape[:2]
         self.device = x.device
         self.is_packed = cu_seqlens is not None
-        self.count = self.batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        self._bounds = None if cu_seqlens is None else cu_seqlens.to(x.device).long()
+        self._bounds = None if cu_seqlens is None else packed_bounds(owner, x, cu_seqlens)
+        self.count = self.batch if self._bounds is None else self._bounds.numel() - 1
 
     def _arange(self, size: int) -> Tensor:
         return torch.arange(size, device=self.device)
@@ -293,15 +293,15 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         """
         check_mixer_input(self._owner, x, self.dim)
         self._refuse_gamma(gamma)
-        layout = Layout(x, cu_seqlens)
+        layout = Layout(self._owner, x, cu_seqlens)
         if state is not None:
             state = self._checked(state, layout.count)
         q, k, v, g, log_f, last = self._operands(x, layout, state)
         if state is None:
-            return self._output(self._attend(q, k, v, log_f, cu_seqlens), g), None
+            return self._output(self._attend(q, k, v, log_f, layout), g), None
         after = self._extended(state, k, v, log_f, last, layout)
         if int(state.room[0]) == 0:  # nothing was read before: the keys are the new ones
-            o = self._attend(q, k, v, log_f, cu_seqlens)
+            o = self._attend(q, k, v, log_f, layout)
         else:
             o = self._attend_state(q, after, layout)
         return self._output(o, g), after
@@ -315,7 +315,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         state = self._checked(state, x.size(0))
         make_room_(self._owner, state, self._unreachable)
         x = x[:, None]
-        layout = Layout(x, None)
+        layout = Layout(self._owner, x, None)
         q, k, v, g, log_f, last = self._operands(x, layout, state)
         rows, places = torch.arange(x.size(0), device=x.device), state.lengths.long()
         new = (k, v) if log_f is None else (k, v, log_f)
@@ -360,7 +360,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         """What attends to what, for whoever wants to look, of tokens x ``[B, T, dim]``: q
         ``[B, T, H, D]``, k ``[B, T, Hkv, D]``, shifted, normed, rotated; log f ``[B, T, H]``, or
         None."""
-        q, k, _, _, log_f, _ = self._operands(x, Layout(x, None), None)
+        q, k, _, _, log_f, _ = self._operands(x, Layout(self._owner, x, None), None)
         return q, k, log_f
 
     def _log_gate(self, x: Tensor) -> Tensor | None:
@@ -369,7 +369,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
 
     @abstractmethod
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, layout: Layout
     ) -> Tensor:
         """o ``[B, T, H, D]`` of queries and keys that are the same tokens."""
 

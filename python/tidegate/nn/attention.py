@@ -93,12 +93,11 @@ class Attention(SoftmaxAttention):
         self.reset_parameters()
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, layout: Layout
     ) -> Tensor:
-        if cu_seqlens is None:
+        if not layout.is_packed:
             return self._scores(q, k, v, None)
         # Packed sequences are laid out as rows of a batch; reads the lengths on the host.
-        layout = Layout(q, cu_seqlens)
         size, rows, steps = longest(layout.lengths), layout.rows[0], layout.steps[0]
         q, k, v = (_padded(t, rows, steps, layout.count, size) for t in (q, k, v))
         return self._scores(q, k, v, None)[rows, steps][None]

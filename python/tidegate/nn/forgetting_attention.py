@@ -174,8 +174,8 @@ class ForgettingAttention(SoftmaxAttention):
         return self.gate == "data"
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of: x ``[..., dim]`` -> ``[..., H]``, fp32 or fp64.
-        Only with gate="data".
+        """What the forget gate is the sigmoid of: x ``[..., dim]`` -> ``[..., H]``,
+        fp32 or fp64. Only with gate="data".
         cu_seqlens: makes no difference, since the gate reads its own token alone."""
         return widen(self.gate_proj(x)) + self.gate_bias
 
@@ -192,11 +192,12 @@ class ForgettingAttention(SoftmaxAttention):
         return self._log_gate(x)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, layout: Layout
     ) -> Tensor:
         q, k = q.to(v.dtype), k.to(v.dtype)
+        bounds = layout.bounds if layout.is_packed else None
         return ops.forgetting_attention(
-            q, k, v, log_f, window=self.window, cu_seqlens=cu_seqlens, prune=self.prune
+            q, k, v, log_f, window=self.window, cu_seqlens=bounds, prune=self.prune
         )
 
     def _attend_state(self, q: Tensor, state: AttentionState, layout: Layout) -> Tensor:

@@ -207,14 +207,14 @@ def _previous_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The token before each one of x ``[B, T, D]``, and the last of every sequence ``[N, 1, D]``.
     last ``[N, 1, D]``: the tokens before the first ones; None: zeros."""
-    count = x.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
+    bounds = None if cu_seqlens is None else ops.packed_bounds("RWKV4", x, cu_seqlens)
+    count = x.size(0) if bounds is None else bounds.numel() - 1
     first = x.new_zeros(count, 1, x.size(2)) if last is None else last.to(x.dtype)
-    if cu_seqlens is None:
+    if bounds is None:
         whole = torch.cat([first, x], 1)
         return whole[:, :-1], whole[:, -1:]
     if x.size(1) == 0 or count == 0:
         return x, first
-    bounds = cu_seqlens.to(x.device).long()
     here = torch.arange(x.size(1), device=x.device)
     sequence = torch.searchsorted(bounds, here, right=True) - 1
     begins = (here == bounds[sequence])[None, :, None]
