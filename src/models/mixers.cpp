@@ -69,6 +69,8 @@ template <typename Visit>
 void visit_options(nn::HGRU2Options& options, const Visit& visit) {
   visit("num_heads", options.num_heads());
   visit("expand_ratio", options.expand_ratio());
+  visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
   visit("bidirectional", options.bidirectional());
   visit("preset", options.preset());
   visit("q_activation", options.q_activation());
@@ -88,6 +90,8 @@ void visit_options(nn::GatedLinearAttentionOptions& options, const Visit& visit)
   visit("value_dim", options.value_dim());
   visit("gate_rank", options.gate_rank());
   visit("gate_temperature", options.gate_temperature());
+  visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
   visit("output_gate", options.output_gate());
   visit("norm", options.norm());
   visit("norm_eps", options.norm_eps());
@@ -101,6 +105,8 @@ void visit_options(nn::LRUOptions& options, const Visit& visit) {
   visit("r_max", options.r_max());
   visit("max_phase", options.max_phase());
   visit("gate", options.gate());
+  visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
 }
 
 template <typename Visit>
@@ -141,6 +147,7 @@ void visit_options(nn::ForgettingAttentionOptions& options, const Visit& visit) 
   visit("num_kv_heads", options.num_kv_heads());
   visit("gate", options.gate());
   visit("gate_init", options.gate_init());
+  visit("gumbel_gate", options.gumbel_gate());
   visit_switches(options, visit);
   visit("prune", options.prune());
   visit("drop_pruned", options.drop_pruned());

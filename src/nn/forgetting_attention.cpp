@@ -7,6 +7,7 @@
 
 #include "src/nn/attention_switches.h"
 #include "src/nn/common.h"
+#include "src/nn/gate_init.h"
 
 namespace tidegate::nn {
 namespace {
@@ -19,8 +20,10 @@ constexpr const char* kOwner = "ForgettingAttention";
 // that are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
 const double kLogMostTokens = 32 * std::log(2.0);
 
-// T_min and T_max of "long:T_min:T_max"; unset for "zero".
-std::optional<std::pair<double, double>> parse_long_init(const std::string& text) {
+constexpr const char* kOwnInits = "'zero', 'long:T_min:T_max' with numbers above 0, ";
+
+// T_min and T_max of "long:T_min:T_max"; unset for the others.
+std::optional<std::pair<double, double>> parse_init(const std::string& text, int64_t heads) {
   static const std::regex spec(R"(long:(\d{1,9}(?:\.\d{1,9})?):(\d{1,9}(?:\.\d{1,9})?))");
   if (text == "zero") return std::nullopt;
   std::smatch match;
@@ -28,10 +31,8 @@ std::optional<std::pair<double, double>> parse_long_init(const std::string& text
     const std::pair spans(std::stod(match[1]), std::stod(match[2]));
     if (spans.first > 0 && spans.second > 0) return spans;
   }
-  TORCH_CHECK_VALUE(false, kOwner,
-                    ": gate_init: expected 'zero', or 'long:T_min:T_max' with numbers above 0; got "
-                    "'",
-                    text, "'");
+  parse_gate_init(kOwner, text, heads, kOwnInits);
+  return std::nullopt;
 }
 
 // max|w| of a norm: over its channels, and over the heads, which is a bound for each.
@@ -42,10 +43,12 @@ Tensor largest_weight(const Norm& norm) { return widen(norm->weight.detach()).ab
 ForgettingAttentionImpl::ForgettingAttentionImpl(const ForgettingAttentionOptions& given)
     : SoftmaxAttention(resolve_switches(kOwner, given)), options(given) {
   check_choice(kOwner, "gate", options.gate(), {"data", "independent", "fixed", "none"});
-  long_ = parse_long_init(options.gate_init());
-  TORCH_CHECK_VALUE(!long_ || options.gate() != "none", kOwner,
+  long_ = parse_init(options.gate_init(), switches_.num_heads);
+  TORCH_CHECK_VALUE(options.gate_init() == "zero" || options.gate() != "none", kOwner,
                     ": gate_init: expected 'zero' with gate='none'; got '", options.gate_init(),
                     "'");
+  check_gate_options(kOwner, options.gate() == "data", "gate='data'", std::nullopt,
+                     options.gumbel_gate(), switches_.num_heads);
   const double prune = options.prune().value_or(0.5);
   TORCH_CHECK_VALUE(prune > 0 && prune < 1, kOwner,
                     ": prune: expected a number between 0 and 1; got ", prune);
@@ -75,9 +78,21 @@ void ForgettingAttentionImpl::reset_gate() {
   if (!gate_bias.defined()) return;
   if (long_) {
     init_long_(gate_bias, long_->first, long_->second);
-  } else {
+  } else if (options.gate_init() == "zero") {
     init_constant_(gate_bias, 0.0);
+  } else {
+    parse_gate_init(kOwner, options.gate_init(), switches_.num_heads, kOwnInits)
+        .draw(gate_bias, switches_.dim);
   }
+}
+
+Tensor ForgettingAttentionImpl::gate_logits(const Tensor& x) const {
+  return widen(apply_linear(gate_proj, x)) + gate_bias;
+}
+
+Tensor ForgettingAttentionImpl::training_log_gate(const Tensor& x) const {
+  if (!options.gumbel_gate() || !is_training()) return log_gate(x);
+  return at::log_sigmoid(gumbel_gate(gate_logits(x), *options.gumbel_gate()));
 }
 
 Tensor ForgettingAttentionImpl::log_gate(const Tensor& x) const {
@@ -88,7 +103,7 @@ Tensor ForgettingAttentionImpl::log_gate(const Tensor& x) const {
         .expand(shape);
   }
   if (!gate_proj) return at::log_sigmoid(gate_bias).expand(shape);
-  return at::log_sigmoid(widen(apply_linear(gate_proj, x)) + gate_bias);
+  return at::log_sigmoid(gate_logits(x));
 }
 
 Tensor ForgettingAttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {

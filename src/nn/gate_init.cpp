@@ -41,7 +41,8 @@ void GateInit::draw(const at::Tensor& bias, int64_t dim) const {
   }
 }
 
-GateInit parse_gate_init(const char* owner, const std::string& text, int64_t channels) {
+GateInit parse_gate_init(const char* owner, const std::string& text, int64_t channels,
+                         const char* also) {
   static const std::regex spec(
       R"((standard|ugi)|(chrono):(\d{1,9})|(gumbel-softmax)(:(-?\d{1,9}(\.\d{1,9})?):(\d{1,9}(\.\d{1,9})?))?)");
   std::smatch match;
@@ -61,15 +62,26 @@ GateInit parse_gate_init(const char* owner, const std::string& text, int64_t cha
       return found;
     }
   }
-  TORCH_CHECK_VALUE(false, owner,
-                    ": gate_init: expected 'standard', 'ugi', 'chrono:T_max' with T_max of 2 or "
-                    "more, or 'gumbel-softmax:alpha:tau' with tau above 0; got '",
+  TORCH_CHECK_VALUE(false, owner, ": gate_init: expected ", also,
+                    "'standard', 'ugi', 'chrono:T_max' with T_max of 2 or more, or "
+                    "'gumbel-softmax:alpha:tau' with tau above 0; got '",
                     text, "'");
 }
 
 void check_gumbel_gate(const char* owner, std::optional<double> tau) {
   TORCH_CHECK_VALUE(!tau || *tau > 0.0, owner, ": gumbel_gate: expected a number above 0; got ",
                     tau.value_or(0.0));
+}
+
+void check_gate_options(const char* owner, bool has_data, const char* needed,
+                        const std::optional<std::string>& gate_init,
+                        std::optional<double> gumbel_gate, int64_t channels) {
+  TORCH_CHECK_VALUE(has_data || !gate_init, owner, ": gate_init: expected None unless ", needed,
+                    ", whose logits it changes; got '", gate_init.value_or(""), "'");
+  TORCH_CHECK_VALUE(has_data || !gumbel_gate, owner, ": gumbel_gate: expected None unless ", needed,
+                    ", whose logits it changes; got ", gumbel_gate.value_or(0.0));
+  if (gate_init) parse_gate_init(owner, *gate_init, channels);
+  check_gumbel_gate(owner, gumbel_gate);
 }
 
 at::Tensor gumbel_gate(const at::Tensor& f, double tau) {

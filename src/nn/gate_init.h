@@ -21,11 +21,18 @@ struct GateInit {
 };
 
 /// What `text` means for a gate of `channels` channels. Throws c10::ValueError naming what is
-/// expected.
-GateInit parse_gate_init(const char* owner, const std::string& text, int64_t channels);
+/// expected, `also` before the rest.
+GateInit parse_gate_init(const char* owner, const std::string& text, int64_t channels,
+                         const char* also = "");
 
 /// Throws c10::ValueError unless tau is unset or above zero.
 void check_gumbel_gate(const char* owner, std::optional<double> tau);
+
+/// Both options, of a gate that depends on the data if `has_data`; otherwise None alone fits.
+/// needed: what makes it so, "gate='data'".
+void check_gate_options(const char* owner, bool has_data, const char* needed,
+                        const std::optional<std::string>& gate_init,
+                        std::optional<double> gumbel_gate, int64_t channels);
 
 /// Gate logits f with fresh logistic noise a step and element: (f + logit u) / tau, u uniform on
 /// (0, 1), from the default generator of f's device (arXiv 1806.02988).

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "src/nn/common.h"
+#include "src/nn/gate_init.h"
 
 namespace tidegate::nn {
 namespace {
@@ -46,6 +47,8 @@ GatedLinearAttentionOptions resolve(GatedLinearAttentionOptions options) {
   TORCH_CHECK_VALUE(*options.gate_temperature() > 0, kName,
                     ": gate_temperature: expected a positive number; got ",
                     *options.gate_temperature());
+  check_gate_options(kName, /*has_data=*/true, "", options.gate_init(), options.gumbel_gate(),
+                     options.gate() == "vector" ? *options.key_dim() : options.num_heads());
   TORCH_CHECK_VALUE(!options.normalize() || options.feature_map(), kName,
                     ": feature_map: expected 'elu+1', 'relu' or 'exp' with normalize=True, whose "
                     "divisor must not be negative; got None");
@@ -89,6 +92,11 @@ void GatedLinearAttentionImpl::reset() {
 void GatedLinearAttentionImpl::reset_parameters() {
   reset_linear(in_proj);
   reset_linear(gate_proj);
+  if (options.gate_init()) {
+    const Tensor& bias = gate_proj->bias;
+    parse_gate_init(kName, *options.gate_init(), bias.numel())
+        .draw(bias, gate_proj->options.in_features());
+  }
   norm->reset_parameters();
   reset_linear(out_proj);
 }
@@ -116,7 +124,7 @@ std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
   check_mixer_input(kName, x, options.dim());
   refuse_gamma(gamma);
   if (!state.empty()) check_state(state);
-  const Operands in = project(x);
+  const Operands in = project(x, is_training() ? options.gumbel_gate() : std::nullopt);
   const OptionalTensor s0 = state.empty() ? std::nullopt : OptionalTensor(state[0]);
   const auto [o, s] = gated_linear_attention(in.q, in.k, in.v, in.log_f, s0, scale(),
                                              /*reverse=*/false, cu_seqlens);
@@ -166,7 +174,8 @@ void GatedLinearAttentionImpl::check_state(const MixerState& state) const {
 }
 
 // All projections of x by one matrix product, the gate's second one, and views of them.
-GatedLinearAttentionImpl::Operands GatedLinearAttentionImpl::project(const Tensor& x) const {
+GatedLinearAttentionImpl::Operands GatedLinearAttentionImpl::project(
+    const Tensor& x, std::optional<double> gumbel) const {
   const Tensor all = apply_linear(in_proj, x);
   const int64_t keys = *options.key_dim(), values = *options.value_dim();
   const std::vector<int64_t> heads = {options.num_heads(), -1};
@@ -180,8 +189,9 @@ GatedLinearAttentionImpl::Operands GatedLinearAttentionImpl::project(const Tenso
   in.k = mapped(options.feature_map(), take(keys).unflatten(-1, heads));
   in.v = take(values).unflatten(-1, heads);
   if (options.output_gate()) in.g = take(values);
-  const Tensor logits = apply_linear(gate_proj, is_vector() ? take(options.gate_rank()) : x);
-  in.log_f = at::log_sigmoid(widen(logits)).unflatten(-1, heads) / *options.gate_temperature();
+  Tensor logits = widen(apply_linear(gate_proj, is_vector() ? take(options.gate_rank()) : x));
+  if (gumbel) logits = gumbel_gate(logits, *gumbel);
+  in.log_f = at::log_sigmoid(logits).unflatten(-1, heads) / *options.gate_temperature();
   return in;
 }
 

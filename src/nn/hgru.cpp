@@ -68,22 +68,9 @@ void HGRUImpl::check_options() const {
   TORCH_CHECK_VALUE(options.forget_gate() != "none" || options.input_gate() != "tied",
                     "HGRU: input_gate: expected 'free' or 'none' with forget_gate='none': the tied "
                     "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'");
-  check_gate_options();
+  check_gate_options("HGRU", options.forget_gate() == "data", "forget_gate='data'",
+                     options.gate_init(), options.gumbel_gate(), channels());
   check_choice("HGRU", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
-}
-
-void HGRUImpl::check_gate_options() const {
-  const bool has_data = options.forget_gate() == "data";
-  TORCH_CHECK_VALUE(has_data || !options.gate_init(),
-                    "HGRU: gate_init: expected None unless forget_gate='data', whose logits it "
-                    "changes; got '",
-                    options.gate_init().value_or(""), "'");
-  TORCH_CHECK_VALUE(has_data || !options.gumbel_gate(),
-                    "HGRU: gumbel_gate: expected None unless forget_gate='data', whose logits it "
-                    "changes; got ",
-                    options.gumbel_gate().value_or(0.0));
-  if (options.gate_init()) parse_gate_init("HGRU", *options.gate_init(), channels());
-  check_gumbel_gate("HGRU", options.gumbel_gate());
 }
 
 void HGRUImpl::check_expansion() const {

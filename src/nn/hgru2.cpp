@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "src/nn/common.h"
+#include "src/nn/gate_init.h"
 
 namespace tidegate::nn {
 namespace {
@@ -62,6 +63,8 @@ HGRU2Options resolve(HGRU2Options options) {
   }
   check_choice("HGRU2", "q_activation", *options.q_activation(), {"none", "silu", "sigmoid"});
   check_choice("HGRU2", "v_activation", *options.v_activation(), {"none", "silu", "sigmoid"});
+  check_gate_options("HGRU2", /*has_data=*/true, "", options.gate_init(), options.gumbel_gate(),
+                     options.dim());
   check_choice("HGRU2", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
   return options;
 }
@@ -74,6 +77,9 @@ void HGRU2Impl::reset() {
   const Placement placement = options.placement();
   const int64_t dim = options.dim();
   in_proj = register_module("in_proj", make_linear(dim, 3 * dim, *options.bias(), placement));
+  if (options.gate_init() && !*options.bias()) {
+    gate_bias = register_parameter("gate_bias", make_empty({dim}, placement));
+  }
   norm = register_module("norm", Norm(NormOptions(dim)
                                           .kind(*options.norm())
                                           .eps(options.norm_eps())
@@ -85,6 +91,12 @@ void HGRU2Impl::reset() {
 
 void HGRU2Impl::reset_parameters() {
   reset_linear(in_proj);
+  if (options.gate_init()) {
+    const int64_t dim = options.dim();
+    const Tensor bias =
+        gate_bias.defined() ? gate_bias : in_proj->bias.detach().narrow(0, dim, dim);
+    parse_gate_init("HGRU2", *options.gate_init(), dim).draw(bias, dim);
+  }
   norm->reset_parameters();
   reset_linear(out_proj);
 }
@@ -112,7 +124,8 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward(const Tensor& x, const OptionalTen
     refuse_bidirectional("a state");
     check_state(*state);
   }
-  const auto qfv = project(x);
+  auto qfv = project(x);
+  if (options.gumbel_gate() && is_training()) qfv[1] = gumbel_gate(qfv[1], *options.gumbel_gate());
   if (options.bidirectional()) {
     const auto [ahead, first] = recur(qfv, gamma, std::nullopt, false, cu_seqlens);
     const auto [back, last] = recur(qfv, gamma, std::nullopt, true, cu_seqlens);
@@ -154,9 +167,13 @@ void HGRU2Impl::check_state(const Tensor& state) const {
                     state.defined() ? shape_text(state) : "None");
 }
 
-// q, f, v [..., H, K]: views of one matrix product.
+// q, f, v [..., H, K]: views of one matrix product, but for an f with a bias of its own.
 std::vector<Tensor> HGRU2Impl::project(const Tensor& x) const {
-  return apply_linear(in_proj, x).unflatten(-1, {3, num_heads(), expand_ratio()}).unbind(-3);
+  auto qfv = apply_linear(in_proj, x).unflatten(-1, {3, num_heads(), expand_ratio()}).unbind(-3);
+  if (gate_bias.defined()) {
+    qfv[1] = qfv[1] + gate_bias.view({num_heads(), expand_ratio()}).to(qfv[1].scalar_type());
+  }
+  return qfv;
 }
 
 std::tuple<Tensor, Tensor> HGRU2Impl::recur(const std::vector<Tensor>& qfv,

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "src/nn/common.h"
+#include "src/nn/gate_init.h"
 
 namespace tidegate::nn {
 
@@ -67,6 +68,8 @@ void LinearRecurrentUnit<Derived, Options>::check_options() const {
     TORCH_CHECK_VALUE(!options.gate() || *options.gate() == "data",
                       "LRU: gate: expected one of None, 'data'; got '", options.gate().value_or(""),
                       "'");
+    check_gate_options("LRU", options.gate().has_value(), "gate='data'", options.gate_init(),
+                       options.gumbel_gate(), *options.state());
   }
 }
 
@@ -104,6 +107,13 @@ void LinearRecurrentUnit<Derived, Options>::reset_parameters() {
   if (skip_weight.defined()) init_normal_(skip_weight, 0.0, 1.0);
   draw_normal(out_proj, *options.state());
   if (gate_proj) reset_linear(gate_proj);
+  if constexpr (kIsComplex) {
+    if (options.gate_init()) {
+      const Tensor bias = gate_proj->bias.detach();
+      parse_gate_init("LRU", *options.gate_init(), bias.numel()).draw(bias, options.dim());
+      bias.neg_();  // s is what forgets
+    }
+  }
 }
 
 template <typename Derived, typename Options>
@@ -124,7 +134,7 @@ std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
                     ": gamma: expected None, since its decay has no lower bound; got a tensor");
   if (state) check_state(*state);
   if (gate_proj) {
-    const auto [entering, decay] = gated(x);
+    const auto [entering, decay] = gated(x, this->is_training());
     const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
     const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_bounds));
     return {output(to_halves(h).to(out_proj->weight.scalar_type()), x), to_halves(last)};
@@ -143,7 +153,7 @@ Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor
                     ": gamma: expected None, since its decay has no lower bound; got a tensor");
   check_state(state);
   if (gate_proj) {
-    const auto [entering, decay] = gated(x);
+    const auto [entering, decay] = gated(x, /*has_noise=*/false);
     const Tensor h = to_complex(widen(state));
     linear_scan_step(entering, decay, h);
     state.copy_(to_halves(h));
@@ -153,10 +163,15 @@ Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor
       lru_scan_step(apply_linear(in_proj, x), nu_log, normalized(theta_log), gamma_log, state), x);
 }
 
-// What enters the state, and lambda_t, complex.
+// What enters the state, and lambda_t, complex; with Gumbel-Gate's noise where there is one.
 template <typename Derived, typename Options>
-std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::gated(const Tensor& x) {
-  const Tensor sharpness = at::sigmoid(widen(apply_linear(gate_proj, x)));
+std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::gated(const Tensor& x,
+                                                                        bool has_noise) {
+  Tensor logits = widen(apply_linear(gate_proj, x));
+  if constexpr (kIsComplex) {
+    if (has_noise && options.gumbel_gate()) logits = gumbel_gate(logits, *options.gumbel_gate());
+  }
+  const Tensor sharpness = at::sigmoid(logits);
   const Tensor modulus = at::exp(-nu_log.exp() * sharpness);
   const Tensor u = to_complex(widen(apply_linear(in_proj, x)));
   return {gamma_log.exp() * u, at::polar(modulus, theta_log.exp().expand_as(modulus))};

@@ -276,7 +276,6 @@ SoftmaxAttention::Operands SoftmaxAttention::operands(
     out.q = rotary(out.q, cos, sin);
     out.k = rotary(out.k, cos, sin);
   }
-  out.log_f = log_gate(x);
   return out;
 }
 
@@ -288,7 +287,8 @@ std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const 
   const TokenLayout layout(switches_.owner, x, normalized(cu_seqlens));
   std::optional<AttentionState> before;
   if (!state.empty()) before = checked(state, layout.count());
-  const Operands parts = operands(x, layout, before);
+  Operands parts = operands(x, layout, before);
+  parts.log_f = training_log_gate(x);
   if (!before) return {output(attend(parts, layout), parts.g), {}};
   const AttentionState after = extended(*before, parts, layout);
   // Where nothing was read before, the keys are the new ones.
@@ -307,7 +307,8 @@ Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
   make_room(state);
   const Tensor x = given.unsqueeze(1);
   const TokenLayout layout(switches_.owner, x, std::nullopt);
-  const Operands parts = operands(x, layout, state);
+  Operands parts = operands(x, layout, state);
+  parts.log_f = log_gate(x);
   const Tensor rows = at::arange(x.size(0), integers(x));
   const Tensor places = state.lengths.to(torch::kLong);
   const auto put = [&](Tensor& cache, const Tensor& fresh) {

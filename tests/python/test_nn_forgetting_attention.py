@@ -222,7 +222,7 @@ def test_bad_options():
         r"gate: expected one of 'data', 'independent', 'fixed', 'none'; got 'open'": {
             "gate": "open"
         },
-        r"gate_init: expected 'zero', or 'long:T_min:T_max' .*; got 'long:0:4'": {
+        r"gate_init: expected 'zero', 'long:T_min:T_max' .*; got 'long:0:4'": {
             "gate_init": ("long", 0, 4)
         },
         r"gate_init: expected 'zero' with gate='none'": {"gate": "none", "gate_init": "long:2:4"},

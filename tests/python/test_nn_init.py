@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 import tidegate
-from tidegate.nn import HGRU, GatedLinearRNN, init
+from tidegate.nn import (
+    HGRU,
+    HGRU2,
+    LRU,
+    ForgettingAttention,
+    GatedLinearAttention,
+    GatedLinearRNN,
+    init,
+)
 from tidegate.nn._gate_init import gumbel_gate, parse_gate_init
 
 COUNT = 40_000
@@ -224,6 +232,108 @@ def test_too_few_channels_to_spread_are_refused():
     HGRU(1, expand=2, gate_init="ugi")
 
 
+# The other gated modules
+
+GATED = {
+    "hgrn2": lambda **o: HGRU2(600, 4, **o),
+    "hgrn2-fla": lambda **o: HGRU2(600, 4, preset="fla", **o),
+    "gla": lambda **o: GatedLinearAttention(600, 4, key_dim=600, gate_rank=25, **o),
+    "gla-scalar": lambda **o: GatedLinearAttention(600, 600, key_dim=600, gate="scalar", **o),
+    "lru": lambda **o: LRU(600, gate="data", **o),
+    "fox": lambda **o: ForgettingAttention(600, 600, **o),
+    "fox-fixed": lambda **o: ForgettingAttention(600, 600, gate="fixed", **o),
+}
+
+
+def kept_by(name: str, mixer: torch.nn.Module) -> tuple[Tensor, int]:
+    """The bias of the logits of what the state keeps, and how many channels its gate reads."""
+    if name == "hgrn2":
+        return mixer.in_proj.bias[600:1200], 600
+    if name.startswith("gla"):
+        return mixer.gate_proj.bias, mixer.gate_proj.in_features
+    # s of LRU is what forgets.
+    return (-mixer.gate_proj.bias if name == "lru" else mixer.gate_bias), 600
+
+
+@pytest.mark.parametrize("text", CDFS)
+@pytest.mark.parametrize("name", GATED)
+@torch.no_grad()
+def test_gates_of_every_module_start_as_asked(name, text):
+    torch.manual_seed(4)
+    mixer = GATED[name](gate_init=text)
+    bias, fan_in = kept_by(name, mixer)
+    assert bias.numel() == 600
+    assert distance(bias, lambda b: CDFS[text](b, fan_in, 600)) < 1.95
+    torch.manual_seed(4)
+    plain = dict(GATED[name]().named_parameters())
+    own = dict(mixer.named_parameters())
+    assert set(own) - set(plain) == ({"gate_bias"} if name == "hgrn2-fla" else set())
+    assert torch.equal(own["in_proj.weight"], plain["in_proj.weight"])
+    if name == "hgrn2":
+        other = torch.ones(1800, dtype=torch.bool)
+        other[600:1200] = False
+        assert torch.equal(own["in_proj.bias"][other], plain["in_proj.bias"][other])
+
+
+@pytest.mark.parametrize("name", ["hgrn2", "hgrn2-fla", "gla", "gla-scalar", "lru", "fox"])
+def test_their_biases_are_trained_and_step_as_they_mix(name):
+    small = {
+        "hgrn2": HGRU2(8, 2, gate_init="chrono:9"),
+        "hgrn2-fla": HGRU2(8, 2, preset="fla", gate_init="chrono:9"),
+        "gla": GatedLinearAttention(8, 2, gate_init="chrono:9"),
+        "gla-scalar": GatedLinearAttention(8, 2, gate="scalar", gate_init="chrono:9"),
+        "lru": LRU(8, gate="data", gate_init="chrono:9"),
+        "fox": ForgettingAttention(8, 2, gate_init="chrono:9"),
+    }
+    mixer = small[name].double()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    y, _ = mixer(x)
+    y.square().sum().backward()
+    if name in ("hgrn2-fla", "fox"):
+        bias = mixer.gate_bias
+    else:
+        bias = mixer.in_proj.bias if name == "hgrn2" else mixer.gate_proj.bias
+    assert (bias.grad != 0).all()
+    state = mixer.init_state(2, dtype=torch.float64)
+    with torch.no_grad():
+        steps = [mixer.step(x[:, t], state) for t in range(5)]
+    torch.testing.assert_close(torch.stack(steps, 1), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HGRU2(4, gate_init="zero"), "HGRU2: gate_init: expected 'standard', .*got 'zero'"),
+        (lambda: HGRU2(4, gumbel_gate=0.0), "HGRU2: gumbel_gate: expected a number above 0; got 0"),
+        (
+            lambda: GatedLinearAttention(4, 1, gate="scalar", gate_init="ugi"),
+            "GatedLinearAttention: gate_init: expected 2 or more channels with 'ugi'.*got 1",
+        ),
+        (
+            lambda: LRU(4, gate_init="ugi"),
+            "LRU: gate_init: expected None unless gate='data', whose logits it changes; got 'ugi'",
+        ),
+        (lambda: LRU(4, gumbel_gate=0.9), "LRU: gumbel_gate: expected None unless gate='data'"),
+        (
+            lambda: ForgettingAttention(4, 2, gate_init="UGI"),
+            "ForgettingAttention: gate_init: expected 'zero', 'long:T_min:T_max' with .* 0, "
+            "'standard', 'ugi', 'chrono:T_max' .*got 'UGI'",
+        ),
+        (
+            lambda: ForgettingAttention(4, 2, gate="fixed", gumbel_gate=0.9),
+            "ForgettingAttention: gumbel_gate: expected None unless gate='data'.*got 0.9",
+        ),
+        (
+            lambda: ForgettingAttention(4, 2, gate="none", gate_init="ugi"),
+            "ForgettingAttention: gate_init: expected 'zero' with gate='none'; got 'ugi'",
+        ),
+    ],
+)
+def test_their_options_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 # Gumbel-Gate
 
 
@@ -247,11 +357,24 @@ def test_the_noise_is_finite_where_uniform_numbers_are_zero(dtype, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("make", [HGRU, GatedLinearRNN])
+NOISY = {
+    "hgru": lambda **o: HGRU(8, **o),
+    "gated-linear-rnn": lambda **o: GatedLinearRNN(8, **o),
+    "hgru2": lambda **o: HGRU2(8, 2, **o),
+    "hgru2-fla": lambda **o: HGRU2(8, 2, preset="fla", **o),
+    "gla": lambda **o: GatedLinearAttention(8, 2, **o),
+    "gla-scalar": lambda **o: GatedLinearAttention(8, 2, gate="scalar", **o),
+    "lru": lambda **o: LRU(8, gate="data", **o),
+    "fox": lambda **o: ForgettingAttention(8, 2, **o),
+    "fox-pro": lambda **o: ForgettingAttention(8, 2, preset="pro", **o),
+}
+
+
+@pytest.mark.parametrize("make", NOISY.values(), ids=NOISY)
 def test_gumbel_gate_acts_in_training_alone(make):
     torch.manual_seed(1)
-    mixer = make(8, gumbel_gate=0.9)
-    plain = make(8)
+    mixer = make(gumbel_gate=0.9)
+    plain = make()
     plain.load_state_dict(mixer.state_dict())
     x = torch.randn(2, 6, 8, requires_grad=True)
     first, second = mixer(x)[0], mixer(x)[0]
@@ -262,7 +385,7 @@ def test_gumbel_gate_acts_in_training_alone(make):
     assert torch.equal(again, mixer(x)[0])
     again.sum().backward()
     assert torch.isfinite(x.grad).all()
-    assert (mixer.in_proj.bias.grad != 0).any()
+    assert all((p.grad != 0).any() for name, p in mixer.named_parameters() if "gate" in name)
     mixer.eval()
     torch.testing.assert_close(mixer(x)[0], plain(x)[0], rtol=0, atol=0)
     state = mixer.train().init_state(2)

@@ -104,6 +104,13 @@ def _hgru_arguments() -> list[Arguments]:
     return cases + _hgru_expansions() + _hgru_gates() + _hgru_mistakes()
 
 
+def _gate_starts() -> list[dict[str, Any]]:
+    """Every way that a forget gate starts, and Gumbel-Gate, alone and with each."""
+    noise = itertools.cycle((None, 0.9))
+    starts = [{"gate_init": kind, "gumbel_gate": next(noise)} for kind in GATE_INITS]
+    return [*starts, {"gumbel_gate": 0.5}, {"gate_init": "ugi", "gumbel_gate": 0.9}]
+
+
 GATE_INITS = ("standard", "ugi", "chrono:30", "gumbel-softmax", "gumbel-softmax:-1.5:0.25")
 
 
@@ -224,6 +231,10 @@ def _hgru2_arguments() -> list[Arguments]:
         {"v_activation": "tanh"},
         {"norm": "batch"},
     ]
+    wrong += [{"gate_init": "zero"}, {"gumbel_gate": -0.5}]
+    presets = itertools.cycle(("paper", "fla", "official"))
+    cases += [((4, 2), {**options, "preset": next(presets)}) for options in _gate_starts()]
+    cases += [((4, 2), {"gate_init": "ugi", "bidirectional": True, "gumbel_gate": 0.9})]
     return [*cases, ((4, 2), {}), ((192,), {}), ((0,), {}), *(((4,), o) for o in wrong)]
 
 
@@ -252,7 +263,12 @@ def _gla_arguments() -> list[Arguments]:
         {"num_heads": 1, "gate_rank": 0},
         {"num_heads": 1, "gate_temperature": -1},
         {"num_heads": 1, "norm": "batch"},
+        {"num_heads": 1, "gate_init": "zero"},
+        {"num_heads": 1, "gumbel_gate": -1.5},
+        {"num_heads": 1, "gate": "scalar", "gate_init": "ugi"},
     ]
+    gates = itertools.cycle(({}, {"gate": "scalar"}, {"normalize": True, "feature_map": "relu"}))
+    cases += [((4, 2), {**options, **next(gates)}) for options in _gate_starts()]
     return [*cases, ((4, 1), {}), ((0,), {}), *(((4,), o) for o in wrong)]
 
 
@@ -324,7 +340,15 @@ def _forgetting_attention_arguments() -> list[Arguments]:
         {"prune": 1.5},
         {"drop_pruned": True},
         {"prune": 0.1, "drop_pruned": True},
+        {"gate_init": "UGI"},
+        {"gate": "none", "gate_init": "ugi"},
+        {"num_heads": 1, "gate_init": "ugi"},
+        {"gate": "fixed", "gumbel_gate": 0.9},
+        {"gumbel_gate": -0.5},
     ]
+    kinds = itertools.cycle(({}, {"preset": "pro"}))
+    cases += [((8, 2), {**options, **next(kinds)}) for options in _gate_starts()]
+    cases += [((8, 2), {"gate": "fixed", "gate_init": "chrono:9"})]
     mistakes = [((8,), o) for o in [*ATTENTION_MISTAKES, *wrong]]
     return [*cases, ((4, 2), {}), ((128,), {}), ((0,), {}), *mistakes]
 
@@ -372,7 +396,9 @@ def _lru_arguments(is_complex: bool) -> list[Arguments]:
         {"r_min": 1.0, "r_max": 1.0},
     ]
     if is_complex:
-        wrong += [{"max_phase": 0.0}, {"gate": "fixed"}]
+        wrong += [{"max_phase": 0.0}, {"gate": "fixed"}, {"gate_init": "ugi"}, {"gumbel_gate": 0.9}]
+        wrong += [{"gate": "data", "gate_init": "zero"}, {"gate": "data", "gumbel_gate": -0.5}]
+        cases += [((3,), {"gate": "data", **options}) for options in _gate_starts()]
     return [*cases, ((3,), {}), ((0,), {}), *(((3,), options) for options in wrong)]
 
 
@@ -554,9 +580,9 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.LowerBounds, _lower_bounds_arguments(), lambda *_: ([], {}), allowed=8
     ),
     "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _mixer_inputs, allowed=436, variants=3),
-    "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=25, variants=3),
+    "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=33, variants=3),
     "GatedLinearAttention": Entry(
-        tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=15, variants=3
+        tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=22, variants=3
     ),
     "Attention": Entry(
         tidegate.nn.Attention, _attention_arguments(), _attention_inputs, allowed=53, variants=3
@@ -565,7 +591,7 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.ForgettingAttention,
         _forgetting_attention_arguments(),
         _attention_inputs,
-        allowed=37,
+        allowed=45,
         variants=3,
     ),
     "GatedLinearRNN": Entry(
@@ -575,7 +601,7 @@ REGISTRY: dict[str, Entry] = {
         allowed=20,
         variants=3,
     ),
-    "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=13, variants=3),
+    "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=20, variants=3),
     "SLRU": Entry(tidegate.nn.SLRU, _lru_arguments(False), _mixer_inputs, allowed=7, variants=3),
     "GatedRNN": Entry(
         tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3

@@ -21,8 +21,13 @@ struct ForgettingAttentionOptions {
   /// "data", "independent", "fixed" or "none".
   TORCH_ARG(std::string, gate) = "data";
   /// The gate's bias at the start: "zero", or "long:T_min:T_max", which spreads the number of
-  /// tokens over which heads forget from T_min to T_max in equal steps of its logarithm.
+  /// tokens over which heads forget from T_min to T_max in equal steps of its logarithm; or
+  /// "standard", "ugi", "chrono:T_max", "gumbel-softmax" or "gumbel-softmax:alpha:tau" (see
+  /// init.h).
   TORCH_ARG(std::string, gate_init) = "zero";
+  /// tau of Gumbel-Gate, with gate "data": noise on the gate's logits in training; see
+  /// GatedLinearRNNImpl.
+  TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
   /// Leave out weights that are provably below this in all; see forgetting_attention(). Unset:
   /// none.
   TORCH_ARG(std::optional<double>, prune) = std::nullopt;
@@ -70,6 +75,7 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
  protected:
   std::vector<torch::Tensor> float32_tensors() const override { return {gate_bias}; }
   void reset_gate() override;
+  torch::Tensor training_log_gate(const torch::Tensor& x) const override;
   int64_t gate_heads() const override { return switches_.num_heads; }
   torch::Tensor unreachable(const AttentionState& state) const override;
   torch::Tensor attend(const Operands& x, const TokenLayout& layout) const override;
@@ -78,6 +84,9 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
   torch::Tensor attend_step(const torch::Tensor& q, const AttentionState& state) const override;
 
  private:
+  /// What the gate is the sigmoid of, with gate "data", fp32 or fp64.
+  torch::Tensor gate_logits(const torch::Tensor& x) const;
+
   /// T_min and T_max of the long initialisation.
   std::optional<std::pair<double, double>> long_;
 };

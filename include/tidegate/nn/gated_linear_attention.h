@@ -36,6 +36,12 @@ struct GatedLinearAttentionOptions {
   TORCH_ARG(int64_t, gate_rank) = 16;
   /// Unset: 16 for the vector gate, 1 for the scalar one.
   TORCH_ARG(std::optional<double>, gate_temperature) = std::nullopt;
+  /// How the bias of the gate's logits starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax"
+  /// or "gumbel-softmax:alpha:tau" (see init.h); unset: uniform on
+  /// +-1/sqrt(fan in), which is "standard".
+  TORCH_ARG(std::optional<std::string>, gate_init) = std::nullopt;
+  /// tau of Gumbel-Gate: noise on the gate's logits in training; see GatedLinearRNNImpl.
+  TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
   /// Whether there is a g.
   TORCH_ARG(bool, output_gate) = true;
   /// "layer", "rms" or "rms_no_weight"; its weights are shared over the heads.
@@ -73,8 +79,9 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public
   explicit GatedLinearAttentionImpl(const GatedLinearAttentionOptions& options);
 
   void reset() override;
-  /// In this order: in_proj, gate_proj, norm, out_proj; projections weight before bias, uniform on
-  /// +-1/sqrt(fan in). After the same torch::manual_seed bitwise Python's parameters.
+  /// In this order: in_proj, gate_proj (its bias then by gate_init), norm, out_proj; projections
+  /// weight before bias, uniform on +-1/sqrt(fan in). After the same torch::manual_seed bitwise
+  /// Python's parameters.
   void reset_parameters() override;
 
   /// The empty state of `batch` sequences: zeros, fp32, or fp64 for dtype fp64. device and dtype
@@ -122,7 +129,7 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public
 
  private:
   /// Projections of one token, and what the op reads of them: [..., H, K or V]; log f in fp32 or
-  /// fp64.
+  /// fp64. gumbel: tau of the noise on the gate's logits.
   struct Operands {
     torch::Tensor q, k, v, log_f, g;
   };
@@ -133,7 +140,7 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public
   double scale() const;
   void refuse_gamma(const std::optional<torch::Tensor>& gamma) const;
   void check_state(const MixerState& state) const;
-  Operands project(const torch::Tensor& x) const;
+  Operands project(const torch::Tensor& x, std::optional<double> gumbel = std::nullopt) const;
   std::tuple<torch::Tensor, torch::Tensor> key_scan(const Operands& operands) const;
   torch::Tensor normalized_by(const torch::Tensor& o, const torch::Tensor& q,
                               const torch::Tensor& sums) const;

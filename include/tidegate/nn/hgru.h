@@ -154,7 +154,6 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   };
 
   void check_options() const;
-  void check_gate_options() const;
   void check_expansion() const;
   void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   void check_state(const torch::Tensor& state) const;

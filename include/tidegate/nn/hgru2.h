@@ -25,6 +25,12 @@ struct HGRU2Options {
   /// K, the state's channels per channel of x. Unset: dim / num_heads, or, where that is unset too,
   /// 128 (dim, where that is smaller).
   TORCH_ARG(std::optional<int64_t>, expand_ratio) = std::nullopt;
+  /// How the bias of the gate's logits starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax"
+  /// or "gumbel-softmax:alpha:tau" (see init.h); unset: like the other biases. One is added where
+  /// the preset has none.
+  TORCH_ARG(std::optional<std::string>, gate_init) = std::nullopt;
+  /// tau of Gumbel-Gate: noise on the gate's logits in training; see GatedLinearRNNImpl.
+  TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
   /// Runs the recurrence both ways over shared projections and adds the two o before the norm. Has
   /// no state, and no step().
   TORCH_ARG(bool, bidirectional) = false;
@@ -57,7 +63,8 @@ struct HGRU2Options {
 ///     "fla"        SiLU     none    no      RMSNorm                 K^-0.5
 ///
 /// Parameters: `in_proj.weight` `[3 * dim, dim]` and bias, rows of q, f, v in this order, each head
-/// after head; `norm`; `out_proj` `[dim, dim]`.
+/// after head; without biases but with gate_init, `gate_bias` `[dim]` on f; `norm`; `out_proj`
+/// `[dim, dim]`.
 ///
 /// State: one tensor `[N, H, K, K]`, key channels before value channels; fp32, fp64 in an fp64
 /// module. Throws c10::ValueError for options that are unknown or do not fit each other, and for
@@ -69,8 +76,9 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   explicit HGRU2Impl(const HGRU2Options& options);
 
   void reset() override;
-  /// In this order: in_proj, norm, out_proj; projections weight before bias, uniform on
-  /// +-1/sqrt(dim). After the same torch::manual_seed bitwise Python's parameters.
+  /// In this order: in_proj (of the bias then f's rows by gate_init), gate_bias, norm, out_proj;
+  /// projections weight before bias, uniform on +-1/sqrt(dim). After the same torch::manual_seed
+  /// bitwise Python's parameters.
   void reset_parameters() override;
 
   /// The empty state of `batch` sequences: zeros `[batch, H, K, K]`, fp32, or fp64 for dtype fp64.
@@ -105,6 +113,8 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   /// As given, with what the preset decided filled in.
   HGRU2Options options;
   torch::nn::Linear in_proj{nullptr};
+  /// Undefined unless gate_init asks for a bias that in_proj does not have.
+  torch::Tensor gate_bias;
   Norm norm{nullptr};
   torch::nn::Linear out_proj{nullptr};
 

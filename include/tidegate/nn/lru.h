@@ -34,6 +34,13 @@ struct LRUOptions {
   /// Unset, or "data": |lambda_t| = |lambda|^s_t, s_t = sigmoid(W x_t + b), in the place of
   /// |lambda| (HGRN, arXiv 2311.04823, Table 8, "LRU w forget gate", leaves the formula open).
   TORCH_ARG(std::optional<std::string>, gate) = std::nullopt;
+  /// How the gate starts, with gate "data": "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
+  /// "gumbel-softmax:alpha:tau" (see init.h), of 1 - s_t, the part that keeps: b is the negative of
+  /// what is drawn. Unset: b uniform on +-1/sqrt(dim).
+  TORCH_ARG(std::optional<std::string>, gate_init) = std::nullopt;
+  /// tau of Gumbel-Gate, with gate "data": noise on the logits of s_t in training; see
+  /// GatedLinearRNNImpl.
+  TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
   TIDEGATE_PLACEMENT_ARGS
 };
 
@@ -64,7 +71,8 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   void reset() override;
   /// In this order: in_proj (normal, variance 1/(2 dim); SLRU: 1/dim), nu_log, theta_log (on the
   /// ring), gamma_log (log sqrt(1 - |lambda|^2)), skip_weight (normal, variance 1), out_proj
-  /// (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim)). After the
+  /// (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim); the bias
+  /// then by gate_init). After the
   /// same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
@@ -109,7 +117,7 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   void check_options() const;
   void check_state(const torch::Tensor& state) const;
   torch::Tensor output(const torch::Tensor& h, const torch::Tensor& x);
-  std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x);
+  std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x, bool has_noise);
 };
 
 /// Linear recurrent unit [arXiv 2303.06349]: a token mixer with a complex state:

@@ -162,6 +162,8 @@ class SoftmaxAttention : public TokenMixer {
   virtual int64_t gate_heads() const { return 0; }
   /// log f `[B, T, H]`; undefined where there is no gate.
   virtual torch::Tensor log_gate(const torch::Tensor&) const { return {}; }
+  /// The same for forward(): with noise where the options ask for it and the module trains.
+  virtual torch::Tensor training_log_gate(const torch::Tensor& x) const { return log_gate(x); }
   /// How many of the first tokens of each sequence no query to come can see, `[N]`; undefined: all
   /// may be.
   virtual torch::Tensor unreachable(const AttentionState& state) const;
@@ -179,6 +181,7 @@ class SoftmaxAttention : public TokenMixer {
   void refuse_gamma(const std::optional<torch::Tensor>& gamma) const;
   AttentionState checked(const MixerState& state, int64_t sequences) const;
   Norm make_qk_norm(int64_t heads) const;
+  /// All but log_f.
   Operands operands(const torch::Tensor& x, const TokenLayout& layout,
                     const std::optional<AttentionState>& state) const;
   AttentionState with_room(const AttentionState& state, const torch::Tensor& added) const;

@@ -168,12 +168,15 @@ void bind_hgru(py::module& m) {
 
 std::shared_ptr<tidegate::nn::HGRU2Impl> make_hgru2(
     int64_t dim, std::optional<int64_t> num_heads, std::optional<int64_t> expand_ratio,
-    bool bidirectional, const std::string& preset, std::optional<std::string> q_activation,
+    std::optional<std::string> gate_init, std::optional<double> gumbel_gate, bool bidirectional,
+    const std::string& preset, std::optional<std::string> q_activation,
     std::optional<std::string> v_activation, std::optional<bool> bias,
     std::optional<std::string> norm, double norm_eps, OptionalDevice device, OptionalDtype dtype) {
   return std::make_shared<tidegate::nn::HGRU2Impl>(tidegate::nn::HGRU2Options(dim)
                                                        .num_heads(num_heads)
                                                        .expand_ratio(expand_ratio)
+                                                       .gate_init(std::move(gate_init))
+                                                       .gumbel_gate(gumbel_gate)
                                                        .bidirectional(bidirectional)
                                                        .preset(preset)
                                                        .q_activation(std::move(q_activation))
@@ -189,14 +192,15 @@ void bind_hgru2(py::module& m) {
   using tidegate::nn::HGRU2Impl;
   const tidegate::nn::HGRU2Options defaults(1);
   auto bound = torch::python::bind_module<HGRU2Impl, true>(m, "HGRU2");
-  bound.def(py::init(&make_hgru2), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
-            py::kw_only(), py::arg("expand_ratio") = defaults.expand_ratio(),
-            py::arg("bidirectional") = defaults.bidirectional(),
-            py::arg("preset") = defaults.preset(),
-            py::arg("q_activation") = defaults.q_activation(),
-            py::arg("v_activation") = defaults.v_activation(), py::arg("bias") = defaults.bias(),
-            py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
-            py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype());
+  bound.def(
+      py::init(&make_hgru2), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
+      py::kw_only(), py::arg("expand_ratio") = defaults.expand_ratio(),
+      py::arg("gate_init") = defaults.gate_init(), py::arg("gumbel_gate") = defaults.gumbel_gate(),
+      py::arg("bidirectional") = defaults.bidirectional(), py::arg("preset") = defaults.preset(),
+      py::arg("q_activation") = defaults.q_activation(),
+      py::arg("v_activation") = defaults.v_activation(), py::arg("bias") = defaults.bias(),
+      py::arg("norm") = defaults.norm(), py::arg("norm_eps") = defaults.norm_eps(),
+      py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype());
   bind_mixer<HGRU2Impl>(bound);
 }
 
@@ -204,8 +208,8 @@ std::shared_ptr<tidegate::nn::GatedLinearAttentionImpl> make_gla(
     int64_t dim, int64_t num_heads, const std::string& gate, bool normalize,
     std::optional<std::string> feature_map, std::optional<int64_t> key_dim,
     std::optional<int64_t> value_dim, int64_t gate_rank, std::optional<double> gate_temperature,
-    bool output_gate, const std::string& norm, double norm_eps, OptionalDevice device,
-    OptionalDtype dtype) {
+    std::optional<std::string> gate_init, std::optional<double> gumbel_gate, bool output_gate,
+    const std::string& norm, double norm_eps, OptionalDevice device, OptionalDtype dtype) {
   return std::make_shared<tidegate::nn::GatedLinearAttentionImpl>(
       tidegate::nn::GatedLinearAttentionOptions(dim)
           .num_heads(num_heads)
@@ -216,6 +220,8 @@ std::shared_ptr<tidegate::nn::GatedLinearAttentionImpl> make_gla(
           .value_dim(value_dim)
           .gate_rank(gate_rank)
           .gate_temperature(gate_temperature)
+          .gate_init(std::move(gate_init))
+          .gumbel_gate(gumbel_gate)
           .output_gate(output_gate)
           .norm(norm)
           .norm_eps(norm_eps)
@@ -234,6 +240,7 @@ void bind_gla(py::module& m) {
       py::arg("feature_map") = defaults.feature_map(), py::arg("key_dim") = defaults.key_dim(),
       py::arg("value_dim") = defaults.value_dim(), py::arg("gate_rank") = defaults.gate_rank(),
       py::arg("gate_temperature") = defaults.gate_temperature(),
+      py::arg("gate_init") = defaults.gate_init(), py::arg("gumbel_gate") = defaults.gumbel_gate(),
       py::arg("output_gate") = defaults.output_gate(), py::arg("norm") = defaults.norm(),
       py::arg("norm_eps") = defaults.norm_eps(), py::arg("device") = defaults.device(),
       py::arg("dtype") = defaults.dtype());
@@ -325,10 +332,10 @@ std::string to_gate_init(const py::object& given) {
 std::shared_ptr<tidegate::nn::ForgettingAttentionImpl> make_forgetting_attention(
     int64_t dim, std::optional<int64_t> num_heads, const std::string& preset,
     std::optional<int64_t> num_kv_heads, const std::string& gate, const py::object& gate_init,
-    std::optional<bool> qk_norm, bool qk_norm_shared, std::optional<bool> output_gate,
-    const std::string& output_activation, std::optional<bool> output_norm,
-    std::optional<bool> kv_shift, std::optional<double> rope, std::optional<int64_t> window,
-    std::optional<double> prune, bool drop_pruned, double norm_eps,
+    std::optional<double> gumbel_gate, std::optional<bool> qk_norm, bool qk_norm_shared,
+    std::optional<bool> output_gate, const std::string& output_activation,
+    std::optional<bool> output_norm, std::optional<bool> kv_shift, std::optional<double> rope,
+    std::optional<int64_t> window, std::optional<double> prune, bool drop_pruned, double norm_eps,
     std::optional<double> qk_norm_eps, OptionalDevice device, OptionalDtype dtype) {
   using tidegate::nn::ForgettingAttentionOptions;
   const AttentionSwitchArgs args{dim,         num_heads,      preset,      num_kv_heads,
@@ -339,6 +346,7 @@ std::shared_ptr<tidegate::nn::ForgettingAttentionImpl> make_forgetting_attention
       args.options<ForgettingAttentionOptions>()
           .gate(gate)
           .gate_init(to_gate_init(gate_init))
+          .gumbel_gate(gumbel_gate)
           .prune(prune)
           .drop_pruned(drop_pruned));
 }
@@ -352,7 +360,7 @@ void bind_forgetting_attention(py::module& m) {
       py::arg("num_heads") = defaults.num_heads(), py::kw_only(),
       py::arg("preset") = defaults.preset(), py::arg("num_kv_heads") = defaults.num_kv_heads(),
       py::arg("gate") = defaults.gate(), py::arg("gate_init") = defaults.gate_init(),
-      py::arg("qk_norm") = defaults.qk_norm(),
+      py::arg("gumbel_gate") = defaults.gumbel_gate(), py::arg("qk_norm") = defaults.qk_norm(),
       py::arg("qk_norm_shared") = defaults.qk_norm_shared(),
       py::arg("output_gate") = defaults.output_gate(),
       py::arg("output_activation") = defaults.output_activation(),
@@ -389,6 +397,7 @@ void bind_lru(py::module& m) {
   using tidegate::nn::LRUImpl;
   const auto make = [](int64_t dim, std::optional<int64_t> state, bool skip, double r_min,
                        double r_max, double max_phase, std::optional<std::string> gate,
+                       std::optional<std::string> gate_init, std::optional<double> gumbel_gate,
                        OptionalDevice device, OptionalDtype dtype) {
     return std::make_shared<LRUImpl>(tidegate::nn::LRUOptions(dim)
                                          .state(state)
@@ -397,6 +406,8 @@ void bind_lru(py::module& m) {
                                          .r_max(r_max)
                                          .max_phase(max_phase)
                                          .gate(std::move(gate))
+                                         .gate_init(std::move(gate_init))
+                                         .gumbel_gate(gumbel_gate)
                                          .device(device)
                                          .dtype(dtype));
   };
@@ -405,7 +416,8 @@ void bind_lru(py::module& m) {
   bound.def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("state") = defaults.state(),
             py::arg("skip") = defaults.skip(), py::arg("r_min") = defaults.r_min(),
             py::arg("r_max") = defaults.r_max(), py::arg("max_phase") = defaults.max_phase(),
-            py::arg("gate") = defaults.gate(), py::arg("device") = defaults.device(),
+            py::arg("gate") = defaults.gate(), py::arg("gate_init") = defaults.gate_init(),
+            py::arg("gumbel_gate") = defaults.gumbel_gate(), py::arg("device") = defaults.device(),
             py::arg("dtype") = defaults.dtype());
   bind_mixer<LRUImpl>(bound);
 }

@@ -296,7 +296,8 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         layout = Layout(self._owner, x, cu_seqlens)
         if state is not None:
             state = self._checked(state, layout.count)
-        q, k, v, g, log_f, last = self._operands(x, layout, state)
+        q, k, v, g, last = self._operands(x, layout, state)
+        log_f = self._training_log_gate(x)
         if state is None:
             return self._output(self._attend(q, k, v, log_f, layout), g), None
         after = self._extended(state, k, v, log_f, last, layout)
@@ -316,7 +317,8 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         make_room_(self._owner, state, self._unreachable)
         x = x[:, None]
         layout = Layout(self._owner, x, None)
-        q, k, v, g, log_f, last = self._operands(x, layout, state)
+        q, k, v, g, last = self._operands(x, layout, state)
+        log_f = self._log_gate(x)
         rows, places = torch.arange(x.size(0), device=x.device), state.lengths.long()
         new = (k, v) if log_f is None else (k, v, log_f)
         for cache, t in zip(state.caches, new, strict=False):
@@ -330,11 +332,9 @@ class SoftmaxAttention(KeepsFloat32, ABC):
 
     def _operands(
         self, x: Tensor, layout: Layout, state: AttentionState | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
         """q ``[B, T, H, D]``; k, v ``[B, T, Hkv, D]``, shifted, normed, rotated; the output gate's
-        logits ``[B, T, dim]``; log f ``[B, T, H]``; for a state each sequence's last k and v before
-        KV-shift.
-        """
+        logits ``[B, T, dim]``; for a state each sequence's last k and v before KV-shift."""
         q, k, v, *g = self.in_proj(x).split(self._rows, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         last: tuple[Tensor, ...] = ()
@@ -354,18 +354,22 @@ class SoftmaxAttention(KeepsFloat32, ABC):
                 positions = positions + layout.per_token(state.seen)
             angles = rotary_angles(positions, self.head_dim // 2, self.rope, wide_dtype(q.dtype))
             q, k = (rotary(t, *angles) for t in (q, k))
-        return q, k, v, g[0] if g else None, self._log_gate(x), last
+        return q, k, v, g[0] if g else None, last
 
     def attention_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What attends to what, for whoever wants to look, of tokens x ``[B, T, dim]``: q
         ``[B, T, H, D]``, k ``[B, T, Hkv, D]``, shifted, normed, rotated; log f ``[B, T, H]``, or
         None."""
-        q, k, _, _, log_f, _ = self._operands(x, Layout(self._owner, x, None), None)
-        return q, k, log_f
+        q, k, *_ = self._operands(x, Layout(self._owner, x, None), None)
+        return q, k, self._log_gate(x)
 
     def _log_gate(self, x: Tensor) -> Tensor | None:
         """log f ``[B, T, H]``, or None."""
         return None
+
+    def _training_log_gate(self, x: Tensor) -> Tensor | None:
+        """The same for forward(): with noise where the options ask for it and the module trains."""
+        return self._log_gate(x)
 
     @abstractmethod
     def _attend(

@@ -35,8 +35,9 @@ class GateInit(NamedTuple):
             init.gumbel_softmax_(t, alpha=self.alpha, tau=self.tau)
 
 
-def parse_gate_init(owner: str, text: object, channels: int) -> GateInit:
-    """What `text` means for a gate of `channels` channels; ValueError naming what is expected."""
+def parse_gate_init(owner: str, text: object, channels: int, also: str = "") -> GateInit:
+    """What `text` means for a gate of `channels` channels; ValueError naming what is expected,
+    `also` before the rest."""
     match = _SPEC.fullmatch(text) if isinstance(text, str) else None
     if match:
         t_max = int(match[3]) if match[2] else 2
@@ -52,8 +53,8 @@ def parse_gate_init(owner: str, text: object, channels: int) -> GateInit:
                 )
             return GateInit(kind, t_max, alpha, tau)
     raise ValueError(
-        f"{owner}: gate_init: expected 'standard', 'ugi', 'chrono:T_max' with T_max of 2 or more, "
-        f"or 'gumbel-softmax:alpha:tau' with tau above 0; got {text!r}"
+        f"{owner}: gate_init: expected {also}'standard', 'ugi', 'chrono:T_max' with T_max of 2 or "
+        f"more, or 'gumbel-softmax:alpha:tau' with tau above 0; got {text!r}"
     )
 
 
@@ -61,6 +62,27 @@ def check_gumbel_gate(owner: str, tau: float | None) -> None:
     """Raises ValueError unless tau is None or above zero."""
     if tau is not None and not tau > 0:
         raise ValueError(f"{owner}: gumbel_gate: expected a number above 0; got {tau!r}")
+
+
+def check_gate_options(
+    owner: str,
+    has_data: bool,
+    needed: str,
+    gate_init: object,
+    gumbel_gate: float | None,
+    channels: int,
+) -> None:
+    """Both options, of a gate that depends on the data if `has_data`; otherwise None alone fits.
+    needed: what makes it so, ``gate='data'``."""
+    for option, given in (("gate_init", gate_init), ("gumbel_gate", gumbel_gate)):
+        if given is not None and not has_data:
+            raise ValueError(
+                f"{owner}: {option}: expected None unless {needed}, whose logits it changes; "
+                f"got {given!r}"
+            )
+    if gate_init is not None:
+        parse_gate_init(owner, gate_init, channels)
+    check_gumbel_gate(owner, gumbel_gate)
 
 
 def gumbel_gate(f: Tensor, tau: float) -> Tensor:

@@ -13,6 +13,7 @@ from .. import ops
 from ._attention_base import Layout, SoftmaxAttention
 from ._attention_state import AttentionState
 from ._common import check_choice, constant_, make_linear, reset_linear, wide_dtype, widen
+from ._gate_init import GateInit, check_gate_options, gumbel_gate, parse_gate_init
 
 GATES = ("data", "independent", "fixed", "none")
 _NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
@@ -22,8 +23,9 @@ _LONG = re.compile(rf"long:({_NUMBER}):({_NUMBER})")
 _LOG_MOST_TOKENS = 32 * math.log(2)
 
 
-def parse_long_init(gate_init: object) -> tuple[float, float] | None:
-    """T_min and T_max of ``("long", T_min, T_max)`` or "long:T_min:T_max"; None for "zero"."""
+def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit | None:
+    """T_min and T_max of ``("long", T_min, T_max)`` or "long:T_min:T_max"; None for "zero"; what
+    `gate_init` means for gated modules in general."""
     text = gate_init
     if isinstance(gate_init, (tuple, list)):
         text = ":".join(map(str, gate_init))
@@ -32,10 +34,8 @@ def parse_long_init(gate_init: object) -> tuple[float, float] | None:
     match = _LONG.fullmatch(text) if isinstance(text, str) else None
     if match and float(match[1]) > 0 and float(match[2]) > 0:
         return float(match[1]), float(match[2])
-    raise ValueError(
-        "ForgettingAttention: gate_init: expected 'zero', or 'long:T_min:T_max' with numbers above "
-        f"0; got {text!r}"
-    )
+    also = "'zero', 'long:T_min:T_max' with numbers above 0, "
+    return parse_gate_init("ForgettingAttention", text, heads, also)
 
 
 class ForgettingAttention(SoftmaxAttention):
@@ -61,7 +61,10 @@ class ForgettingAttention(SoftmaxAttention):
         gate_init: b at the start: "zero", or ``("long", T_min, T_max)``, in a configuration
             "long:T_min:T_max": head h forgets over ``T_h = -1 / log sigmoid(b_h)`` tokens, from
             T_min to T_max in equal steps of log T (section 4.5). At 8 heads fixed (2, 256) is
-            ALiBi.
+            ALiBi. Or "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
+            "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`).
+        gumbel_gate: tau of Gumbel-Gate, with gate="data": noise on the gate's logits in training;
+            see `GatedLinearRNN`.
         qk_norm, qk_norm_shared, output_gate, output_activation, output_norm, kv_shift: see
             `Attention`.
         rope: theta of the rotary positions; None: no positions.
@@ -92,6 +95,7 @@ class ForgettingAttention(SoftmaxAttention):
         num_kv_heads: int | None = None,
         gate: str = "data",
         gate_init: str | tuple[str, float, float] = "zero",
+        gumbel_gate: float | None = None,
         qk_norm: bool | None = None,
         qk_norm_shared: bool = True,
         output_gate: bool | None = None,
@@ -126,11 +130,13 @@ class ForgettingAttention(SoftmaxAttention):
         )
         owner = self._owner
         check_choice(owner, "gate", gate, GATES)
-        self._long = parse_long_init(gate_init)
-        if self._long is not None and gate == "none":
+        self._init = _parse_init(gate_init, self.num_heads)
+        if self._init is not None and gate == "none":
             raise ValueError(
                 f"{owner}: gate_init: expected 'zero' with gate='none'; got {gate_init!r}"
             )
+        has_data = gate == "data"
+        check_gate_options(owner, has_data, "gate='data'", None, gumbel_gate, self.num_heads)
         if prune is not None and not 0 < prune < 1:
             raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {prune:g}")
         if drop_pruned and (prune is None or not self.qk_norm):
@@ -138,13 +144,11 @@ class ForgettingAttention(SoftmaxAttention):
                 f"{owner}: drop_pruned: expected False without prune and qk_norm, which bound what "
                 "a dropped token weighs; got True"
             )
-        self.gate, self.gate_init = gate, gate_init
+        self.gate, self.gate_init, self.gumbel_gate = gate, gate_init, gumbel_gate
         self.prune, self.drop_pruned = prune, bool(drop_pruned)
         where = {"device": device, "dtype": dtype}
         self._make_projections(**where)
-        self.gate_proj = (
-            make_linear(dim, self.num_heads, False, **where) if gate == "data" else None
-        )
+        self.gate_proj = make_linear(dim, self.num_heads, False, **where) if has_data else None
         if gate != "none":
             bias = torch.empty(self.num_heads, device=device, dtype=wide_dtype(dtype))
             if gate == "fixed":
@@ -163,10 +167,12 @@ class ForgettingAttention(SoftmaxAttention):
             reset_linear(self.gate_proj)
         if self.gate == "none":
             return
-        if self._long is None:
+        if self._init is None:
             constant_(self.gate_bias, 0.0)
+        elif isinstance(self._init, GateInit):
+            self._init.draw(self.gate_bias, self.dim)
         else:
-            ops.init_long_(self.gate_bias, *self._long)
+            ops.init_long_(self.gate_bias, *self._init)
 
     @property
     def has_gate_logits(self) -> bool:
@@ -174,7 +180,7 @@ class ForgettingAttention(SoftmaxAttention):
         return self.gate == "data"
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of: x ``[..., dim]`` -> ``[..., H]``,
+        """What the forget gate is the sigmoid of, without noise: x ``[..., dim]`` -> ``[..., H]``,
         fp32 or fp64. Only with gate="data".
         cu_seqlens: makes no difference, since the gate reads its own token alone."""
         return widen(self.gate_proj(x)) + self.gate_bias
@@ -186,6 +192,11 @@ class ForgettingAttention(SoftmaxAttention):
         if self.gate_proj is None:
             return F.logsigmoid(self.gate_bias).expand(*x.shape[:2], -1)
         return F.logsigmoid(self.gate_logits(x))
+
+    def _training_log_gate(self, x: Tensor) -> Tensor:
+        if self.gumbel_gate is None or not self.training:
+            return self._log_gate(x)
+        return F.logsigmoid(gumbel_gate(self.gate_logits(x), self.gumbel_gate))
 
     def log_gate(self, x: Tensor) -> Tensor:
         """log f of tokens x ``[B, T, dim]``: ``[B, T, H]``, fp32 or fp64."""

@@ -21,6 +21,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._token_mixing import head_mixing
 
 FEATURE_MAPS = ("elu+1", "relu", "exp")
@@ -68,6 +69,11 @@ class GatedLinearAttention(nn.Module):
         value_dim: width of v over all heads. None: dim.
         gate_rank: rank of the vector gate's projection.
         gate_temperature: None: 16 for the vector gate, 1 for the scalar one.
+        gate_init: how b starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
+            "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`); None: uniform on +-1/sqrt(fan in),
+            which is "standard".
+        gumbel_gate: tau of Gumbel-Gate: noise on what logsigmoid takes in training; see
+            `GatedLinearRNN`.
         output_gate: whether there is a g.
         norm: "layer", "rms" or "rms_no_weight"; its weights are shared over the heads.
         norm_eps: the norm's epsilon.
@@ -98,6 +104,8 @@ class GatedLinearAttention(nn.Module):
         value_dim: int | None = None,
         gate_rank: int = 16,
         gate_temperature: float | None = None,
+        gate_init: str | None = None,
+        gumbel_gate: float | None = None,
         output_gate: bool = True,
         norm: str = "rms",
         norm_eps: float = 1e-5,
@@ -126,6 +134,8 @@ class GatedLinearAttention(nn.Module):
             raise ValueError(
                 f"{owner}: gate_temperature: expected a positive number; got {gate_temperature!r}"
             )
+        gates = key_dim if gate == "vector" else num_heads
+        check_gate_options(owner, True, "", gate_init, gumbel_gate, gates)
         if normalize and feature_map is None:
             raise ValueError(
                 f"{owner}: feature_map: expected 'elu+1', 'relu' or 'exp' with normalize=True, "
@@ -137,6 +147,7 @@ class GatedLinearAttention(nn.Module):
         self.normalize = bool(normalize)
         self.feature_map = feature_map
         self.gate_temperature = gate_temperature
+        self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
         self.output_gate = bool(output_gate)
         self.scale = 1.0 if normalize else (key_dim // num_heads) ** -0.5
 
@@ -148,18 +159,20 @@ class GatedLinearAttention(nn.Module):
         if is_vector:
             self._parts["gate"] = gate_rank
         self.in_proj = make_linear(dim, sum(self._parts.values()), False, **where)
-        self.gate_proj = make_linear(
-            gate_rank if is_vector else dim, key_dim if is_vector else num_heads, True, **where
-        )
+        self.gate_proj = make_linear(gate_rank if is_vector else dim, gates, True, **where)
         self.norm = make_norm(norm, value_dim // num_heads, norm_eps, **where)
         self.out_proj = make_linear(value_dim, dim, False, **where)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """In this order: in_proj, gate_proj, norm, out_proj; projections weight before bias,
-        uniform on +-1/sqrt(fan in)."""
+        """In this order: in_proj, gate_proj (its bias then by gate_init), norm, out_proj;
+        projections weight before bias, uniform on +-1/sqrt(fan in)."""
         reset_linear(self.in_proj)
         reset_linear(self.gate_proj)
+        if self.gate_init is not None:
+            gate = self.gate_proj
+            init = parse_gate_init("GatedLinearAttention", self.gate_init, gate.out_features)
+            init.draw(gate.bias, gate.in_features)
         reset_norm(self.norm)
         reset_linear(self.out_proj)
 
@@ -202,7 +215,8 @@ class GatedLinearAttention(nn.Module):
         self._refuse_gamma(gamma)
         s, z = (None, None) if state is None else self._split_state(state)
         parts = self._project(x)
-        q, k, v, log_f = self._operands(parts, x)
+        gumbel = self.gumbel_gate if self.training else None
+        q, k, v, log_f = self._operands(parts, x, gumbel)
         o, s = ops.gated_linear_attention(
             q, k, v, log_f, s, scale=self.scale, cu_seqlens=cu_seqlens
         )
@@ -281,12 +295,17 @@ class GatedLinearAttention(nn.Module):
         sizes = list(self._parts.values())
         return dict(zip(self._parts, self.in_proj(x).split(sizes, dim=-1), strict=True))
 
-    def _operands(self, parts: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v ``[..., H, K or V]`` and log f ``[..., H, K or 1]``, in fp32 or fp64."""
+    def _operands(
+        self, parts: dict[str, Tensor], x: Tensor, gumbel: float | None = None
+    ) -> tuple[Tensor, ...]:
+        """q, k, v ``[..., H, K or V]`` and log f ``[..., H, K or 1]``, in fp32 or fp64; gumbel: tau
+        of the gate's noise."""
         heads = (self.num_heads, -1)
         q, k, v = (parts[name].unflatten(-1, heads) for name in "qkv")
-        logits = self.gate_proj(parts["gate"] if self.gate == "vector" else x)
-        log_f = F.logsigmoid(widen(logits)).unflatten(-1, heads) / self.gate_temperature
+        logits = widen(self.gate_proj(parts["gate"] if self.gate == "vector" else x))
+        if gumbel is not None:
+            logits = gumbel_gate(logits, gumbel)
+        log_f = F.logsigmoid(logits).unflatten(-1, heads) / self.gate_temperature
         return feature_map_of(self.feature_map, q), feature_map_of(self.feature_map, k), v, log_f
 
     def _key_scan(self, k: Tensor, log_f: Tensor) -> tuple[Tensor, Tensor]:

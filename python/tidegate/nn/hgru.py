@@ -28,7 +28,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
-from ._gate_init import check_gumbel_gate, gumbel_gate, parse_gate_init
+from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._token_mixing import elementwise_mixing
 from .expansion import EXPANSIONS, StateExpansion
 
@@ -207,19 +207,9 @@ class HGRU(KeepsFloat32):
                 "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'"
             )
 
-        self._check_gate_options()
-
-    def _check_gate_options(self) -> None:
-        for option in ("gate_init", "gumbel_gate"):
-            given = getattr(self, option)
-            if given is not None and self.forget_gate != "data":
-                raise ValueError(
-                    f"HGRU: {option}: expected None unless forget_gate='data', whose logits it "
-                    f"changes; got {given!r}"
-                )
-        if self.gate_init is not None:
-            parse_gate_init("HGRU", self.gate_init, self.channels)
-        check_gumbel_gate("HGRU", self.gumbel_gate)
+        has_data = self.forget_gate == "data"
+        options = (self.gate_init, self.gumbel_gate, self.channels)
+        check_gate_options("HGRU", has_data, "forget_gate='data'", *options)
 
     def _check_expansion(self) -> None:
         check_choice("HGRU", "expansion", self.expansion, (None, *EXPANSIONS))

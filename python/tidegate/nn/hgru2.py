@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .._sharding import fill
 from ._common import (
     NORMS,
     bounded_gate,
@@ -19,7 +21,9 @@ from ._common import (
     make_norm,
     reset_linear,
     reset_norm,
+    uniform_,
 )
+from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._token_mixing import activated, head_mixing
 
 ACTIVATIONS = ("none", "silu", "sigmoid")
@@ -95,6 +99,10 @@ class HGRU2(nn.Module):
         num_heads: H, a divisor of dim. None: dim / expand_ratio.
         expand_ratio: K, the state's channels per channel of x. None: dim / num_heads, or, where
             that is None too, 128 (dim, where that is smaller).
+        gate_init: how the bias of f starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
+            "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`); None: as the other biases. One is
+            added where the preset has none.
+        gumbel_gate: tau of Gumbel-Gate: noise on f in training; see `GatedLinearRNN`.
         bidirectional: runs the recurrence both ways over shared projections and adds the two o
             before the norm. Has no state, and no step().
         preset: a row of the table above.
@@ -104,7 +112,8 @@ class HGRU2(nn.Module):
         norm_eps: the norm's epsilon.
 
     Parameters: ``in_proj.weight`` ``[3 * dim, dim]`` and bias, rows of q, f, v in this order, each
-    head after head; ``norm``; ``out_proj`` ``[dim, dim]``.
+    head after head; without biases but with gate_init, ``gate_bias`` ``[dim]`` on f; ``norm``;
+    ``out_proj`` ``[dim, dim]``.
 
     State: one tensor ``[N, H, K, K]``, key channels before value channels; fp32, fp64 in an fp64
     module.
@@ -122,6 +131,8 @@ class HGRU2(nn.Module):
         num_heads: int | None = None,
         *,
         expand_ratio: int | None = None,
+        gate_init: str | None = None,
+        gumbel_gate: float | None = None,
         bidirectional: bool = False,
         preset: str = "paper",
         q_activation: str | None = None,
@@ -139,6 +150,8 @@ class HGRU2(nn.Module):
         self.dim = dim
         self.expand_ratio = head_dim("HGRU2", dim, num_heads, expand_ratio)
         self.num_heads = dim // self.expand_ratio
+        check_gate_options("HGRU2", True, "", gate_init, gumbel_gate, dim)
+        self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
         self.bidirectional = bool(bidirectional)
         self.preset = preset
         self.q_activation = defaults.q_activation if q_activation is None else q_activation
@@ -150,6 +163,10 @@ class HGRU2(nn.Module):
         norm = defaults.norm if norm is None else norm
         check_choice("HGRU2", "norm", norm, NORMS)
         self.in_proj = make_linear(dim, 3 * dim, bias, device, dtype)
+        gate_bias = None
+        if gate_init is not None and not bias:
+            gate_bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.register_parameter("gate_bias", gate_bias)
         self.norm = make_norm(norm, dim, norm_eps, device, dtype)
         self.out_proj = make_linear(dim, dim, bias, device, dtype)
         self.reset_parameters()
@@ -160,11 +177,25 @@ class HGRU2(nn.Module):
         return self.dim
 
     def reset_parameters(self) -> None:
-        """In this order: in_proj, norm, out_proj; projections weight before bias, uniform on
-        +-1/sqrt(dim)."""
-        reset_linear(self.in_proj)
+        """In this order: in_proj (of the bias then f's rows by gate_init), gate_bias, norm,
+        out_proj; projections weight before bias, uniform on +-1/sqrt(dim)."""
+        uniform_(self.in_proj.weight, 1.0 / math.sqrt(self.dim))
+        if self.in_proj.bias is not None:
+            fill(self.in_proj.bias.detach(), self._draw_bias)
+        if self.gate_bias is not None:
+            self._draw_gate(self.gate_bias)
         reset_norm(self.norm)
         reset_linear(self.out_proj)
+
+    def _draw_bias(self, t: Tensor) -> None:
+        """The bias of in_proj."""
+        bound = 1.0 / math.sqrt(self.dim)
+        ops.init_uniform_(t, -bound, bound)
+        if self.gate_init is not None:
+            self._draw_gate(t[self.dim : 2 * self.dim])
+
+    def _draw_gate(self, t: Tensor) -> None:
+        parse_gate_init("HGRU2", self.gate_init, self.dim).draw(t, self.dim)
 
     def init_state(
         self,
@@ -202,7 +233,10 @@ class HGRU2(nn.Module):
         if state is not None:
             self._refuse_bidirectional("a state")
             self._check_state(state)
-        qfv = self._project(x)
+        q, f, v = self._project(x)
+        if self.gumbel_gate is not None and self.training:
+            f = gumbel_gate(f, self.gumbel_gate)
+        qfv = (q, f, v)
         if self.bidirectional:
             ahead, _ = self._recur(qfv, gamma, None, False, cu_seqlens)
             back, _ = self._recur(qfv, gamma, None, True, cu_seqlens)
@@ -228,8 +262,8 @@ class HGRU2(nn.Module):
         return self._output(o)
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of, without bound: x ``[..., dim]`` -> the same.
-        cu_seqlens: makes no difference, since the gate reads its own token alone."""
+        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` -> the
+        same. cu_seqlens: makes no difference, since the gate reads its own token alone."""
         return self._project(x)[1].flatten(-2)
 
     @torch.no_grad()
@@ -266,9 +300,13 @@ class HGRU2(nn.Module):
             raise ValueError(f"HGRU2: state: expected [N, {h}, {k}, {k}]; got {tuple(state.shape)}")
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, f, v ``[..., H, K]``: views of one matrix product."""
-        heads = (3, self.num_heads, self.expand_ratio)
-        return self.in_proj(x).unflatten(-1, heads).unbind(-3)
+        """q, f, v ``[..., H, K]``: views of one matrix product, but for an f with a bias of its
+        own."""
+        heads = (self.num_heads, self.expand_ratio)
+        q, f, v = self.in_proj(x).unflatten(-1, (3, *heads)).unbind(-3)
+        if self.gate_bias is not None:
+            f = f + self.gate_bias.view(heads).to(f.dtype)
+        return q, f, v
 
     def _recur(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .._sharding import fill
 from ._common import (
     KeepsFloat32,
     check_choice,
@@ -20,6 +21,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._token_mixing import elementwise_mixing
 
 
@@ -191,6 +193,12 @@ class LRU(_LinearRecurrentUnit):
             so that the unit keeps more where s is small, and what it keeps is never less than
             lambda keeps. The phase and gamma are as without it. This variant composes
             `tidegate.ops.linear_scan`, and stores complex numbers in single precision.
+        gate_init: how the gate starts, with gate="data": "standard", "ugi", "chrono:T_max",
+            "gumbel-softmax" or "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`), of
+            ``1 - s_t``, the part that keeps: b is the negative of what is drawn. None: b uniform on
+            +-1/sqrt(dim).
+        gumbel_gate: tau of Gumbel-Gate, with gate="data": noise on the logits of s in training; see
+            `GatedLinearRNN`.
 
     Parameters: ``in_proj.weight`` ``[2 * state, dim]``, rows of the real part, then of the
     imaginary one; ``nu_log``, ``theta_log``, ``gamma_log`` ``[state]``, fp32 also in 16-bit
@@ -212,6 +220,8 @@ class LRU(_LinearRecurrentUnit):
         r_max: float = 0.999,
         max_phase: float = 2 * math.pi,
         gate: str | None = None,
+        gate_init: str | None = None,
+        gumbel_gate: float | None = None,
         device=None,
         dtype=None,
     ) -> None:
@@ -221,6 +231,9 @@ class LRU(_LinearRecurrentUnit):
         if not max_phase > 0:
             raise ValueError(f"LRU: max_phase: expected a number above 0; got {max_phase:g}")
         check_choice("LRU", "gate", gate, (None, "data"))
+        options = (gate_init, gumbel_gate, self.state)
+        check_gate_options("LRU", gate == "data", "gate='data'", *options)
+        self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
         self.max_phase = max_phase
         self.gate = gate
         self.gate_proj = None
@@ -231,17 +244,24 @@ class LRU(_LinearRecurrentUnit):
     def reset_parameters(self) -> None:
         """In this order: in_proj (normal, variance 1/(2 dim)), nu_log, theta_log (on the ring),
         gamma_log (``log sqrt(1 - |lambda|^2)``), skip_weight (normal, variance 1), out_proj
-        (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim))."""
+        (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim);
+        the bias then by gate_init)."""
         self._reset(self.max_phase)
         if self.gate_proj is not None:
             reset_linear(self.gate_proj)
+        if self.gate_init is not None:
+            fill(self.gate_proj.bias.detach(), self._draw_gate)
+
+    def _draw_gate(self, t: Tensor) -> None:
+        parse_gate_init("LRU", self.gate_init, self.state).draw(t, self.dim)
+        t.neg_()  # s is what forgets
 
     def _scan(
         self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if self.gate_proj is None:
             return super()._scan(x, state, cu_seqlens)
-        entering, decay = self._gated(x)
+        entering, decay = self._gated(x, self.gumbel_gate if self.training else None)
         h0 = None if state is None else _to_complex(widen(state))
         h, final = ops.linear_scan(entering, decay, h0, cu_seqlens=cu_seqlens)
         return _to_halves(h).to(self.out_proj.weight.dtype), _to_halves(final)
@@ -260,18 +280,20 @@ class LRU(_LinearRecurrentUnit):
         """Whether there is a forget gate that depends on the data."""
         return self.gate_proj is not None
 
-    def forget_gate(self, x: Tensor) -> Tensor:
-        """``|lambda_t|``, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``."""
-        return torch.exp(-self.nu_log.exp() * self._sharpness(x))
+    def forget_gate(self, x: Tensor, gumbel: float | None = None) -> Tensor:
+        """``|lambda_t|``, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``; gumbel: tau of the
+        gate's noise."""
+        return torch.exp(-self.nu_log.exp() * self._sharpness(x, gumbel))
 
-    def _sharpness(self, x: Tensor) -> Tensor:
+    def _sharpness(self, x: Tensor, gumbel: float | None = None) -> Tensor:
         if self.gate_proj is None:
             return super()._sharpness(x)
-        return torch.sigmoid(widen(self.gate_proj(x)))
+        logits = widen(self.gate_proj(x))
+        return torch.sigmoid(logits if gumbel is None else gumbel_gate(logits, gumbel))
 
-    def _gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters the state, and lambda_t, complex."""
-        modulus = self.forget_gate(x)
+    def _gated(self, x: Tensor, gumbel: float | None = None) -> tuple[Tensor, Tensor]:
+        """What enters the state, and lambda_t, complex; gumbel: tau of the gate's noise."""
+        modulus = self.forget_gate(x, gumbel)
         u = _to_complex(widen(self.in_proj(x)))
         decay = torch.polar(modulus, self.theta_log.exp().expand_as(modulus))
         return self.gamma_log.exp() * u, decay
