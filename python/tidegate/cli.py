@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -243,7 +244,7 @@ def settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     given = vars(options)
     train = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     if "minutes" in given:
-        train["seconds"] = given["minutes"] * 60.0
+        train["seconds"] = _seconds("train", given["minutes"])
     if "options" in given:
         train["task_options"] = dict(map(_task_option, given["options"]))
     model = {name: given[name] for name in _MODEL_FLAGS if name in given}
@@ -252,6 +253,13 @@ def settings(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     for text in given.get("fields", []):
         _set_field(model, text)
     return train, model
+
+
+def _seconds(command: str, minutes: float) -> float:
+    """--minutes in seconds; UserError unless they are above 0."""
+    if not 0 < minutes < math.inf:
+        raise UserError(f"{command}: minutes: expected more than 0, got {minutes:g}")
+    return minutes * 60.0
 
 
 def _task_option(text: str) -> tuple[str, int]:
@@ -317,6 +325,8 @@ def _say_run(run: Any, out: str) -> None:
         f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
         file=sys.stderr,
     )
+    if run.begins_anew:
+        print(f"the run in {out} has no checkpoint: it begins anew", file=sys.stderr)
     if run.resumed:
         state = "is finished" if trainer.progress() >= 1.0 else "goes on"
         print(f"the run in {out} {state} at step {trainer.position.step}", file=sys.stderr)
@@ -339,7 +349,7 @@ def describe_score(score: Any) -> str:
 def _demo(options: argparse.Namespace) -> int:
     from .training.demo import run_demo
 
-    seconds = None if options.minutes is None else options.minutes * 60.0
+    seconds = None if options.minutes is None else _seconds("demo", options.minutes)
     return 0 if run_demo(options.out, seconds=seconds, seed=options.seed) else STOPPED
 
 

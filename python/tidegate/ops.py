@@ -48,13 +48,18 @@ __all__ = [
 ]
 
 
-def _offsets_on(op: str, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
+def _offsets_on(
+    op: str, cu_seqlens: Tensor | None, device: torch.device, name: str = "cu_seqlens"
+) -> Tensor | None:
     """``cu_seqlens``, copied to ``device`` when it is on the CPU."""
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        kind = type(cu_seqlens).__name__
+        raise RuntimeError(f"{op}: {name} must be a tensor of int32 or int64, got {kind}")
     if cu_seqlens is None or cu_seqlens.device == device or cu_seqlens.device.type != "cpu":
         return cu_seqlens
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{op}: cu_seqlens must be on {device} while a CUDA graph is captured, got it on cpu"
+            f"{op}: {name} must be on {device} while a CUDA graph is captured, got it on cpu"
         )
     return cu_seqlens.to(device)
 
@@ -509,7 +514,7 @@ def forgetting_attention(
     Training keeps the inputs, o and lse. Any strides with a unit last one are read in place.
     """
     cu_seqlens = _offsets_on("forgetting_attention", cu_seqlens, q.device)
-    cu_seqlens_k = _offsets_on("forgetting_attention", cu_seqlens_k, q.device)
+    cu_seqlens_k = _offsets_on("forgetting_attention", cu_seqlens_k, q.device, "cu_seqlens_k")
     o, lse = torch.ops.tidegate.forgetting_attention(
         q, k, v, log_f, scale, window, cu_seqlens, cu_seqlens_k, prune
     )

@@ -193,10 +193,13 @@ def test_bad_input_is_one_line(tmp_path, text, trained, capsys):
         ("eps", "-1"),
         ("warmup-steps", "-3"),
         ("floor", "3"),
+        ("minutes", "0"),
     ):
         line = fails(capsys, "train", text, "--out", out, f"--{name}", *given)
         assert line.startswith(f"tidegate: train: {name}: expected ")
         assert not Path(out).exists()
+    line = fails(capsys, "demo", "--out", out, "--minutes", "-1")
+    assert line == "tidegate: demo: minutes: expected more than 0, got -1"
     gone = tmp_path / "gone.txt"
     assert f"{gone}: no such file or folder" in fails(capsys, "train", gone, "--out", out)
     empty = tmp_path / "empty.txt"

@@ -324,6 +324,7 @@ def test_head_dimensions_that_no_kernel_takes(keys: int, values: int, device: st
 BAD_OFFSETS = [
     (torch.tensor([0.0, 6.0]), ["cu_seqlens", "int32 or int64", "got", "float32"]),
     (offsets(0, 6, dtype=torch.int16), ["cu_seqlens", "int32 or int64", "got", "int16"]),
+    ((0, 6), ["cu_seqlens", "a tensor of int32 or int64", "got tuple"]),
     (torch.tensor(6), ["cu_seqlens", "[N + 1]", "got", "[]"]),
     (torch.tensor([[0, 2, 6]]), ["cu_seqlens", "[N + 1]", "got", "[1, 3]"]),
     (torch.tensor([], dtype=torch.int64), ["cu_seqlens", "[N + 1]", "got", "[0]"]),

@@ -248,6 +248,18 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path, text):
     assert_same(longer.trainer.model.state_dict(), whole.trainer.model.state_dict())
 
 
+def test_a_run_without_a_checkpoint_says_that_it_begins_anew(tmp_path, text):
+    first = prepare(tmp_path / "run", text, steps=4)
+    assert not first.begins_anew
+    first.trainer.run(quiet=True)
+    assert not prepare(tmp_path / "run", text, steps=4).begins_anew
+    first.folder.checkpoint.unlink()
+    again = prepare(tmp_path / "run", text, steps=4)
+    assert again.begins_anew
+    assert not again.resumed
+    assert again.folder.metrics_size() == 0
+
+
 def test_a_finished_run_keeps_its_configuration(tmp_path, text):
     """What it was trained with, whatever is asked for later."""
     prepare(tmp_path / "run", text, steps=4).trainer.run(quiet=True)
@@ -341,10 +353,15 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, text):
     assert (tmp_path / "file").read_text() == "here first"
 
 
-def test_a_folder_with_files_of_an_unknown_run_is_refused(tmp_path, text):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "loss.png", "model"])
+def test_a_folder_with_files_that_a_run_would_overwrite_is_refused(name, tmp_path, text):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    _refused(tmp_path, text, r"holds files of a run but no config.json")
+    (tmp_path / "run" / name).write_text("{}\n")
+    _refused(tmp_path, text, rf"run holds {name} but no config.json: a run would overwrite")
+
+
+def test_a_broken_configuration_is_refused(tmp_path, text):
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{broken")
     _refused(tmp_path, text, r"config.json: not valid JSON")
 

@@ -23,6 +23,7 @@ from .errors import UserError
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINT_FILE = "checkpoint.pt"
+LOSS_PLOT = "loss.png"
 MODEL_FOLDER = "model"
 FORMAT = 1
 

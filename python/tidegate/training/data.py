@@ -81,7 +81,7 @@ class Corpus:
 
     def summary(self) -> str:
         """What there is to train on, in words."""
-        return f"{len(self.train):,} tokens to train on"
+        return f"{len(self.train):,} tokens to train on, {len(self.valid):,} to validate on"
 
     def check_length(self, context: int) -> None:
         """Raises UserError when a split is too short for one window of `context` tokens."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..models import CausalLM, SequenceClassifier
-from .checkpoint import METRICS_FILE, RunFolder, read_metrics
+from .checkpoint import LOSS_PLOT, METRICS_FILE, RunFolder, read_metrics
 from .config import read_json
 from .errors import UserError
 from .evaluate import Score
@@ -18,7 +18,6 @@ from .runs import Run, initial_model, load_trained
 from .scoring import corpus_of_run
 from .task_corpus import TaskCorpus
 
-LOSS_PLOT = "loss.png"
 ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
 PARTS_PLOT = "gate_parts.png"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..models import CausalLM, LMConfig, SequenceClassifier, presets
-from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, RunFolder, load_checkpoint
+from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder, load_checkpoint
 from .config import MAY_CHANGE, TrainConfig, differences, read_json, recipes
 from .data import vocabulary_fits
 from .errors import UserError
@@ -40,7 +40,8 @@ class Run:
     config: TrainConfig
     corpus: Source
     trainer: Trainer
-    resumed: bool
+    resumed: bool  # from a checkpoint
+    begins_anew: bool = False  # in a folder whose run left no checkpoint
 
     def export(self) -> None:
         """Writes model/: config.json and model.safetensors, which C++ reads too."""
@@ -79,6 +80,7 @@ def prepare_run(
         _refuse_other(folder, recorded, config, model_config, corpus)
         content = load_checkpoint(folder.checkpoint) if folder.checkpoint.exists() else None
         run = _build(folder, model_config, config, corpus, content)
+        run.begins_anew = recorded is not None and content is None
     except BaseException:
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -119,9 +121,11 @@ def _named(
 def _recorded(folder: RunFolder) -> dict[str, Any] | None:
     """config.json of a run that is already in the folder."""
     if not folder.config.exists():
-        if folder.metrics.exists() or folder.checkpoint.exists():
+        ours = (folder.metrics, folder.checkpoint, folder.model, folder.path / LOSS_PLOT)
+        if found := [path.name for path in ours if path.exists()]:
             raise UserError(
-                f"out: {folder.path} holds files of a run but no {CONFIG_FILE}; name another --out"
+                f"out: {folder.path} holds {', '.join(found)} but no {CONFIG_FILE}: a run would "
+                "overwrite what is not its own; name another --out"
             )
         return None
     values = read_json(folder.config)
