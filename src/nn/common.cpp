@@ -166,6 +166,8 @@ torch::Tensor widen(const torch::Tensor& x) {
 
 NormImpl::NormImpl(const NormOptions& options) : options(options) {
   check_choice("norm", "kind", options.kind(), {"layer", "rms", "rms_no_weight"});
+  TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()),
+                    "norm: eps: expected 0 or more; got ", options.eps());
   reset();
 }
 

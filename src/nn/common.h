@@ -24,6 +24,9 @@ void check_positive(const char* owner, const char* option, int64_t value);
 /// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token.
 void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time = true);
 
+/// Channels of a key or a value that gated_linear_attention and hgrn2 take.
+constexpr int64_t kMaxHeadDim = 512;
+
 /// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor);
 

@@ -22,6 +22,8 @@ void check_width(const char* name, int64_t width, int64_t heads) {
   check_positive(kName, name, width);
   TORCH_CHECK_VALUE(width % heads == 0, kName, ": ", name,
                     ": expected a multiple of num_heads=", heads, "; got ", width);
+  TORCH_CHECK_VALUE(width / heads <= kMaxHeadDim, kName, ": ", name, ": expected at most ",
+                    kMaxHeadDim, " channels a head; got ", width / heads);
 }
 
 void check_feature_map(const GatedLinearAttentionOptions& options) {

@@ -38,8 +38,14 @@ int64_t head_dim(const HGRU2Options& options) {
   }
   auto ratio = options.expand_ratio();
   if (ratio) check_positive("HGRU2", "expand_ratio", *ratio);
-  if (!ratio && heads) return dim / *heads;
-  if (!ratio) ratio = std::min<int64_t>(dim, 128);
+  if (!ratio && !heads) {
+    ratio = std::min<int64_t>(dim, 128);
+    TORCH_CHECK_VALUE(dim % *ratio == 0, "HGRU2: num_heads: expected a divisor of dim=", dim,
+                      ", or an expand_ratio, since heads of 128 channels do not fit; got neither");
+  }
+  if (!ratio) ratio = dim / *heads;
+  TORCH_CHECK_VALUE(*ratio <= kMaxHeadDim, "HGRU2: expand_ratio: expected at most ", kMaxHeadDim,
+                    " channels a head; got ", *ratio);
   TORCH_CHECK_VALUE(dim % *ratio == 0, "HGRU2: expand_ratio: expected a divisor of dim=", dim,
                     "; got ", *ratio);
   TORCH_CHECK_VALUE(!heads || dim == *heads * *ratio,

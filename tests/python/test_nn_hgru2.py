@@ -290,6 +290,17 @@ ERRORS = [
         {"num_heads": 2, "gate_temperature": 0},
         r"gate_temperature: expected a positive number; got 0",
     ),
+    (GatedLinearAttention, {"num_heads": 2, "normalize": "no"}, r"normalize: expected True or Fal"),
+    (
+        GatedLinearAttention,
+        {"num_heads": 2, "norm_eps": -1},
+        r"norm: eps: expected 0 or more; got -",
+    ),
+    (
+        GatedLinearAttention,
+        {"num_heads": 1, "key_dim": 1024},
+        r"GatedLinearAttention: key_dim: expected at most 512 channels a head; got 1024",
+    ),
 ]
 
 
@@ -299,10 +310,16 @@ def test_bad_options(cls, options, message):
         cls(DIM, **options)
 
 
+def test_widths_that_heads_do_not_fit():
+    with pytest.raises(ValueError, match=r"num_heads: expected a divisor of dim=192, or an expand"):
+        HGRU2(192)
+    for heads in ({"num_heads": 1}, {"expand_ratio": 1024}):
+        with pytest.raises(ValueError, match=r"expand_ratio: expected at most 512 .*; got 1024"):
+            HGRU2(1024, **heads)
+
+
 def test_default_heads():
     assert [HGRU2(d, device="meta").num_heads for d in (64, 128, 1024)] == [1, 1, 8]
-    with pytest.raises(ValueError, match="expand_ratio: expected a divisor of dim=192; got 128"):
-        HGRU2(192, device="meta")
 
 
 def test_bad_arguments():

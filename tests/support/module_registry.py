@@ -235,7 +235,8 @@ def _hgru2_arguments() -> list[Arguments]:
     presets = itertools.cycle(("paper", "fla", "official"))
     cases += [((4, 2), {**options, "preset": next(presets)}) for options in _gate_starts()]
     cases += [((4, 2), {"gate_init": "ugi", "bidirectional": True, "gumbel_gate": 0.9})]
-    return [*cases, ((4, 2), {}), ((192,), {}), ((0,), {}), *(((4,), o) for o in wrong)]
+    sizes: list[Arguments] = [((4, 2), {}), ((192,), {}), ((0,), {}), ((1024, 1), {})]
+    return [*cases, *sizes, *(((4,), o) for o in wrong)]
 
 
 def _gla_arguments() -> list[Arguments]:
@@ -266,6 +267,8 @@ def _gla_arguments() -> list[Arguments]:
         {"num_heads": 1, "gate_init": "zero"},
         {"num_heads": 1, "gumbel_gate": -1.5},
         {"num_heads": 1, "gate": "scalar", "gate_init": "ugi"},
+        {"num_heads": 1, "norm_eps": -1},
+        {"num_heads": 1, "value_dim": 1024},
     ]
     gates = itertools.cycle(({}, {"gate": "scalar"}, {"normalize": True, "feature_map": "relu"}))
     cases += [((4, 2), {**options, **next(gates)}) for options in _gate_starts()]

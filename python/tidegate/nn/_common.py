@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 
 NORMS = ("layer", "rms", "rms_no_weight")
+MAX_HEAD_DIM = 512  # channels of a key or a value that gated_linear_attention and hgrn2 take
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -25,6 +26,12 @@ def check_positive(owner: str, option: str, value: object) -> None:
     """Raises ValueError unless `value` is an integer of at least one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{owner}: {option}: expected a positive integer; got {value!r}")
+
+
+def check_switch(owner: str, option: str, value: object) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}: {option}: expected True or False; got {value!r}")
 
 
 def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> None:
@@ -58,6 +65,8 @@ class RMSNorm(nn.RMSNorm):
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
     """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight"."""
     check_choice("norm", "kind", kind, NORMS)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
     if kind == "layer":
         return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     affine = kind == "rms"

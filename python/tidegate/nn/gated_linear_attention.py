@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ._common import (
+    MAX_HEAD_DIM,
     NORMS,
     check_choice,
     check_mixer_input,
     check_positive,
+    check_switch,
     make_linear,
     make_norm,
     reset_linear,
@@ -124,8 +126,15 @@ class GatedLinearAttention(nn.Module):
                 raise ValueError(
                     f"{owner}: {name}: expected a multiple of num_heads={num_heads}; got {width}"
                 )
+            if width // num_heads > MAX_HEAD_DIM:
+                raise ValueError(
+                    f"{owner}: {name}: expected at most {MAX_HEAD_DIM} channels a head; got "
+                    f"{width // num_heads}"
+                )
         check_positive(owner, "gate_rank", gate_rank)
         check_choice(owner, "gate", gate, ("vector", "scalar"))
+        check_switch(owner, "normalize", normalize)
+        check_switch(owner, "output_gate", output_gate)
         check_choice(owner, "feature_map", feature_map, (None, *FEATURE_MAPS))
         check_choice(owner, "norm", norm, NORMS)
         if gate_temperature is None:

@@ -18,6 +18,7 @@ from ._common import (
     check_choice,
     check_mixer_input,
     check_positive,
+    check_switch,
     empty_state,
     make_linear,
     make_norm,
@@ -137,6 +138,10 @@ class HGRU(KeepsFloat32):
         check_positive("HGRU", "dim", dim)
         check_positive("HGRU", "expand", expand)
         check_choice("HGRU", "preset", preset, tuple(PRESETS))
+        if complex is not None:
+            check_switch("HGRU", "complex", complex)
+        check_switch("HGRU", "output_gate", output_gate)
+        check_switch("HGRU", "bidirectional", bidirectional)
         defaults = PRESETS[preset]
         self.dim = dim
         self.expand = expand

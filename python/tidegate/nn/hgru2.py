@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from .. import ops
 from .._sharding import fill
 from ._common import (
+    MAX_HEAD_DIM,
     NORMS,
     bounded_gate,
     check_choice,
     check_mixer_input,
     check_positive,
+    check_switch,
     empty_state,
     make_linear,
     make_norm,
@@ -46,7 +48,7 @@ PRESETS = {
 
 def head_dim(owner: str, dim: int, num_heads: int | None, expand_ratio: int | None) -> int:
     """Channels a head of a mixer that splits `dim` into heads, by whichever of the two is given;
-    ValueError where they do not fit."""
+    ValueError where they do not fit, or are more than the op takes."""
     if num_heads is not None:
         check_positive(owner, "num_heads", num_heads)
         if dim % num_heads:
@@ -57,8 +59,18 @@ def head_dim(owner: str, dim: int, num_heads: int | None, expand_ratio: int | No
         check_positive(owner, "expand_ratio", expand_ratio)
     elif num_heads is None:
         expand_ratio = min(dim, 128)
+        if dim % expand_ratio:
+            raise ValueError(
+                f"{owner}: num_heads: expected a divisor of dim={dim}, or an expand_ratio, since "
+                "heads of 128 channels do not fit; got neither"
+            )
     if expand_ratio is None:
-        return dim // num_heads
+        expand_ratio = dim // num_heads
+    if expand_ratio > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{owner}: expand_ratio: expected at most {MAX_HEAD_DIM} channels a head; got "
+            f"{expand_ratio}"
+        )
     if dim % expand_ratio:
         raise ValueError(
             f"{owner}: expand_ratio: expected a divisor of dim={dim}; got {expand_ratio}"
@@ -97,8 +109,8 @@ class HGRU2(nn.Module):
     Args:
         dim: width of x and y.
         num_heads: H, a divisor of dim. None: dim / expand_ratio.
-        expand_ratio: K, the state's channels per channel of x. None: dim / num_heads, or, where
-            that is None too, 128 (dim, where that is smaller).
+        expand_ratio: K, the state's channels per channel of x, at most 512. None: dim / num_heads,
+            or, where that is None too, 128 (dim, where that is smaller).
         gate_init: how the bias of f starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
             "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`); None: as the other biases. One is
             added where the preset has none.
@@ -146,6 +158,7 @@ class HGRU2(nn.Module):
         super().__init__()
         check_positive("HGRU2", "dim", dim)
         check_choice("HGRU2", "preset", preset, tuple(PRESETS))
+        check_switch("HGRU2", "bidirectional", bidirectional)
         defaults = PRESETS[preset]
         self.dim = dim
         self.expand_ratio = head_dim("HGRU2", dim, num_heads, expand_ratio)
