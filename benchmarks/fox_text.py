@@ -383,9 +383,7 @@ def plot(result: dict[str, Any], out: Path) -> list[Path]:
     drawn = [out / f"fox_text_{name}.png" for name in ("loss", "per_token", "needle")]
     _plot_losses(result, drawn[0], f"Training on documents, contexts of {where}")
     curves = {
-        NAMES[row["model"]]: PerToken.read(out / row["model"])
-        for row in result["runs"]
-        if row["per_token"]
+        _label(row): PerToken.read(out / row["model"]) for row in result["runs"] if row["per_token"]
     }
     if curves:
         title = f"Loss by position in documents, trained on contexts of {where}"
@@ -393,6 +391,14 @@ def plot(result: dict[str, Any], out: Path) -> list[Path]:
     if any(row["needle"] for row in result["runs"]):
         _plot_needles(result, drawn[2], f"Needle test, easy mode, trained on contexts of {where}")
     return [path for path in drawn if path.exists()]
+
+
+def _label(row: dict[str, Any]) -> str:
+    """A model's name, and how far it came where it was stopped before the others' last step."""
+    name = NAMES[row["model"]]
+    if row["steps"] == row["of_steps"]:
+        return name
+    return f"{name}, stopped at step {row['steps']} of {row['of_steps']}"
 
 
 def _plot_losses(result: dict[str, Any], path: Path, title: str) -> None:
@@ -403,7 +409,7 @@ def _plot_losses(result: dict[str, Any], path: Path, title: str) -> None:
         figure, axes = pyplot.subplots(figsize=(8.0, 4.4), layout="constrained")
         for row, color in zip(result["runs"], _COLORS, strict=False):
             tokens, bits = zip(*row["curve"], strict=True)
-            label = f"{NAMES[row['model']]}: {bits[-1]:.4f}"
+            label = f"{_label(row)}: {bits[-1]:.4f}"
             axes.plot([t / 1e6 for t in tokens], bits, "o-", ms=2.5, color=color, label=label)
         best = min(bits for row in result["runs"] for _, bits in row["curve"])
         axes.set_ylim(best - 0.03, best + 0.8)

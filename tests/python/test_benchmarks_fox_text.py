@@ -171,3 +171,10 @@ def test_the_processes_agree_on_steps(load, tmp_path, monkeypatch, capsys):
     assert rows == {"fot-pro": rows["fot-pro"], "fot-llama": rows["fot-pro"]}
     assert 450 < rows["fot-pro"] <= 0.92 * 100 / (64 / 640 + 64 / 6400)
     assert "hgrn2 ended with 1: broken" in capsys.readouterr().err
+
+
+def test_pictures_name_models_that_were_stopped_early(load):
+    fox_text = load("fox_text")
+    row = {"model": "fot-pro", "steps": 7, "of_steps": 9}
+    assert fox_text._label(row) == "FoT (Pro), stopped at step 7 of 9"
+    assert fox_text._label({**row, "steps": 9}) == "FoT (Pro)"
