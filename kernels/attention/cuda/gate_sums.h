@@ -18,8 +18,6 @@ cudaError_t gate_sums(const ForgettingAttentionParams& params, double* c, cudaSt
 
 /// dlog_f_u = sum over positions t >= u of (row sum of dS of the query at t, if there is one) -
 /// (column sum of key t); zero for a sequence's first token. Sums are [B, Hq, Tq] and [B, Hq, Tk].
-cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& params, const float* row_sums,
-                           const float* column_sums, double* totals, cudaStream_t stream);
 cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& params, const double* row_sums,
                            const double* column_sums, double* totals, cudaStream_t stream);
 

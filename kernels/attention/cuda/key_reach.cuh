@@ -39,7 +39,11 @@ __global__ void __launch_bounds__(kReachWarps * 32)
     w.reach.ends[at] = max(end, 0);
     if (cut.index == 0) {
       const double whole = gates.at(0) - gates.at(keys.length - 1);
-      w.reach.near[keys.index * p.heads + head] = fall * keys.length < whole * kNearTokens;
+      const bool near = fall * keys.length < whole * kNearTokens;
+      w.reach.near[keys.index * p.heads + head] = near;
+      if (!near) {
+        w.reach.far[0] = 1;
+      }
     }
   }
 }

@@ -4,6 +4,7 @@
 // pass, bounds of scores for pruning. Eight lanes share a row; a block has some tokens of one head,
 // and blocks of neighbouring heads follow each other, as the rows in memory do.
 
+#include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
 
 namespace tidegate::kernels {
@@ -79,14 +80,13 @@ __device__ inline void raise_largest(unsigned found, unsigned* largest) {
 
 /// Calls launch.template operator()<T, kPieces>() for the data and head dimension of p.
 template <class Launch>
-void with_row_kernels(const ForgettingAttentionParams& p, const Launch& launch) {
+cudaError_t with_row_kernels(const ForgettingAttentionParams& p, const Launch& launch) {
   const bool few = p.head_dim <= 128;
   if (p.q.dtype == DType::kBFloat16) {
-    few ? launch.template operator()<__nv_bfloat16, 2>()
-        : launch.template operator()<__nv_bfloat16, 4>();
-  } else {
-    few ? launch.template operator()<__half, 2>() : launch.template operator()<__half, 4>();
+    return few ? launch.template operator()<__nv_bfloat16, 2>()
+               : launch.template operator()<__nv_bfloat16, 4>();
   }
+  return few ? launch.template operator()<__half, 2>() : launch.template operator()<__half, 4>();
 }
 
 /// The largest squared norm of every head's keys.
@@ -114,14 +114,20 @@ __global__ void __launch_bounds__(kRowThreads)
   raise_largest(found, largest + at.batch * p.key_heads + at.head);
 }
 
-/// row_terms = do . o - dlse. With kBounds, the largest excess of every head's scores too: see
-/// ScoreBounds, whose keys' part is there.
+/// row_terms = do . o - dlse; the first blocks scan chunks of gates. With kBounds, the largest
+/// excess of every head's scores too: see ScoreBounds, whose keys' part is there.
 template <class T, int kPieces, bool kBounds>
 __global__ void __launch_bounds__(kRowThreads)
-    row_terms_kernel(const __grid_constant__ TensorAttention w, unsigned* largest) {
+    row_terms_kernel(const __grid_constant__ TensorAttention w, unsigned* largest,
+                     const __grid_constant__ GateChunks<GateSumScan> gates) {
+  static_assert(kRowThreads == kGateChunk);
+  if (blockIdx.x < gates.blocks()) {
+    gates.scan_chunk(blockIdx.x);
+    return;
+  }
   const ForgettingAttentionParams& p = w.params.forward;
   const int64_t time = p.layout.time;
-  const RowPlace at(time, p.heads, blockIdx.x);
+  const RowPlace at(time, p.heads, blockIdx.x - gates.blocks());
   const int pieces = static_cast<int>(p.head_dim / 8);
   const int64_t row0 = (at.batch * p.heads + at.head) * time;
   const auto* const dlse = static_cast<const float*>(w.params.dlse);

@@ -3,13 +3,34 @@
 #include "kernels/attention/cuda/tensor_backward.h"
 
 #include "kernels/attention/cuda/backward_shapes.cuh"
+#include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/gate_sums.h"
 #include "kernels/attention/cuda/key_reach.cuh"
 #include "kernels/attention/cuda/row_terms.cuh"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels {
 namespace {
+
+/// Clears `pieces` of 16 bytes, kClearedPieces a block; the first blocks add up chunks of gates.
+constexpr int kClearedPieces = 16 * kGateChunk;
+
+__global__ void __launch_bounds__(kGateChunk)
+    clear_kernel(const __grid_constant__ GateChunks<GateSumScan> gates, uint4* cleared,
+                 int64_t pieces) {
+  if (blockIdx.x < gates.blocks()) {
+    gates.add_up(blockIdx.x);
+    return;
+  }
+  const int64_t first = int64_t{blockIdx.x - gates.blocks()} * kClearedPieces + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kClearedPieces; i += kGateChunk) {
+    if (first + i < pieces) {
+      cleared[first + i] = uint4{};
+    }
+  }
+}
 
 int64_t query_rows(const ForgettingAttentionParams& p) {
   return p.layout.batch * p.heads * p.layout.time;
@@ -19,10 +40,11 @@ int64_t key_rows(const ForgettingAttentionParams& p) {
 }
 
 template <class T>
-cudaError_t launch(const TensorAttention& work, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
+                   const DeviceLimits& limits, cudaStream_t stream) {
   return work.params.forward.head_dim <= kLargestSmallHeadDim
-             ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, shared_bytes, stream)
-             : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, shared_bytes, stream);
+             ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, gates, limits, stream)
+             : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, gates, limits, stream);
 }
 
 /// Rows of a tile of queries, and columns of its dq_sums.
@@ -43,8 +65,8 @@ cudaError_t find_query_tile(const ForgettingAttentionParams& p, int shared_bytes
 
 /// The workspace, in order; each part starts at a multiple of 16 bytes.
 struct Parts {
-  int64_t gate_sums, reach_ends, reach_near, row_terms, column_sums, score_bounds, row_sums,
-      dq_sums, totals, all;
+  int64_t gate_sums, reach_ends, reach_near, row_terms, column_sums, score_bounds, reach_far,
+      row_sums, dq_sums, totals, all;
 
   Parts(const ForgettingAttentionParams& p, const Cuts& query_tiles, const QueryTile& tile) {
     int64_t at = 0;
@@ -59,6 +81,7 @@ struct Parts {
     part(&row_terms, query_rows(p) * 4);
     part(&column_sums, key_rows(p) * 4);
     part(&score_bounds, score_bounds_bytes(p, true));  // from here on, cleared together
+    part(&reach_far, pruned ? 2 * 4 : 0);
     part(&row_sums, query_rows(p) * 4);
     part(&dq_sums,
          p.deterministic ? 0 : query_tiles.slots * p.heads * tile.rows * tile.columns * int64_t{4});
@@ -112,44 +135,43 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.row_terms = reinterpret_cast<float*>(scratch + parts.row_terms);
   work.row_sums = reinterpret_cast<float*>(scratch + parts.row_sums);
   work.column_sums = reinterpret_cast<float*>(scratch + parts.column_sums);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, c, stream));
   auto* const bounds = reinterpret_cast<unsigned*>(scratch + parts.score_bounds);
   if (!p.deterministic) {
     work.dq_sums = reinterpret_cast<float*>(scratch + parts.dq_sums);
   }
-  const int64_t cleared = (p.deterministic ? parts.row_sums : parts.all) - parts.score_bounds;
-  if (cleared > 0) {
-    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(bounds, 0, cleared, stream));
-  }
+  const GateChunks<GateSumScan> gates({p, c}, c + key_rows(p));
+  const int64_t pieces = ((p.deterministic ? parts.row_sums : parts.all) - parts.score_bounds) / 16;
+  const int64_t clearing = (pieces + kClearedPieces - 1) / kClearedPieces;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      launch_unless_empty(&clear_kernel, static_cast<unsigned>(clearing + gates.blocks()),
+                          kGateChunk, 0, stream, gates, reinterpret_cast<uint4*>(bounds), pieces));
   if (p.prune > 0) {
     work.score_bounds = bounds;
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
   }
-  if (query_rows(p) > 0) {
-    const auto blocks = static_cast<unsigned>(row_blocks(p.layout, p.heads));
-    unsigned* const excesses = bounds + p.layout.batch * p.key_heads;
-    with_row_kernels(p, [&]<class T, int kPieces>() {
-      if (p.prune > 0) {
-        row_terms_kernel<T, kPieces, true><<<blocks, kRowThreads, 0, stream>>>(work, excesses);
-      } else {
-        row_terms_kernel<T, kPieces, false><<<blocks, kRowThreads, 0, stream>>>(work, nullptr);
-      }
-    });
-    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  }
+  const auto blocks = static_cast<unsigned>(row_blocks(p.layout, p.heads) + gates.blocks());
+  unsigned* const excesses = p.prune > 0 ? bounds + p.layout.batch * p.key_heads : nullptr;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(with_row_kernels(p, [&]<class T, int kPieces>() {
+    return launch_unless_empty(
+        p.prune > 0 ? &row_terms_kernel<T, kPieces, true> : &row_terms_kernel<T, kPieces, false>,
+        blocks, kRowThreads, 0, stream, work, excesses, gates);
+  }));
   if (p.prune > 0) {
     work.reach = {cut_time(p.key_layout, KeyReach::kKeys),
                   reinterpret_cast<int*>(scratch + parts.reach_ends),
-                  reinterpret_cast<int*>(scratch + parts.reach_near)};
+                  reinterpret_cast<int*>(scratch + parts.reach_near),
+                  reinterpret_cast<unsigned*>(scratch + parts.reach_far)};
     key_reach_kernel<<<static_cast<unsigned>(reach_blocks(work.reach, p.heads)), kReachWarps * 32,
                        0, stream>>>(work);
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
+  const GateGradientChunks gradients({p, params.dlog_f, work.row_sums, work.column_sums},
+                                     reinterpret_cast<double*>(scratch + parts.totals));
   TIDEGATE_RETURN_IF_CUDA_ERROR(p.q.dtype == DType::kBFloat16
-                                    ? launch<__nv_bfloat16>(work, limits.shared_bytes, stream)
-                                    : launch<__half>(work, limits.shared_bytes, stream));
-  return gate_gradients(params, work.row_sums, work.column_sums,
-                        reinterpret_cast<double*>(scratch + parts.totals), stream);
+                                    ? launch<__nv_bfloat16>(work, gradients, limits, stream)
+                                    : launch<__half>(work, gradients, limits, stream));
+  return launch_unless_empty(&gate_scan_kernel<GateGradientScan<float>>, gradients.blocks(),
+                             kGateChunk, 0, stream, gradients);
 }
 
 }  // namespace tidegate::kernels

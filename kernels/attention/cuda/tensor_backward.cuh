@@ -12,6 +12,7 @@
 
 #include <cmath>
 
+#include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
 
@@ -229,19 +230,19 @@ struct BackwardWarp {
   }
 };
 
+/// Block `block`'s tile: its dk, dv, sums of columns, and its part of dq and of the sums of rows.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    forgetting_backward_kernel(const __grid_constant__ TensorAttention w) {
+__device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsigned block,
+                                                  unsigned char* shared_bytes) {
   using T = typename Shape::T;
   using Scores = typename Shape::Scores;
   using KeySums = typename Shape::KeySums;
   using QuerySums = typename Shape::QuerySums;
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr int kThreads = Shape::kThreads;
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
   const BackwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.key_heads, blockIdx.x, false);
+  const TileAndHead place(w.tiles, p.key_heads, block, false);
   if (place.cut.tokens == 0 || !takes_head(w, place.cut.sequence.index, place.head)) {
     return;
   }
@@ -490,17 +491,55 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                                     thread);
 }
 
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    forgetting_backward_kernel(const __grid_constant__ TensorAttention w) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  add_key_gradients<Shape>(w, blockIdx.x, shared_bytes);
+}
+
+/// The tiles of heads that are not near, taken one after the other by blocks that stay: where there
+/// are no such heads, a block for every tile would take longer to start than these to leave.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    far_backward_kernel(const __grid_constant__ TensorAttention w) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  __shared__ unsigned taken;
+  if (w.reach.far[0] == 0) {
+    return;
+  }
+  const auto blocks = static_cast<unsigned>(w.tiles.slots * w.params.forward.key_heads);
+#pragma unroll 1
+  for (;;) {
+    __syncthreads();  // all are done with the tile before
+    if (threadIdx.x == 0) {
+      taken = atomicAdd(w.reach.far + 1, 1u);
+    }
+    __syncthreads();
+    if (taken >= blocks) {
+      return;
+    }
+    add_key_gradients<Shape>(w, taken, shared_bytes);
+  }
+}
+
 /// dq from its sums, a block a tile of queries: they lie in the order in which the warps that made
-/// them hold accumulators.
+/// them hold accumulators. The first blocks add up chunks of gates' gradients.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
-    round_dq_kernel(const __grid_constant__ TensorAttention w) {
+    round_dq_kernel(const __grid_constant__ TensorAttention w,
+                    const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
+  static_assert(Shape::kThreads == kGateChunk);
+  if (blockIdx.x < gates.blocks()) {
+    gates.add_up(blockIdx.x);
+    return;
+  }
   using T = typename Shape::T;
   using QuerySums = typename Shape::QuerySums;
   constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
   extern __shared__ __align__(128) unsigned char rounded[];
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.query_tiles, p.heads, blockIdx.x, false);
+  const TileAndHead place(w.query_tiles, p.heads, blockIdx.x - gates.blocks(), false);
   if (place.cut.tokens == 0) {
     return;
   }

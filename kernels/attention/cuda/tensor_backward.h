@@ -3,7 +3,9 @@
 // The backward pass on tensor cores (tensor_backward.cuh, tensor_query_gradient.cuh): its plan and
 // launches, and its units, one a dtype and class of head dimensions.
 
+#include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/tensor_forward.h"
+#include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels {
 
@@ -15,11 +17,14 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
                                  ForgettingAttentionPlan* plan);
 cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream);
 
+using GateGradientChunks = GateChunks<GateGradientScan<float>>;
+
 template <class Data, HeadDims kDims>
 struct AttentionBackwardUnit {
   /// With work.dq_sums: all gradients but the gates', dq by atomics. Without: the same, dq by a
-  /// kernel of its own. `shared_bytes`: that a block may use.
-  static cudaError_t launch(TensorAttention work, int shared_bytes, cudaStream_t stream);
+  /// kernel of its own. Then adds up the chunks of `gates`.
+  static cudaError_t launch(TensorAttention work, const GateGradientChunks& gates,
+                            const DeviceLimits& limits, cudaStream_t stream);
 };
 
 }  // namespace tidegate::kernels

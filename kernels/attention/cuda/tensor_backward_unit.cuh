@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/attention/cuda/backward_shapes.cuh"
 #include "kernels/attention/cuda/tensor_backward.h"
 #include "kernels/common/cuda/device.h"
@@ -18,6 +20,21 @@ cudaError_t launch_key_gradients(TensorAttention work, cudaStream_t stream) {
                              Shape::kSharedBytes, stream, work);
 }
 
+/// The same for the heads that are not near, by as many blocks as there is room for.
+template <class Shape>
+cudaError_t launch_far_key_gradients(TensorAttention work, const DeviceLimits& limits,
+                                     cudaStream_t stream) {
+  constexpr auto* kKernel = &far_backward_kernel<Shape>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
+  const ForgettingAttentionParams& p = work.params.forward;
+  work.heads = PrunedHeads::kFar;
+  work.tiles = cut_time(p.key_layout, Shape::kKeys);
+  const int64_t blocks = std::min<int64_t>(work.tiles.slots * p.key_heads,
+                                           int64_t{limits.multiprocessors} * Shape::kBlocks);
+  return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
+                             Shape::kSharedBytes, stream, work);
+}
+
 template <class Shape>
 cudaError_t launch_query_gradients(TensorAttention work, cudaStream_t stream) {
   constexpr auto* kKernel = &query_gradient_kernel<Shape>;
@@ -29,32 +46,44 @@ cudaError_t launch_query_gradients(TensorAttention work, cudaStream_t stream) {
 }
 
 template <class Shape>
-cudaError_t launch_round_dq(const TensorAttention& work, cudaStream_t stream) {
-  const int64_t blocks = work.query_tiles.slots * work.params.forward.heads;
+cudaError_t launch_round_dq(const TensorAttention& work, const GateGradientChunks& gates,
+                            cudaStream_t stream) {
+  const int64_t blocks = work.query_tiles.slots * work.params.forward.heads + gates.blocks();
   return launch_unless_empty(&round_dq_kernel<Shape>, static_cast<unsigned>(blocks),
-                             Shape::kThreads, Shape::kRowBytes, stream, work);
+                             Shape::kThreads, Shape::kRowBytes, stream, work, gates);
 }
 
 template <class Data, HeadDims kDims>
-cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work, int shared_bytes,
+cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
+                                                       const GateGradientChunks& gates,
+                                                       const DeviceLimits& limits,
                                                        cudaStream_t stream) {
   return with_backward_shapes<Data, kDims>(
-      work.params.forward.head_dim, shared_bytes,
+      work.params.forward.head_dim, limits.shared_bytes,
       [&]<class Shape, class NearShape, class QueryShape>() {
         TensorAttention keys = work;
         if (work.dq_sums == nullptr) {
           keys.row_sums = nullptr;
         }
         // Both kernels are launched, and the device says which of them takes a head.
-        const bool near = work.params.forward.prune > 0 && !std::is_same_v<Shape, NearShape>;
-        if (near) {
-          keys.heads = PrunedHeads::kNear;
-          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<NearShape>(keys, stream));
-          keys.heads = PrunedHeads::kFar;
+        bool pruned = false;
+        if constexpr (!std::is_same_v<Shape, NearShape>) {
+          pruned = work.params.forward.prune > 0;
+          if (pruned) {
+            keys.heads = PrunedHeads::kNear;
+            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<NearShape>(keys, stream));
+            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_far_key_gradients<Shape>(keys, limits, stream));
+          }
         }
-        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, stream));
-        return work.dq_sums != nullptr ? launch_round_dq<Shape>(work, stream)
-                                       : launch_query_gradients<QueryShape>(work, stream);
+        if (!pruned) {
+          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, stream));
+        }
+        if (work.dq_sums != nullptr) {
+          return launch_round_dq<Shape>(work, gates, stream);
+        }
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_query_gradients<QueryShape>(work, stream));
+        return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>, gates.blocks(),
+                                   kGateChunk, 0, stream, gates);
       });
 }
 

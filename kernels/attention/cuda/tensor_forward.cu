@@ -5,6 +5,7 @@
 #include "kernels/attention/cuda/gate_sums.h"
 #include "kernels/attention/cuda/row_terms.cuh"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels {
 namespace {
@@ -43,13 +44,11 @@ int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) 
 cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream) {
   const ForgettingAttentionParams& p = work.params.forward;
   const int64_t blocks = row_blocks(p.key_layout, p.key_heads);
-  if (blocks > 0) {
-    with_row_kernels(p, [&]<class T, int kPieces>() {
-      key_norms_kernel<T, kPieces><<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(
-          work, const_cast<unsigned*>(work.score_bounds));
-    });
-  }
-  return cudaGetLastError();
+  return with_row_kernels(p, [&]<class T, int kPieces>() {
+    return launch_unless_empty(&key_norms_kernel<T, kPieces>, static_cast<unsigned>(blocks),
+                               kRowThreads, 0, stream, work,
+                               const_cast<unsigned*>(work.score_bounds));
+  });
 }
 
 cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {

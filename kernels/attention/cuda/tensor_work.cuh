@@ -21,8 +21,9 @@ enum class PrunedHeads : uint8_t { kAll, kNear, kFar };
 struct KeyReach {
   static constexpr int kKeys = 64;
   Cuts keys = {};
-  int* ends = nullptr;  // [keys.slots, Hq]
-  int* near = nullptr;  // [sequences, Hq], 0 or 1
+  int* ends = nullptr;      // [keys.slots, Hq]
+  int* near = nullptr;      // [sequences, Hq], 0 or 1
+  unsigned* far = nullptr;  // zero before: whether any are not; how many of their tiles are taken
 };
 
 struct TensorAttention {

@@ -1,0 +1,196 @@
+#pragma once
+
+// The two scans over time of gate_sums.h, as parts of blocks of kGateChunk threads, so that they
+// may share a launch with other work. Chunks are added up first; then every chunk is scanned by
+// itself, from the totals before it.
+
+#include "kernels/attention/forgetting_attention_cuda.h"
+#include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/numeric.cuh"
+
+namespace tidegate::kernels {
+
+constexpr int kGateChunk = 256;  // tokens, and threads of a block that takes them
+constexpr int kGateWarps = kGateChunk / 32;
+
+/// One element of a tensor of gates.
+__device__ inline int64_t gate_offset(const HeadSeries& t, const Sequence& s, int token, int head) {
+  return s.batch * t.stride_b + (s.start + token) * t.stride_t + head * t.stride_h;
+}
+__device__ inline double load_gate(const HeadSeries& t, int64_t at) {
+  switch (t.dtype) {
+    case DType::kFloat32:
+      return static_cast<const float*>(t.data)[at];
+    case DType::kFloat64:
+      return static_cast<const double*>(t.data)[at];
+    case DType::kBFloat16:
+      return widen(static_cast<const __nv_bfloat16*>(t.data)[at]);
+    default:
+      return widen(static_cast<const __half*>(t.data)[at]);
+  }
+}
+__device__ inline void store_gate(const HeadSeries& t, int64_t at, double x) {
+  switch (t.dtype) {
+    case DType::kFloat32:
+      static_cast<float*>(t.data)[at] = static_cast<float>(x);
+      return;
+    case DType::kFloat64:
+      static_cast<double*>(t.data)[at] = x;
+      return;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(t.data)[at] = narrow<__nv_bfloat16>(static_cast<float>(x));
+      return;
+    default:
+      static_cast<__half*>(t.data)[at] = narrow<__half>(static_cast<float>(x));
+  }
+}
+
+/// c from log f, forwards.
+struct GateSumScan {
+  static constexpr bool kReverse = false;
+  ForgettingAttentionParams p;
+  double* c;
+
+  __device__ double load(const Sequence& keys, int token, int head) const {
+    if (token == 0) {
+      return 0;
+    }
+    const double x = load_gate(p.log_f, gate_offset(p.log_f, keys, token, head));
+    return x < kLeastLogGate ? kLeastLogGate : x;
+  }
+  __device__ void store(const Sequence& keys, int token, int head, double x) const {
+    c[(keys.batch * p.heads + head) * p.key_layout.time + keys.start + token] = x;
+  }
+};
+
+/// dlog f from the sums of dS, backwards.
+template <class Real>
+struct GateGradientScan {
+  static constexpr bool kReverse = true;
+  ForgettingAttentionParams p;
+  HeadSeries dlog_f;
+  const Real* row_sums;
+  const Real* column_sums;
+
+  __device__ double load(const Sequence& keys, int token, int head) const {
+    const Sequence queries = find_sequence(p.layout, keys.index);
+    const int64_t row = (keys.batch * p.heads + head);
+    const int query = token - (keys.length - queries.length);
+    const Real added = query < 0 ? Real(0) : row_sums[row * p.layout.time + queries.start + query];
+    return static_cast<double>(added) -
+           static_cast<double>(column_sums[row * p.key_layout.time + keys.start + token]);
+  }
+  __device__ void store(const Sequence& keys, int token, int head, double x) const {
+    store_gate(dlog_f, gate_offset(dlog_f, keys, token, head), token == 0 ? 0.0 : x);
+  }
+};
+
+__device__ inline double warp_sum(double x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, step);
+  }
+  return x;
+}
+
+/// The sum over the block, for all threads.
+__device__ inline double block_sum(double x, double (&shared)[kGateWarps]) {
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    shared[threadIdx.x / 32] = x;
+  }
+  __syncthreads();
+  double sum = 0;
+#pragma unroll
+  for (int i = 0; i < kGateWarps; ++i) {
+    sum += shared[i];
+  }
+  return sum;
+}
+
+/// The thread's token in the order of the scan, or none.
+template <class Scan>
+__device__ inline int scanned_token(const Cut& cut) {
+  const int at = cut.first + static_cast<int>(threadIdx.x);
+  if (static_cast<int>(threadIdx.x) >= cut.tokens) {
+    return -1;
+  }
+  return Scan::kReverse ? cut.sequence.length - 1 - at : at;
+}
+
+/// A scan and its chunks, of all heads.
+template <class Scan>
+struct GateChunks {
+  Scan scan;
+  double* totals;  // [Hq, cuts.slots]
+  Cuts cuts;
+
+  GateChunks(const Scan& scan, double* totals)
+      : scan(scan), totals(totals), cuts(cut_time(scan.p.key_layout, kGateChunk)) {}
+
+  __host__ __device__ unsigned blocks() const {
+    return static_cast<unsigned>(cuts.slots * scan.p.heads);
+  }
+
+  /// Block `block`'s part of the totals.
+  __device__ void add_up(unsigned block) const {
+    __shared__ double shared[kGateWarps];
+    const auto slots = static_cast<unsigned>(cuts.slots);
+    const Cut cut = find_cut(cuts, static_cast<int>(block % slots));
+    const int token = scanned_token<Scan>(cut), head = static_cast<int>(block / slots);
+    const double total = block_sum(token < 0 ? 0.0 : scan.load(cut.sequence, token, head), shared);
+    if (threadIdx.x == 0) {
+      totals[block] = total;
+    }
+  }
+
+  /// Block `block`'s part of the scan.
+  __device__ void scan_chunk(unsigned block) const {
+    __shared__ double shared[kGateWarps];
+    const auto slots = static_cast<unsigned>(cuts.slots);
+    const Cut cut = find_cut(cuts, static_cast<int>(block % slots));
+    if (cut.tokens == 0) {
+      return;
+    }
+    const int token = scanned_token<Scan>(cut), head = static_cast<int>(block / slots);
+    const double* const before = totals + block - cut.index;
+    double start = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < cut.index; i += kGateChunk) {
+      start += before[i];
+    }
+    start = block_sum(start, shared);
+    double x = token < 0 ? 0.0 : scan.load(cut.sequence, token, head);
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const double below = __shfl_up_sync(0xffffffffu, x, step);
+      x += lane >= step ? below : 0.0;
+    }
+    __syncthreads();
+    if (lane == 31) {
+      shared[warp] = x;
+    }
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) {
+      start += shared[i];
+    }
+    if (token >= 0) {
+      scan.store(cut.sequence, token, head, start + x);
+    }
+  }
+};
+
+template <class Scan>
+__global__ void __launch_bounds__(kGateChunk)
+    gate_totals_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
+  chunks.add_up(blockIdx.x);
+}
+
+template <class Scan>
+__global__ void __launch_bounds__(kGateChunk)
+    gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
+  chunks.scan_chunk(blockIdx.x);
+}
+
+}  // namespace tidegate::kernels
