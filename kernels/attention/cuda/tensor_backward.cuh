@@ -242,7 +242,7 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
   constexpr int kThreads = Shape::kThreads;
   const BackwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.key_heads, block, false);
+  const TileAndHead place(w.tiles, p.key_heads, w.together, block, false);
   if (place.cut.tokens == 0 || !takes_head(w, place.cut.sequence.index, place.head)) {
     return;
   }
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
   extern __shared__ __align__(128) unsigned char rounded[];
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.query_tiles, p.heads, blockIdx.x - gates.blocks(), false);
+  const TileAndHead place(w.query_tiles, p.heads, 1, blockIdx.x - gates.blocks(), false);
   if (place.cut.tokens == 0) {
     return;
   }

@@ -10,11 +10,13 @@
 namespace tidegate::kernels {
 
 template <class Shape>
-cudaError_t launch_key_gradients(TensorAttention work, cudaStream_t stream) {
+cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limits,
+                                 cudaStream_t stream) {
   constexpr auto* kKernel = &forgetting_backward_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   const ForgettingAttentionParams& p = work.params.forward;
   work.tiles = cut_time(p.key_layout, Shape::kKeys);
+  work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
   const int64_t blocks = work.tiles.slots * p.key_heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::kSharedBytes, stream, work);
@@ -29,17 +31,21 @@ cudaError_t launch_far_key_gradients(TensorAttention work, const DeviceLimits& l
   const ForgettingAttentionParams& p = work.params.forward;
   work.heads = PrunedHeads::kFar;
   work.tiles = cut_time(p.key_layout, Shape::kKeys);
-  const int64_t blocks = std::min<int64_t>(work.tiles.slots * p.key_heads,
-                                           int64_t{limits.multiprocessors} * Shape::kBlocks);
+  const int64_t resident = int64_t{limits.multiprocessors} * Shape::kBlocks;
+  work.together = heads_together(work.tiles, resident);
+  const int64_t blocks = std::min(work.tiles.slots * p.key_heads, resident);
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::kSharedBytes, stream, work);
 }
 
 template <class Shape>
-cudaError_t launch_query_gradients(TensorAttention work, cudaStream_t stream) {
+cudaError_t launch_query_gradients(TensorAttention work, const DeviceLimits& limits,
+                                   cudaStream_t stream) {
   constexpr auto* kKernel = &query_gradient_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = cut_time(work.params.forward.layout, Shape::kRows);
+  const int resident = std::min(2, limits.shared_bytes / Shape::kSharedBytes);
+  work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * resident);
   const int64_t blocks = work.tiles.slots * work.params.forward.heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::kSharedBytes, stream, work);
@@ -71,17 +77,17 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
           pruned = work.params.forward.prune > 0;
           if (pruned) {
             keys.heads = PrunedHeads::kNear;
-            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<NearShape>(keys, stream));
+            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<NearShape>(keys, limits, stream));
             TIDEGATE_RETURN_IF_CUDA_ERROR(launch_far_key_gradients<Shape>(keys, limits, stream));
           }
         }
         if (!pruned) {
-          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, stream));
+          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, limits, stream));
         }
         if (work.dq_sums != nullptr) {
           return launch_round_dq<Shape>(work, gates, stream);
         }
-        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_query_gradients<QueryShape>(work, stream));
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_query_gradients<QueryShape>(work, limits, stream));
         return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>, gates.blocks(),
                                    kGateChunk, 0, stream, gates);
       });

@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const ForwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.heads, blockIdx.x, true);
+  const TileAndHead place(w.tiles, p.heads, w.together, blockIdx.x, true);
   const int rows = place.cut.tokens, head = place.head;
   if (rows == 0) {
     return;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   float* const row_terms = all_key_gates + 4 * kKeys;  // [4][kRows], see put_row_terms
 
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.heads, blockIdx.x, true);
+  const TileAndHead place(w.tiles, p.heads, w.together, blockIdx.x, true);
   const int rows = place.cut.tokens, head = place.head;
   if (rows == 0) {
     return;

@@ -29,6 +29,7 @@ struct KeyReach {
 struct TensorAttention {
   ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
   Cuts tiles = {};                                // the blocks' own: of queries or of keys
+  int together = 1;                               // heads: see heads_together
   Cuts query_tiles = {};                          // backward: those of dq_sums
   const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
   const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
@@ -40,17 +41,33 @@ struct TensorAttention {
   float* dq_sums = nullptr;                       // backward: dq in float, tile by tile
 };
 
-/// The block's tile and head: tiles vary fastest, the last first (of queries, it has most keys).
+/// How many heads' tiles are taken side by side, where `resident` blocks run at once: as many as
+/// let them all start with tiles that have as much to do. Packed sequences: one.
+inline int heads_together(const Cuts& tiles, int64_t resident) {
+  return tiles.layout.offsets != nullptr
+             ? 1
+             : static_cast<int>(std::max<int64_t>(1, resident / tiles.equal_pieces));
+}
+
+/// The block's tile and head. Of `together` heads of a batch row or of several, all have their
+/// first tile taken, then all their second; with last_first (of queries, the last has most keys)
+/// from the last tile on. Then follow as many more heads. So the tiles with most to do are never
+/// the last to be taken, and neighbouring blocks share keys and values, or queries.
 struct TileAndHead {
   Cut cut;
   int64_t slot;
   int head;
 
-  __device__ TileAndHead(const Cuts& tiles, int64_t all_heads, unsigned block, bool last_first) {
+  __device__ TileAndHead(const Cuts& tiles, int64_t all_heads, int together, unsigned block,
+                         bool last_first) {
     const auto heads = static_cast<unsigned>(all_heads);
     const unsigned run = tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.equal_pieces)
                                                          : static_cast<unsigned>(tiles.slots);
-    const unsigned at = block % run, rest = block / run;
+    const unsigned all = static_cast<unsigned>(tiles.slots) / run * heads;
+    const unsigned first = block / (run * together) * together;
+    const unsigned within = block - first * run;
+    const unsigned side_by_side = min(static_cast<unsigned>(together), all - first);
+    const unsigned at = within / side_by_side, rest = first + within % side_by_side;
     slot = rest / heads * run + (last_first ? run - 1 - at : at);
     head = static_cast<int>(rest % heads);
     cut = find_cut(tiles, static_cast<int>(slot));
