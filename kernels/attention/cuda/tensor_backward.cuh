@@ -539,7 +539,8 @@ __global__ void __launch_bounds__(Shape::kThreads)
   constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
   extern __shared__ __align__(128) unsigned char rounded[];
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.query_tiles, p.heads, 1, blockIdx.x - gates.blocks(), false);
+  // From the last head on, whose sums the L2 still has.
+  const TileAndHead place(w.query_tiles, p.heads, 1, gridDim.x - 1 - blockIdx.x, false);
   if (place.cut.tokens == 0) {
     return;
   }
