@@ -16,6 +16,8 @@ struct GatedRnnPlan {
   bool on_chip = false;         // CUDA: the matrix stays in registers and shared memory
   int cluster = 1;              // CUDA, on chip: blocks that share one matrix
   int rows = 1;                 // sequences that a block (or a cluster) walks at a time
+  bool in_memory = false;       // CUDA, on chip: the blocks talk through the workspace, no cluster
+  int64_t first_sequence = 0;   // CUDA, on chip: of this launch; kept by the kernels' launchers
   int64_t partials = 0;         // no partial sums: dW is a product above the kernels
   int64_t workspace_bytes = 0;  // scratch memory, 64-byte aligned, contents irrelevant
 };
@@ -29,11 +31,13 @@ struct GatedRnnParams {
   TimeSeries z = {};           // [B, T, D] in x.dtype or the state type; not read backward
   TimeSeries x = {};           // [B, T, D] float32, float64, bfloat16 or float16
   const void* w = nullptr;     // [D, D] contiguous, state type: row i makes a's channel i
+  bool w_is_narrow = false;    // w's numbers come from a 16-bit type
   TimeSeries h = {};           // [B, T, D] in x.dtype; written forward, read backward
   TimeSeries a = {};           // [B, T, D] state type; written forward unless null, read backward
   const void* h0 = nullptr;    // [N, D] contiguous, state type; null means zero
   void* h_final = nullptr;  // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
-  bool allow_on_chip = true;  // false: the plain CUDA kernel, for tests and comparisons
+  bool allow_clusters = true;  // false: as on a device without, for tests and comparisons
+  bool allow_on_chip = true;   // false: the plain CUDA kernel, for tests and comparisons
   GatedRnnPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes
 };

@@ -149,10 +149,11 @@ def gated_rnn(
         h [B, T, D] in x's dtype and the final state [N, D] in float32 (float64 for float64); at
         T = 0 the state is a copy of h0.
 
-    Products, gates and states are computed in float32 (float64), never in TF32, whatever the data.
-    Two things are products of torch's and follow its settings (TF32 where allow_tf32 is on): the
-    gradient of w_zh, and on CUDA the recurrence itself where the matrix is too large for a chip (D
-    above 1024, or above 256 without clusters of blocks). Bitwise deterministic. Training keeps x,
+    Products, gates and states have float32's precision (float64's), whatever the data: no TF32, no
+    16-bit rounding (on tensor cores a float is the sum of two numbers). Two things are products of
+    torch's and follow its settings (TF32 where allow_tf32 is on): the gradient of w_zh, and on CUDA
+    the recurrence itself where the matrix is too large for a chip (D above 1024, or above 512
+    without clusters of blocks). Bitwise deterministic. Training keeps x,
     w_zh, h0, h and the gate's logits in the state's dtype. Cost O(B T D^2), one token after
     another.
     """

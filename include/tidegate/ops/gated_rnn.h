@@ -24,15 +24,16 @@ namespace tidegate {
 /// (float64 for float64), which can be passed back as h0. At T = 0 it is a copy of h0.
 /// N = B without cu_seqlens.
 ///
-/// Any strides with a unit last stride are read in place. Products, gates and states are computed
-/// in float32 (float64), never in TF32, whatever the data. Two things are products of torch's and
-/// follow its settings (TF32 where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself
-/// where the matrix is too large for a chip (D above 1024, or above 256 without clusters of
-/// blocks). Bitwise deterministic. Differentiable once in z, x, w_zh and h0 through both results;
-/// training keeps x, w_zh, h0, h and the gate's logits [B, T, D] in the state's dtype. Throws
-/// c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other than
-/// these; with TIDEGATE_DEBUG=1 also for cu_seqlens on a GPU whose values do not fit. Cost O(B T
-/// D^2), one token after another: the time of a step does not shrink with the chip.
+/// Any strides with a unit last stride are read in place. Products, gates and states have float32's
+/// precision (float64's), whatever the data: no TF32, no 16-bit rounding (on tensor cores a float
+/// is the sum of two numbers). Two things are products of torch's and follow its settings (TF32
+/// where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself where the matrix is too large
+/// for a chip (D above 1024, or above 512 without clusters of blocks). Bitwise deterministic.
+/// Differentiable once in z, x, w_zh and h0 through both results; training keeps x, w_zh, h0, h and
+/// the gate's logits [B, T, D] in the state's dtype. Throws c10::Error, naming op, argument,
+/// expected and given, for shapes, dtypes or devices other than these; with TIDEGATE_DEBUG=1 also
+/// for cu_seqlens on a GPU whose values do not fit. Cost O(B T D^2), one token after another: the
+/// time of a step does not shrink with the chip.
 std::tuple<at::Tensor, at::Tensor> gated_rnn(
     const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
     const std::optional<at::Tensor>& h0 = std::nullopt,

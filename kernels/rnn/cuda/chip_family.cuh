@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <type_traits>
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/rnn/cuda/chip_family.h"
@@ -8,40 +10,52 @@
 
 namespace tidegate::kernels {
 
-/// How a matrix of up to kWidth columns lies in the threads: as many lanes a row as leave each
-/// thread at most 128 weights in registers.
-template <int kWidth, int kRows>
+/// What a family is for: D, whether the matrix is of 16-bit numbers, whether there are clusters.
+template <int kWidth_, bool kIsNarrow_, bool kInMemory_>
+struct ChipUse {
+  static constexpr int kWidth = kWidth_;
+  static constexpr bool kIsNarrow = kIsNarrow_;
+  static constexpr bool kInMemory = kInMemory_;
+};
+
+/// How the matrix lies in the threads, for so many sequences side by side. A ChipTile, for the
+/// floating-point units: as many lanes a row as leave each thread at most 128 weights in registers.
+template <class Use, int kRows>
 struct ChipTileOf;
 template <int kRows>
-struct ChipTileOf<128, kRows> {
+struct ChipTileOf<ChipUse<128, false, false>, kRows> {
   using Tile = ChipTile<4, 32, 2, 0, kRows, 1>;
 };
 template <int kRows>
-struct ChipTileOf<256, kRows> {
+struct ChipTileOf<ChipUse<256, false, false>, kRows> {
   using Tile = ChipTile<8, 32, 4, 0, kRows, 2>;
 };
 template <int kRows>
-struct ChipTileOf<512, kRows> {
-  using Tile = ChipTile<16, 32, 4, 0, kRows, 8>;
-};
-template <int kRows>
-struct ChipTileOf<1024, kRows> {
+struct ChipTileOf<ChipUse<1024, false, false>, kRows> {
   using Tile = ChipTile<32, 32, 4, 4, kRows, 16>;
+};
+template <bool kIsNarrow, int kRows>
+struct ChipTileOf<ChipUse<512, kIsNarrow, false>, kRows> {
+  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, ClusterExchange>;
+};
+template <bool kIsNarrow, int kRows>
+struct ChipTileOf<ChipUse<512, kIsNarrow, true>, kRows> {
+  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, MemoryExchange>;
 };
 
 /// How many sequences can be walked side by side. In between, what costs least where the device
 /// holds a few clusters less than there would have to be.
-template <int kWidth>
+template <class Use>
 struct ChipRows {
   static constexpr std::array kChoices = {1, 2, 4};
 };
-template <>
-struct ChipRows<512> {
-  static constexpr std::array kChoices = {1, 2, 4, 5, 8};
+template <bool kIsNarrow, bool kInMemory>
+struct ChipRows<ChipUse<512, kIsNarrow, kInMemory>> {
+  static constexpr std::array kChoices = {2, 4, 5, 8};
 };
 
 /// A step's time by the number of sequences side by side, to no scale: what a step takes without
-/// any (the exchange, the sum over lanes, the gates), in units of what each adds.
+/// any (the exchange, the sums over lanes or warps, the gates), in units of what each adds.
 constexpr int64_t kStepAlone = 2;
 
 constexpr int kPortableCluster = 8;
@@ -56,81 +70,112 @@ struct ChipLaunch {
   cudaError_t prepare(Kernel kernel, int64_t sequences, cudaStream_t stream) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes));
-    if constexpr (Tile::kCluster > kPortableCluster) {
+    if constexpr (Tile::kNeedsClusters && Tile::kCluster > kPortableCluster) {
       TIDEGATE_RETURN_IF_CUDA_ERROR(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     }
     const int64_t clusters = (sequences + Tile::kVectors - 1) / Tile::kVectors;
     config.gridDim = dim3(static_cast<unsigned>(clusters * Tile::kCluster));
-    config.blockDim = dim3(kChipThreads);
+    config.blockDim = dim3(Tile::kThreads);
     config.dynamicSmemBytes = Tile::kSharedBytes;
     config.stream = stream;
-    if constexpr (Tile::kCluster > 1) {
+    if constexpr (Tile::kNeedsClusters) {
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim.x = Tile::kCluster;
       attribute.val.clusterDim.y = 1;
       attribute.val.clusterDim.z = 1;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
+    } else {  // blocks that wait for each other must all run
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = Tile::kCluster > 1;
     }
+    config.attrs = &attribute;
+    config.numAttrs = 1;
     return cudaSuccess;
   }
 };
 
+/// How many groups of blocks with a matrix each the device holds at once.
 template <class Tile, class Kernel>
-cudaError_t count_clusters(Kernel kernel, const DeviceLimits& limits, int* clusters) {
-  if constexpr (Tile::kCluster == 1) {
-    *clusters = limits.multiprocessors;
-    return cudaSuccess;
-  } else {
-    *clusters = 0;
+cudaError_t count_groups(Kernel kernel, const DeviceLimits& limits, int* groups) {
+  *groups = 0;
+  if (limits.shared_bytes < Tile::kSharedBytes) return cudaSuccess;
+  if constexpr (Tile::kNeedsClusters) {
     // Units for compute capability 9.0a hold the cluster kernels; others are empty.
-    if (limits.major != 9 || limits.shared_bytes < Tile::kSharedBytes) return cudaSuccess;
+    if (limits.major != 9) return cudaSuccess;
     ChipLaunch<Tile> launch;
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, Tile::kVectors, nullptr));
-    return cudaOccupancyMaxActiveClusters(clusters, kernel, &launch.config);
+    return cudaOccupancyMaxActiveClusters(groups, kernel, &launch.config);
+  } else {
+    *groups = limits.multiprocessors / Tile::kCluster;
+    return cudaSuccess;
+  }
+}
+
+template <class Params>
+GatedRnnParams& forward_of(Params& params) {
+  if constexpr (std::is_same_v<Params, GatedRnnParams>) {
+    return params;
+  } else {
+    return params.forward;
   }
 }
 
 template <class Tile, class Kernel, class Params>
-cudaError_t launch_chip(Kernel kernel, const Params& params, int64_t sequences,
-                        cudaStream_t stream) {
+cudaError_t launch_chip(Kernel kernel, Params params, cudaStream_t stream) {
+  GatedRnnParams& forward = forward_of(params);
+  const int64_t sequences = forward.layout.sequences;
   ChipLaunch<Tile> launch;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, sequences, stream));
-  return cudaLaunchKernelEx(&launch.config, kernel, params);
+  if constexpr (Tile::kNeedsClusters || Tile::kCluster == 1) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, sequences, stream));
+    return cudaLaunchKernelEx(&launch.config, kernel, params);
+  } else {
+    const int64_t groups = forward.plan.workspace_bytes / Tile::Exchange::kBytes;
+    int64_t& first = forward.plan.first_sequence;
+    for (first = 0; first < sequences; first += groups * Tile::kVectors) {
+      const int64_t count = std::min(groups * Tile::kVectors, sequences - first);
+      TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, count, stream));
+      TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(
+          forward.workspace, 0, static_cast<size_t>(forward.plan.workspace_bytes), stream));
+      TIDEGATE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&launch.config, kernel, params));
+    }
+    return cudaSuccess;
+  }
 }
 
 /// Calls visit<Tile>() with the tile for `rows` sequences, one of the choices.
-template <int kWidth, int kChoice = 0, class Visit>
+template <class Use, int kChoice = 0, class Visit>
 cudaError_t with_chip_rows(int rows, Visit visit) {
-  using Rows = ChipRows<kWidth>;
+  using Rows = ChipRows<Use>;
   if constexpr (kChoice < static_cast<int>(Rows::kChoices.size())) {
     constexpr int kRows = Rows::kChoices[kChoice];
     if (rows == kRows) {
-      return visit.template operator()<typename ChipTileOf<kWidth, kRows>::Tile>();
+      return visit.template operator()<typename ChipTileOf<Use, kRows>::Tile>();
     }
-    return with_chip_rows<kWidth, kChoice + 1>(rows, visit);
+    return with_chip_rows<Use, kChoice + 1>(rows, visit);
   }
   return cudaErrorInvalidValue;
 }
 
-template <int kWidth>
-cudaError_t ChipFamily<kWidth>::plan(const GatedRnnParams& params, bool backward,
-                                     GatedRnnPlan* plan) {
+template <int kWidth, bool kIsNarrow, bool kInMemory>
+cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::plan(const GatedRnnParams& params,
+                                                           bool backward, GatedRnnPlan* plan) {
+  using Use = ChipUse<kWidth, kIsNarrow, kInMemory>;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   // All choices take a block's whole multiprocessor.
-  int clusters = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR((with_chip_rows<kWidth>(4, [&]<class Tile>() {
-    plan->cluster = Tile::kCluster;
-    return backward ? count_clusters<Tile>(&gated_rnn_chip_backward<Tile>, limits, &clusters)
-                    : count_clusters<Tile>(&gated_rnn_chip_forward<Tile>, limits, &clusters);
-  })));
-  if (clusters == 0) return cudaSuccess;
+  int groups = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      (with_chip_rows<Use>(ChipRows<Use>::kChoices.back(), [&]<class Tile>() {
+        plan->cluster = Tile::kCluster;
+        return backward ? count_groups<Tile>(&gated_rnn_chip_backward<Tile>, limits, &groups)
+                        : count_groups<Tile>(&gated_rnn_chip_forward<Tile>, limits, &groups);
+      })));
+  if (groups == 0) return cudaSuccess;
   plan->on_chip = true;
+  plan->in_memory = kInMemory;
   int64_t best = 0;
-  for (const int rows : ChipRows<kWidth>::kChoices) {
-    const int64_t at_once = int64_t{clusters} * rows;
+  for (const int rows : ChipRows<Use>::kChoices) {
+    const int64_t at_once = int64_t{groups} * rows;
     const int64_t waves = (params.layout.sequences + at_once - 1) / at_once;
     const int64_t cost = waves * (kStepAlone + rows);
     if (best == 0 || cost < best) {
@@ -138,23 +183,30 @@ cudaError_t ChipFamily<kWidth>::plan(const GatedRnnParams& params, bool backward
       plan->rows = rows;
     }
   }
+  if constexpr (kInMemory) {
+    return with_chip_rows<Use>(plan->rows, [&]<class Tile>() {
+      plan->workspace_bytes = groups * Tile::Exchange::kBytes;
+      return cudaSuccess;
+    });
+  }
   return cudaSuccess;
 }
 
-template <int kWidth>
-cudaError_t ChipFamily<kWidth>::forward(const GatedRnnParams& params, cudaStream_t stream) {
-  return with_chip_rows<kWidth>(params.plan.rows, [&]<class Tile>() {
-    return launch_chip<Tile>(&gated_rnn_chip_forward<Tile>, params, params.layout.sequences,
-                             stream);
+template <int kWidth, bool kIsNarrow, bool kInMemory>
+cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::forward(const GatedRnnParams& params,
+                                                              cudaStream_t stream) {
+  using Use = ChipUse<kWidth, kIsNarrow, kInMemory>;
+  return with_chip_rows<Use>(params.plan.rows, [&]<class Tile>() {
+    return launch_chip<Tile>(&gated_rnn_chip_forward<Tile>, params, stream);
   });
 }
 
-template <int kWidth>
-cudaError_t ChipFamily<kWidth>::backward(const GatedRnnBackwardParams& params,
-                                         cudaStream_t stream) {
-  return with_chip_rows<kWidth>(params.forward.plan.rows, [&]<class Tile>() {
-    return launch_chip<Tile>(&gated_rnn_chip_backward<Tile>, params,
-                             params.forward.layout.sequences, stream);
+template <int kWidth, bool kIsNarrow, bool kInMemory>
+cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::backward(const GatedRnnBackwardParams& params,
+                                                               cudaStream_t stream) {
+  using Use = ChipUse<kWidth, kIsNarrow, kInMemory>;
+  return with_chip_rows<Use>(params.forward.plan.rows, [&]<class Tile>() {
+    return launch_chip<Tile>(&gated_rnn_chip_backward<Tile>, params, stream);
   });
 }
 

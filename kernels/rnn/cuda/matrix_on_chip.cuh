@@ -18,6 +18,7 @@
 
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/rnn/cuda/cluster.cuh"
+#include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels {
 
@@ -30,9 +31,15 @@ constexpr int power_of_two(int count) {
   return power;
 }
 
+template <class Tile>
+class MatrixOnChip;
+
 template <int kLanes_, int kColumnsALane, int kRegisterRows, int kSharedRows_, int kVectors_,
           int kCluster_>
 struct ChipTile {
+  using Matrix = MatrixOnChip<ChipTile>;
+  static constexpr int kThreads = kChipThreads;
+  static constexpr bool kNeedsClusters = kCluster_ > 1;
   static constexpr int kLanes = kLanes_;
   static constexpr int kChunks = kColumnsALane / 4;
   static constexpr int kInRegisters = kRegisterRows;
@@ -81,16 +88,16 @@ __device__ inline void scatter_sums(float* values, int lane) {
 template <class Tile>
 class MatrixOnChip {
  public:
-  /// w [dim, dim]; transposed: the products are with its transpose. Called by all threads.
-  __device__ MatrixOnChip(const float* w, int dim, bool transposed, void* shared)
+  /// Of p.w or its transpose. Called by all threads.
+  __device__ MatrixOnChip(const GatedRnnParams& p, bool transposed, void* shared)
       : vectors_(static_cast<float*>(shared)),
         matrix_(reinterpret_cast<float4*>(vectors_ + Tile::kVectorBytes / 4)),
         barriers_(shared_address(matrix_ + Tile::kMatrixBytes / 16)),
         lane_(threadIdx.x % Tile::kLanes),
         first_output_((Tile::kCluster > 1 ? cluster_rank() : 0) * Tile::kOutputs +
                       static_cast<int>(threadIdx.x) / Tile::kLanes * Tile::kOut),
-        padded_dim_((dim + 3) / 4 * 4) {
-    load_matrix(w, dim, transposed);
+        padded_dim_((static_cast<int>(p.channels) + 3) / 4 * 4) {
+    load_matrix(p, transposed);
     for (int i = threadIdx.x; i < Tile::kVectorBytes / 4; i += kChipThreads) {
       vectors_[i] = 0.0f;
     }
@@ -122,6 +129,11 @@ class MatrixOnChip {
   __device__ void multiply(const float (&values)[Tile::kOwn], float (&products)[Tile::kOwn],
                            Meanwhile meanwhile) {
     if constexpr (Tile::kCluster > 1) {
+      if (!owns_channels(cluster_rank())) {
+#pragma unroll
+        for (int e = 0; e < Tile::kOwn; ++e) products[e] = 0.0f;
+        return;
+      }
       send(values);
       meanwhile();
       wait_for_bytes(barriers_ + 8 * turn_, parity_);
@@ -148,7 +160,9 @@ class MatrixOnChip {
  private:
   __device__ int own(int e) const { return lane_ / Tile::kCopies * Tile::kOwn + e; }
 
-  __device__ void load_matrix(const float* w, int dim, bool transposed) {
+  __device__ void load_matrix(const GatedRnnParams& p, bool transposed) {
+    const auto* w = static_cast<const float*>(p.w);
+    const int dim = static_cast<int>(p.channels);
     const int64_t row_stride = transposed ? 1 : dim;
     const int64_t column_stride = transposed ? dim : 1;
 #pragma unroll
@@ -233,7 +247,7 @@ class MatrixOnChip {
 #pragma unroll
       for (int block = 0; block < Tile::kCluster; block += kSenders) {
         const int rank = block + sender;
-        if (rank < Tile::kCluster) {
+        if (rank < Tile::kCluster && owns_channels(rank)) {
           store_remote(address_in_block(address, rank), four, address_in_block(barrier, rank));
         }
       }
@@ -243,11 +257,15 @@ class MatrixOnChip {
         if (!is_inside(e)) continue;
         const unsigned address = shared_address(place(vector_of(e), channel_of(e)));
         for (int rank = lane_ % Tile::kCopies; rank < Tile::kCluster; rank += Tile::kCopies) {
+          if (!owns_channels(rank)) break;
           store_remote(address_in_block(address, rank), values[e], address_in_block(barrier, rank));
         }
       }
     }
   }
+
+  /// A block that owns none says nothing, so that nobody would wait for it: it gets nothing either.
+  __device__ bool owns_channels(int rank) const { return rank * Tile::kOutputs < padded_dim_; }
 
   /// Whether the e-th element is one of the vectors', which are padded to whole fours.
   __device__ bool is_inside(int e) const {

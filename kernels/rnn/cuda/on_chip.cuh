@@ -5,6 +5,7 @@
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/rnn/cuda/elements.cuh"
+#include "kernels/rnn/cuda/matrix_in_fragments.cuh"
 #include "kernels/rnn/cuda/matrix_on_chip.cuh"
 #include "kernels/rnn/rnn.h"
 
@@ -59,15 +60,15 @@ struct OwnedElement {
 };
 
 template <class Tile>
-__device__ inline int64_t first_sequence() {
-  return int64_t{blockIdx.x} / Tile::kCluster * Tile::kVectors;
+__device__ inline int64_t first_sequence(const GatedRnnParams& p) {
+  return p.plan.first_sequence + int64_t{blockIdx.x} / Tile::kCluster * Tile::kVectors;
 }
 
 template <class Tile>
 __device__ inline OwnedElement owned_element(const GatedRnnParams& p,
-                                             const MatrixOnChip<Tile>& matrix, int e) {
+                                             const typename Tile::Matrix& matrix, int e) {
   OwnedElement element;
-  const int64_t n = first_sequence<Tile>() + matrix.vector_of(e);
+  const int64_t n = first_sequence<Tile>(p) + matrix.vector_of(e);
   element.channel = matrix.channel_of(e);
   element.exists = matrix.vector_of(e) < Tile::kVectors && n < p.layout.sequences &&
                    element.channel < p.channels;
@@ -81,7 +82,7 @@ template <class Tile>
 __device__ inline int count_steps(const GatedRnnParams& p) {
   int steps = 0;
   for (int r = 0; r < Tile::kVectors; ++r) {
-    const int64_t n = first_sequence<Tile>() + r;
+    const int64_t n = first_sequence<Tile>(p) + r;
     if (n < p.layout.sequences) steps = max(steps, find_sequence(p.layout, n).length);
   }
   return steps;
@@ -89,10 +90,10 @@ __device__ inline int count_steps(const GatedRnnParams& p) {
 
 using ChipGates = Sigmoids<float>;
 
-/// Whether a unit holds a kernel: those of clusters are empty but for compute capability 9.0.
+/// Whether a unit holds a kernel: those for clusters are empty but for compute capability 9.0.
 template <class Tile>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kRunsHere = Tile::kCluster == 1;
+constexpr bool kRunsHere = !Tile::kNeedsClusters;
 #else
 constexpr bool kRunsHere = true;
 #endif
@@ -100,8 +101,7 @@ constexpr bool kRunsHere = true;
 template <class Tile>
 __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
   constexpr int kOwn = Tile::kOwn;
-  MatrixOnChip<Tile> matrix(static_cast<const float*>(p.w), static_cast<int>(p.channels),
-                            /*transposed=*/false, shared);
+  typename Tile::Matrix matrix(p, /*transposed=*/false, shared);
   const bool keeps_logits = p.a.data != nullptr;
   const int steps = count_steps<Tile>(p);
   OwnedElement element[kOwn];
@@ -125,13 +125,12 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
     if (keeps_logits) a[e].store(t, logit[e]);
   };
   for (int t = 0; t < steps; ++t) {
-    unsigned now_z[kOwn], now_x[kOwn];
-    float products[kOwn];
+    float now_z[kOwn], now_x[kOwn], products[kOwn];
     matrix.multiply(state, products, [&] {
 #pragma unroll
       for (int e = 0; e < kOwn; ++e) {
         write(e, t - 1);
-        now_z[e] = next_z[e], now_x[e] = next_x[e];
+        now_z[e] = z[e].value(next_z[e]), now_x[e] = x[e].value(next_x[e]);
         const int length = element[e].sequence.length;
         if (t + 1 < length) next_z[e] = z[e].load(t + 1), next_x[e] = x[e].load(t + 1);
         if (t + kTokensAhead < length) {
@@ -142,9 +141,9 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) {
       if (t >= element[e].sequence.length) continue;
-      logit[e] = z[e].value(now_z[e]) + products[e];
+      logit[e] = now_z[e] + products[e];
       const ChipGates gate = sigmoids<GateMath<float, false>>(logit[e]);
-      state[e] = fmaf(gate.pos, state[e], gate.neg * x[e].value(now_x[e]));
+      state[e] = fmaf(gate.pos, state[e], gate.neg * now_x[e]);
     }
   }
 #pragma unroll
@@ -155,6 +154,14 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
   }
   matrix.finish();
 }
+
+/// What a step backward multiplies the gradient of the state by, and what it adds.
+struct TokenFactors {
+  float open, shut;  // sigmoid(a), sigmoid(-a)
+  float slope;       // of h_t by a_t
+  float h;           // the state before
+  float dh;
+};
 
 /// What a step backward reads of an element.
 struct BackwardTokens {
@@ -167,6 +174,12 @@ struct BackwardTokens {
   __device__ Bits load(int t) const {
     return {a.load(t), x.load(t), t > 0 ? h.load(t - 1) : 0, dh.load(t)};
   }
+  __device__ TokenFactors factors(const Bits& bits, bool has_before, float h0) const {
+    const ChipGates gate = sigmoids<GateMath<float, false>>(a.value(bits.a));
+    const float before = has_before ? h.value(bits.h) : h0;
+    return {gate.pos, gate.neg, gate.neg * gate.pos * (before - x.value(bits.x)), before,
+            dh.value(bits.dh)};
+  }
   __device__ void prefetch(int t) const {
     a.prefetch(t), x.prefetch(t), h.prefetch(t), dh.prefetch(t);
   }
@@ -176,8 +189,7 @@ template <class Tile>
 __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared) {
   constexpr int kOwn = Tile::kOwn;
   const GatedRnnParams& p = params.forward;
-  MatrixOnChip<Tile> matrix(static_cast<const float*>(p.w), static_cast<int>(p.channels),
-                            /*transposed=*/true, shared);
+  typename Tile::Matrix matrix(p, /*transposed=*/true, shared);
   const int steps = count_steps<Tile>(p);
   OwnedElement element[kOwn];
   BackwardTokens tokens[kOwn];
@@ -193,36 +205,45 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
     h_before[e] = element[e].column(params.h_before);
     carry[e] = element[e].initial(p, params.dh_final);
     h0[e] = element[e].initial(p, p.h0);
-    if (steps - 1 < element[e].sequence.length && steps > 0) {
-      next[e] = tokens[e].load(steps - 1);
-    }
+  }
+  const auto exists = [&](int e, int t) { return t >= 0 && t < element[e].sequence.length; };
+  const auto load = [&](int e, int t) {
+    if (exists(e, t)) next[e] = tokens[e].load(t);
+  };
+  TokenFactors factors[kOwn];
+  // What token t needs but for the gradient from later ones: past a sequence's end, nothing.
+  const auto prepare = [&](int e, int t) {
+    factors[e] = {};
+    if (exists(e, t)) factors[e] = tokens[e].factors(next[e], t > 0, h0[e]);
+  };
+#pragma unroll
+  for (int e = 0; e < kOwn; ++e) {
+    load(e, steps - 1);
+    prepare(e, steps - 1);
+    load(e, steps - 2);
   }
 
   for (int t = steps - 1; t >= 0; --t) {
-    float gate_grad[kOwn], entering[kOwn], h[kOwn], products[kOwn];
+    float gate_grad[kOwn], products[kOwn];
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) {
-      const BackwardTokens::Bits now = next[e];
-      gate_grad[e] = 0.0f;
-      if (t >= element[e].sequence.length) continue;
-      const ChipGates gate = sigmoids<GateMath<float, false>>(tokens[e].a.value(now.a));
-      h[e] = t > 0 ? tokens[e].h.value(now.h) : h0[e];
-      const float grad = tokens[e].dh.value(now.dh) + carry[e];
-      entering[e] = gate.neg * grad;
-      gate_grad[e] = entering[e] * gate.pos * (h[e] - tokens[e].x.value(now.x));
-      carry[e] = gate.pos * grad;
+      carry[e] += factors[e].dh;
+      gate_grad[e] = factors[e].slope * carry[e];
     }
     matrix.multiply(gate_grad, products, [&] {
 #pragma unroll
       for (int e = 0; e < kOwn; ++e) {
-        const int length = element[e].sequence.length;
-        if (t < length && element[e].writes) {
-          dz[e].store(t, gate_grad[e]);
-          dx[e].store(t, entering[e]);
-          h_before[e].store(t, h[e]);
+        if (exists(e, t)) {
+          if (element[e].writes) {
+            dz[e].store(t, gate_grad[e]);
+            dx[e].store(t, factors[e].shut * carry[e]);
+            h_before[e].store(t, factors[e].h);
+          }
+          carry[e] *= factors[e].open;
         }
-        if (t > 0 && t - 1 < length) next[e] = tokens[e].load(t - 1);
-        if (t >= kTokensAhead && t - kTokensAhead < length) tokens[e].prefetch(t - kTokensAhead);
+        prepare(e, t - 1);
+        load(e, t - 2);
+        if (exists(e, t - kTokensAhead)) tokens[e].prefetch(t - kTokensAhead);
       }
     });
 #pragma unroll
@@ -236,14 +257,14 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kChipThreads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     gated_rnn_chip_forward(const __grid_constant__ GatedRnnParams params) {
   extern __shared__ float4 shared[];
   if constexpr (kRunsHere<Tile>) walk_forward<Tile>(params, shared);
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(kChipThreads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     gated_rnn_chip_backward(const __grid_constant__ GatedRnnBackwardParams params) {
   extern __shared__ float4 shared[];
   if constexpr (kRunsHere<Tile>) walk_backward<Tile>(params, shared);

@@ -8,28 +8,37 @@
 namespace tidegate::kernels {
 namespace {
 
-/// Calls visit<kWidth>() with the narrowest family that D fits.
+template <int kWidth, bool kInMemory, class Visit>
+cudaError_t with_fragments(const GatedRnnParams& p, Visit visit) {
+  return p.w_is_narrow ? visit.template operator()<ChipFamily<kWidth, true, kInMemory>>()
+                       : visit.template operator()<ChipFamily<kWidth, false, kInMemory>>();
+}
+
+/// Calls visit<Family>() with the narrowest family that D fits.
 template <class Visit>
-cudaError_t with_chip_width(int64_t dim, Visit visit) {
-  if (dim <= 128) return visit.template operator()<128>();
-  if (dim <= 256) return visit.template operator()<256>();
-  if (dim <= 512) return visit.template operator()<512>();
-  return visit.template operator()<1024>();
+cudaError_t with_chip_family(const GatedRnnParams& p, bool in_memory, Visit visit) {
+  if (p.channels <= 128) return visit.template operator()<ChipFamily<128, false, false>>();
+  if (in_memory) return with_fragments<512, true>(p, visit);
+  if (p.channels <= 256) return visit.template operator()<ChipFamily<256, false, false>>();
+  if (p.channels <= 512) return with_fragments<512, false>(p, visit);
+  return visit.template operator()<ChipFamily<1024, false, false>>();
 }
 
 cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan) {
   *plan = {};
-  if (p.allow_on_chip && p.x.dtype != DType::kFloat64 && p.channels <= kMaxChipWidth) {
-    if (const cudaError_t error = with_chip_width(
-            p.channels, [&]<int kWidth>() { return ChipFamily<kWidth>::plan(p, backward, plan); });
-        error != cudaSuccess) {
-      return error;
+  if (p.allow_on_chip && p.x.dtype != DType::kFloat64) {
+    for (const bool in_memory : {false, true}) {
+      const bool is_allowed = in_memory || p.allow_clusters || p.channels <= kMaxBlockWidth;
+      if (!is_allowed || p.channels > (in_memory ? kMaxMemoryWidth : kMaxChipWidth)) continue;
+      if (const cudaError_t error = with_chip_family(
+              p, in_memory, [&]<class Family>() { return Family::plan(p, backward, plan); });
+          error != cudaSuccess || plan->on_chip) {
+        return error;
+      }
     }
   }
-  if (!plan->on_chip) {
-    plan->workspace_bytes =
-        p.layout.sequences * kPlainRnnVectors * p.channels * element_size(state_dtype(p.x.dtype));
-  }
+  plan->workspace_bytes =
+      p.layout.sequences * kPlainRnnVectors * p.channels * element_size(state_dtype(p.x.dtype));
   return cudaSuccess;
 }
 
@@ -51,8 +60,8 @@ cudaError_t gated_rnn_backward_plan(const GatedRnnBackwardParams& params, GatedR
 
 cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream) {
   if (params.plan.on_chip) {
-    return with_chip_width(
-        params.channels, [&]<int kWidth>() { return ChipFamily<kWidth>::forward(params, stream); });
+    return with_chip_family(params, params.plan.in_memory,
+                            [&]<class Family>() { return Family::forward(params, stream); });
   }
   return with_real(params.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(params.layout.sequences);
@@ -64,9 +73,8 @@ cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream)
 cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params, cudaStream_t stream) {
   const GatedRnnParams& forward = params.forward;
   if (forward.plan.on_chip) {
-    return with_chip_width(forward.channels, [&]<int kWidth>() {
-      return ChipFamily<kWidth>::backward(params, stream);
-    });
+    return with_chip_family(forward, forward.plan.in_memory,
+                            [&]<class Family>() { return Family::backward(params, stream); });
   }
   return with_real(forward.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(forward.layout.sequences);
