@@ -78,7 +78,13 @@ macro(tidegate_enable_cuda)
       message(FATAL_ERROR "tidegate: TIDEGATE_CUDA=ON, but ${TIDEGATE_CUDA_WHY}")
     endif()
   endif()
-  if(TIDEGATE_WITH_CUDA)
+  if(TIDEGATE_WITH_CUDA AND TIDEGATE_CUDA_PORTABLE_ON)
+    # The virtual architecture decides what is compiled (__CUDA_ARCH__), the real one where it runs.
+    set(TIDEGATE_CUDA_ARCHITECTURES OFF)
+    string(APPEND CMAKE_CUDA_FLAGS
+      " --generate-code=arch=compute_80,code=sm_${TIDEGATE_CUDA_PORTABLE_ON}")
+    message(STATUS "tidegate: CUDA kernels: on, for a check: what compute capability 8.0 gets, as code of sm_${TIDEGATE_CUDA_PORTABLE_ON} only")
+  elseif(TIDEGATE_WITH_CUDA)
     # Machine code for 8.0 and 9.0a, and PTX of 8.0 for every other chip: sm_80 code does not run on
     # 9.0, and compute_90a PTX is not forward-compatible.
     set(TIDEGATE_CUDA_ARCHITECTURES 80 90a-real)

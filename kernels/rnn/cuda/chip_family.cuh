@@ -100,8 +100,11 @@ cudaError_t count_groups(Kernel kernel, const DeviceLimits& limits, int* groups)
   *groups = 0;
   if (limits.shared_bytes < Tile::kSharedBytes) return cudaSuccess;
   if constexpr (Tile::kNeedsClusters) {
-    // Units for compute capability 9.0a hold the cluster kernels; others are empty.
-    if (limits.major != 9) return cudaSuccess;
+    // Only code for compute capability 9.0a holds the cluster kernels. The loaded kernel is asked,
+    // not the device: one of 9.0 may run what was made for 8.0 (PTX, compiled when it is loaded).
+    cudaFuncAttributes loaded{};
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, kernel));
+    if (loaded.ptxVersion < 90) return cudaSuccess;
     ChipLaunch<Tile> launch;
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, Tile::kVectors, nullptr));
     return cudaOccupancyMaxActiveClusters(groups, kernel, &launch.config);

@@ -76,7 +76,7 @@ __device__ inline void store_remote(unsigned address, float4 value, unsigned bar
       : "memory");
 }
 
-#else  // never called: the planner chooses clusters on devices of compute capability 9.0 only
+#else  // never called: the planner chooses clusters where code for 9.0a is loaded
 
 __device__ inline int cluster_rank() { return 0; }
 __device__ inline void cluster_sync() {}
