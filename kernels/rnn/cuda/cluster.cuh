@@ -49,12 +49,15 @@ __device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
       : "memory");
 }
 
+/// What arrived is seen after, of shared memory only: a plain acquire at the cluster's scope would
+/// wait for the loads from device memory that are on their way, and empty the first-level cache.
 __device__ inline void wait_for_bytes(unsigned barrier, unsigned parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(barrier),
+      "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "fence.acquire.sync_restrict::shared::cluster.cluster; }" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
