@@ -57,11 +57,15 @@ def fox_text_section(record: Record) -> list[str]:
     """What was read, and the table; bits a byte, the lower the better."""
     runs, machine, data = record["runs"], record["machine"], record["data"]
     length = max(runs[0]["per_token"]["perplexity"], key=int)
+    commit = record["commit"]
+    if later := record.get("later"):  # models that were run once more
+        named = " and ".join(run["name"] for run in runs if run["model"] in later["models"])
+        commit += f", {named} {later['commit'][:12]}"
     where = (
         f"Byte-level language models on {data['train_tokens'] / 1e6:.0f} MB of Python's sources "
         f"and documentation, trained on contexts of {record['context']}; bits a byte on "
         f"{data['valid_tokens'] / 1e6:.0f} MB of other files, {machine['device_name']}, torch "
-        f"{machine['torch']}, commit {record['commit']} (what it shows: "
+        f"{machine['torch']}, commit {commit} (what it shows: "
         "[docs/forgetting_transformer.md](docs/forgetting_transformer.md)):"
     )
     equal = equal_tokens(runs)
