@@ -165,12 +165,13 @@ def extra_on_the_gpu(time: int, head_dim: int, prune: float | None) -> float:
     leaves = [t.requires_grad_() for t in (q, k, v, log_f)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    # What is asked for: a block of the allocator's may be a MiB larger.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     o = ops.forgetting_attention(*leaves, prune=prune)
     results = (o, *torch.autograd.grad(o, leaves, do))
     torch.cuda.synchronize()
     results_bytes = sum(t.numel() * t.element_size() for t in results)
-    return torch.cuda.max_memory_allocated() - before - results_bytes
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - results_bytes
 
 
 @pytest.mark.gpu
@@ -203,7 +204,7 @@ def test_memory_is_linear_in_time_on_the_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("prune", [None, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keys", [[0, 1, 71], [0, 0, 71], [0, 70, 71]], ids=str)
+@pytest.mark.parametrize("keys", [[0, 1, 75], [0, 0, 75], [0, 70, 75]], ids=str)
 def test_queries_without_keys(keys: list[int], dtype: torch.dtype, prune: float | None) -> None:
     """More queries than keys, which only offsets on a GPU can say unchecked: o = 0 and
     lse = -infinity where there is none, no gradient, and the other rows as alone. (Elsewhere such
@@ -212,8 +213,8 @@ def test_queries_without_keys(keys: list[int], dtype: torch.dtype, prune: float 
     torch.manual_seed(0)
     queries = [0, 4, 74]
     q, do = (torch.randn(1, 74, 2, 16, device="cuda", dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(1, 71, 1, 16, device="cuda", dtype=dtype) for _ in range(2))
-    log_f = -0.1 * torch.rand(1, 71, 2, device="cuda")
+    k, v = (torch.randn(1, 75, 1, 16, device="cuda", dtype=dtype) for _ in range(2))
+    log_f = -0.1 * torch.rand(1, 75, 2, device="cuda")
     leaves = [t.requires_grad_() for t in (q, k, v, log_f)]
     bounds = [torch.tensor(b, device="cuda") for b in (queries, keys)]
     o, lse = ops.forgetting_attention(
