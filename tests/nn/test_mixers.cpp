@@ -1,13 +1,12 @@
 // HGRU2, GatedLinearAttention and the attentions from C++ alone; tests/python/test_parity.py holds
 // every option against Python.
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "support/module_test.h"
 #include "tidegate/nn/attention.h"
 #include "tidegate/nn/forgetting_attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
@@ -16,11 +15,12 @@
 namespace tidegate::nn {
 namespace {
 
+using testing::expect_refused;
+using testing::expect_same_with_gradients;
+using testing::randn;
 using torch::Tensor;
 
 constexpr int64_t kDim = 8;
-
-Tensor randn(torch::IntArrayRef shape) { return at::randn(shape, at::kDouble); }
 
 HGRU2Options hgru2() { return HGRU2Options(kDim).num_heads(2).dtype(torch::kDouble); }
 
@@ -67,16 +67,6 @@ std::optional<Tensor> gamma_for(const TokenMixer& mixer) {
   return at::linspace(0.0, 0.9, mixer.gamma_size(), at::kDouble);
 }
 
-void expect_refused(const std::function<void()>& use, const std::string& part) {
-  try {
-    use();
-    ADD_FAILURE() << "expected an error with: " << part;
-  } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what_without_backtrace()).find(part), std::string::npos)
-        << error.what_without_backtrace();
-  }
-}
-
 // Equation 3 with a loop over time, for the default options.
 Tensor reference(HGRU2 mixer, const Tensor& x, const Tensor& gamma) {
   const auto parts = mixer->in_proj->forward(x).unflatten(-1, {3, 2, kDim / 2}).unbind(-3);
@@ -100,15 +90,9 @@ TEST(Hgru2, EqualsItsEquation) {
   const Tensor gamma = at::linspace(0.0, 0.9, kDim, at::kDouble).requires_grad_();
   const auto [y, state] = mixer->forward(x, std::nullopt, gamma);
   const Tensor expected = reference(mixer, x, gamma);
-  EXPECT_TRUE(at::allclose(y, expected, 1e-10, 1e-12));
   std::vector<Tensor> targets = mixer->parameters();
   targets.insert(targets.end(), {x, gamma});
-  const Tensor weight = randn(y.sizes());
-  const auto got = torch::autograd::grad({(y * weight).sum()}, targets);
-  const auto want = torch::autograd::grad({(expected * weight).sum()}, targets);
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_TRUE(at::allclose(got[i], want[i], 1e-8, 1e-10)) << i;
-  }
+  expect_same_with_gradients(y, expected, targets);
 }
 
 // Equation 11 for one sequence and head after another.

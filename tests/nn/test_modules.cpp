@@ -1,17 +1,16 @@
 // tidegate::nn from C++ alone; tests/python/test_parity.py holds every option against Python.
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/cuda.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/serialize.h>
 
 #include <cmath>
 #include <complex>
-#include <functional>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "support/module_test.h"
 #include "tidegate/nn/gated_linear_rnn.h"
 #include "tidegate/nn/gated_rnn.h"
 #include "tidegate/nn/glu.h"
@@ -23,13 +22,14 @@
 namespace tidegate::nn {
 namespace {
 
+using testing::expect_refused;
+using testing::expect_same_with_gradients;
+using testing::randn;
 using torch::Tensor;
 
 constexpr int64_t kDim = 4;
 
 HGRUOptions wide(HGRUOptions options = HGRUOptions(kDim)) { return options.dtype(torch::kDouble); }
-
-Tensor randn(torch::IntArrayRef shape) { return at::randn(shape, at::kDouble); }
 
 // Combinations that take different ways through the code.
 std::vector<HGRUOptions> variants() {
@@ -52,17 +52,6 @@ std::vector<HGRUOptions> variants() {
 std::optional<Tensor> gamma_for(const HGRU& mixer) {
   if (!mixer->takes_gamma()) return std::nullopt;
   return at::linspace(0.0, 0.9, mixer->channels(), at::kDouble);
-}
-
-// Throws of the expected type whose text holds `part`.
-void expect_refused(const std::function<void()>& use, const std::string& part) {
-  try {
-    use();
-    ADD_FAILURE() << "expected an error with: " << part;
-  } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what_without_backtrace()).find(part), std::string::npos)
-        << error.what_without_backtrace();
-  }
 }
 
 // Equations 2 and 3 with a loop over time and complex numbers, for the default options.
@@ -89,15 +78,9 @@ TEST(Hgru, EqualsItsEquations) {
   const Tensor gamma = at::linspace(0.0, 0.9, kDim, at::kDouble).requires_grad_();
   const auto [y, state] = mixer->forward(x, std::nullopt, gamma);
   const Tensor expected = reference(mixer, x, gamma);
-  EXPECT_TRUE(at::allclose(y, expected, 1e-10, 1e-12));
   std::vector<Tensor> targets = mixer->parameters();
   targets.insert(targets.end(), {x, gamma});
-  const Tensor weight = randn(y.sizes());
-  const auto got = torch::autograd::grad({(y * weight).sum()}, targets);
-  const auto want = torch::autograd::grad({(expected * weight).sum()}, targets);
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_TRUE(at::allclose(got[i], want[i], 1e-8, 1e-10)) << i;
-  }
+  expect_same_with_gradients(y, expected, targets);
 }
 
 TEST(Hgru, StepsAndSplitsEqualTheWhole) {
