@@ -10,6 +10,7 @@
 namespace tidegate::models {
 
 void check_mixer_options(const std::string& mixer, const MixerOptions& options);
+bool takes_depth(const std::string& mixer);
 
 namespace {
 
@@ -195,17 +196,24 @@ LMConfig LMConfig::of_layer(int64_t layer) const {
     config.mixer = names->at(layer);
   }
   config.layer_options.clear();
-  if (layer >= static_cast<int64_t>(layer_options.size())) return config;
-  for (const auto& [name, value] : layer_options[layer]) {
-    auto& options = config.mixer_options;
-    const auto found =
-        std::find_if(options.begin(), options.end(),
-                     [&, &wanted = name](const auto& option) { return option.first == wanted; });
-    if (found == options.end()) {
-      options.emplace_back(name, value);
-    } else {
-      found->second = value;
+  auto& options = config.mixer_options;
+  const auto find = [&](const std::string& wanted) {
+    return std::find_if(options.begin(), options.end(),
+                        [&](const auto& option) { return option.first == wanted; });
+  };
+  if (layer < static_cast<int64_t>(layer_options.size())) {
+    for (const auto& [name, value] : layer_options[layer]) {
+      const auto found = find(name);
+      if (found == options.end()) {
+        options.emplace_back(name, value);
+      } else {
+        found->second = value;
+      }
     }
+  }
+  if (takes_depth(std::get<std::string>(config.mixer)) && find("depth") == options.end()) {
+    const auto last = static_cast<double>(std::max<int64_t>(layers - 1, 1));
+    options.emplace_back("depth", static_cast<double>(layer) / last);
   }
   return config;
 }

@@ -263,6 +263,11 @@ void check_mixer_options(const std::string& mixer, const MixerOptions& options) 
   }
 }
 
+bool takes_depth(const std::string& mixer) {
+  const std::vector<std::string> known = find_mixer(mixer).option_names();
+  return std::find(known.begin(), known.end(), "depth") != known.end();
+}
+
 std::shared_ptr<torch::nn::Module> make_mixer(const LMConfig& config,
                                               const nn::Placement& placement) {
   const auto* name = std::get_if<std::string>(&config.mixer);

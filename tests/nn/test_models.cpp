@@ -122,6 +122,24 @@ TEST(Config, SurvivesItsJson) {
             std::string::npos);
 }
 
+TEST(Config, LayersKnowTheirDepth) {
+  LMConfig config = small();
+  config.mixer = "rwkv4";
+  config.layers = 3;
+  config.layer_options = {{}, {{"depth", 0.75}}};
+  const auto depth = [&](int64_t k) {
+    return std::get<double>(config.of_layer(k).mixer_options.at(0).second);
+  };
+  EXPECT_EQ(depth(0), 0.0);
+  EXPECT_EQ(depth(1), 0.75);
+  EXPECT_EQ(depth(2), 1.0);
+  EXPECT_TRUE(config.mixer_options.empty());
+  config.mixer = std::vector<std::string>{"hgrn", "lru", "rwkv4"};
+  config.layer_options = {};
+  EXPECT_TRUE(config.of_layer(0).mixer_options.empty());
+  EXPECT_EQ(depth(2), 1.0);
+}
+
 TEST(Config, LayersMayDiffer) {
   LMConfig config = small();
   config.mixer = std::vector<std::string>{"gated-linear-rnn", "hgrn"};

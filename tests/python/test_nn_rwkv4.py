@@ -14,6 +14,7 @@ from support.mixer_checks import (
 )
 from torch import Tensor
 
+from tidegate.models import CausalLM, LMConfig, SequenceClassifier
 from tidegate.nn import RWKV4
 
 DIM = 7
@@ -128,6 +129,26 @@ def test_16_bit_modules_keep_their_rates() -> None:
 def test_models_by_name(time_shift: bool) -> None:
     model = check_models("rwkv4", mixer_options={"time_shift": time_shift})
     assert model.lower_bounds is None
+
+
+@pytest.mark.parametrize("model", [CausalLM, SequenceClassifier])
+def test_layers_of_models_know_their_depth(model) -> None:
+    config = LMConfig(mixer="rwkv4", dim=9, layers=3, num_classes=2)
+    for block, depth in zip(model(config).blocks, (0.0, 0.5, 1.0), strict=True):
+        assert block.mixer.depth == depth
+        assert torch.equal(block.mixer.w_log, RWKV4(9, depth=depth).w_log)
+    beside = config.replace(mixer=["hgrn", "rwkv4", "gated-rnn", "rwkv4"], layers=4)
+    assert [block.mixer.depth for block in model(beside).blocks[1::2]] == [1 / 3, 1.0]
+    (alone,) = model(config.replace(layers=1)).blocks
+    assert alone.mixer.depth == 0.0
+
+
+def test_options_go_before_the_layers_depth() -> None:
+    config = LMConfig(mixer="rwkv4", dim=4, layers=3, mixer_options={"depth": 0.25})
+    assert [config.of_layer(k).mixer_options["depth"] for k in range(3)] == [0.25] * 3
+    config = config.replace(mixer_options={}, layer_options=[{}, {"depth": 0.75}])
+    assert [block.mixer.depth for block in CausalLM(config).blocks] == [0.0, 0.75, 1.0]
+    assert config.mixer_options == {}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ struct RWKV4Options {
   /// u_j = log 0.3 with -1/2, 0, 1/2 in turn on top. "uniform": w_log uniform on [-5, 3), u zero.
   TORCH_ARG(std::string, decay_init) = "speed";
   /// Where the layer stands, 0 the first and 1 the last: of decay_init "speed", and of how the
-  /// mixes of time_shift start.
+  /// mixes of time_shift start. Models set it for each layer where no option does.
   TORCH_ARG(double, depth) = 0.0;
   TIDEGATE_PLACEMENT_ARGS
 };

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..nn._common import NORMS, check_choice, check_positive
 from ..nn.lower_bounds import MODES
-from .registry import check_mixer_options
+from .registry import check_mixer_options, option_names
 
 
 @dataclass
@@ -118,8 +118,14 @@ class LMConfig:
         return name, {**self.mixer_options, **own}
 
     def of_layer(self, layer: int) -> LMConfig:
-        """The configuration with this layer's mixer and options everywhere: what `Block` takes."""
+        """The configuration with this layer's mixer and options everywhere: what `Block` takes.
+
+        A mixer with an option `depth` that is not set gets where the layer stands:
+        ``layer / (layers - 1)``, 0 the first and 1 the last.
+        """
         name, options = self._of_layer(layer)
+        if "depth" in option_names(name):
+            options.setdefault("depth", layer / max(self.layers - 1, 1))
         return self.replace(mixer=name, mixer_options=options, layer_options=[])
 
     def replace(self, **changes: Any) -> LMConfig:

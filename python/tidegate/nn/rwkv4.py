@@ -40,7 +40,7 @@ class RWKV4(KeepsFloat32):
             ``w_log_j = -5 + 8 (j / (dim - 1))^(0.7 + 1.3 depth)`` and ``u_j = log 0.3`` with -1/2,
             0, 1/2 in turn on top. "uniform": w_log uniform on [-5, 3), u zero.
         depth: where the layer stands, 0 the first and 1 the last: of decay_init="speed", and of how
-            the mixes of time_shift start.
+            the mixes of time_shift start. Models set it for each layer where no option does.
 
     Parameters: ``in_proj.weight`` ``[3 * dim, dim]``, rows of r, k, v; ``out_proj.weight``;
     ``w_log`` and ``u`` ``[dim]``, which stay fp32 in a 16-bit module, natural logarithms of the
