@@ -542,7 +542,8 @@ def forgetting_attention_step(
             are taken here, from the newest token backwards, so that they keep their digits however
             long the cache is.
         lengths: int32 [B], the number of tokens in each row of the cache, the current one included;
-            0 gives o = 0. What lies behind them is never read.
+            0 gives o = 0. What lies behind them is never read. Below 0 counts as 0 and above Tmax
+            as Tmax; with TIDEGATE_DEBUG=1 they raise, and so does a gate above 0.
         scale: above 0; ``D ** -0.5`` when None.
         window: as in :func:`forgetting_attention`.
 

@@ -3,6 +3,7 @@
 #include "tidegate/ops/forgetting_attention.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/SymBool.h>
@@ -170,6 +171,21 @@ void check_values(const Arguments& a) {
   check_key_offsets_values({a.op, "k", a.k}, a.cu_seqlens, a.cu_seqlens_k);
 }
 
+/// In debug mode: lengths are from 0 to Tmax, and no gate that is read is above 0.
+void check_step_values(const at::Tensor& q, const at::Tensor& gates, const at::Tensor& lengths) {
+  if (!debug_checks_enabled() || is_capturing(lengths.device()) || lengths.numel() == 0) {
+    return;
+  }
+  const int64_t capacity = gates.size(1), low = lengths.min().item<int64_t>(),
+                high = lengths.max().item<int64_t>();
+  TORCH_CHECK(low >= 0 && high <= capacity, kStepName,
+              ": lengths must lie in [0, Tmax = ", capacity, "], got values from ", low, " to ",
+              high);
+  const at::Tensor places = at::arange(capacity, lengths.options()).view({1, -1, 1});
+  const at::Tensor unread = places.ge(lengths.view({-1, 1, 1}));
+  check_log_decay_values({kStepName, "q", q}, "gate_cache", gates.masked_fill(unread, 0));
+}
+
 // ---- CPU and CUDA ----
 
 double scale_of(std::optional<double> scale, int64_t head_dim) {
@@ -282,6 +298,7 @@ at::Tensor step_kernel(const at::Tensor& q, const at::Tensor& k_cache, const at:
                        const at::Tensor& gate_cache, const at::Tensor& lengths,
                        std::optional<double> scale, std::optional<int64_t> window) {
   check_step_arguments(q, k_cache, v_cache, gate_cache, lengths, scale, window);
+  check_step_values(q, gate_cache, lengths);
   check_head_dim(kStepName, q.size(2));
   at::Tensor o = at::empty(q.sizes(), q.options());
   const at::Tensor query = in_rows(q.unsqueeze(1)), k = in_rows(k_cache), v = in_rows(v_cache),

@@ -94,6 +94,15 @@ c10::SymInt check_backward(const at::Tensor& grad_o, const OptionalTensor& grad_
   return sequences;
 }
 
+/// In debug mode: rates are above 0.
+void check_rates(const char* op, const at::Tensor& w) {
+  if (!debug_checks_enabled() || is_capturing(w.device()) || w.numel() == 0) {
+    return;
+  }
+  TORCH_CHECK(w.gt(0).all().item<bool>(), op, ": w must be above 0, got values down to ",
+              w.min().item<double>());
+}
+
 // ---- CPU and CUDA ----
 
 /// The tensors that both directions read, in the form that the kernels take.
@@ -147,6 +156,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& w, const at::Tensor
   const int64_t sequences =
       check_arguments("wkv4", w, u, k, v, state, cu_seqlens).guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"wkv4", "k", k}, cu_seqlens);
+  check_rates("wkv4", w);
   at::Tensor o = at::empty(k.sizes(), k.options());
   at::Tensor final_state =
       at::empty({sequences, 3, k.size(2)}, k.options().dtype(state_type(k.scalar_type())));
@@ -218,6 +228,7 @@ Gradients backward_kernel(const at::Tensor& grad_o, const OptionalTensor& grad_s
 at::Tensor step_kernel(const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
                        const at::Tensor& v, at::Tensor& state) {
   check_step(w, u, k, v, state);
+  check_rates("wkv4_step", w);
   at::Tensor o = at::empty(k.sizes(), k.options());
   const KernelInputs inputs(w, u, k.unsqueeze(1), v.unsqueeze(1), state, {});
   run_forward("wkv4_step", inputs, o.unsqueeze(1), inputs.state, at::Tensor());

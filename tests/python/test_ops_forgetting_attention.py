@@ -797,3 +797,29 @@ BAD_STEP = [
 def test_bad_input_of_a_step(changes: dict, parts: list[str]) -> None:
     function = ops.forgetting_attention_step
     raises(function, "forgetting_attention_step: ", *parts, **good_step() | changes)
+
+
+def test_values_of_a_step_are_checked_when_debugging(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    step = ops.forgetting_attention_step
+    arguments = {k: v.to(device) for k, v in good_step().items()}
+    arguments["v_cache"].normal_()
+    arguments["gate_cache"][0, 3:] = 7.0  # behind the first row's three tokens
+    limits = torch.tensor([0, 7], dtype=torch.int32, device=device)
+    beyond = torch.tensor([-2, 9], dtype=torch.int32, device=device)
+    assert torch.equal(
+        step(**arguments | {"lengths": beyond}), step(**arguments | {"lengths": limits})
+    )
+    monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+    step(**arguments)
+    step(**arguments | {"lengths": limits})
+    for wrong in ([3, 8], [-1, 7]):
+        lengths = torch.tensor(wrong, dtype=torch.int32, device=device)
+        parts = [
+            "forgetting_attention_step: lengths must lie in [0, Tmax = 7]",
+            f"from {min(wrong)}",
+        ]
+        raises(step, *parts, **arguments | {"lengths": lengths})
+    arguments["gate_cache"][1, 6, 2] = 0.5
+    raises(step, "forgetting_attention_step: gate_cache must be at most 0", "0.5", **arguments)

@@ -54,10 +54,10 @@ std::tuple<at::Tensor, at::Tensor> forgetting_attention(
 /// q [B, Hq, D]; k_cache, v_cache [B, Tmax, Hkv, D] in q's dtype; gate_cache [B, Tmax, Hq]: each
 /// token's own log_f, in float32 (float64 for float64). Sums are taken here, from the newest token
 /// backwards, so they keep their digits however long the cache is. lengths: int32 [B], the number
-/// of tokens in each row of the cache, the current one included (0: o = 0; above Tmax: Tmax). What
-/// lies behind them is never read. Returns o [B, Hq, D]. Has no gradient: throws c10::Error when
-/// one of the arguments requires one while gradients are recorded. Cost O(B Hq Tmax D): reads the
-/// cache once.
+/// of tokens in each row of the cache, the current one included (0: o = 0; below 0 counts as 0,
+/// above Tmax as Tmax, with TIDEGATE_DEBUG=1 both throw, and so does a gate above 0). What lies
+/// behind them is never read. Returns o [B, Hq, D]. Has no gradient: throws c10::Error when one of
+/// the arguments requires one while gradients are recorded. Cost O(B Hq Tmax D): one pass.
 at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_cache,
                                      const at::Tensor& v_cache, const at::Tensor& gate_cache,
                                      const at::Tensor& lengths,

@@ -34,7 +34,7 @@ namespace tidegate {
 /// Differentiable once in w, u, k, v and state through both results; training keeps the inputs and,
 /// for every eighth token, the state that enters it.
 /// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
-/// than these; with TIDEGATE_DEBUG=1 also for cu_seqlens on a GPU whose values do not fit.
+/// than these; with TIDEGATE_DEBUG=1 also for w <= 0 and for cu_seqlens on a GPU that do not fit.
 /// Cost O(B T D): reads k and v once, writes o once.
 std::tuple<at::Tensor, at::Tensor> wkv4(const at::Tensor& w, const at::Tensor& u,
                                         const at::Tensor& k, const at::Tensor& v,
