@@ -3,7 +3,6 @@
 // The backward pass on tensor cores (tensor_backward.cuh, tensor_query_gradient.cuh): its plan and
 // launches, and its units, one a dtype and class of head dimensions.
 
-#include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/tensor_forward.h"
 #include "kernels/common/cuda/device.h"
 
@@ -17,6 +16,10 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
                                  ForgettingAttentionPlan* plan);
 cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream);
 
+template <class Scan>
+struct GateChunks;  // gate_sums.cuh, for units that nvcc compiles
+template <class Real>
+struct GateGradientScan;
 using GateGradientChunks = GateChunks<GateGradientScan<float>>;
 
 template <class Data, HeadDims kDims>

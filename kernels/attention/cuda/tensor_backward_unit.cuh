@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/attention/cuda/backward_shapes.cuh"
+#include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/tensor_backward.h"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
