@@ -96,8 +96,6 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
     }
   }
 
-  __device__ void prepare() const {}
-
   /// lambda = gamma + (1 - gamma) sigmoid(f) = 1 - (1 - gamma) sigmoid(-f): from the smaller
   /// sigmoid, so that an open gate forgets exactly nothing.
   static __device__ Real forget_gate(Real gamma, bool open, Real smaller) {
@@ -141,6 +139,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   using Params = HgruParams;
   // A complex state takes too long through a run for the chain to wait.
   static constexpr bool kCrossByMap = kComplex;
+  static constexpr bool kDecaysAlike = false;
 
   struct Raw {
     Pack<Data, kVec> c[kParts];
@@ -264,6 +263,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   using typename Base::Real;
   using Params = HgruBackwardParams;
   static constexpr bool kCrossByMap = kComplex;  // as above
+  static constexpr bool kDecaysAlike = false;
   using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;
 
   struct Raw {

@@ -35,7 +35,8 @@ int64_t channel_tiles(int64_t channels, int threads) {
 template <class Op, WalkMode kMode>
 constexpr int shared_bytes(int warps) {
   using Bounds = WalkBounds<kMode>;
-  return Bounds::kTeams * (sizeof(WalkShared<Op, kMode>) + warps * Ring<Op>::kBytes);
+  return Bounds::kTeams *
+         (sizeof(WalkShared<Op, kMode>) + bytes_to_prepare<Op>() + warps * Ring<Op>::kBytes);
 }
 
 /// As many warps (of a team) as have room, `most` or fewer.

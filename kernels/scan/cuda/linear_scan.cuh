@@ -19,6 +19,7 @@ struct LinearScanForward : LinearScanShape<false, kUse> {
   using Params = LinearScanParams;
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = false;  // see hgru.cuh
+  static constexpr bool kDecaysAlike = false;
   static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -49,7 +50,6 @@ struct LinearScanForward : LinearScanShape<false, kUse> {
         h0(params.h0),
         h_final(params.h_final) {}
 
-  __device__ void prepare() const {}
   __device__ void initial(Number (&s)[kVec]) const { State::load(s, h0, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const {
     State::store(h_final, seq.index, lane, s);
@@ -111,6 +111,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
   using Params = LinearScanBackwardParams;
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = false;  // see hgru.cuh
+  static constexpr bool kDecaysAlike = false;
   static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -148,7 +149,6 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
         dh0(params.dh0),
         da_partial(params.da_partial) {}
 
-  __device__ void prepare() const {}
   __device__ void initial(Number (&s)[kVec]) const { State::load(s, dh_final, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const { State::store(dh0, seq.index, lane, s); }
 

@@ -6,8 +6,8 @@
 //
 // A state must cross a tile faster than anyone can walk it, so it crosses by maps. Every warp that
 // walks (a worker) posts the map of its run. One warp of each team, the carrier, composes them to
-// the map of the tile, lets the state that enters the tile through, and tells every worker the
-// state that enters its run.
+// the map of the tile, lets the state that enters the tile through, and tells every worker what
+// enters its run.
 //
 // Teams write letters to each other in device memory. That takes long, so several teams make a
 // group that the state crosses at once: they read each other's maps while it is on its way.
@@ -113,33 +113,37 @@ struct Receipt {
 template <class Op>
 struct Mailbox {
   using Map = AffineMap<typename Op::Number, Op::kVec>;
+  using MapWords = std::conditional_t<Op::kDecaysAlike, typename Map::Added, Map>;
   struct State {
-    typename Op::Number s[Op::kVec];
+    typename StateWordsOf<typename Op::Number>::type s[Op::kVec];
   };
-  Letter<Map> tile[kLetterRounds];        // from this team
+  Letter<MapWords> tile[kLetterRounds];   // from this team
   Letter<State> entering[kLetterRounds];  // to its group, if it is the first of it
 };
 
 /// Shared memory of a team, besides its rings.
 template <class Op>
 struct alignas(16) LinkShared {
+  // Where runs decay alike, all workers are told the state that enters the tile, and each the map
+  // of the runs before its own, in the place of its own. Else (maps are large, and a state crosses
+  // them quickly) each is told the state that enters its run.
+  static constexpr bool kMailsMaps = Op::kDecaysAlike;
+  static constexpr int kMails = kMailsMaps ? 1 : kLinkWorkers;
   MapBoard<typename Op::Number, Op::kVec, kLinkWorkers> runs;
-  StateBoard<typename Op::Number, Op::kVec> mail[kLinkWorkers];  // the state that enters a run
+  StateBoard<typename Op::Number, Op::kVec> mail[kMails];
   uint64_t runs_came;
-  uint64_t mail_came[kLinkWorkers];
+  uint64_t mail_came[kMails];
 
   __device__ void init(const Place& at) {
     if (at.lane == 0 && at.warp == at.warps) {
       mbarrier_init(&runs_came, at.warps * kWarpSize);
+      for (uint64_t& came : mail_came) {
+        mbarrier_init(&came, kWarpSize);
+      }
     }
     // A worker that has no room on this device has a place all the same, where nothing changes.
-    for (int w = at.warp; w < kLinkWorkers && at.warp < at.warps; w += at.warps) {
-      if (at.lane == 0) {
-        mbarrier_init(&mail_came[w], kWarpSize);
-      }
-      if (w >= at.warps) {
-        runs.post(w, at.lane, AffineMap<typename Op::Number, Op::kVec>::identity());
-      }
+    for (int w = at.warp + at.warps; w < kLinkWorkers && at.warp < at.warps; w += at.warps) {
+      runs.post(w, at.lane, AffineMap<typename Op::Number, Op::kVec>::identity());
     }
   }
 
@@ -149,8 +153,12 @@ struct alignas(16) LinkShared {
                            typename Op::Number (&s)[Op::kVec]) {
     runs.post(at.warp, at.lane, map);
     mbarrier_arrive(&runs_came);
-    mbarrier_wait(&mail_came[at.warp], round & 1);
-    mail[at.warp].read(at.lane, s);
+    const int box = kMailsMaps ? 0 : at.warp;
+    mbarrier_wait(&mail_came[box], round & 1);
+    mail[box].read(at.lane, s);
+    if constexpr (kMailsMaps) {
+      runs.read(at.warp, at.lane).advance(s);
+    }
   }
 };
 
@@ -160,20 +168,37 @@ struct Carrier {
   using Box = Mailbox<Op>;
   using Number = typename Op::Number;
   using Map = typename Box::Map;
+  using MapWords = typename Box::MapWords;
   using State = typename Box::State;
+  static constexpr bool kMailsMaps = LinkShared<Op>::kMailsMaps;
   // Letters read at once: more would take registers that the workers need.
-  static constexpr int kAtOnce = Letter<Map>::kUnits <= 2 ? 3 : 1;
+  static constexpr int kAtOnce = Letter<MapWords>::kUnits <= 2 ? 3 : 1;
 
   LinkShared<Op>& shared;
   Box* boxes;  // of all teams of the chain
   const Place& at;
   int group;  // teams
 
-  /// Of the tiles from team `first` up to this one.
-  __device__ Map map_before(int first, unsigned stamp, int slot) const {
+  static __device__ MapWords words_of(const Map& map) {
+    if constexpr (Op::kDecaysAlike) {
+      return map.added();
+    } else {
+      return map;
+    }
+  }
+  static __device__ Map map_of(const MapWords& words, [[maybe_unused]] const Map& own) {
+    if constexpr (Op::kDecaysAlike) {
+      return own.like(words);
+    } else {
+      return words;
+    }
+  }
+
+  /// Of the tiles from team `first` up to this one, whose map is `own`.
+  __device__ Map map_before(int first, unsigned stamp, int slot, const Map& own) const {
     Map before = Map::identity();
     for (; first < at.rank; first += kAtOnce) {
-      Receipt<Map> receipts[kAtOnce];
+      Receipt<MapWords> receipts[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i < at.rank) {
@@ -184,7 +209,7 @@ struct Carrier {
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i < at.rank) {
           receipts[i].wait(boxes[first + i].tile[slot], at.lane, stamp);
-          receipts[i].value().append_to(before);
+          map_of(receipts[i].value(), own).append_to(before);
         }
       }
     }
@@ -196,8 +221,8 @@ struct Carrier {
     const int first = at.rank / group * group;
     const int next = first + group < at.teams ? first + group : 0;
     const bool last = at.rank + 1 == (next == 0 ? at.teams : next);
-    State state;
-    copy_state(state.s, initial);
+    Number state[Op::kVec];
+    copy_state(state, initial);
     for (int round = 0; round < rounds; ++round) {
       const unsigned stamp = round + 1;
       const int slot = round % kLetterRounds;
@@ -206,42 +231,60 @@ struct Carrier {
       Map tile = Map::identity();
 #pragma unroll
       for (int w = 0; w < kLinkWorkers; ++w) {
-        shared.runs.read(w, at.lane).append_to(tile);
+        const Map run = shared.runs.read(w, at.lane);
+        if (kMailsMaps && w < at.warps) {
+          shared.runs.post(w, at.lane, tile);
+        }
+        run.append_to(tile);
       }
       if (!last) {
-        boxes[at.rank].tile[slot].write(at.lane, stamp, tile);
+        boxes[at.rank].tile[slot].write(at.lane, stamp, words_of(tile));
       }
       const auto& letter = boxes[first].entering[slot];
       Receipt<State> receipt;
       if (!is_initial) {
         receipt.look(letter, at.lane);
       }
-      const Map before = map_before(first, stamp, slot);
+      const Map before = map_before(first, stamp, slot, tile);
       Map through = before;  // the group, for the last of it
       tile.append_to(through);
-      Map runs[kLinkWorkers];
+      Map runs[kMailsMaps ? 1 : kLinkWorkers];
+      if constexpr (!kMailsMaps) {
 #pragma unroll
-      for (int w = 0; w < kLinkWorkers; ++w) {
-        runs[w] = shared.runs.read(w, at.lane);
+        for (int w = 0; w < kLinkWorkers; ++w) {
+          runs[w] = shared.runs.read(w, at.lane);
+        }
       }
       if (!is_initial) {
         receipt.wait(letter, at.lane, stamp);
-        state = receipt.value();
+        const State came = receipt.value();
+#pragma unroll
+        for (int v = 0; v < Op::kVec; ++v) {
+          state[v] = from_words(came.s[v]);
+        }
       }
       if (last && (next > 0 || round + 1 < rounds)) {
-        State leaving = state;
-        through.advance(leaving.s);
+        Number leaving[Op::kVec];
+        copy_state(leaving, state);
+        through.advance(leaving);
+        State words;
+#pragma unroll
+        for (int v = 0; v < Op::kVec; ++v) {
+          words.s[v] = to_words(leaving[v]);
+        }
         const int to = next > 0 ? round : round + 1;
-        boxes[next].entering[to % kLetterRounds].write(at.lane, to + 1, leaving);
+        boxes[next].entering[to % kLetterRounds].write(at.lane, to + 1, words);
       }
       if (at.rank > first) {
-        before.advance(state.s);
+        before.advance(state);
       }
 #pragma unroll
-      for (int w = 0; w < kLinkWorkers; ++w) {
-        shared.mail[w].post(at.lane, state.s);
-        mbarrier_arrive(&shared.mail_came[w]);
-        runs[w].advance(state.s);
+      for (int i = 0; i < LinkShared<Op>::kMails; ++i) {
+        shared.mail[i].post(at.lane, state);
+        mbarrier_arrive(&shared.mail_came[i]);
+        if constexpr (!kMailsMaps) {
+          runs[i].advance(state);
+        }
       }
     }
   }

@@ -52,45 +52,86 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   using typename Layout::Real;
   // A run's power of the decay is known beforehand: a state crosses it by two products.
   static constexpr bool kCrossByMap = true;
+  static constexpr bool kDecaysAlike = true;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
 
   Lane lane;
   Sequence seq;
-  Real nu_log[kVec], theta_log[kVec], gamma_log[kVec];
-  // From prepare() on; zero in a carrier, which has no steps of its own.
+  const void *nu_log, *theta_log, *gamma_log;
+  // Prepared; zero in a carrier, which has no steps of its own.
   Real nu[kVec] = {}, theta[kVec] = {}, gamma[kVec] = {};
   Precise<Number> decay[kVec] = {}, run[kVec] = {};
 
   __device__ LruBase(const LruParams& params, const Sequence& seq, const Lane& lane)
-      : lane(lane), seq(seq) {
-    load_channels(nu_log, params.nu_log, lane, Real(0));
-    load_channels(theta_log, params.theta_log, lane, Real(0));
-    load_channels(gamma_log, params.gamma_log, lane, Real(0));
+      : lane(lane),
+        seq(seq),
+        nu_log(params.nu_log),
+        theta_log(params.theta_log),
+        gamma_log(params.gamma_log) {}
+
+  /// What follows from the parameters of one channel.
+  struct Decays {
+    Precise<Number> decay, run;
+    Real nu, theta, gamma;
+  };
+  using PreparedBoard = Decays[kVec][kWarpSize];
+  static constexpr int kPreparedBytes = sizeof(PreparedBoard);
+
+  __device__ Precise<double> exp_of_parameter(const void* values, int v) const {
+    return exact_exp({static_cast<const Real*>(values)[lane.channel + v], 0.0});
+  }
+  /// Of the thread's channel number v.
+  template <int kSteps>
+  __device__ Decays find_decays(int v) const {
+    Decays found;
+    const Precise<double> rate = exp_of_parameter(nu_log, v);
+    const Precise<double> modulus = exact_exp({-rate.hi, -rate.lo});
+    if constexpr (kComplex) {
+      const Precise<double> angle = exp_of_parameter(theta_log, v);
+      const Turn turn = exact_turn(angle);
+      const Precise<double> re = multiply(modulus, turn.cosine);
+      const Precise<double> im = multiply(modulus, turn.sine);
+      const Complex<double> over_run = power<kSteps>(Complex<double>{re.hi, im.hi});
+      found.decay = complex_of(in_words_of<Real>(re), in_words_of<Real>(im));
+      found.run =
+          complex_of(in_words_of<Real>({over_run.re, 0.0}), in_words_of<Real>({over_run.im, 0.0}));
+      found.theta = static_cast<Real>(angle.hi);
+    } else {
+      found.decay = in_words_of<Real>(modulus);
+      found.run = in_words_of<Real>({power<kSteps>(modulus.hi), 0.0});
+      found.theta = Real(0);
+    }
+    found.gamma = static_cast<Real>(exp_of_parameter(gamma_log, v).hi);
+    // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
+    found.nu = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
+    return found;
+  }
+  __device__ void set_decays(int v, const Decays& found) {
+    decay[v] = found.decay, run[v] = found.run;
+    nu[v] = found.nu, theta[v] = found.theta, gamma[v] = found.gamma;
   }
 
   template <int kSteps>
-  __device__ void find_decays() {
+  __device__ void prepare_alone() {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Precise<double> rate = exact_exp({nu_log[v], 0.0});
-      const Precise<double> modulus = exact_exp({-rate.hi, -rate.lo});
-      if constexpr (kComplex) {
-        const Precise<double> angle = exact_exp({theta_log[v], 0.0});
-        const Turn turn = exact_turn(angle);
-        const Precise<double> re = multiply(modulus, turn.cosine);
-        const Precise<double> im = multiply(modulus, turn.sine);
-        const Complex<double> over_run = power<kSteps>(Complex<double>{re.hi, im.hi});
-        decay[v] = complex_of(in_words_of<Real>(re), in_words_of<Real>(im));
-        run[v] = complex_of(in_words_of<Real>({over_run.re, 0.0}),
-                            in_words_of<Real>({over_run.im, 0.0}));
-        theta[v] = static_cast<Real>(angle.hi);
-      } else {
-        decay[v] = in_words_of<Real>(modulus);
-        run[v] = in_words_of<Real>({power<kSteps>(modulus.hi), 0.0});
-      }
-      gamma[v] = static_cast<Real>(exact_exp({gamma_log[v], 0.0}).hi);
-      // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
-      nu[v] = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
+      set_decays(v, find_decays<kSteps>(v));
+    }
+  }
+  /// All warps of a team walk the same channels: each is computed by one of them.
+  template <int kSteps>
+  __device__ void prepare_together(char* shared, const Place& at) const {
+    auto& board = *reinterpret_cast<PreparedBoard*>(shared);
+#pragma unroll 1
+    for (int v = at.warp; v < kVec; v += at.warps) {
+      board[v][at.lane] = find_decays<kSteps>(v);
+    }
+  }
+  __device__ void take_prepared(const char* shared, int lane_index) {
+    const auto& board = *reinterpret_cast<const PreparedBoard*>(shared);
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      set_decays(v, board[v][lane_index]);
     }
   }
 
@@ -141,7 +182,10 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
         h0(params.h0),
         h_final(params.h_final) {}
 
-  __device__ void prepare() { this->template find_decays<LruForward::kSteps>(); }
+  __device__ void prepare() { this->template prepare_alone<LruForward::kSteps>(); }
+  __device__ void prepare(char* shared, const Place& at) const {
+    this->template prepare_together<LruForward::kSteps>(shared, at);
+  }
   __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const {
     Base::State::store(h_final, seq.index, lane, s);
@@ -238,7 +282,10 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_>, LruShape<true, kUse> {
         dtheta_log_partial(params.dtheta_log_partial),
         dgamma_log_partial(params.dgamma_log_partial) {}
 
-  __device__ void prepare() { this->template find_decays<LruBackward::kSteps>(); }
+  __device__ void prepare() { this->template prepare_alone<LruBackward::kSteps>(); }
+  __device__ void prepare(char* shared, const Place& at) const {
+    this->template prepare_together<LruBackward::kSteps>(shared, at);
+  }
   __device__ void initial(Number (&s)[kVec]) const {
     Base::State::load(s, dh_final, seq.index, lane);
   }

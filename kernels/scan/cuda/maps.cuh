@@ -9,6 +9,14 @@ namespace tidegate::kernels {
 
 constexpr int kWarpSize = 32;
 
+template <class Number, int kVec>
+__device__ inline void copy_state(Number (&to)[kVec], const Number (&from)[kVec]) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    to[v] = from[v];
+  }
+}
+
 /// The effect of a run of steps on the state: s -> a * s + x, a channel each.
 template <class Number, int kVec>
 struct AffineMap {
@@ -32,6 +40,21 @@ struct AffineMap {
     }
   }
 
+  /// What differs from run to run where all decay alike; and the map of such a run, like this one.
+  struct Added {
+    Number x[kVec];
+  };
+  __device__ Added added() const {
+    Added words;
+    copy_state(words.x, x);
+    return words;
+  }
+  __device__ AffineMap like(const Added& words) const {
+    AffineMap m = *this;
+    copy_state(m.x, words.x);
+    return m;
+  }
+
   /// This map after `earlier`.
   __device__ void append_to(AffineMap& earlier) const {
 #pragma unroll
@@ -41,6 +64,20 @@ struct AffineMap {
     }
   }
 };
+
+/// A state in a letter from block to block (links.cuh).
+template <class Number>
+struct StateWordsOf {
+  using type = Number;
+};
+template <class Number>
+__device__ inline Number to_words(const Number& s) {
+  return s;
+}
+template <class Number>
+__device__ inline Number from_words(const Number& s) {
+  return s;
+}
 
 /// Maps of several warps, their parts apart so that a warp's accesses have no bank conflicts.
 template <class Number, int kVec, int kCount>
@@ -75,14 +112,6 @@ struct MapBoard {
     return m;
   }
 };
-
-template <class Number, int kVec>
-__device__ inline void copy_state(Number (&to)[kVec], const Number (&from)[kVec]) {
-#pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    to[v] = from[v];
-  }
-}
 
 /// One state, a warp wide.
 template <class Number, int kVec>

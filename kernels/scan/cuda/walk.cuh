@@ -29,13 +29,16 @@
 // An Op supplies the mathematics (see hgru.cuh). It is a class over one thread's channels:
 //   kVec; kSteps, kStages          channels a thread; WalkShape
 //   kCrossByMap                    whether a state crosses a run by its map or step by step
+//   kDecaysAlike                   whether all runs let a state decay alike: their maps then differ
+//                                  in AffineMap::Added alone
 //   Number, Real                   state of one channel, real or complex; the real type under it
 //   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
 //   Raw, Decoded                   one step's inputs in memory / prepared
 //   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
-//   prepare()                      what takes a while to compute before the first step, while its
-//                                  inputs are on their way
+//   prepare()                      what takes a while to compute before the first step (plain walk)
+//   prepare(shared, at),           the same by all warps of a team together, in kPreparedBytes of
+//   take_prepared(shared, lane)    shared memory, while the first inputs are on their way
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step
@@ -47,6 +50,8 @@
 //   finish(s)                      the state after the last step
 //   fold(raw, decoded, map)        map <- step o map, but for what seal does
 //   seal(map)                      after kSteps folds: what fold left out
+//   RunInputs, fetch_run(...)      if there are any: inputs of a run besides those of its steps,
+//                                  and what starts their copies into its place in the ring
 //   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
 //   reduce_alone(row)              the same where one thread has seen them all (plain walk)
 
@@ -77,12 +82,33 @@ enum class WalkMode { kWhole, kLinked };
 template <class Op, WalkMode kMode>
 using WalkShared = std::conditional_t<kMode == WalkMode::kLinked, LinkShared<Op>, ChainShared<Op>>;
 
+/// Bytes of a thread in a run's place in the ring, besides its steps' inputs.
+template <class Op>
+__host__ __device__ constexpr int bytes_of_run() {
+  if constexpr (requires { typename Op::RunInputs; }) {
+    return sizeof(typename Op::RunInputs);
+  } else {
+    return 0;
+  }
+}
+
+/// Shared memory of a team for what its warps prepare together.
+template <class Op>
+__host__ __device__ constexpr int bytes_to_prepare() {
+  if constexpr (requires { Op::kPreparedBytes; }) {
+    return Op::kPreparedBytes;
+  } else {
+    return 0;
+  }
+}
+
 /// A warp's ring of runs in shared memory.
 template <class Op>
 class Ring {
  public:
   static constexpr int kSlotBytes = sizeof(typename Op::Raw) * kWarpSize;
-  static constexpr int kStageBytes = kSlotBytes * Op::kSteps;
+  static constexpr int kRunBytes = bytes_of_run<Op>() * kWarpSize;
+  static constexpr int kStageBytes = kSlotBytes * Op::kSteps + kRunBytes;
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
   // All inputs must be packs of four bytes, a row of which is 128 bytes, for wide copies.
@@ -95,6 +121,9 @@ class Ring {
   /// Starts copying the run from step k into a stage. Steps past the end repeat the last one: that
   /// is memory which exists, and nothing that comes of it is used.
   __device__ void fetch(const Op& op, int stage, int k, int end) const {
+    if constexpr (kRunBytes > 0) {
+      op.fetch_run(run_inputs(stage), lane_, k, end);
+    }
     if constexpr (kCanBeWide) {
       if (wide_) {
         __syncwarp();  // the place is free only when all threads have taken what they need from it
@@ -122,10 +151,53 @@ class Ring {
   __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
     return op.gather(SlotSource{slot(stage, i), lane_}, 0, 0);
   }
+  /// What Op::fetch_run was given to fill.
+  __device__ char* run_inputs(int stage) const { return slot(stage, Op::kSteps); }
+  __device__ int lane() const { return lane_; }
+
+  // Outputs may leave by way of the ring (wkv4.cuh), in the places of inputs that have been taken:
+  // rows are then stored like they are fetched, several at once.
+
+  /// Step i's output in the place of its input number `input`; or one of its channels.
+  template <class T, int kVec>
+  __device__ void put(int stage, int i, int input, const Pack<T, kVec>& p) const {
+    *reinterpret_cast<Pack<T, kVec>*>(place(stage, i, input) + lane_ * Op::kPackBytes) = p;
+  }
+  template <class T>
+  __device__ void put_channel(int stage, int i, int input, int c, T x) const {
+    reinterpret_cast<T*>(place(stage, i, input) + lane_ * Op::kPackBytes)[c] = x;
+  }
+  /// Stores what was put in the places of that input, from step k of the walk on.
+  template <class T, int kVec>
+  __device__ void store(int stage, int input, const Rows<T, kVec>& rows, int k, int end) const {
+    if constexpr (kCanBeWide) {
+      if (wide_ && k + Op::kSteps <= end) {
+        __syncwarp();
+#pragma unroll
+        for (int first = 0; first < Op::kSteps; first += Wide::kStepsAtOnce) {
+          const int i = first + lane_ / Wide::kThreadsARow;
+          const int offset = lane_ % Wide::kThreadsARow * 16;
+          *reinterpret_cast<uint4*>(rows.at(k + i) + (offset - lane_ * Op::kPackBytes)) =
+              *reinterpret_cast<const uint4*>(place(stage, i, input) + offset);
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Op::kSteps; ++i) {
+      if (k + i < end) {
+        const char* from = place(stage, i, input) + lane_ * Op::kPackBytes;
+        rows.store(k, i, *reinterpret_cast<const Pack<T, kVec>*>(from));
+      }
+    }
+  }
 
  private:
   __device__ char* slot(int stage, int i) const {
     return base_ + stage * kStageBytes + i * kSlotBytes;
+  }
+  __device__ char* place(int stage, int i, int input) const {
+    return slot(stage, i) + input * Op::kPackBytes * kWarpSize;
   }
 
   char* base_;
@@ -267,29 +339,39 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
   const int end = seq.length;
   Op op(params, seq, lane);
 
+  // First of all the first runs start on their way, then all that takes a while.
+  const int stride = at.teams * at.warps * Op::kSteps;  // steps a round
+  const bool walks = !kLinked || at.warp < at.warps;
+  int k = (at.rank * at.warps + at.warp) * Op::kSteps;
+  char* const after_boards = shared_memory + kTeams * sizeof(shared);
+  const Ring<Op> ring(after_boards + kTeams * bytes_to_prepare<Op>(), team * at.warps + at.warp,
+                      at.lane, launch.wide_rows);
+  for (int stage = 0; walks && stage < Op::kStages; ++stage) {
+    if (stage * stride < end) {
+      ring.fetch(op, stage, k + stage * stride, end);
+    }
+    commit_copies();
+  }
   shared.init(at);
+  if constexpr (bytes_to_prepare<Op>() > 0) {
+    op.prepare(after_boards + team * bytes_to_prepare<Op>(), at);
+  }
   __syncthreads();
+  if constexpr (bytes_to_prepare<Op>() > 0) {
+    if (walks) {
+      op.take_prepared(after_boards + team * bytes_to_prepare<Op>(), at.lane);
+    }
+  }
   typename Op::Number s[Op::kVec];
   op.initial(s);
 
-  const int stride = at.teams * at.warps * Op::kSteps;  // steps a round
-  if (kLinked && at.warp == at.warps) {
+  if (!walks) {
     if constexpr (kLinked) {
       auto* boxes = static_cast<Mailbox<Op>*>(launch.mailboxes) + chain * at.teams;
       const Carrier<Op> carrier{shared, boxes, at, launch.group};
       carrier.run((end - 1) / stride + (end > 0 ? 1 : 0), s);
     }
   } else {
-    int k = (at.rank * at.warps + at.warp) * Op::kSteps;
-    const Ring<Op> ring(shared_memory + kTeams * sizeof(shared), team * at.warps + at.warp, at.lane,
-                        launch.wide_rows);
-    for (int stage = 0; stage < Op::kStages; ++stage) {
-      if (stage * stride < end) {
-        ring.fetch(op, stage, k + stage * stride, end);
-      }
-      commit_copies();
-    }
-    op.prepare();
     int stage = 0;
     int round = 0;
     for (int base = 0; base < end; base += stride, k += stride, ++round) {
@@ -360,7 +442,9 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
   if (seq.length > 0) {
     const int last = seq.length - 1;
     typename Op::Raw raw = op.gather(DirectSource{}, 0, last);
-    op.prepare();
+    if constexpr (bytes_to_prepare<Op>() > 0) {
+      op.prepare();
+    }
     for (int k = 0; k <= last; ++k) {
       const typename Op::Raw next = op.gather(DirectSource{}, min(k + 1, last), last);
       const typename Op::Decoded decoded = op.decode(raw);

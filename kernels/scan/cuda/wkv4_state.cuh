@@ -9,11 +9,14 @@
 
 namespace tidegate::kernels {
 
-__device__ inline float exp_of(float x) {
+__device__ inline float exp2_of(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// 2^(whole + rest): no digit of the rest is lost beside a large whole number.
+__device__ inline float exp2_of(float whole, float rest) { return exp2_of(whole) * exp2_of(rest); }
+__device__ inline float exp_of(float x) { return exp2_of(x * 1.44269504f); }
 __device__ inline double exp_of(double x) { return exp(x); }
 
 __device__ inline float reciprocal(float x) {
@@ -33,9 +36,18 @@ template <class Real>
 struct Wkv4Weights {
   Real first, second;
 
-  /// Of weights whose logarithms differ by `distance` = second - first.
+  /// Of weights whose natural logarithms differ by `distance` = second - first.
   __device__ static Wkv4Weights at(Real distance) {
-    const Real smaller = exp_of(-magnitude(distance));
+    return from(distance, exp_of(-magnitude(distance)));
+  }
+  /// The same of binary logarithms, which differ by whole + rest.
+  __device__ static Wkv4Weights at_binary(Real whole, Real rest) {
+    const bool second_leads = whole + rest > Real(0);
+    return from(whole + rest, second_leads ? exp2_of(-whole, -rest) : exp2_of(whole, rest));
+  }
+
+ private:
+  __device__ static Wkv4Weights from(Real distance, Real smaller) {
     const bool second_leads = distance > Real(0);
     return {second_leads ? smaller : Real(1), second_leads ? Real(1) : smaller};
   }
@@ -50,14 +62,10 @@ struct Wkv4State {
 
   /// Lets the sums decay.
   __device__ void lower_gauge(Real by) {
-    rest -= by;
-    fold_rest();
-  }
-  /// Moves what m can hold of the rest into it, exactly.
-  __device__ void fold_rest() {
-    const Real sum = m + rest, part = sum - m;
-    rest = (m - (sum - part)) + (rest - part);
-    m = sum;
+    const Real change = rest - by;
+    const Real lowered = m + change;
+    rest = change - (lowered - m);
+    m = lowered;
   }
 
   /// Adds a token; returns the weights of the old sums and of the token. The gauge is the largest
@@ -77,10 +85,8 @@ struct Wkv4State {
 
   /// The same state with a gauge of one word.
   __device__ Wkv4State in_one_word() const {
-    Wkv4State s = *this;
-    s.fold_rest();
-    const Real more = fused(s.rest * Real(0.5), s.rest, s.rest);  // exp(rest) - 1
-    return {fused(y, more, y), fused(z, more, z), s.m};
+    const Real more = fused(rest * Real(0.5), rest, rest);  // exp(rest) - 1
+    return {fused(y, more, y), fused(z, more, z), m};
   }
 };
 

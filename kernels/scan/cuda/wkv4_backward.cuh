@@ -1,0 +1,325 @@
+#pragma once
+
+// RWKV-4's token mixing backward, as an Op of the walk with runs of its own.
+
+#include "kernels/scan/cuda/wkv4_base.cuh"
+
+namespace tidegate::kernels {
+
+/// Walks the other way with what flows back into y and z as its sums, whose gauge is near minus
+/// that of the state they belong to. A run is what lies between two saved states. It first goes
+/// forward through its tokens again, then back with nothing flowing in; what does flow in is added
+/// last, since everything depends on it linearly.
+template <class Data_, int kVec_, WalkUse kUse>
+struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4SavedEvery), 2> {
+  using Base = Wkv4Base<Data_, kVec_>;
+  using Base::kVec, Base::lane, Base::seq, Base::decay, Base::bonus;
+  using typename Base::Data;
+  using typename Base::Number;
+  using typename Base::Real;
+  using typename Base::StatePack;
+  using Params = Wkv4BackwardParams;
+  using Map = AffineMap<Number, kVec>;
+  static constexpr int kSteps = static_cast<int>(kWkv4SavedEvery);
+  static constexpr bool kEmitsAtOnce = true;
+
+  struct Raw {
+    Pack<Data, kVec> k, v, grad_o;
+  };
+  /// The saved state that enters the run's tokens.
+  struct RunInputs {
+    StatePack y, z, m;
+  };
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) {
+    return p.forward.layout;
+  }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.forward.channels; }
+  static cudaError_t launch_plain(const Params& p, cudaStream_t stream) {
+    return launch_wkv4_plain<Data>(p, stream);
+  }
+
+  Rows<Data, kVec> grad_o, dk, dv;
+  const void* saved;
+  int64_t saved_base;
+  const void* final_state;
+  const void* dfinal_state;
+  void* dstate;
+  void* dw_partial;
+  void* du_partial;
+  Sum<Real, sizeof(Data) >= 4> dw[kVec], du[kVec];
+
+  __device__ Wkv4Backward(const Params& p, const Sequence& seq, const Lane& lane)
+      : Base(p.forward, seq, lane, true),
+        grad_o(p.grad_o, seq, true, lane),
+        dk(p.dk, seq, true, lane),
+        dv(p.dv, seq, true, lane),
+        saved(p.forward.saved),
+        saved_base(saved_row(p.forward.layout, {seq.index, seq.batch, 0, 0}, 0)),
+        final_state(p.forward.final_state),
+        dfinal_state(p.dfinal_state),
+        dstate(p.dstate),
+        dw_partial(p.dw_partial),
+        du_partial(p.du_partial) {}
+
+  __device__ void initial(Number (&s)[kVec]) const {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      s[c] = {0.0f, 0.0f, -1e30f, 0.0f};
+      if (dfinal_state != nullptr) {
+        s[c] = this->load_state(dfinal_state, seq.index, c);
+        set_binary_gauge(s[c], -this->load_state(final_state, seq.index, c).m);
+      }
+    }
+  }
+  /// To the gauge of the state as it was given.
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Number d[kVec];
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      Number given = {0.0f, 0.0f, -s[c].m, -s[c].rest};
+      if (this->state != nullptr) {
+        set_binary_gauge(given, this->load_state(this->state, seq.index, c).m);
+      }
+      const Real scale = exp2_of(given.m + s[c].m, given.rest + s[c].rest);
+      d[c] = {s[c].y * scale, s[c].z * scale, 0.0f, 0.0f};
+    }
+    this->store_states(dstate, seq.index, d);
+  }
+
+  template <class Source>
+  __device__ Raw gather(Source source, int step, int /*last*/) const {
+    Raw raw;
+    source(raw.k, this->k, step);
+    source(raw.v, this->v, step);
+    source(raw.grad_o, grad_o, step);
+    return raw;
+  }
+
+  /// Of the run from step k of the walk, whose tokens are the ones before its end.
+  __device__ void fetch_run(char* place, int lane_index, int k, int end) const {
+    const int first = end - k - kSteps;
+    if (first > 0) {
+      const int64_t row = saved_base + (seq.start + first) / kWkv4SavedEvery;
+      const Real* from = static_cast<const Real*>(saved) + 3 * row * lane.channels + lane.channel;
+#pragma unroll
+      for (int part = 0; part < 3; ++part) {
+        char* to = place + (part * kWarpSize + lane_index) * sizeof(StatePack);
+        copy_async<sizeof(StatePack)>(to, from + part * lane.channels);
+      }
+    }
+  }
+  static __device__ Real saved_word(const char* place, int lane_index, int part, int c) {
+    return reinterpret_cast<const Real*>(place)[(part * kWarpSize + lane_index) * kVec + c];
+  }
+  /// The state that enters the run whose first token is `first`; `key`: of that token.
+  template <class Ring>
+  __device__ Number entering(const Ring& ring, int stage, int first, Real key, int c) const {
+    if (first > 0) {
+      const char* place = ring.run_inputs(stage);
+      return {saved_word(place, ring.lane(), 0, c), saved_word(place, ring.lane(), 1, c),
+              saved_word(place, ring.lane(), 2, c)};
+    }
+    return in_one_word(this->first_state(key, c));
+  }
+
+  // Outputs leave in the places of these inputs.
+  static constexpr int kPlaceOfDk = 0, kPlaceOfDv = 1;
+
+  struct Run {
+    using Op = Wkv4Backward;
+    bool quick[kVec];
+    // Of quick channels, with nothing flowing in; and what a token gets of what does.
+    Real dk[kSteps][kVec], dv[kSteps][kVec], share[kSteps][kVec];
+    Real dw[kVec], du[kVec];
+    Real y_sum[kVec], z_sum[kVec];  // dw of what flows in, per unit
+    Real gauge[kVec];
+    Map map;
+
+    template <class Ring>
+    __device__ void decode(const Op& op, const Ring& ring, int stage, int k, int end) {
+      map = Map::identity();
+      const int count = min(end - k, kSteps), first = end - k - count;
+      if (count <= 0) {
+        return;
+      }
+      KeyRange<Data, kVec> keys(ring.take(op, stage, 0).k);
+#pragma unroll
+      for (int i = 1; i < kSteps; ++i) {
+        keys.add(ring.take(op, stage, i).k);
+      }
+      const Pack<Data, kVec> first_key = ring.take(op, stage, count - 1).k;
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        gauge[c] = rintf(binary(keys.highest(c)));
+        Number s = op.entering(ring, stage, first, first_key.get(c), c);
+        quick[c] = op.enter_gauge(s, gauge[c], c) && count == kSteps &&
+                   gauge[c] - binary(keys.lowest(c)) <= kReach;
+        if (quick[c]) {
+          walk(op, ring, stage, s, c);
+        } else {
+          Number flow = {};
+          walk_slowly<false>(op, ring, stage, count, first, flow, c);
+          map.sums[c] = {flow.y, flow.z, flow.m};
+        }
+        asm volatile("" ::: "memory");  // channel by channel: there are not registers for two
+      }
+    }
+
+    template <class Ring>
+    __device__ void walk(const Op& op, const Ring& ring, int stage, Number s, int c) {
+      Real weight[kSteps], y[kSteps], z[kSteps];  // y, z: of the states that enter
+      const Real decay = op.decay[c];
+#pragma unroll
+      for (int i = kSteps - 1; i >= 0; --i) {
+        const Raw raw = ring.take(op, stage, i);
+        y[i] = s.y, z[i] = s.z;
+        weight[i] = Base::weight(raw.k.get(c), gauge[c]);
+        s.y = fused(decay, s.y, weight[i] * raw.v.get(c));
+        s.z = fused(decay, s.z, weight[i]);
+      }
+      Real flow_y = 0, flow_z = 0;
+      Real kept = 1;  // of a state, to the end of the run
+      dw[c] = du[c] = y_sum[c] = z_sum[c] = Real(0);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+        const Real value = raw.v.get(c), token = weight[i];
+        const Real bonus = op.bonus[c] * token;
+        const Real scale = reciprocal(z[i] + bonus);
+        const Real apart = fused(z[i], value, -y[i]) * scale;  // value - o, and does not cancel
+        const Real g = raw.grad_o.get(c) * scale;
+        const Real by_token = g * bonus;
+        const Real by_bonus = by_token * apart;
+        dv[i][c] = fused(token, flow_y, by_token);
+        dk[i][c] = fused(token, fused(value, flow_y, flow_z), by_bonus);
+        share[i][c] = kept * token;
+        kept *= decay;
+        y_sum[c] = fused(kept, y[i], y_sum[c]);
+        z_sum[c] = fused(kept, z[i], z_sum[c]);
+        du[c] += by_bonus;
+        dw[c] = fused(flow_y, y[i], fused(flow_z, z[i], dw[c]));
+        flow_y = fused(decay, flow_y, g);
+        flow_z = fused(decay, flow_z, g * (apart - value));
+      }
+      dw[c] *= decay;
+      map.sums[c] = {flow_y, flow_z, -gauge[c]};
+    }
+
+    /// Takes what flows back through the run, and, emitting, what it gives to the tokens.
+    template <bool kEmits, class Ring>
+    __device__ static void walk_slowly(const Op& op, const Ring& ring, int stage, int count,
+                                       int first, Number& flow, int c, Real* dw = nullptr,
+                                       Real* du = nullptr) {
+      Number states[kSteps];  // that enter
+      Wkv4Weights<Real> weights[kSteps];
+      Number s = op.entering(ring, stage, first, ring.take(op, stage, count - 1).k.get(c), c);
+      const Real start = s.m;
+#pragma unroll 1
+      for (int i = count - 1; i >= 0; --i) {
+        const Raw raw = ring.take(op, stage, i);
+        states[i] = s;
+        weights[i] = op.add(s, raw.k.get(c), raw.v.get(c), c);
+      }
+      if (kEmits) {
+        const Real scale = exp2_of(s.m + flow.m, s.rest + flow.rest);
+        flow = {flow.y * scale, flow.z * scale, Real(0)};
+      }
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+        const Real key = raw.k.get(c), value = raw.v.get(c);
+        const Number state = states[i];
+        const Real old = weights[i].first, token = weights[i].second;
+        const auto shares = op.bonus_beside(state, key, c);
+        const Real scale = reciprocal(fused(shares.first, state.z, shares.second));
+        const Real out = fused(shares.first, state.y, shares.second * value) * scale;
+        const Real g = raw.grad_o.get(c) * scale;
+        const Real by_token = g * shares.second, by_sums = g * shares.first;
+        const Real by_bonus = by_token * (shares.first * scale * fused(state.z, value, -state.y));
+        if (kEmits) {
+          const Real dk = fused(token, fused(value, flow.y, flow.z), by_bonus);
+          ring.put_channel(stage, i, kPlaceOfDk, c, narrow<Data>(dk));
+          ring.put_channel(stage, i, kPlaceOfDv, c, narrow<Data>(fused(token, flow.y, by_token)));
+          *dw = fused(old, fused(flow.y, state.y, flow.z * state.z), *dw);
+          *du += by_bonus;
+        }
+        flow.y = fused(old, flow.y, by_sums);
+        flow.z = fused(old, flow.z, -by_sums * out);
+      }
+      flow.m = -start;
+    }
+    template <class Ring>
+    __device__ void fold(const Op& op, const Ring&, int, Map& to) const {
+      to = map;
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        op.set_decay(to, kSteps, c);  // of an incomplete run, too: nothing comes after it
+      }
+    }
+
+    template <class Ring>
+    __device__ void advance_and_emit(Op& op, const Ring& ring, int stage, int k, int end,
+                                     Number (&s)[kVec]) {
+      if (k >= end) {
+        return;
+      }
+      Real flow_y[kVec], flow_z[kVec];
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        if (quick[c]) {
+          const Real scale = exp2_of(gauge[c] + s[c].m, s[c].rest);
+          flow_y[c] = s[c].y * scale;
+          flow_z[c] = s[c].z * scale;
+          dw[c] = fused(flow_y[c], y_sum[c], fused(flow_z[c], z_sum[c], dw[c]));
+        } else {
+          const int count = min(end - k, kSteps);
+          Number flow = s[c];
+          dw[c] = du[c] = Real(0);
+          walk_slowly<true>(op, ring, stage, count, end - k - count, flow, c, &dw[c], &du[c]);
+        }
+        op.dw[c].add(-dw[c]);
+        op.du[c].add(du[c]);
+      }
+      const bool all_quick = all_of(quick);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          dv[i][c] = fused(share[i][c], flow_y[c], dv[i][c]);
+          dk[i][c] = fused(share[i][c], fused(raw.v.get(c), flow_y[c], flow_z[c]), dk[i][c]);
+        }
+        if (all_quick) {
+          ring.put(stage, i, kPlaceOfDk, pack<Data, kVec>(dk[i]));
+          ring.put(stage, i, kPlaceOfDv, pack<Data, kVec>(dv[i]));
+        } else {
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) {
+            if (quick[c]) {
+              ring.put_channel(stage, i, kPlaceOfDk, c, narrow<Data>(dk[i][c]));
+              ring.put_channel(stage, i, kPlaceOfDv, c, narrow<Data>(dv[i][c]));
+            }
+          }
+        }
+      }
+      ring.store(stage, kPlaceOfDk, op.dk, k, end);
+      ring.store(stage, kPlaceOfDv, op.dv, k, end);
+      if (end <= k + kSteps) {
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          op.set_decay(map, end - k, c);
+        }
+        map.advance(s);
+        op.finish(s);
+      }
+    }
+  };
+
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
+    sum_over_warps(dw, dw_partial, row, lane, scratch, warp, warps, lane_index);
+    sum_over_warps(du, du_partial, row, lane, scratch, warp, warps, lane_index);
+  }
+};
+
+}  // namespace tidegate::kernels

@@ -1,0 +1,192 @@
+#pragma once
+
+// What RWKV-4's token mixing needs in both directions as an Op of the walk (walk.cuh).
+//
+// Gauges, keys, rates and bonuses are binary logarithms here. Where a channel's weights in a run
+// and in the state that enters it lie within a factor of 2^kReach, it is quick there: one gauge
+// serves the whole run, sums decay by a product, and a token costs one exponential and one
+// reciprocal. Elsewhere, and in the incomplete run with which a sequence ends, the gauge moves at
+// every token (docs/kernels/wkv4.md). Each channel goes its own way, whatever its neighbours hold.
+
+#include "kernels/scan/cuda/partial_sums.cuh"
+#include "kernels/scan/cuda/walk.cuh"
+#include "kernels/scan/cuda/wkv4_maps.cuh"
+#include "kernels/scan/cuda/wkv4_plain.cuh"
+
+namespace tidegate::kernels {
+
+constexpr float kReach = 40.0f;
+constexpr float kBonusReach = 20.0f;
+
+/// A logarithm as a binary one; and by how much it lies above another one, rounded once.
+__device__ inline float binary(float x) { return x * kLog2E; }
+__device__ inline float binary_above(float x, float gauge) { return fused(x, kLog2E, -gauge); }
+
+/// The smallest and the largest of some keys, a channel each.
+template <class Data, int kVec>
+struct KeyRange {
+  float low[kVec], high[kVec];
+
+  __device__ explicit KeyRange(const Pack<Data, kVec>& first) {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      low[c] = high[c] = first.get(c);
+    }
+  }
+  __device__ void add(const Pack<Data, kVec>& keys) {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      low[c] = fminf(low[c], keys.get(c));
+      high[c] = fmaxf(high[c], keys.get(c));
+    }
+  }
+  __device__ float lowest(int c) const { return low[c]; }
+  __device__ float highest(int c) const { return high[c]; }
+};
+
+template <class Data>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+};
+template <>
+struct PairOf<__half> {
+  using type = __half2;
+};
+
+/// Two 16-bit keys are compared by one instruction.
+template <class Data>
+struct KeyRange<Data, 2> {
+  using Pair = typename PairOf<Data>::type;
+  Pair low, high;
+
+  static __device__ Pair pair(const Pack<Data, 2>& keys) {
+    Pair p;
+    memcpy(&p, &keys.bits, sizeof(p));
+    return p;
+  }
+  static __device__ float element(const Pair& p, int c) {
+    Pack<Data, 2> keys;
+    memcpy(&keys.bits, &p, sizeof(p));
+    return keys.get(c);
+  }
+  __device__ explicit KeyRange(const Pack<Data, 2>& first) : low(pair(first)), high(low) {}
+  __device__ void add(const Pack<Data, 2>& keys) {
+    low = __hmin2(low, pair(keys));
+    high = __hmax2(high, pair(keys));
+  }
+  __device__ float lowest(int c) const { return element(low, c); }
+  __device__ float highest(int c) const { return element(high, c); }
+};
+
+/// exp(-w), which is one minus something exact where w is small.
+__device__ inline float decay_of(float w) { return w < 0.5f ? 1.0f + expm1f(-w) : expf(-w); }
+
+/// Whether every channel of a thread is quick.
+template <int kVec>
+__device__ inline bool all_of(const bool (&quick)[kVec]) {
+  bool all = true;
+#pragma unroll
+  for (int c = 0; c < kVec; ++c) {
+    all = all && quick[c];
+  }
+  return all;
+}
+
+template <class Data_, int kVec_>
+struct Wkv4Base {
+  using Data = Data_;
+  using Real = typename Register<Data>::type;
+  using Number = Wkv4State<Real>;
+  using StatePack = Pack<Real, kVec_>;
+  static constexpr int kVec = kVec_;
+  static constexpr bool kCrossByMap = true;
+  static constexpr bool kDecaysAlike = true;
+  static constexpr int kPackBytes = sizeof(Data) * kVec;
+  static constexpr bool kOwnsRun = true;
+
+  Lane lane;
+  Sequence seq;
+  Rows<Data, kVec> k, v;
+  Real w_whole[kVec], w_rest[kVec], u[kVec];
+  Real decay[kVec], bonus[kVec];  // exp(-w), exp(u)
+  const void* state;
+
+  __device__ Wkv4Base(const Wkv4Params& p, const Sequence& seq, const Lane& lane, bool backwards)
+      : lane(lane),
+        seq(seq),
+        k(p.k, seq, backwards, lane),
+        v(p.v, seq, backwards, lane),
+        state(p.state) {
+    Real w[kVec];
+    load_channels(w, p.w, lane, Real(0));
+    load_channels(u, p.u, lane, Real(0));
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      decay[c] = decay_of(w[c]);
+      bonus[c] = expf(u[c]);
+      const BinaryLog rate(w[c]);
+      w_whole[c] = rate.whole, w_rest[c] = rate.rest;
+      u[c] = binary(u[c]);
+    }
+  }
+
+  __device__ void store_states(void* states, int64_t row, const Number (&s)[kVec]) const {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      store_wkv4_state(states, row, lane.channels, lane.channel + c, s[c]);
+    }
+  }
+  __device__ Number load_state(const void* states, int64_t row, int c) const {
+    return load_wkv4_state<Real>(states, row, lane.channels, lane.channel + c);
+  }
+  /// The state that enters the first token, whose key is given.
+  __device__ Number first_state(Real key, int c) const {
+    Number s = initial_wkv4_state<Real>(state, seq.index, lane.channels, lane.channel + c, key);
+    set_binary_gauge(s, s.m);
+    return s;
+  }
+
+  /// How a channel's map of `steps` steps decays.
+  __device__ void set_decay(AffineMap<Number, kVec>& map, int steps, int c) const {
+    map.whole[c] = steps * w_whole[c];
+    map.rest[c] = steps * w_rest[c];
+  }
+  /// A token's weight in a run's gauge.
+  static __device__ Real weight(Real key, Real gauge) { return exp2_of(binary_above(key, gauge)); }
+
+  /// A token added to a state, the gauge moving along.
+  __device__ Wkv4Weights<Real> add(Number& s, Real key, Real value, int c) const {
+    lower_binary_gauge(s, w_whole[c], w_rest[c]);
+    const BinaryLog log(key);
+    const Real distance = log.whole - s.m, rest = log.rest - s.rest;
+    const auto weights = Wkv4Weights<Real>::at_binary(distance, rest);
+    s.y = fused(weights.first, s.y, weights.second * value);
+    s.z = fused(weights.first, s.z, weights.second);
+    if (distance + rest > Real(0)) {
+      s.m = log.whole;
+      s.rest = log.rest;
+    }
+    return weights;
+  }
+  /// The weights of a state's sums and of a token with its bonus.
+  __device__ Wkv4Weights<Real> bonus_beside(const Number& s, Real key, int c) const {
+    const BinaryLog log(key);
+    return Wkv4Weights<Real>::at_binary(log.whole - s.m, (log.rest - s.rest) + u[c]);
+  }
+
+  /// Moves the sums to a gauge; false where they, or the bonus, lie too far from it.
+  __device__ bool enter_gauge(Number& s, Real gauge, int c) const {
+    const Real scale = exp2_of(s.m - gauge, s.rest);
+    const bool is_empty = s.y == Real(0) && s.z == Real(0);
+    if (!is_empty) {
+      s.y *= scale, s.z *= scale;
+    }
+    s.m = gauge, s.rest = Real(0);
+    const bool is_near = s.z >= Real(9.1e-13) && s.z <= Real(1.1e12);  // 2^-40, 2^40
+    return (is_empty || is_near) && fabsf(u[c]) <= kBonusReach;
+  }
+};
+
+}  // namespace tidegate::kernels

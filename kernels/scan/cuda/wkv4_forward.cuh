@@ -1,0 +1,276 @@
+#pragma once
+
+// RWKV-4's token mixing forward, as an Op of the walk with runs of its own. Nothing but a map
+// depends on what enters a run, so no exponential but a map's is taken on the way from warp to
+// warp.
+
+#include "kernels/scan/cuda/wkv4_base.cuh"
+
+namespace tidegate::kernels {
+
+// Longer runs make chains shorter; with several blocks a multiprocessor there are enough of them.
+template <WalkUse kUse>
+struct Wkv4ForwardShape : WalkShape<kUse == WalkUse::kShort ? 8 : 16, 2> {};
+
+template <class Data_, int kVec_, WalkUse kUse>
+struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
+  using Base = Wkv4Base<Data_, kVec_>;
+  using Base::kVec, Base::lane, Base::seq, Base::decay, Base::bonus;
+  using typename Base::Data;
+  using typename Base::Number;
+  using typename Base::Real;
+  using Params = Wkv4Params;
+  using Map = AffineMap<Number, kVec>;
+  using typename Base::StatePack;
+  static constexpr int kSteps = Wkv4ForwardShape<kUse>::kSteps;
+  static constexpr bool kEmitsAtOnce = true;
+
+  struct Raw {
+    Pack<Data, kVec> k, v;
+  };
+
+  static __host__ __device__ const SequenceLayout& layout(const Params& p) { return p.layout; }
+  static __host__ __device__ int64_t channels(const Params& p) { return p.channels; }
+  static cudaError_t launch_plain(const Params& p, cudaStream_t stream) {
+    return launch_wkv4_plain<Data>(p, stream);
+  }
+
+  Rows<Data, kVec> o;
+  void* final_state;
+  void* saved;
+  int64_t saved_base;  // row of the batch's first saved state
+
+  __device__ Wkv4Forward(const Params& p, const Sequence& seq, const Lane& lane)
+      : Base(p, seq, lane, false),
+        o(p.o, seq, false, lane),
+        final_state(p.final_state),
+        saved(p.saved),
+        saved_base(saved_row(p.layout, {seq.index, seq.batch, 0, 0}, 0)) {}
+
+  __device__ void initial(Number (&s)[kVec]) const {
+    Pack<Data, kVec> first = {};
+    if (seq.length > 0) {
+      first = load_streaming<Data, kVec>(this->k.at(0));
+    }
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      s[c] = this->first_state(first.get(c), c);
+    }
+  }
+  /// An empty sequence hands on what it was given.
+  __device__ void finish(const Number (&s)[kVec]) const {
+    Number last[kVec];
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      last[c] = in_natural_gauge(s[c]);
+      if (seq.length == 0) {
+        last[c] = {};
+        if (this->state != nullptr) {
+          last[c] = this->load_state(this->state, seq.index, c);
+        }
+      }
+    }
+    this->store_states(final_state, seq.index, last);
+  }
+  /// The state that enters a token. Its gauge has one word, and stays binary.
+  __device__ void save(int step, const Number (&s)[kVec]) const {
+    const int64_t row = saved_base + (seq.start + step) / kWkv4SavedEvery;
+    Real* at = static_cast<Real*>(saved) + 3 * row * lane.channels + lane.channel;
+    Real y[kVec], z[kVec], m[kVec];
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      y[c] = s[c].y, z[c] = s[c].z, m[c] = s[c].m;
+    }
+    *reinterpret_cast<StatePack*>(at) = pack<Real, kVec>(y);
+    *reinterpret_cast<StatePack*>(at + lane.channels) = pack<Real, kVec>(z);
+    *reinterpret_cast<StatePack*>(at + 2 * lane.channels) = pack<Real, kVec>(m);
+  }
+  __device__ bool saves_before(int step) const {
+    return static_cast<unsigned>(seq.length - step) % unsigned{kWkv4SavedEvery} == 0 && step > 0;
+  }
+
+  template <class Source>
+  __device__ Raw gather(Source source, int step, int /*last*/) const {
+    Raw raw;
+    source(raw.k, this->k, step);
+    source(raw.v, this->v, step);
+    return raw;
+  }
+
+  struct Run {
+    using Op = Wkv4Forward;
+    Pack<Data, kVec> key[kSteps], value[kSteps];
+    Real low[kVec], high[kVec];  // keys, as binary logarithms
+
+    template <class Ring>
+    __device__ void decode(const Op& op, const Ring& ring, int stage, int, int) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+        key[i] = raw.k;
+        value[i] = raw.v;
+      }
+      KeyRange<Data, kVec> keys(key[0]);
+#pragma unroll
+      for (int i = 1; i < kSteps; ++i) {
+        keys.add(key[i]);
+      }
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        low[c] = binary(keys.lowest(c));
+        high[c] = binary(keys.highest(c));
+      }
+    }
+
+    /// The run's own sums after its last step.
+    template <class Ring>
+    __device__ void fold(const Op& op, const Ring& ring, int stage, Map& map) const {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        const Real gauge = rintf(high[c]);
+        if (gauge - low[c] <= kReach) {
+          Wkv4Words sums = {0.0f, 0.0f, gauge};
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            const Real token = Base::weight(key[i].get(c), gauge);
+            sums.y = fused(op.decay[c], sums.y, token * value[i].get(c));
+            sums.z = fused(op.decay[c], sums.z, token);
+          }
+          map.sums[c] = sums;
+        } else {
+          map.sums[c] = slow_sums(op, ring, stage, c);
+        }
+        op.set_decay(map, kSteps, c);
+      }
+    }
+
+    /// The same, scaled by the largest weight after the last step.
+    template <class Ring>
+    __device__ static Wkv4Words slow_sums(const Op& op, const Ring& ring, int stage, int c) {
+      Real top = -1e30f;
+#pragma unroll 1
+      for (int i = 0; i < kSteps; ++i) {
+        const Real key = binary(ring.take(op, stage, i).k.get(c));
+        top = larger(top, fused(op.w_whole[c] + op.w_rest[c], Real(i + 1 - kSteps), key));
+      }
+      top = rintf(top);
+      Wkv4Words sums = {0.0f, 0.0f, top};
+#pragma unroll 1
+      for (int i = 0; i < kSteps; ++i) {
+        const Raw raw = ring.take(op, stage, i);
+        const BinaryLog log(raw.k.get(c));
+        const Real steps = Real(i + 1 - kSteps);
+        const Real weight = exp2_of(fused(op.w_whole[c], steps, log.whole - top),
+                                    fused(op.w_rest[c], steps, log.rest));
+        sums.y = fused(weight, raw.v.get(c), sums.y);
+        sums.z += weight;
+      }
+      return sums;
+    }
+
+    /// The gauge of the outputs is that of the state which enters: they do not depend on later keys
+    /// of the run.
+    template <class Ring>
+    __device__ void advance_and_emit(Op& op, const Ring& ring, int stage, int k, int end,
+                                     Number (&s)[kVec]) const {
+      Number state[kVec];
+      bool quick[kVec];
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        state[c] = s[c];
+        quick[c] = op.enter_gauge(state[c], s[c].m, c);
+        quick[c] = quick[c] && high[c] - state[c].m <= kReach && state[c].m - low[c] <= kReach;
+      }
+      if (all_of(quick) && k + kSteps <= end) {
+        if (op.saved != nullptr) {
+          walk<true>(op, ring, stage, k, state);
+        } else {
+          walk<false>(op, ring, stage, k, state);
+        }
+        if (end == k + kSteps) {
+          op.finish(state);
+        }
+      } else if (k < end) {
+        walk_slowly(op, ring, stage, k, min(end - k, kSteps), s);
+        if (end <= k + kSteps) {
+          op.finish(s);
+        }
+      }
+      ring.store(stage, 0, op.o, k, end);
+    }
+
+    template <bool kSaves, class Ring>
+    __device__ void walk(const Op& op, const Ring& ring, int stage, int k,
+                         Number (&s)[kVec]) const {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        if (kSaves && op.saves_before(k + i)) {
+          op.save(k + i, s);
+        }
+        Real out[kVec];
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          out[c] = quick_step(op, key[i].get(c), value[i].get(c), s[c], c);
+        }
+        ring.put(stage, i, 0, pack<Data, kVec>(out));
+      }
+    }
+
+    /// A token's output from the state before it, and the state after it, in the same gauge.
+    __device__ static Real quick_step(const Op& op, Real key, Real value, Number& s, int c) {
+      const Real token = Base::weight(key, s.m), weighted = token * value;
+      const Real out =
+          fused(op.bonus[c], weighted, s.y) * reciprocal(fused(op.bonus[c], token, s.z));
+      s.y = fused(op.decay[c], s.y, weighted);
+      s.z = fused(op.decay[c], s.z, token);
+      return out;
+    }
+    /// The same where the gauge moves along.
+    __device__ static Real slow_step(const Op& op, Real key, Real value, Number& s, int c) {
+      const auto weights = op.bonus_beside(s, key, c);
+      const Real out = fused(weights.first, s.y, weights.second * value) *
+                       reciprocal(fused(weights.first, s.z, weights.second));
+      op.add(s, key, value, c);
+      return out;
+    }
+
+    /// Each channel in one gauge up to the first token that is out of its reach, as walk does.
+    template <class Ring>
+    __device__ static void walk_slowly(const Op& op, const Ring& ring, int stage, int k, int count,
+                                       Number (&s)[kVec]) {
+      bool quick[kVec];
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        Number state = s[c];
+        quick[c] = op.enter_gauge(state, s[c].m, c);
+        s[c] = quick[c] ? state : s[c];
+      }
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        if (op.saved != nullptr && op.saves_before(k + i)) {
+          Number before[kVec];
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) {
+            before[c] = in_one_word(s[c]);
+          }
+          op.save(k + i, before);
+        }
+        const Raw raw = ring.take(op, stage, i);
+        Real out[kVec];
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          const Real key = raw.k.get(c), value = raw.v.get(c);
+          // NaN stays on the quick way, as in a whole run.
+          quick[c] = quick[c] && !(fabsf(binary(key) - s[c].m) > kReach);
+          out[c] =
+              quick[c] ? quick_step(op, key, value, s[c], c) : slow_step(op, key, value, s[c], c);
+        }
+        ring.put(stage, i, 0, pack<Data, kVec>(out));
+      }
+    }
+  };
+
+  __device__ void reduce(int64_t, void*, int, int, int) const {}
+};
+
+}  // namespace tidegate::kernels
