@@ -131,13 +131,12 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4Sa
     bool quick[kVec];
     // Of quick channels, with nothing flowing in; and what a token gets of what does.
     Real dk[kSteps][kVec], dv[kSteps][kVec], share[kSteps][kVec];
-    Real dw[kVec], du[kVec];
-    Real y_sum[kVec], z_sum[kVec];  // dw of what flows in, per unit
+    Real y_sum[kVec], z_sum[kVec];  // -dw of what flows in, per unit
     Real gauge[kVec];
     Map map;
 
     template <class Ring>
-    __device__ void decode(const Op& op, const Ring& ring, int stage, int k, int end) {
+    __device__ void decode(Op& op, const Ring& ring, int stage, int k, int end) {
       map = Map::identity();
       const int count = min(end - k, kSteps), first = end - k - count;
       if (count <= 0) {
@@ -167,7 +166,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4Sa
     }
 
     template <class Ring>
-    __device__ void walk(const Op& op, const Ring& ring, int stage, Number s, int c) {
+    __device__ void walk(Op& op, const Ring& ring, int stage, Number s, int c) {
       Real weight[kSteps], y[kSteps], z[kSteps];  // y, z: of the states that enter
       const Real decay = op.decay[c];
 #pragma unroll
@@ -180,7 +179,8 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4Sa
       }
       Real flow_y = 0, flow_z = 0;
       Real kept = 1;  // of a state, to the end of the run
-      dw[c] = du[c] = y_sum[c] = z_sum[c] = Real(0);
+      Real dw = 0, du = 0;
+      y_sum[c] = z_sum[c] = Real(0);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const Raw raw = ring.take(op, stage, i);
@@ -197,12 +197,13 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4Sa
         kept *= decay;
         y_sum[c] = fused(kept, y[i], y_sum[c]);
         z_sum[c] = fused(kept, z[i], z_sum[c]);
-        du[c] += by_bonus;
-        dw[c] = fused(flow_y, y[i], fused(flow_z, z[i], dw[c]));
+        du += by_bonus;
+        dw = fused(flow_y, y[i], fused(flow_z, z[i], dw));
         flow_y = fused(decay, flow_y, g);
         flow_z = fused(decay, flow_z, g * (apart - value));
       }
-      dw[c] *= decay;
+      op.dw[c].add(-decay * dw);
+      op.du[c].add(du);
       map.sums[c] = {flow_y, flow_z, -gauge[c]};
     }
 
@@ -258,6 +259,13 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4Sa
       }
     }
 
+    __device__ void add_inflow(const Raw& raw, const Real (&flow_y)[kVec],
+                               const Real (&flow_z)[kVec], int i, int c, Real& dk_out,
+                               Real& dv_out) const {
+      dv_out = fused(share[i][c], flow_y[c], dv[i][c]);
+      dk_out = fused(share[i][c], fused(raw.v.get(c), flow_y[c], flow_z[c]), dk[i][c]);
+    }
+
     template <class Ring>
     __device__ void advance_and_emit(Op& op, const Ring& ring, int stage, int k, int end,
                                      Number (&s)[kVec]) {
@@ -271,34 +279,40 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_>, WalkShape<static_cast<int>(kWkv4Sa
           const Real scale = exp2_of(gauge[c] + s[c].m, s[c].rest);
           flow_y[c] = s[c].y * scale;
           flow_z[c] = s[c].z * scale;
-          dw[c] = fused(flow_y[c], y_sum[c], fused(flow_z[c], z_sum[c], dw[c]));
+          op.dw[c].add(-fused(flow_y[c], y_sum[c], flow_z[c] * z_sum[c]));
         } else {
           const int count = min(end - k, kSteps);
           Number flow = s[c];
-          dw[c] = du[c] = Real(0);
-          walk_slowly<true>(op, ring, stage, count, end - k - count, flow, c, &dw[c], &du[c]);
+          flow_y[c] = flow_z[c] = Real(0);
+          Real dw = 0, du = 0;
+          walk_slowly<true>(op, ring, stage, count, end - k - count, flow, c, &dw, &du);
+          op.dw[c].add(-dw);
+          op.du[c].add(du);
         }
-        op.dw[c].add(-dw[c]);
-        op.du[c].add(du[c]);
       }
-      const bool all_quick = all_of(quick);
+      if (all_of(quick)) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const Raw raw = ring.take(op, stage, i);
-#pragma unroll
-        for (int c = 0; c < kVec; ++c) {
-          dv[i][c] = fused(share[i][c], flow_y[c], dv[i][c]);
-          dk[i][c] = fused(share[i][c], fused(raw.v.get(c), flow_y[c], flow_z[c]), dk[i][c]);
-        }
-        if (all_quick) {
-          ring.put(stage, i, kPlaceOfDk, pack<Data, kVec>(dk[i]));
-          ring.put(stage, i, kPlaceOfDv, pack<Data, kVec>(dv[i]));
-        } else {
+        for (int i = 0; i < kSteps; ++i) {
+          const Raw raw = ring.take(op, stage, i);
+          Real dk_out[kVec], dv_out[kVec];
 #pragma unroll
           for (int c = 0; c < kVec; ++c) {
+            add_inflow(raw, flow_y, flow_z, i, c, dk_out[c], dv_out[c]);
+          }
+          ring.put(stage, i, kPlaceOfDk, pack<Data, kVec>(dk_out));
+          ring.put(stage, i, kPlaceOfDv, pack<Data, kVec>(dv_out));
+        }
+      } else {
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
             if (quick[c]) {
-              ring.put_channel(stage, i, kPlaceOfDk, c, narrow<Data>(dk[i][c]));
-              ring.put_channel(stage, i, kPlaceOfDv, c, narrow<Data>(dv[i][c]));
+              const Raw raw = ring.take(op, stage, i);
+              Real dk_out, dv_out;
+              add_inflow(raw, flow_y, flow_z, i, c, dk_out, dv_out);
+              ring.put_channel(stage, i, kPlaceOfDk, c, narrow<Data>(dk_out));
+              ring.put_channel(stage, i, kPlaceOfDv, c, narrow<Data>(dv_out));
             }
           }
         }

@@ -16,7 +16,6 @@
 namespace tidegate::kernels {
 
 constexpr float kReach = 40.0f;
-constexpr float kBonusReach = 20.0f;
 
 /// A logarithm as a binary one; and by how much it lies above another one, rounded once.
 __device__ inline float binary(float x) { return x * kLog2E; }
@@ -109,8 +108,9 @@ struct Wkv4Base {
   Lane lane;
   Sequence seq;
   Rows<Data, kVec> k, v;
-  Real w_whole[kVec], w_rest[kVec], u[kVec];
+  Real w_whole[kVec], w_rest[kVec];
   Real decay[kVec], bonus[kVec];  // exp(-w), exp(u)
+  const void* u;                  // read again where a channel is slow
   const void* state;
 
   __device__ Wkv4Base(const Wkv4Params& p, const Sequence& seq, const Lane& lane, bool backwards)
@@ -118,8 +118,9 @@ struct Wkv4Base {
         seq(seq),
         k(p.k, seq, backwards, lane),
         v(p.v, seq, backwards, lane),
+        u(p.u),
         state(p.state) {
-    Real w[kVec];
+    Real w[kVec], u[kVec];
     load_channels(w, p.w, lane, Real(0));
     load_channels(u, p.u, lane, Real(0));
 #pragma unroll
@@ -128,7 +129,6 @@ struct Wkv4Base {
       bonus[c] = expf(u[c]);
       const BinaryLog rate(w[c]);
       w_whole[c] = rate.whole, w_rest[c] = rate.rest;
-      u[c] = binary(u[c]);
     }
   }
 
@@ -173,7 +173,8 @@ struct Wkv4Base {
   /// The weights of a state's sums and of a token with its bonus.
   __device__ Wkv4Weights<Real> bonus_beside(const Number& s, Real key, int c) const {
     const BinaryLog log(key);
-    return Wkv4Weights<Real>::at_binary(log.whole - s.m, (log.rest - s.rest) + u[c]);
+    const Real bonus = binary(static_cast<const Real*>(u)[lane.channel + c]);
+    return Wkv4Weights<Real>::at_binary(log.whole - s.m, (log.rest - s.rest) + bonus);
   }
 
   /// Moves the sums to a gauge; false where they, or the bonus, lie too far from it.
@@ -185,7 +186,7 @@ struct Wkv4Base {
     }
     s.m = gauge, s.rest = Real(0);
     const bool is_near = s.z >= Real(9.1e-13) && s.z <= Real(1.1e12);  // 2^-40, 2^40
-    return (is_empty || is_near) && fabsf(u[c]) <= kBonusReach;
+    return (is_empty || is_near) && bonus[c] >= Real(9.5e-7) && bonus[c] <= Real(1.05e6);
   }
 };
 
