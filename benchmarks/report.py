@@ -117,11 +117,12 @@ def gpu_readme(record: Record) -> list[str]:
     rows = [gpu_row(row) for row in record["rows"] if row["group"] == "aims"]
     lines = [machine_line(record) + ":", "", *gla_table(record), *attention_table(record)]
     lines += [*table(GPU_HEAD, rows), ""] if rows else []
-    lines += [
-        "GB/s count each tensor once; copy speed is `copy_` moving as many bytes in the same run "
-        "and harness. Other libraries get their gates and inputs precomputed, untimed."
-    ]
     sweep = sweep_line(record)
+    if len(lines) > 2:  # tables
+        lines += [
+            "GB/s count each tensor once; copy speed is `copy_` moving as many bytes in the same "
+            "run and harness. Other libraries get their gates and inputs precomputed, untimed."
+        ]
     return lines + ([sweep] if sweep else []) + [""]
 
 
@@ -138,7 +139,8 @@ def has_group(record: Record, group: str) -> bool:
 def gpu_page(record: Record) -> list[str]:
     gpu = record["machine"].get("gpu", {})
     attentions = [title for group, (title, _) in ATTENTIONS.items() if has_group(record, group)]
-    what = " and ".join(attentions or ["Scans"])
+    swept = has_group(record, "sweep") and not has_group(record, "aims")
+    what = " and ".join(attentions or ["A sweep of scans" if swept else "Scans"])
     lines = [f"## {what} on {gpu.get('name', 'CPU')}, beside copies and other libraries", ""]
     lines += [machine_line(record) + ".", ""]
     clocks = [f"{k} {v}" for k, v in gpu.items() if k.startswith(("clocks", "power"))]
