@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from support.mixer_checks import check_values_and_gradients
 from torch import Tensor
 
 from tidegate.nn import HGRU
@@ -148,15 +149,11 @@ def test_equals_its_equations(options):
     mixer = make(options)
     gamma = make_gamma(mixer)
     x = torch.randn(2, 11, DIM, dtype=torch.float64, requires_grad=True)
-    wanted = reference_output(mixer, x, gamma)
-    y, _ = mixer(x, gamma=gamma)
-    torch.testing.assert_close(y, wanted)
-    weight = torch.randn_like(y)
-    leaves = [x, *mixer.parameters()]
-    grads = torch.autograd.grad((y * weight).sum(), leaves, materialize_grads=True)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), leaves, materialize_grads=True)
-    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(grad, wanted_grad, rtol=1e-8, atol=1e-10)
+    check_values_and_gradients(
+        lambda: (mixer(x, gamma=gamma)[0],),
+        lambda: (reference_output(mixer, x, gamma),),
+        [x, *mixer.parameters()],
+    )
 
 
 @pytest.mark.parametrize("options", ONE_WAY.values(), ids=str)

@@ -5,24 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import require_cuda
-from training_cases import prepare, write_text
+from training_cases import COPYING, prepare, write_text
 
 from tidegate.training import TrainConfig, UserError
 from tidegate.training.captured import CapturedStep
 from tidegate.training.checkpoint import read_metrics
 from tidegate.training.report import finish
 
-COPYING = {
-    "data": "copying",
-    "task_options": {"dummies": 20},
-    "context": 40,
-    "batch_size": 8,
-    "lr": 1e-3,
-    "schedule": "cosine",
-    "warmup_steps": 4,
-    "clip": 1.0,
-    "model": {"mixer": "gated-linear-rnn", "mixer_options": {}, "dim": 32},
-}
+SCHEDULED = {**COPYING, "schedule": "cosine", "warmup_steps": 4, "clip": 1.0}
 
 
 @pytest.fixture
@@ -32,7 +22,7 @@ def cuda() -> None:
 
 def trained(out, steps: int = 14, **changes):
     """The weights after a run, and the run."""
-    run = prepare(out, **{**COPYING, "device": "cuda", "steps": steps, **changes})
+    run = prepare(out, **{**SCHEDULED, "device": "cuda", "steps": steps, **changes})
     assert run.trainer.run(quiet=True)
     return {name: p.detach().cpu() for name, p in run.trainer.model.named_parameters()}, run
 

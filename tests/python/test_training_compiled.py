@@ -6,22 +6,13 @@ import pytest
 import torch
 from conftest import require_cuda
 from test_training_runs import assert_same
-from training_cases import FLAGS, prepare, tidegate, write_text
+from training_cases import COPYING, FLAGS, prepare, tidegate, write_text
 
 from tidegate.models import mixers
 from tidegate.training import UserError
 from tidegate.training.checkpoint import load_checkpoint, read_metrics
 from tidegate.training.report import finish
 from tidegate.training.runtime import set_products
-
-COPYING = {
-    "data": "copying",
-    "task_options": {"dummies": 20},
-    "context": 40,
-    "batch_size": 8,
-    "lr": 1e-3,
-    "model": {"mixer": "gated-linear-rnn", "mixer_options": {}, "dim": 32},
-}
 
 
 @pytest.fixture

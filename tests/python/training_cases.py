@@ -21,6 +21,16 @@ TRAIN = {
     "device": "cpu",
     "threads": 1,
 }
+# The copying task at a tiny size, for `prepare`; no checkpoint by the clock, which logs a line too.
+COPYING = {
+    "data": "copying",
+    "task_options": {"dummies": 20},
+    "context": 40,
+    "batch_size": 8,
+    "lr": 1e-3,
+    "checkpoint_seconds": 0.0,
+    "model": {"mixer": "gated-linear-rnn", "mixer_options": {}, "dim": 32},
+}
 FLAGS = [
     "--dim=16",
     "--layers=2",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from support.mixer_checks import check_values_and_gradients
 from tidegate.nn import Attention, ForgettingAttention
 
 ATTENTION_DIM = 12
@@ -71,11 +72,8 @@ def check_against(mixer: nn.Module, reference: Callable[[nn.Module, Tensor], Ten
     x = torch.randn(2, 7, mixer.dim, dtype=torch.float64, requires_grad=True)
     y, state = mixer(x)
     assert state is None
-    wanted = torch.stack([reference(mixer, row) for row in x])
-    torch.testing.assert_close(y, wanted)
-    weight = torch.randn_like(y)
-    leaves = [x, *mixer.parameters()]
-    grads = torch.autograd.grad((y * weight).sum(), leaves)
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), leaves)
-    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(grad, wanted_grad)
+    check_values_and_gradients(
+        lambda: (y,),
+        lambda: (torch.stack([reference(mixer, row) for row in x]),),
+        [x, *mixer.parameters()],
+    )
