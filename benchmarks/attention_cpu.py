@@ -19,11 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ import float64
 import harness
 import torch
 import torch.nn.functional as F
+from cpu_turns import in_turns
 from torch import Tensor
 
 import tidegate
@@ -110,21 +110,14 @@ def measure(shape: dict[str, int], rounds: int) -> dict[str, dict[str, float]]:
     inputs = make_inputs(shape)
     figures: dict[str, dict[str, float]] = {}
     prepared = {name: contender.prepare(inputs) for name, contender in CONTENDERS.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     for name, contender in CONTENDERS.items():
         error = error_of(contender.run(inputs, prepared[name]), inputs, contender.gated)
         if not error <= TOLERANCE:
             raise SystemExit(f"attention_cpu: {name} is wrong by {error:.1e}")
         figures[name] = {"error": error}
-    for _ in range(rounds):
-        for name, contender in CONTENDERS.items():
-            begin, used = time.perf_counter(), time.process_time()
-            contender.run(inputs, prepared[name])
-            times[name].append((time.perf_counter() - begin, time.process_time() - used))
-    for name, pairs in times.items():
-        for kind, seconds in zip(("ms", "cpu_ms"), zip(*pairs, strict=True), strict=True):
-            figures[name][kind] = 1e3 * statistics.median(seconds)
-            figures[name][f"best_{kind}"] = 1e3 * min(seconds)
+    calls = {name: partial(c.run, inputs, prepared[name]) for name, c in CONTENDERS.items()}
+    for name, times in in_turns(calls, rounds).items():
+        figures[name] |= times
     return figures
 
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import harness
 import torch
 import torch.nn.functional as F
+from cpu_turns import both_passes, error_against, in_turns
 from torch import Tensor
 
 from tidegate import ops
@@ -153,17 +153,6 @@ def works(sizes: dict[str, int], width: int, batch: int) -> list[Work]:
     ]
 
 
-def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
-    y = function(*inputs)
-    return [y, *torch.autograd.grad(y, inputs, dy)]
-
-
-def error_against(exact: list[Tensor], found: list[Tensor]) -> float:
-    """The largest relative error in norm among the result and all gradients."""
-    pairs = [(a.detach(), b.detach().double()) for a, b in zip(exact, found, strict=True)]
-    return max(float((b - a).norm() / a.norm()) for a, b in pairs)
-
-
 def measure(work: Work, rounds: int) -> dict[str, object]:
     """Milliseconds and errors of the op and of the loop, in turns."""
     torch.manual_seed(0)
@@ -175,20 +164,14 @@ def measure(work: Work, rounds: int) -> dict[str, object]:
     exact = both_passes(work.loop, wide, dy)
     dy = dy.float()
     results: dict[str, dict[str, float]] = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for name, function in contenders.items():
         error = error_against(exact, both_passes(function, inputs, dy))
         if not error <= TOLERANCE:
             raise SystemExit(f"cpu_loops: {name} of {work.name()} is wrong by {error:.1e}")
         results[name] = {"error": error}
-    for _ in range(rounds):
-        for name, function in contenders.items():
-            begin, used = time.perf_counter(), time.process_time()
-            both_passes(function, inputs, dy)
-            times[name].append((time.perf_counter() - begin, time.process_time() - used))
-    for name, pairs in times.items():
-        for kind, seconds in zip(("ms", "cpu_ms"), zip(*pairs, strict=True), strict=True):
-            results[name][kind] = 1e3 * statistics.median(seconds)
+    calls = {name: partial(both_passes, f, inputs, dy) for name, f in contenders.items()}
+    for name, times in in_turns(calls, rounds).items():
+        results[name] |= {kind: times[kind] for kind in ("ms", "cpu_ms")}
     return {"work": work.name(), "results": results}
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import harness
 import torch
+from cpu_turns import both_passes, error_against, in_turns
 from torch import Tensor
 
 import tidegate
@@ -91,17 +91,6 @@ def make_inputs() -> tuple[list[Tensor], Tensor]:
 Contender = Callable[..., Tensor]
 
 
-def both_passes(contender: Contender, inputs: list[Tensor], d_o: Tensor) -> list[Tensor]:
-    out = contender(*inputs)
-    return [out, *torch.autograd.grad(out, inputs, d_o)]
-
-
-def error_against(exact: list[Tensor], found: list[Tensor]) -> float:
-    """The largest relative error in norm among the result and all gradients."""
-    pairs = [(a.detach(), b.detach().double()) for a, b in zip(exact, found, strict=True)]
-    return max(float((b - a).norm() / a.norm()) for a, b in pairs)
-
-
 def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, dict[str, float]]:
     inputs, d_o = make_inputs()
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -112,15 +101,9 @@ def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, dict[str
         if not error <= TOLERANCE:
             raise SystemExit(f"gla_cpu: {name} is wrong by {error:.1e}")
         figures[name] = {"error": error}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            begin = time.perf_counter()
-            both_passes(contender, inputs, d_o)
-            times[name].append(time.perf_counter() - begin)
-    for name, seconds in times.items():
-        figures[name]["ms"] = 1e3 * statistics.median(seconds)
-        figures[name]["best_ms"] = 1e3 * min(seconds)
+    calls = {name: partial(both_passes, f, inputs, d_o) for name, f in contenders.items()}
+    for name, times in in_turns(calls, rounds).items():
+        figures[name] |= {kind: times[kind] for kind in ("ms", "best_ms")}
     return figures
 
 
