@@ -67,7 +67,8 @@ def test_every_mixer_s_block_can_be_traced(tmp_path, text, mixer, monkeypatch):
     losses = []
     for name in ("eager", "compiled"):
         model = {"mixer": mixer, "mixer_options": {}, "dim": 16}
-        run = prepare(tmp_path / name, text, model=model, compile=name == "compiled", steps=10)
+        settings = {"compile": name == "compiled", "steps": 10, "checkpoint_seconds": 0.0}
+        run = prepare(tmp_path / name, text, model=model, **settings)
         run.trainer.run(quiet=True)
         losses.append(run.trainer.loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -124,6 +125,7 @@ def test_compiled_blocks_of_other_mixers_on_a_gpu(tmp_path, text, mixer):
     for name in ("eager", "compiled"):
         model = {"mixer": mixer, "mixer_options": {}, "dim": 64}
         settings = {"compile": name == "compiled", "device": "cuda", "cuda_graph": True}
+        settings |= {"checkpoint_seconds": 0.0}
         run = prepare(tmp_path / name, text, model=model, steps=10, context=64, **settings)
         run.trainer.run(quiet=True)
         losses.append(run.trainer.loss)
