@@ -2,22 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
-#include "kernels/common/time_series.h"
+#include "kernels/rotary/rotary.h"
 
 namespace tidegate::kernels {
-
-/// y = x with channels i and i + half of every head turned by an angle.
-struct RotaryParams {
-  int64_t batch = 0, time = 0, heads = 0, half = 0;
-  HeadSeries x;               // [B, T, H, 2 * half]
-  HeadSeries y;               // the same, in x's dtype
-  const void* cos = nullptr;  // [1 or B, T, half] in the state's dtype, contiguous
-  const void* sin = nullptr;
-  bool shared_angles = false;  // by all of the batch
-  bool inverse = false;        // turned back
-};
 
 /// Reads x and writes y once; angles are shared by four heads in registers. Any shape.
 cudaError_t rotary(const RotaryParams& params, cudaStream_t stream);

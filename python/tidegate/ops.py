@@ -571,7 +571,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Ten
 
     Returns:
         y [B, T, H, D] in x's dtype, rounded once. Differentiable as often as asked. Cost O(BTHD);
-        on CUDA one pass that reads x and writes y.
+        one pass that reads x and writes y.
     """
     return torch.ops.tidegate.rotary(x, cos, sin, inverse)
 

@@ -4,12 +4,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mul.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
 
+#include "kernels/rotary/rotary.h"
 #include "src/ops/checks.h"
 #include "src/ops/launch.h"
 #include "src/ops/registration.h"
@@ -52,18 +52,31 @@ void check_arguments(const at::Tensor& x, const at::Tensor& cos, const at::Tenso
   check_shape(kOp, "sin", sin, "cos's shape", {cos.sym_size(0), cos.sym_size(1), cos.sym_size(2)});
 }
 
-at::Tensor rotary_cpu(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+// What the kernels are told of x, in rows, y, and contiguous angles.
+kernels::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y, const at::Tensor& cos,
+                                const at::Tensor& sin, bool inverse) {
+  kernels::RotaryParams params;
+  params.batch = x.size(0);
+  params.time = x.size(1);
+  params.heads = x.size(2);
+  params.half = x.size(3) / 2;
+  params.x = head_series(x);
+  params.y = head_series(y);
+  params.cos = cos.data_ptr();
+  params.sin = sin.data_ptr();
+  params.shared_angles = cos.size(0) == 1;
+  params.inverse = inverse;
+  return params;
+}
+
+at::Tensor rotary_cpu(const at::Tensor& given, const at::Tensor& cos, const at::Tensor& sin,
                       bool inverse) {
-  check_arguments(x, cos, sin);
-  const at::Tensor wide = x.to(state_type(x.scalar_type()));
-  const at::Tensor y = at::empty(x.sizes(), wide.options());
-  const auto from = wide.chunk(2, -1);
-  auto to = y.chunk(2, -1);
-  const at::Tensor c = cos.unsqueeze(2), s = sin.unsqueeze(2);
-  const double sign = inverse ? -1.0 : 1.0;
-  at::mul_out(to[0], from[0], c).addcmul_(from[1], s, -sign);
-  at::mul_out(to[1], from[1], c).addcmul_(from[0], s, sign);
-  return y.to(x.scalar_type());
+  check_arguments(given, cos, sin);
+  const at::Tensor x = in_rows(given.to(state_type(given.scalar_type())));
+  const at::Tensor y = at::empty(x.sizes(), x.options());
+  const at::Tensor c = cos.contiguous(), s = sin.contiguous();
+  kernels::rotary_cpu(params_of(x, y, c, s, inverse), torch_threads());
+  return y.to(given.scalar_type());
 }
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -74,18 +87,8 @@ at::Tensor rotary_cuda(const at::Tensor& given, const at::Tensor& cos, const at:
   const at::Tensor x = in_rows(given);
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const at::Tensor c = cos.contiguous(), s = sin.contiguous();
-  kernels::RotaryParams params;
-  params.batch = x.size(0);
-  params.time = x.size(1);
-  params.heads = x.size(2);
-  params.half = x.size(3) / 2;
-  params.x = head_series(x);
-  params.y = head_series(y);
-  params.cos = c.data_ptr();
-  params.sin = s.data_ptr();
-  params.shared_angles = c.size(0) == 1;
-  params.inverse = inverse;
-  check_launch(kOp, "launch", kernels::rotary(params, current_stream(x.device())));
+  check_launch(kOp, "launch",
+               kernels::rotary(params_of(x, y, c, s, inverse), current_stream(x.device())));
   return y;
 }
 #endif

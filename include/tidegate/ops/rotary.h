@@ -15,7 +15,7 @@ namespace tidegate {
 /// negatives, which is also the gradient.
 ///
 /// Returns y [B, T, H, D] in x's dtype, rounded once. Throws c10::Error for other dtypes, devices
-/// and shapes. Cost O(BTHD); on CUDA one pass that reads x and writes y.
+/// and shapes. Cost O(BTHD), one pass that reads x and writes y.
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                   bool inverse = false);
 

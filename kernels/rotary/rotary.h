@@ -1,0 +1,26 @@
+#pragma once
+
+// Rotary positions: parameters and the CPU entry point. The CUDA entry point is in rotary_cuda.h.
+
+#include <cstdint>
+
+#include "kernels/common/parallel_for.h"
+#include "kernels/common/time_series.h"
+
+namespace tidegate::kernels {
+
+/// y = x with channels i and i + half of every head turned by an angle.
+struct RotaryParams {
+  int64_t batch = 0, time = 0, heads = 0, half = 0;
+  HeadSeries x;               // [B, T, H, 2 * half]
+  HeadSeries y;               // the same, in x's dtype
+  const void* cos = nullptr;  // [1 or B, T, half] in the state's dtype, contiguous
+  const void* sin = nullptr;
+  bool shared_angles = false;  // by all of the batch
+  bool inverse = false;        // turned back
+};
+
+/// Reads x and writes y once. float32 and float64.
+void rotary_cpu(const RotaryParams& params, const ParallelFor& parallel);
+
+}  // namespace tidegate::kernels
