@@ -3,12 +3,12 @@
 
     python benchmarks/mqar.py --json benchmarks/results/mqar_h200.json --plot docs/mqar.png
 
-For every sequence length, mixer, width and learning rate a two-layer language model learns the task
-`mqar` of `tidegate train`: token mixers with residuals and norms, no positions. Each process (so
-many at a time as --processes says, over all GPUs in turn) trains one model; the best learning rate
-of a width counts, as in the paper. The JSON holds every run, with device, versions and commit; the
-plot is drawn from it. --limit-minutes bounds the whole sweep: runs that have not begun by then are
-left out, and the JSON says so.
+For every sequence length, mixer, width, learning rate and seed a two-layer language model learns
+the task `mqar` of `tidegate train`: token mixers with residuals and norms, no positions. Small
+models leave a GPU idle, so one process trains many at a time (--at-once a GPU), each captured in a
+CUDA graph on a stream of its own. The best learning rate of a width counts, as in the paper. The
+JSON holds every run, with device, versions and commit, and is written after every one; the plot is
+drawn from it. Runs that are not done after --limit-minutes are left out, and the JSON says so.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sweep
 import torch
@@ -39,14 +40,27 @@ from tidegate.training.tasks import Mqar
 MIXERS = ("hgrn", "hgrn2")
 WIDTHS = (64, 128, 256)
 LENGTHS = (256, 512)
-RATES = (3e-3, 1e-2, 1e-3)
-ROWS = 1000  # examples drawn, and scored, at a time
+RATES = (1e-3, 3e-3)
+ROWS = 250  # examples drawn, and scored, at a time
 GOOD = 0.999  # a model this good has learned the task
+GATE_INITS = {"chrono": "chrono:{length}", "standard": None}
+DONE = object()  # what a run that is over gives
 
 
-def model_config(mixer: str, width: int, vocabulary: int) -> LMConfig:
+class Job(NamedTuple):
+    """What tells one run from another."""
+
+    length: int
+    width: int
+    mixer: str
+    rate: float
+    seed: int
+
+
+def model_config(mixer: str, width: int, vocabulary: int, gate_init: str | None) -> LMConfig:
     """Two layers; HGRN with a real state as wide as the model, HGRN2 with heads of up to 64."""
     options: dict[str, Any] = {"preset": "official", "bias": False, "norm": "rms_no_weight"}
+    options["gate_init"] = gate_init
     if mixer == "hgrn":
         options["complex"] = False
     else:
@@ -95,62 +109,111 @@ def accuracy(model: CausalLM, data: Sequence[Tensor], device: torch.device) -> f
     return right.item() / data[2].numel()
 
 
-def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run; stops early where the task is learned. Returns its row of the JSON."""
-    device = resolve_device(arguments.device)
-    task = Mqar(length=arguments.length, train_examples=arguments.examples)
-    data = examples(task, task.train_examples, device, split=0)
-    test = examples(task, min(task.valid_examples, arguments.examples), device, split=1)
-    torch.manual_seed(arguments.seed)
-    model = CausalLM(model_config(arguments.mixer, arguments.width, task.vocabulary)).to(device)
-    on_cuda = device.type == "cuda"
+class Place:
+    """Where a run goes: a device, and there a CUDA stream that no other run at the time has."""
+
+    def __init__(self, device: str) -> None:
+        self.device = resolve_device(device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def captured(self, update: Callable[..., tuple[Tensor]]) -> Callable[..., tuple[Tensor]]:
+        """The update replayed from a CUDA graph, where there is CUDA."""
+        if self.stream is None:
+            return update
+        return CapturedStep(update, self.device, self.stream)
+
+    def advance(self, run: Iterator[None]) -> bool:
+        """One step of a run; whether there are more."""
+        with torch.cuda.stream(self.stream):  # None changes nothing
+            return next(run, DONE) is not DONE
+
+
+class Pool:
+    """The examples of every length on every device, drawn once for all runs."""
+
+    def __init__(self, train_examples: int) -> None:
+        self.train_examples = train_examples
+        self._drawn: dict[tuple[int, torch.device], tuple[tuple[Tensor, ...], ...]] = {}
+
+    def of(self, length: int, device: torch.device) -> tuple[Mqar, Sequence[Tensor], ...]:
+        """The task, its examples to train on and its examples to score, as `examples` has them."""
+        task = Mqar(length=length, train_examples=self.train_examples)
+        if (length, device) not in self._drawn:
+            scored = min(task.valid_examples, task.train_examples)
+            self._drawn[length, device] = (
+                examples(task, task.train_examples, device, split=0),
+                examples(task, scored, device, split=1),
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # other streams read them
+        return task, *self._drawn[length, device]
+
+
+def train(
+    job: Job,
+    place: Place,
+    pool: Pool,
+    arguments: argparse.Namespace,
+    finish: Callable[[dict[str, Any]], None],
+) -> Iterator[None]:
+    """One run, pausing after every step; at its end (all steps are done, or the task is learned)
+    `finish` gets its row of the JSON."""
+    device = place.device
+    task, data, test = pool.of(job.length, device)
+    gate_init = GATE_INITS[arguments.gate_init]
+    if gate_init is not None:
+        gate_init = gate_init.format(length=job.length)
+    torch.manual_seed(job.seed)
+    config = model_config(job.mixer, job.width, task.vocabulary, gate_init)
+    model = CausalLM(config).to(device)
     optimizer = build_optimizer(
         model,
-        lr=arguments.rate,
+        lr=job.rate,
         betas=(0.9, 0.999),
         weight_decay=0.1,
         decay="all",
-        capturable=on_cuda,
+        capturable=device.type == "cuda",
     )
 
-    def update(*rows: Tensor) -> tuple[Tensor]:
-        loss = F.cross_entropy(*answers_of(model, rows, device))
+    def update(*given: Tensor) -> tuple[Tensor]:
+        loss = F.cross_entropy(*answers_of(model, given, device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return (loss.detach(),)
 
-    step_on = CapturedStep(update, device) if on_cuda else update
-    generator = torch.Generator(device).manual_seed(arguments.seed)
+    step_on = place.captured(update)
+    generator = torch.Generator(device).manual_seed(job.seed)
+    batch = max(1, arguments.tokens // job.length)
     curve: list[tuple[int, float, float]] = []
     start, step = time.perf_counter(), 0
     while step < arguments.steps:
         set_rates(optimizer, schedule(step, arguments.steps))
-        chosen = torch.randint(
-            task.train_examples, (arguments.batch,), generator=generator, device=device
-        )
+        chosen = torch.randint(task.train_examples, (batch,), generator=generator, device=device)
         (loss,) = step_on(*(part[chosen] for part in data))
         step += 1
         if step % arguments.score_every == 0 or step == arguments.steps:
-            score = accuracy(model, test, device)
-            curve.append((step, loss.item(), score))
-            if score >= GOOD or not math.isfinite(curve[-1][1]):
+            curve.append((step, round(loss.item(), 4), accuracy(model, test, device)))
+            if curve[-1][2] >= GOOD or not math.isfinite(curve[-1][1]):
                 break
-    return {
-        "mixer": arguments.mixer,
-        "width": arguments.width,
-        "length": arguments.length,
-        "pairs": task.pairs,
-        "learning_rate": arguments.rate,
-        "batch": arguments.batch,
-        "steps": step,
-        "of_steps": arguments.steps,
-        "seconds": round(time.perf_counter() - start, 1),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "accuracy": curve[-1][2],
-        "curve": curve,
-        "machine": describe_machine(device),
-    }
+        yield
+    finish(
+        {
+            "mixer": job.mixer,
+            "width": job.width,
+            "length": job.length,
+            "pairs": task.pairs,
+            "learning_rate": job.rate,
+            "seed": job.seed,
+            "batch": batch,
+            "steps": step,
+            "of_steps": arguments.steps,
+            "seconds": round(time.perf_counter() - start, 1),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "accuracy": curve[-1][2],
+            "curve": curve,
+        }
+    )
 
 
 def schedule(step: int, steps: int) -> float:
@@ -162,66 +225,87 @@ def schedule(step: int, steps: int) -> float:
 
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All runs, each in a process of its own: all with the first rate, then all with the next;
-    long ones first."""
+    """All runs, long and wide ones first, --at-once of them on every device."""
     jobs = [
-        (length, width, mixer, rate)
-        for rate in arguments.rates
+        Job(length, width, mixer, rate, seed)
         for length in sorted(arguments.lengths, reverse=True)
+        for seed in arguments.seeds
         for width in sorted(arguments.widths, reverse=True)
+        for rate in arguments.rates
         for mixer in MIXERS
     ]
     devices = sweep.places(arguments.device)
+    places = [Place(device) for _ in range(arguments.at_once) for device in devices]
     about = {"jobs": len(jobs), "devices": len(devices), "begun": time.monotonic()}
-    about["commit"] = arguments.commit
+    about |= {"commit": arguments.commit}
+    machine = describe_machine(torch.device(devices[0]))
+    pool = Pool(arguments.examples)
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
 
-    def run(job: tuple[int, int, str, float], number: int) -> dict[str, Any]:
-        length, width, mixer, rate = job
-        command = [sys.executable, __file__, "--one", f"--mixer={mixer}", f"--width={width}"]
-        command += [f"--length={length}", f"--rate={rate}", f"--steps={arguments.steps}"]
-        place = devices[number // len(MIXERS) % len(devices)]
-        command += [f"--device={place}", f"--seed={arguments.seed}"]
-        command += [f"--batch={arguments.batch}", f"--score-every={arguments.score_every}"]
-        command += [f"--examples={arguments.examples}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
-        row = json.loads(done.stdout.splitlines()[-1])
+    def finish(row: dict[str, Any]) -> None:
         print(describe(row), file=sys.stderr, flush=True)
-        return row
-
-    def keep(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        rows.append({**row, "machine": machine})
         runs = [{name: row[name] for name in row if name != "machine"} for row in rows]
-        order = ("length", "width", "mixer", "learning_rate")
+        order = ("length", "width", "mixer", "learning_rate", "seed")
         runs.sort(key=lambda row: [row[name] for name in order])
-        result = {
+        result.update(
             **sweep.record(rows, **about),
-            "seed": arguments.seed,
-            "processes": arguments.processes,
-            "runs": runs,
-        }
+            gate_init=arguments.gate_init,
+            at_once=arguments.at_once,
+            runs=runs,
+        )
         sweep.write_json(arguments.json, result)
-        return result
 
-    limits = {"processes": arguments.processes, "limit_minutes": arguments.limit_minutes}
-    return sweep.sweep(jobs, run, keep, **limits)
+    def begin(job: Job, place: Place) -> Iterator[None]:
+        return train(job, place, pool, arguments, finish)
+
+    interleave(jobs, places, begin, end=about["begun"] + 60 * arguments.limit_minutes)
+    if not rows:
+        raise SystemExit("mqar: no run was done within --limit-minutes")
+    return result
+
+
+def interleave(
+    jobs: Sequence[Job],
+    places: Sequence[Place],
+    begin: Callable[[Job, Place], Iterator[None]],
+    *,
+    end: float,
+) -> None:
+    """Advances a run at every place by a step in turn, and begins the next job where one is done;
+    what is not done at `end` (time.monotonic()) is left."""
+    waiting = deque(jobs)
+    live: dict[int, Iterator[None]] = {}
+    while (live or waiting) and time.monotonic() < end:
+        for number, place in enumerate(places):
+            if number not in live:
+                if not waiting:
+                    continue
+                live[number] = begin(waiting.popleft(), place)
+            if not place.advance(live[number]):
+                del live[number]
 
 
 def describe(row: dict[str, Any]) -> str:
     return (
         f"{row['mixer']:6} length {row['length']} width {row['width']:3} "
-        f"rate {row['learning_rate']:g}: accuracy {row['accuracy']:.4f} "
+        f"rate {row['learning_rate']:g} seed {row['seed']}: accuracy {row['accuracy']:.4f} "
         f"after {row['steps']} steps, {row['seconds']:.0f} s"
     )
 
 
-def best(result: dict[str, Any]) -> dict[tuple[int, str], dict[int, float]]:
-    """(length, mixer) -> width -> accuracy of the best learning rate."""
-    table: dict[tuple[int, str], dict[int, float]] = {}
+def best(result: dict[str, Any]) -> dict[tuple[int, str], dict[int, list[float]]]:
+    """(length, mixer) -> width -> the accuracies of all seeds with the learning rate whose mean
+    over them is best."""
+    scores: dict[tuple[int, str], dict[int, dict[float, list[float]]]] = defaultdict(dict)
     for row in result["runs"]:
-        widths = table.setdefault((row["length"], row["mixer"]), {})
-        widths[row["width"]] = max(widths.get(row["width"], 0.0), row["accuracy"])
-    return table
+        rates = scores[row["length"], row["mixer"]].setdefault(row["width"], {})
+        rates.setdefault(row["learning_rate"], []).append(row["accuracy"])
+    return {
+        panel: {width: max(rates.values(), key=statistics.mean) for width, rates in widths.items()}
+        for panel, widths in scores.items()
+    }
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -240,13 +324,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for axes, length in zip(panels[0], lengths, strict=True):
         for mixer, (name, mark, color) in marks.items():
             points = sorted(table.get((length, mixer), {}).items())
-            axes.plot(
-                [width for width, _ in points],
-                [100 * value for _, value in points],
-                f"{mark}-",
-                color=color,
-                label=name,
-            )
+            widths = [width for width, _ in points]
+            means = [100 * statistics.mean(values) for _, values in points]
+            axes.plot(widths, means, f"{mark}-", color=color, label=name)
+            low = [100 * min(values) for _, values in points]
+            high = [100 * max(values) for _, values in points]
+            axes.fill_between(widths, low, high, color=color, alpha=0.15, linewidth=0)
         pairs = next(row["pairs"] for row in result["runs"] if row["length"] == length)
         axes.set_title(f"{length} tokens, {pairs} keys", loc="left")
         axes.set_xlabel("width of the model")
@@ -273,35 +356,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--widths", type=int, nargs="+", default=WIDTHS)
     add("--lengths", type=int, nargs="+", default=LENGTHS)
     add("--rates", type=float, nargs="+", default=RATES)
-    add("--steps", type=int, default=6000)
-    add("--batch", type=int, default=128)
+    add("--seeds", type=int, nargs="+", default=(1, 2))
+    add("--gate-init", choices=GATE_INITS, default="chrono", help="how forget gates start")
+    add("--steps", type=int, default=3000)
+    add("--tokens", type=int, default=32768, help="a step: a batch has tokens / length sequences")
     add("--examples", type=int, default=100_000, help="to train on")
     add("--score-every", type=int, default=500)
-    add("--processes", type=int, default=6, help="runs at a time")
-    add("--limit-minutes", type=float, default=60.0, help="begin no run after so long")
+    add("--at-once", type=int, choices=range(1, 25), default=12, metavar="1..24", help="a device")
+    add("--limit-minutes", type=float, default=60.0, help="leave out what is not done by then")
     add("--device", default="auto")
-    add("--seed", type=int, default=1)
     add("--commit", help="what the JSON says where this is no checkout")
-    one = parser.add_argument_group("one run, as the sweep starts them; prints its row as JSON")
-    one.add_argument("--one", action="store_true")
-    one.add_argument("--mixer", choices=MIXERS, default="hgrn2")
-    one.add_argument("--width", type=int, default=128)
-    one.add_argument("--length", type=int, default=256)
-    one.add_argument("--rate", type=float, default=3e-3)
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     arguments = parse()
-    if arguments.one:
-        print(json.dumps(train(arguments)))
-        return
     if arguments.from_json:
         result = json.loads(arguments.from_json.read_text(encoding="utf-8"))
     else:
         result = run_all(arguments)
     for (length, mixer), widths in sorted(best(result).items()):
-        cells = ", ".join(f"{width}: {value:.3f}" for width, value in sorted(widths.items()))
+        cells = ", ".join(
+            f"{width}: {statistics.mean(values):.3f}" for width, values in sorted(widths.items())
+        )
         print(f"{length} tokens, {mixer}: {cells}")
     if arguments.plot:
         plot(result, arguments.plot)

@@ -18,12 +18,20 @@ class CapturedStep:
     and it may not wait for the device. Every call counts: capturing runs nothing.
 
     Inputs must keep shape and dtype; they may be on the CPU. The results are the caller's own.
+
+    stream: to capture on, one of its own by default. Steps that are replayed at the same time need
+    different ones, as cuBLAS keeps a workspace a stream; torch's own streams are only 32.
     """
 
-    def __init__(self, step: Callable[..., tuple[Tensor, ...]], device: torch.device) -> None:
+    def __init__(
+        self,
+        step: Callable[..., tuple[Tensor, ...]],
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self._step = step
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if stream is None else stream
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
