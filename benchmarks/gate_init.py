@@ -8,8 +8,10 @@ Understanding Gated Linear Recurrent Neural Networks", section 4.1, Figures 4 an
 Every method and seed is one run of `tidegate train --recipe copying` in a folder of its own under
 --out, so many at a time as --processes says, over all GPUs in turn. Started again, runs that were
 stopped go on: --limit-minutes ends the sweep by asking all of them to stop, which leaves their
-checkpoints, and the JSON holds how far each one came. The plots are drawn from it: accuracy by
-step, and the first layer's gates before and after training (Figures 5 and 7).
+checkpoints, and the JSON holds how far each one came. Where only some checkpoints are at hand,
+--resume-only goes on with those, and --add takes the other runs from an earlier JSON. The plots are
+drawn from the JSON: accuracy by step, and the first layer's gates before and after training
+(Figures 5 and 7).
 """
 
 from __future__ import annotations
@@ -127,6 +129,12 @@ def first_gates(path: Path) -> dict[str, list[float]]:
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """All methods with the first seed, then all with the next."""
     jobs = [(method, seed) for seed in arguments.seeds for method in arguments.methods]
+    if arguments.resume_only:
+        jobs = [job for job in jobs if RunFolder(folder(arguments, *job)).checkpoint.exists()]
+    earlier = []
+    if arguments.add:
+        earlier = json.loads(arguments.add.read_text(encoding="utf-8"))["runs"]
+    earlier = [row for row in earlier if (row["method"], row["seed"]) not in jobs]
     devices = sweep.places(arguments.device)
     about = {"jobs": len(jobs), "devices": len(devices), "begun": time.monotonic()}
     about["commit"] = arguments.commit
@@ -156,6 +164,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     def keep(rows: list[dict[str, Any]]) -> dict[str, Any]:
         kept = ("machine", "config")
         runs = [{name: row[name] for name in row if name not in kept} for row in rows]
+        runs += earlier
         runs.sort(key=lambda row: (list(METHODS).index(row["method"]), row["seed"]))
         shared = rows[0]["config"]
         result = {
@@ -300,6 +309,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=int, default=500)
     add("--processes", type=int, default=4, help="runs at a time")
     add("--limit-minutes", type=float, default=600.0, help="ask all runs to stop after so long")
+    add("--resume-only", action="store_true", help="begin no run that has no checkpoint yet")
+    add("--add", type=Path, help="JSON of this script: its runs join those that are not run here")
     add("--device", default="auto")
     add("--commit", help="what the JSON says where this is no checkout")
     add(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,26 @@ def test_a_tiny_sweep_and_its_second_part(tmp_path):
     model = json.loads((tmp_path / "runs" / "gumbel-ugi-1" / "config.json").read_text())["model"]
     assert model["mixer_options"]["gate_init"] == "ugi"
     assert model["layer_options"] == [{"gate_init": "gumbel-softmax"}]
+
+
+def test_some_runs_go_on_and_the_others_are_taken_from_before(tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
+    few += ("--out", tmp_path / "runs", "--methods", "standard", "ugi", "chrono")
+    done = run(*few, "--steps", 2, "--json", first, *TINY)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "runs" / "ugi-1")
+    (tmp_path / "runs" / "chrono-1" / "checkpoint.pt").unlink()
+    done = run(*few, "--steps", 4, "--resume-only", "--add", first, "--json", second, *TINY)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(second.read_text(encoding="utf-8"))["runs"]
+    assert [(row["method"], row["steps"]) for row in rows] == [
+        ("standard", 4),
+        ("ugi", 2),
+        ("chrono", 2),
+    ]
+    assert rows[1] == json.loads(first.read_text(encoding="utf-8"))["runs"][1]
+    assert not (tmp_path / "runs" / "ugi-1").exists()
 
 
 def test_every_method_names_settings_that_exist(gate_init, tmp_path):
