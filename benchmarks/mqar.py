@@ -40,7 +40,7 @@ from tidegate.training.tasks import Mqar
 MIXERS = ("hgrn", "hgrn2")
 WIDTHS = (64, 128, 256)
 LENGTHS = (256, 512)
-RATES = (1e-3, 3e-3)
+RATES = (3e-3, 6e-3)
 ROWS = 250  # examples drawn, and scored, at a time
 GOOD = 0.999  # a model this good has learned the task
 GATE_INITS = {"chrono": "chrono:{length}", "standard": None}
@@ -225,13 +225,14 @@ def schedule(step: int, steps: int) -> float:
 
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All runs, long and wide ones first, --at-once of them on every device."""
+    """All runs with the first seed and rate, then the next, long and wide ones first; --at-once of
+    them on every device."""
     jobs = [
         Job(length, width, mixer, rate, seed)
-        for length in sorted(arguments.lengths, reverse=True)
         for seed in arguments.seeds
-        for width in sorted(arguments.widths, reverse=True)
         for rate in arguments.rates
+        for length in sorted(arguments.lengths, reverse=True)
+        for width in sorted(arguments.widths, reverse=True)
         for mixer in MIXERS
     ]
     devices = sweep.places(arguments.device)
