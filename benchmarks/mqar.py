@@ -4,11 +4,11 @@
     python benchmarks/mqar.py --json benchmarks/results/mqar_h200.json --plot docs/mqar.png
 
 For every sequence length, mixer, width, learning rate and seed a two-layer language model learns
-the task `mqar` of `tidegate train`: token mixers with residuals and norms, no positions. Small
-models leave a GPU idle, so one process trains many at a time (--at-once a GPU), each captured in a
-CUDA graph on a stream of its own. The best learning rate of a width counts, as in the paper. The
-JSON holds every run, with device, versions and commit, and is written after every one; the plot is
-drawn from it. Runs that are not done after --limit-minutes are left out, and the JSON says so.
+the task `mqar` by the recipe `mqar` of `tidegate train`. Small models leave a GPU idle, so one
+process trains many at a time (--at-once a GPU), each captured in a CUDA graph on a stream of its
+own. The best learning rate of a width counts, as in the paper. The JSON holds every run, with
+device, versions and commit, and is written after every one; the plot is drawn from it. Runs that
+are not done after --limit-minutes are left out, and the JSON says so.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 from tidegate.models import CausalLM, LMConfig
 from tidegate.training.batches import IGNORED
 from tidegate.training.captured import CapturedStep
+from tidegate.training.config import TrainConfig, recipes
 from tidegate.training.optim import build_optimizer, set_rates
 from tidegate.training.runtime import autocast, describe_machine, resolve_device
 from tidegate.training.task_corpus import draw
@@ -40,6 +41,7 @@ from tidegate.training.tasks import Mqar
 MIXERS = ("hgrn", "hgrn2")
 WIDTHS = (64, 128, 256)
 LENGTHS = (256, 512)
+RECIPE = recipes()["mqar"]  # the model and the optimiser
 RATES = (3e-3, 6e-3)
 ROWS = 250  # examples drawn, and scored, at a time
 GOOD = 0.999  # a model this good has learned the task
@@ -58,23 +60,15 @@ class Job(NamedTuple):
 
 
 def model_config(mixer: str, width: int, vocabulary: int, gate_init: str | None) -> LMConfig:
-    """Two layers; HGRN with a real state as wide as the model, HGRN2 with heads of up to 64."""
-    options: dict[str, Any] = {"preset": "official", "bias": False, "norm": "rms_no_weight"}
-    options["gate_init"] = gate_init
+    """The recipe's model in another width: HGRN with a real state as wide as the model, HGRN2 with
+    heads of up to 64."""
+    options: dict[str, Any] = {"preset": "official", "gate_init": gate_init}
     if mixer == "hgrn":
-        options["complex"] = False
+        options |= {"complex": False, "bias": False, "norm": "rms_no_weight"}  # as HGRN2's preset
     else:
         options["expand_ratio"] = min(64, width)
-    return LMConfig(
-        mixer=mixer,
-        mixer_options=options,
-        vocab_size=vocabulary,
-        dim=width,
-        layers=2,
-        glu_hidden=width,
-        glu_activation="silu",
-        norm="rms",
-    )
+    changes = {"mixer": mixer, "mixer_options": options, "vocab_size": vocabulary}
+    return LMConfig.from_dict({**RECIPE.model, **changes, "dim": width, "glu_hidden": width})
 
 
 def examples(task: Mqar, count: int, device: torch.device, split: int) -> tuple[Tensor, ...]:
@@ -166,14 +160,18 @@ def train(
     torch.manual_seed(job.seed)
     config = model_config(job.mixer, job.width, task.vocabulary, gate_init)
     model = CausalLM(config).to(device)
+    settings = TrainConfig(**{**RECIPE.train, "lr": job.rate, "steps": arguments.steps})
     optimizer = build_optimizer(
         model,
-        lr=job.rate,
-        betas=(0.9, 0.999),
-        weight_decay=0.1,
-        decay="all",
+        settings.optimizer,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        decay=settings.decay,
         capturable=device.type == "cuda",
     )
+    schedule = settings.learning_rate()
 
     def update(*given: Tensor) -> tuple[Tensor]:
         loss = F.cross_entropy(*answers_of(model, given, device))
@@ -188,7 +186,7 @@ def train(
     curve: list[tuple[int, float, float]] = []
     start, step = time.perf_counter(), 0
     while step < arguments.steps:
-        set_rates(optimizer, schedule(step, arguments.steps))
+        set_rates(optimizer, schedule(step, step / arguments.steps))
         chosen = torch.randint(task.train_examples, (batch,), generator=generator, device=device)
         (loss,) = step_on(*(part[chosen] for part in data))
         step += 1
@@ -214,14 +212,6 @@ def train(
             "curve": curve,
         }
     )
-
-
-def schedule(step: int, steps: int) -> float:
-    """A tenth of the run up, then a cosine down to zero."""
-    warm = max(1, steps // 10)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -359,7 +349,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rates", type=float, nargs="+", default=RATES)
     add("--seeds", type=int, nargs="+", default=(1, 2))
     add("--gate-init", choices=GATE_INITS, default="chrono", help="how forget gates start")
-    add("--steps", type=int, default=3000)
+    add("--steps", type=int, default=RECIPE.train["steps"])
     add("--tokens", type=int, default=32768, help="a step: a batch has tokens / length sequences")
     add("--examples", type=int, default=100_000, help="to train on")
     add("--score-every", type=int, default=500)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tidegate.models import CausalLM, LMConfig
 from tidegate.training.tasks import Mqar
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -178,9 +179,14 @@ def test_accuracy_is_the_share_of_right_queries(mqar, monkeypatch, known):
     assert mqar.accuracy(KnowsFirstPairs(task, known), data, CPU) == known / 4
 
 
-def test_the_rate_rises_then_falls_to_nothing(mqar):
-    factors = [mqar.schedule(step, 100) for step in range(101)]
-    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert factors[10] == 1
-    assert all(b < a for a, b in zip(factors[10:], factors[11:], strict=False))
-    assert factors[100] == pytest.approx(0)
+@pytest.mark.parametrize("mixer", ["hgrn", "hgrn2"])
+def test_the_models_are_the_recipes_at_another_width(mqar, mixer):
+    recipe = LMConfig.from_dict({**mqar.RECIPE.model, "vocab_size": 100})
+    model = mqar.model_config(mixer, 256, 100, recipe.mixer_options["gate_init"])
+    assert (model.mixer, model.dim, model.glu_hidden) == (mixer, 256, 256)
+    same = recipe.replace(dim=256, glu_hidden=256)
+    if mixer == "hgrn2":
+        assert model == same
+    blocks = [CausalLM(config, device="meta").blocks[1] for config in (model, same)]
+    counts = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    assert counts[0] == counts[1]  # equal width, equal size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 from training_cases import prepare
 
+from tidegate import cli
 from tidegate.training import UserError
 from tidegate.training.batches import IGNORED
 from tidegate.training.report import finish
@@ -134,6 +136,24 @@ def test_a_model_learns_to_recall(tmp_path):
     score = finish(run)
     assert score.tokens == 2 * 3000
     assert score.accuracy > 0.9
+
+
+def test_the_recipe_trains(tmp_path):
+    """HGRN2's paper, section 4.1, and gates that start long, at a small size."""
+    small = ["--task=length=32", "--task=vocabulary=64", "--dim=32", "--glu-hidden=32", "--steps=2"]
+    small += ["--batch-size=4", "--set=mixer_options.expand_ratio=16", "--threads=1", "--quiet"]
+    out = tmp_path / "run"
+    assert cli.main(["train", "mqar", "--recipe=mqar", "--out", str(out), *small]) == 0
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    model, train = config["model"], config["train"]
+    assert (model["mixer"], model["layers"], model["dim"]) == ("hgrn2", 2, 32)
+    assert model["mixer_options"] == {
+        "preset": "official",
+        "expand_ratio": 16,
+        "gate_init": "chrono:512",
+    }
+    assert (train["optimizer"], train["weight_decay"], train["decay"]) == ("adamw", 0.1, "all")
+    assert (train["schedule"], train["warmup_fraction"], train["lr"]) == ("cosine", 0.1, 3e-3)
 
 
 @pytest.mark.parametrize(
