@@ -10,6 +10,8 @@
 #include <memory>
 #include <sstream>
 
+#include "src/nn/states.h"
+
 // Small modules live here together: a unit that includes torch's module headers costs twelve
 // seconds before its first own line.
 
@@ -119,22 +121,13 @@ std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tens
   return tensor && tensor->defined() ? tensor : std::nullopt;
 }
 
-torch::Tensor make_state_tensor(torch::IntArrayRef shape, const torch::Tensor& weight,
-                                std::optional<torch::Device> device,
-                                std::optional<torch::ScalarType> dtype) {
-  const bool is_double = dtype.value_or(weight.scalar_type()) == torch::kDouble;
-  return at::zeros(shape, at::TensorOptions(is_double ? torch::kDouble : torch::kFloat)
-                              .device(device.value_or(weight.device())));
-}
-
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement) {
   const torch::Device device = placement.device.value_or(torch::Device(torch::kCPU));
   return at::empty(shape, at::TensorOptions(dtype_of(placement)).device(device));
 }
 
 torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placement) {
-  const bool is_double = dtype_of(placement) == torch::kDouble;
-  return make_empty(shape, {placement.device, is_double ? torch::kDouble : torch::kFloat});
+  return make_empty(shape, {placement.device, state_dtype(dtype_of(placement))});
 }
 
 torch::nn::Linear make_linear(int64_t in_features, int64_t out_features, bool bias,

@@ -30,11 +30,6 @@ constexpr int64_t kMaxHeadDim = 512;
 /// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor);
 
-/// Zeros for a mixer's state: fp32, fp64 for dtype fp64; device and dtype default to the weight's.
-torch::Tensor make_state_tensor(torch::IntArrayRef shape, const torch::Tensor& weight,
-                                std::optional<torch::Device> device,
-                                std::optional<torch::ScalarType> dtype);
-
 /// A parameter's storage, uninitialised.
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement);
 

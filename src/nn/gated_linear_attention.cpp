@@ -9,6 +9,7 @@
 
 #include "src/nn/common.h"
 #include "src/nn/gate_init.h"
+#include "src/nn/states.h"
 
 namespace tidegate::nn {
 namespace {
@@ -125,7 +126,7 @@ std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
   const OptionalTensor cu_seqlens = normalized(given_bounds);
   check_mixer_input(kName, x, options.dim());
   refuse_gamma(gamma);
-  if (!state.empty()) check_state(state);
+  if (!state.empty()) check_state(state, x, cu_seqlens);
   const Operands in = project(x, is_training() ? options.gumbel_gate() : std::nullopt);
   const OptionalTensor s0 = state.empty() ? std::nullopt : OptionalTensor(state[0]);
   const auto [o, s] = gated_linear_attention(in.q, in.k, in.v, in.log_f, s0, scale(),
@@ -142,7 +143,7 @@ Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
                                       const OptionalTensor& gamma) {
   check_mixer_input("GatedLinearAttention.step", x, options.dim(), /*time=*/false);
   refuse_gamma(gamma);
-  check_state(state);
+  check_state(state, x, std::nullopt);
   const Operands in = project(x);
   Tensor o = gated_linear_attention_step(in.q, in.k, in.v, in.log_f, state[0], scale());
   if (options.normalize()) {
@@ -159,20 +160,18 @@ void GatedLinearAttentionImpl::refuse_gamma(const OptionalTensor& gamma) const {
                     "bound; got a tensor");
 }
 
-void GatedLinearAttentionImpl::check_state(const MixerState& state) const {
+void GatedLinearAttentionImpl::check_state(const MixerState& state, const Tensor& x,
+                                           const OptionalTensor& cu_seqlens) const {
   const int64_t h = options.num_heads(), k = head_keys(), v = head_values();
   const bool is_pair = options.normalize();
   TORCH_CHECK_VALUE(state.size() == (is_pair ? 2 : 1), kName, ": state: expected ",
                     is_pair ? "a pair (s, z)" : "a tensor",
                     " with normalize=", is_pair ? "True" : "False", "; got ",
                     is_pair ? "a tensor" : "a tuple");
-  const Tensor& s = state[0];
-  TORCH_CHECK_VALUE(s.dim() == 4 && s.size(1) == h && s.size(2) == k && s.size(3) == v, kName,
-                    ": state: expected [N, ", h, ", ", k, ", ", v, "]; got ", shape_text(s));
-  if (!is_pair) return;
-  const Tensor& z = state[1];
-  TORCH_CHECK_VALUE(z.dim() == 3 && z.size(1) == h && z.size(2) == k, kName,
-                    ": state: z: expected [N, ", h, ", ", k, "]; got ", shape_text(z));
+  const int64_t n = sequence_count(x, cu_seqlens);
+  const auto dtype = state_dtype(out_proj->weight.scalar_type());
+  check_state_tensor(kName, "", state[0], {n, h, k, v}, dtype);
+  if (is_pair) check_state_tensor(kName, ": z", state[1], {n, h, k}, dtype);
 }
 
 // All projections of x by one matrix product, the gate's second one, and views of them.

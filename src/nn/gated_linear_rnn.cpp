@@ -28,12 +28,6 @@ void GatedLinearRNNImpl::reset_parameters() {
   parse_gate_init("GatedLinearRNN", options.gate_init(), options.dim()).draw(gate, options.dim());
 }
 
-Tensor GatedLinearRNNImpl::init_state(int64_t batch, std::optional<torch::Device> device,
-                                      std::optional<torch::ScalarType> dtype,
-                                      std::optional<int64_t> /*capacity*/) const {
-  return make_state_tensor({batch, options.dim()}, in_proj->weight, device, dtype);
-}
-
 std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward(const Tensor& x,
                                                        const OptionalTensor& given_state,
                                                        const OptionalTensor& given_gamma,
@@ -42,7 +36,7 @@ std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward(const Tensor& x,
   const OptionalTensor gamma = normalized(given_gamma);
   check_mixer_input("GatedLinearRNN", x, options.dim());
   check_gamma(gamma);
-  if (state) check_state(*state);
+  if (state) check_state(*state, x, normalized(given_bounds));
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   const bool is_noisy = options.gumbel_gate() && is_training();
   const Tensor z = is_noisy ? gumbel_gate(parts[0], *options.gumbel_gate()) : parts[0];
@@ -54,7 +48,7 @@ Tensor GatedLinearRNNImpl::step(const Tensor& x, const Tensor& state,
   const OptionalTensor gamma = normalized(given_gamma);
   check_mixer_input("GatedLinearRNN.step", x, options.dim(), /*time=*/false);
   check_gamma(gamma);
-  check_state(state);
+  check_state(state, x);
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   return hgru_step(parts[1], parts[0], gamma, std::nullopt, state, "none");
 }
@@ -66,14 +60,6 @@ void GatedLinearRNNImpl::check_gamma(const OptionalTensor& gamma) const {
   TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == options.dim(),
                     "GatedLinearRNN: gamma: expected [dim=", options.dim(), "]; got ",
                     shape_text(*gamma));
-}
-
-void GatedLinearRNNImpl::check_state(const Tensor& state) const {
-  TORCH_CHECK_VALUE(state.defined(), "GatedLinearRNN: state: expected [N, ", options.dim(),
-                    "]; got None");
-  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == options.dim(),
-                    "GatedLinearRNN: state: expected [N, ", options.dim(), "]; got ",
-                    shape_text(state));
 }
 
 void GatedLinearRNNImpl::pretty_print(std::ostream& stream) const {

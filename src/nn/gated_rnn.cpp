@@ -30,19 +30,13 @@ void GatedRNNImpl::reset_parameters() {
   reset_linear(state_proj);
 }
 
-Tensor GatedRNNImpl::init_state(int64_t batch, std::optional<torch::Device> device,
-                                std::optional<torch::ScalarType> dtype,
-                                std::optional<int64_t> /*capacity*/) const {
-  return make_state_tensor({batch, options.dim()}, in_proj->weight, device, dtype);
-}
-
 std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const OptionalTensor& given_state,
                                                  const OptionalTensor& gamma,
                                                  const OptionalTensor& given_bounds) {
   const OptionalTensor state = normalized(given_state);
   check_mixer_input("GatedRNN", x, options.dim());
   check_gamma(normalized(gamma));
-  if (state) check_state(*state);
+  if (state) check_state(*state, x, normalized(given_bounds));
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   Tensor z = parts[0], w_zh = state_proj->weight;
   if (options.gumbel_gate() && is_training()) {
@@ -55,20 +49,13 @@ std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const Optional
 Tensor GatedRNNImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   check_mixer_input("GatedRNN.step", x, options.dim(), /*time=*/false);
   check_gamma(normalized(gamma));
-  check_state(state);
+  check_state(state, x);
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   return gated_rnn_step(parts[0], parts[1], state_proj->weight, state);
 }
 
 void GatedRNNImpl::check_gamma(const OptionalTensor& gamma) const {
   TORCH_CHECK_VALUE(!gamma, "GatedRNN: gamma: expected None; got a tensor");
-}
-
-void GatedRNNImpl::check_state(const Tensor& state) const {
-  TORCH_CHECK_VALUE(state.defined(), "GatedRNN: state: expected [N, ", options.dim(),
-                    "]; got None");
-  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == options.dim(),
-                    "GatedRNN: state: expected [N, ", options.dim(), "]; got ", shape_text(state));
 }
 
 void GatedRNNImpl::pretty_print(std::ostream& stream) const {

@@ -168,13 +168,6 @@ void HGRUImpl::draw_gates(const Tensor& f, const Tensor& i) const {
   if (i.defined()) i.copy_(f).neg_();
 }
 
-Tensor HGRUImpl::init_state(int64_t batch, std::optional<torch::Device> device,
-                            std::optional<torch::ScalarType> dtype,
-                            std::optional<int64_t> /*capacity*/) const {
-  refuse_bidirectional("init_state()");
-  return make_state_tensor({batch, state_size()}, out_proj->weight, device, dtype);
-}
-
 std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTensor& given_state,
                                              const OptionalTensor& given_gamma,
                                              const OptionalTensor& given_bounds) {
@@ -185,7 +178,7 @@ std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTens
   check_gamma(gamma);
   if (state) {
     refuse_bidirectional("a state");
-    check_state(*state);
+    check_state(*state, x, cu_seqlens);
   }
   Parts parts = project(x);
   if (options.gumbel_gate() && is_training()) {
@@ -205,19 +198,13 @@ Tensor HGRUImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor
   refuse_bidirectional("step()");
   check_mixer_input("HGRU.step", x, options.dim(), /*time=*/false);
   check_gamma(gamma);
-  check_state(state);
+  check_state(state, x);
   const Parts parts = project(x);
   if (is_fused()) {
     return output(hgru_step(parts.c, parts.f, gamma, optional(rotation(parts, 0)), state), parts.g);
   }
   const auto [u, a] = scan_operands(parts, gamma, 0);
   return output(scan_step(u, a, state).to(x.scalar_type()), parts.g);
-}
-
-void HGRUImpl::refuse_bidirectional(const char* what) const {
-  TORCH_CHECK_VALUE(!options.bidirectional(), "HGRU: ", what,
-                    ": a bidirectional HGRU reads the whole sequence and has no state; expected "
-                    "bidirectional=False");
 }
 
 void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
@@ -232,12 +219,6 @@ void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
   TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == channels(),
                     "HGRU: gamma: expected [expand*dim=", channels(), "]; got ",
                     shape_text(*gamma));
-}
-
-void HGRUImpl::check_state(const Tensor& state) const {
-  TORCH_CHECK_VALUE(state.defined(), "HGRU: state: expected [N, ", state_size(), "]; got None");
-  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == state_size(),
-                    "HGRU: state: expected [N, ", state_size(), "]; got ", shape_text(state));
 }
 
 // All projections by one matrix product; views of it.

@@ -111,14 +111,6 @@ double HGRU2Impl::scale() const {
   return options.preset() == "fla" ? 1.0 / std::sqrt(static_cast<double>(expand_ratio())) : 1.0;
 }
 
-Tensor HGRU2Impl::init_state(int64_t batch, std::optional<torch::Device> device,
-                             std::optional<torch::ScalarType> dtype,
-                             std::optional<int64_t> /*capacity*/) const {
-  refuse_bidirectional("init_state()");
-  return make_state_tensor({batch, num_heads(), expand_ratio(), expand_ratio()}, out_proj->weight,
-                           device, dtype);
-}
-
 std::tuple<Tensor, Tensor> HGRU2Impl::forward(const Tensor& x, const OptionalTensor& given_state,
                                               const OptionalTensor& given_gamma,
                                               const OptionalTensor& given_bounds) {
@@ -128,7 +120,7 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward(const Tensor& x, const OptionalTen
   const OptionalTensor gamma = split_gamma(normalized(given_gamma));
   if (state) {
     refuse_bidirectional("a state");
-    check_state(*state);
+    check_state(*state, x, cu_seqlens);
   }
   auto qfv = project(x);
   if (options.gumbel_gate() && is_training()) qfv[1] = gumbel_gate(qfv[1], *options.gumbel_gate());
@@ -145,16 +137,10 @@ Tensor HGRU2Impl::step(const Tensor& x, const Tensor& state, const OptionalTenso
   refuse_bidirectional("step()");
   check_mixer_input("HGRU2.step", x, options.dim(), /*time=*/false);
   const OptionalTensor gamma = split_gamma(normalized(given_gamma));
-  check_state(state);
+  check_state(state, x);
   const auto qfv = project(x);
   return output(hgrn2_step(qfv[0], qfv[1], qfv[2], gamma, state, scale(), *options.q_activation(),
                            *options.v_activation()));
-}
-
-void HGRU2Impl::refuse_bidirectional(const char* what) const {
-  TORCH_CHECK_VALUE(!options.bidirectional(), "HGRU2: ", what,
-                    ": a bidirectional HGRU2 reads the whole sequence and has no state; expected "
-                    "bidirectional=False");
 }
 
 // The lower bound a head and channel [H, K].
@@ -163,14 +149,6 @@ OptionalTensor HGRU2Impl::split_gamma(const OptionalTensor& gamma) const {
   TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == options.dim(),
                     "HGRU2: gamma: expected [dim=", options.dim(), "]; got ", shape_text(*gamma));
   return gamma->unflatten(0, {num_heads(), expand_ratio()});
-}
-
-void HGRU2Impl::check_state(const Tensor& state) const {
-  const int64_t h = num_heads(), k = expand_ratio();
-  const bool fits = state.defined() && state.dim() == 4 && state.size(1) == h &&
-                    state.size(2) == k && state.size(3) == k;
-  TORCH_CHECK_VALUE(fits, "HGRU2: state: expected [N, ", h, ", ", k, ", ", k, "]; got ",
-                    state.defined() ? shape_text(state) : "None");
 }
 
 // q, f, v [..., H, K]: views of one matrix product, but for an f with a bias of its own.

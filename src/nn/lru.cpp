@@ -25,9 +25,6 @@ SLRUOptions resolve(SLRUOptions options) {
   return options;
 }
 
-constexpr const char* name_of(const LRUOptions&) { return "LRU"; }
-constexpr const char* name_of(const SLRUOptions&) { return "SLRU"; }
-
 void check_ring(const char* owner, double r_min, double r_max) {
   TORCH_CHECK_VALUE(0 <= r_min && r_min <= r_max && r_max <= 1 && r_max > 0 && r_min < 1, owner,
                     ": r_min, r_max: expected 0 <= r_min <= r_max <= 1, not both 0 nor both 1; "
@@ -58,7 +55,7 @@ LinearRecurrentUnit<Derived, Options>::LinearRecurrentUnit(const Options& given)
 
 template <typename Derived, typename Options>
 void LinearRecurrentUnit<Derived, Options>::check_options() const {
-  const char* name = name_of(options);
+  const char* name = owner();
   check_positive(name, "dim", options.dim());
   check_positive(name, "state", *options.state());
   check_ring(name, options.r_min(), options.r_max());
@@ -117,22 +114,15 @@ void LinearRecurrentUnit<Derived, Options>::reset_parameters() {
 }
 
 template <typename Derived, typename Options>
-Tensor LinearRecurrentUnit<Derived, Options>::init_state(
-    int64_t batch, std::optional<torch::Device> device, std::optional<torch::ScalarType> dtype,
-    std::optional<int64_t> /*capacity*/) const {
-  return make_state_tensor({batch, state_size()}, in_proj->weight, device, dtype);
-}
-
-template <typename Derived, typename Options>
 std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
     const Tensor& x, const OptionalTensor& given_state, const OptionalTensor& given_gamma,
     const OptionalTensor& given_bounds) {
-  const char* name = name_of(options);
+  const char* name = owner();
   const OptionalTensor state = normalized(given_state);
   check_mixer_input(name, x, options.dim());
   TORCH_CHECK_VALUE(!normalized(given_gamma), name,
                     ": gamma: expected None, since its decay has no lower bound; got a tensor");
-  if (state) check_state(*state);
+  if (state) check_state(*state, x, normalized(given_bounds));
   if (gate_proj) {
     const auto [entering, decay] = gated(x, this->is_training());
     const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
@@ -147,11 +137,11 @@ std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
 template <typename Derived, typename Options>
 Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor& state,
                                                    const OptionalTensor& given_gamma) {
-  const char* name = name_of(options);
+  const char* name = owner();
   check_mixer_input(kIsComplex ? "LRU.step" : "SLRU.step", x, options.dim(), /*time=*/false);
   TORCH_CHECK_VALUE(!normalized(given_gamma), name,
                     ": gamma: expected None, since its decay has no lower bound; got a tensor");
-  check_state(state);
+  check_state(state, x);
   if (gate_proj) {
     const auto [entering, decay] = gated(x, /*has_noise=*/false);
     const Tensor h = to_complex(widen(state));
@@ -184,16 +174,8 @@ Tensor LinearRecurrentUnit<Derived, Options>::output(const Tensor& h, const Tens
 }
 
 template <typename Derived, typename Options>
-void LinearRecurrentUnit<Derived, Options>::check_state(const Tensor& state) const {
-  const char* name = name_of(options);
-  TORCH_CHECK_VALUE(state.defined(), name, ": state: expected [N, ", state_size(), "]; got None");
-  TORCH_CHECK_VALUE(state.dim() == 2 && state.size(-1) == state_size(), name,
-                    ": state: expected [N, ", state_size(), "]; got ", shape_text(state));
-}
-
-template <typename Derived, typename Options>
 void LinearRecurrentUnit<Derived, Options>::pretty_print(std::ostream& stream) const {
-  stream << "tidegate::nn::" << name_of(options) << "(dim=" << options.dim()
+  stream << "tidegate::nn::" << owner() << "(dim=" << options.dim()
          << ", state=" << *options.state() << ", skip=" << (options.skip() ? "true" : "false")
          << ", r_min=" << options.r_min() << ", r_max=" << options.r_max();
   if constexpr (kIsComplex) {

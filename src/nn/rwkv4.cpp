@@ -106,12 +106,6 @@ void RWKV4Impl::reset_parameters() {
   write(mix, gates);
 }
 
-Tensor RWKV4Impl::init_state(int64_t batch, std::optional<torch::Device> device,
-                             std::optional<torch::ScalarType> dtype,
-                             std::optional<int64_t> /*capacity*/) const {
-  return make_state_tensor({batch, rows(), options.dim()}, in_proj->weight, device, dtype);
-}
-
 std::vector<Tensor> RWKV4Impl::project(const Tensor& x, const Tensor& before) const {
   if (!before.defined()) return apply_linear(in_proj, x).chunk(3, -1);
   const std::vector<Tensor> weights = in_proj->weight.chunk(3);
@@ -132,7 +126,7 @@ std::tuple<Tensor, Tensor> RWKV4Impl::forward(const Tensor& x, const OptionalTen
   refuse_gamma(gamma);
   Tensor before, last;
   if (state) {
-    check_state(*state);
+    check_state(*state, x, bounds);
     last = options.time_shift() ? state->narrow(1, 3, 1) : Tensor();
     state = state->narrow(1, 0, 3);
   }
@@ -146,20 +140,12 @@ std::tuple<Tensor, Tensor> RWKV4Impl::forward(const Tensor& x, const OptionalTen
 Tensor RWKV4Impl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   check_mixer_input("RWKV4.step", x, options.dim(), /*time=*/false);
   refuse_gamma(gamma);
-  check_state(state);
+  check_state(state, x);
   const Tensor before = options.time_shift() ? state.select(1, 3).to(x.scalar_type()) : Tensor();
   const auto parts = project(x, before);
   const Tensor o = wkv4_step(w_log.exp(), u, parts[1], parts[2], state.narrow(1, 0, 3));
   if (options.time_shift()) state.select(1, 3).copy_(x);
   return apply_linear(out_proj, at::sigmoid(parts[0]) * o);
-}
-
-void RWKV4Impl::check_state(const Tensor& state) const {
-  TORCH_CHECK_VALUE(state.defined(), "RWKV4: state: expected [N, ", rows(), ", ", options.dim(),
-                    "]; got None");
-  TORCH_CHECK_VALUE(state.dim() == 3 && state.size(1) == rows() && state.size(2) == options.dim(),
-                    "RWKV4: state: expected [N, ", rows(), ", ", options.dim(), "]; got ",
-                    shape_text(state));
 }
 
 void RWKV4Impl::pretty_print(std::ostream& stream) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/nn/common.h"
+#include "src/nn/states.h"
 #include "src/ops/checks.h"
 
 namespace tidegate::nn {
@@ -173,7 +174,7 @@ MixerState SoftmaxAttention::init_state(int64_t batch, std::optional<torch::Devi
   const Tensor& weight = out_proj->weight;
   const auto where = at::TensorOptions(dtype.value_or(weight.scalar_type()))
                          .device(device.value_or(weight.device()));
-  const auto wide = where.dtype(where.dtype() == torch::kDouble ? torch::kDouble : torch::kFloat);
+  const auto wide = where.dtype(state_dtype(c10::typeMetaToScalarType(where.dtype())));
   const auto& s = switches_;
   const int64_t size = capacity.value_or(0);
   const std::vector<int64_t> cache = {batch, size, s.num_kv_heads, s.head_dim};
@@ -202,6 +203,18 @@ AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequen
                     k.size(3) == s.head_dim;
   TORCH_CHECK_VALUE(fits, s.owner, ": state: expected keys [", sequences, ", capacity, ",
                     s.num_kv_heads, ", ", s.head_dim, "]; got ", shape_text(k));
+  const int64_t last_heads = s.kv_shift ? s.num_kv_heads : 0;
+  const auto data = k.scalar_type();
+  const auto check = [&](const char* name, size_t place, at::IntArrayRef shape, auto dtype) {
+    check_state_tensor(s.owner, name, state[place], shape, dtype);
+  };
+  check(": v", 1, k.sizes(), data);
+  check(": gates", 2, {sequences, k.size(1), gate_heads()}, state_dtype(data));
+  check(": lengths", 3, {sequences}, torch::kInt);
+  check(": seen", 4, {sequences}, torch::kLong);
+  check(": last_k", 5, {sequences, last_heads, s.head_dim}, data);
+  check(": last_v", 6, {sequences, last_heads, s.head_dim}, data);
+  check(": room", 7, {2}, torch::kLong);
   return AttentionState(state);
 }
 

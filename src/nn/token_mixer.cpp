@@ -1,6 +1,15 @@
 #include "tidegate/nn/token_mixer.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "src/nn/shape_text.h"
+#include "src/nn/states.h"
 
 namespace tidegate::nn {
 namespace {
@@ -8,7 +17,56 @@ namespace {
 // The tensor that a state of one tensor holds; undefined for an empty one.
 at::Tensor only(const MixerState& state) { return state.empty() ? at::Tensor() : state.front(); }
 
+std::vector<int64_t> with_batch(int64_t batch, std::vector<int64_t> shape) {
+  shape.insert(shape.begin(), batch);
+  return shape;
+}
+
 }  // namespace
+
+at::ScalarType state_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor make_state_tensor(at::IntArrayRef shape, const at::Tensor& weight,
+                             std::optional<at::Device> device,
+                             std::optional<at::ScalarType> dtype) {
+  return at::zeros(shape, at::TensorOptions(state_dtype(dtype.value_or(weight.scalar_type())))
+                              .device(device.value_or(weight.device())));
+}
+
+int64_t sequence_count(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens) {
+  const bool is_packed = cu_seqlens && cu_seqlens->defined();
+  return is_packed ? std::max<int64_t>(cu_seqlens->numel() - 1, 0) : x.size(0);
+}
+
+void check_state_tensor(const char* owner, const char* part, const at::Tensor& state,
+                        at::IntArrayRef shape, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(state.defined(), owner, ": state", part, ": expected ", shape, "; got None");
+  TORCH_CHECK_VALUE(state.sizes() == shape, owner, ": state", part, ": expected ", shape, "; got ",
+                    shape_text(state));
+  TORCH_CHECK_VALUE(state.scalar_type() == dtype, owner, ": state", part, ": expected ",
+                    c10::getDtypeNames(dtype).first, "; got ",
+                    c10::getDtypeNames(state.scalar_type()).first);
+}
+
+at::Tensor TensorStateMixer::init_state(int64_t batch, std::optional<at::Device> device,
+                                        std::optional<at::ScalarType> dtype,
+                                        std::optional<int64_t> /*capacity*/) const {
+  refuse_bidirectional("init_state()");
+  return make_state_tensor(with_batch(batch, state_shape()), own_weight(), device, dtype);
+}
+
+void TensorStateMixer::check_state(const at::Tensor& state, const at::Tensor& x,
+                                   const std::optional<at::Tensor>& cu_seqlens) const {
+  check_state_tensor(owner(), "", state, with_batch(sequence_count(x, cu_seqlens), state_shape()),
+                     state_dtype(own_weight().scalar_type()));
+}
+
+void TensorStateMixer::refuse_bidirectional(const char* what) const {
+  TORCH_CHECK_VALUE(!is_bidirectional(), owner(), ": ", what, ": a bidirectional ", owner(),
+                    " reads the whole sequence and has no state; expected bidirectional=False");
+}
 
 std::tuple<at::Tensor, MixerState> TensorStateMixer::mix(
     const at::Tensor& x, const MixerState& state, const std::optional<at::Tensor>& gamma,

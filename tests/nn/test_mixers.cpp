@@ -205,7 +205,7 @@ TEST(Mixers, RefuseWhatCannotWork) {
   expect_refused([&] { mixer->forward(randn({2, 3, 5})); },
                  "HGRU2: x: expected [B, T, dim=8]; got (2, 3, 5)");
   expect_refused([&] { mixer->forward(randn({2, 3, 8}), randn({2, 4})); },
-                 "HGRU2: state: expected [N, 2, 4, 4]; got (2, 4)");
+                 "HGRU2: state: expected [2, 2, 4, 4]; got (2, 4)");
   HGRU2 both(hgru2().bidirectional(true));
   expect_refused([&] { both->init_state(2); }, "has no state");
   GatedLinearAttention attention(gla());

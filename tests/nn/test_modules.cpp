@@ -145,7 +145,7 @@ TEST(Hgru, RefusesWhatCannotWork) {
   expect_refused([&] { mixer->forward(randn({2, 3, 5})); },
                  "HGRU: x: expected [B, T, dim=4]; got (2, 3, 5)");
   expect_refused([&] { mixer->forward(randn({2, 3, 4}), randn({2, 4})); },
-                 "HGRU: state: expected [N, 8]; got (2, 4)");
+                 "HGRU: state: expected [2, 8]; got (2, 4)");
   expect_refused([&] { mixer->forward(randn({2, 3, 4}), {}, randn({3})); },
                  "HGRU: gamma: expected [expand*dim=4]; got (3,)");
   HGRU bound(wide().forget_gate("bound"));

@@ -140,7 +140,7 @@ def test_models_by_name():
         ),
         (
             lambda m: m(torch.zeros(2, 3, DIM), torch.zeros(2, 6)),
-            r"GatedRNN: state: expected \[N, 7\]; got \(2, 6\)",
+            r"GatedRNN: state: expected \[2, 7\]; got \(2, 6\)",
         ),
         (
             lambda m: m(torch.zeros(2, 3, DIM), gamma=torch.zeros(DIM)),

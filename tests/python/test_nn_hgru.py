@@ -255,7 +255,7 @@ def test_bad_arguments():
         r"HGRU: x: expected \[B, T, dim=6\]; got \(2, 3, 5\)": lambda: mixer(x[..., :5]),
         r"HGRU: x: expected \[B, T, dim=6\]; got \(3, 6\)": lambda: mixer(x[0]),
         r"HGRU.step: x: expected \[B, dim=6\]; got \(2, 3, 6\)": lambda: mixer.step(x, state),
-        r"HGRU: state: expected \[N, 12\]; got \(2, 6\)": lambda: mixer(x, state[:, :6]),
+        r"HGRU: state: expected \[2, 12\]; got \(2, 6\)": lambda: mixer(x, state[:, :6]),
         r"HGRU: gamma: expected \[expand\*dim=6\]; got \(12,\)": lambda: mixer(
             x, gamma=torch.zeros(12)
         ),

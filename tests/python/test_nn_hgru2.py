@@ -328,7 +328,7 @@ def test_bad_arguments():
     calls = {
         r"HGRU2: x: expected \[B, T, dim=12\]; got \(2, 3, 5\)": lambda: mixer(x[..., :5]),
         r"HGRU2.step: x: expected \[B, dim=12\]; got \(2, 3, 12\)": lambda: mixer.step(x, state),
-        r"HGRU2: state: expected \[N, 3, 4, 4\]; got \(2, 12, 4\)": lambda: mixer(
+        r"HGRU2: state: expected \[2, 3, 4, 4\]; got \(2, 12, 4\)": lambda: mixer(
             x, state.flatten(1, 2)
         ),
         r"HGRU2: gamma: expected \[dim=12\]; got \(4,\)": lambda: mixer(x, gamma=torch.zeros(4)),
@@ -337,12 +337,12 @@ def test_bad_arguments():
         r"HGRU2: init_state\(\): a bidirectional": lambda: both.init_state(2),
         r"Attention: gamma: expected None, since": lambda: gla(x, gamma=torch.zeros(DIM)),
         r"Attention: x: expected \[B, T, dim=12\]": lambda: gla(x[0]),
-        r"Attention: state: expected \[N, 2, 3, 6\]; got \(2, 2, 3, 5\)": lambda: gla(
+        r"Attention: state: expected \[2, 2, 3, 6\]; got \(2, 2, 3, 5\)": lambda: gla(
             x, s[..., :5]
         ),
         r"state: expected a pair \(s, z\) with normalize=True; got a tensor": lambda: normal(x, s),
         r"state: expected a tensor with normalize=False; got a tuple": lambda: gla(x, (s, z)),
-        r"state: z: expected \[N, 2, 3\]; got \(2, 2, 2\)": lambda: normal(x, (s, z[..., :2])),
+        r"state: z: expected \[2, 2, 3\]; got \(2, 2, 2\)": lambda: normal(x, (s, z[..., :2])),
     }
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):

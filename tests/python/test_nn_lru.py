@@ -192,7 +192,7 @@ def test_wrong_input_is_refused(cls):
         ),
         (
             lambda: mixer(x, torch.zeros(2, 5)),
-            rf"{name}: state: expected \[N, {size}\]; got \(2, 5\)",
+            rf"{name}: state: expected \[2, {size}\]; got \(2, 5\)",
         ),
         (lambda: mixer(x, gamma=torch.zeros(DIM)), f"{name}: gamma: expected None"),
         (

@@ -162,7 +162,7 @@ def test_options_go_before_the_layers_depth() -> None:
         ),
         (
             lambda m: m(torch.zeros(2, 3, DIM), torch.zeros(2, 3, 6)),
-            r"RWKV4: state: expected \[N, 3, 7\]; got \(2, 3, 6\)",
+            r"RWKV4: state: expected \[2, 3, 7\]; got \(2, 3, 6\)",
         ),
         (
             lambda m: m(torch.zeros(2, 3, DIM), gamma=torch.zeros(DIM)),

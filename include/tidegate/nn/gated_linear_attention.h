@@ -139,7 +139,8 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public
   int64_t head_values() const { return *options.value_dim() / options.num_heads(); }
   double scale() const;
   void refuse_gamma(const std::optional<torch::Tensor>& gamma) const;
-  void check_state(const MixerState& state) const;
+  void check_state(const MixerState& state, const torch::Tensor& x,
+                   const std::optional<torch::Tensor>& cu_seqlens) const;
   Operands project(const torch::Tensor& x, std::optional<double> gumbel = std::nullopt) const;
   std::tuple<torch::Tensor, torch::Tensor> key_scan(const Operands& operands) const;
   torch::Tensor normalized_by(const torch::Tensor& o, const torch::Tensor& q,

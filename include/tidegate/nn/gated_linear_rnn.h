@@ -9,6 +9,7 @@
 #include <ostream>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace tidegate::nn {
 
@@ -52,11 +53,8 @@ class GatedLinearRNNImpl : public Module<GatedLinearRNNImpl>, public TensorState
   /// gate_init. After the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
-  /// The empty state of `batch` sequences: zeros `[batch, dim]`, fp32, or fp64 for dtype fp64.
-  /// device and dtype default to the module's; capacity is ignored: the state has one size.
-  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
-                           std::optional<torch::ScalarType> dtype = std::nullopt,
-                           std::optional<int64_t> capacity = std::nullopt) const override;
+  /// The shape of one sequence's state: `[dim]`.
+  std::vector<int64_t> state_shape() const override { return {options.dim()}; }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
   /// from, unset = zeros. gamma: this layer's lower bound `[dim]` in [0, 1), only with lower_bound.
@@ -79,9 +77,12 @@ class GatedLinearRNNImpl : public Module<GatedLinearRNNImpl>, public TensorState
   GatedLinearRNNOptions options;
   torch::nn::Linear in_proj{nullptr};
 
+ protected:
+  const char* owner() const override { return "GatedLinearRNN"; }
+  const torch::Tensor& own_weight() const override { return in_proj->weight; }
+
  private:
   void check_gamma(const std::optional<torch::Tensor>& gamma) const;
-  void check_state(const torch::Tensor& state) const;
 };
 
 TORCH_MODULE(GatedLinearRNN);

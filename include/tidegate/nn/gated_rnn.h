@@ -9,6 +9,7 @@
 #include <ostream>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace tidegate::nn {
 
@@ -54,11 +55,8 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   /// Python's parameters.
   void reset_parameters() override;
 
-  /// The empty state of `batch` sequences: zeros `[batch, dim]`, fp32, or fp64 for dtype fp64.
-  /// device and dtype default to the module's; capacity is ignored: the state has one size.
-  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
-                           std::optional<torch::ScalarType> dtype = std::nullopt,
-                           std::optional<int64_t> capacity = std::nullopt) const override;
+  /// The shape of one sequence's state: `[dim]`.
+  std::vector<int64_t> state_shape() const override { return {options.dim()}; }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
   /// from, unset = zeros. gamma: must be unset. cu_seqlens: bounds `[N+1]` of the sequences packed
@@ -82,9 +80,12 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   torch::nn::Linear in_proj{nullptr};
   torch::nn::Linear state_proj{nullptr};
 
+ protected:
+  const char* owner() const override { return "GatedRNN"; }
+  const torch::Tensor& own_weight() const override { return in_proj->weight; }
+
  private:
   void check_gamma(const std::optional<torch::Tensor>& gamma) const;
-  void check_state(const torch::Tensor& state) const;
 };
 
 TORCH_MODULE(GatedRNN);

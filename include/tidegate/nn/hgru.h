@@ -102,12 +102,8 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   /// default CPU generator: after the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
-  /// The empty state of `batch` sequences: zeros `[batch, S or 2S]`, fp32, or fp64 for dtype fp64.
-  /// device and dtype default to the module's; capacity (tokens to come) is ignored: the state has
-  /// one size.
-  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
-                           std::optional<torch::ScalarType> dtype = std::nullopt,
-                           std::optional<int64_t> capacity = std::nullopt) const override;
+  /// The shape of one sequence's state: `[S]`, or `[2S]` when complex.
+  std::vector<int64_t> state_shape() const override { return {state_size()}; }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (undefined when
   /// bidirectional). state: where to go on from, unset = zeros. gamma: this layer's lower bound
@@ -146,6 +142,8 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   torch::nn::Linear out_proj{nullptr};
 
  protected:
+  const char* owner() const override { return "HGRU"; }
+  const torch::Tensor& own_weight() const override { return out_proj->weight; }
   std::vector<torch::Tensor> float32_tensors() const override { return {theta}; }
 
  private:
@@ -156,8 +154,6 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   void check_options() const;
   void check_expansion() const;
   void check_gamma(const std::optional<torch::Tensor>& gamma) const;
-  void check_state(const torch::Tensor& state) const;
-  void refuse_bidirectional(const char* what) const;
   bool is_fused() const;
   int64_t theta_rows() const;
   void draw_gates(const torch::Tensor& f, const torch::Tensor& i) const;

@@ -81,11 +81,10 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   /// bitwise Python's parameters.
   void reset_parameters() override;
 
-  /// The empty state of `batch` sequences: zeros `[batch, H, K, K]`, fp32, or fp64 for dtype fp64.
-  /// device and dtype default to the module's; capacity (tokens to come) is ignored.
-  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
-                           std::optional<torch::ScalarType> dtype = std::nullopt,
-                           std::optional<int64_t> capacity = std::nullopt) const override;
+  /// The shape of one sequence's state: `[H, K, K]`.
+  std::vector<int64_t> state_shape() const override {
+    return {num_heads(), expand_ratio(), expand_ratio()};
+  }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (undefined when
   /// bidirectional). state: where to go on from, unset = zeros. gamma: this layer's lower bound
@@ -118,10 +117,12 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   Norm norm{nullptr};
   torch::nn::Linear out_proj{nullptr};
 
+ protected:
+  const char* owner() const override { return "HGRU2"; }
+  const torch::Tensor& own_weight() const override { return out_proj->weight; }
+
  private:
-  void refuse_bidirectional(const char* what) const;
   std::optional<torch::Tensor> split_gamma(const std::optional<torch::Tensor>& gamma) const;
-  void check_state(const torch::Tensor& state) const;
   std::vector<torch::Tensor> project(const torch::Tensor& x) const;
   std::tuple<torch::Tensor, torch::Tensor> recur(const std::vector<torch::Tensor>& qfv,
                                                  const std::optional<torch::Tensor>& gamma,

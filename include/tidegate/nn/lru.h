@@ -76,11 +76,8 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   /// same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
-  /// The empty state of `batch` sequences: zeros `[batch, state_size()]`, fp32, or fp64 for dtype
-  /// fp64. device and dtype default to the module's; capacity is ignored: the state has one size.
-  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
-                           std::optional<torch::ScalarType> dtype = std::nullopt,
-                           std::optional<int64_t> capacity = std::nullopt) const override;
+  /// The shape of one sequence's state: `[state]`, or `[2 * state]` when complex.
+  std::vector<int64_t> state_shape() const override { return {state_size()}; }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
   /// from, unset = zeros. gamma: unset; there is no lower bound. cu_seqlens: bounds `[N+1]` of the
@@ -109,13 +106,14 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   torch::nn::Linear gate_proj{nullptr};
 
  protected:
+  const char* owner() const override { return kIsComplex ? "LRU" : "SLRU"; }
+  const torch::Tensor& own_weight() const override { return out_proj->weight; }
   std::vector<torch::Tensor> float32_tensors() const override {
     return {nu_log, theta_log, gamma_log};
   }
 
  private:
   void check_options() const;
-  void check_state(const torch::Tensor& state) const;
   torch::Tensor output(const torch::Tensor& h, const torch::Tensor& x);
   std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x, bool has_noise);
 };

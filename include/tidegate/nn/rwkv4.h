@@ -52,11 +52,10 @@ class RWKV4Impl : public KeepsFloat32<RWKV4Impl>, public TensorStateMixer {
   /// the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
-  /// The empty state of `batch` sequences: zeros `[batch, 3, dim]` (4 rows with time_shift), fp32,
-  /// or fp64 for dtype fp64. device and dtype default to the module's; capacity is ignored.
-  torch::Tensor init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
-                           std::optional<torch::ScalarType> dtype = std::nullopt,
-                           std::optional<int64_t> capacity = std::nullopt) const override;
+  /// The shape of one sequence's state: `[3, dim]`, or `[4, dim]` with time_shift.
+  std::vector<int64_t> state_shape() const override {
+    return {options.time_shift() ? 4 : 3, options.dim()};
+  }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
   /// from, unset = empty. gamma: none is taken. cu_seqlens: bounds `[N+1]` of the sequences packed
@@ -78,12 +77,12 @@ class RWKV4Impl : public KeepsFloat32<RWKV4Impl>, public TensorStateMixer {
   torch::Tensor w_log, u, mix;
 
  protected:
+  const char* owner() const override { return "RWKV4"; }
+  const torch::Tensor& own_weight() const override { return out_proj->weight; }
   std::vector<torch::Tensor> float32_tensors() const override { return {w_log, u}; }
 
  private:
-  int64_t rows() const { return options.time_shift() ? 4 : 3; }
   std::vector<torch::Tensor> project(const torch::Tensor& x, const torch::Tensor& before) const;
-  void check_state(const torch::Tensor& state) const;
 };
 
 TORCH_MODULE(RWKV4);

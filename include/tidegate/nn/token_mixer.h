@@ -63,9 +63,15 @@ class TensorStateMixer : public TokenMixer {
       const std::optional<at::Tensor>& cu_seqlens = std::nullopt) = 0;
   virtual at::Tensor step(const at::Tensor& x, const at::Tensor& state,
                           const std::optional<at::Tensor>& gamma = std::nullopt) = 0;
-  virtual at::Tensor init_state(int64_t batch, std::optional<at::Device> device = std::nullopt,
-                                std::optional<at::ScalarType> dtype = std::nullopt,
-                                std::optional<int64_t> capacity = std::nullopt) const = 0;
+
+  /// The shape of one sequence's state.
+  virtual std::vector<int64_t> state_shape() const = 0;
+  /// The empty state of `batch` sequences: zeros `[batch, *state_shape()]`, fp32, or fp64 for dtype
+  /// fp64. device and dtype default to the module's; capacity (tokens to come) is ignored: the
+  /// state has one size. Throws c10::ValueError where the mixer is bidirectional.
+  at::Tensor init_state(int64_t batch, std::optional<at::Device> device = std::nullopt,
+                        std::optional<at::ScalarType> dtype = std::nullopt,
+                        std::optional<int64_t> capacity = std::nullopt) const;
 
   std::tuple<at::Tensor, MixerState> mix(const at::Tensor& x, const MixerState& state,
                                          const std::optional<at::Tensor>& gamma,
@@ -75,6 +81,16 @@ class TensorStateMixer : public TokenMixer {
   MixerState make_state(int64_t batch, std::optional<at::Device> device,
                         std::optional<at::ScalarType> dtype,
                         std::optional<int64_t> capacity) const final;
+
+ protected:
+  /// The module's name in error messages.
+  virtual const char* owner() const = 0;
+  /// A parameter whose device and dtype are the module's.
+  virtual const at::Tensor& own_weight() const = 0;
+  /// Throws c10::ValueError unless `state` is one of x's sequences, as init_state() makes it.
+  void check_state(const at::Tensor& state, const at::Tensor& x,
+                   const std::optional<at::Tensor>& cu_seqlens = std::nullopt) const;
+  void refuse_bidirectional(const char* what) const;
 };
 
 }  // namespace tidegate::nn

@@ -29,6 +29,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
+from ._states import check_state
 
 PRESETS = ("llama", "pro")
 OUTPUT_ACTIVATIONS = ("sigmoid", "silu")
@@ -261,7 +262,20 @@ class SoftmaxAttention(KeepsFloat32, ABC):
                 f"{self._owner}: state: expected keys [{sequences}, capacity, {heads[0]}, "
                 f"{heads[1]}]; got {tuple(k.shape)}"
             )
-        return AttentionState(*state)
+        state = AttentionState(*state)
+        last = (sequences, self.num_kv_heads if self.kv_shift else 0, self.head_dim)
+        gates = (sequences, k.size(1), self._gate_heads)
+        for name, shape, dtype in (
+            ("v", k.shape, k.dtype),
+            ("gates", gates, wide_dtype(k.dtype)),
+            ("lengths", (sequences,), torch.int32),
+            ("seen", (sequences,), torch.int64),
+            ("last_k", last, k.dtype),
+            ("last_v", last, k.dtype),
+            ("room", (2,), torch.int64),
+        ):
+            check_state(f"{self._owner}: state: {name}", getattr(state, name), shape, dtype)
+        return state
 
     def _unreachable(self, state: AttentionState) -> Tensor | None:
         """How many of the first tokens of each sequence no query to come can see, ``[N]``."""

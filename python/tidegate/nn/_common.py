@@ -116,21 +116,6 @@ def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_state(
-    weight: Tensor,
-    *shape: int,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    """Zeros for a running state: on the weight's device unless another is named, in fp32, or fp64
-    for a dtype (the weight's unless another is named) of float64."""
-    return torch.zeros(
-        shape,
-        device=weight.device if device is None else device,
-        dtype=wide_dtype(weight.dtype if dtype is None else dtype),
-    )
-
-
 def widen(x: Tensor) -> Tensor:
     """x in fp32, or as it is when it is fp64."""
     return x if x.dtype == torch.float64 else x.float()

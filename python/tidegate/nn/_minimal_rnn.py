@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from .._sharding import fill
-from ._common import check_positive, empty_state, make_linear, uniform_
+from ._common import check_positive, make_linear, uniform_
 from ._gate_init import check_gumbel_gate, parse_gate_init
+from ._states import TensorStateMixer
 
 
-class MinimalGatedRNN(nn.Module):
+class MinimalGatedRNN(TensorStateMixer):
     """`GatedLinearRNN` and `GatedRNN`, but for the recurrence."""
 
-    bidirectional = False
     needs_gamma = False
     has_gate_logits = True
 
@@ -44,24 +43,10 @@ class MinimalGatedRNN(nn.Module):
         ops.init_uniform_(t, -bound, bound)
         parse_gate_init(self._name, self.gate_init, self.dim).draw(t[: self.dim], self.dim)
 
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, dim]``.
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one sequence's state: ``[dim]``."""
+        return (self.dim,)
 
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        weight = self.in_proj.weight
-        return empty_state(weight, batch, self.dim, device=device, dtype=dtype)
-
-    def _check_state(self, state: Tensor) -> None:
-        if state.dim() != 2 or state.size(-1) != self.dim:
-            raise ValueError(
-                f"{self._name}: state: expected [N, {self.dim}]; got {tuple(state.shape)}"
-            )
+    def _own_weight(self) -> Tensor:
+        return self.in_proj.weight

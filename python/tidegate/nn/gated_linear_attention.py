@@ -24,6 +24,7 @@ from ._common import (
     widen,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
+from ._states import check_state, empty_state, sequence_count
 from ._token_mixing import head_mixing
 
 FEATURE_MAPS = ("elu+1", "relu", "exp")
@@ -198,14 +199,16 @@ class GatedLinearAttention(nn.Module):
         device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
         capacity (tokens to come) is ignored: the state has one size.
         """
-        weight = self.out_proj.weight
-        where = {
-            "device": weight.device if device is None else device,
-            "dtype": wide_dtype(weight.dtype if dtype is None else dtype),
-        }
+        s, *z = (
+            empty_state(self.out_proj.weight, batch, *shape, device=device, dtype=dtype)
+            for shape in self._state_shapes()
+        )
+        return GLAState(s, *z) if self.normalize else s
+
+    def _state_shapes(self) -> list[tuple[int, ...]]:
+        """Of s and, normalising, of z, for one sequence."""
         h, k, v = self.num_heads, self.key_dim // self.num_heads, self.value_dim // self.num_heads
-        s = torch.zeros(batch, h, k, v, **where)
-        return GLAState(s, torch.zeros(batch, h, k, **where)) if self.normalize else s
+        return [(h, k, v), (h, k)] if self.normalize else [(h, k, v)]
 
     def forward(
         self,
@@ -222,7 +225,7 @@ class GatedLinearAttention(nn.Module):
         """
         check_mixer_input("GatedLinearAttention", x, self.dim)
         self._refuse_gamma(gamma)
-        s, z = (None, None) if state is None else self._split_state(state)
+        s, z = (None, None) if state is None else self._split_state(state, x, cu_seqlens)
         parts = self._project(x)
         gumbel = self.gumbel_gate if self.training else None
         q, k, v, log_f = self._operands(parts, x, gumbel)
@@ -241,7 +244,7 @@ class GatedLinearAttention(nn.Module):
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         check_mixer_input("GatedLinearAttention.step", x, self.dim, time=False)
         self._refuse_gamma(gamma)
-        s, z = self._split_state(state)
+        s, z = self._split_state(state, x)
         parts = self._project(x)
         q, k, v, log_f = self._operands(parts, x)
         o = ops.gated_linear_attention_step(q, k, v, log_f, s, scale=self.scale)
@@ -264,9 +267,10 @@ class GatedLinearAttention(nn.Module):
                 "got a tensor"
             )
 
-    def _split_state(self, state: Tensor | GLAState) -> tuple[Tensor, Tensor | None]:
+    def _split_state(
+        self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """S and z, checked."""
-        h, k, v = self.num_heads, self.key_dim // self.num_heads, self.value_dim // self.num_heads
         if isinstance(state, Tensor) == self.normalize or len(state) != 2 and self.normalize:
             wanted = "a pair (s, z)" if self.normalize else "a tensor"
             given = "a tensor" if self.normalize else "a tuple"
@@ -275,14 +279,10 @@ class GatedLinearAttention(nn.Module):
                 f"got {given}"
             )
         s, z = state if self.normalize else (state, None)
-        if s.dim() != 4 or s.shape[1:] != (h, k, v):
-            raise ValueError(
-                f"GatedLinearAttention: state: expected [N, {h}, {k}, {v}]; got {tuple(s.shape)}"
-            )
-        if z is not None and (z.dim() != 3 or z.shape[1:] != (h, k)):
-            raise ValueError(
-                f"GatedLinearAttention: state: z: expected [N, {h}, {k}]; got {tuple(z.shape)}"
-            )
+        count, dtype = sequence_count(x, cu_seqlens), wide_dtype(self.out_proj.weight.dtype)
+        names = ("GatedLinearAttention: state", "GatedLinearAttention: state: z")
+        for name, part, shape in zip(names, (s, z), self._state_shapes(), strict=False):
+            check_state(name, part, (count, *shape), dtype)
         return s, z
 
     @torch.no_grad()

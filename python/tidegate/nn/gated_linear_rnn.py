@@ -85,7 +85,7 @@ class GatedLinearRNN(MinimalGatedRNN):
         check_mixer_input("GatedLinearRNN", x, self.dim)
         self._check_gamma(gamma)
         if state is not None:
-            self._check_state(state)
+            self._check_state(state, x, cu_seqlens)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         if self.gumbel_gate is not None and self.training:
             z = gumbel_gate(z, self.gumbel_gate)
@@ -96,7 +96,7 @@ class GatedLinearRNN(MinimalGatedRNN):
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         check_mixer_input("GatedLinearRNN.step", x, self.dim, time=False)
         self._check_gamma(gamma)
-        self._check_state(state)
+        self._check_state(state, x)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.hgru_step(entering, z, gamma, None, state, activation="none")
 

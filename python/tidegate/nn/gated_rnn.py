@@ -78,7 +78,7 @@ class GatedRNN(MinimalGatedRNN):
         check_mixer_input("GatedRNN", x, self.dim)
         self._check_gamma(gamma)
         if state is not None:
-            self._check_state(state)
+            self._check_state(state, x, cu_seqlens)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         w_zh = self.state_proj.weight
         if self.gumbel_gate is not None and self.training:
@@ -90,7 +90,7 @@ class GatedRNN(MinimalGatedRNN):
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         check_mixer_input("GatedRNN.step", x, self.dim, time=False)
         self._check_gamma(gamma)
-        self._check_state(state)
+        self._check_state(state, x)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.gated_rnn_step(z, entering, self.state_proj.weight, state)
 

@@ -19,7 +19,6 @@ from ._common import (
     check_mixer_input,
     check_positive,
     check_switch,
-    empty_state,
     make_linear,
     make_norm,
     reset_linear,
@@ -30,6 +29,7 @@ from ._common import (
     widen,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
+from ._states import TensorStateMixer
 from ._token_mixing import elementwise_mixing
 from .expansion import EXPANSIONS, StateExpansion
 
@@ -48,7 +48,7 @@ PRESETS = {
 }
 
 
-class HGRU(KeepsFloat32):
+class HGRU(KeepsFloat32, TensorStateMixer):
     """Hierarchically gated recurrent unit: a token mixer (HGRN, equations 2 and 3).
 
     With S = expand * dim channels of state, ``lambda_t = gamma + (1 - gamma) * sigmoid(f_t)`` and
@@ -291,22 +291,10 @@ class HGRU(KeepsFloat32):
         if i is not None:
             i.copy_(f).neg_()
 
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, S or 2S]``.
-
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        self._refuse_bidirectional("init_state()")
-        weight = self.out_proj.weight
-        return empty_state(weight, batch, self.state_size, device=device, dtype=dtype)
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one sequence's state: ``[S]``, or ``[2S]`` when complex."""
+        return (self.state_size,)
 
     def forward(
         self,
@@ -326,7 +314,7 @@ class HGRU(KeepsFloat32):
         self._check_gamma(gamma)
         if state is not None:
             self._refuse_bidirectional("a state")
-            self._check_state(state)
+            self._check_state(state, x, cu_seqlens)
         parts = self._project(x)
         if self.gumbel_gate is not None and self.training:
             parts["f"] = gumbel_gate(parts["f"], self.gumbel_gate)
@@ -343,7 +331,7 @@ class HGRU(KeepsFloat32):
         self._refuse_bidirectional("step()")
         check_mixer_input("HGRU.step", x, self.dim, time=False)
         self._check_gamma(gamma)
-        self._check_state(state)
+        self._check_state(state, x)
         parts = self._project(x)
         if self._is_fused():
             h = ops.hgru_step(parts["c"], parts["f"], gamma, self._theta(parts, 0), state)
@@ -378,13 +366,6 @@ class HGRU(KeepsFloat32):
         decay = one if decay is None else decay.expand_as(one)
         return elementwise_mixing(decay, one if entering is None else entering.expand_as(one))
 
-    def _refuse_bidirectional(self, what: str) -> None:
-        if self.bidirectional:
-            raise ValueError(
-                f"HGRU: {what}: a bidirectional HGRU reads the whole sequence and has no state; "
-                "expected bidirectional=False"
-            )
-
     def _check_gamma(self, gamma: Tensor | None) -> None:
         if gamma is None:
             if self.needs_gamma:
@@ -398,12 +379,6 @@ class HGRU(KeepsFloat32):
         if gamma.dim() != 1 or gamma.size(0) != self.channels:
             raise ValueError(
                 f"HGRU: gamma: expected [expand*dim={self.channels}]; got {tuple(gamma.shape)}"
-            )
-
-    def _check_state(self, state: Tensor) -> None:
-        if state.dim() != 2 or state.size(-1) != self.state_size:
-            raise ValueError(
-                f"HGRU: state: expected [N, {self.state_size}]; got {tuple(state.shape)}"
             )
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from ._common import (
     check_mixer_input,
     check_positive,
     check_switch,
-    empty_state,
     make_linear,
     make_norm,
     reset_linear,
@@ -26,6 +25,7 @@ from ._common import (
     uniform_,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
+from ._states import TensorStateMixer
 from ._token_mixing import activated, head_mixing
 
 ACTIVATIONS = ("none", "silu", "sigmoid")
@@ -83,7 +83,7 @@ def head_dim(owner: str, dim: int, num_heads: int | None, expand_ratio: int | No
     return expand_ratio
 
 
-class HGRU2(nn.Module):
+class HGRU2(TensorStateMixer):
     """HGRN2's recurrent unit: a token mixer (Qin et al., arXiv 2404.07904, equation 3).
 
     For each of H heads of K = dim / H channels, with q, f, v linear in x and
@@ -210,22 +210,10 @@ class HGRU2(nn.Module):
     def _draw_gate(self, t: Tensor) -> None:
         parse_gate_init("HGRU2", self.gate_init, self.dim).draw(t, self.dim)
 
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, H, K, K]``.
-
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        self._refuse_bidirectional("init_state()")
-        shape = (batch, self.num_heads, self.expand_ratio, self.expand_ratio)
-        return empty_state(self.out_proj.weight, *shape, device=device, dtype=dtype)
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one sequence's state: ``[H, K, K]``."""
+        return (self.num_heads, self.expand_ratio, self.expand_ratio)
 
     def forward(
         self,
@@ -245,7 +233,7 @@ class HGRU2(nn.Module):
         gamma = self._split_gamma(gamma)
         if state is not None:
             self._refuse_bidirectional("a state")
-            self._check_state(state)
+            self._check_state(state, x, cu_seqlens)
         q, f, v = self._project(x)
         if self.gumbel_gate is not None and self.training:
             f = gumbel_gate(f, self.gumbel_gate)
@@ -263,7 +251,7 @@ class HGRU2(nn.Module):
         self._refuse_bidirectional("step()")
         check_mixer_input("HGRU2.step", x, self.dim, time=False)
         gamma = self._split_gamma(gamma)
-        self._check_state(state)
+        self._check_state(state, x)
         o = ops.hgrn2_step(
             *self._project(x),
             gamma,
@@ -292,13 +280,6 @@ class HGRU2(nn.Module):
         decay, k = bounded_gate(f.double(), None if gamma is None else gamma.double())
         return head_mixing(activated(q, self.q_activation), k, decay.log(), self.scale)
 
-    def _refuse_bidirectional(self, what: str) -> None:
-        if self.bidirectional:
-            raise ValueError(
-                f"HGRU2: {what}: a bidirectional HGRU2 reads the whole sequence and has no state; "
-                "expected bidirectional=False"
-            )
-
     def _split_gamma(self, gamma: Tensor | None) -> Tensor | None:
         """The lower bound a head and channel ``[H, K]``."""
         if gamma is None:
@@ -306,11 +287,6 @@ class HGRU2(nn.Module):
         if gamma.dim() != 1 or gamma.size(0) != self.dim:
             raise ValueError(f"HGRU2: gamma: expected [dim={self.dim}]; got {tuple(gamma.shape)}")
         return gamma.unflatten(0, (self.num_heads, self.expand_ratio))
-
-    def _check_state(self, state: Tensor) -> None:
-        h, k = self.num_heads, self.expand_ratio
-        if state.dim() != 4 or state.shape[1:] != (h, k, k):
-            raise ValueError(f"HGRU2: state: expected [N, {h}, {k}, {k}]; got {tuple(state.shape)}")
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, f, v ``[..., H, K]``: views of one matrix product, but for an f with a bias of its

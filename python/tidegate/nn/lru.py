@@ -14,7 +14,6 @@ from ._common import (
     check_choice,
     check_mixer_input,
     check_positive,
-    empty_state,
     make_linear,
     normal_,
     reset_linear,
@@ -22,13 +21,13 @@ from ._common import (
     widen,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
+from ._states import TensorStateMixer
 from ._token_mixing import elementwise_mixing
 
 
-class _LinearRecurrentUnit(KeepsFloat32):
+class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
     """What LRU and SLRU share: everything but whether the state is complex."""
 
-    bidirectional = False
     takes_gamma = False
     needs_gamma = False
     _float32_names = ("nu_log", "theta_log", "gamma_log")
@@ -79,21 +78,10 @@ class _LinearRecurrentUnit(KeepsFloat32):
             normal_(self.skip_weight, 1.0)
         normal_(self.out_proj.weight, 1.0 / math.sqrt(self.state))
 
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, state_size]``.
-
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        weight = self.in_proj.weight
-        return empty_state(weight, batch, self.state_size, device=device, dtype=dtype)
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one sequence's state: ``[state]``, or ``[2 * state]`` when complex."""
+        return (self.state_size,)
 
     def forward(
         self,
@@ -111,7 +99,7 @@ class _LinearRecurrentUnit(KeepsFloat32):
         check_mixer_input(self._name, x, self.dim)
         self._refuse_gamma(gamma)
         if state is not None:
-            self._check_state(state)
+            self._check_state(state, x, cu_seqlens)
         h, state = self._scan(x, state, cu_seqlens)
         return self._output(h, x), state
 
@@ -120,7 +108,7 @@ class _LinearRecurrentUnit(KeepsFloat32):
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         check_mixer_input(f"{self._name}.step", x, self.dim, time=False)
         self._refuse_gamma(gamma)
-        self._check_state(state)
+        self._check_state(state, x)
         return self._output(self._scan_step(x, state), x)
 
     @torch.no_grad()
@@ -158,12 +146,6 @@ class _LinearRecurrentUnit(KeepsFloat32):
             raise ValueError(
                 f"{self._name}: gamma: expected None, since its decay has no lower bound; got a "
                 "tensor"
-            )
-
-    def _check_state(self, state: Tensor) -> None:
-        if state.dim() != 2 or state.size(-1) != self.state_size:
-            raise ValueError(
-                f"{self._name}: state: expected [N, {self.state_size}]; got {tuple(state.shape)}"
             )
 
 

@@ -16,14 +16,14 @@ from ._common import (
     check_mixer_input,
     check_positive,
     constant_,
-    empty_state,
     make_linear,
     reset_linear,
     wide_dtype,
 )
+from ._states import TensorStateMixer
 
 
-class RWKV4(KeepsFloat32):
+class RWKV4(KeepsFloat32, TensorStateMixer):
     """RWKV-4's token mixing: a mean of the values so far, whose weights decay, behind a gate::
 
         r, k, v = W_r x, W_k x, W_v x
@@ -53,7 +53,6 @@ class RWKV4(KeepsFloat32):
     Raises ValueError for options that are unknown.
     """
 
-    bidirectional = False
     takes_gamma = False
     needs_gamma = False
     gamma_size = 0
@@ -106,22 +105,10 @@ class RWKV4(KeepsFloat32):
             gates = [(j / self.dim) ** (0.5 * rest) for j in range(self.dim)]
             _write(self.mix, gates + keys + [m + 0.3 * self.depth for m in keys])
 
-    def init_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        capacity: int | None = None,
-    ) -> Tensor:
-        """The empty state of `batch` sequences: zeros ``[batch, 3, dim]``, or ``[batch, 4, dim]``
-        with time_shift.
-
-        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
-        capacity (tokens to come) is ignored: the state has one size.
-        """
-        weight = self.in_proj.weight
-        return empty_state(weight, batch, self._rows, self.dim, device=device, dtype=dtype)
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one sequence's state: ``[3, dim]``, or ``[4, dim]`` with time_shift."""
+        return (4 if self.time_shift else 3, self.dim)
 
     def forward(
         self,
@@ -140,7 +127,7 @@ class RWKV4(KeepsFloat32):
         self._refuse_gamma(gamma)
         last = None
         if state is not None:
-            self._check_state(state)
+            self._check_state(state, x, cu_seqlens)
             state, last = state[:, :3], state[:, 3:]
         before = None
         if self.time_shift:
@@ -156,16 +143,12 @@ class RWKV4(KeepsFloat32):
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         check_mixer_input("RWKV4.step", x, self.dim, time=False)
         self._refuse_gamma(gamma)
-        self._check_state(state)
+        self._check_state(state, x)
         r, k, v = self._project(x, state[:, 3].to(x.dtype) if self.time_shift else None)
         o = ops.wkv4_step(self.w_log.exp(), self.u, k, v, state[:, :3])
         if self.time_shift:
             state[:, 3].copy_(x)
         return self.out_proj(torch.sigmoid(r) * o)
-
-    @property
-    def _rows(self) -> int:
-        return 4 if self.time_shift else 3
 
     def _project(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, ...]:
         """r, k, v, of the token x and the one before."""
@@ -179,12 +162,6 @@ class RWKV4(KeepsFloat32):
         if gamma is not None:
             raise ValueError(
                 "RWKV4: gamma: expected None, since it has no lower bound; got a tensor"
-            )
-
-    def _check_state(self, state: Tensor) -> None:
-        if state.dim() != 3 or state.shape[1:] != (self._rows, self.dim):
-            raise ValueError(
-                f"RWKV4: state: expected [N, {self._rows}, {self.dim}]; got {tuple(state.shape)}"
             )
 
     def extra_repr(self) -> str:

@@ -1,0 +1,90 @@
+"""What mixers remember between calls: the state of one tensor, and what may come in as a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ._common import wide_dtype
+
+
+def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """N: how many sequences x ``[B, T, dim]`` holds."""
+    return x.size(0) if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+
+
+def empty_state(
+    weight: Tensor,
+    *shape: int,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Zeros for a running state: on the weight's device unless another is named, in fp32, or fp64
+    for a dtype (the weight's unless another is named) of float64."""
+    return torch.zeros(
+        shape,
+        device=weight.device if device is None else device,
+        dtype=wide_dtype(weight.dtype if dtype is None else dtype),
+    )
+
+
+def check_state(name: str, state: object, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises ValueError, beginning with `name` (module and state), unless `state` is a tensor of
+    this shape and dtype."""
+    if not isinstance(state, Tensor):
+        given = "None" if state is None else f"a {type(state).__name__}"
+        raise ValueError(f"{name}: expected {list(shape)}; got {given}")
+    if tuple(state.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected {list(shape)}; got {tuple(state.shape)}")
+    if state.dtype != dtype:
+        wanted, given = (str(d).removeprefix("torch.") for d in (dtype, state.dtype))
+        raise ValueError(f"{name}: expected {wanted}; got {given}")
+
+
+class TensorStateMixer(nn.Module):
+    """A token mixer whose state is one tensor, its shape documented with the class."""
+
+    bidirectional = False
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one sequence's state."""
+        raise NotImplementedError
+
+    def _own_weight(self) -> Tensor:
+        """A parameter whose device and dtype are the module's."""
+        return self.out_proj.weight
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+    ) -> Tensor:
+        """The empty state of `batch` sequences: zeros ``[batch, *state_shape]``.
+
+        device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
+        capacity (tokens to come) is ignored: the state has one size. Raises ValueError where the
+        mixer is bidirectional.
+        """
+        self._refuse_bidirectional("init_state()")
+        shape = (batch, *self.state_shape)
+        return empty_state(self._own_weight(), *shape, device=device, dtype=dtype)
+
+    def _check_state(self, state: object, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Raises ValueError unless `state` is one of x's sequences, as init_state() makes it."""
+        shape = (sequence_count(x, cu_seqlens), *self.state_shape)
+        dtype = wide_dtype(self._own_weight().dtype)
+        check_state(f"{type(self).__name__}: state", state, shape, dtype)
+
+    def _refuse_bidirectional(self, what: str) -> None:
+        if self.bidirectional:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name}: {what}: a bidirectional {name} reads the whole sequence and has no "
+                "state; expected bidirectional=False"
+            )

@@ -1,0 +1,134 @@
+"""States that do not fit are refused by the module, in its own words, alike in both languages."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tidegate.nn
+
+DIM = 8
+MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "HGRU": ("HGRU", {}),
+    "HGRU composed": ("HGRU", {"theta": "data"}),
+    "HGRU2": ("HGRU2", {"num_heads": 2}),
+    "GLA": ("GatedLinearAttention", {"num_heads": 2}),
+    "GLA normalised": (
+        "GatedLinearAttention",
+        {"num_heads": 2, "normalize": True, "feature_map": "relu"},
+    ),
+    "Attention": ("Attention", {"num_heads": 2}),
+    "ForgettingAttention": ("ForgettingAttention", {"num_heads": 2, "preset": "pro"}),
+    "GatedLinearRNN": ("GatedLinearRNN", {}),
+    "GatedRNN": ("GatedRNN", {}),
+    "LRU": ("LRU", {}),
+    "LRU gated": ("LRU", {"gate": "data"}),
+    "SLRU": ("SLRU", {}),
+    "RWKV4": ("RWKV4", {"time_shift": True}),
+}
+by_mixer = pytest.mark.parametrize("which", list(MIXERS))
+
+
+def make(which: str) -> list[Any]:
+    """The mixer, and its C++ twin where that was built for this Python."""
+    name, options = MIXERS[which]
+    mixers = [getattr(tidegate.nn, name)(DIM, **options)]
+    if importlib.util.find_spec("tidegate._cpp") is not None:
+        from tidegate import cpp
+
+        mixers.append(getattr(cpp, name)(DIM, **options))
+    return mixers
+
+
+def parts_of(state: Any) -> list[Tensor]:
+    return [state] if isinstance(state, Tensor) else list(state)
+
+
+def with_part(state: Any, place: int, part: Tensor) -> Any:
+    """The state with another tensor in one place."""
+    if isinstance(state, Tensor):
+        return part
+    parts = list(state)
+    parts[place] = part
+    return tuple(parts)
+
+
+def wrong_dtype(part: Tensor) -> Tensor:
+    return part.double() if part.is_floating_point() else part.float()
+
+
+def check_refused(which: str, state: Any, said: str, **keywords: Any) -> None:
+    """forward() and, where nothing is packed, step() refuse the state with the same words."""
+    packed = "cu_seqlens" in keywords
+    x = torch.zeros(1 if packed else 2, 4, DIM)
+    texts = []
+    for mixer in make(which):
+        with pytest.raises(ValueError, match=said) as caught:
+            mixer(x, state, **keywords)
+        texts.append(str(caught.value))
+        if not packed:
+            with torch.no_grad(), pytest.raises(ValueError, match=said) as caught:
+                mixer.step(x[:, 0], state)
+            texts.append(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    assert texts[0].startswith(f"{MIXERS[which][0]}: state: ")
+
+
+@by_mixer
+def test_a_state_of_other_sequences_is_refused(which):
+    mixer = make(which)[0]
+    check_refused(which, mixer.init_state(3, capacity=9), r"expected .*\[2, .*\]; got \(3, ")
+    bounds = torch.tensor([0, 1, 4, 4])
+    check_refused(
+        which,
+        mixer.init_state(2, capacity=9),
+        r"expected .*\[3, .*\]; got \(2, ",
+        cu_seqlens=bounds,
+    )
+
+
+@by_mixer
+def test_a_part_of_another_shape_or_dtype_is_refused(which):
+    state = make(which)[0].init_state(2, capacity=9)
+    for place, part in enumerate(parts_of(state)):
+        check_refused(which, with_part(state, place, part[None]), r"expected .*\]; got \(1, 2")
+        wrong = with_part(state, place, wrong_dtype(part))
+        check_refused(which, wrong, "expected (float|int)[0-9]+; got (float|int)[0-9]+$")
+
+
+@by_mixer
+def test_the_state_that_a_mixer_returns_fits(which):
+    bounds = torch.tensor([0, 1, 4, 4])
+    for mixer in make(which):
+        _, state = mixer(torch.randn(2, 4, DIM), mixer.init_state(2, capacity=9))
+        mixer(torch.randn(2, 4, DIM), state)
+        _, state = mixer(torch.randn(1, 4, DIM), mixer.init_state(3), cu_seqlens=bounds)
+        mixer(torch.randn(1, 4, DIM), state, cu_seqlens=bounds)
+        with torch.no_grad():
+            mixer.step(torch.randn(3, DIM), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@by_mixer
+def test_states_of_modules_in_other_dtypes_fit(which, dtype):
+    for mixer in make(which):
+        mixer = mixer.to(dtype)
+        state = mixer.init_state(2, capacity=9)
+        x = torch.randn(2, 4, DIM, dtype=dtype)
+        _, state = mixer(x, state)
+        with torch.no_grad():
+            mixer.step(x[:, 0], state)
+
+
+def test_an_absent_state_is_refused():
+    for which in ("HGRU", "HGRU2", "LRU", "RWKV4", "GatedRNN", "GatedLinearRNN"):
+        mixer = make(which)[0]
+        shape = ", ".join(map(str, mixer.state_shape))
+        with pytest.raises(ValueError, match=rf"state: expected \[2, {shape}\]; got None"):
+            mixer.step(torch.zeros(2, DIM), None)
+        with pytest.raises(ValueError, match=rf"state: expected \[2, {shape}\]; got a tuple"):
+            mixer.step(torch.zeros(2, DIM), (mixer.init_state(2),))
