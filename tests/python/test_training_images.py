@@ -91,6 +91,19 @@ def test_fashion_mnist_is_read_row_by_row(garments):
     assert [rows[tuple(ids.tolist())] for ids in batch.ids] == batch.labels.tolist()
 
 
+@pytest.mark.skipif(not FashionMnist.folder.is_dir(), reason="no dataset-fashion-mnist here")
+def test_fashion_mnist_as_debian_installs_it():
+    """Its size, its classes and the mean and deviation that are published for it."""
+    train, valid = FashionMnist.images()
+    assert (tuple(train.ids.shape), tuple(valid.ids.shape)) == ((60_000, 784), (10_000, 784))
+    assert (train.labels.bincount().tolist(), valid.labels.bincount().tolist()) == (
+        [6_000] * 10,
+        [1_000] * 10,
+    )
+    shades = train.ids.float() / 255
+    assert (round(shades.mean().item(), 4), round(shades.std().item(), 4)) == (0.2860, 0.3530)
+
+
 def test_more_pictures_than_there_are(garments):
     with pytest.raises(
         UserError, match="batch-size: fashion-mnist has 7 pictures to train on, got"
