@@ -65,7 +65,8 @@ struct GlaParams {
 };
 
 /// Gradients of GlaParams. A backward pass reads the inputs of the forward pass and nothing else:
-/// the states that it needs are computed again, into the workspace.
+/// the states that it needs are computed again, into the workspace. Until they are written, the
+/// gradients' rows are workspace too: they overlap no input.
 struct GlaBackwardParams {
   GlaParams forward = {};          // inputs, h0; plan and workspace of the backward pass
   HeadSeries d_o = {};             // [B, T, H, V] in q.dtype; strides may be zero

@@ -14,13 +14,17 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
   copy_rows_async(sh.d_o, at.rows.d_o, at.tokens, 0, columns);
   copy_rows_async(sh.values, at.rows.v, at.tokens, 0, columns);
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
-    // K of all blocks and Q of all but the first are adjacent here as there.
-    const char* from = a.factors.slice(at.slot, at.head, s) +
-                       ChunkFactors::key_tile(0) * kTileBytes + at.lane * 16;
-    char* to = sh.tile(s, kKeyTile) + at.lane * 16;
+    const auto copy = [&](int which, FactorSide side, int block) {
+      copy_async<16>(sh.tile(s, which) + at.lane * 16,
+                     a.factors.tile(at.rows.factors[side], s, block, at.lane * 16));
+    };
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks - 1; ++i) {
-      copy_async<16>(to + i * kTileBytes, from + i * kTileBytes);
+    for (int b = 0; b < kBlocks; ++b) {
+      copy(kKeyTile + b, kKeys, b);
+    }
+#pragma unroll
+    for (int b = 1; b < kBlocks; ++b) {
+      copy(kQueryTile + b - 1, kQueries, b);
     }
     if (at.lane < kBlocks * 4) {
       copy_async<16>(sh.decays(s, 0) + at.lane * 4,

@@ -22,30 +22,65 @@ enum ChunkTensor : int {
   kChunkTensors,
 };
 
+/// Which factors are meant.
+enum FactorSide : int { kQueries = 0, kKeys, kFactorSides };
+
+/// The rows that hold Q or K of one head of a sequence, a tile for every block and slice.
+class FactorRows {
+ public:
+  __device__ FactorRows(const HeadRows& lent, char* own, int row_bytes)
+      : lent_(lent), own_(own), row_bytes_(row_bytes) {}
+
+  /// Those of the chunk that starts at `first`.
+  __device__ NearRows of_chunk(int first, int tokens) const {
+    return tokens == kChunk ? NearRows(lent_, first) : NearRows(own_, row_bytes_);
+  }
+
+ private:
+  HeadRows lent_;
+  char* own_;
+  int row_bytes_;
+};
+
 /// Factors of every chunk, made once for all kernels that follow: with pre(t) and suf(t) as
 /// products of the decays of a block of 16 tokens, Q = q pre and K = k suf in bf16, the blocks'
 /// decays, and the scores of the tokens of a block.
+///
+/// Q and K take no memory of their own. A chunk's Q lie in its rows of dq, its K in those of dk, or
+/// of dgate where keys come from logits: as many bytes, and chunk_backward_kernel writes gradients
+/// there once it has read them. Only a chunk of less than 64 tokens, of which a sequence has at
+/// most one, has too few rows, and is given others.
 struct ChunkFactors {
-  char* tiles = nullptr;    // [slot][head][K / 16][8]: Q of block 0, K of 0 to 3, Q of 1 to 3
+  HeadSeries lent[kFactorSides] = {};
+  char* others = nullptr;   // [sequence][head][side][64][K]
   float* decays = nullptr;  // [slot][head][K / 16][4][16]
   uint4* scores = nullptr;  // [slot][head][4] tiles
   int64_t heads = 0;
   int key_slices = 0;
 
-  static constexpr int kTiles = 2 * kBlocks;
-  static constexpr int kSliceBytes = kTiles * kTileBytes;
   static constexpr int kSliceDecays = kBlocks * kBlock;
-  static __host__ __device__ constexpr int query_tile(int block) {
-    return block == 0 ? 0 : kBlocks + block;
-  }
-  static __host__ __device__ constexpr int key_tile(int block) { return 1 + block; }
 
-  int64_t tile_bytes(int64_t slots) const { return slots * heads * key_slices * kSliceBytes; }
+  __host__ __device__ int row_bytes() const { return key_slices * kSliceRowBytes; }
+  int64_t other_bytes(const SequenceLayout& layout) const {
+    const bool some = layout.offsets != nullptr || layout.time % kChunk != 0;
+    return some ? layout.sequences * heads * kFactorSides * kChunk * row_bytes() : 0;
+  }
   int64_t decay_bytes(int64_t slots) const { return slots * heads * key_slices * kSliceDecays * 4; }
   int64_t score_bytes(int64_t slots) const { return slots * heads * kBlocks * kTileBytes; }
 
-  __device__ char* slice(int slot, int head, int slice) const {
-    return tiles + ((slot * heads + head) * key_slices + slice) * kSliceBytes;
+  __device__ FactorRows rows(FactorSide side, const Sequence& seq, bool backwards, int head) const {
+    const int64_t at = (seq.index * heads + head) * kFactorSides + side;
+    return {HeadRows(lent[side], seq, backwards, head), others + at * kChunk * row_bytes(),
+            row_bytes()};
+  }
+  /// Byte `offset` of a tile. It takes pieces of 32 to 512 bytes of as many rows as it needs: those
+  /// are the powers of two that divide a row.
+  __device__ char* tile(const NearRows& rows, int slice, int block, int offset) const {
+    const int bits = min(__ffs(row_bytes()), __ffs(kTileBytes)) - 1;  // log2 of a piece
+    const int across = bits - (__ffs(kSliceRowBytes) - 1);            // log2 of slices in it
+    const int first = ((slice & ((1 << across) - 1)) * kBlocks + block) * (kTileBytes >> bits);
+    return rows.row(first + (offset >> bits)) + (slice >> across << bits) +
+           (offset & ((1 << bits) - 1));
   }
   __device__ float* slice_decays(int slot, int head, int slice) const {
     return decays + ((slot * heads + head) * key_slices + slice) * kSliceDecays;
@@ -68,16 +103,24 @@ struct ChunkBackward {
 /// of tensor i.
 struct ChunkRows {
   NearRows q, k, v, gate, d_o, dq, dk, dv, dgate;
+  NearRows factors[kFactorSides];
   int tokens;  // of the chunk; 0: nothing to do
 
   __device__ void find(const ChunkBackward& a, int slot, int head, int lane) {
+    if (lane >= kChunkTensors + kFactorSides) {
+      return;
+    }
+    const Cut cut = find_cut(a.chunks, slot);
+    const bool backwards = a.chunks.layout.reverse;
     if (lane < kChunkTensors) {
-      const Cut cut = find_cut(a.chunks, slot);
-      (&q)[lane] = NearRows(HeadRows(a.tensors[lane], cut.sequence, a.chunks.layout.reverse, head),
-                            cut.first);
-      if (lane == 0) {
-        tokens = cut.exists() ? cut.tokens : 0;
-      }
+      (&q)[lane] = NearRows(HeadRows(a.tensors[lane], cut.sequence, backwards, head), cut.first);
+    } else {
+      const auto side = static_cast<FactorSide>(lane - kChunkTensors);
+      factors[side] =
+          a.factors.rows(side, cut.sequence, backwards, head).of_chunk(cut.first, cut.tokens);
+    }
+    if (lane == 0) {
+      tokens = cut.exists() ? cut.tokens : 0;
     }
   }
 };

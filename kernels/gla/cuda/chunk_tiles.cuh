@@ -33,6 +33,7 @@ __device__ inline int channel_of_column(int column) {
 /// to
 /// 15. In memory as in shared memory.
 constexpr int kTileBytes = kBlock * kBlock * 2;
+constexpr int kSliceRowBytes = kBlock * 2;  // of one token
 
 /// Where eight columns of a row start, in bytes.
 __device__ inline int tile_offset(int row, int half) { return half * (kTileBytes / 2) + row * 16; }

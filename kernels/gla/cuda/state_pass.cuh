@@ -205,18 +205,19 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
 
   const StatePassShared sh(p.key_dim, kWhole ? kStateColumns : p.value_dim);
   const HeadRows values(kAdjoint ? pass.d_o : p.v, segment.sequence, p.layout.reverse, head);
+  const FactorRows factors =
+      pass.factors.rows(kAdjoint ? kQueries : kKeys, segment.sequence, p.layout.reverse, head);
   const int end = segment.first + segment.tokens;
   const auto chunk_of = [&](int i) { return kAdjoint ? chunks - 1 - i : i; };
   const auto fetch = [&](int i) {
     const int chunk = chunk_of(i), first = segment.first + chunk * kChunk;
     copy_rows_async(sh.values(shared, i & 1), NearRows(values, first), min(kChunk, end - first),
                     column0, columns);
-    const char* from = pass.factors.slice(first_chunk + chunk, head, slice) + lane * 16;
+    const NearRows rows = factors.of_chunk(first, min(kChunk, end - first));
     char* to = sh.slice(shared, i & 1, slice) + lane * 16;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int which = kAdjoint ? ChunkFactors::query_tile(b) : ChunkFactors::key_tile(b);
-      copy_async<16>(to + b * kTileBytes, from + which * kTileBytes);
+      copy_async<16>(to + b * kTileBytes, pass.factors.tile(rows, slice, b, lane * 16));
     }
     if (lane < ChunkFactors::kSliceDecays / 4) {
       copy_async<16>(to + StatePassShared::kSliceTiles,

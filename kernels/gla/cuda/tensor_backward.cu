@@ -54,19 +54,19 @@ int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
 
 /// Bytes of the parts of the workspace, those of states for one direction.
 struct Workspace {
-  int64_t tiles, decays, scores, states, segment_states, segment_decays;
+  int64_t factors, decays, scores, states, segment_states, segment_decays;
 
   Workspace(const GlaParams& p, int64_t chunk_slots, int64_t segment_slots)
       : states(chunk_slots * p.heads * p.key_dim * p.value_dim * 2),
         segment_states(segment_slots * p.heads * p.key_dim * p.value_dim * 4),
         segment_decays(segment_slots * p.heads * p.key_dim * 4) {
-    const ChunkFactors factors = {.heads = p.heads, .key_slices = slices(p.key_dim)};
-    tiles = factors.tile_bytes(chunk_slots);
-    decays = factors.decay_bytes(chunk_slots);
-    scores = factors.score_bytes(chunk_slots);
+    const ChunkFactors of = {.heads = p.heads, .key_slices = slices(p.key_dim)};
+    factors = of.other_bytes(p.layout);
+    decays = of.decay_bytes(chunk_slots);
+    scores = of.score_bytes(chunk_slots);
   }
   int64_t bytes() const {
-    return tiles + decays + scores + 2 * (states + segment_states + segment_decays);
+    return factors + decays + scores + 2 * (states + segment_states + segment_decays);
   }
 };
 
@@ -139,8 +139,12 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
     memory += bytes;
     return part;
   };
-  pass.factors = {take(space.tiles), reinterpret_cast<float*>(take(space.decays)),
-                  reinterpret_cast<uint4*>(take(space.scores)), p.heads, slices(p.key_dim)};
+  pass.factors = {{b.dq, p.gate_kind == GateKind::kLogit ? b.dgate : b.dk},
+                  take(space.factors),
+                  reinterpret_cast<float*>(take(space.decays)),
+                  reinterpret_cast<uint4*>(take(space.scores)),
+                  p.heads,
+                  slices(p.key_dim)};
   for (ChunkStates& states : pass.states) {
     states = {reinterpret_cast<uint4*>(take(space.states)), p.heads, slices(p.key_dim),
               slices(p.value_dim)};
