@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import require_cuda
 from fuzz import check_case
 from support import cases, gla_cases, oracle
 from support import op_properties as properties
@@ -440,3 +441,30 @@ def test_offsets_on_the_cpu_are_accepted(device: str) -> None:
         found = call(case, {**arguments, "cu_seqlens": arguments["cu_seqlens"].cpu()})
         for left, right in zip(found, expected, strict=True):
             assert torch.equal(left, right)
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 4096, 16), (1, 65536, 12), (2, 4097, 16)], ids=str)
+def test_memory_of_both_passes(shape: tuple[int, int, int]) -> None:
+    """Half of the 7424 bytes a row and head that fla 0.6's chunk_gla takes at K = V = 128, inputs,
+    results and gradients included (benchmarks/results/peers_gla_h200.json)."""
+    require_cuda()
+    batch, time, heads = shape
+    torch.manual_seed(0)
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    draw = (batch, time, heads, 128)
+    q, k, v, log_f = (torch.randn(draw, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    arguments = [t.requires_grad_() for t in (q, k, v, log_f.abs_().neg_())]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    o, _ = ops.gated_linear_attention(*arguments)
+    torch.autograd.grad(o, arguments, torch.ones_like(o))
+    torch.cuda.synchronize()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    # A chunk of less than 64 tokens, the last one here, has the workspace of a whole one.
+    rows = batch * heads * -(-time // 64) * 64
+    print(f"{shape}: {peak / rows:.0f} bytes a row and head")
+    assert peak <= rows * 7424 // 2
