@@ -58,6 +58,11 @@ class Job(NamedTuple):
     rate: float
     seed: int
 
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Job:
+        """The job that a row of the JSON is of."""
+        return cls(row["length"], row["width"], row["mixer"], row["learning_rate"], row["seed"])
+
 
 def model_config(mixer: str, width: int, vocabulary: int, gate_init: str | None) -> LMConfig:
     """The recipe's model in another width: HGRN with a real state as wide as the model, HGRN2 with
@@ -223,7 +228,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         for rate in arguments.rates
         for length in sorted(arguments.lengths, reverse=True)
         for width in sorted(arguments.widths, reverse=True)
-        for mixer in MIXERS
+        for mixer in arguments.mixers
     ]
     devices = sweep.places(arguments.device)
     places = [Place(device) for _ in range(arguments.at_once) for device in devices]
@@ -233,11 +238,15 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     pool = Pool(arguments.examples)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
+    earlier: list[dict[str, Any]] = []
+    if arguments.add:
+        earlier = json.loads(arguments.add.read_text(encoding="utf-8"))["runs"]
+    earlier = [row for row in earlier if Job.of(row) not in jobs]
 
     def finish(row: dict[str, Any]) -> None:
         print(describe(row), file=sys.stderr, flush=True)
         rows.append({**row, "machine": machine})
-        runs = [{name: row[name] for name in row if name != "machine"} for row in rows]
+        runs = [{name: row[name] for name in row if name != "machine"} for row in rows] + earlier
         order = ("length", "width", "mixer", "learning_rate", "seed")
         runs.sort(key=lambda row: [row[name] for name in order])
         result.update(
@@ -343,7 +352,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", type=Path, help="write the sweep here")
     add("--plot", type=Path, help="draw accuracy by width here")
+    add("--add", type=Path, help="JSON of this script: its runs join those that are not run here")
     add("--from-json", type=Path, help="draw an earlier sweep instead of running one")
+    add("--mixers", nargs="+", choices=MIXERS, default=MIXERS)
     add("--widths", type=int, nargs="+", default=WIDTHS)
     add("--lengths", type=int, nargs="+", default=LENGTHS)
     add("--rates", type=float, nargs="+", default=RATES)

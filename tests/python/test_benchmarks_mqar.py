@@ -69,6 +69,17 @@ def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path):
     assert (tmp_path / "again.png").read_bytes() == drawn
 
 
+def test_runs_of_an_earlier_sweep_join(tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    tiny = ("--device", "cpu", "--lengths", 16, "--widths", 64, "--rates", 1e-2, "--score-every", 1)
+    tiny += ("--tokens", 32, "--examples", 4)
+    assert run(*tiny, "--seeds", 1, 2, "--steps", 1, "--json", first).returncode == 0
+    again = ("--seeds", 2, 3, "--steps", 2, "--add", first, "--json", second)
+    assert run(*tiny, *again).returncode == 0
+    rows = json.loads(second.read_text(encoding="utf-8"))["runs"]
+    assert [(row["seed"], row["steps"]) for row in rows] == [(1, 1), (2, 2), (3, 2)] * 2
+
+
 def test_a_sweep_without_time_says_so(tmp_path):
     table = tmp_path / "mqar.json"
     done = run("--device", "cpu", "--limit-minutes", -1, "--json", table)
