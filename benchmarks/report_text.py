@@ -58,7 +58,7 @@ def fox_text_section(record: Record) -> list[str]:
     runs, machine, data = record["runs"], record["machine"], record["data"]
     length = max(runs[0]["per_token"]["perplexity"], key=int)
     commit = record["commit"]
-    if later := record.get("later"):  # models that were run once more
+    for later in record.get("later", ()):  # models that were run once more
         named = " and ".join(run["name"] for run in runs if run["model"] in later["models"])
         commit += f", {named} {later['commit'][:12]}"
     where = (
