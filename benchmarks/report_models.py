@@ -8,7 +8,7 @@ MODEL_PARTS = ("forward", "backward", "optimizer")
 MODELS_HEAD = (
     "mixer",
     "context",
-    "parameters",
+    "parameters, of the Transformer's",
     "training, tokens/s",
     "of the Transformer's",
     "step: forward + backward + optimiser",
@@ -62,8 +62,12 @@ def models_row(row: Record) -> list[str]:
 def models_where(record: Record) -> str:
     machine = record["machine"]
     tokens = f"{record['tokens']} tokens a step at every context"
+    plain = record["rows"][0]  # the Transformer
+    size = (
+        f"{record['size']} ({plain['layers']} layers, {plain['parameters'] / 1e6:.0f}M parameters)"
+    )
     return (
-        f"Size {record['size']}, {record['precision']}, {tokens}; {machine['name']}, "
+        f"Size {size}, {record['precision']}, {tokens}; {machine['name']}, "
         f"{machine['threads']} threads, torch {machine['torch']}, commit {record['commit']}, "
         f"{record['date']}"
     )
@@ -78,8 +82,13 @@ def models_readme(record: Record) -> list[str]:
     columns = (0, 1, 2, 3, 4, 6, 7, 8)
     cut = [[cells[i] for i in columns] for cells in shown]
     head = [MODELS_HEAD[i] for i in columns]
-    where = f"`bench_models`: training steps and decoding. {models_where(record)}:"
-    return [where, "", *table(head, cut), ""]
+    batch = next(row["batch"] for row in record["rows"] if row["context"] == longest)
+    where = (
+        f"`bench_models`: training steps, and decoding at batch {batch}. {models_where(record)}:"
+    )
+    apart = [note for note in record.get("notes", []) if "later run" in note]
+    lines = [where, "", *table(head, cut), ""]
+    return [*lines, *apart, ""] if apart else lines
 
 
 def models_page(record: Record) -> list[str]:

@@ -62,7 +62,7 @@ GPU_HEAD = ("work", "direction", "time", "GB/s", "of copy speed", "aim", "fastes
 def cpu_where(record: Record) -> str:
     """What was measured, and where."""
     return (
-        f"`{record['work']}`, {record['direction']}, {record['machine']['device_name']}, "
+        f"`{record['work'].strip()}`, {record['direction']}, {record['machine']['device_name']}, "
         f"{record['threads']} threads, load average {record['load_average']:.1f}, "
         f"torch {record['versions']['torch']}, commit {record['commit']}, {record['date']}:"
     )

@@ -79,7 +79,8 @@ def _add_train(commands: Any) -> None:
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
     add(
         "--recipe",
-        help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, fox-760m, fox-360m, demo",
+        help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, mqar, "
+        "fox-760m, fox-360m, demo",
     )
     add("--quiet", action="store_true", default=False, help="no progress bar")
 

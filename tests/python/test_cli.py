@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,16 @@ def test_help_names_the_commands(capsys):
     out = capsys.readouterr().out
     for name in ("train", "eval", "generate", "plot", "bench", "info", "demo"):
         assert name in out
+
+
+def test_help_names_every_recipe_and_task(capsys):
+    from tidegate.training import recipes
+    from tidegate.training.tasks import TASKS
+
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    words = re.findall(r"[a-z0-9-]+", re.sub(r"-\n\s+", "-", capsys.readouterr().out))
+    assert {*recipes(), *TASKS} <= set(words)
 
 
 def test_another_mixer_than_the_recipes_has_its_own_options(tmp_path, text):

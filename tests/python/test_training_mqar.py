@@ -153,7 +153,7 @@ def test_the_recipe_trains(tmp_path):
         "gate_init": "chrono:512",
     }
     assert (train["optimizer"], train["weight_decay"], train["decay"]) == ("adamw", 0.1, "all")
-    assert (train["schedule"], train["warmup_fraction"], train["lr"]) == ("cosine", 0.1, 3e-3)
+    assert (train["schedule"], train["warmup_fraction"], train["lr"]) == ("cosine", 0.1, 6e-3)
 
 
 @pytest.mark.parametrize(

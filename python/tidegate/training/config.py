@@ -264,7 +264,7 @@ def recipes() -> dict[str, Recipe]:
             train={
                 "batch_size": 64,
                 "steps": 3_000,
-                "lr": 3e-3,
+                "lr": 6e-3,
                 "schedule": "cosine",
                 "warmup_fraction": 0.1,
                 "optimizer": "adamw",
