@@ -49,13 +49,16 @@ __all__ = [
 
 
 def _offsets_on(
-    op: str, cu_seqlens: Tensor | None, device: torch.device, name: str = "cu_seqlens"
+    op: str, cu_seqlens: Tensor | None, data: Tensor, name: str = "cu_seqlens"
 ) -> Tensor | None:
-    """``cu_seqlens``, copied to ``device`` when it is on the CPU."""
+    """``cu_seqlens``, copied to the data's device when it is on the CPU."""
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         kind = type(cu_seqlens).__name__
         raise RuntimeError(f"{op}: {name} must be a tensor of int32 or int64, got {kind}")
-    if cu_seqlens is None or cu_seqlens.device == device or cu_seqlens.device.type != "cpu":
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu" or data is None:
+        return cu_seqlens  # without data the op says so
+    device = data.device
+    if device == cu_seqlens.device:
         return cu_seqlens
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -69,7 +72,7 @@ def packed_bounds(owner: str, x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     For modules that read them outside an op: the checks are the ops', in the name of `owner`.
     """
-    cu_seqlens = _offsets_on(owner, cu_seqlens, x.device)
+    cu_seqlens = _offsets_on(owner, cu_seqlens, x)
     return torch.ops.tidegate.packed_bounds(x, cu_seqlens, owner)
 
 
@@ -102,7 +105,7 @@ def linear_scan(
     Cost O(B T D): reads x and a once, writes h once. Accumulates in the state's dtype; bitwise
     deterministic; training keeps a, h0 and h.
     """
-    cu_seqlens = _offsets_on("linear_scan", cu_seqlens, x.device)
+    cu_seqlens = _offsets_on("linear_scan", cu_seqlens, x)
     return torch.ops.tidegate.linear_scan(x, a, h0, reverse, cu_seqlens)
 
 
@@ -157,7 +160,7 @@ def gated_rnn(
     w_zh, h0, h and the gate's logits in the state's dtype. Cost O(B T D^2), one token after
     another.
     """
-    cu_seqlens = _offsets_on("gated_rnn", cu_seqlens, x.device)
+    cu_seqlens = _offsets_on("gated_rnn", cu_seqlens, x)
     return torch.ops.tidegate.gated_rnn(z, x, w_zh, h0, cu_seqlens)
 
 
@@ -171,7 +174,7 @@ def gated_rnn_with_logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`gated_rnn`, and what its gates are sigmoids of, ``z_t + W_zh h_{t-1}``: [B, T, D] in
     the state's dtype. For those who look into the gate (`tidegate.nn.GatedRNN.gate_logits`)."""
-    cu_seqlens = _offsets_on("gated_rnn_with_logits", cu_seqlens, x.device)
+    cu_seqlens = _offsets_on("gated_rnn_with_logits", cu_seqlens, x)
     return torch.ops.tidegate.gated_rnn_with_logits(z, x, w_zh, h0, cu_seqlens)
 
 
@@ -231,7 +234,7 @@ def hgru(
     Cost O(B T D): reads c and f once, writes h once. Accumulates in the state's dtype; bitwise
     deterministic; training keeps the inputs and h.
     """
-    cu_seqlens = _offsets_on("hgru", cu_seqlens, c.device)
+    cu_seqlens = _offsets_on("hgru", cu_seqlens, c)
     return torch.ops.tidegate.hgru(c, f, gamma, theta, h0, activation, reverse, cu_seqlens)
 
 
@@ -301,7 +304,7 @@ def lru_scan(
     Cost O(B T D): reads x once, writes h once. Accumulates in the state's dtype, with a lambda that
     keeps more digits than it; bitwise deterministic; training keeps the inputs and h.
     """
-    cu_seqlens = _offsets_on("lru_scan", cu_seqlens, x.device)
+    cu_seqlens = _offsets_on("lru_scan", cu_seqlens, x)
     return torch.ops.tidegate.lru_scan(x, nu_log, theta_log, gamma_log, h0, reverse, cu_seqlens)
 
 
@@ -362,7 +365,7 @@ def gated_linear_attention(
     state's dtype; bitwise deterministic; training keeps the inputs only and computes the states
     again. Any strides with a unit last one are read in place.
     """
-    cu_seqlens = _offsets_on("gated_linear_attention", cu_seqlens, q.device)
+    cu_seqlens = _offsets_on("gated_linear_attention", cu_seqlens, q)
     return torch.ops.tidegate.gated_linear_attention(q, k, v, log_f, h0, scale, reverse, cu_seqlens)
 
 
@@ -429,7 +432,7 @@ def hgrn2(
     either. Exact for any gate. Cost O(B T H K V). Accumulates in the state's dtype; bitwise
     deterministic; training keeps the inputs only and computes the states again.
     """
-    cu_seqlens = _offsets_on("hgrn2", cu_seqlens, q.device)
+    cu_seqlens = _offsets_on("hgrn2", cu_seqlens, q)
     return torch.ops.tidegate.hgrn2(
         q, f, v, gamma, h0, scale, q_activation, v_activation, reverse, cu_seqlens
     )
@@ -514,8 +517,8 @@ def forgetting_attention(
     ``torch.use_deterministic_algorithms(True)``, while its default may add up dq with atomics.
     Training keeps the inputs, o and lse. Any strides with a unit last one are read in place.
     """
-    cu_seqlens = _offsets_on("forgetting_attention", cu_seqlens, q.device)
-    cu_seqlens_k = _offsets_on("forgetting_attention", cu_seqlens_k, q.device, "cu_seqlens_k")
+    cu_seqlens = _offsets_on("forgetting_attention", cu_seqlens, q)
+    cu_seqlens_k = _offsets_on("forgetting_attention", cu_seqlens_k, q, "cu_seqlens_k")
     o, lse = torch.ops.tidegate.forgetting_attention(
         q, k, v, log_f, scale, window, cu_seqlens, cu_seqlens_k, prune
     )
@@ -610,7 +613,7 @@ def wkv4(
     and v once, writes o once. Accumulates in the state's dtype; bitwise deterministic; training
     keeps the inputs and, for every eighth token, the state that enters it.
     """
-    cu_seqlens = _offsets_on("wkv4", cu_seqlens, k.device)
+    cu_seqlens = _offsets_on("wkv4", cu_seqlens, k)
     return torch.ops.tidegate.wkv4(w, u, k, v, state, cu_seqlens)
 
 

@@ -78,6 +78,12 @@ at::ScalarType single_type(at::ScalarType dtype) {
   return at::isComplexType(dtype) ? at::kComplexFloat : at::kFloat;
 }
 
+void check_given(const char* op, std::initializer_list<Named> arguments) {
+  for (const Named& argument : arguments) {
+    check_given(op, argument.name, argument.tensor);
+  }
+}
+
 void check_given(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined(), op, ": ", name, " must be a tensor, got an undefined one");
 }

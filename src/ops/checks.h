@@ -40,7 +40,14 @@ at::ScalarType state_type(at::ScalarType dtype);
 /// data's precision: float32, complex64 for complex types.
 at::ScalarType single_type(at::ScalarType dtype);
 
-/// For the C++ functions: the dispatcher has no name for an undefined tensor.
+struct Named {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+/// What an op cannot do without. C++ functions and autograd's functions call it first: neither the
+/// dispatcher nor torch::autograd::Function has a name for an undefined tensor (Python's None).
+void check_given(const char* op, std::initializer_list<Named> arguments);
 void check_given(const char* op, const char* name, const at::Tensor& tensor);
 
 /// "op: name must be float32, float64, ..., got int64".

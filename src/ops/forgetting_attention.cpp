@@ -397,6 +397,7 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_f,
     std::optional<double> scale, std::optional<int64_t> window, const OptionalTensor& cu_seqlens,
     const OptionalTensor& cu_seqlens_k, std::optional<double> prune) {
+  check_given(kName, {{"q", q}, {"k", k}, {"v", v}, {"log_f", log_f}});
   check_differentiable(kName, {q, k, v, log_f});
   const variable_list results =
       AttentionFunction::apply(q, k, v, log_f, scale, window, cu_seqlens, cu_seqlens_k, prune);
@@ -460,10 +461,7 @@ std::tuple<at::Tensor, at::Tensor> forgetting_attention(
     std::optional<double> scale, std::optional<int64_t> window,
     const std::optional<at::Tensor>& cu_seqlens, const std::optional<at::Tensor>& cu_seqlens_k,
     std::optional<double> prune) {
-  ops::check_given(ops::kName, "q", q);
-  ops::check_given(ops::kName, "k", k);
-  ops::check_given(ops::kName, "v", v);
-  ops::check_given(ops::kName, "log_f", log_f);
+  ops::check_given(ops::kName, {{"q", q}, {"k", k}, {"v", v}, {"log_f", log_f}});
   return ops::call_op<&ops::forward_kernel>(
       "tidegate::forgetting_attention", q, k, v, log_f, scale, window,
       ops::offsets_on(ops::kName, cu_seqlens, q.device()),
@@ -474,11 +472,11 @@ at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_ca
                                      const at::Tensor& v_cache, const at::Tensor& gate_cache,
                                      const at::Tensor& lengths, std::optional<double> scale,
                                      std::optional<int64_t> window) {
-  ops::check_given(ops::kStepName, "q", q);
-  ops::check_given(ops::kStepName, "k_cache", k_cache);
-  ops::check_given(ops::kStepName, "v_cache", v_cache);
-  ops::check_given(ops::kStepName, "gate_cache", gate_cache);
-  ops::check_given(ops::kStepName, "lengths", lengths);
+  ops::check_given(ops::kStepName, {{"q", q},
+                                    {"k_cache", k_cache},
+                                    {"v_cache", v_cache},
+                                    {"gate_cache", gate_cache},
+                                    {"lengths", lengths}});
   return ops::call_op<&ops::step_kernel>("tidegate::forgetting_attention_step", q, k_cache, v_cache,
                                          gate_cache, lengths, scale, window);
 }

@@ -125,6 +125,7 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& q, const a
                                                     const OptionalTensor& h0, double scale,
                                                     bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
+  check_given(kName, {{"q", q}, {"k", k}, {"v", v}, {"log_f", log_f}});
   check_differentiable(kName, {q, k, v, log_f, h0.value_or(at::Tensor())});
   const variable_list results = GlaFunction::apply(q, k, v, log_f, h0, scale, reverse, cu_seqlens);
   return {results[0], results[1]};
@@ -184,10 +185,7 @@ std::tuple<at::Tensor, at::Tensor> gated_linear_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_f,
     const std::optional<at::Tensor>& h0, double scale, bool reverse,
     const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given(ops::kName, "q", q);
-  ops::check_given(ops::kName, "k", k);
-  ops::check_given(ops::kName, "v", v);
-  ops::check_given(ops::kName, "log_f", log_f);
+  ops::check_given(ops::kName, {{"q", q}, {"k", k}, {"v", v}, {"log_f", log_f}});
   return ops::call_op<&ops::forward_kernel>("tidegate::gated_linear_attention", q, k, v, log_f, h0,
                                             scale, reverse,
                                             ops::offsets_on(ops::kName, cu_seqlens, q.device()));
@@ -196,11 +194,8 @@ std::tuple<at::Tensor, at::Tensor> gated_linear_attention(
 at::Tensor gated_linear_attention_step(const at::Tensor& q, const at::Tensor& k,
                                        const at::Tensor& v, const at::Tensor& log_f,
                                        at::Tensor state, double scale) {
-  ops::check_given(ops::kStepName, "q", q);
-  ops::check_given(ops::kStepName, "k", k);
-  ops::check_given(ops::kStepName, "v", v);
-  ops::check_given(ops::kStepName, "log_f", log_f);
-  ops::check_given(ops::kStepName, "state", state);
+  ops::check_given(ops::kStepName,
+                   {{"q", q}, {"k", k}, {"v", v}, {"log_f", log_f}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::gated_linear_attention_step", q, k, v, log_f,
                                          state, scale);
 }

@@ -351,6 +351,7 @@ class GatedRnnFunction : public torch::autograd::Function<GatedRnnFunction> {
 /// The gate's logits are kept for a backward pass only where there can be one.
 TwoTensors forward_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
                             const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+  check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
   check_differentiable("gated_rnn", {z, x, w_zh, h0.value_or(at::Tensor())});
   const bool is_recorded =
       c10::GradMode::is_enabled() && (z.requires_grad() || x.requires_grad() ||
@@ -432,19 +433,14 @@ std::tuple<at::Tensor, at::Tensor> gated_rnn(const at::Tensor& z, const at::Tens
                                              const at::Tensor& w_zh,
                                              const std::optional<at::Tensor>& h0,
                                              const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("gated_rnn", "z", z);
-  ops::check_given("gated_rnn", "x", x);
-  ops::check_given("gated_rnn", "w_zh", w_zh);
+  ops::check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
   return ops::call_op<&ops::forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0,
                                             ops::offsets_on("gated_rnn", cu_seqlens, x.device()));
 }
 
 at::Tensor gated_rnn_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
                           at::Tensor state) {
-  ops::check_given("gated_rnn_step", "z", z);
-  ops::check_given("gated_rnn_step", "x", x);
-  ops::check_given("gated_rnn_step", "w_zh", w_zh);
-  ops::check_given("gated_rnn_step", "state", state);
+  ops::check_given("gated_rnn_step", {{"z", z}, {"x", x}, {"w_zh", w_zh}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::gated_rnn_step", z, x, w_zh, state);
 }
 

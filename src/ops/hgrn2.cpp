@@ -155,6 +155,7 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& q, const at::Tensor& f, const at::Tensor& v, const OptionalTensor& gamma,
     const OptionalTensor& h0, double scale, std::string_view q_activation,
     std::string_view v_activation, bool reverse, const OptionalTensor& cu_seqlens) {
+  check_given(kName, {{"q", q}, {"f", f}, {"v", v}});
   const at::Tensor none;
   check_differentiable(kName, {q, f, v, gamma.value_or(none), h0.value_or(none)});
   const variable_list results = Hgrn2Function::apply(q, f, v, gamma, h0, scale, q_activation,
@@ -222,9 +223,7 @@ std::tuple<at::Tensor, at::Tensor> hgrn2(const at::Tensor& q, const at::Tensor& 
                                          std::string_view q_activation,
                                          std::string_view v_activation, bool reverse,
                                          const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given(ops::kName, "q", q);
-  ops::check_given(ops::kName, "f", f);
-  ops::check_given(ops::kName, "v", v);
+  ops::check_given(ops::kName, {{"q", q}, {"f", f}, {"v", v}});
   return ops::call_op<&ops::forward_kernel>("tidegate::hgrn2", q, f, v, gamma, h0, scale,
                                             q_activation, v_activation, reverse,
                                             ops::offsets_on(ops::kName, cu_seqlens, q.device()));
@@ -233,10 +232,7 @@ std::tuple<at::Tensor, at::Tensor> hgrn2(const at::Tensor& q, const at::Tensor& 
 at::Tensor hgrn2_step(const at::Tensor& q, const at::Tensor& f, const at::Tensor& v,
                       const std::optional<at::Tensor>& gamma, at::Tensor state, double scale,
                       std::string_view q_activation, std::string_view v_activation) {
-  ops::check_given(ops::kStepName, "q", q);
-  ops::check_given(ops::kStepName, "f", f);
-  ops::check_given(ops::kStepName, "v", v);
-  ops::check_given(ops::kStepName, "state", state);
+  ops::check_given(ops::kStepName, {{"q", q}, {"f", f}, {"v", v}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::hgrn2_step", q, f, v, gamma, state, scale,
                                          q_activation, v_activation);
 }

@@ -70,7 +70,9 @@ c10::SymInt check_data(const Reference& data, const at::Tensor& f, bool complex,
                     data.tensor.sym_sizes());
   }
   const c10::SymInt channels = complex ? width / 2 : width;
-  const std::string like = std::string(" like ") + data.name;
+  const std::string like = complex ? std::string(" (theta is given: ") + data.name +
+                                         " is [Re | Im], f has half its width)"
+                                   : std::string(" like ") + data.name;
   if (step) {
     check_shape(data.op, "f", f, "[B, D]", {sizes[0], channels}, like);
   } else {
@@ -330,6 +332,7 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& c, const a
                                                     const OptionalTensor& h0,
                                                     std::string_view activation, bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
+  check_given("hgru", {{"c", c}, {"f", f}});
   const at::Tensor none;
   check_differentiable("hgru",
                        {c, f, gamma.value_or(none), theta.value_or(none), h0.value_or(none)});
@@ -397,8 +400,7 @@ std::tuple<at::Tensor, at::Tensor> hgru(const at::Tensor& c, const at::Tensor& f
                                         const std::optional<at::Tensor>& h0,
                                         std::string_view activation, bool reverse,
                                         const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("hgru", "c", c);
-  ops::check_given("hgru", "f", f);
+  ops::check_given("hgru", {{"c", c}, {"f", f}});
   return ops::call_op<&ops::forward_kernel>("tidegate::hgru", c, f, gamma, theta, h0, activation,
                                             reverse,
                                             ops::offsets_on("hgru", cu_seqlens, c.device()));
@@ -407,9 +409,7 @@ std::tuple<at::Tensor, at::Tensor> hgru(const at::Tensor& c, const at::Tensor& f
 at::Tensor hgru_step(const at::Tensor& c, const at::Tensor& f,
                      const std::optional<at::Tensor>& gamma, const std::optional<at::Tensor>& theta,
                      at::Tensor state, std::string_view activation) {
-  ops::check_given("hgru_step", "c", c);
-  ops::check_given("hgru_step", "f", f);
-  ops::check_given("hgru_step", "state", state);
+  ops::check_given("hgru_step", {{"c", c}, {"f", f}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::hgru_step", c, f, gamma, theta, state,
                                          activation);
 }

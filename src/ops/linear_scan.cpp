@@ -268,6 +268,7 @@ class LinearScanFunction : public torch::autograd::Function<LinearScanFunction> 
 std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& x, const at::Tensor& a,
                                                     const OptionalTensor& h0, bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
+  check_given("linear_scan", {{"x", x}, {"a", a}});
   check_differentiable("linear_scan", {x, a, h0.value_or(at::Tensor())});
   const variable_list results = LinearScanFunction::apply(x, a, h0, reverse, cu_seqlens);
   return {results[0], results[1]};
@@ -318,16 +319,13 @@ namespace tidegate {
 std::tuple<at::Tensor, at::Tensor> linear_scan(const at::Tensor& x, const at::Tensor& a,
                                                const std::optional<at::Tensor>& h0, bool reverse,
                                                const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("linear_scan", "x", x);
-  ops::check_given("linear_scan", "a", a);
+  ops::check_given("linear_scan", {{"x", x}, {"a", a}});
   return ops::call_op<&ops::forward_kernel>("tidegate::linear_scan", x, a, h0, reverse,
                                             ops::offsets_on("linear_scan", cu_seqlens, x.device()));
 }
 
 at::Tensor linear_scan_step(const at::Tensor& x, const at::Tensor& a, at::Tensor state) {
-  ops::check_given("linear_scan_step", "x", x);
-  ops::check_given("linear_scan_step", "a", a);
-  ops::check_given("linear_scan_step", "state", state);
+  ops::check_given("linear_scan_step", {{"x", x}, {"a", a}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::linear_scan_step", x, a, state);
 }
 

@@ -313,6 +313,7 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& x, const a
                                                     const at::Tensor& gamma_log,
                                                     const OptionalTensor& h0, bool reverse,
                                                     const OptionalTensor& cu_seqlens) {
+  check_given("lru_scan", {{"x", x}, {"nu_log", nu_log}, {"gamma_log", gamma_log}});
   const at::Tensor none;
   check_differentiable("lru_scan",
                        {x, nu_log, theta_log.value_or(none), gamma_log, h0.value_or(none)});
@@ -374,9 +375,7 @@ std::tuple<at::Tensor, at::Tensor> lru_scan(const at::Tensor& x, const at::Tenso
                                             const at::Tensor& gamma_log,
                                             const std::optional<at::Tensor>& h0, bool reverse,
                                             const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("lru_scan", "x", x);
-  ops::check_given("lru_scan", "nu_log", nu_log);
-  ops::check_given("lru_scan", "gamma_log", gamma_log);
+  ops::check_given("lru_scan", {{"x", x}, {"nu_log", nu_log}, {"gamma_log", gamma_log}});
   return ops::call_op<&ops::forward_kernel>("tidegate::lru_scan", x, nu_log, theta_log, gamma_log,
                                             h0, reverse,
                                             ops::offsets_on("lru_scan", cu_seqlens, x.device()));
@@ -385,10 +384,8 @@ std::tuple<at::Tensor, at::Tensor> lru_scan(const at::Tensor& x, const at::Tenso
 at::Tensor lru_scan_step(const at::Tensor& x, const at::Tensor& nu_log,
                          const std::optional<at::Tensor>& theta_log, const at::Tensor& gamma_log,
                          at::Tensor state) {
-  ops::check_given("lru_scan_step", "x", x);
-  ops::check_given("lru_scan_step", "nu_log", nu_log);
-  ops::check_given("lru_scan_step", "gamma_log", gamma_log);
-  ops::check_given("lru_scan_step", "state", state);
+  ops::check_given("lru_scan_step",
+                   {{"x", x}, {"nu_log", nu_log}, {"gamma_log", gamma_log}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::lru_scan_step", x, nu_log, theta_log, gamma_log,
                                          state);
 }

@@ -325,6 +325,7 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& w, const a
                                                     const at::Tensor& k, const at::Tensor& v,
                                                     const OptionalTensor& state,
                                                     const OptionalTensor& cu_seqlens) {
+  check_given("wkv4", {{"w", w}, {"u", u}, {"k", k}, {"v", v}});
   const std::array<at::Tensor, 5> tensors = {w, u, k, v, state.value_or(at::Tensor())};
   check_differentiable("wkv4", {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4]});
   if (!asks_for_gradient(tensors)) {
@@ -401,21 +402,14 @@ std::tuple<at::Tensor, at::Tensor> wkv4(const at::Tensor& w, const at::Tensor& u
                                         const at::Tensor& k, const at::Tensor& v,
                                         const std::optional<at::Tensor>& state,
                                         const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("wkv4", "w", w);
-  ops::check_given("wkv4", "u", u);
-  ops::check_given("wkv4", "k", k);
-  ops::check_given("wkv4", "v", v);
+  ops::check_given("wkv4", {{"w", w}, {"u", u}, {"k", k}, {"v", v}});
   return ops::call_op<&ops::forward_kernel>("tidegate::wkv4", w, u, k, v, state,
                                             ops::offsets_on("wkv4", cu_seqlens, k.device()));
 }
 
 at::Tensor wkv4_step(const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
                      const at::Tensor& v, at::Tensor state) {
-  ops::check_given("wkv4_step", "w", w);
-  ops::check_given("wkv4_step", "u", u);
-  ops::check_given("wkv4_step", "k", k);
-  ops::check_given("wkv4_step", "v", v);
-  ops::check_given("wkv4_step", "state", state);
+  ops::check_given("wkv4_step", {{"w", w}, {"u", u}, {"k", k}, {"v", v}, {"state", state}});
   return ops::call_op<&ops::step_kernel>("tidegate::wkv4_step", w, u, k, v, state);
 }
 
