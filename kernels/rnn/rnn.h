@@ -32,8 +32,8 @@ struct GatedRnnParams {
   TimeSeries x = {};           // [B, T, D] float32, float64, bfloat16 or float16
   const void* w = nullptr;     // [D, D] contiguous, state type: row i makes a's channel i
   bool w_is_narrow = false;    // w's numbers come from a 16-bit type
-  TimeSeries h = {};           // [B, T, D] in x.dtype; written forward, read backward
-  TimeSeries a = {};           // [B, T, D] state type; written forward unless null, read backward
+  TimeSeries h = {};           // [B, T, D] contiguous, in x.dtype; written forward, read backward
+  TimeSeries a = {};           // the same in the state type; written forward unless null
   const void* h0 = nullptr;    // [N, D] contiguous, state type; null means zero
   void* h_final = nullptr;  // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
   bool allow_clusters = true;  // false: as on a device without, for tests and comparisons
@@ -48,9 +48,9 @@ struct GatedRnnBackwardParams {
   GatedRnnParams forward = {};     // x, w, h, a, h0 as in the forward pass; z only by its dtype
   TimeSeries dh = {};              // [B, T, D] in x.dtype
   const void* dh_final = nullptr;  // [N, D] contiguous, state type; null means zero
-  TimeSeries dz = {};              // [B, T, D] in z.dtype, written
-  TimeSeries dx = {};              // [B, T, D] in x.dtype, written
-  TimeSeries h_before = {};        // [B, T, D] in x.dtype, written: h_{t-1}, a sequence's h0 first
+  TimeSeries dz = {};              // [B, T, D] contiguous, in z.dtype, written
+  TimeSeries dx = {};              // the same in x.dtype
+  TimeSeries h_before = {};        // the same in x.dtype: h_{t-1}, a sequence's h0 first
   void* dh0 = nullptr;             // [N, D] contiguous, state type, written
 };
 

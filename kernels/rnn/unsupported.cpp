@@ -2,6 +2,16 @@
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels {
+namespace {
+
+bool is_contiguous(const TimeSeries& t, const GatedRnnParams& params) {
+  const int64_t time = params.layout.time;
+  if (time == 0 || params.channels == 0) return true;
+  return (time == 1 || t.stride_t == params.channels) &&
+         (params.layout.batch <= 1 || t.stride_b == time * params.channels);
+}
+
+}  // namespace
 
 const char* gated_rnn_unsupported(const GatedRnnParams& params) {
   if (is_complex(params.x.dtype) || is_complex(params.z.dtype)) {
@@ -13,8 +23,11 @@ const char* gated_rnn_unsupported(const GatedRnnParams& params) {
   if (params.h.dtype != params.x.dtype) {
     return "h must have x's dtype";
   }
-  if (rows_too_far_apart(params.z) || rows_too_far_apart(params.x) ||
-      rows_too_far_apart(params.h) || rows_too_far_apart(params.a)) {
+  if (!is_contiguous(params.h, params) ||
+      (params.a.data != nullptr && !is_contiguous(params.a, params))) {
+    return "h and the gate's logits must be contiguous";
+  }
+  if (rows_too_far_apart(params.z) || rows_too_far_apart(params.x)) {
     return "rows of the time axis are 2^31 bytes or more apart";
   }
   return layout_unsupported(params.layout);

@@ -226,8 +226,8 @@ FourTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   const at::ScalarType wide = state_type(h.scalar_type());
   const KernelInputs inputs(h, w_zh, h0, cu_seqlens);
   const at::Tensor x_read = in_rows(x);
-  const at::Tensor h_read = in_rows(h);
-  const at::Tensor logits_read = in_rows(logits);
+  const at::Tensor h_read = h.contiguous();
+  const at::Tensor logits_read = logits.contiguous();
   const at::Tensor dh_read = in_rows(dh);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
   // The kernels know the data's type and the state's: beside float64, z may be narrower than both.

@@ -34,13 +34,14 @@ template <int kRows>
 struct ChipTileOf<ChipUse<1024, false, false>, kRows> {
   using Tile = ChipTile<32, 32, 4, 4, kRows, 16>;
 };
+/// A matrix of floats takes twice the registers: they have no room for more columns at a time.
 template <bool kIsNarrow, int kRows>
 struct ChipTileOf<ChipUse<512, kIsNarrow, false>, kRows> {
-  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, ClusterExchange>;
+  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, kIsNarrow ? 2 : 1, ClusterExchange>;
 };
 template <bool kIsNarrow, int kRows>
 struct ChipTileOf<ChipUse<512, kIsNarrow, true>, kRows> {
-  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, MemoryExchange>;
+  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, 1, MemoryExchange>;
 };
 
 /// How many sequences can be walked side by side. In between, what costs least where the device

@@ -11,11 +11,12 @@
 // exact, and their sums are floats. A matrix of 16-bit numbers is one f16 number an element, not
 // two.
 //
-// A block owns 64 rows. Each of its 16 warps multiplies all of them by 32 columns, a group, as soon
-// as this group's values are there. Columns of the small product are vectors: up to 8, of which
-// kVectors count. The warps' sums meet in shared memory, where the threads that own the elements
-// add them up, always in the same order. Two copies of the sums take turns, as those of the vectors
-// do (state_exchange.cuh).
+// A block owns 64 rows. Each of its 16 warps multiplies half of them by 64 columns, or all of them
+// by 32, as soon as the values of this part are there. Fewer columns mean less to receive, fewer
+// rows fewer sums. Columns of the small product are vectors: up to 8, of which kVectors count. The
+// warps' sums meet in shared memory, where the threads that own the elements add them up, always in
+// the same order. Two copies of the sums take turns, as those of the vectors do
+// (state_exchange.cuh). Warps that own no elements do nothing but multiply.
 
 #include <cuda_fp16.h>
 
@@ -31,19 +32,21 @@ template <class Tile>
 class MatrixInFragments;
 
 /// kTerms: f16 numbers that an element of the matrix is the sum of.
-template <int kVectors, int kTerms_, template <class> class ExchangeOf>
-struct FragmentTile : FragmentShape<kVectors> {
-  using Shape = FragmentShape<kVectors>;
+template <int kVectors, int kTerms_, int kSplit, template <class> class ExchangeOf>
+struct FragmentTile : FragmentShape<kVectors, kSplit> {
+  using Shape = FragmentShape<kVectors, kSplit>;
   using Matrix = MatrixInFragments<FragmentTile>;
   using Exchange = ExchangeOf<Shape>;
   static constexpr int kTerms = kTerms_;
   static constexpr bool kNeedsClusters = Exchange::kNeedsClusters;
   static constexpr int kOwn = 1;
-  static constexpr int kRowTiles = Shape::kOutputs / 16;
+  static constexpr bool kLoadsAhead = false;              // a step is longer than a load
+  static constexpr int kRows = Shape::kOutputs / kSplit;  // of a warp
+  static constexpr int kRowTiles = kRows / 16;
   static constexpr int kTiles = kRowTiles * Shape::kSteps;
 
   static constexpr int kSumRow = Shape::kOutputs + 4;  // neighbours start in other banks
-  static constexpr int kSums = Shape::kGroups * kVectors * kSumRow;
+  static constexpr int kSums = Shape::kParts * kVectors * kSumRow;
   static constexpr int kNeededBytes = 2 * kSums * 4 + Shape::kOutputs * 4 + Exchange::kSharedBytes;
   /// In clusters more than half of a multiprocessor's: two blocks on one would take turns while
   /// others idle.
@@ -51,6 +54,7 @@ struct FragmentTile : FragmentShape<kVectors> {
       kNeedsClusters && kNeededBytes < 120 * 1024 ? 120 * 1024 : kNeededBytes;
 
   static_assert(kVectors <= 8, "one column of a product each");
+  static_assert(kRows % 32 == 0, "sums are kept by 32 rows");
 };
 
 /// A power of two by which numbers become fit for f16, the largest of them between 2^13 and 2^14,
@@ -89,45 +93,60 @@ __device__ inline float sum_of(const float* values) {
   }
 }
 
+/// Threads of the block, as a number that the compiler does not fetch again and again.
+__device__ inline int thread_index() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return static_cast<int>(index);
+}
+
 template <class Tile>
 class MatrixInFragments {
  public:
   /// Of p.w or its transpose. Called by all threads.
   __device__ MatrixInFragments(const GatedRnnParams& p, bool transposed, void* shared)
       : sums_(static_cast<float*>(shared)),
-        lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32),
+        thread_(thread_index()),
+        lane_(thread_ % 32),
         padded_dim_((static_cast<int>(p.channels) + 3) / 4 * 4),
-        exchange_(p, sums_ + 2 * Tile::kSums + Tile::kOutputs, padded_dim_) {
-    for (int i = threadIdx.x; i < 2 * Tile::kSums; i += Tile::kThreads) sums_[i] = 0.0f;
+        exchange_(p, sums_ + 2 * Tile::kSums + Tile::kOutputs, padded_dim_, vector_of(0), own_row(),
+                  lane_) {
+    for (int i = thread_; i < 2 * Tile::kSums; i += Tile::kThreads) sums_[i] = 0.0f;
     load_matrix(p, transposed, sums_ + 2 * Tile::kSums);
+    has_columns_ = part() * Tile::kPart < padded_dim_;
   }
 
   /// The element that this thread owns: of which vector, and its channel. Both may lie past the
   /// last.
-  __device__ int vector_of(int) const { return static_cast<int>(threadIdx.x) / Tile::kOutputs; }
+  __device__ int vector_of(int) const { return thread_ / Tile::kOutputs; }
   __device__ int channel_of(int) const { return exchange_.rank() * Tile::kOutputs + own_row(); }
   __device__ bool is_first() const { return true; }
+
+  /// A block that owns no channel has no part in the products: nobody waits for it.
+  __device__ bool takes_part() const { return exchange_.rank() * Tile::kOutputs < padded_dim_; }
+  /// Whether this thread, and its warp, owns elements: the others only multiply.
+  __device__ bool owns() const { return vector_of(0) < Tile::kVectors; }
 
   /// See MatrixOnChip.
   template <class Meanwhile>
   __device__ void multiply(const float (&values)[1], float (&products)[1], Meanwhile meanwhile) {
-    products[0] = 0.0f;
-    if (exchange_.rank() * Tile::kOutputs >= padded_dim_) return;  // nobody waits for this block
-    if (vector_of(0) < Tile::kVectors) send(values[0]);
-    meanwhile();
-    float* const sums = sums_ + turn_ * Tile::kSums;
-    if (warp_ * Tile::kColumns < padded_dim_) accumulate(sums);
-    __syncthreads();
-    if (vector_of(0) < Tile::kVectors) products[0] = add_up(sums);
-    exchange_.take_turns();
-    turn_ ^= 1;
+    if (owns()) {
+      send(values[0]);
+      meanwhile();
+    }
+    if (has_columns_) accumulate();
+    products[0] = add_up();
+    ++step_;
   }
 
   __device__ void finish() const { exchange_.finish(); }
 
  private:
-  __device__ static int own_row() { return static_cast<int>(threadIdx.x) % Tile::kOutputs; }
+  __device__ int own_row() const { return thread_ % Tile::kOutputs; }
+  __device__ int warp() const { return thread_ / 32; }
+  /// Of the columns; as many warps as share the rows have the same.
+  __device__ int part() const { return warp() / Tile::kSplit; }
+  __device__ int first_row() const { return warp() % Tile::kSplit * Tile::kRows; }
 
   /// Fragments, as mma.cuh says; of 16 columns, a lane's four lie side by side.
   __device__ void load_matrix(const GatedRnnParams& p, bool transposed, float* row_largest) {
@@ -138,7 +157,7 @@ class MatrixInFragments {
       if (row >= dim || column >= dim) return 0.0f;
       return transposed ? w[int64_t{column} * dim + row] : w[int64_t{row} * dim + column];
     };
-    for (int row = warp_; row < Tile::kOutputs; row += Tile::kGroups) {
+    for (int row = warp(); row < Tile::kOutputs; row += Tile::kWarps) {
       float largest = 0.0f;
       for (int column = lane_; column < Tile::kInputs; column += 32) {
         largest = __uint_as_float(
@@ -151,8 +170,8 @@ class MatrixInFragments {
     row_inverse_ = Scale(row_largest[own_row()]).inverse;
 #pragma unroll
     for (int tile = 0; tile < Tile::kTiles; ++tile) {
-      const int upper = tile / Tile::kSteps * 16 + lane_ / 4;
-      const int column = warp_ * Tile::kColumns + tile % Tile::kSteps * 16 + lane_ % 4 * 4;
+      const int upper = first_row() + tile / Tile::kSteps * 16 + lane_ / 4;
+      const int column = part() * Tile::kPart + tile % Tile::kSteps * 16 + lane_ % 4 * 4;
       const float factors[2] = {Scale(row_largest[upper]).factor,
                                 Scale(row_largest[upper + 8]).factor};
       float values[2][4];
@@ -177,54 +196,84 @@ class MatrixInFragments {
     float rest = value * scale.factor, none = 0.0f;
     const uint32_t first = take_f16(rest, none);
     const uint32_t second = pack_f16(rest, 0.0f);
-    exchange_.send(vector_of(0), channel_of(0), __byte_perm(first, second, 0x5410), scale.inverse);
+    exchange_.send(step_, __byte_perm(first, second, 0x5410), scale.inverse);
   }
 
-  __device__ void accumulate(float* sums) const {
-    // Lanes of columns past the last vector read that one again; nobody reads their sums.
-    uint32_t inputs[Tile::kSteps][4];
-    const float scale =
-        exchange_.receive(min(lane_ / 4, Tile::kVectors - 1), warp_, lane_ % 4 * 4, inputs);
-    float sum[Tile::kRowTiles][4] = {};
-    // The small products first.
+  /// Of a part and a vector, the sum of a row. Of 32 rows, r, r + 8, r + 16 and r + 24 lie side by
+  /// side: a lane has them.
+  __device__ float* sum_at(int part, int vector, int row) const {
+    return sums_ + step_ % 2 * Tile::kSums + (part * Tile::kVectors + vector) * Tile::kSumRow +
+           row / 32 * 32 + row % 8 * 4 + row % 32 / 8;
+  }
+
+  __device__ void accumulate() const {
+    constexpr int kRowsOfLane = Tile::kRows / 8;
+    constexpr int kGroupSteps = Tile::kSteps / Tile::kPartGroups;
+    ReceivedPart<typename Tile::Shape> received;
+    exchange_.receive(step_, part(), /*renews=*/warp() % 2 == 0, &received);
+    float rows[2][kRowsOfLane] = {};  // of two vectors
 #pragma unroll
-    for (int kind = Tile::kTerms; kind >= 0; --kind) {  // which of the terms meet
-      const int term = kind == 2 ? 1 : 0, of = kind == 1 ? 2 : 0;
+    for (int group = 0; group < Tile::kPartGroups; ++group) {
+      float sum[Tile::kRowTiles][4] = {};
+      // The small products first.
 #pragma unroll
-      for (int s = 0; s < Tile::kSteps; ++s) {
+      for (int kind = Tile::kTerms; kind >= 0; --kind) {  // which of the terms meet
+        const int term = kind == 2 ? 1 : 0, of = kind == 1 ? 2 : 0;
 #pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r) {
-          mma_f16(sum[r], registers_[term][r * Tile::kSteps + s], inputs[s][of], inputs[s][of + 1]);
+        for (int s = group * kGroupSteps; s < (group + 1) * kGroupSteps; ++s) {
+#pragma unroll
+          for (int r = 0; r < Tile::kRowTiles; ++r) {
+            mma_f16(sum[r], registers_[term][r * Tile::kSteps + s], received.operands[s][of],
+                    received.operands[s][of + 1]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int r = 0; r < kRowsOfLane; ++r) {
+          rows[i][r] = fmaf(sum[r / 2][i + r % 2 * 2], received.scales[i][group], rows[i][r]);
         }
       }
     }
-    float* const to = sums + warp_ * Tile::kVectors * Tile::kSumRow + lane_ / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int vector = lane_ % 4 * 2 + i;
-      const float inverse = __shfl_sync(0xffffffffu, scale, 4 * vector);
       if (vector >= Tile::kVectors) continue;
 #pragma unroll
-      for (int r = 0; r < Tile::kRowTiles; ++r) {
-        to[vector * Tile::kSumRow + 16 * r] = sum[r][i] * inverse;
-        to[vector * Tile::kSumRow + 16 * r + 8] = sum[r][i + 2] * inverse;
+      for (int r = 0; r < kRowsOfLane; r += 4) {
+        const unsigned to = shared_address(sum_at(part(), vector, first_row() + 8 * r + lane_ / 4));
+        // The compiler would make four stores of it.
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(rows[i][r]),
+                     "f"(rows[i][r + 1]), "f"(rows[i][r + 2]), "f"(rows[i][r + 3])
+                     : "memory");
       }
     }
   }
 
-  __device__ float add_up(const float* sums) const {
-    const float* const from = sums + vector_of(0) * Tile::kSumRow + own_row();
-    float parts[Tile::kGroups];
+  /// After all warps' sums are there. Called by all threads.
+  __device__ float add_up() const {
+    unsigned from = shared_address(sum_at(0, owns() ? vector_of(0) : 0, own_row()));
+    asm volatile("" : "+r"(from));  // found before the barrier
+    __syncthreads();
+    if (!owns()) return 0.0f;
+    float parts[Tile::kParts];
 #pragma unroll
-    for (int i = 0; i < Tile::kGroups; ++i) parts[i] = from[i * Tile::kVectors * Tile::kSumRow];
-    return sum_of<Tile::kGroups>(parts) * row_inverse_;
+    for (int i = 0; i < Tile::kParts; ++i) {
+      asm volatile("ld.shared.f32 %0, [%1];"
+                   : "=f"(parts[i])
+                   : "r"(from + i * (Tile::kVectors * Tile::kSumRow * 4))
+                   : "memory");
+    }
+    return sum_of<Tile::kParts>(parts) * row_inverse_;
   }
 
-  float* sums_;  // [2][kGroups][kVectors][kSumRow]
+  float* sums_;  // [2][kParts][kVectors][kSumRow]
+  int thread_;
   int lane_;
-  int warp_;
   int padded_dim_;
-  int turn_ = 0;
+  unsigned step_ = 0;  // products so far
+  bool has_columns_;
   float row_inverse_;
   typename Tile::Exchange exchange_;
   uint32_t registers_[Tile::kTerms][Tile::kTiles][4];

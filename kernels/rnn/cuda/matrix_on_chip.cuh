@@ -41,6 +41,7 @@ struct ChipTile {
   static constexpr int kThreads = kChipThreads;
   static constexpr bool kNeedsClusters = kCluster_ > 1;
   static constexpr int kLanes = kLanes_;
+  static constexpr bool kLoadsAhead = true;  // a step is about as long as a load
   static constexpr int kChunks = kColumnsALane / 4;
   static constexpr int kInRegisters = kRegisterRows;
   static constexpr int kInShared = kSharedRows_;
@@ -122,18 +123,20 @@ class MatrixOnChip {
   __device__ int channel_of(int e) const { return first_output_ + own(e) % Tile::kOut; }
   __device__ bool is_first() const { return lane_ % Tile::kCopies == 0; }
 
+  /// A block that owns no channel has no part in the products: nobody waits for it.
+  __device__ bool takes_part() const {
+    return Tile::kCluster == 1 || owns_channels(cluster_rank());
+  }
+  /// All threads own elements.
+  static __device__ constexpr bool owns() { return true; }
+
   /// The elements of the matrix times the vectors whose elements are `values`, zero past the last
   /// channel. `meanwhile` is called while the values are on their way, for what needs no product.
-  /// Called by all threads of all blocks.
+  /// Called by all threads of all blocks that take part.
   template <class Meanwhile>
   __device__ void multiply(const float (&values)[Tile::kOwn], float (&products)[Tile::kOwn],
                            Meanwhile meanwhile) {
     if constexpr (Tile::kCluster > 1) {
-      if (!owns_channels(cluster_rank())) {
-#pragma unroll
-        for (int e = 0; e < Tile::kOwn; ++e) products[e] = 0.0f;
-        return;
-      }
       send(values);
       meanwhile();
       wait_for_bytes(barriers_ + 8 * turn_, parity_);

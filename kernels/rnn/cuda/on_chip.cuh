@@ -11,32 +11,55 @@
 
 namespace tidegate::kernels {
 
-/// One channel of one sequence of a tensor, a token after another. What a load brings stays as it
-/// lies in memory until it is used: a conversion would wait for it.
-struct TokenColumn {
-  char* first = nullptr;
-  int step = 0;  // bytes
-  DType dtype = DType::kFloat32;
+/// The type of a tensor's elements, known at run time only: what depends on it is chosen without a
+/// branch.
+struct ElementType {
+  bool is_wide, is_half;  // float, f16; else bf16
 
-  __device__ char* at(int t) const { return first + int64_t{t} * step; }
-  __device__ unsigned load(int t) const {
-    return dtype == DType::kFloat32 ? *reinterpret_cast<const unsigned*>(at(t))
-                                    : *reinterpret_cast<const unsigned short*>(at(t));
+  __device__ explicit ElementType(DType dtype)
+      : is_wide(dtype == DType::kFloat32), is_half(dtype == DType::kFloat16) {}
+
+  __device__ char* at(const TimeSeries& series, int64_t index) const {
+    return static_cast<char*>(series.data) + (index << (is_wide ? 2 : 1));
+  }
+  /// What a load brings stays as it lies in memory until it is used: a conversion would wait for
+  /// it.
+  __device__ unsigned load(const char* from) const {
+    return is_wide ? *reinterpret_cast<const unsigned*>(from)
+                   : *reinterpret_cast<const unsigned short*>(from);
   }
   __device__ float value(unsigned bits) const {
-    if (dtype == DType::kBFloat16) return __uint_as_float(bits << 16);
-    if (dtype == DType::kFloat16) {
-      return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-    }
-    return __uint_as_float(bits);
+    const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    const float of_other = __uint_as_float(is_wide ? bits : bits << 16);
+    return is_half ? of_half : of_other;
   }
-  __device__ void store(int t, float x) const { store_element<float>(at(t), dtype, 0, x); }
-  /// So that load() finds it in the second-level cache.
-  __device__ void prefetch(int t) const { asm volatile("prefetch.global.L2 [%0];" ::"l"(at(t))); }
+  __device__ void store(char* to, float x) const {
+    const unsigned short of_half = __half_as_ushort(narrow<__half>(x));
+    const unsigned short of_bf16 = __bfloat16_as_ushort(narrow<__nv_bfloat16>(x));
+    if (is_wide) *reinterpret_cast<float*>(to) = x;
+    if (!is_wide) *reinterpret_cast<unsigned short*>(to) = is_half ? of_half : of_bf16;
+  }
 };
+
+__device__ inline float* float_at(const TimeSeries& series, int64_t index) {
+  return static_cast<float*>(series.data) + index;
+}
+
+/// So that a load finds it in the second-level cache.
+__device__ inline void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 
 /// Tokens between a prefetch and its use: more than memory takes to answer.
 constexpr int kTokensAhead = 12;
+
+/// One channel of one sequence of a tensor that the caller gave, a token after another.
+struct TokenColumn {
+  char* first = nullptr;
+  int step = 0;  // bytes
+
+  __device__ char* at(int t) const { return first + int64_t{t} * step; }
+};
 
 /// An element of the state that a thread owns.
 struct OwnedElement {
@@ -46,10 +69,14 @@ struct OwnedElement {
   bool writes = false;  // of the threads that own it, this one writes its results
 
   __device__ TokenColumn column(const TimeSeries& series) const {
-    const int64_t first = element_index(series, sequence.batch, sequence.start, channel);
-    const auto bytes = series.dtype == DType::kFloat32 ? 4 : 2;
-    return {static_cast<char*>(series.data) + first * bytes,
-            static_cast<int>(series.stride_t * bytes), series.dtype};
+    const int64_t index = element_index(series, sequence.batch, sequence.start, channel);
+    const int bytes = series.dtype == DType::kFloat32 ? 4 : 2;
+    return {static_cast<char*>(series.data) + index * bytes,
+            static_cast<int>(series.stride_t * bytes)};
+  }
+  /// Where it lies at the first token, in tensors that are contiguous.
+  __device__ int64_t first_index(const GatedRnnParams& p) const {
+    return (sequence.batch * p.layout.time + sequence.start) * p.channels + channel;
   }
   __device__ int64_t state_index(const GatedRnnParams& p) const {
     return sequence.index * p.channels + channel;
@@ -98,52 +125,77 @@ constexpr bool kRunsHere = !Tile::kNeedsClusters;
 constexpr bool kRunsHere = true;
 #endif
 
+/// What a step forward reads of an element, as it lies in memory.
+struct TokenInputs {
+  unsigned z = 0, x = 0;
+};
+
 template <class Tile>
 __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
   constexpr int kOwn = Tile::kOwn;
   typename Tile::Matrix matrix(p, /*transposed=*/false, shared);
   const bool keeps_logits = p.a.data != nullptr;
-  const int steps = count_steps<Tile>(p);
+  const int steps = matrix.takes_part() ? count_steps<Tile>(p) : 0;
+  const ElementType type(p.x.dtype), gate_type(p.z.dtype);
+  const int dim = static_cast<int>(p.channels);
   OwnedElement element[kOwn];
-  TokenColumn z[kOwn], x[kOwn], h[kOwn], a[kOwn];
+  TokenColumn z[kOwn], x[kOwn];
+  int64_t first[kOwn];  // of h and a
   float state[kOwn];
-  unsigned next_z[kOwn] = {}, next_x[kOwn] = {};
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
     element[e] = owned_element<Tile>(p, matrix, e);
     z[e] = element[e].column(p.z), x[e] = element[e].column(p.x);
-    h[e] = element[e].column(p.h), a[e] = element[e].column(p.a);
+    first[e] = element[e].first_index(p);
     state[e] = element[e].initial(p, p.h0);
-    if (element[e].sequence.length > 0) next_z[e] = z[e].load(0), next_x[e] = x[e].load(0);
   }
 
   float logit[kOwn] = {};
+  const auto load = [&](int e, int t) {
+    TokenInputs inputs;
+    if (t < element[e].sequence.length) {
+      inputs = {gate_type.load(z[e].at(t)), type.load(x[e].at(t))};
+    }
+    return inputs;
+  };
+  TokenInputs next[kOwn];  // where loads are a token ahead
+  if constexpr (Tile::kLoadsAhead) {
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) next[e] = load(e, 0);
+  }
   // Token t's results are written while the next product is under way.
   const auto write = [&](int e, int t) {
     if (!element[e].writes || t < 0 || t >= element[e].sequence.length) return;
-    h[e].store(t, state[e]);
-    if (keeps_logits) a[e].store(t, logit[e]);
+    const int64_t index = first[e] + int64_t{t} * dim;
+    type.store(type.at(p.h, index), state[e]);
+    if (keeps_logits) *float_at(p.a, index) = logit[e];
   };
   for (int t = 0; t < steps; ++t) {
-    float now_z[kOwn], now_x[kOwn], products[kOwn];
+    TokenInputs now[kOwn];
+    float products[kOwn];
     matrix.multiply(state, products, [&] {
 #pragma unroll
       for (int e = 0; e < kOwn; ++e) {
         write(e, t - 1);
-        now_z[e] = z[e].value(next_z[e]), now_x[e] = x[e].value(next_x[e]);
-        const int length = element[e].sequence.length;
-        if (t + 1 < length) next_z[e] = z[e].load(t + 1), next_x[e] = x[e].load(t + 1);
-        if (t + kTokensAhead < length) {
-          z[e].prefetch(t + kTokensAhead), x[e].prefetch(t + kTokensAhead);
+        if constexpr (Tile::kLoadsAhead) {
+          now[e] = next[e], next[e] = load(e, t + 1);
+        } else {
+          now[e] = load(e, t);
+        }
+        if (t + kTokensAhead < element[e].sequence.length) {
+          prefetch(z[e].at(t + kTokensAhead)), prefetch(x[e].at(t + kTokensAhead));
         }
       }
     });
+    if (!matrix.owns()) continue;
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) {
-      if (t >= element[e].sequence.length) continue;
-      logit[e] = now_z[e] + products[e];
-      const ChipGates gate = sigmoids<GateMath<float, false>>(logit[e]);
-      state[e] = fmaf(gate.pos, state[e], gate.neg * now_x[e]);
+      const float a_now = gate_type.value(now[e].z) + products[e];
+      const ChipGates gate = sigmoids<GateMath<float, false>>(a_now);
+      const float next = fmaf(gate.pos, state[e], gate.neg * type.value(now[e].x));
+      const bool exists = t < element[e].sequence.length;
+      logit[e] = exists ? a_now : logit[e];
+      state[e] = exists ? next : state[e];
     }
   }
 #pragma unroll
@@ -163,25 +215,16 @@ struct TokenFactors {
   float dh;
 };
 
-/// What a step backward reads of an element.
-struct BackwardTokens {
-  TokenColumn a, x, h, dh;
+/// What a step backward reads of an element, of h the token before, as it lies in memory.
+struct BackwardBits {
+  unsigned x, h, dh;
+  float a;
 
-  struct Bits {
-    unsigned a, x, h, dh;
-  };
-  /// Of h the token before; there is none at the first.
-  __device__ Bits load(int t) const {
-    return {a.load(t), x.load(t), t > 0 ? h.load(t - 1) : 0, dh.load(t)};
-  }
-  __device__ TokenFactors factors(const Bits& bits, bool has_before, float h0) const {
-    const ChipGates gate = sigmoids<GateMath<float, false>>(a.value(bits.a));
-    const float before = has_before ? h.value(bits.h) : h0;
-    return {gate.pos, gate.neg, gate.neg * gate.pos * (before - x.value(bits.x)), before,
-            dh.value(bits.dh)};
-  }
-  __device__ void prefetch(int t) const {
-    a.prefetch(t), x.prefetch(t), h.prefetch(t), dh.prefetch(t);
+  __device__ TokenFactors factors(const ElementType& type, bool has_before, float h0) const {
+    const ChipGates gate = sigmoids<GateMath<float, false>>(a);
+    const float before = has_before ? type.value(h) : h0;
+    return {gate.pos, gate.neg, gate.neg * gate.pos * (before - type.value(x)), before,
+            type.value(dh)};
   }
 };
 
@@ -190,31 +233,36 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
   constexpr int kOwn = Tile::kOwn;
   const GatedRnnParams& p = params.forward;
   typename Tile::Matrix matrix(p, /*transposed=*/true, shared);
-  const int steps = count_steps<Tile>(p);
+  const int steps = matrix.takes_part() ? count_steps<Tile>(p) : 0;
+  const ElementType type(p.x.dtype), gate_type(p.z.dtype);
+  const int dim = static_cast<int>(p.channels);
   OwnedElement element[kOwn];
-  BackwardTokens tokens[kOwn];
-  TokenColumn dz[kOwn], dx[kOwn], h_before[kOwn];
-  BackwardTokens::Bits next[kOwn] = {};
+  TokenColumn x[kOwn], dh[kOwn];
+  int64_t first[kOwn];  // of a, h, dz, dx and h_before
+  BackwardBits next[kOwn] = {};
   float carry[kOwn], h0[kOwn];
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
     element[e] = owned_element<Tile>(p, matrix, e);
-    tokens[e] = {element[e].column(p.a), element[e].column(p.x), element[e].column(p.h),
-                 element[e].column(params.dh)};
-    dz[e] = element[e].column(params.dz), dx[e] = element[e].column(params.dx);
-    h_before[e] = element[e].column(params.h_before);
+    x[e] = element[e].column(p.x), dh[e] = element[e].column(params.dh);
+    first[e] = element[e].first_index(p);
     carry[e] = element[e].initial(p, params.dh_final);
     h0[e] = element[e].initial(p, p.h0);
   }
   const auto exists = [&](int e, int t) { return t >= 0 && t < element[e].sequence.length; };
   const auto load = [&](int e, int t) {
-    if (exists(e, t)) next[e] = tokens[e].load(t);
+    if (!exists(e, t)) return;
+    const int64_t index = first[e] + int64_t{t} * dim;
+    next[e].a = *float_at(p.a, index);
+    next[e].x = type.load(x[e].at(t));
+    if (t > 0) next[e].h = type.load(type.at(p.h, index - dim));
+    next[e].dh = type.load(dh[e].at(t));
   };
   TokenFactors factors[kOwn];
   // What token t needs but for the gradient from later ones: past a sequence's end, nothing.
   const auto prepare = [&](int e, int t) {
-    factors[e] = {};
-    if (exists(e, t)) factors[e] = tokens[e].factors(next[e], t > 0, h0[e]);
+    const TokenFactors found = next[e].factors(type, t > 0, h0[e]);
+    factors[e] = exists(e, t) ? found : TokenFactors{};
   };
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
@@ -235,15 +283,20 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
       for (int e = 0; e < kOwn; ++e) {
         if (exists(e, t)) {
           if (element[e].writes) {
-            dz[e].store(t, gate_grad[e]);
-            dx[e].store(t, factors[e].shut * carry[e]);
-            h_before[e].store(t, factors[e].h);
+            const int64_t index = first[e] + int64_t{t} * dim;
+            gate_type.store(gate_type.at(params.dz, index), gate_grad[e]);
+            type.store(type.at(params.dx, index), factors[e].shut * carry[e]);
+            type.store(type.at(params.h_before, index), factors[e].h);
           }
           carry[e] *= factors[e].open;
         }
         prepare(e, t - 1);
         load(e, t - 2);
-        if (exists(e, t - kTokensAhead)) tokens[e].prefetch(t - kTokensAhead);
+        if (exists(e, t - kTokensAhead)) {
+          const int64_t index = first[e] + int64_t{t - kTokensAhead} * dim;
+          prefetch(float_at(p.a, index)), prefetch(type.at(p.h, index));
+          prefetch(x[e].at(t - kTokensAhead)), prefetch(dh[e].at(t - kTokensAhead));
+        }
       }
     });
 #pragma unroll

@@ -14,17 +14,32 @@
 
 namespace tidegate::kernels {
 
-/// Who owns what, for so many vectors.
-template <int kVectors_>
+/// Who owns what, for so many vectors; kSplit warps share columns, each with rows of its own.
+template <int kVectors_, int kSplit_>
 struct FragmentShape {
   static constexpr int kVectors = kVectors_;
+  static constexpr int kSplit = kSplit_;
   static constexpr int kCluster = 8;   // blocks
   static constexpr int kOutputs = 64;  // channels of a block
   static constexpr int kInputs = kCluster * kOutputs;
-  static constexpr int kColumns = 32;  // channels of a group, which a warp receives
-  static constexpr int kGroups = kInputs / kColumns;
-  static constexpr int kSteps = kColumns / 16;  // of the inner dimension of a product
-  static constexpr int kThreads = 32 * kGroups;
+  static constexpr int kGroup = 32;  // channels that share a scale: a warp's
+  static constexpr int kGroups = kInputs / kGroup;
+  static constexpr int kWarps = 16;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kParts = kWarps / kSplit;  // of the columns: what a warp receives
+  static constexpr int kPart = kInputs / kParts;
+  static constexpr int kPartGroups = kPart / kGroup;
+  static constexpr int kBlockParts = kOutputs / kPart;  // of what one block says
+  static constexpr int kSteps = kPart / 16;  // of the inner dimension of a warp's product
+};
+
+/// Of a part of the columns, what a lane multiplies: for vector lane / 4, of each 16 channels four
+/// neighbouring ones, and the scales of vectors lane % 4 * 2 and the next. Lanes of vectors past
+/// the last get anything.
+template <class Shape>
+struct ReceivedPart {
+  uint32_t operands[Shape::kSteps][4];
+  float scales[2][Shape::kPartGroups];
 };
 
 /// Words of four neighbouring channels as an operand: the first numbers of all, then the second.
@@ -36,114 +51,142 @@ __device__ inline void sort_terms(const uint32_t (&words)[4], uint32_t (&operand
   }
 }
 
-/// Through the shared memory of a cluster's blocks, whose barriers count the bytes of each group.
+/// Through the shared memory of a cluster's blocks, whose barriers count the bytes of each block.
 template <class Shape>
 class ClusterExchange {
   static constexpr int kVectorRow = Shape::kInputs + 16;  // neighbours start in other banks
-  static constexpr int kCopy = Shape::kVectors * (kVectorRow + Shape::kGroups);
+  static constexpr int kScaleRow = Shape::kGroups + 4;
+  static constexpr int kCopy = Shape::kVectors * (kVectorRow + kScaleRow);
 
  public:
   static constexpr bool kNeedsClusters = true;
-  static constexpr int kSharedBytes = 2 * kCopy * 4 + 2 * Shape::kGroups * 8;
+  static constexpr int kSharedBytes = 2 * kCopy * 4 + 2 * Shape::kCluster * 8;
 
-  __device__ ClusterExchange(const GatedRnnParams&, void* shared, int padded_dim)
+  /// Of `vector`, this thread says the block's `row`-th channel.
+  __device__ ClusterExchange(const GatedRnnParams&, void* shared, int padded_dim, int vector,
+                             int row, int lane)
       : words_(static_cast<uint32_t*>(shared)),
         barriers_(shared_address(words_ + 2 * kCopy)),
         rank_(cluster_rank()),
+        lane_(lane),
         padded_dim_(padded_dim) {
     for (int i = threadIdx.x; i < 2 * kCopy; i += Shape::kThreads) words_[i] = 0;
     if (threadIdx.x == 0) {
       auto* barriers = reinterpret_cast<uint64_t*>(words_ + 2 * kCopy);
-      for (int i = 0; i < 2 * Shape::kGroups; ++i) mbarrier_init(&barriers[i], 1);
+      for (int i = 0; i < 2 * Shape::kCluster; ++i) mbarrier_init(&barriers[i], 1);
       publish_barriers();
+      for (int block = 0; block < Shape::kCluster; ++block) {
+        if (!listens(block)) continue;
+        announce(barriers_ + 8 * block, block);
+        announce(barriers_ + 8 * (Shape::kCluster + block), block);
+      }
     }
-    __syncthreads();
-    const int group = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0 && group * Shape::kColumns < padded_dim_) {
-      announce(0, group);
-      announce(1, group);
-    }
+    const int channel = rank_ * Shape::kOutputs + row;
+    const int group = channel / Shape::kGroup;
+    own_words_ = shared_address(words_ + vector * kVectorRow + (channel & ~3));
+    own_scale_ = shared_address(words_ + scale_place(vector, group));
+    says_ = channel < padded_dim_;
+    says_to_all_ = padded_dim_ == Shape::kInputs;
+    says_scale_ = lane_ < Shape::kCluster && listens(lane_) && group * Shape::kGroup < padded_dim_;
     cluster_sync();
   }
 
   __device__ int rank() const { return rank_; }
 
-  /// Says an element to all blocks. A warp has the channels of a group of one vector. Four lanes
-  /// share the blocks to which their elements go.
-  __device__ void send(int vector, int channel, uint32_t word, float scale) const {
-    const int lane = threadIdx.x % 32;
+  /// Says this thread's element, in its step, to all blocks. A warp has the channels of a group of
+  /// one vector. Four lanes share the blocks to which their elements go.
+  __device__ void send(unsigned step, uint32_t word, float scale) const {
+    const unsigned arrived = barriers_ + 8 * (step % 2 * Shape::kCluster + rank_);
+    const unsigned copy = step % 2 * (kCopy * 4);
     uint32_t words[4], four[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __shfl_sync(0xffffffffu, word, (lane & ~3) + i);
+    for (int i = 0; i < 4; ++i) words[i] = __shfl_sync(0xffffffffu, word, (lane_ & ~3) + i);
+    if (says_scale_) {
+      store_remote(address_in_block(own_scale_ + copy, lane_), scale,
+                   address_in_block(arrived, lane_));
+    }
     sort_terms(words, four);
     const float4 bits = make_float4(__uint_as_float(four[0]), __uint_as_float(four[1]),
                                     __uint_as_float(four[2]), __uint_as_float(four[3]));
-    const int group = channel / Shape::kColumns;
-    const unsigned arrived = barrier(turn_, group);
-    if (channel < padded_dim_) {
-      const unsigned address = shared_address(place(vector, channel & ~3));
-#pragma unroll
-      for (int block = 0; block < Shape::kCluster; block += 4) {
-        const int to = block + lane % 4;
-        if (!listens(to)) continue;
-        store_remote(address_in_block(address, to), bits, address_in_block(arrived, to));
+    const unsigned address = own_words_ + copy;
+    const int near = lane_ % 4, far = near + 4;
+    if (says_to_all_) {
+      store_remote(address_in_block(address, near), bits, address_in_block(arrived, near));
+      store_remote(address_in_block(address, far), bits, address_in_block(arrived, far));
+    } else if (says_) {
+      if (listens(near)) {
+        store_remote(address_in_block(address, near), bits, address_in_block(arrived, near));
+      }
+      if (listens(far)) {
+        store_remote(address_in_block(address, far), bits, address_in_block(arrived, far));
       }
     }
-    if (lane < Shape::kCluster && listens(lane) && group * Shape::kColumns < padded_dim_) {
-      const unsigned address = shared_address(scale_place(vector, group));
-      store_remote(address_in_block(address, lane), scale, address_in_block(arrived, lane));
-    }
   }
 
-  /// Of a vector, what is at `offset` of each 16 channels of a group, as operands, and the group's
-  /// scale. The whole warp receives one group, always the same.
-  __device__ float receive(int vector, int group, int offset,
-                           uint32_t (&operands)[Shape::kSteps][4]) const {
-    wait_for_bytes(barrier(turn_, group), parity_);
+  /// The whole warp receives one part, always the same. Two warps wait for what a block says; one
+  /// of them renews its barrier.
+  __device__ void receive(unsigned step, int part, bool renews,
+                          ReceivedPart<Shape>* received) const {
+    const int block = part / Shape::kBlockParts;
+    const unsigned barrier = barriers_ + 8 * (step % 2 * Shape::kCluster + block);
+    wait_for_bytes(barrier, step / 2 % 2);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) announce(turn_, group);
+    if (renews && lane_ == 0) announce(barrier, block);
+    const uint32_t* const copy = words_ + step % 2 * kCopy;
+    if (lane_ / 4 < Shape::kVectors) {
+      const uint32_t* const from =
+          copy + lane_ / 4 * kVectorRow + part * Shape::kPart + lane_ % 4 * 4;
 #pragma unroll
-    for (int s = 0; s < Shape::kSteps; ++s) {
-      const uint4 four =
-          *reinterpret_cast<const uint4*>(place(vector, group * Shape::kColumns + 16 * s + offset));
-      operands[s][0] = four.x, operands[s][1] = four.y;
-      operands[s][2] = four.z, operands[s][3] = four.w;
+      for (int s = 0; s < Shape::kSteps; ++s) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from + 16 * s);
+        received->operands[s][0] = four.x, received->operands[s][1] = four.y;
+        received->operands[s][2] = four.z, received->operands[s][3] = four.w;
+      }
     }
-    return __uint_as_float(*scale_place(vector, group));
-  }
-
-  __device__ void take_turns() {
-    parity_ ^= turn_;
-    turn_ ^= 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int vector = min(lane_ % 4 * 2 + i, Shape::kVectors - 1);
+      const unsigned from = shared_address(copy + scale_place(vector, part * Shape::kPartGroups));
+      // Volatile: else it is loaded after the products, where it would be waited for.
+      if constexpr (Shape::kPartGroups == 2) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(received->scales[i][0]), "=f"(received->scales[i][1])
+                     : "r"(from)
+                     : "memory");
+      } else {
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(received->scales[i][0])
+                     : "r"(from)
+                     : "memory");
+      }
+    }
   }
 
   /// Before a block leaves, nobody may be about to write to it.
   __device__ void finish() const { cluster_sync(); }
 
  private:
+  static_assert(Shape::kPartGroups <= 2 && Shape::kCluster == 8, "what receive and send share out");
+
   /// A block without channels says nothing, so that nobody would wait for it: it gets nothing.
   __device__ bool listens(int block) const { return block * Shape::kOutputs < padded_dim_; }
-  __device__ uint32_t* place(int vector, int channel) const {
-    return words_ + turn_ * kCopy + vector * kVectorRow + channel;
+  __device__ static int scale_place(int vector, int group) {
+    return Shape::kVectors * kVectorRow + vector * kScaleRow + group;
   }
-  __device__ uint32_t* scale_place(int vector, int group) const {
-    return words_ + turn_ * kCopy + Shape::kVectors * kVectorRow + vector * Shape::kGroups + group;
-  }
-  __device__ unsigned barrier(int turn, int group) const {
-    return barriers_ + 8 * (turn * Shape::kGroups + group);
-  }
-  /// The bytes of a group of all vectors, scales included.
-  __device__ void announce(int turn, int group) const {
-    const int channels = min(padded_dim_ - group * Shape::kColumns, Shape::kColumns);
-    expect_bytes(barrier(turn, group), static_cast<unsigned>(Shape::kVectors * (channels + 1) * 4));
+  /// The bytes of what a block says of all vectors, scales included.
+  __device__ void announce(unsigned barrier, int block) const {
+    const int channels = min(padded_dim_ - block * Shape::kOutputs, Shape::kOutputs);
+    const int groups = (channels + Shape::kGroup - 1) / Shape::kGroup;
+    expect_bytes(barrier, static_cast<unsigned>(Shape::kVectors * (channels + groups) * 4));
   }
 
-  uint32_t* words_;  // twice: [kVectors][kVectorRow], and scales [kVectors][kGroups]
+  uint32_t* words_;  // twice: [kVectors][kVectorRow], and scales [kVectors][kScaleRow]
   unsigned barriers_;
   int rank_;
+  int lane_;
   int padded_dim_;
-  int turn_ = 0;
-  int parity_ = 0;
+  unsigned own_words_, own_scale_;  // in the first copy
+  bool says_, says_to_all_, says_scale_;
 };
 
 /// Through device memory, on devices without clusters: each word with the number of its step beside
@@ -159,73 +202,96 @@ class MemoryExchange {
   static constexpr int kSharedBytes = 0;
   static constexpr int64_t kBytes = 2 * kCopy * 8;  // of the blocks that share a matrix
 
-  __device__ MemoryExchange(const GatedRnnParams& p, void*, int padded_dim)
+  __device__ MemoryExchange(const GatedRnnParams& p, void*, int padded_dim, int vector, int row,
+                            int lane)
       : tagged_(static_cast<uint64_t*>(p.workspace) +
                 int64_t{blockIdx.x} / Shape::kCluster * (2 * kCopy)),
-        padded_dim_(padded_dim) {}
+        padded_dim_(padded_dim),
+        lane_(lane),
+        vector_(vector),
+        channel_(rank() * Shape::kOutputs + row) {}
 
   __device__ int rank() const { return static_cast<int>(blockIdx.x) % Shape::kCluster; }
 
-  __device__ void send(int vector, int channel, uint32_t word, float scale) const {
-    if (channel < padded_dim_) store(place(vector, channel), word);
-    if (channel % Shape::kColumns == 0 && channel < padded_dim_) {
-      store(place(vector, Shape::kInputs + channel / Shape::kColumns), __float_as_uint(scale));
+  __device__ void send(unsigned step, uint32_t word, float scale) const {
+    if (channel_ >= padded_dim_) return;
+    store(step, place(step, vector_, channel_), word);
+    if (channel_ % Shape::kGroup == 0) {
+      store(step, place(step, vector_, Shape::kInputs + channel_ / Shape::kGroup),
+            __float_as_uint(scale));
     }
   }
 
-  __device__ float receive(int vector, int group, int offset,
-                           uint32_t (&operands)[Shape::kSteps][4]) const {
-    uint32_t words[Shape::kSteps][4] = {};
-    uint32_t scale = 0;
+  __device__ void receive(unsigned step, int part, bool, ReceivedPart<Shape>* received) const {
+    // Lanes of vectors past the last read that one again.
+    const int vector = min(lane_ / 4, Shape::kVectors - 1);
+    uint32_t words[Shape::kSteps][4] = {}, scales[Shape::kPartGroups] = {};
     bool is_here;
     do {
-      is_here = load(place(vector, Shape::kInputs + group), scale);
+      is_here = true;
+#pragma unroll
+      for (int g = 0; g < Shape::kPartGroups; ++g) {
+        const int group = part * Shape::kPartGroups + g;
+        if (group * Shape::kGroup >= padded_dim_) continue;  // nobody says it
+        is_here &= load(step, place(step, vector, Shape::kInputs + group), scales[g]);
+      }
 #pragma unroll
       for (int s = 0; s < Shape::kSteps; ++s) {
-        const int channel = group * Shape::kColumns + 16 * s + offset;
-        if (channel >= padded_dim_) continue;  // nobody says it
-        const uint64_t* const from = place(vector, channel);
-        is_here &= load_pair(from, words[s][0], words[s][1]);
-        is_here &= load_pair(from + 2, words[s][2], words[s][3]);
+        const int channel = part * Shape::kPart + 16 * s + lane_ % 4 * 4;
+        if (channel >= padded_dim_) continue;
+        const uint64_t* const from = place(step, vector, channel);
+        is_here &= load_pair(step, from, words[s][0], words[s][1]);
+        is_here &= load_pair(step, from + 2, words[s][2], words[s][3]);
       }
     } while (!is_here);
     __syncwarp();
 #pragma unroll
-    for (int s = 0; s < Shape::kSteps; ++s) sort_terms(words[s], operands[s]);
-    return __uint_as_float(scale);
+    for (int s = 0; s < Shape::kSteps; ++s) sort_terms(words[s], received->operands[s]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int g = 0; g < Shape::kPartGroups; ++g) {
+        const int from = 4 * (lane_ % 4 * 2 + i);
+        received->scales[i][g] = __uint_as_float(__shfl_sync(0xffffffffu, scales[g], from));
+      }
+    }
   }
 
-  __device__ void take_turns() { ++step_; }
   __device__ void finish() const {}
 
  private:
-  __device__ uint64_t* place(int vector, int at) const {
-    return tagged_ + (step_ % 2 * Shape::kVectors + vector) * kVectorRow + at;
+  __device__ uint64_t* place(unsigned step, int vector, int at) const {
+    return tagged_ + (step % 2 * Shape::kVectors + vector) * kVectorRow + at;
   }
-  __device__ void store(uint64_t* to, uint32_t word) const {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(uint64_t{step_} << 32 | word)
+  /// What tells a step's words from older ones, and from none.
+  __device__ static unsigned tag(unsigned step) { return step + 1; }
+  __device__ static void store(unsigned step, uint64_t* to, uint32_t word) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to),
+                 "l"(uint64_t{tag(step)} << 32 | word)
                  : "memory");
   }
   /// Whether this step's word was there.
-  __device__ bool load(const uint64_t* from, uint32_t& word) const {
+  __device__ static bool load(unsigned step, const uint64_t* from, uint32_t& word) {
     uint64_t tagged;
     asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(tagged) : "l"(from) : "memory");
     word = static_cast<uint32_t>(tagged);
-    return tagged >> 32 == step_;
+    return tagged >> 32 == tag(step);
   }
-  __device__ bool load_pair(const uint64_t* from, uint32_t& first, uint32_t& second) const {
+  __device__ static bool load_pair(unsigned step, const uint64_t* from, uint32_t& first,
+                                   uint32_t& second) {
     uint64_t tagged[2];
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
                  : "=l"(tagged[0]), "=l"(tagged[1])
                  : "l"(from)
                  : "memory");
     first = static_cast<uint32_t>(tagged[0]), second = static_cast<uint32_t>(tagged[1]);
-    return tagged[0] >> 32 == step_ && tagged[1] >> 32 == step_;
+    return tagged[0] >> 32 == tag(step) && tagged[1] >> 32 == tag(step);
   }
 
   uint64_t* tagged_;  // twice: [kVectors][kVectorRow]
   int padded_dim_;
-  uint32_t step_ = 1;
+  int lane_;
+  int vector_, channel_;  // what this thread says
 };
 
 }  // namespace tidegate::kernels
