@@ -109,6 +109,11 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   static __device__ Real forget_gate(Real gamma, PackedSigmoids<Real> s) {
     return fused(Real(1) - gamma, s.smaller, s.open() ? Real(1) : gamma);
   }
+  /// sigmoid(x) alone, to what 16-bit data can show. Where exp(-x) overflows, the reciprocal is
+  /// zero, as it should be.
+  static __device__ Real quick_sigmoid(Real x) {
+    return Math::reciprocal(Real(1) + exp2_approx(x * Real(-1.4426950408889634)));
+  }
 };
 
 /// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
@@ -264,6 +269,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   using Params = HgruBackwardParams;
   static constexpr bool kCrossByMap = kComplex;  // as above
   static constexpr bool kDecaysAlike = false;
+  // A run is folded and then walked: lambda is needed twice.
+  static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
   using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;
 
   struct Raw {
@@ -271,6 +278,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Pack<Gate, kVec> f;
   };
   struct Decoded {
+    Real lambda[kVec];  // where it is kept
     Gates gate[kVec];
   };
 
@@ -327,9 +335,19 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      find_sigmoids<Math>(static_cast<Real>(raw.f.get(v)), &d.gate[v]);
+      const Real f = raw.f.get(v);
+      find_sigmoids<Math>(f, &d.gate[v]);
+      if constexpr (kKeepsLambda) {
+        const Real gamma = this->gamma[v];
+        const Real part = Real(1) - gamma, smaller = fabs(d.gate[v].smaller);
+        d.lambda[v] = f > Real(0) ? fused(-part, smaller, Real(1)) : fused(part, smaller, gamma);
+      }
     }
     return d;
+  }
+
+  __device__ Real lambda_of(const Decoded& d, int v) const {
+    return kKeepsLambda ? d.lambda[v] : Base::forget_gate(this->gamma[v], d.gate[v]);
   }
 
   /// Keeps g.
@@ -338,14 +356,14 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       kept[v] = Base::number(raw.dh, v) + s[v];
-      s[v] = Base::forget_gate(this->gamma[v], d.gate[v]) * rotation[v].backward(kept[v]);
+      s[v] = lambda_of(d, v) * rotation[v].backward(kept[v]);
     }
   }
 
   __device__ void fold(const Raw& raw, const Decoded& d, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real lambda = Base::forget_gate(this->gamma[v], d.gate[v]);
+      const Real lambda = lambda_of(d, v);
       fold_decay(map.a[v], lambda);
       map.x[v] = lambda * rotation[v].backward(map.x[v] + Base::number(raw.dh, v));
     }
@@ -358,7 +376,14 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   }
 
   __device__ void activate(Real x, Real* value, Real* derivative) const {
-    silu_with_derivative<Math>(x, value, derivative);  // always: branches would cost more
+    // Always: branches would cost more.
+    if constexpr (kKeepsLambda && sizeof(Data) == 2) {
+      const Real s = Base::quick_sigmoid(x);
+      *value = x * s;
+      *derivative = fused(*value, Real(1) - s, s);
+    } else {
+      silu_with_derivative<Math>(x, value, derivative);
+    }
     *value = silu ? *value : x;
     *derivative = silu ? *derivative : Real(1);
   }
