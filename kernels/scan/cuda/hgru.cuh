@@ -122,6 +122,8 @@ struct HgruShape;
 template <WalkUse kUse>
 struct HgruShape<false, false, kUse> : WalkShape<kUse == WalkUse::kShort ? 8 : 16, 2> {};
 template <>
+struct HgruShape<false, false, WalkUse::kLinked> : WalkShape<16, 1> {};
+template <>
 struct HgruShape<true, false, WalkUse::kShort> : WalkShape<4, 3> {};
 template <>
 struct HgruShape<true, false, WalkUse::kLong> : WalkShape<8, 3> {};
@@ -145,6 +147,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   // A complex state takes too long through a run for the chain to wait.
   static constexpr bool kCrossByMap = kComplex;
   static constexpr bool kDecaysAlike = false;
+  static constexpr bool kLooksAhead = kUse == WalkUse::kLinked && !kComplex;
 
   struct Raw {
     Pack<Data, kVec> c[kParts];
@@ -186,32 +189,58 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
     return raw;
   }
 
-  /// lambda and (1 - lambda) * act(c), with one reciprocal for the gate's sigmoids and the (real
-  /// part's) activation: 1/A and 1/B both follow from 1/(A B), and both sums are at most two.
+  /// lambda and (1 - lambda) * act(c).
   __device__ Decoded decode(const Raw& raw) const {
     Decoded d;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Real gamma = this->gamma[v];
-      const Real one_minus_gamma = Real(1) - gamma;
-      const Number x = Base::number(raw.c, v);
-      const Real f = raw.f.get(v);
-      const SigmoidRatio<Real> gate = sigmoid_ratio<Math>(f);
-      const SigmoidRatio<Real> act = sigmoid_ratio<Math>(real_part(x));
-      const Real r = Math::reciprocal(gate.sum * act.sum);
-      const Real gate_scale = act.sum * r;
-      const bool open = f > Real(0);
-      d.lambda[v] = Base::forget_gate(gamma, open, (open ? gate.neg : gate.pos) * gate_scale);
-      const Real scale_re = one_minus_gamma * gate.neg * (silu ? act.pos * r : gate_scale);
-      if constexpr (kComplex) {
-        const Real open_im = sigmoids<Math>(x.im).pos;  // always: branches would cost more
-        const Real im = silu ? x.im * open_im : x.im;
-        d.in[v] = {scale_re * x.re, one_minus_gamma * gate.neg * gate_scale * im};
+      if constexpr (kQuick) {
+        decode_quickly(raw, v, d);
       } else {
-        d.in[v] = scale_re * x;
+        decode(raw, v, d);
       }
     }
     return d;
+  }
+
+  // Where instructions are what is short, two reciprocals take fewer than one for both.
+  static constexpr bool kQuick = kLooksAhead && sizeof(Data) == 2;
+
+  __device__ void decode_quickly(const Raw& raw, int v, Decoded& d) const {
+    const Real gamma = this->gamma[v];
+    const Real one_minus_gamma = Real(1) - gamma;
+    const Number x = Base::number(raw.c, v);
+    const Real f = raw.f.get(v);
+    const Real e = Math::exp_minus_abs(f);
+    const Real larger = Math::reciprocal(Real(1) + e);  // of the two sigmoids
+    const Real smaller = e * larger;
+    const bool open = f > Real(0);
+    const Real input_gate = one_minus_gamma * (open ? smaller : larger);  // 1 - lambda
+    d.lambda[v] = open ? Real(1) - input_gate : fused(one_minus_gamma, smaller, gamma);
+    d.in[v] = (silu ? input_gate * Base::quick_sigmoid(x) : input_gate) * x;
+  }
+
+  /// One reciprocal for the gate's sigmoids and the (real part's) activation: with A = gate.sum and
+  /// B = act.sum, both in [1, 2], 1/A and 1/B follow from 1/(A B).
+  __device__ void decode(const Raw& raw, int v, Decoded& d) const {
+    const Real gamma = this->gamma[v];
+    const Real one_minus_gamma = Real(1) - gamma;
+    const Number x = Base::number(raw.c, v);
+    const Real f = raw.f.get(v);
+    const SigmoidRatio<Real> gate = sigmoid_ratio<Math>(f);
+    const SigmoidRatio<Real> act = sigmoid_ratio<Math>(real_part(x));
+    const Real r = Math::reciprocal(gate.sum * act.sum);
+    const Real gate_scale = act.sum * r;
+    const bool open = f > Real(0);
+    d.lambda[v] = Base::forget_gate(gamma, open, (open ? gate.neg : gate.pos) * gate_scale);
+    const Real scale_re = one_minus_gamma * gate.neg * (silu ? act.pos * r : gate_scale);
+    if constexpr (kComplex) {
+      const Real open_im = sigmoids<Math>(x.im).pos;  // always: branches would cost more
+      const Real im = silu ? x.im * open_im : x.im;
+      d.in[v] = {scale_re * x.re, one_minus_gamma * gate.neg * gate_scale * im};
+    } else {
+      d.in[v] = scale_re * x;
+    }
   }
 
   static __device__ Real real_part(Real x) { return x; }
@@ -269,6 +298,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   using Params = HgruBackwardParams;
   static constexpr bool kCrossByMap = kComplex;  // as above
   static constexpr bool kDecaysAlike = false;
+  static constexpr bool kLooksAhead = false;
   // A run is folded and then walked: lambda is needed twice.
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
   using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;

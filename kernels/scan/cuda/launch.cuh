@@ -34,9 +34,9 @@ int64_t channel_tiles(int64_t channels, int threads) {
 
 template <class Op, WalkMode kMode>
 constexpr int shared_bytes(int warps) {
-  using Bounds = WalkBounds<kMode>;
-  return Bounds::kTeams *
-         (sizeof(WalkShared<Op, kMode>) + bytes_to_prepare<Op>() + warps * Ring<Op>::kBytes);
+  using Bounds = WalkBounds<Op, kMode>;
+  return Bounds::kTeams * (sizeof(WalkShared<Op, kMode>) + bytes_to_prepare<Op>() +
+                           warps * (Ring<Op>::kBytes + park_bytes<Op>()));
 }
 
 /// As many warps (of a team) as have room, `most` or fewer.
@@ -78,7 +78,7 @@ cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) 
   if (each == 0) {
     TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &each, walk_kernel<Op, WalkMode::kLinked>, kLinkTeams * (warps + 1) * kWarpSize,
+        &each, walk_kernel<Op, WalkMode::kLinked>, LinkSize<Op>::kTeams * (warps + 1) * kWarpSize,
         shared_bytes<Op, WalkMode::kLinked>(warps)));
     if (device == 0) {
       known.store(each, std::memory_order_relaxed);
@@ -118,13 +118,13 @@ ScanPlan plan_whole(const WalkSize& size, const DeviceLimits& limits) {
 template <class Op>
 cudaError_t plan_linked(const WalkSize& size, const DeviceLimits& limits, int rounds,
                         ScanPlan* plan) {
-  const int warps = warps_that_fit<Op, WalkMode::kLinked>(kLinkWorkers, limits);
+  const int warps = warps_that_fit<Op, WalkMode::kLinked>(LinkSize<Op>::kWorkers, limits);
   int resident = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(resident_blocks<Op>(warps, limits, &resident));
   if (size.blocks > resident) {
     return cudaSuccess;
   }
-  const int64_t tile_runs = kLinkTeams * warps;  // of a block, in one round
+  const int64_t tile_runs = LinkSize<Op>::kTeams * warps;  // of a block, in one round
   const int64_t tiles = (size.runs + tile_runs - 1) / tile_runs;
   const int64_t most = std::clamp<int64_t>(tiles / rounds, 1, resident / size.blocks);
   const int64_t least_rounds = (tiles + most - 1) / most;
@@ -132,7 +132,8 @@ cudaError_t plan_linked(const WalkSize& size, const DeviceLimits& limits, int ro
   *plan = {.split = TimeSplit::kLinked,
            .linked_blocks = static_cast<int>(linked_blocks),
            .warps = warps};
-  plan->workspace_bytes = size.blocks * linked_blocks * kLinkTeams * int64_t{sizeof(Mailbox<Op>)};
+  plan->workspace_bytes =
+      size.blocks * linked_blocks * LinkSize<Op>::kTeams * int64_t{sizeof(Mailbox<Op>)};
   return cudaSuccess;
 }
 
@@ -154,7 +155,7 @@ cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSpl
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         plan_linked<Linked>(walk_size<Linked>(layout, channels), limits, rounds, plan));
   }
-  const int teams = plan->split == TimeSplit::kLinked ? kLinkTeams : 1;
+  const int teams = plan->split == TimeSplit::kLinked ? LinkSize<Linked>::kTeams : 1;
   plan->partials = layout.sequences * plan->linked_blocks * teams;
   return cudaSuccess;
 }
@@ -176,14 +177,15 @@ cudaError_t launch_linked(const typename Op::Params& params, const WalkLaunch& l
                           cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
   const int64_t blocks = Op::layout(params).sequences * launch.channel_tiles * launch.linked_blocks;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(
-      launch.mailboxes, 0, blocks * kLinkTeams * sizeof(Mailbox<Op>), stream));  // no round yet
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(launch.mailboxes, 0,
+                                                blocks * LinkSize<Op>::kTeams * sizeof(Mailbox<Op>),
+                                                stream));  // no round yet
   cudaLaunchAttribute together = {};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kLinkTeams * (warps + 1) * kWarpSize);
+  config.blockDim = dim3(LinkSize<Op>::kTeams * (warps + 1) * kWarpSize);
   config.dynamicSmemBytes = shared_bytes<Op, WalkMode::kLinked>(warps);
   config.stream = stream;
   config.attrs = &together;

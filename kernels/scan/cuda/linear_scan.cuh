@@ -20,6 +20,7 @@ struct LinearScanForward : LinearScanShape<false, kUse> {
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = false;  // see hgru.cuh
   static constexpr bool kDecaysAlike = false;
+  static constexpr bool kLooksAhead = false;
   static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -112,6 +113,7 @@ struct LinearScanBackward : LinearScanShape<true, kUse> {
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = false;  // see hgru.cuh
   static constexpr bool kDecaysAlike = false;
+  static constexpr bool kLooksAhead = false;
   static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 

@@ -1,8 +1,9 @@
 #pragma once
 
-// The carry where blocks share a sequence. A block is two teams of warps. Consecutive teams own
-// consecutive tiles of time, first all blocks' first teams, then all second ones; the last one of a
-// round is linked to the first one of the next. All blocks are resident.
+// The carry where blocks share a sequence. A block is two teams of warps, or one, if these look
+// ahead (ahead.cuh). Consecutive teams own consecutive tiles of time, first all blocks' first
+// teams, then all second ones; the last one of a round is linked to the first one of the next. All
+// blocks are resident.
 //
 // A state must cross a tile faster than anyone can walk it, so it crosses by maps. Every warp that
 // walks (a worker) posts the map of its run. One warp of each team, the carrier, composes them to
@@ -19,8 +20,13 @@
 
 namespace tidegate::kernels {
 
-constexpr int kLinkWorkers = 7;   // warps of a team that walk
-constexpr int kLinkTeams = 2;     // of a block
+/// Teams of a block, and the warps of one that walk. Workers that look ahead have what to do while
+/// a state is on its way; others wait, and a second team works.
+template <class Op>
+struct LinkSize {
+  static constexpr int kTeams = Op::kLooksAhead ? 1 : 2;
+  static constexpr int kWorkers = kMaxWarps / kTeams - 1;
+};
 constexpr int kLetterRounds = 3;  // rounds whose letters lie in memory at once
 
 /// A value of 4-byte words for each lane. Three words and the round they were written in come with
@@ -124,40 +130,57 @@ struct Mailbox {
 /// Shared memory of a team, besides its rings.
 template <class Op>
 struct alignas(16) LinkShared {
-  // Where runs decay alike, all workers are told the state that enters the tile, and each the map
-  // of the runs before its own, in the place of its own. Else (maps are large, and a state crosses
-  // them quickly) each is told the state that enters its run.
-  static constexpr bool kMailsMaps = Op::kDecaysAlike;
-  static constexpr int kMails = kMailsMaps ? 1 : kLinkWorkers;
-  MapBoard<typename Op::Number, Op::kVec, kLinkWorkers> runs;
-  StateBoard<typename Op::Number, Op::kVec> mail[kMails];
-  uint64_t runs_came;
-  uint64_t mail_came[kMails];
+  // Where runs decay alike or workers are many, all are told the state that enters the tile, and
+  // each the map of the runs before its own, in the place of its own. Else (maps are large, and a
+  // state crosses them quickly) each is told the state that enters its run.
+  static constexpr int kWorkers = LinkSize<Op>::kWorkers;
+  static constexpr bool kMailsMaps = Op::kDecaysAlike || Op::kLooksAhead;
+  static constexpr int kMails = kMailsMaps ? 1 : kWorkers;
+  // Who posts the map of the next round before it takes the state of this one needs two sets.
+  static constexpr int kSets = Op::kLooksAhead ? 2 : 1;
+  struct Set {
+    MapBoard<typename Op::Number, Op::kVec, kWorkers> runs;
+    StateBoard<typename Op::Number, Op::kVec> mail[kMails];
+    uint64_t runs_came;
+    uint64_t mail_came[kMails];
+  };
+  Set sets[kSets];
+
+  __device__ Set& set(int round) { return sets[kSets == 1 ? 0 : round % kSets]; }
+  static __device__ int parity(int round) { return round / kSets & 1; }
 
   __device__ void init(const Place& at) {
     if (at.lane == 0 && at.warp == at.warps) {
-      mbarrier_init(&runs_came, at.warps * kWarpSize);
-      for (uint64_t& came : mail_came) {
-        mbarrier_init(&came, kWarpSize);
+      for (Set& set : sets) {
+        mbarrier_init(&set.runs_came, at.warps * kWarpSize);
+        for (uint64_t& came : set.mail_came) {
+          mbarrier_init(&came, kWarpSize);
+        }
       }
     }
     // A worker that has no room on this device has a place all the same, where nothing changes.
-    for (int w = at.warp + at.warps; w < kLinkWorkers && at.warp < at.warps; w += at.warps) {
-      runs.post(w, at.lane, AffineMap<typename Op::Number, Op::kVec>::identity());
+    for (int w = at.warp + at.warps; w < kWorkers && at.warp < at.warps; w += at.warps) {
+      for (Set& set : sets) {
+        set.runs.post(w, at.lane, AffineMap<typename Op::Number, Op::kVec>::identity());
+      }
     }
   }
 
-  /// A worker's part of a round: its map for the state that enters its run.
-  __device__ void exchange(const Place& at, int round,
-                           const AffineMap<typename Op::Number, Op::kVec>& map,
-                           typename Op::Number (&s)[Op::kVec]) {
-    runs.post(at.warp, at.lane, map);
-    mbarrier_arrive(&runs_came);
+  /// A worker's part of a round: its map...
+  __device__ void post(const Place& at, int round,
+                       const AffineMap<typename Op::Number, Op::kVec>& map) {
+    Set& now = set(round);
+    now.runs.post(at.warp, at.lane, map);
+    mbarrier_arrive(&now.runs_came);
+  }
+  /// ... for the state that enters its run.
+  __device__ void take(const Place& at, int round, typename Op::Number (&s)[Op::kVec]) {
+    Set& now = set(round);
     const int box = kMailsMaps ? 0 : at.warp;
-    mbarrier_wait(&mail_came[box], round & 1);
-    mail[box].read(at.lane, s);
+    mbarrier_wait(&now.mail_came[box], parity(round));
+    now.mail[box].read(at.lane, s);
     if constexpr (kMailsMaps) {
-      runs.read(at.warp, at.lane).advance(s);
+      now.runs.read(at.warp, at.lane).advance(s);
     }
   }
 };
@@ -170,6 +193,7 @@ struct Carrier {
   using Map = typename Box::Map;
   using MapWords = typename Box::MapWords;
   using State = typename Box::State;
+  static constexpr int kWorkers = LinkSize<Op>::kWorkers;
   static constexpr bool kMailsMaps = LinkShared<Op>::kMailsMaps;
   // Letters read at once: more would take registers that the workers need.
   static constexpr int kAtOnce = Letter<MapWords>::kUnits <= 2 ? 3 : 1;
@@ -227,13 +251,14 @@ struct Carrier {
       const unsigned stamp = round + 1;
       const int slot = round % kLetterRounds;
       const bool is_initial = round == 0 && first == 0;
-      mbarrier_wait(&shared.runs_came, round & 1);
+      auto& now = shared.set(round);
+      mbarrier_wait(&now.runs_came, shared.parity(round));
       Map tile = Map::identity();
 #pragma unroll
-      for (int w = 0; w < kLinkWorkers; ++w) {
-        const Map run = shared.runs.read(w, at.lane);
+      for (int w = 0; w < kWorkers; ++w) {
+        const Map run = now.runs.read(w, at.lane);
         if (kMailsMaps && w < at.warps) {
-          shared.runs.post(w, at.lane, tile);
+          now.runs.post(w, at.lane, tile);
         }
         run.append_to(tile);
       }
@@ -248,11 +273,11 @@ struct Carrier {
       const Map before = map_before(first, stamp, slot, tile);
       Map through = before;  // the group, for the last of it
       tile.append_to(through);
-      Map runs[kMailsMaps ? 1 : kLinkWorkers];
+      Map runs[kMailsMaps ? 1 : kWorkers];
       if constexpr (!kMailsMaps) {
 #pragma unroll
-        for (int w = 0; w < kLinkWorkers; ++w) {
-          runs[w] = shared.runs.read(w, at.lane);
+        for (int w = 0; w < kWorkers; ++w) {
+          runs[w] = now.runs.read(w, at.lane);
         }
       }
       if (!is_initial) {
@@ -280,8 +305,8 @@ struct Carrier {
       }
 #pragma unroll
       for (int i = 0; i < LinkShared<Op>::kMails; ++i) {
-        shared.mail[i].post(at.lane, state);
-        mbarrier_arrive(&shared.mail_came[i]);
+        now.mail[i].post(at.lane, state);
+        mbarrier_arrive(&now.mail_came[i]);
         if constexpr (!kMailsMaps) {
           runs[i].advance(state);
         }

@@ -53,6 +53,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   // A run's power of the decay is known beforehand: a state crosses it by two products.
   static constexpr bool kCrossByMap = true;
   static constexpr bool kDecaysAlike = true;
+  static constexpr bool kLooksAhead = false;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
 
   Lane lane;

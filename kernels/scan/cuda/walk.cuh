@@ -31,6 +31,8 @@
 //   kCrossByMap                    whether a state crosses a run by its map or step by step
 //   kDecaysAlike                   whether all runs let a state decay alike: their maps then differ
 //                                  in AffineMap::Added alone
+//   kLooksAhead                    whether linked workers post the map of their next run before the
+//                                  state of the present one comes (ahead.cuh)
 //   Number, Real                   state of one channel, real or complex; the real type under it
 //   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
 //   Raw, Decoded                   one step's inputs in memory / prepared
@@ -55,6 +57,7 @@
 //   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
 //   reduce_alone(row)              the same where one thread has seen them all (plain walk)
 
+#include "kernels/scan/cuda/ahead.cuh"
 #include "kernels/scan/cuda/chain.cuh"
 #include "kernels/scan/cuda/links.cuh"
 #include "kernels/scan/cuda/rows.cuh"
@@ -300,15 +303,16 @@ struct WalkLaunch {
 };
 
 /// Teams and threads of a block, at most.
-template <WalkMode kMode>
+template <class Op, WalkMode kMode>
 struct WalkBounds {
   static constexpr bool kLinked = kMode == WalkMode::kLinked;
-  static constexpr int kTeams = kLinked ? kLinkTeams : 1;
-  static constexpr int kThreads = (kLinked ? kTeams * (kLinkWorkers + 1) : kMaxWarps) * kWarpSize;
+  static constexpr int kTeams = kLinked ? LinkSize<Op>::kTeams : 1;
+  static constexpr int kThreads =
+      (kLinked ? kTeams * (LinkSize<Op>::kWorkers + 1) : kMaxWarps) * kWarpSize;
 };
 
 template <class Op, WalkMode kMode>
-__global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
+__global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
                              1) void walk_kernel(const __grid_constant__ typename Op::Params params,
                                                  const __grid_constant__ WalkLaunch launch) {
   constexpr bool kLinked = kMode == WalkMode::kLinked;
@@ -316,7 +320,7 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
   extern __shared__ __align__(16) char shared_memory[];
 
   // The teams of a block lie far apart in time, so that one waits while the other works.
-  constexpr int kTeams = WalkBounds<kMode>::kTeams;
+  constexpr int kTeams = WalkBounds<Op, kMode>::kTeams;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int team_warps = static_cast<int>(blockDim.x) / (kWarpSize * kTeams);
   const int team = kTeams > 1 ? warp / team_warps : 0;
@@ -371,6 +375,14 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
       const Carrier<Op> carrier{shared, boxes, at, launch.group};
       carrier.run((end - 1) / stride + (end > 0 ? 1 : 0), s);
     }
+  } else if constexpr (kLinked && Op::kLooksAhead) {
+    char* const parks =
+        after_boards + kTeams * (bytes_to_prepare<Op>() + at.warps * Ring<Op>::kBytes);
+    const Park<Op> park(parks + (team * at.warps + at.warp) * park_bytes<Op>(), at.lane);
+    walk_ahead(op, ring, park, shared, at, k, end, stride);
+    if (end == 0 && at.rank == 0 && at.warp == 0) {
+      op.finish(s);
+    }
   } else {
     int stage = 0;
     int round = 0;
@@ -381,7 +393,8 @@ __global__ __launch_bounds__(WalkBounds<kMode>::kThreads,
       if constexpr (kLinked) {
         Map map = Map::identity();
         run.fold(op, ring, stage, map);
-        shared.exchange(at, round, map, s);
+        shared.post(at, round, map);
+        shared.take(at, round, s);
       } else if constexpr (Op::kCrossByMap) {
         const Chain<Op> mail{shared, at};
         Map map = Map::identity();

@@ -102,6 +102,7 @@ struct Wkv4Base {
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = true;
   static constexpr bool kDecaysAlike = true;
+  static constexpr bool kLooksAhead = false;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
   static constexpr bool kOwnsRun = true;
 
