@@ -1,7 +1,6 @@
 #include "src/ops/gla.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 
 #include <string>
 
@@ -231,7 +230,7 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
 
   grads.dgamma =
       dgamma.defined()
-          ? at::sum(dgamma, 0).view(arguments.gamma->sizes()).to(arguments.gamma->scalar_type())
+          ? sum_rows({dgamma})[0].view(arguments.gamma->sizes()).to(arguments.gamma->scalar_type())
           : none;
   grads.dgate = grads.dgate.to(arguments.gate.scalar_type());
   if (is_given(arguments.h0)) {

@@ -3,7 +3,6 @@
 #include "tidegate/ops/hgru.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -215,11 +214,12 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   params.dtheta_partial = data_or_null(dtheta);
   launch.run();
 
-  const auto sum = [&](const at::Tensor& partial, const OptionalTensor& argument) {
-    return partial.defined() ? at::sum(partial, 0).to(argument->scalar_type())
-                             : at::empty({0}, c.options().dtype(wide));
+  const std::vector<at::Tensor> sums = sum_rows({dgamma, dtheta});
+  const auto gradient = [&](const at::Tensor& sum, const OptionalTensor& argument) {
+    return sum.defined() ? sum.to(argument->scalar_type())
+                         : at::empty({0}, c.options().dtype(wide));
   };
-  return {dc, df.to(f.scalar_type()), sum(dgamma, gamma), sum(dtheta, theta),
+  return {dc, df.to(f.scalar_type()), gradient(sums[0], gamma), gradient(sums[1], theta),
           is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
 }
 

@@ -2,11 +2,17 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 #ifdef TIDEGATE_WITH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include "kernels/common/cuda/row_sums.h"
+#include "src/ops/views.h"
 #endif
 
 namespace tidegate::ops {
@@ -26,6 +32,49 @@ at::Tensor workspace(int64_t bytes, const at::Tensor& like) {
 
 at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at::Tensor& like) {
   return at::empty({rows, columns}, like.options().dtype(dtype));
+}
+
+#ifdef TIDEGATE_WITH_CUDA
+namespace {
+
+/// In one launch. A complex number is a pair of columns.
+void sum_rows_on_device(const std::vector<at::Tensor>& partials, std::vector<at::Tensor>* sums) {
+  kernels::RowSums work;
+  const auto first =
+      std::find_if(partials.begin(), partials.end(), [](const auto& t) { return t.defined(); });
+  const c10::DeviceGuard guard(first->device());
+  for (size_t i = 0; i < partials.size(); ++i) {
+    if (const at::Tensor& partial = partials[i]; partial.defined()) {
+      (*sums)[i] = at::empty({partial.size(1)}, partial.options());
+      work.from[work.count] = partial.data_ptr();
+      work.to[work.count++] = (*sums)[i].data_ptr();
+      work.rows = partial.size(0);
+      work.columns = partial.size(1) * (partial.is_complex() ? 2 : 1);
+      work.dtype = kernel_dtype(c10::toRealValueType(partial.scalar_type()));
+    }
+  }
+  check_launch("tidegate", "sum of partial sums",
+               kernels::sum_rows(work, current_stream(first->device())));
+}
+
+}  // namespace
+#endif
+
+std::vector<at::Tensor> sum_rows(const std::vector<at::Tensor>& partials) {
+  std::vector<at::Tensor> sums(partials.size());
+#ifdef TIDEGATE_WITH_CUDA
+  const auto on_cuda = [](const at::Tensor& t) { return t.defined() && t.is_cuda(); };
+  if (std::any_of(partials.begin(), partials.end(), on_cuda)) {
+    sum_rows_on_device(partials, &sums);
+    return sums;
+  }
+#endif
+  for (size_t i = 0; i < partials.size(); ++i) {
+    if (partials[i].defined()) {
+      sums[i] = at::sum(partials[i], 0);
+    }
+  }
+  return sums;
 }
 
 OptionalTensor offsets_on(const char* op, const OptionalTensor& cu_seqlens, at::Device device) {

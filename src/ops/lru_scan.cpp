@@ -3,7 +3,6 @@
 #include "tidegate/ops/lru_scan.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -204,12 +203,11 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   params.dgamma_log_partial = dgamma.data_ptr();
   launch.run();
 
-  const auto sum = [](const at::Tensor& partial, const at::Tensor& argument) {
-    return at::sum(partial, 0).to(argument.scalar_type());
-  };
-  return {dx, sum(dnu, nu_log),
-          given.complex() ? sum(dtheta, *theta_log) : at::empty({0}, x.options().dtype(wide)),
-          sum(dgamma, gamma_log), is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
+  const std::vector<at::Tensor> sums = sum_rows({dnu, dtheta, dgamma});
+  return {dx, sums[0].to(nu_log.scalar_type()),
+          given.complex() ? sums[1].to(theta_log->scalar_type())
+                          : at::empty({0}, x.options().dtype(wide)),
+          sums[2].to(gamma_log.scalar_type()), is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
 }
 
 at::Tensor step_kernel(const at::Tensor& x, const at::Tensor& nu_log,

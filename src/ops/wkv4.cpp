@@ -3,7 +3,6 @@
 #include "tidegate/ops/wkv4.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -221,8 +220,9 @@ Gradients backward_kernel(const at::Tensor& grad_o, const OptionalTensor& grad_s
   params.dw_partial = dw.data_ptr();
   params.du_partial = du.data_ptr();
   launch.run();
-  return {at::sum(dw, 0).to(w.scalar_type()), at::sum(du, 0).to(u.scalar_type()), std::move(dk),
-          std::move(dv), is_given(state) ? dstate.to(state->scalar_type()) : dstate};
+  const std::vector<at::Tensor> sums = sum_rows({dw, du});
+  return {sums[0].to(w.scalar_type()), sums[1].to(u.scalar_type()), std::move(dk), std::move(dv),
+          is_given(state) ? dstate.to(state->scalar_type()) : dstate};
 }
 
 at::Tensor step_kernel(const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
