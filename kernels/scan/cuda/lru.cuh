@@ -43,7 +43,7 @@ __device__ inline Precise<Real> conj(const Precise<Real>& a) {
 
 /// What forward and backward share: the types of one instantiation and what follows from the
 /// parameters.
-template <class Data_, bool kComplex_, int kVec_>
+template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
 struct LruBase : Parts<Data_, kComplex_, kVec_> {
   using Layout = Parts<Data_, kComplex_, kVec_>;
   using Layout::kComplex, Layout::kVec;
@@ -76,19 +76,24 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
     Real nu, theta, gamma;
   };
   using PreparedBoard = Decays[kVec][kWarpSize];
-  static constexpr int kPreparedBytes = sizeof(PreparedBoard);
+  // Where several blocks share a multiprocessor, every warp for itself was faster.
+  static constexpr int kPreparedBytes = kUse == WalkUse::kShort ? 0 : sizeof(PreparedBoard);
 
-  __device__ Precise<double> exp_of_parameter(const void* values, int v) const {
-    return exact_exp({static_cast<const Real*>(values)[lane.channel + v], 0.0});
+  __device__ double parameter(const void* values, int v) const {
+    return static_cast<const Real*>(values)[lane.channel + v];
   }
   /// Of the thread's channel number v.
   template <int kSteps>
   __device__ Decays find_decays(int v) const {
+    // All are loaded before the first is used.
+    const double log_rate = parameter(nu_log, v);
+    const double log_angle = kComplex ? parameter(theta_log, v) : 0.0;
+    const double log_gamma = parameter(gamma_log, v);
     Decays found;
-    const Precise<double> rate = exp_of_parameter(nu_log, v);
+    const Precise<double> rate = exact_exp({log_rate, 0.0});
     const Precise<double> modulus = exact_exp({-rate.hi, -rate.lo});
     if constexpr (kComplex) {
-      const Precise<double> angle = exp_of_parameter(theta_log, v);
+      const Precise<double> angle = exact_exp({log_angle, 0.0});
       const Turn turn = exact_turn(angle);
       const Precise<double> re = multiply(modulus, turn.cosine);
       const Precise<double> im = multiply(modulus, turn.sine);
@@ -102,7 +107,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
       found.run = in_words_of<Real>({power<kSteps>(modulus.hi), 0.0});
       found.theta = Real(0);
     }
-    found.gamma = static_cast<Real>(exp_of_parameter(gamma_log, v).hi);
+    found.gamma = static_cast<Real>(exact_exp({log_gamma, 0.0}).hi);
     // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
     found.nu = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
     return found;
@@ -140,6 +145,11 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   static __device__ Number decayed(const Precise<Number>& a, Number s, Number x) {
     return fused(a.hi, s, fused(a.lo, s, x));
   }
+  /// The same for a step of a run. States cross runs by a power that has both words, so an error is
+  /// made kSteps times at most: of 16-bit data, far less than their last digit.
+  static __device__ Number stepped(const Precise<Number>& a, Number s, Number x) {
+    return sizeof(Data) < 4 ? fused(a.hi, s, x) : decayed(a, s, x);
+  }
 };
 
 /// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
@@ -148,21 +158,22 @@ struct LruShape;
 template <>
 struct LruShape<false, WalkUse::kShort> : WalkShape<8, 2> {};
 template <>
-struct LruShape<false, WalkUse::kLong> : WalkShape<16, 2> {};
+struct LruShape<false, WalkUse::kLong> : WalkShape<16, 3> {};
 template <>
 struct LruShape<false, WalkUse::kLinked> : WalkShape<24, 2> {};
 template <WalkUse kUse>
 struct LruShape<true, kUse> : WalkShape<kUse == WalkUse::kShort ? 4 : 8, 2> {};
 
 template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
-struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
-  using Base = LruBase<Data_, kComplex_, kVec_>;
+struct LruForward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<false, kUse> {
+  using Base = LruBase<Data_, kComplex_, kVec_, kUse>;
   using Base::kParts, Base::kVec, Base::lane, Base::seq, Base::decay, Base::gamma, Base::run;
   using typename Base::Data;
   using typename Base::Number;
   using typename Base::Real;
   using Params = LruParams;
   static constexpr bool kEmitsAtOnce = true;  // or long runs would not fit into the registers
+  static constexpr bool kTakesRuns = kUse != WalkUse::kLinked;  // there they would not fit
 
   struct Raw {
     Pack<Data, kVec> x[kParts];
@@ -204,6 +215,14 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
   __device__ void advance(const Raw& raw, Decoded, Number (&s)[kVec], Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
+      s[v] = Base::stepped(decay[v], s[v], gamma[v] * Base::number(raw.x, v));
+      kept[v] = s[v];
+    }
+  }
+  /// With both words: a state may take any number of steps, each a launch of its own.
+  __device__ void advance_alone(const Raw& raw, Number (&s)[kVec], Number (&kept)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
       s[v] = Base::decayed(decay[v], s[v], gamma[v] * Base::number(raw.x, v));
       kept[v] = s[v];
     }
@@ -219,12 +238,13 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
   __device__ void fold(const Raw& raw, Decoded, AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      map.x[v] = Base::decayed(decay[v], map.x[v], gamma[v] * Base::number(raw.x, v));
+      map.x[v] = Base::stepped(decay[v], map.x[v], Base::number(raw.x, v));
     }
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
+      map.x[v] = gamma[v] * map.x[v];
       map.a[v] = run[v];
     }
   }
@@ -239,8 +259,8 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_>, LruShape<false, kUse> {
 ///   dnu_log = -nu * Re(lambda S),  dtheta_log = -theta * Im(lambda S)
 ///   dgamma_log = gamma * sum Re(conj(g_t) x_t)
 template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
-struct LruBackward : LruBase<Data_, kComplex_, kVec_>, LruShape<true, kUse> {
-  using Base = LruBase<Data_, kComplex_, kVec_>;
+struct LruBackward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<true, kUse> {
+  using Base = LruBase<Data_, kComplex_, kVec_, kUse>;
   using Base::decay, Base::gamma, Base::nu, Base::run, Base::theta;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::seq;
   using typename Base::Data;
@@ -311,7 +331,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_>, LruShape<true, kUse> {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       kept[v] = Base::number(raw.dh, v) + s[v];
-      s[v] = Base::decayed(conj(decay[v]), kept[v], Number{});
+      s[v] = Base::stepped(conj(decay[v]), kept[v], Number{});
     }
   }
 
@@ -319,7 +339,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_>, LruShape<true, kUse> {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       const Number g = map.x[v] + Base::number(raw.dh, v);
-      map.x[v] = Base::decayed(conj(decay[v]), g, Number{});
+      map.x[v] = Base::stepped(conj(decay[v]), g, Number{});
     }
   }
   __device__ void seal(AffineMap<Number, kVec>& map) const {

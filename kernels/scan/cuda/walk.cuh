@@ -16,6 +16,7 @@
 //     advance  the state through the run; pass on what leaves it
 //     emit     the outputs of the run's steps
 //     fetch    the run kStages rounds ahead into the place that has become free
+//              (before the carry already, where decode leaves nothing in the ring)
 //
 // The carry is a chain: only taking, advancing and passing on are serial, a few instructions a
 // step, while decoding and emitting overlap freely among the warps. No barrier stops a whole block,
@@ -38,14 +39,18 @@
 //   Raw, Decoded                   one step's inputs in memory / prepared
 //   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
-//   prepare()                      what takes a while to compute before the first step (plain walk)
+//   prepare()                      what takes a while to compute before the first step, while its
+//                                  inputs are on their way, if there is anything
 //   prepare(shared, at),           the same by all warps of a team together, in kPreparedBytes of
-//   take_prepared(shared, lane)    shared memory, while the first inputs are on their way
+//   take_prepared(shared, lane)    shared memory, if that is not zero (never in the plain walk)
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step
 //   decode(raw) -> Decoded
+//   kTakesRuns                     if so, a run's inputs are kept in registers from decode on, and
+//                                  their place in the ring is filled again before the carry
 //   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it
+//   advance_alone(raw, s, kept)    if there is one: the same in the plain walk
 //   kEmitsAtOnce                   crossing by a map, a state has been passed on before it is
 //                                  advanced: emit then need not wait, and nothing is kept
 //   emit<kLast>(k, i, raw, decoded, kept)   write step k + i's outputs; kLast: it may be the last
@@ -102,6 +107,16 @@ __host__ __device__ constexpr int bytes_to_prepare() {
     return Op::kPreparedBytes;
   } else {
     return 0;
+  }
+}
+
+/// Whether a run's inputs stay in registers, so that its place in the ring is free at once.
+template <class Op>
+__host__ __device__ constexpr bool takes_runs() {
+  if constexpr (requires { Op::kTakesRuns; }) {
+    return Op::kTakesRuns;
+  } else {
+    return false;
   }
 }
 
@@ -212,13 +227,27 @@ class Ring {
 template <class Op>
 struct Run {
   using Number = typename Op::Number;
+  using Raw = typename Op::Raw;
+  struct Nothing {};
+  std::conditional_t<takes_runs<Op>(), Raw, Nothing> taken[Op::kSteps];
   typename Op::Decoded decoded[Op::kSteps];
   Number kept[Op::kSteps][Op::kVec];
 
   __device__ void decode(const Op& op, const Ring<Op>& ring, int stage, int, int) {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      decoded[i] = op.decode(ring.take(op, stage, i));
+      if constexpr (takes_runs<Op>()) {
+        taken[i] = ring.take(op, stage, i);
+      }
+      decoded[i] = op.decode(raw(op, ring, stage, i));
+    }
+  }
+
+  __device__ Raw raw(const Op& op, const Ring<Op>& ring, int stage, int i) const {
+    if constexpr (takes_runs<Op>()) {
+      return taken[i];
+    } else {
+      return ring.take(op, stage, i);
     }
   }
 
@@ -226,7 +255,7 @@ struct Run {
                        AffineMap<Number, Op::kVec>& map) const {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      op.fold(ring.take(op, stage, i), decoded[i], map);
+      op.fold(raw(op, ring, stage, i), decoded[i], map);
     }
     op.seal(map);
   }
@@ -238,13 +267,13 @@ struct Run {
     if (k + Op::kSteps <= end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
-        op.advance(ring.take(op, stage, i), decoded[i], s, kept[i]);
+        op.advance(raw(op, ring, stage, i), decoded[i], s, kept[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
         if (k + i < end) {
-          op.advance(ring.take(op, stage, i), decoded[i], s, kept[i]);
+          op.advance(raw(op, ring, stage, i), decoded[i], s, kept[i]);
         }
       }
     }
@@ -260,17 +289,17 @@ struct Run {
     if (k + Op::kSteps < end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
-        const typename Op::Raw raw = ring.take(op, stage, i);
-        op.advance(raw, decoded[i], s, now);
-        op.template emit<false>(k, i, raw, decoded[i], now);
+        const Raw inputs = raw(op, ring, stage, i);
+        op.advance(inputs, decoded[i], s, now);
+        op.template emit<false>(k, i, inputs, decoded[i], now);
       }
     } else if (k < end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
         if (k + i < end) {
-          const typename Op::Raw raw = ring.take(op, stage, i);
-          op.advance(raw, decoded[i], s, now);
-          op.template emit<true>(k, i, raw, decoded[i], now);
+          const Raw inputs = raw(op, ring, stage, i);
+          op.advance(inputs, decoded[i], s, now);
+          op.template emit<true>(k, i, inputs, decoded[i], now);
         }
       }
       op.finish(s);
@@ -281,13 +310,13 @@ struct Run {
     if (k + Op::kSteps < end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
-        op.template emit<false>(k, i, ring.take(op, stage, i), decoded[i], kept[i]);
+        op.template emit<false>(k, i, raw(op, ring, stage, i), decoded[i], kept[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
         if (k + i < end) {
-          op.template emit<true>(k, i, ring.take(op, stage, i), decoded[i], kept[i]);
+          op.template emit<true>(k, i, raw(op, ring, stage, i), decoded[i], kept[i]);
         }
       }
     }
@@ -365,6 +394,8 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
     if (walks) {
       op.take_prepared(after_boards + team * bytes_to_prepare<Op>(), at.lane);
     }
+  } else if constexpr (requires { op.prepare(); }) {
+    op.prepare();
   }
   typename Op::Number s[Op::kVec];
   op.initial(s);
@@ -390,6 +421,15 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
       ring.wait();
       Run<Op> run;
       run.decode(op, ring, stage, k, end);
+      const auto refill = [&] {
+        if (end - base > Op::kStages * stride) {
+          ring.fetch(op, stage, k + Op::kStages * stride, end);
+        }
+        commit_copies();
+      };
+      if constexpr (takes_runs<Op>()) {
+        refill();
+      }
       if constexpr (kLinked) {
         Map map = Map::identity();
         run.fold(op, ring, stage, map);
@@ -419,10 +459,9 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
         run.emit(op, ring, stage, k, end);
       }
 
-      if (end - base > Op::kStages * stride) {
-        ring.fetch(op, stage, k + Op::kStages * stride, end);
+      if constexpr (!takes_runs<Op>()) {
+        refill();
       }
-      commit_copies();
       stage = stage + 1 == Op::kStages ? 0 : stage + 1;
     }
     if (end == 0 && at.rank == 0 && at.warp == 0) {
@@ -455,14 +494,18 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
   if (seq.length > 0) {
     const int last = seq.length - 1;
     typename Op::Raw raw = op.gather(DirectSource{}, 0, last);
-    if constexpr (bytes_to_prepare<Op>() > 0) {
+    if constexpr (requires { op.prepare(); }) {
       op.prepare();
     }
     for (int k = 0; k <= last; ++k) {
       const typename Op::Raw next = op.gather(DirectSource{}, min(k + 1, last), last);
       const typename Op::Decoded decoded = op.decode(raw);
       typename Op::Number kept[Op::kVec];
-      op.advance(raw, decoded, s, kept);
+      if constexpr (requires { op.advance_alone(raw, s, kept); }) {
+        op.advance_alone(raw, s, kept);
+      } else {
+        op.advance(raw, decoded, s, kept);
+      }
       op.template emit<true>(k, 0, raw, decoded, kept);
       raw = next;
     }
