@@ -41,7 +41,7 @@ struct LinearScanParams {
   TimeSeries h = {};         // [B, T, D] in x.dtype; written forward, read backward
   const void* h0 = nullptr;  // [N, D] contiguous, state type; null means zero
   void* h_final = nullptr;   // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
-  TimeSplit time_split = TimeSplit::kAuto;  // a request, honoured or refused by the planner
+  TimeSplit time_split = TimeSplit::kAuto;  // for tests; kLinked is whole where it does not fit
   ScanPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes
 };

@@ -36,7 +36,7 @@ struct Wkv4Params {
   void* final_state = nullptr;  // [N, 3, D] the same; may be `state` itself when T <= 1 (a step)
   void* saved = nullptr;  // [B, wkv4_saved_rows(T), 3, D] state type: states that enter tokens,
                           // written forward unless null, read backward
-  TimeSplit time_split = TimeSplit::kAuto;  // a request, honoured or refused by the planner
+  TimeSplit time_split = TimeSplit::kAuto;  // for tests; kLinked is whole where it does not fit
   ScanPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes
 };

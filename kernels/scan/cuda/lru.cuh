@@ -173,7 +173,8 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<false, kUse
   using typename Base::Real;
   using Params = LruParams;
   static constexpr bool kEmitsAtOnce = true;  // or long runs would not fit into the registers
-  static constexpr bool kTakesRuns = kUse != WalkUse::kLinked;  // there they would not fit
+  // Runs of linked blocks would not fit; with several blocks a multiprocessor it gains nothing.
+  static constexpr bool kTakesRuns = kUse == WalkUse::kLong;
 
   struct Raw {
     Pack<Data, kVec> x[kParts];

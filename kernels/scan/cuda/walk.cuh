@@ -77,14 +77,14 @@ struct WalkShape {
   static constexpr int kStages = kStages_;
 };
 
-/// What a shape is for.
+/// What a shape is for. Whole sequences take kLong where plan.long_runs, else kShort.
 enum class WalkUse {
   kShort,   // whole sequences, several blocks a multiprocessor
   kLong,    // whole sequences, one block a multiprocessor: longer runs make its chain shorter
   kLinked,  // parts of sequences: long runs pay for the longer way of the carry
 };
 
-/// Whether a block walks whole sequences, or is linked to others that share its sequence.
+/// Whether a block walks whole sequences (TimeSplit::kNone), or is linked to others that share one.
 enum class WalkMode { kWhole, kLinked };
 
 template <class Op, WalkMode kMode>
@@ -354,7 +354,7 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
   const int team_warps = static_cast<int>(blockDim.x) / (kWarpSize * kTeams);
   const int team = kTeams > 1 ? warp / team_warps : 0;
   const int blocks = kLinked ? launch.linked_blocks : 1;
-  const int64_t chain = blockIdx.x / blocks;
+  const int64_t chain = blockIdx.x / blocks;  // one sequence's one channel tile
   Place at = {.warp = warp - team * team_warps,
               .warps = team_warps - (kLinked ? 1 : 0),
               .lane = static_cast<int>(threadIdx.x) % kWarpSize,
