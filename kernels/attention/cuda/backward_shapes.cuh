@@ -13,15 +13,17 @@ namespace tidegate::kernels {
 /// forgetting_backward_kernel, its Shape for near heads, Shape of query_gradient_kernel>().
 /// cudaErrorNotSupported where no shape fits.
 template <class T, HeadDims kDims, class F>
-cudaError_t with_backward_shapes(int64_t dim, int shared_bytes, const F& f) {
+cudaError_t with_backward_shapes(int64_t dim, const DeviceLimits& limits, const F& f) {
   const auto first_that_fits = [&]<class Query, class First, class Second, class Near = First>() {
     // Sums of dq are laid out by either, and read by the first.
     static_assert(First::kRows == Near::kRows &&
                   First::QuerySums::kWarpsOfRows == Near::QuerySums::kWarpsOfRows);
-    if (Query::kSharedBytes <= shared_bytes && First::kSharedBytes <= shared_bytes) {
+    if (Query::kSharedBytes <= limits.shared_bytes &&
+        First::shared_bytes(limits) <= limits.shared_bytes) {
       return f.template operator()<First, Near, Query>();
     }
-    if (Query::kSharedBytes <= shared_bytes && Second::kSharedBytes <= shared_bytes) {
+    if (Query::kSharedBytes <= limits.shared_bytes &&
+        Second::shared_bytes(limits) <= limits.shared_bytes) {
       return f.template operator()<Second, Second, Query>();
     }
     return cudaErrorNotSupported;

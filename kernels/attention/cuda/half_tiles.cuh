@@ -137,6 +137,17 @@ struct RegisterOperand {
   }
 };
 
+/// What the sums of a product start from, the same in a lane's row 8 i + lane / 4, however many
+/// columns: zero, or given values.
+struct FromZero {
+  __device__ float operator()(int) const { return 0; }
+};
+template <int kCount>
+struct FromRows {
+  float x[kCount];
+  __device__ float operator()(int i) const { return x[i]; }
+};
+
 /// Nothing to do between the steps of a product.
 struct Nothing {
   __device__ void operator()(int) const {}
@@ -144,11 +155,13 @@ struct Nothing {
 
 /// d += A B for 16 * kRowTiles rows, 8 * kColumnTiles columns and 16 * kSteps inner, with operands
 /// read from tiles, transposed or not (see OperandReader). `between(i)`, i < kSteps, is done among
-/// the products of step i. With kFresh, d starts from zero.
+/// the products of step i. With kFresh, d starts from `start`.
 template <class T, bool kTransposedA, bool kTransposedB, int kSteps, bool kFresh, int kRowTiles,
-          int kColumnTiles, class TileA, class TileB, class Between = Nothing>
+          int kColumnTiles, class TileA, class TileB, class Between = Nothing,
+          class Start = FromZero>
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumnTiles][4], const TileA& a,
-                                         const TileB& b, const Between& between = {}) {
+                                         const TileB& b, const Between& between = {},
+                                         const Start& start = {}) {
   static_assert(kColumnTiles % 2 == 0);
   constexpr int kPairs = kColumnTiles / 2;
   uint32_t x[2][kRowTiles][4], y[2][4];
@@ -188,7 +201,8 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumnTiles][4],
         for (int i = 0; i < kRowTiles; ++i) {
           float (&sum)[4] = d[i][2 * pair + half];
           if (kFresh && step == 0) {
-            sum[0] = sum[1] = sum[2] = sum[3] = 0;
+            sum[0] = sum[1] = start(2 * i);
+            sum[2] = sum[3] = start(2 * i + 1);
           }
           mma<T>(sum, x[step % 2][i], y[at % 2][2 * half], y[at % 2][2 * half + 1]);
         }
@@ -237,6 +251,36 @@ __device__ __forceinline__ void load_tile(unsigned tile, const char* global, int
                        row < limit && piece < pieces);
   }
 }
+
+/// The same copy by copy, so that they may stand between other instructions: copies [0, kCopies).
+template <int kColumns, int kRows, int kThreads>
+class TileCopies {
+  using Tile = HalfTile<kColumns>;
+  static constexpr int kStep = kThreads / Tile::kPieces;  // rows from a copy to the next
+
+ public:
+  static constexpr int kCopies = kRows * Tile::kPieces / kThreads;
+  static constexpr bool kPossible = kThreads % Tile::kPieces == 0 && kStep % 8 == 0;
+
+  __device__ TileCopies(unsigned tile, const char* global, int row_bytes, int limit, int pieces,
+                        int thread) {
+    const int row = thread / Tile::kPieces, piece = thread % Tile::kPieces;
+    to_ = tile + Tile::offset(row, piece);
+    from_ = global + static_cast<int64_t>(row) * row_bytes + piece * 16;
+    step_bytes_ = int64_t{kStep} * row_bytes;
+    limit_ = piece < pieces ? limit - row : 0;
+  }
+  __device__ __forceinline__ void copy(int i) const {
+    copy_async_or_zero(to_ + i * kStep * Tile::kRowBytes, from_ + i * step_bytes_,
+                       i * kStep < limit_);
+  }
+
+ private:
+  unsigned to_;
+  const char* from_;
+  int64_t step_bytes_;
+  int limit_;
+};
 
 /// The way back: rows below `limit`, pieces below `pieces`.
 template <int kColumns, int kRows, int kThreads>

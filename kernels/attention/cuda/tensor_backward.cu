@@ -52,15 +52,15 @@ struct QueryTile {
   int rows = 0, columns = 0;
 };
 
-cudaError_t find_query_tile(const ForgettingAttentionParams& p, int shared_bytes, QueryTile* tile) {
+cudaError_t find_query_tile(const ForgettingAttentionParams& p, const DeviceLimits& limits,
+                            QueryTile* tile) {
   const auto take = [&]<class Shape, class NearShape, class QueryShape>() {
     *tile = {Shape::kRows, Shape::kDim};
     return cudaSuccess;
   };
   return p.head_dim <= kLargestSmallHeadDim
-             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, shared_bytes, take)
-             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, shared_bytes,
-                                                                     take);
+             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, limits, take)
+             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, limits, take);
 }
 
 /// The workspace, in order; each part starts at a multiple of 16 bytes.
@@ -99,7 +99,7 @@ cudaError_t tensor_backward_fits(const ForgettingAttentionBackwardParams& params
   QueryTile tile;
   *fits = tensor_forward_fits(p) && rows_aligned(params.d_o) && rows_aligned(params.dq) &&
           rows_aligned(params.dk) && rows_aligned(params.dv) &&
-          find_query_tile(p, limits.shared_bytes, &tile) == cudaSuccess;
+          find_query_tile(p, limits, &tile) == cudaSuccess;
   return cudaSuccess;
 }
 
@@ -109,7 +109,7 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   QueryTile tile;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits.shared_bytes, &tile));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits, &tile));
   *plan = {.path = AttentionPath::kTensorCore};
   plan->workspace_bytes = Parts(p, cut_time(p.layout, tile.rows), tile).all;
   return cudaSuccess;
@@ -123,7 +123,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   QueryTile tile;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits.shared_bytes, &tile));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits, &tile));
 
   TensorAttention work;
   work.params = params;

@@ -10,13 +10,52 @@
 // Sums of dS over rows and columns are taken from the same values: see forgetting_attention.h.
 // c enters as in the forward pass, relative to the tile's last key.
 
-#include <cmath>
-
+#include "kernels/attention/cuda/backward_scores.cuh"
 #include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels {
+
+/// Adds four floats to device memory.
+__device__ inline void add_four(float* to, const float (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    atomicAdd(to + i, x[i]);
+  }
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+/// Adds kBytes of floats in shared memory to device memory, asynchronously, in a group of the
+/// thread's own. The warp that wrote them has met: see add_query_gradients.
+template <int kBytes>
+__device__ inline void add_bulk(float* to, const float* shared) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(shared_address(shared)), "n"(kBytes)
+      : "memory");
+}
+/// What the thread's groups read may be written again.
+__device__ inline void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+/// What the thread's groups add has been added.
+__device__ inline void wait_for_bulk_additions() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+/// Lets the copy engine see what this thread wrote to shared memory.
+__device__ inline void show_to_copy_engine() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
 
 /// Eight warps share every product of a pair of tiles; each product divides its result among them
 /// in its own way: warps along the rows, the others along the columns.
@@ -48,9 +87,17 @@ struct BackwardShape {
   static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
   static constexpr int kRowBytes = HalfTile<kDim>::bytes(kRows);
   static constexpr int kScoreBytes = HalfTile<kKeys>::bytes(kRows);
-  static constexpr int kRowTerms = 4;  // c_i - c_ref, high and low; lse; delta - dlse
+  static constexpr int kRowTerms = 4;  // c_i - c_ref, high and low; lse; dlse - delta
+  // dq's sums by way of shared memory, which was slower at D = 128: see add_query_gradients.
+  static constexpr bool kStagesSums = kStages > 1 && kDim < 128;
   static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kRowBytes + 2 * kScoreBytes +
                                       (2 * kKeys + 2 * kRowTerms * kRows) * int{sizeof(float)};
+
+  /// What a launch asks for.
+  static int shared_bytes(const DeviceLimits& limits) {
+    const bool staged = kStagesSums && limits.major == 9;
+    return kSharedBytes + (staged ? kRows * kDim * int{sizeof(float)} : 0);
+  }
 };
 
 template <class Shape>
@@ -63,6 +110,7 @@ struct BackwardShared {
   unsigned char* ds;
   float* key_gates;  // [2][kKeys]: c_ref - c_j, high and low parts
   float* row_terms;  // [2][kRowTerms][kRows]
+  float* dq;         // [kRows][kDim], where there is room: see BackwardShape::shared_bytes
 
   __device__ explicit BackwardShared(unsigned char* shared)
       : keys(shared),
@@ -72,99 +120,51 @@ struct BackwardShared {
         p(d_o + Shape::kStages * Shape::kRowBytes),
         ds(p + Shape::kScoreBytes),
         key_gates(reinterpret_cast<float*>(ds + Shape::kScoreBytes)),
-        row_terms(key_gates + 2 * Shape::kKeys) {}
+        row_terms(key_gates + 2 * Shape::kKeys),
+        dq(row_terms + 2 * Shape::kRowTerms * Shape::kRows) {}
 };
 
-/// A row's c, lse and delta - dlse in device memory.
-struct RawRow {
-  double gate;
-  float lse, term;
-};
-
-/// What the scores of a row need, kRows apart: c_i - c_ref, its high and low parts; lse, in log2;
-/// delta - dlse. A row that is not there, or has no keys, gets P = 0.
-template <int kRows>
-__device__ inline void put_row_terms(float* to, const RawRow& row, double reference) {
-  const SplitGate gate = SplitGate::of(row.gate - reference);
-  to[0] = gate.high;
-  to[kRows] = gate.low;
-  to[2 * kRows] = row.lse == -INFINITY ? INFINITY : row.lse * kLog2E;
-  to[3 * kRows] = row.term;
-}
-
-/// Adds four floats to device memory.
-__device__ inline void add_four(float* to, const float (&x)[4]) {
+/// Adds a warp's part of a tile of dq to that in device memory, in the order in which lanes hold
+/// it: see round_dq_kernel. `to`, `staged`: of the lane's first four floats. On 9.0 by way of
+/// shared memory where there is room, from where the copy engine adds it.
+template <class Shape>
+__device__ __forceinline__ void add_query_gradients(
+    const float (&dq)[Shape::QuerySums::kRowTiles][Shape::QuerySums::kColumnTiles][4], float* to,
+    float* staged, int lane) {
+  using Part = typename Shape::QuerySums;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
-               "f"(x[2]), "f"(x[3])
-               : "memory");
+  constexpr bool kStages = Shape::kStagesSums;
+  if constexpr (kStages) {
+    if (lane == 0) {
+      wait_for_bulk_reads();
+    }
+    __syncwarp();
+  }
 #else
+  constexpr bool kStages = false;
+#endif
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    atomicAdd(to + i, x[i]);
+  for (int i = 0; i < Part::kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < Part::kColumnTiles; ++j) {
+      const int at = (i * Part::kColumnTiles + j) * 128;
+      if constexpr (kStages) {
+        const float (&x)[4] = dq[i][j];
+        *reinterpret_cast<float4*>(staged + at) = make_float4(x[0], x[1], x[2], x[3]);
+      } else {
+        add_four(to + at, dq[i][j]);
+      }
+    }
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kStages) {
+    show_to_copy_engine();
+    __syncwarp();
+    if (lane == 0) {
+      add_bulk<static_cast<int>(sizeof(dq)) * 32>(to, staged);
+    }
   }
 #endif
-}
-
-/// s = log2 of P, from Q K^T. `gates`: of the lane's first two keys; `rows`: of its first row, see
-/// put_row_terms.
-template <int kRows, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
-                                                 float scale, const float* gates,
-                                                 const float* rows) {
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * i + 8 * half;
-      const float level = rows[2 * kRows + row] - rows[row];
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-        const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * j);
-        s[i][j][2 * half] = fmaf(s[i][j][2 * half], scale, gate.x) - level;
-        s[i][j][2 * half + 1] = fmaf(s[i][j][2 * half + 1], scale, gate.y) - level;
-      }
-    }
-  }
-}
-
-/// The same on edge tiles of kKeys keys: pair by pair, -infinity where a pair does not count.
-template <int kRows, int kKeys, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
-                                                 float scale, const float* gates, const float* rows,
-                                                 PairMask mask, int position, int key) {
-#pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
-    const float high = rows[8 * i], low = rows[kRows + 8 * i], level = rows[2 * kRows + 8 * i];
-    const PairMask::Row row = mask.row(position + 8 * i, key);
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
-      float* const pair = s[i / 2][j] + i % 2 * 2;
-      const float first = fmaf(pair[0], scale, (high + x.x) + (low + y.x)) - level;
-      const float second = fmaf(pair[1], scale, (high + x.y) + (low + y.y)) - level;
-      pair[0] = row.sees(8 * j) ? first : -INFINITY;
-      pair[1] = row.sees(8 * j + 1) ? second : -INFINITY;
-    }
-  }
-}
-
-/// s = P; dp = dO V^T meanwhile.
-template <class T, int kSteps, int kRowTiles, int kColumnTiles, class TileA, class TileB>
-__device__ __forceinline__ void weights_and_products(float (&s)[kRowTiles][kColumnTiles][4],
-                                                     float (&dp)[kRowTiles][kColumnTiles][4],
-                                                     const TileA& d_o, const TileB& values) {
-  constexpr int kScores = kRowTiles * kColumnTiles * 4;
-  const auto exponentials = [&](int step) {
-#pragma unroll
-    for (int at = 0; at < kScores; ++at) {
-      if (at >= step * kScores / kSteps && at < (step + 1) * kScores / kSteps) {
-        float& x = s[at / 4 / kColumnTiles][at / 4 % kColumnTiles][at % 4];
-        x = exp2_approx(x);
-      }
-    }
-  };
-  multiply<T, false, false, kSteps, true>(dp, d_o, values, exponentials);
 }
 
 template <class Shape>
@@ -181,33 +181,19 @@ struct BackwardWarp {
   float dp[kRowTiles][kColumnTiles][4];
   float column_sums[kColumnTiles][2];
 
-  /// dp = dS, adding up its columns here, and its rows in device memory where `row_sums` is not
-  /// null.
-  __device__ __forceinline__ void score_gradients(const float* rows, float* row_sums, int limit,
-                                                  int lane) {
+  /// dp = dS, adding up its columns here, and its rows, of the lane's columns, in `sums`.
+  __device__ __forceinline__ void score_gradients(float (&sums)[2 * kRowTiles]) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      sums[i] = 0;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * i + 8 * half;
-        const float term = rows[3 * Shape::kRows + row];
-        float sum = 0;
+      for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = dp[i][j][2 * half + e];
-            x = s[i][j][2 * half + e] * (x - term);
-            sum += x;
-            column_sums[j][e] += x;
-          }
-        }
-        if (row_sums != nullptr) {
-          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          if (lane % 4 == 0 && row < limit) {
-            atomicAdd(row_sums + row, sum);
-          }
+        for (int e = 0; e < 2; ++e) {
+          float& x = dp[i / 2][j][i % 2 * 2 + e];
+          x *= s[i / 2][j][i % 2 * 2 + e];
+          sums[i] += x;
+          column_sums[j][e] += x;
         }
       }
     }
@@ -240,6 +226,10 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
   using QuerySums = typename Shape::QuerySums;
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr int kThreads = Shape::kThreads;
+  // The next tile's copies stand between the products of S: together, they would hold those up.
+  using Copies = TileCopies<kDim, kRows, kThreads>;
+  constexpr bool kCopiesBetween = Shape::kStages > 1 && Copies::kPossible;
+  constexpr bool kHasRegisters = Shape::kBlocks == 1;  // to read early and to add up late
   const BackwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
   const TileAndHead place(w.tiles, p.key_heads, w.together, block, false);
@@ -292,20 +282,43 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
       load_rows(w.params.d_o, shared_address(shared.d_o) + turn % Shape::kStages * Shape::kRowBytes,
                 tile);
     };
-    // What a row needs is read one tile ahead and worked out where it is written, so that nothing
-    // waits for it.
+    // What a row needs is read one tile ahead and worked out later, so that nothing waits for it.
+    // All threads do so, those of a row write a part each: a branch for some would hold up the
+    // others.
     const auto read_row = [&](int tile) -> RawRow {
-      const int row = tile * kRows + fresh_thread();
-      if (row >= queries.length) {
-        return {0, -INFINITY, 0};
+      const int row = tile * kRows + fresh_thread() % kRows;
+      const bool exists = row < queries.length;
+      const int64_t at =
+          (queries.batch * p.heads + head) * p.layout.time + queries.start + (exists ? row : 0);
+      RawRow read = {gates.at(row + shift), -INFINITY, 0};
+      if (exists) {
+        read.lse = static_cast<const float*>(p.lse)[at];
+        read.term = w.row_terms[at];
       }
-      const int64_t at = (queries.batch * p.heads + head) * p.layout.time + queries.start + row;
-      return {gates.at(row + shift), static_cast<const float*>(p.lse)[at], w.row_terms[at]};
+      return read;
     };
     const auto put_row = [&](const RawRow& row, int turn) {
-      put_row_terms<kRows>(shared.row_terms + turn * Shape::kRowTerms * kRows + fresh_thread(), row,
-                           reference);
+      constexpr int kTerms = Shape::kRowTerms, kShares = kThreads / kRows;
+      const int thread = fresh_thread(), share = thread / kRows;
+      float terms[kTerms];
+      put_row_terms<1>(terms, row, reference);
+      float* const to = shared.row_terms + turn * kTerms * kRows + thread % kRows;
+#pragma unroll
+      for (int first = 0; first < kTerms; first += kShares) {
+        float x = terms[first];
+#pragma unroll
+        for (int i = 1; i < kShares && first + i < kTerms; ++i) {
+          x = share == i ? terms[first + i] : x;
+        }
+        if (kShares <= kTerms || share < kTerms) {
+          to[(first + share) * kRows] = x;
+        }
+      }
     };
+
+    // Of the sequence's first query.
+    float* const row_sums =
+        w.row_sums + (queries.batch * p.heads + head) * p.layout.time + queries.start;
 
     __syncthreads();   // the last head's tiles have been read
     if (tile < end) {  // under way before anything waits for memory
@@ -313,7 +326,7 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
       load_gradients(tile, 0);
     }
     commit_copies();
-    const RawRow row = fresh_thread() < kRows ? read_row(tile) : RawRow{};
+    const RawRow row = read_row(tile);
     const int thread_key = min(fresh_thread(), kKeys - 1);
     const double key_gate = gates.at(first_key + thread_key);
     if (p.prune > 0) {
@@ -322,9 +335,7 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
           first_slot(w.reach.keys, static_cast<int>(keys.index)) + last_key / KeyReach::kKeys;
       end = min(end, (w.reach.ends[slot * p.heads + head] + kRows - 1) / kRows);
     }
-    if (fresh_thread() < kRows) {
-      put_row(row, 0);
-    }
+    put_row(row, 0);
     if (fresh_thread() < kKeys) {
       const SplitGate gate = SplitGate::of(reference - key_gate);
       shared.key_gates[thread_key] = gate.high;
@@ -339,17 +350,11 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
       wait_for_copies<0>();
       __syncthreads();  // the tile is there, and all are done with the one before it
       const bool more = tile + 1 < end;
-      RawRow next = {};
-      if (more) {
-        if (Shape::kStages > 1) {
-          load_queries(tile + 1, turn ^ 1);
-          load_gradients(tile + 1, turn ^ 1);
-        }
-        if (fresh_thread() < kRows) {
-          next = read_row(tile + 1);
-        }
+      const RawRow next = read_row(tile + 1);
+      if (Shape::kStages > 1 && !kCopiesBetween && more) {
+        load_queries(tile + 1, turn ^ 1);
+        load_gradients(tile + 1, turn ^ 1);
       }
-      commit_copies();
 
       const int lane = fresh_thread() % 32;
       const unsigned queries_at =
@@ -359,29 +364,77 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
       const int first = tile * kRows + shift;
       const float* const key_gates = shared.key_gates + column + lane % 4 * 2;
       const float* const rows = shared.row_terms + turn * Shape::kRowTerms * kRows + row + lane / 4;
+      const auto copies_of = [&](const HeadSeries& t, const unsigned char* to) {
+        return Copies(shared_address(to) + (turn ^ 1) % Shape::kStages * Shape::kRowBytes,
+                      row_address(t, queries, head, (tile + 1) * kRows), row_bytes(t),
+                      more ? queries.length - (tile + 1) * kRows : 0, pieces, fresh_thread());
+      };
+      const Copies query_copies = copies_of(p.q, shared.queries);
+      const Copies gradient_copies = copies_of(w.params.d_o, shared.d_o);
+      const auto copy_between = [&](int step) {
+        constexpr int kSteps = kDim / 16, kEach = Copies::kCopies;
+        if constexpr (kCopiesBetween) {
+#pragma unroll
+          for (int i = 0; i < 2 * kEach; ++i) {
+            if (i >= step * 2 * kEach / kSteps && i < (step + 1) * 2 * kEach / kSteps) {
+              if (i < kEach) {
+                query_copies.copy(i);
+              } else {
+                gradient_copies.copy(i - kEach);
+              }
+            }
+          }
+        }
+      };
+      float2 offsets[Scores::kColumnTiles];  // of keys; levels: of rows. See weight_exponents
+      float levels[2 * Scores::kRowTiles];
+      if (kHasRegisters) {
+#pragma unroll
+        for (int i = 0; i < 2 * Scores::kRowTiles; ++i) {
+          levels[i] = rows[2 * kRows + 8 * i] - rows[8 * i];
+        }
+#pragma unroll
+        for (int j = 0; j < Scores::kColumnTiles; ++j) {
+          offsets[j] = *reinterpret_cast<const float2*>(key_gates + 8 * j);
+        }
+      }
       multiply<T, false, false, kDim / 16, true>(
           state.s, OperandReader<kDim>::a(queries_at + HalfTile<kDim>::bytes(row), lane),
-          OperandReader<kDim>::b(shared_address(shared.keys) + HalfTile<kDim>::bytes(column),
-                                 lane));
+          OperandReader<kDim>::b(shared_address(shared.keys) + HalfTile<kDim>::bytes(column), lane),
+          copy_between);
+      commit_copies();
       if (first < first_key + kKeys - 1 ||
           (mask.window > 0 && first_key <= first + kRows - 1 - mask.window)) {
         weight_exponents<kRows, kKeys>(state.s, scale, key_gates, rows, mask,
                                        first + row + lane / 4, first_key + column + lane % 4 * 2);
+      } else if (kHasRegisters) {
+        weight_exponents(state.s, scale, offsets, levels);
       } else {
         weight_exponents<kRows>(state.s, scale, key_gates, rows);
       }
-      weights_and_products<T, kDim / 16>(
-          state.s, state.dp, OperandReader<kDim>::a(d_o_at + HalfTile<kDim>::bytes(row), lane),
+      weights_and_products<T, kRows, kDim / 16>(
+          state.s, state.dp, rows,
+          OperandReader<kDim>::a(d_o_at + HalfTile<kDim>::bytes(row), lane),
           OperandReader<kDim>::b(shared_address(shared.values) + HalfTile<kDim>::bytes(column),
                                  lane));
       state.put(state.s, shared.p, row, column, lane);
-      const int64_t first_row = (queries.batch * p.heads + head) * p.layout.time + queries.start +
-                                tile * kRows + row + lane / 4;
-      state.score_gradients(rows, w.row_sums == nullptr ? nullptr : w.row_sums + first_row,
-                            queries.length - tile * kRows - row - lane / 4, lane);
+      float sums[2 * Scores::kRowTiles];  // over rows
+      state.score_gradients(sums);
+      const auto add_row_sums = [&] {
+        using RowSum = QuadSum<2 * Scores::kRowTiles>;
+        const float sum = RowSum::of(sums, lane);
+        const int summed = tile * kRows + row + RowSum::row(lane);
+        // No branch between products: what is not to be added is zero.
+        const bool is_added = RowSum::is_first(lane) && summed < queries.length;
+        atomicAdd(row_sums + min(summed, queries.length - 1), is_added ? sum : 0.0f);
+      };
+      if (!kHasRegisters && w.row_sums != nullptr) {
+        add_row_sums();
+      }
       state.put(state.dp, shared.ds, row, column, lane);
       __syncthreads();  // P and dS are there
 
+      put_row(next, turn ^ 1);
       const int key = KeySums::row(warp), dim = KeySums::column(warp);
       multiply<T, true, true, kRows / 16, false>(
           state.dv,
@@ -390,6 +443,9 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
           OperandReader<kDim>::b_transposed(d_o_at, lane)
               .template from_step<KeySums::kColumnTiles / 2>(dim / 16));
       if (w.dq_sums != nullptr) {
+        if (kHasRegisters) {
+          add_row_sums();
+        }
         float dq[QuerySums::kRowTiles][QuerySums::kColumnTiles][4];
         multiply<T, false, true, kKeys / 16, true>(
             dq,
@@ -397,18 +453,11 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
                 shared_address(shared.ds) + HalfTile<kKeys>::bytes(QuerySums::row(warp)), lane),
             OperandReader<kDim>::b_transposed(shared_address(shared.keys), lane)
                 .template from_step<QuerySums::kColumnTiles / 2>(QuerySums::column(warp) / 16));
-        // In the order in which lanes hold it: see round_dq_kernel.
-        const int64_t slot = first_slot(w.query_tiles, static_cast<int>(queries.index)) + tile;
         constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
+        const int64_t slot = first_slot(w.query_tiles, static_cast<int>(queries.index)) + tile;
         float* const to =
             w.dq_sums + (slot * p.heads + head) * (kRows * kDim) + (warp * kParts * 32 + lane) * 4;
-#pragma unroll
-        for (int i = 0; i < QuerySums::kRowTiles; ++i) {
-#pragma unroll
-          for (int j = 0; j < QuerySums::kColumnTiles; ++j) {
-            add_four(to + (i * QuerySums::kColumnTiles + j) * 128, dq[i][j]);
-          }
-        }
+        add_query_gradients<Shape>(dq, to, shared.dq + (warp * kParts * 32 + lane) * 4, lane);
       }
       multiply<T, true, true, kRows / 16, false>(
           state.dk,
@@ -422,9 +471,6 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
           load_queries(tile + 1, 0);
           load_gradients(tile + 1, 0);
           commit_copies();
-        }
-        if (fresh_thread() < kRows) {
-          put_row(next, turn ^ 1);
         }
       }
     }
@@ -461,6 +507,11 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
     }
   }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (Shape::kStagesSums) {
+    wait_for_bulk_additions();
+  }
+#endif
   // dk and dv leave through the tiles of keys and values.
   __syncthreads();
   const int thread = fresh_thread(), lane = thread % 32;
@@ -521,53 +572,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
     add_key_gradients<Shape>(w, taken, shared_bytes);
   }
-}
-
-/// dq from its sums, a block a tile of queries: they lie in the order in which the warps that made
-/// them hold accumulators. The first blocks add up chunks of gates' gradients.
-template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads)
-    round_dq_kernel(const __grid_constant__ TensorAttention w,
-                    const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
-  static_assert(Shape::kThreads == kGateChunk);
-  if (blockIdx.x < gates.blocks()) {
-    gates.add_up(blockIdx.x);
-    return;
-  }
-  using T = typename Shape::T;
-  using QuerySums = typename Shape::QuerySums;
-  constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
-  extern __shared__ __align__(128) unsigned char rounded[];
-  const ForgettingAttentionParams& p = w.params.forward;
-  // From the last head on, whose sums the L2 still has.
-  const TileAndHead place(w.query_tiles, p.heads, 1, gridDim.x - 1 - blockIdx.x, false);
-  if (place.cut.tokens == 0) {
-    return;
-  }
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const float scale = static_cast<float>(p.scale);
-  constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
-  const float* const from = w.dq_sums + (place.slot * p.heads + place.head) * (kRows * kDim) +
-                            (warp * kParts * 32 + lane) * 4;
-#pragma unroll
-  for (int i = 0; i < QuerySums::kRowTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < QuerySums::kColumnTiles; ++j) {
-      const float4 x =
-          *reinterpret_cast<const float4*>(from + (i * QuerySums::kColumnTiles + j) * 128);
-      unsigned char* const to = rounded +
-                                HalfTile<kDim>::offset(QuerySums::row(warp) + 16 * i + lane / 4,
-                                                       QuerySums::column(warp) / 8 + j) +
-                                lane % 4 * 4;
-      *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x.x * scale, x.y * scale);
-      *reinterpret_cast<uint32_t*>(to + 8 * HalfTile<kDim>::kRowBytes) =
-          pack_pair<T>(x.z * scale, x.w * scale);
-    }
-  }
-  __syncthreads();
-  store_tile<kDim, kRows, Shape::kThreads>(
-      row_address(w.params.dq, place.cut.sequence, place.head, place.cut.first),
-      row_bytes(w.params.dq), rounded, place.cut.tokens, static_cast<int>(p.head_dim / 8), thread);
 }
 
 }  // namespace tidegate::kernels

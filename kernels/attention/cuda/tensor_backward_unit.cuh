@@ -4,6 +4,7 @@
 
 #include "kernels/attention/cuda/backward_shapes.cuh"
 #include "kernels/attention/cuda/gate_sums.cuh"
+#include "kernels/attention/cuda/round_dq.cuh"
 #include "kernels/attention/cuda/tensor_backward.h"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
@@ -14,13 +15,13 @@ template <class Shape>
 cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limits,
                                  cudaStream_t stream) {
   constexpr auto* kKernel = &forgetting_backward_kernel<Shape>;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
   work.tiles = cut_time(p.key_layout, Shape::kKeys);
   work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
   const int64_t blocks = work.tiles.slots * p.key_heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
-                             Shape::kSharedBytes, stream, work);
+                             Shape::shared_bytes(limits), stream, work);
 }
 
 /// The same for the heads that are not near, by as many blocks as there is room for.
@@ -28,7 +29,7 @@ template <class Shape>
 cudaError_t launch_far_key_gradients(TensorAttention work, const DeviceLimits& limits,
                                      cudaStream_t stream) {
   constexpr auto* kKernel = &far_backward_kernel<Shape>;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
   work.heads = PrunedHeads::kFar;
   work.tiles = cut_time(p.key_layout, Shape::kKeys);
@@ -36,7 +37,7 @@ cudaError_t launch_far_key_gradients(TensorAttention work, const DeviceLimits& l
   work.together = heads_together(work.tiles, resident);
   const int64_t blocks = std::min(work.tiles.slots * p.key_heads, resident);
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
-                             Shape::kSharedBytes, stream, work);
+                             Shape::shared_bytes(limits), stream, work);
 }
 
 template <class Shape>
@@ -66,8 +67,7 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
                                                        const DeviceLimits& limits,
                                                        cudaStream_t stream) {
   return with_backward_shapes<Data, kDims>(
-      work.params.forward.head_dim, limits.shared_bytes,
-      [&]<class Shape, class NearShape, class QueryShape>() {
+      work.params.forward.head_dim, limits, [&]<class Shape, class NearShape, class QueryShape>() {
         TensorAttention keys = work;
         if (work.dq_sums == nullptr) {
           keys.row_sums = nullptr;

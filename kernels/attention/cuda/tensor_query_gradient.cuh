@@ -141,18 +141,17 @@ __global__ void __launch_bounds__(Shape::kThreads)
       } else {
         weight_exponents<kRows>(s, scale, key_gates, terms);
       }
-      weights_and_products<T, kDim / 16>(
-          s, dp, OperandReader<kDim>::a(shared_address(shared_d_o) + own, lane),
+      weights_and_products<T, kRows, kDim / 16>(
+          s, dp, terms, OperandReader<kDim>::a(shared_address(shared_d_o) + own, lane),
           OperandReader<kDim>::b(keys_at + Shape::kKeyBytes, lane));
 #pragma unroll
       for (int i = 0; i < 2 * kRowTiles; ++i) {
-        const float term = terms[3 * kRows + 8 * i];
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = dp[i / 2][j][i % 2 * 2 + e];
-            x = s[i / 2][j][i % 2 * 2 + e] * (x - term);
+            x *= s[i / 2][j][i % 2 * 2 + e];
             sums[i] += x;
           }
         }
