@@ -4,6 +4,7 @@
 // its two ends. docs/numerics.md derives the sums; docs/kernels/gla_cuda.md says who computes what.
 
 #include "kernels/gla/cuda/tile_gradients.cuh"
+#include "kernels/gla/cuda/value_rows.cuh"
 
 namespace tidegate::kernels {
 
@@ -210,40 +211,6 @@ struct GradientsAhead {
   }
 };
 
-/// The gradients of 16 columns of the activated v, through the activation.
-template <class T>
-__device__ inline void store_value_rows(InputActivation activation, const ChunkPlace& at, int slice,
-                                        const float (&x)[kBlocks][2][4]) {
-  const int first = at.lane / 4 * 2, bytes = (slice * kBlock + at.lane % 4 * 2) * 2;
-  int stride = at.rows.dv.stride, raw_stride = at.rows.v.stride;
-  // Offsets of the rows found before the products, and kept meanwhile, would be spilled.
-  asm volatile("" : "+r"(stride), "+r"(raw_stride));
-  char* out = at.rows.dv.base + bytes + int64_t{first} * stride;
-  const char* raw = at.rows.v.base + bytes + int64_t{first} * raw_stride;
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int step = j * kBlock + h;
-      if (first + step < at.tokens) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          float pair[2] = {x[j][n][2 * h], x[j][n][2 * h + 1]};
-          if (activation != InputActivation::kNone) {
-            using Math = GateMath<float, true>;
-            const float2 value = unpack_pair<T>(
-                *reinterpret_cast<const uint32_t*>(raw + int64_t{step} * raw_stride + 16 * n));
-            pair[0] *= activation_slope<Math>(activation, value.x);
-            pair[1] *= activation_slope<Math>(activation, value.y);
-          }
-          *reinterpret_cast<uint32_t*>(out + int64_t{step} * stride + 16 * n) =
-              pack<T, 2>(pair).bits;
-        }
-      }
-    }
-  }
-}
-
 /// dv = K_end D_end + A^T do, each warp 16 columns. `ahead` is of this warp's first ones.
 template <class T>
 __device__ inline void store_value_gradients(const ChunkBackward& a, const ChunkPlace& at,
@@ -285,7 +252,17 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
         mma_bf16(sum[j][1], score, d_o[2], d_o[3]);
       }
     }
-    store_value_rows<T>(a.backward.forward.v_activation, at, v, sum);
+    int stride = at.rows.dv.stride, raw_stride = at.rows.v.stride;
+    // Offsets of the rows found before the products, and kept meanwhile, would be spilled.
+    asm volatile("" : "+r"(stride), "+r"(raw_stride));
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const auto block = [&](const NearRows& rows, int stride) {
+        return NearRows(NearRows(rows.base, stride).row(j * kBlock) + v * (kBlock * 2), stride);
+      };
+      store_value_block<T>(a.backward.forward.v_activation, block(at.rows.v, raw_stride),
+                           block(at.rows.dv, stride), at.tokens - j * kBlock, at.lane, sum[j]);
+    }
   }
 }
 

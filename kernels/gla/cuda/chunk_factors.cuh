@@ -8,43 +8,40 @@
 
 namespace tidegate::kernels {
 
-/// Where a lane's two tokens and four columns lie in a tile: four bytes for each token and half of
-/// the columns.
-struct QuadPlace {
-  char* first;
-  int to_token, to_half;
-
-  /// Of slice 0.
-  __device__ QuadPlace(const ChunkFactors& factors, const NearRows& rows, int block, int lane)
-      : first(factors.tile(rows, 0, block, lane * 4)),
-        to_token(distance(factors, rows, 0, kTileBytes / 4)),
-        to_half(distance(factors, rows, 0, kTileBytes / 2)) {}
-  __device__ QuadPlace(char* tile, int lane)
-      : first(tile + lane * 4), to_token(kTileBytes / 4), to_half(kTileBytes / 2) {}
-
-  /// From the first byte of slice 0 to another of the same block.
-  static __device__ int distance(const ChunkFactors& factors, const NearRows& rows, int slice,
-                                 int offset) {
-    return static_cast<int>(factors.tile(rows, slice, 0, offset) - factors.tile(rows, 0, 0, 0));
-  }
-
-  __device__ void store(int offset, const float (&x)[2][4]) const {
-    char* to = first + offset;
+/// A lane's two tokens and four columns into a tile: four bytes for each token and half of the
+/// columns.
+__device__ inline void store_quad(char* to, int to_token, int to_half, const float (&x)[2][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        *reinterpret_cast<uint32_t*>(to + i * to_token + n * to_half) =
-            pack_bf16(x[i][2 * n], x[i][2 * n + 1]);
-      }
+      *reinterpret_cast<uint32_t*>(to + i * to_token) = pack_bf16(x[i][2 * n], x[i][2 * n + 1]);
     }
+    to += to_half;
+  }
+}
+
+/// From a lane's first four bytes of a tile to others, and to those of the next slice's tile.
+struct alignas(16) QuadSteps {
+  int to_token, to_half, to_slice, to_piece;
+
+  __device__ void find(const ChunkFactors& factors, const NearRows& rows) {
+    const auto distance = [&](int slice, int offset) {
+      return static_cast<int>(factors.tile(rows, slice, 0, offset) - rows.base);
+    };
+    to_token = distance(0, kTileBytes / 4);
+    to_half = distance(0, kTileBytes / 2);
+    to_slice = distance(1, 0);
+    to_piece = distance(factors.slices_across(), 0) - distance(factors.slices_across() - 1, 0);
   }
 };
 
-template <class T, GateKind kKind>
+/// kWide: half of a tile lies in one piece of a row.
+template <class T, GateKind kKind, bool kWide>
 __global__ void __launch_bounds__(kBlocks * 32, 5)
     chunk_factors_kernel(const __grid_constant__ ChunkBackward a) {
   __shared__ ChunkRows rows;
+  __shared__ QuadSteps steps[kFactorSides];
   const GlaParams& p = a.backward.forward;
   const auto index = static_cast<int>(blockIdx.x), heads = static_cast<int>(p.heads);
   const int slot = index / heads, head = index % heads;
@@ -52,14 +49,21 @@ __global__ void __launch_bounds__(kBlocks * 32, 5)
     rows.find(a, slot, head, static_cast<int>(threadIdx.x));
   }
   __syncthreads();
+  if (threadIdx.x < kFactorSides) {
+    steps[threadIdx.x].find(a.factors, rows.factors[threadIdx.x]);
+  }
+  __syncthreads();
   const ChunkPlace at(p, slot, head, rows);
   if (at.tokens == 0) {
     return;
   }
   const int block = at.warp, r = at.lane / 4, c = at.lane % 4, token = block * kBlock + 2 * r;
-  const NearRows &key_rows = rows.factors[kKeys], &query_rows = rows.factors[kQueries];
-  const QuadPlace keys(a.factors, key_rows, block, at.lane);
-  const QuadPlace queries(a.factors, query_rows, block, at.lane);
+  const int last_across = a.factors.slices_across() - 1;
+  char* places[kFactorSides];
+#pragma unroll
+  for (int side = 0; side < kFactorSides; ++side) {
+    places[side] = a.factors.tile(rows.factors[side], 0, block, at.lane * 4);
+  }
   float* decays = a.factors.slice_decays(slot, head, 0) + block * kBlock + 2 * c;
   QuadInputs<T, kKind> inputs(p, rows);
   DyadicScores sums;
@@ -75,8 +79,13 @@ __global__ void __launch_bounds__(kBlocks * 32, 5)
       inputs.load((s + 1) * kBlock + 4 * c);
     }
     dyadic_step(x.q, x.k, x.f, at.lane, sums, total);
-    keys.store(QuadPlace::distance(a.factors, key_rows, s, 0), x.k);
-    queries.store(QuadPlace::distance(a.factors, query_rows, s, 0), x.q);
+#pragma unroll
+    for (int side = 0; side < kFactorSides; ++side) {
+      const QuadSteps& step = steps[side];
+      store_quad(places[side], kWide ? kTileBytes / 4 : step.to_token, step.to_half,
+                 side == kQueries ? x.q : x.k);
+      places[side] += (s & last_across) == last_across ? step.to_piece : step.to_slice;
+    }
     if (r == 0) {
       *reinterpret_cast<float2*>(decays) = make_float2(total[0], total[1]);
       *reinterpret_cast<float2*>(decays + 8) = make_float2(total[2], total[3]);
@@ -88,8 +97,8 @@ __global__ void __launch_bounds__(kBlocks * 32, 5)
   // Rows and columns in the order of rows: even tokens, then odd ones.
   const float by_row[2][4] = {{scores[0][0], scores[0][2], scores[0][1], scores[0][3]},
                               {scores[1][0], scores[1][2], scores[1][1], scores[1][3]}};
-  QuadPlace(reinterpret_cast<char*>(a.factors.block_scores(slot, head, block)), at.lane)
-      .store(0, by_row);
+  store_quad(reinterpret_cast<char*>(a.factors.block_scores(slot, head, block)) + at.lane * 4,
+             kTileBytes / 4, kTileBytes / 2, by_row);
 }
 
 }  // namespace tidegate::kernels

@@ -57,6 +57,7 @@ struct ChunkFactors {
   uint4* scores = nullptr;  // [slot][head][4] tiles
   int64_t heads = 0;
   int key_slices = 0;
+  int piece = 0;  // piece_bits()
 
   static constexpr int kSliceDecays = kBlocks * kBlock;
 
@@ -73,14 +74,23 @@ struct ChunkFactors {
     return {HeadRows(lent[side], seq, backwards, head), others + at * kChunk * row_bytes(),
             row_bytes()};
   }
-  /// Byte `offset` of a tile. It takes pieces of 32 to 512 bytes of as many rows as it needs: those
-  /// are the powers of two that divide a row.
+  /// A tile lies in a piece of each of some rows, side by side with none or as long pieces of
+  /// others: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
+  __host__ __device__ int piece_bits() const {
+    int bits = kSliceRowBits;
+    while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
+      ++bits;
+    }
+    return bits;
+  }
+  /// How many slices lie below each other before the next pieces of the rows begin.
+  __device__ int slices_across() const { return 1 << (piece - kSliceRowBits); }
+  /// Byte `offset` of a tile.
   __device__ char* tile(const NearRows& rows, int slice, int block, int offset) const {
-    const int bits = min(__ffs(row_bytes()), __ffs(kTileBytes)) - 1;  // log2 of a piece
-    const int across = bits - (__ffs(kSliceRowBytes) - 1);            // log2 of slices in it
-    const int first = ((slice & ((1 << across) - 1)) * kBlocks + block) * (kTileBytes >> bits);
-    return rows.row(first + (offset >> bits)) + (slice >> across << bits) +
-           (offset & ((1 << bits) - 1));
+    const int across = piece - kSliceRowBits;
+    const int first = ((slice & (slices_across() - 1)) * kBlocks + block) << (kTileBits - piece);
+    return rows.row(first + (offset >> piece)) + (slice >> across << piece) +
+           (offset & ((1 << piece) - 1));
   }
   __device__ float* slice_decays(int slot, int head, int slice) const {
     return decays + ((slot * heads + head) * key_slices + slice) * kSliceDecays;

@@ -32,8 +32,9 @@ __device__ inline int channel_of_column(int column) {
 /// A tile: 16 tokens x 16 channels of bf16 in 512 bytes, first columns 0 to 7 of all rows, then 8
 /// to
 /// 15. In memory as in shared memory.
-constexpr int kTileBytes = kBlock * kBlock * 2;
-constexpr int kSliceRowBytes = kBlock * 2;  // of one token
+constexpr int kTileBits = 9, kTileBytes = 1 << kTileBits;
+static_assert(kTileBytes == kBlock * kBlock * 2);
+constexpr int kSliceRowBits = 5, kSliceRowBytes = 1 << kSliceRowBits;  // of one token
 
 /// Where eight columns of a row start, in bytes.
 __device__ inline int tile_offset(int row, int half) { return half * (kTileBytes / 2) + row * 16; }

@@ -266,10 +266,11 @@ template <class T>
 __global__ void __launch_bounds__(kMaxSlices * 32, 1)
     state_pass_kernel(const __grid_constant__ StatePass pass) {
   extern __shared__ __align__(16) char shared[];
-  auto index = static_cast<int>(blockIdx.x);
+  // All walks of one direction first: a multiprocessor then has one of each.
   const int heads = static_cast<int>(pass.params.heads);
-  const int direction = index % kDirections;
-  index /= kDirections;
+  const int walks = static_cast<int>(gridDim.x) / kDirections;
+  const int direction = static_cast<int>(blockIdx.x) < walks ? 1 : 0;
+  int index = static_cast<int>(blockIdx.x) - (direction == 1 ? 0 : walks);
   const int column_tile = index % pass.column_tiles();
   index /= pass.column_tiles();
   const int head = index % heads, slot = index / heads;

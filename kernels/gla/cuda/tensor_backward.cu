@@ -4,6 +4,8 @@
 #include "kernels/gla/cuda/tensor_backward.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/gla/cuda/chunk_shared.cuh"
@@ -21,6 +23,15 @@ bool rows_align(const HeadSeries& t) {
   const int64_t pack = 16 / element_size(t.dtype);
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride_b % pack == 0 &&
          t.stride_t % pack == 0 && t.stride_h % pack == 0;
+}
+
+/// Whether a chunk of a gradient's rows, which ChunkFactors uses, spans less than 2^31 bytes.
+bool chunks_are_near(const HeadSeries& t) {
+  return std::abs(t.stride_t) * element_size(t.dtype) * kChunk <= std::numeric_limits<int>::max();
+}
+
+const HeadSeries& lent_to_keys(const GlaBackwardParams& b) {
+  return b.forward.gate_kind == GateKind::kLogit ? b.dgate : b.dk;
 }
 
 bool all_rows_align(const GlaBackwardParams& b) {
@@ -94,7 +105,8 @@ cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   const GlaParams& p = b.forward;
   const auto dim_fits = [](int64_t dim) { return dim % kBlock == 0 && dim <= kMaxSlices * kBlock; };
   const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
-  *fits = half && dim_fits(p.key_dim) && dim_fits(p.value_dim) && all_rows_align(b);
+  *fits = half && dim_fits(p.key_dim) && dim_fits(p.value_dim) && all_rows_align(b) &&
+          chunks_are_near(b.dq) && chunks_are_near(lent_to_keys(b));
   if (!*fits) {
     return cudaSuccess;
   }
@@ -139,12 +151,13 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
     memory += bytes;
     return part;
   };
-  pass.factors = {{b.dq, p.gate_kind == GateKind::kLogit ? b.dgate : b.dk},
+  pass.factors = {{b.dq, lent_to_keys(b)},
                   take(space.factors),
                   reinterpret_cast<float*>(take(space.decays)),
                   reinterpret_cast<uint4*>(take(space.scores)),
                   p.heads,
                   slices(p.key_dim)};
+  pass.factors.piece = pass.factors.piece_bits();
   for (ChunkStates& states : pass.states) {
     states = {reinterpret_cast<uint4*>(take(space.states)), p.heads, slices(p.key_dim),
               slices(p.value_dim)};

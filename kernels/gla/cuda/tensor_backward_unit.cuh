@@ -12,9 +12,13 @@ template <class T>
 cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaStream_t stream) {
   const GlaParams& p = work.backward.forward;
   const auto blocks = static_cast<unsigned>(work.chunks.slots * p.heads);
+  const auto of_kind = [&]<GateKind kKind>() {
+    return 1 << work.factors.piece >= kTileBytes / 2 ? chunk_factors_kernel<T, kKind, true>
+                                                     : chunk_factors_kernel<T, kKind, false>;
+  };
   const auto kernel = p.gate_kind == GateKind::kLogit
-                          ? chunk_factors_kernel<T, GateKind::kLogit>
-                          : chunk_factors_kernel<T, GateKind::kLogDecay>;
+                          ? of_kind.template operator()<GateKind::kLogit>()
+                          : of_kind.template operator()<GateKind::kLogDecay>();
   kernel<<<blocks, kBlocks * 32, 0, stream>>>(work);
   return cudaGetLastError();
 }
