@@ -404,8 +404,8 @@ def hgrn2(
 ) -> tuple[Tensor, Tensor]:
     """HGRN2's recurrence from pre-activations (arXiv 2404.07904, eq. 3). For every head:
 
-    ``f_t = gamma + (1 - gamma) * sigmoid(f)``, ``k_t = 1 - f_t``
-    ``S_t = diag(f_t) S_{t-1} + k_t act_v(v_t)^T``
+    ``lambda_t = gamma + (1 - gamma) * sigmoid(f_t)``, ``k_t = 1 - lambda_t``
+    ``S_t = diag(lambda_t) S_{t-1} + k_t act_v(v_t)^T``
     ``o_t = scale * act_q(q_t)^T S_t``
 
     Args:
@@ -456,7 +456,8 @@ def hgrn2_step(
         f: [B, H, K] logits of the forget gate.
         v: [B, H, V].
         gamma: [H, K] or None.
-        state: [B, H, K, V], as :func:`hgrn2` returns it; overwritten. Required.
+        state: [B, H, K, V], as :func:`hgrn2` returns it; overwritten. Required: TypeError where it
+            is left out. In another dtype that h0 may have, it is converted and copied back.
         scale: of the output.
         q_activation: "none", "silu" or "sigmoid".
         v_activation: the same for v.

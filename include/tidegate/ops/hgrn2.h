@@ -10,8 +10,8 @@ namespace tidegate {
 
 /// HGRN2's recurrence from pre-activations (arXiv 2404.07904, eq. 3), for every head:
 ///
-///   f_t = gamma + (1 - gamma) * sigmoid(f),   k_t = 1 - f_t
-///   S_t = diag(f_t) S_{t-1} + k_t act_v(v_t)^T,   o_t = scale * act_q(q_t)^T S_t,   S_{-1} = h0
+///   lambda_t = gamma + (1 - gamma) * sigmoid(f_t),   k_t = 1 - lambda_t
+///   S_t = diag(lambda_t) S_{t-1} + k_t act_v(v_t)^T,  o_t = scale * act_q(q_t)^T S_t,  S_{-1} = h0
 ///
 /// q:     [B, T, H, K]; float32, float64, bfloat16 or float16. K and V from 1 to 512.
 /// f:     [B, T, H, K] logits of the forget gate (before the sigmoid); q's dtype, or float32 for
@@ -45,8 +45,8 @@ std::tuple<at::Tensor, at::Tensor> hgrn2(
 /// One token of hgrn2, for decoding.
 ///
 /// q, f [B, H, K]; v [B, H, V]; gamma [H, K]; state [B, H, K, V] as hgrn2 returns it, updated in
-/// place. Returns o [B, H, V]. Has no gradient: throws c10::Error when one of the arguments
-/// requires one while gradients are recorded. Cost O(B H K V): reads and writes the state once.
+/// place (by a copy where it has another dtype). Returns o [B, H, V]. Has no gradient: throws
+/// c10::Error where an argument requires one and gradients are recorded. Cost O(B H K V).
 at::Tensor hgrn2_step(const at::Tensor& q, const at::Tensor& f, const at::Tensor& v,
                       const std::optional<at::Tensor>& gamma, at::Tensor state, double scale = 1.0,
                       std::string_view q_activation = "none",
