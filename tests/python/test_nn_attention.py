@@ -109,6 +109,7 @@ def test_bad_options():
     calls = {
         r"Attention: num_heads: expected a divisor of dim=12; got 5": lambda: Attention(DIM, 5),
         r"Attention: rope: expected a positive number; got 0": lambda: Attention(DIM, 3, rope=0),
+        r"rope: expected a positive number; got True": lambda: Attention(DIM, 3, rope=True),
         r"Attention: num_heads: expected an even number of channels": lambda: Attention(DIM, 4),
         r"Attention: num_kv_heads: expected a divisor of num_heads=3; got 2": lambda: Attention(
             DIM, 3, num_kv_heads=2

@@ -227,6 +227,7 @@ def test_bad_options():
         },
         r"gate_init: expected 'zero' with gate='none'": {"gate": "none", "gate_init": "long:2:4"},
         r"prune: expected a number between 0 and 1; got 1": {"prune": 1.0},
+        r"prune: expected a number between 0 and 1; got '1e-4'": {"prune": "1e-4"},
         r"drop_pruned: expected False without prune and qk_norm": {
             "drop_pruned": True,
             "prune": 1e-3,

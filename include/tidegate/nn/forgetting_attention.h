@@ -29,7 +29,7 @@ struct ForgettingAttentionOptions {
   /// GatedLinearRNNImpl.
   TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
   /// Leave out weights that are provably below this in all; see forgetting_attention(). Unset:
-  /// none.
+  /// none. For whole sequences: a step reads every key that its state holds.
   TORCH_ARG(std::optional<double>, prune) = std::nullopt;
   /// Whether a full state drops tokens whose weight in every query to come is provably below
   /// `prune` in all; the proof needs QK-norm.

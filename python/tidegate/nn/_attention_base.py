@@ -24,6 +24,7 @@ from ._common import (
     check_mixer_input,
     check_positive,
     constant_,
+    is_number,
     make_linear,
     reset_linear,
     wide_dtype,
@@ -155,7 +156,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             )
         check_choice(owner, "preset", preset, PRESETS)
         check_choice(owner, "output_activation", output_activation, OUTPUT_ACTIVATIONS)
-        if rope is not None and not rope > 0:
+        if rope is not None and not (is_number(rope) and rope > 0):
             raise ValueError(f"{owner}: rope: expected a positive number; got {rope!r}")
         if rope is not None and (dim // num_heads) % 2:
             raise ValueError(

@@ -28,6 +28,11 @@ def check_positive(owner: str, option: str, value: object) -> None:
         raise ValueError(f"{owner}: {option}: expected a positive integer; got {value!r}")
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a number: True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_switch(owner: str, option: str, value: object) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):

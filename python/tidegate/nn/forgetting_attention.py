@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from .. import ops
 from ._attention_base import Layout, SoftmaxAttention
 from ._attention_state import AttentionState
-from ._common import check_choice, constant_, make_linear, reset_linear, wide_dtype, widen
+from ._common import (
+    check_choice,
+    constant_,
+    is_number,
+    make_linear,
+    reset_linear,
+    wide_dtype,
+    widen,
+)
 from ._gate_init import GateInit, check_gate_options, gumbel_gate, parse_gate_init
 
 GATES = ("data", "independent", "fixed", "none")
@@ -70,7 +78,8 @@ class ForgettingAttention(SoftmaxAttention):
         rope: theta of the rotary positions; None: no positions.
         window: how many tokens, itself included, a token sees. None: all before it.
         prune: leave out weights that are provably below this in all; see
-            `tidegate.ops.forgetting_attention`. None: none.
+            `tidegate.ops.forgetting_attention`. None: none. For whole sequences: a step reads every
+            key that its state holds.
         drop_pruned: whether a full state drops tokens whose weight in every query to come is
             provably below `prune` in all, which keeps it small where gates are strong. The proof
             needs QK-norm, which bounds q.k.
@@ -137,8 +146,9 @@ class ForgettingAttention(SoftmaxAttention):
             )
         has_data = gate == "data"
         check_gate_options(owner, has_data, "gate='data'", None, gumbel_gate, self.num_heads)
-        if prune is not None and not 0 < prune < 1:
-            raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {prune:g}")
+        if prune is not None and not (is_number(prune) and 0 < prune < 1):
+            given = f"{prune:g}" if is_number(prune) else repr(prune)
+            raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {given}")
         if drop_pruned and (prune is None or not self.qk_norm):
             raise ValueError(
                 f"{owner}: drop_pruned: expected False without prune and qk_norm, which bound what "
