@@ -89,6 +89,7 @@ void check_given(const char* op, const char* name, const at::Tensor& tensor) {
 }
 
 void check_data_dtype(const Reference& data, ComplexData complex) {
+  check_given(data.op, data.name, data.tensor);
   const at::ScalarType dtype = data.tensor.scalar_type();
   const bool real =
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -106,6 +107,7 @@ void check_rank(const Reference& data, int64_t rank, const char* shape_name) {
 }
 
 void check_device(const Reference& data, const char* name, const at::Tensor& tensor) {
+  check_given(data.op, name, tensor);
   TORCH_CHECK(tensor.device() == data.tensor.device(), data.op, ": expected all tensors on ",
               data.tensor.device(), " like ", data.name, ", got ", name, " on ", tensor.device());
 }

@@ -45,8 +45,9 @@ struct Named {
   const at::Tensor& tensor;
 };
 
-/// What an op cannot do without. C++ functions and autograd's functions call it first: neither the
-/// dispatcher nor torch::autograd::Function has a name for an undefined tensor (Python's None).
+/// What an op cannot do without. The checks below look too; C++ functions and autograd's functions
+/// come before them, and neither the dispatcher nor torch::autograd::Function has a name for an
+/// undefined tensor (Python's None).
 void check_given(const char* op, std::initializer_list<Named> arguments);
 void check_given(const char* op, const char* name, const at::Tensor& tensor);
 

@@ -24,13 +24,19 @@ def arguments() -> dict[str, dict[str, torch.Tensor | None]]:
     }
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("mode", ["plain", "gradients", "inference"])
 @pytest.mark.parametrize("op", arguments())
-def test_none_for_a_tensor_is_named(op: str, grad: bool) -> None:
+def test_none_for_a_tensor_is_named(op: str, mode: str) -> None:
     given = arguments()[op]
     for tensor in given.values():
         if tensor is not None:
-            tensor.requires_grad_(grad)
+            tensor.requires_grad_(mode == "gradients")
+    with torch.inference_mode(mode == "inference"):
+        check(op, given)
+
+
+def check(op: str, given: dict[str, torch.Tensor | None]) -> None:
+    """Without any one of its tensors the op says which."""
     getattr(ops, op)(**given)
     for name in (name for name, tensor in given.items() if tensor is not None):
         with pytest.raises(RuntimeError, match=f"^{op}: {name} must be a tensor, got"):
