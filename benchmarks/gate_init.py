@@ -131,10 +131,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     jobs = [(method, seed) for seed in arguments.seeds for method in arguments.methods]
     if arguments.resume_only:
         jobs = [job for job in jobs if RunFolder(folder(arguments, *job)).checkpoint.exists()]
-    earlier = []
-    if arguments.add:
-        earlier = json.loads(arguments.add.read_text(encoding="utf-8"))["runs"]
-    earlier = [row for row in earlier if (row["method"], row["seed"]) not in jobs]
+    earlier = sweep.earlier_runs(arguments.add, jobs, lambda row: (row["method"], row["seed"]))
     devices = sweep.places(arguments.device)
     about = {"jobs": len(jobs), "devices": len(devices), "begun": time.monotonic()}
     about["commit"] = arguments.commit

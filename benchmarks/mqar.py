@@ -33,7 +33,7 @@ from tidegate.models import CausalLM, LMConfig
 from tidegate.training.batches import IGNORED
 from tidegate.training.captured import CapturedStep
 from tidegate.training.config import TrainConfig, recipes
-from tidegate.training.optim import build_optimizer, set_rates
+from tidegate.training.optim import set_rates
 from tidegate.training.runtime import autocast, describe_machine, resolve_device
 from tidegate.training.task_corpus import draw
 from tidegate.training.tasks import Mqar
@@ -166,16 +166,7 @@ def train(
     config = model_config(job.mixer, job.width, task.vocabulary, gate_init)
     model = CausalLM(config).to(device)
     settings = TrainConfig(**{**RECIPE.train, "lr": job.rate, "steps": arguments.steps})
-    optimizer = build_optimizer(
-        model,
-        settings.optimizer,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        decay=settings.decay,
-        capturable=device.type == "cuda",
-    )
+    optimizer = settings.make_optimizer(model, capturable=device.type == "cuda")
     schedule = settings.learning_rate()
 
     def update(*given: Tensor) -> tuple[Tensor]:
@@ -238,10 +229,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     pool = Pool(arguments.examples)
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
-    earlier: list[dict[str, Any]] = []
-    if arguments.add:
-        earlier = json.loads(arguments.add.read_text(encoding="utf-8"))["runs"]
-    earlier = [row for row in earlier if Job.of(row) not in jobs]
+    earlier = sweep.earlier_runs(arguments.add, jobs, Job.of)
 
     def finish(row: dict[str, Any]) -> None:
         print(describe(row), file=sys.stderr, flush=True)

@@ -27,6 +27,16 @@ def places(device: str) -> list[str]:
     return [str(found)]
 
 
+def earlier_runs(
+    path: Path | None, jobs: Sequence[Job], job_of: Callable[[dict[str, Any]], Job]
+) -> list[dict[str, Any]]:
+    """The runs of an earlier sweep's JSON that are none of these jobs'."""
+    if path is None:
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return [row for row in rows if job_of(row) not in jobs]
+
+
 def sweep(
     jobs: Sequence[Job],
     run: Callable[[Job, int], dict[str, Any]],

@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from .errors import UserError
-from .optim import DECAYS, OPTIMIZERS
+from .muon import Combined
+from .optim import DECAYS, OPTIMIZERS, build_optimizer
 from .runtime import PRECISIONS
 from .schedules import SCHEDULES, Schedule
 
@@ -139,6 +143,22 @@ class TrainConfig:
         if not holds:
             flag = name.replace("_", "-")
             raise UserError(f"train: {flag}: expected {wanted}, got {getattr(self, name)!r}")
+
+    def make_optimizer(
+        self, model: nn.Module, *, capturable: bool
+    ) -> torch.optim.Optimizer | Combined:
+        """The optimiser that these settings name; capturable: see `build_optimizer`."""
+        return build_optimizer(
+            model,
+            self.optimizer,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decay=self.decay,
+            muon_lr=self.muon_lr,
+            capturable=capturable,
+        )
 
     def learning_rate(self) -> Schedule:
         """The schedule that these settings name."""

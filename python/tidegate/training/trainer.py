@@ -17,7 +17,7 @@ from .checkpoint import RunFolder, save_checkpoint
 from .config import TrainConfig
 from .errors import UserError
 from .evaluate import Score
-from .optim import build_optimizer, set_rates
+from .optim import set_rates
 from .progress import Progress
 from .runtime import autocast, resolve_device
 from .sources import Source
@@ -64,17 +64,7 @@ class Trainer:
             norm = self.model.norm  # of a class of torch's, whose compile() does nothing
             norm.forward = torch.compile(norm.forward)
         self._captures = config.cuda_graph and self.device.type == "cuda"
-        self.optimizer = build_optimizer(
-            self.model,
-            config.optimizer,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            decay=config.decay,
-            muon_lr=config.muon_lr,
-            capturable=self._captures,
-        )
+        self.optimizer = config.make_optimizer(self.model, capturable=self._captures)
         self._update = CapturedStep(self._step_on, self.device) if self._captures else self._step_on
         self.schedule = config.learning_rate()
         self.sampler = corpus.sampler(config.batch_size, config.context, config.seed, self.device)
