@@ -182,10 +182,10 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         """in_proj and, with KV-shift, shift_proj."""
         kv_dim = self.num_kv_heads * self.head_dim
         self._rows = [self.dim, kv_dim, kv_dim] + [self.dim] * self.output_gate
-        self.in_proj = make_linear(self.dim, sum(self._rows), False, **where)
+        self.in_proj = make_linear(self.dim, self._rows, False, **where)
         self.shift_proj = None
         if self.kv_shift:
-            self.shift_proj = make_linear(self.dim, 2 * self.num_kv_heads, False, **where)
+            self.shift_proj = make_linear(self.dim, [self.num_kv_heads] * 2, False, **where)
 
     def _make_outputs(self, **where: Any) -> None:
         """The norms and out_proj."""

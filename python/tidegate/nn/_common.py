@@ -47,14 +47,27 @@ def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> Non
 
 
 def make_linear(
-    in_features: int, out_features: int, bias: bool, device=None, dtype=None
+    in_features: int, rows: int | Sequence[int], bias: bool, device=None, dtype=None
 ) -> nn.Linear:
     """A torch.nn.Linear with uninitialised weights: its owner's reset_parameters() draws them,
-    so that constructing a module draws each number exactly once, in the documented order."""
+    so that constructing a module draws each number exactly once, in the documented order.
+
+    rows: out_features, or those of each of several matrices that lie one below the other in the
+    weight. They stay with the projection as `stacked_rows`: an optimiser that looks at matrices as
+    a whole, Muon, has to take them one by one.
+    """
+    stacked = [rows] if isinstance(rows, int) else list(rows)
     device = torch.get_default_device() if device is None else device
-    return nn.utils.skip_init(
-        nn.Linear, in_features, out_features, bias=bias, device=device, dtype=dtype
+    linear = nn.utils.skip_init(
+        nn.Linear, in_features, sum(stacked), bias=bias, device=device, dtype=dtype
     )
+    linear.stacked_rows = stacked
+    return linear
+
+
+def stacked_rows(linear: nn.Linear) -> list[int]:
+    """The rows of each matrix that its weight stacks; one matrix where nothing was said."""
+    return list(getattr(linear, "stacked_rows", [linear.out_features]))
 
 
 class RMSNorm(nn.RMSNorm):

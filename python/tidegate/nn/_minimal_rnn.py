@@ -30,7 +30,7 @@ class MinimalGatedRNN(TensorStateMixer):
         self.dim = dim
         self.gate_init = gate_init
         self.gumbel_gate = gumbel_gate
-        self.in_proj = make_linear(dim, 2 * dim, True, device, dtype)
+        self.in_proj = make_linear(dim, [dim] * 2, True, device, dtype)
 
     def _reset_in_proj(self) -> None:
         """Weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by

@@ -168,7 +168,7 @@ class GatedLinearAttention(nn.Module):
             self._parts["g"] = value_dim
         if is_vector:
             self._parts["gate"] = gate_rank
-        self.in_proj = make_linear(dim, sum(self._parts.values()), False, **where)
+        self.in_proj = make_linear(dim, self._parts.values(), False, **where)
         self.gate_proj = make_linear(gate_rank if is_vector else dim, gates, True, **where)
         self.norm = make_norm(norm, value_dim // num_heads, norm_eps, **where)
         self.out_proj = make_linear(value_dim, dim, False, **where)

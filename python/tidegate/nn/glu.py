@@ -42,7 +42,7 @@ class GLU(nn.Module):
         self.dim = dim
         self.hidden = hidden
         self.activation = activation
-        self.in_proj = make_linear(dim, 2 * hidden, bias, device, dtype)
+        self.in_proj = make_linear(dim, [hidden] * 2, bias, device, dtype)
         self.out_proj = make_linear(hidden, dim, bias, device, dtype)
         self.reset_parameters()
 

@@ -168,7 +168,9 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         self._parts = self._part_sizes()
         where = {"device": device, "dtype": dtype}
         if expansion is None:
-            self.in_proj = make_linear(dim, sum(self._parts.values()), bias, **where)
+            # c and g of a complex state, and theta of two directions, are two matrices each.
+            matrices = sum(self._parts.values()) // self.channels
+            self.in_proj = make_linear(dim, [self.channels] * matrices, bias, **where)
         else:
             self.in_proj = StateExpansion(
                 expansion, dim, expand, parts=len(self._parts), rank=rank, bias=bias, **where

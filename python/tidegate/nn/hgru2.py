@@ -175,7 +175,7 @@ class HGRU2(TensorStateMixer):
         bias = defaults.bias if bias is None else bias
         norm = defaults.norm if norm is None else norm
         check_choice("HGRU2", "norm", norm, NORMS)
-        self.in_proj = make_linear(dim, 3 * dim, bias, device, dtype)
+        self.in_proj = make_linear(dim, [dim] * 3, bias, device, dtype)
         gate_bias = None
         if gate_init is not None and not bias:
             gate_bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))

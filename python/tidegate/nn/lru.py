@@ -58,7 +58,7 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         self.state_size = 2 * state if is_complex else state
         where = {"device": device, "dtype": dtype}
         wide = {"device": device, "dtype": wide_dtype(dtype)}
-        self.in_proj = make_linear(dim, self.state_size, False, **where)
+        self.in_proj = make_linear(dim, [state] * (2 if is_complex else 1), False, **where)
         self.nu_log = nn.Parameter(torch.empty(state, **wide))
         theta_log = nn.Parameter(torch.empty(state, **wide)) if is_complex else None
         self.register_parameter("theta_log", theta_log)

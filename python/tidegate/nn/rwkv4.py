@@ -77,7 +77,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         self.time_shift = bool(time_shift)
         self.decay_init = decay_init
         self.depth = float(depth)
-        self.in_proj = make_linear(dim, 3 * dim, False, device, dtype)
+        self.in_proj = make_linear(dim, [dim] * 3, False, device, dtype)
         self.out_proj = make_linear(dim, dim, False, device, dtype)
         self.w_log = nn.Parameter(torch.empty(dim, device=device, dtype=wide_dtype(dtype)))
         self.u = nn.Parameter(torch.empty(dim, device=device, dtype=wide_dtype(dtype)))

@@ -4,9 +4,9 @@ K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (202
 singular directions of a weight matrix equally far, where Adam's follow the few that dominate the
 gradient; small models in their first thousand steps learn markedly more a step.
 
-Unlike torch.optim.Muon, matrices stacked in one parameter (HGRU's input projections, GLU's gate and
-value) are orthogonalised one by one, and all matrices of a shape at once; on CPUs without bf16
-instructions the iteration runs in fp32.
+Unlike torch.optim.Muon, matrices stacked in one parameter (a mixer's input projections, GLU's gate
+and value, attention's q, k and v: `stacked_rows` of the projection) are orthogonalised one by one,
+and all matrices of a shape at once; on CPUs without bf16 instructions the iteration runs in fp32.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..nn._common import stacked_rows
 from .muon import Combined, Muon
 
 OPTIMIZERS = ("adamw", "adam", "muon")
@@ -102,13 +103,13 @@ def set_rates(optimizer: torch.optim.Optimizer | Combined, multiplier: float) ->
 def _muon(
     model: nn.Module, lr: float, muon_lr: float, weight_decay: float, decay: str, adam: dict
 ) -> Combined:
-    """Muon for the matrices of linear layers and torch's own RNNs, AdamW for what is left."""
+    """Muon for the matrices of linear layers and torch's own RNNs, stacked ones one by one, AdamW
+    for what is left."""
     head = getattr(model, "head", None)
     rows: dict[int, list[int]] = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:
-            owner = model.get_submodule(name.rpartition(".")[0])
-            rows[id(module.weight)] = _stacked_rows(owner, module)
+            rows[id(module.weight)] = stacked_rows(module)
         elif isinstance(module, nn.RNNBase):
             for weight in module.parameters(recurse=False):
                 rows[id(weight)] = [module.hidden_size] * (len(weight) // module.hidden_size)
@@ -126,12 +127,3 @@ def _muon(
         Muon(matrices, splits, lr=muon_lr, weight_decay=weight_decay),
         torch.optim.AdamW(groups, lr=lr, **adam),
     )
-
-
-def _stacked_rows(owner: nn.Module, linear: nn.Linear) -> list[int]:
-    """Rows of the matrices that a projection stacks: one block of `dim` or `hidden` rows each."""
-    rows = linear.out_features
-    width = getattr(owner, "channels", None) or getattr(owner, "hidden", None)
-    if linear is getattr(owner, "in_proj", None) and width and rows % width == 0:
-        return [width] * (rows // width)
-    return [rows]
