@@ -74,7 +74,7 @@ def _add_train(commands: Any) -> None:
         "data",
         nargs="?",
         help="text file or folder, `stdlib`, token ids in a .npy or .bin file, or a task: copying, "
-        "selective-copying, listops, mqar, digits, fashion-mnist",
+        "selective-copying, listops, mqar, digits, fashion-mnist; some recipes name their own",
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
     add(
@@ -290,19 +290,15 @@ def _set_field(model: dict[str, Any], text: str) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from .training.checkpoint import RunFolder
     from .training.report import finish, plot_run
     from .training.runs import prepare_run
 
     train, model = settings(options)
-    if "data" not in train and not RunFolder(options.out).config.exists():
-        raise UserError("train: name a text file or folder to train on, `stdlib`, or a task")
     given = vars(options)
-    run = prepare_run(
-        options.out, train, model, preset=given.get("preset"), recipe=given.get("recipe")
-    )
+    recipe = given.get("recipe")
+    run = prepare_run(options.out, train, model, preset=given.get("preset"), recipe=recipe)
     trainer = run.trainer
-    _say_run(run, options.out)
+    _say_run(run, options.out, recipe)
     if not trainer.run(options.quiet):
         print(f"stopped at step {trainer.position.step}; the same command goes on from there")
         return STOPPED
@@ -313,8 +309,10 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _say_run(run: Any, out: str) -> None:
-    """Says what is about to be trained."""
+def _say_run(run: Any, out: str, recipe: str | None) -> None:
+    """Says what is about to be trained; of a new run on a task whose recipe nobody asked for, that
+    there is one."""
+    from .training import recipes
     from .training.report import mixer_in_words
 
     trainer = run.trainer
@@ -326,6 +324,12 @@ def _say_run(run: Any, out: str) -> None:
         f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
         file=sys.stderr,
     )
+    task = run.config.data
+    if recipe is None and not run.resumed and task in recipes():
+        print(
+            f"no recipe is asked for: --recipe {task} trains {recipes()[task].about}",
+            file=sys.stderr,
+        )
     if run.begins_anew:
         print(f"the run in {out} has no checkpoint: it begins anew", file=sys.stderr)
     if run.resumed:

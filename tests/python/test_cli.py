@@ -189,7 +189,10 @@ def test_recipes_and_presets_are_checked_by_name(tmp_path, text, capsys):
 
 def test_bad_input_is_one_line(tmp_path, text, trained, capsys):
     out = str(tmp_path / "run")
-    assert "train: name a text file or folder" in fails(capsys, "train", "--out", out)
+    for recipe in ([], ["--recipe=fox-360m"]):
+        line = fails(capsys, "train", "--out", out, *recipe)
+        assert "train: name a text file or folder" in line
+        assert not Path(out).exists()
     for name, *given in (
         ("betas", "2", "3"),
         ("eps", "-1"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from training_cases import prepare
+from training_cases import prepare, write_text
 
 from tidegate import cli
-from tidegate.training import UserError
+from tidegate.training import UserError, prepare_run
 from tidegate.training.batches import IGNORED
 from tidegate.training.report import finish
 from tidegate.training.task_corpus import TaskCorpus
@@ -25,6 +26,17 @@ TASKS = [
     Mqar(length=30, pairs=1, vocabulary=4),
 ]
 by_size = pytest.mark.parametrize("task", TASKS, ids=lambda t: f"{t.length}-{t.pairs}")
+
+
+@pytest.fixture
+def few_to_score(monkeypatch):
+    """Four examples to validate on instead of 3,000."""
+    monkeypatch.setattr(Mqar, "valid_examples", 4)
+
+
+def recorded(out: Path) -> dict:
+    """A run's config.json."""
+    return json.loads((out / "config.json").read_text(encoding="utf-8"))
 
 
 def generator(seed: int = 0, device: torch.device = CPU) -> torch.Generator:
@@ -138,13 +150,58 @@ def test_a_model_learns_to_recall(tmp_path):
     assert score.accuracy > 0.9
 
 
+# The recipe's model at a small size.
+SMALL = ["--task=vocabulary=300", "--dim=32", "--glu-hidden=32", "--batch-size=4", "--threads=1"]
+SMALL += ["--set=mixer_options.expand_ratio=16", "--device=cpu", "--quiet"]
+
+
+def test_the_recipe_names_its_task(tmp_path, capsys, few_to_score):
+    out = tmp_path / "run"
+    assert cli.main(["train", "--recipe=mqar", "--out", str(out), *SMALL, "--steps=2"]) == 0
+    train = recorded(out)["train"]
+    assert train["data"] == "mqar"
+    assert train["task_options"]["length"] == train["context"] == 512
+    assert train["task_options"]["vocabulary"] == 300
+    assert "no recipe" not in capsys.readouterr().err
+
+
+def test_a_task_whose_recipe_nobody_asked_for_says_so(tmp_path, capsys, few_to_score):
+    train = ["train", "--out", str(tmp_path / "run"), "--dim=8", "--device=cpu", "--quiet"]
+    train += ["--batch-size=2", "--threads=1"]
+    sizes = ["--task=length=64", "--task=vocabulary=300"]
+    assert cli.main([*train, "mqar", *sizes, "--steps=1"]) == 0
+    said = "no recipe is asked for: --recipe mqar trains two HGRN2 layers of 128 on associative"
+    assert said in capsys.readouterr().err
+    assert cli.main([*train, "--steps=2"]) == 0
+    assert "no recipe" not in capsys.readouterr().err
+
+
+def test_a_run_of_another_length_than_its_recipes_goes_on(tmp_path, few_to_score):
+    """As one does that began when the recipe named no length: 256 was the task's own."""
+    train = ["train", "--recipe=mqar", "--out", str(tmp_path / "run"), *SMALL]
+    assert cli.main([*train, "mqar", "--task=length=256", "--steps=1"]) == 0
+    assert cli.main([*train, "mqar", "--steps=2"]) == 0
+    assert cli.main([*train, "--steps=3"]) == 0
+    assert recorded(tmp_path / "run")["train"]["task_options"]["length"] == 256
+
+
+def test_a_recipes_task_options_are_for_its_own_task(tmp_path):
+    text = str(write_text(tmp_path / "text.txt"))
+    train = {"steps": 1, "context": 16, "device": "cpu", "threads": 1}
+    small = {"dim": 32, "mixer_options": {"expand_ratio": 16}}
+    run = prepare_run(str(tmp_path / "a"), {**train, "data": text}, small, recipe="mqar")
+    assert run.config.task_options == {}
+    train["context"] = 520
+    run = prepare_run(str(tmp_path / "b"), {**train, "data": "copying"}, small, recipe="mqar")
+    assert run.config.task_options == {"tokens": 10, "memorize": 10, "dummies": 500}
+
+
 def test_the_recipe_trains(tmp_path):
     """HGRN2's paper, section 4.1, and gates that start long, at a small size."""
-    small = ["--task=length=32", "--task=vocabulary=64", "--dim=32", "--glu-hidden=32", "--steps=2"]
-    small += ["--batch-size=4", "--set=mixer_options.expand_ratio=16", "--threads=1", "--quiet"]
     out = tmp_path / "run"
-    assert cli.main(["train", "mqar", "--recipe=mqar", "--out", str(out), *small]) == 0
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    small = ["mqar", "--task=length=32", "--steps=2", *SMALL]
+    assert cli.main(["train", "--recipe=mqar", "--out", str(out), *small]) == 0
+    config = recorded(out)
     model, train = config["model"], config["train"]
     assert (model["mixer"], model["layers"], model["dim"]) == ("hgrn2", 2, 32)
     assert model["mixer_options"] == {

@@ -192,12 +192,18 @@ def differences(old: dict[str, Any], new: dict[str, Any], skip: tuple[str, ...] 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Named hyperparameters: a model, by preset or by its fields, and training settings."""
+    """Named hyperparameters: a model, by preset or by its fields, and training settings.
+
+    data, task_options: what a new run trains on where nothing else is named. task_options hold for
+    that task only, and single ones can be replaced.
+    """
 
     train: dict[str, Any]
     about: str
     preset: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
+    data: str | None = None
+    task_options: dict[str, int] = field(default_factory=dict)
 
 
 def recipes() -> dict[str, Recipe]:
@@ -266,6 +272,7 @@ def recipes() -> dict[str, Recipe]:
                 "eval_every": 1_000,
             },
             about="six gated linear RNN layers of 128 on a copying task",
+            data="copying",
         ),
         "mqar": Recipe(
             model={
@@ -298,6 +305,8 @@ def recipes() -> dict[str, Recipe]:
                 "eval_every": 500,
             },
             about="two HGRN2 layers of 128 on associative recall",
+            data="mqar",
+            task_options={"length": 512},
         ),
         "fox-760m": Recipe(
             preset="fox-757m",
@@ -327,6 +336,7 @@ def recipes() -> dict[str, Recipe]:
                 "checkpoint_seconds": 30.0,
             },
             about="byte-level real HGRN that two CPU cores train in three minutes",
+            data="stdlib",
         ),
     }
 

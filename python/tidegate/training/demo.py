@@ -21,7 +21,7 @@ def run_demo(out: str, *, seconds: float | None = None, seed: int | None = None)
     """
     asked = {"seconds": seconds, "seed": seed}
     explicit = {name: value for name, value in asked.items() if value is not None}
-    run = prepare_run(out, {"data": "stdlib", **explicit}, {}, recipe="demo")
+    run = prepare_run(out, explicit, {}, recipe="demo")
     trainer, corpus, config = run.trainer, run.corpus, run.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
     _say(

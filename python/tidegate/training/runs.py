@@ -63,7 +63,8 @@ def prepare_run(
     the defaults.
 
     Raises:
-        UserError: data, settings, folder or checkpoint do not fit. Nothing on disk was changed.
+        UserError: data, settings, folder or checkpoint do not fit, or nothing names the data.
+            Nothing on disk was changed.
     """
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
@@ -71,7 +72,12 @@ def prepare_run(
     folder.make()  # before anything in it is read: from here on it is ours alone
     try:
         recorded = _recorded(folder)
-        base = recorded["train"] if recorded else {}
+        base = recorded["train"] if recorded else _data_of(recipe)
+        if "data" not in {**base, **asked_train}:
+            raise UserError(
+                "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
+                "names one"
+            )
         values = resolve_source({**base, **asked_train}, asked_train, base)
         config = _train_config(values, recorded)
         corpus = open_source(config, workdir=folder.path)
@@ -116,6 +122,14 @@ def _named(
     if options:
         merged["mixer_options"] = options
     return {**settings, **train}, merged
+
+
+def _data_of(recipe: str | None) -> dict[str, Any]:
+    """What a recipe's new run trains on, as training settings."""
+    if recipe is None or recipes()[recipe].data is None:
+        return {}
+    named = recipes()[recipe]
+    return {"data": named.data, "task_options": named.task_options}
 
 
 def _recorded(folder: RunFolder) -> dict[str, Any] | None:

@@ -20,9 +20,9 @@ def resolve_source(
 ) -> dict[str, Any]:
     """Training settings `values` with what their data decides filled in.
 
-    Paths become absolute. A task gets all of its options, those recorded in the run's folder first,
+    Paths become absolute. A task gets all of its options, those recorded with the same task first,
     and its length as context. asked, recorded: the parts of `values` that come from the caller and
-    from the folder.
+    from the run's folder, or a new run's recipe.
 
     Raises:
         UserError: settings of text were asked for beside a task, or options of a task beside text.
@@ -32,6 +32,7 @@ def resolve_source(
     if name not in TASKS:
         if asked.get("task_options"):
             raise UserError(f"task: expected one of {', '.join(TASKS)} as data, got {name!r}")
+        values.pop("task_options", None)  # a recipe's, for the task that it names itself
         for key in ("data", "valid"):
             if values.get(key):
                 values[key] = absolute_source(values[key])
