@@ -255,7 +255,7 @@ def hgru_step(
         gamma: [D] or None.
         theta: [D], or None for a real recurrence.
         state: [B, D], complex [B, 2D], as :func:`hgru` returns it, or of any dtype that h0 may
-            have; overwritten. Required.
+            have; overwritten. Required, though gamma and theta before it are not.
         activation: "silu" or "none".
 
     Returns:
@@ -263,7 +263,7 @@ def hgru_step(
         and gradients are recorded.
     """
     if state is None:
-        raise TypeError("hgru_step: state must be a tensor [B, D] (or [B, 2D]), got None")
+        raise RuntimeError("hgru_step: state must be a tensor [B, D] (or [B, 2D]), got None")
     return torch.ops.tidegate.hgru_step(c, f, gamma, theta, state, activation)
 
 
@@ -456,8 +456,8 @@ def hgrn2_step(
         f: [B, H, K] logits of the forget gate.
         v: [B, H, V].
         gamma: [H, K] or None.
-        state: [B, H, K, V], as :func:`hgrn2` returns it; overwritten. Required: TypeError where it
-            is left out. In another dtype that h0 may have, it is converted and copied back.
+        state: [B, H, K, V], as :func:`hgrn2` returns it; overwritten. Required, though gamma
+            before it is not. In another dtype that h0 may have, it is converted and copied back.
         scale: of the output.
         q_activation: "none", "silu" or "sigmoid".
         v_activation: the same for v.
@@ -467,7 +467,7 @@ def hgrn2_step(
         recorded. Reads and writes the state once.
     """
     if state is None:
-        raise TypeError("hgrn2_step: state must be a tensor [B, H, K, V], got None")
+        raise RuntimeError("hgrn2_step: state must be a tensor [B, H, K, V], got None")
     return torch.ops.tidegate.hgrn2_step(q, f, v, gamma, state, scale, q_activation, v_activation)
 
 
