@@ -40,9 +40,18 @@ def test_warm_up_by_part_of_the_run_never_starts_at_zero():
     assert schedule(7, 0.2) == 1.0
 
 
-def test_unknown_schedule_is_named():
-    with pytest.raises(ValueError, match=r"schedule: expected one of .*cosine.*got 'sqrt'"):
-        Schedule("sqrt")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "sqrt"}, r"schedule: expected one of .*cosine.*got 'sqrt'"),
+        ({"warmup_steps": -1}, "warmup_steps: expected 0 or more, got -1"),
+        ({"warmup_fraction": 1.0}, "warmup_fraction: expected a number from 0 to below 1, got 1.0"),
+        ({"floor": float("nan")}, "floor: expected a number from 0 to 1, got nan"),
+    ],
+)
+def test_schedules_that_cannot_be_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(**changes)
 
 
 def _model() -> CausalLM:

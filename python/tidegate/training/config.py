@@ -16,7 +16,7 @@ from .errors import UserError
 from .muon import Combined
 from .optim import DECAYS, OPTIMIZERS, build_optimizer
 from .runtime import PRECISIONS
-from .schedules import SCHEDULES, Schedule
+from .schedules import Schedule
 
 # What may differ when a run is started again on its folder: how long it goes on, how often it
 # writes, and where it runs. Everything else decides what the weights will be.
@@ -110,16 +110,13 @@ class TrainConfig:
             self._require(name, getattr(self, name) >= 1, "1 or more")
         for name in ("checkpoint_every", "checkpoint_seconds", "eval_every", "eval_seconds"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("threads", "seed", "warmup_steps", "clip", "weight_decay", "eps"):
+        for name in ("threads", "seed", "clip", "weight_decay", "eps"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
         for name in ("steps", "seconds", "lr", "muon_lr"):
             value = getattr(self, name)
             self._require(name, value is None or 0 < value < math.inf, "more than 0")
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         self._require("betas", are_betas, "two numbers from 0 to below 1")
-        fits = 0 <= self.warmup_fraction < 1
-        self._require("warmup_fraction", fits, "a number from 0 to below 1")
-        self._require("floor", 0 <= self.floor <= 1, "a number from 0 to 1")
         self._require(
             "grad_accum",
             self.batch_size % self.grad_accum == 0,
@@ -128,7 +125,6 @@ class TrainConfig:
         for name, choices in (
             ("optimizer", OPTIMIZERS),
             ("decay", DECAYS),
-            ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
         ):
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
@@ -136,6 +132,11 @@ class TrainConfig:
             self._require("cuda_graph", not self.cuda_graph, "False with --optimizer muon")
         if self.packed:
             self._require("grad_accum", self.grad_accum == 1, "1 with --packed")
+        try:
+            self.learning_rate()
+        except ValueError as error:
+            name, _, problem = str(error).partition(":")
+            raise UserError(f"train: {name.replace('_', '-')}:{problem}") from error
         if self.schedule == "inverse-sqrt":
             self._require("warmup_steps", self.warmup_steps > 0, "1 or more with inverse-sqrt")
 

@@ -32,10 +32,14 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
             raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {self.name!r}")
-        if self.warmup_steps < 0:
+        if not 0 <= self.warmup_steps < math.inf:
             raise ValueError(f"warmup_steps: expected 0 or more, got {self.warmup_steps}")
         if not 0.0 <= self.warmup_fraction < 1.0:
-            raise ValueError(f"warmup_fraction: expected [0, 1), got {self.warmup_fraction}")
+            raise ValueError(
+                f"warmup_fraction: expected a number from 0 to below 1, got {self.warmup_fraction}"
+            )
+        if not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"floor: expected a number from 0 to 1, got {self.floor}")
 
     def warmup(self, step: int, progress: float) -> float:
         """The warm-up factor in (0, 1] of step number `step` (from 0)."""
