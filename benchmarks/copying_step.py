@@ -26,10 +26,8 @@ from torch import Tensor
 import tidegate
 from tidegate.models import CausalLM, LMConfig
 from tidegate.nn import gated_linear_rnn
-from tidegate.training.config import recipes
-from tidegate.training.optim import build_optimizer
-from tidegate.training.task_corpus import draw
-from tidegate.training.tasks import make_task
+from tidegate.training import TrainConfig, make_task, recipes
+from tidegate.training.task_corpus import TaskCorpus
 
 RECIPE = recipes()["copying"]
 TOLERANCE = 1e-4  # of the loss and of every gradient, by norm; fp32
@@ -58,15 +56,10 @@ class Step:
         torch.manual_seed(0)
         config = LMConfig(vocab_size=task.vocab_size, **RECIPE.model)
         self.model = CausalLM(config).to(device)
-        self.batch = draw(task, batch, device, 0, 0, 0)
+        self.batch = TaskCorpus(task).sampler(batch, task.length, seed=0, device=device).next()
         self.recurrence = recurrence
-        self.optimizer = build_optimizer(
-            self.model,
-            lr=RECIPE.train["lr"],
-            betas=RECIPE.train["betas"],
-            weight_decay=RECIPE.train["weight_decay"],
-            decay=RECIPE.train["decay"],
-            capturable=device.type == "cuda",
+        self.optimizer = TrainConfig(data="copying", **RECIPE.train).make_optimizer(
+            self.model, capturable=device.type == "cuda"
         )
 
     def backward(self) -> Tensor:
