@@ -70,7 +70,8 @@ def command(arguments: argparse.Namespace, method: str, seed: int, device: str) 
     """The training run of a method and seed."""
     task = make_task(arguments.task, {"dummies": arguments.dummies})
     out = folder(arguments, method, seed)
-    flags = [f"--task=dummies={arguments.dummies}", f"--steps={arguments.steps}", f"--seed={seed}"]
+    flags = [f"--task-option=dummies={arguments.dummies}"]
+    flags += [f"--steps={arguments.steps}", f"--seed={seed}"]
     flags += [f"--eval-every={arguments.eval_every}", f"--device={device}", f"--out={out}"]
     flags += METHODS[method](task.length) + list(arguments.train)
     start = [sys.executable, "-m", "tidegate", "train", arguments.task, "--recipe=copying"]

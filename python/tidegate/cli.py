@@ -103,8 +103,9 @@ def _add_train(commands: Any) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--tokenizer", help="bytes (default), bpe:N, or a tokenizer.json")
     data.add_argument("--valid", help="validate on this file instead of a tenth of the data")
-    data.add_argument("--token-dtype", dest="dtype", help="of a .bin file (default: uint16)")
+    data.add_argument("--token-dtype", help="of a .bin file (default: uint16)")
     data.add_argument(
+        "--task-option",
         "--task",
         dest="options",
         action="append",
@@ -267,7 +268,7 @@ def _task_option(text: str) -> tuple[str, int]:
     """`option=number`."""
     name, equals, value = text.partition("=")
     if not equals or not value.removeprefix("-").isdecimal():
-        raise UserError(f"task: expected OPTION=N with a whole number N, got {text!r}")
+        raise UserError(f"task-option: expected OPTION=N with a whole number N, got {text!r}")
     return name, int(value)
 
 

@@ -151,8 +151,8 @@ def test_a_model_learns_to_recall(tmp_path):
 
 
 # The recipe's model at a small size.
-SMALL = ["--task=vocabulary=300", "--dim=32", "--glu-hidden=32", "--batch-size=4", "--threads=1"]
-SMALL += ["--set=mixer_options.expand_ratio=16", "--device=cpu", "--quiet"]
+SMALL = ["--task-option=vocabulary=300", "--dim=32", "--glu-hidden=32", "--batch-size=4"]
+SMALL += ["--set=mixer_options.expand_ratio=16", "--device=cpu", "--threads=1", "--quiet"]
 
 
 def test_the_recipe_names_its_task(tmp_path, capsys, few_to_score):
@@ -168,7 +168,7 @@ def test_the_recipe_names_its_task(tmp_path, capsys, few_to_score):
 def test_a_task_whose_recipe_nobody_asked_for_says_so(tmp_path, capsys, few_to_score):
     train = ["train", "--out", str(tmp_path / "run"), "--dim=8", "--device=cpu", "--quiet"]
     train += ["--batch-size=2", "--threads=1"]
-    sizes = ["--task=length=64", "--task=vocabulary=300"]
+    sizes = ["--task-option=length=64", "--task-option=vocabulary=300"]
     assert cli.main([*train, "mqar", *sizes, "--steps=1"]) == 0
     said = "no recipe is asked for: --recipe mqar trains two HGRN2 layers of 128 on associative"
     assert said in capsys.readouterr().err
@@ -179,7 +179,7 @@ def test_a_task_whose_recipe_nobody_asked_for_says_so(tmp_path, capsys, few_to_s
 def test_a_run_of_another_length_than_its_recipes_goes_on(tmp_path, few_to_score):
     """As one does that began when the recipe named no length: 256 was the task's own."""
     train = ["train", "--recipe=mqar", "--out", str(tmp_path / "run"), *SMALL]
-    assert cli.main([*train, "mqar", "--task=length=256", "--steps=1"]) == 0
+    assert cli.main([*train, "mqar", "--task-option=length=256", "--steps=1"]) == 0
     assert cli.main([*train, "mqar", "--steps=2"]) == 0
     assert cli.main([*train, "--steps=3"]) == 0
     assert recorded(tmp_path / "run")["train"]["task_options"]["length"] == 256
@@ -199,7 +199,7 @@ def test_a_recipes_task_options_are_for_its_own_task(tmp_path):
 def test_the_recipe_trains(tmp_path):
     """HGRN2's paper, section 4.1, and gates that start long, at a small size."""
     out = tmp_path / "run"
-    small = ["mqar", "--task=length=32", "--steps=2", *SMALL]
+    small = ["mqar", "--task-option=length=32", "--steps=2", *SMALL]
     assert cli.main(["train", "--recipe=mqar", "--out", str(out), *small]) == 0
     config = recorded(out)
     model, train = config["model"], config["train"]

@@ -306,6 +306,24 @@ def test_a_setting_that_a_run_did_not_know_yet_has_its_default(tmp_path, text):
     assert prepare(tmp_path / "run", text).trainer.progress() >= 1.0
 
 
+def test_a_run_whose_settings_had_other_names_goes_on(tmp_path):
+    """token_dtype was dtype."""
+    (np.arange(4000, dtype=np.uint32) % 50).tofile(tmp_path / "ids.bin")
+    changes = {"token_dtype": "uint32"}
+    assert prepare(tmp_path / "run", tmp_path / "ids.bin", **changes).trainer.run(quiet=True)
+    file = tmp_path / "run" / "config.json"
+    values = json.loads(file.read_text())
+    values["train"]["dtype"] = values["train"].pop("token_dtype")
+    file.write_text(json.dumps(values))
+    for names in ({}, changes, {"dtype": "uint32"}):
+        run = prepare(tmp_path / "run", tmp_path / "ids.bin", **names)
+        assert run.resumed
+        assert run.config.token_dtype == "uint32"
+    assert load_trained(str(tmp_path / "run"), "cpu").train.token_dtype == "uint32"
+    with pytest.raises(UserError, match="token_dtype: 'uint32', now 'uint16'"):
+        prepare(tmp_path / "run", tmp_path / "ids.bin", token_dtype="uint16")
+
+
 def test_another_configuration_is_refused(tmp_path, text):
     prepare(tmp_path / "run", text).trainer.run(quiet=True)
     _refused(

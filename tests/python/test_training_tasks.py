@@ -350,7 +350,7 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, name):
 def test_flags_left_out_keep_the_runs_options(tmp_path, capsys):
     flags = ["--dim=8", "--layers=1", "--batch-size=2", "--device=cpu", "--threads=1", "--quiet"]
     train = ["train", "copying", *flags, "--out", str(tmp_path / "run")]
-    assert cli.main([*train, "--task", "dummies=3", "--steps=2"]) == 0
+    assert cli.main([*train, "--task", "dummies=3", "--steps=2"]) == 0  # --task-option
     assert cli.main([*train, "--steps=3"]) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["train"]["task_options"] == {"tokens": 10, "memorize": 10, "dummies": 3}
@@ -422,12 +422,14 @@ def test_lengths_that_no_expression_has_are_refused():
         ),
         (["copying", "--tokenizer=bpe:300"], "tokenizer: the task copying has no text"),
         (["copying", "--valid=a.txt"], "valid: the task copying has no text"),
-        (["copying", "--task=dummies"], "task: expected OPTION=N with a whole number N"),
+        (["copying", "--task-option=dummies"], "task-option: expected OPTION=N with a whole"),
         (
             ["copying", "--vocab-size=9"],
             "copying has token ids up to 9, the model's vocabulary is 9",
         ),
-        (["a.txt", "--task=dummies=3"], "as data, got 'a.txt'"),
+        (["a.txt", "--task=dummies=3"], "task-option: expected one of copying, "),
+        (["a.txt", "--task-option=dummies=3"], "as data, got 'a.txt'"),
+        (["copying", "--token-dtype=uint32"], "token-dtype: the task copying has no text"),
         (["listops", "--set=num_classes=3"], "num_classes: expected 10 or more for listops; got 3"),
     ],
 )

@@ -38,7 +38,8 @@ class TrainConfig:
     Attributes:
         data: what `load_corpus` reads.
         task_options: of a task, where data names one.
-        tokenizer, valid, dtype: as `load_corpus` takes them.
+        tokenizer, valid: as `load_corpus` takes them.
+        token_dtype: of the ids in a .bin file, as its `dtype`.
         steps: optimiser steps; None when only `seconds` bounds the run.
         seconds: wall-time budget of training, validation left out; None when only `steps` does.
         batch_size: sequences an optimiser step.
@@ -71,7 +72,7 @@ class TrainConfig:
     task_options: dict[str, int] = field(default_factory=dict)
     tokenizer: str = "bytes"
     valid: str | None = None
-    dtype: str = "uint16"
+    token_dtype: str = "uint16"
     steps: int | None = None
     seconds: float | None = None
     batch_size: int = 16
@@ -174,11 +175,17 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
         """The reverse of to_dict(); keys that this version does not know are an error."""
+        values = current_names(values)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise UserError(f"config: unknown training settings {', '.join(unknown)}")
         return cls(**values)
+
+
+def current_names(train: dict[str, Any]) -> dict[str, Any]:
+    """Training settings by the names of this version: earlier ones called token_dtype `dtype`."""
+    return {"token_dtype" if name == "dtype" else name: value for name, value in train.items()}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], skip: tuple[str, ...] = ()) -> list[str]:

@@ -330,7 +330,7 @@ def _map_array(source: str, dtype: str) -> np.ndarray:
         else:
             if dtype not in ARRAY_DTYPES:
                 expected = ", ".join(ARRAY_DTYPES)
-                raise UserError(f"data: dtype: expected one of {expected}, got {dtype!r}")
+                raise UserError(f"data: token-dtype: expected one of {expected}, got {dtype!r}")
             ids = np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"data: {source} is not an array of token ids: {error}") from error

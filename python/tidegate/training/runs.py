@@ -12,7 +12,7 @@ import torch
 
 from ..models import CausalLM, LMConfig, SequenceClassifier, presets
 from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder, load_checkpoint
-from .config import MAY_CHANGE, TrainConfig, differences, read_json, recipes
+from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_json, recipes
 from .data import vocabulary_fits
 from .errors import UserError
 from .runtime import (
@@ -72,7 +72,7 @@ def prepare_run(
     folder.make()  # before anything in it is read: from here on it is ours alone
     try:
         recorded = _recorded(folder)
-        base = recorded["train"] if recorded else _data_of(recipe)
+        base = current_names(recorded["train"]) if recorded else _data_of(recipe)
         if "data" not in {**base, **asked_train}:
             raise UserError(
                 "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
@@ -121,7 +121,7 @@ def _named(
     merged = {**fields, **model}
     if options:
         merged["mixer_options"] = options
-    return {**settings, **train}, merged
+    return {**settings, **current_names(train)}, merged
 
 
 def _data_of(recipe: str | None) -> dict[str, Any]:

@@ -31,7 +31,9 @@ def resolve_source(
     name = values.get("data")
     if name not in TASKS:
         if asked.get("task_options"):
-            raise UserError(f"task: expected one of {', '.join(TASKS)} as data, got {name!r}")
+            raise UserError(
+                f"task-option: expected one of {', '.join(TASKS)} as data, got {name!r}"
+            )
         values.pop("task_options", None)  # a recipe's, for the task that it names itself
         for key in ("data", "valid"):
             if values.get(key):
@@ -39,9 +41,9 @@ def resolve_source(
         if values.get("tokenizer", BYTES) != BYTES and not values["tokenizer"].startswith("bpe:"):
             values["tokenizer"] = absolute_source(values["tokenizer"])
         return values
-    for key in ("tokenizer", "valid", "dtype", "packed"):
+    for key in ("tokenizer", "valid", "token_dtype", "packed"):
         if key in asked:
-            raise UserError(f"{key}: the task {name} has no text; leave it out")
+            raise UserError(f"{key.replace('_', '-')}: the task {name} has no text; leave it out")
     options = recorded.get("task_options", {}) if recorded.get("data") == name else {}
     options = {**options, **asked.get("task_options", {})}
     corpus = TaskCorpus(make_task(name, options))
@@ -66,7 +68,7 @@ def open_source(
         config.data,
         tokenizer=config.tokenizer if tokenizer is None else tokenizer,
         valid=config.valid,
-        dtype=config.dtype,
+        dtype=config.token_dtype,
         workdir=workdir,
         packed=config.packed,
     )

@@ -90,7 +90,7 @@ class TaskCorpus:
         if context != self.task.length:
             raise UserError(
                 f"context: {self.name} has sequences of {self.task.length} tokens by its options, "
-                f"got {context}; change them with --task"
+                f"got {context}; change them with --task-option"
             )
 
     def sampler(self, batch: int, context: int, seed: int, device: torch.device) -> TaskSampler:
