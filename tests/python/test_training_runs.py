@@ -324,6 +324,16 @@ def test_a_run_whose_settings_had_other_names_goes_on(tmp_path):
         prepare(tmp_path / "run", tmp_path / "ids.bin", token_dtype="uint16")
 
 
+def test_a_checkpoint_with_more_about_its_position_goes_on(tmp_path, text):
+    """Earlier versions kept the steps of the last validation and checkpoint there."""
+    run = prepare(tmp_path / "run", text)
+    assert run.trainer.run(quiet=True)
+    content = load_checkpoint(run.folder.checkpoint)
+    content["position"] |= {"last_eval_step": 3, "last_checkpoint_step": 6}
+    save_checkpoint(run.folder.checkpoint, content)
+    assert prepare(tmp_path / "run", text).trainer.position == run.trainer.position
+
+
 def test_another_configuration_is_refused(tmp_path, text):
     prepare(tmp_path / "run", text).trainer.run(quiet=True)
     _refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 import sys
@@ -31,15 +32,27 @@ class Position:
     """How far a run has come; part of every checkpoint.
 
     seconds: wall time spent training, validation left out, over all restarts.
+    last_eval_seconds, last_checkpoint_seconds: what it was when they were due last.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    last_eval_step: int = 0
     last_eval_seconds: float = 0.0
-    last_checkpoint_step: int = 0
     last_checkpoint_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Position:
+        """That of a checkpoint; what earlier versions wrote beside it is passed over."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def is_due(self, every: int, seconds: float, last: float) -> bool:
+        """Whether something is that happens every so many steps, or, where `every` is 0, so many
+        seconds of training after the `last` time (0: never)."""
+        if every:
+            return self.step % every == 0
+        return seconds > 0 and self.seconds - last >= seconds
 
 
 class Trainer:
@@ -65,13 +78,15 @@ class Trainer:
             norm.forward = torch.compile(norm.forward)
         self._captures = config.cuda_graph and self.device.type == "cuda"
         self.optimizer = config.make_optimizer(self.model, capturable=self._captures)
-        self._update = CapturedStep(self._step_on, self.device) if self._captures else self._step_on
+        # Either way a step's work on the device.
+        update = self._update_by
+        self._update = CapturedStep(update, self.device) if self._captures else update
         self.schedule = config.learning_rate()
         self.sampler = corpus.sampler(config.batch_size, config.context, config.seed, self.device)
         self.position = Position()
         self.loss = math.nan  # of the last logged steps
         self.valid: Score | None = None
-        self._parts: tuple[str, ...] = ()  # of a batch, that are there
+        self._given: tuple[str, ...] = ()  # which tensors a batch has
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._answers: list[torch.Tensor] = []  # right and asked, of tasks
@@ -103,10 +118,10 @@ class Trainer:
                     self._log()
                 progress.update()
                 done = self.progress() >= 1.0
-                if not done and self._due("eval"):
+                if not done and self._eval_is_due():
                     self.validate(self.config.eval_tokens)
                     progress.report()
-                if done or self._stop or self._due("checkpoint"):
+                if done or self._stop or self._checkpoint_is_due():
                     self.save()
         return not self._stop
 
@@ -124,8 +139,8 @@ class Trainer:
                 f"train: cuda-graph: expected sequences of one length, got {self.corpus.name}, "
                 "whose lengths differ; leave it out"
             )
-        given = {name: part for name, part in batch._asdict().items() if part is not None}
-        self._parts = tuple(given)
+        given = {name: t for name, t in batch._asdict().items() if t is not None}
+        self._given = tuple(given)
         loss, norm, answers = self._update(*given.values())
         self._losses.append(loss)
         self._norms.append(norm)
@@ -134,19 +149,20 @@ class Trainer:
         position.step += 1
         position.tokens += batch.tokens
 
-    def _step_on(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Updates the weights by the batch of the given parts: its loss, the gradient's norm, and
-        how many answers were right and asked for (zeros where the data is text)."""
+    def _update_by(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Updates the weights by the batch of the given tensors: its loss, the gradient's norm, and
+        how many answers were right and asked for (zeros where the data is text). This is what a
+        CUDA graph replays."""
         config = self.config
         loss = torch.zeros((), device=self.device)
         answers = torch.zeros(2, dtype=torch.int64, device=self.device)
-        batch = Batch(**dict(zip(self._parts, given, strict=True)))
-        for part in batch.chunk(config.grad_accum):
+        batch = Batch(**dict(zip(self._given, given, strict=True)))
+        for share in batch.chunk(config.grad_accum):
             with autocast(self.device, config.precision):
-                output, labels = part.run(self.model, self.device)
-            part_loss = output.loss / config.grad_accum
-            part_loss.backward()
-            loss += part_loss.detach()
+                output, labels = share.run(self.model, self.device)
+            share_loss = output.loss / config.grad_accum
+            share_loss.backward()
+            loss += share_loss.detach()
             if isinstance(self.corpus, TaskCorpus):
                 answers += count_answers(output.logits.detach(), labels)
         largest = config.clip if config.clip > 0 else math.inf
@@ -155,19 +171,21 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, answers
 
-    def _due(self, what: str) -> bool:
-        """Whether a validation ("eval") or a "checkpoint" is due after this step."""
-        position, config = self.position, self.config
-        every = getattr(config, f"{what}_every")
-        seconds = getattr(config, f"{what}_seconds")
-        if every:
-            due = position.step % every == 0
-        else:
-            since = position.seconds - getattr(position, f"last_{what}_seconds")
-            due = bool(seconds) and since >= seconds
+    def _eval_is_due(self) -> bool:
+        """Whether a validation is due after this step."""
+        config, now = self.config, self.position
+        due = now.is_due(config.eval_every, config.eval_seconds, now.last_eval_seconds)
         if due:
-            setattr(position, f"last_{what}_step", position.step)
-            setattr(position, f"last_{what}_seconds", position.seconds)
+            now.last_eval_seconds = now.seconds
+        return due
+
+    def _checkpoint_is_due(self) -> bool:
+        """Whether a checkpoint is due after this step."""
+        config, now = self.config, self.position
+        last = now.last_checkpoint_seconds
+        due = now.is_due(config.checkpoint_every, config.checkpoint_seconds, last)
+        if due:
+            now.last_checkpoint_seconds = now.seconds
         return due
 
     def _log(self) -> None:
@@ -268,7 +286,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             if "capturable" in group:  # the device may be another one now
                 group["capturable"] = self._captures
-        self.position = Position(**content["position"])
+        self.position = Position.from_dict(content["position"])
         self.sampler.position = content["samples"]
         torch.set_rng_state(content["rng"]["cpu"].cpu())
         if self.device.type == "cuda" and "cuda" in content["rng"]:
