@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..nn import LowerBounds
 from ..nn._common import stacked_rows
 from .muon import Combined, Muon
 
@@ -22,7 +23,7 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     excluded = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, nn.Embedding) or type(module).__name__ == "LowerBounds"
+        if isinstance(module, (nn.Embedding, LowerBounds))
         for parameter in module.parameters(recurse=False)
     }
     return [
