@@ -1,14 +1,15 @@
 """The ops as functions: ``torch.ops.tidegate.*`` with keyword arguments and offsets from the CPU.
 
 Every recurrent op returns ``(output, final_state)``. The state is float32 (float64 for float64
-inputs, complex for complex ones) and can be passed back as ``h0`` to go on. Gradients flow through
-every tensor argument and both results, once: double backward raises (`rotary`, which is linear, is
-no recurrence: see there). Shapes: B batch, T time,
-D channels, H heads, K key and V value dimension of a head, N sequences (B, or the number of packed
-ones). Wrong arguments raise ``RuntimeError``
-with op, argument, expected and given; with ``TIDEGATE_DEBUG=1`` also values that only a
-synchronisation can show (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``log_f`` above 0,
-``theta`` or a parameter of ``lru_scan`` not finite).
+inputs, complex for complex ones) and can be passed back as ``h0`` to go on. A step's ``state`` is
+one that its op returned, or of any dtype that ``h0`` may have, and is overwritten (in another dtype
+than the op's own it is converted and copied back). Gradients flow through every tensor argument and
+both results, once: double backward raises (`rotary`, which is linear, is no recurrence: see there).
+Shapes: B batch, T time, D channels, H heads, K key and V value dimension of a head, N sequences (B,
+or the number of packed ones). Wrong arguments raise ``RuntimeError`` with op, argument, expected
+and given; with ``TIDEGATE_DEBUG=1`` also values that only a synchronisation can show
+(``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``log_f`` above 0, ``theta`` or a parameter of
+``lru_scan`` not finite).
 """
 
 import torch
@@ -115,8 +116,7 @@ def linear_scan_step(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
     Args:
         x: [B, D].
         a: [B, D] or [D].
-        state: [B, D], as :func:`linear_scan` returns it, or of any dtype that h0 may have;
-            overwritten.
+        state: [B, D].
 
     Returns:
         The new state in x's dtype, [B, D]. Has no gradient: raises when an argument requires one
@@ -185,8 +185,7 @@ def gated_rnn_step(z: Tensor, x: Tensor, w_zh: Tensor, state: Tensor) -> Tensor:
         z: [B, D].
         x: [B, D].
         w_zh: [D, D].
-        state: [B, D], as :func:`gated_rnn` returns it, or of any dtype that h0 may have;
-            overwritten.
+        state: [B, D].
 
     Returns:
         The new state in x's dtype, [B, D]. Has no gradient: raises when an argument requires one
@@ -254,8 +253,7 @@ def hgru_step(
         f: [B, D] logits of the forget gate.
         gamma: [D] or None.
         theta: [D], or None for a real recurrence.
-        state: [B, D], complex [B, 2D], as :func:`hgru` returns it, or of any dtype that h0 may
-            have; overwritten. Required, though gamma and theta before it are not.
+        state: [B, D], complex [B, 2D]. Required, though gamma and theta before it are not.
         activation: "silu" or "none".
 
     Returns:
@@ -318,8 +316,7 @@ def lru_scan_step(
         nu_log: [D].
         theta_log: [D], or None for a real recurrence.
         gamma_log: [D].
-        state: [B, D], complex [B, 2D], as :func:`lru_scan` returns it, or of any dtype that h0 may
-            have; overwritten.
+        state: [B, D], complex [B, 2D].
 
     Returns:
         The new state in x's dtype and shape. Has no gradient: raises when an argument requires one
@@ -379,7 +376,7 @@ def gated_linear_attention_step(
         k: [B, H, K].
         v: [B, H, V].
         log_f: [B, H, K] or [B, H, 1].
-        state: [B, H, K, V], as :func:`gated_linear_attention` returns it; overwritten.
+        state: [B, H, K, V].
         scale: of the output.
 
     Returns:
@@ -456,8 +453,7 @@ def hgrn2_step(
         f: [B, H, K] logits of the forget gate.
         v: [B, H, V].
         gamma: [H, K] or None.
-        state: [B, H, K, V], as :func:`hgrn2` returns it; overwritten. Required, though gamma
-            before it is not. In another dtype that h0 may have, it is converted and copied back.
+        state: [B, H, K, V]. Required, though gamma before it is not.
         scale: of the output.
         q_activation: "none", "silu" or "sigmoid".
         v_activation: the same for v.
@@ -626,7 +622,7 @@ def wkv4_step(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tens
         u: [D].
         k: [B, D].
         v: [B, D].
-        state: [B, 3, D], as :func:`wkv4` returns it, or of any dtype that it may have; overwritten.
+        state: [B, 3, D].
 
     Returns:
         o in k's dtype, [B, D]. Has no gradient: raises when an argument requires one and gradients

@@ -288,7 +288,7 @@ class LRU(_LinearRecurrentUnit):
 
 
 class SLRU(_LinearRecurrentUnit):
-    """The real form of the linear recurrent unit (Su Jianlin's SLRU): a token mixer::
+    """The real form of the linear recurrent unit (Su Jianlin 2023, on LRU): a token mixer::
 
         h_t = exp(-exp(nu_log)) * h_{t-1} + exp(gamma_log) * (B x_t)
         y_t = C h_t + d * x_t                               (d only with skip)
