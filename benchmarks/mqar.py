@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate.models import CausalLM, LMConfig
+from tidegate.training import TrainConfig, recipes
 from tidegate.training.batches import IGNORED
 from tidegate.training.captured import CapturedStep
-from tidegate.training.config import TrainConfig, recipes
 from tidegate.training.optim import set_rates
 from tidegate.training.runtime import autocast, describe_machine, resolve_device
 from tidegate.training.task_corpus import draw

@@ -8,7 +8,7 @@ from typing import Any
 
 _WHERE = {
     "Corpus": "data",
-    "Recipe": "config",
+    "Recipe": "recipe",
     "Run": "runs",
     "Schedule": "schedules",
     "Task": "tasks",
@@ -25,7 +25,7 @@ _WHERE = {
     "load_trained": "runs",
     "make_task": "tasks",
     "prepare_run": "runs",
-    "recipes": "config",
+    "recipes": "recipe",
     "token_mixing": "probes",
 }
 __all__ = sorted(_WHERE)

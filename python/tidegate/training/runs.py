@@ -12,9 +12,10 @@ import torch
 
 from ..models import CausalLM, LMConfig, SequenceClassifier, presets
 from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder, load_checkpoint
-from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_json, recipes
+from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_json
 from .data import vocabulary_fits
 from .errors import UserError
+from .recipe import recipe_named
 from .runtime import (
     describe_machine,
     resolve_device,
@@ -101,13 +102,11 @@ def _named(
     settings: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     if recipe is not None:
-        known = recipes()
-        if recipe not in known:
-            raise UserError(f"recipe: expected one of {', '.join(known)}, got {recipe!r}")
-        settings.update(known[recipe].train)
+        named = recipe_named(recipe)
+        settings.update(named.train)
         if preset is None:
-            preset = known[recipe].preset
-            fields.update(known[recipe].model)
+            preset = named.preset
+            fields.update(named.model)
     if preset is not None:
         known_presets = presets()
         if preset not in known_presets:
@@ -126,9 +125,9 @@ def _named(
 
 def _data_of(recipe: str | None) -> dict[str, Any]:
     """What a recipe's new run trains on, as training settings."""
-    if recipe is None or recipes()[recipe].data is None:
+    named = None if recipe is None else recipe_named(recipe)
+    if named is None or named.data is None:
         return {}
-    named = recipes()[recipe]
     return {"data": named.data, "task_options": named.task_options}
 
 
