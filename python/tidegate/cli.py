@@ -80,7 +80,7 @@ def _add_train(commands: Any) -> None:
     add(
         "--recipe",
         help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, mqar, "
-        "fox-760m, fox-360m, demo",
+        "fox-757m, fox-360m, demo",
     )
     add("--quiet", action="store_true", default=False, help="no progress bar")
 

@@ -177,7 +177,7 @@ def test_recipes_and_presets_are_checked_by_name(tmp_path, text, capsys):
     out = str(tmp_path / "run")
     line = fails(capsys, "train", text, "--recipe=cake", "--out", out)
     assert (
-        "recipe: expected one of hgrn-wikitext103, copying, mqar, fox-760m, fox-360m, demo, got"
+        "recipe: expected one of hgrn-wikitext103, copying, mqar, fox-757m, fox-360m, demo, got"
         in line
     )
     line = fails(capsys, "train", text, "--preset=cake", "--out", out)

@@ -6,6 +6,7 @@ import pytest
 
 from tidegate.models import presets
 from tidegate.training import TrainConfig, recipes
+from tidegate.training.recipe import recipe_named
 
 
 def test_recipe_of_table_16():
@@ -20,7 +21,7 @@ def test_recipe_of_table_16():
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "tokens"), [("fox-760m", 1.25e-3, 15 * 2**30), ("fox-360m", 1.5e-3, 7 * 2**30)]
+    ("name", "lr", "tokens"), [("fox-757m", 1.25e-3, 15 * 2**30), ("fox-360m", 1.5e-3, 7 * 2**30)]
 )
 def test_recipes_of_the_forgetting_transformer(name, lr, tokens):
     """FoT, appendix B.1: warm-up over 256 Mi tokens, cosine to a tenth, batches of half a Mi."""
@@ -36,3 +37,13 @@ def test_recipes_of_the_forgetting_transformer(name, lr, tokens):
     assert schedule(config.steps - 1, 1.0) == pytest.approx(0.1)
     assert (config.betas, config.weight_decay, config.clip) == ((0.9, 0.95), 0.1, 1.0)
     assert (model.init_std, model.tied, model.mixer) == (0.02, False, "fox")
+
+
+def test_an_earlier_name_is_still_known():
+    assert recipe_named("fox-760m") == recipes()["fox-757m"]
+    assert "fox-760m" not in recipes()
+
+
+def test_recipes_are_the_callers_own():
+    recipes()["demo"].train["lr"] = 1.0
+    assert recipes()["demo"].train["lr"] == 3e-3

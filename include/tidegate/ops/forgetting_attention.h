@@ -7,7 +7,7 @@
 
 namespace tidegate {
 
-/// Forgetting attention (Lin et al., "Forgetting Transformer", ICLR 2025, eq. 10-12): causal
+/// Forgetting attention (Forgetting Transformer, arXiv 2503.02130, eq. 10-12): causal
 /// softmax attention whose scores lose what the forget gates between key and query have forgotten.
 /// For every head, with c = cumsum(log_f) over time and query i at position p = i + Tk - Tq,
 ///

@@ -30,9 +30,13 @@ def recipes() -> dict[str, Recipe]:
     return copy.deepcopy(_RECIPES)
 
 
+_EARLIER_NAMES = {"fox-760m": "fox-757m"}  # the paper's round figure; the preset has the other
+
+
 def recipe_named(name: str) -> Recipe:
-    """The recipe `name`; UserError when there is none."""
+    """The recipe `name`, which may be an earlier one's; UserError when there is none."""
     known = recipes()
+    name = _EARLIER_NAMES.get(name, name)
     if name not in known:
         raise UserError(f"recipe: expected one of {', '.join(known)}, got {name!r}")
     return known[name]
@@ -155,7 +159,7 @@ _RECIPES: dict[str, Recipe] = {
     # Appendix B.1 of the Forgetting Transformer's paper, whose other models train with these two
     # under another preset; its tokens are GPT-2's, so name its tokenizer.json or token ids. Weights
     # start from N(0, 0.02) by the presets. What decays is left open; here the matrices do.
-    "fox-760m": Recipe(
+    "fox-757m": Recipe(
         preset="fox-757m",
         train=_fox_training(lr=1.25e-3, tokens=15 * 2**30),
         about="Forgetting Transformer, B.1: 760M on 15 Gi tokens of context 16384",
