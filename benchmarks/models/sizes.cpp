@@ -22,9 +22,7 @@ constexpr int64_t kWidthUnit = 64;
 MixerOptions options_of(const std::string& mixer, int64_t dim) {
   const int64_t heads = std::max<int64_t>(dim / 128, 1);
   const auto starts = [&](const char* text) { return mixer.rfind(text, 0) == 0; };
-  if (starts("transformer")) {
-    return {{"num_heads", std::max<int64_t>(dim / 64, 1)}, {"rope", 500000.0}};
-  }
+  if (starts("transformer")) return {{"num_heads", std::max<int64_t>(dim / 64, 1)}};
   if (starts("fox")) return {{"num_heads", heads}};
   if (mixer == "hgrn") return {{"preset", "official"}, {"bias", false}, {"norm", "rms_no_weight"}};
   if (mixer == "hgrn2") return {{"num_heads", heads}, {"preset", "fla"}};

@@ -72,7 +72,7 @@ LMConfig transformer_model() {
           .vocab_size = 50272,
           .dim = 1024,
           .layers = 26,
-          .mixer_options = {{"num_heads", int64_t{8}}},
+          .mixer_options = {{"num_heads", int64_t{8}}, {"rope", 10000.0}},
           .glu_hidden = 2816,
           .glu_activation = "silu",
           .norm = "rms",
@@ -83,14 +83,12 @@ LMConfig transformer_model() {
 // it. The GLUs are 8/3 of the width, and 7/3 of it where an output gate takes the rest, rounded up
 // to a multiple of 256.
 LMConfig fox_model(const std::string& mixer, int64_t dim, int64_t layers, int64_t heads) {
-  MixerOptions options = {{"num_heads", heads}};
-  if (mixer.starts_with("transformer")) options.emplace_back("rope", 500000.0);
   const int64_t hidden = (mixer.ends_with("-pro") ? 7 : 8) * dim / 3;
   return {.mixer = mixer,
           .vocab_size = 50257,
           .dim = dim,
           .layers = layers,
-          .mixer_options = options,
+          .mixer_options = {{"num_heads", heads}},
           .glu_hidden = (hidden + 255) / 256 * 256,
           .glu_activation = "silu",
           .norm = "rms",

@@ -13,6 +13,8 @@ from support.attention_cases import ATTENTION_DIM as DIM
 from support.attention_cases import attention as make
 from torch import Tensor
 
+from tidegate.models import CausalLM, LMConfig
+from tidegate.models.presets import presets
 from tidegate.nn import Attention
 from tidegate.nn._attention_base import rotary_angles
 from tidegate.ops import rotary
@@ -103,6 +105,15 @@ def test_a_window_keeps_memory_flat():
     torch.testing.assert_close(torch.stack(parts, dim=1), whole)
     assert state.capacity == 6
     assert state.seen.tolist() == [40, 40]
+
+
+@pytest.mark.parametrize("mixer", ("transformer", "transformer-pro"))
+def test_the_baselines_positions_turn_as_in_the_papers(mixer):
+    """The Forgetting Transformer's paper, section 4.1: theta = 500000; Transformer++ of HGRN2's
+    paper: LLaMA's 10000."""
+    config = LMConfig(mixer=mixer, mixer_options={"num_heads": 2}, dim=DIM, layers=1)
+    assert CausalLM(config).blocks[0].mixer.rope == 500000.0
+    assert presets()["transformer-386m"].mixer_options["rope"] == 10000.0
 
 
 def test_bad_options():

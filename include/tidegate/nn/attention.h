@@ -15,7 +15,7 @@ namespace tidegate::nn {
 struct AttentionOptions {
   explicit AttentionOptions(int64_t dim) : dim_(dim) {}
 
-  TIDEGATE_SOFTMAX_ATTENTION_ARGS(10000.0);
+  TIDEGATE_SOFTMAX_ATTENTION_ARGS(500000.0);
   TIDEGATE_PLACEMENT_ARGS
 };
 

@@ -168,7 +168,7 @@ def presets() -> dict[str, LMConfig]:
         ),
         "transformer-386m": LMConfig(
             mixer="transformer",
-            mixer_options={"num_heads": 8},
+            mixer_options={"num_heads": 8, "rope": 10000.0},
             vocab_size=50272,
             dim=1024,
             layers=26,
@@ -223,13 +223,9 @@ def _fox_family(*sizes: str, dim: int, layers: int, heads: tuple[int, int]) -> d
         (("transformer", 8), ("fox", 8), ("transformer-pro", 7), ("fox-pro", 7)),
         strict=True,
     ):
-        is_fox = mixer.startswith("fox")
-        options: dict[str, object] = {"num_heads": heads[is_fox]}
-        if not is_fox:
-            options["rope"] = 500000.0
         found[f"{mixer}-{size}"] = _FOX.replace(
             mixer=mixer,
-            mixer_options=options,
+            mixer_options={"num_heads": heads[mixer.startswith("fox")]},
             dim=dim,
             layers=layers,
             glu_hidden=256 * -(-(ratio * dim // 3) // 256),

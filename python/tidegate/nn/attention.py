@@ -34,7 +34,8 @@ class Attention(SoftmaxAttention):
         output_activation: the gate's: "sigmoid" or "silu".
         output_norm: RMSNorm of every head's output, each head with weights of its own.
         kv_shift: whether keys and values are mixed with the token's before.
-        rope: theta of the rotary positions; None: no positions.
+        rope: theta of the rotary positions, by default that of the paper's baselines; None: no
+            positions.
         window: how many tokens, itself included, a token sees. None: all before it.
         norm_eps: the norms' epsilon.
         qk_norm_eps: that of q_norm and k_norm; None: norm_eps.
@@ -64,7 +65,7 @@ class Attention(SoftmaxAttention):
         output_activation: str = "sigmoid",
         output_norm: bool | None = None,
         kv_shift: bool | None = None,
-        rope: float | None = 10000.0,
+        rope: float | None = 500000.0,
         window: int | None = None,
         norm_eps: float = 1e-5,
         qk_norm_eps: float | None = None,
