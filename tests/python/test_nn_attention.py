@@ -107,7 +107,7 @@ def test_a_window_keeps_memory_flat():
     assert state.seen.tolist() == [40, 40]
 
 
-@pytest.mark.parametrize("mixer", ("transformer", "transformer-pro"))
+@pytest.mark.parametrize("mixer", ["transformer", "transformer-pro"])
 def test_the_baselines_positions_turn_as_in_the_papers(mixer):
     """The Forgetting Transformer's paper, section 4.1: theta = 500000; Transformer++ of HGRN2's
     paper: LLaMA's 10000."""
