@@ -26,6 +26,7 @@ from ._common import (
     constant_,
     is_number,
     make_linear,
+    refuse_gamma,
     reset_linear,
     wide_dtype,
     widen,
@@ -285,10 +286,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         return (state.lengths - (self.window - 1)).clamp(min=0)
 
     def _refuse_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is not None:
-            raise ValueError(
-                f"{self._owner}: gamma: expected None, since it has no lower bound; got a tensor"
-            )
+        refuse_gamma(self._owner, gamma, ", since it has no lower bound")
 
     # Calls
 

@@ -46,6 +46,18 @@ def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> Non
         raise ValueError(f"{owner}: x: expected {shape}; got {tuple(x.shape)}")
 
 
+def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
+    """Raises ValueError where a lower bound is given to a mixer that takes none."""
+    if gamma is not None:
+        raise ValueError(f"{owner}: gamma: expected None{why}; got a tensor")
+
+
+def check_gamma(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:
+    """Raises ValueError unless gamma, where it is given, is ``[size]``, called `axis`."""
+    if gamma is not None and (gamma.dim() != 1 or gamma.size(0) != size):
+        raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
+
+
 def make_linear(
     in_features: int, rows: int | Sequence[int], bias: bool, device=None, dtype=None
 ) -> nn.Linear:

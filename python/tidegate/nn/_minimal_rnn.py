@@ -23,10 +23,9 @@ class MinimalGatedRNN(TensorStateMixer):
         self, dim: int, gate_init: str, gumbel_gate: float | None, device=None, dtype=None
     ) -> None:
         super().__init__()
-        self._name = type(self).__name__
-        check_positive(self._name, "dim", dim)
-        parse_gate_init(self._name, gate_init, dim)
-        check_gumbel_gate(self._name, gumbel_gate)
+        check_positive(self._owner, "dim", dim)
+        parse_gate_init(self._owner, gate_init, dim)
+        check_gumbel_gate(self._owner, gumbel_gate)
         self.dim = dim
         self.gate_init = gate_init
         self.gumbel_gate = gumbel_gate
@@ -41,7 +40,7 @@ class MinimalGatedRNN(TensorStateMixer):
     def _draw_bias(self, t: Tensor) -> None:
         bound = 1.0 / math.sqrt(self.dim)
         ops.init_uniform_(t, -bound, bound)
-        parse_gate_init(self._name, self.gate_init, self.dim).draw(t[: self.dim], self.dim)
+        parse_gate_init(self._owner, self.gate_init, self.dim).draw(t[: self.dim], self.dim)
 
     @property
     def state_shape(self) -> tuple[int, ...]:

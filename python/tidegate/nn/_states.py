@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ._common import wide_dtype
+from ._common import check_mixer_input, wide_dtype
 
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -44,9 +44,65 @@ def check_state(name: str, state: object, shape: Sequence[int], dtype: torch.dty
 
 
 class TensorStateMixer(nn.Module):
-    """A token mixer whose state is one tensor, its shape documented with the class."""
+    """A token mixer whose state is one tensor, its shape documented with the class.
+
+    Checks what comes in. A class of its own says what errors call it, `_owner`, which gamma it
+    takes, and what it computes: `_mix` and `_mix_step`.
+    """
 
     bidirectional = False
+    _owner: str
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        gamma: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
+
+        state: where to go on from; None = an empty one. gamma: this layer's lower bound
+        ``[gamma_size]`` in [0, 1), where the mixer takes one (`takes_gamma`); None = 0. cu_seqlens:
+        bounds ``[N+1]`` of the sequences packed into a B = 1 batch. Where the mixer is
+        bidirectional no state goes in, and None comes out.
+        """
+        check_mixer_input(self._owner, x, self.dim)
+        self._check_gamma(gamma)
+        if state is not None:
+            self._refuse_bidirectional("a state")
+            self._check_state(state, x, cu_seqlens)
+        return self._mix(x, state, gamma, cu_seqlens)
+
+    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode()."""
+        self._refuse_bidirectional("step()")
+        check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
+        self._check_gamma(gamma)
+        self._check_state(state, x)
+        return self._mix_step(x, state, gamma)
+
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What forward() returns, of arguments that were checked."""
+        raise NotImplementedError
+
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+        """What step() returns, of arguments that were checked."""
+        raise NotImplementedError
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        """Raises ValueError for a lower bound that the mixer does not take, or lacks."""
+        raise NotImplementedError
+
+    def _check_mixing(self, x: Tensor, gamma: Tensor | None) -> None:
+        """The checks of token_mixing(), for those that have it."""
+        self._refuse_bidirectional("token_mixing()")
+        check_mixer_input(f"{self._owner}.token_mixing", x, self.dim)
+        self._check_gamma(gamma)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -79,12 +135,11 @@ class TensorStateMixer(nn.Module):
         """Raises ValueError unless `state` is one of x's sequences, as init_state() makes it."""
         shape = (sequence_count(x, cu_seqlens), *self.state_shape)
         dtype = wide_dtype(self._own_weight().dtype)
-        check_state(f"{type(self).__name__}: state", state, shape, dtype)
+        check_state(f"{self._owner}: state", state, shape, dtype)
 
     def _refuse_bidirectional(self, what: str) -> None:
         if self.bidirectional:
-            name = type(self).__name__
             raise ValueError(
-                f"{name}: {what}: a bidirectional {name} reads the whole sequence and has no "
-                "state; expected bidirectional=False"
+                f"{self._owner}: {what}: a bidirectional {self._owner} reads the whole sequence "
+                "and has no state; expected bidirectional=False"
             )

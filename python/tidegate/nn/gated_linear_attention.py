@@ -18,6 +18,7 @@ from ._common import (
     check_switch,
     make_linear,
     make_norm,
+    refuse_gamma,
     reset_linear,
     reset_norm,
     wide_dtype,
@@ -261,11 +262,7 @@ class GatedLinearAttention(nn.Module):
         return self._operands(self._project(x), x)[3].exp().flatten(-2)
 
     def _refuse_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is not None:
-            raise ValueError(
-                "GatedLinearAttention: gamma: expected None, since its gate has no lower bound; "
-                "got a tensor"
-            )
+        refuse_gamma("GatedLinearAttention", gamma, ", since its gate has no lower bound")
 
     def _split_state(
         self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None

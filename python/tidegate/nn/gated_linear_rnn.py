@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ._common import bounded_gate, check_mixer_input
+from ._common import bounded_gate, check_gamma, refuse_gamma
 from ._gate_init import gumbel_gate
 from ._minimal_rnn import MinimalGatedRNN
 from ._token_mixing import elementwise_mixing
@@ -39,6 +39,8 @@ class GatedLinearRNN(MinimalGatedRNN):
     Raises ValueError for options that are unknown.
     """
 
+    _owner = "GatedLinearRNN"
+
     def __init__(
         self,
         dim: int,
@@ -68,35 +70,15 @@ class GatedLinearRNN(MinimalGatedRNN):
         gate_init."""
         self._reset_in_proj()
 
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        gamma: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
-
-        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[dim]`` in
-        [0, 1), only with lower_bound; None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences
-        packed into a B = 1 batch.
-        """
-        check_mixer_input("GatedLinearRNN", x, self.dim)
-        self._check_gamma(gamma)
-        if state is not None:
-            self._check_state(state, x, cu_seqlens)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         if self.gumbel_gate is not None and self.training:
             z = gumbel_gate(z, self.gumbel_gate)
         return ops.hgru(entering, z, gamma, None, state, activation="none", cu_seqlens=cu_seqlens)
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
-        gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        check_mixer_input("GatedLinearRNN.step", x, self.dim, time=False)
-        self._check_gamma(gamma)
-        self._check_state(state, x)
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.hgru_step(entering, z, gamma, None, state, activation="none")
 
@@ -109,22 +91,14 @@ class GatedLinearRNN(MinimalGatedRNN):
     def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
         """What the state is made of: float64 ``[B, 1, T, T]``, the mean over the channels, without
         noise. Row t, column s: the weight of token s in h_t. x ``[B, T, dim]``."""
-        check_mixer_input("GatedLinearRNN.token_mixing", x, self.dim)
-        self._check_gamma(gamma)
+        self._check_mixing(x, gamma)
         bound = None if gamma is None else gamma.double()
         return elementwise_mixing(*bounded_gate(self.gate_logits(x).double(), bound))
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is None:
-            return
         if not self.lower_bound:
-            raise ValueError(
-                "GatedLinearRNN: gamma: expected None with lower_bound=False; got a tensor"
-            )
-        if gamma.dim() != 1 or gamma.size(0) != self.dim:
-            raise ValueError(
-                f"GatedLinearRNN: gamma: expected [dim={self.dim}]; got {tuple(gamma.shape)}"
-            )
+            refuse_gamma("GatedLinearRNN", gamma, " with lower_bound=False")
+        check_gamma("GatedLinearRNN", gamma, "dim", self.dim)
 
     def extra_repr(self) -> str:
         return (

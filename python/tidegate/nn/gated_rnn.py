@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from .. import ops
-from ._common import check_mixer_input, make_linear, uniform_
+from ._common import check_mixer_input, make_linear, refuse_gamma, uniform_
 from ._gate_init import gumbel_gate
 from ._minimal_rnn import MinimalGatedRNN
 
@@ -41,6 +41,7 @@ class GatedRNN(MinimalGatedRNN):
     Raises ValueError for options that are unknown.
     """
 
+    _owner = "GatedRNN"
     takes_gamma = False
 
     def __init__(
@@ -62,35 +63,16 @@ class GatedRNN(MinimalGatedRNN):
         self._reset_in_proj()
         uniform_(self.state_proj.weight, 1.0 / math.sqrt(self.dim))
 
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        gamma: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
-
-        state: where to go on from; None = zeros. gamma: must be None. cu_seqlens: bounds ``[N+1]``
-        of the sequences packed into a B = 1 batch.
-        """
-        check_mixer_input("GatedRNN", x, self.dim)
-        self._check_gamma(gamma)
-        if state is not None:
-            self._check_state(state, x, cu_seqlens)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         w_zh = self.state_proj.weight
         if self.gumbel_gate is not None and self.training:
             z, w_zh = gumbel_gate(z, self.gumbel_gate), w_zh / self.gumbel_gate
         return ops.gated_rnn(z, entering, w_zh, state, cu_seqlens=cu_seqlens)
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
-        gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        check_mixer_input("GatedRNN.step", x, self.dim, time=False)
-        self._check_gamma(gamma)
-        self._check_state(state, x)
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.gated_rnn_step(z, entering, self.state_proj.weight, state)
 
@@ -109,8 +91,7 @@ class GatedRNN(MinimalGatedRNN):
         return logits, z
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is not None:
-            raise ValueError("GatedRNN: gamma: expected None; got a tensor")
+        refuse_gamma("GatedRNN", gamma)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}"

@@ -16,11 +16,12 @@ from ._common import (
     KeepsFloat32,
     bounded_gate,
     check_choice,
-    check_mixer_input,
+    check_gamma,
     check_positive,
     check_switch,
     make_linear,
     make_norm,
+    refuse_gamma,
     reset_linear,
     reset_norm,
     rope_theta_,
@@ -110,6 +111,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
     Raises ValueError for options that are unknown or cannot work together.
     """
 
+    _owner = "HGRU"
     _float32_names = ("theta",)
 
     def __init__(
@@ -298,25 +300,9 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         """The shape of one sequence's state: ``[S]``, or ``[2S]`` when complex."""
         return (self.state_size,)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        gamma: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
-
-        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[S]`` in
-        [0, 1); None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
-        Bidirectional: no state goes in, and None comes out.
-        """
-        check_mixer_input("HGRU", x, self.dim)
-        self._check_gamma(gamma)
-        if state is not None:
-            self._refuse_bidirectional("a state")
-            self._check_state(state, x, cu_seqlens)
         parts = self._project(x)
         if self.gumbel_gate is not None and self.training:
             parts["f"] = gumbel_gate(parts["f"], self.gumbel_gate)
@@ -327,13 +313,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         h, state = self._recur(parts, gamma, state, 0, cu_seqlens)
         return self._output(h, parts.get("g")), state
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
-        gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        self._refuse_bidirectional("step()")
-        check_mixer_input("HGRU.step", x, self.dim, time=False)
-        self._check_gamma(gamma)
-        self._check_state(state, x)
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         parts = self._project(x)
         if self._is_fused():
             h = ops.hgru_step(parts["c"], parts["f"], gamma, self._theta(parts, 0), state)
@@ -360,28 +340,21 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         Row t, column s: the weight of token s in h_t, Lambda of equation 7 (of a complex state the
         modulus: theta turns it, and is left out). x ``[B, T, dim]``, gamma as in forward().
         """
-        self._refuse_bidirectional("token_mixing()")
-        check_mixer_input("HGRU.token_mixing", x, self.dim)
-        self._check_gamma(gamma)
+        self._check_mixing(x, gamma)
         decay, entering = self._gates(self._project(x), gamma)
         one = x.new_ones(*x.shape[:2], self.channels)
         decay = one if decay is None else decay.expand_as(one)
         return elementwise_mixing(decay, one if entering is None else entering.expand_as(one))
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is None:
-            if self.needs_gamma:
-                raise ValueError(
-                    "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
-                    "forget_gate='bound'; got None"
-                )
-            return
-        if not self.takes_gamma:
-            raise ValueError("HGRU: gamma: expected None with forget_gate='none'; got a tensor")
-        if gamma.dim() != 1 or gamma.size(0) != self.channels:
+        if gamma is None and self.needs_gamma:
             raise ValueError(
-                f"HGRU: gamma: expected [expand*dim={self.channels}]; got {tuple(gamma.shape)}"
+                "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
+                "forget_gate='bound'; got None"
             )
+        if not self.takes_gamma:
+            refuse_gamma("HGRU", gamma, " with forget_gate='none'")
+        check_gamma("HGRU", gamma, "expand*dim", self.channels)
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """All projections by one matrix product; views of it by name."""

@@ -15,7 +15,7 @@ from ._common import (
     NORMS,
     bounded_gate,
     check_choice,
-    check_mixer_input,
+    check_gamma,
     check_positive,
     check_switch,
     make_linear,
@@ -133,6 +133,7 @@ class HGRU2(TensorStateMixer):
     Raises ValueError for options that are unknown or do not fit each other.
     """
 
+    _owner = "HGRU2"
     takes_gamma = True
     needs_gamma = False
     has_gate_logits = True
@@ -186,7 +187,7 @@ class HGRU2(TensorStateMixer):
 
     @property
     def gamma_size(self) -> int:
-        """Width of the lower bound."""
+        """Width of the lower bound: of all channels, head after head."""
         return self.dim
 
     def reset_parameters(self) -> None:
@@ -215,25 +216,10 @@ class HGRU2(TensorStateMixer):
         """The shape of one sequence's state: ``[H, K, K]``."""
         return (self.num_heads, self.expand_ratio, self.expand_ratio)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        gamma: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
-
-        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[dim]`` in
-        [0, 1), head after head; None = 0. cu_seqlens: bounds ``[N+1]`` of the sequences packed into
-        a B = 1 batch. Bidirectional: no state goes in, and None comes out.
-        """
-        check_mixer_input("HGRU2", x, self.dim)
         gamma = self._split_gamma(gamma)
-        if state is not None:
-            self._refuse_bidirectional("a state")
-            self._check_state(state, x, cu_seqlens)
         q, f, v = self._project(x)
         if self.gumbel_gate is not None and self.training:
             f = gumbel_gate(f, self.gumbel_gate)
@@ -245,16 +231,10 @@ class HGRU2(TensorStateMixer):
         o, state = self._recur(qfv, gamma, state, False, cu_seqlens)
         return self._output(o), state
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
-        gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        self._refuse_bidirectional("step()")
-        check_mixer_input("HGRU2.step", x, self.dim, time=False)
-        gamma = self._split_gamma(gamma)
-        self._check_state(state, x)
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         o = ops.hgrn2_step(
             *self._project(x),
-            gamma,
+            self._split_gamma(gamma),
             state,
             scale=self.scale,
             q_activation=self.q_activation,
@@ -273,19 +253,19 @@ class HGRU2(TensorStateMixer):
 
         Row t, column s: the weight of v_s in o_t. x ``[B, T, dim]``, gamma as in forward().
         """
-        self._refuse_bidirectional("token_mixing()")
-        check_mixer_input("HGRU2.token_mixing", x, self.dim)
+        self._check_mixing(x, gamma)
         q, f, _ = self._project(x)
         gamma = self._split_gamma(gamma)
         decay, k = bounded_gate(f.double(), None if gamma is None else gamma.double())
         return head_mixing(activated(q, self.q_activation), k, decay.log(), self.scale)
 
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        check_gamma("HGRU2", gamma, "dim", self.dim)
+
     def _split_gamma(self, gamma: Tensor | None) -> Tensor | None:
         """The lower bound a head and channel ``[H, K]``."""
         if gamma is None:
             return None
-        if gamma.dim() != 1 or gamma.size(0) != self.dim:
-            raise ValueError(f"HGRU2: gamma: expected [dim={self.dim}]; got {tuple(gamma.shape)}")
         return gamma.unflatten(0, (self.num_heads, self.expand_ratio))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:

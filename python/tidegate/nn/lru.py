@@ -12,10 +12,10 @@ from .._sharding import fill
 from ._common import (
     KeepsFloat32,
     check_choice,
-    check_mixer_input,
     check_positive,
     make_linear,
     normal_,
+    refuse_gamma,
     reset_linear,
     wide_dtype,
     widen,
@@ -44,12 +44,11 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         dtype,
     ) -> None:
         super().__init__()
-        self._name = type(self).__name__
-        check_positive(self._name, "dim", dim)
-        check_positive(self._name, "state", state)
+        check_positive(self._owner, "dim", dim)
+        check_positive(self._owner, "state", state)
         if not (0 <= r_min <= r_max <= 1 and r_max > 0 and r_min < 1):
             raise ValueError(
-                f"{self._name}: r_min, r_max: expected 0 <= r_min <= r_max <= 1, not both 0 nor "
+                f"{self._owner}: r_min, r_max: expected 0 <= r_min <= r_max <= 1, not both 0 nor "
                 f"both 1; got {r_min:g} and {r_max:g}"
             )
         self.dim, self.state = dim, state
@@ -83,32 +82,13 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         """The shape of one sequence's state: ``[state]``, or ``[2 * state]`` when complex."""
         return (self.state_size,)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        gamma: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
-
-        state: where to go on from; None = zeros. gamma: None; there is no lower bound. cu_seqlens:
-        bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
-        """
-        check_mixer_input(self._name, x, self.dim)
-        self._refuse_gamma(gamma)
-        if state is not None:
-            self._check_state(state, x, cu_seqlens)
         h, state = self._scan(x, state, cu_seqlens)
         return self._output(h, x), state
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
-        gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        check_mixer_input(f"{self._name}.step", x, self.dim, time=False)
-        self._refuse_gamma(gamma)
-        self._check_state(state, x)
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         return self._output(self._scan_step(x, state), x)
 
     @torch.no_grad()
@@ -118,8 +98,7 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         Row t, column s: the weight of token s in h_t (of a complex state the modulus: the phase
         turns it, and is left out). x ``[B, T, dim]``; gamma must be None.
         """
-        check_mixer_input(f"{self._name}.token_mixing", x, self.dim)
-        self._refuse_gamma(gamma)
+        self._check_mixing(x, gamma)
         decay = torch.exp(-self.nu_log.double().exp() * self._sharpness(x).double())
         return elementwise_mixing(decay, self.gamma_log.double().exp().expand_as(decay))
 
@@ -141,12 +120,8 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         y = self.out_proj(h)
         return y if self.skip_weight is None else y + self.skip_weight * x
 
-    def _refuse_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is not None:
-            raise ValueError(
-                f"{self._name}: gamma: expected None, since its decay has no lower bound; got a "
-                "tensor"
-            )
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        refuse_gamma(self._owner, gamma, ", since its decay has no lower bound")
 
 
 class LRU(_LinearRecurrentUnit):
@@ -191,6 +166,8 @@ class LRU(_LinearRecurrentUnit):
 
     Raises ValueError for options that are unknown or do not fit each other.
     """
+
+    _owner = "LRU"
 
     def __init__(
         self,
@@ -310,6 +287,8 @@ class SLRU(_LinearRecurrentUnit):
 
     Raises ValueError for options that do not fit.
     """
+
+    _owner = "SLRU"
 
     def __init__(
         self,

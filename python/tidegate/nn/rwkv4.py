@@ -13,10 +13,10 @@ from .._sharding import fill
 from ._common import (
     KeepsFloat32,
     check_choice,
-    check_mixer_input,
     check_positive,
     constant_,
     make_linear,
+    refuse_gamma,
     reset_linear,
     wide_dtype,
 )
@@ -53,6 +53,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
     Raises ValueError for options that are unknown.
     """
 
+    _owner = "RWKV4"
     takes_gamma = False
     needs_gamma = False
     gamma_size = 0
@@ -110,24 +111,11 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         """The shape of one sequence's state: ``[3, dim]``, or ``[4, dim]`` with time_shift."""
         return (4 if self.time_shift else 3, self.dim)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        gamma: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+    def _mix(
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
-
-        state: where to go on from; None = empty. gamma: none is taken. cu_seqlens: bounds ``[N+1]``
-        of the sequences packed into a B = 1 batch.
-        """
-        check_mixer_input("RWKV4", x, self.dim)
-        self._refuse_gamma(gamma)
         last = None
         if state is not None:
-            self._check_state(state, x, cu_seqlens)
             state, last = state[:, :3], state[:, 3:]
         before = None
         if self.time_shift:
@@ -138,12 +126,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
             sums = torch.cat([sums, last.to(sums.dtype)], 1)
         return self.out_proj(torch.sigmoid(r) * o), sums
 
-    def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
-        gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        check_mixer_input("RWKV4.step", x, self.dim, time=False)
-        self._refuse_gamma(gamma)
-        self._check_state(state, x)
+    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         r, k, v = self._project(x, state[:, 3].to(x.dtype) if self.time_shift else None)
         o = ops.wkv4_step(self.w_log.exp(), self.u, k, v, state[:, :3])
         if self.time_shift:
@@ -158,11 +141,8 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         mixed = [torch.lerp(before, x, mix.to(x.dtype)) for mix in self.mix]
         return tuple(F.linear(m, w) for m, w in zip(mixed, weights, strict=True))
 
-    def _refuse_gamma(self, gamma: Tensor | None) -> None:
-        if gamma is not None:
-            raise ValueError(
-                "RWKV4: gamma: expected None, since it has no lower bound; got a tensor"
-            )
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        refuse_gamma("RWKV4", gamma, ", since it has no lower bound")
 
     def extra_repr(self) -> str:
         return (
