@@ -162,7 +162,8 @@ c10::SymInt check_backward(const Reference& data, const at::Tensor& dh,
   c10::SymInt sequences = check_arguments(data, given, h0, cu_seqlens);
   check_like(data, "h", h);
   check_like(data, "dh", dh);
-  check_state(data, "dh_final", dh_final, "[N, D]", {sequences, data.tensor.sym_size(2)});
+  check_state(data, "dh_final", dh_final, given.complex() ? "[N, 2D]" : "[N, D]",
+              {sequences, data.tensor.sym_size(2)});
   return sequences;
 }
 

@@ -244,6 +244,22 @@ def test_lru_scan(complex_: bool) -> None:
         raises(ops.lru_scan, *parts, **meta)
 
 
+def test_a_final_states_gradient_has_the_width_of_its_state() -> None:
+    """The backward ops of both complex recurrences name [N, 2D]."""
+    x, wide, small = zeros(2, 6, 4), zeros(2, 6, 8), zeros(4)
+    raw = torch.ops.tidegate
+    for complex_, data, shape in ((False, x, "[N, D] = [2, 4]"), (True, wide, "[N, 2D] = [2, 8]")):
+        theta = small if complex_ else None
+        calls = {
+            "lru_scan_backward": (data, small, theta, small, None, False, None),
+            "hgru_backward": (x, data, None, theta, None, "silu", False, None),
+        }
+        for op, rest in calls.items():
+            expected = f"{op}: dh_final must have shape {shape}, got [3, 4]"
+            with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}"):
+                getattr(raw, op)(data, zeros(3, 4), data, *rest)
+
+
 def test_lru_scan_step() -> None:
     good = {"x": zeros(2, 4), "nu_log": zeros(4), "theta_log": None, "gamma_log": zeros(4)}
     good["state"] = zeros(2, 4)
