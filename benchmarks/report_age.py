@@ -19,7 +19,7 @@ FAMILIES = {
     "linear_scan": "scan",
     "lru_scan": "scan",
     "wkv4": "scan",
-    "copying_step": "scan",  # its layers are LRUs
+    "copying_step": "scan",  # its layers are gated linear RNNs, by hgru
     "gated_linear_attention": "gla",
     "hgrn2": "gla",
     "gla_errors": "gla",

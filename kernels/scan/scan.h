@@ -57,7 +57,7 @@ struct LinearScanBackwardParams {
   void* dh0 = nullptr;             // [N, D] contiguous, state type, written
 };
 
-/// HGRN's recurrence from pre-activations (eq. 2 of the paper):
+/// HGRN's recurrence from pre-activations (arXiv 2311.04823, eq. 2):
 ///   lambda_t = gamma + (1 - gamma) * sigmoid(f_t)
 ///   h_t = lambda_t * exp(i theta) * h_{t-1} + (1 - lambda_t) * act(c_t)
 /// Real (theta null): c and h are [B, T, D]. Complex: c and h are [B, T, 2D] = [Re | Im].

@@ -16,7 +16,7 @@ class AutocastGuard {
   /// `tensor` goes where `data`, as cast() returned it, went: it stays as it is where that did.
   at::Tensor cast_along(const at::Tensor& tensor, const at::Tensor& data) const;
 
-  /// The same for 16-bit types only: fp32 stays fp32.
+  /// As cast(), but of 16-bit types only: fp32 stays fp32.
   at::Tensor cast_unless_float(const at::Tensor& tensor) const;
 
  private:

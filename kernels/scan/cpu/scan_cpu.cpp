@@ -82,7 +82,7 @@ ScanBlock block_at(const SequenceLayout& layout, const BlockGrid& grid, int64_t 
   return block;
 }
 
-/// What the drivers need to know about one of the four kernels' outputs.
+/// What the drivers need to know about one of a kernel's outputs.
 struct Output {
   const TimeSeries* series;
   int64_t row_elements;  // a token's

@@ -1,6 +1,6 @@
 #pragma once
 
-// Sums over time of per-channel quantities: gradients of gamma, theta and of a constant decay.
+// Sums over time of per-channel quantities: gradients of the arguments that have no time axis.
 // Each team of threads writes one row of partial sums; the rows are added up by the caller.
 
 #include "kernels/common/cuda/precise.cuh"
