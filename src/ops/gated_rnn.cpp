@@ -399,15 +399,15 @@ at::Tensor step_autocast(const at::Tensor& z, const at::Tensor& x, const at::Ten
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   define_op(m,
-            "gated_rnn(Tensor z, Tensor x, Tensor w_zh, Tensor? h0, Tensor? cu_seqlens) -> "
-            "(Tensor, Tensor)");
+            "gated_rnn(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
+            "Tensor? cu_seqlens=None) -> (Tensor, Tensor)");
   register_kernels<&forward_kernel, &forward_meta>(m, "gated_rnn");
   register_autograd<&forward_autograd>(m, "gated_rnn");
   register_autocast<&forward_autocast>(m, "gated_rnn");
 
   define_op(m,
-            "gated_rnn_with_logits(Tensor z, Tensor x, Tensor w_zh, Tensor? h0, "
-            "Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor)");
+            "gated_rnn_with_logits(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
+            "Tensor? cu_seqlens=None) -> (Tensor, Tensor, Tensor)");
   register_kernels<&with_logits_kernel, &with_logits_meta>(m, "gated_rnn_with_logits");
   register_autograd<&with_logits_autograd>(m, "gated_rnn_with_logits");
   register_autocast<&with_logits_autocast>(m, "gated_rnn_with_logits");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -77,6 +78,25 @@ def loss_of(results: tuple[Tensor, Tensor]) -> Tensor:
 def gradients(named: dict[str, Tensor | None], results: tuple[Tensor, Tensor]) -> list[Tensor]:
     leaves = [v for v in named.values() if v is not None and v.requires_grad]
     return list(torch.autograd.grad(loss_of(results), leaves))
+
+
+# Schemas ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*ops.__all__, "gated_rnn_with_logits"])
+def test_schema_has_the_arguments_and_defaults_of_the_function(name: str) -> None:
+    """So that `torch.ops.tidegate.<name>` can be called with as little as the function can."""
+    arguments = getattr(raw, name).default._schema.arguments
+    signature = inspect.signature(getattr(ops, name)).parameters.values()
+    parameters = [p for p in signature if p.name != "return_lse"]  # the op always returns lse
+    assert [a.name for a in arguments] == [p.name for p in parameters]
+    # A state to overwrite has no default, and so nothing before it can have one in a schema.
+    without = 1 + max((i for i, a in enumerate(arguments) if a.is_write), default=-1)
+    for index, (argument, parameter) in enumerate(zip(arguments, parameters, strict=True)):
+        expected = parameter.default is not parameter.empty and index >= without
+        assert argument.has_default_value() == expected, argument.name
+        if expected:
+            assert argument.default_value == parameter.default, argument.name
 
 
 # opcheck ----------------------------------------------------------------------------------------
