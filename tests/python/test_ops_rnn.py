@@ -107,6 +107,13 @@ def test_wider_than_the_matrix_fits_a_chip(case: RnnCase, device: str) -> None:
     cases.check(replace(case, channels=1100, lengths=(2, 0, 3)), device)
 
 
+@pytest.mark.parametrize("case", [RnnCase(time=6, batch=3), RnnCase(lengths=(2, 0, 3))], ids=str)
+def test_float64_that_no_chip_holds(case: RnnCase, device: str) -> None:
+    """Padded: torch's products on CUDA, where the matrix is also too wide for the plain kernel."""
+    for channels in (256, 257, 300):
+        cases.check(replace(case, dtype=torch.float64, channels=channels), device)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5, 8, 9, 16, 33, 70])
 @pytest.mark.parametrize("width", [24, 130, 500])
 def test_any_batch(batch: int, width: int, device: str) -> None:

@@ -27,8 +27,9 @@ namespace tidegate {
 /// Any strides with a unit last stride are read in place. Products, gates and states have float32's
 /// precision (float64's), whatever the data: no TF32, no 16-bit rounding (on tensor cores a float
 /// is the sum of two numbers). Two things are products of torch's and follow its settings (TF32
-/// where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself where the matrix is too large
-/// for a chip (D above 1024, or above 512 without clusters of blocks). Bitwise deterministic.
+/// where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself of padded sequences where D is
+/// above 256 and no chip takes the matrix: float64; D above 512 without clusters of blocks; D above
+/// 1024. Bitwise deterministic.
 /// Differentiable once in z, x, w_zh and h0 through both results; training keeps x, w_zh, h0, h and
 /// the gate's logits [B, T, D] in the state's dtype. Throws c10::Error, naming op, argument,
 /// expected and given, for shapes, dtypes or devices other than these; with TIDEGATE_DEBUG=1 also
