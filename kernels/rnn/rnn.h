@@ -17,6 +17,7 @@ struct GatedRnnPlan {
   int cluster = 1;              // CUDA, on chip: blocks that share one matrix
   int rows = 1;                 // sequences that a block (or a cluster) walks at a time
   bool in_memory = false;       // CUDA, on chip: the blocks talk through the workspace, no cluster
+  bool by_products = false;     // CUDA: a product of a library's at every token beats these kernels
   int64_t first_sequence = 0;   // CUDA, on chip: of this launch; kept by the kernels' launchers
   int64_t partials = 0;         // no partial sums: dW is a product above the kernels
   int64_t workspace_bytes = 0;  // scratch memory, 64-byte aligned, contents irrelevant

@@ -135,23 +135,6 @@ struct KernelInputs {
 
 using Results = GatedRnnResults;
 
-/// Whether torch's matrix products, one after another, beat the kernels: on CUDA, where the matrix
-/// is too large for the chip.
-template <class Params>
-bool is_walked_by_products(const char* op, const KernelSet<Params, GatedRnnParams>& kernels,
-                           const Params& params, const GatedRnnParams& forward,
-                           const at::Tensor& like) {
-  constexpr int64_t kNarrow = 256;  // a matrix that one block reads as fast as a product starts
-  if (!like.is_cuda() || forward.layout.offsets != nullptr || forward.channels <= kNarrow ||
-      forward.layout.sequences == 0) {
-    return false;
-  }
-  const c10::DeviceGuard guard(like.device());
-  kernels::GatedRnnPlan plan;
-  check_launch(op, "plan", kernels.plan_cuda(params, &plan));
-  return !plan.on_chip;
-}
-
 void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
                  const KernelInputs& inputs, const Results& results) {
   const at::Tensor z = gate_in_rows(gate, data.scalar_type());
@@ -164,11 +147,12 @@ void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
   if (results.logits.defined()) {
     params.a = time_series(results.logits);
   }
-  if (is_walked_by_products<GatedRnnParams>(op, kForward, params, params, results.h)) {
+  Launch<GatedRnnParams> launch(op, kForward, &params, results.h);
+  if (launch.plan().by_products) {
     walk_by_products(z, x, inputs.w, inputs.h0, results);
-    return;
+  } else {
+    launch.run();
   }
-  Launch<GatedRnnParams>(op, kForward, &params, results.h).run();
 }
 
 Results forward_results(const char* op, const at::Tensor& z, const at::Tensor& x,
@@ -249,12 +233,13 @@ FourTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   params.dx = time_series(dx);
   params.h_before = time_series(h_before);
   params.dh0 = dh0.data_ptr();
-  const char* op = "gated_rnn_backward";
-  if (is_walked_by_products(op, kBackward, params, params.forward, dx)) {
+  Launch<GatedRnnBackwardParams, GatedRnnParams> launch("gated_rnn_backward", kBackward, &params,
+                                                        dx);
+  if (launch.plan().by_products) {
     walk_back_by_products(dh_read, dh_final_read, x_read, inputs.w, logits_read, h_read, inputs.h0,
                           {dz, dx, h_before, dh0});
   } else {
-    Launch<GatedRnnBackwardParams, GatedRnnParams>(op, kBackward, &params, dx).run();
+    launch.run();
   }
   return {dz.to(z_dtype), dx, matrix_gradient(dz, h_before, w_zh),
           is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};

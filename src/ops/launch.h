@@ -1,7 +1,8 @@
 #pragma once
 
 // From filled params to a finished launch, on the device of the tensors: plan, scratch memory,
-// partial sums, stream. The only place that knows how a kernel family is driven.
+// partial sums, stream. The only place that knows how a kernel family is driven; what a plan says
+// to the op itself (plan() below) is decided in the kernels, too.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -93,6 +94,9 @@ class Launch {
   at::Tensor partial_sums(at::ScalarType dtype) const {
     return matrix(forward().plan.partials, forward().channels, dtype, like_);
   }
+
+  /// What the kernels have decided; default where there is no element at all.
+  const typename KernelSet<Params, Forward>::Plan& plan() const { return forward().plan; }
 
   void run() {
     if (is_empty()) {

@@ -94,6 +94,8 @@ class GatedRnnCuda : public ::testing::TestWithParam<Kind> {
     if (GetParam().way == Way::kPlain) {
       EXPECT_FALSE(plan.on_chip);
     }
+    const bool is_padded = problem.forward().layout.offsets == nullptr;
+    EXPECT_EQ(plan.by_products, !plan.on_chip && is_padded && dim > 256);
   }
 
   static void check(const std::vector<int64_t>& lengths, bool packed, int64_t dim, unsigned seed) {

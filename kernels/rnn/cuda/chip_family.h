@@ -23,4 +23,7 @@ constexpr int64_t kMaxChipWidth = 1024;
 constexpr int64_t kMaxMemoryWidth = 512;  // without clusters
 constexpr int64_t kMaxBlockWidth = 128;   // by one block
 
+/// Up to here the plain kernel's one block reads a matrix as fast as a library's product starts.
+constexpr int64_t kMaxPlainWidth = 256;
+
 }  // namespace tidegate::kernels

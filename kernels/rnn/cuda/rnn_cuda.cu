@@ -37,6 +37,8 @@ cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan
       }
     }
   }
+  // The plain kernel takes any width. A product takes one token of every padded sequence at once.
+  plan->by_products = p.layout.offsets == nullptr && p.channels > kMaxPlainWidth;
   plan->workspace_bytes =
       p.layout.sequences * kPlainRnnVectors * p.channels * element_size(state_dtype(p.x.dtype));
   return cudaSuccess;
