@@ -31,10 +31,10 @@ struct GatedRnnParams {
   int64_t channels = 0;        // D
   TimeSeries z = {};           // [B, T, D] in x.dtype or the state type; not read backward
   TimeSeries x = {};           // [B, T, D] float32, float64, bfloat16 or float16
-  const void* w = nullptr;     // [D, D] contiguous, state type: row i makes a's channel i
+  const void* w = nullptr;     // [D, D] contiguous, state type: row i makes a_t's channel i
   bool w_is_narrow = false;    // w's numbers come from a 16-bit type
   TimeSeries h = {};           // [B, T, D] contiguous, in x.dtype; written forward, read backward
-  TimeSeries a = {};           // the same in the state type; written forward unless null
+  TimeSeries logits = {};      // a_t: the same in the state type; written forward unless null
   const void* h0 = nullptr;    // [N, D] contiguous, state type; null means zero
   void* h_final = nullptr;  // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
   bool allow_clusters = true;  // false: as on a device without, for tests and comparisons
@@ -46,8 +46,8 @@ struct GatedRnnParams {
 /// Gradients of GatedRnnParams but for W's, which is the sum over tokens of da_t h_{t-1}^T, da =
 /// dz: one matrix product of dz and h_before.
 struct GatedRnnBackwardParams {
-  GatedRnnParams forward = {};     // x, w, h, a, h0 as in the forward pass; z only by its dtype
-  TimeSeries dh = {};              // [B, T, D] in x.dtype
+  GatedRnnParams forward = {};  // x, w, h, logits, h0 as in the forward pass; z only by its dtype
+  TimeSeries dh = {};           // [B, T, D] in x.dtype
   const void* dh_final = nullptr;  // [N, D] contiguous, state type; null means zero
   TimeSeries dz = {};              // [B, T, D] contiguous, in z.dtype, written
   TimeSeries dx = {};              // the same in x.dtype

@@ -24,7 +24,7 @@ const char* gated_rnn_unsupported(const GatedRnnParams& params) {
     return "h must have x's dtype";
   }
   if (!is_contiguous(params.h, params) ||
-      (params.a.data != nullptr && !is_contiguous(params.a, params))) {
+      (params.logits.data != nullptr && !is_contiguous(params.logits, params))) {
     return "h and the gate's logits must be contiguous";
   }
   if (rows_too_far_apart(params.z) || rows_too_far_apart(params.x)) {

@@ -145,7 +145,7 @@ void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
   params.h = time_series(results.h);
   params.h_final = results.h_final.data_ptr();
   if (results.logits.defined()) {
-    params.a = time_series(results.logits);
+    params.logits = time_series(results.logits);
   }
   Launch<GatedRnnParams> launch(op, kForward, &params, results.h);
   if (launch.plan().by_products) {
@@ -226,7 +226,7 @@ FourTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   params.forward.z = time_series(dz);  // only its type and shape count here
   params.forward.x = time_series(x_read);
   params.forward.h = time_series(h_read);
-  params.forward.a = time_series(logits_read);
+  params.forward.logits = time_series(logits_read);
   params.dh = time_series(dh_read);
   params.dh_final = data_or_null(dh_final_read);
   params.dz = time_series(dz);

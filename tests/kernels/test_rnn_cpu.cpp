@@ -78,7 +78,7 @@ TEST(GatedRnn, SaysWhatNoKernelTakes) {
   EXPECT_STREQ(kernels::gated_rnn_unsupported(params),
                "rows of the time axis are 2^31 bytes or more apart");
   params = problem.forward();
-  params.a.stride_t = 5;
+  params.logits.stride_t = 5;
   EXPECT_STREQ(kernels::gated_rnn_unsupported(params),
                "h and the gate's logits must be contiguous");
 }

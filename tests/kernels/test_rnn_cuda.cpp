@@ -36,15 +36,15 @@ using Problem = RnnProblem<float>;
 /// The plan that the kernels ran by.
 kernels::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
   DeviceMirror mirror;
-  for (Problem::Row* row : {&p.z, &p.x, &p.w, &p.h0, &p.dh, &p.dh_final, &p.h, &p.a, &p.h_final,
-                            &p.dz, &p.dx, &p.h_before, &p.dh0}) {
+  for (Problem::Row* row : {&p.z, &p.x, &p.w, &p.h0, &p.dh, &p.dh_final, &p.h, &p.logits,
+                            &p.h_final, &p.dz, &p.dx, &p.h_before, &p.dh0}) {
     mirror.add(row->data(), row->size() * sizeof(float));
   }
   mirror.add(p.forward().layout);
   kernels::GatedRnnBackwardParams params = p.backward();
   kernels::GatedRnnParams& forward = params.forward;
-  for (kernels::TimeSeries* series : {&forward.z, &forward.x, &forward.h, &forward.a, &params.dh,
-                                      &params.dz, &params.dx, &params.h_before}) {
+  for (kernels::TimeSeries* series : {&forward.z, &forward.x, &forward.h, &forward.logits,
+                                      &params.dh, &params.dz, &params.dx, &params.h_before}) {
     mirror.translate(series->data);
   }
   mirror.translate(forward.layout.offsets);

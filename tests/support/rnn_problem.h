@@ -37,7 +37,7 @@ class RnnProblem {
     w = draw(static_cast<size_t>(dim * dim), 1 / std::sqrt(static_cast<double>(dim)));
     h0 = draw(states, 1), dh_final = draw(states, 1);
     const Real nan = std::numeric_limits<Real>::quiet_NaN();
-    for (Row* row : {&h, &a, &dz, &dx, &h_before}) row->assign(tokens, nan);
+    for (Row* row : {&h, &logits, &dz, &dx, &h_before}) row->assign(tokens, nan);
     for (Row* row : {&h_final, &dh0}) row->assign(states, nan);
 
     kernels::GatedRnnParams& forward = params_.forward;
@@ -47,7 +47,8 @@ class RnnProblem {
     forward.layout.offsets = packed ? offsets_.data() : nullptr;
     forward.layout.offsets_are_int64 = true;
     forward.channels = dim;
-    forward.z = series(z), forward.x = series(x), forward.h = series(h), forward.a = series(a);
+    forward.z = series(z), forward.x = series(x), forward.h = series(h),
+    forward.logits = series(logits);
     forward.w = w.data(), forward.h0 = h0.data(), forward.h_final = h_final.data();
     params_.dh = series(dh), params_.dz = series(dz), params_.dx = series(dx);
     params_.h_before = series(h_before);
@@ -69,7 +70,7 @@ class RnnProblem {
 
   /// The largest relative error of a result of both passes; infinite where one is not a number.
   double error() const {
-    std::vector<double> e_h(h.size()), e_a(h.size()), e_dz(h.size()), e_dx(h.size());
+    std::vector<double> e_h(h.size()), e_logits(h.size()), e_dz(h.size()), e_dx(h.size());
     std::vector<double> e_before(h.size()), e_final(h_final.size()), e_dh0(h_final.size());
     for (int64_t n = 0; n < sequences_; ++n) {
       std::vector<double> state(h0.begin() + n * dim_, h0.begin() + (n + 1) * dim_);
@@ -80,7 +81,7 @@ class RnnProblem {
           for (int64_t k = 0; k < dim_; ++k) logit += w[i * dim_ + k] * before[k];
           const double gate = 1 / (1 + std::exp(-logit));
           state[i] = gate * before[i] + (1 - gate) * x[t * dim_ + i];
-          e_h[t * dim_ + i] = state[i], e_a[t * dim_ + i] = logit;
+          e_h[t * dim_ + i] = state[i], e_logits[t * dim_ + i] = logit;
           e_before[t * dim_ + i] = before[i];
         }
       }
@@ -89,7 +90,7 @@ class RnnProblem {
       for (int64_t t = offsets_[n + 1] - 1; t >= offsets_[n]; --t) {
         for (int64_t i = 0; i < dim_; ++i) {
           const int64_t at = t * dim_ + i;
-          const double gate = 1 / (1 + std::exp(-e_a[at]));
+          const double gate = 1 / (1 + std::exp(-e_logits[at]));
           const double grad = dh[at] + carry[i];
           e_dx[at] = (1 - gate) * grad;
           e_dz[at] = grad * (e_before[at] - x[at]) * gate * (1 - gate);
@@ -101,13 +102,13 @@ class RnnProblem {
       }
       std::copy(carry.begin(), carry.end(), e_dh0.begin() + n * dim_);
     }
-    return std::max({distance(h, e_h), distance(a, e_a), distance(h_final, e_final),
+    return std::max({distance(h, e_h), distance(logits, e_logits), distance(h_final, e_final),
                      distance(dz, e_dz), distance(dx, e_dx), distance(h_before, e_before),
                      distance(dh0, e_dh0)});
   }
 
-  Row z, x, w, h0, dh, dh_final;             // read
-  Row h, a, h_final, dz, dx, h_before, dh0;  // written
+  Row z, x, w, h0, dh, dh_final;                  // read
+  Row h, logits, h_final, dz, dx, h_before, dh0;  // written
 
  private:
   kernels::TimeSeries series(Row& row) const {

@@ -36,9 +36,9 @@ struct GatedRNNOptions {
 ///     h_t = z_t * h_{t-1} + (1 - z_t) * (W_x x_t + b_x)
 ///     y_t = h_t
 ///
-/// The gated_rnn op over one projection of x. The state enters the gate through a matrix, so that
-/// tokens are computed one after another: GatedLinearRNN is the same without W_zh. There is no
-/// output projection.
+/// The gated_rnn op over one projection of x (the op's z is W_zx x_t + b_z, its g the z here). The
+/// state enters the gate through a matrix, so that tokens are computed one after another:
+/// GatedLinearRNN is the same without W_zh. There is no output projection.
 ///
 /// Parameters: `in_proj.weight` `[2 * dim, dim]` and bias, rows of z first, then of x;
 /// `state_proj.weight` `[dim, dim]`, W_zh.

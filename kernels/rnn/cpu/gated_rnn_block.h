@@ -66,15 +66,15 @@ struct GatedRnnBlock {
     const G* z = token_row<const G>(params.z, row, step);
     const E* x = token_row<const E>(params.x, row, step);
     E* h = token_row<E>(params.h, row, step);
-    R* kept = params.a.data == nullptr ? nullptr : token_row<R>(params.a, row, step);
+    R* kept = params.logits.data == nullptr ? nullptr : token_row<R>(params.logits, row, step);
     for_each_vector<R>(params.channels, [&](int64_t j, auto extent) {
-      const V a = load<R>(z + j, extent) + load<R>(product + j, extent);
-      const Sigmoids<R> gate = sigmoids<R>(a);
+      const V logit = load<R>(z + j, extent) + load<R>(product + j, extent);
+      const Sigmoids<R> gate = sigmoids<R>(logit);
       const V entering = gate.of_negative * load<R>(x + j, extent);
       const V next = fma(gate.of, load<R>(state + j, extent), entering);
       store<R>(state + j, next, extent);
       store<R>(h + j, next, extent);
-      if (kept != nullptr) store<R>(kept + j, a, extent);
+      if (kept != nullptr) store<R>(kept + j, logit, extent);
     });
   }
 
@@ -137,14 +137,14 @@ struct GatedRnnBlock {
                                         int64_t step, const Before* before, const R* carry,
                                         R* gate_grad, R* passed_on) {
     const GatedRnnParams& forward = params.forward;
-    const R* a = token_row<const R>(forward.a, row, step);
+    const R* logits = token_row<const R>(forward.logits, row, step);
     const E* x = token_row<const E>(forward.x, row, step);
     const E* dh = token_row<const E>(params.dh, row, step);
     G* dz = token_row<G>(params.dz, row, step);
     E* dx = token_row<E>(params.dx, row, step);
     E* h_before = token_row<E>(params.h_before, row, step);
     for_each_vector<R>(forward.channels, [&](int64_t j, auto extent) {
-      const Sigmoids<R> gate = sigmoids<R>(load<R>(a + j, extent));
+      const Sigmoids<R> gate = sigmoids<R>(load<R>(logits + j, extent));
       const V h = before == nullptr ? V{} : load<R>(before + j, extent);
       const V g = load<R>(dh + j, extent) + load<R>(carry + j, extent);
       const V entering = gate.of_negative * g;

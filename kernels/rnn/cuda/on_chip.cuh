@@ -134,13 +134,13 @@ template <class Tile>
 __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
   constexpr int kOwn = Tile::kOwn;
   typename Tile::Matrix matrix(p, /*transposed=*/false, shared);
-  const bool keeps_logits = p.a.data != nullptr;
+  const bool keeps_logits = p.logits.data != nullptr;
   const int steps = matrix.takes_part() ? count_steps<Tile>(p) : 0;
   const ElementType type(p.x.dtype), gate_type(p.z.dtype);
   const int dim = static_cast<int>(p.channels);
   OwnedElement element[kOwn];
   TokenColumn z[kOwn], x[kOwn];
-  int64_t first[kOwn];  // of h and a
+  int64_t first[kOwn];  // of h and logits
   float state[kOwn];
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
@@ -168,7 +168,7 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
     if (!element[e].writes || t < 0 || t >= element[e].sequence.length) return;
     const int64_t index = first[e] + int64_t{t} * dim;
     type.store(type.at(p.h, index), state[e]);
-    if (keeps_logits) *float_at(p.a, index) = logit[e];
+    if (keeps_logits) *float_at(p.logits, index) = logit[e];
   };
   for (int t = 0; t < steps; ++t) {
     TokenInputs now[kOwn];
@@ -190,11 +190,11 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
     if (!matrix.owns()) continue;
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) {
-      const float a_now = gate_type.value(now[e].z) + products[e];
-      const ChipGates gate = sigmoids<GateMath<float, false>>(a_now);
+      const float found = gate_type.value(now[e].z) + products[e];
+      const ChipGates gate = sigmoids<GateMath<float, false>>(found);
       const float next = fmaf(gate.pos, state[e], gate.neg * type.value(now[e].x));
       const bool exists = t < element[e].sequence.length;
-      logit[e] = exists ? a_now : logit[e];
+      logit[e] = exists ? found : logit[e];
       state[e] = exists ? next : state[e];
     }
   }
@@ -209,8 +209,8 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
 
 /// What a step backward multiplies the gradient of the state by, and what it adds.
 struct TokenFactors {
-  float open, shut;  // sigmoid(a), sigmoid(-a)
-  float slope;       // of h_t by a_t
+  float open, shut;  // sigmoid of the logit and of its negative
+  float slope;       // of h_t by the logit
   float h;           // the state before
   float dh;
 };
@@ -218,10 +218,10 @@ struct TokenFactors {
 /// What a step backward reads of an element, of h the token before, as it lies in memory.
 struct BackwardBits {
   unsigned x, h, dh;
-  float a;
+  float logit;
 
   __device__ TokenFactors factors(const ElementType& type, bool has_before, float h0) const {
-    const ChipGates gate = sigmoids<GateMath<float, false>>(a);
+    const ChipGates gate = sigmoids<GateMath<float, false>>(logit);
     const float before = has_before ? type.value(h) : h0;
     return {gate.pos, gate.neg, gate.neg * gate.pos * (before - type.value(x)), before,
             type.value(dh)};
@@ -238,7 +238,7 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
   const int dim = static_cast<int>(p.channels);
   OwnedElement element[kOwn];
   TokenColumn x[kOwn], dh[kOwn];
-  int64_t first[kOwn];  // of a, h, dz, dx and h_before
+  int64_t first[kOwn];  // of logits, h, dz, dx and h_before
   BackwardBits next[kOwn] = {};
   float carry[kOwn], h0[kOwn];
 #pragma unroll
@@ -253,7 +253,7 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
   const auto load = [&](int e, int t) {
     if (!exists(e, t)) return;
     const int64_t index = first[e] + int64_t{t} * dim;
-    next[e].a = *float_at(p.a, index);
+    next[e].logit = *float_at(p.logits, index);
     next[e].x = type.load(x[e].at(t));
     if (t > 0) next[e].h = type.load(type.at(p.h, index - dim));
     next[e].dh = type.load(dh[e].at(t));
@@ -294,7 +294,7 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
         load(e, t - 2);
         if (exists(e, t - kTokensAhead)) {
           const int64_t index = first[e] + int64_t{t - kTokensAhead} * dim;
-          prefetch(float_at(p.a, index)), prefetch(type.at(p.h, index));
+          prefetch(float_at(p.logits, index)), prefetch(type.at(p.h, index));
           prefetch(x[e].at(t - kTokensAhead)), prefetch(dh[e].at(t - kTokensAhead));
         }
       }

@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(kPlainRnnThreads) gated_rnn_plain_forward(Gate
       if (lane == 0) {
         const int64_t at_z = element_index(p.z, sequence.batch, t, j);
         const int64_t at_x = element_index(p.x, sequence.batch, t, j);
-        const Real a = load_element<Real>(p.z.data, p.z.dtype, at_z) + sum;
-        const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(a);
+        const Real logit = load_element<Real>(p.z.data, p.z.dtype, at_z) + sum;
+        const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(logit);
         const Real x = load_element<Real>(p.x.data, p.x.dtype, at_x);
         const Real h = fused(gate.pos, before[j], gate.neg * x);
         after[j] = h;
         store_element<Real>(p.h.data, p.h.dtype, element_index(p.h, sequence.batch, t, j), h);
-        if (p.a.data != nullptr) {
-          static_cast<Real*>(p.a.data)[element_index(p.a, sequence.batch, t, j)] = a;
+        if (p.logits.data != nullptr) {
+          static_cast<Real*>(p.logits.data)[element_index(p.logits, sequence.batch, t, j)] = logit;
         }
       }
     }
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
       return element_index(series, sequence.batch, t, j);
     };
     for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
-      const Real a = static_cast<const Real*>(p.a.data)[at(p.a, j)];
-      const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(a);
+      const Real logit = static_cast<const Real*>(p.logits.data)[at(p.logits, j)];
+      const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(logit);
       const Real h = step > 0 ? load_element<Real>(p.h.data, p.h.dtype, at(p.h, j) - p.h.stride_t)
                               : initial<Real>(p.h0, sequence.index * dim + j);
       const Real x = load_element<Real>(p.x.data, p.x.dtype, at(p.x, j));

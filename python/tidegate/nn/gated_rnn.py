@@ -20,10 +20,10 @@ class GatedRNN(MinimalGatedRNN):
         h_t = z_t * h_{t-1} + (1 - z_t) * (W_x x_t + b_x)
         y_t = h_t
 
-    It is `tidegate.ops.gated_rnn` over one projection of x. The state enters the gate through a
-    matrix, so that tokens are computed one after another: `GatedLinearRNN` is the same without
-    W_zh. There is no output projection; `tidegate.models.Block` puts pre-norm residuals and a GLU
-    around it.
+    It is `tidegate.ops.gated_rnn` over one projection of x (the op's z is W_zx x_t + b_z, its g the
+    z here). The state enters the gate through a matrix, so that tokens are computed one after
+    another: `GatedLinearRNN` is the same without W_zh. There is no output projection;
+    `tidegate.models.Block` puts pre-norm residuals and a GLU around it.
 
     Args:
         dim: width of x, y and the state.
