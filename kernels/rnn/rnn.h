@@ -13,10 +13,10 @@ namespace tidegate::kernels {
 /// How a launch is made, found by the *_plan functions for one set of params and filled into
 /// params.plan by the caller.
 struct GatedRnnPlan {
-  bool on_chip = false;         // CUDA: the matrix stays in registers and shared memory
-  int cluster = 1;              // CUDA, on chip: blocks that share one matrix
-  int rows = 1;                 // sequences that a block (or a cluster) walks at a time
-  bool in_memory = false;       // CUDA, on chip: the blocks talk through the workspace, no cluster
+  bool on_chip = false;              // CUDA: the matrix stays in registers and shared memory
+  int cluster = 1;                   // CUDA, on chip: blocks that share one matrix
+  int rows = 1;                      // sequences that a block (or a cluster) walks at a time
+  bool exchanges_in_memory = false;  // CUDA, on chip: blocks talk through the workspace, no cluster
   bool by_products = false;     // CUDA: a product of a library's at every token beats these kernels
   int64_t first_sequence = 0;   // CUDA, on chip: of this launch; kept by the kernels' launchers
   int64_t partials = 0;         // no partial sums: dW is a product above the kernels
@@ -32,7 +32,7 @@ struct GatedRnnParams {
   TimeSeries z = {};           // [B, T, D] in x.dtype or the state type; not read backward
   TimeSeries x = {};           // [B, T, D] float32, float64, bfloat16 or float16
   const void* w = nullptr;     // [D, D] contiguous, state type: row i makes a_t's channel i
-  bool w_is_narrow = false;    // w's numbers come from a 16-bit type
+  bool w_is_16_bit = false;    // w's numbers come from a 16-bit type
   TimeSeries h = {};           // [B, T, D] contiguous, in x.dtype; written forward, read backward
   TimeSeries logits = {};      // a_t: the same in the state type; written forward unless null
   const void* h0 = nullptr;    // [N, D] contiguous, state type; null means zero

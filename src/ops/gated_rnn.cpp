@@ -113,21 +113,21 @@ void check_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh
 /// The tensors that both directions read, in the form that the kernels take.
 struct KernelInputs {
   at::Tensor w, h0, cu_seqlens;
-  bool w_is_narrow;
+  bool w_is_16_bit;
 
   KernelInputs(const at::Tensor& data, const at::Tensor& w_zh, const OptionalTensor& state,
                const OptionalTensor& offsets)
       : w(contiguous_as(w_zh, state_type(data.scalar_type()))),
         h0(contiguous_as(state, state_type(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()),
-        w_is_narrow(w_zh.element_size() == 2) {}
+        w_is_16_bit(w_zh.element_size() == 2) {}
 
   GatedRnnParams params(const at::Tensor& data) const {
     GatedRnnParams params;
     params.layout = sequence_layout(data, cu_seqlens, /*reverse=*/false);
     params.channels = data.size(2);
     params.w = w.data_ptr();
-    params.w_is_narrow = w_is_narrow;
+    params.w_is_16_bit = w_is_16_bit;
     params.h0 = data_or_null(h0);
     return params;
   }

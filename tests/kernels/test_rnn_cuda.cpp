@@ -21,13 +21,13 @@ enum class Way { kCluster, kMemory, kPlain };
 
 struct Kind {
   Way way;
-  bool is_narrow;  // the matrix
+  bool is_16_bit;  // the matrix
 
   friend void PrintTo(const Kind& kind, std::ostream* out) {
     *out << (kind.way == Way::kCluster  ? "Cluster"
              : kind.way == Way::kMemory ? "Memory"
                                         : "Plain")
-         << (kind.is_narrow ? "BFloat16" : "");
+         << (kind.is_16_bit ? "BFloat16" : "");
   }
 };
 
@@ -53,7 +53,7 @@ kernels::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
   }
   mirror.translate(forward.h_final);
   mirror.translate(params.dh0);
-  forward.w_is_narrow = kind.is_narrow;
+  forward.w_is_16_bit = kind.is_16_bit;
   forward.allow_clusters = kind.way == Way::kCluster;
   forward.allow_on_chip = kind.way != Way::kPlain;
   plan_and_launch(
@@ -85,11 +85,11 @@ class GatedRnnCuda : public ::testing::TestWithParam<Kind> {
   /// Compares the results of a run with the equations.
   static void check(Problem& problem, int64_t dim) {
     SCOPED_TRACE("D " + std::to_string(dim));
-    if (GetParam().is_narrow) make_bf16(problem.w);
+    if (GetParam().is_16_bit) make_bf16(problem.w);
     const kernels::GatedRnnPlan plan = run_on_device(problem, GetParam());
     EXPECT_LT(problem.error(), 2e-6);
     if (GetParam().way == Way::kMemory && dim > 128 && dim <= 512) {
-      EXPECT_TRUE(plan.on_chip && plan.in_memory);
+      EXPECT_TRUE(plan.on_chip && plan.exchanges_in_memory);
     }
     if (GetParam().way == Way::kPlain) {
       EXPECT_FALSE(plan.on_chip);

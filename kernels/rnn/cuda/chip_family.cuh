@@ -11,11 +11,11 @@
 namespace tidegate::kernels {
 
 /// What a family is for: D, whether the matrix is of 16-bit numbers, whether there are clusters.
-template <int kWidth_, bool kIsNarrow_, bool kInMemory_>
+template <int kWidth_, bool kIs16Bit_, bool kExchangesInMemory_>
 struct ChipUse {
   static constexpr int kWidth = kWidth_;
-  static constexpr bool kIsNarrow = kIsNarrow_;
-  static constexpr bool kInMemory = kInMemory_;
+  static constexpr bool kIs16Bit = kIs16Bit_;
+  static constexpr bool kExchangesInMemory = kExchangesInMemory_;
 };
 
 /// How the matrix lies in the threads, for so many sequences side by side. A ChipTile, for the
@@ -35,13 +35,13 @@ struct ChipTileOf<ChipUse<1024, false, false>, kRows> {
   using Tile = ChipTile<32, 32, 4, 4, kRows, 16>;
 };
 /// A matrix of floats takes twice the registers: they have no room for more columns at a time.
-template <bool kIsNarrow, int kRows>
-struct ChipTileOf<ChipUse<512, kIsNarrow, false>, kRows> {
-  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, kIsNarrow ? 2 : 1, ClusterExchange>;
+template <bool kIs16Bit, int kRows>
+struct ChipTileOf<ChipUse<512, kIs16Bit, false>, kRows> {
+  using Tile = FragmentTile<kRows, kIs16Bit ? 1 : 2, kIs16Bit ? 2 : 1, ClusterExchange>;
 };
-template <bool kIsNarrow, int kRows>
-struct ChipTileOf<ChipUse<512, kIsNarrow, true>, kRows> {
-  using Tile = FragmentTile<kRows, kIsNarrow ? 1 : 2, 1, MemoryExchange>;
+template <bool kIs16Bit, int kRows>
+struct ChipTileOf<ChipUse<512, kIs16Bit, true>, kRows> {
+  using Tile = FragmentTile<kRows, kIs16Bit ? 1 : 2, 1, MemoryExchange>;
 };
 
 /// How many sequences can be walked side by side. In between, what costs least where the device
@@ -50,8 +50,8 @@ template <class Use>
 struct ChipRows {
   static constexpr std::array kChoices = {1, 2, 4};
 };
-template <bool kIsNarrow, bool kInMemory>
-struct ChipRows<ChipUse<512, kIsNarrow, kInMemory>> {
+template <bool kIs16Bit, bool kExchangesInMemory>
+struct ChipRows<ChipUse<512, kIs16Bit, kExchangesInMemory>> {
   static constexpr std::array kChoices = {2, 4, 5, 8};
 };
 
@@ -160,10 +160,11 @@ cudaError_t with_chip_rows(int rows, Visit visit) {
   return cudaErrorInvalidValue;
 }
 
-template <int kWidth, bool kIsNarrow, bool kInMemory>
-cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::plan(const GatedRnnParams& params,
-                                                           bool backward, GatedRnnPlan* plan) {
-  using Use = ChipUse<kWidth, kIsNarrow, kInMemory>;
+template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
+cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const GatedRnnParams& params,
+                                                                   bool backward,
+                                                                   GatedRnnPlan* plan) {
+  using Use = ChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   // All choices take a block's whole multiprocessor.
@@ -176,7 +177,7 @@ cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::plan(const GatedRnnParams&
       })));
   if (groups == 0) return cudaSuccess;
   plan->on_chip = true;
-  plan->in_memory = kInMemory;
+  plan->exchanges_in_memory = kExchangesInMemory;
   int64_t best = 0;
   for (const int rows : ChipRows<Use>::kChoices) {
     const int64_t at_once = int64_t{groups} * rows;
@@ -187,7 +188,7 @@ cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::plan(const GatedRnnParams&
       plan->rows = rows;
     }
   }
-  if constexpr (kInMemory) {
+  if constexpr (kExchangesInMemory) {
     return with_chip_rows<Use>(plan->rows, [&]<class Tile>() {
       plan->workspace_bytes = groups * Tile::Exchange::kBytes;
       return cudaSuccess;
@@ -196,19 +197,19 @@ cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::plan(const GatedRnnParams&
   return cudaSuccess;
 }
 
-template <int kWidth, bool kIsNarrow, bool kInMemory>
-cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::forward(const GatedRnnParams& params,
-                                                              cudaStream_t stream) {
-  using Use = ChipUse<kWidth, kIsNarrow, kInMemory>;
+template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
+cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::forward(const GatedRnnParams& params,
+                                                                      cudaStream_t stream) {
+  using Use = ChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
   return with_chip_rows<Use>(params.plan.rows, [&]<class Tile>() {
     return launch_chip<Tile>(&gated_rnn_chip_forward<Tile>, params, stream);
   });
 }
 
-template <int kWidth, bool kIsNarrow, bool kInMemory>
-cudaError_t ChipFamily<kWidth, kIsNarrow, kInMemory>::backward(const GatedRnnBackwardParams& params,
-                                                               cudaStream_t stream) {
-  using Use = ChipUse<kWidth, kIsNarrow, kInMemory>;
+template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
+cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::backward(
+    const GatedRnnBackwardParams& params, cudaStream_t stream) {
+  using Use = ChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
   return with_chip_rows<Use>(params.forward.plan.rows, [&]<class Tile>() {
     return launch_chip<Tile>(&gated_rnn_chip_backward<Tile>, params, stream);
   });

@@ -11,7 +11,7 @@ namespace tidegate::kernels {
 /// For D up to kWidth: 128 (one block), 256, 512 and 1024 (2, 8 and 16 blocks). Of 512 there are
 /// kernels for a matrix of 16-bit numbers, and for blocks that talk through memory instead of being
 /// a cluster.
-template <int kWidth, bool kIsNarrow, bool kInMemory>
+template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
 struct ChipFamily {
   /// Fills on_chip, cluster and rows in; leaves on_chip false where the device cannot run this.
   static cudaError_t plan(const GatedRnnParams& params, bool backward, GatedRnnPlan* plan);

@@ -8,17 +8,17 @@
 namespace tidegate::kernels {
 namespace {
 
-template <int kWidth, bool kInMemory, class Visit>
+template <int kWidth, bool kExchangesInMemory, class Visit>
 cudaError_t with_fragments(const GatedRnnParams& p, Visit visit) {
-  return p.w_is_narrow ? visit.template operator()<ChipFamily<kWidth, true, kInMemory>>()
-                       : visit.template operator()<ChipFamily<kWidth, false, kInMemory>>();
+  return p.w_is_16_bit ? visit.template operator()<ChipFamily<kWidth, true, kExchangesInMemory>>()
+                       : visit.template operator()<ChipFamily<kWidth, false, kExchangesInMemory>>();
 }
 
-/// Calls visit<Family>() with the narrowest family that D fits.
+/// Calls visit<Family>() with the least wide family that D fits.
 template <class Visit>
-cudaError_t with_chip_family(const GatedRnnParams& p, bool in_memory, Visit visit) {
+cudaError_t with_chip_family(const GatedRnnParams& p, bool exchanges_in_memory, Visit visit) {
   if (p.channels <= 128) return visit.template operator()<ChipFamily<128, false, false>>();
-  if (in_memory) return with_fragments<512, true>(p, visit);
+  if (exchanges_in_memory) return with_fragments<512, true>(p, visit);
   if (p.channels <= 256) return visit.template operator()<ChipFamily<256, false, false>>();
   if (p.channels <= 512) return with_fragments<512, false>(p, visit);
   return visit.template operator()<ChipFamily<1024, false, false>>();
@@ -27,11 +27,14 @@ cudaError_t with_chip_family(const GatedRnnParams& p, bool in_memory, Visit visi
 cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan) {
   *plan = {};
   if (p.allow_on_chip && p.x.dtype != DType::kFloat64) {
-    for (const bool in_memory : {false, true}) {
-      const bool is_allowed = in_memory || p.allow_clusters || p.channels <= kMaxBlockWidth;
-      if (!is_allowed || p.channels > (in_memory ? kMaxMemoryWidth : kMaxChipWidth)) continue;
-      if (const cudaError_t error = with_chip_family(
-              p, in_memory, [&]<class Family>() { return Family::plan(p, backward, plan); });
+    for (const bool exchanges_in_memory : {false, true}) {
+      const bool is_allowed =
+          exchanges_in_memory || p.allow_clusters || p.channels <= kMaxBlockWidth;
+      const int64_t widest = exchanges_in_memory ? kMaxMemoryWidth : kMaxChipWidth;
+      if (!is_allowed || p.channels > widest) continue;
+      if (const cudaError_t error =
+              with_chip_family(p, exchanges_in_memory,
+                               [&]<class Family>() { return Family::plan(p, backward, plan); });
           error != cudaSuccess || plan->on_chip) {
         return error;
       }
@@ -62,7 +65,7 @@ cudaError_t gated_rnn_backward_plan(const GatedRnnBackwardParams& params, GatedR
 
 cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream) {
   if (params.plan.on_chip) {
-    return with_chip_family(params, params.plan.in_memory,
+    return with_chip_family(params, params.plan.exchanges_in_memory,
                             [&]<class Family>() { return Family::forward(params, stream); });
   }
   return with_real(params.x.dtype, [&]<class Real>() {
@@ -75,7 +78,7 @@ cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream)
 cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params, cudaStream_t stream) {
   const GatedRnnParams& forward = params.forward;
   if (forward.plan.on_chip) {
-    return with_chip_family(forward, forward.plan.in_memory,
+    return with_chip_family(forward, forward.plan.exchanges_in_memory,
                             [&]<class Family>() { return Family::backward(params, stream); });
   }
   return with_real(forward.x.dtype, [&]<class Real>() {
