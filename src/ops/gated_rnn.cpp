@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -337,11 +336,9 @@ class GatedRnnFunction : public torch::autograd::Function<GatedRnnFunction> {
 TwoTensors forward_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
                             const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
   check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
-  check_differentiable("gated_rnn", {z, x, w_zh, h0.value_or(at::Tensor())});
-  const bool is_recorded =
-      c10::GradMode::is_enabled() && (z.requires_grad() || x.requires_grad() ||
-                                      w_zh.requires_grad() || (h0 && h0->requires_grad()));
-  if (!is_recorded) {
+  const at::Tensor state = h0.value_or(at::Tensor());
+  check_differentiable("gated_rnn", {z, x, w_zh, state});
+  if (!asks_for_gradient({z, x, w_zh, state})) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_op<&forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0, cu_seqlens);
   }
@@ -351,6 +348,7 @@ TwoTensors forward_autograd(const at::Tensor& z, const at::Tensor& x, const at::
 
 ThreeTensors with_logits_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
                                   const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+  check_given("gated_rnn_with_logits", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
   check_differentiable("gated_rnn_with_logits", {z, x, w_zh, h0.value_or(at::Tensor())});
   const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens);
   return {results[0], results[1], results[2]};

@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -260,6 +261,13 @@ void check_differentiable(const char* op, std::initializer_list<at::Tensor> tens
     TORCH_CHECK(!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), op,
                 ": forward-mode differentiation is not supported");
   }
+}
+
+bool asks_for_gradient(std::initializer_list<at::Tensor> tensors) {
+  return c10::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+           return tensor.defined() && tensor.requires_grad();
+         });
 }
 
 }  // namespace tidegate::ops

@@ -29,6 +29,10 @@ void register_unrecorded_in_place(torch::Library& library, const char* name);
 /// forward-mode derivative (neither has a formula here), no nested tensor.
 void check_differentiable(const char* op, std::initializer_list<at::Tensor> tensors);
 
+/// Whether gradients are recorded and one of `tensors` (undefined ones aside) asks for one: an op
+/// that keeps more for its backward pass than it returns keeps it only then.
+bool asks_for_gradient(std::initializer_list<at::Tensor> tensors);
+
 #ifndef TIDEGATE_WITH_CUDA
 /// Refuses CUDA tensors by name, in a build without CUDA kernels.
 void register_no_cuda(torch::Library& library, const char* name);

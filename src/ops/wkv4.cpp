@@ -4,10 +4,8 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <array>
 #include <tuple>
 
 #include "kernels/scan/wkv4.h"
@@ -312,23 +310,15 @@ class Wkv4Function : public torch::autograd::Function<Wkv4Function> {
   }
 };
 
-bool asks_for_gradient(const std::array<at::Tensor, 5>& tensors) {
-  bool any = false;
-  for (const at::Tensor& tensor : tensors) {
-    any = any || (tensor.defined() && tensor.requires_grad());
-  }
-  return any && c10::GradMode::is_enabled();
-}
-
 /// Without a gradient to compute, no states are saved.
 std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& w, const at::Tensor& u,
                                                     const at::Tensor& k, const at::Tensor& v,
                                                     const OptionalTensor& state,
                                                     const OptionalTensor& cu_seqlens) {
   check_given("wkv4", {{"w", w}, {"u", u}, {"k", k}, {"v", v}});
-  const std::array<at::Tensor, 5> tensors = {w, u, k, v, state.value_or(at::Tensor())};
-  check_differentiable("wkv4", {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4]});
-  if (!asks_for_gradient(tensors)) {
+  const at::Tensor given = state.value_or(at::Tensor());
+  check_differentiable("wkv4", {w, u, k, v, given});
+  if (!asks_for_gradient({w, u, k, v, given})) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_op<&forward_kernel>("tidegate::wkv4", w, u, k, v, state, cu_seqlens);
   }

@@ -9,27 +9,61 @@ from tidegate import ops
 
 
 def arguments() -> dict[str, dict[str, torch.Tensor | None]]:
-    """Per op, what it cannot do without."""
+    """Per op, what it cannot do without: whoever adds an op adds a line here."""
     x, small = torch.randn(2, 5, 4), torch.rand(4)
     heads, gates = torch.randn(2, 5, 3, 16), -torch.rand(2, 5, 3)
+    angles = torch.rand(1, 5, 8)
     return {
         "linear_scan": {"x": x, "a": x.sigmoid()},
         "hgru": {"c": x, "f": x},
         "lru_scan": {"x": x, "nu_log": small, "gamma_log": small, "theta_log": None},
         "wkv4": {"w": small, "u": small, "k": x, "v": x},
         "gated_rnn": {"z": x, "x": x, "w_zh": torch.randn(4, 4)},
+        "gated_rnn_with_logits": {"z": x, "x": x, "w_zh": torch.randn(4, 4)},
         "hgrn2": {"q": heads, "f": heads, "v": heads},
         "gated_linear_attention": {"q": heads, "k": heads, "v": heads, "log_f": -heads.exp()},
         "forgetting_attention": {"q": heads, "k": heads, "v": heads, "log_f": gates},
+        "rotary": {"x": heads, "cos": angles.cos(), "sin": angles.sin()},
+        **steps(x[:, 0], small, heads[:, 0]),
     }
+
+
+def steps(
+    x: torch.Tensor, small: torch.Tensor, heads: torch.Tensor
+) -> dict[str, dict[str, torch.Tensor | None]]:
+    """The same of the steps, a token x [B, D] or heads [B, H, K] at a time."""
+    state, square = {"state": torch.zeros(2, 4)}, {"state": torch.zeros(2, 3, 16, 16)}
+    cache, gates = torch.randn(2, 6, 3, 16), -torch.rand(2, 6, 3)
+    lengths = torch.tensor([6, 2], dtype=torch.int32)
+    step = {
+        "linear_scan": {"x": x, "a": x.sigmoid()} | state,
+        "hgru": {"c": x, "f": x} | state,
+        "lru_scan": {"x": x, "nu_log": small, "gamma_log": small, "theta_log": None} | state,
+        "wkv4": {"w": small, "u": small, "k": x, "v": x, "state": torch.zeros(2, 3, 4)},
+        "gated_rnn": {"z": x, "x": x, "w_zh": torch.randn(4, 4)} | state,
+        "hgrn2": {"q": heads, "f": heads, "v": heads} | square,
+        "gated_linear_attention": {"q": heads, "k": heads, "v": heads, "log_f": -heads.exp()}
+        | square,
+        "forgetting_attention": {"q": heads, "k_cache": cache, "v_cache": cache}
+        | {"gate_cache": gates, "lengths": lengths},
+    }
+    return {f"{name}_step": given for name, given in step.items()}
+
+
+def test_every_op_is_here() -> None:
+    """But the initialisers, which fill what they are given."""
+    public = {name for name in ops.__all__ if not name.startswith("init_")}
+    assert public | {"gated_rnn_with_logits"} == set(arguments())
 
 
 @pytest.mark.parametrize("mode", ["plain", "gradients", "inference"])
 @pytest.mark.parametrize("op", arguments())
 def test_none_for_a_tensor_is_named(op: str, mode: str) -> None:
+    if mode == "gradients" and op.endswith("_step"):
+        pytest.skip("steps have no gradient")
     given = arguments()[op]
     for tensor in given.values():
-        if tensor is not None:
+        if tensor is not None and tensor.is_floating_point():
             tensor.requires_grad_(mode == "gradients")
     with torch.inference_mode(mode == "inference"):
         check(op, given)
