@@ -1,4 +1,5 @@
 // wkv4: schema, checks, dispatch, autograd.
+// The state goes by its own name, not h0: of its three vectors none is an output.
 
 #include "tidegate/ops/wkv4.h"
 
@@ -72,7 +73,7 @@ void check_step(const at::Tensor& w, const at::Tensor& u, const at::Tensor& k, c
   check_shape(data.op, "state", state, "[B, 3, D]", {sizes[0], 3, sizes[1]});
 }
 
-c10::SymInt check_backward(const at::Tensor& grad_o, const OptionalTensor& grad_state,
+c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dfinal_state,
                            const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
                            const at::Tensor& v, const OptionalTensor& state,
                            const at::Tensor& final_state, const at::Tensor& saved,
@@ -80,8 +81,8 @@ c10::SymInt check_backward(const at::Tensor& grad_o, const OptionalTensor& grad_
   const Reference data{"wkv4_backward", "k", k};
   c10::SymInt sequences = check_arguments(data.op, w, u, k, v, state, cu_seqlens);
   const c10::SymInt channels = k.sym_size(2);
-  check_like(data, "grad_o", grad_o);
-  check_state(data, "grad_state", grad_state, "[N, 3, D]", {sequences, 3, channels});
+  check_like(data, "do", d_o);
+  check_state(data, "dfinal_state", dfinal_state, "[N, 3, D]", {sequences, 3, channels});
   check_state(data, "final_state", final_state, "[N, 3, D]", {sequences, 3, channels});
   check_state(data, "saved", saved, "[B, T / 8 + 1, 3, D]",
               {k.sym_size(0), k.sym_size(1) / kernels::kWkv4SavedEvery + 1, 3, channels});
@@ -183,19 +184,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> saving_kernel(
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-Gradients backward_kernel(const at::Tensor& grad_o, const OptionalTensor& grad_state,
+Gradients backward_kernel(const at::Tensor& d_o, const OptionalTensor& dfinal_state,
                           const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
                           const at::Tensor& v, const OptionalTensor& state,
                           const at::Tensor& final_state, const at::Tensor& saved,
                           const OptionalTensor& cu_seqlens) {
   const int64_t sequences =
-      check_backward(grad_o, grad_state, w, u, k, v, state, final_state, saved, cu_seqlens)
+      check_backward(d_o, dfinal_state, w, u, k, v, state, final_state, saved, cu_seqlens)
           .guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"wkv4_backward", "k", k}, cu_seqlens);
   const at::ScalarType wide = state_type(k.scalar_type());
   const KernelInputs inputs(w, u, k, v, state, cu_seqlens);
-  const at::Tensor grad_o_read = in_rows(grad_o);
-  const at::Tensor grad_state_read = contiguous_as(grad_state, wide);
+  const at::Tensor do_read = in_rows(d_o);
+  const at::Tensor dfinal_state_read = contiguous_as(dfinal_state, wide);
   const at::Tensor final_state_read = contiguous_as(final_state, wide);
   const at::Tensor saved_read = saved.contiguous();
   at::Tensor dk = at::empty(k.sizes(), k.options());
@@ -207,8 +208,8 @@ Gradients backward_kernel(const at::Tensor& grad_o, const OptionalTensor& grad_s
   params.forward.o = params.forward.k;  // only its type and shape count here
   params.forward.final_state = final_state_read.data_ptr();
   params.forward.saved = saved_read.data_ptr();
-  params.grad_o = time_series(grad_o_read);
-  params.dfinal_state = data_or_null(grad_state_read);
+  params.grad_o = time_series(do_read);
+  params.dfinal_state = data_or_null(dfinal_state_read);
   params.dk = time_series(dk);
   params.dv = time_series(dv);
   params.dstate = dstate.data_ptr();
@@ -259,13 +260,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> saving_meta(const at::Tensor& w, 
                            k.options().dtype(state_type(k.scalar_type())))};
 }
 
-Gradients backward_meta(const at::Tensor& grad_o, const OptionalTensor& grad_state,
+Gradients backward_meta(const at::Tensor& d_o, const OptionalTensor& dfinal_state,
                         const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
                         const at::Tensor& v, const OptionalTensor& state,
                         const at::Tensor& final_state, const at::Tensor& saved,
                         const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences =
-      check_backward(grad_o, grad_state, w, u, k, v, state, final_state, saved, cu_seqlens);
+      check_backward(d_o, dfinal_state, w, u, k, v, state, final_state, saved, cu_seqlens);
   const at::ScalarType dstate_type =
       is_given(state) ? state->scalar_type() : state_type(k.scalar_type());
   const auto like = [](const at::Tensor& t) {
@@ -302,9 +303,9 @@ class Wkv4Function : public torch::autograd::Function<Wkv4Function> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& k = saved[2];
-    const at::Tensor grad_o = gradients[0].defined() ? gradients[0] : at::zeros_like(k);
+    const at::Tensor d_o = gradients[0].defined() ? gradients[0] : at::zeros_like(k);
     auto [dw, du, dk, dv, dstate] = call_op<&backward_kernel>(
-        "tidegate::wkv4_backward", grad_o, optional(gradients[1]), saved[0], saved[1], k, saved[3],
+        "tidegate::wkv4_backward", d_o, optional(gradients[1]), saved[0], saved[1], k, saved[3],
         optional(saved[4]), saved[6], saved[7], optional(saved[5]));
     return {dw, du, dk, dv, saved[4].defined() ? dstate : at::Tensor(), at::Tensor()};
   }
@@ -372,7 +373,7 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_autograd<&saving_autograd>(m, "wkv4_saving");
 
   define_op(m,
-            "wkv4_backward(Tensor grad_o, Tensor? grad_state, Tensor w, Tensor u, Tensor k, "
+            "wkv4_backward(Tensor do, Tensor? dfinal_state, Tensor w, Tensor u, Tensor k, "
             "Tensor v, Tensor? state, Tensor final_state, Tensor saved, Tensor? cu_seqlens) -> "
             "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   register_kernels<&backward_kernel, &backward_meta>(m, "wkv4_backward");
