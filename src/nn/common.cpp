@@ -127,7 +127,7 @@ torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement) {
 }
 
 torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placement) {
-  return make_empty(shape, {placement.device, state_dtype(dtype_of(placement))});
+  return make_empty(shape, {placement.device, wide_dtype(dtype_of(placement))});
 }
 
 torch::nn::Linear make_linear(int64_t in_features, int64_t out_features, bool bias,

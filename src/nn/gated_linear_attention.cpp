@@ -169,7 +169,7 @@ void GatedLinearAttentionImpl::check_state(const MixerState& state, const Tensor
                     " with normalize=", is_pair ? "True" : "False", "; got ",
                     is_pair ? "a tensor" : "a tuple");
   const int64_t n = sequence_count(x, cu_seqlens);
-  const auto dtype = state_dtype(out_proj->weight.scalar_type());
+  const auto dtype = wide_dtype(out_proj->weight.scalar_type());
   check_state_tensor(kName, "", state[0], {n, h, k, v}, dtype);
   if (is_pair) check_state_tensor(kName, ": z", state[1], {n, h, k}, dtype);
 }

@@ -174,7 +174,7 @@ MixerState SoftmaxAttention::init_state(int64_t batch, std::optional<torch::Devi
   const Tensor& weight = out_proj->weight;
   const auto where = at::TensorOptions(dtype.value_or(weight.scalar_type()))
                          .device(device.value_or(weight.device()));
-  const auto wide = where.dtype(state_dtype(c10::typeMetaToScalarType(where.dtype())));
+  const auto wide = where.dtype(wide_dtype(c10::typeMetaToScalarType(where.dtype())));
   const auto& s = switches_;
   const int64_t size = capacity.value_or(0);
   const std::vector<int64_t> cache = {batch, size, s.num_kv_heads, s.head_dim};
@@ -209,7 +209,7 @@ AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequen
     check_state_tensor(s.owner, name, state[place], shape, dtype);
   };
   check(": v", 1, k.sizes(), data);
-  check(": gates", 2, {sequences, k.size(1), gate_heads()}, state_dtype(data));
+  check(": gates", 2, {sequences, k.size(1), gate_heads()}, wide_dtype(data));
   check(": lengths", 3, {sequences}, torch::kInt);
   check(": seen", 4, {sequences}, torch::kLong);
   check(": last_k", 5, {sequences, last_heads, s.head_dim}, data);

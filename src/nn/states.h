@@ -10,7 +10,7 @@
 namespace tidegate::nn {
 
 /// The dtype of states beside data or weights of `dtype`: fp64 for fp64, else fp32.
-at::ScalarType state_dtype(at::ScalarType dtype);
+at::ScalarType wide_dtype(at::ScalarType dtype);
 
 /// Zeros for a mixer's state: fp32, fp64 for dtype fp64; device and dtype default to the weight's.
 at::Tensor make_state_tensor(at::IntArrayRef shape, const at::Tensor& weight,

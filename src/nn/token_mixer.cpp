@@ -24,14 +24,14 @@ std::vector<int64_t> with_batch(int64_t batch, std::vector<int64_t> shape) {
 
 }  // namespace
 
-at::ScalarType state_dtype(at::ScalarType dtype) {
+at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 at::Tensor make_state_tensor(at::IntArrayRef shape, const at::Tensor& weight,
                              std::optional<at::Device> device,
                              std::optional<at::ScalarType> dtype) {
-  return at::zeros(shape, at::TensorOptions(state_dtype(dtype.value_or(weight.scalar_type())))
+  return at::zeros(shape, at::TensorOptions(wide_dtype(dtype.value_or(weight.scalar_type())))
                               .device(device.value_or(weight.device())));
 }
 
@@ -60,7 +60,7 @@ at::Tensor TensorStateMixer::init_state(int64_t batch, std::optional<at::Device>
 void TensorStateMixer::check_state(const at::Tensor& state, const at::Tensor& x,
                                    const std::optional<at::Tensor>& cu_seqlens) const {
   check_state_tensor(owner(), "", state, with_batch(sequence_count(x, cu_seqlens), state_shape()),
-                     state_dtype(own_weight().scalar_type()));
+                     wide_dtype(own_weight().scalar_type()));
 }
 
 void TensorStateMixer::refuse_bidirectional(const char* what) const {

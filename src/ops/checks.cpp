@@ -70,7 +70,7 @@ std::vector<int64_t> check_offsets_values(const Reference& data, const char* nam
 
 }  // namespace
 
-at::ScalarType state_type(at::ScalarType dtype) {
+at::ScalarType state_dtype(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
 

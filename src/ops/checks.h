@@ -34,7 +34,7 @@ enum class ComplexData : bool { kRefused, kAccepted };
 
 /// The type in which a recurrence over `dtype` keeps its state: fp32 for 16- and 32-bit reals, and
 /// itself for everything wider.
-at::ScalarType state_type(at::ScalarType dtype);
+at::ScalarType state_dtype(at::ScalarType dtype);
 
 /// Single precision of `dtype`'s kind, in which gates, bounds and states may come whatever the
 /// data's precision: float32, complex64 for complex types.

@@ -147,7 +147,7 @@ void check_step_arguments(const at::Tensor& q, const at::Tensor& k, const at::Te
   check_rank(data, 3, "[B, Hq, D]");
   check_keys(data, {"k_cache", "v_cache", "gate_cache"}, k, v, gates, "[B, Tmax, Hkv, D]",
              "[B, Tmax, Hq]");
-  const at::ScalarType wide = state_type(q.scalar_type());
+  const at::ScalarType wide = state_dtype(q.scalar_type());
   TORCH_CHECK(gates.scalar_type() == wide, kStepName, ": gate_cache must be ",
               c10::getDtypeNames(wide).first, " (q is ", c10::getDtypeNames(q.scalar_type()).first,
               "), got ", c10::getDtypeNames(gates.scalar_type()).first);
@@ -240,7 +240,7 @@ std::tuple<at::Tensor, at::Tensor> run_forward(const Arguments& a) {
   check_values(a);
   at::Tensor o = at::empty(a.q.sizes(), a.q.options());
   at::Tensor lse = at::empty({a.q.size(0), a.q.size(2), a.q.size(1)},
-                             a.q.options().dtype(state_type(a.q.scalar_type())));
+                             a.q.options().dtype(state_dtype(a.q.scalar_type())));
   const KernelInputs inputs(a);
   ForgettingAttentionParams params = inputs.params(a);
   params.o = head_series(o);
@@ -255,7 +255,7 @@ Gradients run_backward(const at::Tensor& d_o, const OptionalTensor& dlse, const 
                        const at::Tensor& o, const at::Tensor& lse) {
   check_gradient_arguments(d_o, dlse, a, o, lse);
   check_values(a);
-  const at::ScalarType wide = state_type(a.q.scalar_type());
+  const at::ScalarType wide = state_dtype(a.q.scalar_type());
   const KernelInputs inputs(a);
   const at::Tensor do_read = in_rows(d_o), o_read = in_rows(o);
   const at::Tensor lse_read = contiguous_as(lse, wide), dlse_read = contiguous_as(dlse, wide);
@@ -331,7 +331,7 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(
   check_arguments({kName, q, k, v, log_f, scale, window, cu_seqlens, cu_seqlens_k, prune});
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)},
-                           q.options().dtype(state_type(q.scalar_type())))};
+                           q.options().dtype(state_dtype(q.scalar_type())))};
 }
 
 Gradients backward_meta(const at::Tensor& d_o, const OptionalTensor& dlse, const at::Tensor& q,

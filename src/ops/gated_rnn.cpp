@@ -82,7 +82,7 @@ c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
   check_like(data, "dh", dh);
   check_like(data, "x", x);
   check_state(data, "dh_final", dh_final, "[N, D]", {sequences, h.sym_size(2)});
-  const at::ScalarType wide = state_type(h.scalar_type());
+  const at::ScalarType wide = state_dtype(h.scalar_type());
   check_device(data, "logits", logits);
   check_shape(data.op, "logits", logits, "[B, T, D]", {h.sym_size(0), h.sym_size(1), h.sym_size(2)},
               " like h");
@@ -116,8 +116,8 @@ struct KernelInputs {
 
   KernelInputs(const at::Tensor& data, const at::Tensor& w_zh, const OptionalTensor& state,
                const OptionalTensor& offsets)
-      : w(contiguous_as(w_zh, state_type(data.scalar_type()))),
-        h0(contiguous_as(state, state_type(data.scalar_type()))),
+      : w(contiguous_as(w_zh, state_dtype(data.scalar_type()))),
+        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()),
         w_is_16_bit(w_zh.element_size() == 2) {}
 
@@ -160,7 +160,7 @@ Results forward_results(const char* op, const at::Tensor& z, const at::Tensor& x
   const int64_t sequences =
       check_forward(op, z, x, w_zh, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({op, "x", x}, cu_seqlens);
-  const at::TensorOptions wide = x.options().dtype(state_type(x.scalar_type()));
+  const at::TensorOptions wide = x.options().dtype(state_dtype(x.scalar_type()));
   Results results;
   results.h = at::empty(x.sizes(), x.options());
   results.h_final = at::empty({sequences, x.size(2)}, wide);
@@ -188,7 +188,7 @@ ThreeTensors with_logits_kernel(const at::Tensor& z, const at::Tensor& x, const 
 at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, const at::Tensor& w) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::ScalarType data = h_before.scalar_type();
-  const at::ScalarType wide = state_type(data);
+  const at::ScalarType wide = state_dtype(data);
   const at::Tensor da = dz.flatten(0, 1);
   const at::Tensor h = h_before.flatten(0, 1);
   if (h.is_cuda() && wide != data) {  // 16-bit products with float32 sums
@@ -206,7 +206,7 @@ FourTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
       check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens)
           .guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"gated_rnn_backward", "h", h}, cu_seqlens);
-  const at::ScalarType wide = state_type(h.scalar_type());
+  const at::ScalarType wide = state_dtype(h.scalar_type());
   const KernelInputs inputs(h, w_zh, h0, cu_seqlens);
   const at::Tensor x_read = in_rows(x);
   const at::Tensor h_read = h.contiguous();
@@ -263,7 +263,7 @@ Results meta_results(const char* op, const at::Tensor& z, const at::Tensor& x,
                      const at::Tensor& w_zh, const OptionalTensor& h0,
                      const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences = check_forward(op, z, x, w_zh, h0, cu_seqlens);
-  const at::TensorOptions wide = x.options().dtype(state_type(x.scalar_type()));
+  const at::TensorOptions wide = x.options().dtype(state_dtype(x.scalar_type()));
   return {at::empty_symint(x.sym_sizes(), x.options()),
           at::empty_symint({sequences, x.sym_size(2)}, wide),
           at::empty_symint(x.sym_sizes(), wide)};
@@ -287,7 +287,7 @@ FourTensors backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, 
                           const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences =
       check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens);
-  const at::ScalarType dh0_type = is_given(h0) ? h0->scalar_type() : state_type(h.scalar_type());
+  const at::ScalarType dh0_type = is_given(h0) ? h0->scalar_type() : state_dtype(h.scalar_type());
   return {at::empty_symint(h.sym_sizes(), h.options().dtype(z_dtype)),
           at::empty_symint(h.sym_sizes(), h.options()),
           at::empty_symint(w_zh.sym_sizes(), w_zh.options()),

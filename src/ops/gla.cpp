@@ -138,8 +138,8 @@ struct KernelInputs {
         k(is_given(a.k) ? in_rows(*a.k) : at::Tensor()),
         v(in_rows(a.v)),
         gate(gate_in_rows(a.gate, a.q.scalar_type())),
-        gamma(contiguous_as(a.gamma, state_type(a.q.scalar_type()))),
-        h0(contiguous_as(a.h0, state_type(a.q.scalar_type()))),
+        gamma(contiguous_as(a.gamma, state_dtype(a.q.scalar_type()))),
+        h0(contiguous_as(a.h0, state_dtype(a.q.scalar_type()))),
         cu_seqlens(is_given(a.cu_seqlens) ? a.cu_seqlens->contiguous() : at::Tensor()) {}
 
   GlaParams params(const GlaArguments& a) const {
@@ -186,7 +186,7 @@ std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& argume
   const at::Tensor &q = arguments.q, &v = arguments.v;
   at::Tensor o = at::empty(v.sizes(), v.options());
   at::Tensor h_final = at::empty({sequences, q.size(2), q.size(3), v.size(3)},
-                                 q.options().dtype(state_type(q.scalar_type())));
+                                 q.options().dtype(state_dtype(q.scalar_type())));
   const KernelInputs inputs(arguments);
   GlaParams params = inputs.params(arguments);
   params.o = head_series(o);
@@ -200,7 +200,7 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
   const int64_t sequences = check_backward(d_o, dh_final, arguments).guard_int(__FILE__, __LINE__);
   check_values(arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
-  const at::ScalarType wide = state_type(q.scalar_type());
+  const at::ScalarType wide = state_dtype(q.scalar_type());
   const KernelInputs inputs(arguments);
   const at::Tensor do_read = in_rows(d_o);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
@@ -272,14 +272,14 @@ std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& argument
   const at::Tensor &q = arguments.q, &v = arguments.v;
   return {at::empty_symint(v.sym_sizes(), v.options()),
           at::empty_symint({sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)},
-                           q.options().dtype(state_type(q.scalar_type())))};
+                           q.options().dtype(state_dtype(q.scalar_type())))};
 }
 
 GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_final,
                                const GlaArguments& arguments) {
   const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
-  const auto wide = q.options().dtype(state_type(q.scalar_type()));
+  const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
   const auto like = [&](const OptionalTensor& tensor) {
     return is_given(tensor) ? at::empty_symint(tensor->sym_sizes(), tensor->options())
                             : at::empty({0}, wide);

@@ -123,9 +123,9 @@ struct KernelInputs {
                const OptionalTensor& offsets)
       : c(in_rows(data)),
         f(gate_in_rows(logits, data.scalar_type())),
-        gamma(contiguous_as(bound, state_type(data.scalar_type()))),
-        theta(contiguous_as(phase, state_type(data.scalar_type()))),
-        h0(contiguous_as(state, state_type(data.scalar_type()))),
+        gamma(contiguous_as(bound, state_dtype(data.scalar_type()))),
+        theta(contiguous_as(phase, state_dtype(data.scalar_type()))),
+        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 
   HgruParams params(kernels::Activation activation, bool reverse) const {
@@ -155,7 +155,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& c, const at:
   check_values(data, gamma, theta, cu_seqlens);
   at::Tensor h = at::empty(c.sizes(), c.options());
   at::Tensor h_final =
-      at::empty({sequences, c.size(2)}, c.options().dtype(state_type(c.scalar_type())));
+      at::empty({sequences, c.size(2)}, c.options().dtype(state_dtype(c.scalar_type())));
   const KernelInputs inputs(c, f, gamma, theta, h0, cu_seqlens);
   HgruParams params = inputs.params(act, reverse);
   params.h = time_series(h);
@@ -190,7 +190,7 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   const int64_t sequences = check_backward(dh, dh_final, c, f, h, gamma, theta, h0, cu_seqlens)
                                 .guard_int(__FILE__, __LINE__);
   check_values(data, gamma, theta, cu_seqlens);
-  const at::ScalarType wide = state_type(c.scalar_type());
+  const at::ScalarType wide = state_dtype(c.scalar_type());
   const KernelInputs inputs(c, f, gamma, theta, h0, cu_seqlens);
   const at::Tensor h_read = in_rows(h);
   const at::Tensor dh_read = in_rows(dh);
@@ -252,9 +252,9 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& c, const at::T
                                                 const OptionalTensor& cu_seqlens) {
   parse_activation("hgru", activation);
   const c10::SymInt sequences = check_arguments({"hgru", "c", c}, f, gamma, theta, h0, cu_seqlens);
-  return {
-      at::empty_symint(c.sym_sizes(), c.options()),
-      at::empty_symint({sequences, c.sym_size(2)}, c.options().dtype(state_type(c.scalar_type())))};
+  return {at::empty_symint(c.sym_sizes(), c.options()),
+          at::empty_symint({sequences, c.sym_size(2)},
+                           c.options().dtype(state_dtype(c.scalar_type())))};
 }
 
 Gradients backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& c,
@@ -264,7 +264,7 @@ Gradients backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, co
                         const OptionalTensor& cu_seqlens) {
   parse_activation("hgru_backward", activation);
   const c10::SymInt sequences = check_backward(dh, dh_final, c, f, h, gamma, theta, h0, cu_seqlens);
-  const auto wide = c.options().dtype(state_type(c.scalar_type()));
+  const auto wide = c.options().dtype(state_dtype(c.scalar_type()));
   const auto like_parameter = [&](const OptionalTensor& parameter) {
     return is_given(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())
                                : at::empty({0}, wide);

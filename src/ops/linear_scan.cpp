@@ -104,7 +104,7 @@ struct KernelInputs {
   KernelInputs(const at::Tensor& data, const at::Tensor& decay, const OptionalTensor& state,
                const OptionalTensor& offsets)
       : a(gate_in_rows(decay, data.scalar_type())),
-        h0(contiguous_as(state, state_type(data.scalar_type()))),
+        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 
   LinearScanParams params(const at::Tensor& data, bool reverse) const {
@@ -137,7 +137,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& x, const at:
   check_cu_seqlens_values(data, cu_seqlens);
   at::Tensor h = at::empty(x.sizes(), x.options());
   at::Tensor h_final =
-      at::empty({sequences, x.size(2)}, x.options().dtype(state_type(x.scalar_type())));
+      at::empty({sequences, x.size(2)}, x.options().dtype(state_dtype(x.scalar_type())));
   run_forward(data.op, x, KernelInputs(x, a, h0, cu_seqlens), reverse, h, h_final);
   return {std::move(h), std::move(h_final)};
 }
@@ -164,7 +164,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
   const int64_t sequences =
       check_backward(dh, dh_final, a, h, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"linear_scan_backward", "h", h}, cu_seqlens);
-  const at::ScalarType wide = state_type(h.scalar_type());
+  const at::ScalarType wide = state_dtype(h.scalar_type());
   const KernelInputs inputs(h, a, h0, cu_seqlens);
   const at::Tensor h_read = in_rows(h);
   const at::Tensor dh_read = in_rows(dh);
@@ -215,16 +215,16 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::T
                                                 const OptionalTensor& h0, bool /*reverse*/,
                                                 const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences = check_arguments({"linear_scan", "x", x}, a, h0, cu_seqlens);
-  return {
-      at::empty_symint(x.sym_sizes(), x.options()),
-      at::empty_symint({sequences, x.sym_size(2)}, x.options().dtype(state_type(x.scalar_type())))};
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          at::empty_symint({sequences, x.sym_size(2)},
+                           x.options().dtype(state_dtype(x.scalar_type())))};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_meta(
     const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& a, const at::Tensor& h,
     const OptionalTensor& h0, bool /*reverse*/, const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences = check_backward(dh, dh_final, a, h, h0, cu_seqlens);
-  const at::ScalarType dh0_type = is_given(h0) ? h0->scalar_type() : state_type(h.scalar_type());
+  const at::ScalarType dh0_type = is_given(h0) ? h0->scalar_type() : state_dtype(h.scalar_type());
   return {at::empty_symint(h.sym_sizes(), h.options()),
           at::empty_symint(a.sym_sizes(), a.options()),
           at::empty_symint({sequences, h.sym_size(2)}, h.options().dtype(dh0_type))};

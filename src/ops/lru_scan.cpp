@@ -115,10 +115,10 @@ struct KernelInputs {
   KernelInputs(const at::Tensor& data, const Parameters& given, const OptionalTensor& state,
                const OptionalTensor& offsets)
       : x(in_rows(data)),
-        nu_log(contiguous_as(given.nu_log, state_type(data.scalar_type()))),
-        theta_log(contiguous_as(given.theta_log, state_type(data.scalar_type()))),
-        gamma_log(contiguous_as(given.gamma_log, state_type(data.scalar_type()))),
-        h0(contiguous_as(state, state_type(data.scalar_type()))),
+        nu_log(contiguous_as(given.nu_log, state_dtype(data.scalar_type()))),
+        theta_log(contiguous_as(given.theta_log, state_dtype(data.scalar_type()))),
+        gamma_log(contiguous_as(given.gamma_log, state_dtype(data.scalar_type()))),
+        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 
   LruParams params(bool reverse) const {
@@ -146,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& x, const at:
   check_values(data, given, cu_seqlens);
   at::Tensor h = at::empty(x.sizes(), x.options());
   at::Tensor h_final =
-      at::empty({sequences, x.size(2)}, x.options().dtype(state_type(x.scalar_type())));
+      at::empty({sequences, x.size(2)}, x.options().dtype(state_dtype(x.scalar_type())));
   const KernelInputs inputs(x, given, h0, cu_seqlens);
   LruParams params = inputs.params(reverse);
   params.h = time_series(h);
@@ -180,7 +180,7 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   const int64_t sequences =
       check_backward(data, dh, dh_final, h, given, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
   check_values(data, given, cu_seqlens);
-  const at::ScalarType wide = state_type(x.scalar_type());
+  const at::ScalarType wide = state_dtype(x.scalar_type());
   const KernelInputs inputs(x, given, h0, cu_seqlens);
   const at::Tensor h_read = in_rows(h);
   const at::Tensor dh_read = in_rows(dh);
@@ -239,9 +239,9 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::T
                                                 const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences =
       check_arguments({"lru_scan", "x", x}, {nu_log, theta_log, gamma_log}, h0, cu_seqlens);
-  return {
-      at::empty_symint(x.sym_sizes(), x.options()),
-      at::empty_symint({sequences, x.sym_size(2)}, x.options().dtype(state_type(x.scalar_type())))};
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          at::empty_symint({sequences, x.sym_size(2)},
+                           x.options().dtype(state_dtype(x.scalar_type())))};
 }
 
 Gradients backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& x,
@@ -251,7 +251,7 @@ Gradients backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, co
                         const OptionalTensor& cu_seqlens) {
   const c10::SymInt sequences = check_backward({"lru_scan_backward", "x", x}, dh, dh_final, h,
                                                {nu_log, theta_log, gamma_log}, h0, cu_seqlens);
-  const auto wide = x.options().dtype(state_type(x.scalar_type()));
+  const auto wide = x.options().dtype(state_dtype(x.scalar_type()));
   const auto like = [](const at::Tensor& parameter) {
     return at::empty_symint(parameter.sym_sizes(), parameter.options());
   };

@@ -31,7 +31,7 @@ std::string name_of(at::ScalarType type) { return c10::getDtypeNames(type).first
 
 void check_table(const Reference& data, const char* name, const at::Tensor& table) {
   check_device(data, name, table);
-  const at::ScalarType wanted = state_type(data.tensor.scalar_type());
+  const at::ScalarType wanted = state_dtype(data.tensor.scalar_type());
   TORCH_CHECK(table.scalar_type() == wanted, kOp, ": ", name, " must be ", name_of(wanted),
               " (x is ", name_of(data.tensor.scalar_type()), "), got ",
               name_of(table.scalar_type()));
@@ -72,7 +72,7 @@ kernels::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y, const 
 at::Tensor rotary_cpu(const at::Tensor& given, const at::Tensor& cos, const at::Tensor& sin,
                       bool inverse) {
   check_arguments(given, cos, sin);
-  const at::Tensor x = in_rows(given.to(state_type(given.scalar_type())));
+  const at::Tensor x = in_rows(given.to(state_dtype(given.scalar_type())));
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const at::Tensor c = cos.contiguous(), s = sin.contiguous();
   kernels::rotary_cpu(params_of(x, y, c, s, inverse), torch_threads());

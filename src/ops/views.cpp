@@ -34,7 +34,7 @@ at::Tensor in_rows(const at::Tensor& tensor) {
 }
 
 at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data) {
-  const bool fits = gate.scalar_type() == data || gate.scalar_type() == state_type(data);
+  const bool fits = gate.scalar_type() == data || gate.scalar_type() == state_dtype(data);
   return in_rows(fits ? gate : gate.to(data));
 }
 

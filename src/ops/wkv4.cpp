@@ -86,8 +86,8 @@ c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dfinal_s
   check_state(data, "final_state", final_state, "[N, 3, D]", {sequences, 3, channels});
   check_state(data, "saved", saved, "[B, T / 8 + 1, 3, D]",
               {k.sym_size(0), k.sym_size(1) / kernels::kWkv4SavedEvery + 1, 3, channels});
-  TORCH_CHECK(saved.scalar_type() == state_type(k.scalar_type()),
-              "wkv4_backward: saved must be of the state's dtype, ", state_type(k.scalar_type()),
+  TORCH_CHECK(saved.scalar_type() == state_dtype(k.scalar_type()),
+              "wkv4_backward: saved must be of the state's dtype, ", state_dtype(k.scalar_type()),
               ", got ", saved.scalar_type());
   return sequences;
 }
@@ -109,11 +109,11 @@ struct KernelInputs {
 
   KernelInputs(const at::Tensor& rate, const at::Tensor& bonus, const at::Tensor& key,
                const at::Tensor& value, const OptionalTensor& given, const OptionalTensor& offsets)
-      : w(contiguous_as(rate, state_type(key.scalar_type()))),
-        u(contiguous_as(bonus, state_type(key.scalar_type()))),
+      : w(contiguous_as(rate, state_dtype(key.scalar_type()))),
+        u(contiguous_as(bonus, state_dtype(key.scalar_type()))),
         k(in_rows(key)),
         v(in_rows(value)),
-        state(contiguous_as(given, state_type(key.scalar_type()))),
+        state(contiguous_as(given, state_dtype(key.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 
   Wkv4Params params() const {
@@ -131,7 +131,7 @@ struct KernelInputs {
 
 at::Tensor empty_saved(const at::Tensor& k) {
   return at::empty({k.size(0), kernels::wkv4_saved_rows(k.size(1)), 3, k.size(2)},
-                   k.options().dtype(state_type(k.scalar_type())));
+                   k.options().dtype(state_dtype(k.scalar_type())));
 }
 
 /// Writes `o` [B, T, D], `final_state` [N, 3, D], which may be `inputs.state` when T = 1, and
@@ -157,7 +157,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& w, const at::Tensor
   check_rates("wkv4", w);
   at::Tensor o = at::empty(k.sizes(), k.options());
   at::Tensor final_state =
-      at::empty({sequences, 3, k.size(2)}, k.options().dtype(state_type(k.scalar_type())));
+      at::empty({sequences, 3, k.size(2)}, k.options().dtype(state_dtype(k.scalar_type())));
   if (save) {
     *saved = empty_saved(k);
   }
@@ -193,7 +193,7 @@ Gradients backward_kernel(const at::Tensor& d_o, const OptionalTensor& dfinal_st
       check_backward(d_o, dfinal_state, w, u, k, v, state, final_state, saved, cu_seqlens)
           .guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"wkv4_backward", "k", k}, cu_seqlens);
-  const at::ScalarType wide = state_type(k.scalar_type());
+  const at::ScalarType wide = state_dtype(k.scalar_type());
   const KernelInputs inputs(w, u, k, v, state, cu_seqlens);
   const at::Tensor do_read = in_rows(d_o);
   const at::Tensor dfinal_state_read = contiguous_as(dfinal_state, wide);
@@ -246,7 +246,7 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& w, const at::T
   const c10::SymInt sequences = check_arguments("wkv4", w, u, k, v, state, cu_seqlens);
   return {at::empty_symint(k.sym_sizes(), k.options()),
           at::empty_symint({sequences, 3, k.sym_size(2)},
-                           k.options().dtype(state_type(k.scalar_type())))};
+                           k.options().dtype(state_dtype(k.scalar_type())))};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> saving_meta(const at::Tensor& w, const at::Tensor& u,
@@ -257,7 +257,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> saving_meta(const at::Tensor& w, 
   const c10::SymInt rows = k.sym_size(1) / kernels::kWkv4SavedEvery + 1;
   return {std::move(o), std::move(final_state),
           at::empty_symint({k.sym_size(0), rows, 3, k.sym_size(2)},
-                           k.options().dtype(state_type(k.scalar_type())))};
+                           k.options().dtype(state_dtype(k.scalar_type())))};
 }
 
 Gradients backward_meta(const at::Tensor& d_o, const OptionalTensor& dfinal_state,
@@ -268,7 +268,7 @@ Gradients backward_meta(const at::Tensor& d_o, const OptionalTensor& dfinal_stat
   const c10::SymInt sequences =
       check_backward(d_o, dfinal_state, w, u, k, v, state, final_state, saved, cu_seqlens);
   const at::ScalarType dstate_type =
-      is_given(state) ? state->scalar_type() : state_type(k.scalar_type());
+      is_given(state) ? state->scalar_type() : state_dtype(k.scalar_type());
   const auto like = [](const at::Tensor& t) {
     return at::empty_symint(t.sym_sizes(), t.options());
   };
