@@ -70,7 +70,8 @@ struct GatedLinearAttentionOptions {
 /// State: S `[N, H, K, V]`, and, normalising, z `[N, H, K]`; fp32, fp64 in an fp64 module. Throws
 /// c10::ValueError for options that are unknown or do not fit each other, and for shapes that do
 /// not fit them.
-class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public TokenMixer {
+class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>,
+                                 public SeveralTensorMixer {
  public:
   explicit GatedLinearAttentionImpl(int64_t dim)
       : GatedLinearAttentionImpl(GatedLinearAttentionOptions(dim)) {}
@@ -88,7 +89,7 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public
   /// default to the module's; capacity (tokens to come) is ignored.
   MixerState init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
                         std::optional<torch::ScalarType> dtype = std::nullopt,
-                        std::optional<int64_t> capacity = std::nullopt) const;
+                        std::optional<int64_t> capacity = std::nullopt) const override;
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
   /// from, empty = zeros. gamma: unset; there is no lower bound. cu_seqlens: bounds `[N+1]` of the
@@ -96,27 +97,12 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>, public
   std::tuple<torch::Tensor, MixerState> forward(
       const torch::Tensor& x, const MixerState& state = {},
       const std::optional<torch::Tensor>& gamma = std::nullopt,
-      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
 
   /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
   /// under torch::NoGradGuard or c10::InferenceMode.
   torch::Tensor step(const torch::Tensor& x, const MixerState& state,
-                     const std::optional<torch::Tensor>& gamma = std::nullopt);
-
-  std::tuple<torch::Tensor, MixerState> mix(
-      const torch::Tensor& x, const MixerState& state, const std::optional<torch::Tensor>& gamma,
-      const std::optional<torch::Tensor>& cu_seqlens) override {
-    return forward(x, state, gamma, cu_seqlens);
-  }
-  torch::Tensor mix_step(const torch::Tensor& x, const MixerState& state,
-                         const std::optional<torch::Tensor>& gamma) override {
-    return step(x, state, gamma);
-  }
-  MixerState make_state(int64_t batch, std::optional<torch::Device> device,
-                        std::optional<torch::ScalarType> dtype,
-                        std::optional<int64_t> capacity) const override {
-    return init_state(batch, device, dtype, capacity);
-  }
+                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
 
   void pretty_print(std::ostream& stream) const override;
 

@@ -71,9 +71,6 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt) override;
 
-  bool takes_gamma() const override { return false; }
-  int64_t gamma_size() const override { return options.dim(); }
-
   void pretty_print(std::ostream& stream) const override;
 
   GatedRNNOptions options;

@@ -98,7 +98,7 @@ struct AttentionState {
 };
 
 /// Base of Attention and ForgettingAttention; no module itself. They say what it computes.
-class SoftmaxAttention : public TokenMixer {
+class SoftmaxAttention : public SeveralTensorMixer {
  public:
   /// in_proj, shift_proj, the forget gate's projection and bias, the norms (one), out_proj, in this
   /// order; projections uniform on +-1/sqrt(dim).
@@ -109,7 +109,7 @@ class SoftmaxAttention : public TokenMixer {
   /// whenever it is full.
   MixerState init_state(int64_t batch, std::optional<torch::Device> device = std::nullopt,
                         std::optional<torch::ScalarType> dtype = std::nullopt,
-                        std::optional<int64_t> capacity = std::nullopt) const;
+                        std::optional<int64_t> capacity = std::nullopt) const override;
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and, where a state was given, the state after the last
   /// token. state: where to go on from; waits for the device. gamma: unset; there is no lower
@@ -117,27 +117,13 @@ class SoftmaxAttention : public TokenMixer {
   std::tuple<torch::Tensor, MixerState> forward(
       const torch::Tensor& x, const MixerState& state = {},
       const std::optional<torch::Tensor>& gamma = std::nullopt,
-      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
 
   /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Records no gradient.
   /// Work grows with the tokens held.
   torch::Tensor step(const torch::Tensor& x, const MixerState& state,
-                     const std::optional<torch::Tensor>& gamma = std::nullopt);
+                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
 
-  std::tuple<torch::Tensor, MixerState> mix(
-      const torch::Tensor& x, const MixerState& state, const std::optional<torch::Tensor>& gamma,
-      const std::optional<torch::Tensor>& cu_seqlens) override {
-    return forward(x, state, gamma, cu_seqlens);
-  }
-  torch::Tensor mix_step(const torch::Tensor& x, const MixerState& state,
-                         const std::optional<torch::Tensor>& gamma) override {
-    return step(x, state, gamma);
-  }
-  MixerState make_state(int64_t batch, std::optional<torch::Device> device,
-                        std::optional<torch::ScalarType> dtype,
-                        std::optional<int64_t> capacity) const override {
-    return init_state(batch, device, dtype, capacity);
-  }
   bool keeps_tokens() const override { return true; }
 
   /// Those that the options ask for; empty handles otherwise.

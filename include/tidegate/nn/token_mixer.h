@@ -17,8 +17,8 @@ using MixerState = std::vector<at::Tensor>;
 
 /// The interface of the token mixers: modules that move information between positions. Mixers are
 /// torch::nn::Modules that also derive from this class, which is no module itself. Each has the
-/// calls forward(), step() and init_state() besides, with the state in a type of its own: a tensor
-/// (TensorStateMixer), or a MixerState.
+/// calls forward(), step() and init_state() besides, with a tensor for the state (TensorStateMixer)
+/// or several (SeveralTensorMixer).
 class TokenMixer {
  public:
   virtual ~TokenMixer() = default;
@@ -91,6 +91,35 @@ class TensorStateMixer : public TokenMixer {
   void check_state(const at::Tensor& state, const at::Tensor& x,
                    const std::optional<at::Tensor>& cu_seqlens = std::nullopt) const;
   void refuse_bidirectional(const char* what) const;
+};
+
+/// A token mixer whose state is several tensors, documented with the mixer.
+class SeveralTensorMixer : public TokenMixer {
+ public:
+  virtual std::tuple<at::Tensor, MixerState> forward(
+      const at::Tensor& x, const MixerState& state = {},
+      const std::optional<at::Tensor>& gamma = std::nullopt,
+      const std::optional<at::Tensor>& cu_seqlens = std::nullopt) = 0;
+  virtual at::Tensor step(const at::Tensor& x, const MixerState& state,
+                          const std::optional<at::Tensor>& gamma = std::nullopt) = 0;
+  virtual MixerState init_state(int64_t batch, std::optional<at::Device> device = std::nullopt,
+                                std::optional<at::ScalarType> dtype = std::nullopt,
+                                std::optional<int64_t> capacity = std::nullopt) const = 0;
+
+  std::tuple<at::Tensor, MixerState> mix(const at::Tensor& x, const MixerState& state,
+                                         const std::optional<at::Tensor>& gamma,
+                                         const std::optional<at::Tensor>& cu_seqlens) final {
+    return forward(x, state, gamma, cu_seqlens);
+  }
+  at::Tensor mix_step(const at::Tensor& x, const MixerState& state,
+                      const std::optional<at::Tensor>& gamma) final {
+    return step(x, state, gamma);
+  }
+  MixerState make_state(int64_t batch, std::optional<at::Device> device,
+                        std::optional<at::ScalarType> dtype,
+                        std::optional<int64_t> capacity) const final {
+    return init_state(batch, device, dtype, capacity);
+  }
 };
 
 }  // namespace tidegate::nn
