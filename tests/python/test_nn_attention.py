@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_cases import ATTENTION, check_against
-from support.attention_cases import ATTENTION_DIM as DIM
-from support.attention_cases import attention as make
+from support.attention_mixers import ATTENTION, check_against
+from support.attention_mixers import ATTENTION_DIM as DIM
+from support.attention_mixers import attention as make
 from torch import Tensor
 
 from tidegate.models import CausalLM, LMConfig

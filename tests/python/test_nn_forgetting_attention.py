@@ -11,10 +11,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_cases import FORGETTING, check_against
-from support.attention_cases import FORGETTING_DIM as DIM
-from support.attention_cases import FORGETTING_HEADS as HEADS
-from support.attention_cases import forgetting as make
+from support.attention_mixers import FORGETTING, check_against
+from support.attention_mixers import FORGETTING_DIM as DIM
+from support.attention_mixers import FORGETTING_HEADS as HEADS
+from support.attention_mixers import forgetting as make
 from torch import Tensor
 
 from tidegate.models import CausalLM, LMConfig

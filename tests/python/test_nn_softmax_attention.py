@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support.attention_cases import MAKERS
+from support.attention_mixers import MAKERS
 
 from tidegate import ops
 
