@@ -20,14 +20,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from support import cases, fox_cases, gla_cases, rnn_cases, wkv4_cases
-from support.cases import Case
+from support import cases, fox_cases, gla_cases, rnn_cases, scan_cases, wkv4_cases
 from support.fox_cases import FoxCase
 from support.gla_cases import GlaCase
 from support.rnn_cases import RnnCase
+from support.scan_cases import ScanCase
 from support.wkv4_cases import Wkv4Case
 
-AnyCase = Case | GlaCase | RnnCase | Wkv4Case | FoxCase
+AnyCase = ScanCase | GlaCase | RnnCase | Wkv4Case | FoxCase
 
 
 def random_attention(longest: int, rng: random.Random) -> FoxCase:
@@ -68,7 +68,7 @@ def random_case(seed: int) -> AnyCase:
         case = wkv4_cases.vary(case, rng.randrange(1 << 30))
         widest = 600 if case.time < 100 else 70
         return replace(case, batch=rng.randint(1, 5), channels=rng.randint(1, widest))
-    case = replace(rng.choice(cases.KINDS + gla_cases.KINDS), time=rng.randint(0, longest))
+    case = replace(rng.choice(scan_cases.KINDS + gla_cases.KINDS), time=rng.randint(0, longest))
     if isinstance(case, GlaCase):
         case = gla_cases.vary(case, rng.randrange(1 << 30))
         widest = 140 if case.time < 100 else 20
@@ -78,7 +78,7 @@ def random_case(seed: int) -> AnyCase:
             value_dim=rng.randint(1, widest),
             batch=rng.randint(1, 3),
         )
-    case = cases.vary(case, rng.randrange(1 << 30))
+    case = scan_cases.vary(case, rng.randrange(1 << 30))
     widest = 600 if case.time < 100 else 70
     return replace(case, batch=rng.randint(1, 5), channels=rng.randint(1, widest))
 

@@ -11,11 +11,21 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
-from support import cases, fox_cases, gla_cases, oracle, rnn_cases, wkv4_cases
-from support.cases import Case
+from support import (
+    cases,
+    error_rule,
+    fox_cases,
+    gla_cases,
+    rnn_cases,
+    scan_cases,
+    scan_oracle,
+    walks,
+    wkv4_cases,
+)
 from support.fox_cases import FoxCase
 from support.gla_cases import GlaCase
 from support.rnn_cases import RnnCase
+from support.scan_cases import ScanCase
 from support.wkv4_cases import Wkv4Case
 from torch import Tensor
 
@@ -32,14 +42,14 @@ def _needs_a_gpu() -> None:
 
 
 KINDS = [
-    Case("hgru", batch=2, time=300, channels=64, dtype=torch.bfloat16),
-    Case("hgru", batch=2, time=300, channels=64, dtype=torch.bfloat16, theta=True),
-    Case("hgru", channels=33, dtype=torch.float32, lengths=(100, 0, 200)),
-    Case("linear_scan", batch=2, time=300, channels=64, dtype=torch.float32),
-    Case("linear_scan", batch=2, time=300, channels=7, dtype=torch.complex64, constant=True),
-    Case("linear_scan", batch=1, time=9000, channels=8, dtype=torch.float16, reverse=True),
-    Case("lru_scan", batch=2, time=300, channels=64, dtype=torch.bfloat16, theta=True),
-    Case("lru_scan", channels=33, dtype=torch.float32, lengths=(100, 0, 200), reverse=True),
+    ScanCase("hgru", batch=2, time=300, channels=64, dtype=torch.bfloat16),
+    ScanCase("hgru", batch=2, time=300, channels=64, dtype=torch.bfloat16, theta=True),
+    ScanCase("hgru", channels=33, dtype=torch.float32, lengths=(100, 0, 200)),
+    ScanCase("linear_scan", batch=2, time=300, channels=64, dtype=torch.float32),
+    ScanCase("linear_scan", batch=2, time=300, channels=7, dtype=torch.complex64, constant=True),
+    ScanCase("linear_scan", batch=1, time=9000, channels=8, dtype=torch.float16, reverse=True),
+    ScanCase("lru_scan", batch=2, time=300, channels=64, dtype=torch.bfloat16, theta=True),
+    ScanCase("lru_scan", channels=33, dtype=torch.float32, lengths=(100, 0, 200), reverse=True),
     GlaCase("hgrn2", time=300, key_dim=64, value_dim=32, dtype=torch.bfloat16),
     GlaCase("hgrn2", lengths=(100, 0, 200), key_dim=17, dtype=torch.float32),
     GlaCase("gated_linear_attention", time=300, key_dim=32, value_dim=64, dtype=torch.float16),
@@ -47,12 +57,12 @@ KINDS = [
 ]
 
 
-def inputs_of(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, Tensor | None]:
+def inputs_of(case: ScanCase, device: str = "cuda", seed: int = 0) -> dict[str, Tensor | None]:
     made = cases.make_inputs(replace(case, seed=seed))
     return {k: cases.to_device(v, device, case.layout) for k, v in made.items()}
 
 
-def train(case: Case, inputs: dict[str, Tensor | None]) -> list[Tensor]:
+def train(case: ScanCase, inputs: dict[str, Tensor | None]) -> list[Tensor]:
     """Both results and every gradient of one call."""
     named = {k: v for k, v in inputs.items() if k not in ("dh", "dh_final")}
     leaves = [v for k, v in named.items() if v is not None and k != "cu_seqlens"]
@@ -71,7 +81,7 @@ def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_graph_capture_and_replay(case: Case) -> None:
+def test_graph_capture_and_replay(case: ScanCase) -> None:
     static = inputs_of(case)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -118,7 +128,7 @@ def test_steps_with_heads_in_a_graph() -> None:
 
 
 def test_offsets_on_the_cpu_are_an_error_while_capturing() -> None:
-    case = Case(lengths=(3, 4))
+    case = ScanCase(lengths=(3, 4))
     inputs = inputs_of(case)
     inputs["cu_seqlens"] = inputs["cu_seqlens"].cpu()
     graph = torch.cuda.CUDAGraph()
@@ -128,7 +138,7 @@ def test_offsets_on_the_cpu_are_an_error_while_capturing() -> None:
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_runs_on_the_current_stream(case: Case) -> None:
+def test_runs_on_the_current_stream(case: ScanCase) -> None:
     """On a side stream, inputs that arrive late on that stream are waited for."""
     fresh = inputs_of(case)
     expected = train(case, fresh)
@@ -148,7 +158,7 @@ def test_runs_on_the_current_stream(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_nothing_synchronises(case: Case) -> None:
+def test_nothing_synchronises(case: ScanCase) -> None:
     inputs = inputs_of(case)
     train(case, inputs)
     torch.cuda.set_sync_debug_mode("error")
@@ -170,7 +180,7 @@ def second_device() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_tensors_not_on_the_current_device(case: Case, second_device: str) -> None:
+def test_tensors_not_on_the_current_device(case: ScanCase, second_device: str) -> None:
     expected = train(case, inputs_of(case, "cuda:0"))
     found = train(case, inputs_of(case, second_device))
     assert all(value.device == torch.device(second_device) for value in found)
@@ -203,18 +213,24 @@ def test_tensors_of_two_kinds_of_device() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("hgru", batch=1, time=LONG, channels=5, dtype=torch.bfloat16),
-        Case("hgru", batch=1, time=LONG, channels=4, theta=True, gates="open", reverse=True),
-        Case("hgru", channels=8, dtype=torch.bfloat16, theta=True, lengths=(60000, 0, 3, 70000)),
-        Case("linear_scan", batch=1, time=LONG, channels=3, dtype=torch.complex64, constant=True),
-        Case("linear_scan", channels=8, lengths=(30000, 0, 1, 40000), gates="loguniform"),
-        Case("lru_scan", batch=1, time=LONG, channels=4, dtype=torch.bfloat16, theta=True),
-        Case("lru_scan", batch=1, time=LONG, channels=3, gates="open", reverse=True, theta=True),
-        Case("lru_scan", channels=8, lengths=(60000, 0, 3, 70000), gates="open"),
+        ScanCase("hgru", batch=1, time=LONG, channels=5, dtype=torch.bfloat16),
+        ScanCase("hgru", batch=1, time=LONG, channels=4, theta=True, gates="open", reverse=True),
+        ScanCase(
+            "hgru", channels=8, dtype=torch.bfloat16, theta=True, lengths=(60000, 0, 3, 70000)
+        ),
+        ScanCase(
+            "linear_scan", batch=1, time=LONG, channels=3, dtype=torch.complex64, constant=True
+        ),
+        ScanCase("linear_scan", channels=8, lengths=(30000, 0, 1, 40000), gates="loguniform"),
+        ScanCase("lru_scan", batch=1, time=LONG, channels=4, dtype=torch.bfloat16, theta=True),
+        ScanCase(
+            "lru_scan", batch=1, time=LONG, channels=3, gates="open", reverse=True, theta=True
+        ),
+        ScanCase("lru_scan", channels=8, lengths=(60000, 0, 3, 70000), gates="open"),
     ],
     ids=str,
 )
-def test_long_and_narrow_shapes(case: Case) -> None:
+def test_long_and_narrow_shapes(case: ScanCase) -> None:
     """So little to do in parallel that time is split."""
     cases.check(case, "cuda")
 
@@ -222,7 +238,7 @@ def test_long_and_narrow_shapes(case: Case) -> None:
 @pytest.mark.parametrize("channels", [1, 8, 64, 200])
 def test_a_nan_in_split_time(channels: int) -> None:
     """A NaN in a later split does not reach earlier ones, nor other channels or sequences."""
-    case = Case(channels=channels, lengths=(20000, 30000), gates="open", dtype=torch.bfloat16)
+    case = ScanCase(channels=channels, lengths=(20000, 30000), gates="open", dtype=torch.bfloat16)
     inputs = inputs_of(case)
     c, rest = inputs["c"], {"cu_seqlens": inputs["cu_seqlens"], "h0": inputs["h0"]}
     clean, _ = ops.hgru(c, inputs["f"], **rest)
@@ -253,7 +269,7 @@ def test_more_sequences_than_a_grid_is_wide(sequences: int) -> None:
 
 
 def test_wide_rows() -> None:
-    cases.check(Case(batch=1, time=20, channels=70000, dtype=torch.bfloat16), "cuda")
+    cases.check(ScanCase(batch=1, time=20, channels=70000, dtype=torch.bfloat16), "cuda")
 
 
 def needs_memory(gibibytes: float) -> None:
@@ -304,9 +320,9 @@ def test_more_than_two_to_the_31_elements(theta: bool) -> None:
         gate = f.detach()[part, :, channel].cpu()
         turn = phase[channel].cpu() if theta else None
         found = torch.cat([h.detach()[part, :, s] for s in halves], -1)
-        exact, _ = oracle.hgru_forward(corner, gate, None, turn)
-        same, _ = oracle.hgru_forward(corner, gate, None, turn, exact=False)
-        oracle.assert_within_rule(f"row {row}", found, exact, same)
+        exact, _ = scan_oracle.hgru_forward(corner, gate, None, turn)
+        same, _ = scan_oracle.hgru_forward(corner, gate, None, turn, exact=False)
+        error_rule.assert_within_rule(f"row {row}", found, exact, same)
 
 
 @pytest.mark.large
@@ -320,9 +336,9 @@ def test_slices_of_one_projection_beyond_two_to_the_31() -> None:
     h, _ = ops.hgru(c, f)
     last = slice(channels - 5, channels)
     corner, gate = c[..., last].cpu(), f[..., last].cpu()
-    exact, _ = oracle.hgru_forward(corner, gate)
-    same, _ = oracle.hgru_forward(corner, gate, exact=False)
-    oracle.assert_within_rule("last channels", h[..., last], exact, same)
+    exact, _ = scan_oracle.hgru_forward(corner, gate)
+    same, _ = scan_oracle.hgru_forward(corner, gate, exact=False)
+    error_rule.assert_within_rule("last channels", h[..., last], exact, same)
     copies, _ = ops.hgru(c.contiguous(), f.contiguous())
     close_in_parts(h, copies, 2**-7)
 
@@ -350,14 +366,14 @@ def test_rows_two_to_the_31_bytes_apart() -> None:
     "case",
     [
         *KINDS,
-        Case("hgru", batch=1, time=40000, channels=64, dtype=torch.bfloat16),
-        Case("hgru", batch=8, time=512, channels=512, dtype=torch.bfloat16, theta=True),
-        Case("lru_scan", batch=1, time=40000, channels=64, dtype=torch.bfloat16, theta=True),
-        Case("linear_scan", channels=16, lengths=(30000, 0, 1, 9000), dtype=torch.float32),
+        ScanCase("hgru", batch=1, time=40000, channels=64, dtype=torch.bfloat16),
+        ScanCase("hgru", batch=8, time=512, channels=512, dtype=torch.bfloat16, theta=True),
+        ScanCase("lru_scan", batch=1, time=40000, channels=64, dtype=torch.bfloat16, theta=True),
+        ScanCase("linear_scan", channels=16, lengths=(30000, 0, 1, 9000), dtype=torch.float32),
     ],
     ids=str,
 )
-def test_bitwise_repeatable_beside_other_work(case: Case) -> None:
+def test_bitwise_repeatable_beside_other_work(case: ScanCase) -> None:
     inputs = inputs_of(case)
     first = train(case, inputs)
     noise, side = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
@@ -367,8 +383,8 @@ def test_bitwise_repeatable_beside_other_work(case: Case) -> None:
         assert_same_bits(first, train(case, inputs))
 
 
-@pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], ids=str)
-def test_outputs_do_not_show_what_was_in_memory(case: Case) -> None:
+@pytest.mark.parametrize("case", [*scan_cases.KINDS, *gla_cases.KINDS], ids=str)
+def test_outputs_do_not_show_what_was_in_memory(case: ScanCase) -> None:
     """All free memory of the allocator holds NaN before the call."""
     for time in (0, 1, 70):
         poison = [torch.full((n,), float("nan"), device="cuda") for n in (64, 500, 5000, 10**5) * 9]
@@ -390,8 +406,8 @@ SANITIZED_ATTENTION = [
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], ids=str)
-def test_tiny_shapes_under_the_sanitizer(case: Case | GlaCase) -> None:
+@pytest.mark.parametrize("case", [*scan_cases.KINDS, *gla_cases.KINDS], ids=str)
+def test_tiny_shapes_under_the_sanitizer(case: ScanCase | GlaCase) -> None:
     """Each kernel once or twice: forward, backward and step, padded and packed."""
     cases.check(case.sized(2, 70, 8), "cuda")
     cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 60, 1), reverse=True), "cuda")
@@ -410,7 +426,7 @@ def test_tiny_gated_rnns_under_the_sanitizer(case: RnnCase) -> None:
     cases.check(case.sized(3, 5, 70), "cuda")
     cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 20, 1)), "cuda")
     made = inputs_of(case.sized(2, 3, 16))
-    state = torch.zeros(2, 16, device="cuda", dtype=oracle.state_dtype(case.dtype))
+    state = torch.zeros(2, 16, device="cuda", dtype=walks.state_dtype(case.dtype))
     for t in range(3):
         h = ops.gated_rnn_step(made["z"][:, t], made["x"][:, t], made["w_zh"], state)
     assert h.isfinite().all()
@@ -446,7 +462,7 @@ def test_tiny_attention_under_the_sanitizer(case: FoxCase, deterministic: bool) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_tiny_attention_steps_under_the_sanitizer(dtype: torch.dtype, head_dim: int) -> None:
     """A cache longer than a split, in which sequences of other lengths lie; five heads a key."""
-    wide = oracle.state_dtype(dtype)
+    wide = walks.state_dtype(dtype)
     q = torch.randn(3, 5, head_dim, device="cuda", dtype=dtype)
     k, v = (torch.randn(3, 300, 1, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     gates = -torch.rand(3, 300, 5, device="cuda", dtype=wide)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from support import fox_cases, fox_oracle, oracle
+from support import error_rule, fox_cases, fox_oracle, walks
 from support.fox_cases import FoxCase, relative
 from support.op_properties import check_export
 from torch import Tensor
@@ -559,7 +559,7 @@ def test_in_a_graph() -> None:
 
 def step_inputs(case: FoxCase, capacity: int, device: str) -> tuple[Tensor, ...]:
     a = inputs_of(replace(case, queries=1, past=capacity - 1), device)
-    gates = a["log_f"].to(oracle.state_dtype(case.dtype))
+    gates = a["log_f"].to(walks.state_dtype(case.dtype))
     return a["q"][:, 0], a["k"], a["v"], gates
 
 
@@ -587,7 +587,7 @@ def test_step_equals_the_last_row(
         alone = [q[row : row + 1, None].cpu(), *past]
         exact = fox_oracle.reference(*alone, window=window, exact=True)["o"][:, 0]
         same = fox_oracle.reference(*alone, window=window, exact=False)["o"][:, 0]
-        oracle.assert_within_rule(f"row {row}", o[row : row + 1], exact, same)
+        error_rule.assert_within_rule(f"row {row}", o[row : row + 1], exact, same)
 
 
 @pytest.mark.parametrize("head_dim", [1, 7, 16, 64, 128, 136, 200, 256])
@@ -600,7 +600,7 @@ def test_step_of_any_head_dimension(dtype: torch.dtype, head_dim: int, device: s
     cpu = [t.cpu() for t in (q[:, None], k, v, gates)]
     exact = fox_oracle.reference(*cpu, exact=True)["o"][:, 0]
     same = fox_oracle.reference(*cpu, exact=False)["o"][:, 0]
-    oracle.assert_within_rule("o", o, exact, same)
+    error_rule.assert_within_rule("o", o, exact, same)
 
 
 @pytest.mark.parametrize("gates", ["log -1e4", "first shut", "zero", "extreme"])

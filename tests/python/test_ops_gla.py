@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import require_cuda
 from fuzz import check_case
-from support import cases, gla_cases, oracle
+from support import cases, error_rule, gla_cases, walks
 from support import op_properties as properties
 from support.gla_cases import GlaCase
 from support.op_properties import call, leaves, placed
@@ -202,7 +202,7 @@ def test_final_state_without_tokens_is_a_copy_of_h0(
     arguments, _ = placed(replace(case, time=0, h0=h0), device)
     o, final = call(case, arguments)
     assert o.shape == (2, 0, case.heads, case.value_dim)
-    assert final.dtype == oracle.state_dtype(case.dtype)
+    assert final.dtype == walks.state_dtype(case.dtype)
     assert final.shape == (2, case.heads, case.key_dim, case.value_dim)
     if h0 is None:
         assert not final.count_nonzero()
@@ -239,8 +239,8 @@ def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: s
             o, state = call(case, {**arguments, **sliced, "h0": state})
             outputs.append(o)
         joined = torch.cat(outputs[::-1] if reverse else outputs, 1)
-        oracle.assert_within_rule(f"split at {at}: o", joined, exact["h"], yardstick["h"])
-        oracle.assert_within_rule(
+        error_rule.assert_within_rule(f"split at {at}: o", joined, exact["h"], yardstick["h"])
+        error_rule.assert_within_rule(
             f"split at {at}: final", state, exact["final"], yardstick["final"]
         )
 
@@ -264,8 +264,8 @@ def test_steps_equal_prefill(case: GlaCase, layout: str, device: str) -> None:
             rows.append(ops.gated_linear_attention_step(*token, state, **options))
     assert state.data_ptr() == where, "the state is updated in place"
     o = torch.stack(rows, 1)
-    oracle.assert_within_rule("o by steps", o, exact["h"], yardstick["h"])
-    oracle.assert_within_rule("state after steps", state, exact["final"], yardstick["final"])
+    error_rule.assert_within_rule("o by steps", o, exact["h"], yardstick["h"])
+    error_rule.assert_within_rule("state after steps", state, exact["final"], yardstick["final"])
 
 
 def test_step_writes_into_a_view_of_a_state(device: str) -> None:
@@ -296,7 +296,7 @@ def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
         for name, grad in zip(named, found, strict=True):
             size = exact.get(f"|d{name}|")
             expected = exact[f"d{name}"], yardstick[f"d{name}"]
-            oracle.assert_within_rule(name, grad, *expected, size)
+            error_rule.assert_within_rule(name, grad, *expected, size)
 
 
 # What reaches what ------------------------------------------------------------------------------

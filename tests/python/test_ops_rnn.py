@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
-from support import cases, oracle, rnn_cases, rnn_oracle
+from support import cases, error_rule, rnn_cases, rnn_oracle, walks
 from support.op_properties import check_export, check_no_alias
 from support.rnn_cases import RnnCase
 from torch import Tensor
@@ -175,7 +175,7 @@ def test_final_state_without_tokens_is_a_copy_of_h0(case: RnnCase, h0, device: s
     arguments, _ = arguments_of(replace(case, time=0, h0=h0), device)
     h, final = ops.gated_rnn(**arguments)
     assert h.shape == (2, 0, case.channels)
-    assert final.dtype == oracle.state_dtype(case.dtype)
+    assert final.dtype == walks.state_dtype(case.dtype)
     assert final.shape == (2, case.channels)
     if h0 is None:
         assert not final.count_nonzero()
@@ -261,7 +261,7 @@ def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
         found = torch.autograd.grad((torch.cat(parts, 1), state), list(given.values()), loss)
         for name, grad in zip(given, found, strict=True):
             expected = exact[f"d{name}"], yardstick[f"d{name}"]
-            oracle.assert_within_rule(name, grad, *expected, exact.get(f"|d{name}|"))
+            error_rule.assert_within_rule(name, grad, *expected, exact.get(f"|d{name}|"))
 
 
 # What reaches what ------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_logits_are_kept_only_where_a_gradient_is_recorded(device: str) -> None:
 
 TORCH_CASES = [
     RnnCase(time=9, channels=4),
-    RnnCase(time=9, channels=4, dtype=BF16, bound_dtype=torch.float32),
+    RnnCase(time=9, channels=4, dtype=BF16, matrix_dtype=torch.float32),
     RnnCase(channels=4, lengths=(3, 0, 6), h0=None, dtype=BF16, gate_dtype=torch.float32),
     RnnCase(channels=4, dtype=torch.float64, gate_dtype=torch.float32, h0="single"),
 ]

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases, gla_cases
-from support.cases import Case
+from support import cases, gla_cases, scan_cases
 from support.gla_cases import GlaCase
+from support.scan_cases import ScanCase
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -20,17 +20,19 @@ ops = tidegate.ops
 raw = torch.ops.tidegate
 
 CASES = [
-    Case("hgru", batch=2, time=9, channels=4, dtype=torch.float32),
-    Case("hgru", batch=2, time=9, channels=4, dtype=torch.bfloat16, theta=True),
-    Case("hgru", channels=4, lengths=(3, 0, 6), gamma=False, h0=None, gate_dtype=torch.float32),
-    Case("linear_scan", batch=2, time=9, channels=4, dtype=torch.float32, reverse=True),
-    Case("linear_scan", batch=2, time=9, channels=4, dtype=torch.complex64, constant=True),
-    Case("linear_scan", channels=4, dtype=torch.complex64, gate_dtype=torch.float32, h0=None),
-    Case("lru_scan", batch=2, time=9, channels=4, dtype=torch.bfloat16, theta=True),
-    Case("lru_scan", channels=4, lengths=(3, 0, 6), h0=None, reverse=True),
-    Case("lru_scan", channels=4, dtype=torch.float64, bound_dtype=torch.float32, theta=True),
+    ScanCase("hgru", batch=2, time=9, channels=4, dtype=torch.float32),
+    ScanCase("hgru", batch=2, time=9, channels=4, dtype=torch.bfloat16, theta=True),
+    ScanCase("hgru", channels=4, lengths=(3, 0, 6), gamma=False, h0=None, gate_dtype=torch.float32),
+    ScanCase("linear_scan", batch=2, time=9, channels=4, dtype=torch.float32, reverse=True),
+    ScanCase("linear_scan", batch=2, time=9, channels=4, dtype=torch.complex64, constant=True),
+    ScanCase("linear_scan", channels=4, dtype=torch.complex64, gate_dtype=torch.float32, h0=None),
+    ScanCase("lru_scan", batch=2, time=9, channels=4, dtype=torch.bfloat16, theta=True),
+    ScanCase("lru_scan", channels=4, lengths=(3, 0, 6), h0=None, reverse=True),
+    ScanCase("lru_scan", channels=4, dtype=torch.float64, bound_dtype=torch.float32, theta=True),
     *(
-        Case(op, channels=4, dtype=dtype, gate_dtype=gate, bound_dtype=torch.float32, h0="single")
+        ScanCase(
+            op, channels=4, dtype=dtype, gate_dtype=gate, bound_dtype=torch.float32, h0="single"
+        )
         for op, dtype, gate in (
             ("hgru", torch.float64, torch.float32),
             ("linear_scan", torch.complex128, torch.float32),
@@ -45,7 +47,7 @@ CASES = [
 ids = {"ids": str}
 
 
-def arguments_of(case: Case, device: str, *, grad: bool = False) -> dict[str, Tensor | None]:
+def arguments_of(case: ScanCase, device: str, *, grad: bool = False) -> dict[str, Tensor | None]:
     """The op's tensors by name, without the loss."""
     made = {k: cases.to_device(v, device, case.layout) for k, v in cases.make_inputs(case).items()}
     named = {k: v for k, v in made.items() if k not in ("dh", "dh_final")}
@@ -56,13 +58,13 @@ def arguments_of(case: Case, device: str, *, grad: bool = False) -> dict[str, Te
     return named
 
 
-def positional(case: Case, named: dict[str, Tensor | None]) -> tuple[object, ...]:
+def positional(case: ScanCase, named: dict[str, Tensor | None]) -> tuple[object, ...]:
     """The same call, as torch.ops.tidegate takes it."""
     tensors = [v for k, v in named.items() if k != "cu_seqlens"]
     return (*tensors, *case.options().values(), named["cu_seqlens"])
 
 
-def call(case: Case, named: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+def call(case: ScanCase, named: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
     return getattr(ops, case.op)(**named, **cases.options(case))
 
 
@@ -104,7 +106,7 @@ def test_schema_has_the_arguments_and_defaults_of_the_function(name: str) -> Non
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_opcheck(case: Case, grad: bool, device: str) -> None:
+def test_opcheck(case: ScanCase, grad: bool, device: str) -> None:
     named = arguments_of(case, device, grad=grad)
     torch.library.opcheck(getattr(raw, case.op).default, positional(case, named))
 
@@ -118,7 +120,7 @@ def test_opcheck_of_short_sequences(time: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_opcheck_of_the_backward_op(case: Case, device: str) -> None:
+def test_opcheck_of_the_backward_op(case: ScanCase, device: str) -> None:
     named = arguments_of(case, device)
     h, final = call(case, named)
     if isinstance(case, GlaCase):
@@ -158,8 +160,8 @@ def test_opcheck_of_steps_and_initialisers(device: str) -> None:
     torch.library.opcheck(raw.init_rope_theta_.default, (ones(4),))
 
 
-@pytest.mark.parametrize("case", [*cases.KINDS, *gla_cases.KINDS], **ids)
-def test_fake_results_match_real_ones(case: Case) -> None:
+@pytest.mark.parametrize("case", [*scan_cases.KINDS, *gla_cases.KINDS], **ids)
+def test_fake_results_match_real_ones(case: ScanCase) -> None:
     for varied in (replace(case, h0="data"), replace(case, lengths=(3, 0, 2), layout="time_major")):
         named = arguments_of(varied, "cpu")
         fake = {k: v if v is None else v.to("meta") for k, v in named.items()}
@@ -181,7 +183,7 @@ def compiled(function: Callable, backend: str) -> tuple[Callable, CompileCounter
 
 
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_compiled_once_for_all_shapes(case: Case, device: str) -> None:
+def test_compiled_once_for_all_shapes(case: ScanCase, device: str) -> None:
     def step(named: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
         h, final = call(case, {k: v if v is None else v * 1 for k, v in named.items()})
         return h * 2, final
@@ -265,7 +267,7 @@ def test_steps_compile(device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_export_with_dynamic_batch_and_time(case: Case, device: str) -> None:
+def test_export_with_dynamic_batch_and_time(case: ScanCase, device: str) -> None:
     everything = arguments_of(case, device)
     names = [k for k, v in everything.items() if v is not None]
     over_time = [k for k in names if k != "h0" and everything[k].dim() > 2]
@@ -295,7 +297,7 @@ def test_export_with_dynamic_batch_and_time(case: Case, device: str) -> None:
 @pytest.mark.parametrize("theta", [False, True])
 def test_autocast_of_hgru(theta: bool, device: str) -> None:
     """c and f go to autocast's type, bounds and states stay as they are, gradients come back."""
-    case = Case(theta=theta, channels=4)
+    case = ScanCase(theta=theta, channels=4)
     named = arguments_of(case, device, grad=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         h, final = call(case, named)
@@ -312,7 +314,7 @@ def test_autocast_of_hgru(theta: bool, device: str) -> None:
 
 def test_autocast_of_linear_scan(device: str) -> None:
     """A decay near one needs its fp32 digits: only x goes to autocast's type."""
-    case = Case("linear_scan", channels=4, gates="open")
+    case = ScanCase("linear_scan", channels=4, gates="open")
     named = arguments_of(case, device, grad=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         h, final = call(case, named)
@@ -325,7 +327,7 @@ def test_autocast_of_linear_scan(device: str) -> None:
 
 def test_autocast_of_lru_scan(device: str) -> None:
     """Only x goes to autocast's type: the parameters need their digits."""
-    case = Case("lru_scan", channels=4, gates="open", theta=True)
+    case = ScanCase("lru_scan", channels=4, gates="open", theta=True)
     named = arguments_of(case, device, grad=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         h, final = call(case, named)
@@ -383,15 +385,17 @@ def test_autocast_makes_one_dtype_of_what_layers_hand_over(device: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(dtype=torch.float64),
-        Case(dtype=torch.float64, gate_dtype=torch.float32, bound_dtype=torch.float32, h0="single"),
-        Case("linear_scan", dtype=torch.float64, gate_dtype=torch.float32),
-        Case("linear_scan", dtype=torch.complex64),
-        Case("linear_scan", dtype=torch.complex128, gate_dtype=torch.float32),
+        ScanCase(dtype=torch.float64),
+        ScanCase(
+            dtype=torch.float64, gate_dtype=torch.float32, bound_dtype=torch.float32, h0="single"
+        ),
+        ScanCase("linear_scan", dtype=torch.float64, gate_dtype=torch.float32),
+        ScanCase("linear_scan", dtype=torch.complex64),
+        ScanCase("linear_scan", dtype=torch.complex128, gate_dtype=torch.float32),
     ],
     **ids,
 )
-def test_autocast_leaves_float64_and_complex_alone(case: Case, device: str) -> None:
+def test_autocast_leaves_float64_and_complex_alone(case: ScanCase, device: str) -> None:
     """The gates beside such data, too."""
     named = arguments_of(case, device)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -404,7 +408,7 @@ def test_autocast_leaves_float64_and_complex_alone(case: Case, device: str) -> N
 
 
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_modes_without_gradients(case: Case, device: str) -> None:
+def test_modes_without_gradients(case: ScanCase, device: str) -> None:
     named = arguments_of(case, device, grad=True)
     expected = call(case, named)
     assert all(result.requires_grad for result in expected)
@@ -429,7 +433,7 @@ def test_steps_in_inference_mode(device: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_checkpointing(case: Case, reentrant: bool, device: str) -> None:
+def test_checkpointing(case: ScanCase, reentrant: bool, device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
     named = arguments_of(case, device, grad=True)
@@ -463,7 +467,7 @@ def test_gradients_inside_threads(device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, **ids)
-def test_double_backward_is_an_error(case: Case, device: str) -> None:
+def test_double_backward_is_an_error(case: ScanCase, device: str) -> None:
     named = arguments_of(case, device, grad=True)
     leaves = [v for v in named.values() if v is not None and v.requires_grad]
     grads = torch.autograd.grad(loss_of(call(case, named)), leaves, create_graph=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import oracle, wkv4_cases, wkv4_oracle
+from support import error_rule, walks, wkv4_cases, wkv4_oracle
 from support.op_properties import check_export, check_no_alias
 from support.wkv4_cases import ARGUMENTS, Wkv4Case, check, on_device
 from torch import Tensor
@@ -145,7 +145,7 @@ def test_final_state_without_tokens_is_a_copy(
     o, final = call(made)
     assert o.shape == (2, 0, 5)
     assert final.shape == (2, 3, 5)
-    assert final.dtype == oracle.state_dtype(case.dtype)
+    assert final.dtype == walks.state_dtype(case.dtype)
     if state is None:
         assert not final.count_nonzero()
         return
@@ -218,8 +218,8 @@ def test_split_anywhere_equals_the_whole(case: Wkv4Case, device: str) -> None:
             o, state = call(made | sliced | {"state": state})
             outputs.append(o)
         o, final = torch.cat(outputs, 1), wkv4_oracle.mean_and_log(state)
-        oracle.assert_within_rule(f"split at {at}", o, exact["o"], yardstick["o"])
-        oracle.assert_within_rule(f"split at {at}", final, exact["final"], yardstick["final"])
+        error_rule.assert_within_rule(f"split at {at}", o, exact["o"], yardstick["o"])
+        error_rule.assert_within_rule(f"split at {at}", final, exact["final"], yardstick["final"])
 
 
 @pytest.mark.parametrize("keys", ["normal", "wide"])
@@ -238,8 +238,8 @@ def test_steps_equal_prefill(case: Wkv4Case, layout: str, keys: str, device: str
     assert state.data_ptr() == where, "the state is updated in place"
     o, final = torch.stack(rows, 1), wkv4_oracle.mean_and_log(state)
     kind = state.dtype
-    oracle.assert_within_rule("o by steps", o, exact["o"], yardstick["o"], state=kind)
-    oracle.assert_within_rule("state", final, exact["final"], yardstick["final"], state=kind)
+    error_rule.assert_within_rule("o by steps", o, exact["o"], yardstick["o"], state=kind)
+    error_rule.assert_within_rule("state", final, exact["final"], yardstick["final"], state=kind)
 
 
 def test_step_writes_into_a_view_of_a_state(device: str) -> None:
@@ -268,7 +268,7 @@ def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
     found = torch.autograd.grad(results, leaves, (made["do"], made["dfinal"]))
     for name, grad in zip(ARGUMENTS, found, strict=True):
         expected = exact[f"d{name}"], yardstick[f"d{name}"]
-        oracle.assert_within_rule(name, grad, *expected, exact.get(f"|d{name}|"))
+        error_rule.assert_within_rule(name, grad, *expected, exact.get(f"|d{name}|"))
 
 
 # What reaches what ------------------------------------------------------------------------------

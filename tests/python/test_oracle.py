@@ -6,27 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import gla_chunks, gla_oracle, oracle
-from support.cases import Case, make_inputs, options
+from support import error_rule, gla_chunks, gla_oracle, scan_oracle
+from support.cases import make_inputs, options
 from support.gla_cases import GlaCase
+from support.scan_cases import ScanCase
 
 CASES = [
-    Case("linear_scan", time=7, dtype=torch.float64),
-    Case("linear_scan", time=7, dtype=torch.complex128, reverse=True),
-    Case("linear_scan", time=7, dtype=torch.complex128, gate_dtype=torch.float64),
-    Case("linear_scan", dtype=torch.complex128, constant=True, lengths=(0, 3, 0, 5, 1)),
-    Case("linear_scan", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, h0=None),
-    Case("linear_scan", time=0, dtype=torch.float64),
-    Case("hgru", time=7, dtype=torch.float64),
-    Case("hgru", time=7, dtype=torch.float64, theta=True, reverse=True),
-    Case("hgru", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1), activation="none"),
-    Case("hgru", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
-    Case("hgru", time=0, dtype=torch.float64, theta=True),
-    Case("lru_scan", time=7, dtype=torch.float64),
-    Case("lru_scan", time=7, dtype=torch.float64, theta=True, reverse=True),
-    Case("lru_scan", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1)),
-    Case("lru_scan", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, h0=None),
-    Case("lru_scan", time=0, dtype=torch.float64, theta=True),
+    ScanCase("linear_scan", time=7, dtype=torch.float64),
+    ScanCase("linear_scan", time=7, dtype=torch.complex128, reverse=True),
+    ScanCase("linear_scan", time=7, dtype=torch.complex128, gate_dtype=torch.float64),
+    ScanCase("linear_scan", dtype=torch.complex128, constant=True, lengths=(0, 3, 0, 5, 1)),
+    ScanCase("linear_scan", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, h0=None),
+    ScanCase("linear_scan", time=0, dtype=torch.float64),
+    ScanCase("hgru", time=7, dtype=torch.float64),
+    ScanCase("hgru", time=7, dtype=torch.float64, theta=True, reverse=True),
+    ScanCase("hgru", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1), activation="none"),
+    ScanCase("hgru", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
+    ScanCase("hgru", time=0, dtype=torch.float64, theta=True),
+    ScanCase("lru_scan", time=7, dtype=torch.float64),
+    ScanCase("lru_scan", time=7, dtype=torch.float64, theta=True, reverse=True),
+    ScanCase("lru_scan", dtype=torch.float64, theta=True, lengths=(0, 3, 0, 5, 1)),
+    ScanCase("lru_scan", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, h0=None),
+    ScanCase("lru_scan", time=0, dtype=torch.float64, theta=True),
     GlaCase("hgrn2", time=7, dtype=torch.float64),
     GlaCase("hgrn2", dtype=torch.float64, lengths=(0, 3, 0, 5, 1), v_activation="sigmoid"),
     GlaCase("hgrn2", dtype=torch.float64, lengths=(2, 0, 4), reverse=True, gamma=False, h0=None),
@@ -39,7 +40,7 @@ CASES = [
 
 @pytest.mark.parametrize("grads", ["both", "h", "final"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_by_hand_equal_autograd(case: Case, grads: str) -> None:
+def test_gradients_by_hand_equal_autograd(case: ScanCase, grads: str) -> None:
     inputs = make_inputs(replace(case, grads=grads))
     loss = [inputs.pop("dh"), inputs.pop("dh_final")]
     by_hand = getattr(case.ORACLE, f"{case.op}_reference")(
@@ -63,13 +64,13 @@ def test_gradients_by_hand_equal_autograd(case: Case, grads: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_loop_equals_the_parallel_form(dtype: torch.dtype) -> None:
     """h_t = sum over s <= t of (prod over s < r <= t of a_r) x_s, with x_{-1} = h0."""
-    case = Case("linear_scan", batch=1, time=12, channels=3, dtype=dtype, seed=3)
+    case = ScanCase("linear_scan", batch=1, time=12, channels=3, dtype=dtype, seed=3)
     inputs = make_inputs(case)
     x, a, h0 = inputs["x"][0], inputs["a"][0], inputs["h0"]
     terms = torch.cat([h0, x])
     for t in range(12):
         expected = sum(terms[s] * a[s : t + 1].prod(0) for s in range(t + 2))
-        h, final = oracle.linear_scan_forward(x[None], a[None], h0)
+        h, final = scan_oracle.linear_scan_forward(x[None], a[None], h0)
         torch.testing.assert_close(h[0, t], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(final[0], h[0, -1])
 
@@ -136,24 +137,26 @@ def test_chunks_equal_the_loop_but_for_the_rounding_of_operands(
 
 
 def test_complex_hgru_is_the_complex_linear_scan() -> None:
-    case = Case(dtype=torch.float64, theta=True, activation="none", gamma=False)
+    case = ScanCase(dtype=torch.float64, theta=True, activation="none", gamma=False)
     i = make_inputs(case)
-    h, final = oracle.hgru_forward(i["c"], i["f"], None, i["theta"], i["h0"], activation="none")
+    h, final = scan_oracle.hgru_forward(
+        i["c"], i["f"], None, i["theta"], i["h0"], activation="none"
+    )
     c, h0 = (torch.complex(*i[k].chunk(2, -1)) for k in ("c", "h0"))
     lam = torch.sigmoid(i["f"])
     a = lam * torch.exp(1j * i["theta"])
-    z, z_final = oracle.linear_scan_forward((1 - lam) * c, a, h0)
+    z, z_final = scan_oracle.linear_scan_forward((1 - lam) * c, a, h0)
     torch.testing.assert_close(h, torch.cat([z.real, z.imag], -1))
     torch.testing.assert_close(final, torch.cat([z_final.real, z_final.imag], -1))
 
 
 def test_lru_is_the_linear_scan_of_a_constant() -> None:
-    i = make_inputs(Case("lru_scan", dtype=torch.float64, theta=True))
+    i = make_inputs(ScanCase("lru_scan", dtype=torch.float64, theta=True))
     parameters = (i["nu_log"], i["theta_log"], i["gamma_log"])
-    h, final = oracle.lru_scan_forward(i["x"], *parameters, i["h0"])
+    h, final = scan_oracle.lru_scan_forward(i["x"], *parameters, i["h0"])
     x, h0 = (torch.complex(*i[k].chunk(2, -1)) for k in ("x", "h0"))
     a = torch.exp(torch.complex(-i["nu_log"].exp(), i["theta_log"].exp()))
-    z, z_final = oracle.linear_scan_forward(i["gamma_log"].exp() * x, a, h0)
+    z, z_final = scan_oracle.linear_scan_forward(i["gamma_log"].exp() * x, a, h0)
     torch.testing.assert_close(h, torch.cat([z.real, z.imag], -1))
     torch.testing.assert_close(final, torch.cat([z_final.real, z_final.imag], -1))
 
@@ -161,7 +164,7 @@ def test_lru_is_the_linear_scan_of_a_constant() -> None:
 def test_rule_accepts_the_yardstick_and_refuses_what_is_wrong() -> None:
     exact = torch.linspace(-1, 1, 64, dtype=torch.float64)
     same = exact.float()
-    oracle.assert_within_rule("good", same, exact, same)
+    error_rule.assert_within_rule("good", same, exact, same)
     wrong = {
         "scaled": same * (1 + 4e-6),
         "one element": same + torch.eye(64)[5] * 1e-5,
@@ -172,4 +175,4 @@ def test_rule_accepts_the_yardstick_and_refuses_what_is_wrong() -> None:
     }
     for name, value in wrong.items():
         with pytest.raises(AssertionError, match=name):
-            oracle.assert_within_rule(name, value, exact, same)
+            error_rule.assert_within_rule(name, value, exact, same)

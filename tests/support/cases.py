@@ -1,21 +1,19 @@
-"""Test cases for the ops: inputs of every kind, held against the oracle.
+"""What the cases of all ops share: how inputs are drawn and laid out, and held against the oracle.
 
-`Case` is a call of `linear_scan`, `hgru` or `lru_scan`; `gla_cases.GlaCase` of an op with heads.
-Whatever takes a case here takes either: a case makes its own inputs and says where its oracle is.
+A case makes its own inputs and says where its oracle is; each family has a module of them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from support import oracle
+from support import error_rule, walks
 
 LAYOUTS = ("contiguous", "projection", "time_major", "misaligned", "channels_first")
 GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform", "zero")
@@ -43,48 +41,25 @@ def packing(case: Any) -> tuple[int, int, int, Tensor | None]:
     return 1, sum(case.lengths), len(case.lengths), cu_seqlens
 
 
-@dataclass(frozen=True)
-class Case(Named):
-    """One call of an op. Everything that it draws follows from `seed`."""
+class Case(Protocol):
+    """What a case is, whichever op it calls: `scan_cases.ScanCase`, `gla_cases.GlaCase`, ..."""
 
-    op: str = "hgru"  # "hgru" | "linear_scan" | "lru_scan"
-    batch: int = 2
-    time: int = 17
-    channels: int = 5
-    dtype: torch.dtype = torch.float32
-    gate_dtype: torch.dtype | None = None  # of a or f; None = dtype
-    bound_dtype: torch.dtype | None = None  # of parameters [D]; None = the state's (real)
-    h0: str | None = (
-        "state"  # None: absent; "state" | "data" | "single": the state's dtype, x's, ..
-    )
-    theta: bool = False  # hgru, lru_scan: complex
-    gamma: bool = True  # hgru
-    activation: str = "silu"  # hgru
-    constant: bool = False  # linear_scan: a [D]
-    reverse: bool = False
-    lengths: tuple[int, ...] | None = None  # packed: batch and time follow from them
-    offsets_dtype: torch.dtype = torch.int64
-    layout: str = "contiguous"
-    gates: str = "normal"
-    grads: str = "both"  # "both" | "h" | "final": which results the loss reads
-    seed: int = 0
-
-    ORACLE = oracle  # the module that has `<op>_reference`
+    op: str
+    dtype: torch.dtype
+    layout: str
+    ORACLE: ModuleType  # the module that has `<op>_reference`
 
     def make_inputs(self) -> dict[str, Tensor | None]:
         """The op's tensors, on the CPU, laid out as the case says; then dh and dh_final."""
-        return _scan_inputs(self)
 
     def options(self) -> dict[str, object]:
         """The op's keyword arguments in their order, cu_seqlens aside."""
-        return _scan_options(self)
 
     def ways(self, device: str) -> dict[str, object]:
         """Options of the oracle for a yardstick that computes as the device promises to."""
-        return {}
 
     def sized(self, batch: int, time: int, width: int) -> Case:
-        return replace(self, batch=batch, time=time, channels=width)
+        """The same call for other sizes."""
 
 
 def lay_out(value: Tensor, layout: str) -> Tensor:
@@ -155,71 +130,6 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _scan_inputs(case: Case) -> dict[str, Tensor | None]:
-    rng = torch.Generator().manual_seed(case.seed)
-    batch, time, sequences, cu_seqlens = packing(case)
-    width = case.channels * (2 if case.theta else 1)
-    state = oracle.state_dtype(case.dtype)
-    gate_dtype = case.gate_dtype or case.dtype
-    shape = (batch, time, case.channels)
-
-    data = randn((batch, time, width), case.dtype, rng)
-    inputs: dict[str, Tensor | None]
-    if case.op == "linear_scan":
-        a = decay(case.gates, shape[2:] if case.constant else shape, rng)
-        if gate_dtype.is_complex:
-            a = torch.polar(a, 7 * torch.rand(a.shape, dtype=a.dtype, generator=rng))
-        elif case.gates == "normal":
-            a = a * torch.where(torch.rand(a.shape, generator=rng) > 0.2, 1.0, -1.0)
-        inputs = {"x": data, "a": a.to(gate_dtype)}
-    elif case.op == "lru_scan":
-        inputs = {"x": data, **_lru_parameters(case, case.bound_dtype or state, rng)}
-    else:
-        bound_dtype = case.bound_dtype or state
-        gamma = torch.rand(case.channels, dtype=torch.float64, generator=rng)
-        edges = torch.tensor([0.0, 0.999, 0.99999], dtype=torch.float64)
-        gamma[::3] = edges[torch.arange(len(gamma[::3])) % 3]
-        theta = 6.3 * torch.rand(case.channels, dtype=torch.float64, generator=rng)
-        below_one = 1 - torch.finfo(bound_dtype).eps  # gamma < 1 after rounding, too
-        inputs = {
-            "c": 2 * data,
-            "f": logits(case.gates, shape, rng).to(gate_dtype),
-            "gamma": gamma.to(bound_dtype).clamp(max=below_one) if case.gamma else None,
-            "theta": theta.to(bound_dtype) if case.theta else None,
-        }
-    h0_dtype = {"data": case.dtype, "single": oracle.single_dtype(case.dtype)}.get(case.h0, state)
-    inputs["h0"] = randn((sequences, width), h0_dtype, rng) if case.h0 else None
-    inputs["cu_seqlens"] = cu_seqlens
-    final = randn((sequences, width), state, rng)
-    inputs["dh"] = randn(data.shape, case.dtype, rng) if case.grads != "final" else None
-    inputs["dh_final"] = final if case.grads != "h" else None
-    return {k: v if v is None else lay_out(v, case.layout) for k, v in inputs.items()}
-
-
-def _lru_parameters(
-    case: Case, dtype: torch.dtype, rng: torch.Generator
-) -> dict[str, Tensor | None]:
-    shape = (case.channels,)
-    if case.gates in ("extreme", "zero"):  # rates beyond every range, and of one
-        nu_log = logits(case.gates, shape, rng)
-    else:
-        smallest = torch.finfo(torch.float64).tiny
-        nu_log = decay(case.gates, shape, rng).clamp(smallest, 1 - 1e-16).log().neg().log()
-    phases = 6.3 * torch.rand(shape, dtype=torch.float64, generator=rng)
-    # Channels of like size: one that outweighs the others decides their largest error alone.
-    gamma_log = -1 + torch.randn(shape, dtype=torch.float64, generator=rng) / 4
-    return {
-        "nu_log": nu_log.to(dtype),
-        "theta_log": phases.log().to(dtype) if case.theta else None,
-        "gamma_log": gamma_log.to(dtype),
-    }
-
-
-def _scan_options(case: Case) -> dict[str, object]:
-    reverse: dict[str, object] = {"reverse": case.reverse}
-    return {"activation": case.activation} | reverse if case.op == "hgru" else reverse
-
-
 def make_inputs(case: Case) -> dict[str, Tensor | None]:
     return case.make_inputs()
 
@@ -277,24 +187,28 @@ class BeyondRule(AssertionError):
 
 def verdicts(
     case: Case, device: str, *, backward: bool, fused: bool = False
-) -> dict[str, oracle.Verdict]:
+) -> dict[str, error_rule.Verdict]:
     """How every result of the case does against the oracle, by one of the yardsticks."""
     found = run(case, device, backward=backward)
     exact = reference(case, backward=backward, exact=True)
     ways = {"fused": fused, **case.ways(device)}
     yardstick = reference(case, backward=backward, exact=False, **ways)
-    state = oracle.state_dtype(case.dtype)
+    state = walks.state_dtype(case.dtype)
     options = {"state": state}
     if case.op == "lru_scan" and case.theta:
-        options["widest_floor"] = oracle.ROTATION_FLOOR
+        options["widest_floor"] = error_rule.ROTATION_FLOOR
     return {
-        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), **options)
+        name: error_rule.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), **options)
         for name, out in found.items()
     }
 
 
 def judge_by_either(
-    case: object, device: str, *, backward: bool, verdicts: Callable[..., dict[str, oracle.Verdict]]
+    case: object,
+    device: str,
+    *,
+    backward: bool,
+    verdicts: Callable[..., dict[str, error_rule.Verdict]],
 ) -> None:
     """Raises BeyondRule unless every result passes.
 
@@ -321,26 +235,7 @@ def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
 # Coverage ---------------------------------------------------------------------------------------
 
 TIMES = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097)
-
-HGRU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-SCAN_DTYPES = (*HGRU_DTYPES, torch.complex64, torch.complex128)
 WIDEST = (torch.float64, torch.complex128)  # gates, bounds and states may be narrower than these
-
-KINDS = tuple(
-    [Case("hgru", dtype=dtype, theta=theta) for dtype in HGRU_DTYPES for theta in (False, True)]
-    + [
-        Case("linear_scan", dtype=dtype, constant=constant)
-        for dtype in SCAN_DTYPES
-        for constant in (False, True)
-    ]
-    + [
-        # More channels than elsewhere: all gradients but x's are sums over time, one a channel, and
-        # where h is rounded to 16 bits, five are too few for luck to average out.
-        Case("lru_scan", dtype=dtype, theta=theta, channels=16)
-        for dtype in HGRU_DTYPES
-        for theta in (False, True)
-    ]
-)
 
 
 def random_lengths(time: int, rng: random.Random) -> tuple[int, ...]:
@@ -349,73 +244,3 @@ def random_lengths(time: int, rng: random.Random) -> tuple[int, ...]:
     cuts += rng.sample(cuts, min(len(cuts), 2))  # twice the same offset: an empty sequence
     offsets = [0, *sorted(cuts), time]
     return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
-
-
-def vary(case: Case, seed: int) -> Case:
-    """`case` with every option that it leaves open drawn from `seed`."""
-    rng = random.Random(seed)
-    single = oracle.single_dtype(case.dtype)
-    real_gate = real_dtype(oracle.state_dtype(case.dtype))
-    other = single if case.dtype in WIDEST or case.op == "lru_scan" else case.dtype
-    other_h0 = "single" if case.dtype in WIDEST else "data"
-    return replace(
-        case,
-        seed=seed,
-        batch=rng.choice((1, 2, 3)),
-        channels=rng.choice((1, 3, 5, 8, 16, 33)),
-        gate_dtype=rng.choice((None, None, single, real_gate)),
-        bound_dtype=rng.choice((None, other)) if case.op != "linear_scan" else None,
-        h0=rng.choice(("state", "state", other_h0, None)),
-        gamma=rng.random() < 0.7,
-        activation=rng.choice(("silu", "silu", "none")) if case.op == "hgru" else "silu",
-        reverse=rng.random() < 0.4,
-        lengths=random_lengths(case.time, rng) if rng.random() < 0.4 else None,
-        offsets_dtype=rng.choice((torch.int32, torch.int64)),
-        layout=rng.choice(LAYOUTS),
-        gates=rng.choice(GATES),
-        grads=rng.choice(("both", "both", "h", "final")),
-    )
-
-
-def every_length() -> list[Case]:
-    """Each kind of call at each length of the list, its other options spread over the cases."""
-    return [
-        vary(replace(kind, time=time), seed=1000 * i + j)
-        for i, kind in enumerate(KINDS)
-        for j, time in enumerate(TIMES)
-    ]
-
-
-def every_mix() -> list[Case]:
-    """Each kind of call with gates, bounds and states in every dtype that they may have."""
-    mixes = []
-    for kind in KINDS:
-        single = oracle.single_dtype(kind.dtype)
-        gates = dict.fromkeys((kind.dtype, single))
-        if kind.op == "linear_scan":
-            gates |= dict.fromkeys((real_dtype(oracle.state_dtype(kind.dtype)), torch.float32))
-        bounds: Iterable[torch.dtype | None] = (None,)
-        if kind.op == "hgru":
-            bounds = dict.fromkeys((kind.dtype, single))
-        elif kind.op == "lru_scan":  # never of 16 bits
-            bounds, gates = dict.fromkeys((oracle.state_dtype(kind.dtype), single)), {None: None}
-        for gate, bound, h0 in product(gates, bounds, ("data", "single")):
-            mixes.append(replace(kind, gate_dtype=gate, bound_dtype=bound, h0=h0))
-    return list(dict.fromkeys(mixes))
-
-
-def every_regime(time: int = 65) -> list[Case]:
-    """Each kind of call under each regime of the gates."""
-    return [replace(kind, time=time, gates=g, seed=7) for kind in KINDS for g in GATES]
-
-
-def every_layout(time: int = 33) -> list[Case]:
-    """Each kind of call in each layout, padded and packed, forward and reversed."""
-    return [
-        replace(
-            kind, time=time, channels=8, layout=layout, reverse=reverse, lengths=lengths, seed=9
-        )
-        for kind in KINDS
-        for layout in LAYOUTS
-        for reverse, lengths in ((False, None), (True, (5, 0, 17, 1, 0, 10)))
-    ]

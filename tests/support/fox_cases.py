@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from support import cases, fox_oracle, oracle
+from support import cases, error_rule, fox_oracle, walks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GATES = (*cases.GATES, "log -1e4", "first shut")
@@ -78,7 +78,7 @@ def make_inputs(case: FoxCase) -> dict[str, Tensor | None]:
         if any(past for _, past in case.lengths):
             both = [q + past for q, past in case.lengths]
             offsets["cu_seqlens_k"] = _offsets(both, case.offsets_dtype)
-    state = oracle.state_dtype(case.dtype)
+    state = walks.state_dtype(case.dtype)
     rows = (batch, queries, case.heads, case.head_dim)
     of_keys = (batch, keys, case.key_heads, case.head_dim)
     inputs = {
@@ -131,16 +131,16 @@ def reference(case: FoxCase, *, backward: bool, exact: bool, **ways: object) -> 
 
 def verdicts(
     case: FoxCase, device: str, *, backward: bool, one_by_one: bool = False
-) -> dict[str, oracle.Verdict]:
+) -> dict[str, error_rule.Verdict]:
     """How every result of the case does against the oracle, by one of the yardsticks."""
     found = run(case, device, backward=backward)
     exact = reference(case, backward=backward, exact=True)
     operands = case.dtype if device == "cuda" and case.fits_tensor_cores() else None
     ways = {"operands": operands, "one_by_one": one_by_one}
     yardstick = reference(case, backward=backward, exact=False, **ways)
-    state = oracle.state_dtype(case.dtype)
+    state = walks.state_dtype(case.dtype)
     return {
-        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
+        name: error_rule.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
         for name, out in found.items()
     }
 

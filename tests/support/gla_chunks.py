@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from support.oracle import walks
+from support.walks import walks
 
 WALK, CHUNK = 16, 64  # tokens that a state is taken over at once; between two states of a gradient
 

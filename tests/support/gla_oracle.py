@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from support import gla_chunks
-from support.oracle import _compute_dtype, _round, _sum_over_time, walks
+from support.walks import compute_dtype, rounded, sum_over_time, walks
 
 
 def _activate(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -141,22 +141,22 @@ def gated_linear_attention_reference(
     chunks: bool = False,
 ) -> dict[str, Tensor]:
     """h (= o), final and, when dh or dh_final is given, dq, dk, dv, dlog_f, dh0."""
-    dtype = _compute_dtype(q.dtype, exact)
+    dtype = compute_dtype(q.dtype, exact)
     wide = [x.to(dtype) for x in (q, k, v)]
     exp = gla_chunks.exp if chunks else torch.exp
     f = exp(log_f.to(dtype)).expand_as(wide[0])
     ways = {"reverse": reverse, "fused": fused, "chunks": chunks}
     out = _attention(*wide, f, h0, dh, dh_final, cu_seqlens, scale, **ways)
-    out["h"] = _round(out["h"], q, exact)
+    out["h"] = rounded(out["h"], q, exact)
     if "dq" not in out:
         return out
     dlog_f = f * out.pop("df")
     if log_f.shape[-1] != q.shape[-1]:
         out["|dlog_f|"] = torch.linalg.vector_norm(dlog_f, dim=-1, keepdim=True)
         dlog_f = dlog_f.sum(-1, keepdim=True)
-    out["dlog_f"] = _round(dlog_f, log_f, exact)
+    out["dlog_f"] = rounded(dlog_f, log_f, exact)
     for name, like in (("dq", q), ("dk", k), ("dv", v), ("dh0", h0)):
-        out[name] = _round(out[name], like, exact)
+        out[name] = rounded(out[name], like, exact)
     return out
 
 
@@ -185,7 +185,7 @@ def hgrn2_reference(
     chunks: bool = False,
 ) -> dict[str, Tensor]:
     """h (= o), final and, when dh or dh_final is given, dq, df, dv, dgamma, dh0 (|dgamma|)."""
-    dtype = _compute_dtype(q.dtype, exact)
+    dtype = compute_dtype(q.dtype, exact)
     x = f.to(dtype)
     s, other = torch.sigmoid(x), torch.sigmoid(-x)
     floor = torch.zeros((), dtype=dtype) if gamma is None else gamma.to(dtype)
@@ -195,19 +195,19 @@ def hgrn2_reference(
     values, v_slope = _activate(v.to(dtype), v_activation)
     ways = {"reverse": reverse, "fused": fused, "chunks": chunks}
     out = _attention(queries, keys, values, decay, h0, dh, dh_final, cu_seqlens, scale, **ways)
-    out["h"] = _round(out["h"], q, exact)
+    out["h"] = rounded(out["h"], q, exact)
     if "dq" not in out:
         return out
     from_both = out.pop("df") - out.pop("dk")
     if gamma is not None:
         terms = (from_both * other).flatten(2)
-        dgamma, _ = _sum_over_time(terms, fused)
+        dgamma, _ = sum_over_time(terms, fused)
         # Where a gate hardly changes, its products over a block are rounded alike in every block:
         # the errors of the terms add up as their sizes do.
         out["|dgamma|"] = terms.abs().sum((0, 1)).view(gamma.shape)
-        out["dgamma"] = _round(dgamma.view(gamma.shape), gamma, exact)
-    out["df"] = _round(from_both * keys * s, f, exact)
-    out["dq"] = _round(out["dq"] * q_slope, q, exact)
-    out["dv"] = _round(out["dv"] * v_slope, v, exact)
-    out["dh0"] = _round(out["dh0"], h0, exact)
+        out["dgamma"] = rounded(dgamma.view(gamma.shape), gamma, exact)
+    out["df"] = rounded(from_both * keys * s, f, exact)
+    out["dq"] = rounded(out["dq"] * q_slope, q, exact)
+    out["dv"] = rounded(out["dv"] * v_slope, v, exact)
+    out["dh0"] = rounded(out["dh0"], h0, exact)
     return out

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from support import cases, oracle, rnn_oracle
+from support import cases, rnn_oracle, walks
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RnnCase(cases.Named):
     channels: int = 5
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype | None = None  # of z; None = dtype
-    bound_dtype: torch.dtype | None = None  # of w_zh; None = dtype
+    matrix_dtype: torch.dtype | None = None  # of w_zh; None = dtype
     h0: str | None = (
         "state"  # None: absent; "state" | "data" | "single": the state's dtype, x's, ..
     )
@@ -53,7 +53,7 @@ class RnnCase(cases.Named):
 def _inputs(case: RnnCase) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
     batch, time, sequences, cu_seqlens = cases.packing(case)
-    state = oracle.state_dtype(case.dtype)
+    state = walks.state_dtype(case.dtype)
     shape, states = (batch, time, case.channels), (sequences, case.channels)
     z = cases.logits(case.gates, shape, rng).to(case.gate_dtype or case.dtype)
     x = cases.randn(shape, case.dtype, rng)
@@ -62,7 +62,7 @@ def _inputs(case: RnnCase) -> dict[str, Tensor | None]:
     inputs: dict[str, Tensor | None] = {
         "z": z,
         "x": x,
-        "w_zh": w.to(case.bound_dtype or case.dtype),
+        "w_zh": w.to(case.matrix_dtype or case.dtype),
         "h0": cases.randn(states, h0_dtype, rng) if case.h0 else None,
         "cu_seqlens": cu_seqlens,
     }
@@ -88,7 +88,7 @@ def vary(case: RnnCase, seed: int) -> RnnCase:
         batch=rng.choice((1, 2, 3, 9)),
         channels=rng.choice((1, 3, 5, 8, 16, 33, 130)) if case.time < 1000 else 7,
         gate_dtype=rng.choice((None, None, torch.float32)),
-        bound_dtype=rng.choice((None, None, torch.float32)),
+        matrix_dtype=rng.choice((None, None, torch.float32)),
         h0=rng.choice(("state", "state", "single" if widest else "data", None)),
         lengths=cases.random_lengths(case.time, rng) if rng.random() < 0.4 else None,
         offsets_dtype=rng.choice((torch.int32, torch.int64)),
@@ -110,7 +110,7 @@ def every_length() -> list[RnnCase]:
 def every_mix() -> list[RnnCase]:
     """Each dtype with gates, matrices and states in every dtype that they may have."""
     mixes = [
-        replace(kind, gate_dtype=gate, bound_dtype=bound, h0=h0)
+        replace(kind, gate_dtype=gate, matrix_dtype=bound, h0=h0)
         for kind in KINDS
         for gate in (kind.dtype, torch.float32)
         for bound in (kind.dtype, torch.float32)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from support.oracle import _compute_dtype, _initial, _previous, _round, walks
+from support.walks import compute_dtype, initial_state, previous, rounded, walks
 
 
 def _product(w: Tensor, h: Tensor, fused: bool) -> Tensor:
@@ -83,25 +83,25 @@ def gated_rnn_reference(
     fused: bool = False,
 ) -> dict[str, Tensor]:
     """h, final and, when dh or dh_final is given, dz, dx, dw_zh, dh0 (|dw_zh|: its terms' size)."""
-    dtype = _compute_dtype(x.dtype, exact)
+    dtype = compute_dtype(x.dtype, exact)
     wide, w = x.to(dtype), w_zh.to(dtype)
-    initial = _initial(wide, h0, cu_seqlens)
+    initial = initial_state(wide, h0, cu_seqlens)
     h, a, final = _recurrence(z.to(dtype), wide, w, initial, cu_seqlens, fused)
-    out = {"h": _round(h, x, exact), "final": final}
+    out = {"h": rounded(h, x, exact), "final": final}
     if dh is None and dh_final is None:
         return out
     # Training keeps h as the op returns it.
-    before = _previous(out["h"].to(dtype), initial, cu_seqlens, reverse=False)
+    before = previous(out["h"].to(dtype), initial, cu_seqlens, reverse=False)
     dh = torch.zeros_like(wide) if dh is None else dh.to(dtype)
     dh_final = torch.zeros_like(initial) if dh_final is None else dh_final.to(dtype)
     dz, dx, dh0 = _adjoint(a, wide, w, before, dh, dh_final, cu_seqlens, fused)
-    out["dz"], out["dx"] = _round(dz, z, exact), _round(dx, x, exact)
+    out["dz"], out["dx"] = rounded(dz, z, exact), rounded(dx, x, exact)
     # One product of what the op returns and keeps, as torch computes it in that dtype.
     da, before = (out["dz"].to(x.dtype), before.to(x.dtype)) if not exact else (dz, before)
     rows, columns = da.flatten(0, 1), before.flatten(0, 1)
     dw = rows.to(dtype).T @ columns.to(dtype)
     sizes = (rows.to(dtype).square().T @ columns.to(dtype).square()).sqrt()
-    out["dw_zh"], out["|dw_zh|"] = _round(dw, w_zh, exact), sizes
+    out["dw_zh"], out["|dw_zh|"] = rounded(dw, w_zh, exact), sizes
     if h0 is not None:
-        out["dh0"] = _round(dh0, h0, exact)
+        out["dh0"] = rounded(dh0, h0, exact)
     return out

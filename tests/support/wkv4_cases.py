@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from support import cases, oracle, wkv4_oracle
+from support import cases, error_rule, walks, wkv4_oracle
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LAYOUTS = cases.LAYOUTS
@@ -41,7 +41,7 @@ class Wkv4Case(cases.Named):
         rng = torch.Generator().manual_seed(self.seed)
         batch, time, rows, cu_seqlens = cases.packing(self)
         shape, width = (batch, time, self.channels), self.channels
-        wide = oracle.state_dtype(self.dtype)
+        wide = walks.state_dtype(self.dtype)
         state_dtype = {"data": self.dtype, "single": torch.float32}.get(self.state, wide)
         state = cases.randn((rows, 3, width), torch.float64, rng)
         state[:, 1] = state[:, 1].abs() + 0.2
@@ -126,14 +126,14 @@ def run(case: Wkv4Case, device: str, *, backward: bool = True) -> dict[str, Tens
 
 def verdicts(
     case: Wkv4Case, device: str, *, backward: bool, fused: bool = False
-) -> dict[str, oracle.Verdict]:
+) -> dict[str, error_rule.Verdict]:
     """How every result of the case does against the oracle, by one of the yardsticks."""
     found = run(case, device, backward=backward)
-    inputs, state = case.make_inputs(), oracle.state_dtype(case.dtype)
+    inputs, state = case.make_inputs(), walks.state_dtype(case.dtype)
     exact = wkv4_oracle.reference(inputs, exact=True)
     yardstick = wkv4_oracle.reference(inputs, exact=False, fused=fused)
     return {
-        name: oracle.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
+        name: error_rule.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
         for name, out in found.items()
         if name != "final" or case.has_final()
     }

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from support import oracle
+from support import walks
 
 
 def mean_and_log(state: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def forward(
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
     tokens = list(zip(*(x.expand_as(k).unbind(1) for x in (w, u, k, v)), strict=True))
     outputs, finals = [None] * time, []
-    for walk in oracle.walks(time, cu_seqlens, reverse=False):
+    for walk in walks.walks(time, cu_seqlens, reverse=False):
         count = len(range(rows)[walk.rows])
         y, z, m = k.new_zeros(3, count, width)
         if state is not None:
@@ -78,7 +78,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """o, final (as `mean_and_log`) and the gradient of every input; |dw|, |du|: of their terms."""
     k = inputs["k"]
-    dtype = torch.float64 if exact else oracle.state_dtype(k.dtype)
+    dtype = torch.float64 if exact else walks.state_dtype(k.dtype)
     given = {n: inputs[n] for n in ("w", "u", "k", "v", "state") if inputs[n] is not None}
     leaves = {n: t.detach().to(dtype).contiguous() for n, t in given.items()}
     for name in ("w", "u"):  # one for each token, so that there are terms to look at

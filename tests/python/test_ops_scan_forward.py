@@ -6,29 +6,29 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases, oracle
-from support.cases import Case
+from support import cases, error_rule, scan_cases, scan_oracle, walks
+from support.scan_cases import ScanCase
 
 import tidegate
 
 LONG = 131072
 SHORT_KINDS = [
-    Case("hgru", dtype=torch.float32),
-    Case("hgru", dtype=torch.bfloat16, theta=True),
-    Case("linear_scan", dtype=torch.float32),
-    Case("linear_scan", dtype=torch.complex64, constant=True),
-    Case("lru_scan", dtype=torch.float32, theta=True),
-    Case("lru_scan", dtype=torch.bfloat16),
+    ScanCase("hgru", dtype=torch.float32),
+    ScanCase("hgru", dtype=torch.bfloat16, theta=True),
+    ScanCase("linear_scan", dtype=torch.float32),
+    ScanCase("linear_scan", dtype=torch.complex64, constant=True),
+    ScanCase("lru_scan", dtype=torch.float32, theta=True),
+    ScanCase("lru_scan", dtype=torch.bfloat16),
 ]
 
 
-def call(case: Case, inputs: dict, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+def call(case: ScanCase, inputs: dict, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
     """The case's op on `inputs` (as made by make_inputs), some of them changed."""
     arguments = {k: v for k, v in {**inputs, **changes}.items() if k not in ("dh", "dh_final")}
     return getattr(tidegate.ops, case.op)(**arguments, **cases.options(case))
 
 
-def step(case: Case, inputs: dict, t: int, state: torch.Tensor) -> torch.Tensor:
+def step(case: ScanCase, inputs: dict, t: int, state: torch.Tensor) -> torch.Tensor:
     """The case's step at token t of `inputs`."""
     names = [k for k in inputs if k not in ("h0", "cu_seqlens", "dh", "dh_final")]
     token = (v if v is None or v.dim() == 1 else v[:, t] for v in map(inputs.get, names))
@@ -36,7 +36,7 @@ def step(case: Case, inputs: dict, t: int, state: torch.Tensor) -> torch.Tensor:
     return getattr(tidegate.ops, f"{case.op}_step")(*token, state, **options)
 
 
-def inputs_on(case: Case, device: str) -> dict:
+def inputs_on(case: ScanCase, device: str) -> dict:
     made = cases.make_inputs(case)
     return {k: cases.to_device(v, device, case.layout) for k, v in made.items()}
 
@@ -48,30 +48,30 @@ def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("case", cases.every_length(), ids=str)
-def test_every_length(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_length(), ids=str)
+def test_every_length(case: ScanCase, device: str) -> None:
     cases.check(case, device, backward=False)
 
 
-@pytest.mark.parametrize("case", cases.every_regime(), ids=str)
-def test_every_gate_regime(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_regime(), ids=str)
+def test_every_gate_regime(case: ScanCase, device: str) -> None:
     cases.check(case, device, backward=False)
 
 
-@pytest.mark.parametrize("case", cases.every_layout(), ids=str)
-def test_every_layout(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_layout(), ids=str)
+def test_every_layout(case: ScanCase, device: str) -> None:
     cases.check(case, device, backward=False)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 7, 31, 64, 65, 130, 257])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_any_number_of_channels(case: Case, channels: int, device: str) -> None:
+def test_any_number_of_channels(case: ScanCase, channels: int, device: str) -> None:
     cases.check(replace(case, channels=channels, time=70, seed=channels), device, backward=False)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 5, 0), (2, 0, 3), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_empty_dimensions(case: Case, shape: tuple[int, int, int], device: str) -> None:
+def test_empty_dimensions(case: ScanCase, shape: tuple[int, int, int], device: str) -> None:
     batch, time, channels = shape
     case = replace(case, batch=batch, time=time, channels=channels)
     inputs = inputs_on(case, device)
@@ -81,7 +81,7 @@ def test_empty_dimensions(case: Case, shape: tuple[int, int, int], device: str) 
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_no_sequences(case: Case, device: str) -> None:
+def test_no_sequences(case: ScanCase, device: str) -> None:
     h, final = call(case, inputs_on(replace(case, lengths=()), device))
     assert h.numel() == 0
     assert final.shape[0] == 0
@@ -91,13 +91,13 @@ def test_no_sequences(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("h0", ["state", "data", None])
-@pytest.mark.parametrize("case", cases.KINDS, ids=str)
+@pytest.mark.parametrize("case", scan_cases.KINDS, ids=str)
 def test_final_state_without_tokens_is_a_copy_of_h0(
-    case: Case, h0: str | None, device: str
+    case: ScanCase, h0: str | None, device: str
 ) -> None:
     inputs = inputs_on(replace(case, time=0, h0=h0), device)
     _, final = call(case, inputs)
-    assert final.dtype == oracle.state_dtype(case.dtype)
+    assert final.dtype == walks.state_dtype(case.dtype)
     if h0 is None:
         assert torch.equal(final, torch.zeros_like(final))
         assert final.shape == (2, final.shape[1])
@@ -108,7 +108,7 @@ def test_final_state_without_tokens_is_a_copy_of_h0(
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_split_anywhere_equals_the_whole(case: Case, reverse: bool, device: str) -> None:
+def test_split_anywhere_equals_the_whole(case: ScanCase, reverse: bool, device: str) -> None:
     case = replace(case, time=19, reverse=reverse)
     inputs = inputs_on(case, device)
     exact = cases.reference(case, backward=False, exact=True)
@@ -124,15 +124,15 @@ def test_split_anywhere_equals_the_whole(case: Case, reverse: bool, device: str)
             h, state = call(case, inputs, **changes)
             hidden.append(h)
         joined = torch.cat(hidden[::-1] if reverse else hidden, 1)
-        oracle.assert_within_rule(f"split at {at}: h", joined, exact["h"], yardstick["h"])
-        oracle.assert_within_rule(
+        error_rule.assert_within_rule(f"split at {at}: h", joined, exact["h"], yardstick["h"])
+        error_rule.assert_within_rule(
             f"split at {at}: final", state, exact["final"], yardstick["final"]
         )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "projection", "channels_first"])
-@pytest.mark.parametrize("case", cases.KINDS, ids=str)
-def test_steps_equal_prefill(case: Case, layout: str, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.KINDS, ids=str)
+def test_steps_equal_prefill(case: ScanCase, layout: str, device: str) -> None:
     case = replace(case, time=9, channels=6, layout=layout)
     inputs = inputs_on(case, device)
     exact = cases.reference(case, backward=False, exact=True)
@@ -142,12 +142,12 @@ def test_steps_equal_prefill(case: Case, layout: str, device: str) -> None:
     rows = [step(case, inputs, t, state) for t in range(case.time)]
     assert state.data_ptr() == where, "the state is updated in place"
     h = torch.stack(rows, 1)
-    oracle.assert_within_rule("h by steps", h, exact["h"], yardstick["h"])
-    oracle.assert_within_rule("state after steps", state, exact["final"], yardstick["final"])
+    error_rule.assert_within_rule("h by steps", h, exact["h"], yardstick["h"])
+    error_rule.assert_within_rule("state after steps", state, exact["final"], yardstick["final"])
 
 
-@pytest.mark.parametrize("case", cases.every_mix(), ids=str)
-def test_a_step_updates_a_state_of_any_dtype_in_place(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_mix(), ids=str)
+def test_a_step_updates_a_state_of_any_dtype_in_place(case: ScanCase, device: str) -> None:
     case = replace(case, time=1, channels=6)
     inputs = inputs_on(case, device)
     exact = cases.reference(case, backward=False, exact=True)
@@ -157,10 +157,10 @@ def test_a_step_updates_a_state_of_any_dtype_in_place(case: Case, device: str) -
     row = step(case, inputs, 0, state)
     assert (state.data_ptr(), state.dtype) == (where, inputs["h0"].dtype)
     assert state._version > version
-    wide = oracle.state_dtype(case.dtype)
-    oracle.assert_within_rule("h", row, exact["h"][:, 0], yardstick["h"][:, 0], state=wide)
+    wide = walks.state_dtype(case.dtype)
+    error_rule.assert_within_rule("h", row, exact["h"][:, 0], yardstick["h"][:, 0], state=wide)
     final = yardstick["final"].to(state.dtype)
-    oracle.assert_within_rule("state", state, exact["final"], final, state=wide)
+    error_rule.assert_within_rule("state", state, exact["final"], final, state=wide)
 
 
 def test_step_writes_into_a_view_of_a_state(device: str) -> None:
@@ -186,7 +186,7 @@ PACKED = [(4, 0, 13, 1, 0), (0, 0, 18), (18,), (9, 9), (1,) * 18, (0, 0), (65, 2
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lengths", PACKED, ids=str)
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_packed(case: Case, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
+def test_packed(case: ScanCase, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
     for offsets_dtype in (torch.int32, torch.int64):
         packed = replace(case, lengths=lengths, reverse=reverse, offsets_dtype=offsets_dtype)
         cases.check(packed, device, backward=False)
@@ -196,7 +196,7 @@ def test_packed(case: Case, lengths: tuple[int, ...], reverse: bool, device: str
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_nothing_leaks_across_a_boundary(
-    case: Case, reverse: bool, poison: float, device: str
+    case: ScanCase, reverse: bool, poison: float, device: str
 ) -> None:
     case = replace(case, lengths=(5, 40, 0, 90, 3), reverse=reverse)
     inputs = inputs_on(case, device)
@@ -230,7 +230,7 @@ def test_offsets_on_the_cpu_are_accepted(device: str) -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_a_nan_poisons_only_its_channel_from_then_on(
-    case: Case, poison: float, reverse: bool, lengths: tuple[int, ...] | None, device: str
+    case: ScanCase, poison: float, reverse: bool, lengths: tuple[int, ...] | None, device: str
 ) -> None:
     case = replace(case, time=150, channels=6, gates="open", reverse=reverse, lengths=lengths)
     inputs = inputs_on(case, device)
@@ -261,7 +261,7 @@ def test_a_nan_poisons_only_its_channel_from_then_on(
 @pytest.mark.parametrize("theta", [False, True])
 def test_gates_beyond_every_range(theta: bool, device: str) -> None:
     """f = +-inf and the largest finite numbers: lambda is exactly 1 or gamma, nothing is NaN."""
-    case = Case(time=40, theta=theta, gamma=True)
+    case = ScanCase(time=40, theta=theta, gamma=True)
     inputs = inputs_on(case, device)
     for value in (float("inf"), 3e38, 88.8, 104.0):
         f = torch.full_like(inputs["f"], value)
@@ -279,18 +279,20 @@ def test_gates_beyond_every_range(theta: bool, device: str) -> None:
 @pytest.mark.parametrize(("dtype", "reverse"), [(torch.float32, False), (torch.float64, True)])
 def test_memory_over_a_long_time(dtype: torch.dtype, reverse: bool, device: str) -> None:
     """Decays of 1 - 1e-7 .. 1 - 1e-4 over 131072 steps."""
-    case = Case(batch=1, time=LONG, channels=3, dtype=dtype, gates="open", reverse=reverse)
+    case = ScanCase(batch=1, time=LONG, channels=3, dtype=dtype, gates="open", reverse=reverse)
     cases.check(replace(case, gamma=False), device, backward=False)
 
 
 def test_phase_over_a_long_time(device: str) -> None:
     """theta keeps turning for 131072 steps while lambda hardly decays."""
-    case = Case(batch=1, time=LONG, channels=3, gates="open", theta=True)
+    case = ScanCase(batch=1, time=LONG, channels=3, gates="open", theta=True)
     cases.check(case, device, backward=False)
 
 
 def test_constant_complex_decay_over_a_long_time(device: str) -> None:
-    case = Case("linear_scan", batch=1, time=LONG, channels=3, dtype=torch.complex64, constant=True)
+    case = ScanCase(
+        "linear_scan", batch=1, time=LONG, channels=3, dtype=torch.complex64, constant=True
+    )
     cases.check(replace(case, gates="open"), device, backward=False)
 
 
@@ -301,13 +303,13 @@ def test_constant_decay_of_lru_over_a_long_time(
 ) -> None:
     """|lambda| = 0.9999 over 131072 steps: nearer to float64 than the error rule asks for, since
     with a lambda rounded to float32, as torch ops have it, h is wrong by 7e-4 by then."""
-    case = Case("lru_scan", batch=1, time=LONG, channels=3, dtype=dtype, theta=theta)
+    case = ScanCase("lru_scan", batch=1, time=LONG, channels=3, dtype=dtype, theta=theta)
     inputs = inputs_on(case, device)
     rates = torch.full_like(inputs["nu_log"], -torch.log(torch.tensor(0.9999).double()).item())
     nu_log = rates.log()
     h, final = call(case, inputs, nu_log=nu_log)
     made = {k: v for k, v in cases.make_inputs(case).items() if k not in ("dh", "dh_final")}
-    exact, exact_final = oracle.lru_scan_forward(**{**made, "nu_log": nu_log.cpu()})
+    exact, exact_final = scan_oracle.lru_scan_forward(**{**made, "nu_log": nu_log.cpu()})
     rounding = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-3}[dtype]
     for found, expected in ((h, exact), (final, exact_final)):
         tolerance = rounding if found.dtype == dtype else 5e-6  # the state of bfloat16 is float32
@@ -317,7 +319,7 @@ def test_constant_decay_of_lru_over_a_long_time(
 
 def test_many_steps_of_lru_equal_prefill(device: str) -> None:
     """Decoding does not drift from prefill where the memory is long."""
-    case = Case("lru_scan", batch=1, time=3000, channels=3, theta=True, gates="open")
+    case = ScanCase("lru_scan", batch=1, time=3000, channels=3, theta=True, gates="open")
     inputs = inputs_on(case, device)
     state = inputs["h0"].clone()
     for t in range(case.time):
@@ -330,7 +332,7 @@ def test_many_steps_of_lru_equal_prefill(device: str) -> None:
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_bitwise_repeatable(case: Case, device: str) -> None:
+def test_bitwise_repeatable(case: ScanCase, device: str) -> None:
     case = replace(case, time=300, channels=70)
     inputs = inputs_on(case, device)
     first = call(case, inputs)
@@ -346,7 +348,7 @@ def test_bitwise_repeatable(case: Case, device: str) -> None:
 
 
 def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
-    i = inputs_on(Case(theta=True), device)
+    i = inputs_on(ScanCase(theta=True), device)
     expected, _ = tidegate.ops.hgru(i["c"], i["f"], i["gamma"], i["theta"], i["h0"])
     by_name, _ = tidegate.ops.hgru(
         f=i["f"], c=i["c"], theta=i["theta"], gamma=i["gamma"], h0=i["h0"], activation="silu"
@@ -356,11 +358,11 @@ def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
     )
     assert torch.equal(expected, by_name)
     assert torch.equal(expected, raw)
-    i = inputs_on(Case("linear_scan"), device)
+    i = inputs_on(ScanCase("linear_scan"), device)
     expected, _ = tidegate.ops.linear_scan(i["x"], i["a"], i["h0"], reverse=True)
     raw, _ = torch.ops.tidegate.linear_scan(i["x"], i["a"], i["h0"], True, None)
     assert torch.equal(expected, raw)
-    i = inputs_on(Case("lru_scan", theta=True), device)
+    i = inputs_on(ScanCase("lru_scan", theta=True), device)
     parameters = (i["nu_log"], i["theta_log"], i["gamma_log"])
     expected, _ = tidegate.ops.lru_scan(i["x"], *parameters, i["h0"], reverse=True)
     raw, _ = torch.ops.tidegate.lru_scan(i["x"], *parameters, i["h0"], True, None)
@@ -369,7 +371,7 @@ def test_positions_and_keywords_and_the_raw_operator_agree(device: str) -> None:
 
 def test_inputs_of_stride_zero(device: str) -> None:
     """Expanded tensors: one row seen at every step, or by every batch row."""
-    case = Case("linear_scan", batch=3, time=20, channels=4)
+    case = ScanCase("linear_scan", batch=3, time=20, channels=4)
     inputs = inputs_on(case, device)
     for shape in ((3, 20, 4), (1, 20, 4), (3, 1, 4)):
         x = inputs["x"][: shape[0], : shape[1]].expand(3, 20, 4)
@@ -382,7 +384,7 @@ def test_inputs_of_stride_zero(device: str) -> None:
 @pytest.mark.parametrize("constant", [False, True])
 def test_lazily_conjugated_and_negated_views(constant: bool, device: str) -> None:
     """x.conj() and x.conj().imag share x's memory and carry a bit that says how to read it."""
-    case = Case("linear_scan", dtype=torch.complex64, constant=constant)
+    case = ScanCase("linear_scan", dtype=torch.complex64, constant=constant)
     inputs = inputs_on(case, device)
     lazy = {name: inputs[name].conj() for name in ("x", "a", "h0")}
     assert all(value.is_conj() for value in lazy.values())

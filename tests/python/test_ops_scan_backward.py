@@ -6,46 +6,46 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases, oracle
+from support import cases, error_rule, scan_cases
 from support import op_properties as properties
-from support.cases import Case
 from support.op_properties import call, placed
+from support.scan_cases import ScanCase
 from torch import Tensor
 
 LONG = 131072
 SHORT_KINDS = [
-    Case("hgru", dtype=torch.float32),
-    Case("hgru", dtype=torch.bfloat16, theta=True),
-    Case("linear_scan", dtype=torch.float32),
-    Case("linear_scan", dtype=torch.complex64, constant=True),
-    Case("lru_scan", dtype=torch.float32, theta=True),
-    Case("lru_scan", dtype=torch.bfloat16),
+    ScanCase("hgru", dtype=torch.float32),
+    ScanCase("hgru", dtype=torch.bfloat16, theta=True),
+    ScanCase("linear_scan", dtype=torch.float32),
+    ScanCase("linear_scan", dtype=torch.complex64, constant=True),
+    ScanCase("lru_scan", dtype=torch.float32, theta=True),
+    ScanCase("lru_scan", dtype=torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("case", cases.every_length(), ids=str)
-def test_every_length(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_length(), ids=str)
+def test_every_length(case: ScanCase, device: str) -> None:
     cases.check(case, device)
 
 
-@pytest.mark.parametrize("case", cases.every_regime(), ids=str)
-def test_every_gate_regime(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_regime(), ids=str)
+def test_every_gate_regime(case: ScanCase, device: str) -> None:
     cases.check(case, device)
 
 
-@pytest.mark.parametrize("case", cases.every_mix(), ids=str)
-def test_every_mix_of_dtypes(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_mix(), ids=str)
+def test_every_mix_of_dtypes(case: ScanCase, device: str) -> None:
     cases.check(case, device)
 
 
-@pytest.mark.parametrize("case", cases.every_layout(), ids=str)
-def test_every_layout(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_layout(), ids=str)
+def test_every_layout(case: ScanCase, device: str) -> None:
     cases.check(case, device)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 7, 31, 64, 65, 130, 257])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_any_number_of_channels(case: Case, channels: int, device: str) -> None:
+def test_any_number_of_channels(case: ScanCase, channels: int, device: str) -> None:
     cases.check(replace(case, channels=channels, time=70, seed=channels), device)
 
 
@@ -54,13 +54,13 @@ def test_any_number_of_channels(case: Case, channels: int, device: str) -> None:
     "lengths", [(4, 0, 13, 1, 0), (0, 0, 18), (9, 9), (1,) * 18, (0, 0), (65, 2, 0, 70)], ids=str
 )
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_packed(case: Case, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
+def test_packed(case: ScanCase, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
     properties.check_packed(case, device, lengths, reverse)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 5, 0), (2, 0, 3), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_empty_dimensions(case: Case, shape: tuple[int, int, int], device: str) -> None:
+def test_empty_dimensions(case: ScanCase, shape: tuple[int, int, int], device: str) -> None:
     batch, time, channels = shape
     case = replace(case, batch=batch, time=time, channels=channels)
     properties.check_equals_the_yardstick(case, device)
@@ -74,29 +74,33 @@ def test_no_sequences(device: str) -> None:
 # Which gradients flow ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*SHORT_KINDS, Case("hgru", theta=True)], ids=str)
-def test_one_argument_alone_gets_the_gradient_it_gets_among_all(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", [*SHORT_KINDS, ScanCase("hgru", theta=True)], ids=str)
+def test_one_argument_alone_gets_the_gradient_it_gets_among_all(
+    case: ScanCase, device: str
+) -> None:
     properties.check_one_argument_alone(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_gradients_have_the_dtype_and_shape_of_their_argument(case: Case, device: str) -> None:
+def test_gradients_have_the_dtype_and_shape_of_their_argument(case: ScanCase, device: str) -> None:
     case = replace(case, h0="data", bound_dtype=case.dtype if case.op == "hgru" else None)
     properties.check_gradients_like_arguments(case, device)
 
 
-@pytest.mark.parametrize("case", cases.every_mix(), ids=str)
-def test_gradients_in_every_mix_of_dtypes_are_like_their_arguments(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", scan_cases.every_mix(), ids=str)
+def test_gradients_in_every_mix_of_dtypes_are_like_their_arguments(
+    case: ScanCase, device: str
+) -> None:
     properties.check_gradients_like_arguments(replace(case, time=2, channels=2), device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_gradients_of_a_sum(case: Case, device: str) -> None:
+def test_gradients_of_a_sum(case: ScanCase, device: str) -> None:
     properties.check_gradients_of_a_sum(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_gradients_go_through_the_state_from_part_to_part(case: Case, device: str) -> None:
+def test_gradients_go_through_the_state_from_part_to_part(case: ScanCase, device: str) -> None:
     case = replace(case, time=23)
     arguments, loss = placed(case, device)
     exact = cases.reference(case, backward=True, exact=True)
@@ -114,12 +118,12 @@ def test_gradients_go_through_the_state_from_part_to_part(case: Case, device: st
     results = (torch.cat(parts, 1), state)
     grads = torch.autograd.grad(results, [arguments[k] for k in names], loss)
     for name, grad in zip(names, grads, strict=True):
-        oracle.assert_within_rule(name, grad, exact[f"d{name}"], yardstick[f"d{name}"])
+        error_rule.assert_within_rule(name, grad, exact[f"d{name}"], yardstick[f"d{name}"])
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_no_gradient_leaks_across_a_boundary(case: Case, reverse: bool, device: str) -> None:
+def test_no_gradient_leaks_across_a_boundary(case: ScanCase, reverse: bool, device: str) -> None:
     """A loss over one sequence leaves exact zeros everywhere else."""
     case = replace(case, lengths=(5, 40, 0, 90, 3), reverse=reverse)
     arguments, loss = placed(case, device)
@@ -143,23 +147,23 @@ def test_no_gradient_leaks_across_a_boundary(case: Case, reverse: bool, device: 
 # Second oracle, extremes, what is kept ----------------------------------------------------------
 
 GRADCHECK = [
-    Case("linear_scan", dtype=torch.float64),
-    Case("linear_scan", dtype=torch.complex128, reverse=True),
-    Case("linear_scan", dtype=torch.complex128, gate_dtype=torch.float64),
-    Case("linear_scan", dtype=torch.complex128, constant=True),
-    Case("linear_scan", dtype=torch.float64, constant=True, lengths=(2, 0, 3)),
-    Case("hgru", dtype=torch.float64),
-    Case("hgru", dtype=torch.float64, theta=True),
-    Case("hgru", dtype=torch.float64, theta=True, reverse=True, activation="none"),
-    Case("hgru", dtype=torch.float64, gamma=False, lengths=(2, 0, 3), reverse=True),
-    Case("lru_scan", dtype=torch.float64),
-    Case("lru_scan", dtype=torch.float64, theta=True, lengths=(2, 0, 3)),
-    Case("lru_scan", dtype=torch.float64, theta=True, reverse=True),
+    ScanCase("linear_scan", dtype=torch.float64),
+    ScanCase("linear_scan", dtype=torch.complex128, reverse=True),
+    ScanCase("linear_scan", dtype=torch.complex128, gate_dtype=torch.float64),
+    ScanCase("linear_scan", dtype=torch.complex128, constant=True),
+    ScanCase("linear_scan", dtype=torch.float64, constant=True, lengths=(2, 0, 3)),
+    ScanCase("hgru", dtype=torch.float64),
+    ScanCase("hgru", dtype=torch.float64, theta=True),
+    ScanCase("hgru", dtype=torch.float64, theta=True, reverse=True, activation="none"),
+    ScanCase("hgru", dtype=torch.float64, gamma=False, lengths=(2, 0, 3), reverse=True),
+    ScanCase("lru_scan", dtype=torch.float64),
+    ScanCase("lru_scan", dtype=torch.float64, theta=True, lengths=(2, 0, 3)),
+    ScanCase("lru_scan", dtype=torch.float64, theta=True, reverse=True),
 ]
 
 
 @pytest.mark.parametrize("case", GRADCHECK, ids=str)
-def test_gradcheck(case: Case, device: str) -> None:
+def test_gradcheck(case: ScanCase, device: str) -> None:
     arguments, _ = placed(replace(case, time=5, channels=2, batch=2), device)
     names = [k for k, v in arguments.items() if v is not None and k != "cu_seqlens"]
     leaves = [arguments[k].detach().requires_grad_() for k in names]
@@ -174,7 +178,7 @@ def test_gradcheck(case: Case, device: str) -> None:
 @pytest.mark.parametrize("theta", [False, True])
 def test_gradients_over_a_long_time(theta: bool, device: str) -> None:
     """lambda near 1 (and theta turning) over 131072 steps."""
-    cases.check(Case(batch=1, time=LONG, channels=3, gates="open", theta=theta), device)
+    cases.check(ScanCase(batch=1, time=LONG, channels=3, gates="open", theta=theta), device)
 
 
 @pytest.mark.slow
@@ -182,12 +186,14 @@ def test_gradients_over_a_long_time(theta: bool, device: str) -> None:
 @pytest.mark.parametrize("theta", [False, True])
 def test_gradients_of_lru_over_a_long_time(theta: bool, dtype: torch.dtype, device: str) -> None:
     """Those of nu_log, theta_log and gamma_log are sums over 131072 steps."""
-    case = Case("lru_scan", batch=1, time=LONG, channels=3, gates="open", theta=theta, dtype=dtype)
+    case = ScanCase(
+        "lru_scan", batch=1, time=LONG, channels=3, gates="open", theta=theta, dtype=dtype
+    )
     cases.check(case, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_only_inputs_and_h_are_kept_for_the_backward_pass(case: Case, device: str) -> None:
+def test_only_inputs_and_h_are_kept_for_the_backward_pass(case: ScanCase, device: str) -> None:
     case = replace(case, time=40, channels=16)
     kept, arguments, h = properties.kept_for_backward(case, device)
     allowed = {v.data_ptr() for v in arguments.values() if v is not None} | {h.data_ptr()}
@@ -197,15 +203,15 @@ def test_only_inputs_and_h_are_kept_for_the_backward_pass(case: Case, device: st
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
-def test_bitwise_repeatable(case: Case, device: str) -> None:
+def test_bitwise_repeatable(case: ScanCase, device: str) -> None:
     case = replace(case, time=300, channels=70)
     properties.check_bitwise_repeatable(case, device)
 
 
 def test_changing_an_input_between_the_passes_is_an_error(device: str) -> None:
-    arguments, _ = placed(Case(), device)
+    arguments, _ = placed(ScanCase(), device)
     leaf = arguments["c"].detach().requires_grad_()
-    h, _ = call(Case(), {**arguments, "c": leaf})
+    h, _ = call(ScanCase(), {**arguments, "c": leaf})
     arguments["f"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         h.sum().backward()
@@ -213,7 +219,7 @@ def test_changing_an_input_between_the_passes_is_an_error(device: str) -> None:
 
 def test_a_conjugate_gradient(device: str) -> None:
     """Autograd of `h.conj()` hands over a lazily conjugated dh."""
-    case = Case("linear_scan", dtype=torch.complex64)
+    case = ScanCase("linear_scan", dtype=torch.complex64)
     arguments, loss = placed(case, device)
     arguments["x"] = leaf = arguments["x"].detach().requires_grad_()
     h, _ = call(case, arguments)

@@ -1,0 +1,98 @@
+"""The error rule of docs/numerics.md: how far from the oracle a result may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from support.walks import state_dtype
+
+# The floor beside twice the yardstick's error, relative to what is compared: (of the norm, of the
+# largest number). Where a handful of numbers decide, the yardstick may have rounded none of them;
+# over many, luck averages out.
+_UNIT = torch.finfo(torch.float32).eps
+_FLOOR = (2 * _UNIT, 2 * _UNIT)
+# The oracle is float64 itself, so the yardstick has no error, and each of 4097 steps may add a
+# rounding of 2e-16 (tests/kernels holds float64 against long double, by the rule above).
+_WIDEST_FLOOR = (1e-12, 0.0)
+# A constant rotation: float64's exp may round an angle near 2 pi by a unit of its last place,
+# 8.9e-16, and every step turns by it once more: 3.6e-12 over 4097. (Held against 200 bits where
+# this was seen, the oracle erred by 2.5e-12, and a recurrence whose decay has two words by 6e-14.)
+ROTATION_FLOOR = (4e-12, 0.0)
+_ABSOLUTE_FLOOR = 1e-35  # gradients at extreme gates are zero, or underflow in fp32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a result does by the error rule: its error over what is allowed, and what to say."""
+
+    excess: float  # at most one when the rule holds
+    message: str
+    error: float = 0  # ||out - exact|| / ||exact||
+    yardstick: float = 0  # the same of the yardstick
+    floor: float = 0  # what it may be beside twice the yardstick's
+
+    def __bool__(self) -> bool:
+        return self.excess <= 1
+
+
+def judge(
+    out: Tensor,
+    exact: Tensor,
+    yardstick: Tensor,
+    size: Tensor | None = None,
+    state: torch.dtype | None = None,
+    widest_floor: tuple[float, float] = _WIDEST_FLOOR,
+) -> Verdict:
+    """||out - exact|| / ||exact|| and the largest error: each at most twice the yardstick's.
+
+    `yardstick` is the same maths done by torch ops, rounded to out's dtype. The floor is there so
+    that a yardstick without error asks for nothing impossible; for a sum over time it is relative
+    to `size`, that of its terms, which is what roundings are relative to where they cancel. `state`
+    None: the state that goes with data of out's dtype. `widest_floor`: of float64 states.
+    """
+    if out.dtype != yardstick.dtype or out.shape != exact.shape:
+        expected = (yardstick.dtype, tuple(exact.shape))
+        got = (out.dtype, tuple(out.shape))
+        return Verdict(float("inf"), f"dtype and shape {got}, expected {expected}")
+    if out.numel() == 0:
+        return Verdict(0, "nothing to compare")
+    wide = exact.dtype
+    found, same = out.detach().cpu(), yardstick
+    # Beyond what the dtype can hold, in all three: infinity is then how the result rounds.
+    overflow = same.isinf() & (found == same) & (exact.abs() > torch.finfo(out.dtype).max)
+    error = (found.to(wide) - exact).abs().masked_fill(overflow, 0).flatten()
+    allowed = (same.to(wide) - exact).abs().masked_fill(overflow, 0).flatten()
+    widest = (state or state_dtype(out.dtype)) in (torch.float64, torch.complex128)
+    in_norm, of_one = widest_floor if widest else _FLOOR
+    values = (exact if size is None else size).abs().flatten()
+    verdicts = []
+    for kind, measure in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
+        whole, wrong, peer = float(measure(values)), float(measure(error)), float(measure(allowed))
+        floor = in_norm * whole + of_one * float(values.max())
+        floor += _ABSOLUTE_FLOOR * values.numel() ** 0.5
+        message = (
+            f"{kind} error {wrong:.3e} of {whole:.3e}, allowed {2 * peer + floor:.3e} (torch ops "
+            f"in {out.dtype}: {peer:.3e}); worst at flat index "
+            f"{int(error.nan_to_num(float('inf')).argmax())} of shape {tuple(out.shape)}"
+        )
+        excess = wrong / (2 * peer + floor)
+        excess = excess if excess >= 0 else float("inf")  # NaN
+        scale = whole or 1.0
+        verdicts.append(Verdict(excess, message, wrong / scale, peer / scale, floor / scale))
+    return max(verdicts, key=lambda verdict: verdict.excess)
+
+
+def assert_within_rule(
+    name: str,
+    out: Tensor,
+    exact: Tensor,
+    yardstick: Tensor,
+    size: Tensor | None = None,
+    state: torch.dtype | None = None,
+) -> None:
+    """Fails with `name` and what is wrong; see `judge`."""
+    verdict = judge(out, exact, yardstick, size, state)
+    assert verdict, f"{name}: {verdict.message}"
