@@ -106,6 +106,7 @@ c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dh_final
 
 void check_step(const GlaArguments& arguments, const at::Tensor& state) {
   check_inputs(arguments, kStepShapes, 3);
+  check_given(arguments.op, "state", state);
   const auto sizes = arguments.q.sym_sizes();
   check_state({arguments.op, "q", arguments.q}, "state", state, kStepShapes.state,
               {sizes[0], sizes[1], sizes[2], arguments.v.sym_size(2)});

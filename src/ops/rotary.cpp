@@ -121,6 +121,7 @@ class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
 
 at::Tensor rotary_autograd(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                            bool inverse) {
+  check_given(kOp, {{"x", x}, {"cos", cos}, {"sin", sin}});
   check_differentiable(kOp, {x, cos, sin});
   return RotaryFunction::apply(x, cos, sin, inverse);
 }
