@@ -6,14 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "kernels/attention/cpu/attention_kernels.h"
 #include "kernels/attention/forgetting_attention.h"
 #include "kernels/common/cpu_isa.h"
+#include "kernels/common/cpu_scratch.h"
 #include "kernels/common/cpu_sequences.h"
+#include "kernels/common/integers.h"
 
 namespace tidegate::kernels {
 namespace {
@@ -34,8 +34,6 @@ const AttentionKernels& active_kernels() {
 #endif
   return generic::kAttentionKernels;
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- Workspace ----
 
@@ -103,10 +101,6 @@ ForgettingAttentionPlan plan_of(ForgettingAttentionParams params, bool backward)
 }
 
 // ---- Pieces of work ----
-
-struct AlignedDelete {
-  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(64)); }
-};
 
 /// The sequences of a call, and its pieces of work: (sequence, head), or (sequence, head, tile).
 class Pieces {
@@ -203,8 +197,7 @@ class Pieces {
     const int64_t slots = std::min(threads_, total);
     const int64_t bytes =
         ceil_div(scratch_numbers * element_size(state_dtype(params_.q.dtype)), 4096) * 4096;
-    const std::unique_ptr<std::byte[], AlignedDelete> scratch(static_cast<std::byte*>(
-        ::operator new[](static_cast<size_t>(slots * bytes), std::align_val_t(64))));
+    const CpuScratch scratch(slots * bytes);
     std::atomic<int64_t> next{0};
     const auto work = [&](int64_t begin, int64_t end) {
       for (int64_t slot = begin; slot < end; ++slot) {

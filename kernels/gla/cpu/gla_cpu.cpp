@@ -2,13 +2,12 @@
 // threads and hand each block to the code for this machine's instruction set.
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <new>
 
 #include "kernels/common/cpu_isa.h"
+#include "kernels/common/cpu_scratch.h"
 #include "kernels/common/cpu_sequences.h"
+#include "kernels/common/integers.h"
 #include "kernels/gla/cpu/gla_kernels.h"
 #include "kernels/gla/gla.h"
 
@@ -35,8 +34,6 @@ const GlaKernels& active_kernels() {
 #endif
   return generic::kGlaKernels;
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// How a pass divides into blocks of `width` columns of every head of every sequence.
 struct BlockGrid {
@@ -77,10 +74,6 @@ GlaBlock block_at(const GlaParams& params, const BlockGrid& grid, int64_t column
   return block;
 }
 
-struct AlignedDelete {
-  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(64)); }
-};
-
 /// Calls kernel(block) for all blocks; every thread has scratch memory of its own, which lives for
 /// the pass.
 template <class Kernel>
@@ -91,8 +84,7 @@ void run_blocks(const GlaParams& params, const BlockGrid& grid, int64_t columns,
   const int64_t slots = std::min(threads, grid.total);
   const int64_t bytes =
       ceil_div(scratch_numbers * element_size(state_dtype(params.q.dtype)), 4096) * 4096;
-  const std::unique_ptr<std::byte[], AlignedDelete> scratch(static_cast<std::byte*>(
-      ::operator new[](static_cast<size_t>(slots * bytes), std::align_val_t(64))));
+  const CpuScratch scratch(slots * bytes);
   const auto work = [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot) {
       for (int64_t i = slot * grid.total / slots; i < (slot + 1) * grid.total / slots; ++i) {

@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <new>
 #include <numeric>
 #include <vector>
 
 #include "kernels/common/cpu_isa.h"
+#include "kernels/common/cpu_scratch.h"
 #include "kernels/common/cpu_sequences.h"
+#include "kernels/common/integers.h"
 #include "kernels/rnn/cpu/rnn_kernels.h"
 #include "kernels/rnn/rnn.h"
 
@@ -34,8 +34,6 @@ const RnnKernels& active_kernels() {
   return generic::kRnnKernels;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t element_bytes(const GatedRnnParams& params) {
   return element_size(state_dtype(params.x.dtype));
 }
@@ -56,10 +54,6 @@ std::vector<RnnRow> sorted_rows(const SequenceLayout& layout) {
                    [](const RnnRow& a, const RnnRow& b) { return a.length > b.length; });
   return rows;
 }
-
-struct AlignedDelete {
-  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t(64)); }
-};
 
 template <class Kernel>
 void run_blocks(const GatedRnnParams& params, bool transposed, const ParallelFor& parallel,
@@ -85,8 +79,7 @@ void run_blocks(const GatedRnnParams& params, bool transposed, const ParallelFor
   const int64_t blocks = ceil_div(sequences, each);
   run(blocks, [&](int64_t begin, int64_t end) {
     const int64_t bytes = kMaxRnnRows * row_bytes(params);
-    const std::unique_ptr<std::byte[], AlignedDelete> scratch(static_cast<std::byte*>(
-        ::operator new[](static_cast<size_t>(2 * bytes), std::align_val_t(64))));
+    const CpuScratch scratch(2 * bytes);
     RnnBlock block;
     block.panels = params.workspace;
     block.vectors = scratch.get();

@@ -7,6 +7,7 @@
 
 #include "kernels/common/cpu_isa.h"
 #include "kernels/common/cpu_sequences.h"
+#include "kernels/common/integers.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 #include "kernels/scan/scan.h"
 #include "kernels/scan/wkv4.h"
@@ -33,8 +34,6 @@ const ScanKernels& active_kernels() {
 #endif
   return generic::kScanKernels;
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// How a scan divides into blocks of `width` channels.
 struct BlockGrid {
