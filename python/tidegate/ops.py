@@ -260,8 +260,6 @@ def hgru_step(
         The new state in c's dtype and shape. Has no gradient: raises when an argument requires one
         and gradients are recorded.
     """
-    if state is None:
-        raise RuntimeError("hgru_step: state must be a tensor [B, D] (or [B, 2D]), got None")
     return torch.ops.tidegate.hgru_step(c, f, gamma, theta, state, activation)
 
 
@@ -462,8 +460,6 @@ def hgrn2_step(
         o [B, H, V]. Has no gradient: raises when an argument requires one and gradients are
         recorded. Reads and writes the state once.
     """
-    if state is None:
-        raise RuntimeError("hgrn2_step: state must be a tensor [B, H, K, V], got None")
     return torch.ops.tidegate.hgrn2_step(q, f, v, gamma, state, scale, q_activation, v_activation)
 
 
