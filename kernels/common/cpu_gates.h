@@ -11,8 +11,8 @@ namespace {
 /// sigmoid(x) and sigmoid(-x), each to full relative precision (1 - sigmoid(x) would cancel).
 template <class R>
 struct Sigmoids {
-  Vec<R> of = Vec<R>{};
-  Vec<R> of_negative = Vec<R>{};
+  Vec<R> pos = Vec<R>{};
+  Vec<R> neg = Vec<R>{};
   Vec<R> smaller = Vec<R>{};  // sigmoid(-|x|)
 };
 

@@ -67,15 +67,14 @@ enum class NextBlock : int64_t { kLater = kTokens, kEarlier = -kTokens };
 template <class R>
 TIDEGATE_INLINE Vec<R> activated(Vec<R> x, InputActivation activation) {
   if (activation == InputActivation::kNone) return x;
-  const Vec<R> s = sigmoids<R>(x).of;
+  const Vec<R> s = sigmoids<R>(x).pos;
   return activation == InputActivation::kSilu ? x * s : s;
 }
 template <class R>
 TIDEGATE_INLINE Vec<R> activation_slope(Vec<R> x, InputActivation activation) {
   if (activation == InputActivation::kNone) return splat(R(1));
   const Sigmoids<R> s = sigmoids<R>(x);
-  return activation == InputActivation::kSilu ? s.of * fma(x, s.of_negative, splat(R(1)))
-                                              : s.of * s.of_negative;
+  return activation == InputActivation::kSilu ? s.pos * fma(x, s.neg, splat(R(1))) : s.pos * s.neg;
 }
 
 /// to[i] = factor * act(row first + i), for `count` tokens; zeros for the rest of the 16.
@@ -147,10 +146,10 @@ struct KeyRows {
           const Vec<R> rest = R(1) - bound;
           const Sigmoids<R> s = sigmoids<R>(logit);
           store<R>(decays + row + j, forget_gate<R>(logit, s, bound, rest), extent);
-          store<R>(keys + row + j, rest * s.of_negative, extent);
+          store<R>(keys + row + j, rest * s.neg, extent);
           if (open != nullptr) {
-            store<R>(open + row + j, s.of, extent);
-            store<R>(shut + row + j, s.of_negative, extent);
+            store<R>(open + row + j, s.pos, extent);
+            store<R>(shut + row + j, s.neg, extent);
           }
         });
       }

@@ -70,8 +70,8 @@ struct GatedRnnBlock {
     for_each_vector<R>(params.channels, [&](int64_t j, auto extent) {
       const V logit = load<R>(z + j, extent) + load<R>(product + j, extent);
       const Sigmoids<R> gate = sigmoids<R>(logit);
-      const V entering = gate.of_negative * load<R>(x + j, extent);
-      const V next = fma(gate.of, load<R>(state + j, extent), entering);
+      const V entering = gate.neg * load<R>(x + j, extent);
+      const V next = fma(gate.pos, load<R>(state + j, extent), entering);
       store<R>(state + j, next, extent);
       store<R>(h + j, next, extent);
       if (kept != nullptr) store<R>(kept + j, logit, extent);
@@ -147,12 +147,12 @@ struct GatedRnnBlock {
       const Sigmoids<R> gate = sigmoids<R>(load<R>(logits + j, extent));
       const V h = before == nullptr ? V{} : load<R>(before + j, extent);
       const V g = load<R>(dh + j, extent) + load<R>(carry + j, extent);
-      const V entering = gate.of_negative * g;
-      const V da = entering * gate.of * (h - load<R>(x + j, extent));
+      const V entering = gate.neg * g;
+      const V da = entering * gate.pos * (h - load<R>(x + j, extent));
       store<R>(gate_grad + j, da, extent);
       store<R>(dz + j, da, extent);
       store<R>(dx + j, entering, extent);
-      store<R>(passed_on + j, gate.of * g, extent);
+      store<R>(passed_on + j, gate.pos * g, extent);
       store<R>(h_before + j, h, extent);
     });
   }

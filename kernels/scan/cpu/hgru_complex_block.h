@@ -37,7 +37,7 @@ struct HgruComplexBlock {
         const Sigmoids<R> of_f = sigmoids<R>(f_now);
         const V one_minus_gamma = channels.one_minus_gamma.at(j);
         const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma);
-        const V input_gate = one_minus_gamma * of_f.of_negative;  // 1 - lambda
+        const V input_gate = one_minus_gamma * of_f.neg;  // 1 - lambda
         const V decay_re = lambda * channels.cos_theta.at(j);
         const V decay_im = lambda * channels.sin_theta.at(j);
         const V re = state.parts[0].at(j);
@@ -76,7 +76,7 @@ struct HgruComplexBlock {
         const Sigmoids<R> of_f = sigmoids<R>(f_now);
         const V one_minus_gamma = channels.one_minus_gamma.at(j);
         const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma);
-        const V input_gate = one_minus_gamma * of_f.of_negative;  // 1 - lambda
+        const V input_gate = one_minus_gamma * of_f.neg;  // 1 - lambda
         const V cosine = channels.cos_theta.at(j);
         const V sine = channels.sin_theta.at(j);
         const V g_re = load<R>(dh.row + j, extent) + p.parts[0].at(j);
@@ -93,8 +93,8 @@ struct HgruComplexBlock {
         const V u_re = input_gradient(j, extent, c.row, dc.row, g_re * input_gate);
         const V u_im = input_gradient(j, extent, c.row + half, dc.row + half, g_im * input_gate);
         const V dlambda = fma(g_re, turned_re - u_re, g_im * (turned_im - u_im));
-        dgamma.add(j, dlambda * of_f.of_negative);
-        store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
+        dgamma.add(j, dlambda * of_f.neg);
+        store<R>(df.row + j, dlambda * input_gate * of_f.pos, extent, stream);
       });
       this->advance();
     }

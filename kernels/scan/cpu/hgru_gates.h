@@ -14,11 +14,11 @@ namespace {
 /// act(c) and its derivative, from the sigmoids of c.
 template <class R, bool kSilu>
 TIDEGATE_INLINE Vec<R> activated(Vec<R> c, const Sigmoids<R>& s) {
-  return kSilu ? c * s.of : c;
+  return kSilu ? c * s.pos : c;
 }
 template <class R, bool kSilu>
 TIDEGATE_INLINE Vec<R> activation_slope(Vec<R> c, const Sigmoids<R>& s) {
-  return kSilu ? s.of * fma(c, s.of_negative, splat(R(1))) : splat(R(1));
+  return kSilu ? s.pos * fma(c, s.neg, splat(R(1))) : splat(R(1));
 }
 
 /// Per-channel constants of a block.

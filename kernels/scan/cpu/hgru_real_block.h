@@ -39,7 +39,7 @@ struct HgruRealBlock {
         both_sigmoids(f_now, c_now, of_f, of_c);
         const V one_minus_gamma = channels.one_minus_gamma.at(j);
         const V lambda = forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma);
-        const V input = one_minus_gamma * of_f.of_negative * activated<R, kSilu>(c_now, of_c);
+        const V input = one_minus_gamma * of_f.neg * activated<R, kSilu>(c_now, of_c);
         const V next = fma(lambda, state.at(j), input);
         state.set(j, next);
         store<R>(h.row + j, next, extent, stream);
@@ -67,15 +67,15 @@ struct HgruRealBlock {
         Sigmoids<R> of_f, of_c;
         both_sigmoids(f_now, c_now, of_f, of_c);
         const V one_minus_gamma = channels.one_minus_gamma.at(j);
-        const V input_gate = one_minus_gamma * of_f.of_negative;  // 1 - lambda
+        const V input_gate = one_minus_gamma * of_f.neg;  // 1 - lambda
         const V g = load<R>(dh.row + j, extent) + p.at(j);
         const V from = load<R>(h_before + j, extent) - activated<R, kSilu>(c_now, of_c);
         const V dlambda = g * from;
-        dgamma.add(j, dlambda * of_f.of_negative);
+        dgamma.add(j, dlambda * of_f.neg);
         p.set(j, forget_gate<R>(f_now, of_f, channels.gamma.at(j), one_minus_gamma) * g);
         store<R>(dc.row + j, g * input_gate * activation_slope<R, kSilu>(c_now, of_c), extent,
                  stream);
-        store<R>(df.row + j, dlambda * input_gate * of_f.of, extent, stream);
+        store<R>(df.row + j, dlambda * input_gate * of_f.pos, extent, stream);
       });
       this->advance();
     }
