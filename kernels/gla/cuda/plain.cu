@@ -6,6 +6,8 @@
 #include <cmath>
 
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dtypes.h"
+#include "kernels/common/integers.h"
 #include "kernels/gla/cuda/plain_backward.cuh"
 #include "kernels/gla/cuda/plain_walk.cuh"
 #include "kernels/gla/cuda/step.cuh"
@@ -18,21 +20,13 @@ constexpr int kTileTime = 16;
 
 int tile_time(int bytes_a_token) { return std::clamp(kSharedBytes / bytes_a_token, 1, kTileTime); }
 
-int64_t tiles(int64_t dim, int64_t tile) { return (dim + tile - 1) / tile; }
-
-template <class Visit>
-cudaError_t choose_real(DType dtype, Visit visit) {
-  return dtype == DType::kFloat64 ? visit.template operator()<double>()
-                                  : visit.template operator()<float>();
-}
-
 template <class Real, bool kValueGradient>
 cudaError_t launch_walk(PlainWalk walk, cudaStream_t stream) {
   const GlaParams& p = walk.params;
   const int bytes = plain_walk_bytes_a_token<Real>(p.key_dim);
   walk.tile_time = tile_time(bytes);
   const int64_t blocks =
-      p.layout.sequences * p.heads * tiles(p.value_dim, PlainSlices(p.key_dim).lines());
+      p.layout.sequences * p.heads * ceil_div(p.value_dim, PlainSlices(p.key_dim).lines());
   plain_walk_kernel<Real, kValueGradient>
       <<<static_cast<unsigned>(blocks), kPlainThreads, bytes * walk.tile_time, stream>>>(walk);
   return cudaGetLastError();
@@ -40,7 +34,7 @@ cudaError_t launch_walk(PlainWalk walk, cudaStream_t stream) {
 
 template <class Real, int kVec>
 cudaError_t launch_step(const GlaParams& p, cudaStream_t stream) {
-  const int64_t blocks = p.layout.sequences * p.heads * tiles(p.value_dim, 32 * kVec);
+  const int64_t blocks = p.layout.sequences * p.heads * ceil_div(p.value_dim, 32 * kVec);
   const int bytes = 3 * kStepTokens * static_cast<int>(p.key_dim * sizeof(Real));
   gla_step_kernel<Real, kVec><<<static_cast<unsigned>(blocks), 32 * kStepWarps, bytes, stream>>>(p);
   return cudaGetLastError();
@@ -59,7 +53,8 @@ cudaError_t divide_backward(const GlaBackwardParams& params, PlainBackward* work
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   work->params = params;
-  work->items = p.layout.sequences * p.heads * tiles(p.key_dim, PlainSlices(p.value_dim).lines());
+  work->items =
+      p.layout.sequences * p.heads * ceil_div(p.key_dim, PlainSlices(p.value_dim).lines());
   // Chunks as long as there are chunks: the fewest states to keep.
   const auto time = static_cast<int>(std::max<int64_t>(1, p.layout.time));
   work->chunk = static_cast<int>(std::ceil(std::sqrt(static_cast<double>(time))));
@@ -93,7 +88,7 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
   if (p.gate_per_head && gates > 0) {
     constexpr int kGatesABlock = kPlainThreads / 32;
     plain_gate_sum_kernel<Real>
-        <<<static_cast<unsigned>(tiles(gates, kGatesABlock)), kPlainThreads, 0, stream>>>(work);
+        <<<static_cast<unsigned>(ceil_div(gates, kGatesABlock)), kPlainThreads, 0, stream>>>(work);
   }
   return cudaGetLastError();
 }
@@ -101,7 +96,7 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
 }  // namespace
 
 cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
-  return choose_real(p.q.dtype, [&]<class Real>() {
+  return with_state_type(p.q.dtype, [&]<class Real>() {
     if (p.layout.time <= kStepTokens) {
       return states_align(p) ? launch_step<Real, 16 / sizeof(Real)>(p, stream)
                              : launch_step<Real, 1>(p, stream);
@@ -112,7 +107,7 @@ cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
 
 cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* plan) {
   const GlaParams& p = params.forward;
-  return choose_real(p.q.dtype, [&]<class Real>() {
+  return with_state_type(p.q.dtype, [&]<class Real>() {
     PlainBackward work;
     int blocks = 0;
     TIDEGATE_RETURN_IF_CUDA_ERROR(divide_backward<Real>(params, &work, &blocks));
@@ -127,8 +122,8 @@ cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* pl
 }
 
 cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t stream) {
-  return choose_real(params.forward.q.dtype,
-                     [&]<class Real>() { return launch_backward<Real>(params, stream); });
+  return with_state_type(params.forward.q.dtype,
+                         [&]<class Real>() { return launch_backward<Real>(params, stream); });
 }
 
 }  // namespace tidegate::kernels

@@ -8,13 +8,12 @@
 #include <limits>
 
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/integers.h"
 #include "kernels/gla/cuda/chunk_shared.cuh"
 #include "kernels/gla/cuda/state_pass.cuh"
 
 namespace tidegate::kernels {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int slices(int64_t dim) { return static_cast<int>(dim / kBlock); }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/integers.h"
 #include "kernels/gla/cuda/tensor_forward.cuh"
 
 namespace tidegate::kernels {
@@ -16,8 +17,6 @@ constexpr int kThreadsToJoin = 256;
 constexpr int64_t kShortestSegment = 256;
 // What a pass over the maps costs beside the pass over the outputs.
 constexpr double kMapCost = 0.5;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool rows_align(const HeadSeries& t, int64_t bytes) {
   const int64_t elements = bytes / element_size(t.dtype);

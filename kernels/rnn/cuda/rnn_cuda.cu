@@ -2,6 +2,7 @@
 
 #include "kernels/rnn/rnn_cuda.h"
 
+#include "kernels/common/cuda/dtypes.h"
 #include "kernels/rnn/cuda/chip_family.h"
 #include "kernels/rnn/cuda/plain.cuh"
 
@@ -47,12 +48,6 @@ cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan
   return cudaSuccess;
 }
 
-template <class Visit>
-cudaError_t with_real(DType dtype, Visit visit) {
-  return dtype == DType::kFloat64 ? visit.template operator()<double>()
-                                  : visit.template operator()<float>();
-}
-
 }  // namespace
 
 cudaError_t gated_rnn_forward_plan(const GatedRnnParams& params, GatedRnnPlan* plan) {
@@ -68,7 +63,7 @@ cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream)
     return with_chip_family(params, params.plan.exchanges_in_memory,
                             [&]<class Family>() { return Family::forward(params, stream); });
   }
-  return with_real(params.x.dtype, [&]<class Real>() {
+  return with_state_type(params.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(params.layout.sequences);
     gated_rnn_plain_forward<Real><<<blocks, kPlainRnnThreads, 0, stream>>>(params);
     return cudaGetLastError();
@@ -81,7 +76,7 @@ cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params, cudaStream_
     return with_chip_family(forward, forward.plan.exchanges_in_memory,
                             [&]<class Family>() { return Family::backward(params, stream); });
   }
-  return with_real(forward.x.dtype, [&]<class Real>() {
+  return with_state_type(forward.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(forward.layout.sequences);
     gated_rnn_plain_backward<Real><<<blocks, kPlainRnnThreads, 0, stream>>>(params);
     return cudaGetLastError();
