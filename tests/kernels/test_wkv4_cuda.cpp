@@ -101,7 +101,7 @@ TEST_P(Wkv4Cuda, EveryLength) {
 }
 
 TEST_P(Wkv4Cuda, LongSequencesOfSixteenBits) {
-  for (Keys keys : {Keys::kNormal, Keys::kWide, Keys::kFalling, Keys::kHigh}) {
+  for (Keys keys : {Keys::kNormal, Keys::kWide, Keys::kFalling, Keys::kHigh, Keys::kTurning}) {
     Wkv4Shape shape;
     shape.dtype = keys == Keys::kWide ? DType::kFloat16 : DType::kBFloat16;
     shape.batch = 1;

@@ -18,7 +18,7 @@
 
 namespace tidegate::testing {
 
-enum class Keys { kNormal, kWide, kFalling, kHigh };
+enum class Keys { kNormal, kWide, kFalling, kHigh, kTurning };
 
 struct Wkv4Shape {
   DType dtype = DType::kFloat32;
@@ -255,6 +255,8 @@ class Wkv4Problem {
         return 80 - 160.0 * (token % shape_.time) / shape_.time + noise;
       case Keys::kHigh:
         return 80 - noise;
+      case Keys::kTurning:
+        return (token / 300 % 2 == 0 ? 79 : -79) + noise;
       case Keys::kNormal:
         break;
     }

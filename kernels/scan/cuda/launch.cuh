@@ -197,9 +197,12 @@ template <class Short, class Long, class Linked>
 cudaError_t launch_walk(const typename Short::Params& params, const ScanPlan& plan, void* workspace,
                         bool wide_rows, cudaStream_t stream) {
   // A round of a chain is crossed in four hops; measured, more or fewer were slower.
+  int group = (plan.linked_blocks + 1) / 2;
+  if constexpr (requires { LinkSize<Linked>::kMostInGroup; }) {
+    group = std::min(group, LinkSize<Linked>::kMostInGroup);
+  }
   const WalkLaunch launch = {channel_tiles<Short>(Short::channels(params), kWarpSize),
-                             plan.linked_blocks, (plan.linked_blocks + 1) / 2, wide_rows,
-                             workspace};
+                             plan.linked_blocks, group, wide_rows, workspace};
   if (plan.split == TimeSplit::kLinked) {
     return launch_linked<Linked>(params, launch, plan.warps, stream);
   }

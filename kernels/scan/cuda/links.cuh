@@ -1,9 +1,9 @@
 #pragma once
 
 // The carry where blocks share a sequence. A block is two teams of warps, or one, if these look
-// ahead (ahead.cuh). Consecutive teams own consecutive tiles of time, first all blocks' first
-// teams, then all second ones; the last one of a round is linked to the first one of the next. All
-// blocks are resident.
+// ahead (ahead.cuh, wkv4_links.cuh). Consecutive teams own consecutive tiles of time, first all
+// blocks' first teams, then all second ones; the last one of a round is linked to the first one of
+// the next. All blocks are resident.
 //
 // A state must cross a tile faster than anyone can walk it, so it crosses by maps. Every warp that
 // walks (a worker) posts the map of its run. One warp of each team, the carrier, composes them to

@@ -34,6 +34,8 @@
 //                                  in AffineMap::Added alone
 //   kLooksAhead                    whether linked workers post the map of their next run before the
 //                                  state of the present one comes (ahead.cuh)
+//   kFoldsAhead                    if so, they do that too, and take each run from the ring twice:
+//                                  to fold it, and to advance through it (wkv4_links.cuh)
 //   Number, Real                   state of one channel, real or complex; the real type under it
 //   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
 //   Raw, Decoded                   one step's inputs in memory / prepared
@@ -120,6 +122,16 @@ __host__ __device__ constexpr bool takes_runs() {
   }
 }
 
+/// Whether linked workers take each run from the ring twice.
+template <class Op>
+__host__ __device__ constexpr bool folds_ahead() {
+  if constexpr (requires { Op::kFoldsAhead; }) {
+    return Op::kFoldsAhead;
+  } else {
+    return false;
+  }
+}
+
 /// A warp's ring of runs in shared memory.
 template <class Op>
 class Ring {
@@ -159,10 +171,11 @@ class Ring {
     }
   }
 
-  /// Waits until the oldest run under way has come. Every fetch, or its absence, is followed by
-  /// commit_copies, so that groups count runs.
+  /// Waits until the oldest run under way has come, or the kRuns oldest. Every fetch, or its
+  /// absence, is followed by commit_copies, so that groups count runs.
+  template <int kRuns = 1>
   __device__ void wait() const {
-    wait_for_copies<Op::kStages - 1>();
+    wait_for_copies<Op::kStages - kRuns>();
     __syncwarp();
   }
 
@@ -389,6 +402,9 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
   if constexpr (bytes_to_prepare<Op>() > 0) {
     op.prepare(after_boards + team * bytes_to_prepare<Op>(), at);
   }
+  if constexpr (requires { shared.prepare(op, at); }) {
+    shared.prepare(op, at);
+  }
   __syncthreads();
   if constexpr (bytes_to_prepare<Op>() > 0) {
     if (walks) {
@@ -404,13 +420,56 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
     if constexpr (kLinked) {
       auto* boxes = static_cast<Mailbox<Op>*>(launch.mailboxes) + chain * at.teams;
       const Carrier<Op> carrier{shared, boxes, at, launch.group};
-      carrier.run((end - 1) / stride + (end > 0 ? 1 : 0), s);
+      const int rounds = (end - 1) / stride + (end > 0 ? 1 : 0);
+      if constexpr (requires { carrier.run(rounds, s, op); }) {
+        carrier.run(rounds, s, op);
+      } else {
+        carrier.run(rounds, s);
+      }
     }
   } else if constexpr (kLinked && Op::kLooksAhead) {
     char* const parks =
         after_boards + kTeams * (bytes_to_prepare<Op>() + at.warps * Ring<Op>::kBytes);
     const Park<Op> park(parks + (team * at.warps + at.warp) * park_bytes<Op>(), at.lane);
     walk_ahead(op, ring, park, shared, at, k, end, stride);
+    if (end == 0 && at.rank == 0 && at.warp == 0) {
+      op.finish(s);
+    }
+  } else if constexpr (kLinked && folds_ahead<Op>()) {
+    int folded = 0;  // the stage of the run that comes after the present one
+    const auto look = [&](int round, int from) {
+      Run<Op> run;
+      run.decode(op, ring, folded, from, end);
+      Map map = Map::identity();
+      run.fold(op, ring, folded, from, end, map);
+      shared.post(op, at, round, map);
+      folded = folded + 1 == Op::kStages ? 0 : folded + 1;
+    };
+    if (end > 0) {
+      ring.wait();
+      look(0, k);
+    }
+    int stage = 0;
+    int round = 0;
+    for (int base = 0; base < end; base += stride, k += stride, ++round) {
+      ring.template wait<2>();
+      if (base + stride < end) {
+        look(round + 1, k + stride);
+      }
+      Run<Op> run;
+      shared.take(op, at, round, s);
+      if constexpr (requires { run.take(ring, stage); }) {
+        run.take(ring, stage);
+      } else {
+        run.decode(op, ring, stage, k, end);
+      }
+      run.advance_and_emit(op, ring, stage, k, end, s);
+      if (end - base > Op::kStages * stride) {
+        ring.fetch(op, stage, k + Op::kStages * stride, end);
+      }
+      commit_copies();
+      stage = stage + 1 == Op::kStages ? 0 : stage + 1;
+    }
     if (end == 0 && at.rank == 0 && at.warp == 0) {
       op.finish(s);
     }

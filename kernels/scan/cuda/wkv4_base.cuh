@@ -10,6 +10,7 @@
 
 #include "kernels/scan/cuda/partial_sums.cuh"
 #include "kernels/scan/cuda/walk.cuh"
+#include "kernels/scan/cuda/wkv4_links.cuh"
 #include "kernels/scan/cuda/wkv4_maps.cuh"
 #include "kernels/scan/cuda/wkv4_plain.cuh"
 
@@ -82,6 +83,34 @@ struct KeyRange<Data, 2> {
 /// exp(-w), which is one minus something exact where w is small.
 __device__ inline float decay_of(float w) { return w < 0.5f ? 1.0f + expm1f(-w) : expf(-w); }
 
+/// A thread's saved states of one sequence, at addresses of one multiply-add.
+class SavedRows {
+ public:
+  __device__ SavedRows(const Wkv4Params& p, const Sequence& seq, const Lane& lane)
+      : stride_(static_cast<int>(3 * lane.channels * sizeof(float))),
+        shift_(static_cast<int>(seq.start % kWkv4SavedEvery)) {
+    const int64_t row = saved_row(p.layout, seq, 0);
+    base_ = static_cast<char*>(p.saved) + row * stride_ + lane.channel * int64_t{sizeof(float)};
+    asm("" : "+l"(base_));
+  }
+  /// Of the state that enters a token. The next of its parts is one third of a row further on.
+  __device__ float* at(int step) const {
+    float* to;
+    asm("mad.wide.s32 %0, %1, %2, %3;"
+        : "=l"(to)
+        : "r"((shift_ + step) / static_cast<int>(kWkv4SavedEvery)), "r"(stride_), "l"(base_));
+    return to;
+  }
+
+ private:
+  char* base_;
+  int stride_, shift_;
+};
+
+struct NoSavedRows {
+  __device__ NoSavedRows(const Wkv4Params&, const Sequence&, const Lane&) {}
+};
+
 /// Whether every channel of a thread is quick.
 template <int kVec>
 __device__ inline bool all_of(const bool (&quick)[kVec]) {
@@ -93,7 +122,7 @@ __device__ inline bool all_of(const bool (&quick)[kVec]) {
   return all;
 }
 
-template <class Data_, int kVec_>
+template <class Data_, int kVec_, WalkUse kUse, bool kBackwards>
 struct Wkv4Base {
   using Data = Data_;
   using Real = typename Register<Data>::type;
@@ -105,20 +134,31 @@ struct Wkv4Base {
   static constexpr bool kLooksAhead = false;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
   static constexpr bool kOwnsRun = true;
+  // Linked blocks: runs whose keys are within reach of a channel's home have that gauge, and gauges
+  // are counted from there in all that links them (wkv4_links.cuh). For 32-bit data the reach is
+  // short, as weights near their gauge have the most digits.
+  static constexpr bool kSharesGauge = kUse == WalkUse::kLinked;
+  static constexpr bool kFoldsAhead = kSharesGauge;
+  static constexpr Real kHomeReach = sizeof(Data) == 2 ? 30 : 8;
+
+  // For linked blocks, which have few registers. (Whole walks were measured without.)
+  using SavedStates = std::conditional_t<kSharesGauge, SavedRows, NoSavedRows>;
 
   Lane lane;
   Sequence seq;
   Rows<Data, kVec> k, v;
   Real w_whole[kVec], w_rest[kVec];
   Real decay[kVec], bonus[kVec];  // exp(-w), exp(u)
-  const void* u;                  // read again where a channel is slow
+  Real home[kVec];                // a gauge
+  const void *w, *u;              // read again where a channel is slow
   const void* state;
 
-  __device__ Wkv4Base(const Wkv4Params& p, const Sequence& seq, const Lane& lane, bool backwards)
+  __device__ Wkv4Base(const Wkv4Params& p, const Sequence& seq, const Lane& lane)
       : lane(lane),
         seq(seq),
-        k(p.k, seq, backwards, lane),
-        v(p.v, seq, backwards, lane),
+        k(p.k, seq, kBackwards, lane),
+        v(p.v, seq, kBackwards, lane),
+        w(p.w),
         u(p.u),
         state(p.state) {
     Real w[kVec], u[kVec];
@@ -130,6 +170,23 @@ struct Wkv4Base {
       bonus[c] = expf(u[c]);
       const BinaryLog rate(w[c]);
       w_whole[c] = rate.whole, w_rest[c] = rate.rest;
+    }
+    if constexpr (kSharesGauge) {
+      find_home();
+    }
+  }
+
+  /// Zero, or the first key of a channel that begins far from there.
+  __device__ void find_home() {
+    Pack<Data, kVec> first = {};
+    if (seq.length > 0) {
+      first = load_streaming<Data, kVec>(k.at(kBackwards ? seq.length - 1 : 0));
+    }
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      const Real gauge = rintf(binary(first.get(c)));
+      const bool is_far = fabsf(gauge) > kHomeReach * Real(0.5) && fabsf(gauge) < Real(1e6);
+      home[c] = is_far ? gauge : Real(0);
     }
   }
 
@@ -149,17 +206,38 @@ struct Wkv4Base {
     return s;
   }
 
+  /// How fast a slow channel decays. (Linked blocks have not the registers to keep that.)
+  __device__ BinaryLog rate_of(int c) const {
+    if constexpr (kSharesGauge) {
+      return BinaryLog(static_cast<const Real*>(w)[lane.channel + c]);
+    } else {
+      return {w_whole[c], w_rest[c]};
+    }
+  }
   /// How a channel's map of `steps` steps decays.
   __device__ void set_decay(AffineMap<Number, kVec>& map, int steps, int c) const {
     map.whole[c] = steps * w_whole[c];
     map.rest[c] = steps * w_rest[c];
+  }
+  /// The gauge of a state at home: what flows back has the opposite of the state that it belongs
+  /// to.
+  __device__ Real home_of_state(int c) const { return kBackwards ? -home[c] : home[c]; }
+  /// The gauge of a run whose keys lie between these.
+  __device__ Real gauge_of(Real low, Real high, int c) const {
+    if constexpr (kSharesGauge) {
+      if (high - home[c] <= kHomeReach && home[c] - low <= kHomeReach) {
+        return home[c];
+      }
+    }
+    return rintf(high);
   }
   /// A token's weight in a run's gauge.
   static __device__ Real weight(Real key, Real gauge) { return exp2_of(binary_above(key, gauge)); }
 
   /// A token added to a state, the gauge moving along.
   __device__ Wkv4Weights<Real> add(Number& s, Real key, Real value, int c) const {
-    lower_binary_gauge(s, w_whole[c], w_rest[c]);
+    const BinaryLog rate = rate_of(c);
+    lower_binary_gauge(s, rate.whole, rate.rest);
     const BinaryLog log(key);
     const Real distance = log.whole - s.m, rest = log.rest - s.rest;
     const auto weights = Wkv4Weights<Real>::at_binary(distance, rest);

@@ -10,11 +10,12 @@ namespace tidegate::kernels {
 
 // Longer runs make chains shorter; with several blocks a multiprocessor there are enough of them.
 template <WalkUse kUse>
-struct Wkv4ForwardShape : WalkShape<kUse == WalkUse::kShort ? 8 : 16, 2> {};
+struct Wkv4ForwardShape
+    : WalkShape<kUse == WalkUse::kShort ? 8 : 16, kUse == WalkUse::kLinked ? 3 : 2> {};
 
 template <class Data_, int kVec_, WalkUse kUse>
-struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
-  using Base = Wkv4Base<Data_, kVec_>;
+struct Wkv4Forward : Wkv4Base<Data_, kVec_, kUse, false>, Wkv4ForwardShape<kUse> {
+  using Base = Wkv4Base<Data_, kVec_, kUse, false>;
   using Base::kVec, Base::lane, Base::seq, Base::decay, Base::bonus;
   using typename Base::Data;
   using typename Base::Number;
@@ -39,13 +40,15 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
   void* final_state;
   void* saved;
   int64_t saved_base;  // row of the batch's first saved state
+  typename Base::SavedStates saved_rows;
 
   __device__ Wkv4Forward(const Params& p, const Sequence& seq, const Lane& lane)
-      : Base(p, seq, lane, false),
+      : Base(p, seq, lane),
         o(p.o, seq, false, lane),
         final_state(p.final_state),
         saved(p.saved),
-        saved_base(saved_row(p.layout, {seq.index, seq.batch, 0, 0}, 0)) {}
+        saved_base(saved_row(p.layout, {seq.index, seq.batch, 0, 0}, 0)),
+        saved_rows(p, seq, lane) {}
 
   __device__ void initial(Number (&s)[kVec]) const {
     Pack<Data, kVec> first = {};
@@ -74,8 +77,13 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
   }
   /// The state that enters a token. Its gauge has one word, and stays binary.
   __device__ void save(int step, const Number (&s)[kVec]) const {
-    const int64_t row = saved_base + (seq.start + step) / kWkv4SavedEvery;
-    Real* at = static_cast<Real*>(saved) + 3 * row * lane.channels + lane.channel;
+    Real* at;
+    if constexpr (Base::kSharesGauge) {
+      at = saved_rows.at(step);
+    } else {
+      const int64_t row = saved_base + (seq.start + step) / kWkv4SavedEvery;
+      at = static_cast<Real*>(saved) + 3 * row * lane.channels + lane.channel;
+    }
     Real y[kVec], z[kVec], m[kVec];
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -127,7 +135,7 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
     __device__ void fold(const Op& op, const Ring& ring, int stage, Map& map) const {
 #pragma unroll
       for (int c = 0; c < kVec; ++c) {
-        const Real gauge = rintf(high[c]);
+        const Real gauge = op.gauge_of(low[c], high[c], c);
         if (gauge - low[c] <= kReach) {
           Wkv4Words sums = {0.0f, 0.0f, gauge};
 #pragma unroll
@@ -144,14 +152,20 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
       }
     }
 
+    template <class Ring>
+    __device__ void fold(const Op& op, const Ring& ring, int stage, int, int, Map& map) const {
+      fold(op, ring, stage, map);
+    }
+
     /// The same, scaled by the largest weight after the last step.
     template <class Ring>
     __device__ static Wkv4Words slow_sums(const Op& op, const Ring& ring, int stage, int c) {
+      const BinaryLog rate = op.rate_of(c);
       Real top = -1e30f;
 #pragma unroll 1
       for (int i = 0; i < kSteps; ++i) {
         const Real key = binary(ring.take(op, stage, i).k.get(c));
-        top = larger(top, fused(op.w_whole[c] + op.w_rest[c], Real(i + 1 - kSteps), key));
+        top = larger(top, fused(rate.whole + rate.rest, Real(i + 1 - kSteps), key));
       }
       top = rintf(top);
       Wkv4Words sums = {0.0f, 0.0f, top};
@@ -160,8 +174,8 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
         const Raw raw = ring.take(op, stage, i);
         const BinaryLog log(raw.k.get(c));
         const Real steps = Real(i + 1 - kSteps);
-        const Real weight = exp2_of(fused(op.w_whole[c], steps, log.whole - top),
-                                    fused(op.w_rest[c], steps, log.rest));
+        const Real weight =
+            exp2_of(fused(rate.whole, steps, log.whole - top), fused(rate.rest, steps, log.rest));
         sums.y = fused(weight, raw.v.get(c), sums.y);
         sums.z += weight;
       }
@@ -182,10 +196,12 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
         quick[c] = quick[c] && high[c] - state[c].m <= kReach && state[c].m - low[c] <= kReach;
       }
       if (all_of(quick) && k + kSteps <= end) {
-        if (op.saved != nullptr) {
-          walk<true>(op, ring, stage, k, state);
+        if (op.saved == nullptr) {
+          walk<Saves::kNone>(op, ring, stage, k, state);
+        } else if (Base::kSharesGauge && op.seq.length % kWkv4SavedEvery == 0) {
+          walk<Saves::kKnown>(op, ring, stage, k, state);
         } else {
-          walk<false>(op, ring, stage, k, state);
+          walk<Saves::kSome>(op, ring, stage, k, state);
         }
         if (end == k + kSteps) {
           op.finish(state);
@@ -199,12 +215,16 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_>, Wkv4ForwardShape<kUse> {
       ring.store(stage, 0, op.o, k, end);
     }
 
-    template <bool kSaves, class Ring>
+    // Which states of a run are saved: those that saves_before finds, or every eighth, from the
+    // first.
+    enum class Saves { kNone, kSome, kKnown };
+    template <Saves kSaves, class Ring>
     __device__ void walk(const Op& op, const Ring& ring, int stage, int k,
                          Number (&s)[kVec]) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if (kSaves && op.saves_before(k + i)) {
+        if (kSaves == Saves::kKnown ? i % kWkv4SavedEvery == 0 && k + i > 0
+                                    : kSaves == Saves::kSome && op.saves_before(k + i)) {
           op.save(k + i, s);
         }
         Real out[kVec];

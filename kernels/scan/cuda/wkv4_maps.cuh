@@ -21,6 +21,7 @@ constexpr float kPerLog2ERest = 7.34869306e-9f;  // in two words
 struct BinaryLog {
   float whole, rest;
 
+  __device__ BinaryLog(float whole, float rest) : whole(whole), rest(rest) {}
   __device__ explicit BinaryLog(float x) {
     whole = rintf(x * kLog2E);
     // Beyond 2^23, and for infinity, there are no digits behind the point.
@@ -89,23 +90,6 @@ struct AffineMap<Wkv4State<float>, kVec> {
     }
     return m;
   }
-  __device__ Added added() const {
-    Added words;
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      words.sums[v] = sums[v];
-    }
-    return words;
-  }
-  __device__ AffineMap like(const Added& words) const {
-    AffineMap map = *this;
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      map.sums[v] = words.sums[v];
-    }
-    return map;
-  }
-
   /// One exponential between two states.
   __device__ void advance(State (&s)[kVec]) const {
 #pragma unroll
@@ -119,23 +103,6 @@ struct AffineMap<Wkv4State<float>, kVec> {
       const bool run_leads = distance - s[v].rest > 0.0f;
       s[v].m = run_leads ? run.m : s[v].m;
       s[v].rest = run_leads ? 0.0f : s[v].rest;
-    }
-  }
-
-  /// This map after `earlier`.
-  __device__ void append_to(AffineMap& earlier) const {
-    State s[kVec];
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      s[v] = from_words(earlier.sums[v]);
-    }
-    advance(s);
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      earlier.sums[v] = to_words(s[v]);
-      const float sum = earlier.rest[v] + rest[v], carry = rintf(sum);
-      earlier.whole[v] += whole[v] + carry;
-      earlier.rest[v] = sum - carry;
     }
   }
 };
@@ -157,32 +124,6 @@ struct StateBoard<Wkv4State<float>, kVec> {
       const float4 w = words[v][lane];
       s[v] = {w.x, w.y, w.z, w.w};
     }
-  }
-};
-
-template <int kVec, int kCount>
-struct MapBoard<Wkv4State<float>, kVec, kCount> {
-  using Map = AffineMap<Wkv4State<float>, kVec>;
-  float4 words[kCount][kVec][kWarpSize];
-  float rest[kCount][kVec][kWarpSize];
-
-  __device__ void post(int slot, int lane, const Map& m) {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      words[slot][v][lane] = {m.sums[v].y, m.sums[v].z, m.sums[v].m, m.whole[v]};
-      rest[slot][v][lane] = m.rest[v];
-    }
-  }
-  __device__ Map read(int slot, int lane) const {
-    Map m;
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      const float4 w = words[slot][v][lane];
-      m.sums[v] = {w.x, w.y, w.z};
-      m.whole[v] = w.w;
-      m.rest[v] = rest[slot][v][lane];
-    }
-    return m;
   }
 };
 
