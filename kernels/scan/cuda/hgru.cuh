@@ -30,9 +30,10 @@ struct Rotation<Real, true> {
   Complex<Real> step;  // exp(i theta)
   Complex<Real> run;   // of a run of steps, from its own angle: more exact than a power
 
-  __device__ void set(Real theta, int steps) {
-    step = turn(static_cast<double>(theta));
-    run = turn(steps * static_cast<double>(theta));
+  static __device__ Complex<Real> turn(Real theta, int steps) {
+    double s, c;
+    exact_sincos(steps * static_cast<double>(theta), &s, &c);
+    return {static_cast<Real>(c), static_cast<Real>(s)};
   }
   __device__ Complex<Real> forward(Complex<Real> h) const { return step * h; }
   __device__ Complex<Real> backward(Complex<Real> g) const { return conj(step) * g; }
@@ -42,11 +43,6 @@ struct Rotation<Real, true> {
   __device__ void seal_backward(Precise<Complex<Real>>& a) const { seal(a, conj(run)); }
 
  private:
-  static __device__ Complex<Real> turn(double angle) {
-    double s, c;
-    exact_sincos(angle, &s, &c);
-    return {static_cast<Real>(c), static_cast<Real>(s)};
-  }
   static __device__ void seal(Precise<Complex<Real>>& a, Complex<Real> turn) {
     a = complex_of(real_part(a) * turn.re, real_part(a) * turn.im);
   }
@@ -66,7 +62,7 @@ __device__ inline void fold_decay(Precise<Complex<Real>>& a, Real decay) {
 
 /// What forward and backward share: the types of one instantiation, the per-channel parameters and
 /// the decay gate.
-template <class Data_, class Gate_, bool kComplex_, int kVec_>
+template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
 struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   using Layout = Parts<Data_, kComplex_, kVec_>;
   using Layout::kComplex, Layout::kVec;
@@ -74,25 +70,57 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   using typename Layout::Real;
   using Gate = Gate_;
   using Math = GateMath<Real, sizeof(Data) == 2>;
-  static constexpr bool kEmitsAtOnce = false;
+  static constexpr bool kDecaysAlike = false;
+  // A complex state takes too long through a run for the chain to wait.
+  static constexpr bool kCrossByMap = kComplex;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   Lane lane;
   Sequence seq;
   Real gamma[kVec];
-  Rotation<Real, kComplex> rotation[kVec];
+  const void* theta;
+  Rotation<Real, kComplex> rotation[kVec];  // prepared
 
-  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane, int steps)
-      : lane(lane), seq(seq) {
+  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane)
+      : lane(lane), seq(seq), theta(params.theta) {
     load_channels(gamma, params.gamma, lane, Real(0));
-    if constexpr (kComplex) {
-      Real theta[kVec];
-      load_channels(theta, params.theta, lane, Real(0));
+  }
+
+  /// By the angle of so many steps of the thread's channel number v.
+  __device__ Complex<Real> turn(int v, int steps) const {
+    const Real angle = static_cast<const Real*>(theta)[lane.channel + v];
+    return Rotation<Real, true>::turn(angle, steps);
+  }
+  template <int kSteps>
+  __device__ void prepare_alone() {
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        rotation[v].set(theta[v], steps);
-      }
+    for (int v = 0; v < kVec; ++v) {
+      rotation[v].step = turn(v, 1);
+      rotation[v].run = turn(v, kSteps);
+    }
+  }
+
+  // All warps of a team walk the same channels: each turn is found by one of them. Where several
+  // blocks share a multiprocessor, every warp finds them for itself.
+  using PreparedBoard = Complex<Real>[kVec][2][kWarpSize];
+  static constexpr int kPreparedBytes =
+      kComplex && kUse != WalkUse::kShort ? sizeof(PreparedBoard) : 0;
+
+  template <int kSteps>
+  __device__ void prepare_together(char* shared, const Place& at) const {
+    auto& board = *reinterpret_cast<PreparedBoard*>(shared);
+#pragma unroll 1
+    for (int i = at.warp; i < 2 * kVec; i += at.warps) {
+      board[i / 2][i % 2][at.lane] = turn(i / 2, i % 2 == 0 ? 1 : kSteps);
+    }
+  }
+  __device__ void take_prepared(const char* shared, int lane_index) {
+    const auto& board = *reinterpret_cast<const PreparedBoard*>(shared);
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      rotation[v].step = board[v][0][lane_index];
+      rotation[v].run = board[v][1][lane_index];
     }
   }
 
@@ -135,8 +163,9 @@ template <WalkUse kUse>
 struct HgruShape<true, true, kUse> : WalkShape<4, 3> {};
 
 template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
-struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, kComplex_, kUse> {
-  using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
+struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
+                     HgruShape<false, kComplex_, kUse> {
+  using Base = HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
   using typename Base::Gate;
@@ -144,10 +173,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruParams;
-  // A complex state takes too long through a run for the chain to wait.
-  static constexpr bool kCrossByMap = kComplex;
-  static constexpr bool kDecaysAlike = false;
   static constexpr bool kLooksAhead = kUse == WalkUse::kLinked && !kComplex;
+  static constexpr bool kEmitsAtOnce = kComplex;
 
   struct Raw {
     Pack<Data, kVec> c[kParts];
@@ -168,7 +195,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
   bool silu;
 
   __device__ HgruForward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params, seq, lane, HgruForward::kSteps),
+      : Base(params, seq, lane),
         c(params.c, seq, params.layout.reverse, lane),
         h(params.h, seq, params.layout.reverse, lane),
         f(params.f, seq, params.layout.reverse, lane),
@@ -176,6 +203,14 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
         h_final(params.h_final),
         silu(params.activation == Activation::kSilu) {}
 
+  __device__ void prepare()
+    requires(kComplex_)
+  {
+    this->template prepare_alone<HgruForward::kSteps>();
+  }
+  __device__ void prepare(char* shared, const Place& at) const {
+    this->template prepare_together<HgruForward::kSteps>(shared, at);
+  }
   __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const {
     Base::State::store(h_final, seq.index, lane, s);
@@ -287,8 +322,9 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<false, 
 ///   dlambda = Re(conj(g) * (rot * h_{t-1} - act(c))),  df = dlambda * (1 - gamma) * s * (1 - s)
 ///   dgamma = sum dlambda * (1 - s),  dtheta = sum Re(conj(g) * i * lambda * rot * h_{t-1})
 template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
-struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, kComplex_, kUse> {
-  using Base = HgruBase<Data_, Gate_, kComplex_, kVec_>;
+struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
+                      HgruShape<true, kComplex_, kUse> {
+  using Base = HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
   using typename Base::Gate;
@@ -296,9 +332,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruBackwardParams;
-  static constexpr bool kCrossByMap = kComplex;  // as above
-  static constexpr bool kDecaysAlike = false;
   static constexpr bool kLooksAhead = false;
+  static constexpr bool kEmitsAtOnce = false;
   // A run is folded and then walked: lambda is needed twice.
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
   using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;
@@ -329,7 +364,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
   Sum<Real, sizeof(Data) >= 4> dtheta[kVec];
 
   __device__ HgruBackward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params.forward, seq, lane, HgruBackward::kSteps),
+      : Base(params.forward, seq, lane),
         c(params.forward.c, seq, !params.forward.layout.reverse, lane),
         h(params.forward.h, seq, !params.forward.layout.reverse, lane),
         dh(params.dh, seq, !params.forward.layout.reverse, lane),
@@ -343,6 +378,14 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_>, HgruShape<true, 
         dtheta_partial(params.dtheta_partial),
         silu(params.forward.activation == Activation::kSilu) {}
 
+  __device__ void prepare()
+    requires(kComplex_)
+  {
+    this->template prepare_alone<HgruBackward::kSteps>();
+  }
+  __device__ void prepare(char* shared, const Place& at) const {
+    this->template prepare_together<HgruBackward::kSteps>(shared, at);
+  }
   __device__ void initial(Number (&s)[kVec]) const {
     Base::State::load(s, dh_final, seq.index, lane);
   }
