@@ -73,6 +73,8 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   static constexpr bool kDecaysAlike = false;
   // A complex state takes too long through a run for the chain to wait.
   static constexpr bool kCrossByMap = kComplex;
+  // Decays are at most one, and 16-bit data do not show one rounding a run.
+  static constexpr bool kPlainMaps = kUse == WalkUse::kLinked && !kComplex && sizeof(Data) == 2;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -333,7 +335,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   using typename Base::Real;
   using Params = HgruBackwardParams;
   static constexpr bool kLooksAhead = false;
-  static constexpr bool kEmitsAtOnce = false;
+  static constexpr bool kEmitsAtOnce = Base::kPlainMaps;
   // A run is folded and then walked: lambda is needed twice.
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
   using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;

@@ -196,8 +196,7 @@ cudaError_t launch_linked(const typename Op::Params& params, const WalkLaunch& l
 template <class Short, class Long, class Linked>
 cudaError_t launch_walk(const typename Short::Params& params, const ScanPlan& plan, void* workspace,
                         bool wide_rows, cudaStream_t stream) {
-  // A round of a chain is crossed in four hops; measured, more or fewer were slower.
-  int group = (plan.linked_blocks + 1) / 2;
+  int group = group_of<Linked>(plan.linked_blocks);
   if constexpr (requires { LinkSize<Linked>::kMostInGroup; }) {
     group = std::min(group, LinkSize<Linked>::kMostInGroup);
   }

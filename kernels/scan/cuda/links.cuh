@@ -113,13 +113,45 @@ struct Receipt {
   }
 };
 
+/// Whether maps between runs have decays of one word (PlainMap).
+template <class Op>
+__host__ __device__ constexpr bool maps_are_plain() {
+  if constexpr (requires { Op::kPlainMaps; }) {
+    return Op::kPlainMaps;
+  } else {
+    return false;
+  }
+}
+template <class Op>
+using LinkMap = std::conditional_t<maps_are_plain<Op>(), PlainMap<typename Op::Number, Op::kVec>,
+                                   AffineMap<typename Op::Number, Op::kVec>>;
+template <class Op, int kCount>
+using LinkBoard =
+    std::conditional_t<maps_are_plain<Op>(), PlainMapBoard<typename Op::Number, Op::kVec, kCount>,
+                       MapBoard<typename Op::Number, Op::kVec, kCount>>;
+
+/// Whether a state crosses all blocks at once, unless they are very many: carriers of plain maps
+/// read many letters at once, and workers that look ahead post theirs a round before.
+template <class Op>
+__host__ __device__ constexpr bool groups_are_large() {
+  return maps_are_plain<Op>() && Op::kLooksAhead;
+}
+/// Teams that a state crosses at once, of so many blocks; measured (docs/kernels/scan_cuda.md).
+template <class Op>
+constexpr int group_of(int blocks) {
+  const int least = maps_are_plain<Op>() && blocks <= 4 ? 1 : 2;
+  const int groups = groups_are_large<Op>() ? (blocks + 15) / 16 : least;
+  return (blocks + groups - 1) / groups;
+}
+
 /// The letters of one team. Letters of three rounds are kept: a team that writes those of round r
 /// has received the state of round r - 1, which went through its group's maps of round r - 2, which
 /// were written after all letters of round r - 3 had been read.
 template <class Op>
 struct Mailbox {
-  using Map = AffineMap<typename Op::Number, Op::kVec>;
-  using MapWords = std::conditional_t<Op::kDecaysAlike, typename Map::Added, Map>;
+  using Map = LinkMap<Op>;
+  using Added = typename AffineMap<typename Op::Number, Op::kVec>::Added;
+  using MapWords = std::conditional_t<Op::kDecaysAlike, Added, Map>;
   struct State {
     typename StateWordsOf<typename Op::Number>::type s[Op::kVec];
   };
@@ -134,12 +166,12 @@ struct alignas(16) LinkShared {
   // each the map of the runs before its own, in the place of its own. Else (maps are large, and a
   // state crosses them quickly) each is told the state that enters its run.
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
-  static constexpr bool kMailsMaps = Op::kDecaysAlike || Op::kLooksAhead;
+  static constexpr bool kMailsMaps = Op::kDecaysAlike || Op::kLooksAhead || maps_are_plain<Op>();
   static constexpr int kMails = kMailsMaps ? 1 : kWorkers;
   // Who posts the map of the next round before it takes the state of this one needs two sets.
   static constexpr int kSets = Op::kLooksAhead ? 2 : 1;
   struct Set {
-    MapBoard<typename Op::Number, Op::kVec, kWorkers> runs;
+    LinkBoard<Op, kWorkers> runs;
     StateBoard<typename Op::Number, Op::kVec> mail[kMails];
     uint64_t runs_came;
     uint64_t mail_came[kMails];
@@ -161,7 +193,7 @@ struct alignas(16) LinkShared {
     // A worker that has no room on this device has a place all the same, where nothing changes.
     for (int w = at.warp + at.warps; w < kWorkers && at.warp < at.warps; w += at.warps) {
       for (Set& set : sets) {
-        set.runs.post(w, at.lane, AffineMap<typename Op::Number, Op::kVec>::identity());
+        set.runs.post(w, at.lane, LinkMap<Op>::identity());
       }
     }
   }
@@ -170,7 +202,11 @@ struct alignas(16) LinkShared {
   __device__ void post(const Place& at, int round,
                        const AffineMap<typename Op::Number, Op::kVec>& map) {
     Set& now = set(round);
-    now.runs.post(at.warp, at.lane, map);
+    if constexpr (maps_are_plain<Op>()) {
+      now.runs.post(at.warp, at.lane, LinkMap<Op>::of(map));
+    } else {
+      now.runs.post(at.warp, at.lane, map);
+    }
     mbarrier_arrive(&now.runs_came);
   }
   /// ... for the state that enters its run.
@@ -195,8 +231,10 @@ struct Carrier {
   using State = typename Box::State;
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
   static constexpr bool kMailsMaps = LinkShared<Op>::kMailsMaps;
+  // Of many workers: maps are composed anew for them while the letters are on their way.
+  static constexpr bool kMailsLater = groups_are_large<Op>();
   // Letters read at once: more would take registers that the workers need.
-  static constexpr int kAtOnce = Letter<MapWords>::kUnits <= 2 ? 3 : 1;
+  static constexpr int kAtOnce = groups_are_large<Op>() ? 7 : Letter<MapWords>::kUnits <= 2 ? 3 : 1;
 
   LinkShared<Op>& shared;
   Box* boxes;  // of all teams of the chain
@@ -257,7 +295,7 @@ struct Carrier {
 #pragma unroll
       for (int w = 0; w < kWorkers; ++w) {
         const Map run = now.runs.read(w, at.lane);
-        if (kMailsMaps && w < at.warps) {
+        if (kMailsMaps && !kMailsLater && w < at.warps) {
           now.runs.post(w, at.lane, tile);
         }
         run.append_to(tile);
@@ -269,6 +307,17 @@ struct Carrier {
       Receipt<State> receipt;
       if (!is_initial) {
         receipt.look(letter, at.lane);
+      }
+      if constexpr (kMailsLater) {
+        Map earlier = Map::identity();
+#pragma unroll
+        for (int w = 0; w < kWorkers; ++w) {
+          if (w < at.warps) {
+            const Map run = now.runs.read(w, at.lane);
+            now.runs.post(w, at.lane, earlier);
+            run.append_to(earlier);
+          }
+        }
       }
       const Map before = map_before(first, stamp, slot, tile);
       Map through = before;  // the group, for the last of it

@@ -65,6 +65,46 @@ struct AffineMap {
   }
 };
 
+/// The same with decays of one word. That is enough for 16-bit data and decays of at most one,
+/// where it is rounded once a run and the product of the run's own steps is not (see numerics.md).
+template <class Number, int kVec>
+struct PlainMap {
+  Number a[kVec];
+  Number x[kVec];
+
+  __device__ static PlainMap identity() {
+    PlainMap m;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      m.a[v] = one<Number>();
+      m.x[v] = Number{};
+    }
+    return m;
+  }
+  __device__ static PlainMap of(const AffineMap<Number, kVec>& map) {
+    PlainMap m;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      m.a[v] = map.a[v].hi + map.a[v].lo;
+      m.x[v] = map.x[v];
+    }
+    return m;
+  }
+  __device__ void advance(Number (&s)[kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = fused(a[v], s[v], x[v]);
+    }
+  }
+  __device__ void append_to(PlainMap& earlier) const {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      earlier.x[v] = fused(a[v], earlier.x[v], x[v]);
+      earlier.a[v] = a[v] * earlier.a[v];
+    }
+  }
+};
+
 /// A state in a letter from block to block (links.cuh).
 template <class Number>
 struct StateWordsOf {
@@ -109,6 +149,26 @@ struct MapBoard {
       m.a[v] = {h.get(v), l.get(v)};
       m.x[v] = p.get(v);
     }
+    return m;
+  }
+};
+
+/// Maps of one word, each in one access.
+template <class Number, int kVec, int kCount>
+struct PlainMapBoard {
+  using Map = PlainMap<Number, kVec>;
+  using Bits = typename BitsOf<sizeof(Map)>::type;
+  Bits maps[kCount][kWarpSize];
+
+  __device__ void post(int slot, int lane, const Map& m) {
+    Bits bits;
+    memcpy(&bits, &m, sizeof(m));
+    maps[slot][lane] = bits;
+  }
+  __device__ Map read(int slot, int lane) const {
+    const Bits bits = maps[slot][lane];
+    Map m;
+    memcpy(&m, &bits, sizeof(m));
     return m;
   }
 };

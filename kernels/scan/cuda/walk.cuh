@@ -32,6 +32,7 @@
 //   kCrossByMap                    whether a state crosses a run by its map or step by step
 //   kDecaysAlike                   whether all runs let a state decay alike: their maps then differ
 //                                  in AffineMap::Added alone
+//   kPlainMaps                     if so, maps of runs of linked blocks have decays of one word
 //   kLooksAhead                    whether linked workers post the map of their next run before the
 //                                  state of the present one comes (ahead.cuh)
 //   kFoldsAhead                    if so, they do that too, and take each run from the ring twice:
