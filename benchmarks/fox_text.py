@@ -196,10 +196,11 @@ def draw_maps(arguments: argparse.Namespace, run: str) -> None:
     ids = torch.from_numpy(corpus.valid[start : start + arguments.context].astype(np.int64))
     count = len(trained.model.blocks)
     layers = sorted({1, count // 2 + 1, count})
-    inputs = mixer_inputs(trained.model, ids[None])
+    inputs, gammas = mixer_inputs(trained.model, ids[None]), trained.model.gammas()
     maps = []
     for layer in layers:
-        log_f = trained.model.blocks[layer - 1].mixer.log_gate(inputs[layer - 1])
+        mixer = trained.model.blocks[layer - 1].mixer
+        log_f = mixer.log_gate(inputs[layer - 1], gammas[layer - 1])
         order = log_f[0].mean(0).argsort(stable=True).tolist()
         heads = sorted({order[0] + 1, order[-1] + 1})
         found = head_maps(trained.model, ids, [layer], heads)

@@ -92,6 +92,7 @@ void visit_options(nn::GatedLinearAttentionOptions& options, const Visit& visit)
   visit("gate_temperature", options.gate_temperature());
   visit("gate_init", options.gate_init());
   visit("gumbel_gate", options.gumbel_gate());
+  visit("lower_bound", options.lower_bound());
   visit("output_gate", options.output_gate());
   visit("norm", options.norm());
   visit("norm_eps", options.norm_eps());
@@ -107,6 +108,7 @@ void visit_options(nn::LRUOptions& options, const Visit& visit) {
   visit("gate", options.gate());
   visit("gate_init", options.gate_init());
   visit("gumbel_gate", options.gumbel_gate());
+  visit("lower_bound", options.lower_bound());
 }
 
 template <typename Visit>
@@ -148,6 +150,7 @@ void visit_options(nn::ForgettingAttentionOptions& options, const Visit& visit) 
   visit("gate", options.gate());
   visit("gate_init", options.gate_init());
   visit("gumbel_gate", options.gumbel_gate());
+  visit("lower_bound", options.lower_bound());
   visit_switches(options, visit);
   visit("prune", options.prune());
   visit("drop_pruned", options.drop_pruned());

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <utility>
 
 #include "src/nn/states.h"
 
@@ -31,6 +32,15 @@ std::optional<torch::Tensor> optional(const torch::Tensor& tensor) {
 }
 
 thread_local int undrawn_guards = 0;
+
+// f = gamma + (1 - gamma) * exp(log_decay) and 1 - f, each exact where it is the smaller.
+std::pair<torch::Tensor, torch::Tensor> kept_and_lost(const torch::Tensor& log_decay,
+                                                      const torch::Tensor& gamma) {
+  const torch::Tensor decay = log_decay.exp();
+  // Its own derivative, 1 + expm1, has no digits left where the gate is shut.
+  const torch::Tensor rest = at::where(log_decay < -1, 1 - decay, -at::expm1(log_decay));
+  return {gamma + (1 - gamma) * decay, (1 - gamma) * rest};
+}
 
 // Gives a clone its own copies of the values.
 template <typename Module>
@@ -117,6 +127,15 @@ void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, b
                     time ? "T, " : "", "dim=", dim, "]; got ", shape_text(x));
 }
 
+void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
+                          bool lower_bound, const char* axis, int64_t size) {
+  if (!normalized(gamma)) return;
+  TORCH_CHECK_VALUE(lower_bound, owner,
+                    ": gamma: expected None with lower_bound=False; got a tensor");
+  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == size, owner, ": gamma: expected [", axis,
+                    "=", size, "]; got ", shape_text(*gamma));
+}
+
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor) {
   return tensor && tensor->defined() ? tensor : std::nullopt;
 }
@@ -155,6 +174,29 @@ torch::Tensor apply_linear(const torch::nn::Linear& linear, const torch::Tensor&
 
 torch::Tensor widen(const torch::Tensor& x) {
   return x.scalar_type() == torch::kDouble ? x : x.to(torch::kFloat);
+}
+
+double smallest_normal(torch::ScalarType type) {
+  return type == torch::kDouble ? std::numeric_limits<double>::min()
+                                : std::numeric_limits<float>::min();
+}
+
+torch::Tensor bounded_decay(const torch::Tensor& log_decay,
+                            const std::optional<torch::Tensor>& gamma) {
+  if (!normalized(gamma)) return log_decay.exp();
+  const auto [kept, lost] = kept_and_lost(log_decay, *gamma);
+  return at::where(lost <= 0.5, 1 - lost, kept);
+}
+
+torch::Tensor bounded_log_gate(const torch::Tensor& log_gate,
+                               const std::optional<torch::Tensor>& gamma) {
+  if (!normalized(gamma)) return log_gate;
+  const auto [kept, lost] = kept_and_lost(log_gate, *gamma);
+  const double tiny = smallest_normal(kept.scalar_type());
+  // Where the sum is too small for its type, gamma is zero but for nothing: the gate is its own.
+  const torch::Tensor shut = at::where(kept < tiny, log_gate, kept.clamp_min(tiny).log());
+  // The branch that is not taken is kept away from where its derivative is infinite.
+  return at::where(lost <= 0.5, at::log1p(-lost.clamp_max(0.5)), shut);
 }
 
 NormImpl::NormImpl(const NormOptions& options) : options(options) {

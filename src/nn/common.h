@@ -24,6 +24,11 @@ void check_positive(const char* owner, const char* option, int64_t value);
 /// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token.
 void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time = true);
 
+/// Throws c10::ValueError where a gamma is given to a mixer whose option `lower_bound` is off, and
+/// for one that is not `[size]`, called `axis`. Passes where there is none.
+void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
+                          bool lower_bound, const char* axis, int64_t size);
+
 /// Channels of a key or a value that gated_linear_attention and hgrn2 take.
 constexpr int64_t kMaxHeadDim = 512;
 
@@ -51,5 +56,17 @@ torch::Tensor apply_linear(const torch::nn::Linear& linear, const torch::Tensor&
 
 /// x in fp32, or as it is when it is fp64.
 torch::Tensor widen(const torch::Tensor& x);
+
+/// The smallest normal number of fp64, or of fp32.
+double smallest_normal(torch::ScalarType type);
+
+/// gamma + (1 - gamma) * exp(log_decay), for log_decay <= 0, with its digits next to one.
+torch::Tensor bounded_decay(const torch::Tensor& log_decay,
+                            const std::optional<torch::Tensor>& gamma);
+
+/// log(gamma + (1 - gamma) * exp(log_gate)), for log_gate <= 0, with its digits next to zero, where
+/// they are what is lost a step, and with finite gradients.
+torch::Tensor bounded_log_gate(const torch::Tensor& log_gate,
+                               const std::optional<torch::Tensor>& gamma);
 
 }  // namespace tidegate::nn

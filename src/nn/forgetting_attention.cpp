@@ -49,6 +49,9 @@ ForgettingAttentionImpl::ForgettingAttentionImpl(const ForgettingAttentionOption
                     "'");
   check_gate_options(kOwner, options.gate() == "data", "gate='data'", std::nullopt,
                      options.gumbel_gate(), switches_.num_heads);
+  TORCH_CHECK_VALUE(!options.lower_bound() || options.gate() != "none", kOwner,
+                    ": lower_bound: expected False with gate='none', which leaves nothing to "
+                    "bound; got True");
   const double prune = options.prune().value_or(0.5);
   TORCH_CHECK_VALUE(prune > 0 && prune < 1, kOwner,
                     ": prune: expected a number between 0 and 1; got ", prune);
@@ -90,20 +93,27 @@ Tensor ForgettingAttentionImpl::gate_logits(const Tensor& x) const {
   return widen(apply_linear(gate_proj, x)) + gate_bias;
 }
 
-Tensor ForgettingAttentionImpl::training_log_gate(const Tensor& x) const {
-  if (!options.gumbel_gate() || !is_training()) return log_gate(x);
-  return at::log_sigmoid(gumbel_gate(gate_logits(x), *options.gumbel_gate()));
+void ForgettingAttentionImpl::check_gamma(const OptionalTensor& gamma) const {
+  check_optional_gamma(kOwner, gamma, options.lower_bound(), "num_heads", switches_.num_heads);
 }
 
-Tensor ForgettingAttentionImpl::log_gate(const Tensor& x) const {
+Tensor ForgettingAttentionImpl::training_log_gate(const Tensor& x,
+                                                  const OptionalTensor& gamma) const {
+  if (!options.gumbel_gate() || !is_training()) return log_gate(x, gamma);
+  const Tensor logits = gumbel_gate(gate_logits(x), *options.gumbel_gate());
+  return bounded_log_gate(at::log_sigmoid(logits), gamma);
+}
+
+Tensor ForgettingAttentionImpl::log_gate(const Tensor& x, const OptionalTensor& gamma) const {
+  check_gamma(gamma);
   const std::vector<int64_t> shape = {x.size(0), x.size(1), switches_.num_heads};
   if (!gate_bias.defined()) {
     const bool is_double = x.scalar_type() == torch::kDouble;
     return at::zeros({1}, x.options().dtype(is_double ? torch::kDouble : torch::kFloat))
         .expand(shape);
   }
-  if (!gate_proj) return at::log_sigmoid(gate_bias).expand(shape);
-  return at::log_sigmoid(gate_logits(x));
+  if (!gate_proj) return bounded_log_gate(at::log_sigmoid(gate_bias), gamma).expand(shape);
+  return bounded_log_gate(at::log_sigmoid(gate_logits(x)), gamma);
 }
 
 Tensor ForgettingAttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {
@@ -157,7 +167,7 @@ Tensor ForgettingAttentionImpl::unreachable(const AttentionState& state) const {
 void ForgettingAttentionImpl::pretty_print(std::ostream& stream) const {
   stream << "tidegate::nn::ForgettingAttention(dim=" << options.dim()
          << ", num_heads=" << switches_.num_heads << ", preset=" << options.preset()
-         << ", gate=" << options.gate() << ")";
+         << ", gate=" << options.gate() << ", lower_bound=" << options.lower_bound() << ")";
 }
 
 }  // namespace tidegate::nn

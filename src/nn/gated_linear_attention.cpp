@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "src/nn/common.h"
@@ -125,9 +124,9 @@ std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
     const OptionalTensor& given_bounds) {
   const OptionalTensor cu_seqlens = normalized(given_bounds);
   check_mixer_input(kName, x, options.dim());
-  refuse_gamma(gamma);
+  check_gamma(gamma);
   if (!state.empty()) check_state(state, x, cu_seqlens);
-  const Operands in = project(x, is_training() ? options.gumbel_gate() : std::nullopt);
+  const Operands in = project(x, gamma, is_training() ? options.gumbel_gate() : std::nullopt);
   const OptionalTensor s0 = state.empty() ? std::nullopt : OptionalTensor(state[0]);
   const auto [o, s] = gated_linear_attention(in.q, in.k, in.v, in.log_f, s0, scale(),
                                              /*reverse=*/false, cu_seqlens);
@@ -142,9 +141,9 @@ std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
 Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
                                       const OptionalTensor& gamma) {
   check_mixer_input("GatedLinearAttention.step", x, options.dim(), /*time=*/false);
-  refuse_gamma(gamma);
+  check_gamma(gamma);
   check_state(state, x, std::nullopt);
-  const Operands in = project(x);
+  const Operands in = project(x, gamma);
   Tensor o = gated_linear_attention_step(in.q, in.k, in.v, in.log_f, state[0], scale());
   if (options.normalize()) {
     const auto [keys, decay] = key_scan(in);
@@ -154,10 +153,9 @@ Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
   return output(o, in.g);
 }
 
-void GatedLinearAttentionImpl::refuse_gamma(const OptionalTensor& gamma) const {
-  TORCH_CHECK_VALUE(!normalized(gamma),
-                    "GatedLinearAttention: gamma: expected None, since its gate has no lower "
-                    "bound; got a tensor");
+void GatedLinearAttentionImpl::check_gamma(const OptionalTensor& gamma) const {
+  check_optional_gamma(kName, gamma, options.lower_bound(), is_vector() ? "key_dim" : "num_heads",
+                       gamma_size());
 }
 
 void GatedLinearAttentionImpl::check_state(const MixerState& state, const Tensor& x,
@@ -176,7 +174,7 @@ void GatedLinearAttentionImpl::check_state(const MixerState& state, const Tensor
 
 // All projections of x by one matrix product, the gate's second one, and views of them.
 GatedLinearAttentionImpl::Operands GatedLinearAttentionImpl::project(
-    const Tensor& x, std::optional<double> gumbel) const {
+    const Tensor& x, const OptionalTensor& gamma, std::optional<double> gumbel) const {
   const Tensor all = apply_linear(in_proj, x);
   const int64_t keys = *options.key_dim(), values = *options.value_dim();
   const std::vector<int64_t> heads = {options.num_heads(), -1};
@@ -192,7 +190,10 @@ GatedLinearAttentionImpl::Operands GatedLinearAttentionImpl::project(
   if (options.output_gate()) in.g = take(values);
   Tensor logits = widen(apply_linear(gate_proj, is_vector() ? take(options.gate_rank()) : x));
   if (gumbel) logits = gumbel_gate(logits, *gumbel);
-  in.log_f = at::log_sigmoid(logits).unflatten(-1, heads) / *options.gate_temperature();
+  const Tensor log_f = at::log_sigmoid(logits).unflatten(-1, heads) / *options.gate_temperature();
+  const OptionalTensor bound = normalized(gamma);
+  in.log_f =
+      bounded_log_gate(log_f, bound ? OptionalTensor(bound->unflatten(-1, heads)) : std::nullopt);
   return in;
 }
 
@@ -206,8 +207,7 @@ Tensor GatedLinearAttentionImpl::normalized_by(const Tensor& o, const Tensor& q,
                                                const Tensor& sums) const {
   const Tensor z = sums.unflatten(-1, {options.num_heads(), head_keys()});
   const Tensor divisor = (widen(q) * z).sum(-1, /*keepdim=*/true);
-  const double tiny = divisor.scalar_type() == torch::kDouble ? std::numeric_limits<double>::min()
-                                                              : std::numeric_limits<float>::min();
+  const double tiny = smallest_normal(divisor.scalar_type());
   // Where no weight is left, o is zero already: dividing by one keeps its gradient finite.
   return (widen(o) / divisor.masked_fill(divisor < tiny, 1.0)).to(o.scalar_type());
 }
@@ -223,7 +223,8 @@ void GatedLinearAttentionImpl::pretty_print(std::ostream& stream) const {
          << ", num_heads=" << options.num_heads() << ", gate=" << options.gate()
          << ", normalize=" << options.normalize()
          << ", feature_map=" << options.feature_map().value_or("none")
-         << ", key_dim=" << *options.key_dim() << ", value_dim=" << *options.value_dim() << ")";
+         << ", key_dim=" << *options.key_dim() << ", value_dim=" << *options.value_dim()
+         << ", lower_bound=" << options.lower_bound() << ")";
 }
 
 }  // namespace tidegate::nn

@@ -67,6 +67,9 @@ void LinearRecurrentUnit<Derived, Options>::check_options() const {
                       "'");
     check_gate_options("LRU", options.gate().has_value(), "gate='data'", options.gate_init(),
                        options.gumbel_gate(), *options.state());
+    TORCH_CHECK_VALUE(!options.lower_bound() || options.gate(),
+                      "LRU: lower_bound: expected False unless gate='data', whose modulus it "
+                      "bounds; got True");
   }
 }
 
@@ -115,16 +118,14 @@ void LinearRecurrentUnit<Derived, Options>::reset_parameters() {
 
 template <typename Derived, typename Options>
 std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
-    const Tensor& x, const OptionalTensor& given_state, const OptionalTensor& given_gamma,
+    const Tensor& x, const OptionalTensor& given_state, const OptionalTensor& gamma,
     const OptionalTensor& given_bounds) {
-  const char* name = owner();
   const OptionalTensor state = normalized(given_state);
-  check_mixer_input(name, x, options.dim());
-  TORCH_CHECK_VALUE(!normalized(given_gamma), name,
-                    ": gamma: expected None, since its decay has no lower bound; got a tensor");
+  check_mixer_input(owner(), x, options.dim());
+  check_gamma(gamma);
   if (state) check_state(*state, x, normalized(given_bounds));
   if (gate_proj) {
-    const auto [entering, decay] = gated(x, this->is_training());
+    const auto [entering, decay] = gated(x, gamma, this->is_training());
     const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
     const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_bounds));
     return {output(to_halves(h).to(out_proj->weight.scalar_type()), x), to_halves(last)};
@@ -136,14 +137,12 @@ std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
 
 template <typename Derived, typename Options>
 Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor& state,
-                                                   const OptionalTensor& given_gamma) {
-  const char* name = owner();
+                                                   const OptionalTensor& gamma) {
   check_mixer_input(kIsComplex ? "LRU.step" : "SLRU.step", x, options.dim(), /*time=*/false);
-  TORCH_CHECK_VALUE(!normalized(given_gamma), name,
-                    ": gamma: expected None, since its decay has no lower bound; got a tensor");
+  check_gamma(gamma);
   check_state(state, x);
   if (gate_proj) {
-    const auto [entering, decay] = gated(x, /*has_noise=*/false);
+    const auto [entering, decay] = gated(x, gamma, /*has_noise=*/false);
     const Tensor h = to_complex(widen(state));
     linear_scan_step(entering, decay, h);
     state.copy_(to_halves(h));
@@ -153,16 +152,26 @@ Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor
       lru_scan_step(apply_linear(in_proj, x), nu_log, normalized(theta_log), gamma_log, state), x);
 }
 
+template <typename Derived, typename Options>
+void LinearRecurrentUnit<Derived, Options>::check_gamma(const OptionalTensor& gamma) const {
+  if constexpr (kIsComplex) {
+    check_optional_gamma(owner(), gamma, options.lower_bound(), "state", *options.state());
+  } else {
+    TORCH_CHECK_VALUE(!normalized(gamma), owner(),
+                      ": gamma: expected None, since its decay has no lower bound; got a tensor");
+  }
+}
+
 // What enters the state, and lambda_t, complex; with Gumbel-Gate's noise where there is one.
 template <typename Derived, typename Options>
 std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::gated(const Tensor& x,
+                                                                        const OptionalTensor& gamma,
                                                                         bool has_noise) {
   Tensor logits = widen(apply_linear(gate_proj, x));
   if constexpr (kIsComplex) {
     if (has_noise && options.gumbel_gate()) logits = gumbel_gate(logits, *options.gumbel_gate());
   }
-  const Tensor sharpness = at::sigmoid(logits);
-  const Tensor modulus = at::exp(-nu_log.exp() * sharpness);
+  const Tensor modulus = bounded_decay(-nu_log.exp() * at::sigmoid(logits), gamma);
   const Tensor u = to_complex(widen(apply_linear(in_proj, x)));
   return {gamma_log.exp() * u, at::polar(modulus, theta_log.exp().expand_as(modulus))};
 }
@@ -179,7 +188,8 @@ void LinearRecurrentUnit<Derived, Options>::pretty_print(std::ostream& stream) c
          << ", state=" << *options.state() << ", skip=" << (options.skip() ? "true" : "false")
          << ", r_min=" << options.r_min() << ", r_max=" << options.r_max();
   if constexpr (kIsComplex) {
-    stream << ", max_phase=" << options.max_phase() << ", gate=" << options.gate().value_or("None");
+    stream << ", max_phase=" << options.max_phase() << ", gate=" << options.gate().value_or("None")
+           << ", lower_bound=" << options.lower_bound();
   }
   stream << ")";
 }

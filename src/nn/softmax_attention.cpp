@@ -189,7 +189,7 @@ MixerState SoftmaxAttention::init_state(int64_t batch, std::optional<torch::Devi
           at::tensor({int64_t{0}, capacity.value_or(kGrows)}, torch::kLong)};
 }
 
-void SoftmaxAttention::refuse_gamma(const OptionalTensor& gamma) const {
+void SoftmaxAttention::check_gamma(const OptionalTensor& gamma) const {
   TORCH_CHECK_VALUE(!normalized(gamma), switches_.owner,
                     ": gamma: expected None, since it has no lower bound; got a tensor");
 }
@@ -296,12 +296,12 @@ std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const 
                                                          const OptionalTensor& gamma,
                                                          const OptionalTensor& cu_seqlens) {
   check_mixer_input(switches_.owner, x, switches_.dim);
-  refuse_gamma(gamma);
+  check_gamma(gamma);
   const TokenLayout layout(switches_.owner, x, normalized(cu_seqlens));
   std::optional<AttentionState> before;
   if (!state.empty()) before = checked(state, layout.count());
   Operands parts = operands(x, layout, before);
-  parts.log_f = training_log_gate(x);
+  parts.log_f = training_log_gate(x, gamma);
   if (!before) return {output(attend(parts, layout), parts.g), {}};
   const AttentionState after = extended(*before, parts, layout);
   // Where nothing was read before, the keys are the new ones.
@@ -315,13 +315,13 @@ Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
   const torch::NoGradGuard no_grad;
   check_mixer_input((std::string(switches_.owner) + ".step").c_str(), given, switches_.dim,
                     /*time=*/false);
-  refuse_gamma(gamma);
+  check_gamma(gamma);
   AttentionState state = checked(tensors, given.size(0));
   make_room(state);
   const Tensor x = given.unsqueeze(1);
   const TokenLayout layout(switches_.owner, x, std::nullopt);
   Operands parts = operands(x, layout, state);
-  parts.log_f = log_gate(x);
+  parts.log_f = log_gate(x, gamma);
   const Tensor rows = at::arange(x.size(0), integers(x));
   const Tensor places = state.lengths.to(torch::kLong);
   const auto put = [&](Tensor& cache, const Tensor& fresh) {

@@ -1,5 +1,5 @@
-// HGRU2, GatedLinearAttention and the attentions from C++ alone; tests/python/test_parity.py holds
-// every option against Python.
+// HGRU2, GatedLinearAttention, the attentions and bounded gates from C++ alone;
+// tests/python/test_parity.py holds every option against Python.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -11,6 +11,7 @@
 #include "tidegate/nn/forgetting_attention.h"
 #include "tidegate/nn/gated_linear_attention.h"
 #include "tidegate/nn/hgru2.h"
+#include "tidegate/nn/lru.h"
 
 namespace tidegate::nn {
 namespace {
@@ -34,6 +35,10 @@ ForgettingAttentionOptions forgetting() {
   return ForgettingAttentionOptions(kDim).num_heads(2).dtype(torch::kDouble);
 }
 
+LRUOptions bounded_lru() {
+  return LRUOptions(kDim).state(5).gate("data").lower_bound(true).dtype(torch::kDouble);
+}
+
 // A module and what it can do as a mixer.
 struct Mixer {
   std::string name;
@@ -49,17 +54,22 @@ Mixer make(const std::string& name, const Options& options) {
 
 std::vector<Mixer> causal_mixers() {
   const auto normal = gla().gate("scalar").normalize(true);
-  return {make<HGRU2Impl>("hgru2", hgru2()),
-          make<HGRU2Impl>("hgru2 fla", hgru2().preset("fla")),
-          make<GatedLinearAttentionImpl>("gla", gla()),
-          make<GatedLinearAttentionImpl>("gla normal",
-                                         GatedLinearAttentionOptions(normal).feature_map("exp")),
-          make<AttentionImpl>("attention", attention()),
-          make<AttentionImpl>("attention pro", attention().preset("pro").num_kv_heads(1)),
-          make<ForgettingAttentionImpl>("forgetting", forgetting()),
-          make<ForgettingAttentionImpl>("forgetting pro", forgetting().preset("pro").window(3)),
-          make<ForgettingAttentionImpl>("forgetting fixed",
-                                        forgetting().gate("fixed").gate_init("long:2:8"))};
+  return {
+      make<HGRU2Impl>("hgru2", hgru2()),
+      make<HGRU2Impl>("hgru2 fla", hgru2().preset("fla")),
+      make<GatedLinearAttentionImpl>("gla", gla()),
+      make<GatedLinearAttentionImpl>("gla normal",
+                                     GatedLinearAttentionOptions(normal).feature_map("exp")),
+      make<AttentionImpl>("attention", attention()),
+      make<AttentionImpl>("attention pro", attention().preset("pro").num_kv_heads(1)),
+      make<ForgettingAttentionImpl>("forgetting", forgetting()),
+      make<ForgettingAttentionImpl>("forgetting pro", forgetting().preset("pro").window(3)),
+      make<ForgettingAttentionImpl>("forgetting fixed",
+                                    forgetting().gate("fixed").gate_init("long:2:8")),
+      make<GatedLinearAttentionImpl>("gla bounded", gla().lower_bound(true)),
+      make<GatedLinearAttentionImpl>("gla scalar bounded", gla().gate("scalar").lower_bound(true)),
+      make<ForgettingAttentionImpl>("forgetting bounded", forgetting().lower_bound(true)),
+      make<LRUImpl>("lru bounded", bounded_lru())};
 }
 
 std::optional<Tensor> gamma_for(const TokenMixer& mixer) {
@@ -96,12 +106,11 @@ TEST(Hgru2, EqualsItsEquation) {
 }
 
 // Equation 11 for one sequence and head after another.
-TEST(ForgettingAttention, EqualsItsEquation) {
-  torch::manual_seed(0);
-  ForgettingAttention mixer(forgetting());
+void expect_equation_11(ForgettingAttention mixer, const std::optional<Tensor>& gamma) {
   const Tensor x = randn({1, 6, kDim});
   const auto qkv = mixer->in_proj->forward(x)[0].unflatten(-1, {3, 2, kDim / 2}).unbind(1);
-  const Tensor f = at::sigmoid(mixer->gate_proj->forward(x)[0] + mixer->gate_bias);
+  Tensor f = at::sigmoid(mixer->gate_proj->forward(x)[0] + mixer->gate_bias);
+  if (gamma) f = *gamma + (1 - *gamma) * f;
   std::vector<Tensor> rows;
   for (int64_t i = 0; i < 6; ++i) {
     std::vector<Tensor> heads;
@@ -118,7 +127,29 @@ TEST(ForgettingAttention, EqualsItsEquation) {
     rows.push_back(at::cat(heads));
   }
   const Tensor expected = mixer->out_proj->forward(at::stack(rows));
-  EXPECT_TRUE(at::allclose(std::get<0>(mixer->forward(x))[0], expected, 1e-10, 1e-12));
+  EXPECT_TRUE(at::allclose(std::get<0>(mixer->forward(x, {}, gamma))[0], expected, 1e-10, 1e-12));
+}
+
+TEST(ForgettingAttention, EqualsItsEquation) {
+  torch::manual_seed(0);
+  expect_equation_11(ForgettingAttention(forgetting()), std::nullopt);
+  expect_equation_11(ForgettingAttention(forgetting().lower_bound(true)),
+                     at::tensor({0.2, 0.9}, at::kDouble));
+}
+
+// Bounded gates of a state that nothing enters: what is left of it after a token.
+TEST(Lru, FadesByItsBoundedModulus) {
+  torch::manual_seed(0);
+  const torch::NoGradGuard no_grad;
+  LRU mixer(bounded_lru());
+  mixer->in_proj->weight.zero_();
+  const Tensor x = randn({2, 1, kDim}), state = randn({2, 10});
+  const Tensor gamma = at::linspace(0.0, 0.9, 5, at::kDouble);
+  const Tensor sharpness = at::sigmoid(mixer->gate_proj->forward(x.select(1, 0)));
+  const Tensor modulus = gamma + (1 - gamma) * at::exp(-mixer->nu_log.exp() * sharpness);
+  const auto size = [](const Tensor& h) { return at::hypot(h.chunk(2, -1)[0], h.chunk(2, -1)[1]); };
+  const Tensor after = std::get<1>(mixer->forward(x, state, gamma));
+  EXPECT_TRUE(at::allclose(size(after), modulus * size(state), 1e-10, 1e-12));
 }
 
 TEST(Mixers, AStateWithoutACapacityGrows) {
@@ -209,7 +240,15 @@ TEST(Mixers, RefuseWhatCannotWork) {
   HGRU2 both(hgru2().bidirectional(true));
   expect_refused([&] { both->init_state(2); }, "has no state");
   GatedLinearAttention attention(gla());
-  expect_refused([&] { attention->forward(randn({2, 3, 8}), {}, randn({8})); }, "no lower bound");
+  expect_refused([&] { attention->forward(randn({2, 3, 8}), {}, randn({4})); },
+                 "GatedLinearAttention: gamma: expected None with lower_bound=False; got a tensor");
+  GatedLinearAttention bounded(gla().lower_bound(true));
+  expect_refused([&] { bounded->forward(randn({2, 3, 8}), {}, randn({8})); },
+                 "GatedLinearAttention: gamma: expected [key_dim=4]; got (8,)");
+  expect_refused([] { ForgettingAttention bad(forgetting().gate("none").lower_bound(true)); },
+                 "lower_bound: expected False with gate='none'");
+  expect_refused([] { LRU bad(LRUOptions(8).lower_bound(true)); },
+                 "LRU: lower_bound: expected False unless gate='data'");
   expect_refused([] { ForgettingAttention bad(forgetting().gate("open")); }, "gate: expected one");
   expect_refused([] { ForgettingAttention bad(forgetting().gate_init("long:0:2")); }, "gate_init");
   ForgettingAttention softmax(forgetting());

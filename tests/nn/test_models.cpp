@@ -58,6 +58,21 @@ std::string message_of(const std::function<void()>& use) {
   return "no error";
 }
 
+// Greedy decoding from a state gives what forward() over the whole sequence does.
+void expect_generation_is_forward(CausalLM model) {
+  const Tensor prompt = at::randint(0, 11, {2, 4}, at::kLong);
+  Tensor expected = prompt;
+  {
+    const torch::NoGradGuard no_grad;
+    for (int k = 0; k < 6; ++k) {
+      const Tensor next = model->forward(expected).logits.select(1, -1).argmax(-1, true);
+      expected = at::cat({expected, next}, 1);
+    }
+  }
+  const auto greedy = GenerateOptions(6).temperature(0.0);
+  EXPECT_TRUE(at::equal(model->generate(prompt, greedy), expected));
+}
+
 TEST(Presets, HaveThePapersParameterCounts) {
   const std::map<std::string, int64_t> language = {
       {"hgrn-44m", 46'248'448},
@@ -161,6 +176,30 @@ TEST(Config, LayersMayDiffer) {
             std::string::npos);
 }
 
+TEST(Config, LayersOfDifferentKindsShareTheirBounds) {
+  LMConfig config = small();
+  config.mixer = std::vector<std::string>{"gla", "transformer", "fox", "lru"};
+  config.layers = 4;
+  config.layer_options = {
+      {{"num_heads", int64_t{2}}, {"gate", "scalar"}, {"lower_bound", true}},
+      {{"num_heads", int64_t{2}}},
+      {{"num_heads", int64_t{2}}, {"lower_bound", true}},
+      {{"state", int64_t{2}}, {"gate", "data"}, {"lower_bound", true}},
+  };
+  EXPECT_EQ(LMConfig::from_json(config.to_json()), config);
+  torch::manual_seed(1);
+  CausalLM model(config, kWide);
+  EXPECT_EQ(model->lower_bounds->logits.sizes(), at::IntArrayRef({4, 2}));
+  EXPECT_FALSE(model->gammas()[1].has_value());
+  EXPECT_EQ(model->gammas()[3]->size(0), 2);
+  expect_generation_is_forward(model);
+  model->forward(at::randint(0, 11, {2, 5}, at::kLong), "next").loss.backward();
+  EXPECT_GT(model->lower_bounds->logits.grad().abs().sum().item<double>(), 0.0);
+  config.layer_options[3][0].second = int64_t{3};
+  EXPECT_NE(message_of([&] { CausalLM bad(config); }).find("one width; got widths 2, 3"),
+            std::string::npos);
+}
+
 TEST(CausalLm, LearnsASequence) {
   torch::manual_seed(0);
   CausalLM model(small());
@@ -181,17 +220,8 @@ TEST(CausalLm, LearnsASequence) {
 TEST(CausalLm, GeneratesWhatItsForwardSays) {
   torch::manual_seed(1);
   CausalLM model(small(), kWide);
+  expect_generation_is_forward(model);
   const Tensor prompt = at::randint(0, 11, {2, 4}, at::kLong);
-  Tensor expected = prompt;
-  {
-    const torch::NoGradGuard no_grad;
-    for (int k = 0; k < 6; ++k) {
-      const Tensor next = model->forward(expected).logits.select(1, -1).argmax(-1, true);
-      expected = at::cat({expected, next}, 1);
-    }
-  }
-  const auto greedy = GenerateOptions(6).temperature(0.0);
-  EXPECT_TRUE(at::equal(model->generate(prompt, greedy), expected));
   EXPECT_TRUE(model->is_training());
   const auto sampled = GenerateOptions(6).seed(3).top_k(4);
   const Tensor before = at::detail::getDefaultCPUGenerator().get_state();

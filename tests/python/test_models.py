@@ -39,6 +39,11 @@ VARIANTS = {
     "lru": SMALL.replace(mixer="lru", mixer_options={"skip": True}),
     "lru-gate": SMALL.replace(mixer="lru", mixer_options={"gate": "data"}, tied=False),
     "slru": SMALL.replace(mixer="slru"),
+    "gla-bounded": SMALL.replace(
+        mixer="gla", mixer_options={"num_heads": 2, "lower_bound": True}, lower_bound="independent"
+    ),
+    "fox-bounded": SMALL.replace(mixer="fox", mixer_options={"num_heads": 2, "lower_bound": True}),
+    "lru-bounded": SMALL.replace(mixer="lru", mixer_options={"gate": "data", "lower_bound": True}),
     "transformer": SMALL.replace(mixer="transformer", mixer_options={"num_heads": 2}, norm="rms"),
     "gla-normal": SMALL.replace(
         mixer="gla",

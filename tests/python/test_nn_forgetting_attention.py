@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 by_options = pytest.mark.parametrize("options", FORGETTING.values(), ids=FORGETTING)
 
 
-def by_equation_11(mixer: ForgettingAttention, x: Tensor) -> Tensor:
+def by_equation_11(mixer: ForgettingAttention, x: Tensor, gamma: Tensor | None = None) -> Tensor:
     """The same module with the attention of one sequence ``[T, dim]`` written out over F_ij."""
     plain = Attention(
         mixer.dim,
@@ -48,6 +48,8 @@ def by_equation_11(mixer: ForgettingAttention, x: Tensor) -> Tensor:
     elif mixer.gate != "none":
         logits = mixer.gate_bias.expand(x.size(0), -1)
     f = torch.ones_like(logits) if mixer.gate == "none" else torch.sigmoid(logits)
+    if gamma is not None:
+        f = gamma + (1 - gamma) * f
 
     def attend(q: Tensor, k: Tensor, v: Tensor, _log_f: None, _bounds: None) -> Tensor:
         repeat = mixer.num_heads // mixer.num_kv_heads

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from support.mixer_checks import check_values_and_gradients
+from support.mixer_checks import check_values_and_gradients, gamma_of
 from torch import Tensor, nn
 
 from tidegate.nn import HGRU2, GatedLinearAttention, GLAState
@@ -37,6 +37,14 @@ GLA_CASES = {
     "normal-elu": {"num_heads": 2, "gate": "scalar", "normalize": True, "feature_map": "elu+1"},
     "normal-exp": {"num_heads": 3, "normalize": True, "feature_map": "exp", "output_gate": False},
     "normal-relu": {"num_heads": 2, "normalize": True, "feature_map": "relu"},
+    "bounded": {"num_heads": 3, "key_dim": 9, "lower_bound": True},
+    "bounded-scalar": {
+        "num_heads": 2,
+        "gate": "scalar",
+        "normalize": True,
+        "feature_map": "exp",
+        "lower_bound": True,
+    },
 }
 ONE_WAY = [(HGRU2, o) for o in HGRU2_CASES.values()]
 ONE_WAY += [(GatedLinearAttention, o) for o in GLA_CASES.values()]
@@ -53,10 +61,6 @@ def make(cls: type, options: dict, seed: int = 0, dtype: torch.dtype = torch.flo
         for p in mixer.parameters():
             p.add_(0.3 * torch.randn_like(p))
     return mixer
-
-
-def gamma_of(mixer: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor | None:
-    return torch.linspace(0.0, 0.95, DIM, dtype=dtype) if mixer.takes_gamma else None
 
 
 def tensors(state: Tensor | GLAState | None) -> tuple[Tensor, ...]:
@@ -115,7 +119,7 @@ def hgru2_by_hand(mixer: HGRU2, x: Tensor, gamma: Tensor | None) -> Tensor:
     return F.linear(o, mixer.out_proj.weight, mixer.out_proj.bias)
 
 
-def gla_by_hand(mixer: GatedLinearAttention, x: Tensor, gamma: None) -> Tensor:
+def gla_by_hand(mixer: GatedLinearAttention, x: Tensor, gamma: Tensor | None) -> Tensor:
     """The equations of the class, and the rows of in_proj as it orders them."""
     h, keys, values = mixer.num_heads, mixer.key_dim, mixer.value_dim
     sizes = [keys, keys, values] + [values] * mixer.output_gate
@@ -126,6 +130,8 @@ def gla_by_hand(mixer: GatedLinearAttention, x: Tensor, gamma: None) -> Tensor:
     default = 16.0 if mixer.gate == "vector" else 1.0
     temperature = 2.5 if mixer.gate_temperature == 2.5 else default
     f = (1 / (1 + torch.exp(-logits))) ** (1 / temperature)
+    if gamma is not None:
+        f = gamma + (1 - gamma) * f
     phi = {
         None: lambda t: t,
         "relu": lambda t: t.clamp(min=0),
@@ -151,11 +157,12 @@ def gla_by_hand(mixer: GatedLinearAttention, x: Tensor, gamma: None) -> Tensor:
 def test_equals_its_equations(cls, options):
     mixer = make(cls, options)
     gamma = gamma_of(mixer)
+    bounds = [] if gamma is None else [gamma.requires_grad_()]
     x = torch.randn(2, 11, DIM, dtype=torch.float64, requires_grad=True)
     y, _ = mixer(x, gamma=gamma)
     by_hand = hgru2_by_hand if cls is HGRU2 else gla_by_hand
     check_values_and_gradients(
-        lambda: (y,), lambda: (by_hand(mixer, x, gamma),), [x, *mixer.parameters()]
+        lambda: (y,), lambda: (by_hand(mixer, x, gamma),), [x, *bounds, *mixer.parameters()]
     )
 
 
@@ -335,7 +342,6 @@ def test_bad_arguments():
         r"HGRU2: a state: a bidirectional HGRU2 reads the whole": lambda: both(x, state),
         r"HGRU2: step\(\): a bidirectional": lambda: both.step(x[:, 0], state),
         r"HGRU2: init_state\(\): a bidirectional": lambda: both.init_state(2),
-        r"Attention: gamma: expected None, since": lambda: gla(x, gamma=torch.zeros(DIM)),
         r"Attention: x: expected \[B, T, dim=12\]": lambda: gla(x[0]),
         r"Attention: state: expected \[2, 2, 3, 6\]; got \(2, 2, 3, 5\)": lambda: gla(
             x, s[..., :5]
@@ -384,11 +390,12 @@ def test_copies(cls, options):
 def test_half(cls, options, dtype):
     mixer = make(cls, options, dtype=torch.float32)
     half = copy.deepcopy(mixer).to(dtype)
+    gamma = gamma_of(mixer, torch.float32)
     x = torch.randn(2, 20, DIM)
-    y, state = half(x.to(dtype))
+    y, state = half(x.to(dtype), gamma=gamma)
     assert y.dtype == dtype
     assert {t.dtype for t in tensors(state)} == {torch.float32}
-    wanted = mixer(x)[0]
+    wanted = mixer(x, gamma=gamma)[0]
     assert (y.float() - wanted).norm() < 0.06 * wanted.norm()
 
 
@@ -404,7 +411,9 @@ def test_autocast(cls, options):
     y.float().sum().backward()
 
 
-@pytest.mark.parametrize(("cls", "options"), [ONE_WAY[0], ONE_WAY[6], ONE_WAY[11]], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"), [ONE_WAY[0], ONE_WAY[6], ONE_WAY[11], ONE_WAY[14]], ids=str
+)
 def test_compile(cls, options):
     """One graph, forward and backward."""
     mixer = make(cls, options, dtype=torch.float32)

@@ -11,6 +11,7 @@ from support.mixer_checks import (
     check_packed_sequences_do_not_touch,
     check_steps_and_splits,
     check_values_and_gradients,
+    gamma_of,
 )
 from torch import Tensor
 
@@ -21,13 +22,16 @@ KINDS = [
     (LRU, {}),
     (LRU, {"state": 9, "skip": True}),
     (LRU, {"gate": "data"}),
+    (LRU, {"gate": "data", "state": 5, "lower_bound": True}),
     (SLRU, {}),
     (SLRU, {"state": 5, "skip": True}),
 ]
 EVERY = pytest.mark.parametrize(("cls", "options"), KINDS, ids=lambda v: getattr(v, "__name__", v))
 
 
-def oracle(mixer: LRU | SLRU, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def oracle(
+    mixer: LRU | SLRU, x: Tensor, h: Tensor | None = None, gamma: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The equations with complex matrices, a token at a time, in double."""
     w = {name: p.double() for name, p in mixer.named_parameters()}
     x, s = x.double(), mixer.state
@@ -45,7 +49,10 @@ def oracle(mixer: LRU | SLRU, x: Tensor, h: Tensor | None = None) -> tuple[Tenso
         decay = lam
         if "gate_proj.weight" in w:
             sharpness = torch.sigmoid(x[:, t] @ w["gate_proj.weight"].T + w["gate_proj.bias"])
-            decay = lam.abs() ** sharpness * (lam / lam.abs())
+            modulus = lam.abs() ** sharpness
+            if gamma is not None:
+                modulus = gamma + (1 - gamma) * modulus
+            decay = modulus * (lam / lam.abs())
         h = decay * h + torch.exp(w["gamma_log"]) * (now @ into.T)
         y = (h @ out.T).real
         rows.append(y + w["skip_weight"] * x[:, t] if mixer.skip else y)
@@ -64,8 +71,14 @@ def test_values_and_gradients(cls, options, time, device):
     mixer = make(cls, options, device=device)
     x = torch.randn(2, time, DIM, dtype=torch.float64).to(device).requires_grad_()
     h0 = torch.randn(2, mixer.state_size, dtype=torch.float64).to(device).requires_grad_()
+    gamma = gamma_of(mixer)
     targets = [x, h0, *mixer.parameters()]
-    check_values_and_gradients(lambda: mixer(x, h0), lambda: oracle(mixer, x, h0), targets)
+    if gamma is not None:
+        gamma = gamma.to(device).requires_grad_()
+        targets.append(gamma)
+    check_values_and_gradients(
+        lambda: mixer(x, h0, gamma=gamma), lambda: oracle(mixer, x, h0, gamma), targets
+    )
 
 
 @EVERY
@@ -96,12 +109,16 @@ def test_decays_keep_their_digits_in_a_half_precision_module(cls, options):
 
 @EVERY
 def test_steps_and_splits(cls, options, device):
-    check_steps_and_splits(make(cls, options, device=device))
+    mixer = make(cls, options, device=device)
+    gamma = gamma_of(mixer)
+    check_steps_and_splits(mixer, None if gamma is None else gamma.to(device))
 
 
 @EVERY
 def test_packed_sequences_do_not_touch(cls, options, device):
-    check_packed_sequences_do_not_touch(make(cls, options, device=device))
+    mixer = make(cls, options, device=device)
+    gamma = gamma_of(mixer)
+    check_packed_sequences_do_not_touch(mixer, None if gamma is None else gamma.to(device))
 
 
 @EVERY

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import re
 
 import pytest
 import torch
 from support.attention_mixers import MAKERS
+from support.mixer_checks import gamma_of
 
 from tidegate import ops
 
@@ -25,12 +25,12 @@ def randn(*shape: int) -> torch.Tensor:
 @torch.no_grad()
 def test_split_anywhere(make, capacity):
     mixer = make()
-    x = randn(3, 9, mixer.dim)
-    whole, _ = mixer(x)
+    x, gamma = randn(3, 9, mixer.dim), gamma_of(mixer)
+    whole, _ = mixer(x, gamma=gamma)
     for cut in (0, 1, 4, 8):
-        head, state = mixer(x[:, :cut], mixer.init_state(3, capacity=capacity))
-        middle, state = mixer(x[:, cut : cut + 1], state)
-        tail = [mixer.step(x[:, t], state)[:, None] for t in range(cut + 1, 9)]
+        head, state = mixer(x[:, :cut], mixer.init_state(3, capacity=capacity), gamma=gamma)
+        middle, state = mixer(x[:, cut : cut + 1], state, gamma=gamma)
+        tail = [mixer.step(x[:, t], state, gamma)[:, None] for t in range(cut + 1, 9)]
         torch.testing.assert_close(torch.cat([head, middle, *tail], dim=1), whole)
         assert state.lengths.tolist() == [9] * 3
 
@@ -42,18 +42,19 @@ def test_packed_equals_separate_and_goes_on(make, capacity):
     mixer = make()
     first, more, token = randn(1, 12, mixer.dim), randn(1, 7, mixer.dim), randn(4, mixer.dim)
     bounds, new = [0, 5, 5, 6, 12], [0, 1, 4, 4, 7]
-    y, none = mixer(first, cu_seqlens=torch.tensor(bounds))
+    gamma = gamma_of(mixer)
+    y, none = mixer(first, gamma=gamma, cu_seqlens=torch.tensor(bounds))
     assert none is None
     empty = mixer.init_state(4, capacity=capacity)
-    z, state = mixer(first, empty, cu_seqlens=torch.tensor(bounds))
+    z, state = mixer(first, empty, gamma=gamma, cu_seqlens=torch.tensor(bounds))
     assert state.lengths.tolist() == [5, 0, 1, 6]
     torch.testing.assert_close(z, y)
-    after, state = mixer(more, state, cu_seqlens=torch.tensor(new))
-    last = mixer.step(token, state)
+    after, state = mixer(more, state, gamma=gamma, cu_seqlens=torch.tensor(new))
+    last = mixer.step(token, state, gamma)
     assert state.seen.tolist() == [7, 4, 2, 10]
     for n in range(4):
         parts = [first[:, bounds[n] : bounds[n + 1]], more[:, new[n] : new[n + 1]]]
-        whole = mixer(torch.cat([*parts, token[n][None, None]], dim=1))[0][0]
+        whole = mixer(torch.cat([*parts, token[n][None, None]], dim=1), gamma=gamma)[0][0]
         got = [y[0, bounds[n] : bounds[n + 1]], after[0, new[n] : new[n + 1]], last[n][None]]
         torch.testing.assert_close(torch.cat(got), whole)
 
@@ -64,12 +65,15 @@ def test_rows_go_on_from_different_lengths(make):
     """Whole rows after a state whose sequences hold 4, 0 and 2 tokens."""
     mixer = make()
     first, rows, bounds = randn(1, 6, mixer.dim), randn(3, 2, mixer.dim), [0, 4, 4, 6]
-    _, state = mixer(first, mixer.init_state(3), cu_seqlens=torch.tensor(bounds))
-    z, last = mixer(rows, state)
+    gamma = gamma_of(mixer)
+    empty = mixer.init_state(3)
+    _, state = mixer(first, empty, gamma=gamma, cu_seqlens=torch.tensor(bounds))
+    z, last = mixer(rows, state, gamma=gamma)
     assert last.lengths.tolist() == last.seen.tolist() == [6, 2, 4]
     assert last.room.tolist() == [6, -1]
     for n in range(3):
-        whole = mixer(torch.cat([first[:, bounds[n] : bounds[n + 1]], rows[n][None]], dim=1))[0]
+        tokens = torch.cat([first[:, bounds[n] : bounds[n + 1]], rows[n][None]], dim=1)
+        whole = mixer(tokens, gamma=gamma)[0]
         torch.testing.assert_close(z[n], whole[0, -2:])
 
 
@@ -196,6 +200,7 @@ def test_cuda_equals_cpu(make, device):
     if device == "cpu":
         pytest.skip("compares CUDA with the CPU")
     mixer = make(dtype=torch.float32)
-    x = torch.randn(2, 33, mixer.dim)
-    there = copy.deepcopy(mixer).to(device)
-    torch.testing.assert_close(there(x.to(device))[0].cpu(), mixer(x)[0], rtol=1e-3, atol=1e-4)
+    x, gamma = torch.randn(2, 33, mixer.dim), gamma_of(mixer, torch.float32)
+    wanted, _ = mixer(x, gamma=gamma)
+    y, _ = mixer.to(device)(x.to(device), gamma=None if gamma is None else gamma.to(device))
+    torch.testing.assert_close(y.cpu(), wanted, rtol=1e-3, atol=1e-4)

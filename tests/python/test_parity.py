@@ -362,6 +362,10 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
             lambda m: m.step(x[:, 0], m.init_state(2), torch.zeros(3)),
         ),
     }
+    gated = {
+        name: ({"gate": "data", **options}, use)
+        for name, (options, use) in (bound | {"gamma-off": ({}, vector["gamma"][1])}).items()
+    }
     attention |= {f"offsets-{name}": ({}, use) for name, use in offsets_misuses().items()}
     shifted |= {
         f"offsets-{name}": ({"time_shift": True}, use) for name, use in offsets_misuses().items()
@@ -369,12 +373,12 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     cases = {
         "HGRU": hgru,
         "HGRU2": hgru2,
-        "GatedLinearAttention": gla,
+        "GatedLinearAttention": gla | bound,
         "Attention": attention,
-        "ForgettingAttention": attention,
+        "ForgettingAttention": attention | bound,
         "GatedLinearRNN": vector | bound,
         "GatedRNN": vector,
-        "LRU": vector,
+        "LRU": vector | gated,
         "SLRU": vector,
         "RWKV4": vector | shifted,
     }

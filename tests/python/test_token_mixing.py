@@ -68,18 +68,19 @@ def test_hgru2(preset, gamma):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("gate", ["vector", "scalar"])
-def test_gated_linear_attention(gate, normalize):
+@pytest.mark.parametrize("gamma", [None, 0.7])
+def test_gated_linear_attention(gate, normalize, gamma):
     torch.manual_seed(0)
     options = {"normalize": True, "feature_map": "elu+1"} if normalize else {}
-    mixer = GatedLinearAttention(
-        16, 2, gate=gate, norm="rms_no_weight", output_gate=False, **options
-    )
+    options |= {"gate": gate, "lower_bound": gamma is not None}
+    mixer = GatedLinearAttention(16, 2, norm="rms_no_weight", output_gate=False, **options)
+    bound = None if gamma is None else torch.full((mixer.gamma_size,), gamma)
     seen = {}
     mixer.norm.register_forward_hook(lambda _m, given, _o: seen.update(o=given[0]))
     x = torch.randn(2, TIME, 16)
-    mixer(x)
+    mixer(x, gamma=bound)
     v = mixer._project(x)["v"].unflatten(-1, (2, -1))
-    check(mixer.token_mixing(x), v, seen["o"].detach())
+    check(mixer.token_mixing(x, bound), v, seen["o"].detach())
 
 
 def test_gated_linear_rnn():
@@ -92,18 +93,19 @@ def test_gated_linear_rnn():
     check(mixer.token_mixing(x), entering[..., :1, None], h.mean(-1)[..., None, None].detach())
 
 
-@pytest.mark.parametrize("gate", [None, "data"])
-def test_lru(gate):
+@pytest.mark.parametrize(("gate", "gamma"), [(None, None), ("data", None), ("data", 0.99)])
+def test_lru(gate, gamma):
     """Whose phases are zero and whose channels get the same input, as in test_hgru."""
     torch.manual_seed(0)
-    mixer = LRU(6, gate=gate)
+    mixer = LRU(6, gate=gate, lower_bound=gamma is not None)
+    bound = None if gamma is None else torch.full((6,), gamma)
     x = torch.randn(2, TIME, 6)
-    turned = mixer.token_mixing(x)
+    turned = mixer.token_mixing(x, bound)
     with torch.no_grad():
         mixer.theta_log.fill_(-torch.inf)
         mixer.in_proj.weight.copy_(mixer.in_proj.weight[:1].expand_as(mixer.in_proj.weight))
-    assert torch.equal(mixer.token_mixing(x), turned)
-    h, _ = mixer._scan(x, None, None)
+    assert torch.equal(mixer.token_mixing(x, bound), turned)
+    h, _ = mixer._scan(x, None, bound, None)
     entering = mixer.in_proj(x)[..., :1, None]
     check(turned, entering.detach(), h[..., : mixer.state].mean(-1)[..., None, None].detach())
 
@@ -114,7 +116,7 @@ def test_slru():
     x = torch.randn(2, TIME, 6)
     with torch.no_grad():
         mixer.in_proj.weight.copy_(mixer.in_proj.weight[:1].expand_as(mixer.in_proj.weight))
-    h, _ = mixer._scan(x, None, None)
+    h, _ = mixer._scan(x, None, None, None)
     entering = mixer.in_proj(x)[..., :1, None]
     check(mixer.token_mixing(x), entering.detach(), h.mean(-1)[..., None, None].detach())
 
@@ -244,6 +246,8 @@ def test_gates_of_padded_rows_are_those_of_each_row(mixer):
         ("gla", {"num_heads": 2}),
         ("gla", {"num_heads": 2, "gate": "scalar"}),
         ("lru", OPTIONS["lru"]),
+        ("gla", {"num_heads": 2, "lower_bound": True}),
+        ("lru", {"gate": "data", "lower_bound": True}),
     ],
 )
 @torch.no_grad()
@@ -253,9 +257,10 @@ def test_gates_are_what_the_state_fades_by(mixer, options):
     from tidegate.training import forget_gates
 
     torch.manual_seed(0)
-    config = LMConfig(mixer=mixer, mixer_options=options, vocab_size=9, dim=8, layers=1)
+    mode = {"lower_bound": "independent"}
+    config = LMConfig(mixer=mixer, mixer_options=options, vocab_size=9, dim=8, layers=1, **mode)
     model = CausalLM(config)
-    unit = model.blocks[0].mixer
+    unit, gamma = model.blocks[0].mixer, model.gammas()[0]
     # Of GLA the keys' rows of in_proj, of LRU all of it.
     rows = slice(unit.key_dim, 2 * unit.key_dim) if mixer == "gla" else slice(None)
     unit.in_proj.weight[rows] = 0
@@ -263,7 +268,7 @@ def test_gates_are_what_the_state_fades_by(mixer, options):
     state = unit.init_state(1)
     state.copy_(torch.rand(state.shape))
     x = model.blocks[0].mixer_norm(model._embed(ids))
-    _, after = unit(x, state)
+    _, after = unit(x, state, gamma=gamma)
     gate = torch.from_numpy(forget_gates(model, ids)[0])[:, 0]
     if mixer == "gla":
         fades = (after / state)[0]

@@ -204,15 +204,17 @@ def test_needle_refuses():
             needle_test(model, text, ByteTokenizer(), **given)
 
 
-@pytest.mark.parametrize("pixels", [64, 7, 1])
-def test_maps_are_the_largest_of_each_tile(pixels):
-    model = small("fox-pro", mixer_options={"num_heads": 4, "num_kv_heads": 2, "window": 9})
+@pytest.mark.parametrize(("pixels", "bounded"), [(64, False), (7, True), (1, False)])
+def test_maps_are_the_largest_of_each_tile(pixels, bounded):
+    options = {"num_heads": 4, "num_kv_heads": 2, "window": 9, "lower_bound": bounded}
+    model = small("fox-pro", mixer_options=options)
+    gammas = model.gammas()
     ids = torch.randint(0, 256, (26,))
     (found,) = head_maps(model, ids, [2], [4], pixels=pixels)
     x = model._embed(ids[None])
-    x, _ = model.blocks[0](x)
+    x, _ = model.blocks[0](x, gamma=gammas[0])
     mixer = model.blocks[1].mixer
-    q, k, log_f = mixer.attention_operands(model.blocks[1].mixer_norm(x))
+    q, k, log_f = mixer.attention_operands(model.blocks[1].mixer_norm(x), gammas[1])
     f = log_f[0, :, 3].exp()
     forget, scores = torch.zeros(26, 26).double(), torch.full((26, 26), -torch.inf).double()
     for i in range(26):
@@ -274,13 +276,17 @@ def test_attention_is_scored_over_its_training_context(mixer):
     assert score.nats == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_forget_gates_by_layer():
+@pytest.mark.parametrize("bounded", [False, True])
+def test_forget_gates_by_layer(bounded):
     """What the histograms of a run are drawn from."""
-    model = small("fox-pro")
+    options = {"num_heads": 2, "lower_bound": bounded}
+    model = small("fox-pro", mixer_options=options, lower_bound="decreasing")
     ids = torch.randint(0, 256, (2, 9))
     gates = forget_gates(model, ids)
     assert [g.shape for g in gates] == [(2, 18), (2, 18)]
-    log_f = model.blocks[0].mixer.log_gate(model.blocks[0].mixer_norm(model._embed(ids)))
+    x = model.blocks[0].mixer_norm(model._embed(ids))
+    log_f = model.blocks[0].mixer.log_gate(x, model.gammas()[0])
+    assert (gates[0].min() > 0.5) == bounded
     wanted = log_f.exp().flatten(0, 1).T.detach().numpy()
     np.testing.assert_allclose(gates[0], wanted, rtol=1e-5)
 

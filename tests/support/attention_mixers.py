@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from support.mixer_checks import check_values_and_gradients
+from support.mixer_checks import check_values_and_gradients, gamma_of
 from tidegate.nn import Attention, ForgettingAttention
 
 ATTENTION_DIM = 12
@@ -36,6 +36,8 @@ FORGETTING: dict[str, dict[str, Any]] = {
     "rope": {"preset": "pro", "rope": 500000.0},
     "own-norms": {"qk_norm": True, "qk_norm_shared": False},
     "none": {"gate": "none", "output_gate": True, "output_activation": "silu"},
+    "bounded": {"num_heads": 4, "lower_bound": True},
+    "bounded-pro": {"preset": "pro", "gate": "independent", "lower_bound": True},
 }
 
 
@@ -67,13 +69,16 @@ MAKERS: dict[str, Callable[..., Attention | ForgettingAttention]] = {
 }
 
 
-def check_against(mixer: nn.Module, reference: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """Outputs and all gradients are those of `reference`, of one sequence ``[T, dim]``."""
+def check_against(mixer: nn.Module, reference: Callable[..., Tensor]) -> None:
+    """Outputs and all gradients are those of `reference`, of one sequence ``[T, dim]`` and, where
+    the mixer takes one, a gamma."""
     x = torch.randn(2, 7, mixer.dim, dtype=torch.float64, requires_grad=True)
-    y, state = mixer(x)
+    gamma = gamma_of(mixer)
+    bounds = [] if gamma is None else [gamma.requires_grad_()]
+    y, state = mixer(x, gamma=gamma)
     assert state is None
     check_values_and_gradients(
         lambda: (y,),
-        lambda: (torch.stack([reference(mixer, row) for row in x]),),
-        [x, *mixer.parameters()],
+        lambda: (torch.stack([reference(mixer, row, *bounds) for row in x]),),
+        [x, *bounds, *mixer.parameters()],
     )

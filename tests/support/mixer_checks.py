@@ -12,6 +12,11 @@ from tidegate.models import CausalLM, LMConfig, SequenceClassifier
 Outputs = tuple[Tensor, ...]
 
 
+def gamma_of(mixer: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor | None:
+    """Lower bounds from zero to next to one, where the mixer takes them."""
+    return torch.linspace(0.0, 0.95, mixer.gamma_size, dtype=dtype) if mixer.takes_gamma else None
+
+
 def check_values_and_gradients(
     mine: Callable[[], Outputs], oracle: Callable[[], Outputs], targets: Sequence[Tensor]
 ) -> None:
@@ -59,23 +64,23 @@ def check_steps_and_splits(
 
 
 @torch.no_grad()
-def check_packed_sequences_do_not_touch(mixer: nn.Module) -> None:
+def check_packed_sequences_do_not_touch(mixer: nn.Module, gamma: Tensor | None = None) -> None:
     """Each goes on from its own state as it does alone; empty ones hand theirs on."""
     x = tokens(mixer, 1, 10)
-    _, entering = mixer(tokens(mixer, 3, 5))
+    _, entering = mixer(tokens(mixer, 3, 5), gamma=gamma)
     for bounds in ([0, 4, 4, 10], [0, 0, 10, 10], [0, 1, 2, 10]):
         for before in (entering, None):
-            y, state = mixer(x, before, cu_seqlens=torch.tensor(bounds))
+            y, state = mixer(x, before, gamma=gamma, cu_seqlens=torch.tensor(bounds))
             for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
                 own = None if before is None else before[n : n + 1]
-                alone, after = mixer(x[:, start:end], own)
+                alone, after = mixer(x[:, start:end], own, gamma=gamma)
                 torch.testing.assert_close(y[:, start:end], alone)
                 torch.testing.assert_close(state[n : n + 1], after)
     empty, _ = mixer(x[:, :0], entering, cu_seqlens=torch.tensor([0, 0, 0, 0]))
     assert empty.shape == (1, 0, mixer.dim)
 
 
-def check_models(mixer: str, **options: object) -> CausalLM:
+def check_models(mixer: str | list[str], **options: object) -> CausalLM:
     """A language model and a classifier of it train, and generation is what the parallel forward
     says; returns the former."""
     torch.manual_seed(0)

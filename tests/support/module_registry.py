@@ -6,7 +6,7 @@ A class in `tidegate.nn` or `tidegate.models` that is not in `REGISTRY` fails th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,12 @@ def _gate_starts() -> list[dict[str, Any]]:
     noise = itertools.cycle((None, 0.9))
     starts = [{"gate_init": kind, "gumbel_gate": next(noise)} for kind in GATE_INITS]
     return [*starts, {"gumbel_gate": 0.5}, {"gate_init": "ugi", "gumbel_gate": 0.9}]
+
+
+def _bounded(options: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with a lower bound, alone and outside Gumbel-Gate's noise."""
+    noise = ({}, {"gumbel_gate": 0.9})
+    return [{**given, "lower_bound": True, **more} for given in options for more in noise]
 
 
 GATE_INITS = ("standard", "ugi", "chrono:30", "gumbel-softmax", "gumbel-softmax:-1.5:0.25")
@@ -272,6 +278,7 @@ def _gla_arguments() -> list[Arguments]:
     ]
     gates = itertools.cycle(({}, {"gate": "scalar"}, {"normalize": True, "feature_map": "relu"}))
     cases += [((4, 2), {**options, **next(gates)}) for options in _gate_starts()]
+    cases += [((4, 2), options) for options in _bounded(next(gates) for _ in range(3))]
     return [*cases, ((4, 1), {}), ((0,), {}), *(((4,), o) for o in wrong)]
 
 
@@ -348,10 +355,13 @@ def _forgetting_attention_arguments() -> list[Arguments]:
         {"num_heads": 1, "gate_init": "ugi"},
         {"gate": "fixed", "gumbel_gate": 0.9},
         {"gumbel_gate": -0.5},
+        {"gate": "none", "lower_bound": True},
     ]
     kinds = itertools.cycle(({}, {"preset": "pro"}))
     cases += [((8, 2), {**options, **next(kinds)}) for options in _gate_starts()]
     cases += [((8, 2), {"gate": "fixed", "gate_init": "chrono:9"})]
+    cases += [((8, 2), options) for options in _bounded(({}, {"preset": "pro", "window": 3}))]
+    cases += [((8, 2), {"gate": g, "lower_bound": True}) for g in ("independent", "fixed")]
     mistakes = [((8,), o) for o in [*ATTENTION_MISTAKES, *wrong]]
     return [*cases, ((4, 2), {}), ((128,), {}), ((0,), {}), *mistakes]
 
@@ -361,9 +371,10 @@ def _attention_inputs(module, device, dtype, variant):
     if variant != 1:
         return _mixer_inputs(module, device, dtype, variant)
     x = randn(2, 7, module.dim, device=device, dtype=dtype)
+    keywords = {"gamma": _gamma(module, device, dtype)}
     with torch.no_grad():
-        _, state = module(x[:, :3], module.init_state(2, dtype=dtype, capacity=9))
-    return [x[:, 3:], state], {}
+        _, state = module(x[:, :3], module.init_state(2, dtype=dtype, capacity=9), **keywords)
+    return [x[:, 3:], state], keywords
 
 
 # GatedLinearRNN
@@ -401,7 +412,10 @@ def _lru_arguments(is_complex: bool) -> list[Arguments]:
     if is_complex:
         wrong += [{"max_phase": 0.0}, {"gate": "fixed"}, {"gate_init": "ugi"}, {"gumbel_gate": 0.9}]
         wrong += [{"gate": "data", "gate_init": "zero"}, {"gate": "data", "gumbel_gate": -0.5}]
+        wrong += [{"lower_bound": True}]
         cases += [((3,), {"gate": "data", **options}) for options in _gate_starts()]
+        gates: tuple[dict[str, Any], ...] = ({"gate": "data"}, {"gate": "data", "state": 5})
+        cases += [((3,), options) for options in _bounded(gates)]
     return [*cases, ((3,), {}), ((0,), {}), *(((3,), options) for options in wrong)]
 
 
@@ -453,6 +467,9 @@ _MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("lru", {"gate": "data", "r_min": 0}),
     ("slru", {}),
     ("rwkv4", {"time_shift": True}),
+    ("gla", {"num_heads": 2, "lower_bound": True}),
+    ("fox-pro", {"num_heads": 2, "lower_bound": True}),
+    ("lru", {"gate": "data", "state": 3, "lower_bound": True}),
 )
 
 
@@ -497,7 +514,8 @@ def _rnn_configs(**changes: Any) -> Iterator[LMConfig]:
     yield SMALL.replace(mixer=["gated-linear-rnn", "hgrn"], layer_options=wide, **changes)
 
 
-# Attention beside recurrences, whose states have other shapes, and layers that know their depth.
+# Attention beside recurrences, whose states have other shapes, layers that know their depth, and
+# kinds of gates with bounds beside one that has none.
 _MIXED: tuple[dict[str, Any], ...] = (
     {
         "mixer": ["hgrn2", "fox-pro", "gated-rnn"],
@@ -508,6 +526,16 @@ _MIXED: tuple[dict[str, Any], ...] = (
         "mixer": ["rwkv4", "transformer", "rwkv4"],
         "layers": 3,
         "layer_options": [{}, {"num_heads": 1}, {"time_shift": True}],
+    },
+    {
+        "mixer": ["gla", "transformer", "fox", "lru"],
+        "layers": 4,
+        "layer_options": [
+            {"num_heads": 2, "gate": "scalar", "lower_bound": True},
+            {"num_heads": 2},
+            {"num_heads": 2, "lower_bound": True},
+            {"state": 2, "gate": "data", "lower_bound": True},
+        ],
     },
 )
 

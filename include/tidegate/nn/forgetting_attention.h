@@ -28,6 +28,8 @@ struct ForgettingAttentionOptions {
   /// tau of Gumbel-Gate, with gate "data": noise on the gate's logits in training; see
   /// GatedLinearRNNImpl.
   TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
+  /// Whether a gamma is taken (HGRN's lower bounds); not with gate "none".
+  TORCH_ARG(bool, lower_bound) = false;
   /// Leave out weights that are provably below this in all; see forgetting_attention(). Unset:
   /// none. For whole sequences: a step reads every key that its state holds.
   TORCH_ARG(std::optional<double>, prune) = std::nullopt;
@@ -45,6 +47,8 @@ struct ForgettingAttentionOptions {
 ///     f_t = sigmoid(w.x_t + b)        gate "data"
 ///     f_t = sigmoid(b)                gate "independent"; "fixed": b is not trained
 ///     f_t = 1                         gate "none": softmax attention
+///
+/// With lower_bound f_t = gamma + (1 - gamma) * sigmoid(...), one gamma a head.
 ///
 /// Presets, switches and their parameters are Attention's. Besides: `gate_proj.weight` `[H, dim]`,
 /// with gate "data", and `gate_bias` `[H]`, which stays fp32 in a bf16 module and is a buffer with
@@ -65,8 +69,12 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// log f of tokens x `[B, T, dim]`: `[B, T, H]`, fp32 or fp64.
-  torch::Tensor log_gate(const torch::Tensor& x) const override;
+  bool takes_gamma() const override { return options.lower_bound(); }
+  int64_t gamma_size() const override { return switches_.num_heads; }
+
+  /// log f of tokens x `[B, T, dim]`: `[B, T, H]`, fp32 or fp64. gamma as in forward().
+  torch::Tensor log_gate(const torch::Tensor& x,
+                         const std::optional<torch::Tensor>& gamma = std::nullopt) const override;
 
   /// As given.
   ForgettingAttentionOptions options;
@@ -75,7 +83,9 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
  protected:
   std::vector<torch::Tensor> float32_tensors() const override { return {gate_bias}; }
   void reset_gate() override;
-  torch::Tensor training_log_gate(const torch::Tensor& x) const override;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
+  torch::Tensor training_log_gate(const torch::Tensor& x,
+                                  const std::optional<torch::Tensor>& gamma) const override;
   int64_t gate_heads() const override { return switches_.num_heads; }
   torch::Tensor unreachable(const AttentionState& state) const override;
   torch::Tensor attend(const Operands& x, const TokenLayout& layout) const override;

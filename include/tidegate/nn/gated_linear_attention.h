@@ -42,6 +42,8 @@ struct GatedLinearAttentionOptions {
   TORCH_ARG(std::optional<std::string>, gate_init) = std::nullopt;
   /// tau of Gumbel-Gate: noise on the gate's logits in training; see GatedLinearRNNImpl.
   TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
+  /// Whether a gamma is taken, one a gate: HGRN's lower bounds.
+  TORCH_ARG(bool, lower_bound) = false;
   /// Whether there is a g.
   TORCH_ARG(bool, output_gate) = true;
   /// "layer", "rms" or "rms_no_weight"; its weights are shared over the heads.
@@ -62,6 +64,8 @@ struct GatedLinearAttentionOptions {
 ///
 ///     log f_t = logsigmoid(x_t W_1 W_2 + b) / temperature    gate "vector", W_1 of rank gate_rank
 ///     log f_t = logsigmoid(x_t w + b) / temperature          gate "scalar", one w a head
+///
+///     f_t = gamma + (1 - gamma) * f'_t, with f' from the line above    lower_bound = true
 ///
 /// Parameters: `in_proj.weight`, whose rows are q, k (key_dim each), v (value_dim), g (value_dim,
 /// with an output gate) and W_1 (gate_rank, with a vector gate); `gate_proj` (weight and bias: W_2
@@ -92,7 +96,8 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>,
                         std::optional<int64_t> capacity = std::nullopt) const override;
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
-  /// from, empty = zeros. gamma: unset; there is no lower bound. cu_seqlens: bounds `[N+1]` of the
+  /// from, empty = zeros. gamma: this layer's lower bound `[key_dim]`, or `[num_heads]` with gate
+  /// "scalar", in [0, 1), only with lower_bound; unset = 0. cu_seqlens: bounds `[N+1]` of the
   /// sequences packed into a B = 1 batch.
   std::tuple<torch::Tensor, MixerState> forward(
       const torch::Tensor& x, const MixerState& state = {},
@@ -103,6 +108,11 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>,
   /// under torch::NoGradGuard or c10::InferenceMode.
   torch::Tensor step(const torch::Tensor& x, const MixerState& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt) override;
+
+  bool takes_gamma() const override { return options.lower_bound(); }
+  int64_t gamma_size() const override {
+    return is_vector() ? *options.key_dim() : options.num_heads();
+  }
 
   void pretty_print(std::ostream& stream) const override;
 
@@ -124,10 +134,11 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>,
   int64_t head_keys() const { return *options.key_dim() / options.num_heads(); }
   int64_t head_values() const { return *options.value_dim() / options.num_heads(); }
   double scale() const;
-  void refuse_gamma(const std::optional<torch::Tensor>& gamma) const;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   void check_state(const MixerState& state, const torch::Tensor& x,
                    const std::optional<torch::Tensor>& cu_seqlens) const;
-  Operands project(const torch::Tensor& x, std::optional<double> gumbel = std::nullopt) const;
+  Operands project(const torch::Tensor& x, const std::optional<torch::Tensor>& gamma,
+                   std::optional<double> gumbel = std::nullopt) const;
   std::tuple<torch::Tensor, torch::Tensor> key_scan(const Operands& operands) const;
   torch::Tensor normalized_by(const torch::Tensor& o, const torch::Tensor& q,
                               const torch::Tensor& sums) const;

@@ -41,6 +41,9 @@ struct LRUOptions {
   /// tau of Gumbel-Gate, with gate "data": noise on the logits of s_t in training; see
   /// GatedLinearRNNImpl.
   TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
+  /// Whether a gamma is taken, with gate "data": |lambda_t| = gamma + (1 - gamma) * |lambda|^s_t
+  /// (HGRN's lower bounds).
+  TORCH_ARG(bool, lower_bound) = false;
   TIDEGATE_PLACEMENT_ARGS
 };
 
@@ -80,8 +83,8 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   std::vector<int64_t> state_shape() const override { return {state_size()}; }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
-  /// from, unset = zeros. gamma: unset; there is no lower bound. cu_seqlens: bounds `[N+1]` of the
-  /// sequences packed into a B = 1 batch.
+  /// from, unset = zeros. gamma: this layer's lower bound `[state]` in [0, 1), only of an LRU with
+  /// lower_bound; unset = 0. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
   std::tuple<torch::Tensor, torch::Tensor> forward(
       const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
       const std::optional<torch::Tensor>& gamma = std::nullopt,
@@ -94,6 +97,12 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
 
   /// Width of the state's tensor: that of the state, twice that when complex.
   int64_t state_size() const { return kIsComplex ? 2 * *options.state() : *options.state(); }
+
+  bool takes_gamma() const override {
+    if constexpr (kIsComplex) return options.lower_bound();
+    return false;
+  }
+  int64_t gamma_size() const override { return takes_gamma() ? *options.state() : 0; }
 
   void pretty_print(std::ostream& stream) const override;
 
@@ -114,8 +123,11 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
 
  private:
   void check_options() const;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   torch::Tensor output(const torch::Tensor& h, const torch::Tensor& x);
-  std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x, bool has_noise);
+  std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x,
+                                                 const std::optional<torch::Tensor>& gamma,
+                                                 bool has_noise);
 };
 
 /// Linear recurrent unit [arXiv 2303.06349]: a token mixer with a complex state:

@@ -112,8 +112,9 @@ class SoftmaxAttention : public SeveralTensorMixer {
                         std::optional<int64_t> capacity = std::nullopt) const override;
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and, where a state was given, the state after the last
-  /// token. state: where to go on from; waits for the device. gamma: unset; there is no lower
-  /// bound. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
+  /// token. state: where to go on from; waits for the device. gamma: this layer's lower bound
+  /// `[num_heads]` in [0, 1), only where the mixer takes one; unset = 0. cu_seqlens: bounds `[N+1]`
+  /// of the sequences packed into a B = 1 batch.
   std::tuple<torch::Tensor, MixerState> forward(
       const torch::Tensor& x, const MixerState& state = {},
       const std::optional<torch::Tensor>& gamma = std::nullopt,
@@ -146,10 +147,17 @@ class SoftmaxAttention : public SeveralTensorMixer {
 
   virtual void reset_gate() {}
   virtual int64_t gate_heads() const { return 0; }
+  /// Throws c10::ValueError for a lower bound that the mixer does not take.
+  virtual void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   /// log f `[B, T, H]`; undefined where there is no gate.
-  virtual torch::Tensor log_gate(const torch::Tensor&) const { return {}; }
+  virtual torch::Tensor log_gate(const torch::Tensor&, const std::optional<torch::Tensor>&) const {
+    return {};
+  }
   /// The same for forward(): with noise where the options ask for it and the module trains.
-  virtual torch::Tensor training_log_gate(const torch::Tensor& x) const { return log_gate(x); }
+  virtual torch::Tensor training_log_gate(const torch::Tensor& x,
+                                          const std::optional<torch::Tensor>& gamma) const {
+    return log_gate(x, gamma);
+  }
   /// How many of the first tokens of each sequence no query to come can see, `[N]`; undefined: all
   /// may be.
   virtual torch::Tensor unreachable(const AttentionState& state) const;
@@ -164,7 +172,6 @@ class SoftmaxAttention : public SeveralTensorMixer {
   SoftmaxAttentionSwitches switches_;
 
  private:
-  void refuse_gamma(const std::optional<torch::Tensor>& gamma) const;
   AttentionState checked(const MixerState& state, int64_t sequences) const;
   Norm make_qk_norm(int64_t heads) const;
   /// All but log_f.

@@ -208,8 +208,9 @@ std::shared_ptr<tidegate::nn::GatedLinearAttentionImpl> make_gla(
     int64_t dim, int64_t num_heads, const std::string& gate, bool normalize,
     std::optional<std::string> feature_map, std::optional<int64_t> key_dim,
     std::optional<int64_t> value_dim, int64_t gate_rank, std::optional<double> gate_temperature,
-    std::optional<std::string> gate_init, std::optional<double> gumbel_gate, bool output_gate,
-    const std::string& norm, double norm_eps, OptionalDevice device, OptionalDtype dtype) {
+    std::optional<std::string> gate_init, std::optional<double> gumbel_gate, bool lower_bound,
+    bool output_gate, const std::string& norm, double norm_eps, OptionalDevice device,
+    OptionalDtype dtype) {
   return std::make_shared<tidegate::nn::GatedLinearAttentionImpl>(
       tidegate::nn::GatedLinearAttentionOptions(dim)
           .num_heads(num_heads)
@@ -222,6 +223,7 @@ std::shared_ptr<tidegate::nn::GatedLinearAttentionImpl> make_gla(
           .gate_temperature(gate_temperature)
           .gate_init(std::move(gate_init))
           .gumbel_gate(gumbel_gate)
+          .lower_bound(lower_bound)
           .output_gate(output_gate)
           .norm(norm)
           .norm_eps(norm_eps)
@@ -241,6 +243,7 @@ void bind_gla(py::module& m) {
       py::arg("value_dim") = defaults.value_dim(), py::arg("gate_rank") = defaults.gate_rank(),
       py::arg("gate_temperature") = defaults.gate_temperature(),
       py::arg("gate_init") = defaults.gate_init(), py::arg("gumbel_gate") = defaults.gumbel_gate(),
+      py::arg("lower_bound") = defaults.lower_bound(),
       py::arg("output_gate") = defaults.output_gate(), py::arg("norm") = defaults.norm(),
       py::arg("norm_eps") = defaults.norm_eps(), py::arg("device") = defaults.device(),
       py::arg("dtype") = defaults.dtype());
@@ -332,8 +335,8 @@ std::string to_gate_init(const py::object& given) {
 std::shared_ptr<tidegate::nn::ForgettingAttentionImpl> make_forgetting_attention(
     int64_t dim, std::optional<int64_t> num_heads, const std::string& preset,
     std::optional<int64_t> num_kv_heads, const std::string& gate, const py::object& gate_init,
-    std::optional<double> gumbel_gate, std::optional<bool> qk_norm, bool qk_norm_shared,
-    std::optional<bool> output_gate, const std::string& output_activation,
+    std::optional<double> gumbel_gate, bool lower_bound, std::optional<bool> qk_norm,
+    bool qk_norm_shared, std::optional<bool> output_gate, const std::string& output_activation,
     std::optional<bool> output_norm, std::optional<bool> kv_shift, std::optional<double> rope,
     std::optional<int64_t> window, std::optional<double> prune, bool drop_pruned, double norm_eps,
     std::optional<double> qk_norm_eps, OptionalDevice device, OptionalDtype dtype) {
@@ -347,6 +350,7 @@ std::shared_ptr<tidegate::nn::ForgettingAttentionImpl> make_forgetting_attention
           .gate(gate)
           .gate_init(to_gate_init(gate_init))
           .gumbel_gate(gumbel_gate)
+          .lower_bound(lower_bound)
           .prune(prune)
           .drop_pruned(drop_pruned));
 }
@@ -360,7 +364,8 @@ void bind_forgetting_attention(py::module& m) {
       py::arg("num_heads") = defaults.num_heads(), py::kw_only(),
       py::arg("preset") = defaults.preset(), py::arg("num_kv_heads") = defaults.num_kv_heads(),
       py::arg("gate") = defaults.gate(), py::arg("gate_init") = defaults.gate_init(),
-      py::arg("gumbel_gate") = defaults.gumbel_gate(), py::arg("qk_norm") = defaults.qk_norm(),
+      py::arg("gumbel_gate") = defaults.gumbel_gate(),
+      py::arg("lower_bound") = defaults.lower_bound(), py::arg("qk_norm") = defaults.qk_norm(),
       py::arg("qk_norm_shared") = defaults.qk_norm_shared(),
       py::arg("output_gate") = defaults.output_gate(),
       py::arg("output_activation") = defaults.output_activation(),
@@ -398,7 +403,7 @@ void bind_lru(py::module& m) {
   const auto make = [](int64_t dim, std::optional<int64_t> state, bool skip, double r_min,
                        double r_max, double max_phase, std::optional<std::string> gate,
                        std::optional<std::string> gate_init, std::optional<double> gumbel_gate,
-                       OptionalDevice device, OptionalDtype dtype) {
+                       bool lower_bound, OptionalDevice device, OptionalDtype dtype) {
     return std::make_shared<LRUImpl>(tidegate::nn::LRUOptions(dim)
                                          .state(state)
                                          .skip(skip)
@@ -408,6 +413,7 @@ void bind_lru(py::module& m) {
                                          .gate(std::move(gate))
                                          .gate_init(std::move(gate_init))
                                          .gumbel_gate(gumbel_gate)
+                                         .lower_bound(lower_bound)
                                          .device(device)
                                          .dtype(dtype));
   };
@@ -417,7 +423,8 @@ void bind_lru(py::module& m) {
             py::arg("skip") = defaults.skip(), py::arg("r_min") = defaults.r_min(),
             py::arg("r_max") = defaults.r_max(), py::arg("max_phase") = defaults.max_phase(),
             py::arg("gate") = defaults.gate(), py::arg("gate_init") = defaults.gate_init(),
-            py::arg("gumbel_gate") = defaults.gumbel_gate(), py::arg("device") = defaults.device(),
+            py::arg("gumbel_gate") = defaults.gumbel_gate(),
+            py::arg("lower_bound") = defaults.lower_bound(), py::arg("device") = defaults.device(),
             py::arg("dtype") = defaults.dtype());
   bind_mixer<LRUImpl>(bound);
 }

@@ -285,7 +285,8 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             return None
         return (state.lengths - (self.window - 1)).clamp(min=0)
 
-    def _refuse_gamma(self, gamma: Tensor | None) -> None:
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        """Raises ValueError for a lower bound that the mixer does not take."""
         refuse_gamma(self._owner, gamma, ", since it has no lower bound")
 
     # Calls
@@ -301,16 +302,17 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and, where a state was given, the state after the
         last token.
 
-        state: where to go on from; waits for the device. gamma: None; there is no lower bound.
+        state: where to go on from; waits for the device. gamma: this layer's lower bound
+        ``[num_heads]`` in [0, 1), only where the mixer takes one (`takes_gamma`); None = 0.
         cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         """
         check_mixer_input(self._owner, x, self.dim)
-        self._refuse_gamma(gamma)
+        self._check_gamma(gamma)
         layout = Layout(self._owner, x, cu_seqlens)
         if state is not None:
             state = self._checked(state, layout.count)
         q, k, v, g, last = self._operands(x, layout, state)
-        log_f = self._training_log_gate(x)
+        log_f = self._training_log_gate(x, gamma)
         if state is None:
             return self._output(self._attend(q, k, v, log_f, layout), g), None
         after = self._extended(state, k, v, log_f, last, layout)
@@ -325,13 +327,13 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Records no
         gradient. Work grows with the tokens held."""
         check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
-        self._refuse_gamma(gamma)
+        self._check_gamma(gamma)
         state = self._checked(state, x.size(0))
         make_room_(self._owner, state, self._unreachable)
         x = x[:, None]
         layout = Layout(self._owner, x, None)
         q, k, v, g, last = self._operands(x, layout, state)
-        log_f = self._log_gate(x)
+        log_f = self._log_gate(x, gamma)
         rows, places = torch.arange(x.size(0), device=x.device), state.lengths.long()
         new = (k, v) if log_f is None else (k, v, log_f)
         for cache, t in zip(state.caches, new, strict=False):
@@ -369,20 +371,23 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             q, k = (rotary(t, *angles) for t in (q, k))
         return q, k, v, g[0] if g else None, last
 
-    def attention_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What attends to what, for whoever wants to look, of tokens x ``[B, T, dim]``: q
-        ``[B, T, H, D]``, k ``[B, T, Hkv, D]``, shifted, normed, rotated; log f ``[B, T, H]``, or
-        None."""
+    def attention_operands(
+        self, x: Tensor, gamma: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What attends to what, for whoever wants to look, of tokens x ``[B, T, dim]``, gamma as in
+        forward(): q ``[B, T, H, D]``, k ``[B, T, Hkv, D]``, shifted, normed, rotated; log f
+        ``[B, T, H]``, or None."""
+        self._check_gamma(gamma)
         q, k, *_ = self._operands(x, Layout(self._owner, x, None), None)
-        return q, k, self._log_gate(x)
+        return q, k, self._log_gate(x, gamma)
 
-    def _log_gate(self, x: Tensor) -> Tensor | None:
+    def _log_gate(self, x: Tensor, gamma: Tensor | None) -> Tensor | None:
         """log f ``[B, T, H]``, or None."""
         return None
 
-    def _training_log_gate(self, x: Tensor) -> Tensor | None:
+    def _training_log_gate(self, x: Tensor, gamma: Tensor | None) -> Tensor | None:
         """The same for forward(): with noise where the options ask for it and the module trains."""
-        return self._log_gate(x)
+        return self._log_gate(x, gamma)
 
     @abstractmethod
     def _attend(

@@ -58,6 +58,15 @@ def check_gamma(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
 
 
+def check_optional_gamma(
+    owner: str, gamma: Tensor | None, lower_bound: bool, axis: str, size: int
+) -> None:
+    """The same of a mixer that takes a gamma by its option `lower_bound`, and else refuses one."""
+    if not lower_bound:
+        refuse_gamma(owner, gamma, " with lower_bound=False")
+    check_gamma(owner, gamma, axis, size)
+
+
 def make_linear(
     in_features: int, rows: int | Sequence[int], bias: bool, device=None, dtype=None
 ) -> nn.Linear:
@@ -162,6 +171,38 @@ def bounded_gate(logits: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
         return decay, rest
     rest = (1 - gamma) * rest
     return torch.where(logits < 0, gamma + (1 - gamma) * decay, 1 - rest), rest
+
+
+def bounded_decay(log_decay: Tensor, gamma: Tensor | None) -> Tensor:
+    """gamma + (1 - gamma) * exp(log_decay), for log_decay <= 0: bounded_gate() of gates that are no
+    sigmoid, with the same care."""
+    if gamma is None:
+        return log_decay.exp()
+    kept, lost = _kept_and_lost(log_decay, gamma)
+    return torch.where(lost <= 0.5, 1 - lost, kept)
+
+
+def bounded_log_gate(log_gate: Tensor, gamma: Tensor | None) -> Tensor:
+    """log(gamma + (1 - gamma) * exp(log_gate)), for log_gate <= 0.
+
+    With its digits next to zero, where they are what is lost a step, and with finite gradients: the
+    branch that is not taken is kept away from where its derivative has none.
+    """
+    if gamma is None:
+        return log_gate
+    kept, lost = _kept_and_lost(log_gate, gamma)
+    tiny = torch.finfo(kept.dtype).tiny
+    # Where the sum is too small for its type, gamma is zero but for nothing: the gate is its own.
+    shut = torch.where(kept < tiny, log_gate, kept.clamp_min(tiny).log())
+    return torch.where(lost <= 0.5, torch.log1p(-lost.clamp_max(0.5)), shut)
+
+
+def _kept_and_lost(log_decay: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """f = gamma + (1 - gamma) * exp(log_decay) and 1 - f, each exact where it is the smaller."""
+    decay = log_decay.exp()
+    # Its own derivative, 1 + expm1, has no digits left where the gate is shut.
+    rest = torch.where(log_decay < -1, 1 - decay, -torch.expm1(log_decay))
+    return gamma + (1 - gamma) * decay, (1 - gamma) * rest
 
 
 class KeepsFloat32(nn.Module):

@@ -13,7 +13,9 @@ from .. import ops
 from ._attention_base import Layout, SoftmaxAttention
 from ._attention_state import AttentionState
 from ._common import (
+    bounded_log_gate,
     check_choice,
+    check_optional_gamma,
     constant_,
     is_number,
     make_linear,
@@ -57,6 +59,8 @@ class ForgettingAttention(SoftmaxAttention):
         f_t = sigmoid(b)                gate="independent"; "fixed": b is not trained
         f_t = 1                         gate="none": softmax attention
 
+    With lower_bound=True f_t = gamma + (1 - gamma) * sigmoid(...), one gamma a head.
+
     preset="llama" is that alone, "pro" adds QK-norm, an output gate, an output norm and KV-shift;
     `Attention` says what they are, and what its options, which are all options here, do.
 
@@ -73,6 +77,7 @@ class ForgettingAttention(SoftmaxAttention):
             "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`).
         gumbel_gate: tau of Gumbel-Gate, with gate="data": noise on the gate's logits in training;
             see `GatedLinearRNN`.
+        lower_bound: whether a gamma is taken (HGRN's lower bounds); not with gate="none".
         qk_norm, qk_norm_shared, output_gate, output_activation, output_norm, kv_shift: see
             `Attention`.
         rope: theta of the rotary positions; None: no positions.
@@ -105,6 +110,7 @@ class ForgettingAttention(SoftmaxAttention):
         gate: str = "data",
         gate_init: str | tuple[str, float, float] = "zero",
         gumbel_gate: float | None = None,
+        lower_bound: bool = False,
         qk_norm: bool | None = None,
         qk_norm_shared: bool = True,
         output_gate: bool | None = None,
@@ -146,6 +152,11 @@ class ForgettingAttention(SoftmaxAttention):
             )
         has_data = gate == "data"
         check_gate_options(owner, has_data, "gate='data'", None, gumbel_gate, self.num_heads)
+        if lower_bound and gate == "none":
+            raise ValueError(
+                f"{owner}: lower_bound: expected False with gate='none', which leaves nothing to "
+                "bound; got True"
+            )
         if prune is not None and not (is_number(prune) and 0 < prune < 1):
             given = f"{prune:g}" if is_number(prune) else repr(prune)
             raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {given}")
@@ -155,6 +166,7 @@ class ForgettingAttention(SoftmaxAttention):
                 "a dropped token weighs; got True"
             )
         self.gate, self.gate_init, self.gumbel_gate = gate, gate_init, gumbel_gate
+        self.lower_bound = bool(lower_bound)
         self.prune, self.drop_pruned = prune, bool(drop_pruned)
         where = {"device": device, "dtype": dtype}
         self._make_projections(**where)
@@ -167,6 +179,19 @@ class ForgettingAttention(SoftmaxAttention):
                 self.gate_bias = nn.Parameter(bias)
         self._make_outputs(**where)
         self.reset_parameters()
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether the forget gate has a lower bound."""
+        return self.lower_bound
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.num_heads
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        check_optional_gamma(self._owner, gamma, self.lower_bound, "num_heads", self.num_heads)
 
     @property
     def _gate_heads(self) -> int:
@@ -190,27 +215,30 @@ class ForgettingAttention(SoftmaxAttention):
         return self.gate == "data"
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of, without noise: x ``[..., dim]`` -> ``[..., H]``,
-        fp32 or fp64. Only with gate="data".
-        cu_seqlens: makes no difference, since the gate reads its own token alone."""
+        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
+        ``[..., H]``, fp32 or fp64. Only with gate="data". cu_seqlens: makes no difference, since
+        the gate reads its own token alone."""
         return widen(self.gate_proj(x)) + self.gate_bias
 
-    def _log_gate(self, x: Tensor) -> Tensor:
+    def _log_gate(self, x: Tensor, gamma: Tensor | None) -> Tensor:
         if self.gate == "none":
             wide = wide_dtype(x.dtype)
             return torch.zeros(1, dtype=wide, device=x.device).expand(*x.shape[:2], self.num_heads)
         if self.gate_proj is None:
-            return F.logsigmoid(self.gate_bias).expand(*x.shape[:2], -1)
-        return F.logsigmoid(self.gate_logits(x))
+            log_f = bounded_log_gate(F.logsigmoid(self.gate_bias), gamma)
+            return log_f.expand(*x.shape[:2], -1)
+        return bounded_log_gate(F.logsigmoid(self.gate_logits(x)), gamma)
 
-    def _training_log_gate(self, x: Tensor) -> Tensor:
+    def _training_log_gate(self, x: Tensor, gamma: Tensor | None) -> Tensor:
         if self.gumbel_gate is None or not self.training:
-            return self._log_gate(x)
-        return F.logsigmoid(gumbel_gate(self.gate_logits(x), self.gumbel_gate))
+            return self._log_gate(x, gamma)
+        logits = gumbel_gate(self.gate_logits(x), self.gumbel_gate)
+        return bounded_log_gate(F.logsigmoid(logits), gamma)
 
-    def log_gate(self, x: Tensor) -> Tensor:
-        """log f of tokens x ``[B, T, dim]``: ``[B, T, H]``, fp32 or fp64."""
-        return self._log_gate(x)
+    def log_gate(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """log f of tokens x ``[B, T, dim]``: ``[B, T, H]``, fp32 or fp64. gamma as in forward()."""
+        self._check_gamma(gamma)
+        return self._log_gate(x, gamma)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, layout: Layout
@@ -272,4 +300,7 @@ class ForgettingAttention(SoftmaxAttention):
         return widen(norm.weight.detach()).abs().amax()
 
     def extra_repr(self) -> str:
-        return f"{self._switches()}, gate={self.gate!r}, gate_init={self.gate_init!r}"
+        return (
+            f"{self._switches()}, gate={self.gate!r}, gate_init={self.gate_init!r}, "
+            f"lower_bound={self.lower_bound}"
+        )

@@ -12,13 +12,14 @@ from .. import ops
 from ._common import (
     MAX_HEAD_DIM,
     NORMS,
+    bounded_log_gate,
     check_choice,
     check_mixer_input,
+    check_optional_gamma,
     check_positive,
     check_switch,
     make_linear,
     make_norm,
-    refuse_gamma,
     reset_linear,
     reset_norm,
     wide_dtype,
@@ -63,6 +64,8 @@ class GatedLinearAttention(nn.Module):
         log f_t = logsigmoid(x_t W_1 W_2 + b) / temperature     gate="vector", W_1 of rank gate_rank
         log f_t = logsigmoid(x_t w + b) / temperature           gate="scalar", one w a head
 
+        f_t = gamma + (1 - gamma) * f'_t, with f' from the line above       lower_bound=True
+
     Args:
         dim: width of x and y.
         num_heads: H, a divisor of key_dim and value_dim.
@@ -78,6 +81,7 @@ class GatedLinearAttention(nn.Module):
             which is "standard".
         gumbel_gate: tau of Gumbel-Gate: noise on what logsigmoid takes in training; see
             `GatedLinearRNN`.
+        lower_bound: whether a gamma is taken, one a gate: HGRN's lower bounds.
         output_gate: whether there is a g.
         norm: "layer", "rms" or "rms_no_weight"; its weights are shared over the heads.
         norm_eps: the norm's epsilon.
@@ -93,7 +97,6 @@ class GatedLinearAttention(nn.Module):
     """
 
     bidirectional = False
-    takes_gamma = False
     needs_gamma = False
 
     def __init__(
@@ -110,6 +113,7 @@ class GatedLinearAttention(nn.Module):
         gate_temperature: float | None = None,
         gate_init: str | None = None,
         gumbel_gate: float | None = None,
+        lower_bound: bool = False,
         output_gate: bool = True,
         norm: str = "rms",
         norm_eps: float = 1e-5,
@@ -136,6 +140,7 @@ class GatedLinearAttention(nn.Module):
         check_positive(owner, "gate_rank", gate_rank)
         check_choice(owner, "gate", gate, ("vector", "scalar"))
         check_switch(owner, "normalize", normalize)
+        check_switch(owner, "lower_bound", lower_bound)
         check_switch(owner, "output_gate", output_gate)
         check_choice(owner, "feature_map", feature_map, (None, *FEATURE_MAPS))
         check_choice(owner, "norm", norm, NORMS)
@@ -159,6 +164,7 @@ class GatedLinearAttention(nn.Module):
         self.feature_map = feature_map
         self.gate_temperature = gate_temperature
         self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
+        self.lower_bound = bool(lower_bound)
         self.output_gate = bool(output_gate)
         self.scale = 1.0 if normalize else (key_dim // num_heads) ** -0.5
 
@@ -174,6 +180,16 @@ class GatedLinearAttention(nn.Module):
         self.norm = make_norm(norm, value_dim // num_heads, norm_eps, **where)
         self.out_proj = make_linear(value_dim, dim, False, **where)
         self.reset_parameters()
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether the forget gate has a lower bound."""
+        return self.lower_bound
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.key_dim if self.gate == "vector" else self.num_heads
 
     def reset_parameters(self) -> None:
         """In this order: in_proj, gate_proj (its bias then by gate_init), norm, out_proj;
@@ -221,15 +237,16 @@ class GatedLinearAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | GLAState]:
         """x ``[B, T, dim]`` -> y ``[B, T, dim]`` and the state after the last token.
 
-        state: where to go on from; None = zeros. gamma: None; there is no lower bound. cu_seqlens:
+        state: where to go on from; None = zeros. gamma: this layer's lower bound ``[key_dim]``, or
+        ``[num_heads]`` with gate="scalar", in [0, 1), only with lower_bound; None = 0. cu_seqlens:
         bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         """
         check_mixer_input("GatedLinearAttention", x, self.dim)
-        self._refuse_gamma(gamma)
+        self._check_gamma(gamma)
         s, z = (None, None) if state is None else self._split_state(state, x, cu_seqlens)
         parts = self._project(x)
         gumbel = self.gumbel_gate if self.training else None
-        q, k, v, log_f = self._operands(parts, x, gumbel)
+        q, k, v, log_f = self._operands(parts, x, gamma, gumbel)
         o, s = ops.gated_linear_attention(
             q, k, v, log_f, s, scale=self.scale, cu_seqlens=cu_seqlens
         )
@@ -244,10 +261,10 @@ class GatedLinearAttention(nn.Module):
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         check_mixer_input("GatedLinearAttention.step", x, self.dim, time=False)
-        self._refuse_gamma(gamma)
+        self._check_gamma(gamma)
         s, z = self._split_state(state, x)
         parts = self._project(x)
-        q, k, v, log_f = self._operands(parts, x)
+        q, k, v, log_f = self._operands(parts, x, gamma)
         o = ops.gated_linear_attention_step(q, k, v, log_f, s, scale=self.scale)
         if z is not None:
             sums = ops.linear_scan_step(*self._key_scan(k, log_f), z.view(z.size(0), -1))
@@ -256,13 +273,16 @@ class GatedLinearAttention(nn.Module):
 
     has_data_gate = True
 
-    def forget_gate(self, x: Tensor) -> Tensor:
+    def forget_gate(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
         """f_t, fp32 or fp64: x ``[..., dim]`` -> ``[..., key_dim]``, or ``[..., num_heads]`` with
-        gate="scalar"."""
-        return self._operands(self._project(x), x)[3].exp().flatten(-2)
+        gate="scalar". gamma as in forward()."""
+        self._check_gamma(gamma)
+        return self._operands(self._project(x), x, gamma)[3].exp().flatten(-2)
 
-    def _refuse_gamma(self, gamma: Tensor | None) -> None:
-        refuse_gamma("GatedLinearAttention", gamma, ", since its gate has no lower bound")
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        axis = "key_dim" if self.gate == "vector" else "num_heads"
+        size = self.gamma_size
+        check_optional_gamma("GatedLinearAttention", gamma, self.lower_bound, axis, size)
 
     def _split_state(
         self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None
@@ -286,11 +306,11 @@ class GatedLinearAttention(nn.Module):
     def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
         """What the outputs are made of: float64 ``[B, H, T, T]``; with a normaliser, divided by it.
 
-        Row t, column s: the weight of v_s in o_t. x ``[B, T, dim]``; gamma must be None.
+        Row t, column s: the weight of v_s in o_t. x ``[B, T, dim]``, gamma as in forward().
         """
         check_mixer_input("GatedLinearAttention.token_mixing", x, self.dim)
-        self._refuse_gamma(gamma)
-        q, k, _, log_f = self._operands(self._project(x), x)
+        self._check_gamma(gamma)
+        q, k, _, log_f = self._operands(self._project(x), x, gamma)
         mixing = head_mixing(q, k, log_f, self.scale)
         if self.normalize:
             mixing = mixing / mixing.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
@@ -302,7 +322,11 @@ class GatedLinearAttention(nn.Module):
         return dict(zip(self._parts, self.in_proj(x).split(sizes, dim=-1), strict=True))
 
     def _operands(
-        self, parts: dict[str, Tensor], x: Tensor, gumbel: float | None = None
+        self,
+        parts: dict[str, Tensor],
+        x: Tensor,
+        gamma: Tensor | None,
+        gumbel: float | None = None,
     ) -> tuple[Tensor, ...]:
         """q, k, v ``[..., H, K or V]`` and log f ``[..., H, K or 1]``, in fp32 or fp64; gumbel: tau
         of the gate's noise."""
@@ -312,6 +336,7 @@ class GatedLinearAttention(nn.Module):
         if gumbel is not None:
             logits = gumbel_gate(logits, gumbel)
         log_f = F.logsigmoid(logits).unflatten(-1, heads) / self.gate_temperature
+        log_f = bounded_log_gate(log_f, None if gamma is None else gamma.unflatten(-1, heads))
         return feature_map_of(self.feature_map, q), feature_map_of(self.feature_map, k), v, log_f
 
     def _key_scan(self, k: Tensor, log_f: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,5 +359,5 @@ class GatedLinearAttention(nn.Module):
         return (
             f"dim={self.dim}, num_heads={self.num_heads}, gate={self.gate!r}, "
             f"normalize={self.normalize}, feature_map={self.feature_map!r}, "
-            f"key_dim={self.key_dim}, value_dim={self.value_dim}"
+            f"key_dim={self.key_dim}, value_dim={self.value_dim}, lower_bound={self.lower_bound}"
         )

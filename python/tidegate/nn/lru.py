@@ -11,7 +11,9 @@ from .. import ops
 from .._sharding import fill
 from ._common import (
     KeepsFloat32,
+    bounded_decay,
     check_choice,
+    check_optional_gamma,
     check_positive,
     make_linear,
     normal_,
@@ -85,21 +87,22 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
     def _mix(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        h, state = self._scan(x, state, cu_seqlens)
+        h, state = self._scan(x, state, gamma, cu_seqlens)
         return self._output(h, x), state
 
     def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
-        return self._output(self._scan_step(x, state), x)
+        return self._output(self._scan_step(x, state, gamma), x)
 
     @torch.no_grad()
     def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
         """What the state is made of: float64 ``[B, 1, T, T]``, the mean over the channels.
 
         Row t, column s: the weight of token s in h_t (of a complex state the modulus: the phase
-        turns it, and is left out). x ``[B, T, dim]``; gamma must be None.
+        turns it, and is left out). x ``[B, T, dim]``, gamma as in forward().
         """
         self._check_mixing(x, gamma)
-        decay = torch.exp(-self.nu_log.double().exp() * self._sharpness(x).double())
+        log_decay = -self.nu_log.double().exp() * self._sharpness(x).double()
+        decay = bounded_decay(log_decay, None if gamma is None else gamma.double())
         return elementwise_mixing(decay, self.gamma_log.double().exp().expand_as(decay))
 
     def _sharpness(self, x: Tensor) -> Tensor:
@@ -107,12 +110,12 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         return x.new_ones(*x.shape[:-1], self.state)
 
     def _scan(
-        self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+        self, x: Tensor, state: Tensor | None, gamma: None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         parameters = (self.nu_log, self.theta_log, self.gamma_log)
         return ops.lru_scan(self.in_proj(x), *parameters, state, cu_seqlens=cu_seqlens)
 
-    def _scan_step(self, x: Tensor, state: Tensor) -> Tensor:
+    def _scan_step(self, x: Tensor, state: Tensor, gamma: None) -> Tensor:
         parameters = (self.nu_log, self.theta_log, self.gamma_log)
         return ops.lru_scan_step(self.in_proj(x), *parameters, state)
 
@@ -148,7 +151,7 @@ class LRU(_LinearRecurrentUnit):
                 |lambda_t| = |lambda|^s_t,  s_t = sigmoid(W x_t + b)
 
             so that the unit keeps more where s is small, and what it keeps is never less than
-            lambda keeps. The phase and gamma are as without it. This variant composes
+            lambda keeps. The phase and gamma_log are as without it. This variant composes
             `tidegate.ops.linear_scan`, and stores complex numbers in single precision.
         gate_init: how the gate starts, with gate="data": "standard", "ugi", "chrono:T_max",
             "gumbel-softmax" or "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`), of
@@ -156,6 +159,8 @@ class LRU(_LinearRecurrentUnit):
             +-1/sqrt(dim).
         gumbel_gate: tau of Gumbel-Gate, with gate="data": noise on the logits of s in training; see
             `GatedLinearRNN`.
+        lower_bound: whether a gamma is taken, with gate="data":
+            ``|lambda_t| = gamma + (1 - gamma) * |lambda|^s_t`` (HGRN's lower bounds).
 
     Parameters: ``in_proj.weight`` ``[2 * state, dim]``, rows of the real part, then of the
     imaginary one; ``nu_log``, ``theta_log``, ``gamma_log`` ``[state]``, fp32 also in 16-bit
@@ -181,6 +186,7 @@ class LRU(_LinearRecurrentUnit):
         gate: str | None = None,
         gate_init: str | None = None,
         gumbel_gate: float | None = None,
+        lower_bound: bool = False,
         device=None,
         dtype=None,
     ) -> None:
@@ -192,13 +198,32 @@ class LRU(_LinearRecurrentUnit):
         check_choice("LRU", "gate", gate, (None, "data"))
         options = (gate_init, gumbel_gate, self.state)
         check_gate_options("LRU", gate == "data", "gate='data'", *options)
+        if lower_bound and gate is None:
+            raise ValueError(
+                "LRU: lower_bound: expected False unless gate='data', whose modulus it bounds; got "
+                "True"
+            )
         self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
+        self.lower_bound = bool(lower_bound)
         self.max_phase = max_phase
         self.gate = gate
         self.gate_proj = None
         if gate is not None:
             self.gate_proj = make_linear(dim, self.state, True, device, dtype)
         self.reset_parameters()
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether the forget gate has a lower bound."""
+        return self.lower_bound
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.state
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        check_optional_gamma("LRU", gamma, self.lower_bound, "state", self.state)
 
     def reset_parameters(self) -> None:
         """In this order: in_proj (normal, variance 1/(2 dim)), nu_log, theta_log (on the ring),
@@ -216,19 +241,19 @@ class LRU(_LinearRecurrentUnit):
         t.neg_()  # s is what forgets
 
     def _scan(
-        self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+        self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if self.gate_proj is None:
-            return super()._scan(x, state, cu_seqlens)
-        entering, decay = self._gated(x, self.gumbel_gate if self.training else None)
+            return super()._scan(x, state, gamma, cu_seqlens)
+        entering, decay = self._gated(x, gamma, self.gumbel_gate if self.training else None)
         h0 = None if state is None else _to_complex(widen(state))
         h, final = ops.linear_scan(entering, decay, h0, cu_seqlens=cu_seqlens)
         return _to_halves(h).to(self.out_proj.weight.dtype), _to_halves(final)
 
-    def _scan_step(self, x: Tensor, state: Tensor) -> Tensor:
+    def _scan_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         if self.gate_proj is None:
-            return super()._scan_step(x, state)
-        entering, decay = self._gated(x)
+            return super()._scan_step(x, state, gamma)
+        entering, decay = self._gated(x, gamma)
         h = _to_complex(widen(state))
         ops.linear_scan_step(entering, decay, h)
         state.copy_(_to_halves(h))
@@ -239,10 +264,15 @@ class LRU(_LinearRecurrentUnit):
         """Whether there is a forget gate that depends on the data."""
         return self.gate_proj is not None
 
-    def forget_gate(self, x: Tensor, gumbel: float | None = None) -> Tensor:
-        """``|lambda_t|``, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``; gumbel: tau of the
-        gate's noise."""
-        return torch.exp(-self.nu_log.exp() * self._sharpness(x, gumbel))
+    def forget_gate(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """``|lambda_t|``, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``. gamma as in
+        forward()."""
+        self._check_gamma(gamma)
+        return self._modulus(x, gamma)
+
+    def _modulus(self, x: Tensor, gamma: Tensor | None, gumbel: float | None = None) -> Tensor:
+        """``|lambda_t|``; gumbel: tau of the gate's noise."""
+        return bounded_decay(-self.nu_log.exp() * self._sharpness(x, gumbel), gamma)
 
     def _sharpness(self, x: Tensor, gumbel: float | None = None) -> Tensor:
         if self.gate_proj is None:
@@ -250,9 +280,11 @@ class LRU(_LinearRecurrentUnit):
         logits = widen(self.gate_proj(x))
         return torch.sigmoid(logits if gumbel is None else gumbel_gate(logits, gumbel))
 
-    def _gated(self, x: Tensor, gumbel: float | None = None) -> tuple[Tensor, Tensor]:
+    def _gated(
+        self, x: Tensor, gamma: Tensor | None, gumbel: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What enters the state, and lambda_t, complex; gumbel: tau of the gate's noise."""
-        modulus = self.forget_gate(x, gumbel)
+        modulus = self._modulus(x, gamma, gumbel)
         u = _to_complex(widen(self.in_proj(x)))
         decay = torch.polar(modulus, self.theta_log.exp().expand_as(modulus))
         return self.gamma_log.exp() * u, decay
@@ -260,7 +292,8 @@ class LRU(_LinearRecurrentUnit):
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, state={self.state}, skip={self.skip}, r_min={self.r_min}, "
-            f"r_max={self.r_max}, max_phase={self.max_phase}, gate={self.gate!r}"
+            f"r_max={self.r_max}, max_phase={self.max_phase}, gate={self.gate!r}, "
+            f"lower_bound={self.lower_bound}"
         )
 
 

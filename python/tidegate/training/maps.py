@@ -67,10 +67,10 @@ def _attention_operands(model: CausalLM, ids: Tensor, layers: Sequence[int]) -> 
                 f"plot: layers: expected layers of softmax attention; layer {layer} is "
                 f"{type(mixer).__name__}"
             )
-    inputs = mixer_inputs(model, ids)
+    inputs, gammas = mixer_inputs(model, ids), model.gammas()
     mixers = {layer: model.blocks[layer - 1].mixer for layer in layers}
     return {
-        layer: (*mixer.attention_operands(inputs[layer - 1]), mixer.window)
+        layer: (*mixer.attention_operands(inputs[layer - 1], gammas[layer - 1]), mixer.window)
         for layer, mixer in mixers.items()
     }
 

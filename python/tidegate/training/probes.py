@@ -62,7 +62,7 @@ def forget_gates(
     model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
 ) -> list[np.ndarray]:
     """What multiplies the state, a layer with a data-dependent forget gate: lambda = gamma +
-    (1 - gamma) * sigmoid(f), f_t of gated linear attention, |lambda_t| of LRU. One array
+    (1 - gamma) * sigmoid(f), f_t of gated linear attention, |lambda_t| of LRU, bounded. One array
     ``[channels, samples]`` of float32 in (0, 1) each, over all tokens of ids ``[B, T]``. lengths:
     of padded rows, for classifiers.
     """
@@ -71,7 +71,7 @@ def forget_gates(
     for block, (x, bounds), gamma in zip(model.blocks, calls, model.gammas(), strict=True):
         # One product more than the layer needs, but it asks for nothing but the projection.
         if getattr(block.mixer, "has_data_gate", False):
-            gate = block.mixer.forget_gate(x).float()
+            gate = block.mixer.forget_gate(x, gamma).float()
         elif getattr(block.mixer, "has_gate_logits", False):
             logits = block.mixer.gate_logits(x, bounds).float()
             gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
