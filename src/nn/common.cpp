@@ -127,13 +127,21 @@ void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, b
                     time ? "T, " : "", "dim=", dim, "]; got ", shape_text(x));
 }
 
-void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
-                          bool lower_bound, const char* axis, int64_t size) {
+void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, const char* why) {
+  TORCH_CHECK_VALUE(!normalized(gamma), owner, ": gamma: expected None", why, "; got a tensor");
+}
+
+void check_gamma_width(const char* owner, const std::optional<torch::Tensor>& gamma,
+                       const char* axis, int64_t size) {
   if (!normalized(gamma)) return;
-  TORCH_CHECK_VALUE(lower_bound, owner,
-                    ": gamma: expected None with lower_bound=False; got a tensor");
   TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == size, owner, ": gamma: expected [", axis,
                     "=", size, "]; got ", shape_text(*gamma));
+}
+
+void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
+                          bool lower_bound, const char* axis, int64_t size) {
+  if (!lower_bound) refuse_gamma(owner, gamma, " with lower_bound=False");
+  check_gamma_width(owner, gamma, axis, size);
 }
 
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor) {

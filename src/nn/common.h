@@ -24,8 +24,14 @@ void check_positive(const char* owner, const char* option, int64_t value);
 /// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token.
 void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time = true);
 
-/// Throws c10::ValueError where a gamma is given to a mixer whose option `lower_bound` is off, and
-/// for one that is not `[size]`, called `axis`. Passes where there is none.
+/// Throws c10::ValueError where a lower bound is given to a mixer that takes none.
+void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, const char* why);
+
+/// Throws c10::ValueError unless gamma, where it is given, is `[size]`, called `axis`.
+void check_gamma_width(const char* owner, const std::optional<torch::Tensor>& gamma,
+                       const char* axis, int64_t size);
+
+/// The same of a mixer that takes a gamma by its option `lower_bound`, and else refuses one.
 void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
                           bool lower_bound, const char* axis, int64_t size);
 

@@ -208,17 +208,11 @@ Tensor HGRUImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor
 }
 
 void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
-  if (!gamma) {
-    TORCH_CHECK_VALUE(options.forget_gate() != "bound",
-                      "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
-                      "forget_gate='bound'; got None");
-    return;
-  }
-  TORCH_CHECK_VALUE(takes_gamma(),
-                    "HGRU: gamma: expected None with forget_gate='none'; got a tensor");
-  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == channels(),
-                    "HGRU: gamma: expected [expand*dim=", channels(), "]; got ",
-                    shape_text(*gamma));
+  TORCH_CHECK_VALUE(gamma || !needs_gamma(),
+                    "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
+                    "forget_gate='bound'; got None");
+  if (!takes_gamma()) refuse_gamma("HGRU", gamma, " with forget_gate='none'");
+  check_gamma_width("HGRU", gamma, "expand*dim", channels());
 }
 
 // All projections by one matrix product; views of it.

@@ -146,8 +146,7 @@ Tensor HGRU2Impl::step(const Tensor& x, const Tensor& state, const OptionalTenso
 // The lower bound a head and channel [H, K].
 OptionalTensor HGRU2Impl::split_gamma(const OptionalTensor& gamma) const {
   if (!gamma) return std::nullopt;
-  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == options.dim(),
-                    "HGRU2: gamma: expected [dim=", options.dim(), "]; got ", shape_text(*gamma));
+  check_gamma_width("HGRU2", gamma, "dim", options.dim());
   return gamma->unflatten(0, {num_heads(), expand_ratio()});
 }
 

@@ -157,8 +157,7 @@ void LinearRecurrentUnit<Derived, Options>::check_gamma(const OptionalTensor& ga
   if constexpr (kIsComplex) {
     check_optional_gamma(owner(), gamma, options.lower_bound(), "state", *options.state());
   } else {
-    TORCH_CHECK_VALUE(!normalized(gamma), owner(),
-                      ": gamma: expected None, since its decay has no lower bound; got a tensor");
+    refuse_gamma(owner(), gamma, ", since its decay has no lower bound");
   }
 }
 

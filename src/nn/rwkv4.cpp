@@ -47,9 +47,8 @@ std::pair<Tensor, Tensor> previous_tokens(const Tensor& x, const Tensor& last,
   return {before, at::where(has_tokens, x.select(0, 0).index_select(0, ends).unsqueeze(1), first)};
 }
 
-void refuse_gamma(const OptionalTensor& gamma) {
-  TORCH_CHECK_VALUE(!normalized(gamma),
-                    "RWKV4: gamma: expected None, since it has no lower bound; got a tensor");
+void check_gamma(const OptionalTensor& gamma) {
+  refuse_gamma("RWKV4", gamma, ", since it has no lower bound");
 }
 
 }  // namespace
@@ -123,7 +122,7 @@ std::tuple<Tensor, Tensor> RWKV4Impl::forward(const Tensor& x, const OptionalTen
   OptionalTensor state = normalized(given_state);
   const OptionalTensor bounds = normalized(given_bounds);
   check_mixer_input("RWKV4", x, options.dim());
-  refuse_gamma(gamma);
+  check_gamma(gamma);
   Tensor before, last;
   if (state) {
     check_state(*state, x, bounds);
@@ -139,7 +138,7 @@ std::tuple<Tensor, Tensor> RWKV4Impl::forward(const Tensor& x, const OptionalTen
 
 Tensor RWKV4Impl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   check_mixer_input("RWKV4.step", x, options.dim(), /*time=*/false);
-  refuse_gamma(gamma);
+  check_gamma(gamma);
   check_state(state, x);
   const Tensor before = options.time_shift() ? state.select(1, 3).to(x.scalar_type()) : Tensor();
   const auto parts = project(x, before);

@@ -190,8 +190,7 @@ MixerState SoftmaxAttention::init_state(int64_t batch, std::optional<torch::Devi
 }
 
 void SoftmaxAttention::check_gamma(const OptionalTensor& gamma) const {
-  TORCH_CHECK_VALUE(!normalized(gamma), switches_.owner,
-                    ": gamma: expected None, since it has no lower bound; got a tensor");
+  refuse_gamma(switches_.owner, gamma, ", since it has no lower bound");
 }
 
 AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequences) const {

@@ -98,9 +98,10 @@ def test_gates_next_to_one_keep_their_digits_over_many_steps():
 
 DIM = 6
 HEADS = {"num_heads": 2}
+KEYS = {**HEADS, "key_dim": 4}
 MAKERS: dict[str, tuple[type, dict[str, Any], str]] = {
-    "gla": (GatedLinearAttention, {**HEADS, "key_dim": 4}, "key_dim=4"),
-    "gla-scalar": (GatedLinearAttention, {**HEADS, "key_dim": 4, "gate": "scalar"}, "num_heads=2"),
+    "gla": (GatedLinearAttention, KEYS, "key_dim=4"),
+    "gla-scalar": (GatedLinearAttention, {**KEYS, "gate": "scalar"}, "num_heads=2"),
     "fox": (ForgettingAttention, HEADS, "num_heads=2"),
     "fox-independent": (ForgettingAttention, {**HEADS, "gate": "independent"}, "num_heads=2"),
     "fox-fixed": (ForgettingAttention, {**HEADS, "gate": "fixed"}, "num_heads=2"),
@@ -242,12 +243,12 @@ def test_gates_that_are_not_there_have_no_bound(use, message):
 
 BOUND = {"lower_bound": True}
 MODELS: dict[str, tuple[Any, dict[str, Any], list[int | None]]] = {
-    "gla": ("gla", {"mixer_options": {**HEADS, **BOUND, "key_dim": 4}}, [4, 4]),
-    "gla-scalar": ("gla", {"mixer_options": {**HEADS, **BOUND, "gate": "scalar"}}, [2, 2]),
+    "gla": ("gla", {"mixer_options": {**KEYS, **BOUND}}, [4, 4]),
+    "gla-scalar": ("gla", {"mixer_options": {**KEYS, **BOUND, "gate": "scalar"}}, [2, 2]),
     "fox": ("fox", {"mixer_options": {**HEADS, **BOUND}}, [2, 2]),
     "fox-pro": ("fox-pro", {"mixer_options": {**HEADS, **BOUND, "gate": "independent"}}, [2, 2]),
     "lru": ("lru", {"mixer_options": {**BOUND, "gate": "data", "state": 4}}, [4, 4]),
-    "one-of-two": ("gla", {"mixer_options": HEADS, "layer_options": [{}, BOUND]}, [None, 3]),
+    "one-of-two": ("gla", {"mixer_options": KEYS, "layer_options": [{}, BOUND]}, [None, 4]),
     "two-kinds": (
         ["lru", "fox"],
         {"layer_options": [{**BOUND, "gate": "data", "state": 2}, {**HEADS, **BOUND}]},
@@ -255,7 +256,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], list[int | None]]] = {
     ),
     "beside-others": (
         ["transformer", "lru"],
-        {"layer_options": [HEADS, {**BOUND, "gate": "data"}]},
+        {"layer_options": [{"num_heads": 1}, {**BOUND, "gate": "data"}]},
         [None, 6],
     ),
     "turned-off": ("fox", {"mixer_options": {**HEADS, **BOUND}, "lower_bound": "none"}, [None] * 2),
