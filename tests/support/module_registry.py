@@ -613,7 +613,7 @@ REGISTRY: dict[str, Entry] = {
     "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _mixer_inputs, allowed=436, variants=3),
     "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=33, variants=3),
     "GatedLinearAttention": Entry(
-        tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=22, variants=3
+        tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=28, variants=3
     ),
     "Attention": Entry(
         tidegate.nn.Attention, _attention_arguments(), _attention_inputs, allowed=53, variants=3
@@ -622,7 +622,7 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.ForgettingAttention,
         _forgetting_attention_arguments(),
         _attention_inputs,
-        allowed=45,
+        allowed=51,
         variants=3,
     ),
     "GatedLinearRNN": Entry(
@@ -632,27 +632,27 @@ REGISTRY: dict[str, Entry] = {
         allowed=20,
         variants=3,
     ),
-    "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=20, variants=3),
+    "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=24, variants=3),
     "SLRU": Entry(tidegate.nn.SLRU, _lru_arguments(False), _mixer_inputs, allowed=7, variants=3),
     "GatedRNN": Entry(
         tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3
     ),
     "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=98),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=93, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=106, variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=100,
+        allowed=113,
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=101,
+        allowed=114,
     ),
 }

@@ -13,7 +13,7 @@ struct LowerBoundsOptions {
   LowerBoundsOptions(int64_t layers, int64_t dim) : layers_(layers), dim_(dim) {}
 
   TORCH_ARG(int64_t, layers);
-  /// Width of the bounds: that of the mixers' state, expand * dim.
+  /// Width of the bounds: the mixers' gamma_size().
   TORCH_ARG(int64_t, dim);
   /// "cumulative", "none", "independent" or "decreasing"; see LowerBoundsImpl.
   TORCH_ARG(std::string, mode) = "cumulative";

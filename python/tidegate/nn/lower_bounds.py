@@ -26,7 +26,7 @@ class LowerBounds(KeepsFloat32):
 
     Args:
         layers: number of layers.
-        dim: width of the bounds: that of the mixers' state, ``expand * dim``.
+        dim: width of the bounds: the mixers' `gamma_size`.
         mode: one of the four above.
 
     Shapes: ``forward() -> [layers, dim]`` fp32 (fp64 in an fp64 module), or None. Parameter:
