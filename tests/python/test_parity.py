@@ -557,10 +557,16 @@ def test_generation(options, name, device):
     assert_same([mine], [twin.logits_at(ids, positions)], f"{name} at positions")
 
 
+FILES = {
+    "hgrn": SMALL.replace(mixer_options={"theta": "fixed"}),
+    "bounded": generating()["gla+transformer+fox+lru"],
+}
+
+
+@pytest.mark.parametrize("config", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("name", MODELS)
-def test_both_languages_read_each_others_files(name, tmp_path):
-    changes = {"num_classes": 5, "patch_size": 2, "vocab_size": 11}
-    config = SMALL.replace(tied=False, mixer_options={"theta": "fixed"}, **changes)
+def test_both_languages_read_each_others_files(name, config, tmp_path):
+    config = config.replace(num_classes=5, patch_size=2, vocab_size=11, tied=False)
     native, twin = getattr(tidegate.models, name)(config), getattr(cpp, name)(config)
     shake(native, twin)
     native.bfloat16().save(tmp_path / "python")
