@@ -37,7 +37,7 @@ thread_local int undrawn_guards = 0;
 std::pair<torch::Tensor, torch::Tensor> kept_and_lost(const torch::Tensor& log_decay,
                                                       const torch::Tensor& gamma) {
   const torch::Tensor decay = log_decay.exp();
-  // Its own derivative, 1 + expm1, has no digits left where the gate is shut.
+  // What expm1 has for a derivative, 1 + expm1, has no digits left where the gate is shut.
   const torch::Tensor rest = at::where(log_decay < -1, 1 - decay, -at::expm1(log_decay));
   return {gamma + (1 - gamma) * decay, (1 - gamma) * rest};
 }
@@ -201,7 +201,7 @@ torch::Tensor bounded_log_gate(const torch::Tensor& log_gate,
   if (!normalized(gamma)) return log_gate;
   const auto [kept, lost] = kept_and_lost(log_gate, *gamma);
   const double tiny = smallest_normal(kept.scalar_type());
-  // Where the sum is too small for its type, gamma is zero but for nothing: the gate is its own.
+  // Where the sum underflows, gamma is as good as zero, and what is left is the gate without it.
   const torch::Tensor shut = at::where(kept < tiny, log_gate, kept.clamp_min(tiny).log());
   // The branch that is not taken is kept away from where its derivative is infinite.
   return at::where(lost <= 0.5, at::log1p(-lost.clamp_max(0.5)), shut);

@@ -192,7 +192,7 @@ def bounded_log_gate(log_gate: Tensor, gamma: Tensor | None) -> Tensor:
         return log_gate
     kept, lost = _kept_and_lost(log_gate, gamma)
     tiny = torch.finfo(kept.dtype).tiny
-    # Where the sum is too small for its type, gamma is zero but for nothing: the gate is its own.
+    # Where the sum underflows, gamma is as good as zero, and what is left is the gate without it.
     shut = torch.where(kept < tiny, log_gate, kept.clamp_min(tiny).log())
     return torch.where(lost <= 0.5, torch.log1p(-lost.clamp_max(0.5)), shut)
 
@@ -200,7 +200,7 @@ def bounded_log_gate(log_gate: Tensor, gamma: Tensor | None) -> Tensor:
 def _kept_and_lost(log_decay: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
     """f = gamma + (1 - gamma) * exp(log_decay) and 1 - f, each exact where it is the smaller."""
     decay = log_decay.exp()
-    # Its own derivative, 1 + expm1, has no digits left where the gate is shut.
+    # What expm1 has for a derivative, 1 + expm1, has no digits left where the gate is shut.
     rest = torch.where(log_decay < -1, 1 - decay, -torch.expm1(log_decay))
     return gamma + (1 - gamma) * decay, (1 - gamma) * rest
 
