@@ -74,7 +74,7 @@ def ours(inputs: Inputs) -> Gradients:
     ops = torch.ops.tidegate
     z, x, w = inputs.z, inputs.x, inputs.w
     h, _, logits = ops.gated_rnn_with_logits(z, x, w, None, None)
-    dz, dx, dw, _ = ops.gated_rnn_backward(inputs.dh, None, x, w, logits, h, None, z.dtype, None)
+    dz, dx, dw, *_ = ops.gated_rnn_backward(inputs.dh, None, x, w, logits, h, None, z.dtype, None)
     return h, dz, dx, dw
 
 

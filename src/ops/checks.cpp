@@ -122,6 +122,14 @@ void check_gate(const Reference& data, const char* name, const at::Tensor& tenso
               dtype_name(own), "), got ", dtype_name(given));
 }
 
+void check_channel_parameter(const Reference& data, const char* name,
+                             const OptionalTensor& parameter, const c10::SymInt& channels) {
+  if (is_given(parameter)) {
+    check_gate(data, name, *parameter);
+    check_shape(data.op, name, *parameter, "[D]", {channels});
+  }
+}
+
 void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
                  std::initializer_list<c10::SymInt> expected, std::string_view note) {
   const c10::ArrayRef<c10::SymInt> sizes(expected.begin(), expected.size());

@@ -64,6 +64,10 @@ void check_device(const Reference& data, const char* name, const at::Tensor& ten
 /// "op: name must be bfloat16 or float32 (c is bfloat16), got float64".
 void check_gate(const Reference& data, const char* name, const at::Tensor& tensor);
 
+/// Where it is given, a gate's dtype and the shape [D], of `channels`.
+void check_channel_parameter(const Reference& data, const char* name,
+                             const OptionalTensor& parameter, const c10::SymInt& channels);
+
 /// "op: name must have shape [N, D] = [2, 8]<note>, got [2, 7]".
 void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
                  std::initializer_list<c10::SymInt> expected, std::string_view note = "");

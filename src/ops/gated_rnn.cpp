@@ -32,7 +32,7 @@ using torch::autograd::variable_list;
 
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 constexpr KernelSet<GatedRnnParams> kForward = {
     &kernels::gated_rnn_unsupported, &kernels::gated_rnn_plan_cpu, &kernels::gated_rnn_forward_cpu,
@@ -54,10 +54,11 @@ void check_matrix(const Reference& data, const at::Tensor& w_zh) {
 
 /// Everything but z and `x` (or `h`, its twin in the backward op) itself; returns N.
 c10::SymInt check_arguments(const Reference& data, const at::Tensor& w_zh, const OptionalTensor& h0,
-                            const OptionalTensor& cu_seqlens) {
+                            const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, 3, "[B, T, D]");
   check_matrix(data, w_zh);
+  check_channel_parameter(data, "gamma", gamma, data.tensor.sym_size(2));
   c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
   check_state(data, "h0", h0, "[N, D]", {sequences, data.tensor.sym_size(2)});
   return sequences;
@@ -65,9 +66,9 @@ c10::SymInt check_arguments(const Reference& data, const at::Tensor& w_zh, const
 
 c10::SymInt check_forward(const char* op, const at::Tensor& z, const at::Tensor& x,
                           const at::Tensor& w_zh, const OptionalTensor& h0,
-                          const OptionalTensor& cu_seqlens) {
+                          const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
   const Reference data{op, "x", x};
-  c10::SymInt sequences = check_arguments(data, w_zh, h0, cu_seqlens);
+  c10::SymInt sequences = check_arguments(data, w_zh, h0, cu_seqlens, gamma);
   check_gate(data, "z", z);
   check_shape(op, "z", z, "[B, T, D]", {x.sym_size(0), x.sym_size(1), x.sym_size(2)}, " like x");
   return sequences;
@@ -76,9 +77,9 @@ c10::SymInt check_forward(const char* op, const at::Tensor& z, const at::Tensor&
 c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
                            const at::Tensor& x, const at::Tensor& w_zh, const at::Tensor& logits,
                            const at::Tensor& h, const OptionalTensor& h0, at::ScalarType z_dtype,
-                           const OptionalTensor& cu_seqlens) {
+                           const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
   const Reference data{"gated_rnn_backward", "h", h};
-  c10::SymInt sequences = check_arguments(data, w_zh, h0, cu_seqlens);
+  c10::SymInt sequences = check_arguments(data, w_zh, h0, cu_seqlens, gamma);
   check_like(data, "dh", dh);
   check_like(data, "x", x);
   check_state(data, "dh_final", dh_final, "[N, D]", {sequences, h.sym_size(2)});
@@ -95,14 +96,22 @@ c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
   return sequences;
 }
 
+/// Whose values are readable without waiting for a device, or where debugging pays for that.
+void check_values(const Reference& data, const OptionalTensor& cu_seqlens,
+                  const OptionalTensor& gamma) {
+  check_cu_seqlens_values(data, cu_seqlens);
+  check_bound_values(data, "gamma", gamma);
+}
+
 void check_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                const at::Tensor& state) {
+                const at::Tensor& state, const OptionalTensor& gamma) {
   const Reference data{"gated_rnn_step", "x", x};
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, 2, "[B, D]");
   check_gate(data, "z", z);
   check_shape(data.op, "z", z, "[B, D]", {x.sym_size(0), x.sym_size(1)}, " like x");
   check_matrix(data, w_zh);
+  check_channel_parameter(data, "gamma", gamma, x.sym_size(1));
   check_gate(data, "state", state);
   check_shape(data.op, "state", state, "[B, D]", {x.sym_size(0), x.sym_size(1)});
 }
@@ -111,14 +120,15 @@ void check_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh
 
 /// The tensors that both directions read, in the form that the kernels take.
 struct KernelInputs {
-  at::Tensor w, h0, cu_seqlens;
+  at::Tensor w, h0, cu_seqlens, gamma;
   bool w_is_16_bit;
 
   KernelInputs(const at::Tensor& data, const at::Tensor& w_zh, const OptionalTensor& state,
-               const OptionalTensor& offsets)
+               const OptionalTensor& offsets, const OptionalTensor& bound)
       : w(contiguous_as(w_zh, state_dtype(data.scalar_type()))),
         h0(contiguous_as(state, state_dtype(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()),
+        gamma(contiguous_as(bound, state_dtype(data.scalar_type()))),
         w_is_16_bit(w_zh.element_size() == 2) {}
 
   GatedRnnParams params(const at::Tensor& data) const {
@@ -128,6 +138,7 @@ struct KernelInputs {
     params.w = w.data_ptr();
     params.w_is_16_bit = w_is_16_bit;
     params.h0 = data_or_null(h0);
+    params.gamma = data_or_null(gamma);
     return params;
   }
 };
@@ -148,7 +159,7 @@ void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
   }
   Launch<GatedRnnParams> launch(op, kForward, &params, results.h);
   if (launch.plan().by_products) {
-    walk_by_products(z, x, inputs.w, inputs.h0, results);
+    walk_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
   } else {
     launch.run();
   }
@@ -156,10 +167,11 @@ void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
 
 Results forward_results(const char* op, const at::Tensor& z, const at::Tensor& x,
                         const at::Tensor& w_zh, const OptionalTensor& h0,
-                        const OptionalTensor& cu_seqlens, bool keep_logits) {
+                        const OptionalTensor& cu_seqlens, const OptionalTensor& gamma,
+                        bool keep_logits) {
   const int64_t sequences =
-      check_forward(op, z, x, w_zh, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
-  check_cu_seqlens_values({op, "x", x}, cu_seqlens);
+      check_forward(op, z, x, w_zh, h0, cu_seqlens, gamma).guard_int(__FILE__, __LINE__);
+  check_values({op, "x", x}, cu_seqlens, gamma);
   const at::TensorOptions wide = x.options().dtype(state_dtype(x.scalar_type()));
   Results results;
   results.h = at::empty(x.sizes(), x.options());
@@ -167,20 +179,22 @@ Results forward_results(const char* op, const at::Tensor& z, const at::Tensor& x
   if (keep_logits) {
     results.logits = at::empty(x.sizes(), wide);
   }
-  run_forward(op, z, x, KernelInputs(x, w_zh, h0, cu_seqlens), results);
+  run_forward(op, z, x, KernelInputs(x, w_zh, h0, cu_seqlens, gamma), results);
   return results;
 }
 
 TwoTensors forward_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                          const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
-  const Results results = forward_results("gated_rnn", z, x, w_zh, h0, cu_seqlens, false);
+                          const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                          const OptionalTensor& gamma) {
+  const Results results = forward_results("gated_rnn", z, x, w_zh, h0, cu_seqlens, gamma, false);
   return {results.h, results.h_final};
 }
 
 ThreeTensors with_logits_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                                const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+                                const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                const OptionalTensor& gamma) {
   const Results results =
-      forward_results("gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens, true);
+      forward_results("gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens, gamma, true);
   return {results.h, results.h_final, results.logits};
 }
 
@@ -198,16 +212,17 @@ at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, con
   return at::mm(da.to(wide).t(), h.to(wide)).to(w.scalar_type());
 }
 
-FourTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final,
+/// Of z, x, w_zh, h0 and gamma; the last one is a [0] tensor where there is no gamma.
+FiveTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final,
                             const at::Tensor& x, const at::Tensor& w_zh, const at::Tensor& logits,
                             const at::Tensor& h, const OptionalTensor& h0, at::ScalarType z_dtype,
-                            const OptionalTensor& cu_seqlens) {
+                            const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
   const int64_t sequences =
-      check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens)
+      check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens, gamma)
           .guard_int(__FILE__, __LINE__);
-  check_cu_seqlens_values({"gated_rnn_backward", "h", h}, cu_seqlens);
+  check_values({"gated_rnn_backward", "h", h}, cu_seqlens, gamma);
   const at::ScalarType wide = state_dtype(h.scalar_type());
-  const KernelInputs inputs(h, w_zh, h0, cu_seqlens);
+  const KernelInputs inputs(h, w_zh, h0, cu_seqlens, gamma);
   const at::Tensor x_read = in_rows(x);
   const at::Tensor h_read = h.contiguous();
   const at::Tensor logits_read = logits.contiguous();
@@ -234,21 +249,26 @@ FourTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   params.dh0 = dh0.data_ptr();
   Launch<GatedRnnBackwardParams, GatedRnnParams> launch("gated_rnn_backward", kBackward, &params,
                                                         dx);
+  const at::Tensor bound_grads = is_given(gamma) ? launch.partial_sums(wide) : at::Tensor();
+  params.dgamma_partial = data_or_null(bound_grads);
   if (launch.plan().by_products) {
-    walk_back_by_products(dh_read, dh_final_read, x_read, inputs.w, logits_read, h_read, inputs.h0,
-                          {dz, dx, h_before, dh0});
+    walk_back_by_products(dh_read, dh_final_read, x_read, inputs.w, inputs.gamma, logits_read,
+                          h_read, inputs.h0, {dz, dx, h_before, dh0, bound_grads});
   } else {
     launch.run();
   }
   return {dz.to(z_dtype), dx, matrix_gradient(dz, h_before, w_zh),
-          is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
+          is_given(h0) ? dh0.to(h0->scalar_type()) : dh0,
+          is_given(gamma) ? sum_rows({bound_grads})[0].to(gamma->scalar_type())
+                          : at::empty({0}, h.options().dtype(wide))};
 }
 
 at::Tensor step_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                       at::Tensor& state) {
-  check_step(z, x, w_zh, state);
+                       at::Tensor& state, const OptionalTensor& gamma) {
+  check_step(z, x, w_zh, state, gamma);
+  check_values({"gated_rnn_step", "x", x}, {}, gamma);
   at::Tensor h = at::empty(x.sizes(), x.options());
-  const KernelInputs inputs(x, w_zh, state, {});
+  const KernelInputs inputs(x, w_zh, state, {}, gamma);
   run_forward("gated_rnn_step", z.unsqueeze(1), x.unsqueeze(1), inputs,
               {h.unsqueeze(1), inputs.h0, {}});
   if (!inputs.h0.is_same(state)) {
@@ -261,8 +281,8 @@ at::Tensor step_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tenso
 
 Results meta_results(const char* op, const at::Tensor& z, const at::Tensor& x,
                      const at::Tensor& w_zh, const OptionalTensor& h0,
-                     const OptionalTensor& cu_seqlens) {
-  const c10::SymInt sequences = check_forward(op, z, x, w_zh, h0, cu_seqlens);
+                     const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
+  const c10::SymInt sequences = check_forward(op, z, x, w_zh, h0, cu_seqlens, gamma);
   const at::TensorOptions wide = x.options().dtype(state_dtype(x.scalar_type()));
   return {at::empty_symint(x.sym_sizes(), x.options()),
           at::empty_symint({sequences, x.sym_size(2)}, wide),
@@ -270,33 +290,37 @@ Results meta_results(const char* op, const at::Tensor& z, const at::Tensor& x,
 }
 
 TwoTensors forward_meta(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                        const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
-  const Results results = meta_results("gated_rnn", z, x, w_zh, h0, cu_seqlens);
+                        const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                        const OptionalTensor& gamma) {
+  const Results results = meta_results("gated_rnn", z, x, w_zh, h0, cu_seqlens, gamma);
   return {results.h, results.h_final};
 }
 
 ThreeTensors with_logits_meta(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                              const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
-  const Results results = meta_results("gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens);
+                              const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                              const OptionalTensor& gamma) {
+  const Results results = meta_results("gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens, gamma);
   return {results.h, results.h_final, results.logits};
 }
 
-FourTensors backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& x,
+FiveTensors backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& x,
                           const at::Tensor& w_zh, const at::Tensor& logits, const at::Tensor& h,
                           const OptionalTensor& h0, at::ScalarType z_dtype,
-                          const OptionalTensor& cu_seqlens) {
+                          const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
   const c10::SymInt sequences =
-      check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens);
-  const at::ScalarType dh0_type = is_given(h0) ? h0->scalar_type() : state_dtype(h.scalar_type());
+      check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens, gamma);
+  const auto wide = h.options().dtype(state_dtype(h.scalar_type()));
   return {at::empty_symint(h.sym_sizes(), h.options().dtype(z_dtype)),
           at::empty_symint(h.sym_sizes(), h.options()),
           at::empty_symint(w_zh.sym_sizes(), w_zh.options()),
-          at::empty_symint({sequences, h.sym_size(2)}, h.options().dtype(dh0_type))};
+          at::empty_symint({sequences, h.sym_size(2)}, is_given(h0) ? h0->options() : wide),
+          is_given(gamma) ? at::empty_symint(gamma->sym_sizes(), gamma->options())
+                          : at::empty({0}, wide)};
 }
 
 at::Tensor step_meta(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                     at::Tensor& state) {
-  check_step(z, x, w_zh, state);
+                     at::Tensor& state, const OptionalTensor& gamma) {
+  check_step(z, x, w_zh, state, gamma);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
@@ -308,15 +332,16 @@ class GatedRnnFunction : public torch::autograd::Function<GatedRnnFunction> {
 
   static variable_list forward(AutogradContext* ctx, const at::Tensor& z, const at::Tensor& x,
                                const at::Tensor& w_zh, const OptionalTensor& h0,
-                               const OptionalTensor& cu_seqlens) {
+                               const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
     ctx->set_materialize_grads(false);
     ctx->saved_data["z_dtype"] = static_cast<int64_t>(z.scalar_type());
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h, h_final, logits] =
-        call_op<&with_logits_kernel>("tidegate::gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens);
+    auto [h, h_final, logits] = call_op<&with_logits_kernel>("tidegate::gated_rnn_with_logits", z,
+                                                             x, w_zh, h0, cu_seqlens, gamma);
     ctx->mark_non_differentiable({logits});
+    const at::Tensor none;
     ctx->save_for_backward(
-        {x, w_zh, logits, h, h0.value_or(at::Tensor()), cu_seqlens.value_or(at::Tensor())});
+        {x, w_zh, logits, h, h0.value_or(none), cu_seqlens.value_or(none), gamma.value_or(none)});
     return {h, h_final, logits};
   }
 
@@ -325,57 +350,64 @@ class GatedRnnFunction : public torch::autograd::Function<GatedRnnFunction> {
     const at::Tensor& h = saved[3];
     const at::Tensor dh = gradients[0].defined() ? gradients[0] : at::zeros_like(h);
     const auto z_dtype = static_cast<at::ScalarType>(ctx->saved_data["z_dtype"].toInt());
-    auto [dz, dx, dw, dh0] = call_op<&backward_kernel>(
+    auto [dz, dx, dw, dh0, dgamma] = call_op<&backward_kernel>(
         "tidegate::gated_rnn_backward", dh, optional(gradients[1]), saved[0], saved[1], saved[2], h,
-        optional(saved[4]), z_dtype, optional(saved[5]));
-    return {dz, dx, dw, saved[4].defined() ? dh0 : at::Tensor(), at::Tensor()};
+        optional(saved[4]), z_dtype, optional(saved[5]), optional(saved[6]));
+    const at::Tensor none;
+    return {dz, dx, dw, saved[4].defined() ? dh0 : none, none, saved[6].defined() ? dgamma : none};
   }
 };
 
 /// The gate's logits are kept for a backward pass only where there can be one.
 TwoTensors forward_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                            const OptionalTensor& gamma) {
   check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
-  const at::Tensor state = h0.value_or(at::Tensor());
-  check_differentiable("gated_rnn", {z, x, w_zh, state});
-  if (!asks_for_gradient({z, x, w_zh, state})) {
+  const at::Tensor none, state = h0.value_or(none), bound = gamma.value_or(none);
+  check_differentiable("gated_rnn", {z, x, w_zh, state, bound});
+  if (!asks_for_gradient({z, x, w_zh, state, bound})) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_op<&forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0, cu_seqlens);
+    return call_op<&forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0, cu_seqlens, gamma);
   }
-  const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens);
+  const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens, gamma);
   return {results[0], results[1]};
 }
 
 ThreeTensors with_logits_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                                  const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+                                  const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                  const OptionalTensor& gamma) {
   check_given("gated_rnn_with_logits", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
-  check_differentiable("gated_rnn_with_logits", {z, x, w_zh, h0.value_or(at::Tensor())});
-  const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens);
+  const at::Tensor none;
+  check_differentiable("gated_rnn_with_logits",
+                       {z, x, w_zh, h0.value_or(none), gamma.value_or(none)});
+  const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens, gamma);
   return {results[0], results[1], results[2]};
 }
 
 /// z and x go to autocast's type. The kernels hold the matrix in fp32 anyway, so that one keeps its
-/// digits, as states do.
+/// digits, as states and bounds do.
 TwoTensors forward_autocast(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                            const OptionalTensor& gamma) {
   const AutocastGuard autocast(x.device());
   return call_op<&forward_kernel>("tidegate::gated_rnn", autocast.cast(z), autocast.cast(x),
-                                  autocast.cast_unless_float(w_zh), h0, cu_seqlens);
+                                  autocast.cast_unless_float(w_zh), h0, cu_seqlens, gamma);
 }
 
 ThreeTensors with_logits_autocast(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                                  const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
+                                  const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                  const OptionalTensor& gamma) {
   const AutocastGuard autocast(x.device());
   return call_op<&with_logits_kernel>("tidegate::gated_rnn_with_logits", autocast.cast(z),
                                       autocast.cast(x), autocast.cast_unless_float(w_zh), h0,
-                                      cu_seqlens);
+                                      cu_seqlens, gamma);
 }
 
 at::Tensor step_autocast(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                         at::Tensor& state) {
+                         at::Tensor& state, const OptionalTensor& gamma) {
   const AutocastGuard autocast(x.device());
   return call_op<&step_kernel>("tidegate::gated_rnn_step", autocast.cast(z), autocast.cast(x),
-                               autocast.cast_unless_float(w_zh), state);
+                               autocast.cast_unless_float(w_zh), state, gamma);
 }
 
 }  // namespace
@@ -383,26 +415,28 @@ at::Tensor step_autocast(const at::Tensor& z, const at::Tensor& x, const at::Ten
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   define_op(m,
             "gated_rnn(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
-            "Tensor? cu_seqlens=None) -> (Tensor, Tensor)");
+            "Tensor? cu_seqlens=None, Tensor? gamma=None) -> (Tensor, Tensor)");
   register_kernels<&forward_kernel, &forward_meta>(m, "gated_rnn");
   register_autograd<&forward_autograd>(m, "gated_rnn");
   register_autocast<&forward_autocast>(m, "gated_rnn");
 
   define_op(m,
             "gated_rnn_with_logits(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
-            "Tensor? cu_seqlens=None) -> (Tensor, Tensor, Tensor)");
+            "Tensor? cu_seqlens=None, Tensor? gamma=None) -> (Tensor, Tensor, Tensor)");
   register_kernels<&with_logits_kernel, &with_logits_meta>(m, "gated_rnn_with_logits");
   register_autograd<&with_logits_autograd>(m, "gated_rnn_with_logits");
   register_autocast<&with_logits_autocast>(m, "gated_rnn_with_logits");
 
   define_op(m,
             "gated_rnn_backward(Tensor dh, Tensor? dh_final, Tensor x, Tensor w_zh, Tensor logits, "
-            "Tensor h, Tensor? h0, ScalarType z_dtype, Tensor? cu_seqlens) -> "
-            "(Tensor, Tensor, Tensor, Tensor)");
+            "Tensor h, Tensor? h0, ScalarType z_dtype, Tensor? cu_seqlens, Tensor? gamma=None) -> "
+            "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   register_kernels<&backward_kernel, &backward_meta>(m, "gated_rnn_backward");
   register_no_double_backward(m, "gated_rnn_backward");
 
-  define_op(m, "gated_rnn_step(Tensor z, Tensor x, Tensor w_zh, Tensor(a!) state) -> Tensor");
+  define_op(m,
+            "gated_rnn_step(Tensor z, Tensor x, Tensor w_zh, Tensor(a!) state, "
+            "Tensor? gamma=None) -> Tensor");
   register_kernels<&step_kernel, &step_meta>(m, "gated_rnn_step");
   register_step(m, "gated_rnn_step");
   register_autocast<&step_autocast>(m, "gated_rnn_step");
@@ -415,16 +449,18 @@ namespace tidegate {
 std::tuple<at::Tensor, at::Tensor> gated_rnn(const at::Tensor& z, const at::Tensor& x,
                                              const at::Tensor& w_zh,
                                              const std::optional<at::Tensor>& h0,
-                                             const std::optional<at::Tensor>& cu_seqlens) {
+                                             const std::optional<at::Tensor>& cu_seqlens,
+                                             const std::optional<at::Tensor>& gamma) {
   ops::check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
   return ops::call_op<&ops::forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0,
-                                            ops::offsets_on("gated_rnn", cu_seqlens, x.device()));
+                                            ops::offsets_on("gated_rnn", cu_seqlens, x.device()),
+                                            gamma);
 }
 
 at::Tensor gated_rnn_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                          at::Tensor state) {
+                          at::Tensor state, const std::optional<at::Tensor>& gamma) {
   ops::check_given("gated_rnn_step", {{"z", z}, {"x", x}, {"w_zh", w_zh}, {"state", state}});
-  return ops::call_op<&ops::step_kernel>("tidegate::gated_rnn_step", z, x, w_zh, state);
+  return ops::call_op<&ops::step_kernel>("tidegate::gated_rnn_step", z, x, w_zh, state, gamma);
 }
 
 }  // namespace tidegate

@@ -2,8 +2,11 @@
 
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace tidegate::ops {
@@ -14,16 +17,36 @@ at::Tensor initial(const at::Tensor& state, const at::Tensor& data, const at::Te
   return state.defined() ? state.clone() : at::zeros({data.size(0), data.size(2)}, w.options());
 }
 
+/// lambda and 1 - lambda of the gate's logits `a`, the latter with its own digits; `part` = 1 -
+/// gamma, undefined where there is no gamma.
+struct Gates {
+  at::Tensor open, shut;
+
+  Gates(const at::Tensor& a, const at::Tensor& gamma, const at::Tensor& part)
+      : open(at::sigmoid(a)), shut(at::sigmoid(a.neg())) {
+    if (gamma.defined()) {
+      shut.mul_(part);
+      open = at::where(a.lt(0), at::addcmul(gamma, part, open), at::rsub(shut, 1));
+    }
+  }
+};
+
+at::Tensor one_minus(const at::Tensor& gamma) {
+  return gamma.defined() ? at::rsub(gamma, 1) : at::Tensor();
+}
+
 }  // namespace
 
 void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
-                      const at::Tensor& h0, const GatedRnnResults& results) {
+                      const at::Tensor& gamma, const at::Tensor& h0,
+                      const GatedRnnResults& results) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::Tensor part = one_minus(gamma);
   at::Tensor state = initial(h0, x, w);
   for (int64_t t = 0; t < x.size(1); ++t) {
     const at::Tensor a = at::addmm(z.select(1, t).to(w.scalar_type()), state, w.t());
-    const at::Tensor entering = at::sigmoid(a.neg()).mul_(x.select(1, t));
-    state = at::addcmul(entering, at::sigmoid(a), state);
+    const Gates gates(a, gamma, part);
+    state = at::addcmul(gates.shut.mul(x.select(1, t)), gates.open, state);
     results.h.select(1, t).copy_(state);
     if (results.logits.defined()) {
       results.logits.select(1, t).copy_(a);
@@ -33,23 +56,36 @@ void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor
 }
 
 void walk_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
-                           const at::Tensor& w, const at::Tensor& logits, const at::Tensor& h,
-                           const at::Tensor& h0, const GatedRnnGradients& results) {
+                           const at::Tensor& w, const at::Tensor& gamma, const at::Tensor& logits,
+                           const at::Tensor& h, const at::Tensor& h0,
+                           const GatedRnnGradients& results) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::Tensor part = one_minus(gamma);
   at::Tensor carry = initial(dh_final, x, w);
+  at::Tensor bound_grads;  // over many tokens, float32 would round too often
+  if (gamma.defined()) {
+    bound_grads = at::zeros_like(results.bound_grads, at::kDouble);
+  }
   for (int64_t t = x.size(1) - 1; t >= 0; --t) {
     const at::Tensor a = logits.select(1, t);
-    const at::Tensor open = at::sigmoid(a);
+    const Gates gates(a, gamma, part);
     const at::Tensor before = t > 0 ? h.select(1, t - 1).to(w.scalar_type()) : initial(h0, x, w);
     const at::Tensor grad = carry.add_(dh.select(1, t));
-    const at::Tensor entering = at::sigmoid(a.neg()).mul_(grad);
-    const at::Tensor da = before.sub(x.select(1, t)).mul_(open).mul_(entering);
+    const at::Tensor entering = gates.shut.mul_(grad);
+    const at::Tensor across = before.sub(x.select(1, t));
+    const at::Tensor da = across.mul(at::sigmoid(a)).mul_(entering);
     results.dz.select(1, t).copy_(da);
     results.dx.select(1, t).copy_(entering);
     results.h_before.select(1, t).copy_(before);
-    carry = at::addmm(open.mul(grad), da, w);
+    if (gamma.defined()) {
+      bound_grads.add_(across.mul_(entering).div_(part));
+    }
+    carry = at::addmm(gates.open.mul(grad), da, w);
   }
   results.dh0.copy_(carry);
+  if (gamma.defined()) {
+    results.bound_grads.copy_(bound_grads);
+  }
 }
 
 }  // namespace tidegate::ops

@@ -11,17 +11,20 @@ struct GatedRnnResults {
   at::Tensor h, h_final, logits;
 };
 
-/// What the backward pass writes; `h_before` is h_{t-1}.
+/// What the backward pass writes; `h_before` is h_{t-1}, `bound_grads` [N, D], undefined without
+/// gamma, sums to gamma's gradient.
 struct GatedRnnGradients {
-  at::Tensor dz, dx, h_before, dh0;
+  at::Tensor dz, dx, h_before, dh0, bound_grads;
 };
 
-/// Padded sequences only. w, h0 and dh_final are of the state's type, h0 and dh_final may be
+/// Padded sequences only. w, gamma, h0 and dh_final are of the state's type; all but w may be
 /// undefined. Products in float32 follow torch's settings (TF32).
 void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
-                      const at::Tensor& h0, const GatedRnnResults& results);
+                      const at::Tensor& gamma, const at::Tensor& h0,
+                      const GatedRnnResults& results);
 void walk_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
-                           const at::Tensor& w, const at::Tensor& logits, const at::Tensor& h,
-                           const at::Tensor& h0, const GatedRnnGradients& results);
+                           const at::Tensor& w, const at::Tensor& gamma, const at::Tensor& logits,
+                           const at::Tensor& h, const at::Tensor& h0,
+                           const GatedRnnGradients& results);
 
 }  // namespace tidegate::ops

@@ -46,14 +46,6 @@ kernels::Activation parse_activation(const char* op, std::string_view name) {
   return name == "silu" ? kernels::Activation::kSilu : kernels::Activation::kNone;
 }
 
-void check_channel_parameter(const Reference& data, const char* name,
-                             const OptionalTensor& parameter, const c10::SymInt& channels) {
-  if (is_given(parameter)) {
-    check_gate(data, name, *parameter);
-    check_shape(data.op, name, *parameter, "[D]", {channels});
-  }
-}
-
 /// c and f of [.., D], with or without a time axis. Returns D.
 c10::SymInt check_data(const Reference& data, const at::Tensor& f, bool complex, bool step) {
   const char* kShapes[2][2] = {{"[B, T, D]", "[B, T, 2D] (theta is given)"},

@@ -40,12 +40,14 @@ TEST_P(GatedRnnCpu, EqualsTheEquations) {
     SCOPED_TRACE("D " + std::to_string(dim));
     for (bool packed : {false, true}) {
       for (const auto& lengths : packed ? kPacked : kPadded) {
-        RnnProblem<float> single(lengths, packed, dim, 1);
-        single.run(thread_parallel(1));
-        EXPECT_LT(single.error(), 2e-6);
-        RnnProblem<double> wide(lengths, packed, dim, 2);
-        wide.run(thread_parallel(2));
-        EXPECT_LT(wide.error(), 1e-13);
+        for (bool bounded : {false, true}) {
+          RnnProblem<float> single(lengths, packed, dim, 1, bounded);
+          single.run(thread_parallel(1));
+          EXPECT_LT(single.error(), 2e-6);
+          RnnProblem<double> wide(lengths, packed, dim, 2, bounded);
+          wide.run(thread_parallel(2));
+          EXPECT_LT(wide.error(), 1e-13);
+        }
       }
     }
   }
@@ -64,6 +66,7 @@ TEST_P(GatedRnnCpu, ThreadsAndNeighboursChangeNoBit) {
   EXPECT_TRUE(equal(one.dz, many.dz));
   EXPECT_TRUE(equal(one.dx, many.dx));
   EXPECT_TRUE(equal(one.dh0, many.dh0));
+  EXPECT_TRUE(equal(one.dgamma, many.dgamma));
 }
 
 TEST(GatedRnn, SaysWhatNoKernelTakes) {

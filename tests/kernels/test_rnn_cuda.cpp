@@ -36,8 +36,8 @@ using Problem = RnnProblem<float>;
 /// The plan that the kernels ran by.
 kernels::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
   DeviceMirror mirror;
-  for (Problem::Row* row : {&p.z, &p.x, &p.w, &p.h0, &p.dh, &p.dh_final, &p.h, &p.logits,
-                            &p.h_final, &p.dz, &p.dx, &p.h_before, &p.dh0}) {
+  for (Problem::Row* row : {&p.z, &p.x, &p.w, &p.gamma, &p.h0, &p.dh, &p.dh_final, &p.h, &p.logits,
+                            &p.h_final, &p.dz, &p.dx, &p.h_before, &p.dh0, &p.dgamma}) {
     mirror.add(row->data(), row->size() * sizeof(float));
   }
   mirror.add(p.forward().layout);
@@ -48,11 +48,12 @@ kernels::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
     mirror.translate(series->data);
   }
   mirror.translate(forward.layout.offsets);
-  for (const void** pointer : {&forward.w, &forward.h0, &params.dh_final}) {
+  for (const void** pointer : {&forward.w, &forward.gamma, &forward.h0, &params.dh_final}) {
     mirror.translate(*pointer);
   }
   mirror.translate(forward.h_final);
   mirror.translate(params.dh0);
+  mirror.translate(params.dgamma_partial);
   forward.w_is_16_bit = kind.is_16_bit;
   forward.allow_clusters = kind.way == Way::kCluster;
   forward.allow_on_chip = kind.way != Way::kPlain;
@@ -99,8 +100,10 @@ class GatedRnnCuda : public ::testing::TestWithParam<Kind> {
   }
 
   static void check(const std::vector<int64_t>& lengths, bool packed, int64_t dim, unsigned seed) {
-    Problem problem(lengths, packed, dim, seed);
-    check(problem, dim);
+    for (bool bounded : {false, true}) {
+      Problem problem(lengths, packed, dim, seed, bounded);
+      check(problem, dim);
+    }
   }
 };
 
@@ -136,6 +139,7 @@ TEST_P(GatedRnnCuda, RunsOfManyTokensAreTheSame) {
     EXPECT_EQ(first.dz, again.dz);
     EXPECT_EQ(first.dx, again.dx);
     EXPECT_EQ(first.dh0, again.dh0);
+    EXPECT_EQ(first.dgamma, again.dgamma);
   }
 }
 

@@ -8,12 +8,15 @@
 namespace tidegate::testing {
 namespace {
 
-/// h_t = g_t h_{t-1} + (1 - g_t) x_t with g_t = sigmoid(z_t + W h_{t-1}), a token after another.
-std::pair<Tensor, Tensor> loop(const Tensor& z, const Tensor& x, const Tensor& w, Tensor state) {
+/// h_t = g_t h_{t-1} + (1 - g_t) x_t with g_t = gamma + (1 - gamma) sigmoid(z_t + W h_{t-1}), a
+/// token after another.
+std::pair<Tensor, Tensor> loop(const Tensor& z, const Tensor& x, const Tensor& w, Tensor state,
+                               const Tensor& gamma) {
   Tensors out;
   for (int64_t t = 0; t < x.size(1); ++t) {
     const Tensor a = z.select(1, t) + at::matmul(state, w.t());
-    state = at::sigmoid(a) * state + at::sigmoid(-a) * x.select(1, t);
+    const Tensor shut = (1 - gamma) * at::sigmoid(-a);
+    state = (1 - shut) * state + shut * x.select(1, t);
     out.push_back(state);
   }
   return {at::stack(out, 1), state};
@@ -26,14 +29,24 @@ INSTANTIATE_TEST_SUITE_P(Cuda, RnnOps, ::testing::Values(at::kCUDA));
 TEST_P(RnnOps, GatedRnnEqualsTheLoop) {
   for (int64_t width : {5, 130}) {
     const Tensors inputs = {random({3, 9, width}), random({3, 9, width}),
-                            0.3 * random({width, width}), random({3, width})};
+                            0.3 * random({width, width}), random({3, width}),
+                            0.5 + 0.4 * at::sin(random({width}))};
     expect_same(
         device(), inputs,
+        [](const Tensors& in) {
+          auto [h, last] = gated_rnn(in[0], in[1], in[2], in[3], {}, in[4]);
+          return std::pair(h, last);
+        },
+        [](const Tensors& in) { return loop(in[0], in[1], in[2], in[3], in[4]); });
+    expect_same(
+        device(), {inputs.begin(), inputs.begin() + 4},
         [](const Tensors& in) {
           auto [h, last] = gated_rnn(in[0], in[1], in[2], in[3]);
           return std::pair(h, last);
         },
-        [](const Tensors& in) { return loop(in[0], in[1], in[2], in[3]); });
+        [](const Tensors& in) {
+          return loop(in[0], in[1], in[2], in[3], at::zeros({in[2].size(0)}, in[2].options()));
+        });
   }
 }
 
@@ -42,12 +55,16 @@ TEST_P(RnnOps, StepsEqualTheWholeAndPackedSequencesTheirParts) {
   const auto placed = [&](at::IntArrayRef shape) { return random(shape).to(device(), at::kFloat); };
   const Tensor z = placed({1, 8, 6}), x = placed({1, 8, 6}), w = placed({6, 6});
   const auto [whole, last] = gated_rnn(z, x, w);
-  Tensor state = at::zeros({1, 6}, options());
-  for (int64_t t = 0; t < 8; ++t) {
-    const Tensor h = gated_rnn_step(z.select(1, t), x.select(1, t), w, state);
-    EXPECT_TRUE(at::equal(h, whole.select(1, t)));
+  for (const std::optional<Tensor>& gamma :
+       {std::optional<Tensor>(), std::optional<Tensor>(placed({6}).sigmoid())}) {
+    const auto [h, final_state] = gated_rnn(z, x, w, {}, {}, gamma);
+    Tensor state = at::zeros({1, 6}, options());
+    for (int64_t t = 0; t < 8; ++t) {
+      EXPECT_TRUE(at::equal(gated_rnn_step(z.select(1, t), x.select(1, t), w, state, gamma),
+                            h.select(1, t)));
+    }
+    EXPECT_TRUE(at::equal(state, final_state));
   }
-  EXPECT_TRUE(at::equal(state, last));
   // Offsets may be on the CPU.
   const auto [packed, states] = gated_rnn(z, x, w, {}, at::tensor({0, 5, 5, 8}, at::kInt));
   EXPECT_TRUE(at::equal(packed.narrow(1, 0, 5), whole.narrow(1, 0, 5)));

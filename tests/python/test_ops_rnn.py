@@ -18,7 +18,7 @@ import tidegate
 
 ops = tidegate.ops
 raw = torch.ops.tidegate
-SHORT_KINDS = [RnnCase(dtype=torch.float32), RnnCase(dtype=torch.bfloat16)]
+SHORT_KINDS = [RnnCase(dtype=torch.float32, gamma="all"), RnnCase(dtype=torch.bfloat16)]
 BF16 = torch.bfloat16
 
 
@@ -49,8 +49,8 @@ def with_grad(arguments: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     "case",
     [
         RnnCase(dtype=torch.float64, time=7),
-        RnnCase(dtype=torch.float64, lengths=(0, 3, 0, 5, 1), h0=None),
-        RnnCase(dtype=torch.float64, time=0),
+        RnnCase(dtype=torch.float64, lengths=(0, 3, 0, 5, 1), h0=None, gamma="low"),
+        RnnCase(dtype=torch.float64, time=0, gamma="high"),
     ],
     ids=str,
 )
@@ -103,15 +103,16 @@ def test_any_width(case: RnnCase, width: int, device: str) -> None:
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_wider_than_the_matrix_fits_a_chip(case: RnnCase, device: str) -> None:
-    cases.check(replace(case, channels=1100, time=4, batch=2), device)
-    cases.check(replace(case, channels=1100, lengths=(2, 0, 3)), device)
+    for gamma in (None, "all"):
+        cases.check(replace(case, channels=1100, time=4, batch=2, gamma=gamma), device)
+        cases.check(replace(case, channels=1100, lengths=(2, 0, 3), gamma=gamma), device)
 
 
 @pytest.mark.parametrize("case", [RnnCase(time=6, batch=3), RnnCase(lengths=(2, 0, 3))], ids=str)
 def test_float64_that_no_chip_holds(case: RnnCase, device: str) -> None:
     """Padded: torch's products on CUDA, where the matrix is also too wide for the plain kernel."""
-    for channels in (256, 257, 300):
-        cases.check(replace(case, dtype=torch.float64, channels=channels), device)
+    for channels, gamma in ((256, None), (257, "all"), (300, None)):
+        cases.check(replace(case, dtype=torch.float64, channels=channels, gamma=gamma), device)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8, 9, 16, 33, 70])
@@ -132,7 +133,23 @@ def test_packed(case: RnnCase, width: int, lengths: tuple[int, ...], device: str
         cases.check(packed, device)
 
 
-@pytest.mark.parametrize("case", [RnnCase(), RnnCase(lengths=(2, 0, 3)), RnnCase(h0=None)], ids=str)
+@pytest.mark.parametrize("gates", ["normal", "open"])
+@pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
+def test_gradient_of_the_bounds_over_many_tokens(case: RnnCase, gates: str, device: str) -> None:
+    """Their terms are added up over time: a rounding at every step would show."""
+    cases.check(replace(case, time=4097, batch=1, channels=7, gamma="low", gates=gates), device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        RnnCase(),
+        RnnCase(lengths=(2, 0, 3), gamma="low"),
+        RnnCase(h0=None),
+        RnnCase(gamma="high"),
+    ],
+    ids=str,
+)
 def test_gradcheck(case: RnnCase, device: str) -> None:
     case = replace(case, dtype=torch.float64, time=5, batch=2, channels=3)
     arguments, _ = arguments_of(case, device)
@@ -145,10 +162,12 @@ def test_gradcheck(case: RnnCase, device: str) -> None:
     assert torch.autograd.gradcheck(function, inputs, nondet_tol=0.0)
 
 
-def test_without_a_matrix_it_is_the_linear_recurrence(device: str) -> None:
-    arguments, _ = arguments_of(RnnCase(time=40, channels=16), device)
+@pytest.mark.parametrize("gamma", [None, "all"])
+def test_without_a_matrix_it_is_the_linear_recurrence(gamma: str | None, device: str) -> None:
+    arguments, _ = arguments_of(RnnCase(time=40, channels=16, gamma=gamma), device)
     arguments["w_zh"] = torch.zeros_like(arguments["w_zh"])
-    expected = ops.hgru(arguments["x"], arguments["z"], h0=arguments["h0"], activation="none")
+    named = {k: arguments[k] for k in ("gamma", "h0")}
+    expected = ops.hgru(arguments["x"], arguments["z"], activation="none", **named)
     for left, right in zip(ops.gated_rnn(**arguments), expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
@@ -217,7 +236,7 @@ def test_split_anywhere_equals_the_whole(case: RnnCase, width: int, device: str)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "projection", "channels_first"])
-@pytest.mark.parametrize("case", rnn_cases.KINDS, ids=str)
+@pytest.mark.parametrize("case", [replace(k, gamma="low") for k in rnn_cases.KINDS], ids=str)
 def test_steps_equal_prefill(case: RnnCase, layout: str, device: str) -> None:
     case = replace(case, time=9, channels=33, layout=layout)
     arguments, _ = arguments_of(case, device)
@@ -226,7 +245,8 @@ def test_steps_equal_prefill(case: RnnCase, layout: str, device: str) -> None:
     where, rows = state.data_ptr(), []
     for t in range(case.time):
         z, x = arguments["z"][:, t], arguments["x"][:, t]
-        rows.append(ops.gated_rnn_step(z, x, arguments["w_zh"], state))
+        w_zh, gamma = arguments["w_zh"], arguments["gamma"]
+        rows.append(ops.gated_rnn_step(z, x, w_zh, state, gamma=gamma))
     assert state.data_ptr() == where, "the state is updated in place"
     assert torch.equal(torch.stack(rows, 1), expected)
     assert torch.equal(state, final)
@@ -301,9 +321,11 @@ def test_a_loss_over_one_sequence_leaves_zeros_elsewhere(device: str) -> None:
     for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         dh, dh_final = (torch.zeros_like(g) for g in loss)
         dh[:, start:end], dh_final[n] = loss[0][:, start:end], loss[1][n]
-        dz, dx, _, dh0 = torch.autograd.grad(
-            results, list(leaves(named).values()), (dh, dh_final), retain_graph=True
+        given = leaves(named)
+        found = torch.autograd.grad(
+            results, list(given.values()), (dh, dh_final), retain_graph=True
         )
+        dz, dx, dh0 = (found[list(given).index(name)] for name in ("z", "x", "h0"))
         for grad in (dz, dx):
             assert not grad[:, :start].count_nonzero()
             assert not grad[:, end:].count_nonzero()
@@ -313,14 +335,15 @@ def test_a_loss_over_one_sequence_leaves_zeros_elsewhere(device: str) -> None:
 
 def test_a_sequence_does_not_depend_on_its_neighbours(device: str) -> None:
     for width in (40, 200):
-        arguments, loss = arguments_of(RnnCase(batch=13, channels=width, time=7), device)
+        case = RnnCase(batch=13, channels=width, time=7, gamma="low")
+        arguments, loss = arguments_of(case, device)
         named = with_grad(arguments)
         h, final = ops.gated_rnn(**named)
         dz, dx = torch.autograd.grad((h, final), (named["z"], named["x"]), loss)
         for n in (0, 5, 12):
             one = with_grad(
                 {
-                    k: v if k == "w_zh" else v[n : n + 1]
+                    k: v if k in ("w_zh", "gamma") else v[n : n + 1]
                     for k, v in arguments.items()
                     if v is not None
                 }
@@ -336,7 +359,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours(device: str) -> None:
 
 
 def test_results_are_bitwise_the_same_each_time(device: str) -> None:
-    for case in (RnnCase(batch=9, channels=128, time=33), RnnCase(batch=5, channels=300, time=20)):
+    for case in (
+        RnnCase(batch=9, channels=128, time=33, gamma="low"),
+        RnnCase(batch=5, channels=300, time=20, gamma="high"),
+    ):
         first = cases.run(case, device, backward=True)
         for _ in range(3):
             again = cases.run(case, device, backward=True)
@@ -397,8 +423,9 @@ def test_logits_are_kept_only_where_a_gradient_is_recorded(device: str) -> None:
 
 TORCH_CASES = [
     RnnCase(time=9, channels=4),
-    RnnCase(time=9, channels=4, dtype=BF16, matrix_dtype=torch.float32),
+    RnnCase(time=9, channels=4, dtype=BF16, matrix_dtype=torch.float32, gamma="low"),
     RnnCase(channels=4, lengths=(3, 0, 6), h0=None, dtype=BF16, gate_dtype=torch.float32),
+    RnnCase(channels=4, lengths=(3, 0, 6), gamma="high", bound_dtype=BF16, dtype=BF16),
     RnnCase(channels=4, dtype=torch.float64, gate_dtype=torch.float32, h0="single"),
 ]
 
@@ -420,11 +447,11 @@ def test_opcheck(case: RnnCase, time: int | None, grad: bool, device: str) -> No
 def test_opcheck_of_backward_and_step(case: RnnCase, device: str) -> None:
     arguments, (dh, dh_final) = arguments_of(case, device)
     h, _, logits = raw.gated_rnn_with_logits(*arguments.values())
-    z, x, w, h0, cu_seqlens = arguments.values()
-    kept = (x, w, logits, h, h0, z.dtype, cu_seqlens)
+    z, x, w, h0, cu_seqlens, gamma = arguments.values()
+    kept = (x, w, logits, h, h0, z.dtype, cu_seqlens, gamma)
     torch.library.opcheck(raw.gated_rnn_backward.default, (dh, dh_final, *kept))
     state = torch.ones_like(x[:, 0], dtype=dh_final.dtype)
-    torch.library.opcheck(raw.gated_rnn_step.default, (z[:, 0], x[:, 0], w, state))
+    torch.library.opcheck(raw.gated_rnn_step.default, (z[:, 0], x[:, 0], w, state, gamma))
 
 
 @pytest.mark.parametrize("case", rnn_cases.KINDS, ids=str)
@@ -470,8 +497,8 @@ def test_compiled_once_for_all_shapes(case: RnnCase, device: str) -> None:
 
 
 def test_autocast(device: str) -> None:
-    """Data go to autocast's type; the matrix and the state keep fp32."""
-    arguments, _ = arguments_of(RnnCase(time=20, channels=16), device)
+    """Data go to autocast's type; the matrix, the bounds and the state keep fp32."""
+    arguments, _ = arguments_of(RnnCase(time=20, channels=16, gamma="low"), device)
     named = with_grad(arguments)
     with torch.autocast(device, dtype=BF16):
         h, final = ops.gated_rnn(**named)
@@ -485,7 +512,8 @@ def test_autocast(device: str) -> None:
     assert all(g.dtype == torch.float32 for g in grads)
     state = arguments["h0"].clone()
     with torch.autocast(device, dtype=BF16), torch.no_grad():
-        h = ops.gated_rnn_step(named["z"][:, 0], named["x"][:, 0], named["w_zh"], state)
+        token = named["z"][:, 0], named["x"][:, 0], named["w_zh"]
+        h = ops.gated_rnn_step(*token, state, gamma=named["gamma"])
     assert torch.equal(h, expected[0][:, 0])
 
 
@@ -556,7 +584,7 @@ def test_a_step_bumps_the_version_of_its_state(device: str) -> None:
 @pytest.mark.usefixtures("_needs_a_gpu")
 @pytest.mark.parametrize("width", [24, 128, 300])
 def test_cuda_graph(width: int) -> None:
-    arguments, _ = arguments_of(RnnCase(time=20, channels=width, batch=5), "cuda")
+    arguments, _ = arguments_of(RnnCase(time=20, channels=width, batch=5, gamma="low"), "cuda")
     given = leaves(arguments)
     expected = ops.gated_rnn(**arguments)
     static = {k: torch.zeros_like(v) for k, v in given.items()}
@@ -578,7 +606,7 @@ def test_cuda_graph(width: int) -> None:
 @pytest.mark.usefixtures("_needs_a_gpu")
 def test_the_matrix_gradient_follows_torchs_settings_and_nothing_else_does() -> None:
     """float32 stays float32 whatever allow_tf32 says, but for dW, which is a product of torch's."""
-    case = RnnCase(time=60, batch=4, channels=128)
+    case = RnnCase(time=60, batch=4, channels=128, gamma="low")
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -618,6 +646,8 @@ WRONG = [
         {"w_zh": zeros(4, 4, dtype=torch.float64)},
         "gated_rnn: w_zh must be float32 (x is float32), got float64",
     ),
+    ({"gamma": zeros(3)}, "gated_rnn: gamma must have shape [D] = [4], got [3]"),
+    ({"gamma": zeros(4, dtype=BF16)}, "gamma must be float32 (x is float32), got bfloat16"),
     ({"h0": zeros(3, 4)}, "gated_rnn: h0 must have shape [N, D] = [2, 4], got [3, 4]"),
     ({"h0": zeros(2, 4, dtype=BF16)}, "h0 must be float32 (x is float32), got bfloat16"),
     (
@@ -634,6 +664,18 @@ def test_wrong_arguments(change: dict[str, Tensor], message: str) -> None:
         ops.gated_rnn(**(good() | change))
 
 
+def test_bounds_are_checked_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = {"z": zeros(2, 4), "x": zeros(2, 4), "w_zh": zeros(4, 4), "state": zeros(2, 4)}
+    wrong = {"gamma": torch.tensor([0, 0.5, 1, 0])}
+    ops.gated_rnn(**good(), **wrong)  # the caller's responsibility otherwise
+    monkeypatch.setenv("TIDEGATE_DEBUG", "1")
+    message = re.escape("gamma must lie in [0, 1), got values from 0 to 1")
+    with pytest.raises(RuntimeError, match=f"gated_rnn: {message}"):
+        ops.gated_rnn(**good(), **wrong)
+    with pytest.raises(RuntimeError, match=f"gated_rnn_step: {message}"):
+        ops.gated_rnn_step(**token, **wrong)
+
+
 def test_wrong_offsets_and_steps() -> None:
     one = {k: v[:1] if v.dim() == 3 else v for k, v in good().items()}
     with pytest.raises(RuntimeError, match=re.escape("cu_seqlens must rise from 0 to T = 6, got")):
@@ -645,6 +687,7 @@ def test_wrong_offsets_and_steps() -> None:
         ({"w_zh": zeros(5, 4)}, "gated_rnn_step: w_zh must have shape [D, D] = [4, 4], got"),
         ({"state": zeros(1, 4)}, "gated_rnn_step: state must have shape [B, D] = [2, 4], got"),
         ({"state": zeros(2, 4).double()}, "gated_rnn_step: state must be float32"),
+        ({"gamma": zeros(5)}, "gated_rnn_step: gamma must have shape [D] = [4], got [5]"),
     ]
     for change, message in wrong:
         with pytest.raises(RuntimeError, match=re.escape(message)):

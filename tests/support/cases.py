@@ -158,7 +158,7 @@ def run(case: Case, device: str, *, backward: bool) -> dict[str, Tensor]:
     if backward:
         placed = {k: v if v is None else v.detach().requires_grad_() for k, v in placed.items()}
     op: Callable[..., tuple[Tensor, Tensor]] = getattr(tidegate.ops, case.op)
-    h, final = op(*placed.values(), **options(case), cu_seqlens=cu_seqlens)
+    h, final = op(**placed, **options(case), cu_seqlens=cu_seqlens)
     out = {"h": h, "final": final}
     if not backward:
         return out

@@ -22,6 +22,8 @@ class RnnCase(cases.Named):
     dtype: torch.dtype = torch.float32
     gate_dtype: torch.dtype | None = None  # of z; None = dtype
     matrix_dtype: torch.dtype | None = None  # of w_zh; None = dtype
+    gamma: str | None = None  # "low" | "high" | "all" (0 to next to one); None: absent
+    bound_dtype: torch.dtype | None = None  # of gamma; None = the state's
     h0: str | None = (
         "state"  # None: absent; "state" | "data" | "single": the state's dtype, x's, ..
     )
@@ -65,11 +67,24 @@ def _inputs(case: RnnCase) -> dict[str, Tensor | None]:
         "w_zh": w.to(case.matrix_dtype or case.dtype),
         "h0": cases.randn(states, h0_dtype, rng) if case.h0 else None,
         "cu_seqlens": cu_seqlens,
+        "gamma": _bounds(case, rng),
     }
     final = cases.randn(states, state, rng)
     inputs["dh"] = cases.randn(shape, case.dtype, rng) if case.grads != "final" else None
     inputs["dh_final"] = final if case.grads != "h" else None
     return {k: v if v is None else cases.lay_out(v, case.layout) for k, v in inputs.items()}
+
+
+def _bounds(case: RnnCase, rng: torch.Generator) -> Tensor | None:
+    if case.gamma is None:
+        return None
+    dtype = case.bound_dtype or walks.state_dtype(case.dtype)
+    u = torch.rand(case.channels, generator=rng, dtype=torch.float64)
+    low, high = {"low": (0.0, 0.1), "high": (0.9, 0.999), "all": (0.0, 1.0)}[case.gamma]
+    gamma = low + (high - low) * u
+    if case.gamma == "all":
+        gamma[::3], gamma[1::3] = 0.0, 1.0
+    return gamma.clamp(max=1 - 2.0 ** (-8 if dtype.itemsize == 2 else -24)).to(dtype)
 
 
 # Coverage ---------------------------------------------------------------------------------------
@@ -89,6 +104,8 @@ def vary(case: RnnCase, seed: int) -> RnnCase:
         channels=rng.choice((1, 3, 5, 8, 16, 33, 130)) if case.time < 1000 else 7,
         gate_dtype=rng.choice((None, None, torch.float32)),
         matrix_dtype=rng.choice((None, None, torch.float32)),
+        gamma=rng.choice((None, None, "low", "high", "all")),
+        bound_dtype=rng.choice((None, torch.float32 if widest else case.dtype)),
         h0=rng.choice(("state", "state", "single" if widest else "data", None)),
         lengths=cases.random_lengths(case.time, rng) if rng.random() < 0.4 else None,
         offsets_dtype=rng.choice((torch.int32, torch.int64)),
@@ -110,11 +127,11 @@ def every_length() -> list[RnnCase]:
 def every_mix() -> list[RnnCase]:
     """Each dtype with gates, matrices and states in every dtype that they may have."""
     mixes = [
-        replace(kind, gate_dtype=gate, matrix_dtype=bound, h0=h0)
+        replace(kind, gate_dtype=gate, matrix_dtype=matrix, gamma="low", bound_dtype=bound, h0=h0)
         for kind in KINDS
         for gate in (kind.dtype, torch.float32)
-        for bound in (kind.dtype, torch.float32)
-        for h0 in ("data", "single")
+        for matrix in (kind.dtype, torch.float32)
+        for bound, h0 in ((kind.dtype, "data"), (torch.float32, "single"))
     ]
     return list(dict.fromkeys(mixes))
 
@@ -122,9 +139,10 @@ def every_mix() -> list[RnnCase]:
 def every_regime(time: int = 65) -> list[RnnCase]:
     """Each dtype under each regime of the gates."""
     return [
-        replace(kind, time=time, channels=16, gates=g, seed=7)
+        replace(kind, time=time, channels=16, gates=g, gamma=gamma, seed=7)
         for kind in KINDS
         for g in cases.GATES
+        for gamma in (None, "all")
     ]
 
 

@@ -20,8 +20,10 @@ class RnnProblem {
  public:
   using Row = std::vector<Real>;
 
-  /// Sequences of these lengths: one after another in a batch of one, or rows of a batch.
-  RnnProblem(const std::vector<int64_t>& lengths, bool packed, int64_t dim, unsigned seed)
+  /// Sequences of these lengths: one after another in a batch of one, or rows of a batch. Bounds
+  /// from zero to 0.9, or none.
+  RnnProblem(const std::vector<int64_t>& lengths, bool packed, int64_t dim, unsigned seed,
+             bool bounded = true)
       : dim_(dim), sequences_(static_cast<int64_t>(lengths.size())) {
     for (int64_t length : lengths) offsets_.push_back(offsets_.back() + length);
     const size_t tokens = static_cast<size_t>(offsets_.back() * dim);
@@ -36,9 +38,13 @@ class RnnProblem {
     z = draw(tokens, 2), x = draw(tokens, 1), dh = draw(tokens, 1);
     w = draw(static_cast<size_t>(dim * dim), 1 / std::sqrt(static_cast<double>(dim)));
     h0 = draw(states, 1), dh_final = draw(states, 1);
+    gamma.resize(static_cast<size_t>(dim));
+    for (int64_t i = 0; i < dim; ++i) {
+      gamma[i] = bounded ? static_cast<Real>(0.9) * i / dim : Real(0);
+    }
     const Real nan = std::numeric_limits<Real>::quiet_NaN();
     for (Row* row : {&h, &logits, &dz, &dx, &h_before}) row->assign(tokens, nan);
-    for (Row* row : {&h_final, &dh0}) row->assign(states, nan);
+    for (Row* row : {&h_final, &dh0, &dgamma}) row->assign(states, nan);
 
     kernels::GatedRnnParams& forward = params_.forward;
     forward.layout.sequences = sequences_;
@@ -50,6 +56,7 @@ class RnnProblem {
     forward.z = series(z), forward.x = series(x), forward.h = series(h),
     forward.logits = series(logits);
     forward.w = w.data(), forward.h0 = h0.data(), forward.h_final = h_final.data();
+    if (bounded) forward.gamma = gamma.data(), params_.dgamma_partial = dgamma.data();
     params_.dh = series(dh), params_.dz = series(dz), params_.dx = series(dx);
     params_.h_before = series(h_before);
     params_.dh_final = dh_final.data(), params_.dh0 = dh0.data();
@@ -72,6 +79,7 @@ class RnnProblem {
   double error() const {
     std::vector<double> e_h(h.size()), e_logits(h.size()), e_dz(h.size()), e_dx(h.size());
     std::vector<double> e_before(h.size()), e_final(h_final.size()), e_dh0(h_final.size());
+    std::vector<double> e_dgamma(h_final.size());
     for (int64_t n = 0; n < sequences_; ++n) {
       std::vector<double> state(h0.begin() + n * dim_, h0.begin() + (n + 1) * dim_);
       for (int64_t t = offsets_[n]; t < offsets_[n + 1]; ++t) {
@@ -79,8 +87,8 @@ class RnnProblem {
         for (int64_t i = 0; i < dim_; ++i) {
           double logit = z[t * dim_ + i];
           for (int64_t k = 0; k < dim_; ++k) logit += w[i * dim_ + k] * before[k];
-          const double gate = 1 / (1 + std::exp(-logit));
-          state[i] = gate * before[i] + (1 - gate) * x[t * dim_ + i];
+          const double shut = (1 - gamma[i]) / (1 + std::exp(logit));
+          state[i] = (1 - shut) * before[i] + shut * x[t * dim_ + i];
           e_h[t * dim_ + i] = state[i], e_logits[t * dim_ + i] = logit;
           e_before[t * dim_ + i] = before[i];
         }
@@ -90,11 +98,13 @@ class RnnProblem {
       for (int64_t t = offsets_[n + 1] - 1; t >= offsets_[n]; --t) {
         for (int64_t i = 0; i < dim_; ++i) {
           const int64_t at = t * dim_ + i;
-          const double gate = 1 / (1 + std::exp(-e_logits[at]));
+          const double gate = 1 / (1 + std::exp(-e_logits[at])), part = 1 - gamma[i];
           const double grad = dh[at] + carry[i];
-          e_dx[at] = (1 - gate) * grad;
-          e_dz[at] = grad * (e_before[at] - x[at]) * gate * (1 - gate);
-          carry[i] = gate * grad;
+          const double to_gamma = grad * (e_before[at] - x[at]) * (1 - gate);
+          e_dx[at] = part * (1 - gate) * grad;
+          e_dz[at] = part * gate * to_gamma;
+          e_dgamma[n * dim_ + i] += to_gamma;
+          carry[i] = (gamma[i] + part * gate) * grad;
         }
         for (int64_t i = 0; i < dim_; ++i) {
           for (int64_t k = 0; k < dim_; ++k) carry[k] += w[i * dim_ + k] * e_dz[t * dim_ + i];
@@ -104,11 +114,12 @@ class RnnProblem {
     }
     return std::max({distance(h, e_h), distance(logits, e_logits), distance(h_final, e_final),
                      distance(dz, e_dz), distance(dx, e_dx), distance(h_before, e_before),
-                     distance(dh0, e_dh0)});
+                     distance(dh0, e_dh0),
+                     forward().gamma == nullptr ? 0 : distance(dgamma, e_dgamma)});
   }
 
-  Row z, x, w, h0, dh, dh_final;                  // read
-  Row h, logits, h_final, dz, dx, h_before, dh0;  // written
+  Row z, x, w, gamma, h0, dh, dh_final;                   // read
+  Row h, logits, h_final, dz, dx, h_before, dh0, dgamma;  // written
 
  private:
   kernels::TimeSeries series(Row& row) const {

@@ -30,9 +30,17 @@ TIDEGATE_INLINE void copy_row(R* to, const R* from, int64_t dim) {
   });
 }
 
+/// Sums over time are kept in short runs of so many tokens, and the runs' sums after each other:
+/// not T roundings lie on the way of a term, but as many and T over as many.
+constexpr int64_t kSummedTokens = 64;
+
 template <class R, class E, class G>
 struct GatedRnnBlock {
   using V = Vec<R>;
+
+  static TIDEGATE_INLINE V lower_bound(const R* gamma, int64_t j, auto extent) {
+    return gamma == nullptr ? V{} : load<R>(gamma + j, extent);
+  }
 
   /// The sequences that are still being walked at `step`: a prefix, since the longest come first.
   static TIDEGATE_INLINE int active(const RnnBlock& block, int64_t step) {
@@ -67,11 +75,14 @@ struct GatedRnnBlock {
     const E* x = token_row<const E>(params.x, row, step);
     E* h = token_row<E>(params.h, row, step);
     R* kept = params.logits.data == nullptr ? nullptr : token_row<R>(params.logits, row, step);
+    const R* bounds = static_cast<const R*>(params.gamma);
     for_each_vector<R>(params.channels, [&](int64_t j, auto extent) {
       const V logit = load<R>(z + j, extent) + load<R>(product + j, extent);
       const Sigmoids<R> gate = sigmoids<R>(logit);
-      const V entering = gate.neg * load<R>(x + j, extent);
-      const V next = fma(gate.pos, load<R>(state + j, extent), entering);
+      const V gamma = lower_bound(bounds, j, extent), part = R(1) - gamma;
+      const V entering = part * gate.neg * load<R>(x + j, extent);
+      const V open = forget_gate<R>(logit, gate, gamma, part);
+      const V next = fma(open, load<R>(state + j, extent), entering);
       store<R>(state + j, next, extent);
       store<R>(h + j, next, extent);
       if (kept != nullptr) store<R>(kept + j, logit, extent);
@@ -85,18 +96,33 @@ struct GatedRnnBlock {
     const int64_t stride = block.stride;
     R* gate_grads = static_cast<R*>(block.vectors);  // da
     R* carries = static_cast<R*>(block.products);    // what flows from step t + 1 into h_t
+    R* bound_grads = static_cast<R*>(block.sums);    // dgamma's short runs
+    for (int r = 0; r < block.count; ++r) {
+      copy_row<R>(bound_grads + r * stride, nullptr, dim);
+      if (R* total = state_row<R>(params.dgamma_partial, dim, block.rows[r])) {
+        copy_row<R>(total, nullptr, dim);
+      }
+    }
     for (int64_t step = block.rows[0].length - 1; step >= 0; --step) {
       const int rows = active(block, step);
       for (int r = 0; r < rows; ++r) {
         R* carry = carries + r * stride;
-        // s(a) dh, what of h_t's gradient passes to h_{t-1} directly, waits in dh0, where it ends.
+        // lambda dh, what of h_t's gradient passes to h_{t-1} directly, waits in dh0, where it
+        // ends.
         R* passed_on = state_row<R>(params.dh0, dim, block.rows[r]);
         if (step == block.rows[r].length - 1) {
           copy_row<R>(carry, state_row<R>(params.dh_final, dim, block.rows[r]), dim);
         } else {
           add_row(carry, passed_on, dim);
         }
-        backward_token(params, block.rows[r], step, carry, gate_grads + r * stride, passed_on);
+        R* bound_grad = bound_grads + r * stride;
+        backward_token(params, block.rows[r], step,
+                       {carry, gate_grads + r * stride, bound_grad, passed_on});
+        R* total = state_row<R>(params.dgamma_partial, dim, block.rows[r]);
+        if (total != nullptr && step % kSummedTokens == 0) {
+          add_row(total, bound_grad, dim);
+          copy_row<R>(bound_grad, nullptr, dim);
+        }
       }
       matrix_product<R>(static_cast<const R*>(block.panels), gate_grads, stride, dim, rows,
                         carries);
@@ -117,25 +143,30 @@ struct GatedRnnBlock {
     });
   }
 
-  /// dh = dh_t + what comes from step t + 1;  da = dh (h_{t-1} - x_t) s(a) s(-a),
-  /// dx = s(-a) dh, and s(a) dh goes on to h_{t-1}.
+  /// Of one sequence, D numbers each.
+  struct BackwardRows {
+    const R* carry;  // what comes from step t + 1
+    R* gate_grad;    // da
+    R* bound_grad;   // gets dgamma's terms
+    R* passed_on;    // lambda dh: goes on to h_{t-1}
+  };
+
+  /// With dh = dh_t + what comes from step t + 1, what GatedRnnBackwardParams says.
   static TIDEGATE_INLINE void backward_token(const GatedRnnBackwardParams& params,
-                                             const RnnRow& row, int64_t step, const R* carry,
-                                             R* gate_grad, R* passed_on) {
+                                             const RnnRow& row, int64_t step,
+                                             const BackwardRows& rows) {
     const GatedRnnParams& forward = params.forward;
     if (step > 0) {
-      gradients(params, row, step, token_row<const E>(forward.h, row, step - 1), carry, gate_grad,
-                passed_on);
+      gradients(params, row, step, token_row<const E>(forward.h, row, step - 1), rows);
     } else {
-      gradients(params, row, step, state_row<const R>(forward.h0, forward.channels, row), carry,
-                gate_grad, passed_on);
+      gradients(params, row, step, state_row<const R>(forward.h0, forward.channels, row), rows);
     }
   }
 
   template <class Before>
   static TIDEGATE_INLINE void gradients(const GatedRnnBackwardParams& params, const RnnRow& row,
-                                        int64_t step, const Before* before, const R* carry,
-                                        R* gate_grad, R* passed_on) {
+                                        int64_t step, const Before* before,
+                                        const BackwardRows& rows) {
     const GatedRnnParams& forward = params.forward;
     const R* logits = token_row<const R>(forward.logits, row, step);
     const E* x = token_row<const E>(forward.x, row, step);
@@ -143,16 +174,20 @@ struct GatedRnnBlock {
     G* dz = token_row<G>(params.dz, row, step);
     E* dx = token_row<E>(params.dx, row, step);
     E* h_before = token_row<E>(params.h_before, row, step);
+    const R* bounds = static_cast<const R*>(forward.gamma);
     for_each_vector<R>(forward.channels, [&](int64_t j, auto extent) {
-      const Sigmoids<R> gate = sigmoids<R>(load<R>(logits + j, extent));
+      const V logit = load<R>(logits + j, extent);
+      const Sigmoids<R> gate = sigmoids<R>(logit);
+      const V gamma = lower_bound(bounds, j, extent), part = R(1) - gamma;
       const V h = before == nullptr ? V{} : load<R>(before + j, extent);
-      const V g = load<R>(dh + j, extent) + load<R>(carry + j, extent);
-      const V entering = gate.neg * g;
-      const V da = entering * gate.pos * (h - load<R>(x + j, extent));
-      store<R>(gate_grad + j, da, extent);
+      const V g = load<R>(dh + j, extent) + load<R>(rows.carry + j, extent);
+      const V bound_term = gate.neg * (h - load<R>(x + j, extent)) * g;
+      const V da = part * gate.pos * bound_term;
+      store<R>(rows.gate_grad + j, da, extent);
       store<R>(dz + j, da, extent);
-      store<R>(dx + j, entering, extent);
-      store<R>(passed_on + j, gate.pos * g, extent);
+      store<R>(dx + j, part * gate.neg * g, extent);
+      store<R>(rows.bound_grad + j, load<R>(rows.bound_grad + j, extent) + bound_term, extent);
+      store<R>(rows.passed_on + j, forget_gate<R>(logit, gate, gamma, part) * g, extent);
       store<R>(h_before + j, h, extent);
     });
   }

@@ -79,11 +79,12 @@ void run_blocks(const GatedRnnParams& params, bool transposed, const ParallelFor
   const int64_t blocks = ceil_div(sequences, each);
   run(blocks, [&](int64_t begin, int64_t end) {
     const int64_t bytes = kMaxRnnRows * row_bytes(params);
-    const CpuScratch scratch(2 * bytes);
+    const CpuScratch scratch(3 * bytes);
     RnnBlock block;
     block.panels = params.workspace;
     block.vectors = scratch.get();
     block.products = scratch.get() + bytes;
+    block.sums = scratch.get() + 2 * bytes;
     block.stride = row_bytes(params) / element_bytes(params);
     for (int64_t i = begin; i < end; ++i) {
       block.count = static_cast<int>(std::min(each, sequences - i * each));
@@ -98,6 +99,7 @@ void run_blocks(const GatedRnnParams& params, bool transposed, const ParallelFor
 GatedRnnPlan gated_rnn_plan_cpu(const GatedRnnParams& params) {
   GatedRnnPlan plan;
   plan.workspace_bytes = row_bytes(params) * params.channels;
+  plan.partials = params.layout.sequences;
   return plan;
 }
 

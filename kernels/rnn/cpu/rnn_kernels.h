@@ -27,7 +27,8 @@ struct RnnBlock {
   int count = 0;
   const void* panels = nullptr;  // the matrix, as pack() wrote it
   void* vectors = nullptr;       // [kMaxRnnRows, stride] of the state type: what is multiplied
-  void* products = nullptr;      // the same, and what comes out; both 64-byte aligned
+  void* products = nullptr;      // the same, and what comes out
+  void* sums = nullptr;          // the same, over tokens; all three 64-byte aligned
   int64_t stride = 0;            // D padded to whole panels
 };
 

@@ -2,7 +2,8 @@
 
 // The gated RNN with its matrix on the chip: one launch walks all tokens.
 
-#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/forget_gate.cuh"
+#include "kernels/common/cuda/precise.cuh"
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/rnn/cuda/elements.cuh"
 #include "kernels/rnn/cuda/matrix_in_fragments.cuh"
@@ -84,6 +85,9 @@ struct OwnedElement {
   __device__ float initial(const GatedRnnParams& p, const void* state) const {
     return exists && state != nullptr ? static_cast<const float*>(state)[state_index(p)] : 0.0f;
   }
+  __device__ float lower_bound(const GatedRnnParams& p) const {
+    return exists && p.gamma != nullptr ? static_cast<const float*>(p.gamma)[channel] : 0.0f;
+  }
 };
 
 template <class Tile>
@@ -141,10 +145,11 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
   OwnedElement element[kOwn];
   TokenColumn z[kOwn], x[kOwn];
   int64_t first[kOwn];  // of h and logits
-  float state[kOwn];
+  float state[kOwn], gamma[kOwn];
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
     element[e] = owned_element<Tile>(p, matrix, e);
+    gamma[e] = element[e].lower_bound(p);
     z[e] = element[e].column(p.z), x[e] = element[e].column(p.x);
     first[e] = element[e].first_index(p);
     state[e] = element[e].initial(p, p.h0);
@@ -192,7 +197,8 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
     for (int e = 0; e < kOwn; ++e) {
       const float found = gate_type.value(now[e].z) + products[e];
       const ChipGates gate = sigmoids<GateMath<float, false>>(found);
-      const float next = fmaf(gate.pos, state[e], gate.neg * type.value(now[e].x));
+      const float entering = (1.0f - gamma[e]) * gate.neg * type.value(now[e].x);
+      const float next = fmaf(forget_gate(gamma[e], gate), state[e], entering);
       const bool exists = t < element[e].sequence.length;
       logit[e] = exists ? found : logit[e];
       state[e] = exists ? next : state[e];
@@ -209,9 +215,10 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
 
 /// What a step backward multiplies the gradient of the state by, and what it adds.
 struct TokenFactors {
-  float open, shut;  // sigmoid of the logit and of its negative
-  float slope;       // of h_t by the logit
-  float h;           // the state before
+  float open, shut;   // lambda_t and 1 - lambda_t
+  float slope;        // of h_t by the logit
+  float bound_slope;  // of h_t by gamma
+  float h;            // the state before
   float dh;
 };
 
@@ -220,10 +227,17 @@ struct BackwardBits {
   unsigned x, h, dh;
   float logit;
 
-  __device__ TokenFactors factors(const ElementType& type, bool has_before, float h0) const {
+  __device__ TokenFactors factors(const ElementType& type, float gamma, bool has_before,
+                                  float h0) const {
     const ChipGates gate = sigmoids<GateMath<float, false>>(logit);
     const float before = has_before ? type.value(h) : h0;
-    return {gate.pos, gate.neg, gate.neg * gate.pos * (before - type.value(x)), before,
+    const float part = 1.0f - gamma;
+    const float bound_slope = gate.neg * (before - type.value(x));
+    return {forget_gate(gamma, gate),
+            part * gate.neg,
+            part * gate.pos * bound_slope,
+            bound_slope,
+            before,
             type.value(dh)};
   }
 };
@@ -240,10 +254,12 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
   TokenColumn x[kOwn], dh[kOwn];
   int64_t first[kOwn];  // of logits, h, dz, dx and h_before
   BackwardBits next[kOwn] = {};
-  float carry[kOwn], h0[kOwn];
+  float carry[kOwn], h0[kOwn], gamma[kOwn];
+  Sum<float, true> bound_grad[kOwn];  // dgamma
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
     element[e] = owned_element<Tile>(p, matrix, e);
+    gamma[e] = element[e].lower_bound(p);
     x[e] = element[e].column(p.x), dh[e] = element[e].column(params.dh);
     first[e] = element[e].first_index(p);
     carry[e] = element[e].initial(p, params.dh_final);
@@ -261,7 +277,7 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
   TokenFactors factors[kOwn];
   // What token t needs but for the gradient from later ones: past a sequence's end, nothing.
   const auto prepare = [&](int e, int t) {
-    const TokenFactors found = next[e].factors(type, t > 0, h0[e]);
+    const TokenFactors found = next[e].factors(type, gamma[e], t > 0, h0[e]);
     factors[e] = exists(e, t) ? found : TokenFactors{};
   };
 #pragma unroll
@@ -288,6 +304,7 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
             type.store(type.at(params.dx, index), factors[e].shut * carry[e]);
             type.store(type.at(params.h_before, index), factors[e].h);
           }
+          bound_grad[e].add(factors[e].bound_slope * carry[e]);
           carry[e] *= factors[e].open;
         }
         prepare(e, t - 1);
@@ -304,7 +321,12 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
   }
 #pragma unroll
   for (int e = 0; e < kOwn; ++e) {
-    if (element[e].writes) static_cast<float*>(params.dh0)[element[e].state_index(p)] = carry[e];
+    if (!element[e].writes) continue;
+    const int64_t index = element[e].state_index(p);
+    static_cast<float*>(params.dh0)[index] = carry[e];
+    if (params.dgamma_partial != nullptr) {
+      static_cast<float*>(params.dgamma_partial)[index] = bound_grad[e].value();
+    }
   }
   matrix.finish();
 }

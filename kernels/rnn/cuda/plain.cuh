@@ -3,7 +3,8 @@
 // The gated RNN with one block a sequence and the matrix read anew at every step: any width, any
 // type. What the fast kernels do not take runs here.
 
-#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/forget_gate.cuh"
+#include "kernels/common/cuda/precise.cuh"
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/rnn/cuda/elements.cuh"
 #include "kernels/rnn/rnn.h"
@@ -12,7 +13,7 @@ namespace tidegate::kernels {
 
 constexpr int kPlainRnnThreads = 512;
 /// Vectors of D numbers that a sequence keeps in the workspace, in either direction.
-constexpr int kPlainRnnVectors = 2;
+constexpr int kPlainRnnVectors = 3;
 
 template <class Real>
 __device__ inline Real* plain_vector(const GatedRnnParams& p, int which) {
@@ -20,9 +21,10 @@ __device__ inline Real* plain_vector(const GatedRnnParams& p, int which) {
          (int64_t{blockIdx.x} * kPlainRnnVectors + which) * p.channels;
 }
 
+/// Of a state, or of the lower bounds.
 template <class Real>
-__device__ inline Real initial(const void* state, int64_t index) {
-  return state == nullptr ? Real(0) : static_cast<const Real*>(state)[index];
+__device__ inline Real value_or_zero(const void* values, int64_t index) {
+  return values == nullptr ? Real(0) : static_cast<const Real*>(values)[index];
 }
 
 /// The sum over the warp, in every lane.
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kPlainRnnThreads) gated_rnn_plain_forward(Gate
   Real* before = plain_vector<Real>(p, 0);
   Real* after = plain_vector<Real>(p, 1);
   for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
-    before[j] = initial<Real>(p.h0, sequence.index * dim + j);
+    before[j] = value_or_zero<Real>(p.h0, sequence.index * dim + j);
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
@@ -61,7 +63,8 @@ __global__ void __launch_bounds__(kPlainRnnThreads) gated_rnn_plain_forward(Gate
         const Real logit = load_element<Real>(p.z.data, p.z.dtype, at_z) + sum;
         const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(logit);
         const Real x = load_element<Real>(p.x.data, p.x.dtype, at_x);
-        const Real h = fused(gate.pos, before[j], gate.neg * x);
+        const Real gamma = value_or_zero<Real>(p.gamma, j);
+        const Real h = fused(forget_gate(gamma, gate), before[j], (Real(1) - gamma) * gate.neg * x);
         after[j] = h;
         store_element<Real>(p.h.data, p.h.dtype, element_index(p.h, sequence.batch, t, j), h);
         if (p.logits.data != nullptr) {
@@ -88,8 +91,14 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
   const Real* w = static_cast<const Real*>(p.w);
   Real* gate_grad = plain_vector<Real>(p, 0);
   Real* carry = plain_vector<Real>(p, 1);
+  // dgamma of this sequence; and what its additions have rounded away, which over many tokens
+  // counts.
+  Real* bound_grad = static_cast<Real*>(params.dgamma_partial);
+  Real* rounded_away = plain_vector<Real>(p, 2);
+  if (bound_grad != nullptr) bound_grad += sequence.index * dim;
   for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
-    carry[j] = initial<Real>(params.dh_final, sequence.index * dim + j);
+    carry[j] = value_or_zero<Real>(params.dh_final, sequence.index * dim + j);
+    if (bound_grad != nullptr) bound_grad[j] = rounded_away[j] = 0;
   }
   for (int step = sequence.length - 1; step >= 0; --step) {
     const int64_t t = sequence.start + step;
@@ -100,16 +109,23 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
       const Real logit = static_cast<const Real*>(p.logits.data)[at(p.logits, j)];
       const Sigmoids<Real> gate = sigmoids<GateMath<Real, false>>(logit);
       const Real h = step > 0 ? load_element<Real>(p.h.data, p.h.dtype, at(p.h, j) - p.h.stride_t)
-                              : initial<Real>(p.h0, sequence.index * dim + j);
+                              : value_or_zero<Real>(p.h0, sequence.index * dim + j);
       const Real x = load_element<Real>(p.x.data, p.x.dtype, at(p.x, j));
       const Real g =
           load_element<Real>(params.dh.data, params.dh.dtype, at(params.dh, j)) + carry[j];
-      const Real entering = gate.neg * g;
-      const Real da = entering * gate.pos * (h - x);
+      const Real gamma = value_or_zero<Real>(p.gamma, j);
+      const Real part = Real(1) - gamma;
+      const Real bound_term = gate.neg * (h - x) * g;
+      const Real da = part * gate.pos * bound_term;
+      if (bound_grad != nullptr) {
+        const Precise<Real> sum = exact_sum(bound_grad[j], bound_term);
+        bound_grad[j] = sum.hi;
+        rounded_away[j] += sum.lo;
+      }
       gate_grad[j] = da;
-      carry[j] = gate.pos * g;
+      carry[j] = forget_gate(gamma, gate) * g;
       store_element<Real>(params.dz.data, params.dz.dtype, at(params.dz, j), da);
-      store_element<Real>(params.dx.data, params.dx.dtype, at(params.dx, j), entering);
+      store_element<Real>(params.dx.data, params.dx.dtype, at(params.dx, j), part * gate.neg * g);
       store_element<Real>(params.h_before.data, params.h_before.dtype, at(params.h_before, j), h);
     }
     __syncthreads();
@@ -124,6 +140,7 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
   }
   for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
     static_cast<Real*>(params.dh0)[sequence.index * dim + j] = carry[j];
+    if (bound_grad != nullptr) bound_grad[j] += rounded_away[j];
   }
 }
 

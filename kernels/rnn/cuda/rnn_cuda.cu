@@ -2,6 +2,7 @@
 
 #include "kernels/rnn/rnn_cuda.h"
 
+#include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/dtypes.h"
 #include "kernels/rnn/cuda/chip_family.h"
 #include "kernels/rnn/cuda/plain.cuh"
@@ -55,7 +56,9 @@ cudaError_t gated_rnn_forward_plan(const GatedRnnParams& params, GatedRnnPlan* p
 }
 
 cudaError_t gated_rnn_backward_plan(const GatedRnnBackwardParams& params, GatedRnnPlan* plan) {
-  return find_plan(params.forward, /*backward=*/true, plan);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_plan(params.forward, /*backward=*/true, plan));
+  plan->partials = params.forward.layout.sequences;
+  return cudaSuccess;
 }
 
 cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream) {

@@ -5,7 +5,7 @@
 //   h_t = lambda_t * rot * h_{t-1} + (1 - lambda_t) * act(c_t),   rot = exp(i theta), or 1 when
 //   real
 
-#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/forget_gate.cuh"
 #include "kernels/common/cuda/rotation.cuh"
 #include "kernels/scan/cuda/partial_sums.cuh"
 #include "kernels/scan/cuda/parts.cuh"
@@ -126,19 +126,6 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
     }
   }
 
-  /// lambda = gamma + (1 - gamma) sigmoid(f) = 1 - (1 - gamma) sigmoid(-f): from the smaller
-  /// sigmoid, so that an open gate forgets exactly nothing.
-  static __device__ Real forget_gate(Real gamma, bool open, Real smaller) {
-    const Real one_minus_gamma = Real(1) - gamma;
-    return fused(open ? -one_minus_gamma : one_minus_gamma, smaller, open ? Real(1) : gamma);
-  }
-  static __device__ Real forget_gate(Real gamma, Sigmoids<Real> s) {
-    const bool open = s.pos > s.neg;
-    return forget_gate(gamma, open, open ? s.neg : s.pos);
-  }
-  static __device__ Real forget_gate(Real gamma, PackedSigmoids<Real> s) {
-    return fused(Real(1) - gamma, s.smaller, s.open() ? Real(1) : gamma);
-  }
   /// sigmoid(x) alone, to what 16-bit data can show. Where exp(-x) overflows, the reciprocal is
   /// zero, as it should be.
   static __device__ Real quick_sigmoid(Real x) {
@@ -269,7 +256,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
     const Real r = Math::reciprocal(gate.sum * act.sum);
     const Real gate_scale = act.sum * r;
     const bool open = f > Real(0);
-    d.lambda[v] = Base::forget_gate(gamma, open, (open ? gate.neg : gate.pos) * gate_scale);
+    d.lambda[v] = forget_gate(gamma, open, (open ? gate.neg : gate.pos) * gate_scale);
     const Real scale_re = one_minus_gamma * gate.neg * (silu ? act.pos * r : gate_scale);
     if constexpr (kComplex) {
       const Real open_im = sigmoids<Math>(x.im).pos;  // always: branches would cost more
@@ -422,7 +409,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   }
 
   __device__ Real lambda_of(const Decoded& d, int v) const {
-    return kKeepsLambda ? d.lambda[v] : Base::forget_gate(this->gamma[v], d.gate[v]);
+    return kKeepsLambda ? d.lambda[v] : forget_gate(this->gamma[v], d.gate[v]);
   }
 
   /// Keeps g.
@@ -505,8 +492,7 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
     df_out = dlambda * (input_gate * sig.pos);
     dgamma[v].add(dlambda * sig.neg);
     if constexpr (kComplex) {
-      dtheta[v].add(Base::forget_gate(this->gamma[v], gate) *
-                    (g.im * turned.re - g.re * turned.im));
+      dtheta[v].add(forget_gate(this->gamma[v], gate) * (g.im * turned.re - g.re * turned.im));
     }
   }
 
