@@ -169,6 +169,7 @@ template <typename Visit>
 void visit_options(nn::GatedRNNOptions& options, const Visit& visit) {
   visit("gate_init", options.gate_init());
   visit("gumbel_gate", options.gumbel_gate());
+  visit("lower_bound", options.lower_bound());
 }
 
 template <typename Visit>

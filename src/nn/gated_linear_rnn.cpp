@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward(const Tensor& x,
   const OptionalTensor state = normalized(given_state);
   const OptionalTensor gamma = normalized(given_gamma);
   check_mixer_input("GatedLinearRNN", x, options.dim());
-  check_gamma(gamma);
+  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
   if (state) check_state(*state, x, normalized(given_bounds));
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   const bool is_noisy = options.gumbel_gate() && is_training();
@@ -47,19 +47,10 @@ Tensor GatedLinearRNNImpl::step(const Tensor& x, const Tensor& state,
                                 const OptionalTensor& given_gamma) {
   const OptionalTensor gamma = normalized(given_gamma);
   check_mixer_input("GatedLinearRNN.step", x, options.dim(), /*time=*/false);
-  check_gamma(gamma);
+  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
   check_state(state, x);
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   return hgru_step(parts[1], parts[0], gamma, std::nullopt, state, "none");
-}
-
-void GatedLinearRNNImpl::check_gamma(const OptionalTensor& gamma) const {
-  if (!gamma) return;
-  TORCH_CHECK_VALUE(options.lower_bound(),
-                    "GatedLinearRNN: gamma: expected None with lower_bound=False; got a tensor");
-  TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == options.dim(),
-                    "GatedLinearRNN: gamma: expected [dim=", options.dim(), "]; got ",
-                    shape_text(*gamma));
 }
 
 void GatedLinearRNNImpl::pretty_print(std::ostream& stream) const {

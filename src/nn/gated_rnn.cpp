@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const Optional
                                                  const OptionalTensor& given_bounds) {
   const OptionalTensor state = normalized(given_state);
   check_mixer_input("GatedRNN", x, options.dim());
-  check_gamma(normalized(gamma));
+  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
   if (state) check_state(*state, x, normalized(given_bounds));
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   Tensor z = parts[0], w_zh = state_proj->weight;
@@ -43,24 +43,20 @@ std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const Optional
     z = gumbel_gate(z, *options.gumbel_gate());
     w_zh = w_zh / *options.gumbel_gate();
   }
-  return gated_rnn(z, parts[1], w_zh, state, normalized(given_bounds));
+  return gated_rnn(z, parts[1], w_zh, state, normalized(given_bounds), normalized(gamma));
 }
 
 Tensor GatedRNNImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   check_mixer_input("GatedRNN.step", x, options.dim(), /*time=*/false);
-  check_gamma(normalized(gamma));
+  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
   check_state(state, x);
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
-  return gated_rnn_step(parts[0], parts[1], state_proj->weight, state);
-}
-
-void GatedRNNImpl::check_gamma(const OptionalTensor& gamma) const {
-  TORCH_CHECK_VALUE(!gamma, "GatedRNN: gamma: expected None; got a tensor");
+  return gated_rnn_step(parts[0], parts[1], state_proj->weight, state, normalized(gamma));
 }
 
 void GatedRNNImpl::pretty_print(std::ostream& stream) const {
   stream << "tidegate::nn::GatedRNN(dim=" << options.dim() << ", gate_init=" << options.gate_init()
-         << ")";
+         << ", lower_bound=" << options.lower_bound() << ")";
 }
 
 }  // namespace tidegate::nn

@@ -320,22 +320,24 @@ TEST(GatedLinearRnn, StepsEqualTheEquations) {
 TEST(GatedRnn, StepsEqualTheEquations) {
   torch::manual_seed(0);
   const torch::NoGradGuard no_grad;
-  GatedRNN mixer(GatedRNNOptions(kDim).gate_init("ugi").dtype(torch::kDouble));
-  const Tensor x = randn({2, 6, kDim});
-  const auto [y, last] = mixer->forward(x);
+  GatedRNN mixer(GatedRNNOptions(kDim).gate_init("ugi").lower_bound(true).dtype(torch::kDouble));
+  const Tensor x = randn({2, 6, kDim}), gamma = at::linspace(0, 0.9, kDim, at::kDouble);
+  const auto [y, last] = mixer->forward(x, std::nullopt, gamma);
   const Tensor rows = at::linear(x, mixer->in_proj->weight, mixer->in_proj->bias);
   const Tensor from_x = rows.narrow(-1, 0, kDim), entering = rows.narrow(-1, kDim, kDim);
   Tensor h = at::zeros({2, kDim}, at::kDouble), state = mixer->init_state(2);
   for (int64_t t = 0; t < x.size(1); ++t) {
-    const Tensor z = at::sigmoid(from_x.select(1, t) + at::linear(h, mixer->state_proj->weight));
+    const Tensor a = from_x.select(1, t) + at::linear(h, mixer->state_proj->weight);
+    const Tensor z = gamma + (1 - gamma) * at::sigmoid(a);
     h = z * h + (1 - z) * entering.select(1, t);
     EXPECT_TRUE(at::allclose(y.select(1, t), h, 1e-9, 1e-11));
-    EXPECT_TRUE(at::allclose(mixer->step(x.select(1, t), state), h, 1e-9, 1e-11));
+    EXPECT_TRUE(at::allclose(mixer->step(x.select(1, t), state, gamma), h, 1e-9, 1e-11));
   }
   EXPECT_TRUE(at::allclose(last, h, 1e-9, 1e-11));
   EXPECT_TRUE(at::allclose(state, h, 1e-9, 1e-11));
-  expect_refused([&] { mixer->forward(x, std::nullopt, at::zeros({kDim})); },
-                 "GatedRNN: gamma: expected None; got a tensor");
+  GatedRNN unbounded(GatedRNNOptions(kDim).dtype(torch::kDouble));
+  expect_refused([&] { unbounded->forward(x, std::nullopt, gamma); },
+                 "GatedRNN: gamma: expected None with lower_bound=False; got a tensor");
 }
 
 TEST(Modules, DrawNothingOnMeta) {

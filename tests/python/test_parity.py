@@ -377,7 +377,7 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
         "Attention": attention,
         "ForgettingAttention": attention | bound,
         "GatedLinearRNN": vector | bound,
-        "GatedRNN": vector,
+        "GatedRNN": vector | bound,
         "LRU": vector | gated,
         "SLRU": vector,
         "RWKV4": vector | shifted,

@@ -377,10 +377,10 @@ def _attention_inputs(module, device, dtype, variant):
     return [x[:, 3:], state], keywords
 
 
-# GatedLinearRNN
+# GatedLinearRNN and GatedRNN
 
 
-def _gated_linear_rnn_arguments() -> list[Arguments]:
+def _minimal_rnn_arguments() -> list[Arguments]:
     options = itertools.product(GATE_INITS, (None, 0.9), (False, True))
     names = ("gate_init", "gumbel_gate", "lower_bound")
     cases = [((3,), dict(zip(names, values, strict=True))) for values in options]
@@ -417,16 +417,6 @@ def _lru_arguments(is_complex: bool) -> list[Arguments]:
         gates: tuple[dict[str, Any], ...] = ({"gate": "data"}, {"gate": "data", "state": 5})
         cases += [((3,), options) for options in _bounded(gates)]
     return [*cases, ((3,), {}), ((0,), {}), *(((3,), options) for options in wrong)]
-
-
-# GatedRNN
-
-
-def _gated_rnn_arguments() -> list[Arguments]:
-    options = itertools.product(GATE_INITS, (None, 0.9))
-    cases = [((3,), dict(zip(("gate_init", "gumbel_gate"), v, strict=True))) for v in options]
-    wrong = [{"gate_init": "zero"}, {"gumbel_gate": -1.5}]
-    return [*cases, ((0,), {}), ((1,), {"gate_init": "ugi"}), *(((3,), o) for o in wrong)]
 
 
 # RWKV4
@@ -627,7 +617,7 @@ REGISTRY: dict[str, Entry] = {
     ),
     "GatedLinearRNN": Entry(
         tidegate.nn.GatedLinearRNN,
-        _gated_linear_rnn_arguments(),
+        _minimal_rnn_arguments(),
         _mixer_inputs,
         allowed=20,
         variants=3,
@@ -635,7 +625,7 @@ REGISTRY: dict[str, Entry] = {
     "LRU": Entry(tidegate.nn.LRU, _lru_arguments(True), _mixer_inputs, allowed=24, variants=3),
     "SLRU": Entry(tidegate.nn.SLRU, _lru_arguments(False), _mixer_inputs, allowed=7, variants=3),
     "GatedRNN": Entry(
-        tidegate.nn.GatedRNN, _gated_rnn_arguments(), _mixer_inputs, allowed=10, variants=3
+        tidegate.nn.GatedRNN, _minimal_rnn_arguments(), _mixer_inputs, allowed=20, variants=3
     ),
     "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
     "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110),

@@ -80,9 +80,6 @@ class GatedLinearRNNImpl : public Module<GatedLinearRNNImpl>, public TensorState
  protected:
   const char* owner() const override { return "GatedLinearRNN"; }
   const torch::Tensor& own_weight() const override { return in_proj->weight; }
-
- private:
-  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
 };
 
 TORCH_MODULE(GatedLinearRNN);

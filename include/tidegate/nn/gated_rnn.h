@@ -27,6 +27,8 @@ struct GatedRNNOptions {
   /// u uniform, drawn for every token and channel; evaluation and step() have neither noise nor
   /// tau.
   TORCH_ARG(std::optional<double>, gumbel_gate) = std::nullopt;
+  /// Whether a gamma is taken: z_t = gamma + (1 - gamma) * sigmoid(...) (HGRN's lower bounds).
+  TORCH_ARG(bool, lower_bound) = false;
   TIDEGATE_PLACEMENT_ARGS
 };
 
@@ -59,8 +61,8 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   std::vector<int64_t> state_shape() const override { return {options.dim()}; }
 
   /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
-  /// from, unset = zeros. gamma: must be unset. cu_seqlens: bounds `[N+1]` of the sequences packed
-  /// into a B = 1 batch.
+  /// from, unset = zeros. gamma: this layer's lower bound `[dim]` in [0, 1), only with lower_bound.
+  /// cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
   std::tuple<torch::Tensor, torch::Tensor> forward(
       const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
       const std::optional<torch::Tensor>& gamma = std::nullopt,
@@ -71,6 +73,9 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt) override;
 
+  bool takes_gamma() const override { return options.lower_bound(); }
+  int64_t gamma_size() const override { return options.dim(); }
+
   void pretty_print(std::ostream& stream) const override;
 
   GatedRNNOptions options;
@@ -80,9 +85,6 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
  protected:
   const char* owner() const override { return "GatedRNN"; }
   const torch::Tensor& own_weight() const override { return in_proj->weight; }
-
- private:
-  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
 };
 
 TORCH_MODULE(GatedRNN);

@@ -453,10 +453,11 @@ void bind_slru(py::module& m) {
 void bind_gated_rnn(py::module& m) {
   using tidegate::nn::GatedRNNImpl;
   const auto make = [](int64_t dim, const std::string& gate_init, std::optional<double> gumbel_gate,
-                       OptionalDevice device, OptionalDtype dtype) {
+                       bool lower_bound, OptionalDevice device, OptionalDtype dtype) {
     return std::make_shared<GatedRNNImpl>(tidegate::nn::GatedRNNOptions(dim)
                                               .gate_init(gate_init)
                                               .gumbel_gate(gumbel_gate)
+                                              .lower_bound(lower_bound)
                                               .device(device)
                                               .dtype(dtype));
   };
@@ -464,7 +465,8 @@ void bind_gated_rnn(py::module& m) {
   auto bound = torch::python::bind_module<GatedRNNImpl, true>(m, "GatedRNN");
   bound.def(py::init(make), py::arg("dim"), py::kw_only(),
             py::arg("gate_init") = defaults.gate_init(),
-            py::arg("gumbel_gate") = defaults.gumbel_gate(), py::arg("device") = defaults.device(),
+            py::arg("gumbel_gate") = defaults.gumbel_gate(),
+            py::arg("lower_bound") = defaults.lower_bound(), py::arg("device") = defaults.device(),
             py::arg("dtype") = defaults.dtype());
   bind_mixer<GatedRNNImpl>(bound);
 }

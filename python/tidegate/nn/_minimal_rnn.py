@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from .._sharding import fill
-from ._common import check_positive, make_linear, uniform_
+from ._common import check_optional_gamma, check_positive, make_linear, uniform_
 from ._gate_init import check_gumbel_gate, parse_gate_init
 from ._states import TensorStateMixer
 
@@ -20,7 +20,13 @@ class MinimalGatedRNN(TensorStateMixer):
     has_gate_logits = True
 
     def __init__(
-        self, dim: int, gate_init: str, gumbel_gate: float | None, device=None, dtype=None
+        self,
+        dim: int,
+        gate_init: str,
+        gumbel_gate: float | None,
+        lower_bound: bool,
+        device=None,
+        dtype=None,
     ) -> None:
         super().__init__()
         check_positive(self._owner, "dim", dim)
@@ -29,7 +35,21 @@ class MinimalGatedRNN(TensorStateMixer):
         self.dim = dim
         self.gate_init = gate_init
         self.gumbel_gate = gumbel_gate
+        self.lower_bound = bool(lower_bound)
         self.in_proj = make_linear(dim, [dim] * 2, True, device, dtype)
+
+    @property
+    def takes_gamma(self) -> bool:
+        """Whether the forget gate has a lower bound."""
+        return self.lower_bound
+
+    @property
+    def gamma_size(self) -> int:
+        """Width of the lower bound."""
+        return self.dim
+
+    def _check_gamma(self, gamma: Tensor | None) -> None:
+        check_optional_gamma(self._owner, gamma, self.lower_bound, "dim", self.dim)
 
     def _reset_in_proj(self) -> None:
         """Weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
@@ -49,3 +69,9 @@ class MinimalGatedRNN(TensorStateMixer):
 
     def _own_weight(self) -> Tensor:
         return self.in_proj.weight
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}, "
+            f"lower_bound={self.lower_bound}"
+        )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ._common import bounded_gate, check_gamma, refuse_gamma
+from ._common import bounded_gate
 from ._gate_init import gumbel_gate
 from ._minimal_rnn import MinimalGatedRNN
 from ._token_mixing import elementwise_mixing
@@ -51,19 +51,8 @@ class GatedLinearRNN(MinimalGatedRNN):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(dim, gate_init, gumbel_gate, device, dtype)
-        self.lower_bound = bool(lower_bound)
+        super().__init__(dim, gate_init, gumbel_gate, lower_bound, device, dtype)
         self.reset_parameters()
-
-    @property
-    def takes_gamma(self) -> bool:
-        """Whether the forget gate has a lower bound."""
-        return self.lower_bound
-
-    @property
-    def gamma_size(self) -> int:
-        """Width of the lower bound."""
-        return self.dim
 
     def reset_parameters(self) -> None:
         """in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
@@ -94,14 +83,3 @@ class GatedLinearRNN(MinimalGatedRNN):
         self._check_mixing(x, gamma)
         bound = None if gamma is None else gamma.double()
         return elementwise_mixing(*bounded_gate(self.gate_logits(x).double(), bound))
-
-    def _check_gamma(self, gamma: Tensor | None) -> None:
-        if not self.lower_bound:
-            refuse_gamma("GatedLinearRNN", gamma, " with lower_bound=False")
-        check_gamma("GatedLinearRNN", gamma, "dim", self.dim)
-
-    def extra_repr(self) -> str:
-        return (
-            f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}, "
-            f"lower_bound={self.lower_bound}"
-        )

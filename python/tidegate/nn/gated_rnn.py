@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from .. import ops
-from ._common import check_mixer_input, make_linear, refuse_gamma, uniform_
+from ._common import check_mixer_input, make_linear, uniform_
 from ._gate_init import gumbel_gate
 from ._minimal_rnn import MinimalGatedRNN
 
@@ -32,6 +32,8 @@ class GatedRNN(MinimalGatedRNN):
         gumbel_gate: tau of Gumbel-Gate: in training ``sigmoid((... + logit u) / tau)`` around all
             that the gate reads, u uniform, drawn for every token and channel; evaluation and step()
             have neither noise nor tau.
+        lower_bound: whether a gamma is taken: ``z_t = gamma + (1 - gamma) * sigmoid(...)`` (the
+            paper's LB, HGRN's lower bounds).
 
     Parameters: ``in_proj.weight`` ``[2 * dim, dim]`` and bias, rows of z first, then of x;
     ``state_proj.weight`` ``[dim, dim]``, W_zh.
@@ -42,7 +44,6 @@ class GatedRNN(MinimalGatedRNN):
     """
 
     _owner = "GatedRNN"
-    takes_gamma = False
 
     def __init__(
         self,
@@ -50,10 +51,11 @@ class GatedRNN(MinimalGatedRNN):
         *,
         gate_init: str = "standard",
         gumbel_gate: float | None = None,
+        lower_bound: bool = False,
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(dim, gate_init, gumbel_gate, device, dtype)
+        super().__init__(dim, gate_init, gumbel_gate, lower_bound, device, dtype)
         self.state_proj = make_linear(dim, dim, False, device, dtype)
         self.reset_parameters()
 
@@ -70,28 +72,30 @@ class GatedRNN(MinimalGatedRNN):
         w_zh = self.state_proj.weight
         if self.gumbel_gate is not None and self.training:
             z, w_zh = gumbel_gate(z, self.gumbel_gate), w_zh / self.gumbel_gate
-        return ops.gated_rnn(z, entering, w_zh, state, cu_seqlens=cu_seqlens)
+        return ops.gated_rnn(z, entering, w_zh, state, gamma=gamma, cu_seqlens=cu_seqlens)
 
     def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
-        return ops.gated_rnn_step(z, entering, self.state_proj.weight, state)
+        return ops.gated_rnn_step(z, entering, self.state_proj.weight, state, gamma=gamma)
 
-    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the gate is the sigmoid of, without noise, for sequences that start empty:
-        x ``[B, T, dim]`` -> the same, in the state's dtype. cu_seqlens: as in forward()."""
-        return self.gate_parts(x, cu_seqlens)[0]
+    def gate_logits(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, gamma: Tensor | None = None
+    ) -> Tensor:
+        """What the gate is the sigmoid of, without noise and bound, for sequences that start empty:
+        x ``[B, T, dim]`` -> the same, in the state's dtype. cu_seqlens, gamma: as in forward();
+        the state that the gate reads depends on both."""
+        return self.gate_parts(x, cu_seqlens, gamma)[0]
 
-    def gate_parts(self, x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def gate_parts(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, gamma: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """gate_logits and how much of it comes from x, W_zx x_t + b_z; the difference of the two,
         W_zh h_{t-1}, comes from the state. Both ``[B, T, dim]``."""
         check_mixer_input("GatedRNN.gate_parts", x, self.dim)
+        self._check_gamma(gamma)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         w_zh = self.state_proj.weight
-        _, _, logits = ops.gated_rnn_with_logits(z, entering, w_zh, cu_seqlens=cu_seqlens)
+        _, _, logits = ops.gated_rnn_with_logits(
+            z, entering, w_zh, gamma=gamma, cu_seqlens=cu_seqlens
+        )
         return logits, z
-
-    def _check_gamma(self, gamma: Tensor | None) -> None:
-        refuse_gamma("GatedRNN", gamma)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, gate_init={self.gate_init!r}, gumbel_gate={self.gumbel_gate}"

@@ -73,7 +73,9 @@ def forget_gates(
         if getattr(block.mixer, "has_data_gate", False):
             gate = block.mixer.forget_gate(x, gamma).float()
         elif getattr(block.mixer, "has_gate_logits", False):
-            logits = block.mixer.gate_logits(x, bounds).float()
+            # A gate that reads the state depends on the states, which the bound shapes.
+            bound = {"gamma": gamma} if hasattr(block.mixer, "gate_parts") else {}
+            logits = block.mixer.gate_logits(x, bounds, **bound).float()
             gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
         else:
             continue
@@ -90,10 +92,11 @@ def gate_parts(
     Understanding Gated Linear Recurrent Neural Networks", Figure 3). With lengths, of the packed
     tokens ``[1, T, dim]``."""
     parts = {}
-    for layer, (x, bounds) in enumerate(_mixer_calls(model, ids, lengths)):
+    calls = zip(_mixer_calls(model, ids, lengths), model.gammas(), strict=True)
+    for layer, ((x, bounds), gamma) in enumerate(calls):
         mixer = model.blocks[layer].mixer
         if hasattr(mixer, "gate_parts"):
-            logits, from_input = (part.float() for part in mixer.gate_parts(x, bounds))
+            logits, from_input = (part.float() for part in mixer.gate_parts(x, bounds, gamma))
             parts[layer] = (from_input.cpu().numpy(), (logits - from_input).cpu().numpy())
     return parts
 
