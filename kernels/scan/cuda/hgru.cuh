@@ -89,17 +89,17 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
     load_channels(gamma, params.gamma, lane, Real(0));
   }
 
-  /// By the angle of so many steps of the thread's channel number v.
-  __device__ Complex<Real> turn(int v, int steps) const {
-    const Real angle = static_cast<const Real*>(theta)[lane.channel + v];
+  /// Of a step, of the thread's channel number v.
+  __device__ Real angle(int v) const { return static_cast<const Real*>(theta)[lane.channel + v]; }
+  static __device__ Complex<Real> turn(Real angle, int steps) {
     return Rotation<Real, true>::turn(angle, steps);
   }
   template <int kSteps>
   __device__ void prepare_alone() {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      rotation[v].step = turn(v, 1);
-      rotation[v].run = turn(v, kSteps);
+      rotation[v].step = turn(angle(v), 1);
+      rotation[v].run = turn(angle(v), kSteps);
     }
   }
 
@@ -109,12 +109,15 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   static constexpr int kPreparedBytes =
       kComplex && kUse != WalkUse::kShort ? sizeof(PreparedBoard) : 0;
 
+  /// Of the first turn that the thread's warp prepares.
+  __device__ Real given(const Place& at) const { return angle(min(at.warp / 2, kVec - 1)); }
   template <int kSteps>
-  __device__ void prepare_together(char* shared, const Place& at) const {
+  __device__ void prepare_together(char* shared, const Place& at, Real first) const {
     auto& board = *reinterpret_cast<PreparedBoard*>(shared);
 #pragma unroll 1
     for (int i = at.warp; i < 2 * kVec; i += at.warps) {
-      board[i / 2][i % 2][at.lane] = turn(i / 2, i % 2 == 0 ? 1 : kSteps);
+      board[i / 2][i % 2][at.lane] =
+          turn(i == at.warp ? first : angle(i / 2), i % 2 == 0 ? 1 : kSteps);
     }
   }
   __device__ void take_prepared(const char* shared, int lane_index) {
@@ -197,8 +200,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   {
     this->template prepare_alone<HgruForward::kSteps>();
   }
-  __device__ void prepare(char* shared, const Place& at) const {
-    this->template prepare_together<HgruForward::kSteps>(shared, at);
+  __device__ void prepare(char* shared, const Place& at, Real given) const {
+    this->template prepare_together<HgruForward::kSteps>(shared, at, given);
   }
   __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const {
@@ -372,8 +375,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   {
     this->template prepare_alone<HgruBackward::kSteps>();
   }
-  __device__ void prepare(char* shared, const Place& at) const {
-    this->template prepare_together<HgruBackward::kSteps>(shared, at);
+  __device__ void prepare(char* shared, const Place& at, Real given) const {
+    this->template prepare_together<HgruBackward::kSteps>(shared, at, given);
   }
   __device__ void initial(Number (&s)[kVec]) const {
     Base::State::load(s, dh_final, seq.index, lane);

@@ -79,21 +79,28 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   // Where several blocks share a multiprocessor, every warp for itself was faster.
   static constexpr int kPreparedBytes = kUse == WalkUse::kShort ? 0 : sizeof(PreparedBoard);
 
-  __device__ double parameter(const void* values, int v) const {
+  /// The parameters of one channel, as they are given.
+  struct Given {
+    Real log_rate, log_angle, log_gamma;
+  };
+  __device__ Real parameter(const void* values, int v) const {
     return static_cast<const Real*>(values)[lane.channel + v];
   }
   /// Of the thread's channel number v.
+  __device__ Given given(int v) const {
+    return {parameter(nu_log, v), kComplex ? parameter(theta_log, v) : Real(0),
+            parameter(gamma_log, v)};
+  }
+  /// Of the first channel that the thread's warp prepares.
+  __device__ Given given(const Place& at) const { return given(min(at.warp, kVec - 1)); }
+
   template <int kSteps>
-  __device__ Decays find_decays(int v) const {
-    // All are loaded before the first is used.
-    const double log_rate = parameter(nu_log, v);
-    const double log_angle = kComplex ? parameter(theta_log, v) : 0.0;
-    const double log_gamma = parameter(gamma_log, v);
+  static __device__ Decays find_decays(const Given& given) {
     Decays found;
-    const Precise<double> rate = exact_exp({log_rate, 0.0});
+    const Precise<double> rate = exact_exp({given.log_rate, 0.0});
     const Precise<double> modulus = exact_exp({-rate.hi, -rate.lo});
     if constexpr (kComplex) {
-      const Precise<double> angle = exact_exp({log_angle, 0.0});
+      const Precise<double> angle = exact_exp({given.log_angle, 0.0});
       const Turn turn = exact_turn(angle);
       const Precise<double> re = multiply(modulus, turn.cosine);
       const Precise<double> im = multiply(modulus, turn.sine);
@@ -107,7 +114,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
       found.run = in_words_of<Real>({power<kSteps>(modulus.hi), 0.0});
       found.theta = Real(0);
     }
-    found.gamma = static_cast<Real>(exact_exp({log_gamma, 0.0}).hi);
+    found.gamma = static_cast<Real>(exact_exp({given.log_gamma, 0.0}).hi);
     // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
     found.nu = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
     return found;
@@ -121,16 +128,16 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   __device__ void prepare_alone() {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      set_decays(v, find_decays<kSteps>(v));
+      set_decays(v, find_decays<kSteps>(given(v)));
     }
   }
   /// All warps of a team walk the same channels: each is computed by one of them.
   template <int kSteps>
-  __device__ void prepare_together(char* shared, const Place& at) const {
+  __device__ void prepare_together(char* shared, const Place& at, const Given& first) const {
     auto& board = *reinterpret_cast<PreparedBoard*>(shared);
 #pragma unroll 1
     for (int v = at.warp; v < kVec; v += at.warps) {
-      board[v][at.lane] = find_decays<kSteps>(v);
+      board[v][at.lane] = find_decays<kSteps>(v == at.warp ? first : given(v));
     }
   }
   __device__ void take_prepared(const char* shared, int lane_index) {
@@ -196,8 +203,8 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<false, kUse
         h_final(params.h_final) {}
 
   __device__ void prepare() { this->template prepare_alone<LruForward::kSteps>(); }
-  __device__ void prepare(char* shared, const Place& at) const {
-    this->template prepare_together<LruForward::kSteps>(shared, at);
+  __device__ void prepare(char* shared, const Place& at, const typename Base::Given& given) const {
+    this->template prepare_together<LruForward::kSteps>(shared, at, given);
   }
   __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
   __device__ void finish(const Number (&s)[kVec]) const {
@@ -305,8 +312,8 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<true, kUse
         dgamma_log_partial(params.dgamma_log_partial) {}
 
   __device__ void prepare() { this->template prepare_alone<LruBackward::kSteps>(); }
-  __device__ void prepare(char* shared, const Place& at) const {
-    this->template prepare_together<LruBackward::kSteps>(shared, at);
+  __device__ void prepare(char* shared, const Place& at, const typename Base::Given& given) const {
+    this->template prepare_together<LruBackward::kSteps>(shared, at, given);
   }
   __device__ void initial(Number (&s)[kVec]) const {
     Base::State::load(s, dh_final, seq.index, lane);

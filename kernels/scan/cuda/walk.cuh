@@ -44,8 +44,9 @@
 //   Op(params, seq, lane)
 //   prepare()                      what takes a while to compute before the first step, while its
 //                                  inputs are on their way, if there is anything
-//   prepare(shared, at),           the same by all warps of a team together, in kPreparedBytes of
+//   prepare(shared, at, given),    the same by all warps of a team together, in kPreparedBytes of
 //   take_prepared(shared, lane)    shared memory, if that is not zero (never in the plain walk)
+//   given(at)                      what a warp of a team prepares from, read before all runs
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step
@@ -386,22 +387,32 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
   const int end = seq.length;
   Op op(params, seq, lane);
 
-  // First of all the first runs start on their way, then all that takes a while.
+  // First of all the first runs start on their way, then all that takes a while. Of warps that
+  // prepare together only their first ones do, and the others afterwards: what is asked for comes
+  // in that order, and behind three runs of 16 warps the parameters would come late.
   const int stride = at.teams * at.warps * Op::kSteps;  // steps a round
   const bool walks = !kLinked || at.warp < at.warps;
   int k = (at.rank * at.warps + at.warp) * Op::kSteps;
   char* const after_boards = shared_memory + kTeams * sizeof(shared);
   const Ring<Op> ring(after_boards + kTeams * bytes_to_prepare<Op>(), team * at.warps + at.warp,
                       at.lane, launch.wide_rows);
-  for (int stage = 0; walks && stage < Op::kStages; ++stage) {
-    if (stage * stride < end) {
-      ring.fetch(op, stage, k + stage * stride, end);
+  const auto fetch_stages = [&](int from, int to) {
+    for (int stage = from; walks && stage < to; ++stage) {
+      if (stage * stride < end) {
+        ring.fetch(op, stage, k + stage * stride, end);
+      }
+      commit_copies();
     }
-    commit_copies();
-  }
-  shared.init(at);
+  };
   if constexpr (bytes_to_prepare<Op>() > 0) {
-    op.prepare(after_boards + team * bytes_to_prepare<Op>(), at);
+    const auto given = op.given(at);
+    fetch_stages(0, 1);
+    shared.init(at);
+    op.prepare(after_boards + team * bytes_to_prepare<Op>(), at, given);
+    fetch_stages(1, Op::kStages);
+  } else {
+    fetch_stages(0, Op::kStages);
+    shared.init(at);
   }
   if constexpr (requires { shared.prepare(op, at); }) {
     shared.prepare(op, at);
