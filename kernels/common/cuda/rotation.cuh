@@ -2,18 +2,26 @@
 
 // exp, sin and cos for decays and rotations that are applied again and again.
 
+#include <cstdint>
+#include <cstring>
+
 #include "kernels/common/cuda/precise.cuh"
 
 namespace tidegate::kernels {
 
-/// exp as a sum of two numbers, the second of which holds what the first has rounded away (to a
-/// thousandth of its last place). The argument less a multiple of ln 2, in two words, then the
-/// series, with what its leading terms round away. A decay or a phase is used again and again, and
-/// the error of one ulp that CUDA's exp may have would be made at every step.
-__host__ __device__ inline Precise<double> exact_exp(Precise<double> x) {
-  if (!(fabs(x.hi) < 700.0)) {  // out of range, or next to it
-    return {exp(x.hi), 0.0};
-  }
+/// 2^n where that is a normal number.
+__host__ __device__ inline double power_of_two(int n) {
+  const int64_t bits = int64_t{n + 1023} << 52;
+  double power;
+  memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
+/// exp of |x| < 700 as a sum of two numbers, the second of which holds what the first has rounded
+/// away (to a thousandth of its last place). The argument less a multiple of ln 2, in two words,
+/// then the series, with what its leading terms round away. A decay or a phase is used again and
+/// again, and the error of one ulp that CUDA's exp may have would be made at every step.
+__host__ __device__ inline Precise<double> exp_by_series(Precise<double> x) {
   const double n = rint(x.hi * 1.4426950408889634074);
   const double first = fma(-n, 6.93147180369123816490e-01, x.hi);  // exact
   const double rest = n * 1.90821492927058770002e-10;
@@ -40,22 +48,27 @@ __host__ __device__ inline Precise<double> exact_exp(Precise<double> x) {
   const double sum = 1.0 + small;
   const double lost = ((1.0 - sum) + small) + (small_rest + after_rest);
   const double hi = sum + lost;
-  const int exponent = static_cast<int>(n);
-  return {scalbn(hi, exponent), scalbn((sum - hi) + lost, exponent)};
+  const double scale = power_of_two(static_cast<int>(n));
+  return {hi * scale, ((sum - hi) + lost) * scale};
+}
+
+/// The same of any x.
+__host__ __device__ inline Precise<double> exact_exp(Precise<double> x) {
+  if (!(fabs(x.hi) < 700.0)) {  // out of range, or next to it
+    return {exp(x.hi), 0.0};
+  }
+  return exp_by_series(x);
 }
 
 struct Turn {
   Precise<double> sine, cosine;
 };
 
-/// sin and cos as sums of two numbers, the first within 0.71 units of the last place, where CUDA's
-/// sincos errs by up to 1.4 (both measured for angles between -3 and 3): whoever rotates a state by
-/// them makes the same error at every step. The angle less a multiple of pi / 2, in two words, then
-/// fdlibm's polynomials with what their leading terms round away.
-__host__ __device__ inline Turn exact_turn(Precise<double> angle) {
-  if (!(fabs(angle.hi) < 1e5)) {  // the remainder would need more words
-    return {{sin(angle.hi), 0.0}, {cos(angle.hi), 0.0}};
-  }
+/// sin and cos of |angle| < 1e5 as sums of two numbers, the first within 0.71 units of the last
+/// place, where CUDA's sincos errs by up to 1.4 (both measured for angles between -3 and 3):
+/// whoever rotates a state by them makes the same error at every step. The angle less a multiple of
+/// pi / 2, in two words, then fdlibm's polynomials with what their leading terms round away.
+__host__ __device__ inline Turn turn_by_series(Precise<double> angle) {
   const double turns = rint(angle.hi * 0.63661977236758134308);
   const double first = fma(-turns, 1.57079632679489655800, angle.hi);  // exact
   const double product = turns * 6.12323399573676603587e-17;
@@ -91,6 +104,14 @@ __host__ __device__ inline Turn exact_turn(Precise<double> angle) {
   const double sign_a = quarter >= 2 ? -1.0 : 1.0;
   const double sign_b = quarter == 1 || quarter == 2 ? -1.0 : 1.0;
   return {{sign_a * a.hi, sign_a * a.lo}, {sign_b * b.hi, sign_b * b.lo}};
+}
+
+/// The same of any angle.
+__host__ __device__ inline Turn exact_turn(Precise<double> angle) {
+  if (!(fabs(angle.hi) < 1e5)) {  // the remainder would need more words
+    return {{sin(angle.hi), 0.0}, {cos(angle.hi), 0.0}};
+  }
+  return turn_by_series(angle);
 }
 
 __host__ __device__ inline void exact_sincos(double angle, double* sine, double* cosine) {

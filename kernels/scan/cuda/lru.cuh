@@ -96,12 +96,29 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
 
   template <int kSteps>
   static __device__ Decays find_decays(const Given& given) {
+    const Precise<double> log_rate = {given.log_rate, 0.0};
+    const Precise<double> log_angle = {given.log_angle, 0.0};
+    const Precise<double> log_gamma = {given.log_gamma, 0.0};
+    Precise<double> rate, modulus, angle, gamma;
+    Turn turn;
+    if (log_rate.hi > -700.0 && log_rate.hi < 6.5 && log_angle.hi > -700.0 && log_angle.hi < 11.5 &&
+        fabs(log_gamma.hi) < 700.0) {
+      // exp(6.5) < 700 and exp(11.5) < 1e5: no branch keeps one series from running beside the
+      // others, each of which is one long chain.
+      rate = exp_by_series(log_rate);
+      modulus = exp_by_series({-rate.hi, -rate.lo});
+      angle = exp_by_series(log_angle);
+      turn = turn_by_series(angle);
+      gamma = exp_by_series(log_gamma);
+    } else {
+      rate = exact_exp(log_rate);
+      modulus = exact_exp({-rate.hi, -rate.lo});
+      angle = exact_exp(log_angle);
+      turn = exact_turn(angle);
+      gamma = exact_exp(log_gamma);
+    }
     Decays found;
-    const Precise<double> rate = exact_exp({given.log_rate, 0.0});
-    const Precise<double> modulus = exact_exp({-rate.hi, -rate.lo});
     if constexpr (kComplex) {
-      const Precise<double> angle = exact_exp({given.log_angle, 0.0});
-      const Turn turn = exact_turn(angle);
       const Precise<double> re = multiply(modulus, turn.cosine);
       const Precise<double> im = multiply(modulus, turn.sine);
       const Complex<double> over_run = power<kSteps>(Complex<double>{re.hi, im.hi});
@@ -114,7 +131,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
       found.run = in_words_of<Real>({power<kSteps>(modulus.hi), 0.0});
       found.theta = Real(0);
     }
-    found.gamma = static_cast<Real>(exact_exp({given.log_gamma, 0.0}).hi);
+    found.gamma = static_cast<Real>(gamma.hi);
     // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
     found.nu = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
     return found;
