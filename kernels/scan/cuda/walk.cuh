@@ -408,6 +408,7 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
     const auto given = op.given(at);
     fetch_stages(0, 1);
     shared.init(at);
+    __syncthreads();  // nobody's second run before anybody's first, for which the chain would wait
     op.prepare(after_boards + team * bytes_to_prepare<Op>(), at, given);
     fetch_stages(1, Op::kStages);
   } else {
