@@ -76,6 +76,8 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
     Real nu, theta, gamma;
   };
   using PreparedBoard = Decays[kVec][kWarpSize];
+  // Real and imaginary parts make a row's neighbours one tensor's even in a part of a wider row.
+  static constexpr bool kBringsNeighbours = true;
   // Where several blocks share a multiprocessor, every warp for itself was faster.
   static constexpr int kPreparedBytes = kUse == WalkUse::kShort ? 0 : sizeof(PreparedBoard);
 
@@ -173,6 +175,17 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   /// made kSteps times at most: of 16-bit data, far less than their last digit.
   static __device__ Number stepped(const Precise<Number>& a, Number s, Number x) {
     return sizeof(Data) < 4 ? fused(a.hi, s, x) : decayed(a, s, x);
+  }
+  /// A state through a run, without AffineMap's test for a state of zero: the chain is that much
+  /// shorter. The test is for products of decays that have overflowed, and powers of a decay of at
+  /// most one do not. They are finite, and a state of zero leaves x as it is, but for the sign of a
+  /// zero. Or a parameter has made the decay NaN, in every word: then so is x, from the run's first
+  /// step on.
+  static __device__ void cross(const AffineMap<Number, kVec>& map, Number (&s)[kVec]) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = decayed(map.a[v], s[v], map.x[v]);
+    }
   }
 };
 

@@ -83,10 +83,20 @@ struct FetchSource {
   }
 };
 
-/// The same for rows that are whole and aligned to 16 bytes: the warp copies several steps at once,
-/// 16 bytes a thread. Thread by thread, `k` is the step that the thread copies for, and `slot` that
-/// step's slot; the packs must be of kPackBytes.
-template <int kPackBytes>
+/// Copies 16 bytes, and has L2 read both lines of the 256 bytes that they lie in.
+__device__ inline void copy_async_bringing_neighbour(void* shared, const void* global) {
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(global)
+               : "memory");
+}
+
+/// Like FetchSource, for rows that are whole and aligned to 16 bytes: the warp copies several steps
+/// at once, 16 bytes a thread. Thread by thread, `k` is the step that the thread copies for, and
+/// `slot` that step's slot; the packs must be of kPackBytes. kBringsNeighbour: L2 reads the line
+/// beside a row's, too. A channel tile's row is one line; the neighbouring tile, which another
+/// block walks at the same time, finds the other one there, and memory is read by longer pieces.
+/// Where the line beside is nobody's, as in a part of a wider row, that is in vain.
+template <int kPackBytes, bool kBringsNeighbour>
 struct WideFetchSource {
   static constexpr int kThreadsARow = 32 * kPackBytes / 16;
   static constexpr int kStepsAtOnce = 32 / kThreadsARow;
@@ -97,7 +107,12 @@ struct WideFetchSource {
   __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
     static_assert(sizeof(Pack<T, kVec>) == kPackBytes);
     const int offset = lane % kThreadsARow * 16;
-    copy_async<16>(slot + offset, rows.at(k) + (offset - lane * kPackBytes + shift));
+    const char* const from = rows.at(k) + (offset - lane * kPackBytes + shift);
+    if constexpr (kBringsNeighbour) {
+      copy_async_bringing_neighbour(slot + offset, from);
+    } else {
+      copy_async<16>(slot + offset, from);
+    }
     slot += 32 * kPackBytes;
   }
 };

@@ -42,7 +42,9 @@
 //   Raw, Decoded                   one step's inputs in memory / prepared
 //   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
-//   prepare()                      what takes a while to compute before the first step, while its
+//   kBringsNeighbours              if there is one: copies of rows bring the lines beside
+//   (rows.cuh) prepare()                      what takes a while to compute before the first step,
+//   while its
 //                                  inputs are on their way, if there is anything
 //   prepare(shared, at, given),    the same by all warps of a team together, in kPreparedBytes of
 //   take_prepared(shared, lane)    shared memory, if that is not zero (never in the plain walk)
@@ -61,6 +63,7 @@
 //   finish(s)                      the state after the last step
 //   fold(raw, decoded, map)        map <- step o map, but for what seal does
 //   seal(map)                      after kSteps folds: what fold left out
+//   cross(map, s)                  if there is one: what map.advance(s) does, for whole sequences
 //   RunInputs, fetch_run(...)      if there are any: inputs of a run besides those of its steps,
 //                                  and what starts their copies into its place in the ring
 //   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
@@ -104,6 +107,15 @@ __host__ __device__ constexpr int bytes_of_run() {
   }
 }
 
+template <class Op>
+__host__ __device__ constexpr bool brings_neighbours() {
+  if constexpr (requires { Op::kBringsNeighbours; }) {
+    return Op::kBringsNeighbours;
+  } else {
+    return false;
+  }
+}
+
 /// Shared memory of a team for what its warps prepare together.
 template <class Op>
 __host__ __device__ constexpr int bytes_to_prepare() {
@@ -144,7 +156,7 @@ class Ring {
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
   // All inputs must be packs of four bytes, a row of which is 128 bytes, for wide copies.
-  using Wide = WideFetchSource<4>;
+  using Wide = WideFetchSource<4, brings_neighbours<Op>()>;
   static constexpr bool kCanBeWide = Op::kPackBytes == 4 && Op::kSteps % Wide::kStepsAtOnce == 0;
 
   __device__ Ring(char* shared, int warp, int lane, bool wide)
@@ -514,7 +526,11 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
         mail.take(round, s);
         typename Op::Number leaving[Op::kVec];
         copy_state(leaving, s);
-        map.advance(leaving);
+        if constexpr (requires { Op::cross(map, leaving); }) {
+          Op::cross(map, leaving);
+        } else {
+          map.advance(leaving);
+        }
         mail.pass(leaving);
       } else {
         const Chain<Op> mail{shared, at};
