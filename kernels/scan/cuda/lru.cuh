@@ -76,7 +76,8 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
     Real nu, theta, gamma;
   };
   using PreparedBoard = Decays[kVec][kWarpSize];
-  // Real and imaginary parts make a row's neighbours one tensor's even in a part of a wider row.
+  // What modules give is a projection's whole output, whose lines are all some tile's. In a part of
+  // a wider row the halves of complex numbers still make most neighbours one tensor's.
   static constexpr bool kBringsNeighbours = true;
   // Where several blocks share a multiprocessor, every warp for itself was faster.
   static constexpr int kPreparedBytes = kUse == WalkUse::kShort ? 0 : sizeof(PreparedBoard);

@@ -42,9 +42,8 @@
 //   Raw, Decoded                   one step's inputs in memory / prepared
 //   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
-//   kBringsNeighbours              if there is one: copies of rows bring the lines beside
-//   (rows.cuh) prepare()                      what takes a while to compute before the first step,
-//   while its
+//   kBringsNeighbours              if there is one: whether copies of rows bring the lines beside
+//   prepare()                      what takes a while to compute before the first step, while its
 //                                  inputs are on their way, if there is anything
 //   prepare(shared, at, given),    the same by all warps of a team together, in kPreparedBytes of
 //   take_prepared(shared, lane)    shared memory, if that is not zero (never in the plain walk)
