@@ -31,16 +31,16 @@ void GatedLinearRNNImpl::reset_parameters() {
 std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward(const Tensor& x,
                                                        const OptionalTensor& given_state,
                                                        const OptionalTensor& given_gamma,
-                                                       const OptionalTensor& given_bounds) {
+                                                       const OptionalTensor& given_offsets) {
   const OptionalTensor state = normalized(given_state);
   const OptionalTensor gamma = normalized(given_gamma);
   check_mixer_input("GatedLinearRNN", x, options.dim());
   check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
-  if (state) check_state(*state, x, normalized(given_bounds));
+  if (state) check_state(*state, x, normalized(given_offsets));
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   const bool is_noisy = options.gumbel_gate() && is_training();
   const Tensor z = is_noisy ? gumbel_gate(parts[0], *options.gumbel_gate()) : parts[0];
-  return hgru(parts[1], z, gamma, std::nullopt, state, "none", false, normalized(given_bounds));
+  return hgru(parts[1], z, gamma, std::nullopt, state, "none", false, normalized(given_offsets));
 }
 
 Tensor GatedLinearRNNImpl::step(const Tensor& x, const Tensor& state,

@@ -32,18 +32,18 @@ void GatedRNNImpl::reset_parameters() {
 
 std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const OptionalTensor& given_state,
                                                  const OptionalTensor& gamma,
-                                                 const OptionalTensor& given_bounds) {
+                                                 const OptionalTensor& given_offsets) {
   const OptionalTensor state = normalized(given_state);
   check_mixer_input("GatedRNN", x, options.dim());
   check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
-  if (state) check_state(*state, x, normalized(given_bounds));
+  if (state) check_state(*state, x, normalized(given_offsets));
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   Tensor z = parts[0], w_zh = state_proj->weight;
   if (options.gumbel_gate() && is_training()) {
     z = gumbel_gate(z, *options.gumbel_gate());
     w_zh = w_zh / *options.gumbel_gate();
   }
-  return gated_rnn(z, parts[1], w_zh, state, normalized(given_bounds), normalized(gamma));
+  return gated_rnn(z, parts[1], w_zh, state, normalized(given_offsets), normalized(gamma));
 }
 
 Tensor GatedRNNImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {

@@ -119,19 +119,19 @@ void LinearRecurrentUnit<Derived, Options>::reset_parameters() {
 template <typename Derived, typename Options>
 std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
     const Tensor& x, const OptionalTensor& given_state, const OptionalTensor& gamma,
-    const OptionalTensor& given_bounds) {
+    const OptionalTensor& given_offsets) {
   const OptionalTensor state = normalized(given_state);
   check_mixer_input(owner(), x, options.dim());
   check_gamma(gamma);
-  if (state) check_state(*state, x, normalized(given_bounds));
+  if (state) check_state(*state, x, normalized(given_offsets));
   if (gate_proj) {
     const auto [entering, decay] = gated(x, gamma, this->is_training());
     const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
-    const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_bounds));
+    const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_offsets));
     return {output(to_halves(h).to(out_proj->weight.scalar_type()), x), to_halves(last)};
   }
   const auto [h, last] = lru_scan(apply_linear(in_proj, x), nu_log, normalized(theta_log),
-                                  gamma_log, state, false, normalized(given_bounds));
+                                  gamma_log, state, false, normalized(given_offsets));
   return {output(h, x), last};
 }
 

@@ -152,6 +152,14 @@ TEST(Lru, FadesByItsBoundedModulus) {
   EXPECT_TRUE(at::allclose(size(after), modulus * size(state), 1e-10, 1e-12));
 }
 
+TEST(Lru, HasItsBoundsWidthWhetherOrNotItTakesOne) {
+  for (const bool bounded : {false, true}) {
+    LRU mixer(bounded_lru().lower_bound(bounded));
+    EXPECT_EQ(mixer->takes_gamma(), bounded);
+    EXPECT_EQ(mixer->gamma_size(), 5);
+  }
+}
+
 TEST(Mixers, AStateWithoutACapacityGrows) {
   const torch::NoGradGuard no_grad;
   ForgettingAttention mixer(forgetting());

@@ -102,7 +102,10 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
     if constexpr (kIsComplex) return options.lower_bound();
     return false;
   }
-  int64_t gamma_size() const override { return takes_gamma() ? *options.state() : 0; }
+  int64_t gamma_size() const override {
+    if constexpr (kIsComplex) return *options.state();
+    return 0;
+  }
 
   void pretty_print(std::ostream& stream) const override;
 

@@ -35,8 +35,8 @@ namespace tidegate {
 /// Differentiable once in z, x, w_zh, h0 and gamma through both results; training keeps x, w_zh,
 /// h0, gamma, h and the gate's logits [B, T, D] in the state's dtype. Throws c10::Error, naming op,
 /// argument, expected and given, for shapes, dtypes or devices other than these; with
-/// TIDEGATE_DEBUG=1 also for cu_seqlens on a GPU and bounds whose values do not fit. Cost O(B T
-/// D^2), one token after another: the time of a step does not shrink with the chip.
+/// TIDEGATE_DEBUG=1 also for gamma outside [0, 1) and for cu_seqlens on a GPU whose values do not
+/// fit. Cost O(B T D^2), one token after another: a step's time does not shrink with the chip.
 std::tuple<at::Tensor, at::Tensor> gated_rnn(
     const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
     const std::optional<at::Tensor>& h0 = std::nullopt,
