@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +166,18 @@ def _limit_losses(axes, losses: np.ndarray, baselines: list[float]) -> None:
 
 
 def plot_forget_gates(
-    gates: Sequence[np.ndarray],
+    gates: Mapping[int, np.ndarray],
     path: str | os.PathLike[str],
     *,
     title: str = "Forget-gate values by layer",
-    bounds: Sequence[float] | None = None,
-    before: Sequence[np.ndarray] | None = None,
+    bounds: Mapping[int, float] | None = None,
+    before: Mapping[int, np.ndarray] | None = None,
 ) -> None:
     """Histograms of forget-gate values, one panel a layer, as a PNG.
 
-    gates: one array of values in [0, 1] a layer (`tidegate.training.forget_gates`), the first
-    layer first. bounds: the mean lower bound a layer, drawn as a dotted line. before: the same of
-    the untrained model, drawn as an outline.
+    gates: values in [0, 1] by number of the layer (`tidegate.training.forget_gates`). bounds: the
+    mean lower bound of layers that have one, drawn as a dotted line. before: the gates of the
+    untrained model, drawn as an outline.
 
     Raises ValueError when there is no layer.
     """
@@ -196,7 +196,7 @@ def plot_forget_gates(
             squeeze=False,
             layout="constrained",
         )
-        for layer, (axes, values) in enumerate(zip(panels.flat, gates, strict=False)):
+        for axes, (layer, values) in zip(panels.flat, gates.items(), strict=False):
             flat = np.asarray(values, dtype=np.float64).ravel()
             share = np.histogram(flat, edges)[0] * (100.0 / flat.size)
             axes.bar(edges[:-1], share, width=np.diff(edges), align="edge", color=_VALID)
@@ -207,16 +207,16 @@ def plot_forget_gates(
             median = float(np.median(flat))
             axes.axvline(median, color=_BASELINES[0], linewidth=1.4, label="median")
             said = f"mean {flat.mean():.2f}, median {median:.2f}"
-            if bounds is not None:
+            if bounds is not None and layer in bounds:
                 bound, label = bounds[layer], "mean lower bound"
                 axes.axvline(bound, color="black", linestyle=":", linewidth=1.4, label=label)
                 said += f", bound {bound:.2f}"
-            axes.set_title(f"layer {layer + 1}\n{said}", fontsize=9)
+            axes.set_title(f"layer {layer}\n{said}", fontsize=9)
             axes.set_xlim(0.0, 1.0)
         for axes in panels.flat[len(gates) :]:
             axes.set_visible(False)
         meaning = "forget gate: 0 forgets at once, 1 keeps for ever"
-        _legend_below(figure, panels.flat[0], title=meaning)
+        _legend_below(figure, panels.flat, title=meaning)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         figure.supylabel("share of values, % (bins of 0.02)", fontsize=10)
         _save(figure, path)
@@ -261,7 +261,7 @@ def plot_gate_parts(
             panels[0, column].set_title(f"layer {layer}", fontsize=10)
             panels[0, column].set_xlabel("sigmoid of the part", fontsize=9)
             panels[1, column].set_xlabel("part of the logit", fontsize=9)
-        _legend_below(figure, panels[0, 0])
+        _legend_below(figure, panels[:1, 0])
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         figure.supylabel("share of values, % (50 bins)", fontsize=10)
         _save(figure, path)
@@ -327,14 +327,18 @@ def plot_token_mixing(
         _save(figure, path)
 
 
-def _legend_below(figure, axes, title: str | None = None) -> None:
-    """One legend for all panels, outside them: what they show reaches into every corner."""
-    handles, labels = axes.get_legend_handles_labels()
+def _legend_below(figure, panels: Iterable[pyplot.Axes], title: str | None = None) -> None:
+    """One legend of all that any panel shows, outside them: what they show reaches into every
+    corner."""
+    shown = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        handles,
-        labels,
+        list(shown.values()),
+        list(shown),
         loc="outside lower center",
-        ncols=len(labels),
+        ncols=len(shown),
         fontsize=9,
         title=title,
         title_fontsize=10,

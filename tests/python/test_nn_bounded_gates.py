@@ -1,9 +1,11 @@
 """The option `lower_bound` of `GatedLinearAttention`, `ForgettingAttention` and `LRU`: what their
-gates share, its digits, and models over them. Their own tests hold the modules against equations.
+gates share, its digits, and models over them; how every gate is read. Their own tests hold the
+modules against equations.
 """
 
 from __future__ import annotations
 
+import inspect
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -14,7 +16,17 @@ from support.mixer_checks import check_models
 from torch import Tensor, nn
 
 from tidegate.models import CausalLM, LMConfig
-from tidegate.nn import LRU, Attention, ForgettingAttention, GatedLinearAttention
+from tidegate.models.registry import mixers
+from tidegate.nn import (
+    HGRU,
+    HGRU2,
+    LRU,
+    Attention,
+    ForgettingAttention,
+    GatedLinearAttention,
+    GatedLinearRNN,
+    GatedRNN,
+)
 from tidegate.nn._common import bounded_decay, bounded_log_gate
 from tidegate.training import forget_gates
 
@@ -97,6 +109,7 @@ def test_gates_next_to_one_keep_their_digits_over_many_steps():
 # Modules
 
 DIM = 6
+BOUND = {"lower_bound": True}
 HEADS = {"num_heads": 2}
 KEYS = {**HEADS, "key_dim": 4}
 MAKERS: dict[str, tuple[type, dict[str, Any], str]] = {
@@ -225,10 +238,6 @@ def test_bounds_that_do_not_fit_are_refused(name):
             "LRU: lower_bound: expected False unless gate='data', whose modulus .*; got True",
         ),
         (
-            lambda: GatedLinearAttention(8, 2, lower_bound="yes"),
-            "GatedLinearAttention: lower_bound: expected True or False; got 'yes'",
-        ),
-        (
             lambda: Attention(8, 2)(torch.zeros(1, 2, 8), gamma=torch.zeros(2)),
             "Attention: gamma: expected None, since it has no lower bound",
         ),
@@ -239,9 +248,72 @@ def test_gates_that_are_not_there_have_no_bound(use, message):
         use()
 
 
+SWITCHED: list[tuple[type, dict[str, Any]]] = [
+    (GatedLinearAttention, KEYS),
+    (ForgettingAttention, HEADS),
+    (ForgettingAttention, {**HEADS, "gate": "none"}),
+    (LRU, {"gate": "data"}),
+    (LRU, {}),
+    (GatedLinearRNN, {}),
+    (GatedRNN, {}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), SWITCHED)
+@pytest.mark.parametrize("given", ["yes", 1, None])
+def test_lower_bound_is_a_switch(cls, options, given):
+    said = f"^{cls.__name__}: lower_bound: expected True or False; got {given!r}"
+    with pytest.raises(ValueError, match=said):
+        cls(DIM, **options, lower_bound=given)
+
+
+# What probes of models call
+
+PROBED: dict[str, tuple[type, dict[str, Any]]] = {
+    "hgrn": (HGRU, {}),
+    "hgrn2": (HGRU2, HEADS),
+    "gla": (GatedLinearAttention, {**KEYS, **BOUND}),
+    "fox": (ForgettingAttention, {**HEADS, **BOUND}),
+    "lru": (LRU, {**BOUND, "gate": "data"}),
+    "gated-linear-rnn": (GatedLinearRNN, BOUND),
+    "gated-rnn": (GatedRNN, BOUND),
+}
+
+
+@pytest.mark.parametrize("name", list(PROBED))
+@torch.no_grad()
+def test_every_data_dependent_gate_is_read_by_one_call(name):
+    cls, options = PROBED[name]
+    assert mixers()[name] is cls
+    called = list(inspect.signature(cls.forget_gate).parameters)
+    assert called == ["self", "x", "gamma", "cu_seqlens"]
+    torch.manual_seed(0)
+    mixer = cls(DIM, **options, dtype=torch.bfloat16)
+    assert mixer.has_data_gate
+    x = torch.randn(1, 4, DIM, dtype=torch.bfloat16)
+    gamma = torch.linspace(0.1, 0.9, mixer.gamma_size)
+    # Sequences of one token: the gate that reads the state reads none.
+    offsets = torch.arange(5)
+    free, gates = (mixer.forget_gate(x, bound, offsets) for bound in (None, gamma))
+    assert gates.dtype == torch.float32
+    assert gates.shape == (1, 4, mixer.gamma_size)
+    assert ((free > 0) & (free < 1)).all()
+    torch.testing.assert_close(gates, gamma + (1 - gamma) * free)
+    with pytest.raises(ValueError, match=f"^{cls.__name__}: gamma: expected "):
+        mixer.forget_gate(x, gamma[:1])
+
+
+def test_other_gates_are_not():
+    without = [
+        HGRU(DIM, forget_gate="bound"),
+        ForgettingAttention(DIM, 2, gate="independent"),
+        LRU(DIM),
+    ]
+    assert not any(mixer.has_data_gate for mixer in without)
+
+
 # Models
 
-BOUND = {"lower_bound": True}
 MODELS: dict[str, tuple[Any, dict[str, Any], list[int | None]]] = {
     "gla": ("gla", {"mixer_options": {**KEYS, **BOUND}}, [4, 4]),
     "gla-scalar": ("gla", {"mixer_options": {**KEYS, **BOUND, "gate": "scalar"}}, [2, 2]),
@@ -290,7 +362,7 @@ def test_a_models_bounds_reach_its_gates(name):
     before = model(ids).logits
     with torch.no_grad():
         model.lower_bounds.logits.copy_(torch.tensor([[-40.0], [40.0]]).expand(2, -1))
-    gates = forget_gates(model, ids)[-1]
+    gates = forget_gates(model, ids)[1]
     assert gates.min() > 1 - 2.0**-22
     assert not torch.allclose(model(ids).logits, before, rtol=1e-3, atol=1e-3)
 

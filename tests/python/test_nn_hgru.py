@@ -76,7 +76,7 @@ def projections(mixer: HGRU, x: Tensor) -> dict[str, Tensor]:
     gives. (An expansion has a test of its own: test_nn_expansion.py.)"""
     s = mixer.channels
     sizes = [("c", 2 * s if mixer.complex else s)]
-    sizes += [("f", s)] if mixer.forget_gate == "data" else []
+    sizes += [("f", s)] if mixer.forget_gate_mode == "data" else []
     sizes += [("g", 2 * s if mixer.complex else s)] if mixer.output_gate else []
     sizes += [("i", s)] if mixer.input_gate == "free" else []
     sizes += [("theta", s), ("theta back", s)] if mixer.theta_mode == "data" else []
@@ -98,7 +98,7 @@ def reference(mixer: HGRU, x: Tensor, gamma: Tensor | None, reverse: bool = Fals
         "data": lambda: gamma + (1 - gamma) / (1 + torch.exp(-parts["f"])),
         "bound": lambda: gamma.expand(*x.shape[:2], s),
         "none": lambda: torch.ones(*x.shape[:2], s, dtype=x.dtype),
-    }[mixer.forget_gate]()
+    }[mixer.forget_gate_mode]()
     gate = {
         "tied": lambda: 1 - lam,
         "free": lambda: 1 / (1 + torch.exp(-parts["i"])),

@@ -190,6 +190,64 @@ def test_plot_gates_that_read_the_state(runs, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
+def test_plot_gates_of_layers_that_differ(tmp_path, monkeypatch):
+    """Layers keep their numbers and their own bounds: one without a data-dependent gate (the first,
+    whose gate has a bound, and the third), one without a bound (the fourth)."""
+    import json
+
+    from tidegate import plots
+    from tidegate.training import forget_gates, load_trained
+
+    fields = {
+        "mixer": ["fox", "gla", "transformer", "lru", "hgrn"],
+        "layer_options": [
+            {"num_heads": 16, "gate": "independent", "lower_bound": True},
+            {"num_heads": 2, "key_dim": 16, "lower_bound": True},
+            {"num_heads": 2},
+            {"gate": "data"},
+        ],
+        "lower_bound": "decreasing",
+    }
+    flags = [f for f in FLAGS if not f.startswith(("--set", "--layers"))]
+    flags += ["--layers=5", *(f"--set={name}={json.dumps(f)}" for name, f in fields.items())]
+    text, run = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    assert cli.main(["train", str(text), "--steps=2", "--quiet", *flags, "--out", str(run)]) == 0
+    model = load_trained(str(run), "cpu").model
+    gates = forget_gates(model, torch.randint(0, 256, (2, 9)))
+    assert {layer: gate.shape for layer, gate in gates.items()} == dict.fromkeys(
+        [1, 3, 4], (16, 18)
+    )
+
+    figures, save = [], plots._save
+    monkeypatch.setattr(plots, "_save", lambda *given: (figures.append(given[0]), save(*given)))
+    assert cli.main(["plot", "gates", str(run), "--device=cpu"]) == 0
+    panels = [axes for axes in figures[0].axes if axes.get_visible()]
+    assert [axes.get_title(loc="left").split("\n")[0] for axes in panels] == [
+        "layer 2",
+        "layer 4",
+        "layer 5",
+    ]
+    dotted = [[line for line in axes.lines if line.get_linestyle() == ":"] for axes in panels]
+    assert [len(lines) for lines in dotted] == [1, 0, 1]
+    for lines, layer in ((dotted[0], 1), (dotted[2], 4)):
+        assert lines[0].get_xdata()[0] == pytest.approx(model.gammas()[layer].mean().item())
+    assert dotted[0][0].get_xdata()[0] > dotted[2][0].get_xdata()[0] + 0.1
+    named = [label.get_text() for label in figures[0].legends[0].get_texts()]
+    assert named == ["untrained", "median", "mean lower bound"]
+
+
+def test_the_legend_names_what_any_panel_shows(tmp_path, monkeypatch):
+    """Also what the first panel lacks."""
+    from tidegate import plots
+
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, _: figures.append(figure))
+    values = torch.rand(3, 5).numpy()
+    plots.plot_forget_gates({2: values, 7: values}, tmp_path / "gates.png", bounds={7: 0.25})
+    named = [label.get_text() for label in figures[0].legends[0].get_texts()]
+    assert named == ["median", "mean lower bound"]
+
+
 def test_gate_parts_add_up(runs):
     """To the gates, sequence by sequence; the first token's state gives nothing."""
     from tidegate.training import forget_gates, gate_parts, load_trained
@@ -229,7 +287,7 @@ def test_gates_of_padded_rows_are_those_of_each_row(mixer):
     rows = [ids[:1], ids[2:, :4]]
     together = forget_gates(model, ids, lengths)
     each = [forget_gates(model, row) for row in rows]
-    for layer, gates in enumerate(together):
+    for layer, gates in together.items():
         alone = torch.cat([torch.from_numpy(g[layer]) for g in each], 1)
         torch.testing.assert_close(torch.from_numpy(gates), alone)
     assert len(together) == 2

@@ -76,7 +76,7 @@ def check_packed_sequences_do_not_touch(mixer: nn.Module, gamma: Tensor | None =
                 alone, after = mixer(x[:, start:end], own, gamma=gamma)
                 torch.testing.assert_close(y[:, start:end], alone)
                 torch.testing.assert_close(state[n : n + 1], after)
-    empty, _ = mixer(x[:, :0], entering, cu_seqlens=torch.tensor([0, 0, 0, 0]))
+    empty, _ = mixer(x[:, :0], entering, gamma=gamma, cu_seqlens=torch.tensor([0, 0, 0, 0]))
     assert empty.shape == (1, 0, mixer.dim)
 
 

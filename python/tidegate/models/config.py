@@ -32,7 +32,9 @@ class LMConfig:
         final_norm: the norm before the head; None = `norm`.
         norm_eps: epsilon of all norms.
         lower_bound: mode of `LowerBounds`: "cumulative", "none", "independent", "decreasing";
-            ignored by mixers without a lower bound.
+            ignored by mixers without a lower bound. "gla", "fox", "lru" (with gate="data"),
+            "gated-rnn" and "gated-linear-rnn" have one only with mixer_options={"lower_bound":
+            True}.
         dropout: after the embedding and after each mixer and GLU, in training.
         tied: whether the head is the embedding's transpose (language models).
         scale_embedding: multiply embeddings by sqrt(dim); None = as `tied`.

@@ -3,6 +3,11 @@
 Beside the calls that every token mixer has (`tidegate.nn`), models read four things of it:
 `bidirectional`, `takes_gamma`, `needs_gamma`, and, where it takes one, `gamma_size`; and, where its
 state grows with the tokens, `keeps_tokens`.
+
+What looks into a model (`tidegate.training.probes`) reads more, where there is any: of a forget
+gate that depends on the data `has_data_gate`, True, and ``forget_gate(x, gamma=None,
+cu_seqlens=None)``, its values, bounded, without noise, fp32 or fp64; where that gate reads the
+state, ``gate_parts(x, cu_seqlens=None, gamma=None)``; ``token_mixing(x, gamma=None)``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from .. import ops
 from .._sharding import fill
-from ._common import check_optional_gamma, check_positive, make_linear, uniform_
+from ._common import (
+    check_optional_gamma,
+    check_positive,
+    check_switch,
+    make_linear,
+    uniform_,
+)
 from ._gate_init import check_gumbel_gate, parse_gate_init
 from ._states import TensorStateMixer
 
@@ -17,7 +23,7 @@ class MinimalGatedRNN(TensorStateMixer):
     """`GatedLinearRNN` and `GatedRNN`, but for the recurrence."""
 
     needs_gamma = False
-    has_gate_logits = True
+    has_data_gate = True
 
     def __init__(
         self,
@@ -32,10 +38,11 @@ class MinimalGatedRNN(TensorStateMixer):
         check_positive(self._owner, "dim", dim)
         parse_gate_init(self._owner, gate_init, dim)
         check_gumbel_gate(self._owner, gumbel_gate)
+        check_switch(self._owner, "lower_bound", lower_bound)
         self.dim = dim
         self.gate_init = gate_init
         self.gumbel_gate = gumbel_gate
-        self.lower_bound = bool(lower_bound)
+        self.lower_bound = lower_bound
         self.in_proj = make_linear(dim, [dim] * 2, True, device, dtype)
 
     @property

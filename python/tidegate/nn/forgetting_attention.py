@@ -13,9 +13,11 @@ from .. import ops
 from ._attention_base import Layout, SoftmaxAttention
 from ._attention_state import AttentionState
 from ._common import (
+    bounded_gate,
     bounded_log_gate,
     check_choice,
     check_optional_gamma,
+    check_switch,
     constant_,
     is_number,
     make_linear,
@@ -152,6 +154,7 @@ class ForgettingAttention(SoftmaxAttention):
             )
         has_data = gate == "data"
         check_gate_options(owner, has_data, "gate='data'", None, gumbel_gate, self.num_heads)
+        check_switch(owner, "lower_bound", lower_bound)
         if lower_bound and gate == "none":
             raise ValueError(
                 f"{owner}: lower_bound: expected False with gate='none', which leaves nothing to "
@@ -166,7 +169,7 @@ class ForgettingAttention(SoftmaxAttention):
                 "a dropped token weighs; got True"
             )
         self.gate, self.gate_init, self.gumbel_gate = gate, gate_init, gumbel_gate
-        self.lower_bound = bool(lower_bound)
+        self.lower_bound = lower_bound
         self.prune, self.drop_pruned = prune, bool(drop_pruned)
         where = {"device": device, "dtype": dtype}
         self._make_projections(**where)
@@ -210,14 +213,22 @@ class ForgettingAttention(SoftmaxAttention):
             ops.init_long_(self.gate_bias, *self._init)
 
     @property
-    def has_gate_logits(self) -> bool:
+    def has_data_gate(self) -> bool:
         """Whether the forget gate depends on the data."""
         return self.gate == "data"
 
-    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """f_t, without noise, fp32 or fp64: x ``[..., dim]`` -> ``[..., H]``. Only with
+        gate="data". gamma as in forward(); cu_seqlens makes no difference, since the gate reads
+        its own token alone."""
+        self._check_gamma(gamma)
+        return bounded_gate(self.gate_logits(x), gamma)[0]
+
+    def gate_logits(self, x: Tensor) -> Tensor:
         """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
-        ``[..., H]``, fp32 or fp64. Only with gate="data". cu_seqlens: makes no difference, since
-        the gate reads its own token alone."""
+        ``[..., H]``, fp32 or fp64. Only with gate="data"."""
         return widen(self.gate_proj(x)) + self.gate_bias
 
     def _log_gate(self, x: Tensor, gamma: Tensor | None) -> Tensor:

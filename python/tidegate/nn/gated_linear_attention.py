@@ -164,7 +164,7 @@ class GatedLinearAttention(nn.Module):
         self.feature_map = feature_map
         self.gate_temperature = gate_temperature
         self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
-        self.lower_bound = bool(lower_bound)
+        self.lower_bound = lower_bound
         self.output_gate = bool(output_gate)
         self.scale = 1.0 if normalize else (key_dim // num_heads) ** -0.5
 
@@ -273,9 +273,12 @@ class GatedLinearAttention(nn.Module):
 
     has_data_gate = True
 
-    def forget_gate(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """f_t, fp32 or fp64: x ``[..., dim]`` -> ``[..., key_dim]``, or ``[..., num_heads]`` with
-        gate="scalar". gamma as in forward()."""
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """f_t, without noise, fp32 or fp64: x ``[..., dim]`` -> ``[..., key_dim]``, or
+        ``[..., num_heads]`` with gate="scalar". gamma as in forward(); cu_seqlens makes no
+        difference, since the gate reads its own token alone."""
         self._check_gamma(gamma)
         return self._operands(self._project(x), x, gamma)[3].exp().flatten(-2)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ._common import bounded_gate
+from ._common import bounded_gate, widen
 from ._gate_init import gumbel_gate
 from ._minimal_rnn import MinimalGatedRNN
 from ._token_mixing import elementwise_mixing
@@ -71,10 +71,13 @@ class GatedLinearRNN(MinimalGatedRNN):
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.hgru_step(entering, z, gamma, None, state, activation="none")
 
-    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
-        the same. cu_seqlens: makes no difference, since the gate reads its own token alone."""
-        return self.in_proj(x).narrow(-1, 0, self.dim)
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """z_t, without noise, fp32 or fp64: x ``[..., dim]`` -> the same. gamma as in forward();
+        cu_seqlens makes no difference, since the gate reads its own token alone."""
+        self._check_gamma(gamma)
+        return bounded_gate(widen(self._gate_logits(x)), gamma)[0]
 
     @torch.no_grad()
     def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
@@ -82,4 +85,7 @@ class GatedLinearRNN(MinimalGatedRNN):
         noise. Row t, column s: the weight of token s in h_t. x ``[B, T, dim]``."""
         self._check_mixing(x, gamma)
         bound = None if gamma is None else gamma.double()
-        return elementwise_mixing(*bounded_gate(self.gate_logits(x).double(), bound))
+        return elementwise_mixing(*bounded_gate(self._gate_logits(x).double(), bound))
+
+    def _gate_logits(self, x: Tensor) -> Tensor:
+        return self.in_proj(x).narrow(-1, 0, self.dim)

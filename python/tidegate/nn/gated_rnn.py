@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from .. import ops
-from ._common import check_mixer_input, make_linear, uniform_
+from ._common import bounded_gate, check_mixer_input, make_linear, uniform_
 from ._gate_init import gumbel_gate
 from ._minimal_rnn import MinimalGatedRNN
 
@@ -77,6 +77,14 @@ class GatedRNN(MinimalGatedRNN):
     def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.gated_rnn_step(z, entering, self.state_proj.weight, state, gamma=gamma)
+
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """z_t, without noise, for sequences that start empty: x ``[B, T, dim]`` -> the same, fp32
+        or fp64. gamma, cu_seqlens: as in forward(); the state that the gate reads depends on
+        both."""
+        return bounded_gate(self.gate_logits(x, cu_seqlens, gamma), gamma)[0]
 
     def gate_logits(
         self, x: Tensor, cu_seqlens: Tensor | None = None, gamma: Tensor | None = None

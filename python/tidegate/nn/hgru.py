@@ -151,7 +151,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         self.complex = is_complex if complex is None else bool(complex)
         self.theta_mode = "learned" if theta is None and self.complex else theta
         self.input_gate = input_gate
-        self.forget_gate = forget_gate
+        self.forget_gate_mode = forget_gate
         self.output_gate = bool(output_gate)
         self.expansion = expansion
         self.rank = rank
@@ -187,12 +187,12 @@ class HGRU(KeepsFloat32, TensorStateMixer):
     @property
     def takes_gamma(self) -> bool:
         """Whether the forget gate has a lower bound."""
-        return self.forget_gate != "none"
+        return self.forget_gate_mode != "none"
 
     @property
     def needs_gamma(self) -> bool:
         """Whether the lower bound is the whole forget gate."""
-        return self.forget_gate == "bound"
+        return self.forget_gate_mode == "bound"
 
     @property
     def gamma_size(self) -> int:
@@ -201,7 +201,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
 
     def _check_options(self) -> None:
         check_choice("HGRU", "input_gate", self.input_gate, ("tied", "free", "none"))
-        check_choice("HGRU", "forget_gate", self.forget_gate, ("data", "bound", "none"))
+        check_choice("HGRU", "forget_gate", self.forget_gate_mode, ("data", "bound", "none"))
         self._check_expansion()
         if self.complex:
             check_choice("HGRU", "theta", self.theta_mode, ("learned", "fixed", "data"))
@@ -210,13 +210,13 @@ class HGRU(KeepsFloat32, TensorStateMixer):
                 f"HGRU: theta: expected none with complex=False, since a real state is not "
                 f"rotated; got {self.theta_mode!r}"
             )
-        if self.forget_gate == "none" and self.input_gate == "tied":
+        if self.forget_gate_mode == "none" and self.input_gate == "tied":
             raise ValueError(
                 "HGRU: input_gate: expected 'free' or 'none' with forget_gate='none': the tied "
                 "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'"
             )
 
-        has_data = self.forget_gate == "data"
+        has_data = self.forget_gate_mode == "data"
         options = (self.gate_init, self.gumbel_gate, self.channels)
         check_gate_options("HGRU", has_data, "forget_gate='data'", *options)
 
@@ -234,7 +234,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         """Rows of in_proj a quantity, in their order."""
         s = self.channels
         parts = {"c": self.state_size}
-        if self.forget_gate == "data":
+        if self.forget_gate_mode == "data":
             parts["f"] = s
         if self.output_gate:
             parts["g"] = self.state_size
@@ -323,15 +323,18 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         return self._output(h, parts.get("g"))
 
     @property
-    def has_gate_logits(self) -> bool:
+    def has_data_gate(self) -> bool:
         """Whether the forget gate depends on the data."""
-        return self.forget_gate == "data"
+        return self.forget_gate_mode == "data"
 
-    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` ->
-        ``[..., S]``. Only with forget_gate="data". cu_seqlens: makes no difference, since the gate
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """lambda_t, without noise, fp32 or fp64: x ``[..., dim]`` -> ``[..., S]``. Only with
+        forget_gate="data". gamma as in forward(); cu_seqlens makes no difference, since the gate
         reads its own token alone."""
-        return self._project(x)["f"]
+        self._check_gamma(gamma)
+        return bounded_gate(widen(self._project(x)["f"]), gamma)[0]
 
     @torch.no_grad()
     def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
@@ -385,7 +388,9 @@ class HGRU(KeepsFloat32, TensorStateMixer):
     def _is_fused(self) -> bool:
         """Whether the fused hgru op computes these options; the others compose linear_scan."""
         return (
-            self.input_gate == "tied" and self.forget_gate == "data" and self.theta_mode != "data"
+            self.input_gate == "tied"
+            and self.forget_gate_mode == "data"
+            and self.theta_mode != "data"
         )
 
     def _theta(self, parts: dict[str, Tensor], direction: int) -> Tensor | None:
@@ -445,9 +450,9 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         self, parts: dict[str, Tensor], gamma: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """lambda and the input gate; None stands for one."""
-        if self.forget_gate == "none":
+        if self.forget_gate_mode == "none":
             decay, rest = None, None
-        elif self.forget_gate == "bound":
+        elif self.forget_gate_mode == "bound":
             decay, rest = gamma, 1 - gamma
         else:
             decay, rest = bounded_gate(widen(parts["f"]), gamma)
@@ -475,7 +480,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, complex={self.complex}, theta={self.theta_mode!r}, "
-            f"input_gate={self.input_gate!r}, forget_gate={self.forget_gate!r}, "
+            f"input_gate={self.input_gate!r}, forget_gate={self.forget_gate_mode!r}, "
             f"output_gate={self.output_gate}, expand={self.expand}, expansion={self.expansion!r}, "
             f"bidirectional={self.bidirectional}, preset={self.preset!r}"
         )

@@ -23,6 +23,7 @@ from ._common import (
     reset_linear,
     reset_norm,
     uniform_,
+    widen,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._states import TensorStateMixer
@@ -136,7 +137,7 @@ class HGRU2(TensorStateMixer):
     _owner = "HGRU2"
     takes_gamma = True
     needs_gamma = False
-    has_gate_logits = True
+    has_data_gate = True
 
     def __init__(
         self,
@@ -242,10 +243,13 @@ class HGRU2(TensorStateMixer):
         )
         return self._output(o)
 
-    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the forget gate is the sigmoid of, without noise and bound: x ``[..., dim]`` -> the
-        same. cu_seqlens: makes no difference, since the gate reads its own token alone."""
-        return self._project(x)[1].flatten(-2)
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """f'_t, without noise, fp32 or fp64: x ``[..., dim]`` -> the same. gamma as in forward();
+        cu_seqlens makes no difference, since the gate reads its own token alone."""
+        self._check_gamma(gamma)
+        return bounded_gate(widen(self._project(x)[1].flatten(-2)), gamma)[0]
 
     @torch.no_grad()
     def token_mixing(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:

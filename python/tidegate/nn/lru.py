@@ -15,6 +15,7 @@ from ._common import (
     check_choice,
     check_optional_gamma,
     check_positive,
+    check_switch,
     make_linear,
     normal_,
     refuse_gamma,
@@ -198,13 +199,14 @@ class LRU(_LinearRecurrentUnit):
         check_choice("LRU", "gate", gate, (None, "data"))
         options = (gate_init, gumbel_gate, self.state)
         check_gate_options("LRU", gate == "data", "gate='data'", *options)
+        check_switch("LRU", "lower_bound", lower_bound)
         if lower_bound and gate is None:
             raise ValueError(
                 "LRU: lower_bound: expected False unless gate='data', whose modulus it bounds; got "
                 "True"
             )
         self.gate_init, self.gumbel_gate = gate_init, gumbel_gate
-        self.lower_bound = bool(lower_bound)
+        self.lower_bound = lower_bound
         self.max_phase = max_phase
         self.gate = gate
         self.gate_proj = None
@@ -264,9 +266,12 @@ class LRU(_LinearRecurrentUnit):
         """Whether there is a forget gate that depends on the data."""
         return self.gate_proj is not None
 
-    def forget_gate(self, x: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """``|lambda_t|``, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``. gamma as in
-        forward()."""
+    def forget_gate(
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """``|lambda_t|``, without noise, fp32 or fp64: x ``[..., dim]`` -> ``[..., state]``. Only
+        with gate="data". gamma as in forward(); cu_seqlens makes no difference, since the gate
+        reads its own token alone."""
         self._check_gamma(gamma)
         return self._modulus(x, gamma)
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import CausalLM, SequenceClassifier
-from ..nn._common import bounded_gate
 
 
 def windows_of(tokens: np.ndarray, *, rows: int = 8, context: int = 256) -> Tensor:
@@ -33,7 +32,7 @@ def mixer_inputs(
 def _mixer_calls(
     model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """mixer_inputs() with the bounds of packed sequences ``[N+1]``."""
+    """mixer_inputs() with the offsets of packed sequences ``[N+1]``."""
     ids = ids.to(next(model.parameters()).device)
     calls: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -60,26 +59,20 @@ def _mixer_calls(
 @torch.no_grad()
 def forget_gates(
     model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
-) -> list[np.ndarray]:
-    """What multiplies the state, a layer with a data-dependent forget gate: lambda = gamma +
-    (1 - gamma) * sigmoid(f), f_t of gated linear attention, |lambda_t| of LRU, bounded. One array
-    ``[channels, samples]`` of float32 in (0, 1) each, over all tokens of ids ``[B, T]``. lengths:
-    of padded rows, for classifiers.
+) -> dict[int, np.ndarray]:
+    """What multiplies the state, by layer with a data-dependent forget gate, counted from 0:
+    lambda = gamma + (1 - gamma) * sigmoid(f), f_t of gated linear attention, |lambda_t| of LRU,
+    bounded. One array ``[channels, samples]`` of float32 in (0, 1) each, over all tokens of ids
+    ``[B, T]``. lengths: of padded rows, for classifiers.
     """
-    gates = []
-    calls = _mixer_calls(model, ids, lengths)
-    for block, (x, bounds), gamma in zip(model.blocks, calls, model.gammas(), strict=True):
+    gates = {}
+    calls = zip(_mixer_calls(model, ids, lengths), model.gammas(), strict=True)
+    for layer, ((x, offsets), gamma) in enumerate(calls):
+        mixer = model.blocks[layer].mixer
         # One product more than the layer needs, but it asks for nothing but the projection.
-        if getattr(block.mixer, "has_data_gate", False):
-            gate = block.mixer.forget_gate(x, gamma).float()
-        elif getattr(block.mixer, "has_gate_logits", False):
-            # A gate that reads the state depends on the states, which the bound shapes.
-            bound = {"gamma": gamma} if hasattr(block.mixer, "gate_parts") else {}
-            logits = block.mixer.gate_logits(x, bounds, **bound).float()
-            gate, _ = bounded_gate(logits, None if gamma is None else gamma.float())
-        else:
-            continue
-        gates.append(gate.flatten(0, 1).T.cpu().numpy())
+        if getattr(mixer, "has_data_gate", False):
+            gate = mixer.forget_gate(x, gamma, offsets).float()
+            gates[layer] = gate.flatten(0, 1).T.cpu().numpy()
     return gates
 
 
@@ -93,10 +86,10 @@ def gate_parts(
     tokens ``[1, T, dim]``."""
     parts = {}
     calls = zip(_mixer_calls(model, ids, lengths), model.gammas(), strict=True)
-    for layer, ((x, bounds), gamma) in enumerate(calls):
+    for layer, ((x, offsets), gamma) in enumerate(calls):
         mixer = model.blocks[layer].mixer
         if hasattr(mixer, "gate_parts"):
-            logits, from_input = (part.float() for part in mixer.gate_parts(x, bounds, gamma))
+            logits, from_input = (part.float() for part in mixer.gate_parts(x, offsets, gamma))
             parts[layer] = (from_input.cpu().numpy(), (logits - from_input).cpu().numpy())
     return parts
 

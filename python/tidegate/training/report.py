@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,7 +105,7 @@ def plot_gates(path: str | Path, device: str = "auto") -> list[Path]:
     if parts := gate_parts(seen.model, seen.ids, seen.lengths):
         drawn.append(folder.path / PARTS_PLOT)
         plots.plot_gate_parts(
-            {layer + 1: both for layer, both in parts.items()},
+            _by_number(parts),
             drawn[-1],
             title=f"What gates read, on {seen.what}: {_name_of(values)}",
         )
@@ -156,7 +156,7 @@ def plot_token_mixing(
         )
     drawn = folder.path / MIXING_PLOT
     plots.plot_token_mixing(
-        {layer + 1: matrix for layer, matrix in matrices.items()},
+        _by_number(matrices),
         drawn,
         title=f"Token mixing over {tokens:,} tokens: {_name_of(values)}",
         heads=MIXING_HEADS,
@@ -215,16 +215,22 @@ def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list
     if not gates:
         return []
     untrained = initial_model(values, type(model)).to(next(model.parameters()).device)
-    bounds = [None if gamma is None else float(gamma.detach().mean()) for gamma in model.gammas()]
+    gammas = {layer: gamma for layer, gamma in enumerate(model.gammas()) if gamma is not None}
+    bounds = {layer: float(gammas[layer].detach().mean()) for layer in gates if layer in gammas}
     path = folder.path / GATES_PLOT
     plots.plot_forget_gates(
-        gates,
+        _by_number(gates),
         path,
         title=f"Forget gates on {seen.what}: {_name_of(values)}",
-        bounds=None if None in bounds else bounds,
-        before=forget_gates(untrained, seen.ids, seen.lengths),
+        bounds=_by_number(bounds),
+        before=_by_number(forget_gates(untrained, seen.ids, seen.lengths)),
     )
     return [path]
+
+
+def _by_number(layers: Mapping[int, Any]) -> dict[int, Any]:
+    """What belongs to layers counted from 0, by the number that people give them."""
+    return {layer + 1: value for layer, value in layers.items()}
 
 
 def mixer_in_words(mixer: str | list[str]) -> str:
