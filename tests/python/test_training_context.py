@@ -283,7 +283,7 @@ def test_forget_gates_by_layer(bounded):
     model = small("fox-pro", mixer_options=options, lower_bound="decreasing")
     ids = torch.randint(0, 256, (2, 9))
     gates = forget_gates(model, ids)
-    assert [g.shape for g in gates] == [(2, 18), (2, 18)]
+    assert {layer: g.shape for layer, g in gates.items()} == {0: (2, 18), 1: (2, 18)}
     x = model.blocks[0].mixer_norm(model._embed(ids))
     log_f = model.blocks[0].mixer.log_gate(x, model.gammas()[0])
     assert (gates[0].min() > 0.5) == bounded

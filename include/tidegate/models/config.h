@@ -50,8 +50,8 @@ struct LMConfig {
   std::optional<std::string> final_norm = std::nullopt;
   /// Epsilon of all norms.
   double norm_eps = 1e-5;
-  /// Mode of LowerBounds; ignored by mixers without a lower bound. gla, fox, lru (with gate "data"),
-  /// gated-rnn and gated-linear-rnn have one only with lower_bound = true among mixer_options.
+  /// Mode of LowerBounds; ignored by mixers without a lower bound. gla, fox, lru (gate "data"),
+  /// gated-rnn and gated-linear-rnn have one only with lower_bound = true in mixer_options.
   std::string lower_bound = "cumulative";
   /// After the embedding and after each mixer and GLU, in training.
   double dropout = 0.0;
