@@ -29,7 +29,7 @@ def info_lines() -> list[str]:
         f"torch          {torch.__version__}, built for {info['torch']} ({info['torch_variant']})",
         f"cpu            {cpu_name()}, {os.cpu_count()} cores, "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-        + (", bf16 instructions" if cpu_has_fast_bf16() else ""),
+        + (", bf16 faster than fp32" if cpu_has_fast_bf16() else ""),
         "cpu kernels    built: generic, AVX2, AVX-512; the best that this CPU has is used",
     ]
     return lines + _cuda_lines(info)

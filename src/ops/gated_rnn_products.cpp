@@ -17,16 +17,16 @@ at::Tensor initial(const at::Tensor& state, const at::Tensor& data, const at::Te
   return state.defined() ? state.clone() : at::zeros({data.size(0), data.size(2)}, w.options());
 }
 
-/// lambda and 1 - lambda of the gate's logits `a`, the latter with its own digits; `part` = 1 -
-/// gamma, undefined where there is no gamma.
+/// Of the gate's logits `a`: s(a) and s(-a), each with its own digits, and lambda and 1 - lambda.
+/// `part` = 1 - gamma, undefined where there is no gamma.
 struct Gates {
-  at::Tensor open, shut;
+  at::Tensor pos, neg, open, shut;
 
   Gates(const at::Tensor& a, const at::Tensor& gamma, const at::Tensor& part)
-      : open(at::sigmoid(a)), shut(at::sigmoid(a.neg())) {
+      : pos(at::sigmoid(a)), neg(at::sigmoid(a.neg())), open(pos), shut(neg) {
     if (gamma.defined()) {
-      shut.mul_(part);
-      open = at::where(a.lt(0), at::addcmul(gamma, part, open), at::rsub(shut, 1));
+      shut = neg.mul(part);
+      open = at::where(a.lt(0), at::addcmul(gamma, part, pos), at::rsub(shut, 1));
     }
   }
 };
@@ -71,15 +71,15 @@ void walk_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, con
     const Gates gates(a, gamma, part);
     const at::Tensor before = t > 0 ? h.select(1, t - 1).to(w.scalar_type()) : initial(h0, x, w);
     const at::Tensor grad = carry.add_(dh.select(1, t));
-    const at::Tensor entering = gates.shut.mul_(grad);
-    const at::Tensor across = before.sub(x.select(1, t));
-    const at::Tensor da = across.mul(at::sigmoid(a)).mul_(entering);
-    results.dz.select(1, t).copy_(da);
-    results.dx.select(1, t).copy_(entering);
-    results.h_before.select(1, t).copy_(before);
+    const at::Tensor bound_term = before.sub(x.select(1, t)).mul_(gates.neg).mul_(grad);
+    const at::Tensor da = bound_term.mul(gates.pos);
     if (gamma.defined()) {
-      bound_grads.add_(across.mul_(entering).div_(part));
+      da.mul_(part);
+      bound_grads.add_(bound_term);
     }
+    results.dz.select(1, t).copy_(da);
+    results.dx.select(1, t).copy_(gates.shut.mul(grad));
+    results.h_before.select(1, t).copy_(before);
     carry = at::addmm(gates.open.mul(grad), da, w);
   }
   results.dh0.copy_(carry);

@@ -4,6 +4,7 @@
 // with the matrix for all sequences, then the gates element by element.
 
 #include "kernels/common/cpu_gates.h"
+#include "kernels/common/cpu_sums.h"
 #include "kernels/common/cpu_types.h"
 #include "kernels/rnn/cpu/panel_product.h"
 
@@ -29,10 +30,6 @@ TIDEGATE_INLINE void copy_row(R* to, const R* from, int64_t dim) {
     store<R>(to + j, from == nullptr ? Vec<R>{} : load<R>(from + j, extent), extent);
   });
 }
-
-/// Sums over time are kept in short runs of so many tokens, and the runs' sums after each other:
-/// not T roundings lie on the way of a term, but as many and T over as many.
-constexpr int64_t kSummedTokens = 64;
 
 template <class R, class E, class G>
 struct GatedRnnBlock {
@@ -96,7 +93,7 @@ struct GatedRnnBlock {
     const int64_t stride = block.stride;
     R* gate_grads = static_cast<R*>(block.vectors);  // da
     R* carries = static_cast<R*>(block.products);    // what flows from step t + 1 into h_t
-    R* bound_grads = static_cast<R*>(block.sums);    // dgamma's short runs
+    R* bound_grads = static_cast<R*>(block.sums);    // dgamma's short sums (cpu_sums.h)
     for (int r = 0; r < block.count; ++r) {
       copy_row<R>(bound_grads + r * stride, nullptr, dim);
       if (R* total = state_row<R>(params.dgamma_partial, dim, block.rows[r])) {
@@ -119,7 +116,7 @@ struct GatedRnnBlock {
         backward_token(params, block.rows[r], step,
                        {carry, gate_grads + r * stride, bound_grad, passed_on});
         R* total = state_row<R>(params.dgamma_partial, dim, block.rows[r]);
-        if (total != nullptr && step % kSummedTokens == 0) {
+        if (total != nullptr && step % kShortSumTokens == 0) {
           add_row(total, bound_grad, dim);
           copy_row<R>(bound_grad, nullptr, dim);
         }

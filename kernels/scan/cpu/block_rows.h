@@ -4,6 +4,7 @@
 // those units may include).
 
 #include "kernels/common/cpu_simd.h"
+#include "kernels/common/cpu_sums.h"
 #include "kernels/common/cpu_types.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 
@@ -30,11 +31,9 @@ struct RowBuffer {
   }
 };
 
-/// Sums over time. Short sums are added to long ones now and then: at most 64 + T / 64 roundings
-/// lie on the way of a term instead of T, and a constant gradient over 10^5 steps keeps its digits.
+/// A row of sums over time (cpu_sums.h).
 template <class R>
 struct TimeSum {
-  static constexpr int64_t kShort = 64;
   RowBuffer<R> recent;
   RowBuffer<R> total;
 
@@ -45,7 +44,7 @@ struct TimeSum {
   TIDEGATE_INLINE void add(int64_t j, Vec<R> v) { recent.set(j, recent.at(j) + v); }
   /// Once a step, after the row.
   void settle(int64_t step, int64_t count) {
-    if (step % kShort != 0) return;
+    if (step % kShortSumTokens != 0) return;
     for_each_vector<R>(count, [&](int64_t j, auto) {
       total.set(j, total.at(j) + recent.at(j));
       recent.set(j, Vec<R>{});

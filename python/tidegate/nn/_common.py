@@ -58,15 +58,6 @@ def check_gamma(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
 
 
-def check_optional_gamma(
-    owner: str, gamma: Tensor | None, lower_bound: bool, axis: str, size: int
-) -> None:
-    """The same of a mixer that takes a gamma by its option `lower_bound`, and else refuses one."""
-    if not lower_bound:
-        refuse_gamma(owner, gamma, " with lower_bound=False")
-    check_gamma(owner, gamma, axis, size)
-
-
 def make_linear(
     in_features: int, rows: int | Sequence[int], bias: bool, device=None, dtype=None
 ) -> nn.Linear:

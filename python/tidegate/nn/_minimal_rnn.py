@@ -9,21 +9,21 @@ from torch import Tensor
 from .. import ops
 from .._sharding import fill
 from ._common import (
-    check_optional_gamma,
     check_positive,
     check_switch,
     make_linear,
     uniform_,
 )
 from ._gate_init import check_gumbel_gate, parse_gate_init
+from ._lower_bound import OptionalLowerBound
 from ._states import TensorStateMixer
 
 
-class MinimalGatedRNN(TensorStateMixer):
+class MinimalGatedRNN(OptionalLowerBound, TensorStateMixer):
     """`GatedLinearRNN` and `GatedRNN`, but for the recurrence."""
 
-    needs_gamma = False
     has_data_gate = True
+    _gamma_axis = "dim"
 
     def __init__(
         self,
@@ -44,19 +44,6 @@ class MinimalGatedRNN(TensorStateMixer):
         self.gumbel_gate = gumbel_gate
         self.lower_bound = lower_bound
         self.in_proj = make_linear(dim, [dim] * 2, True, device, dtype)
-
-    @property
-    def takes_gamma(self) -> bool:
-        """Whether the forget gate has a lower bound."""
-        return self.lower_bound
-
-    @property
-    def gamma_size(self) -> int:
-        """Width of the lower bound."""
-        return self.dim
-
-    def _check_gamma(self, gamma: Tensor | None) -> None:
-        check_optional_gamma(self._owner, gamma, self.lower_bound, "dim", self.dim)
 
     def _reset_in_proj(self) -> None:
         """Weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by

@@ -16,7 +16,6 @@ from ._common import (
     bounded_gate,
     bounded_log_gate,
     check_choice,
-    check_optional_gamma,
     check_switch,
     constant_,
     is_number,
@@ -26,6 +25,7 @@ from ._common import (
     widen,
 )
 from ._gate_init import GateInit, check_gate_options, gumbel_gate, parse_gate_init
+from ._lower_bound import OptionalLowerBound
 
 GATES = ("data", "independent", "fixed", "none")
 _NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
@@ -50,7 +50,7 @@ def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit
     return parse_gate_init("ForgettingAttention", text, heads, also)
 
 
-class ForgettingAttention(SoftmaxAttention):
+class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
     """Forgetting attention: causal softmax attention whose weights fade by a forget gate, a token
     mixer (Forgetting Transformer, arXiv 2503.02130, eq. 11 to 14 and appendix A).
 
@@ -101,6 +101,7 @@ class ForgettingAttention(SoftmaxAttention):
     """
 
     _owner = "ForgettingAttention"
+    _gamma_axis = "num_heads"
 
     def __init__(
         self,
@@ -182,19 +183,6 @@ class ForgettingAttention(SoftmaxAttention):
                 self.gate_bias = nn.Parameter(bias)
         self._make_outputs(**where)
         self.reset_parameters()
-
-    @property
-    def takes_gamma(self) -> bool:
-        """Whether the forget gate has a lower bound."""
-        return self.lower_bound
-
-    @property
-    def gamma_size(self) -> int:
-        """Width of the lower bound."""
-        return self.num_heads
-
-    def _check_gamma(self, gamma: Tensor | None) -> None:
-        check_optional_gamma(self._owner, gamma, self.lower_bound, "num_heads", self.num_heads)
 
     @property
     def _gate_heads(self) -> int:

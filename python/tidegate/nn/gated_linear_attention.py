@@ -15,7 +15,6 @@ from ._common import (
     bounded_log_gate,
     check_choice,
     check_mixer_input,
-    check_optional_gamma,
     check_positive,
     check_switch,
     make_linear,
@@ -26,6 +25,7 @@ from ._common import (
     widen,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
+from ._lower_bound import OptionalLowerBound
 from ._states import check_state, empty_state, sequence_count
 from ._token_mixing import head_mixing
 
@@ -49,7 +49,7 @@ def feature_map_of(name: str | None, x: Tensor) -> Tensor:
     return x.exp() if name == "exp" else x
 
 
-class GatedLinearAttention(nn.Module):
+class GatedLinearAttention(OptionalLowerBound, nn.Module):
     """Gated linear attention: a token mixer (Yang et al., arXiv 2312.06635; with a scalar gate and
     a normaliser, the Forgetting Transformer's equations 7 to 9).
 
@@ -97,7 +97,7 @@ class GatedLinearAttention(nn.Module):
     """
 
     bidirectional = False
-    needs_gamma = False
+    _owner = "GatedLinearAttention"
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class GatedLinearAttention(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        owner = "GatedLinearAttention"
+        owner = self._owner
         key_dim = max(dim // 2, 1) if key_dim is None else key_dim
         value_dim = dim if value_dim is None else value_dim
         check_positive(owner, "dim", dim)
@@ -182,14 +182,8 @@ class GatedLinearAttention(nn.Module):
         self.reset_parameters()
 
     @property
-    def takes_gamma(self) -> bool:
-        """Whether the forget gate has a lower bound."""
-        return self.lower_bound
-
-    @property
-    def gamma_size(self) -> int:
-        """Width of the lower bound."""
-        return self.key_dim if self.gate == "vector" else self.num_heads
+    def _gamma_axis(self) -> str:
+        return "key_dim" if self.gate == "vector" else "num_heads"
 
     def reset_parameters(self) -> None:
         """In this order: in_proj, gate_proj (its bias then by gate_init), norm, out_proj;
@@ -198,7 +192,7 @@ class GatedLinearAttention(nn.Module):
         reset_linear(self.gate_proj)
         if self.gate_init is not None:
             gate = self.gate_proj
-            init = parse_gate_init("GatedLinearAttention", self.gate_init, gate.out_features)
+            init = parse_gate_init(self._owner, self.gate_init, gate.out_features)
             init.draw(gate.bias, gate.in_features)
         reset_norm(self.norm)
         reset_linear(self.out_proj)
@@ -241,7 +235,7 @@ class GatedLinearAttention(nn.Module):
         ``[num_heads]`` with gate="scalar", in [0, 1), only with lower_bound; None = 0. cu_seqlens:
         bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         """
-        check_mixer_input("GatedLinearAttention", x, self.dim)
+        check_mixer_input(self._owner, x, self.dim)
         self._check_gamma(gamma)
         s, z = (None, None) if state is None else self._split_state(state, x, cu_seqlens)
         parts = self._project(x)
@@ -260,7 +254,7 @@ class GatedLinearAttention(nn.Module):
     def step(self, x: Tensor, state: Tensor | GLAState, gamma: Tensor | None = None) -> Tensor:
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        check_mixer_input("GatedLinearAttention.step", x, self.dim, time=False)
+        check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
         self._check_gamma(gamma)
         s, z = self._split_state(state, x)
         parts = self._project(x)
@@ -282,11 +276,6 @@ class GatedLinearAttention(nn.Module):
         self._check_gamma(gamma)
         return self._operands(self._project(x), x, gamma)[3].exp().flatten(-2)
 
-    def _check_gamma(self, gamma: Tensor | None) -> None:
-        axis = "key_dim" if self.gate == "vector" else "num_heads"
-        size = self.gamma_size
-        check_optional_gamma("GatedLinearAttention", gamma, self.lower_bound, axis, size)
-
     def _split_state(
         self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -295,12 +284,12 @@ class GatedLinearAttention(nn.Module):
             wanted = "a pair (s, z)" if self.normalize else "a tensor"
             given = "a tensor" if self.normalize else "a tuple"
             raise ValueError(
-                f"GatedLinearAttention: state: expected {wanted} with normalize={self.normalize}; "
+                f"{self._owner}: state: expected {wanted} with normalize={self.normalize}; "
                 f"got {given}"
             )
         s, z = state if self.normalize else (state, None)
         count, dtype = sequence_count(x, cu_seqlens), wide_dtype(self.out_proj.weight.dtype)
-        names = ("GatedLinearAttention: state", "GatedLinearAttention: state: z")
+        names = (f"{self._owner}: state", f"{self._owner}: state: z")
         for name, part, shape in zip(names, (s, z), self._state_shapes(), strict=False):
             check_state(name, part, (count, *shape), dtype)
         return s, z
@@ -311,7 +300,7 @@ class GatedLinearAttention(nn.Module):
 
         Row t, column s: the weight of v_s in o_t. x ``[B, T, dim]``, gamma as in forward().
         """
-        check_mixer_input("GatedLinearAttention.token_mixing", x, self.dim)
+        check_mixer_input(f"{self._owner}.token_mixing", x, self.dim)
         self._check_gamma(gamma)
         q, k, _, log_f = self._operands(self._project(x), x, gamma)
         mixing = head_mixing(q, k, log_f, self.scale)

@@ -13,7 +13,6 @@ from ._common import (
     KeepsFloat32,
     bounded_decay,
     check_choice,
-    check_optional_gamma,
     check_positive,
     check_switch,
     make_linear,
@@ -24,6 +23,7 @@ from ._common import (
     widen,
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
+from ._lower_bound import OptionalLowerBound
 from ._states import TensorStateMixer
 from ._token_mixing import elementwise_mixing
 
@@ -128,7 +128,7 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         refuse_gamma(self._owner, gamma, ", since its decay has no lower bound")
 
 
-class LRU(_LinearRecurrentUnit):
+class LRU(OptionalLowerBound, _LinearRecurrentUnit):
     """Linear recurrent unit (arXiv 2303.06349): a token mixer with a complex state::
 
         lambda = exp(-exp(nu_log) + i exp(theta_log))
@@ -174,6 +174,7 @@ class LRU(_LinearRecurrentUnit):
     """
 
     _owner = "LRU"
+    _gamma_axis = "state"
 
     def __init__(
         self,
@@ -213,19 +214,6 @@ class LRU(_LinearRecurrentUnit):
         if gate is not None:
             self.gate_proj = make_linear(dim, self.state, True, device, dtype)
         self.reset_parameters()
-
-    @property
-    def takes_gamma(self) -> bool:
-        """Whether the forget gate has a lower bound."""
-        return self.lower_bound
-
-    @property
-    def gamma_size(self) -> int:
-        """Width of the lower bound."""
-        return self.state
-
-    def _check_gamma(self, gamma: Tensor | None) -> None:
-        check_optional_gamma("LRU", gamma, self.lower_bound, "state", self.state)
 
     def reset_parameters(self) -> None:
         """In this order: in_proj (normal, variance 1/(2 dim)), nu_log, theta_log (on the ring),

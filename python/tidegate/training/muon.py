@@ -6,7 +6,7 @@ gradient; small models in their first thousand steps learn markedly more a step.
 
 Unlike torch.optim.Muon, matrices stacked in one parameter (a mixer's input projections, GLU's gate
 and value, attention's q, k and v: `stacked_rows` of the projection) are orthogonalised one by one,
-and all matrices of a shape at once; on CPUs without bf16 instructions the iteration runs in fp32.
+and all matrices of a shape at once; on CPUs whose bf16 is not faster the iteration runs in fp32.
 """
 
 from __future__ import annotations
