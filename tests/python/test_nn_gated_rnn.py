@@ -136,7 +136,7 @@ def test_logits_of_the_gate_and_their_parts(device):
 def test_logits_of_packed_sequences_are_those_of_each(device):
     mixer = make(device=device)
     x = torch.randn(1, 9, DIM, dtype=torch.float64).to(device)
-    packed = mixer.gate_parts(x, torch.tensor([0, 4, 4, 9]))
+    packed = mixer.gate_parts(x, cu_seqlens=torch.tensor([0, 4, 4, 9]))
     alone = [mixer.gate_parts(part) for part in (x[:, :4], x[:, 4:])]
     for got, *wanted in zip(packed, *alone, strict=True):
         torch.testing.assert_close(got, torch.cat(wanted, 1))

@@ -7,7 +7,7 @@ state grows with the tokens, `keeps_tokens`.
 What looks into a model (`tidegate.training.probes`) reads more, where there is any: of a forget
 gate that depends on the data `has_data_gate`, True, and ``forget_gate(x, gamma=None,
 cu_seqlens=None)``, its values, bounded, without noise, fp32 or fp64; where that gate reads the
-state, ``gate_parts(x, cu_seqlens=None, gamma=None)``; ``token_mixing(x, gamma=None)``.
+state, ``gate_parts(x, gamma=None, cu_seqlens=None)``; ``token_mixing(x, gamma=None)``.
 """
 
 from __future__ import annotations

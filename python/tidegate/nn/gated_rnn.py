@@ -84,18 +84,18 @@ class GatedRNN(MinimalGatedRNN):
         """z_t, without noise, for sequences that start empty: x ``[B, T, dim]`` -> the same, fp32
         or fp64. gamma, cu_seqlens: as in forward(); the state that the gate reads depends on
         both."""
-        return bounded_gate(self.gate_logits(x, cu_seqlens, gamma), gamma)[0]
+        return bounded_gate(self.gate_logits(x, gamma, cu_seqlens), gamma)[0]
 
     def gate_logits(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, gamma: Tensor | None = None
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """What the gate is the sigmoid of, without noise and bound, for sequences that start empty:
-        x ``[B, T, dim]`` -> the same, in the state's dtype. cu_seqlens, gamma: as in forward();
+        x ``[B, T, dim]`` -> the same, in the state's dtype. gamma, cu_seqlens: as in forward();
         the state that the gate reads depends on both."""
-        return self.gate_parts(x, cu_seqlens, gamma)[0]
+        return self.gate_parts(x, gamma, cu_seqlens)[0]
 
     def gate_parts(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, gamma: Tensor | None = None
+        self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """gate_logits and how much of it comes from x, W_zx x_t + b_z; the difference of the two,
         W_zh h_{t-1}, comes from the state. Both ``[B, T, dim]``."""

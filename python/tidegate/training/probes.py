@@ -89,7 +89,7 @@ def gate_parts(
     for layer, ((x, offsets), gamma) in enumerate(calls):
         mixer = model.blocks[layer].mixer
         if hasattr(mixer, "gate_parts"):
-            logits, from_input = (part.float() for part in mixer.gate_parts(x, offsets, gamma))
+            logits, from_input = (part.float() for part in mixer.gate_parts(x, gamma, offsets))
             parts[layer] = (from_input.cpu().numpy(), (logits - from_input).cpu().numpy())
     return parts
 
