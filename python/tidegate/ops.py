@@ -9,7 +9,7 @@ Shapes: B batch, T time, D channels, H heads, K key and V value dimension of a h
 or the number of packed ones). Wrong arguments raise ``RuntimeError`` with op, argument, expected
 and given; with ``TIDEGATE_DEBUG=1`` also values that only a synchronisation can show
 (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``log_f`` above 0, ``theta`` or a parameter of
-``lru_scan`` not finite).
+``lru_scan`` not finite, ``w`` of ``wkv4`` below 0, lengths of a cache).
 """
 
 import torch
@@ -61,11 +61,17 @@ def _offsets_on(
     device = data.device
     if device == cu_seqlens.device:
         return cu_seqlens
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and _is_capturing(device):
         raise RuntimeError(
             f"{op}: {name} must be on {device} while a CUDA graph is captured, got it on cpu"
         )
     return cu_seqlens.to(device)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of `device`, which may not be the current one, is captured."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def packed_bounds(owner: str, x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -596,7 +602,7 @@ def wkv4(
     ``o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))``
 
     Args:
-        w: [D] rates of decay a step, in natural logarithms, w > 0; float32 or k's dtype.
+        w: [D] rates of decay a step, in natural logarithms, w >= 0; float32 or k's dtype.
         u: [D] the bonus, a natural logarithm; float32 or k's dtype.
         k: [B, T, D] natural logarithms of the weights, of any size; float32, float64, bfloat16 or
             float16.
@@ -610,9 +616,10 @@ def wkv4(
         o [B, T, D] in k's dtype and the final state [N, 3, D] in float32 (float64 for float64); at
         T = 0 the state is a copy of the given one, zeros when there is none.
 
-    No exponential is taken of anything above zero, so k may span any range. Cost O(B T D): reads k
-    and v once, writes o once. Accumulates in the state's dtype; bitwise deterministic; training
-    keeps the inputs and, for every eighth token, the state that enters it.
+    Weights are taken relative to a running gauge (on CUDA within a factor of 2^40 of it), so k may
+    span any range; on CUDA |v| up to about 2^60 stays finite. Cost O(B T D): reads k and v once,
+    writes o once. Accumulates in the state's dtype; bitwise deterministic; training keeps the
+    inputs and, for every eighth token, the state that enters it.
     """
     cu_seqlens = _offsets_on("wkv4", cu_seqlens, k)
     return torch.ops.tidegate.wkv4(w, u, k, v, state, cu_seqlens)

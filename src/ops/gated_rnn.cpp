@@ -259,8 +259,9 @@ FiveTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   }
   return {dz.to(z_dtype), dx, matrix_gradient(dz, h_before, w_zh),
           is_given(h0) ? dh0.to(h0->scalar_type()) : dh0,
-          is_given(gamma) ? sum_rows({bound_grads})[0].to(gamma->scalar_type())
-                          : at::empty({0}, h.options().dtype(wide))};
+          is_given(gamma)
+              ? sum_rows("gated_rnn_backward", {bound_grads})[0].to(gamma->scalar_type())
+              : at::empty({0}, h.options().dtype(wide))};
 }
 
 at::Tensor step_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,

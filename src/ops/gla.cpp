@@ -229,10 +229,12 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
   params.dgamma_partial = data_or_null(dgamma);
   launch.run();
 
-  grads.dgamma =
-      dgamma.defined()
-          ? sum_rows({dgamma})[0].view(arguments.gamma->sizes()).to(arguments.gamma->scalar_type())
-          : none;
+  grads.dgamma = none;
+  if (dgamma.defined()) {
+    grads.dgamma = sum_rows(arguments.op, {dgamma})[0]
+                       .view(arguments.gamma->sizes())
+                       .to(arguments.gamma->scalar_type());
+  }
   grads.dgate = grads.dgate.to(arguments.gate.scalar_type());
   if (is_given(arguments.h0)) {
     grads.dh0 = grads.dh0.to(arguments.h0->scalar_type());

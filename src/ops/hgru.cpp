@@ -206,7 +206,7 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   params.dtheta_partial = data_or_null(dtheta);
   launch.run();
 
-  const std::vector<at::Tensor> sums = sum_rows({dgamma, dtheta});
+  const std::vector<at::Tensor> sums = sum_rows("hgru_backward", {dgamma, dtheta});
   const auto gradient = [&](const at::Tensor& sum, const OptionalTensor& argument) {
     return sum.defined() ? sum.to(argument->scalar_type())
                          : at::empty({0}, c.options().dtype(wide));

@@ -38,13 +38,15 @@ at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at:
 namespace {
 
 /// In one launch. A complex number is a pair of columns.
-void sum_rows_on_device(const std::vector<at::Tensor>& partials, std::vector<at::Tensor>* sums) {
+void sum_rows_on_device(const char* op, const std::vector<at::Tensor>& partials,
+                        std::vector<at::Tensor>* sums) {
   kernels::RowSums work;
   const auto first =
       std::find_if(partials.begin(), partials.end(), [](const auto& t) { return t.defined(); });
   const c10::DeviceGuard guard(first->device());
   for (size_t i = 0; i < partials.size(); ++i) {
     if (const at::Tensor& partial = partials[i]; partial.defined()) {
+      TORCH_INTERNAL_ASSERT(work.count < kernels::RowSums::kMost, op, ": too many partial sums");
       (*sums)[i] = at::empty({partial.size(1)}, partial.options());
       work.from[work.count] = partial.data_ptr();
       work.to[work.count++] = (*sums)[i].data_ptr();
@@ -53,19 +55,18 @@ void sum_rows_on_device(const std::vector<at::Tensor>& partials, std::vector<at:
       work.dtype = kernel_dtype(c10::toRealValueType(partial.scalar_type()));
     }
   }
-  check_launch("tidegate", "sum of partial sums",
-               kernels::sum_rows(work, current_stream(first->device())));
+  check_launch(op, "sum of partial sums", kernels::sum_rows(work, current_stream(first->device())));
 }
 
 }  // namespace
 #endif
 
-std::vector<at::Tensor> sum_rows(const std::vector<at::Tensor>& partials) {
+std::vector<at::Tensor> sum_rows(const char* op, const std::vector<at::Tensor>& partials) {
   std::vector<at::Tensor> sums(partials.size());
 #ifdef TIDEGATE_WITH_CUDA
   const auto on_cuda = [](const at::Tensor& t) { return t.defined() && t.is_cuda(); };
   if (std::any_of(partials.begin(), partials.end(), on_cuda)) {
-    sum_rows_on_device(partials, &sums);
+    sum_rows_on_device(op, partials, &sums);
     return sums;
   }
 #endif

@@ -62,8 +62,8 @@ at::Tensor workspace(int64_t bytes, const at::Tensor& like);
 at::Tensor matrix(int64_t rows, int64_t columns, at::ScalarType dtype, const at::Tensor& like);
 
 /// The sums over the rows of up to three matrices of partial sums of one shape and type; undefined
-/// ones stay undefined. Their order depends on the shape alone.
-std::vector<at::Tensor> sum_rows(const std::vector<at::Tensor>& partials);
+/// ones stay undefined. Their order depends on the shape alone. `op` is named in errors.
+std::vector<at::Tensor> sum_rows(const char* op, const std::vector<at::Tensor>& partials);
 
 /// One run of a kernel: construct it with complete params, take the partial sums that the plan asks
 /// for, then call run(). Only the partial sums' pointers may follow: the plan reads the alignment

@@ -193,7 +193,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
   }
   launch.run();
   if (params.forward.a_is_constant) {
-    da = sum_rows({da})[0];
+    da = sum_rows("linear_scan_backward", {da})[0];
   }
   return {dx, in_type_of(a, da), is_given(h0) ? in_type_of(*h0, dh0) : dh0};
 }

@@ -204,7 +204,7 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   params.dgamma_log_partial = dgamma.data_ptr();
   launch.run();
 
-  const std::vector<at::Tensor> sums = sum_rows({dnu, dtheta, dgamma});
+  const std::vector<at::Tensor> sums = sum_rows("lru_scan_backward", {dnu, dtheta, dgamma});
   return {dx, sums[0].to(nu_log.scalar_type()),
           given.complex() ? sums[1].to(theta_log->scalar_type())
                           : at::empty({0}, x.options().dtype(wide)),

@@ -1,5 +1,6 @@
 // wkv4: schema, checks, dispatch, autograd.
-// The state goes by its own name, not h0: of its three vectors none is an output.
+// The state goes by its own name, not h0: of its three vectors none is an output. The gradient of o
+// is `do` in the schema, d_o in C++, where `do` is a keyword, and grad_o in the kernels' params.
 
 #include "tidegate/ops/wkv4.h"
 
@@ -40,7 +41,7 @@ constexpr KernelSet<Wkv4BackwardParams, Wkv4Params> kBackward = {
 
 // ---- checks ----
 
-/// Everything but k itself, the reference; returns N.
+/// k, the reference that the others are held against, and all of them; returns N.
 c10::SymInt check_arguments(const char* op, const at::Tensor& w, const at::Tensor& u,
                             const at::Tensor& k, const at::Tensor& v, const OptionalTensor& state,
                             const OptionalTensor& cu_seqlens) {
@@ -92,12 +93,12 @@ c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dfinal_s
   return sequences;
 }
 
-/// In debug mode: rates are above 0.
+/// In debug mode: no rate is below 0 (or NaN).
 void check_rates(const char* op, const at::Tensor& w) {
   if (!debug_checks_enabled() || is_capturing(w.device()) || w.numel() == 0) {
     return;
   }
-  TORCH_CHECK(w.gt(0).all().item<bool>(), op, ": w must be above 0, got values down to ",
+  TORCH_CHECK(w.ge(0).all().item<bool>(), op, ": w must be at least 0, got values down to ",
               w.min().item<double>());
 }
 
@@ -193,6 +194,7 @@ Gradients backward_kernel(const at::Tensor& d_o, const OptionalTensor& dfinal_st
       check_backward(d_o, dfinal_state, w, u, k, v, state, final_state, saved, cu_seqlens)
           .guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"wkv4_backward", "k", k}, cu_seqlens);
+  check_rates("wkv4_backward", w);
   const at::ScalarType wide = state_dtype(k.scalar_type());
   const KernelInputs inputs(w, u, k, v, state, cu_seqlens);
   const at::Tensor do_read = in_rows(d_o);
@@ -219,7 +221,7 @@ Gradients backward_kernel(const at::Tensor& d_o, const OptionalTensor& dfinal_st
   params.dw_partial = dw.data_ptr();
   params.du_partial = du.data_ptr();
   launch.run();
-  const std::vector<at::Tensor> sums = sum_rows({dw, du});
+  const std::vector<at::Tensor> sums = sum_rows("wkv4_backward", {dw, du});
   return {sums[0].to(w.scalar_type()), sums[1].to(u.scalar_type()), std::move(dk), std::move(dv),
           is_given(state) ? dstate.to(state->scalar_type()) : dstate};
 }

@@ -612,16 +612,16 @@ def test_errors_of_steps_by_message() -> None:
 def test_rates_are_checked_when_debugging(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     made = Wkv4Case(time=7).make_inputs()
     made = {k: v if v is None else v.to(device) for k, v in made.items()}
-    made["w"][3] = 0.0
+    made["w"][3] = -0.5
     call(made)
     monkeypatch.setenv("TIDEGATE_DEBUG", "1")
-    with pytest.raises(RuntimeError, match=r"wkv4: w must be above 0, got values down to 0"):
+    with pytest.raises(RuntimeError, match=r"wkv4: w must be at least 0, got values down to -0.5"):
         call(made)
     step = [made["w"], made["u"], made["k"][:, 0], made["v"][:, 0]]
     state = torch.zeros(made["k"].size(0), 3, made["k"].size(2), device=device)
-    with pytest.raises(RuntimeError, match=r"wkv4_step: w must be above 0"):
+    with pytest.raises(RuntimeError, match=r"wkv4_step: w must be at least 0"):
         ops.wkv4_step(*step, state)
-    made["w"][3] = 0.5
+    made["w"][3] = 0.0  # no decay at all
     call(made)
 
 

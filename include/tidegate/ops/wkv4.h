@@ -14,7 +14,7 @@ namespace tidegate {
 ///   y_t = exp(-w) y_{t-1} + exp(k_t) v_t,   z_t = exp(-w) z_{t-1} + exp(k_t)
 ///   o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))
 ///
-/// w: [D] rates of decay a step, in natural logarithms, w > 0; float32 or k's dtype.
+/// w: [D] rates of decay a step, in natural logarithms, w >= 0; float32 or k's dtype.
 /// u: [D] the bonus, a natural logarithm; float32 or k's dtype.
 /// k: [B, T, D] natural logarithms of the weights, any size; float32, float64, bfloat16, float16.
 /// v: [B, T, D] in k's dtype.
@@ -29,12 +29,13 @@ namespace tidegate {
 /// (float64 for float64), which can be passed back. At T = 0 it is a copy of the given one, zeros
 /// when there is none. N = B without cu_seqlens.
 ///
-/// No exponential is ever taken of anything above zero, so k may span any range. Any strides with a
-/// unit last stride are read in place. Accumulates in the state's dtype. Bitwise deterministic.
-/// Differentiable once in w, u, k, v and state through both results; training keeps the inputs and,
-/// for every eighth token, the state that enters it.
+/// Weights are taken relative to a running gauge (on CUDA within a factor of 2^40 of it), so k may
+/// span any range; on CUDA |v| up to about 2^60 stays finite. Any strides with a unit last stride
+/// are read in place. Accumulates in the state's dtype. Bitwise deterministic. Differentiable once
+/// in w, u, k, v and state through both results; training keeps the inputs and, for every eighth
+/// token, the state that enters it.
 /// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
-/// than these; with TIDEGATE_DEBUG=1 also for w <= 0 and for cu_seqlens on a GPU that do not fit.
+/// than these; with TIDEGATE_DEBUG=1 also for w < 0 and for cu_seqlens on a GPU that do not fit.
 /// Cost O(B T D): reads k and v once, writes o once.
 std::tuple<at::Tensor, at::Tensor> wkv4(const at::Tensor& w, const at::Tensor& u,
                                         const at::Tensor& k, const at::Tensor& v,

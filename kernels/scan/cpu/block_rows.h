@@ -44,7 +44,10 @@ struct TimeSum {
   TIDEGATE_INLINE void add(int64_t j, Vec<R> v) { recent.set(j, recent.at(j) + v); }
   /// Once a step, after the row.
   void settle(int64_t step, int64_t count) {
-    if (step % kShortSumTokens != 0) return;
+    if (step % kShortSumTokens == 0) settle_all(count);
+  }
+  /// The same whatever the step, for sums that grow by runs.
+  void settle_all(int64_t count) {
     for_each_vector<R>(count, [&](int64_t j, auto) {
       total.set(j, total.at(j) + recent.at(j));
       recent.set(j, Vec<R>{});

@@ -71,13 +71,14 @@ struct LruBlock {
     TIDEGATE_INLINE V row(int which, int64_t j, Extent extent) const {
       return load<R>(rows + which * stride + j, extent);
     }
+    /// `which`: the row of the real parts, which that of the imaginary ones follows.
     template <class Extent>
     TIDEGATE_INLINE Z decay(int which, int64_t j, Extent extent) const {
       Z z;
       for (int p = 0; p < kParts; ++p) z.part[p] = row(which + p, j, extent);
       return z;
     }
-    /// lambda * z + c, and the same with lambda's conjugate.
+    /// lambda * z + c.
     template <class Extent>
     TIDEGATE_INLINE Z decayed(const Z& z, Z c, int64_t j, Extent extent) const {
       if constexpr (sizeof(R) == 4) {
@@ -85,6 +86,7 @@ struct LruBlock {
       }
       return multiply_add(decay(kLruDecayRe, j, extent), z, c);
     }
+    /// conj(lambda) * z.
     template <class Extent>
     TIDEGATE_INLINE Z conj_decayed(const Z& z, int64_t j, Extent extent) const {
       Z c = {};

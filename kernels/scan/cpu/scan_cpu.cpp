@@ -142,7 +142,8 @@ void fill_lru_rows(const LruParams& params) {
   const auto* theta_log = static_cast<const R*>(params.theta_log);
   const auto* gamma_log = static_cast<const R*>(params.gamma_log);
   auto* rows = static_cast<R*>(params.workspace);
-  const auto set = [&](LruRow row, int64_t d, double value) {
+  // Returns what the rounding took away.
+  const auto set_rounded = [&](LruRow row, int64_t d, double value) {
     rows[row * channels + d] = static_cast<R>(value);
     return value - static_cast<double>(static_cast<R>(value));
   };
@@ -150,12 +151,12 @@ void fill_lru_rows(const LruParams& params) {
     const double nu = std::exp(static_cast<double>(nu_log[d]));
     const double theta = theta_log == nullptr ? 0 : std::exp(static_cast<double>(theta_log[d]));
     const double modulus = std::exp(-nu);
-    set(kLruDecayReRest, d, set(kLruDecayRe, d, modulus * std::cos(theta)));
-    set(kLruDecayImRest, d, set(kLruDecayIm, d, modulus * std::sin(theta)));
-    set(kLruGamma, d, std::exp(static_cast<double>(gamma_log[d])));
+    set_rounded(kLruDecayReRest, d, set_rounded(kLruDecayRe, d, modulus * std::cos(theta)));
+    set_rounded(kLruDecayImRest, d, set_rounded(kLruDecayIm, d, modulus * std::sin(theta)));
+    set_rounded(kLruGamma, d, std::exp(static_cast<double>(gamma_log[d])));
     // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
-    set(kLruNu, d, modulus == 0 ? 0 : nu);
-    set(kLruTheta, d, theta);
+    set_rounded(kLruNu, d, modulus == 0 ? 0 : nu);
+    set_rounded(kLruTheta, d, theta);
   }
 }
 

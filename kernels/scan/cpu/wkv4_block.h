@@ -285,8 +285,8 @@ struct Wkv4Block {
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
         run_back(params, rows, block, end == block.length, grads, j, extent);
       });
-      grads.dw.settle(0, block.width);
-      grads.du.settle(0, block.width);
+      grads.dw.settle_all(block.width);
+      grads.du.settle_all(block.width);
     }
     if (block.length == 0) {
       const R* d =
