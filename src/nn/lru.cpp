@@ -124,11 +124,13 @@ std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
   check_mixer_input(owner(), x, options.dim());
   check_gamma(gamma);
   if (state) check_state(*state, x, normalized(given_offsets));
-  if (gate_proj) {
-    const auto [entering, decay] = gated(x, gamma, this->is_training());
-    const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
-    const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_offsets));
-    return {output(to_halves(h).to(out_proj->weight.scalar_type()), x), to_halves(last)};
+  if constexpr (kIsComplex) {
+    if (gate_proj) {
+      const auto [entering, decay] = gated(x, gamma, this->is_training());
+      const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
+      const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_offsets));
+      return {output(to_halves(h).to(out_proj->weight.scalar_type()), x), to_halves(last)};
+    }
   }
   const auto [h, last] = lru_scan(apply_linear(in_proj, x), nu_log, normalized(theta_log),
                                   gamma_log, state, false, normalized(given_offsets));
@@ -141,12 +143,14 @@ Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor
   check_mixer_input(kIsComplex ? "LRU.step" : "SLRU.step", x, options.dim(), /*time=*/false);
   check_gamma(gamma);
   check_state(state, x);
-  if (gate_proj) {
-    const auto [entering, decay] = gated(x, gamma, /*has_noise=*/false);
-    const Tensor h = to_complex(widen(state));
-    linear_scan_step(entering, decay, h);
-    state.copy_(to_halves(h));
-    return output(state.to(out_proj->weight.scalar_type()), x);
+  if constexpr (kIsComplex) {
+    if (gate_proj) {
+      const auto [entering, decay] = gated(x, gamma, /*has_noise=*/false);
+      const Tensor h = to_complex(widen(state));
+      linear_scan_step(entering, decay, h);
+      state.copy_(to_halves(h));
+      return output(state.to(out_proj->weight.scalar_type()), x);
+    }
   }
   return output(
       lru_scan_step(apply_linear(in_proj, x), nu_log, normalized(theta_log), gamma_log, state), x);
@@ -165,11 +169,11 @@ void LinearRecurrentUnit<Derived, Options>::check_gamma(const OptionalTensor& ga
 template <typename Derived, typename Options>
 std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::gated(const Tensor& x,
                                                                         const OptionalTensor& gamma,
-                                                                        bool has_noise) {
+                                                                        bool has_noise)
+  requires kIsComplex
+{
   Tensor logits = widen(apply_linear(gate_proj, x));
-  if constexpr (kIsComplex) {
-    if (has_noise && options.gumbel_gate()) logits = gumbel_gate(logits, *options.gumbel_gate());
-  }
+  if (has_noise && options.gumbel_gate()) logits = gumbel_gate(logits, *options.gumbel_gate());
   const Tensor modulus = bounded_decay(-nu_log.exp() * at::sigmoid(logits), gamma);
   const Tensor u = to_complex(widen(apply_linear(in_proj, x)));
   return {gamma_log.exp() * u, at::polar(modulus, theta_log.exp().expand_as(modulus))};

@@ -75,8 +75,7 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   /// In this order: in_proj (normal, variance 1/(2 dim); SLRU: 1/dim), nu_log, theta_log (on the
   /// ring), gamma_log (log sqrt(1 - |lambda|^2)), skip_weight (normal, variance 1), out_proj
   /// (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim); the bias
-  /// then by gate_init). After the
-  /// same torch::manual_seed bitwise Python's parameters.
+  /// then by gate_init). After the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
 
   /// The shape of one sequence's state: `[state]`, or `[2 * state]` when complex.
@@ -130,7 +129,8 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   torch::Tensor output(const torch::Tensor& h, const torch::Tensor& x);
   std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x,
                                                  const std::optional<torch::Tensor>& gamma,
-                                                 bool has_noise);
+                                                 bool has_noise)
+    requires kIsComplex;
 };
 
 /// Linear recurrent unit [arXiv 2303.06349]: a token mixer with a complex state:

@@ -113,6 +113,8 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
     def _scan(
         self, x: Tensor, state: Tensor | None, gamma: None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """The recurrence with a constant decay. That has no lower bound, so gamma is None, here and
+        in the step: only LRU's gate, which has ways of its own, takes one."""
         parameters = (self.nu_log, self.theta_log, self.gamma_log)
         return ops.lru_scan(self.in_proj(x), *parameters, state, cu_seqlens=cu_seqlens)
 
