@@ -48,6 +48,7 @@ from contenders import (
     tidegate_step,
 )
 from gla_contenders import FlaGla, GlaWork
+from report_tables import reaches_goal
 from wkv4_contenders import FlaRwkv4
 
 import tidegate
@@ -294,20 +295,6 @@ def others(results: dict[str, dict]) -> list[str]:
     """The contenders of other libraries that compute the same."""
     beside = ("tidegate", "copy_", "matmul", "SDPA")
     return [name for name in results if not name.startswith(beside)]
-
-
-def reaches_goal(row: dict) -> bool | None:
-    """Whether tidegate is as fast as aimed at; None where nothing is aimed at, or nothing known."""
-    ours = row["results"].get("tidegate")
-    if ours is None:
-        return None
-    if row.get("goal_ms"):
-        return ours["us"] <= 1000 * row["goal_ms"]
-    if row.get("goal_tflops"):
-        return ours["tflops"] >= row["goal_tflops"]
-    if row.get("goal_percent") and "percent_of_copy" in ours:
-        return ours["percent_of_copy"] >= row["goal_percent"]
-    return None
 
 
 def attention_line(row: dict) -> str:

@@ -21,16 +21,19 @@ from pathlib import Path
 
 import report_age
 from report_attention import attention_cpu_page, attention_cpu_section, attention_table
+from report_commands import commands_section
 from report_loops import loops_page, loops_section
 from report_models import models_page, models_readme
 from report_tables import (
     DTYPES,
     GPU_HEAD,
     Record,
+    aim_cell,
     cpu_where,
     gpu_row,
     microseconds,
     percent,
+    reaches_goal,
     shape_of,
     table,
 )
@@ -58,7 +61,7 @@ def gla_row(row: Record, rows: Sequence[Record]) -> list[str]:
     if ours is None:
         return [*cells, ""]
     if row.get("goal_ms"):
-        cells[5] = f"{1000 * row['goal_ms']:.0f} us"
+        cells[5] = aim_cell(f"{1000 * row['goal_ms']:.0f} us", reaches_goal(row))
     key = ("B", "T", "H", "K", "V", "direction")
     same = [r for r in rows if all(r[k] == row[k] for k in key) and "fla.chunk_gla" in r["results"]]
     peer = same[0]["results"]["fla.chunk_gla"] if same else None
@@ -113,17 +116,32 @@ def sweep_line(record: Record) -> str | None:
     return text
 
 
+WHY_NOT = {  # group -> where it says why an aim was not reached
+    "aims": "docs/kernels/scan_cuda_measured.md#aims-not-reached",
+    "gla": "docs/kernels/gla_cuda.md#what-was-measured",
+}
+
+
+def missed_line(record: Record) -> str | None:
+    """Where to read about the aims that were not reached."""
+    missed = {row["group"] for row in record["rows"] if reaches_goal(row) is False}
+    pages = [f"[{page.partition('#')[0]}]({page})" for g, page in WHY_NOT.items() if g in missed]
+    return f"Why an aim was not reached: {', '.join(pages)}." if pages else None
+
+
 def gpu_readme(record: Record) -> list[str]:
     rows = [gpu_row(row) for row in record["rows"] if row["group"] == "aims"]
     lines = [machine_line(record) + ":", "", *gla_table(record), *attention_table(record)]
     lines += [*table(GPU_HEAD, rows), ""] if rows else []
-    sweep = sweep_line(record)
+    notes = []
     if len(lines) > 2:  # tables
-        lines += [
+        notes += [
             "GB/s count each tensor once; copy speed is `copy_` moving as many bytes in the same "
-            "run and harness. Other libraries get their gates and inputs precomputed, untimed."
+            "run and harness. Other libraries get their gates and inputs precomputed, untimed.",
+            missed_line(record),
         ]
-    return lines + ([sweep] if sweep else []) + [""]
+    notes.append(sweep_line(record))
+    return [*lines, *filter(None, notes), ""]
 
 
 ATTENTIONS = {  # group -> title, table
@@ -157,6 +175,8 @@ def gpu_page(record: Record) -> list[str]:
         rows = [row for row in record["rows"] if row["group"] == group]
         if rows:
             lines += [f"### {title}", "", *table_of(record), *every_figure(rows)]
+    if missed := missed_line(record):
+        lines += [missed.replace("docs/kernels/", "kernels/"), ""]
     problems = record["problems"]
     return lines + (["Problems:", "", *(f"- {p}" for p in problems), ""] if problems else [])
 
@@ -232,7 +252,7 @@ def cpu_row(row: Record) -> list[str]:
         f"{row['GB/s']:.1f}",
         f"{row['copy_GB/s']:.1f}",
         percent(row["percent_of_copy"]),
-        percent(goal),
+        aim_cell(percent(goal), goal is None or row["percent_of_copy"] >= goal),
         percent(row.get("cpu_percent_of_copy")),
         percent(row.get("percent_of_streaming_copy")),
     ]
@@ -338,7 +358,8 @@ def gated_rnn_section(record: Record) -> list[str]:
         ours = row["results"]["tidegate"]["ms"]
         beside = [row["results"].get(name) for name in others]
         cells = [f"{r['ms']:.2f} ms, {r['ms'] / ours:.1f}x" if r else "" for r in beside]
-        aim = f"{row['goal_ms']:g} ms" if row["goal_ms"] else ""
+        goal = row["goal_ms"]
+        aim = aim_cell(f"{goal:g} ms", ours <= goal) if goal else ""
         return [f"`gated_rnn` {shape_of(row)}", f"{ours:.2f} ms", aim, *cells]
 
     head = (
@@ -371,7 +392,8 @@ def copying_step_section(record: Record) -> list[str]:
     model = record["model"]
     what = f"{model['layers']} x {model['dim']}, B{record['B']} T{record['T']}, fp32"
     head = ("training step of the copying task", "time", "torch loop", "", "aim")
-    row = (what, f"{ours:.1f} ms", f"{loop:.1f} ms", f"{record['ratio']:.1f}x", "5x")
+    row = (what, f"{ours:.1f} ms", f"{loop:.1f} ms", f"{record['ratio']:.1f}x")
+    row = (*row, aim_cell("5x", record["ratio"] >= 5))
     note = (
         "Forward, backward and AdamW"
         + (" in one CUDA graph" if "gpu" in record["machine"] else "")
@@ -476,10 +498,9 @@ def page(results: list[tuple[str, Record]]) -> str:
         "# Benchmarks",
         "",
         "Made by `benchmarks/report.py` from `benchmarks/results/*.json`; not edited by hand.",
-        "`benchmarks/peers.py` measures the GPU, `make bench` runs the Google Benchmark binaries,",
-        "and bench_models, `make bench-demo` the demo beside other models. Every output is checked",
-        "before it is timed.",
+        "Every output is checked before it is timed.",
         "",
+        *commands_section(),
     ]
     lines += [line for kind, record in results for line in SECTIONS[kind][1](record)]
     return "\n".join(lines if results else [*lines, NOTHING, ""]).rstrip("\n") + "\n"

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from report_tables import GPU_HEAD, Record, cpu_where, gpu_row, microseconds, shape_of, table
+from report_tables import (
+    GPU_HEAD,
+    Record,
+    aim_cell,
+    cpu_where,
+    gpu_row,
+    microseconds,
+    reaches_goal,
+    shape_of,
+    table,
+)
 
 ATTENTION_HEAD = (
     *(
@@ -41,6 +51,7 @@ def attention_row(row: Record) -> list[str]:
             microseconds(result["us"]) if pruned and name != "matmul" else f"{result['tflops']:.0f}"
         )
 
+    aim = f"{1000 * row['goal_ms']:.0f} us" if pruned else f"{row['goal_tflops']}"
     memory = ""
     if "extra_bytes_a_row" in ours:
         memory = f"{ours['extra_bytes_a_row']:.1f}, {ours['goal_bytes_a_row']}"
@@ -49,7 +60,7 @@ def attention_row(row: Record) -> list[str]:
         row["direction"],
         microseconds(ours["us"]),
         "" if pruned else f"{ours['tflops']:.0f}",
-        f"{1000 * row['goal_ms']:.0f} us" if pruned else f"{row['goal_tflops']}",
+        aim_cell(aim, reaches_goal(row)),
         *map(rate, ATTENTION_BESIDE),
         memory,
     ]

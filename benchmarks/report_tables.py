@@ -24,6 +24,25 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}%"
 
 
+def reaches_goal(row: Record) -> bool | None:
+    """Whether tidegate is as fast as aimed at; None where nothing is aimed at, or nothing known."""
+    ours = row["results"].get("tidegate")
+    if ours is None:
+        return None
+    if row.get("goal_ms"):
+        return ours["us"] <= 1000 * row["goal_ms"]
+    if row.get("goal_tflops"):
+        return ours["tflops"] >= row["goal_tflops"]
+    if row.get("goal_percent") and "percent_of_copy" in ours:
+        return ours["percent_of_copy"] >= row["goal_percent"]
+    return None
+
+
+def aim_cell(aim: str, reached: bool | None) -> str:
+    """An aim, marked where it was missed."""
+    return f"{aim}, not reached" if reached is False else aim
+
+
 def shape_of(row: Record) -> str:
     kind = "complex " if row.get("complex") else ""
     dtype = DTYPES.get(row["dtype"], row["dtype"])
@@ -51,7 +70,7 @@ def gpu_row(row: Record) -> list[str]:
         microseconds(ours["us"]),
         f"{ours['gb_per_s']:.0f}",
         percent(ours.get("percent_of_copy")) if copied else "",
-        percent(row["goal_percent"]),
+        aim_cell(percent(row["goal_percent"]), reaches_goal(row)),
         peer_cell(row),
     ]
 
