@@ -106,5 +106,6 @@ void register_scan_benchmarks(at::DeviceType device);
 void register_gla_benchmarks(at::DeviceType device);
 void register_wkv4_benchmarks(at::DeviceType device);
 void register_attention_benchmarks(at::DeviceType device);
+void register_rnn_benchmarks(at::DeviceType device);
 
 }  // namespace tidegate::testing

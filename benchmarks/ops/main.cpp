@@ -16,6 +16,7 @@ int main(int argc, char** argv) {
     register_gla_benchmarks(device);
     register_wkv4_benchmarks(device);
     register_attention_benchmarks(device);
+    register_rnn_benchmarks(device);
   };
   register_all(at::kCPU);
   const std::string gpu = gpu_name();

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -47,6 +48,48 @@ void check(const ScanShape& shape, TimeSplit split) {
   for (size_t i = 0; i < first.size(); ++i) {
     EXPECT_TRUE(first[i]->same_bits(*second[i])) << "output " << i << " differs from run to run";
   }
+}
+
+// Plain tests run before those with parameters, so these launches are the first that their process
+// makes of the kernels: what the driver was told of a kernel, and what was asked about it, under
+// one limit must not bind launches under another.
+
+/// On a chip with 99 KB of shared memory a block, then with all that there is, then with 99 KB
+/// again.
+template <class Problem>
+void check_with_little_shared_memory(ScanShape shape) {
+  if (const std::string why = why_skip(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const TimeSplit split : {TimeSplit::kNone, TimeSplit::kLinked, TimeSplit::kAuto}) {
+      // Of few channels and a long time the planner makes as many blocks as the device holds.
+      const bool is_long = split == TimeSplit::kAuto;
+      if (is_long && dtype != DType::kBFloat16) continue;
+      shape.dtype = shape.gate = dtype;
+      shape.batch = 1;
+      shape.time = is_long ? 60000 : 700;
+      shape.channels = is_long ? 4 : 64;
+      for (const int bytes : {99 * 1024, std::numeric_limits<int>::max(), 99 * 1024}) {
+        SCOPED_TRACE("of shared memory " + std::to_string(bytes));
+        const SharedBytesLimit limit(bytes);
+        check<Problem>(shape, split);
+      }
+    }
+  }
+}
+
+TEST(CudaLittleSharedMemory, Hgru) { check_with_little_shared_memory<HgruProblem>({}); }
+TEST(CudaLittleSharedMemory, ComplexHgru) {
+  check_with_little_shared_memory<HgruProblem>({.turns = true});
+}
+TEST(CudaLittleSharedMemory, LinearScan) { check_with_little_shared_memory<LinearScanProblem>({}); }
+TEST(CudaLittleSharedMemory, LinearScanOfConstantDecay) {
+  check_with_little_shared_memory<LinearScanProblem>({.a_is_constant = true});
+}
+TEST(CudaLittleSharedMemory, Lru) { check_with_little_shared_memory<LruProblem>({}); }
+TEST(CudaLittleSharedMemory, ComplexLru) {
+  check_with_little_shared_memory<LruProblem>({.turns = true});
 }
 
 /// Options beside dtype and split, cycled through so that every length meets many of them.
@@ -304,6 +347,20 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kNone);
   EXPECT_EQ(plan.linked_blocks, 1);
+}
+
+TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {
+  if (const std::string why = why_skip(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  kernels::HgruParams params = params_to_plan(1, 4096, 256);
+  params.time_split = TimeSplit::kNone;
+  ScanPlan all, few;
+  check_cuda(kernels::hgru_forward_plan(params, &all), "plan");
+  const SharedBytesLimit limit(99 * 1024);
+  check_cuda(kernels::hgru_forward_plan(params, &few), "plan");
+  EXPECT_GT(few.warps, 0);
+  EXPECT_LT(few.warps, all.warps);
 }
 
 TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreWalkedInShortRuns) {

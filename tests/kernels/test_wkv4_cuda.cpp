@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+#include <string>
+
 #include "kernels/scan/wkv4_cuda.h"
 #include "support/device_mirror.h"
 #include "support/wkv4_problem.h"
@@ -93,6 +96,32 @@ void check(const Wkv4Shape& shape, TimeSplit split) {
     EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched()) << "output " << i;
     EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i]))
         << "output " << i << " differs from run to run";
+  }
+}
+
+// A plain test runs before those with parameters: its launches are the first that the process makes
+// of these kernels. On a chip with 99 KB of shared memory a block, then with all that there is,
+// then with 99 KB again: what the driver was told under one limit must not bind launches under
+// another.
+TEST(Wkv4CudaLittleSharedMemory, BeforeAndAfterAll) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "no CUDA device";
+  for (DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (TimeSplit split : {TimeSplit::kNone, TimeSplit::kLinked, TimeSplit::kAuto}) {
+      // Of few channels and a long time the planner makes as many blocks as the device holds.
+      const bool is_long = split == TimeSplit::kAuto;
+      if (is_long && dtype != DType::kBFloat16) continue;
+      Wkv4Shape shape;
+      shape.dtype = dtype;
+      shape.batch = 1;
+      shape.time = is_long ? 60000 : 700;
+      shape.channels = is_long ? 4 : 64;
+      for (int bytes : {99 * 1024, std::numeric_limits<int>::max(), 99 * 1024}) {
+        SCOPED_TRACE("of shared memory " + std::to_string(bytes));
+        const SharedBytesLimit limit(bytes);
+        check(shape, split);
+      }
+    }
   }
 }
 

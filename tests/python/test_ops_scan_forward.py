@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -302,11 +303,12 @@ def test_constant_decay_of_lru_over_a_long_time(
     theta: bool, dtype: torch.dtype, device: str
 ) -> None:
     """|lambda| = 0.9999 over 131072 steps: nearer to float64 than the error rule asks for, since
-    with a lambda rounded to float32, as torch ops have it, h is wrong by 7e-4 by then."""
+    with a lambda rounded to float32, as torch ops have it, h is wrong by 1e-4 by then, and by 7e-4
+    where it is complex."""
     case = ScanCase("lru_scan", batch=1, time=LONG, channels=3, dtype=dtype, theta=theta)
     inputs = inputs_on(case, device)
-    rates = torch.full_like(inputs["nu_log"], -torch.log(torch.tensor(0.9999).double()).item())
-    nu_log = rates.log()
+    # In float64: float32's own 0.9999 is one of the few moduli that lose nothing.
+    nu_log = torch.full_like(inputs["nu_log"], math.log(-math.log(0.9999)))
     h, final = call(case, inputs, nu_log=nu_log)
     made = {k: v for k, v in cases.make_inputs(case).items() if k not in ("dh", "dh_final")}
     exact, exact_final = scan_oracle.lru_scan_forward(**{**made, "nu_log": nu_log.cpu()})
