@@ -215,6 +215,9 @@ def plot_forget_gates(
             axes.set_xlim(0.0, 1.0)
         for axes in panels.flat[len(gates) :]:
             axes.set_visible(False)
+        for axes in panels.flat[max(0, len(gates) - columns) : len(gates)]:  # the lowest ones
+            axes.set_xlabel("forget gate", fontsize=9)
+            axes.tick_params(labelbottom=True)
         meaning = "forget gate: 0 forgets at once, 1 keeps for ever"
         _legend_below(figure, panels.flat, title=meaning)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)

@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from training_cases import FLAGS, tidegate, write_text
 
-from tidegate import cli
+from tidegate import _library, cli
 from tidegate.training import stdlib_corpus
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -140,6 +141,66 @@ def test_info_names_versions_and_kernels(capsys):
     out = capsys.readouterr().out
     for word in ("tidegate", "torch", "cpu kernels", "cuda"):
         assert word in out
+
+
+@pytest.fixture
+def info_of(monkeypatch, capsys):
+    """Runs `tidegate info` as if the build and the machine were others; what it says of CUDA."""
+
+    def run(cuda: str, architectures: str, devices: list[tuple[str, tuple[int, int]]]) -> list[str]:
+        built = {**_library.build_info(), "cuda": cuda, "architectures": architectures}
+        monkeypatch.setattr(_library, "build_info", lambda: built)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: devices[index][0])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: devices[index][1])
+        assert cli.main(["info"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("cuda kernels"))
+        return lines[start:]
+
+    return run
+
+
+BUILT = ("nvcc 13.0.88", "sm_80 sm_90a compute_80")
+
+
+def test_info_says_why_cuda_was_not_built(info_of):
+    """Whatever devices there are."""
+    why = "no nvcc in CUDACXX, CUDA_HOME or PATH (torch's CUDA is 13.0)"
+    assert info_of(f"off: {why}", "", [("NVIDIA H200", (9, 0))]) == [
+        "cuda kernels   not built",
+        f"               not used: {why}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "why"),
+    [("13.0", "torch sees no CUDA device"), (None, "torch has no CUDA")],
+)
+def test_info_says_why_no_device_is_used(info_of, monkeypatch, torch_cuda, why):
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    assert info_of(*BUILT, []) == [
+        "cuda kernels   built for sm_80 sm_90a compute_80 by nvcc 13.0.88",
+        f"               not used: {why}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_used"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)]
+)
+def test_info_says_which_devices_are_too_old(info_of, capability, is_used):
+    lines = info_of(*BUILT, [("NVIDIA X", capability)])
+    said = f"NVIDIA X, compute capability {capability[0]}.{capability[1]}"
+    why = "" if is_used else ": not used: the kernels need 8.0 or later"
+    assert lines[1:] == [f"cuda:0         {said}{why}"]
+
+
+def test_info_names_every_device(info_of):
+    lines = info_of(*BUILT, [("NVIDIA H200", (9, 0)), ("V100", (7, 0))])
+    assert lines[1:] == [
+        "cuda:0         NVIDIA H200, compute capability 9.0",
+        "cuda:1         V100, compute capability 7.0: not used: the kernels need 8.0 or later",
+    ]
 
 
 def test_bench_without_binaries_says_so(tmp_path, capsys, monkeypatch):

@@ -18,6 +18,7 @@ from tidegate.nn import (
     ForgettingAttention,
     GatedLinearAttention,
     GatedLinearRNN,
+    GatedRNN,
     init,
 )
 from tidegate.nn._gate_init import gumbel_gate, parse_gate_init
@@ -242,13 +243,21 @@ GATED = {
     "lru": lambda **o: LRU(600, gate="data", **o),
     "fox": lambda **o: ForgettingAttention(600, 600, **o),
     "fox-fixed": lambda **o: ForgettingAttention(600, 600, gate="fixed", **o),
+    "gated-linear-rnn": lambda **o: GatedLinearRNN(600, **o),
+    "gated-rnn": lambda **o: GatedRNN(600, **o),
+}
+# Where one bias holds the rows of several parts: the gate's, and all rows there are.
+GATE_ROWS = {
+    "hgrn2": (slice(600, 1200), 1800),
+    "gated-linear-rnn": (slice(0, 600), 1200),
+    "gated-rnn": (slice(0, 600), 1200),
 }
 
 
 def kept_by(name: str, mixer: torch.nn.Module) -> tuple[Tensor, int]:
     """The bias of the logits of what the state keeps, and how many channels its gate reads."""
-    if name == "hgrn2":
-        return mixer.in_proj.bias[600:1200], 600
+    if name in GATE_ROWS:
+        return mixer.in_proj.bias[GATE_ROWS[name][0]], 600
     if name.startswith("gla"):
         return mixer.gate_proj.bias, mixer.gate_proj.in_features
     # s of LRU is what forgets.
@@ -269,10 +278,13 @@ def test_gates_of_every_module_start_as_asked(name, text):
     own = dict(mixer.named_parameters())
     assert set(own) - set(plain) == ({"gate_bias"} if name == "hgrn2-fla" else set())
     assert torch.equal(own["in_proj.weight"], plain["in_proj.weight"])
-    if name == "hgrn2":
-        other = torch.ones(1800, dtype=torch.bool)
-        other[600:1200] = False
-        assert torch.equal(own["in_proj.bias"][other], plain["in_proj.bias"][other])
+    if name in GATE_ROWS:
+        rows, count = GATE_ROWS[name]
+        other = torch.ones(count, dtype=torch.bool)
+        other[rows] = False
+        rest = own["in_proj.bias"][other]
+        assert torch.equal(rest, plain["in_proj.bias"][other])
+        assert distance(rest, lambda b: CDFS["standard"](b, 600, 600)) < 1.95
 
 
 @pytest.mark.parametrize("name", ["hgrn2", "hgrn2-fla", "gla", "gla-scalar", "lru", "fox"])
@@ -360,6 +372,7 @@ def test_the_noise_is_finite_where_uniform_numbers_are_zero(dtype, monkeypatch):
 NOISY = {
     "hgru": lambda **o: HGRU(8, **o),
     "gated-linear-rnn": lambda **o: GatedLinearRNN(8, **o),
+    "gated-rnn": lambda **o: GatedRNN(8, **o),
     "hgru2": lambda **o: HGRU2(8, 2, **o),
     "hgru2-fla": lambda **o: HGRU2(8, 2, preset="fla", **o),
     "gla": lambda **o: GatedLinearAttention(8, 2, **o),

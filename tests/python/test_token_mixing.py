@@ -151,6 +151,8 @@ def runs(tmp_path_factory):
     options = {
         "gated-linear-rnn": [],
         "gated-rnn": [],
+        "hgrn": [],
+        "slru": [],
         "hgrn2": ["expand_ratio=4"],
         "transformer": ["num_heads=2"],
         "gla": ["num_heads=2"],
@@ -165,7 +167,7 @@ def runs(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("mixer", ["gated-linear-rnn", "hgrn2"])
+@pytest.mark.parametrize("mixer", ["gated-linear-rnn", "hgrn", "hgrn2", "gla", "lru", "slru"])
 @pytest.mark.parametrize("more", [[], ["--layers", "2", "--tokens=9"]], ids=str)
 def test_plot_token_mixing(runs, mixer, more, capsys):
     assert cli.main(["plot", "token-mixing", str(runs[mixer]), "--device=cpu", *more]) == 0

@@ -90,12 +90,68 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, text):
             torch.testing.assert_close(value, states[0][name], rtol=1e-3, atol=1e-4)
 
 
-def test_bf16_autocast_keeps_fp32_weights(tmp_path, text):
-    run = prepare(tmp_path / "run", text, precision="bf16", steps=20, lr=1e-2)
-    run.trainer.run(quiet=True)
-    assert {p.dtype for p in run.trainer.model.parameters()} == {torch.float32}
-    rows = read_metrics(run.folder.metrics)
-    assert rows[-1]["loss"] < rows[0]["loss"] or rows[-1]["loss"] < 5.0
+def gradients_used(run) -> list[torch.Tensor]:
+    """What the optimiser of a run makes its first step with."""
+    found = []
+
+    def keep(optimizer, *_) -> None:
+        if not found:
+            groups = optimizer.param_groups
+            found.extend(p.grad.clone() for group in groups for p in group["params"])
+
+    handle = run.trainer.optimizer.register_step_pre_hook(keep)
+    assert run.trainer.run(quiet=True)
+    handle.remove()
+    return found
+
+
+def norm_of(gradients: list[torch.Tensor]) -> float:
+    return float(torch.cat([g.double().flatten() for g in gradients]).norm())
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1000.0])
+def test_gradients_are_clipped_to_a_norm(tmp_path, text, clip):
+    """Those that the optimiser uses, together; the log has the norm before that. Where it is small
+    enough already, and with 0, they are what backward() gives."""
+    plain = prepare(tmp_path / "plain", text).trainer
+    plain.sampler.next().run(plain.model, plain.device)[0].loss.backward()
+    wanted = [p.grad for group in plain.optimizer.param_groups for p in group["params"]]
+    norm = norm_of(wanted)
+    assert 1.0 < norm < 1000.0
+
+    run = prepare(tmp_path / "run", text, clip=clip, steps=1)
+    used = gradients_used(run)
+    assert len(used) == len(wanted) > 10
+    if clip == 0.05:
+        assert 0.999 * clip < norm_of(used) <= clip * (1 + 1e-6)
+        wanted = [g * (clip / norm) for g in wanted]
+    for got, expected in zip(used, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-9)
+    (row,) = [row for row in read_metrics(run.folder.metrics) if row["kind"] == "train"]
+    assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "seen"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_bf16_autocast_keeps_fp32_weights(tmp_path, text, precision, seen):
+    """Products are bf16 in training and in validation, weights and what the optimiser keeps are
+    not; without bf16 nothing is."""
+    run = prepare(tmp_path / "run", text, precision=precision, steps=20, lr=1e-2)
+    trainer = run.trainer
+    found: dict[str, set[torch.dtype]] = {"train": set(), "valid": set()}
+    linear = [m for m in trainer.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(linear) > 4
+    for module in linear:
+        module.register_forward_hook(
+            lambda m, _, out: found["train" if m.training else "valid"].add(out.dtype)
+        )
+    trainer.run(quiet=True)
+    trainer.validate(500)
+    assert found == {"train": {seen}, "valid": {seen}}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    kept = [t for state in trainer.optimizer.state.values() for t in state.values()]
+    assert {t.dtype for t in kept} == {torch.float32}
+    losses = [row["loss"] for row in read_metrics(run.folder.metrics) if row["kind"] == "train"]
+    assert losses[-1] < losses[0]
 
 
 def test_training_on_a_device(tmp_path, text, device):

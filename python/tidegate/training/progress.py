@@ -34,7 +34,7 @@ class Progress:
             self._bar = tqdm(
                 total=1000,
                 initial=round(1000 * self._trainer.progress()),
-                bar_format="{desc} |{bar}| {percentage:3.0f}% [{elapsed}<{remaining}] {postfix}",
+                bar_format="{desc} |{bar}| {percentage:3.0f}% [{elapsed}<{remaining}]{postfix}",
                 dynamic_ncols=True,
                 desc="training",
             )
