@@ -15,17 +15,17 @@ enum class Activation : uint8_t { kNone, kSilu };
 /// How a CUDA kernel divides the time axis among thread blocks.
 enum class TimeSplit : uint8_t {
   kAuto,    // the planner chooses
-  kNone,    // one block walks a whole sequence
+  kWhole,   // one block walks a whole sequence
   kLinked,  // linked blocks walk it together
 };
 
 /// What a launch needs besides its tensors. Found by the *_plan functions of scan_cuda.h (or
 /// *_plan_cpu below) for one set of params, filled into params.plan by the caller.
 struct ScanPlan {
-  TimeSplit split = TimeSplit::kNone;
-  int linked_blocks = 1;        // that share one sequence; one: it is not split
-  int warps = 1;                // of a block
-  bool long_runs = false;       // whole sequences in the runs otherwise meant for parts of them
+  TimeSplit split = TimeSplit::kWhole;
+  int linked_blocks = 1;        // that share one sequence: 1 where whole, and may be 1 where linked
+  int warps = 1;                // of a block; of each team of linked ones, without its carrier
+  bool one_block_each = false;  // whole: no multiprocessor has two blocks (WalkUse::kOneBlock)
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };

@@ -19,6 +19,9 @@ constexpr int64_t kWkv4SavedEvery = 8;
 /// not its first.
 constexpr int64_t wkv4_saved_rows(int64_t time) { return time / kWkv4SavedEvery + 1; }
 
+/// The gauge of a state without weight: below every key that has one. A k of -inf is such a token.
+constexpr float kWkv4NoWeight = -1e30f;
+
 /// Weighted means whose weights decay, the newest one with a bonus (RWKV-4, arXiv 2305.13048):
 ///   y_t = exp(-w) y_{t-1} + exp(k_t) v_t,   z_t = exp(-w) z_{t-1} + exp(k_t)
 ///   o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))

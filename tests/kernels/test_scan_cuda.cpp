@@ -17,7 +17,7 @@ namespace {
 using kernels::ScanPlan;
 using kernels::TimeSplit;
 
-constexpr TimeSplit kSplits[] = {TimeSplit::kNone, TimeSplit::kLinked};
+constexpr TimeSplit kSplits[] = {TimeSplit::kWhole, TimeSplit::kLinked};
 constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
 constexpr int64_t kChannels[] = {3, 8, 33, 64, 130};
 
@@ -62,7 +62,7 @@ void check_with_little_shared_memory(ScanShape shape) {
     GTEST_SKIP() << why;
   }
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    for (const TimeSplit split : {TimeSplit::kNone, TimeSplit::kLinked, TimeSplit::kAuto}) {
+    for (const TimeSplit split : {TimeSplit::kWhole, TimeSplit::kLinked, TimeSplit::kAuto}) {
       // Of few channels and a long time the planner makes as many blocks as the device holds.
       const bool is_long = split == TimeSplit::kAuto;
       if (is_long && dtype != DType::kBFloat16) continue;
@@ -187,7 +187,7 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
   }
 
   ScanShape shape_;
-  TimeSplit split_ = TimeSplit::kNone;
+  TimeSplit split_ = TimeSplit::kWhole;
 };
 
 class CudaHgru : public CudaKernel {};
@@ -290,7 +290,7 @@ class CudaSanitize : public CudaKernel {
     ScanShape step = shape_;
     step.time = 1;
     check<Problem>(step, split_);
-    if (split_ == TimeSplit::kNone) {
+    if (split_ == TimeSplit::kWhole) {
       ScanShape many = vary(shape_, 8);
       many.batch = many_sequences();
       many.time = 20;
@@ -343,9 +343,9 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   EXPECT_EQ(plan.split, TimeSplit::kLinked);
   EXPECT_GT(plan.linked_blocks, 1);
   EXPECT_GT(plan.workspace_bytes, 0);
-  params.time_split = TimeSplit::kNone;
+  params.time_split = TimeSplit::kWhole;
   check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
-  EXPECT_EQ(plan.split, TimeSplit::kNone);
+  EXPECT_EQ(plan.split, TimeSplit::kWhole);
   EXPECT_EQ(plan.linked_blocks, 1);
 }
 
@@ -354,7 +354,7 @@ TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {
     GTEST_SKIP() << why;
   }
   kernels::HgruParams params = params_to_plan(1, 4096, 256);
-  params.time_split = TimeSplit::kNone;
+  params.time_split = TimeSplit::kWhole;
   ScanPlan all, few;
   check_cuda(kernels::hgru_forward_plan(params, &all), "plan");
   const SharedBytesLimit limit(99 * 1024);
@@ -372,8 +372,8 @@ TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreWalkedInShortRuns) {
     for (const int64_t time : {3, 65}) {
       ScanPlan plan;
       check_cuda(kernels::hgru_forward_plan(params_to_plan(batch, time, 64), &plan), "plan");
-      EXPECT_EQ(plan.split, TimeSplit::kNone) << "of " << batch;
-      EXPECT_EQ(plan.long_runs, batch < many) << "of " << batch;
+      EXPECT_EQ(plan.split, TimeSplit::kWhole) << "of " << batch;
+      EXPECT_EQ(plan.one_block_each, batch < many) << "of " << batch;
     }
   }
 }

@@ -9,9 +9,6 @@
 
 namespace tidegate::kernels {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
 /// Heads that a launch of the backward pass takes. Near: where pruning leaves a key few queries.
 enum class PrunedHeads : uint8_t { kAll, kNear, kFar };
 

@@ -43,6 +43,12 @@ inline cudaError_t read_device_limits(DeviceLimits* limits) {
   return cudaSuccess;
 }
 
+/// Blocks as a grid has them. False where there are more than one launch can have.
+inline bool make_grid(int64_t blocks, unsigned* grid) {
+  *grid = static_cast<unsigned>(blocks);
+  return blocks <= std::numeric_limits<int>::max();
+}
+
 /// Lets a kernel use so much shared memory a block: without, it is 48 KB. Each device is told of
 /// the largest size so far.
 template <auto* kKernel>

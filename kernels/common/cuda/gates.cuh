@@ -34,9 +34,7 @@ struct GateMath;
 
 template <>
 struct GateMath<float, true> {
-  static __device__ float exp_minus_abs(float x) {
-    return exp2_approx(fabsf(x) * -1.4426950408889634f);
-  }
+  static __device__ float exp_minus_abs(float x) { return exp2_approx(fabsf(x) * -kLog2E); }
   static __device__ float reciprocal(float x) { return reciprocal_approx(x); }
 };
 
@@ -45,11 +43,11 @@ struct GateMath<float, false> {
   static __device__ float exp_minus_abs(float x) {
     // 2^hi * 2^lo with hi + lo = -|x| * log2(e) to about 40 bits.
     const float y = -fabsf(x);
-    const float hi = y * 1.4426950408889634f;
-    const float lo = fmaf(y, 1.925963033500212e-8f, fmaf(y, 1.4426950408889634f, -hi));
+    const float hi = y * kLog2E;
+    const float lo = fmaf(y, 1.925963033500212e-8f, fmaf(y, kLog2E, -hi));
     const float e = exp2_approx(hi);
     // An infinite y makes lo NaN; there e is zero, and must stay so.
-    return hi < -150.0f ? 0.0f : fmaf(e, lo * 0.6931471805599453f, e);
+    return hi < -150.0f ? 0.0f : fmaf(e, lo * kLn2, e);
   }
   static __device__ float reciprocal(float x) {
     const float r = reciprocal_approx(x);

@@ -10,6 +10,10 @@
 
 namespace tidegate::kernels {
 
+constexpr int kWarpSize = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
 template <class Real>
 struct Complex {
   Real re, im;
@@ -48,6 +52,17 @@ __device__ inline Complex<Real> fused(Complex<Real> a, Complex<Real> b, Complex<
 template <class Real>
 __device__ inline Complex<Real> fused(Real a, Complex<Real> b, Complex<Real> c) {
   return {fused(a, b.re, c.re), fused(a, b.im, c.im)};
+}
+
+/// x^n for n of at least one.
+template <int n, class Number>
+__device__ inline Number power(Number x) {
+  if constexpr (n == 1) {
+    return x;
+  } else {
+    const Number half = power<n / 2>(x);
+    return n % 2 == 0 ? half * half : half * half * x;
+  }
 }
 
 /// The inner product of two numbers as vectors of the plane: Re(conj(a) * b).

@@ -127,4 +127,20 @@ __device__ inline Number fused(const Precise<Number>& a, Number s, Number x) {
   return is_zero(s) ? x : fused(a.hi, s, fused(a.lo, s, x));
 }
 
+/// A number of two doubles as one of two of Real's.
+template <class Real>
+__device__ inline Precise<Real> in_words_of(Precise<double> x) {
+  const auto hi = static_cast<Real>(x.hi);
+  return {hi, static_cast<Real>((x.hi - static_cast<double>(hi)) + x.lo)};
+}
+
+template <class Real>
+__device__ inline Precise<Complex<Real>> conj(const Precise<Complex<Real>>& a) {
+  return {conj(a.hi), conj(a.lo)};
+}
+template <class Real>
+__device__ inline Precise<Real> conj(const Precise<Real>& a) {
+  return a;
+}
+
 }  // namespace tidegate::kernels

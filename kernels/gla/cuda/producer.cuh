@@ -32,7 +32,7 @@ class Producer {
         const int step = step_of(b, i);
         const float x =
             step < work_.segment.end() ? head_gates_.template load<float>(step, 0) : 0.0f;
-        head_decay[i] = exp2_approx(x * 1.4426950408889634f);
+        head_decay[i] = exp2_approx(x * kLog2E);
       }
     }
     DyadicScores scores;
@@ -103,8 +103,7 @@ class Producer {
           f[i][j] = made.decay;
         } else {
           k[i][j] = key[i].get(first + j);
-          f[i][j] = p_.gate_per_head ? head_decay[i]
-                                     : exp2_approx(gate[i].get(first + j) * 1.4426950408889634f);
+          f[i][j] = p_.gate_per_head ? head_decay[i] : exp2_approx(gate[i].get(first + j) * kLog2E);
         }
       }
     }

@@ -40,7 +40,7 @@ __device__ inline void activate_quad(InputActivation activation, float scale, fl
     for_each([](float&) { return 1.0f; });
   } else if (activation == InputActivation::kSilu) {
     for_each([](float& x) {
-      const float s = Math::reciprocal(1.0f + exp2_approx(x * -1.4426950408889634f));
+      const float s = Math::reciprocal(1.0f + exp2_approx(x * -kLog2E));
       x *= s;
       return fmaf(x, 1.0f - s, s);
     });
@@ -149,7 +149,7 @@ class QuadInputs {
             slopes.open[i][j] = gate[i][j] > 0.0f ? larger : e * larger;
           }
         } else {
-          decay = exp2_approx(gate[i][j] * 1.4426950408889634f);
+          decay = exp2_approx(gate[i][j] * kLog2E);
         }
         x.f[i][j] = i < live ? decay : 1.0f;
       }

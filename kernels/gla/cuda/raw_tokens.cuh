@@ -47,7 +47,7 @@ struct Eight {
 
 /// Sigmoid at the precision of 16-bit data; zero where exp(-x) overflows.
 __device__ inline float sigmoid_of_data(float x) {
-  return reciprocal_approx(1.0f + exp2_approx(x * -1.4426950408889634f));
+  return reciprocal_approx(1.0f + exp2_approx(x * -kLog2E));
 }
 
 /// Four of eight elements, activated, as floats.

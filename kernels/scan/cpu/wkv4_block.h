@@ -119,7 +119,7 @@ struct Wkv4Block {
   template <class Extent>
   static TIDEGATE_INLINE Wkv4State<R> initial(const Wkv4StateRows<R>& given, int64_t j, V k,
                                               Extent extent) {
-    const V lowest = splat(R(-1e30));  // a k of -inf is a token without weight
+    const V lowest = splat(R(kWkv4NoWeight));
     Wkv4State<R> s = {V{}, V{}, k < lowest ? lowest : k};
     if (given.first != nullptr) {
       const Wkv4State<R> g = given.load_state(j, extent);

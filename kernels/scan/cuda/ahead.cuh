@@ -8,15 +8,10 @@
 
 #include <type_traits>
 
-#include "kernels/scan/cuda/maps.cuh"
+#include "kernels/scan/cuda/chain.cuh"
+#include "kernels/scan/cuda/run.cuh"
 
 namespace tidegate::kernels {
-
-template <class Op>
-class Ring;  // walk.cuh
-template <class Op>
-struct Run;
-struct Place;
 
 /// Shared memory in which a warp keeps a decoded run.
 template <class Op>

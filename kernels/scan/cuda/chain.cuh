@@ -27,6 +27,7 @@ struct ChainShared {
   StateBoard<typename Op::Number, Op::kVec> mail[kMaxWarps];  // the state that enters a warp's run
   uint64_t mail_came[kMaxWarps];
 
+  __device__ void prepare(const Op&, const Place&) const {}
   __device__ void init(const Place& at) {
     if (at.lane == 0) {
       mbarrier_init(&mail_came[at.warp], kWarpSize);

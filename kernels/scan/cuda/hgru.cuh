@@ -107,7 +107,7 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   // blocks share a multiprocessor, every warp finds them for itself.
   using PreparedBoard = Complex<Real>[kVec][2][kWarpSize];
   static constexpr int kPreparedBytes =
-      kComplex && kUse != WalkUse::kShort ? sizeof(PreparedBoard) : 0;
+      kComplex && kUse != WalkUse::kManyBlocks ? sizeof(PreparedBoard) : 0;
 
   /// Of the first turn that the thread's warp prepares.
   __device__ Real given(const Place& at) const { return angle(min(at.warp / 2, kVec - 1)); }
@@ -132,7 +132,7 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   /// sigmoid(x) alone, to what 16-bit data can show. Where exp(-x) overflows, the reciprocal is
   /// zero, as it should be.
   static __device__ Real quick_sigmoid(Real x) {
-    return Math::reciprocal(Real(1) + exp2_approx(x * Real(-1.4426950408889634)));
+    return Math::reciprocal(Real(1) + exp2_approx(x * -kLog2E));
   }
 };
 
@@ -140,13 +140,13 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
 template <bool kBackward, bool kComplex, WalkUse kUse>
 struct HgruShape;
 template <WalkUse kUse>
-struct HgruShape<false, false, kUse> : WalkShape<kUse == WalkUse::kShort ? 8 : 16, 2> {};
+struct HgruShape<false, false, kUse> : WalkShape<kUse == WalkUse::kManyBlocks ? 8 : 16, 2> {};
 template <>
 struct HgruShape<false, false, WalkUse::kLinked> : WalkShape<16, 1> {};
 template <>
-struct HgruShape<true, false, WalkUse::kShort> : WalkShape<4, 3> {};
+struct HgruShape<true, false, WalkUse::kManyBlocks> : WalkShape<4, 3> {};
 template <>
-struct HgruShape<true, false, WalkUse::kLong> : WalkShape<8, 3> {};
+struct HgruShape<true, false, WalkUse::kOneBlock> : WalkShape<8, 3> {};
 template <>
 struct HgruShape<true, false, WalkUse::kLinked> : WalkShape<12, 2> {};
 template <WalkUse kUse>
@@ -324,11 +324,11 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruBackwardParams;
-  static constexpr bool kLooksAhead = false;
   static constexpr bool kEmitsAtOnce = Base::kPlainMaps;
   // A run is folded and then walked: lambda is needed twice.
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
-  using Gates = std::conditional_t<kUse == WalkUse::kShort, Sigmoids<Real>, PackedSigmoids<Real>>;
+  using Gates =
+      std::conditional_t<kUse == WalkUse::kManyBlocks, Sigmoids<Real>, PackedSigmoids<Real>>;
 
   struct Raw {
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];

@@ -35,7 +35,7 @@ int64_t channel_tiles(int64_t channels, int threads) {
 template <class Op, WalkMode kMode>
 constexpr int shared_bytes(int warps) {
   using Bounds = WalkBounds<Op, kMode>;
-  return Bounds::kTeams * (sizeof(WalkShared<Op, kMode>) + bytes_to_prepare<Op>() +
+  return Bounds::kTeams * (sizeof(WalkShared<Op, kMode>) + Op::kPreparedBytes +
                            warps * (Ring<Op>::kBytes + park_bytes<Op>()));
 }
 
@@ -48,40 +48,21 @@ int warps_that_fit(int most, const DeviceLimits& limits) {
   return most;
 }
 
-/// What a kernel must be told once on every device before it may use as much shared memory as it
-/// wants.
-template <class Op, WalkMode kMode>
-cudaError_t prepare_kernel() {
-  static std::atomic<uint64_t> prepared = 0;
-  int device = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
-    return cudaSuccess;
-  }
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int bytes = std::min(shared_bytes<Op, kMode>(kMaxWarps), limits.shared_bytes);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
-      walk_kernel<Op, kMode>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  prepared.fetch_or(bit, std::memory_order_relaxed);
-  return cudaSuccess;
-}
-
-/// How many linked blocks the device holds at once.
+/// How many linked blocks of so many workers a team the device holds at once.
 template <class Op>
 cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) {
-  static std::atomic<int> known = 0;  // of the device 0, a multiprocessor
+  static std::atomic<int> known[LinkSize<Op>::kWorkers + 1] = {};  // of device 0, by `warps`
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  int each = device == 0 ? known.load(std::memory_order_relaxed) : 0;
+  int each = device == 0 ? known[warps].load(std::memory_order_relaxed) : 0;
   if (each == 0) {
-    TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
+    constexpr auto* kKernel = &walk_kernel<Op, WalkMode::kLinked>;
+    const int bytes = shared_bytes<Op, WalkMode::kLinked>(warps);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &each, walk_kernel<Op, WalkMode::kLinked>, LinkSize<Op>::kTeams * (warps + 1) * kWarpSize,
-        shared_bytes<Op, WalkMode::kLinked>(warps)));
+        &each, kKernel, LinkSize<Op>::kTeams * (warps + 1) * kWarpSize, bytes));
     if (device == 0) {
-      known.store(each, std::memory_order_relaxed);
+      known[warps].store(each, std::memory_order_relaxed);
     }
   }
   *blocks = each * limits.multiprocessors;
@@ -102,12 +83,12 @@ WalkSize walk_size(const SequenceLayout& layout, int64_t channels) {
           std::max<int64_t>(1, (length + Op::kSteps - 1) / Op::kSteps)};
 }
 
-/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets.
+/// Shares a multiprocessor's kMaxWarps warps among the blocks that it gets: four at least for each.
 template <class Op>
 ScanPlan plan_whole(const WalkSize& size, const DeviceLimits& limits) {
   const int64_t blocks_each = std::clamp<int64_t>(
       (size.blocks + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
-  ScanPlan plan = {.split = TimeSplit::kNone, .linked_blocks = 1};
+  ScanPlan plan = {.split = TimeSplit::kWhole, .linked_blocks = 1};
   plan.warps = warps_that_fit<Op, WalkMode::kWhole>(
       static_cast<int>(std::clamp<int64_t>(size.runs, 1, kMaxWarps / blocks_each)), limits);
   return plan;
@@ -139,16 +120,17 @@ cudaError_t plan_linked(const WalkSize& size, const DeviceLimits& limits, int ro
 
 /// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. The three
 /// are one recurrence in the shapes for each use.
-template <class Short, class Long, class Linked>
+template <class ManyBlocks, class OneBlock, class Linked>
 cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
                          const DeviceLimits& limits, ScanPlan* plan) {
-  const WalkSize size = walk_size<Long>(layout, channels);
+  const WalkSize size = walk_size<OneBlock>(layout, channels);
   // With one block a multiprocessor there is one chain to wait for, and longer runs make it
   // shorter.
   const bool one_each = size.blocks <= limits.multiprocessors;
-  *plan = one_each ? plan_whole<Long>(size, limits)
-                   : plan_whole<Short>(walk_size<Short>(layout, channels), limits);
-  plan->long_runs = one_each;
+  *plan = one_each ? plan_whole<OneBlock>(size, limits)
+                   : plan_whole<ManyBlocks>(walk_size<ManyBlocks>(layout, channels), limits);
+  plan->one_block_each = one_each;
+  // Of less than two rounds there is nothing to share.
   const bool idle = size.blocks * 2 <= limits.multiprocessors && size.runs >= 2 * plan->warps;
   if (request == TimeSplit::kLinked || (request == TimeSplit::kAuto && idle)) {
     const int rounds = request == TimeSplit::kLinked ? 3 : 1;  // asked for: there shall be some
@@ -163,11 +145,14 @@ cudaError_t choose_split(const SequenceLayout& layout, int64_t channels, TimeSpl
 template <class Op>
 cudaError_t launch_whole(const typename Op::Params& params, const WalkLaunch& launch, int warps,
                          cudaStream_t stream) {
-  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kWhole>()));
-  const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
-  walk_kernel<Op, WalkMode::kWhole>
-      <<<blocks, warps * kWarpSize, shared_bytes<Op, WalkMode::kWhole>(warps), stream>>>(params,
-                                                                                         launch);
+  constexpr auto* kKernel = &walk_kernel<Op, WalkMode::kWhole>;
+  const int bytes = shared_bytes<Op, WalkMode::kWhole>(warps);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  unsigned blocks = 0;
+  if (!make_grid(Op::layout(params).sequences * launch.channel_tiles, &blocks)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  kKernel<<<blocks, warps * kWarpSize, bytes, stream>>>(params, launch);
   return cudaGetLastError();
 }
 
@@ -175,7 +160,9 @@ cudaError_t launch_whole(const typename Op::Params& params, const WalkLaunch& la
 template <class Op>
 cudaError_t launch_linked(const typename Op::Params& params, const WalkLaunch& launch, int warps,
                           cudaStream_t stream) {
-  TIDEGATE_RETURN_IF_CUDA_ERROR((prepare_kernel<Op, WalkMode::kLinked>()));
+  constexpr auto* kKernel = &walk_kernel<Op, WalkMode::kLinked>;
+  const int bytes = shared_bytes<Op, WalkMode::kLinked>(warps);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const int64_t blocks = Op::layout(params).sequences * launch.channel_tiles * launch.linked_blocks;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(launch.mailboxes, 0,
                                                 blocks * LinkSize<Op>::kTeams * sizeof(Mailbox<Op>),
@@ -186,27 +173,24 @@ cudaError_t launch_linked(const typename Op::Params& params, const WalkLaunch& l
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(LinkSize<Op>::kTeams * (warps + 1) * kWarpSize);
-  config.dynamicSmemBytes = shared_bytes<Op, WalkMode::kLinked>(warps);
+  config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &together;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, walk_kernel<Op, WalkMode::kLinked>, params, launch);
+  return cudaLaunchKernelEx(&config, kKernel, params, launch);
 }
 
-template <class Short, class Long, class Linked>
-cudaError_t launch_walk(const typename Short::Params& params, const ScanPlan& plan, void* workspace,
-                        bool wide_rows, cudaStream_t stream) {
-  int group = group_of<Linked>(plan.linked_blocks);
-  if constexpr (requires { LinkSize<Linked>::kMostInGroup; }) {
-    group = std::min(group, LinkSize<Linked>::kMostInGroup);
-  }
-  const WalkLaunch launch = {channel_tiles<Short>(Short::channels(params), kWarpSize),
-                             plan.linked_blocks, group, wide_rows, workspace};
+template <class ManyBlocks, class OneBlock, class Linked>
+cudaError_t launch_walk(const typename ManyBlocks::Params& params, const ScanPlan& plan,
+                        void* workspace, bool wide_rows, cudaStream_t stream) {
+  const WalkLaunch launch = {channel_tiles<ManyBlocks>(ManyBlocks::channels(params), kWarpSize),
+                             plan.linked_blocks, group_of<Linked>(plan.linked_blocks), wide_rows,
+                             workspace};
   if (plan.split == TimeSplit::kLinked) {
     return launch_linked<Linked>(params, launch, plan.warps, stream);
   }
-  return plan.long_runs ? launch_whole<Long>(params, launch, plan.warps, stream)
-                        : launch_whole<Short>(params, launch, plan.warps, stream);
+  return plan.one_block_each ? launch_whole<OneBlock>(params, launch, plan.warps, stream)
+                             : launch_whole<ManyBlocks>(params, launch, plan.warps, stream);
 }
 
 template <class Op>
@@ -216,14 +200,17 @@ cudaError_t launch_plain(const typename Op::Params& params, cudaStream_t stream)
   } else {
     constexpr int kThreads = 64;
     const WalkLaunch launch = {.channel_tiles = channel_tiles<Op>(Op::channels(params), kThreads)};
-    const auto blocks = static_cast<unsigned>(Op::layout(params).sequences * launch.channel_tiles);
+    unsigned blocks = 0;
+    if (!make_grid(Op::layout(params).sequences * launch.channel_tiles, &blocks)) {
+      return cudaErrorInvalidConfiguration;
+    }
     plain_walk_kernel<Op><<<blocks, kThreads, 0, stream>>>(params, launch);
     return cudaGetLastError();
   }
 }
 
 /// Plans and launches one recurrence. `Recurrence` derives from this and has
-///   Op<kPack, kUse>     the op over packs of kPack channels, in the shape for a use (walk.cuh)
+///   Op<kPack, kUse>     the op over packs of kPack channels, in the shape for a use (walk_op.cuh)
 ///   kVec                the pack that makes four bytes, for rows that are aligned to it; others,
 ///                       and odd D, are walked with packs of one
 /// Double precision takes the plain walk, and so does a step or two of time, where there is nothing
@@ -235,7 +222,7 @@ struct WalkFamily {
   /// Calls `visit` with the pack, and whether the walk is plain, as template arguments.
   template <class Visit>
   static cudaError_t choose(const Params& params, const Tensors& tensors, Visit visit) {
-    using Plain = typename Recurrence::template Op<1, WalkUse::kShort>;
+    using Plain = typename Recurrence::template Op<1, WalkUse::kManyBlocks>;
     if constexpr (sizeof(typename Plain::Real) < 8) {
       constexpr int kVec = Recurrence::kVec;
       if (Plain::layout(params).time > 2) {
@@ -252,16 +239,16 @@ struct WalkFamily {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
     return choose(params, tensors, [&]<int kPack, bool kPlain>() {
-      using Short = typename Recurrence::template Op<kPack, WalkUse::kShort>;
-      const SequenceLayout& layout = Short::layout(params);
+      using ManyBlocks = typename Recurrence::template Op<kPack, WalkUse::kManyBlocks>;
+      const SequenceLayout& layout = ManyBlocks::layout(params);
       if constexpr (kPlain) {
         *plan = {.partials = layout.sequences};
         return cudaSuccess;
       } else {
-        using Long = typename Recurrence::template Op<kPack, WalkUse::kLong>;
+        using OneBlock = typename Recurrence::template Op<kPack, WalkUse::kOneBlock>;
         using Linked = typename Recurrence::template Op<kPack, WalkUse::kLinked>;
-        return choose_split<Short, Long, Linked>(layout, Short::channels(params), request, limits,
-                                                 plan);
+        return choose_split<ManyBlocks, OneBlock, Linked>(layout, ManyBlocks::channels(params),
+                                                          request, limits, plan);
       }
     });
   }
@@ -269,19 +256,20 @@ struct WalkFamily {
   static cudaError_t launch(const Params& params, const ScanPlan& plan, void* workspace,
                             const Tensors& tensors, cudaStream_t stream) {
     return choose(params, tensors, [&]<int kPack, bool kPlain>() {
-      using Short = typename Recurrence::template Op<kPack, WalkUse::kShort>;
-      const int64_t channels = Short::channels(params);
-      if (Short::layout(params).sequences == 0 || channels == 0) {
+      using ManyBlocks = typename Recurrence::template Op<kPack, WalkUse::kManyBlocks>;
+      const int64_t channels = ManyBlocks::channels(params);
+      if (ManyBlocks::layout(params).sequences == 0 || channels == 0) {
         return cudaSuccess;
       }
       if constexpr (kPlain) {
-        return launch_plain<Short>(params, stream);
+        return launch_plain<ManyBlocks>(params, stream);
       } else {
         const bool wide_rows =
             channels % (kWarpSize * kPack) == 0 && packs_align(tensors, channels, 4 * kPack);
-        using Long = typename Recurrence::template Op<kPack, WalkUse::kLong>;
+        using OneBlock = typename Recurrence::template Op<kPack, WalkUse::kOneBlock>;
         using Linked = typename Recurrence::template Op<kPack, WalkUse::kLinked>;
-        return launch_walk<Short, Long, Linked>(params, plan, workspace, wide_rows, stream);
+        return launch_walk<ManyBlocks, OneBlock, Linked>(params, plan, workspace, wide_rows,
+                                                         stream);
       }
     });
   }

@@ -9,18 +9,18 @@ namespace tidegate::kernels {
 
 /// Shapes of the walk.
 template <bool kBackward, WalkUse kUse>
-struct LinearScanShape : WalkShape<!kBackward && kUse != WalkUse::kShort ? 16 : 8, 2> {};
+struct LinearScanShape : WalkShape<!kBackward && kUse != WalkUse::kManyBlocks ? 16 : 8, 2> {};
 
 template <class Data, class Gate, int kVec_, WalkUse kUse>
-struct LinearScanForward : LinearScanShape<false, kUse> {
+struct LinearScanForward : WalkDefaults, LinearScanShape<false, kUse> {
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanParams;
   static constexpr int kVec = kVec_;
-  static constexpr bool kCrossByMap = false;  // see hgru.cuh
+  // Real states take little time through a run. Of complex ones maps have not been measured.
+  static constexpr bool kCrossByMap = false;
   static constexpr bool kDecaysAlike = false;
-  static constexpr bool kLooksAhead = false;
   static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -105,15 +105,15 @@ struct LinearScanForward : LinearScanShape<false, kUse> {
 ///   g_t = dh_t + p_{t+1},  p_t = conj(a_t) * g_t,  dx_t = g_t,  da_t = g_t * conj(h_{t-1})
 /// For a constant decay, da is a sum over time.
 template <class Data, class Gate, bool kConstant, int kVec_, WalkUse kUse>
-struct LinearScanBackward : LinearScanShape<true, kUse> {
+struct LinearScanBackward : WalkDefaults, LinearScanShape<true, kUse> {
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanBackwardParams;
   static constexpr int kVec = kVec_;
-  static constexpr bool kCrossByMap = false;  // see hgru.cuh
+  // Real states take little time through a run. Of complex ones maps have not been measured.
+  static constexpr bool kCrossByMap = false;
   static constexpr bool kDecaysAlike = false;
-  static constexpr bool kLooksAhead = false;
   static constexpr bool kEmitsAtOnce = false;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 

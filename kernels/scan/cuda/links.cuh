@@ -15,6 +15,8 @@
 //
 // Who composes what, and in which order, depends on places alone, never on who comes first.
 
+#include <limits>
+
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/scan/cuda/chain.cuh"
 
@@ -26,6 +28,7 @@ template <class Op>
 struct LinkSize {
   static constexpr int kTeams = Op::kLooksAhead ? 1 : 2;
   static constexpr int kWorkers = kMaxWarps / kTeams - 1;
+  static constexpr int kMostInGroup = std::numeric_limits<int>::max();
 };
 constexpr int kLetterRounds = 3;  // rounds whose letters lie in memory at once
 
@@ -113,35 +116,30 @@ struct Receipt {
   }
 };
 
-/// Whether maps between runs have decays of one word (PlainMap).
+/// Between runs.
 template <class Op>
-__host__ __device__ constexpr bool maps_are_plain() {
-  if constexpr (requires { Op::kPlainMaps; }) {
-    return Op::kPlainMaps;
-  } else {
-    return false;
-  }
-}
-template <class Op>
-using LinkMap = std::conditional_t<maps_are_plain<Op>(), PlainMap<typename Op::Number, Op::kVec>,
+using LinkMap = std::conditional_t<Op::kPlainMaps, PlainMap<typename Op::Number, Op::kVec>,
                                    AffineMap<typename Op::Number, Op::kVec>>;
 template <class Op, int kCount>
 using LinkBoard =
-    std::conditional_t<maps_are_plain<Op>(), PlainMapBoard<typename Op::Number, Op::kVec, kCount>,
+    std::conditional_t<Op::kPlainMaps, PlainMapBoard<typename Op::Number, Op::kVec, kCount>,
                        MapBoard<typename Op::Number, Op::kVec, kCount>>;
 
 /// Whether a state crosses all blocks at once, unless they are very many: carriers of plain maps
 /// read many letters at once, and workers that look ahead post theirs a round before.
 template <class Op>
 __host__ __device__ constexpr bool groups_are_large() {
-  return maps_are_plain<Op>() && Op::kLooksAhead;
+  return Op::kPlainMaps && Op::kLooksAhead;
 }
-/// Teams that a state crosses at once, of so many blocks; measured (docs/kernels/scan_cuda.md).
+/// Teams that a state crosses at once, where so many blocks share a sequence. All blocks' first
+/// teams are a row of tiles, and so are their second ones; a row is cut into groups of one size. In
+/// how many was measured (docs/kernels/scan_cuda.md).
 template <class Op>
 constexpr int group_of(int blocks) {
-  const int least = maps_are_plain<Op>() && blocks <= 4 ? 1 : 2;
-  const int groups = groups_are_large<Op>() ? (blocks + 15) / 16 : least;
-  return (blocks + groups - 1) / groups;
+  constexpr int kMostAtOnce = 16;
+  const int few = Op::kPlainMaps && blocks <= 4 ? 1 : 2;
+  const int groups = groups_are_large<Op>() ? (blocks + kMostAtOnce - 1) / kMostAtOnce : few;
+  return std::min((blocks + groups - 1) / groups, LinkSize<Op>::kMostInGroup);
 }
 
 /// The letters of one team. Letters of three rounds are kept: a team that writes those of round r
@@ -166,7 +164,7 @@ struct alignas(16) LinkShared {
   // each the map of the runs before its own, in the place of its own. Else (maps are large, and a
   // state crosses them quickly) each is told the state that enters its run.
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
-  static constexpr bool kMailsMaps = Op::kDecaysAlike || Op::kLooksAhead || maps_are_plain<Op>();
+  static constexpr bool kMailsMaps = Op::kDecaysAlike || Op::kLooksAhead || Op::kPlainMaps;
   static constexpr int kMails = kMailsMaps ? 1 : kWorkers;
   // Who posts the map of the next round before it takes the state of this one needs two sets.
   static constexpr int kSets = Op::kLooksAhead ? 2 : 1;
@@ -181,6 +179,7 @@ struct alignas(16) LinkShared {
   __device__ Set& set(int round) { return sets[kSets == 1 ? 0 : round % kSets]; }
   static __device__ int parity(int round) { return round / kSets & 1; }
 
+  __device__ void prepare(const Op&, const Place&) const {}
   __device__ void init(const Place& at) {
     if (at.lane == 0 && at.warp == at.warps) {
       for (Set& set : sets) {
@@ -202,7 +201,7 @@ struct alignas(16) LinkShared {
   __device__ void post(const Place& at, int round,
                        const AffineMap<typename Op::Number, Op::kVec>& map) {
     Set& now = set(round);
-    if constexpr (maps_are_plain<Op>()) {
+    if constexpr (Op::kPlainMaps) {
       now.runs.post(at.warp, at.lane, LinkMap<Op>::of(map));
     } else {
       now.runs.post(at.warp, at.lane, map);
@@ -279,7 +278,7 @@ struct Carrier {
   }
 
   /// Carries through all rounds of a sequence that begins with the state s.
-  __device__ void run(int rounds, const Number (&initial)[Op::kVec]) const {
+  __device__ void run(int rounds, const Number (&initial)[Op::kVec], const Op&) const {
     const int first = at.rank / group * group;
     const int next = first + group < at.teams ? first + group : 0;
     const bool last = at.rank + 1 == (next == 0 ? at.teams : next);

@@ -14,33 +14,6 @@
 
 namespace tidegate::kernels {
 
-/// A number of two doubles as one of two of Real's.
-template <class Real>
-__device__ inline Precise<Real> in_words_of(Precise<double> x) {
-  const auto hi = static_cast<Real>(x.hi);
-  return {hi, static_cast<Real>((x.hi - static_cast<double>(hi)) + x.lo)};
-}
-
-/// x^n for n of at least one.
-template <int n, class Number>
-__device__ inline Number power(Number x) {
-  if constexpr (n == 1) {
-    return x;
-  } else {
-    const Number half = power<n / 2>(x);
-    return n % 2 == 0 ? half * half : half * half * x;
-  }
-}
-
-template <class Real>
-__device__ inline Precise<Complex<Real>> conj(const Precise<Complex<Real>>& a) {
-  return {conj(a.hi), conj(a.lo)};
-}
-template <class Real>
-__device__ inline Precise<Real> conj(const Precise<Real>& a) {
-  return a;
-}
-
 /// What forward and backward share: the types of one instantiation and what follows from the
 /// parameters.
 template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
@@ -53,7 +26,6 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   // A run's power of the decay is known beforehand: a state crosses it by two products.
   static constexpr bool kCrossByMap = true;
   static constexpr bool kDecaysAlike = true;
-  static constexpr bool kLooksAhead = false;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
 
   Lane lane;
@@ -80,7 +52,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   // a wider row the halves of complex numbers still make most neighbours one tensor's.
   static constexpr bool kBringsNeighbours = true;
   // Where several blocks share a multiprocessor, every warp for itself was faster.
-  static constexpr int kPreparedBytes = kUse == WalkUse::kShort ? 0 : sizeof(PreparedBoard);
+  static constexpr int kPreparedBytes = kUse == WalkUse::kManyBlocks ? 0 : sizeof(PreparedBoard);
 
   /// The parameters of one channel, as they are given.
   struct Given {
@@ -194,13 +166,13 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
 template <bool kBackward, WalkUse kUse>
 struct LruShape;
 template <>
-struct LruShape<false, WalkUse::kShort> : WalkShape<8, 2> {};
+struct LruShape<false, WalkUse::kManyBlocks> : WalkShape<8, 2> {};
 template <>
-struct LruShape<false, WalkUse::kLong> : WalkShape<16, 3> {};
+struct LruShape<false, WalkUse::kOneBlock> : WalkShape<16, 3> {};
 template <>
 struct LruShape<false, WalkUse::kLinked> : WalkShape<24, 2> {};
 template <WalkUse kUse>
-struct LruShape<true, kUse> : WalkShape<kUse == WalkUse::kShort ? 4 : 8, 2> {};
+struct LruShape<true, kUse> : WalkShape<kUse == WalkUse::kManyBlocks ? 4 : 8, 2> {};
 
 template <class Data_, bool kComplex_, int kVec_, WalkUse kUse>
 struct LruForward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<false, kUse> {
@@ -212,7 +184,7 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<false, kUse
   using Params = LruParams;
   static constexpr bool kEmitsAtOnce = true;  // or long runs would not fit into the registers
   // Runs of linked blocks would not fit; with several blocks a multiprocessor it gains nothing.
-  static constexpr bool kTakesRuns = kUse == WalkUse::kLong;
+  static constexpr bool kTakesRuns = kUse == WalkUse::kOneBlock;
 
   struct Raw {
     Pack<Data, kVec> x[kParts];

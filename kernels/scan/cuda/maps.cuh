@@ -7,8 +7,6 @@
 
 namespace tidegate::kernels {
 
-constexpr int kWarpSize = 32;
-
 template <class Number, int kVec>
 __device__ inline void copy_state(Number (&to)[kVec], const Number (&from)[kVec]) {
 #pragma unroll

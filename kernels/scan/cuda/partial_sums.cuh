@@ -39,7 +39,7 @@ __device__ inline void sum_over_warps(const Sum<Number, kPrecise> (&sum)[kVec], 
   if (partial == nullptr) {
     return;
   }
-  auto* board = static_cast<Pack<Number, kVec>(*)[32]>(scratch);
+  auto* board = static_cast<Pack<Number, kVec>(*)[kWarpSize]>(scratch);
   Number values[kVec];
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {

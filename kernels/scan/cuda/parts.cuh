@@ -5,11 +5,12 @@
 #include <type_traits>
 
 #include "kernels/scan/cuda/rows.cuh"
+#include "kernels/scan/cuda/walk_op.cuh"
 
 namespace tidegate::kernels {
 
 template <class Data_, bool kComplex_, int kVec_>
-struct Parts {
+struct Parts : WalkDefaults {
   using Data = Data_;
   using Real = typename Register<Data>::type;
   using Number = std::conditional_t<kComplex_, Complex<Real>, Real>;

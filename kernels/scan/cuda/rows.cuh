@@ -79,7 +79,7 @@ struct FetchSource {
   __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
     constexpr int kBytes = sizeof(Pack<T, kVec>);
     copy_async<kBytes>(slot + lane * kBytes, rows.at(k) + shift);
-    slot += 32 * kBytes;
+    slot += kWarpSize * kBytes;
   }
 };
 
@@ -98,8 +98,8 @@ __device__ inline void copy_async_bringing_neighbour(void* shared, const void* g
 /// Where the line beside is nobody's, as in a part of a wider row, that is in vain.
 template <int kPackBytes, bool kBringsNeighbour>
 struct WideFetchSource {
-  static constexpr int kThreadsARow = 32 * kPackBytes / 16;
-  static constexpr int kStepsAtOnce = 32 / kThreadsARow;
+  static constexpr int kThreadsARow = kWarpSize * kPackBytes / 16;
+  static constexpr int kStepsAtOnce = kWarpSize / kThreadsARow;
   char* slot;
   int lane;
 
@@ -113,7 +113,7 @@ struct WideFetchSource {
     } else {
       copy_async<16>(slot + offset, from);
     }
-    slot += 32 * kPackBytes;
+    slot += kWarpSize * kPackBytes;
   }
 };
 
@@ -126,7 +126,7 @@ struct SlotSource {
   __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>&, int, int = 0) {
     constexpr int kBytes = sizeof(Pack<T, kVec>);
     pack = *reinterpret_cast<const Pack<T, kVec>*>(slot + lane * kBytes);
-    slot += 32 * kBytes;
+    slot += kWarpSize * kBytes;
   }
 };
 

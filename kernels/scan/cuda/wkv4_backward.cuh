@@ -36,6 +36,7 @@ struct Wkv4Backward
     unsigned quick;  // which channels are; their y and z are then in the run's gauge, m
   };
   using RunInputs = std::conditional_t<Base::kFoldsAhead, SavedAndFound, SavedState>;
+  static constexpr int kRunInputBytes = sizeof(RunInputs);
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
     return p.forward.layout;
@@ -73,7 +74,7 @@ struct Wkv4Backward
   __device__ void initial(Number (&s)[kVec]) const {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      s[c] = {0.0f, 0.0f, -1e30f, 0.0f};
+      s[c] = {0.0f, 0.0f, kWkv4NoWeight, 0.0f};
       if (dfinal_state != nullptr) {
         s[c] = this->load_state(dfinal_state, seq.index, c);
         set_binary_gauge(s[c], -this->load_state(final_state, seq.index, c).m);

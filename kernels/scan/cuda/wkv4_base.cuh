@@ -16,8 +16,6 @@
 
 namespace tidegate::kernels {
 
-constexpr float kReach = 40.0f;
-
 /// A logarithm as a binary one; and by how much it lies above another one, rounded once.
 __device__ inline float binary(float x) { return x * kLog2E; }
 __device__ inline float binary_above(float x, float gauge) { return fused(x, kLog2E, -gauge); }
@@ -123,7 +121,7 @@ __device__ inline bool all_of(const bool (&quick)[kVec]) {
 }
 
 template <class Data_, int kVec_, WalkUse kUse, bool kBackwards>
-struct Wkv4Base {
+struct Wkv4Base : WalkDefaults {
   using Data = Data_;
   using Real = typename Register<Data>::type;
   using Number = Wkv4State<Real>;
@@ -131,7 +129,6 @@ struct Wkv4Base {
   static constexpr int kVec = kVec_;
   static constexpr bool kCrossByMap = true;
   static constexpr bool kDecaysAlike = true;
-  static constexpr bool kLooksAhead = false;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
   static constexpr bool kOwnsRun = true;
   // Linked blocks: runs whose keys are within reach of a channel's home have that gauge, and gauges
@@ -232,7 +229,9 @@ struct Wkv4Base {
     return rintf(high);
   }
   /// A token's weight in a run's gauge.
-  static __device__ Real weight(Real key, Real gauge) { return exp2_of(binary_above(key, gauge)); }
+  static __device__ Real weight(Real key, Real gauge) {
+    return exp2_approx(binary_above(key, gauge));
+  }
 
   /// A token added to a state, the gauge moving along.
   __device__ Wkv4Weights<Real> add(Number& s, Real key, Real value, int c) const {
@@ -264,8 +263,9 @@ struct Wkv4Base {
       s.y *= scale, s.z *= scale;
     }
     s.m = gauge, s.rest = Real(0);
-    const bool is_near = s.z >= Real(9.1e-13) && s.z <= Real(1.1e12);  // 2^-40, 2^40
-    return (is_empty || is_near) && bonus[c] >= Real(9.5e-7) && bonus[c] <= Real(1.05e6);
+    const bool is_near = s.z >= Real(0x1p-40f) && s.z <= Real(0x1p40f);  // kReach
+    // Weights with their bonus then leave values 2^68 of a float's range.
+    return (is_empty || is_near) && bonus[c] >= Real(0x1p-20f) && bonus[c] <= Real(0x1p20f);
   }
 };
 

@@ -11,7 +11,7 @@ namespace tidegate::kernels {
 // Longer runs make chains shorter; with several blocks a multiprocessor there are enough of them.
 template <WalkUse kUse>
 struct Wkv4ForwardShape
-    : WalkShape<kUse == WalkUse::kShort ? 8 : 16, kUse == WalkUse::kLinked ? 3 : 2> {};
+    : WalkShape<kUse == WalkUse::kManyBlocks ? 8 : 16, kUse == WalkUse::kLinked ? 3 : 2> {};
 
 template <class Data_, int kVec_, WalkUse kUse>
 struct Wkv4Forward : Wkv4Base<Data_, kVec_, kUse, false>, Wkv4ForwardShape<kUse> {
@@ -161,7 +161,7 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kUse, false>, Wkv4ForwardShape<kUse>
     template <class Ring>
     __device__ static Wkv4Words slow_sums(const Op& op, const Ring& ring, int stage, int c) {
       const BinaryLog rate = op.rate_of(c);
-      Real top = -1e30f;
+      Real top = kWkv4NoWeight;
 #pragma unroll 1
       for (int i = 0; i < kSteps; ++i) {
         const Real key = binary(ring.take(op, stage, i).k.get(c));

@@ -13,9 +13,11 @@ namespace tidegate::kernels {
 // two, so a gauge has all digits of its rest beside keys of any size. Keys and gauges are converted
 // by one and the same factor, which keeps them comparable.
 
-constexpr float kLog2E = 1.44269502f;
 constexpr float kPerLog2E = 0.693147182f;        // 1 / kLog2E,
 constexpr float kPerLog2ERest = 7.34869306e-9f;  // in two words
+
+/// Sums and weights within 2^kReach of a gauge are kept in it (wkv4_base.cuh, wkv4_links.cuh).
+constexpr float kReach = 40.0f;
 
 /// A natural logarithm as a binary one in two words.
 struct BinaryLog {
@@ -45,7 +47,7 @@ __device__ inline void lower_binary_gauge(Wkv4State<float>& s, float whole, floa
 
 /// The same state with a gauge of one word.
 __device__ inline Wkv4State<float> in_one_word(const Wkv4State<float>& s) {
-  const float scale = exp2_of(s.rest);
+  const float scale = exp2_approx(s.rest);
   return {s.y * scale, s.z * scale, s.m};
 }
 
@@ -85,7 +87,7 @@ struct AffineMap<Wkv4State<float>, kVec> {
     AffineMap m;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      m.sums[v] = {0.0f, 0.0f, -1e30f};
+      m.sums[v] = {0.0f, 0.0f, kWkv4NoWeight};
       m.whole[v] = m.rest[v] = 0.0f;
     }
     return m;

@@ -139,7 +139,10 @@ cudaError_t launch_wkv4_plain(const Params& params, cudaStream_t stream) {
   constexpr int kThreads = 64;
   const Wkv4Params& f = Wkv4Plain<Data>::recurrence(params);
   const int64_t tiles = (f.channels + kThreads - 1) / kThreads;
-  const auto blocks = static_cast<unsigned>(f.layout.sequences * tiles);
+  unsigned blocks = 0;
+  if (!make_grid(f.layout.sequences * tiles, &blocks)) {
+    return cudaErrorInvalidConfiguration;
+  }
   wkv4_plain_kernel<Data><<<blocks, kThreads, 0, stream>>>(params, tiles);
   return cudaGetLastError();
 }

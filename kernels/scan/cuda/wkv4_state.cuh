@@ -3,27 +3,21 @@
 // The state of RWKV-4's token mixing, one channel, and what a token does to it. Everything here
 // scales two numbers by the larger of two weights, so that no exponent is above zero.
 
+#include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/scan/wkv4.h"
 
 namespace tidegate::kernels {
 
-__device__ inline float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 /// 2^(whole + rest): no digit of the rest is lost beside a large whole number.
-__device__ inline float exp2_of(float whole, float rest) { return exp2_of(whole) * exp2_of(rest); }
-__device__ inline float exp_of(float x) { return exp2_of(x * 1.44269504f); }
+__device__ inline float exp2_of(float whole, float rest) {
+  return exp2_approx(whole) * exp2_approx(rest);
+}
+__device__ inline float exp_of(float x) { return exp2_approx(x * kLog2E); }
 __device__ inline double exp_of(double x) { return exp(x); }
 
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ inline float reciprocal(float x) { return reciprocal_approx(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
 
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
@@ -133,7 +127,7 @@ __device__ inline Wkv4State<Real> initial_wkv4_state(const void* states, int64_t
     s = load_wkv4_state<Real>(states, n, channels, channel);
   }
   if (s.y == Real(0) && s.z == Real(0)) {
-    s.m = k < Real(-1e30) ? Real(-1e30) : k;
+    s.m = k < Real(kWkv4NoWeight) ? Real(kWkv4NoWeight) : k;
   }
   return s;
 }
