@@ -61,7 +61,8 @@ def _offsets_on(
     device = data.device
     if device == cu_seqlens.device:
         return cu_seqlens
-    if device.type == "cuda" and _is_capturing(device):
+    # A compiler that traces this cannot ask about capture.
+    if device.type == "cuda" and not torch.compiler.is_compiling() and _is_capturing(device):
         raise RuntimeError(
             f"{op}: {name} must be on {device} while a CUDA graph is captured, got it on cpu"
         )

@@ -206,6 +206,21 @@ def test_compiled_once_for_all_shapes(case: ScanCase, device: str) -> None:
     assert frames[0] == frames[-1], "a shape has caused a recompilation"
 
 
+def test_compiled_with_offsets_on_the_cpu(device: str) -> None:
+    """Where cu_seqlens stays on the CPU, a call copies it, and a graph does so too."""
+
+    def step(x: Tensor, a: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return ops.linear_scan(x, a, cu_seqlens=cu_seqlens)[0] * 2
+
+    fast, counter = compiled(step, "aot_eager")
+    for lengths in ([3, 0, 6], [4, 1, 9]):
+        time = sum(lengths)
+        x, a = torch.randn(1, time, 4, device=device), torch.rand(1, time, 4, device=device)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+        assert torch.equal(fast(x, a, cu_seqlens), step(x, a, cu_seqlens))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.slow
 def test_compiled_with_inductor(device: str) -> None:
     """Once through the default backend, with work to fuse on both sides of the op."""
