@@ -8,6 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "kernels/rnn/rnn.h"
@@ -198,7 +199,10 @@ ThreeTensors with_logits_kernel(const at::Tensor& z, const at::Tensor& x, const 
   return {results.h, results.h_final, results.logits};
 }
 
-/// dW = sum over tokens of da_t h_{t-1}^T, in one product.
+/// Tokens of a product with float32 sums, whose roundings add up: more are several products.
+constexpr int64_t kTokensAProduct = int64_t{1} << 22;
+
+/// dW = sum over tokens of da_t h_{t-1}^T, in one product as a rule.
 at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, const at::Tensor& w) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::ScalarType data = h_before.scalar_type();
@@ -206,8 +210,16 @@ at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, con
   const at::Tensor da = dz.flatten(0, 1);
   const at::Tensor h = h_before.flatten(0, 1);
   if (h.is_cuda() && wide != data) {  // 16-bit products with float32 sums
-    const at::Tensor narrow = da.to(data).t();
-    return w.scalar_type() == data ? at::mm(narrow, h) : at::mm(narrow, h, wide);
+    if (h.size(0) <= kTokensAProduct) {
+      const at::Tensor narrow = da.to(data).t();
+      return w.scalar_type() == data ? at::mm(narrow, h) : at::mm(narrow, h, wide);
+    }
+    at::Tensor sum = at::zeros_like(w, wide);
+    for (int64_t begin = 0; begin < h.size(0); begin += kTokensAProduct) {
+      const int64_t tokens = std::min(kTokensAProduct, h.size(0) - begin);
+      sum.add_(at::mm(da.narrow(0, begin, tokens).to(data).t(), h.narrow(0, begin, tokens), wide));
+    }
+    return sum.to(w.scalar_type());
   }
   return at::mm(da.to(wide).t(), h.to(wide)).to(w.scalar_type());
 }

@@ -69,7 +69,7 @@ void check_with_little_shared_memory(ScanShape shape) {
       shape.dtype = shape.gate = dtype;
       shape.batch = 1;
       shape.time = is_long ? 60000 : 700;
-      shape.channels = is_long ? 4 : 64;
+      shape.channels = is_long ? 8 : 64;
       for (const int bytes : {99 * 1024, std::numeric_limits<int>::max(), 99 * 1024}) {
         SCOPED_TRACE("of shared memory " + std::to_string(bytes));
         const SharedBytesLimit limit(bytes);
@@ -125,7 +125,7 @@ using Param = std::tuple<DType, bool, TimeSplit>;
 using ParamInfo = ::testing::TestParamInfo<Param>;
 
 std::string name_of(const ParamInfo& info, const char* form) {
-  const char* splits[] = {"auto", "none", "linked"};
+  const char* splits[] = {"auto", "whole", "linked"};
   return std::string(dtype_name(std::get<0>(info.param))) + "_" + form + "_" +
          splits[static_cast<int>(std::get<2>(info.param))];
 }

@@ -115,7 +115,7 @@ TEST(Wkv4CudaLittleSharedMemory, BeforeAndAfterAll) {
       shape.dtype = dtype;
       shape.batch = 1;
       shape.time = is_long ? 60000 : 700;
-      shape.channels = is_long ? 4 : 64;
+      shape.channels = is_long ? 8 : 64;
       for (int bytes : {99 * 1024, std::numeric_limits<int>::max(), 99 * 1024}) {
         SCOPED_TRACE("of shared memory " + std::to_string(bytes));
         const SharedBytesLimit limit(bytes);

@@ -357,8 +357,8 @@ def test_bitwise_repeatable_beside_other_work(case: AnyCase) -> None:
     [
         *scan_cases.KINDS,
         *gla_cases.KINDS,
-        *wkv4_cases.KINDS,
-        *rnn_cases.KINDS,
+        # The error rule is luck for gradients of a few numbers.
+        *(replace(case, channels=16) for case in (*wkv4_cases.KINDS, *rnn_cases.KINDS)),
         RnnCase(channels=300, gamma="low"),
         RnnCase(channels=300, dtype=torch.bfloat16),
         *(FoxCase(dtype=dtype) for dtype in fox_cases.DTYPES),

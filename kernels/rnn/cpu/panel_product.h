@@ -25,6 +25,9 @@ static_assert(kBlockRows <= kMaxRnnRows);
 /// run, rounding errors would grow with the width.
 constexpr int64_t kRun = 64;
 
+/// How far ahead of their use a panel's rows are prefetched.
+constexpr int64_t kRowsAhead = 8;
+
 /// products[r, panel's columns] = sum over k of vectors[r, k] * panel[k, :], added up in an order
 /// that does not depend on kRows, so that a sequence's results do not depend on its neighbours.
 template <class R, int kRows>
@@ -34,6 +37,9 @@ TIDEGATE_INLINE void panel_product(const R* panel, const R* vectors, int64_t str
     const int64_t end = begin + kRun < inner ? begin + kRun : inner;
     Vec<R> sums[kRows][2] = {};
     for (int64_t k = begin; k < end; ++k, panel += kPanel<R>) {
+      // A large matrix comes from the second-level cache.
+      __builtin_prefetch(panel + kRowsAhead * kPanel<R>);
+      __builtin_prefetch(panel + kRowsAhead * kPanel<R> + kLanes<R>);
       const Vec<R> left = load<R>(panel, Whole{});
       const Vec<R> right = load<R>(panel + kLanes<R>, Whole{});
 #pragma GCC unroll 8

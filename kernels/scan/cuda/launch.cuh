@@ -42,7 +42,7 @@ constexpr int shared_bytes(int warps) {
 /// As many warps (of a team) as have room, `most` or fewer.
 template <class Op, WalkMode kMode>
 int warps_that_fit(int most, const DeviceLimits& limits) {
-  while (shared_bytes<Op, kMode>(most) > limits.shared_bytes) {
+  while (most > 1 && shared_bytes<Op, kMode>(most) > limits.shared_bytes) {
     --most;
   }
   return most;

@@ -15,7 +15,9 @@
 //
 // Who composes what, and in which order, depends on places alone, never on who comes first.
 
+#include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/scan/cuda/chain.cuh"
@@ -131,9 +133,9 @@ template <class Op>
 __host__ __device__ constexpr bool groups_are_large() {
   return Op::kPlainMaps && Op::kLooksAhead;
 }
-/// Teams that a state crosses at once, where so many blocks share a sequence. All blocks' first
-/// teams are a row of tiles, and so are their second ones; a row is cut into groups of one size. In
-/// how many was measured (docs/kernels/scan_cuda.md).
+/// Teams that a state crosses at once, where so many blocks share a sequence: all teams, in the
+/// order of their tiles, are cut into groups of this size, the last of which may be smaller.
+/// Measured (docs/kernels/scan_cuda.md).
 template <class Op>
 constexpr int group_of(int blocks) {
   constexpr int kMostAtOnce = 16;

@@ -61,8 +61,8 @@ class Ring {
   __device__ char* run_inputs(int stage) const { return slot(stage, Op::kSteps); }
   __device__ int lane() const { return lane_; }
 
-  // Outputs may leave by way of the ring (wkv4.cuh), in the places of inputs that have been taken:
-  // rows are then stored like they are fetched, several at once.
+  // Outputs may leave by way of the ring (wkv4_forward.cuh), in the places of inputs that have been
+  // taken: rows are then stored like they are fetched, several at once.
 
   /// Step i's output in the place of its input number `input`; or one of its channels.
   template <class T, int kVec>

@@ -24,8 +24,8 @@
 //
 // Where time is split among blocks, that chain would take too long, and so it would for an Op whose
 // steps are dear (kCrossByMap). There every warp first folds its run into an affine map, by which a
-// state crosses it at once (links.cuh). Either way the
-// operations and their order do not depend on timing: results are bitwise reproducible.
+// state crosses it at once (links.cuh). Either way the operations and their order do not depend on
+// timing: results are bitwise reproducible.
 //
 // The mathematics is an Op's (walk_op.cuh).
 
@@ -237,6 +237,8 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
   typename Op::Number s[Op::kVec];
   op.initial(s);
 
+  // Each way finishes an empty sequence itself: one place for all would keep the initial state in
+  // registers that the linked walks need.
   if (!walks) {
     if constexpr (kLinked) {
       auto* boxes = static_cast<Mailbox<Op>*>(launch.mailboxes) + chain * at.teams;
@@ -262,6 +264,7 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
       op.finish(s);
     }
   }
+
   __syncthreads();  // the boards become scratch
   // A carrier takes part, with sums of zero.
   op.reduce(n * at.teams + at.rank, &shared, at.warp, at.warps + (kLinked ? 1 : 0), at.lane);

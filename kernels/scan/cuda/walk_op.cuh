@@ -38,10 +38,9 @@
 //   RunInputs, fetch_run(...)      with kRunInputBytes: inputs of a run besides those of its steps,
 //                                  and what starts their copies into its place in the ring
 //   launch_plain(params, stream)   a kernel of its own instead of the plain walk
-//   Run                            with kOwnsRun, instead of Run<Op> (run.cuh). One that folds
-//   ahead
-//                                  may have take(ring, stage), for the second time, when less than
-//                                  decode is to be done
+//   Run                            with kOwnsRun, instead of Run<Op> (run.cuh); where it is taken
+//                                  from the ring twice, take(ring, stage) may do the second time
+//                                  what decode has made easy
 //
 // kSharesGauge makes the links wkv4's (wkv4_links.cuh).
 
@@ -69,7 +68,7 @@ struct WalkDefaults {
   /// comes (ahead.cuh).
   static constexpr bool kLooksAhead = false;
   /// Whether they do that by taking each run from the ring twice: to fold it, and to advance
-  /// through it (wkv4_links.cuh).
+  /// through it (walk_folding_ahead).
   static constexpr bool kFoldsAhead = false;
   /// Whether a run's inputs stay in registers from decode on, so that its place in the ring is
   /// filled again before the carry.

@@ -9,9 +9,8 @@
 namespace tidegate::kernels {
 
 /// Walks the other way with what flows back into y and z as its sums, whose gauge is near minus
-/// that of the state they belong to. A run is what lies between two saved states. It first goes
-/// forward through its tokens again, then back with nothing flowing in; what does flow in is added
-/// last, since everything depends on it linearly.
+/// that of the state they belong to. A run is what lies between two saved states, and goes forward
+/// through its tokens again first.
 template <class Data_, int kVec_, WalkUse kUse>
 struct Wkv4Backward
     : Wkv4Base<Data_, kVec_, kUse, true>,

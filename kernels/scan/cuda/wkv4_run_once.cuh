@@ -7,7 +7,8 @@
 namespace tidegate::kernels {
 
 /// A run of whole walks: forward through its tokens again and back with nothing flowing in, while
-/// the state is on its way; when that has come, each token gets its share of it.
+/// what does flow in is on its way; when that has come, each token gets its share of it, since
+/// everything depends on it linearly.
 template <class Op>
 struct Wkv4RunOnce {
   using Map = typename Op::Map;
