@@ -85,8 +85,8 @@ constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(R));
 
 template <class R>
 TIDEGATE_INLINE Vec<R> splat(R value) {
-  // A difference, which is the value also where that is -0, so that the compiler leaves it out: next
-  // to FMAs, a sum for each splat of the gated RNN's products took half of their time.
+  // A difference, which is the value also where that is -0, so that the compiler leaves it out:
+  // next to FMAs, a sum for each splat of the gated RNN's products took half of their time.
   return value - Vec<R>{};
 }
 
