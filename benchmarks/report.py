@@ -34,6 +34,7 @@ from report_tables import (
     microseconds,
     percent,
     reaches_goal,
+    seen_from_docs,
     shape_of,
     table,
 )
@@ -176,7 +177,7 @@ def gpu_page(record: Record) -> list[str]:
         if rows:
             lines += [f"### {title}", "", *table_of(record), *every_figure(rows)]
     if missed := missed_line(record):
-        lines += [missed.replace("docs/kernels/", "kernels/"), ""]
+        lines += [seen_from_docs(missed), ""]
     problems = record["problems"]
     return lines + (["Problems:", "", *(f"- {p}" for p in problems), ""] if problems else [])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report_tables import Record, aim_cell, cpu_where, table
+from report_tables import Record, aim_cell, cpu_where, seen_from_docs, table
 
 AIM = 5  # times as fast as the loop
 
@@ -44,9 +44,5 @@ def loops_section(record: Record) -> list[str]:
 
 
 def loops_page(record: Record) -> list[str]:
-    section = "\n".join(loops_section(record)).replace("(docs/", "(")
-    return [
-        "## Recurrences on the CPU beside a loop",
-        "",
-        *section.replace("[docs/", "[").split("\n"),
-    ]
+    section = seen_from_docs("\n".join(loops_section(record)))
+    return ["## Recurrences on the CPU beside a loop", "", *section.split("\n")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -36,6 +37,11 @@ def reaches_goal(row: Record) -> bool | None:
     if row.get("goal_percent") and "percent_of_copy" in ours:
         return ours["percent_of_copy"] >= row["goal_percent"]
     return None
+
+
+def seen_from_docs(text: str) -> str:
+    """README's text as a page in docs/ has it: links, and what they are called, start there."""
+    return re.sub(r"([\[(])docs/", r"\1", text)
 
 
 def aim_cell(aim: str, reached: bool | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from report_tables import Record, table
+from report_tables import Record, seen_from_docs, table
 
 HEAD = (
     "model",
@@ -75,5 +75,5 @@ def fox_text_section(record: Record) -> list[str]:
 
 
 def fox_text_page(record: Record) -> list[str]:
-    section = "\n".join(fox_text_section(record)).replace("(docs/", "(")
+    section = seen_from_docs("\n".join(fox_text_section(record)))
     return ["## Forgetting attention on real text", "", *section.split("\n")]
