@@ -7,6 +7,7 @@
 #
 #   JOBS=N         compile with N processes (else: by cores and free memory)
 #   CMAKE_ARGS=... further arguments for cmake, e.g. -DTIDEGATE_CUDA=OFF
+#   PARTS="..."    of bench: these parts alone, e.g. "ops peers" (scripts/bench.sh names them)
 SHELL := /bin/bash
 
 # Only a PYTHON given on the command line counts: one left in the environment is not meant for us.
@@ -15,6 +16,9 @@ export TIDEGATE_PYTHON := $(PYTHON)
 endif
 ifdef JOBS
 export TIDEGATE_JOBS := $(JOBS)
+endif
+ifdef PARTS
+export TIDEGATE_PARTS := $(PARTS)
 endif
 export CMAKE_ARGS
 

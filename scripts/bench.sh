@@ -1,32 +1,65 @@
 #!/usr/bin/env bash
-# The Google Benchmark binaries, training steps beside the Transformer (bench_models), and on a GPU
-# the ops beside other libraries (benchmarks/peers.py). JSON under benchmarks/results/local/ (only
-# results that are meant to be kept are committed, one folder up). Arguments go to the Google
+# The benchmarks, part by part: the Google Benchmark binaries (kernels, ops), training steps beside
+# the Transformer (models), and on a GPU the ops beside other libraries (peers, gla, attention), the
+# error of decays (gla_errors), gated_rnn beside cuDNN's GRU and the copying task's training step.
+# JSON under benchmarks/results/local/ (only results that are meant to be kept are committed, one
+# folder up). `make bench PARTS="ops gla"` runs these parts alone. Arguments go to the Google
 # Benchmark binaries, e.g. scripts/bench.sh --benchmark_filter=cpu/hgru, and leave all else out.
-set -euo pipefail
+# A part that fails does not keep the others from running; then the end is 1.
+set -uo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 
-out=benchmarks/results/local
-mkdir -p "$out"
-commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
-torch=$("$python" -c 'import torch; print(torch.__version__)')
-ran=0
-for binary in build/bin/bench_kernels build/bin/bench_ops; do
-  [[ -x $binary ]] || continue
-  ran=1
-  "$binary" --benchmark_out="$out/$(basename "$binary").json" --benchmark_out_format=json \
-    --benchmark_context="commit=$commit,torch=$torch" "$@"
+on_gpu="peers gla attention gla_errors gated_rnn copying_step"
+all="kernels ops models $on_gpu"
+read -ra parts <<<"${TIDEGATE_PARTS:-$all}"
+(($# == 0)) || parts=(kernels ops)
+for part in "${parts[@]}"; do
+  [[ " $all " == *" $part "* ]] || die "PARTS: there is no part $part; there are $all"
 done
-((ran)) || say "kernels and ops left out: no Google Benchmark (Debian: libbenchmark-dev)"
-(($# == 0)) || exit 0
-build/bin/bench_models --json "$out/models.json" --commit "$commit" ||
-  say "bench_models: some rows failed, as said above"
-if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  "$python" benchmarks/peers.py --out "$out/peers.json" --commit "$commit"
-  "$python" benchmarks/peers.py --groups gla --out "$out/peers_gla.json" --commit "$commit"
-  "$python" benchmarks/peers.py --groups attention --out "$out/peers_attention.json" \
-    --commit "$commit"
-  "$python" benchmarks/gla_errors.py --out "$out/gla_errors.json" --commit "$commit"
-fi
+gpu=no
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && gpu=yes
+
+out=benchmarks/results/local
+mkdir -p "$out" || die "cannot write to $out"
+commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+torch=$("$python" -c 'import torch; print(torch.__version__)') || die "$python has no torch"
+
+# run PART ARGUMENT...
+run() {
+  local part=$1
+  shift
+  case $part in
+    kernels | ops)
+      [[ -x build/bin/bench_$part ]] || {
+        say "$part left out: no Google Benchmark (Debian: libbenchmark-dev)"
+        return 0
+      }
+      "build/bin/bench_$part" --benchmark_out="$out/bench_$part.json" \
+        --benchmark_out_format=json --benchmark_context="commit=$commit,torch=$torch" "$@"
+      ;;
+    models)
+      build/bin/bench_models --json "$out/models.json" --commit "$commit" ||
+        say "bench_models: some rows failed, as said above"
+      ;;
+    peers) "$python" benchmarks/peers.py --out "$out/peers.json" --commit "$commit" ;;
+    gla | attention)
+      "$python" benchmarks/peers.py --groups "$part" --out "$out/peers_$part.json" --commit "$commit"
+      ;;
+    *) "$python" "benchmarks/$part.py" --out "$out/$part.json" --commit "$commit" ;;
+  esac
+}
+
+failed=()
+for part in "${parts[@]}"; do
+  if [[ $gpu == no && " $on_gpu " == *" $part "* ]]; then
+    say "$part left out: no CUDA device is visible to $python"
+    [[ -z ${TIDEGATE_PARTS:-} ]] || failed+=("$part")
+    continue
+  fi
+  begin=$SECONDS
+  run "$part" "$@" || failed+=("$part")
+  say "$part: $((SECONDS - begin)) s"
+done
 say "results are in $out"
+((${#failed[@]} == 0)) || die "FAILED: ${failed[*]}"

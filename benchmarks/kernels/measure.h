@@ -20,20 +20,25 @@
 
 namespace tidegate::testing {
 
-/// Cache-line aligned memory, filled with numbers in [-1, 1) of `dtype`.
+/// Cache-line aligned memory, filled with numbers in [-1, 1) of `dtype`; after kPeriod they repeat.
 class Buffer {
  public:
   Buffer(int64_t count, DType dtype)
       : data_(std::aligned_alloc(64, (count * element_size(dtype) + 63) / 64 * 64)) {
     const int64_t size = element_size(dtype);
-    for (int64_t i = 0; i < count; ++i) {
+    char* const first = static_cast<char*>(data_.get());
+    for (int64_t i = 0; i < std::min(count, kPeriod); ++i) {
       const double value = static_cast<double>((i * 2654435761u >> 8) % 2003) / 1001.5 - 1;
-      encode(static_cast<char*>(data_.get()) + i * size, dtype, value);
+      encode(first + i * size, dtype, value);
+    }
+    for (int64_t i = kPeriod; i < count; i += kPeriod) {
+      std::memcpy(first + i * size, first, std::min(count - i, kPeriod) * size);
     }
   }
   void* data() const { return data_.get(); }
 
  private:
+  static constexpr int64_t kPeriod = 1 << 16;
   struct Free {
     void operator()(void* data) const { std::free(data); }
   };
