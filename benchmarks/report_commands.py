@@ -11,7 +11,8 @@ COMMANDS = (
     ("build/bin/bench_kernels", "CPU kernels beside copies", "cpu_scan.json", BENCH),
     ("build/bin/bench_ops", "the C++ ops beside copies", "not kept", BENCH),
     ("build/bin/bench_models", "models' steps", "models_h200.json, models_cpu.json", BENCH),
-    ("peers.py", "scans beside libraries", "peers_h200.json, peers_sweep_h200.json", BENCH),
+    ("peers.py --groups aims extra", "scans beside libraries", "peers_h200.json", BENCH),
+    ("peers.py --groups sweep", "hgru at twelve more shapes", "peers_sweep_h200.json", BENCH),
     ("peers.py --groups gla", "gated linear attention beside fla", "peers_gla_h200.json", BENCH),
     (
         *("peers.py --groups attention", "forgetting attention beside libraries"),
@@ -41,7 +42,10 @@ def commands_section() -> list[str]:
 
     note = (
         "Each script's head says how it is called; `--out` or `--json` names the file to write. "
-        "What `make bench` writes goes to `local/` there, until it is copied."
+        "What `make bench` writes goes to `local/` there, until it is copied: `peers.json` and so "
+        "on, of the Google Benchmarks `bench_kernels.json` (`cpu_scan.json` is its `cpu/hgru`) and "
+        "`bench_ops.json`. Libraries that are not installed are left out; the Forgetting "
+        "Transformer's own kernel is a file that `TIDEGATE_PAPER_KERNEL` or `--paper-kernel` names."
     )
     head = ("command", "what", "result in `benchmarks/results/`", "run")
     return [*table(head, (row_of(*row) for row in COMMANDS)), "", note, ""]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The benchmarks, part by part: the Google Benchmark binaries (kernels, ops), training steps beside
-# the Transformer (models), and on a GPU the ops beside other libraries (peers, gla, attention), the
+# the Transformer (models), and on a GPU the ops beside other libraries (peers, sweep, gla, attention), the
 # error of decays (gla_errors), gated_rnn beside cuDNN's GRU and the copying task's training step.
 # JSON under benchmarks/results/local/ (only results that are meant to be kept are committed, one
 # folder up). `make bench PARTS="ops gla"` runs these parts alone. Arguments go to the Google
@@ -10,20 +10,34 @@ set -uo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 
-on_gpu="peers gla attention gla_errors gated_rnn copying_step"
+on_gpu="peers sweep gla attention gla_errors gated_rnn copying_step"
 all="kernels ops models $on_gpu"
 read -ra parts <<<"${TIDEGATE_PARTS:-$all}"
 (($# == 0)) || parts=(kernels ops)
 for part in "${parts[@]}"; do
   [[ " $all " == *" $part "* ]] || die "PARTS: there is no part $part; there are $all"
 done
-gpu=no
-"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && gpu=yes
 
 out=benchmarks/results/local
 mkdir -p "$out" || die "cannot write to $out"
-commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 torch=$("$python" -c 'import torch; print(torch.__version__)') || die "$python has no torch"
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && gpu=yes || gpu=no
+if commit=$(git rev-parse --short=12 HEAD 2>/dev/null); then
+  [[ -z $(git status --porcelain --untracked-files=no) ]] || commit+=+
+else
+  commit=unknown
+fi
+
+# obstacle PART: why it cannot run here, or nothing.
+obstacle() {
+  if [[ $gpu == no && " $on_gpu " == *" $1 "* ]]; then
+    printf '%s' "no CUDA device is visible to $python"
+  elif [[ " kernels ops " == *" $1 "* && ! -x build/bin/bench_$1 ]]; then
+    printf '%s' "no Google Benchmark (Debian: libbenchmark-dev)"
+  fi
+}
+
+peers() { "$python" benchmarks/peers.py --commit "$commit" "$@"; }
 
 # run PART ARGUMENT...
 run() {
@@ -31,30 +45,22 @@ run() {
   shift
   case $part in
     kernels | ops)
-      [[ -x build/bin/bench_$part ]] || {
-        say "$part left out: no Google Benchmark (Debian: libbenchmark-dev)"
-        return 0
-      }
       "build/bin/bench_$part" --benchmark_out="$out/bench_$part.json" \
         --benchmark_out_format=json --benchmark_context="commit=$commit,torch=$torch" "$@"
       ;;
-    models)
-      build/bin/bench_models --json "$out/models.json" --commit "$commit" ||
-        say "bench_models: some rows failed, as said above"
-      ;;
-    peers) "$python" benchmarks/peers.py --out "$out/peers.json" --commit "$commit" ;;
-    gla | attention)
-      "$python" benchmarks/peers.py --groups "$part" --out "$out/peers_$part.json" --commit "$commit"
-      ;;
+    models) build/bin/bench_models --json "$out/models.json" --commit "$commit" ;;
+    peers) peers --groups aims extra --out "$out/peers.json" ;;
+    sweep | gla | attention) peers --groups "$part" --out "$out/peers_$part.json" ;;
     *) "$python" "benchmarks/$part.py" --out "$out/$part.json" --commit "$commit" ;;
   esac
 }
 
 failed=()
 for part in "${parts[@]}"; do
-  if [[ $gpu == no && " $on_gpu " == *" $part "* ]]; then
-    say "$part left out: no CUDA device is visible to $python"
-    [[ -z ${TIDEGATE_PARTS:-} ]] || failed+=("$part")
+  why=$(obstacle "$part")
+  if [[ -n $why ]]; then
+    say "$part left out: $why"
+    [[ -z ${TIDEGATE_PARTS:-} ]] || failed+=("$part") # asked for by name
     continue
   fi
   begin=$SECONDS

@@ -7,8 +7,8 @@
 namespace tidegate::kernels {
 
 /// A [B, T, channels] tensor whose last stride is one. Strides count elements; a stride of zero
-/// repeats a row (a constant decay is one row, seen at every step). A row may be at most 2^31 bytes
-/// from the next; batch rows may be any distance apart.
+/// repeats a row (a constant decay is one row, seen at every step). A row must be less than 2^31
+/// bytes from the next; batch rows may be any distance apart.
 struct TimeSeries {
   void* data = nullptr;
   int64_t stride_b = 0;

@@ -35,7 +35,7 @@ struct ScanPlan {
 struct LinearScanParams {
   SequenceLayout layout = {};
   int64_t channels = 0;  // D
-  TimeSeries x = {};     // [B, T, D]; unused in the backward pass
+  TimeSeries x = {};     // [B, T, D]; the backward pass looks at its dtype alone
   TimeSeries a = {};     // [B, T, D] in x.dtype or the state type; constant: [D], both strides 0
   bool a_is_constant = false;
   TimeSeries h = {};         // [B, T, D] in x.dtype; written forward, read backward

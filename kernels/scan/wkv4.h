@@ -16,8 +16,10 @@ constexpr int64_t kWkv4SavedEvery = 8;
 
 /// Rows of saved states of a batch row of `time` tokens. Row i belongs to the one token among
 /// [i, i + 1) * kWkv4SavedEvery, if any, that is a whole number of runs from its sequence's end and
-/// not its first.
-constexpr int64_t wkv4_saved_rows(int64_t time) { return time / kWkv4SavedEvery + 1; }
+/// not its first. (Units of one instruction set call it, so it must not have a body of its own.)
+[[gnu::always_inline]] constexpr int64_t wkv4_saved_rows(int64_t time) {
+  return time / kWkv4SavedEvery + 1;
+}
 
 /// The gauge of a state without weight: below every key that has one. A k of -inf is such a token.
 constexpr float kWkv4NoWeight = -1e30f;
@@ -38,7 +40,8 @@ struct Wkv4Params {
   const void* state = nullptr;  // [N, 3, D] contiguous, state type; null means empty
   void* final_state = nullptr;  // [N, 3, D] the same; may be `state` itself when T <= 1 (a step)
   void* saved = nullptr;  // [B, wkv4_saved_rows(T), 3, D] state type: states that enter tokens,
-                          // written forward unless null, read backward
+                          // written forward unless null, read backward by the same device's
+                          // kernels alone (on CUDA their gauges may be binary logarithms)
   TimeSplit time_split = TimeSplit::kAuto;  // for tests; kLinked is whole where it does not fit
   ScanPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes

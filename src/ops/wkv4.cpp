@@ -146,7 +146,7 @@ void run_forward(const char* op, const KernelInputs& inputs, const at::Tensor& o
   Launch<Wkv4Params>(op, kForward, &params, o).run();
 }
 
-/// o and the final state; `saved` is written where defined.
+/// o and the final state. With `save`, `*saved` becomes what wkv4_backward needs.
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& w, const at::Tensor& u,
                                            const at::Tensor& k, const at::Tensor& v,
                                            const OptionalTensor& state,

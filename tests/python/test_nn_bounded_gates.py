@@ -100,7 +100,7 @@ def test_gates_next_to_one_keep_their_digits_over_many_steps():
 
     mine, naive = bounded_decay(log_gate, gamma), gamma + (1 - gamma) * log_gate.exp()
     assert errors(mine).max() < 1e-5
-    assert errors(naive).min() > 5e-5
+    assert errors(naive).max() > 1e-4  # of some bounds: where 1 - gamma is exact, it is not off
     never = torch.zeros(3)
     assert not bounded_log_gate(never, gamma).any()
     assert (bounded_decay(never, gamma) == 1).all()

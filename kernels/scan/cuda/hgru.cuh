@@ -136,7 +136,7 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   }
 };
 
-/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
+/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda_measured.md).
 template <bool kBackward, bool kComplex, WalkUse kUse>
 struct HgruShape;
 template <WalkUse kUse>
@@ -325,7 +325,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   using typename Base::Real;
   using Params = HgruBackwardParams;
   static constexpr bool kEmitsAtOnce = Base::kPlainMaps;
-  // A run is folded and then walked: lambda is needed twice.
+  // A run is folded and then walked: lambda is needed twice. (Whole walks, which need it once, were
+  // slower with it kept: docs/kernels/scan_cuda_measured.md.)
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
   using Gates =
       std::conditional_t<kUse == WalkUse::kManyBlocks, Sigmoids<Real>, PackedSigmoids<Real>>;

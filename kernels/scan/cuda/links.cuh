@@ -135,7 +135,7 @@ __host__ __device__ constexpr bool groups_are_large() {
 }
 /// Teams that a state crosses at once, where so many blocks share a sequence: all teams, in the
 /// order of their tiles, are cut into groups of this size, the last of which may be smaller.
-/// Measured (docs/kernels/scan_cuda.md).
+/// Measured (docs/kernels/scan_cuda_measured.md).
 template <class Op>
 constexpr int group_of(int blocks) {
   constexpr int kMostAtOnce = 16;
@@ -279,7 +279,7 @@ struct Carrier {
     return before;
   }
 
-  /// Carries through all rounds of a sequence that begins with the state s.
+  /// Carries through all rounds of a sequence that begins with the state `initial`.
   __device__ void run(int rounds, const Number (&initial)[Op::kVec], const Op&) const {
     const int first = at.rank / group * group;
     const int next = first + group < at.teams ? first + group : 0;

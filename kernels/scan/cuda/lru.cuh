@@ -162,7 +162,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   }
 };
 
-/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda.md).
+/// Shapes of the walk, tuned on an H200 (docs/kernels/scan_cuda_measured.md).
 template <bool kBackward, WalkUse kUse>
 struct LruShape;
 template <>

@@ -6,7 +6,7 @@
 
 namespace tidegate::kernels {
 
-/// A run between the ring and the outputs. An op may bring one of its own (wkv4_forward.cuh).
+/// A run between the ring and the outputs. An op may bring one of its own (wkv4.cuh).
 template <class Op>
 struct Run {
   using Number = typename Op::Number;

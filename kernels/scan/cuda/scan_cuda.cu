@@ -1,4 +1,4 @@
-// The entry points of scan_cuda.h: from a dtype to the unit that was compiled for it.
+// The entry points of scan_cuda.h and wkv4_cuda.h: from a dtype to the unit compiled for it.
 
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/scan/cuda/hgru_family.h"

@@ -1,7 +1,7 @@
 #pragma once
 
 // What the walk (walk.cuh) asks of an Op: the mathematics of one recurrence in one direction, as a
-// class over one thread's channels. hgru.cuh has the first ones to read.
+// class over one thread's channels. linear_scan.cuh has the first ones to read.
 //
 // Every Op has
 //   kVec; kSteps, kStages          channels a thread; WalkShape
@@ -12,20 +12,21 @@
 //                                  advanced: emit then need not wait, and nothing is kept
 //   Number, Real                   state of one channel, real or complex; the real type under it
 //   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
-//   Raw, Decoded                   one step's inputs in memory / prepared
+//   Raw                            one step's inputs in memory
 //   Params, layout(p), channels(p) the kernel's params, and where they say N, T and D
 //   Op(params, seq, lane)
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step
-//   decode(raw) -> Decoded
+//   finish(s)                      the state after the last step
+//   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
+// and, for Run<Op> (run.cuh) and the plain walk to call,
+//   Decoded, decode(raw)           the inputs prepared
 //   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it
 //   emit<kLast>(k, i, raw, decoded, kept)   write step k + i's outputs; kLast: it may be the last
-//   finish(s)                      the state after the last step
 //   fold(raw, decoded, map)        map <- step o map, but for what seal does
 //   seal(map)                      after kSteps folds: what fold left out
-//   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
-//   reduce_alone(row)              the same where one thread has seen them all (plain walk)
+//   reduce_alone(row)              reduce where one thread has seen all steps (plain walk)
 //
 // An Op may change what WalkDefaults says, and may have
 //   prepare()                      what takes a while to compute before the first step, while its
@@ -38,9 +39,11 @@
 //   RunInputs, fetch_run(...)      with kRunInputBytes: inputs of a run besides those of its steps,
 //                                  and what starts their copies into its place in the ring
 //   launch_plain(params, stream)   a kernel of its own instead of the plain walk
-//   Run                            with kOwnsRun, instead of Run<Op> (run.cuh); where it is taken
-//                                  from the ring twice, take(ring, stage) may do the second time
-//                                  what decode has made easy
+//   Run                            with kOwnsRun, what Run<Op> is then (wkv4's: Wkv4Forward::Run,
+//                                  Wkv4RunOnce, Wkv4RunTwice). It crosses by map and emits at once,
+//                                  so it has decode, fold and advance_and_emit. With kFoldsAhead
+//                                  fold is told where the run lies, and take(ring, stage) may do
+//                                  the second time what decode has made easy
 //
 // kSharesGauge makes the links wkv4's (wkv4_links.cuh).
 

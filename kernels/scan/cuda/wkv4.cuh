@@ -7,6 +7,7 @@
 
 namespace tidegate::kernels {
 
+/// Run<Op> (run.cuh) of these Ops is their own.
 template <class Op>
   requires(Op::kOwnsRun)
 struct Run<Op> : Op::Run {};

@@ -138,7 +138,7 @@ struct Wkv4Base : WalkDefaults {
   static constexpr bool kFoldsAhead = kSharesGauge;
   static constexpr Real kHomeReach = sizeof(Data) == 2 ? 30 : 8;
 
-  // For linked blocks, which have few registers. (Whole walks were measured without.)
+  // For linked blocks, which have few registers; whole walks find each row's address anew.
   using SavedStates = std::conditional_t<kSharesGauge, SavedRows, NoSavedRows>;
 
   Lane lane;

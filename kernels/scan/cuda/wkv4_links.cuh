@@ -299,7 +299,7 @@ struct Carrier<Op> {
     return tile;
   }
 
-  /// Carries through all rounds of a sequence that begins with the state s.
+  /// Carries through all rounds of a sequence that begins with the state `initial`.
   __device__ void run(int rounds, const Number (&initial)[kVec], const Op& op) const {
     const int first = at.rank / group * group;
     const int next = first + group < at.teams ? first + group : 0;
