@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tidegate
+from tidegate._memory import keep_freed_memory
 from tidegate.models import CausalLM, presets
 from tidegate.training import TrainConfig, Trainer, load_corpus, recipes
 from tidegate.training.baselines import baselines
@@ -150,6 +151,7 @@ def main() -> int:
     options = parser.parse_args()
     names = ("seconds", "precision")
     changes = {name: getattr(options, name) for name in names if getattr(options, name)}
+    keep_freed_memory()  # as the `tidegate` command does
     others = [train(CONTENDERS[name], Path(options.out, name), changes) for name in options.models]
     if options.add:
         others = read_json(Path(options.add))["others"] + others

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ._memory import keep_freed_memory
 from .training.errors import UserError
 
 STOPPED = 130
@@ -21,6 +22,8 @@ STOPPED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     options = build_parser().parse_args(arguments)
+    if arguments is None:  # the process is this command's alone
+        keep_freed_memory()
     try:
         return options.command(options)
     except UserError as error:
