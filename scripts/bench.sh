@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The benchmarks, part by part: the Google Benchmark binaries (kernels, ops), training steps beside
-# the Transformer (models), and on a GPU the ops beside other libraries (peers, sweep, gla, attention), the
-# error of decays (gla_errors), gated_rnn beside cuDNN's GRU and the copying task's training step.
-# JSON under benchmarks/results/local/ (only results that are meant to be kept are committed, one
-# folder up). `make bench PARTS="ops gla"` runs these parts alone. Arguments go to the Google
-# Benchmark binaries, e.g. scripts/bench.sh --benchmark_filter=cpu/hgru, and leave all else out.
-# A part that fails does not keep the others from running; then the end is 1.
+# the Transformer (models), and on a GPU the ops beside other libraries (peers, sweep, gla,
+# attention), the error of decays (gla_errors), gated_rnn beside cuDNN's GRU and the copying task's
+# training step. JSON under benchmarks/results/local/ (only results that are meant to be kept are
+# committed, one folder up). `make bench PARTS="ops gla"` runs these parts alone. Arguments go to the
+# Google Benchmark binaries, e.g. scripts/bench.sh --benchmark_filter=cpu/hgru, and leave all else
+# out. A part that fails does not keep the others from running; then the end is 1.
 set -uo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
