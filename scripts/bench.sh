@@ -20,24 +20,19 @@ done
 
 out=benchmarks/results/local
 mkdir -p "$out" || die "cannot write to $out"
-torch=$("$python" -c 'import torch; print(torch.__version__)') || die "$python has no torch"
-"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && gpu=yes || gpu=no
-if commit=$(git rev-parse --short=12 HEAD 2>/dev/null); then
-  [[ -z $(git status --porcelain --untracked-files=no) ]] || commit+=+
-else
-  commit=unknown
-fi
+facts='import harness, torch; print(harness.commit(), torch.__version__, torch.cuda.is_available())'
+facts=$(PYTHONPATH="benchmarks:$PYTHONPATH" "$python" -c "$facts") ||
+  die "the package cannot be imported, as said above"
+read -r commit torch gpu <<<"$facts"
 
 # obstacle PART: why it cannot run here, or nothing.
 obstacle() {
-  if [[ $gpu == no && " $on_gpu " == *" $1 "* ]]; then
+  if [[ $gpu == False && " $on_gpu " == *" $1 "* ]]; then
     printf '%s' "no CUDA device is visible to $python"
   elif [[ " kernels ops " == *" $1 "* && ! -x build/bin/bench_$1 ]]; then
     printf '%s' "no Google Benchmark (Debian: libbenchmark-dev)"
   fi
 }
-
-peers() { "$python" benchmarks/peers.py --commit "$commit" "$@"; }
 
 # run PART ARGUMENT...
 run() {
@@ -49,9 +44,11 @@ run() {
         --benchmark_out_format=json --benchmark_context="commit=$commit,torch=$torch" "$@"
       ;;
     models) build/bin/bench_models --json "$out/models.json" --commit "$commit" ;;
-    peers) peers --groups aims extra --out "$out/peers.json" ;;
-    sweep | gla | attention) peers --groups "$part" --out "$out/peers_$part.json" ;;
-    *) "$python" "benchmarks/$part.py" --out "$out/$part.json" --commit "$commit" ;;
+    peers) "$python" benchmarks/peers.py --groups aims extra --out "$out/peers.json" ;;
+    sweep | gla | attention)
+      "$python" benchmarks/peers.py --groups "$part" --out "$out/peers_$part.json"
+      ;;
+    *) "$python" "benchmarks/$part.py" --out "$out/$part.json" ;;
   esac
 }
 

@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    from_heap = any(
-        mallopt(_M_MMAP_THRESHOLD, size) for size in (_LARGEST, _LARGEST_OF_OLDER_GLIBC)
+    from_heap = mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(
+        _M_MMAP_THRESHOLD, _LARGEST_OF_OLDER_GLIBC
     )
     return bool(from_heap and mallopt(_M_TRIM_THRESHOLD, _NEVER))

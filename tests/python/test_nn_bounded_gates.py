@@ -89,7 +89,7 @@ def test_gates_next_to_one_keep_their_digits_over_many_steps():
     """Sums of log f and products of f over 10^5 open gates, and gates that are open to the last
     digit, which lose nothing at all."""
     torch.manual_seed(0)
-    gamma = torch.tensor([0.1, 0.3, 0.7])
+    gamma = torch.tensor([0.1, 0.3, 0.45])  # at 0.7 naive's roundings even out on some CPUs
     log_gate = F.logsigmoid(12 + torch.randn(100_000, 3))
     exact = torch.log1p(torch.expm1(log_gate.double()) * (1 - gamma.double())).sum(0)
     total = bounded_log_gate(log_gate, gamma).double().sum(0)
@@ -100,7 +100,7 @@ def test_gates_next_to_one_keep_their_digits_over_many_steps():
 
     mine, naive = bounded_decay(log_gate, gamma), gamma + (1 - gamma) * log_gate.exp()
     assert errors(mine).max() < 1e-5
-    assert errors(naive).max() > 1e-4  # of some bounds: where 1 - gamma is exact, it is not off
+    assert errors(naive).min() > 5e-5
     never = torch.zeros(3)
     assert not bounded_log_gate(never, gamma).any()
     assert (bounded_decay(never, gamma) == 1).all()
