@@ -8,8 +8,9 @@
 
 Every contender runs in the same harness (harness.py): K calls on K sets of inputs in one CUDA
 graph, replayed in turns, medians; nobody's host time counts. What is timed was checked against
-float64 loops first. Peers that are not installed are named and left out. `--device cpu --tiny`
-goes the same way through small shapes, without peers.
+float64 loops first. Peers that are not installed are named and left out; so is, of a row, a peer
+whose result is wrong there. A wrong result of tidegate, and any other failure, makes the run end
+with 1. `--device cpu --tiny` goes the same way through small shapes, without peers.
 
 The groups: of the scans, the work that has aims ("aims"), a sweep of twelve training shapes
 ("sweep"), a plain scan and the decoding step ("extra"); gated linear attention ("gla"); forgetting
@@ -139,6 +140,7 @@ EXTRA = [
     Work("hgru_step", 256, 1, 2048, "extra"),
 ]
 GROUPS = ("aims", "sweep", "extra", "gla", "attention")
+OURS = ("tidegate", "copy_", "matmul")  # how names of contenders begin that are nobody's library
 NOTES_OF = {"gla": GLA_NOTES, "attention": ATTENTION_NOTES}  # of a run of one group
 WORKS = AIMS + SWEEP + EXTRA + gla_contenders.WORKS + attention_contenders.WORKS
 TINY = [
@@ -156,6 +158,10 @@ TINY = [
 ]
 
 
+class WrongResult(RuntimeError):
+    """A contender's results are not those of its work."""
+
+
 class Bench:
     """One run: options, peers, rows so far."""
 
@@ -163,6 +169,7 @@ class Bench:
         self.device, self.peers, self.options = device, peers, options
         self.rows: list[dict[str, object]] = []
         self.problems: list[str] = []
+        self.peer_problems: list[str] = []
 
     def contenders(self, work: AnyWork, direction: str, sets: int) -> dict[str, object]:
         """Name -> a function that makes the contender; copies first."""
@@ -209,20 +216,21 @@ class Bench:
         return makers
 
     def prepared(self, name: str, contender: Contender) -> tuple[harness.Runner, float]:
-        """A runner whose results were checked. RuntimeError when they are wrong."""
+        """A runner whose results were checked. WrongResult when they are wrong."""
         contender.before()
         runner = harness.make_runner(contender.calls, self.device, contender.graph)
         error = contender.error(runner.results[0])
         if not error <= contender.tolerance:
             runner.free()
-            raise RuntimeError(f"WRONG RESULT: relative error {error:.1e}")
+            raise WrongResult(f"relative error {error:.1e}, allowed {contender.tolerance:.0e}")
         return runner, error
 
-    def report_problem(self, what: str, problem: Exception) -> None:
-        """Records a failure; the run goes on but ends with 1."""
+    def report_problem(self, what: str, problem: Exception, of_peer: bool = False) -> None:
+        """Records a failure; the run goes on, but ends with 1 unless only a peer was wrong."""
         reason = (str(problem).splitlines() or [""])[0]
-        self.problems.append(f"{what}: {type(problem).__name__}: {reason}"[:300])
-        print("PROBLEM " + self.problems[-1], flush=True)
+        line = f"{what}: {type(problem).__name__}: {reason}"[:300]
+        (self.peer_problems if of_peer else self.problems).append(line)
+        print(("PEER PROBLEM " if of_peer else "PROBLEM ") + line, flush=True)
 
     def run(self, work: AnyWork, direction: str) -> None:
         """Measures one row."""
@@ -236,7 +244,8 @@ class Bench:
                 contender = make()
                 runners[name], error = self.prepared(name, contender)
             except Exception as problem:  # one contender's failure must not cost the whole run
-                self.report_problem(f"{work} {direction}, {name}", problem)
+                of_peer = isinstance(problem, WrongResult) and not name.startswith(OURS)
+                self.report_problem(f"{work} {direction}, {name}", problem, of_peer)
                 continue
             flops[name] = contender.flops
             results[name] = {
@@ -293,8 +302,7 @@ class Bench:
 
 def others(results: dict[str, dict]) -> list[str]:
     """The contenders of other libraries that compute the same."""
-    beside = ("tidegate", "copy_", "matmul", "SDPA")
-    return [name for name in results if not name.startswith(beside)]
+    return [name for name in results if not name.startswith((*OURS, "SDPA"))]
 
 
 def attention_line(row: dict) -> str:
@@ -339,8 +347,8 @@ def line_of(row: dict) -> str:
     return " | ".join(parts)
 
 
-def summary_of(rows: list[dict], problems: list[str]) -> list[str]:
-    """What the run says of the goals."""
+def summary_of(rows: list[dict], problems: list[str], peer_problems: list[str]) -> list[str]:
+    """What the run says of the goals, and of what failed."""
     lines = []
     goals = [reached for row in rows if (reached := reaches_goal(row)) is not None]
     lines.append(f"goals reached: {sum(goals)} of {len(goals)}")
@@ -352,6 +360,7 @@ def summary_of(rows: list[dict], problems: list[str]) -> list[str]:
             f"{len(beside)} rows not slower; worst x{worst['times_best_peer']} at {worst['op']} "
             f"B{worst['B']} T{worst['T']} {worst['direction']}"
         )
+    lines += [f"PEER PROBLEM {line}" for line in peer_problems]
     lines += [f"PROBLEM {line}" for line in problems]
     return lines
 
@@ -476,6 +485,7 @@ def main() -> int:
         "notes": NOTES_OF.get("".join(options.groups), NOTES),
         "rows": bench.rows,
         "problems": bench.problems,
+        "peer_problems": bench.peer_problems,
     }
     with torch.no_grad():
         for work, direction in ((w, d) for w in works for d in w.directions()):
@@ -487,7 +497,7 @@ def main() -> int:
             finally:
                 if options.out:
                     save(record, Path(options.out))
-    print("\n".join(summary_of(bench.rows, bench.problems)))
+    print("\n".join(summary_of(bench.rows, bench.problems, bench.peer_problems)))
     print(f"took {time.perf_counter() - begin:.0f} s")
     return 1 if bench.problems else 0
 

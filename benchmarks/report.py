@@ -178,8 +178,14 @@ def gpu_page(record: Record) -> list[str]:
             lines += [f"### {title}", "", *table_of(record), *every_figure(rows)]
     if missed := missed_line(record):
         lines += [seen_from_docs(missed), ""]
-    problems = record["problems"]
-    return lines + (["Problems:", "", *(f"- {p}" for p in problems), ""] if problems else [])
+    lists = {
+        "Problems": record["problems"],
+        "Wrong results of other libraries, left out of their rows": record.get("peer_problems"),
+    }
+    for title, problems in lists.items():
+        if problems:
+            lines += [f"{title}:", "", *(f"- {problem}" for problem in problems), ""]
+    return lines
 
 
 def every_figure(rows: list[Record]) -> list[str]:
@@ -499,7 +505,8 @@ def page(results: list[tuple[str, Record]]) -> str:
         "# Benchmarks",
         "",
         "Made by `benchmarks/report.py` from `benchmarks/results/*.json`; not edited by hand.",
-        "Every output is checked before it is timed.",
+        "Every output is checked before it is timed; a library whose result is wrong in a row is",
+        "left out of it, and named.",
         "",
         *commands_section(),
     ]

@@ -391,8 +391,53 @@ def test_wrong_results_are_not_timed(scripts):
     good = contenders.Contender([lambda: torch.ones(3)], 12, lambda _: 0.001, 0.01)
     assert bench.prepared("good", good)[1] == 0.001
     bad = good._replace(error=lambda _: float("nan"))
-    with pytest.raises(RuntimeError, match="WRONG RESULT"):
+    with pytest.raises(peers.WrongResult, match="relative error nan, allowed 1e-02"):
         bench.prepared("bad", bad)
+
+
+def fails(_):
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "status"),
+    [
+        ("fla.chunk_hgrn", lambda _: 1.0, 0),
+        ("fla.chunk_hgrn", fails, 1),  # no result at all: that may be ours
+        ("tidegate", lambda _: 1.0, 1),
+        ("copy_", lambda _: 1.0, 1),
+    ],
+)
+def test_a_peers_wrong_result_is_left_out_and_fails_no_run(
+    scripts, monkeypatch, checkout, capsys, name, error, status
+):
+    peers, contenders = scripts("peers"), scripts("contenders")
+    made = peers.Bench.contenders
+    wrong = contenders.Contender([lambda: torch.ones(3)], 12, error, 0.01)
+
+    def with_a_wrong_one(self, work, direction, sets):
+        return made(self, work, direction, sets) | {name: lambda: wrong}
+
+    monkeypatch.setattr(peers.Bench, "contenders", with_a_wrong_one)
+    out = checkout / "benchmarks" / "results" / "peers_sweep_h200.json"
+    options = ["--device", "cpu", "--tiny", "--groups", "sweep", "--rounds", "1", "--budget", "0"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *options, "--out", str(out)])
+    assert peers.main() == status
+    record = json.loads(out.read_text(encoding="utf-8"))
+    problems, of_peers = record["problems"], record["peer_problems"]
+    found = problems if status else of_peers
+    assert (len(problems), len(of_peers)) == ((2, 0) if status else (0, 2))
+    assert found[0].startswith(f"hgru bf16 B1 T40 D12 forward, {name}: "), found
+    rows = record["rows"]
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    expected = {"copy_", "tidegate"} - {name}
+    assert all(set(row["results"]) == expected for row in rows)
+    last = capsys.readouterr().out.splitlines()[-3:-1]
+    assert last == [("PROBLEM " if status else "PEER PROBLEM ") + line for line in found]
+    assert run_report("--root", checkout).returncode == 0
+    page = (checkout / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    title = "Problems:" if status else "Wrong results of other libraries, left out of their rows:"
+    assert f"{title}\n\n- {found[0]}\n- {found[1]}\n" in page
 
 
 def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
