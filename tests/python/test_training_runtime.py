@@ -30,21 +30,22 @@ def test_a_cpu_trains_in_bf16_where_that_is_faster(monkeypatch, amx, products, n
     assert runtime.resolve_precision("bf16", torch.device("cpu")) == "bf16"
 
 
-# A process that frees and asks for the same again: the page faults of a round, the median, for the
-# heap gives a block a new place in the first rounds and, in some processes, once in a later one.
+# A process that frees and asks for the same again: the most page faults of a round, once the heap
+# has found its places, the worst two of twenty aside. In one process of ten (Python 3.10) a block
+# gets a new place once more, as late as in the twelfth round.
 FAULTS = """
-import resource, statistics, sys
+import resource, sys
 import torch
 from tidegate._memory import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 faults = []
-for _ in range(15):
+for _ in range(24):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(size << 18) for size in (4, 16, 3, 40, 7)]
     del tensors
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(kept, statistics.median(faults))
+print(kept, sorted(faults[4:])[-3])
 """
 
 
