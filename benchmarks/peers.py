@@ -215,7 +215,7 @@ class Bench:
             makers[name] = lambda: peer.contender(name, scan, direction)
         return makers
 
-    def prepared(self, name: str, contender: Contender) -> tuple[harness.Runner, float]:
+    def prepared(self, contender: Contender) -> tuple[harness.Runner, float]:
         """A runner whose results were checked. WrongResult when they are wrong."""
         contender.before()
         runner = harness.make_runner(contender.calls, self.device, contender.graph)
@@ -242,7 +242,7 @@ class Bench:
         for name, make in self.contenders(work, direction, sets).items():
             try:
                 contender = make()
-                runners[name], error = self.prepared(name, contender)
+                runners[name], error = self.prepared(contender)
             except Exception as problem:  # one contender's failure must not cost the whole run
                 of_peer = isinstance(problem, WrongResult) and not name.startswith(OURS)
                 self.report_problem(f"{work} {direction}, {name}", problem, of_peer)

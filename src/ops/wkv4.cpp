@@ -146,12 +146,11 @@ void run_forward(const char* op, const KernelInputs& inputs, const at::Tensor& o
   Launch<Wkv4Params>(op, kForward, &params, o).run();
 }
 
-/// o and the final state. With `save`, `*saved` becomes what wkv4_backward needs.
+/// o and the final state; where `saved` is given, it becomes what wkv4_backward needs.
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& w, const at::Tensor& u,
                                            const at::Tensor& k, const at::Tensor& v,
                                            const OptionalTensor& state,
-                                           const OptionalTensor& cu_seqlens, bool save,
-                                           at::Tensor* saved) {
+                                           const OptionalTensor& cu_seqlens, at::Tensor* saved) {
   const int64_t sequences =
       check_arguments("wkv4", w, u, k, v, state, cu_seqlens).guard_int(__FILE__, __LINE__);
   check_cu_seqlens_values({"wkv4", "k", k}, cu_seqlens);
@@ -159,11 +158,11 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& w, const at::Tensor
   at::Tensor o = at::empty(k.sizes(), k.options());
   at::Tensor final_state =
       at::empty({sequences, 3, k.size(2)}, k.options().dtype(state_dtype(k.scalar_type())));
-  if (save) {
+  if (saved != nullptr) {
     *saved = empty_saved(k);
   }
   run_forward("wkv4", KernelInputs(w, u, k, v, state, cu_seqlens), o, final_state,
-              save ? *saved : at::Tensor());
+              saved != nullptr ? *saved : at::Tensor());
   return {std::move(o), std::move(final_state)};
 }
 
@@ -171,7 +170,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& w, const at:
                                                   const at::Tensor& k, const at::Tensor& v,
                                                   const OptionalTensor& state,
                                                   const OptionalTensor& cu_seqlens) {
-  return forward(w, u, k, v, state, cu_seqlens, /*save=*/false, nullptr);
+  return forward(w, u, k, v, state, cu_seqlens, nullptr);
 }
 
 /// The same for training: the third result is what wkv4_backward needs.
@@ -179,7 +178,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> saving_kernel(
     const at::Tensor& w, const at::Tensor& u, const at::Tensor& k, const at::Tensor& v,
     const OptionalTensor& state, const OptionalTensor& cu_seqlens) {
   at::Tensor saved;
-  auto [o, final_state] = forward(w, u, k, v, state, cu_seqlens, /*save=*/true, &saved);
+  auto [o, final_state] = forward(w, u, k, v, state, cu_seqlens, &saved);
   return {std::move(o), std::move(final_state), std::move(saved)};
 }
 
@@ -207,7 +206,6 @@ Gradients backward_kernel(const at::Tensor& d_o, const OptionalTensor& dfinal_st
 
   Wkv4BackwardParams params;
   params.forward = inputs.params();
-  params.forward.o = params.forward.k;  // only its type and shape count here
   params.forward.final_state = final_state_read.data_ptr();
   params.forward.saved = saved_read.data_ptr();
   params.grad_o = time_series(do_read);

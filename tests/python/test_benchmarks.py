@@ -389,10 +389,10 @@ def test_wrong_results_are_not_timed(scripts):
     peers, contenders = scripts("peers"), scripts("contenders")
     bench = peers.Bench(torch.device("cpu"), {}, None)
     good = contenders.Contender([lambda: torch.ones(3)], 12, lambda _: 0.001, 0.01)
-    assert bench.prepared("good", good)[1] == 0.001
+    assert bench.prepared(good)[1] == 0.001
     bad = good._replace(error=lambda _: float("nan"))
     with pytest.raises(peers.WrongResult, match="relative error nan, allowed 1e-02"):
-        bench.prepared("bad", bad)
+        bench.prepared(bad)
 
 
 def fails(_):

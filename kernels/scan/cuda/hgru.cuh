@@ -153,6 +153,15 @@ template <WalkUse kUse>
 struct HgruShape<false, true, kUse> : WalkShape<8, 2> {};
 template <WalkUse kUse>
 struct HgruShape<true, true, kUse> : WalkShape<4, 3> {};
+/// Of linked runs that are split.
+struct HgruSplitShape : WalkShape<12, 3> {};
+
+/// Whether linked runs of the backward pass are split: 16-bit data and gates, of which a run has
+/// room three times over.
+template <class Data, class Gate, bool kComplex, WalkUse kUse>
+constexpr bool hgru_splits_runs() {
+  return kUse == WalkUse::kLinked && !kComplex && sizeof(Data) == 2 && sizeof(Gate) == 2;
+}
 
 template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
 struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
@@ -165,7 +174,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruParams;
-  static constexpr bool kLooksAhead = kUse == WalkUse::kLinked && !kComplex;
+  static constexpr LookAhead kLookAhead =
+      kUse == WalkUse::kLinked && !kComplex ? LookAhead::kParks : LookAhead::kNone;
   static constexpr bool kEmitsAtOnce = kComplex;
 
   struct Raw {
@@ -231,7 +241,7 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   }
 
   // Where instructions are what is short, two reciprocals take fewer than one for both.
-  static constexpr bool kQuick = kLooksAhead && sizeof(Data) == 2;
+  static constexpr bool kQuick = kLookAhead == LookAhead::kParks && sizeof(Data) == 2;
 
   __device__ void decode_quickly(const Raw& raw, int v, Decoded& d) const {
     const Real gamma = this->gamma[v];
@@ -315,7 +325,8 @@ struct HgruForward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
 ///   dgamma = sum dlambda * (1 - s),  dtheta = sum Re(conj(g) * i * lambda * rot * h_{t-1})
 template <class Data_, class Gate_, bool kComplex_, int kVec_, WalkUse kUse>
 struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
-                      HgruShape<true, kComplex_, kUse> {
+                      std::conditional_t<hgru_splits_runs<Data_, Gate_, kComplex_, kUse>(),
+                                         HgruSplitShape, HgruShape<true, kComplex_, kUse>> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>;
   using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
   using typename Base::Data;
@@ -325,6 +336,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   using typename Base::Real;
   using Params = HgruBackwardParams;
   static constexpr bool kEmitsAtOnce = Base::kPlainMaps;
+  static constexpr LookAhead kLookAhead =
+      hgru_splits_runs<Data, Gate, kComplex, kUse>() ? LookAhead::kSplits : LookAhead::kNone;
   // A run is folded and then walked: lambda is needed twice. (Whole walks, which need it once, were
   // slower with it kept: docs/kernels/scan_cuda_measured.md.)
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
@@ -390,11 +403,21 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   template <class Source>
   __device__ Raw gather(Source source, int k, int last) const {
     Raw raw;
-    c.gather(source, raw.c, k);
-    h.gather(source, raw.h_before, min(k + 1, last));
+    gather_others(source, raw, k, last);
+    gather_for_fold(source, raw, k);
+    return raw;
+  }
+  static constexpr int kFoldBytes = sizeof(Raw::dh) + sizeof(Raw::f);
+  template <class Source>
+  __device__ void gather_for_fold(Source& source, Raw& raw, int k) const {
     dh.gather(source, raw.dh, k);
     source(raw.f, f, k);
-    return raw;
+  }
+  static constexpr int kOtherBytes = sizeof(Raw::c) + sizeof(Raw::h_before);
+  template <class Source>
+  __device__ void gather_others(Source& source, Raw& raw, int k, int last) const {
+    c.gather(source, raw.c, k);
+    h.gather(source, raw.h_before, min(k + 1, last));
   }
 
   __device__ Decoded decode(const Raw& raw) const {

@@ -36,7 +36,7 @@ template <class Op, WalkMode kMode>
 constexpr int shared_bytes(int warps) {
   using Bounds = WalkBounds<Op, kMode>;
   return Bounds::kTeams * (sizeof(WalkShared<Op, kMode>) + Op::kPreparedBytes +
-                           warps * (Ring<Op>::kBytes + park_bytes<Op>()));
+                           warps * (RingOf<Op>::kBytes + park_bytes<Op>()));
 }
 
 /// As many warps (of a team) as have room, `most` or fewer.

@@ -1,7 +1,7 @@
 #pragma once
 
 // The carry where blocks share a sequence. A block is two teams of warps, or one, if these look
-// ahead (ahead.cuh, wkv4_links.cuh). Consecutive teams own consecutive tiles of time, first all
+// ahead (ahead.cuh). Consecutive teams own consecutive tiles of time, first all
 // blocks' first teams, then all second ones; the last one of a round is linked to the first one of
 // the next. All blocks are resident.
 //
@@ -28,7 +28,7 @@ namespace tidegate::kernels {
 /// a state is on its way; others wait, and a second team works.
 template <class Op>
 struct LinkSize {
-  static constexpr int kTeams = Op::kLooksAhead ? 1 : 2;
+  static constexpr int kTeams = looks_ahead<Op>() ? 1 : 2;
   static constexpr int kWorkers = kMaxWarps / kTeams - 1;
   static constexpr int kMostInGroup = std::numeric_limits<int>::max();
 };
@@ -128,10 +128,11 @@ using LinkBoard =
                        MapBoard<typename Op::Number, Op::kVec, kCount>>;
 
 /// Whether a state crosses all blocks at once, unless they are very many: carriers of plain maps
-/// read many letters at once, and workers that look ahead post theirs a round before.
+/// read many letters at once, and workers that look ahead post theirs a round before. (Those that
+/// split their runs have no registers for so many letters: two groups are faster.)
 template <class Op>
 __host__ __device__ constexpr bool groups_are_large() {
-  return Op::kPlainMaps && Op::kLooksAhead;
+  return Op::kPlainMaps && Op::kLookAhead == LookAhead::kParks;
 }
 /// Teams that a state crosses at once, where so many blocks share a sequence: all teams, in the
 /// order of their tiles, are cut into groups of this size, the last of which may be smaller.
@@ -166,10 +167,10 @@ struct alignas(16) LinkShared {
   // each the map of the runs before its own, in the place of its own. Else (maps are large, and a
   // state crosses them quickly) each is told the state that enters its run.
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
-  static constexpr bool kMailsMaps = Op::kDecaysAlike || Op::kLooksAhead || Op::kPlainMaps;
+  static constexpr bool kMailsMaps = Op::kDecaysAlike || looks_ahead<Op>() || Op::kPlainMaps;
   static constexpr int kMails = kMailsMaps ? 1 : kWorkers;
   // Who posts the map of the next round before it takes the state of this one needs two sets.
-  static constexpr int kSets = Op::kLooksAhead ? 2 : 1;
+  static constexpr int kSets = looks_ahead<Op>() ? 2 : 1;
   struct Set {
     LinkBoard<Op, kWorkers> runs;
     StateBoard<typename Op::Number, Op::kVec> mail[kMails];

@@ -2,8 +2,10 @@
 
 // How inputs travel: copies of runs that are under way, in shared memory.
 
-#include "kernels/scan/cuda/maps.cuh"
+#include <type_traits>
+
 #include "kernels/scan/cuda/rows.cuh"
+#include "kernels/scan/cuda/walk_op.cuh"
 
 namespace tidegate::kernels {
 
@@ -110,5 +112,103 @@ class Ring {
   int lane_;
   bool wide_;
 };
+
+/// A warp's ring where runs are split (LookAhead::kSplits). What a fold reads lies there kStages
+/// runs deep, what only the outputs read one run less: it is needed a round later.
+template <class Op>
+class SplitRing {
+  static constexpr int kOtherStages = Op::kStages - 1;
+  static constexpr int kFoldSlotBytes = Op::kFoldBytes * kWarpSize;
+  static constexpr int kOtherSlotBytes = Op::kOtherBytes * kWarpSize;
+  using Raw = typename Op::Raw;
+  using Wide = typename Ring<Op>::Wide;
+  static constexpr bool kCanBeWide = Ring<Op>::kCanBeWide;
+
+ public:
+  static constexpr int kBytes =
+      (kFoldSlotBytes * Op::kStages + kOtherSlotBytes * kOtherStages) * Op::kSteps;
+
+  __device__ SplitRing(char* shared, int warp, int lane, bool wide)
+      : base_(shared + warp * kBytes), lane_(lane), wide_(wide) {}
+
+  /// Starts the copies that belong to a round: for the fold of its run, which begins at step k, and
+  /// for the outputs of the run before, `stride` steps earlier. Of either only what there is.
+  __device__ void fetch(const Op& op, int round, int k, int end, int stride) const {
+    if (round * stride < end) {
+      for_each_row(k, end, [&](int i, int step, auto source) {
+        Raw raw;
+        auto from = source(fold_slot(round, i));
+        op.gather_for_fold(from, raw, step);
+      });
+    }
+    if (round > 0 && (round - 1) * stride < end) {
+      for_each_row(k - stride, end, [&](int i, int step, auto source) {
+        Raw raw;
+        auto from = source(other_slot(round - 1, i));
+        op.gather_others(from, raw, step, end - 1);
+      });
+    }
+  }
+
+  /// Waits until the copies of the oldest round under way have come, or of the kRounds oldest.
+  template <int kRounds = 1>
+  __device__ void wait() const {
+    wait_for_copies<Op::kStages - kRounds>();
+    __syncwarp();
+  }
+
+  /// What the fold reads of step i of a round's run.
+  __device__ Raw take_for_fold(const Op& op, int round, int i) const {
+    Raw raw;
+    SlotSource from{fold_slot(round, i), lane_};
+    op.gather_for_fold(from, raw, 0);
+    return raw;
+  }
+  /// All of it.
+  __device__ Raw take(const Op& op, int round, int i) const {
+    Raw raw = take_for_fold(op, round, i);
+    SlotSource from{other_slot(round, i), lane_};
+    op.gather_others(from, raw, 0, 0);
+    return raw;
+  }
+
+ private:
+  /// For each row of the run from step k on that this thread copies (a part of): its place in the
+  /// run, its step, and what makes a source of its slot. Ring::fetch is the same, written out:
+  /// calling this there makes ptxas choose other registers in all kernels, and some spill.
+  template <class Copy>
+  __device__ void for_each_row(int k, int end, Copy copy) const {
+    if constexpr (kCanBeWide) {
+      if (wide_) {
+        __syncwarp();  // the place is free only when all threads have taken what they need from it
+#pragma unroll
+        for (int first = 0; first < Op::kSteps; first += Wide::kStepsAtOnce) {
+          const int i = first + lane_ / Wide::kThreadsARow;
+          copy(i, min(k + i, end - 1), [&](char* slot) { return Wide{slot, lane_}; });
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Op::kSteps; ++i) {
+      copy(i, min(k + i, end - 1), [&](char* slot) { return FetchSource{slot, lane_}; });
+    }
+  }
+
+  __device__ char* fold_slot(int round, int i) const {
+    return base_ + (round % Op::kStages * Op::kSteps + i) * kFoldSlotBytes;
+  }
+  __device__ char* other_slot(int round, int i) const {
+    return base_ + Op::kStages * Op::kSteps * kFoldSlotBytes +
+           (round % kOtherStages * Op::kSteps + i) * kOtherSlotBytes;
+  }
+
+  char* base_;
+  int lane_;
+  bool wide_;
+};
+
+template <class Op>
+using RingOf = std::conditional_t<Op::kLookAhead == LookAhead::kSplits, SplitRing<Op>, Ring<Op>>;
 
 }  // namespace tidegate::kernels

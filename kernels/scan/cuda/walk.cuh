@@ -62,49 +62,7 @@ struct WalkBounds {
       (kLinked ? kTeams * (LinkSize<Op>::kWorkers + 1) : kMaxWarps) * kWarpSize;
 };
 
-/// A linked worker's walk that takes each run from the ring twice: a round early to post its map,
-/// and when the state has come, to take it through. The ring has room for both.
-template <class Op, class Shared>
-__device__ inline void walk_folding_ahead(Op& op, const Ring<Op>& ring, Shared& shared,
-                                          const Place& at, int k, int end, int stride,
-                                          typename Op::Number (&s)[Op::kVec]) {
-  int folded = 0;  // the stage of the run that comes after the present one
-  const auto look = [&](int round, int from) {
-    Run<Op> run;
-    run.decode(op, ring, folded, from, end);
-    auto map = AffineMap<typename Op::Number, Op::kVec>::identity();
-    run.fold(op, ring, folded, from, end, map);
-    shared.post(op, at, round, map);
-    folded = folded + 1 == Op::kStages ? 0 : folded + 1;
-  };
-  if (end > 0) {
-    ring.wait();
-    look(0, k);
-  }
-  int stage = 0;
-  int round = 0;
-  for (int base = 0; base < end; base += stride, k += stride, ++round) {
-    ring.template wait<2>();
-    if (base + stride < end) {
-      look(round + 1, k + stride);
-    }
-    Run<Op> run;
-    shared.take(op, at, round, s);
-    if constexpr (requires { run.take(ring, stage); }) {
-      run.take(ring, stage);
-    } else {
-      run.decode(op, ring, stage, k, end);
-    }
-    run.advance_and_emit(op, ring, stage, k, end, s);
-    if (end - base > Op::kStages * stride) {
-      ring.fetch(op, stage, k + Op::kStages * stride, end);
-    }
-    commit_copies();
-    stage = stage + 1 == Op::kStages ? 0 : stage + 1;
-  }
-}
-
-/// The walk of all others: a run after the other.
+/// The walk of those who do not look ahead (ahead.cuh has the others): a run after the other.
 template <WalkMode kMode, class Op>
 __device__ inline void walk_in_turn(Op& op, const Ring<Op>& ring, WalkShared<Op, kMode>& shared,
                                     const Place& at, int k, int end, int stride,
@@ -204,11 +162,13 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
   const bool walks = !kLinked || at.warp < at.warps;
   int k = (at.rank * at.warps + at.warp) * Op::kSteps;
   char* const after_boards = shared_memory + kTeams * sizeof(shared);
-  const Ring<Op> ring(after_boards + kTeams * Op::kPreparedBytes, team * at.warps + at.warp,
-                      at.lane, launch.wide_rows);
+  const RingOf<Op> ring(after_boards + kTeams * Op::kPreparedBytes, team * at.warps + at.warp,
+                        at.lane, launch.wide_rows);
   const auto fetch_stages = [&](int from, int to) {
     for (int stage = from; walks && stage < to; ++stage) {
-      if (stage * stride < end) {
+      if constexpr (Op::kLookAhead == LookAhead::kSplits) {
+        ring.fetch(op, stage, k + stage * stride, end, stride);
+      } else if (stage * stride < end) {
         ring.fetch(op, stage, k + stage * stride, end);
       }
       commit_copies();
@@ -246,20 +206,19 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
       const int rounds = (end - 1) / stride + (end > 0 ? 1 : 0);
       carrier.run(rounds, s, op);
     }
-  } else if constexpr (kLinked && Op::kLooksAhead) {
-    char* const parks = after_boards + kTeams * (Op::kPreparedBytes + at.warps * Ring<Op>::kBytes);
-    const Park<Op> park(parks + (team * at.warps + at.warp) * park_bytes<Op>(), at.lane);
-    walk_ahead(op, ring, park, shared, at, k, end, stride);
-    if (end == 0 && at.rank == 0 && at.warp == 0) {
-      op.finish(s);
-    }
-  } else if constexpr (kLinked && Op::kFoldsAhead) {
-    walk_folding_ahead(op, ring, shared, at, k, end, stride, s);
-    if (end == 0 && at.rank == 0 && at.warp == 0) {
-      op.finish(s);
-    }
   } else {
-    walk_in_turn<kMode>(op, ring, shared, at, k, end, stride, s);
+    if constexpr (kLinked && Op::kLookAhead == LookAhead::kParks) {
+      char* const parks =
+          after_boards + kTeams * (Op::kPreparedBytes + at.warps * RingOf<Op>::kBytes);
+      const Park<Op> park(parks + (team * at.warps + at.warp) * park_bytes<Op>(), at.lane);
+      walk_parking(op, ring, park, shared, at, k, end, stride);
+    } else if constexpr (kLinked && Op::kLookAhead == LookAhead::kSplits) {
+      walk_splitting(op, ring, shared, at, k, end, stride);
+    } else if constexpr (kLinked && Op::kLookAhead == LookAhead::kOwnRuns) {
+      walk_own_runs(op, ring, shared, at, k, end, stride, s);
+    } else {
+      walk_in_turn<kMode>(op, ring, shared, at, k, end, stride, s);
+    }
     if (end == 0 && at.rank == 0 && at.warp == 0) {
       op.finish(s);
     }

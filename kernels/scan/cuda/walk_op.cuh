@@ -40,10 +40,13 @@
 //                                  and what starts their copies into its place in the ring
 //   launch_plain(params, stream)   a kernel of its own instead of the plain walk
 //   Run                            with kOwnsRun, what Run<Op> is then (wkv4's: Wkv4Forward::Run,
-//                                  Wkv4RunOnce, Wkv4RunTwice). It crosses by map and emits at once,
-//                                  so it has decode, fold and advance_and_emit. With kFoldsAhead
-//                                  fold is told where the run lies, and take(ring, stage) may do
-//                                  the second time what decode has made easy
+//                                  Wkv4WholeRun, Wkv4LinkedRun). It crosses by map and emits at
+//                                  once, so it has decode, fold and advance_and_emit. With
+//                                  LookAhead::kOwnRuns fold is told where the run lies, and
+//                                  take(ring, stage) may do the second time what decode has made
+//                                  easy
+//   gather_for_fold(source, raw, k), gather_others(source, raw, k, last), kFoldBytes, kOtherBytes
+//                                  with LookAhead::kSplits: the parts of gather, and of Raw
 //
 // kSharesGauge makes the links wkv4's (wkv4_links.cuh).
 
@@ -63,16 +66,25 @@ enum class WalkUse {
   kLinked,      // parts of sequences: long runs pay for the longer way of the carry
 };
 
+/// Whether linked workers post the map of their next run before the state of the present one comes
+/// (ahead.cuh), and where the present one waits.
+enum class LookAhead {
+  kNone,     // one run after the other
+  kParks,    // as decoded steps, in shared memory besides the ring
+  kSplits,   // in the ring, from which it is taken twice; a fold reads some of the inputs
+  kOwnRuns,  // the same, where a fold reads all inputs and runs are the Op's own (wkv4)
+};
+
+template <class Op>
+__host__ __device__ constexpr bool looks_ahead() {
+  return Op::kLookAhead != LookAhead::kNone;
+}
+
 /// What an Op is unless it says otherwise.
 struct WalkDefaults {
   /// Whether maps of runs of linked blocks have decays of one word (kDecaysAlike is false then).
   static constexpr bool kPlainMaps = false;
-  /// Whether linked workers post the map of their next run before the state of the present one
-  /// comes (ahead.cuh).
-  static constexpr bool kLooksAhead = false;
-  /// Whether they do that by taking each run from the ring twice: to fold it, and to advance
-  /// through it (walk_folding_ahead).
-  static constexpr bool kFoldsAhead = false;
+  static constexpr LookAhead kLookAhead = LookAhead::kNone;
   /// Whether a run's inputs stay in registers from decode on, so that its place in the ring is
   /// filled again before the carry.
   static constexpr bool kTakesRuns = false;

@@ -3,8 +3,8 @@
 // RWKV-4's token mixing backward, as an Op of the walk with runs of its own.
 
 #include "kernels/scan/cuda/wkv4_base.cuh"
-#include "kernels/scan/cuda/wkv4_run_once.cuh"
-#include "kernels/scan/cuda/wkv4_run_twice.cuh"
+#include "kernels/scan/cuda/wkv4_linked_run.cuh"
+#include "kernels/scan/cuda/wkv4_whole_run.cuh"
 
 namespace tidegate::kernels {
 
@@ -36,7 +36,7 @@ struct Wkv4Backward
   struct SavedAndFound : SavedState {
     unsigned quick;  // which channels are; their y and z are then in the run's gauge, m
   };
-  using RunInputs = std::conditional_t<Base::kFoldsAhead, SavedAndFound, SavedState>;
+  using RunInputs = std::conditional_t<Base::kSharesGauge, SavedAndFound, SavedState>;
   static constexpr int kRunInputBytes = sizeof(RunInputs);
 
   static __host__ __device__ const SequenceLayout& layout(const Params& p) {
@@ -191,8 +191,8 @@ struct Wkv4Backward
     flow.m = -start;
   }
 
-  using Run =
-      std::conditional_t<Base::kFoldsAhead, Wkv4RunTwice<Wkv4Backward>, Wkv4RunOnce<Wkv4Backward>>;
+  using Run = std::conditional_t<Base::kSharesGauge, Wkv4LinkedRun<Wkv4Backward>,
+                                 Wkv4WholeRun<Wkv4Backward>>;
 
   __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
     sum_over_warps(dw, dw_partial, row, lane, scratch, warp, warps, lane_index);

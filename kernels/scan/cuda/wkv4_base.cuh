@@ -135,7 +135,7 @@ struct Wkv4Base : WalkDefaults {
   // are counted from there in all that links them (wkv4_links.cuh). For 32-bit data the reach is
   // short, as weights near their gauge have the most digits.
   static constexpr bool kSharesGauge = kUse == WalkUse::kLinked;
-  static constexpr bool kFoldsAhead = kSharesGauge;
+  static constexpr LookAhead kLookAhead = kSharesGauge ? LookAhead::kOwnRuns : LookAhead::kNone;
   static constexpr Real kHomeReach = sizeof(Data) == 2 ? 30 : 8;
 
   // For linked blocks, which have few registers; whole walks find each row's address anew.

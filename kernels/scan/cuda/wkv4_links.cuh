@@ -8,7 +8,7 @@
 // takes the short way only if all its channels are at home; the long way computes the same for
 // those that are, so no channel depends on its neighbours. Everything here counts gauges from home.
 //
-// A block is one team of 15 workers, who fold ahead (walk.cuh), and a carrier; letters and their
+// A block is one team of 15 workers, who fold ahead (ahead.cuh), and a carrier; letters and their
 // order are those of links.cuh.
 
 #include "kernels/scan/cuda/links.cuh"
@@ -74,9 +74,9 @@ __noinline__ __device__ inline Wkv4Words wkv4_words_after(Wkv4Words state, float
   return {s.y * scale, s.z * scale, s.m + change};
 }
 
-/// What a run adds, or a state.
+/// What a run adds; or a state.
 template <int kVec>
-struct Wkv4Run {
+struct Wkv4GaugedSums {
   Wkv4Sums<kVec> sums;
   Wkv4Gauges<kVec> gauges;
 
@@ -94,7 +94,8 @@ struct Wkv4Run {
   /// Lets these sums through a run that decays like `d`. kHome: all are known to be at home.
   /// `rates`: see LinkShared.
   template <bool kHome>
-  __device__ void cross(const Wkv4Decay<kVec>& d, const Wkv4Run& run, const Wkv4Sums<kVec>& rates) {
+  __device__ void cross(const Wkv4Decay<kVec>& d, const Wkv4GaugedSums& run,
+                        const Wkv4Sums<kVec>& rates) {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
       const float y = fused(d.hi[c], sums.y[c], fused(d.lo[c], sums.y[c], run.sums.y[c]));
@@ -129,7 +130,7 @@ template <class Op>
 struct alignas(16) LinkShared<Op> {
   static constexpr int kVec = Op::kVec;
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
-  using Run = Wkv4Run<kVec>;
+  using Run = Wkv4GaugedSums<kVec>;
   using Decay = Wkv4Decay<kVec>;
 
   struct Set {
@@ -227,7 +228,7 @@ struct Carrier<Op> {
   static constexpr int kVec = Op::kVec;
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
   static constexpr int kAtOnce = 3;  // letters read: more would take registers that workers need
-  using Run = Wkv4Run<kVec>;
+  using Run = Wkv4GaugedSums<kVec>;
   using Decay = Wkv4Decay<kVec>;
 
   LinkShared<Op>& shared;

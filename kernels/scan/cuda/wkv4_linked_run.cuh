@@ -9,7 +9,7 @@ namespace tidegate::kernels {
 /// A run of linked blocks, which fold it long before its state comes, and take it from the ring
 /// again then: a fold that keeps nothing, and one way back with all that flows in.
 template <class Op>
-struct Wkv4RunTwice {
+struct Wkv4LinkedRun {
   using Map = typename Op::Map;
   using Number = typename Op::Number;
   using Raw = typename Op::Raw;

@@ -10,7 +10,7 @@ namespace tidegate::kernels {
 /// what does flow in is on its way; when that has come, each token gets its share of it, since
 /// everything depends on it linearly.
 template <class Op>
-struct Wkv4RunOnce {
+struct Wkv4WholeRun {
   using Map = typename Op::Map;
   using Number = typename Op::Number;
   using Raw = typename Op::Raw;
