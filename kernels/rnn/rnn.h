@@ -14,7 +14,6 @@ namespace tidegate::kernels {
 /// params.plan by the caller.
 struct GatedRnnPlan {
   bool on_chip = false;              // CUDA: the matrix stays in registers and shared memory
-  int cluster = 1;                   // CUDA, on chip: blocks that share one matrix
   int rows = 1;                      // sequences that a block (or a cluster) walks at a time
   bool exchanges_in_memory = false;  // CUDA, on chip: blocks talk through the workspace, no cluster
   bool by_products = false;     // CUDA: a product of a library's at every token beats these kernels

@@ -165,11 +165,12 @@ def gated_rnn(
 
     Products, gates and states have float32's precision (float64's), whatever the data: no TF32, no
     16-bit rounding (on tensor cores a float is the sum of two numbers). Two things are products of
-    torch's and follow its settings (TF32 where allow_tf32 is on): the gradient of w_zh, and on CUDA
-    the recurrence itself of padded sequences where D is above 256 and no chip takes the matrix:
-    float64; D above 512 without clusters of blocks; D above 1024. Bitwise deterministic. Training
-    keeps x, w_zh, h0, gamma, h and the gate's logits in the state's dtype. Cost O(B T D^2), one
-    token after another.
+    torch's and follow its settings (TF32 where allow_tf32 is on): the gradient of w_zh, for which
+    CUDA rounds the gates' gradients to x's dtype where that is a 16-bit one (sums are fp32), and on
+    CUDA the recurrence itself of padded sequences where D is above 256 and no chip takes the
+    matrix: float64; D above 512 without clusters of blocks; D above 1024. Bitwise deterministic.
+    Training keeps x, w_zh, h0, gamma, h and the gate's logits in the state's dtype. Cost
+    O(B T D^2), one token after another.
     """
     cu_seqlens = _offsets_on("gated_rnn", cu_seqlens, x)
     return torch.ops.tidegate.gated_rnn(z, x, w_zh, h0, cu_seqlens, gamma)

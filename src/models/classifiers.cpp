@@ -28,6 +28,12 @@ Tensor mean_pool(const Tensor& x, const Tensor& cu_seqlens) {
   return (sums / lengths.clamp_min(1).unsqueeze(1)).to(x.scalar_type());
 }
 
+// The same over T: x [B, T, dim] -> [B, dim].
+Tensor mean_over_time(const Tensor& x) {
+  const auto wide = x.scalar_type() == torch::kDouble ? torch::kDouble : torch::kFloat;
+  return (x.sum(1, /*keepdim=*/false, wide) / std::max<int64_t>(x.size(1), 1)).to(x.scalar_type());
+}
+
 Output classified(const Tensor& logits, const std::optional<Tensor>& labels) {
   const bool has_labels = labels && labels->defined();
   return {logits, has_labels ? mean_cross_entropy(logits, *labels) : Tensor(), {}};
@@ -82,8 +88,8 @@ Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optio
   }
   const auto [x, state] =
       run("SequenceClassifier", embedding->forward(ids), std::nullopt, cu_seqlens);
-  const Tensor pooled = cu_seqlens.defined() ? mean_pool(x.squeeze(0), cu_seqlens)
-                                             : x.sum(1) / std::max<int64_t>(x.size(1), 1);
+  const Tensor pooled =
+      cu_seqlens.defined() ? mean_pool(x.squeeze(0), cu_seqlens) : mean_over_time(x);
   return classified(nn::apply_linear(head, pooled), labels);
 }
 
@@ -135,7 +141,7 @@ Tensor ImageClassifierImpl::patches(const Tensor& images) const {
 Output ImageClassifierImpl::forward(const Tensor& images, const std::optional<Tensor>& labels) {
   const auto [x, state] =
       run("ImageClassifier", nn::apply_linear(patch, patches(images)), std::nullopt, std::nullopt);
-  return classified(nn::apply_linear(head, x.mean(1)), labels);
+  return classified(nn::apply_linear(head, mean_over_time(x)), labels);
 }
 
 void ImageClassifierImpl::save(const std::string& directory) const {

@@ -31,16 +31,18 @@ Sampler::Sampler(double temperature, std::optional<int64_t> top_k, std::optional
     : temperature_(temperature), top_k_(top_k), top_p_(top_p) {
   TORCH_CHECK_VALUE(temperature >= 0.0, "CausalLM.generate: temperature: expected >= 0; got ",
                     temperature);
-  TORCH_CHECK_VALUE(!top_k || *top_k >= 1, "CausalLM.generate: top_k: expected >= 1; got ",
-                    top_k.value_or(0));
+  TORCH_CHECK_VALUE(!top_k || *top_k >= 1,
+                    "CausalLM.generate: top_k: expected an integer >= 1; got ", top_k.value_or(0));
   TORCH_CHECK_VALUE(!top_p || (*top_p > 0.0 && *top_p <= 1.0),
                     "CausalLM.generate: top_p: expected in (0, 1]; got ", top_p.value_or(0.0));
   if (seed) generator_ = make_generator(device, *seed);
 }
 
 at::Tensor Sampler::operator()(at::Tensor logits) {
-  if (temperature_ == 0.0) return logits.argmax(-1);
-  logits = logits.to(at::kFloat) / temperature_;
+  if (temperature_ < std::numeric_limits<float>::min()) return logits.argmax(-1);
+  // The likeliest logit is zero, so that no temperature makes it overflow.
+  logits = logits.to(at::kFloat);
+  logits = (logits - logits.amax(-1, /*keepdim=*/true)) / temperature_;
   if (top_k_ && *top_k_ < logits.size(-1)) {
     const at::Tensor least = std::get<0>(logits.topk(*top_k_, -1)).narrow(-1, *top_k_ - 1, 1);
     logits = logits.masked_fill(logits < least, -std::numeric_limits<double>::infinity());

@@ -249,7 +249,7 @@ FiveTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
 
   GatedRnnBackwardParams params;
   params.forward = inputs.params(h_read);
-  params.forward.z = time_series(dz);  // only its type and shape count here
+  params.forward.z = time_series(dz);  // of it only the type counts here
   params.forward.x = time_series(x_read);
   params.forward.h = time_series(h_read);
   params.forward.logits = time_series(logits_read);

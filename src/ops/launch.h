@@ -90,7 +90,8 @@ class Launch {
   }
 
   /// [P, channels] of `dtype`: written by the kernel, one row a team of threads (a sequence on the
-  /// CPU); the op adds the rows up, in an order that does not depend on the launch.
+  /// CPU, and of gated_rnn); the op adds the rows up, in an order that does not depend on the
+  /// launch.
   at::Tensor partial_sums(at::ScalarType dtype) const {
     return matrix(forward().plan.partials, forward().channels, dtype, like_);
   }

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -229,6 +230,19 @@ TEST(CausalLm, GeneratesWhatItsForwardSays) {
   EXPECT_TRUE(at::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
 }
 
+TEST(CausalLm, GenerationLeavesEveryModulesMode) {
+  torch::manual_seed(1);
+  CausalLM model(small(), kWide);
+  model->children().front()->eval();
+  std::vector<bool> before, after;
+  for (const auto& module : model->modules()) before.push_back(module->is_training());
+  model->generate(at::randint(0, 11, {2, 4}, at::kLong), GenerateOptions(2));
+  for (const auto& module : model->modules()) after.push_back(module->is_training());
+  EXPECT_EQ(before, after);
+  EXPECT_NE(std::count(before.begin(), before.end(), true), 0);
+  EXPECT_NE(std::count(before.begin(), before.end(), false), 0);
+}
+
 TEST(CausalLm, PaddingTakesNoPart) {
   torch::manual_seed(2);
   CausalLM model(small(), kWide);
@@ -325,6 +339,20 @@ TEST(Classifiers, LeavePaddingOutOfThePooling) {
   EXPECT_TRUE(at::allclose(padded.logits.narrow(0, 0, 1), alone, 1e-9, 1e-11));
   padded.loss.backward();
   EXPECT_GT(model->head->weight.grad().abs().sum().item<double>(), 0.0);
+}
+
+TEST(Classifiers, PoolManyTokensInHalfPrecision) {
+  torch::manual_seed(6);
+  LMConfig config = small();
+  config.num_classes = 3;
+  SequenceClassifier model(config);
+  model->to(at::kHalf);
+  const torch::NoGradGuard no_grad;
+  const Tensor ids = at::full({1, 60000}, 2, at::kLong);
+  const Tensor whole = model->forward(ids).logits;
+  const Tensor packed = model->forward(ids, std::nullopt, at::tensor({60000}, at::kLong)).logits;
+  EXPECT_TRUE(at::isfinite(whole).all().item<bool>());
+  EXPECT_TRUE(at::allclose(whole, packed, 1e-2, 1e-2));
 }
 
 TEST(Classifiers, TakeImagesOfAnySize) {

@@ -281,6 +281,7 @@ def test_bad_input_is_one_line(tmp_path, text, trained, capsys):
     line = fails(capsys, "train", text, "--device=tpu", "--out", out)
     assert "device: expected cpu, cuda or cuda:N, got 'tpu'" in line
     assert "no such run folder" in fails(capsys, "eval", tmp_path / "nowhere")
+    assert "saved model, which has no text of its own" in fails(capsys, "eval", trained / "model")
     assert "neither a run folder" in fails(capsys, "generate", tmp_path)
     assert "is not a run folder" in fails(capsys, "plot", tmp_path)
     line = fails(capsys, "generate", trained, "--device=cpu", "--temperature=-1")

@@ -353,7 +353,8 @@ def test_sampling(ids):
     best = model.generate(ids, 8, temperature=0.0)
     assert torch.equal(model.generate(ids, 8, top_k=1), best)
     assert torch.equal(model.generate(ids, 8, top_p=1e-6), best)
-    assert torch.equal(model.generate(ids, 8, temperature=1e-4), best)
+    for temperature in (1e-4, 1e-37, 1e-40, 5e-324):
+        assert torch.equal(model.generate(ids, 8, temperature=temperature), best)
     assert model.generate(ids, 0).shape == ids.shape
 
 
@@ -369,16 +370,27 @@ def test_top_k_and_top_p_cut_the_tail():
     assert abs(share - 0.5) < 0.03
 
 
+def test_generation_leaves_every_modules_mode(ids):
+    model = make(SMALL).train()
+    model.blocks[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert set(modes.values()) == {True, False}
+    model.generate(ids, 2)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens: expected an integer >= 0; got -1"),
         ({"temperature": -1.0}, "temperature: expected >= 0; got -1.0"),
-        ({"top_k": 0}, "top_k: expected >= 1; got 0"),
+        ({"top_k": 0}, "top_k: expected an integer >= 1; got 0"),
+        ({"top_k": 2.5}, "top_k: expected an integer >= 1; got 2.5"),
         ({"top_p": 0.0}, r"top_p: expected in \(0, 1\]; got 0.0"),
         ({"lengths": torch.tensor([1, 2])}, r"lengths: expected int32 or int64 \[B=3\]"),
         ({"lengths": torch.tensor([1, 0, 2])}, r"lengths: expected 1 to T=10; got \[1, 0, 2\]"),
         ({"ids": torch.zeros(3, 0, dtype=torch.int64)}, "ids: expected at least one token"),
+        ({"ids": [1, 2]}, r"ids: expected an int32 or int64 tensor \[B, T\]; got \[1, 2\]"),
     ],
 )
 def test_bad_generation(arguments, message, ids):
@@ -508,6 +520,18 @@ def test_empty_sequence_pools_to_zero(ids):
     assert out.logits.isfinite().all()
 
 
+def test_pooling_does_not_overflow_in_fp16():
+    config = SEQUENCES.replace(dim=32, layers=1)
+    model = make(config, SequenceClassifier, dtype=torch.float32).half().eval()
+    ids = torch.full((1, 60000), 2)
+    # Every channel has the same sign at every token, so sums in fp16 would end at infinity.
+    with torch.no_grad():
+        out = model(ids).logits
+        assert (model._run(model.embedding(ids), None, None)[0].float().sum(1) > 65504).any()
+        packed = model(ids, lengths=torch.tensor([60000])).logits
+    torch.testing.assert_close(out, packed, rtol=1e-2, atol=2e-3)  # sums of another order
+
+
 def test_sequence_classifier_refuses(ids):
     model = make(SEQUENCES, SequenceClassifier)
     bounds = torch.tensor([0, 10])
@@ -542,6 +566,12 @@ def test_image_classifier_by_hand():
     assert out.state is None
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_image_without_patches_pools_to_zero():
+    model = make(IMAGES, ImageClassifier)
+    out = model(torch.randn(2, 3, 0, 4, dtype=torch.float64))
+    torch.testing.assert_close(out.logits, model.head.bias.expand(2, 4))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 4), (2, 1, 4, 4), (3, 4, 4)])

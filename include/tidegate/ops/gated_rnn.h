@@ -29,14 +29,15 @@ namespace tidegate {
 /// Any strides with a unit last stride are read in place. Products, gates and states have float32's
 /// precision (float64's), whatever the data: no TF32, no 16-bit rounding (on tensor cores a float
 /// is the sum of two numbers). Two things are products of torch's and follow its settings (TF32
-/// where allow_tf32 is on): dW_zh, and on CUDA the recurrence itself of padded sequences where D is
-/// above 256 and no chip takes the matrix: float64; D above 512 without clusters of blocks; D above
-/// 1024. Bitwise deterministic.
-/// Differentiable once in z, x, w_zh, h0 and gamma through both results; training keeps x, w_zh,
-/// h0, gamma, h and the gate's logits [B, T, D] in the state's dtype. Throws c10::Error, naming op,
-/// argument, expected and given, for shapes, dtypes or devices other than these; with
-/// TIDEGATE_DEBUG=1 also for gamma outside [0, 1) and for cu_seqlens on a GPU whose values do not
-/// fit. Cost O(B T D^2), one token after another: a step's time does not shrink with the chip.
+/// where allow_tf32 is on): dW_zh, for which CUDA rounds the gates' gradients to x's dtype where
+/// that is a 16-bit one (sums are float32), and on CUDA the recurrence itself of padded sequences
+/// where D is above 256 and no chip takes the matrix: float64; D above 512 without clusters of
+/// blocks; D above 1024. Bitwise deterministic. Differentiable once in z, x, w_zh, h0 and gamma
+/// through both results; training keeps x, w_zh, h0, gamma, h and the gate's logits [B, T, D] in
+/// the state's dtype. Throws c10::Error, naming op, argument, expected and given, for shapes,
+/// dtypes or devices other than these; with TIDEGATE_DEBUG=1 also for gamma outside [0, 1) and for
+/// cu_seqlens on a GPU whose values do not fit. Cost O(B T D^2), one token after another: a step's
+/// time does not shrink with the chip.
 std::tuple<at::Tensor, at::Tensor> gated_rnn(
     const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
     const std::optional<at::Tensor>& h0 = std::nullopt,

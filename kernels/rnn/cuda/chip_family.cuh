@@ -171,7 +171,6 @@ cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const GatedRn
   int groups = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       (with_chip_rows<Use>(ChipRows<Use>::kChoices.back(), [&]<class Tile>() {
-        plan->cluster = Tile::kCluster;
         return backward ? count_groups<Tile>(&gated_rnn_chip_backward<Tile>, limits, &groups)
                         : count_groups<Tile>(&gated_rnn_chip_forward<Tile>, limits, &groups);
       })));

@@ -1,8 +1,8 @@
 #pragma once
 
-// RWKV-4's token mixing forward, as an Op of the walk with runs of its own. Nothing but a map
-// depends on what enters a run, so no exponential but a map's is taken on the way from warp to
-// warp.
+// RWKV-4's token mixing forward, as an Op of the walk with runs of its own. A run's map does not
+// depend on what enters the run, so no exponential but those of crossing by it is taken on the way
+// from warp to warp.
 
 #include "kernels/scan/cuda/wkv4_base.cuh"
 

@@ -155,30 +155,30 @@ struct Wkv4LinkedRun {
   __device__ void walk(Op& op, const Ring& ring, int stage, Real (&flow_y)[kVec],
                        Real (&flow_z)[kVec]) const {
     Real dw[kVec], du[kVec];
-    Real later_y[kVec], later_z[kVec];
+    Real state_y[kVec], state_z[kVec];
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      later_y[c] = before[c].y, later_z[c] = before[c].z;
+      state_y[c] = before[c].y, state_z[c] = before[c].z;
       dw[c] = du[c] = Real(0);
     }
-    // First the later half of the tokens, whose indices are the lower ones: there are not
-    // registers for the states of all.
+    // There are not registers for the states of all tokens: the later half, whose indices are the
+    // lower ones, is walked first, from the state after the earlier half.
 #pragma unroll
     for (int i = kSteps - 1; i >= kSteps / 2; --i) {
       const Raw raw = ring.take(op, stage, i);
 #pragma unroll
       for (int c = 0; c < kVec; ++c) {
         const Real token = Op::weight(raw.k.get(c), gauge[c]);
-        later_y[c] = fused(op.decay[c], later_y[c], __fmul_rn(token, raw.v.get(c)));
-        later_z[c] = fused(op.decay[c], later_z[c], token);
+        state_y[c] = fused(op.decay[c], state_y[c], __fmul_rn(token, raw.v.get(c)));
+        state_z[c] = fused(op.decay[c], state_z[c], token);
       }
     }
-    walk_half<kAll, 0>(op, ring, stage, later_y, later_z, flow_y, flow_z, dw, du);
+    walk_half<kAll, 0>(op, ring, stage, state_y, state_z, flow_y, flow_z, dw, du);
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      later_y[c] = before[c].y, later_z[c] = before[c].z;
+      state_y[c] = before[c].y, state_z[c] = before[c].z;
     }
-    walk_half<kAll, kSteps / 2>(op, ring, stage, later_y, later_z, flow_y, flow_z, dw, du);
+    walk_half<kAll, kSteps / 2>(op, ring, stage, state_y, state_z, flow_y, flow_z, dw, du);
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
       if (kAll || quick[c]) {
@@ -188,8 +188,8 @@ struct Wkv4LinkedRun {
     }
   }
 
-  /// Tokens kFirst and on, half a run, the latest first; y, z: of the state that enters the
-  /// earliest.
+  /// Back through tokens kFirst and on, half a run, after a way forward from the state that enters
+  /// the earliest of them.
   template <bool kAll, int kFirst, class Ring>
   __device__ void walk_half(const Op& op, const Ring& ring, int stage, Real (&state_y)[kVec],
                             Real (&state_z)[kVec], Real (&flow_y)[kVec], Real (&flow_z)[kVec],

@@ -130,7 +130,7 @@ template <class Op>
 struct alignas(16) LinkShared<Op> {
   static constexpr int kVec = Op::kVec;
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
-  using Run = Wkv4GaugedSums<kVec>;
+  using Sums = Wkv4GaugedSums<kVec>;
   using Decay = Wkv4Decay<kVec>;
 
   struct Set {
@@ -139,11 +139,11 @@ struct alignas(16) LinkShared<Op> {
     Wkv4Gauges<kVec> gauges[kWorkers + 1][kWarpSize];
     uint64_t runs_came, mail_came;
 
-    __device__ void write(int place, int lane, const Run& run) {
+    __device__ void write(int place, int lane, const Sums& run) {
       sums[place][lane] = run.sums;
       gauges[place][lane] = run.gauges;
     }
-    __device__ Run read(int place, int lane) const {
+    __device__ Sums read(int place, int lane) const {
       return {sums[place][lane], gauges[place][lane]};
     }
   };
@@ -183,7 +183,7 @@ struct alignas(16) LinkShared<Op> {
     }
     return d;
   }
-  __device__ void cross(Run& state, const Decay& d, const Run& run, int lane) const {
+  __device__ void cross(Sums& state, const Decay& d, const Sums& run, int lane) const {
     if (none_away(state.away() | run.away())) {
       state.template cross<true>(d, run, {});
     } else {
@@ -194,7 +194,7 @@ struct alignas(16) LinkShared<Op> {
   /// A worker's part of a round: its map, and later the state that enters its run.
   __device__ void post(const Op& op, const Place& at, int round,
                        const AffineMap<typename Op::Number, kVec>& map) {
-    Run run;
+    Sums run;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
       run.sums.y[c] = map.sums[c].y, run.sums.z[c] = map.sums[c].z;
@@ -207,7 +207,7 @@ struct alignas(16) LinkShared<Op> {
   __device__ void take(const Op& op, const Place& at, int round, typename Op::Number (&s)[kVec]) {
     Set& now = set(round);
     mbarrier_wait(&now.mail_came, parity(round));
-    Run state = now.read(kWorkers, at.lane);
+    Sums state = now.read(kWorkers, at.lane);
     if (at.warp > 0) {
       cross(state, decay_to(at), now.read(at.warp, at.lane), at.lane);
     }
@@ -228,7 +228,7 @@ struct Carrier<Op> {
   static constexpr int kVec = Op::kVec;
   static constexpr int kWorkers = LinkSize<Op>::kWorkers;
   static constexpr int kAtOnce = 3;  // letters read: more would take registers that workers need
-  using Run = Wkv4GaugedSums<kVec>;
+  using Sums = Wkv4GaugedSums<kVec>;
   using Decay = Wkv4Decay<kVec>;
 
   LinkShared<Op>& shared;
@@ -243,7 +243,7 @@ struct Carrier<Op> {
     return words;
   }
   template <class Words>
-  static __device__ Words to_letter(const Run& run) {
+  static __device__ Words to_letter(const Sums& run) {
     Wkv4Words of[kVec];
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -252,23 +252,23 @@ struct Carrier<Op> {
     return to_letter<Words>(of);
   }
   template <class Words>
-  static __device__ Run from_letter(const Words& words) {
+  static __device__ Sums from_letter(const Words& words) {
     Wkv4Words of[kVec];
     memcpy(of, &words, sizeof(words));
-    Run run;
+    Sums run;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
       run.sums.y[c] = of[c].y, run.sums.z[c] = of[c].z, run.gauges.m[c] = of[c].m;
     }
     return run;
   }
-  __device__ void cross(Run& state, const Decay& d, const Run& run) const {
+  __device__ void cross(Sums& state, const Decay& d, const Sums& run) const {
     shared.cross(state, d, run, at.lane);
   }
 
   /// The map of the tile, and to every worker that of the runs before its own.
-  __device__ Run compose(typename LinkShared<Op>::Set& now, const Decay& of_run, int slot,
-                         unsigned stamp, bool writes) const {
+  __device__ Sums compose(typename LinkShared<Op>::Set& now, const Decay& of_run, int slot,
+                          unsigned stamp, bool writes) const {
     unsigned away = 0;
 #pragma unroll
     for (int w = 0; w < kWorkers; ++w) {
@@ -276,12 +276,12 @@ struct Carrier<Op> {
         away |= now.read(w, at.lane).away();
       }
     }
-    Run tile = now.read(0, at.lane);
+    Sums tile = now.read(0, at.lane);
     if (none_away(away)) {
 #pragma unroll
       for (int w = 1; w < kWorkers; ++w) {
         if (w < at.warps) {
-          const Run run = now.read(w, at.lane);
+          const Sums run = now.read(w, at.lane);
           now.sums[w][at.lane] = tile.sums;
           tile.template cross<true>(of_run, run, {});
         }
@@ -289,7 +289,7 @@ struct Carrier<Op> {
     } else {
 #pragma unroll 1
       for (int w = 1; w < at.warps; ++w) {
-        const Run run = now.read(w, at.lane);
+        const Sums run = now.read(w, at.lane);
         now.write(w, at.lane, tile);
         cross(tile, of_run, run);
       }
@@ -316,14 +316,14 @@ struct Carrier<Op> {
       const bool is_initial = round == 0 && first == 0;
       auto& now = shared.set(round);
       mbarrier_wait(&now.runs_came, shared.parity(round));
-      const Run tile = compose(now, of_run, slot, stamp, !last);
+      const Sums tile = compose(now, of_run, slot, stamp, !last);
 
       const auto& letter = boxes[first].entering[slot];
       Receipt<State> receipt;
       if (!is_initial) {
         receipt.look(letter, at.lane);
       }
-      Run before, through = tile;
+      Sums before, through = tile;
       for (int team = first; team < at.rank; team += kAtOnce) {
         Receipt<MapWords> receipts[kAtOnce];
 #pragma unroll
@@ -336,7 +336,7 @@ struct Carrier<Op> {
         for (int i = 0; i < kAtOnce; ++i) {
           if (team + i < at.rank) {
             receipts[i].wait(boxes[team + i].tile[slot], at.lane, stamp);
-            const Run came = from_letter(receipts[i].value());
+            const Sums came = from_letter(receipts[i].value());
             if (team + i == first) {
               before = came;
             } else {
@@ -351,7 +351,7 @@ struct Carrier<Op> {
         cross(through, of_tile, tile);
       }
 
-      Run state;
+      Sums state;
       if (is_initial) {
 #pragma unroll
         for (int c = 0; c < kVec; ++c) {
@@ -364,7 +364,7 @@ struct Carrier<Op> {
         state = from_letter(receipt.value());
       }
       if (passes) {
-        Run leaving = state;
+        Sums leaving = state;
         cross(leaving, of_group, through);
         const int to = next > 0 ? round : round + 1;
         boxes[next].entering[to % kLetterRounds].write(at.lane, to + 1, to_letter<State>(leaving));

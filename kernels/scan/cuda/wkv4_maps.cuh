@@ -1,7 +1,7 @@
 #pragma once
 
-// How a state of wkv4 crosses a run, and the boards that carry states and maps from warp to warp:
-// maps.cuh for a recurrence whose numbers are scaled by a gauge.
+// How a state of wkv4 crosses a run, and the board that carries one from warp to warp: maps.cuh for
+// a recurrence whose numbers are scaled by a gauge.
 
 #include "kernels/scan/cuda/maps.cuh"
 #include "kernels/scan/cuda/wkv4_state.cuh"
@@ -45,7 +45,7 @@ __device__ inline void lower_binary_gauge(Wkv4State<float>& s, float whole, floa
   s.m += carry - whole;
 }
 
-/// The same state with a gauge of one word.
+/// The same state with a (binary) gauge of one word.
 __device__ inline Wkv4State<float> in_one_word(const Wkv4State<float>& s) {
   const float scale = exp2_approx(s.rest);
   return {s.y * scale, s.z * scale, s.m};
@@ -67,10 +67,6 @@ template <>
 struct StateWordsOf<Wkv4State<float>> {
   using type = Wkv4Words;
 };
-__device__ inline Wkv4Words to_words(const Wkv4State<float>& state) {
-  const Wkv4State<float> s = in_one_word(state);
-  return {s.y, s.z, s.m};
-}
 __device__ inline Wkv4State<float> from_words(const Wkv4Words& s) { return {s.y, s.z, s.m}; }
 
 /// A run lets the sums decay and adds its own, whose gauge is a whole number.
@@ -92,7 +88,7 @@ struct AffineMap<Wkv4State<float>, kVec> {
     }
     return m;
   }
-  /// One exponential between two states.
+  /// The exponentials of two weights, and nothing else that takes long.
   __device__ void advance(State (&s)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {

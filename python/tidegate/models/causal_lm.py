@@ -165,14 +165,16 @@ class CausalLM(Model):
         with `eos`; generation ends when all rows have. seed: draws are repeatable on one device,
         and torch's own generators stay untouched. lengths: as in prefill().
         """
+        check_ids("CausalLM.generate", ids)
         check_positive_or_zero("max_new_tokens", max_new_tokens)
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
-        training = self.training
+        training = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             new = self._continue(ids, lengths, max_new_tokens, sampler, eos)
         finally:
-            self.train(training)
+            for module, mode in training:
+                module.training = mode
         return append(ids, lengths, new, 0 if eos is None else eos)
 
     def _continue(

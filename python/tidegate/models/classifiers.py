@@ -25,6 +25,12 @@ def mean_pool(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return (sums / lengths.clamp(min=1)[:, None]).to(x.dtype)
 
 
+def mean_over_time(x: Tensor) -> Tensor:
+    """The same over T: x ``[B, T, dim]`` -> ``[B, dim]``."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x.sum(dim=1, dtype=wide) / max(x.size(1), 1)).to(x.dtype)
+
+
 class SequenceClassifier(Model):
     """Classifies token sequences: embedding, blocks, final norm, mean over time, head (HGRN's
     Long Range Arena models; section 4.1).
@@ -74,10 +80,7 @@ class SequenceClassifier(Model):
                 raise ValueError("SequenceClassifier: expected lengths or cu_seqlens; got both")
             ids, cu_seqlens = pack(ids, lengths)
         x, _ = self._run(self.embedding(ids), None, cu_seqlens)
-        if cu_seqlens is not None:
-            pooled = mean_pool(x[0], cu_seqlens)
-        else:
-            pooled = x.sum(dim=1) / max(x.size(1), 1)
+        pooled = mean_over_time(x) if cu_seqlens is None else mean_pool(x[0], cu_seqlens)
         logits = self.head(pooled)
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         return Output(logits, loss, None)
@@ -123,8 +126,8 @@ class ImageClassifier(Model):
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Output:
         """images ``[B, C, H, W]`` -> Output(logits ``[B, classes]``, loss, None); labels int64
-        ``[B]``."""
+        ``[B]``. The pooled features of an image without patches are zeros."""
         x, _ = self._run(self.patch(self._patches(images)), None, None)
-        logits = self.head(x.mean(dim=1))
+        logits = self.head(mean_over_time(x))
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         return Output(logits, loss, None)

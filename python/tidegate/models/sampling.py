@@ -23,8 +23,8 @@ class Sampler:
     ) -> None:
         if not temperature >= 0.0:
             raise ValueError(f"CausalLM.generate: temperature: expected >= 0; got {temperature!r}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"CausalLM.generate: top_k: expected >= 1; got {top_k!r}")
+        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"CausalLM.generate: top_k: expected an integer >= 1; got {top_k!r}")
         if top_p is not None and not 0.0 < top_p <= 1.0:
             raise ValueError(f"CausalLM.generate: top_p: expected in (0, 1]; got {top_p!r}")
         self.temperature = temperature
@@ -36,9 +36,11 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """logits ``[B, vocab]`` -> int64 ``[B]``."""
-        if self.temperature == 0.0:
+        if self.temperature < torch.finfo(torch.float32).tiny:
             return logits.argmax(dim=-1)
-        logits = logits.float() / self.temperature
+        # The likeliest logit is zero, so that no temperature makes it overflow.
+        logits = logits.float()
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.size(-1):
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))

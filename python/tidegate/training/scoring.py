@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..models import CausalLM
+from ..models.block import WEIGHTS_FILE
 from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
 from .evaluate import Score
@@ -30,6 +31,8 @@ def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") ->
         tokenizer = BYTES if source.endswith((".npy", ".bin")) else tokenizer
         return load_corpus(source, tokenizer=tokenizer, dtype=dtype)
     if not folder.checkpoint.exists():
+        if (folder.path / WEIGHTS_FILE).exists():
+            raise UserError(f"{run} is a saved model, which has no text of its own: name one")
         raise UserError(f"{run} is not a run folder: it holds no {folder.checkpoint.name}")
     try:
         config = TrainConfig.from_dict(read_json(folder.config)["train"])
