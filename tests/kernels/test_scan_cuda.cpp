@@ -186,6 +186,23 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
     }
   }
 
+  /// Rows that are whole and aligned, so that they are copied 16 bytes a thread, and many rounds.
+  template <class Problem>
+  void whole_rows() {
+    for (uint32_t i = 0; i < 4; ++i) {
+      ScanShape shape = vary(shape_, i);
+      shape.gate = shape.dtype;
+      shape.channels = 64;
+      shape.gap = shape.shift = 0;
+      shape.time = i < 2 ? 4097 : 1500;  // linked: blocks of two groups, and of one
+      shape.batch = 1;
+      if (i % 2 == 1) {
+        pack(&shape, 0);
+      }
+      check<Problem>(shape, split_);
+    }
+  }
+
   ScanShape shape_;
   TimeSplit split_ = TimeSplit::kWhole;
 };
@@ -196,10 +213,13 @@ class CudaLru : public CudaKernel {};
 
 TEST_P(CudaHgru, EveryLength) { every_length<HgruProblem>(); }
 TEST_P(CudaHgru, EveryPlacement) { every_placement<HgruProblem>(); }
+TEST_P(CudaHgru, WholeRows) { whole_rows<HgruProblem>(); }
 TEST_P(CudaLinearScan, EveryLength) { every_length<LinearScanProblem>(); }
 TEST_P(CudaLinearScan, EveryPlacement) { every_placement<LinearScanProblem>(); }
+TEST_P(CudaLinearScan, WholeRows) { whole_rows<LinearScanProblem>(); }
 TEST_P(CudaLru, EveryLength) { every_length<LruProblem>(); }
 TEST_P(CudaLru, EveryPlacement) { every_placement<LruProblem>(); }
+TEST_P(CudaLru, WholeRows) { whole_rows<LruProblem>(); }
 
 constexpr DType kReal[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
 constexpr DType kAll[] = {DType::kFloat32, DType::kFloat64,   DType::kBFloat16,
@@ -286,6 +306,15 @@ class CudaSanitize : public CudaKernel {
         pack(&shape, 0);
       }
       check<Problem>(shape, split_);
+    }
+    if (split_ == TimeSplit::kLinked && kernels::element_size(shape_.dtype) == 2) {
+      ScanShape rounds = vary(shape_, 9);  // several, of several blocks, whose rows are whole
+      rounds.gate = rounds.dtype;
+      rounds.channels = 64;
+      rounds.gap = rounds.shift = 0;
+      rounds.batch = 1;
+      rounds.time = 1500;
+      check<Problem>(rounds, split_);
     }
     ScanShape step = shape_;
     step.time = 1;

@@ -156,8 +156,7 @@ struct HgruShape<true, true, kUse> : WalkShape<4, 3> {};
 /// Of linked runs that are split.
 struct HgruSplitShape : WalkShape<12, 3> {};
 
-/// Whether linked runs of the backward pass are split: 16-bit data and gates, of which a run has
-/// room three times over.
+/// Whether linked runs of the backward pass are split: those of 16-bit data and gates.
 template <class Data, class Gate, bool kComplex, WalkUse kUse>
 constexpr bool hgru_splits_runs() {
   return kUse == WalkUse::kLinked && !kComplex && sizeof(Data) == 2 && sizeof(Gate) == 2;
@@ -338,8 +337,8 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   static constexpr bool kEmitsAtOnce = Base::kPlainMaps;
   static constexpr LookAhead kLookAhead =
       hgru_splits_runs<Data, Gate, kComplex, kUse>() ? LookAhead::kSplits : LookAhead::kNone;
-  // A run is folded and then walked: lambda is needed twice. (Whole walks, which need it once, were
-  // slower with it kept: docs/kernels/scan_cuda_measured.md.)
+  // A run is folded and then walked, so lambda is needed twice (found twice, if runs are split).
+  // Whole walks, which need it once, were slower with it kept: docs/kernels/scan_cuda_measured.md.
   static constexpr bool kKeepsLambda = kUse == WalkUse::kLinked && !kComplex;
   using Gates =
       std::conditional_t<kUse == WalkUse::kManyBlocks, Sigmoids<Real>, PackedSigmoids<Real>>;

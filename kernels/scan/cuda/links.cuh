@@ -21,6 +21,7 @@
 
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/scan/cuda/chain.cuh"
+#include "kernels/scan/cuda/walk_op.cuh"
 
 namespace tidegate::kernels {
 

@@ -2,6 +2,9 @@
 
 // A run: what a warp does with its steps between two fetches.
 
+#include <type_traits>
+
+#include "kernels/scan/cuda/maps.cuh"
 #include "kernels/scan/cuda/ring.cuh"
 
 namespace tidegate::kernels {

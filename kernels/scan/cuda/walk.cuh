@@ -197,8 +197,8 @@ __global__ __launch_bounds__(WalkBounds<Op, kMode>::kThreads,
   typename Op::Number s[Op::kVec];
   op.initial(s);
 
-  // Each way finishes an empty sequence itself: one place for all would keep the initial state in
-  // registers that the linked walks need.
+  // Workers finish an empty sequence themselves: for carriers, too, the initial state would be kept
+  // in registers that the linked walks need.
   if (!walks) {
     if constexpr (kLinked) {
       auto* boxes = static_cast<Mailbox<Op>*>(launch.mailboxes) + chain * at.teams;
