@@ -5,6 +5,7 @@
 
 #include "src/models/generation.h"
 #include "src/nn/common.h"
+#include "src/nn/states.h"
 
 namespace tidegate::models {
 namespace {
@@ -30,7 +31,7 @@ Tensor mean_pool(const Tensor& x, const Tensor& cu_seqlens) {
 
 // The same over T: x [B, T, dim] -> [B, dim].
 Tensor mean_over_time(const Tensor& x) {
-  const auto wide = x.scalar_type() == torch::kDouble ? torch::kDouble : torch::kFloat;
+  const auto wide = nn::wide_dtype(x.scalar_type());
   return (x.sum(1, /*keepdim=*/false, wide) / std::max<int64_t>(x.size(1), 1)).to(x.scalar_type());
 }
 

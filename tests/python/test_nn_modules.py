@@ -107,4 +107,6 @@ def test_half_keeps_logits():
     half = bounds.bfloat16()
     assert torch.equal(half.logits, before)
     assert half.logits.dtype == half.logits.grad.dtype == half().dtype == torch.float32
+    wide = half.double().half()
+    assert wide.logits.dtype == wide.logits.grad.dtype == wide().dtype == torch.float32
     assert LowerBounds(2, 2, dtype=torch.bfloat16)().dtype == torch.float32

@@ -455,6 +455,19 @@ def test_copies_pickles_and_state_dicts(name):
     assert twin.train().training
 
 
+@pytest.mark.parametrize("name", [*MIXERS, "LowerBounds"])
+def test_half_modules_keep_fp32_what_came_as_fp64(name, device):
+    """What stays fp32 in a 16-bit module is fp32 there, whatever it was: else no op takes it."""
+    for native, twin, what in pairs(name, device=device):
+        wanted = [p.dtype for p in native.half().parameters()]
+        inputs, keywords = REGISTRY[name].inputs(native, torch.device(device), torch.float16, 0)
+        for module in (native, twin):
+            module.double().half()
+            assert [p.dtype for p in module.parameters()] == wanted, what
+            with torch.no_grad():
+                assert all(leaf.isfinite().all() for leaf in leaves(module(*inputs, **keywords)))
+
+
 def test_half_modules_keep_their_phases_and_bounds():
     hgru, bounds = cpp.HGRU(4).bfloat16(), cpp.LowerBounds(2, 4).half()
     assert hgru.theta.dtype == torch.float32

@@ -55,8 +55,8 @@ class Module : public torch::nn::Cloneable<Derived> {
 };
 
 /// A module whose own parameters and buffers in `float32_tensors()` never become bf16 or fp16:
-/// `module->to(torch::kBFloat16)` leaves them as they are (devices and fp64 are followed). A phase
-/// or a lower bound next to one rounded to eight bits is another model.
+/// `module->to(torch::kBFloat16)` makes them fp32 (devices and fp64 are followed). A phase or a
+/// lower bound next to one rounded to eight bits is another model.
 template <typename Derived>
 class KeepsFloat32 : public Module<Derived> {
  public:
@@ -89,7 +89,7 @@ class KeepsFloat32 : public Module<Derived> {
     cast();
     for (auto& [tensor, wide] : kept) {
       if (is_half(tensor.scalar_type()) && !is_half(wide.scalar_type())) {
-        tensor.set_data(wide.to(tensor.device()));
+        tensor.set_data(wide.to(tensor.device(), torch::kFloat));
       }
     }
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..nn._common import make_linear, normal_, reset_linear
+from ..nn._common import make_linear, normal_, reset_linear, wide_dtype, widen
 from .block import Model, Output, check_ids, mean_cross_entropy
 from .causal_lm import pack
 from .config import LMConfig
@@ -20,15 +20,13 @@ def mean_pool(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The mean over each packed sequence: x ``[total, dim]`` -> ``[N, dim]``, summed in fp32 (fp64
     for fp64); zeros for an empty sequence."""
     lengths = cu_seqlens.to(x.device).long().diff()
-    wide = x if x.dtype == torch.float64 else x.float()
-    sums = torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
+    sums = torch.segment_reduce(widen(x), "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
     return (sums / lengths.clamp(min=1)[:, None]).to(x.dtype)
 
 
 def mean_over_time(x: Tensor) -> Tensor:
     """The same over T: x ``[B, T, dim]`` -> ``[B, dim]``."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return (x.sum(dim=1, dtype=wide) / max(x.size(1), 1)).to(x.dtype)
+    return (x.sum(dim=1, dtype=wide_dtype(x.dtype)) / max(x.size(1), 1)).to(x.dtype)
 
 
 class SequenceClassifier(Model):

@@ -199,8 +199,8 @@ def _kept_and_lost(log_decay: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
 class KeepsFloat32(nn.Module):
     """A module whose tensors named in `_float32_names` never become bf16 or fp16.
 
-    `module.bfloat16()`, `.half()` and `.to(dtype)` leave them as they are (devices and fp64 are
-    followed): a phase or a lower bound next to one rounded to eight bits is another model.
+    `module.bfloat16()`, `.half()` and `.to(dtype)` make them fp32 (devices and fp64 are followed):
+    a phase or a lower bound next to one rounded to eight bits is another model.
     """
 
     _float32_names: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ class KeepsFloat32(nn.Module):
         for name, (data, grad) in kept.items():
             p = getattr(self, name)
             if p.dtype in _HALF and data.dtype not in _HALF:
-                p.data = data.to(p.device)
+                p.data = data.to(p.device, torch.float32)
                 if grad is not None:
-                    p.grad = grad.to(p.device)
+                    p.grad = grad.to(p.device, torch.float32)
         return self
