@@ -66,20 +66,20 @@ class Hgrn2 {
       const int64_t row = work.heads * work.dim;
       return HeadSeries{buffer.data(), work.time * row, row, work.dim, work.dtype};
     };
-    kernels::GlaParams& forward = params_.forward;
+    kernels::gla::GlaParams& forward = params_.forward;
     forward.layout.batch = forward.layout.sequences = work.batch;
     forward.layout.time = work.time;
     forward.heads = work.heads;
     forward.key_dim = forward.value_dim = work.dim;
     forward.channels = work.heads * work.dim;
-    forward.gate_kind = kernels::GateKind::kLogit;
-    forward.q_activation = kernels::InputActivation::kSilu;
+    forward.gate_kind = kernels::gla::GateKind::kLogit;
+    forward.q_activation = kernels::gla::InputActivation::kSilu;
     forward.q = series(q_);
     forward.gate = series(f_);
     forward.v = series(v_);
     forward.o = series(o_);
     forward.h_final = states_.data();
-    forward.plan = kernels::gla_plan_cpu(forward);
+    forward.plan = kernels::gla::gla_plan_cpu(forward);
     params_.d_o = series(d_o_);
     params_.dq = series(dq_);
     params_.dgate = series(df_);
@@ -92,9 +92,9 @@ class Hgrn2 {
 
   void run(bool backward, const ParallelFor& parallel) const {
     if (backward) {
-      kernels::gla_backward_cpu(params_, parallel);
+      kernels::gla::gla_backward_cpu(params_, parallel);
     } else {
-      kernels::gla_forward_cpu(params_.forward, parallel);
+      kernels::gla::gla_forward_cpu(params_.forward, parallel);
     }
   }
 
@@ -104,7 +104,7 @@ class Hgrn2 {
     reference.heads = work_.heads;
     reference.key_dim = reference.value_dim = work_.dim;
     reference.logits = true;
-    reference.q_activation = kernels::InputActivation::kSilu;
+    reference.q_activation = kernels::gla::InputActivation::kSilu;
     reference.q = values(q_);
     reference.gate = values(f_);
     reference.v = values(v_);
@@ -142,7 +142,7 @@ class Hgrn2 {
 
   Work work_;
   Buffer q_, f_, v_, o_, d_o_, dq_, df_, dv_, states_;
-  kernels::GlaBackwardParams params_;
+  kernels::gla::GlaBackwardParams params_;
 };
 
 double error_of(Work work, const ParallelFor& parallel) {

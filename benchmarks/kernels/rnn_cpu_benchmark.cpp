@@ -54,9 +54,9 @@ void run_gated_rnn(benchmark::State& state, const Work& work) {
   for (auto _ : state) {
     kernel.run([&] {
       if (work.backward) {
-        kernels::gated_rnn_backward_cpu(problem.backward(), parallel);
+        kernels::rnn::gated_rnn_backward_cpu(problem.backward(), parallel);
       } else {
-        kernels::gated_rnn_forward_cpu(problem.forward(), parallel);
+        kernels::rnn::gated_rnn_forward_cpu(problem.forward(), parallel);
       }
     });
     state.SetIterationTime(kernel.last());

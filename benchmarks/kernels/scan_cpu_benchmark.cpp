@@ -69,7 +69,7 @@ struct Hgru {
     const auto series = [&](const Buffer& buffer, int64_t width) {
       return TimeSeries{buffer.data(), work.time * width, width, work.dtype};
     };
-    kernels::HgruParams& forward = params.forward;
+    kernels::scan::HgruParams& forward = params.forward;
     forward.layout.batch = forward.layout.sequences = work.batch;
     forward.layout.time = work.time;
     forward.channels = work.channels;
@@ -92,15 +92,15 @@ struct Hgru {
 
   void run(const Work& work, const ParallelFor& parallel) const {
     if (work.backward) {
-      kernels::hgru_backward_cpu(params, parallel);
+      kernels::scan::hgru_backward_cpu(params, parallel);
     } else {
-      kernels::hgru_forward_cpu(params.forward, parallel);
+      kernels::scan::hgru_forward_cpu(params.forward, parallel);
     }
   }
 
   int64_t columns;
   Buffer c, f, h, dh, dc, df, gamma, theta, states, partials;
-  kernels::HgruBackwardParams params;
+  kernels::scan::HgruBackwardParams params;
 };
 
 /// The relative error of h and df against the reference, on a small piece of the same kind of work.
@@ -109,8 +109,8 @@ double relative_error(Work work, const ParallelFor& parallel) {
   work.time = 70;
   work.channels = 67;
   const Hgru hgru(work);
-  kernels::hgru_forward_cpu(hgru.params.forward, parallel);
-  kernels::hgru_backward_cpu(hgru.params, parallel);
+  kernels::scan::hgru_forward_cpu(hgru.params.forward, parallel);
+  kernels::scan::hgru_backward_cpu(hgru.params, parallel);
 
   const auto number = [&](const Buffer& buffer, int64_t i, DType dtype) {
     return decode(static_cast<const char*>(buffer.data()) + i * element_size(dtype), dtype).real();

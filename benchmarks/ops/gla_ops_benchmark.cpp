@@ -92,7 +92,7 @@ class GlaOps {
     reference.key_dim = work_.key_dim;
     reference.value_dim = work_.value_dim;
     reference.logits = work_.op != Op::kAttention;
-    if (reference.logits) reference.q_activation = kernels::InputActivation::kSilu;
+    if (reference.logits) reference.q_activation = kernels::gla::InputActivation::kSilu;
     reference.q = values(set.q);
     reference.v = values(set.v);
     reference.gate = values(set.gate);

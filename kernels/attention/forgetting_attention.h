@@ -9,7 +9,7 @@
 #include "kernels/common/parallel_for.h"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Which kernels run.
 enum class AttentionPath : uint8_t {
@@ -122,4 +122,4 @@ void forgetting_attention_backward_cpu(const ForgettingAttentionBackwardParams& 
 void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
                                    const ParallelFor& parallel);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

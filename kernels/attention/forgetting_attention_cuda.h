@@ -10,7 +10,7 @@
 
 #include "kernels/attention/forgetting_attention.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 [[nodiscard]] cudaError_t forgetting_attention_forward_plan(const ForgettingAttentionParams& params,
                                                             ForgettingAttentionPlan* plan);
@@ -26,4 +26,4 @@ namespace tidegate::kernels {
 [[nodiscard]] cudaError_t forgetting_attention_step(const ForgettingAttentionStepParams& params,
                                                     cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

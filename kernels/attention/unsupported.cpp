@@ -1,7 +1,7 @@
 #include "kernels/attention/forgetting_attention.h"
 #include "kernels/common/limits.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 /// What both directions and the step have.
@@ -69,4 +69,4 @@ const char* forgetting_attention_step_unsupported(const ForgettingAttentionStepP
   return heads_unsupported(params);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

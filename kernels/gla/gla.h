@@ -8,7 +8,7 @@
 #include "kernels/common/parallel_for.h"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// What `gate` holds, and where keys and decays come from.
 enum class GateKind : uint8_t {
@@ -92,4 +92,4 @@ GlaPlan gla_plan_cpu(const GlaParams& params);
 void gla_forward_cpu(const GlaParams& params, const ParallelFor& parallel);
 void gla_backward_cpu(const GlaBackwardParams& params, const ParallelFor& parallel);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

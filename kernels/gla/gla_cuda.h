@@ -11,7 +11,7 @@
 
 #include "kernels/gla/gla.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 [[nodiscard]] cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan);
 [[nodiscard]] cudaError_t gla_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
@@ -19,4 +19,4 @@ namespace tidegate::kernels {
 [[nodiscard]] cudaError_t gla_forward(const GlaParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

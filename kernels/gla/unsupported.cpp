@@ -1,7 +1,7 @@
 #include "kernels/common/limits.h"
 #include "kernels/gla/gla.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 namespace {
 
 bool is_head_dim(int64_t dim) { return dim >= 1 && dim <= kMaxHeadDim; }
@@ -40,4 +40,4 @@ const char* gla_unsupported(const GlaParams& params) {
   return params.heads < 0 ? "negative sizes" : layout_unsupported(params.layout);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -8,7 +8,7 @@
 #include "kernels/common/parallel_for.h"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// How a launch is made, found by the *_plan functions for one set of params and filled into
 /// params.plan by the caller.
@@ -68,4 +68,4 @@ GatedRnnPlan gated_rnn_plan_cpu(const GatedRnnParams& params);
 void gated_rnn_forward_cpu(const GatedRnnParams& params, const ParallelFor& parallel);
 void gated_rnn_backward_cpu(const GatedRnnBackwardParams& params, const ParallelFor& parallel);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

@@ -10,7 +10,7 @@
 
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 [[nodiscard]] cudaError_t gated_rnn_forward_plan(const GatedRnnParams& params, GatedRnnPlan* plan);
 [[nodiscard]] cudaError_t gated_rnn_backward_plan(const GatedRnnBackwardParams& params,
@@ -20,4 +20,4 @@ namespace tidegate::kernels {
 [[nodiscard]] cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params,
                                              cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

@@ -1,7 +1,7 @@
 #include "kernels/common/limits.h"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 namespace {
 
 bool is_contiguous(const TimeSeries& t, const GatedRnnParams& params) {
@@ -33,4 +33,4 @@ const char* gated_rnn_unsupported(const GatedRnnParams& params) {
   return layout_unsupported(params.layout);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

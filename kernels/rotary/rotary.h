@@ -7,7 +7,7 @@
 #include "kernels/common/parallel_for.h"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rotary {
 
 /// y = x with channels i and i + half of every head turned by an angle.
 struct RotaryParams {
@@ -23,4 +23,4 @@ struct RotaryParams {
 /// Reads x and writes y once. float32 and float64.
 void rotary_cpu(const RotaryParams& params, const ParallelFor& parallel);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rotary

@@ -4,9 +4,9 @@
 
 #include "kernels/rotary/rotary.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rotary {
 
 /// Reads x and writes y once; angles are shared by four heads in registers. Any shape.
 cudaError_t rotary(const RotaryParams& params, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rotary

@@ -8,7 +8,7 @@
 #include "kernels/common/parallel_for.h"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 enum class Activation : uint8_t { kNone, kSilu };
 
@@ -137,4 +137,4 @@ void hgru_backward_cpu(const HgruBackwardParams& params, const ParallelFor& para
 void lru_forward_cpu(const LruParams& params, const ParallelFor& parallel);
 void lru_backward_cpu(const LruBackwardParams& params, const ParallelFor& parallel);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -11,7 +11,7 @@
 
 #include "kernels/scan/scan.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 [[nodiscard]] cudaError_t linear_scan_forward_plan(const LinearScanParams& params, ScanPlan* plan);
 [[nodiscard]] cudaError_t linear_scan_backward_plan(const LinearScanBackwardParams& params,
@@ -29,4 +29,4 @@ namespace tidegate::kernels {
 [[nodiscard]] cudaError_t lru_forward(const LruParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t lru_backward(const LruBackwardParams& params, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

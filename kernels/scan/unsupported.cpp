@@ -2,7 +2,7 @@
 #include "kernels/scan/scan.h"
 #include "kernels/scan/wkv4.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 const char* linear_scan_unsupported(const LinearScanParams& params) {
   if (!gate_dtype_fits(params.a.dtype, params.x.dtype)) {
@@ -65,4 +65,4 @@ const char* wkv4_unsupported(const Wkv4Params& params) {
   return layout_unsupported(params.layout);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -9,7 +9,7 @@
 #include "kernels/common/time_series.h"
 #include "kernels/scan/scan.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Tokens from one saved state to the next: a backward pass computes what lies between them again.
 constexpr int64_t kWkv4SavedEvery = 8;
@@ -68,4 +68,4 @@ ScanPlan wkv4_plan_cpu(const Wkv4Params& params);
 void wkv4_forward_cpu(const Wkv4Params& params, const ParallelFor& parallel);
 void wkv4_backward_cpu(const Wkv4BackwardParams& params, const ParallelFor& parallel);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

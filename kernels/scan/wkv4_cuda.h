@@ -6,11 +6,11 @@
 
 #include "kernels/scan/wkv4.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 [[nodiscard]] cudaError_t wkv4_forward_plan(const Wkv4Params& params, ScanPlan* plan);
 [[nodiscard]] cudaError_t wkv4_backward_plan(const Wkv4BackwardParams& params, ScanPlan* plan);
 [[nodiscard]] cudaError_t wkv4_forward(const Wkv4Params& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t wkv4_backward(const Wkv4BackwardParams& params, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

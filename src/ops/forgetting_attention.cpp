@@ -27,9 +27,9 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::ForgettingAttentionBackwardParams;
-using kernels::ForgettingAttentionParams;
-using kernels::ForgettingAttentionStepParams;
+using kernels::attention::ForgettingAttentionBackwardParams;
+using kernels::attention::ForgettingAttentionParams;
+using kernels::attention::ForgettingAttentionStepParams;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -38,22 +38,25 @@ constexpr const char* kBackwardName = "forgetting_attention_backward";
 constexpr const char* kStepName = "forgetting_attention_step";
 
 constexpr KernelSet<ForgettingAttentionParams> kForward = {
-    &kernels::forgetting_attention_unsupported, &kernels::forgetting_attention_plan_cpu,
-    &kernels::forgetting_attention_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::forgetting_attention_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::forgetting_attention_forward)};
+    &kernels::attention::forgetting_attention_unsupported,
+    &kernels::attention::forgetting_attention_plan_cpu,
+    &kernels::attention::forgetting_attention_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::attention::forgetting_attention_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::attention::forgetting_attention_forward)};
 
 constexpr KernelSet<ForgettingAttentionBackwardParams, ForgettingAttentionParams> kBackward = {
-    &kernels::forgetting_attention_unsupported, &kernels::forgetting_attention_backward_plan_cpu,
-    &kernels::forgetting_attention_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::forgetting_attention_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::forgetting_attention_backward)};
+    &kernels::attention::forgetting_attention_unsupported,
+    &kernels::attention::forgetting_attention_backward_plan_cpu,
+    &kernels::attention::forgetting_attention_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::attention::forgetting_attention_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::attention::forgetting_attention_backward)};
 
 constexpr KernelSet<ForgettingAttentionStepParams> kStep = {
-    &kernels::forgetting_attention_step_unsupported, &kernels::forgetting_attention_step_plan_cpu,
-    &kernels::forgetting_attention_step_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::forgetting_attention_step_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::forgetting_attention_step)};
+    &kernels::attention::forgetting_attention_step_unsupported,
+    &kernels::attention::forgetting_attention_step_plan_cpu,
+    &kernels::attention::forgetting_attention_step_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::attention::forgetting_attention_step_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::attention::forgetting_attention_step)};
 
 /// What forward and backward are called with.
 struct Arguments {
@@ -159,8 +162,8 @@ void check_step_arguments(const at::Tensor& q, const at::Tensor& k, const at::Te
 }
 
 void check_head_dim(const char* op, int64_t head_dim) {
-  TORCH_CHECK(head_dim >= 1 && head_dim <= kernels::kMaxAttentionHeadDim, op,
-              ": D must be from 1 to ", kernels::kMaxAttentionHeadDim,
+  TORCH_CHECK(head_dim >= 1 && head_dim <= kernels::attention::kMaxAttentionHeadDim, op,
+              ": D must be from 1 to ", kernels::attention::kMaxAttentionHeadDim,
               ", got q with D = ", head_dim);
 }
 

@@ -24,7 +24,7 @@ constexpr const char* kName = "gated_linear_attention";
 GlaArguments arguments_of(const char* op, const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& v, const at::Tensor& log_f, const OptionalTensor& h0,
                           double scale, bool reverse, const OptionalTensor& cu_seqlens) {
-  GlaArguments arguments{op, kernels::GateKind::kLogDecay, q, k, v, log_f};
+  GlaArguments arguments{op, kernels::gla::GateKind::kLogDecay, q, k, v, log_f};
   arguments.h0 = h0;
   arguments.scale = scale;
   arguments.reverse = reverse;

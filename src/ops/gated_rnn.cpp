@@ -26,8 +26,8 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::GatedRnnBackwardParams;
-using kernels::GatedRnnParams;
+using kernels::rnn::GatedRnnBackwardParams;
+using kernels::rnn::GatedRnnParams;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -36,14 +36,16 @@ using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 constexpr KernelSet<GatedRnnParams> kForward = {
-    &kernels::gated_rnn_unsupported, &kernels::gated_rnn_plan_cpu, &kernels::gated_rnn_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::gated_rnn_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::gated_rnn_forward)};
+    &kernels::rnn::gated_rnn_unsupported, &kernels::rnn::gated_rnn_plan_cpu,
+    &kernels::rnn::gated_rnn_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_forward)};
 
 constexpr KernelSet<GatedRnnBackwardParams, GatedRnnParams> kBackward = {
-    &kernels::gated_rnn_unsupported, &kernels::gated_rnn_plan_cpu, &kernels::gated_rnn_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::gated_rnn_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::gated_rnn_backward)};
+    &kernels::rnn::gated_rnn_unsupported, &kernels::rnn::gated_rnn_plan_cpu,
+    &kernels::rnn::gated_rnn_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_backward)};
 
 // ---- checks ----
 

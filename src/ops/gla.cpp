@@ -14,18 +14,19 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::GateKind;
-using kernels::GlaBackwardParams;
-using kernels::GlaParams;
+using kernels::gla::GateKind;
+using kernels::gla::GlaBackwardParams;
+using kernels::gla::GlaParams;
 
 constexpr KernelSet<GlaParams> kForward = {
-    &kernels::gla_unsupported, &kernels::gla_plan_cpu, &kernels::gla_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::gla_forward_plan), TIDEGATE_CUDA_KERNEL(&kernels::gla_forward)};
+    &kernels::gla::gla_unsupported, &kernels::gla::gla_plan_cpu, &kernels::gla::gla_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_forward)};
 
 constexpr KernelSet<GlaBackwardParams, GlaParams> kBackward = {
-    &kernels::gla_unsupported, &kernels::gla_plan_cpu, &kernels::gla_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::gla_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::gla_backward)};
+    &kernels::gla::gla_unsupported, &kernels::gla::gla_plan_cpu, &kernels::gla::gla_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_backward)};
 
 // ---- checks ----
 
@@ -123,9 +124,10 @@ void check_values(const GlaArguments& arguments) {
 
 /// `gla_unsupported` knows the sizes too, but not the names that the user gave them.
 void check_head_dims(const char* op, int64_t key_dim, int64_t value_dim) {
-  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= kernels::kMaxHeadDim; };
+  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= kernels::gla::kMaxHeadDim; };
   TORCH_CHECK(fits(key_dim) && fits(value_dim), op, ": K and V must be from 1 to ",
-              kernels::kMaxHeadDim, ", got q with K = ", key_dim, " and v with V = ", value_dim);
+              kernels::gla::kMaxHeadDim, ", got q with K = ", key_dim,
+              " and v with V = ", value_dim);
 }
 
 // ---- CPU and CUDA ----
@@ -168,17 +170,17 @@ struct KernelInputs {
 
 }  // namespace
 
-kernels::InputActivation parse_input_activation(const char* op, const char* name,
-                                                std::string_view value) {
+kernels::gla::InputActivation parse_input_activation(const char* op, const char* name,
+                                                     std::string_view value) {
   if (value == "silu") {
-    return kernels::InputActivation::kSilu;
+    return kernels::gla::InputActivation::kSilu;
   }
   if (value == "sigmoid") {
-    return kernels::InputActivation::kSigmoid;
+    return kernels::gla::InputActivation::kSigmoid;
   }
   TORCH_CHECK(value == "none", op, ": ", name, " must be \"none\", \"silu\" or \"sigmoid\", got \"",
               value, "\"");
-  return kernels::InputActivation::kNone;
+  return kernels::gla::InputActivation::kNone;
 }
 
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {

@@ -16,7 +16,7 @@ namespace tidegate::ops {
 /// The arguments of either op, forward, backward ([B, T, H, ..]) or step ([B, H, ..]).
 struct GlaArguments {
   const char* op;
-  kernels::GateKind gate_kind;
+  kernels::gla::GateKind gate_kind;
   const at::Tensor& q;
   OptionalTensor k = {};  // with log decays only
   const at::Tensor& v;
@@ -24,8 +24,8 @@ struct GlaArguments {
   OptionalTensor gamma = {};  // with logits only
   OptionalTensor h0 = {};
   double scale = 1;
-  kernels::InputActivation q_activation = kernels::InputActivation::kNone;
-  kernels::InputActivation v_activation = kernels::InputActivation::kNone;
+  kernels::gla::InputActivation q_activation = kernels::gla::InputActivation::kNone;
+  kernels::gla::InputActivation v_activation = kernels::gla::InputActivation::kNone;
   bool reverse = false;
   OptionalTensor cu_seqlens = {};
 };
@@ -35,8 +35,8 @@ struct GlaGradients {
 };
 
 /// "none", "silu" or "sigmoid"; the message names `op` and `name`.
-kernels::InputActivation parse_input_activation(const char* op, const char* name,
-                                                std::string_view value);
+kernels::gla::InputActivation parse_input_activation(const char* op, const char* name,
+                                                     std::string_view value);
 
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments);
 std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments);

@@ -27,7 +27,7 @@ GlaArguments arguments_of(const char* op, const at::Tensor& q, const at::Tensor&
                           const OptionalTensor& h0, double scale, std::string_view q_activation,
                           std::string_view v_activation, bool reverse,
                           const OptionalTensor& cu_seqlens) {
-  GlaArguments arguments{op, kernels::GateKind::kLogit, q, std::nullopt, v, f};
+  GlaArguments arguments{op, kernels::gla::GateKind::kLogit, q, std::nullopt, v, f};
   arguments.gamma = gamma;
   arguments.h0 = h0;
   arguments.scale = scale;

@@ -23,27 +23,27 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::HgruBackwardParams;
-using kernels::HgruParams;
+using kernels::scan::HgruBackwardParams;
+using kernels::scan::HgruParams;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr KernelSet<HgruParams> kForward = {&kernels::hgru_unsupported, &kernels::hgru_plan_cpu,
-                                            &kernels::hgru_forward_cpu,
-                                            TIDEGATE_CUDA_KERNEL(&kernels::hgru_forward_plan),
-                                            TIDEGATE_CUDA_KERNEL(&kernels::hgru_forward)};
+constexpr KernelSet<HgruParams> kForward = {
+    &kernels::scan::hgru_unsupported, &kernels::scan::hgru_plan_cpu,
+    &kernels::scan::hgru_forward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_forward)};
 
 constexpr KernelSet<HgruBackwardParams, HgruParams> kBackward = {
-    &kernels::hgru_unsupported, &kernels::hgru_plan_cpu, &kernels::hgru_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::hgru_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::hgru_backward)};
+    &kernels::scan::hgru_unsupported, &kernels::scan::hgru_plan_cpu,
+    &kernels::scan::hgru_backward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_backward)};
 
 // ---- checks ----
 
-kernels::Activation parse_activation(const char* op, std::string_view name) {
+kernels::scan::Activation parse_activation(const char* op, std::string_view name) {
   TORCH_CHECK(name == "silu" || name == "none", op,
               ": activation must be \"silu\" or \"none\", got \"", name, "\"");
-  return name == "silu" ? kernels::Activation::kSilu : kernels::Activation::kNone;
+  return name == "silu" ? kernels::scan::Activation::kSilu : kernels::scan::Activation::kNone;
 }
 
 /// c and f of [.., D], with or without a time axis. Returns D.
@@ -120,7 +120,7 @@ struct KernelInputs {
         h0(contiguous_as(state, state_dtype(data.scalar_type()))),
         cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
 
-  HgruParams params(kernels::Activation activation, bool reverse) const {
+  HgruParams params(kernels::scan::Activation activation, bool reverse) const {
     HgruParams params;
     params.layout = sequence_layout(c, cu_seqlens, reverse);
     params.channels = f.size(2);

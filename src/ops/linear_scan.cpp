@@ -24,20 +24,22 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::LinearScanBackwardParams;
-using kernels::LinearScanParams;
+using kernels::scan::LinearScanBackwardParams;
+using kernels::scan::LinearScanParams;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr KernelSet<LinearScanParams> kForward = {
-    &kernels::linear_scan_unsupported, &kernels::linear_scan_plan_cpu,
-    &kernels::linear_scan_forward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::linear_scan_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::linear_scan_forward)};
+    &kernels::scan::linear_scan_unsupported, &kernels::scan::linear_scan_plan_cpu,
+    &kernels::scan::linear_scan_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::linear_scan_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::linear_scan_forward)};
 
 constexpr KernelSet<LinearScanBackwardParams, LinearScanParams> kBackward = {
-    &kernels::linear_scan_unsupported, &kernels::linear_scan_plan_cpu,
-    &kernels::linear_scan_backward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::linear_scan_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::linear_scan_backward)};
+    &kernels::scan::linear_scan_unsupported, &kernels::scan::linear_scan_plan_cpu,
+    &kernels::scan::linear_scan_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::linear_scan_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::linear_scan_backward)};
 
 // ---- checks ----
 

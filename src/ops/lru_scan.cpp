@@ -22,19 +22,20 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::LruBackwardParams;
-using kernels::LruParams;
+using kernels::scan::LruBackwardParams;
+using kernels::scan::LruParams;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr KernelSet<LruParams> kForward = {
-    &kernels::lru_unsupported, &kernels::lru_plan_cpu, &kernels::lru_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::lru_forward_plan), TIDEGATE_CUDA_KERNEL(&kernels::lru_forward)};
+    &kernels::scan::lru_unsupported, &kernels::scan::lru_plan_cpu, &kernels::scan::lru_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_forward)};
 
 constexpr KernelSet<LruBackwardParams, LruParams> kBackward = {
-    &kernels::lru_unsupported, &kernels::lru_plan_cpu, &kernels::lru_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::lru_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::lru_backward)};
+    &kernels::scan::lru_unsupported, &kernels::scan::lru_plan_cpu, &kernels::scan::lru_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_backward)};
 
 // ---- checks ----
 

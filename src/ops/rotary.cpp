@@ -53,9 +53,10 @@ void check_arguments(const at::Tensor& x, const at::Tensor& cos, const at::Tenso
 }
 
 // What the kernels are told of x, in rows, y, and contiguous angles.
-kernels::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y, const at::Tensor& cos,
-                                const at::Tensor& sin, bool inverse) {
-  kernels::RotaryParams params;
+kernels::rotary::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y,
+                                        const at::Tensor& cos, const at::Tensor& sin,
+                                        bool inverse) {
+  kernels::rotary::RotaryParams params;
   params.batch = x.size(0);
   params.time = x.size(1);
   params.heads = x.size(2);
@@ -75,7 +76,7 @@ at::Tensor rotary_cpu(const at::Tensor& given, const at::Tensor& cos, const at::
   const at::Tensor x = in_rows(given.to(state_dtype(given.scalar_type())));
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const at::Tensor c = cos.contiguous(), s = sin.contiguous();
-  kernels::rotary_cpu(params_of(x, y, c, s, inverse), torch_threads());
+  kernels::rotary::rotary_cpu(params_of(x, y, c, s, inverse), torch_threads());
   return y.to(given.scalar_type());
 }
 
@@ -88,7 +89,7 @@ at::Tensor rotary_cuda(const at::Tensor& given, const at::Tensor& cos, const at:
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const at::Tensor c = cos.contiguous(), s = sin.contiguous();
   check_launch(kOp, "launch",
-               kernels::rotary(params_of(x, y, c, s, inverse), current_stream(x.device())));
+               kernels::rotary::rotary(params_of(x, y, c, s, inverse), current_stream(x.device())));
   return y;
 }
 #endif

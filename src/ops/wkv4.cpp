@@ -24,20 +24,20 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::Wkv4BackwardParams;
-using kernels::Wkv4Params;
+using kernels::scan::Wkv4BackwardParams;
+using kernels::scan::Wkv4Params;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr KernelSet<Wkv4Params> kForward = {&kernels::wkv4_unsupported, &kernels::wkv4_plan_cpu,
-                                            &kernels::wkv4_forward_cpu,
-                                            TIDEGATE_CUDA_KERNEL(&kernels::wkv4_forward_plan),
-                                            TIDEGATE_CUDA_KERNEL(&kernels::wkv4_forward)};
+constexpr KernelSet<Wkv4Params> kForward = {
+    &kernels::scan::wkv4_unsupported, &kernels::scan::wkv4_plan_cpu,
+    &kernels::scan::wkv4_forward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::scan::wkv4_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::wkv4_forward)};
 
 constexpr KernelSet<Wkv4BackwardParams, Wkv4Params> kBackward = {
-    &kernels::wkv4_unsupported, &kernels::wkv4_plan_cpu, &kernels::wkv4_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::wkv4_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::wkv4_backward)};
+    &kernels::scan::wkv4_unsupported, &kernels::scan::wkv4_plan_cpu,
+    &kernels::scan::wkv4_backward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::scan::wkv4_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&kernels::scan::wkv4_backward)};
 
 // ---- checks ----
 
@@ -86,7 +86,7 @@ c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dfinal_s
   check_state(data, "dfinal_state", dfinal_state, "[N, 3, D]", {sequences, 3, channels});
   check_state(data, "final_state", final_state, "[N, 3, D]", {sequences, 3, channels});
   check_state(data, "saved", saved, "[B, T / 8 + 1, 3, D]",
-              {k.sym_size(0), k.sym_size(1) / kernels::kWkv4SavedEvery + 1, 3, channels});
+              {k.sym_size(0), k.sym_size(1) / kernels::scan::kWkv4SavedEvery + 1, 3, channels});
   TORCH_CHECK(saved.scalar_type() == state_dtype(k.scalar_type()),
               "wkv4_backward: saved must be of the state's dtype, ", state_dtype(k.scalar_type()),
               ", got ", saved.scalar_type());
@@ -131,7 +131,7 @@ struct KernelInputs {
 };
 
 at::Tensor empty_saved(const at::Tensor& k) {
-  return at::empty({k.size(0), kernels::wkv4_saved_rows(k.size(1)), 3, k.size(2)},
+  return at::empty({k.size(0), kernels::scan::wkv4_saved_rows(k.size(1)), 3, k.size(2)},
                    k.options().dtype(state_dtype(k.scalar_type())));
 }
 
@@ -254,7 +254,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> saving_meta(const at::Tensor& w, 
                                                            const OptionalTensor& state,
                                                            const OptionalTensor& cu_seqlens) {
   auto [o, final_state] = forward_meta(w, u, k, v, state, cu_seqlens);
-  const c10::SymInt rows = k.sym_size(1) / kernels::kWkv4SavedEvery + 1;
+  const c10::SymInt rows = k.sym_size(1) / kernels::scan::kWkv4SavedEvery + 1;
   return {std::move(o), std::move(final_state),
           at::empty_symint({k.sym_size(0), rows, 3, k.sym_size(2)},
                            k.options().dtype(state_dtype(k.scalar_type())))};

@@ -15,7 +15,7 @@ namespace tidegate::testing {
 namespace {
 
 using kernels::CpuIsa;
-using kernels::ForgettingAttentionBackwardParams;
+using kernels::attention::ForgettingAttentionBackwardParams;
 
 /// `bytes` bytes that are no numbers, 64-byte aligned.
 class Workspace {
@@ -33,16 +33,16 @@ class Workspace {
 void run(AttentionProblem& problem, int threads) {
   const kernels::ParallelFor parallel = thread_parallel(threads);
   ForgettingAttentionBackwardParams grads = problem.params();
-  kernels::ForgettingAttentionParams& params = grads.forward;
-  ASSERT_EQ(kernels::forgetting_attention_unsupported(params), nullptr);
-  params.plan = kernels::forgetting_attention_plan_cpu(params);
+  kernels::attention::ForgettingAttentionParams& params = grads.forward;
+  ASSERT_EQ(kernels::attention::forgetting_attention_unsupported(params), nullptr);
+  params.plan = kernels::attention::forgetting_attention_plan_cpu(params);
   Workspace forward(params.plan.workspace_bytes);
   params.workspace = forward.data();
-  kernels::forgetting_attention_forward_cpu(params, parallel);
-  params.plan = kernels::forgetting_attention_backward_plan_cpu(params);
+  kernels::attention::forgetting_attention_forward_cpu(params, parallel);
+  params.plan = kernels::attention::forgetting_attention_backward_plan_cpu(params);
   Workspace backward(params.plan.workspace_bytes);
   params.workspace = backward.data();
-  kernels::forgetting_attention_backward_cpu(grads, parallel);
+  kernels::attention::forgetting_attention_backward_cpu(grads, parallel);
 }
 
 class AttentionCpu : public ::testing::TestWithParam<CpuIsa> {

@@ -24,7 +24,7 @@ class AttentionOnDevice {
   explicit AttentionOnDevice(AttentionProblem& problem) : params_(problem.params()) {
     for (TypedSeries* t : problem.inputs()) mirror_.add(*t);
     for (TypedSeries* t : problem.outputs()) mirror_.add(*t);
-    kernels::ForgettingAttentionParams& p = params_.forward;
+    kernels::attention::ForgettingAttentionParams& p = params_.forward;
     mirror_.add(p.layout);
     mirror_.add(p.key_layout);
     for (kernels::HeadSeries* t : {&p.q, &p.k, &p.v, &p.log_f, &p.o, &params_.d_o, &params_.dq,
@@ -38,26 +38,27 @@ class AttentionOnDevice {
   }
 
   void forward() {
-    kernels::ForgettingAttentionParams& p = params_.forward;
-    ASSERT_TRUE(kernels::tensor_forward_fits(p));
+    kernels::attention::ForgettingAttentionParams& p = params_.forward;
+    ASSERT_TRUE(kernels::attention::tensor_forward_fits(p));
     plan_and_launch(
-        &p.plan, &p.workspace, [&](auto* plan) { return kernels::tensor_forward_plan(p, plan); },
-        [&] { return kernels::tensor_forward(p, nullptr); });
+        &p.plan, &p.workspace,
+        [&](auto* plan) { return kernels::attention::tensor_forward_plan(p, plan); },
+        [&] { return kernels::attention::tensor_forward(p, nullptr); });
   }
   void backward() {
-    kernels::ForgettingAttentionParams& p = params_.forward;
+    kernels::attention::ForgettingAttentionParams& p = params_.forward;
     bool fits = false;
-    check_cuda(kernels::tensor_backward_fits(params_, &fits), "fits");
+    check_cuda(kernels::attention::tensor_backward_fits(params_, &fits), "fits");
     if (!fits) GTEST_SKIP() << "this device has too little shared memory";
     plan_and_launch(
         &p.plan, &p.workspace,
-        [&](auto* plan) { return kernels::tensor_backward_plan(params_, plan); },
-        [&] { return kernels::tensor_backward(params_, nullptr); });
+        [&](auto* plan) { return kernels::attention::tensor_backward_plan(params_, plan); },
+        [&] { return kernels::attention::tensor_backward(params_, nullptr); });
   }
   void download() { mirror_.download(); }
 
  private:
-  kernels::ForgettingAttentionBackwardParams params_;
+  kernels::attention::ForgettingAttentionBackwardParams params_;
   DeviceMirror mirror_;
 };
 

@@ -19,8 +19,8 @@ using kernels::CpuIsa;
 
 void run(GlaProblem& problem, int threads) {
   const auto parallel = thread_parallel(threads);
-  kernels::gla_forward_cpu(problem.forward_params(), parallel);
-  kernels::gla_backward_cpu(problem.backward_params(), parallel);
+  kernels::gla::gla_forward_cpu(problem.forward_params(), parallel);
+  kernels::gla::gla_backward_cpu(problem.backward_params(), parallel);
 }
 
 /// Runs with the instruction set of the test's parameter.
@@ -114,7 +114,7 @@ TEST_P(GlaCpu, AnySizeAndStride) {
   GlaShape largest;
   largest.batch = 1;
   largest.heads = 1;
-  largest.key_dim = largest.value_dim = kernels::kMaxHeadDim;
+  largest.key_dim = largest.value_dim = kernels::gla::kMaxHeadDim;
   expect_right(largest);
 }
 
@@ -198,8 +198,8 @@ TEST_P(GlaCpu, NanReachesLaterTokensOnly) {
         GlaProblem clean(shape), problem(shape);
         TypedSeries* inputs[] = {&problem.q, &problem.k, &problem.v, &problem.gate};
         inputs[in]->set(step, 4, in == 3 ? NAN : poison);
-        kernels::gla_forward_cpu(clean.forward_params(), thread_parallel(1));
-        kernels::gla_forward_cpu(problem.forward_params(), thread_parallel(1));
+        kernels::gla::gla_forward_cpu(clean.forward_params(), thread_parallel(1));
+        kernels::gla::gla_forward_cpu(problem.forward_params(), thread_parallel(1));
         for (int64_t t = 0; t < shape.time; ++t) {
           for (int64_t j = 0; j < shape.value_dim; ++j) {
             // A query reaches its own token; v its column; keys and gates all columns.
@@ -225,8 +225,8 @@ TEST_P(GlaCpu, StepUpdatesTheStateInPlace) {
       GlaProblem apart(shape), in_place(shape);
       auto params = in_place.forward_params();
       params.h_final = in_place.h0.at(0, 0);
-      kernels::gla_forward_cpu(apart.forward_params(), thread_parallel(1));
-      kernels::gla_forward_cpu(params, thread_parallel(2));
+      kernels::gla::gla_forward_cpu(apart.forward_params(), thread_parallel(1));
+      kernels::gla::gla_forward_cpu(params, thread_parallel(2));
       EXPECT_TRUE(in_place.h0.same_bits(apart.h_final));
       EXPECT_TRUE(in_place.o.same_bits(apart.o));
     }
@@ -240,8 +240,8 @@ TEST_P(GlaCpu, WithoutAFinalState) {
     GlaProblem with(shape), without(shape);
     auto params = without.forward_params();
     params.h_final = nullptr;
-    kernels::gla_forward_cpu(with.forward_params(), thread_parallel(1));
-    kernels::gla_forward_cpu(params, thread_parallel(1));
+    kernels::gla::gla_forward_cpu(with.forward_params(), thread_parallel(1));
+    kernels::gla::gla_forward_cpu(params, thread_parallel(1));
     EXPECT_TRUE(with.o.same_bits(without.o));
   }
 }
@@ -259,7 +259,7 @@ TEST(GlaCpuPlan, OnePartialSumASequence) {
   shape.time = 10;
   shape.offsets = {0, 4, 4, 10};
   GlaProblem problem(shape);
-  const auto plan = kernels::gla_plan_cpu(problem.forward_params());
+  const auto plan = kernels::gla::gla_plan_cpu(problem.forward_params());
   EXPECT_EQ(plan.partials, 3);
   EXPECT_EQ(plan.workspace_bytes, 0);
 }
@@ -269,10 +269,10 @@ TEST(GlaUnsupported, SaysWhy) {
   const auto why = [&](auto change) {
     auto params = problem.forward_params();
     change(params);
-    const char* text = kernels::gla_unsupported(params);
+    const char* text = kernels::gla::gla_unsupported(params);
     return std::string(text == nullptr ? "" : text);
   };
-  using kernels::GlaParams;
+  using kernels::gla::GlaParams;
   EXPECT_EQ(why([](GlaParams&) {}), "");
   EXPECT_EQ(why([](GlaParams& p) { p.value_dim = 513; }), "K and V must be from 1 to 512");
   EXPECT_EQ(why([](GlaParams& p) { p.key_dim = p.channels = 0; }), "K and V must be from 1 to 512");

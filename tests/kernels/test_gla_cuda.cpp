@@ -15,7 +15,7 @@
 namespace tidegate::testing {
 namespace {
 
-using kernels::GlaPath;
+using kernels::gla::GlaPath;
 
 constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
 const InputActivation kActivations[] = {InputActivation::kNone, InputActivation::kSilu,
@@ -133,7 +133,7 @@ TEST_P(GlaCudaPlain, EverySize) {
   GlaShape largest = vary(0);
   largest.batch = largest.heads = 1;
   largest.time = 5;
-  largest.key_dim = largest.value_dim = kernels::kMaxHeadDim;
+  largest.key_dim = largest.value_dim = kernels::gla::kMaxHeadDim;
   check(largest);
 }
 
@@ -181,9 +181,9 @@ class GlaCudaTensorCore : public GlaCuda {
     SCOPED_TRACE(shape.full_name());
     GlaProblem problem(shape), again(shape);
     for (GlaProblem* p : {&problem, &again}) {
-      kernels::GlaBackwardParams params = p->backward_params();
+      kernels::gla::GlaBackwardParams params = p->backward_params();
       params.forward.path = GlaPath::kTensorCore;
-      check_cuda(kernels::gla_backward_plan(params, &params.forward.plan), "plan");
+      check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
       p->take_partials(params.forward.plan.partials);
       GlaOnDevice device(*p, GlaPath::kTensorCore);
       device.backward();
@@ -244,8 +244,8 @@ TEST_P(GlaCudaTensorCore, Segments) {
       shape.offsets = {0, 0, 5, 600, 600, 1100};
     }
     GlaProblem problem(shape);
-    kernels::GlaParams params = problem.forward_params();
-    check_cuda(kernels::gla_forward_plan(params, &params.plan), "plan");
+    kernels::gla::GlaParams params = problem.forward_params();
+    check_cuda(kernels::gla::gla_forward_plan(params, &params.plan), "plan");
     EXPECT_EQ(params.plan.path, GlaPath::kTensorCore);
     EXPECT_GT(params.plan.segment_time, 0);
     check(shape);
@@ -270,7 +270,7 @@ TEST_P(GlaCudaTensorCore, GradientsOfEverySize) {
       shape.gap = i % 3 == 0 ? 8 : 0;
       GlaProblem problem(shape);
       bool fits = false;
-      check_cuda(kernels::tensor_backward_fits(problem.backward_params(), &fits), "fits");
+      check_cuda(kernels::gla::tensor_backward_fits(problem.backward_params(), &fits), "fits");
       if (fits) check_backward(shape);
     }
   }
@@ -293,8 +293,8 @@ TEST_P(GlaCudaTensorCore, GradientsInSegments) {
   shape.key_dim = shape.value_dim = 16;
   if (packed) shape.offsets = {0, 0, 5, time / 2, time / 2, time};
   GlaProblem problem(shape);
-  kernels::GlaBackwardParams params = problem.backward_params();
-  check_cuda(kernels::gla_backward_plan(params, &params.forward.plan), "plan");
+  kernels::gla::GlaBackwardParams params = problem.backward_params();
+  check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
   EXPECT_GT(params.forward.plan.segment_time, 0);
   check_backward(shape);
 }
@@ -441,10 +441,10 @@ TEST(GlaCudaPlan, TakesTensorCoresWhereTheyFit) {
     GlaProblem problem(shape);
     auto params = problem.forward_params();
     change(params);
-    check_cuda(kernels::gla_forward_plan(params, &params.plan), "plan");
+    check_cuda(kernels::gla::gla_forward_plan(params, &params.plan), "plan");
     return params.plan.path;
   };
-  using kernels::GlaParams;
+  using kernels::gla::GlaParams;
   EXPECT_EQ(path_of([](GlaParams&) {}), GlaPath::kTensorCore);
   EXPECT_EQ(path_of([](GlaParams& p) { p.path = GlaPath::kPlain; }), GlaPath::kPlain);
   EXPECT_EQ(path_of([](GlaParams& p) { p.key_dim = 63; }), GlaPath::kPlain);
@@ -455,7 +455,7 @@ TEST(GlaCudaPlan, TakesTensorCoresWhereTheyFit) {
   auto params = problem.forward_params();
   params.path = GlaPath::kTensorCore;
   params.key_dim = 63;
-  EXPECT_EQ(kernels::gla_forward_plan(params, &params.plan), cudaErrorNotSupported);
+  EXPECT_EQ(kernels::gla::gla_forward_plan(params, &params.plan), cudaErrorNotSupported);
 }
 
 }  // namespace

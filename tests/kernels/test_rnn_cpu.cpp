@@ -71,18 +71,18 @@ TEST_P(GatedRnnCpu, ThreadsAndNeighboursChangeNoBit) {
 
 TEST(GatedRnn, SaysWhatNoKernelTakes) {
   RnnProblem<float> problem({3}, false, 4, 4);
-  kernels::GatedRnnParams params = problem.forward();
-  EXPECT_EQ(kernels::gated_rnn_unsupported(params), nullptr);
+  kernels::rnn::GatedRnnParams params = problem.forward();
+  EXPECT_EQ(kernels::rnn::gated_rnn_unsupported(params), nullptr);
   params.z.dtype = kernels::DType::kBFloat16;
-  EXPECT_STREQ(kernels::gated_rnn_unsupported(params),
+  EXPECT_STREQ(kernels::rnn::gated_rnn_unsupported(params),
                "z must have x's dtype or the dtype of the state");
   params = problem.forward();
   params.x.stride_t = int64_t{1} << 30;
-  EXPECT_STREQ(kernels::gated_rnn_unsupported(params),
+  EXPECT_STREQ(kernels::rnn::gated_rnn_unsupported(params),
                "rows of the time axis are 2^31 bytes or more apart");
   params = problem.forward();
   params.logits.stride_t = 5;
-  EXPECT_STREQ(kernels::gated_rnn_unsupported(params),
+  EXPECT_STREQ(kernels::rnn::gated_rnn_unsupported(params),
                "h and the gate's logits must be contiguous");
 }
 

@@ -34,15 +34,15 @@ struct Kind {
 using Problem = RnnProblem<float>;
 
 /// The plan that the kernels ran by.
-kernels::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
+kernels::rnn::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
   DeviceMirror mirror;
   for (Problem::Row* row : {&p.z, &p.x, &p.w, &p.gamma, &p.h0, &p.dh, &p.dh_final, &p.h, &p.logits,
                             &p.h_final, &p.dz, &p.dx, &p.h_before, &p.dh0, &p.dgamma}) {
     mirror.add(row->data(), row->size() * sizeof(float));
   }
   mirror.add(p.forward().layout);
-  kernels::GatedRnnBackwardParams params = p.backward();
-  kernels::GatedRnnParams& forward = params.forward;
+  kernels::rnn::GatedRnnBackwardParams params = p.backward();
+  kernels::rnn::GatedRnnParams& forward = params.forward;
   for (kernels::TimeSeries* series : {&forward.z, &forward.x, &forward.h, &forward.logits,
                                       &params.dh, &params.dz, &params.dx, &params.h_before}) {
     mirror.translate(series->data);
@@ -59,12 +59,12 @@ kernels::GatedRnnPlan run_on_device(Problem& p, const Kind& kind) {
   forward.allow_on_chip = kind.way != Way::kPlain;
   plan_and_launch(
       &forward.plan, &forward.workspace,
-      [&](auto* plan) { return kernels::gated_rnn_forward_plan(forward, plan); },
-      [&] { return kernels::gated_rnn_forward(forward, nullptr); });
+      [&](auto* plan) { return kernels::rnn::gated_rnn_forward_plan(forward, plan); },
+      [&] { return kernels::rnn::gated_rnn_forward(forward, nullptr); });
   plan_and_launch(
       &forward.plan, &forward.workspace,
-      [&](auto* plan) { return kernels::gated_rnn_backward_plan(params, plan); },
-      [&] { return kernels::gated_rnn_backward(params, nullptr); });
+      [&](auto* plan) { return kernels::rnn::gated_rnn_backward_plan(params, plan); },
+      [&] { return kernels::rnn::gated_rnn_backward(params, nullptr); });
   mirror.download();
   return forward.plan;
 }
@@ -87,7 +87,7 @@ class GatedRnnCuda : public ::testing::TestWithParam<Kind> {
   static void check(Problem& problem, int64_t dim) {
     SCOPED_TRACE("D " + std::to_string(dim));
     if (GetParam().is_16_bit) make_bf16(problem.w);
-    const kernels::GatedRnnPlan plan = run_on_device(problem, GetParam());
+    const kernels::rnn::GatedRnnPlan plan = run_on_device(problem, GetParam());
     EXPECT_LT(problem.error(), 2e-6);
     if (GetParam().way == Way::kMemory && dim > 128 && dim <= 512) {
       EXPECT_TRUE(plan.on_chip && plan.exchanges_in_memory);

@@ -19,25 +19,25 @@ using kernels::CpuIsa;
 
 void run(LinearScanProblem& problem, int threads) {
   const auto parallel = thread_parallel(threads);
-  kernels::linear_scan_forward_cpu(problem.forward_params(), parallel);
-  kernels::linear_scan_backward_cpu(problem.backward_params(), parallel);
+  kernels::scan::linear_scan_forward_cpu(problem.forward_params(), parallel);
+  kernels::scan::linear_scan_backward_cpu(problem.backward_params(), parallel);
 }
 
 void run(HgruProblem& problem, int threads) {
   const auto parallel = thread_parallel(threads);
-  kernels::hgru_forward_cpu(problem.forward_params(), parallel);
-  kernels::hgru_backward_cpu(problem.backward_params(), parallel);
+  kernels::scan::hgru_forward_cpu(problem.forward_params(), parallel);
+  kernels::scan::hgru_backward_cpu(problem.backward_params(), parallel);
 }
 
 void run(LruProblem& problem, int threads) {
   const auto parallel = thread_parallel(threads);
-  kernels::LruParams forward = problem.forward_params();
-  kernels::LruBackwardParams backward = problem.backward_params();
-  const auto plan = kernels::lru_plan_cpu(forward);
+  kernels::scan::LruParams forward = problem.forward_params();
+  kernels::scan::LruBackwardParams backward = problem.backward_params();
+  const auto plan = kernels::scan::lru_plan_cpu(forward);
   std::vector<unsigned char> workspace(plan.workspace_bytes);
   forward.workspace = backward.forward.workspace = workspace.data();
-  kernels::lru_forward_cpu(forward, parallel);
-  kernels::lru_backward_cpu(backward, parallel);
+  kernels::scan::lru_forward_cpu(forward, parallel);
+  kernels::scan::lru_backward_cpu(backward, parallel);
 }
 
 /// Runs with the instruction set of the test's parameter.
@@ -303,7 +303,7 @@ TEST_P(ScanCpu, NanStaysInItsChannelFromItsStepOn) {
         shape.turns = turns;
         HgruProblem problem(shape);
         (in_gate ? problem.f : problem.c).set(kStep, kChannel, NAN);
-        kernels::hgru_forward_cpu(problem.forward_params(), thread_parallel(1));
+        kernels::scan::hgru_forward_cpu(problem.forward_params(), thread_parallel(1));
         for (int64_t t = 0; t < shape.time; ++t) {
           for (int64_t j = 0; j < problem.h.columns(); ++j) {
             const bool imaginary = j >= shape.channels;
@@ -327,16 +327,16 @@ TEST_P(ScanCpu, StepUpdatesTheStateInPlace) {
   HgruProblem in_place(shape);
   auto params = in_place.forward_params();
   params.h_final = in_place.h0.at(0, 0);
-  kernels::hgru_forward_cpu(apart.forward_params(), thread_parallel(1));
-  kernels::hgru_forward_cpu(params, thread_parallel(1));
+  kernels::scan::hgru_forward_cpu(apart.forward_params(), thread_parallel(1));
+  kernels::scan::hgru_forward_cpu(params, thread_parallel(1));
   EXPECT_TRUE(in_place.h0.same_bits(apart.h_final));
 
   LinearScanProblem scan_apart(shape);
   LinearScanProblem scan_in_place(shape);
   auto scan_params = scan_in_place.forward_params();
   scan_params.h_final = scan_in_place.h0.at(0, 0);
-  kernels::linear_scan_forward_cpu(scan_apart.forward_params(), thread_parallel(1));
-  kernels::linear_scan_forward_cpu(scan_params, thread_parallel(1));
+  kernels::scan::linear_scan_forward_cpu(scan_apart.forward_params(), thread_parallel(1));
+  kernels::scan::linear_scan_forward_cpu(scan_params, thread_parallel(1));
   EXPECT_TRUE(scan_in_place.h0.same_bits(scan_apart.h_final));
 }
 
@@ -365,7 +365,7 @@ TEST_P(ScanCpu, SixteenBitConversions) {
       std::memcpy(problem.x.at(0, j), &bits, sizeof bits);
       problem.h0.set(0, j, 0.0);
     }
-    kernels::linear_scan_forward_cpu(problem.forward_params(), thread_parallel(1));
+    kernels::scan::linear_scan_forward_cpu(problem.forward_params(), thread_parallel(1));
     for (int64_t j = 0; j < shape.channels; ++j) {
       const double in = problem.x.get(0, j).real();
       const double out = problem.h.get(0, j).real();
@@ -379,7 +379,7 @@ TEST_P(ScanCpu, SixteenBitConversions) {
       problem.x.set(0, j, 0.0);
       std::memcpy(problem.h0.at(0, j), &value, sizeof value);
     }
-    kernels::linear_scan_forward_cpu(problem.forward_params(), thread_parallel(1));
+    kernels::scan::linear_scan_forward_cpu(problem.forward_params(), thread_parallel(1));
     for (int64_t j = 0; j < shape.channels; ++j) {
       const double in = problem.h0.get(0, j).real();
       const double want = rounded(dtype, in).real();
@@ -404,11 +404,11 @@ TEST(ScanCpuPlan, OnePartialSumASequence) {
   shape.time = 10;
   shape.offsets = {0, 4, 4, 10};
   HgruProblem problem(shape);
-  const auto plan = kernels::hgru_plan_cpu(problem.forward_params());
+  const auto plan = kernels::scan::hgru_plan_cpu(problem.forward_params());
   EXPECT_EQ(plan.partials, 3);
   EXPECT_EQ(plan.workspace_bytes, 0);
   LinearScanProblem scan(shape);
-  EXPECT_EQ(kernels::linear_scan_plan_cpu(scan.forward_params()).partials, 3);
+  EXPECT_EQ(kernels::scan::linear_scan_plan_cpu(scan.forward_params()).partials, 3);
 }
 
 }  // namespace

@@ -14,8 +14,8 @@
 namespace tidegate::testing {
 namespace {
 
-using kernels::ScanPlan;
-using kernels::TimeSplit;
+using kernels::scan::ScanPlan;
+using kernels::scan::TimeSplit;
 
 constexpr TimeSplit kSplits[] = {TimeSplit::kWhole, TimeSplit::kLinked};
 constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
@@ -351,8 +351,8 @@ INSTANTIATE_TEST_SUITE_P(Kernels, CudaSanitizeLru,
                          real_or_complex);
 
 /// hgru in bf16 that has memory nowhere: enough for a plan.
-kernels::HgruParams params_to_plan(int64_t batch, int64_t time, int64_t channels) {
-  kernels::HgruParams params;
+kernels::scan::HgruParams params_to_plan(int64_t batch, int64_t time, int64_t channels) {
+  kernels::scan::HgruParams params;
   params.layout.batch = params.layout.sequences = batch;
   params.layout.time = time;
   params.channels = channels;
@@ -366,14 +366,14 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   if (const std::string why = why_skip(); !why.empty()) {
     GTEST_SKIP() << why;
   }
-  kernels::HgruParams params = params_to_plan(1, 131072, 256);
+  kernels::scan::HgruParams params = params_to_plan(1, 131072, 256);
   ScanPlan plan;
-  check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
+  check_cuda(kernels::scan::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kLinked);
   EXPECT_GT(plan.linked_blocks, 1);
   EXPECT_GT(plan.workspace_bytes, 0);
   params.time_split = TimeSplit::kWhole;
-  check_cuda(kernels::hgru_forward_plan(params, &plan), "plan");
+  check_cuda(kernels::scan::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kWhole);
   EXPECT_EQ(plan.linked_blocks, 1);
 }
@@ -382,12 +382,12 @@ TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {
   if (const std::string why = why_skip(); !why.empty()) {
     GTEST_SKIP() << why;
   }
-  kernels::HgruParams params = params_to_plan(1, 4096, 256);
+  kernels::scan::HgruParams params = params_to_plan(1, 4096, 256);
   params.time_split = TimeSplit::kWhole;
   ScanPlan all, few;
-  check_cuda(kernels::hgru_forward_plan(params, &all), "plan");
+  check_cuda(kernels::scan::hgru_forward_plan(params, &all), "plan");
   const SharedBytesLimit limit(99 * 1024);
-  check_cuda(kernels::hgru_forward_plan(params, &few), "plan");
+  check_cuda(kernels::scan::hgru_forward_plan(params, &few), "plan");
   EXPECT_GT(few.warps, 0);
   EXPECT_LT(few.warps, all.warps);
 }
@@ -400,7 +400,7 @@ TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreWalkedInShortRuns) {
   for (const int64_t batch : {many - 1, many, 4 * many}) {
     for (const int64_t time : {3, 65}) {
       ScanPlan plan;
-      check_cuda(kernels::hgru_forward_plan(params_to_plan(batch, time, 64), &plan), "plan");
+      check_cuda(kernels::scan::hgru_forward_plan(params_to_plan(batch, time, 64), &plan), "plan");
       EXPECT_EQ(plan.split, TimeSplit::kWhole) << "of " << batch;
       EXPECT_EQ(plan.one_block_each, batch < many) << "of " << batch;
     }

@@ -14,10 +14,10 @@ using kernels::CpuIsa;
 
 void run(Wkv4Problem& problem, int threads) {
   const auto parallel = thread_parallel(threads);
-  kernels::wkv4_forward_cpu(problem.forward_params(), parallel);
+  kernels::scan::wkv4_forward_cpu(problem.forward_params(), parallel);
   if (!problem.shape().saves) return;
   problem.fill_dfinal();
-  kernels::wkv4_backward_cpu(problem.backward_params(), parallel);
+  kernels::scan::wkv4_backward_cpu(problem.backward_params(), parallel);
 }
 
 class Wkv4Cpu : public ::testing::TestWithParam<CpuIsa> {
@@ -67,15 +67,15 @@ TEST(Wkv4Unsupported, SaysWhy) {
   Wkv4Shape shape;
   Wkv4Problem problem(shape);
   auto params = problem.forward_params();
-  EXPECT_EQ(kernels::wkv4_unsupported(params), nullptr);
+  EXPECT_EQ(kernels::scan::wkv4_unsupported(params), nullptr);
   params.v.dtype = DType::kBFloat16;
-  EXPECT_STREQ(kernels::wkv4_unsupported(params), "v must have k's dtype");
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params), "v must have k's dtype");
   params = problem.forward_params();
   params.layout.reverse = true;
-  EXPECT_STREQ(kernels::wkv4_unsupported(params), "sequences are walked forwards only");
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params), "sequences are walked forwards only");
   params = problem.forward_params();
   params.k.stride_t = int64_t{1} << 30;
-  EXPECT_NE(kernels::wkv4_unsupported(params), nullptr);
+  EXPECT_NE(kernels::scan::wkv4_unsupported(params), nullptr);
 }
 
 }  // namespace

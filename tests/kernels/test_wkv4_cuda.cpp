@@ -13,7 +13,7 @@
 namespace tidegate::testing {
 namespace {
 
-using kernels::TimeSplit;
+using kernels::scan::TimeSplit;
 
 void run_on_device(Wkv4Problem& p, TimeSplit split) {
   DeviceMirror mirror;
@@ -21,7 +21,7 @@ void run_on_device(Wkv4Problem& p, TimeSplit split) {
     mirror.add(*tensor);
   }
   mirror.add(p.forward_params().layout);
-  const auto move = [&](kernels::Wkv4Params& params) {
+  const auto move = [&](kernels::scan::Wkv4Params& params) {
     for (kernels::TimeSeries* series : {&params.k, &params.v, &params.o}) {
       mirror.translate(series->data);
     }
@@ -31,26 +31,26 @@ void run_on_device(Wkv4Problem& p, TimeSplit split) {
     mirror.translate(params.layout.offsets);
     params.time_split = split;
   };
-  kernels::Wkv4Params forward = p.forward_params();
+  kernels::scan::Wkv4Params forward = p.forward_params();
   move(forward);
   plan_and_launch(
       &forward.plan, &forward.workspace,
-      [&](auto* plan) { return kernels::wkv4_forward_plan(forward, plan); },
-      [&] { return kernels::wkv4_forward(forward, nullptr); });
+      [&](auto* plan) { return kernels::scan::wkv4_forward_plan(forward, plan); },
+      [&] { return kernels::scan::wkv4_forward(forward, nullptr); });
   mirror.download();
   if (!p.shape().saves) return;
 
   p.fill_dfinal();
   for (TypedSeries* tensor : {&p.grad_o, &p.dk, &p.dv, &p.dfinal, &p.dstate}) mirror.add(*tensor);
-  kernels::Wkv4BackwardParams backward = p.backward_params();
+  kernels::scan::Wkv4BackwardParams backward = p.backward_params();
   move(backward.forward);
   for (kernels::TimeSeries* series : {&backward.grad_o, &backward.dk, &backward.dv}) {
     mirror.translate(series->data);
   }
   mirror.translate(backward.dfinal_state);
   mirror.translate(backward.dstate);
-  kernels::ScanPlan sizes;
-  check_cuda(kernels::wkv4_backward_plan(backward, &sizes), "plan");
+  kernels::scan::ScanPlan sizes;
+  check_cuda(kernels::scan::wkv4_backward_plan(backward, &sizes), "plan");
   p.dw_partial = p.du_partial =
       TypedSeries(p.w.dtype(), 1, std::max<int64_t>(sizes.partials, 1), p.shape().channels);
   mirror.add(p.dw_partial);
@@ -61,8 +61,8 @@ void run_on_device(Wkv4Problem& p, TimeSplit split) {
   mirror.translate(backward.du_partial);
   plan_and_launch(
       &backward.forward.plan, &backward.forward.workspace,
-      [&](auto* plan) { return kernels::wkv4_backward_plan(backward, plan); },
-      [&] { return kernels::wkv4_backward(backward, nullptr); });
+      [&](auto* plan) { return kernels::scan::wkv4_backward_plan(backward, plan); },
+      [&] { return kernels::scan::wkv4_backward(backward, nullptr); });
   mirror.download();
 }
 

@@ -70,9 +70,9 @@ class AttentionProblem {
     });
   }
 
-  kernels::ForgettingAttentionBackwardParams params() {
-    kernels::ForgettingAttentionBackwardParams b;
-    kernels::ForgettingAttentionParams& p = b.forward;
+  kernels::attention::ForgettingAttentionBackwardParams params() {
+    kernels::attention::ForgettingAttentionBackwardParams b;
+    kernels::attention::ForgettingAttentionParams& p = b.forward;
     p.layout = layout(shape.queries, shape.query_offsets);
     p.key_layout = layout(shape.keys, shape.key_offsets);
     p.heads = shape.heads;

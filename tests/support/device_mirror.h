@@ -142,14 +142,14 @@ class DevicePartials {
 };
 
 /// Runs both kernels on the current device and brings all results back into the problem.
-inline void run_on_device(LinearScanProblem& p, kernels::TimeSplit split) {
+inline void run_on_device(LinearScanProblem& p, kernels::scan::TimeSplit split) {
   DeviceMirror mirror;
   for (TypedSeries* tensor :
        {&p.x, &p.a, &p.h, &p.h0, &p.h_final, &p.dh, &p.dh_final, &p.dx, &p.da, &p.dh0}) {
     mirror.add(*tensor);
   }
   mirror.add(p.forward_params().layout);
-  const auto move = [&](kernels::LinearScanParams& params) {
+  const auto move = [&](kernels::scan::LinearScanParams& params) {
     for (kernels::TimeSeries* series : {&params.x, &params.a, &params.h}) {
       mirror.translate(series->data);
     }
@@ -158,14 +158,14 @@ inline void run_on_device(LinearScanProblem& p, kernels::TimeSplit split) {
     mirror.translate(params.layout.offsets);
     params.time_split = split;
   };
-  kernels::LinearScanParams forward = p.forward_params();
+  kernels::scan::LinearScanParams forward = p.forward_params();
   move(forward);
   plan_and_launch(
       &forward.plan, &forward.workspace,
-      [&](auto* plan) { return kernels::linear_scan_forward_plan(forward, plan); },
-      [&] { return kernels::linear_scan_forward(forward, nullptr); });
+      [&](auto* plan) { return kernels::scan::linear_scan_forward_plan(forward, plan); },
+      [&] { return kernels::scan::linear_scan_forward(forward, nullptr); });
 
-  kernels::LinearScanBackwardParams backward = p.backward_params();
+  kernels::scan::LinearScanBackwardParams backward = p.backward_params();
   move(backward.forward);
   for (kernels::TimeSeries* series : {&backward.dh, &backward.dx, &backward.da}) {
     mirror.translate(series->data);
@@ -173,28 +173,28 @@ inline void run_on_device(LinearScanProblem& p, kernels::TimeSplit split) {
   backward.forward.x = backward.dx;  // unused but for its dtype
   mirror.translate(backward.dh_final);
   mirror.translate(backward.dh0);
-  kernels::ScanPlan sizes;
-  check_cuda(kernels::linear_scan_backward_plan(backward, &sizes), "plan");
+  kernels::scan::ScanPlan sizes;
+  check_cuda(kernels::scan::linear_scan_backward_plan(backward, &sizes), "plan");
   DevicePartials partials(p.da_partial, sizes.partials);
   backward.da_partial = p.shape().a_is_constant ? partials.device() : nullptr;
   plan_and_launch(
       &backward.forward.plan, &backward.forward.workspace,
-      [&](auto* plan) { return kernels::linear_scan_backward_plan(backward, plan); },
-      [&] { return kernels::linear_scan_backward(backward, nullptr); });
+      [&](auto* plan) { return kernels::scan::linear_scan_backward_plan(backward, plan); },
+      [&] { return kernels::scan::linear_scan_backward(backward, nullptr); });
   mirror.download();
   if (p.shape().a_is_constant) {
     partials.sum_into(&p.da_partial);
   }
 }
 
-inline void run_on_device(HgruProblem& p, kernels::TimeSplit split) {
+inline void run_on_device(HgruProblem& p, kernels::scan::TimeSplit split) {
   DeviceMirror mirror;
   for (TypedSeries* tensor : {&p.c, &p.f, &p.h, &p.gamma, &p.theta, &p.h0, &p.h_final, &p.dh,
                               &p.dh_final, &p.dc, &p.df, &p.dh0}) {
     mirror.add(*tensor);
   }
   mirror.add(p.forward_params().layout);
-  const auto move = [&](kernels::HgruParams& params) {
+  const auto move = [&](kernels::scan::HgruParams& params) {
     for (kernels::TimeSeries* series : {&params.c, &params.f, &params.h}) {
       mirror.translate(series->data);
     }
@@ -205,30 +205,30 @@ inline void run_on_device(HgruProblem& p, kernels::TimeSplit split) {
     mirror.translate(params.layout.offsets);
     params.time_split = split;
   };
-  kernels::HgruParams forward = p.forward_params();
+  kernels::scan::HgruParams forward = p.forward_params();
   move(forward);
   plan_and_launch(
       &forward.plan, &forward.workspace,
-      [&](auto* plan) { return kernels::hgru_forward_plan(forward, plan); },
-      [&] { return kernels::hgru_forward(forward, nullptr); });
+      [&](auto* plan) { return kernels::scan::hgru_forward_plan(forward, plan); },
+      [&] { return kernels::scan::hgru_forward(forward, nullptr); });
 
-  kernels::HgruBackwardParams backward = p.backward_params();
+  kernels::scan::HgruBackwardParams backward = p.backward_params();
   move(backward.forward);
   for (kernels::TimeSeries* series : {&backward.dh, &backward.dc, &backward.df}) {
     mirror.translate(series->data);
   }
   mirror.translate(backward.dh_final);
   mirror.translate(backward.dh0);
-  kernels::ScanPlan sizes;
-  check_cuda(kernels::hgru_backward_plan(backward, &sizes), "plan");
+  kernels::scan::ScanPlan sizes;
+  check_cuda(kernels::scan::hgru_backward_plan(backward, &sizes), "plan");
   DevicePartials dgamma(p.dgamma_partial, sizes.partials);
   DevicePartials dtheta(p.dtheta_partial, sizes.partials);
   backward.dgamma_partial = p.shape().has_gamma ? dgamma.device() : nullptr;
   backward.dtheta_partial = p.shape().turns ? dtheta.device() : nullptr;
   plan_and_launch(
       &backward.forward.plan, &backward.forward.workspace,
-      [&](auto* plan) { return kernels::hgru_backward_plan(backward, plan); },
-      [&] { return kernels::hgru_backward(backward, nullptr); });
+      [&](auto* plan) { return kernels::scan::hgru_backward_plan(backward, plan); },
+      [&] { return kernels::scan::hgru_backward(backward, nullptr); });
   mirror.download();
   if (p.shape().has_gamma) {
     dgamma.sum_into(&p.dgamma_partial);
@@ -238,14 +238,14 @@ inline void run_on_device(HgruProblem& p, kernels::TimeSplit split) {
   }
 }
 
-inline void run_on_device(LruProblem& p, kernels::TimeSplit split) {
+inline void run_on_device(LruProblem& p, kernels::scan::TimeSplit split) {
   DeviceMirror mirror;
   for (TypedSeries* tensor : {&p.x, &p.h, &p.nu_log, &p.theta_log, &p.gamma_log, &p.h0, &p.h_final,
                               &p.dh, &p.dh_final, &p.dx, &p.dh0}) {
     mirror.add(*tensor);
   }
   mirror.add(p.forward_params().layout);
-  const auto move = [&](kernels::LruParams& params) {
+  const auto move = [&](kernels::scan::LruParams& params) {
     mirror.translate(params.x.data);
     mirror.translate(params.h.data);
     for (const void** pointer :
@@ -256,21 +256,21 @@ inline void run_on_device(LruProblem& p, kernels::TimeSplit split) {
     mirror.translate(params.layout.offsets);
     params.time_split = split;
   };
-  kernels::LruParams forward = p.forward_params();
+  kernels::scan::LruParams forward = p.forward_params();
   move(forward);
   plan_and_launch(
       &forward.plan, &forward.workspace,
-      [&](auto* plan) { return kernels::lru_forward_plan(forward, plan); },
-      [&] { return kernels::lru_forward(forward, nullptr); });
+      [&](auto* plan) { return kernels::scan::lru_forward_plan(forward, plan); },
+      [&] { return kernels::scan::lru_forward(forward, nullptr); });
 
-  kernels::LruBackwardParams backward = p.backward_params();
+  kernels::scan::LruBackwardParams backward = p.backward_params();
   move(backward.forward);
   mirror.translate(backward.dh.data);
   mirror.translate(backward.dx.data);
   mirror.translate(backward.dh_final);
   mirror.translate(backward.dh0);
-  kernels::ScanPlan sizes;
-  check_cuda(kernels::lru_backward_plan(backward, &sizes), "plan");
+  kernels::scan::ScanPlan sizes;
+  check_cuda(kernels::scan::lru_backward_plan(backward, &sizes), "plan");
   DevicePartials dnu(p.dnu_partial, sizes.partials);
   DevicePartials dtheta(p.dtheta_partial, sizes.partials);
   DevicePartials dgamma(p.dgamma_partial, sizes.partials);
@@ -279,8 +279,8 @@ inline void run_on_device(LruProblem& p, kernels::TimeSplit split) {
   backward.dgamma_log_partial = dgamma.device();
   plan_and_launch(
       &backward.forward.plan, &backward.forward.workspace,
-      [&](auto* plan) { return kernels::lru_backward_plan(backward, plan); },
-      [&] { return kernels::lru_backward(backward, nullptr); });
+      [&](auto* plan) { return kernels::scan::lru_backward_plan(backward, plan); },
+      [&] { return kernels::scan::lru_backward(backward, nullptr); });
   mirror.download();
   dnu.sum_into(&p.dnu_partial);
   dgamma.sum_into(&p.dgamma_partial);

@@ -11,7 +11,7 @@ namespace tidegate::testing {
 /// A problem's buffers on the device, and params that point there.
 class GlaOnDevice {
  public:
-  GlaOnDevice(GlaProblem& problem, kernels::GlaPath path) : problem_(problem), path_(path) {
+  GlaOnDevice(GlaProblem& problem, kernels::gla::GlaPath path) : problem_(problem), path_(path) {
     for (TypedSeries* tensor :
          {&problem.q, &problem.k, &problem.v, &problem.gate, &problem.gamma, &problem.o,
           &problem.h0, &problem.h_final, &problem.d_o, &problem.dh_final, &problem.dq, &problem.dk,
@@ -21,21 +21,21 @@ class GlaOnDevice {
     mirror_.add(problem.forward_params().layout);
   }
 
-  kernels::GlaParams forward_params() {
-    kernels::GlaParams params = problem_.forward_params();
+  kernels::gla::GlaParams forward_params() {
+    kernels::gla::GlaParams params = problem_.forward_params();
     move(params);
     return params;
   }
 
-  void forward(kernels::GlaParams params) {
+  void forward(kernels::gla::GlaParams params) {
     plan_and_launch(
         &params.plan, &params.workspace,
-        [&](auto* plan) { return kernels::gla_forward_plan(params, plan); },
-        [&] { return kernels::gla_forward(params, nullptr); });
+        [&](auto* plan) { return kernels::gla::gla_forward_plan(params, plan); },
+        [&] { return kernels::gla::gla_forward(params, nullptr); });
   }
 
   void backward() {
-    kernels::GlaBackwardParams params = problem_.backward_params();
+    kernels::gla::GlaBackwardParams params = problem_.backward_params();
     move(params.forward);
     for (kernels::HeadSeries* series :
          {&params.d_o, &params.dq, &params.dk, &params.dv, &params.dgate}) {
@@ -47,19 +47,19 @@ class GlaOnDevice {
     plan_and_launch(
         &params.forward.plan, &params.forward.workspace,
         [&](auto* plan) {
-          const cudaError_t status = kernels::gla_backward_plan(params, plan);
+          const cudaError_t status = kernels::gla::gla_backward_plan(params, plan);
           // See GlaProblem::take_partials.
           EXPECT_EQ(plan->partials, problem_.dgamma_partial.tokens());
           return status;
         },
-        [&] { return kernels::gla_backward(params, nullptr); });
+        [&] { return kernels::gla::gla_backward(params, nullptr); });
   }
 
   /// Brings all results back into the problem.
   void download() { mirror_.download(); }
 
  private:
-  void move(kernels::GlaParams& params) {
+  void move(kernels::gla::GlaParams& params) {
     for (kernels::HeadSeries* series : {&params.q, &params.k, &params.v, &params.gate, &params.o}) {
       mirror_.translate(series->data);
     }
@@ -71,7 +71,7 @@ class GlaOnDevice {
   }
 
   GlaProblem& problem_;
-  kernels::GlaPath path_;
+  kernels::gla::GlaPath path_;
   DeviceMirror mirror_;
 };
 

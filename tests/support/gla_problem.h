@@ -13,8 +13,8 @@
 
 namespace tidegate::testing {
 
-using kernels::GateKind;
-using kernels::InputActivation;
+using kernels::gla::GateKind;
+using kernels::gla::InputActivation;
 
 struct GlaShape : ScanShape {
   int64_t heads = 2;
@@ -54,8 +54,8 @@ class GlaProblem : public ScanProblem {
     fill_gates();
   }
 
-  kernels::GlaParams forward_params() {
-    kernels::GlaParams params;
+  kernels::gla::GlaParams forward_params() {
+    kernels::gla::GlaParams params;
     params.layout = layout();
     params.heads = wanted_.heads;
     params.key_dim = wanted_.key_dim;
@@ -80,8 +80,8 @@ class GlaProblem : public ScanProblem {
     return params;
   }
 
-  kernels::GlaBackwardParams backward_params() {
-    kernels::GlaBackwardParams params;
+  kernels::gla::GlaBackwardParams backward_params() {
+    kernels::gla::GlaBackwardParams params;
     params.forward = forward_params();
     params.forward.o = {};
     params.d_o = by_head(d_o);

@@ -23,8 +23,8 @@ struct GlaReference {
   Real scale = 1;
   bool logits = false;
   bool gate_per_head = false;
-  kernels::InputActivation q_activation = kernels::InputActivation::kNone;
-  kernels::InputActivation v_activation = kernels::InputActivation::kNone;
+  kernels::gla::InputActivation q_activation = kernels::gla::InputActivation::kNone;
+  kernels::gla::InputActivation v_activation = kernels::gla::InputActivation::kNone;
   Array q, k, v, gate, gamma, h0, d_o, dh_final;
 
   Array o, h_final;                      // written by run()
@@ -52,14 +52,14 @@ struct GlaReference {
 
  protected:
   static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
-  static Real activated(Real x, kernels::InputActivation activation) {
-    if (activation == kernels::InputActivation::kNone) return x;
-    return activation == kernels::InputActivation::kSilu ? x * sigmoid(x) : sigmoid(x);
+  static Real activated(Real x, kernels::gla::InputActivation activation) {
+    if (activation == kernels::gla::InputActivation::kNone) return x;
+    return activation == kernels::gla::InputActivation::kSilu ? x * sigmoid(x) : sigmoid(x);
   }
-  static Real slope(Real x, kernels::InputActivation activation) {
-    if (activation == kernels::InputActivation::kNone) return 1;
+  static Real slope(Real x, kernels::gla::InputActivation activation) {
+    if (activation == kernels::gla::InputActivation::kNone) return 1;
     const Real s = sigmoid(x), other = sigmoid(-x);
-    return activation == kernels::InputActivation::kSilu ? s + x * s * other : s * other;
+    return activation == kernels::gla::InputActivation::kSilu ? s + x * s * other : s * other;
   }
 
   int64_t gate_width() const { return gate_per_head ? 1 : key_dim; }

@@ -28,8 +28,8 @@ class LruProblem : public ScanProblem {
     fill_parameters();
   }
 
-  kernels::LruParams forward_params() {
-    kernels::LruParams params;
+  kernels::scan::LruParams forward_params() {
+    kernels::scan::LruParams params;
     params.layout = layout();
     params.channels = shape().channels;
     params.x = x.series();
@@ -42,8 +42,8 @@ class LruProblem : public ScanProblem {
     return params;
   }
 
-  kernels::LruBackwardParams backward_params() {
-    kernels::LruBackwardParams params;
+  kernels::scan::LruBackwardParams backward_params() {
+    kernels::scan::LruBackwardParams params;
     params.forward = forward_params();
     params.dh = dh.series();
     if (shape().has_states) params.dh_final = dh_final.at(0, 0);

@@ -46,7 +46,7 @@ class RnnProblem {
     for (Row* row : {&h, &logits, &dz, &dx, &h_before}) row->assign(tokens, nan);
     for (Row* row : {&h_final, &dh0, &dgamma}) row->assign(states, nan);
 
-    kernels::GatedRnnParams& forward = params_.forward;
+    kernels::rnn::GatedRnnParams& forward = params_.forward;
     forward.layout.sequences = sequences_;
     forward.layout.batch = packed ? 1 : sequences_;
     forward.layout.time = packed ? offsets_.back() : lengths.front();
@@ -60,19 +60,19 @@ class RnnProblem {
     params_.dh = series(dh), params_.dz = series(dz), params_.dx = series(dx);
     params_.h_before = series(h_before);
     params_.dh_final = dh_final.data(), params_.dh0 = dh0.data();
-    forward.plan = kernels::gated_rnn_plan_cpu(forward);
+    forward.plan = kernels::rnn::gated_rnn_plan_cpu(forward);
     workspace_.resize(static_cast<size_t>(forward.plan.workspace_bytes) / 64 + 1);
     forward.workspace = workspace_.data();
   }
   RnnProblem(const RnnProblem&) = delete;
   RnnProblem& operator=(const RnnProblem&) = delete;
 
-  const kernels::GatedRnnParams& forward() const { return params_.forward; }
-  const kernels::GatedRnnBackwardParams& backward() const { return params_; }
+  const kernels::rnn::GatedRnnParams& forward() const { return params_.forward; }
+  const kernels::rnn::GatedRnnBackwardParams& backward() const { return params_; }
 
   void run(const kernels::ParallelFor& parallel) const {
-    kernels::gated_rnn_forward_cpu(forward(), parallel);
-    kernels::gated_rnn_backward_cpu(backward(), parallel);
+    kernels::rnn::gated_rnn_forward_cpu(forward(), parallel);
+    kernels::rnn::gated_rnn_backward_cpu(backward(), parallel);
   }
 
   /// The largest relative error of a result of both passes; infinite where one is not a number.
@@ -143,7 +143,7 @@ class RnnProblem {
   int64_t dim_, sequences_;
   std::vector<int64_t> offsets_ = {0};
   std::vector<Line> workspace_;
-  kernels::GatedRnnBackwardParams params_;
+  kernels::rnn::GatedRnnBackwardParams params_;
 };
 
 }  // namespace tidegate::testing

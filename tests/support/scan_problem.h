@@ -20,9 +20,9 @@
 
 namespace tidegate::testing {
 
-using kernels::Activation;
 using kernels::is_complex;
 using kernels::state_dtype;
+using kernels::scan::Activation;
 
 enum class Gates {
   kRandom,
@@ -267,8 +267,8 @@ class LinearScanProblem : public ScanProblem {
     fill_decays();
   }
 
-  kernels::LinearScanParams forward_params() {
-    kernels::LinearScanParams params;
+  kernels::scan::LinearScanParams forward_params() {
+    kernels::scan::LinearScanParams params;
     params.layout = layout();
     params.channels = shape().channels;
     params.x = x.series();
@@ -281,8 +281,8 @@ class LinearScanProblem : public ScanProblem {
     return params;
   }
 
-  kernels::LinearScanBackwardParams backward_params() {
-    kernels::LinearScanBackwardParams params;
+  kernels::scan::LinearScanBackwardParams backward_params() {
+    kernels::scan::LinearScanBackwardParams params;
     params.forward = forward_params();
     params.forward.x = {};
     params.dh = dh.series();
@@ -384,8 +384,8 @@ class HgruProblem : public ScanProblem {
     fill_gates();
   }
 
-  kernels::HgruParams forward_params() {
-    kernels::HgruParams params;
+  kernels::scan::HgruParams forward_params() {
+    kernels::scan::HgruParams params;
     params.layout = layout();
     params.channels = shape().channels;
     params.activation = shape().activation;
@@ -399,8 +399,8 @@ class HgruProblem : public ScanProblem {
     return params;
   }
 
-  kernels::HgruBackwardParams backward_params() {
-    kernels::HgruBackwardParams params;
+  kernels::scan::HgruBackwardParams backward_params() {
+    kernels::scan::HgruBackwardParams params;
     params.forward = forward_params();
     params.dh = dh.series();
     if (shape().has_states) params.dh_final = dh_final.at(0, 0);

@@ -95,7 +95,7 @@ class Wkv4Problem {
     for (TypedSeries* states : {&state, &final_state, &dfinal, &dstate}) {
       *states = {wide_, sequences(), 1, 3 * d};
     }
-    saved = {wide_, shape.batch, kernels::wkv4_saved_rows(shape.time), 3 * d};
+    saved = {wide_, shape.batch, kernels::scan::wkv4_saved_rows(shape.time), 3 * d};
     dw_partial = du_partial = {wide_, 1, std::max<int64_t>(sequences(), 1), d};
     fill();
   }
@@ -106,8 +106,8 @@ class Wkv4Problem {
   }
   std::vector<TypedSeries*> outputs() { return {&o, &final_state, &dk, &dv, &dstate}; }
 
-  kernels::Wkv4Params forward_params() {
-    kernels::Wkv4Params params;
+  kernels::scan::Wkv4Params forward_params() {
+    kernels::scan::Wkv4Params params;
     params.layout.batch = shape_.batch;
     params.layout.time = shape_.time;
     params.layout.sequences = sequences();
@@ -124,8 +124,8 @@ class Wkv4Problem {
     params.saved = shape_.saves ? saved.at(0, 0) : nullptr;
     return params;
   }
-  kernels::Wkv4BackwardParams backward_params() {
-    kernels::Wkv4BackwardParams params;
+  kernels::scan::Wkv4BackwardParams backward_params() {
+    kernels::scan::Wkv4BackwardParams params;
     params.forward = forward_params();
     params.grad_o = grad_o.series();
     params.dfinal_state = shape_.has_states ? dfinal.at(0, 0) : nullptr;

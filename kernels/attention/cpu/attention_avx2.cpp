@@ -2,7 +2,7 @@
 
 #include "kernels/attention/cpu/attention_entries.h"
 
-namespace tidegate::kernels::avx2 {
+namespace tidegate::kernels::attention::avx2 {
 
 const AttentionKernels kAttentionKernels = {
     attention_gate_sums, attention_key_norms,     attention_forward,
@@ -10,4 +10,4 @@ const AttentionKernels kAttentionKernels = {
     attention_finish,    attention_step,          attention_combine_step,
 };
 
-}  // namespace tidegate::kernels::avx2
+}  // namespace tidegate::kernels::attention::avx2

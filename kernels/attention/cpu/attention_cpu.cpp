@@ -15,7 +15,7 @@
 #include "kernels/common/cpu_sequences.h"
 #include "kernels/common/integers.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 /// Below this many multiplications a second thread costs more than it saves.
@@ -344,4 +344,4 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -6,7 +6,7 @@
 #include "kernels/attention/cpu/forward_tile.h"
 #include "kernels/attention/cpu/step_part.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 namespace {
 
 /// body(tags of the types of state, data and gate), with subnormal numbers taken as zeros.
@@ -93,4 +93,4 @@ void attention_combine_step(const ForgettingAttentionStepParams& params, int64_t
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

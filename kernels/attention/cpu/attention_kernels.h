@@ -6,7 +6,7 @@
 
 #include "kernels/attention/forgetting_attention.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Queries and keys that are handled together.
 constexpr int kQueryTile = 64;
@@ -110,4 +110,4 @@ namespace avx512 {
 extern const AttentionKernels kAttentionKernels;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

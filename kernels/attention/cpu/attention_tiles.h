@@ -6,7 +6,7 @@
 #include "kernels/attention/cpu/tile_products.h"
 #include "kernels/common/cpu_types.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 namespace {
 
 /// Hands out pieces of an item's scratch memory.
@@ -229,4 +229,4 @@ TIDEGATE_NOINLINE double query_norm(const ForgettingAttentionParams& params,
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

@@ -7,7 +7,7 @@
 
 #include "kernels/attention/cpu/attention_tiles.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E>
@@ -329,4 +329,4 @@ struct BackwardTile {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

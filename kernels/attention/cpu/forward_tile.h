@@ -5,7 +5,7 @@
 
 #include "kernels/attention/cpu/attention_tiles.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E>
@@ -191,4 +191,4 @@ struct ForwardTile {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

@@ -4,7 +4,7 @@
 
 #include "kernels/attention/cpu/attention_tiles.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 namespace {
 
 /// A gate's logarithm, not less than kLeastLogGate; NaN stays NaN.
@@ -62,4 +62,4 @@ TIDEGATE_NOINLINE void scan_gate_gradient(const ForgettingAttentionBackwardParam
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

@@ -6,7 +6,7 @@
 
 #include "kernels/attention/cpu/gate_scans.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E>
@@ -120,4 +120,4 @@ struct StepPart {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

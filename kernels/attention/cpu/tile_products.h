@@ -7,7 +7,10 @@
 #include "kernels/attention/cpu/attention_kernels.h"
 #include "kernels/common/cpu_unrolled.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
+
+using namespace tidegate::kernels::TIDEGATE_ISA;  // NOLINT: the vectors of cpu_simd.h
+
 namespace {
 
 /// Which way the left factor lies in memory.
@@ -71,4 +74,4 @@ constexpr int64_t whole_vectors(int64_t count) {
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA

@@ -8,7 +8,7 @@
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// A row's c, lse and delta - dlse in device memory.
 struct RawRow {
@@ -147,4 +147,4 @@ struct QuadSum {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -7,7 +7,7 @@
 #include "kernels/attention/cuda/tensor_forward.h"
 #include "kernels/attention/cuda/tensor_query_gradient.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Calls f with the shapes of a head dimension of the class: f.template operator()<Shape of
 /// forgetting_backward_kernel, its Shape for near heads, Shape of query_gradient_kernel>().
@@ -58,4 +58,4 @@ cudaError_t with_backward_shapes(int64_t dim, const DeviceLimits& limits, const 
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

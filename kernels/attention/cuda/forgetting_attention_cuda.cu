@@ -6,7 +6,7 @@
 #include "kernels/attention/cuda/tensor_forward.h"
 #include "kernels/common/cuda/device.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 template <class Params>
@@ -77,4 +77,4 @@ cudaError_t forgetting_attention_step(const ForgettingAttentionStepParams& param
   return is_empty(params) ? cudaSuccess : attention_step(params, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -6,7 +6,7 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 int64_t count_of(const ForgettingAttentionParams& p) {
@@ -41,4 +41,4 @@ cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& p, const dou
   return run(GateGradientScan<double>{p.forward, p.dlog_f, row_sums, column_sums}, totals, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

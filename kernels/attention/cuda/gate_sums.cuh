@@ -8,7 +8,7 @@
 #include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 constexpr int kGateChunk = 256;  // tokens, and threads of a block that takes them
 constexpr int kGateWarps = kGateChunk / 32;
@@ -193,4 +193,4 @@ __global__ void __launch_bounds__(kGateChunk)
   chunks.scan_chunk(blockIdx.x);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

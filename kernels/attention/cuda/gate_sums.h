@@ -5,7 +5,7 @@
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Doubles for the totals of chunks of one scan.
 int64_t gate_totals_count(const ForgettingAttentionParams& params);
@@ -21,4 +21,4 @@ cudaError_t gate_sums(const ForgettingAttentionParams& params, double* c, cudaSt
 cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& params, const double* row_sums,
                            const double* column_sums, double* totals, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -9,7 +9,7 @@
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 template <class T>
 __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -297,4 +297,4 @@ __device__ __forceinline__ void store_tile(char* global, int row_bytes, const un
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

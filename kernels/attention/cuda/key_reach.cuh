@@ -5,7 +5,7 @@
 
 #include "kernels/attention/cuda/tensor_work.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 constexpr int kReachWarps = 8;  // of a block
 
@@ -48,4 +48,4 @@ __global__ void __launch_bounds__(kReachWarps * 32)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -5,7 +5,7 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 constexpr int kWarps = 8;  // rows of a block
@@ -351,4 +351,4 @@ cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& pa
   return gate_gradients(params, work.row_sums, work.column_sums, totals, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

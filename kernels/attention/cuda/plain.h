@@ -5,7 +5,7 @@
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Fills workspace_bytes.
 void plain_attention_forward_plan(const ForgettingAttentionParams& params,
@@ -18,4 +18,4 @@ cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cud
 cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& params,
                                      cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

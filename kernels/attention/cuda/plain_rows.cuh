@@ -6,7 +6,7 @@
 #include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// The rows of one head of one sequence.
 template <class E>
@@ -58,4 +58,4 @@ auto with_element(DType dtype, Visit visit) {
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -4,7 +4,7 @@
 
 #include "kernels/attention/cuda/tensor_backward.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// dq from its sums, a block a tile of queries: they lie in the order in which the warps that made
 /// them hold accumulators. The first blocks add up chunks of gates' gradients.
@@ -53,4 +53,4 @@ __global__ void __launch_bounds__(Shape::kThreads)
       row_bytes(w.params.dq), rounded, place.cut.tokens, static_cast<int>(p.head_dim / 8), thread);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

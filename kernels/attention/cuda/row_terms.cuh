@@ -7,7 +7,7 @@
 #include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowsAtOnce = 2;  // of a lane, whose loads are under way together
@@ -166,4 +166,4 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

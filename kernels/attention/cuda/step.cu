@@ -8,7 +8,7 @@
 #include "kernels/attention/cuda/tensor_step.cuh"
 #include "kernels/common/cuda/device.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 constexpr int kWarps = 8;
@@ -475,4 +475,4 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -5,11 +5,11 @@
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Fills splits and workspace_bytes.
 cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
                                 ForgettingAttentionPlan* plan);
 cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

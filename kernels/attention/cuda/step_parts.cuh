@@ -4,7 +4,7 @@
 
 #include "kernels/attention/forgetting_attention.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 constexpr int kLeastPart = 64;  // keys of a split, a multiple of every kernel's tile
 
@@ -25,4 +25,4 @@ struct Splits {
   __device__ int64_t used() const { return part == 0 ? 0 : (length - oldest + part - 1) / part; }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

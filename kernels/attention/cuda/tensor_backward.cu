@@ -10,7 +10,7 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 /// Clears `pieces` of 16 bytes, kClearedPieces a block; the first blocks add up chunks of gates.
@@ -174,4 +174,4 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
                              kGateChunk, 0, stream, gradients);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

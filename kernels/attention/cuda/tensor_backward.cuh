@@ -16,7 +16,7 @@
 #include "kernels/attention/cuda/tensor_work.cuh"
 #include "kernels/common/cuda/device.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Adds four floats to device memory.
 __device__ inline void add_four(float* to, const float (&x)[4]) {
@@ -574,4 +574,4 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

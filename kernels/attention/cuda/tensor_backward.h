@@ -6,7 +6,7 @@
 #include "kernels/attention/cuda/tensor_forward.h"
 #include "kernels/common/cuda/device.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Whether the tensor-core kernels take these params on the current device: what the forward pass
 /// asks for, the same of the gradients, and enough shared memory.
@@ -30,4 +30,4 @@ struct AttentionBackwardUnit {
                             const DeviceLimits& limits, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

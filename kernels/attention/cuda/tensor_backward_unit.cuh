@@ -9,7 +9,7 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 template <class Shape>
 cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limits,
@@ -94,4 +94,4 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
       });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -7,7 +7,7 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 namespace {
 
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
@@ -76,4 +76,4 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
                                        : launch<__half>(work, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

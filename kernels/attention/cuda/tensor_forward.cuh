@@ -15,7 +15,7 @@
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// How a head dimension is cut: kWarps warps of 16 * kRowTiles queries; kKeys keys a copy, of which
 /// kPart at a time are in registers; kBlocks blocks a multiprocessor; kKeep: queries and addresses
@@ -552,4 +552,4 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                                          row_bytes(p.o), own, rows - warp_row, pieces, lane);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -5,7 +5,7 @@
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 struct TensorAttention;
 
@@ -34,4 +34,4 @@ struct AttentionForwardUnit {
   static cudaError_t launch(TensorAttention work, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -4,7 +4,7 @@
 #include "kernels/attention/cuda/tensor_forward.h"
 #include "kernels/common/cuda/device.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 template <class Shape>
 cudaError_t launch_forward(TensorAttention work, const DeviceLimits& limits, cudaStream_t stream) {
@@ -59,4 +59,4 @@ cudaError_t AttentionForwardUnit<Data, kDims>::launch(TensorAttention work, cuda
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

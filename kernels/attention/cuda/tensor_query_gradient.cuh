@@ -6,7 +6,7 @@
 #include "kernels/attention/cuda/tensor_backward.cuh"
 #include "kernels/attention/cuda/tensor_forward.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 template <class Data, int kHeadDim, int kRowTilesAWarp, int kWarpsABlock, int kKeysATile>
 struct QueryGradientShape {
@@ -217,4 +217,4 @@ __global__ void __launch_bounds__(Shape::kThreads)
       own, rows - warp_row, pieces, lane);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

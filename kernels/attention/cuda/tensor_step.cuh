@@ -9,7 +9,7 @@
 #include "kernels/attention/cuda/plain_rows.cuh"
 #include "kernels/attention/cuda/step_parts.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 constexpr int kStepStages = 3;
 constexpr int kStepKeys = 16;  // of a tile
@@ -231,4 +231,4 @@ cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStrea
                              : launch_tensor_step<E, 256>(p, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -7,7 +7,7 @@
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::attention {
 
 /// Heads that a launch of the backward pass takes. Near: where pruning leaves a key few queries.
 enum class PrunedHeads : uint8_t { kAll, kNear, kFar };
@@ -217,4 +217,4 @@ __device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, in
   return (all != 0) == (w.heads == PrunedHeads::kNear);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::attention

@@ -2,7 +2,7 @@
 
 #include "kernels/gla/cpu/gla_block.h"
 
-namespace tidegate::kernels::avx2 {
+namespace tidegate::kernels::gla::avx2 {
 
 const GlaKernels kGlaKernels = {
     gla_forward_block,
@@ -10,4 +10,4 @@ const GlaKernels kGlaKernels = {
     gla_backward_keys_block,
 };
 
-}  // namespace tidegate::kernels::avx2
+}  // namespace tidegate::kernels::gla::avx2

@@ -5,7 +5,7 @@
 #include "kernels/gla/cpu/key_block.h"
 #include "kernels/gla/cpu/value_block.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
 /// body(tags of the types of state, data and gate), with subnormal numbers taken as zeros.
@@ -37,4 +37,4 @@ void gla_backward_keys_block(const GlaBackwardParams& params, const GlaBlock& bl
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::gla::TIDEGATE_ISA

@@ -11,7 +11,7 @@
 #include "kernels/gla/cpu/gla_kernels.h"
 #include "kernels/gla/gla.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 namespace {
 
 /// Below this many multiplications a second thread costs more than it saves.
@@ -144,4 +144,4 @@ void gla_backward_cpu(const GlaBackwardParams& params, const ParallelFor& parall
              parallel, [&](const GlaBlock& block) { keys(params, block); });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -6,7 +6,7 @@
 
 #include "kernels/gla/gla.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Tokens that are handled together. Inside a block every pair of tokens has its own product of
 /// decays; between blocks a state is carried.
@@ -68,4 +68,4 @@ namespace avx512 {
 extern const GlaKernels kGlaKernels;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -17,7 +17,7 @@
 
 #include "kernels/gla/cpu/token_block.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E, class G>
@@ -294,4 +294,4 @@ struct KeyBlock {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::gla::TIDEGATE_ISA

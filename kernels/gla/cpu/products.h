@@ -6,7 +6,10 @@
 #include "kernels/common/cpu_unrolled.h"
 #include "kernels/gla/cpu/gla_kernels.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::gla::TIDEGATE_ISA {
+
+using namespace tidegate::kernels::TIDEGATE_ISA;  // NOLINT: the vectors of cpu_simd.h
+
 namespace {
 
 /// out[t] = sum over p < depth of x[t][p] * matrix[p], for 16 tokens t.
@@ -167,4 +170,4 @@ TIDEGATE_NOINLINE void pair_products(const Pairs<R>& pairs) {
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::gla::TIDEGATE_ISA

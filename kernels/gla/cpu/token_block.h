@@ -9,7 +9,7 @@
 #include "kernels/common/cpu_types.h"
 #include "kernels/gla/cpu/products.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
 /// Hands out pieces of a block's scratch memory, zeroed.
@@ -237,4 +237,4 @@ TIDEGATE_INLINE int tokens_from(int64_t first, int64_t length) {
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::gla::TIDEGATE_ISA

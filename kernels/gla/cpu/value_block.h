@@ -10,7 +10,7 @@
 
 #include "kernels/gla/cpu/token_block.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E, class G>
@@ -201,4 +201,4 @@ struct ValueBlock {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::gla::TIDEGATE_ISA

@@ -9,7 +9,7 @@
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 constexpr int kTileColumns = 128;  // of V, at most
 
@@ -84,4 +84,4 @@ struct TokenBlockWithGate : TokenBlock<kKeys> {
   GateTile<Gate, kKeys> gate;
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

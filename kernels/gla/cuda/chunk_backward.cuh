@@ -6,7 +6,7 @@
 #include "kernels/gla/cuda/tile_gradients.cuh"
 #include "kernels/gla/cuda/value_rows.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Starts copying what the chunk's steps need; rows past its end are zero.
 __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
@@ -647,4 +647,4 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

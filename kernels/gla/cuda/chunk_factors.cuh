@@ -6,7 +6,7 @@
 #include "kernels/gla/cuda/dyadic.cuh"
 #include "kernels/gla/cuda/quad_inputs.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// A lane's two tokens and four columns into a tile: four bytes for each token and half of the
 /// columns.
@@ -101,4 +101,4 @@ __global__ void __launch_bounds__(kBlocks * 32, 5)
              kTileBytes / 4, kTileBytes / 2, by_row);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

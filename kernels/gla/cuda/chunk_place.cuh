@@ -6,7 +6,7 @@
 #include "kernels/common/cuda/cuts.cuh"
 #include "kernels/gla/cuda/chunk_tiles.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// The tensors of a call, by the name of a chunk's rows.
 enum ChunkTensor : int {
@@ -156,4 +156,4 @@ struct ChunkPlace {
         value_slices(static_cast<int>(p.value_dim) / kBlock) {}
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

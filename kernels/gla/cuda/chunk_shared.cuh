@@ -4,7 +4,7 @@
 
 #include "kernels/gla/cuda/chunk_place.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Warps of a block: a multiple of four, at least one a slice of channels.
 inline int chunk_warps(int64_t key_dim) {
@@ -104,4 +104,4 @@ __device__ inline void clear_partial_sums(const ChunkBackward& a, const ChunkPla
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

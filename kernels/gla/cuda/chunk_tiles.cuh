@@ -8,7 +8,7 @@
 #include "kernels/gla/cuda/gates.cuh"
 #include "kernels/gla/cuda/head_rows.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 constexpr int kChunk = 64;
 constexpr int kBlock = 16;  // tokens of a block, channels of a slice, columns of a value slice
@@ -155,4 +155,4 @@ __device__ inline float2 unpack_pair(uint32_t bits) {
   return {both.get(0), both.get(1)};
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -8,7 +8,7 @@
 
 #include "kernels/gla/cuda/block_tiles.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Adds scores * values where some values are not finite: the others as ever, those one token after
 /// the other, and only to the tokens from theirs on. (With a score of zero, a product of theirs
@@ -164,4 +164,4 @@ class Consumer {
   float state_[kTiles][4] = {};
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -20,7 +20,7 @@
 
 #include "kernels/common/cuda/mma.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 constexpr int kDyadicTokens = 16;
 
@@ -135,4 +135,4 @@ __device__ inline void dyadic_keys(float (&k)[2][4], const float (&f)[2][4], int
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -5,7 +5,7 @@
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/gla/gla.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// What a logit x stands for: f = gamma + (1 - gamma) s(x) and k = (1 - gamma) s(-x), each from the
 /// smaller of the two sigmoids, so that a gate keeps its digits at either end.
@@ -50,4 +50,4 @@ __device__ inline Real activation_slope(InputActivation activation, Real x) {
   return activation == InputActivation::kSilu ? s.pos * fused(x, s.neg, Real(1)) : s.pos * s.neg;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

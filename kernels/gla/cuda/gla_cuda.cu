@@ -5,7 +5,7 @@
 #include "kernels/gla/cuda/tensor_backward.h"
 #include "kernels/gla/cuda/tensor_forward.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 namespace {
 
 bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels == 0; }
@@ -54,4 +54,4 @@ cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {
                                                           : gla_plain_backward(params, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

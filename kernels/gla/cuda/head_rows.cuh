@@ -6,7 +6,7 @@
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/gla/gla.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Rows of one head of one sequence: row k is what the k-th step of the walk sees.
 class HeadRows {
@@ -64,4 +64,4 @@ class HeadRows {
   DType dtype_ = DType::kFloat32;
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -9,7 +9,7 @@
 #include "kernels/gla/cuda/block_tiles.cuh"
 #include "kernels/gla/cuda/head_rows.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Which part of the work of a launch a thread block has.
 struct BlockWork {
@@ -93,4 +93,4 @@ class Loader {
   TileRows<GateTile<Gate, kKeys>::kPieces> gate_;
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

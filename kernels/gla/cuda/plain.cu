@@ -12,7 +12,7 @@
 #include "kernels/gla/cuda/plain_walk.cuh"
 #include "kernels/gla/cuda/step.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 namespace {
 
 constexpr int kSharedBytes = 48 << 10;  // what every device gives without being asked
@@ -126,4 +126,4 @@ cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t str
                          [&]<class Real>() { return launch_backward<Real>(params, stream); });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

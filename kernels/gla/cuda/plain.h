@@ -4,7 +4,7 @@
 
 #include "kernels/gla/gla_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// A walk of at most so many tokens is a step.
 constexpr int kStepTokens = 2;
@@ -16,4 +16,4 @@ cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
 cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
 cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t stream);
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

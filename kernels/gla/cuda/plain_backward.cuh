@@ -10,7 +10,7 @@
 #include "kernels/common/cuda/precise.cuh"
 #include "kernels/gla/cuda/plain_inputs.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 struct PlainBackward {
   GlaBackwardParams params = {};
@@ -322,4 +322,4 @@ __global__ void __launch_bounds__(kPlainThreads) plain_gate_sum_kernel(const Pla
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -5,7 +5,7 @@
 #include "kernels/gla/cuda/gates.cuh"
 #include "kernels/gla/cuda/head_rows.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// exp(log_f). Next to one it rounds once: exp itself is off by up to a unit there, by the same
 /// amount for all decays of a neighbourhood, and over a long time they are multiplied.
@@ -95,4 +95,4 @@ struct PlainSlices {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -5,7 +5,7 @@
 
 #include "kernels/gla/cuda/plain_inputs.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// o_t = scale q_t^T S_t while walking S_t = f_t S_{t-1} + k_t v_t^T;  or, kValueGradient,
 /// dv_t = k_t^T P_t while walking the other way P_t = f_{t+1} P_{t+1} + scale q_t do_t^T.
@@ -131,4 +131,4 @@ __global__ void __launch_bounds__(kPlainThreads) plain_walk_kernel(const PlainWa
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -6,7 +6,7 @@
 #include "kernels/gla/cuda/loader.cuh"
 #include "kernels/gla/cuda/raw_tokens.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// kMaps: only what the state is made of, keys and totals: no queries, no scores.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
@@ -185,4 +185,4 @@ class Producer {
   HeadRows head_gates_;
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

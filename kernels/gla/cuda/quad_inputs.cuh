@@ -5,7 +5,7 @@
 
 #include "kernels/gla/cuda/chunk_place.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// [token][channel]; q is activated and scaled.
 struct Quad {
@@ -177,4 +177,4 @@ __device__ inline void load_bounds(const GlaParams& p, int head, int channel, fl
   gamma[3] = bound.w;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

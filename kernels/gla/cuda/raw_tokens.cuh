@@ -7,7 +7,7 @@
 #include "kernels/gla/cuda/block_tiles.cuh"
 #include "kernels/gla/cuda/gates.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Eight elements of T.
 template <class T>
@@ -77,4 +77,4 @@ __device__ inline uint4 activated_bf16(InputActivation activation, const Eight<T
           pack_bf16(high[2], high[3])};
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -17,7 +17,7 @@
 
 #include "kernels/gla/cuda/chunk_place.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Columns of a state that a block keeps; more are shared among blocks.
 constexpr int kStateColumns = 128;
@@ -323,4 +323,4 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

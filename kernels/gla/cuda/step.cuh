@@ -6,7 +6,7 @@
 #include "kernels/gla/cuda/plain.h"
 #include "kernels/gla/cuda/plain_inputs.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 constexpr int kStepWarps = 8;
 constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
@@ -121,4 +121,4 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) gla_step_kernel(const GlaP
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

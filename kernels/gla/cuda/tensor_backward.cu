@@ -12,7 +12,7 @@
 #include "kernels/gla/cuda/chunk_shared.cuh"
 #include "kernels/gla/cuda/state_pass.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 namespace {
 
 int slices(int64_t dim) { return static_cast<int>(dim / kBlock); }
@@ -173,4 +173,4 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
                                        : launch<__half>(pass, work, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -5,7 +5,7 @@
 
 #include "kernels/gla/gla_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Whether the tensor-core kernels take these params on the current device: 16-bit data, K and V
 /// multiples of 16 up to 256, rows aligned to 16 bytes, and room in shared memory.
@@ -25,4 +25,4 @@ struct TensorBackwardUnit {
   static cudaError_t chunks(const ChunkBackward& work, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -6,7 +6,7 @@
 #include "kernels/gla/cuda/state_pass.cuh"
 #include "kernels/gla/cuda/tensor_backward.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 template <class T>
 cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaStream_t stream) {
@@ -50,4 +50,4 @@ cudaError_t TensorBackwardUnit<T>::chunks(const ChunkBackward& work, cudaStream_
                                          : launch.template operator()<GateKind::kLogDecay>();
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

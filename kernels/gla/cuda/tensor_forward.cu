@@ -8,7 +8,7 @@
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/tensor_forward.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 namespace {
 
 constexpr int kMaxKeys = 128;  // a kernel's; more are taken in slices
@@ -167,4 +167,4 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -7,7 +7,7 @@
 #include "kernels/gla/cuda/consumer.cuh"
 #include "kernels/gla/cuda/producer.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 constexpr int kMaxWarps = 16;  // of a block, of 128 registers a thread
 constexpr int kMaxSlots = 16;
@@ -248,4 +248,4 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

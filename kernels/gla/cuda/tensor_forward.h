@@ -5,7 +5,7 @@
 
 #include "kernels/gla/gla_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 struct TensorForward;
 
@@ -23,4 +23,4 @@ struct TensorForwardUnit {
                             cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -6,7 +6,7 @@
 #include "kernels/gla/cuda/tensor_forward.cuh"
 #include "kernels/gla/cuda/tensor_forward.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 template <class Data, class Gate, GateKind kKind, int kKeys, Pass kPass>
 cudaError_t launch_tensor_forward(TensorForward work, int64_t blocks, cudaStream_t stream) {
@@ -50,4 +50,4 @@ cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bo
                                                    : with_gate.template operator()<Data>();
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -25,7 +25,7 @@
 #include "kernels/gla/cuda/chunk_shared.cuh"
 #include "kernels/gla/cuda/quad_inputs.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
 using BlockSum = float[2][4];
@@ -197,4 +197,4 @@ __device__ inline void find_tile_gradients(const Quad& x, BlockSums& sums, const
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -4,7 +4,7 @@
 
 #include "kernels/gla/cuda/chunk_tiles.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::gla {
 
 /// The gradients of the activated v of a block of 16 tokens and 16 columns, through the activation:
 /// x[n][2h + e] of token 2r + h and column 8n + 2c + e. `raw` and `out` start at the block's first
@@ -40,4 +40,4 @@ __device__ inline void store_value_block(InputActivation activation, const NearR
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::gla

@@ -8,7 +8,7 @@
 #include "kernels/common/cpu_types.h"
 #include "kernels/rnn/cpu/panel_product.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::rnn::TIDEGATE_ISA {
 namespace {
 
 /// The row of `series` at a token of a sequence.
@@ -208,4 +208,4 @@ void gated_rnn_backward_block(const GatedRnnBackwardParams& params, const RnnBlo
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::rnn::TIDEGATE_ISA

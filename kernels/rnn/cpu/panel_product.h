@@ -6,7 +6,10 @@
 #include "kernels/common/cpu_simd.h"
 #include "kernels/rnn/cpu/rnn_kernels.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::rnn::TIDEGATE_ISA {
+
+using namespace tidegate::kernels::TIDEGATE_ISA;  // NOLINT: the vectors of cpu_simd.h
+
 namespace {
 
 /// Numbers in a row of a panel: two vectors.
@@ -115,4 +118,4 @@ void pack_panels(const GatedRnnParams& params, bool transposed, int64_t begin, i
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::rnn::TIDEGATE_ISA

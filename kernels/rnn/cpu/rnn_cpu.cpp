@@ -14,7 +14,7 @@
 #include "kernels/rnn/cpu/rnn_kernels.h"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 namespace {
 
 /// Below this many multiplications a second thread costs more than it saves.
@@ -115,4 +115,4 @@ void gated_rnn_backward_cpu(const GatedRnnBackwardParams& params, const Parallel
       [&](const RnnKernels& kernels, const RnnBlock& block) { kernels.backward(params, block); });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

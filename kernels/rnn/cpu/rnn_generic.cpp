@@ -3,7 +3,7 @@
 #include "kernels/rnn/cpu/gated_rnn_block.h"
 #include "kernels/rnn/cpu/rnn_kernels.h"
 
-namespace tidegate::kernels::generic {
+namespace tidegate::kernels::rnn::generic {
 
 const RnnKernels kRnnKernels = {
     kBlockRows,
@@ -12,4 +12,4 @@ const RnnKernels kRnnKernels = {
     gated_rnn_backward_block,
 };
 
-}  // namespace tidegate::kernels::generic
+}  // namespace tidegate::kernels::rnn::generic

@@ -7,7 +7,7 @@
 
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// A sequence as a block walks it.
 struct RnnRow {
@@ -54,4 +54,4 @@ namespace avx512 {
 extern const RnnKernels kRnnKernels;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

@@ -8,7 +8,7 @@
 #include "kernels/rnn/cuda/chip_family.h"
 #include "kernels/rnn/cuda/on_chip.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// What a family is for: D, whether the matrix is of 16-bit numbers, whether there are clusters.
 template <int kWidth_, bool kIs16Bit_, bool kExchangesInMemory_>
@@ -214,4 +214,4 @@ cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::backward(
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

@@ -6,7 +6,7 @@
 
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// For D up to kWidth: 128 (one block), 256, 512 and 1024 (2, 8 and 16 blocks). Of 512 there are
 /// kernels for a matrix of 16-bit numbers, and for blocks that talk through memory instead of being
@@ -26,4 +26,4 @@ constexpr int64_t kMaxBlockWidth = 128;   // by one block
 /// Up to here the plain kernel's one block reads a matrix as fast as a library's product starts.
 constexpr int64_t kMaxPlainWidth = 256;
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

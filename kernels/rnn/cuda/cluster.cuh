@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 __device__ inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
@@ -92,4 +92,4 @@ __device__ inline void store_remote(unsigned, float4, unsigned) {}
 
 #endif
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

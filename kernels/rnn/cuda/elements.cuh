@@ -7,7 +7,7 @@
 #include "kernels/common/dtype.h"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// The element at `index`, counted from the first one of `data`.
 template <class Real>
@@ -41,4 +41,4 @@ __device__ inline int64_t element_index(const TimeSeries& series, int64_t batch,
   return batch * series.stride_b + t * series.stride_t + channel;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

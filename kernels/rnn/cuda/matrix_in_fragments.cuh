@@ -26,7 +26,7 @@
 #include "kernels/rnn/cuda/state_exchange.cuh"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 template <class Tile>
 class MatrixInFragments;
@@ -279,4 +279,4 @@ class MatrixInFragments {
   uint32_t registers_[Tile::kTerms][Tile::kTiles][4];
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

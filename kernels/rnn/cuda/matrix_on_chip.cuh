@@ -20,7 +20,7 @@
 #include "kernels/rnn/cuda/cluster.cuh"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 constexpr int kChipThreads = 256;
 
@@ -291,4 +291,4 @@ class MatrixOnChip {
   float registers_[Tile::kInRegisters][4 * Tile::kChunks];
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

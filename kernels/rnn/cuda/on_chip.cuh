@@ -10,7 +10,7 @@
 #include "kernels/rnn/cuda/matrix_on_chip.cuh"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// The type of a tensor's elements, known at run time only: what depends on it is chosen without a
 /// branch.
@@ -345,4 +345,4 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if constexpr (kRunsHere<Tile>) walk_backward<Tile>(params, shared);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

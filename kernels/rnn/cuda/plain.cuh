@@ -9,7 +9,7 @@
 #include "kernels/rnn/cuda/elements.cuh"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 constexpr int kPlainRnnThreads = 512;
 /// Vectors of D numbers that a sequence keeps in the workspace, in either direction.
@@ -144,4 +144,4 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

@@ -7,7 +7,7 @@
 #include "kernels/rnn/cuda/chip_family.h"
 #include "kernels/rnn/cuda/plain.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 namespace {
 
 template <int kWidth, bool kExchangesInMemory, class Visit>
@@ -86,4 +86,4 @@ cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params, cudaStream_
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

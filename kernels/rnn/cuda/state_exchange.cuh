@@ -12,7 +12,7 @@
 #include "kernels/rnn/cuda/cluster.cuh"
 #include "kernels/rnn/rnn.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rnn {
 
 /// Who owns what, for so many vectors; kSplit warps share columns, each with rows of its own.
 template <int kVectors_, int kSplit_>
@@ -294,4 +294,4 @@ class MemoryExchange {
   int vector_, channel_;  // what this thread says
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rnn

@@ -4,7 +4,7 @@
 
 #include "kernels/rotary/rotary.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rotary {
 namespace {
 
 constexpr int64_t kElements = 1 << 15;  // that are worth a thread
@@ -49,4 +49,4 @@ void rotary_cpu(const RotaryParams& params, const ParallelFor& parallel) {
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rotary

@@ -3,7 +3,7 @@
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/rotary/rotary_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::rotary {
 namespace {
 
 constexpr int kThreads = 256;
@@ -133,4 +133,4 @@ cudaError_t rotary(const RotaryParams& params, cudaStream_t stream) {
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::rotary

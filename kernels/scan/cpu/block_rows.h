@@ -8,7 +8,10 @@
 #include "kernels/common/cpu_types.h"
 #include "kernels/scan/cpu/scan_kernels.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
+
+using namespace tidegate::kernels::TIDEGATE_ISA;  // NOLINT: the vectors of cpu_simd.h
+
 namespace {
 
 /// Values a channel of the block needs at every step. Complex scans use one for each half.
@@ -125,4 +128,4 @@ struct StateRows {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

@@ -5,7 +5,7 @@
 #include "kernels/scan/cpu/hgru_complex_block.h"
 #include "kernels/scan/cpu/hgru_real_block.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 template <class Body>
@@ -40,4 +40,4 @@ void hgru_backward_block(const HgruBackwardParams& params, const ScanBlock& bloc
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

@@ -4,7 +4,7 @@
 
 #include "kernels/scan/cpu/hgru_gates.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 /// Each sigmoid has a division of its own here, so that a NaN in one half stays there at its step.
@@ -140,4 +140,4 @@ struct HgruComplexBlock {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

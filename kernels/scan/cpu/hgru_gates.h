@@ -8,7 +8,7 @@
 #include "kernels/common/cpu_gates.h"
 #include "kernels/scan/cpu/block_rows.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 /// act(c) and its derivative, from the sigmoids of c.
@@ -78,4 +78,4 @@ struct HgruBackwardRows {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

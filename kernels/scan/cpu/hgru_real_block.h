@@ -4,7 +4,7 @@
 
 #include "kernels/scan/cpu/hgru_gates.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E, class G, bool kSilu>
@@ -107,4 +107,4 @@ struct HgruRealBlock {
 };
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

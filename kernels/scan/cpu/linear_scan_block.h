@@ -5,7 +5,7 @@
 
 #include "kernels/scan/cpu/block_rows.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E, class G, bool kIsComplex>
@@ -152,4 +152,4 @@ void linear_scan_backward_block(const LinearScanBackwardParams& params, const Sc
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

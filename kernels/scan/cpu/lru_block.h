@@ -5,7 +5,7 @@
 
 #include "kernels/scan/cpu/block_rows.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 /// One vector of numbers: its real parts and, where there are any, its imaginary ones.
@@ -247,4 +247,4 @@ void lru_backward_block(const LruBackwardParams& params, const ScanBlock& block)
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

@@ -12,7 +12,7 @@
 #include "kernels/scan/scan.h"
 #include "kernels/scan/wkv4.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
@@ -253,4 +253,4 @@ void wkv4_backward_cpu(const Wkv4BackwardParams& params, const ParallelFor& para
              params, active_kernels().wkv4_backward);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -7,7 +7,7 @@
 #include "kernels/scan/scan.h"
 #include "kernels/scan/wkv4.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// One piece of work: some neighbouring channels of one sequence.
 struct ScanBlock {
@@ -60,4 +60,4 @@ namespace avx512 {
 extern const ScanKernels kScanKernels;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

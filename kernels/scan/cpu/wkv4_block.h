@@ -6,7 +6,7 @@
 #include "kernels/scan/cpu/block_rows.h"
 #include "kernels/scan/wkv4.h"
 
-namespace tidegate::kernels::TIDEGATE_ISA {
+namespace tidegate::kernels::scan::TIDEGATE_ISA {
 namespace {
 
 /// Two terms of a sum, scaled by the larger of their weights.
@@ -334,4 +334,4 @@ void wkv4_backward_block(const Wkv4BackwardParams& params, const ScanBlock& bloc
 }
 
 }  // namespace
-}  // namespace tidegate::kernels::TIDEGATE_ISA
+}  // namespace tidegate::kernels::scan::TIDEGATE_ISA

@@ -15,7 +15,7 @@
 #include "kernels/scan/cuda/chain.cuh"
 #include "kernels/scan/cuda/run.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Shared memory in which a warp keeps a decoded run.
 template <class Op>
@@ -218,4 +218,4 @@ __device__ inline void walk_own_runs(Op& op, const Ring<Op>& ring, Shared& share
   }
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

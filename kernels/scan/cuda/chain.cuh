@@ -6,7 +6,7 @@
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/scan/cuda/maps.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 constexpr int kMaxWarps = 16;  // of one block
 
@@ -58,4 +58,4 @@ struct Chain {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

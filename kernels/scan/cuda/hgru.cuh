@@ -11,7 +11,7 @@
 #include "kernels/scan/cuda/parts.cuh"
 #include "kernels/scan/cuda/walk.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// The rotation of one channel by exp(i theta) a step. Real recurrences have none.
 template <class Real, bool kComplex>
@@ -536,4 +536,4 @@ struct HgruBackward : HgruBase<Data_, Gate_, kComplex_, kVec_, kUse>,
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

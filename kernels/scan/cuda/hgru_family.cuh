@@ -4,7 +4,7 @@
 #include "kernels/scan/cuda/hgru_family.h"
 #include "kernels/scan/cuda/launch.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Which kernels a data type has, and which of them params ask for.
 template <class Data>
@@ -78,4 +78,4 @@ cudaError_t HgruFamily<Data>::backward(const HgruBackwardParams& p, cudaStream_t
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -2,7 +2,7 @@
 
 #include "kernels/scan/scan_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// All of hgru for one data type. Defined in hgru_family.cuh, compiled in one unit a type.
 template <class Data>
@@ -13,4 +13,4 @@ struct HgruFamily {
   static cudaError_t backward(const HgruBackwardParams& p, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

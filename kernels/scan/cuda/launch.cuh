@@ -11,7 +11,7 @@
 #include "kernels/scan/cuda/walk.cuh"
 #include "kernels/scan/scan_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Whether all rows of a tensor can be accessed in packs of kVec elements.
 inline bool packs_align(const TimeSeries& t, int vec) {
@@ -275,4 +275,4 @@ struct WalkFamily {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

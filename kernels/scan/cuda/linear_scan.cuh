@@ -5,7 +5,7 @@
 #include "kernels/scan/cuda/partial_sums.cuh"
 #include "kernels/scan/cuda/walk.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Shapes of the walk.
 template <bool kBackward, WalkUse kUse>
@@ -223,4 +223,4 @@ struct LinearScanBackward : WalkDefaults, LinearScanShape<true, kUse> {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -4,7 +4,7 @@
 #include "kernels/scan/cuda/linear_scan.cuh"
 #include "kernels/scan/cuda/linear_scan_family.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Which kernels a data type has, and which of them params ask for.
 template <class Data>
@@ -82,4 +82,4 @@ cudaError_t LinearScanFamily<Data>::backward(const LinearScanBackwardParams& p,
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

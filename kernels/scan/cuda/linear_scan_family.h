@@ -2,7 +2,7 @@
 
 #include "kernels/scan/scan_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// All of linear_scan for one data type. Defined in linear_scan_family.cuh, compiled in one unit a
 /// type.
@@ -14,4 +14,4 @@ struct LinearScanFamily {
   static cudaError_t backward(const LinearScanBackwardParams& p, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

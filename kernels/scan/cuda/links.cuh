@@ -23,7 +23,7 @@
 #include "kernels/scan/cuda/chain.cuh"
 #include "kernels/scan/cuda/walk_op.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Teams of a block, and the warps of one that walk. Workers that look ahead have what to do while
 /// a state is on its way; others wait, and a second team works.
@@ -367,4 +367,4 @@ struct Carrier {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

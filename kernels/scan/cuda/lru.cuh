@@ -12,7 +12,7 @@
 #include "kernels/scan/cuda/parts.cuh"
 #include "kernels/scan/cuda/walk.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// What forward and backward share: the types of one instantiation and what follows from the
 /// parameters.
@@ -419,4 +419,4 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kUse>, LruShape<true, kUse
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

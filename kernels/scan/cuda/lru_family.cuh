@@ -4,7 +4,7 @@
 #include "kernels/scan/cuda/lru.cuh"
 #include "kernels/scan/cuda/lru_family.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Which kernels a data type has, and which of them params ask for.
 template <class Data>
@@ -69,4 +69,4 @@ cudaError_t LruFamily<Data>::backward(const LruBackwardParams& p, cudaStream_t s
   });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

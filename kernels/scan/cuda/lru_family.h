@@ -2,7 +2,7 @@
 
 #include "kernels/scan/scan_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// All of lru for one data type. Defined in lru_family.cuh, compiled in one unit a type.
 template <class Data>
@@ -13,4 +13,4 @@ struct LruFamily {
   static cudaError_t backward(const LruBackwardParams& p, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -5,7 +5,7 @@
 
 #include "kernels/common/cuda/precise.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 template <class Number, int kVec>
 __device__ inline void copy_state(Number (&to)[kVec], const Number (&from)[kVec]) {
@@ -186,4 +186,4 @@ struct StateBoard {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

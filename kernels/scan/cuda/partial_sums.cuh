@@ -6,7 +6,7 @@
 #include "kernels/common/cuda/precise.cuh"
 #include "kernels/scan/cuda/rows.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 template <class Number, int kVec>
 __device__ inline void write_partial(const Number (&sum)[kVec], void* partial, int64_t row,
@@ -61,4 +61,4 @@ __device__ inline void sum_over_warps(const Sum<Number, kPrecise> (&sum)[kVec], 
   write_partial(total, partial, row, lane);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

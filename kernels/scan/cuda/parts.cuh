@@ -7,7 +7,7 @@
 #include "kernels/scan/cuda/rows.cuh"
 #include "kernels/scan/cuda/walk_op.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 template <class Data_, bool kComplex_, int kVec_>
 struct Parts : WalkDefaults {
@@ -71,4 +71,4 @@ class PartRows {
   int half_;  // bytes
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

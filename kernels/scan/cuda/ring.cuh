@@ -7,7 +7,7 @@
 #include "kernels/scan/cuda/rows.cuh"
 #include "kernels/scan/cuda/walk_op.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// A warp's ring of runs in shared memory.
 template <class Op>
@@ -211,4 +211,4 @@ class SplitRing {
 template <class Op>
 using RingOf = std::conditional_t<Op::kLookAhead == LookAhead::kSplits, SplitRing<Op>, Ring<Op>>;
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

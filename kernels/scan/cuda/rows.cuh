@@ -7,7 +7,7 @@
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/common/time_series.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// The kVec adjacent channels of one thread. All of them exist: kVec divides D, and threads past
 /// the last channel repeat it. They write what its owner writes, so that no access needs a guard.
@@ -184,4 +184,4 @@ struct StateRow<Complex<Real>, kVec, true> {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -7,7 +7,7 @@
 #include "kernels/scan/cuda/maps.cuh"
 #include "kernels/scan/cuda/ring.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// A run between the ring and the outputs. An op may bring one of its own (wkv4.cuh).
 template <class Op>
@@ -109,4 +109,4 @@ struct Run {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

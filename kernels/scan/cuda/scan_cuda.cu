@@ -6,7 +6,7 @@
 #include "kernels/scan/cuda/lru_family.h"
 #include "kernels/scan/cuda/wkv4_family.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 namespace {
 
@@ -120,4 +120,4 @@ cudaError_t wkv4_backward(const Wkv4BackwardParams& params, cudaStream_t stream)
                      [&]<class T>() { return Wkv4Family<T>::backward(params, stream); });
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -36,7 +36,7 @@
 #include "kernels/scan/cuda/walk_op.cuh"
 #include "kernels/scan/scan.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Whether a block walks whole sequences (TimeSplit::kWhole), or is linked to others that share
 /// one.
@@ -269,4 +269,4 @@ __global__ void plain_walk_kernel(const __grid_constant__ typename Op::Params pa
   op.reduce_alone(n);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -50,7 +50,7 @@
 //
 // kSharesGauge makes the links wkv4's (wkv4_links.cuh).
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// How a walk is cut: steps a run, and runs in flight a warp.
 template <int kSteps_, int kStages_>
@@ -98,4 +98,4 @@ struct WalkDefaults {
   static constexpr bool kSharesGauge = false;
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

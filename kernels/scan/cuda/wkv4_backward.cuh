@@ -6,7 +6,7 @@
 #include "kernels/scan/cuda/wkv4_linked_run.cuh"
 #include "kernels/scan/cuda/wkv4_whole_run.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// Walks the other way with what flows back into y and z as its sums, whose gauge is near minus
 /// that of the state they belong to. A run is what lies between two saved states, and goes forward
@@ -200,4 +200,4 @@ struct Wkv4Backward
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

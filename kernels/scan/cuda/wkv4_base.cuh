@@ -14,7 +14,7 @@
 #include "kernels/scan/cuda/wkv4_maps.cuh"
 #include "kernels/scan/cuda/wkv4_plain.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// A logarithm as a binary one; and by how much it lies above another one, rounded once.
 __device__ inline float binary(float x) { return x * kLog2E; }
@@ -269,4 +269,4 @@ struct Wkv4Base : WalkDefaults {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

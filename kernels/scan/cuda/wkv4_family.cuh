@@ -4,7 +4,7 @@
 #include "kernels/scan/cuda/wkv4.cuh"
 #include "kernels/scan/cuda/wkv4_family.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 template <class Data>
 struct Wkv4Choice {
@@ -47,4 +47,4 @@ cudaError_t Wkv4Family<Data>::backward(const Wkv4BackwardParams& p, cudaStream_t
                                             {&f.k, &f.v, &p.grad_o, &p.dk, &p.dv}, stream);
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

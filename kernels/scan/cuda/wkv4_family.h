@@ -2,7 +2,7 @@
 
 #include "kernels/scan/wkv4_cuda.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// All of wkv4 for one data type. Defined in wkv4_family.cuh, compiled in one unit a type.
 template <class Data>
@@ -13,4 +13,4 @@ struct Wkv4Family {
   static cudaError_t backward(const Wkv4BackwardParams& p, cudaStream_t stream);
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -6,7 +6,7 @@
 
 #include "kernels/scan/cuda/wkv4_base.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 // Longer runs make chains shorter; with several blocks a multiprocessor there are enough of them.
 template <WalkUse kUse>
@@ -293,4 +293,4 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kUse, false>, Wkv4ForwardShape<kUse>
   __device__ void reduce(int64_t, void*, int, int, int) const {}
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

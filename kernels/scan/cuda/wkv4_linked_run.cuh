@@ -4,7 +4,7 @@
 
 #include "kernels/scan/cuda/wkv4_base.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// A run of linked blocks, which fold it long before its state comes, and take it from the ring
 /// again then: a fold that keeps nothing, and one way back with all that flows in.
@@ -244,4 +244,4 @@ struct Wkv4LinkedRun {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

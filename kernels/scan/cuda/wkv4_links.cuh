@@ -14,7 +14,7 @@
 #include "kernels/scan/cuda/links.cuh"
 #include "kernels/scan/cuda/wkv4_maps.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// exp(-w) for some number of steps, as a factor in two words.
 template <int kVec>
@@ -378,4 +378,4 @@ struct Carrier<Op> {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

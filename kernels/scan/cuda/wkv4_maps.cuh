@@ -6,7 +6,7 @@
 #include "kernels/scan/cuda/maps.cuh"
 #include "kernels/scan/cuda/wkv4_state.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 // The walk keeps gauges, keys, rates and bonuses as binary logarithms. A gauge is a whole number,
 // m, and a rest of half a unit at most: sums of whole numbers are exact, and so are their powers of
@@ -125,4 +125,4 @@ struct StateBoard<Wkv4State<float>, kVec> {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -5,7 +5,7 @@
 
 #include "kernels/scan/cuda/wkv4_state.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 template <class Data>
 struct Wkv4Plain {
@@ -147,4 +147,4 @@ cudaError_t launch_wkv4_plain(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -8,7 +8,7 @@
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/scan/wkv4.h"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// 2^(whole + rest): no digit of the rest is lost beside a large whole number.
 __device__ inline float exp2_of(float whole, float rest) {
@@ -142,4 +142,4 @@ __device__ inline int64_t saved_row(const SequenceLayout& layout, const Sequence
   return seq.batch * rows + (seq.start + step) / kWkv4SavedEvery;
 }
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

@@ -4,7 +4,7 @@
 
 #include "kernels/scan/cuda/wkv4_base.cuh"
 
-namespace tidegate::kernels {
+namespace tidegate::kernels::scan {
 
 /// A run of whole walks: forward through its tokens again and back with nothing flowing in, while
 /// what does flow in is on its way; when that has come, each token gets its share of it, since
@@ -177,4 +177,4 @@ struct Wkv4WholeRun {
   }
 };
 
-}  // namespace tidegate::kernels
+}  // namespace tidegate::kernels::scan

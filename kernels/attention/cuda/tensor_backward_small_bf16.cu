@@ -1,5 +1,0 @@
-#include "kernels/attention/cuda/tensor_backward_unit.cuh"
-
-namespace tidegate::kernels {
-template struct AttentionBackwardUnit<__nv_bfloat16, HeadDims::kSmall>;
-}  // namespace tidegate::kernels

@@ -1,5 +1,0 @@
-#include "kernels/gla/cuda/tensor_backward_unit.cuh"
-
-namespace tidegate::kernels {
-template struct TensorBackwardUnit<__nv_bfloat16>;
-}  // namespace tidegate::kernels

@@ -1,5 +1,0 @@
-#include "kernels/scan/cuda/linear_scan_family.cuh"
-
-namespace tidegate::kernels {
-template struct LinearScanFamily<Complex<double>>;
-}  // namespace tidegate::kernels
