@@ -112,20 +112,19 @@ def library_of(baseline: str) -> str:
 def shape_cell(row: Record) -> str:
     """Type and sizes, without what all rows have alike."""
     sizes = " ".join(f"{size}{row[size]}" for size in ("B", "T", "H", "D", "K") if size in row)
-    return f"{DTYPES.get(row['dtype'], row['dtype'])} {sizes}"
+    kind = "complex " if row.get("complex") else ""
+    return f"{kind}{DTYPES.get(row['dtype'], row['dtype'])} {sizes}"
 
 
-def floor_cell(rows: Iterable[Record]) -> str:
-    """What bounds the work: bytes beside a copy, or products beside a large matrix product."""
-    cells, unit = [], ""
-    for row in rows:
-        ours = row["results"]["tidegate"]
-        if row["op"] == "forgetting_attention":
-            if "prune" not in row and "tflops" in ours:
-                cells, unit = [*cells, f"{ours['tflops']:.0f}"], " TFLOP/s"
-        elif "percent_of_copy" in ours:
-            cells, unit = [*cells, percent(ours["percent_of_copy"]).rstrip("%")], "% of a copy"
-    return " / ".join(cells) + unit if cells else ""
+def bound_cell(rows: Iterable[Record]) -> str:
+    """How near the work comes to what bounds it: a copy of its bytes, or a large matrix product."""
+    rows = [row for row in rows if "prune" not in row]
+    ours = [row["results"]["tidegate"] for row in rows]
+    if rows and "matmul" in rows[0]["results"]:
+        rates = " / ".join(f"{result['tflops']:.0f}" for result in ours)
+        return f"{rates} of {rows[0]['results']['matmul']['tflops']:.0f} TFLOP/s"
+    shares = [percent(r["percent_of_copy"]) for r in ours if "percent_of_copy" in r]
+    return f"{' / '.join(shares)} of a copy" if shares else ""
 
 
 def headline_row(headline: Headline, rows: Sequence[Record]) -> list[str] | None:
@@ -141,7 +140,7 @@ def headline_row(headline: Headline, rows: Sequence[Record]) -> list[str] | None
         shape_cell(passes[0]),
         " / ".join(microseconds(r["results"]["tidegate"]["us"]).removesuffix(" us") for r in passes)
         + " us",
-        floor_cell(passes),
+        bound_cell(passes),
         f"{times} ({', '.join(names)})" if times else "",
     ]
 
@@ -153,13 +152,14 @@ def headline_table(results: Results) -> list[str]:
     shown = [cells for cells in shown if cells]
     if not shown:
         return []
-    head = ("op", "shape", "time", "share of the floor", "as fast as the fastest other library")
+    head = ("op", "shape", "time", "how near its bound", "as fast as the fastest other library")
     records = [record for kind, record in results if kind == "baselines"]
     machines = [machine_line(record) for record in records if "gpu" in record["machine"]]
     return [
         *table(head, shown),
         "",
-        "Forward / backward, one call each. The floor is `copy_` of as many bytes in the same run.",
+        "Forward / backward. The bound is `copy_` of as many bytes, or a large matrix product, in",
+        "the same run.",
         f"{max(machines, key=len)}.",
     ]
 
@@ -199,5 +199,6 @@ def bars_of(results: Results) -> list[Bars]:
 
 def gpu_name(results: Results) -> str:
     """The GPU that the picture is of."""
-    names = [r["machine"].get("gpu", {}).get("name") for kind, r in results if kind == "baselines"]
+    machines = [record["machine"] for kind, record in results if kind in ("baselines", "models")]
+    names = [m.get("gpu", {}).get("name") or m.get("name") for m in machines]
     return next(filter(None, names), "CPU")
