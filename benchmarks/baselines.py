@@ -403,7 +403,7 @@ def compile_fla(channels: int) -> None:
 
 
 def versions(baselines: Baselines) -> dict[str, str]:
-    """Of everything that was timed."""
+    """The versions of everything that was timed."""
     found = {"torch": torch.__version__, "tidegate": tidegate.__version__}
     try:
         import triton

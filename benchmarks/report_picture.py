@@ -20,7 +20,7 @@ FONT = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 
 class Colours(NamedTuple):
-    """Of one theme; GitHub's own text and lines, and two hues that differ in lightness too."""
+    """One theme: GitHub's own text and lines, and two hues that differ in lightness too."""
 
     text: str
     muted: str

@@ -77,7 +77,7 @@ class AttentionOps {
     return calls;
   }
 
-  /// Of the same op on sequences of 70 tokens: the largest of its results' relative errors.
+  /// The largest relative error of the op's results, on sequences of 70 tokens.
   double error(const Results& /*first*/) const {
     const Inputs set = draw(2, 70);
     const auto [o, lse] = forgetting_attention(set.q, set.k, set.v, set.log_f);

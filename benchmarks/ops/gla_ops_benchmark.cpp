@@ -80,7 +80,7 @@ class GlaOps {
     return calls;
   }
 
-  /// Of the same op on a few sequences of 70 tokens: the largest of its results' relative errors.
+  /// The largest relative error of the op's results, on a few sequences of 70 tokens.
   double error(const Results& /*first*/) const {
     constexpr int64_t kBatch = 2, kTime = 70;
     const bool step = work_.op == Op::kStep;
