@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from benchmarks_cases import (
     BASELINES,
     BENCHMARKS,
+    ROOT,
     baselines_result,
     fill_checkout,
     page_of,
@@ -34,6 +36,14 @@ def checkout(tmp_path):
 def test_committed_pages_are_what_the_results_say():
     result = run_report("--check")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readme_shows_both_pictures():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r'(?:src|srcset)="(docs/[^"]+)"', readme)
+    assert shown == ["docs/speed_dark.svg", "docs/speed_light.svg"]
+    assert all((ROOT / path).exists() for path in shown)
+    assert len(readme.splitlines()) <= 180
 
 
 def test_results_older_than_their_kernels_are_warned_of(checkout):
