@@ -125,7 +125,7 @@ def test_every_recurrence_of_the_ops_has_a_reference() -> None:
 
 @pytest.mark.parametrize("case", DTYPES, ids=any_op.name)
 def test_without_a_dtype_it_returns_what_the_op_returns(case: AnyCase) -> None:
-    """Its dtypes and shapes, and nearly its numbers: lambda of lru_scan is rounded once more here."""
+    """Its dtypes and shapes, and nearly its numbers: lru_scan rounds lambda twice here."""
     inputs = {k: v for k, v in any_op.inputs_of(case, "cpu").items() if k not in any_op.LOSS}
     pairs = zip(
         any_op.call(case, inputs, reference)[1], any_op.call(case, inputs, ops)[1], strict=True
