@@ -11,12 +11,22 @@ COMMANDS = (
     ("build/bin/bench_kernels", "CPU kernels beside copies", "cpu_scan.json", BENCH),
     ("build/bin/bench_ops", "the C++ ops beside copies", "not kept", BENCH),
     ("build/bin/bench_models", "models' steps", "models_h200.json, models_cpu.json", BENCH),
-    ("peers.py --groups aims extra", "scans beside libraries", "peers_h200.json", BENCH),
-    ("peers.py --groups sweep", "hgru at twelve more shapes", "peers_sweep_h200.json", BENCH),
-    ("peers.py --groups gla", "gated linear attention beside fla", "peers_gla_h200.json", BENCH),
+    ("baselines.py --groups aims extra", "scans beside libraries", "baselines_h200.json", BENCH),
     (
-        *("peers.py --groups attention", "forgetting attention beside libraries"),
-        *("peers_attention_h200.json", BENCH),
+        "baselines.py --groups sweep",
+        "hgru at twelve more shapes",
+        "baselines_sweep_h200.json",
+        BENCH,
+    ),
+    (
+        "baselines.py --groups gla",
+        "gated linear attention beside fla",
+        "baselines_gla_h200.json",
+        BENCH,
+    ),
+    (
+        *("baselines.py --groups attention", "forgetting attention beside libraries"),
+        *("baselines_attention_h200.json", BENCH),
     ),
     ("gla_errors.py", "the error of the decays' gradient", "gla_errors_h200.json", BENCH),
     ("gated_rnn.py", "gated_rnn beside cuDNN's GRU and a loop", "gated_rnn_h200.json", BENCH),
@@ -42,10 +52,10 @@ def commands_section() -> list[str]:
 
     note = (
         "Each script's head says how it is called; `--out` or `--json` names the file to write. "
-        "What `make bench` writes goes to `local/` there, until it is copied: `peers.json` and so "
-        "on, of the Google Benchmarks `bench_kernels.json` (`cpu_scan.json` is its `cpu/hgru`) and "
-        "`bench_ops.json`. Libraries that are not installed are left out; the Forgetting "
-        "Transformer's own kernel is a file that `TIDEGATE_PAPER_KERNEL` or `--paper-kernel` names."
+        "What `make bench` writes goes to `local/` there, until it is copied. Of the Google "
+        "Benchmarks' files, `cpu_scan.json` is the `cpu/hgru` of `bench_kernels.json`. Libraries "
+        "that are not installed are left out; the Forgetting Transformer's own kernel is a file "
+        "that `TIDEGATE_PAPER_KERNEL` or `--paper-kernel` names."
     )
     head = ("command", "what", "result in `benchmarks/results/`", "run")
     return [*table(head, (row_of(*row) for row in COMMANDS)), "", note, ""]

@@ -1,4 +1,4 @@
-"""What peers.py times of RWKV-4's token mixing: tidegate's `wkv4`, and fla's recurrent kernel.
+"""What baselines.py times of RWKV-4's token mixing: tidegate's `wkv4`, and fla's recurrent kernel.
 
 Keys are uniform on +-2, rates are RWKV-4's initial ones. The check is a float64 loop over a few
 channels.
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import float64
 import torch
-from contenders import TOLERANCE, Contender, Work
 from float64 import Sample, relative_error
+from scan_baselines import TOLERANCE, Implementation, Work
 from torch import Tensor
 
 
@@ -48,7 +48,7 @@ class Wkv4Inputs:
         return error
 
 
-def tidegate_wkv4(inputs: Wkv4Inputs, direction: str) -> Contender:
+def tidegate_wkv4(inputs: Wkv4Inputs, direction: str) -> Implementation:
     """torch.ops.tidegate.wkv4, or the op that its autograd calls."""
     ops, w, u = torch.ops.tidegate, inputs.w_log.exp(), inputs.u
     pairs = list(zip(inputs.k, inputs.v, strict=True))
@@ -64,7 +64,7 @@ def tidegate_wkv4(inputs: Wkv4Inputs, direction: str) -> Contender:
             for (k, v), kept_, g in sets
         ]
     moved = inputs.work.bytes(direction)
-    return Contender(calls, moved, inputs.check(direction), TOLERANCE[inputs.work.dtype])
+    return Implementation(calls, moved, inputs.check(direction), TOLERANCE[inputs.work.dtype])
 
 
 class FlaRwkv4:
@@ -79,7 +79,7 @@ class FlaRwkv4:
         self.module = importlib.import_module("fla.ops.rwkv4.fused_recurrent")
         self.version = importlib.import_module("fla").__version__
 
-    def contender(self, inputs: Wkv4Inputs, direction: str) -> Contender:
+    def implementation(self, inputs: Wkv4Inputs, direction: str) -> Implementation:
         w, u = -inputs.w_log.exp(), inputs.u
         first = inputs.k[0].new_zeros(inputs.work.batch, 3, 1, inputs.work.channels)
         first[:, 2] = -1e30
@@ -100,17 +100,17 @@ class FlaRwkv4:
                 )[2:4]
                 for (k, v), states, g in sets
             ]
-        return Contender(
+        return Implementation(
             calls, inputs.work.bytes(direction), inputs.check(direction), self.TOLERANCE
         )
 
 
 def makers(
     work: Work, direction: str, sets: int, device: torch.device, fla: FlaRwkv4 | None
-) -> dict[str, Callable[[], Contender]]:
-    """Name -> what makes the contender, copies aside."""
+) -> dict[str, Callable[[], Implementation]]:
+    """Name -> what makes the implementation, copies aside."""
     inputs = Wkv4Inputs(work, sets, device)
     found = {"tidegate": lambda: tidegate_wkv4(inputs, direction)}
     if fla is not None:
-        found["fla.fused_recurrent_rwkv4"] = lambda: fla.contender(inputs, direction)
+        found["fla.fused_recurrent_rwkv4"] = lambda: fla.implementation(inputs, direction)
     return found

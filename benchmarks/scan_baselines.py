@@ -1,7 +1,8 @@
-"""What peers.py times: tidegate's ops, copies of as many bytes, and other libraries' scans.
+"""What baselines.py times: tidegate's ops, copies of as many bytes, and other libraries' scans.
 
-A `Contender` is one call an input set, the fewest bytes its work must move, and a check of its
-results against a float64 loop. Other libraries are optional: `available_peers` says what is there.
+An `Implementation` is one call an input set, the fewest bytes its work must move, and a check of
+its results against a float64 loop. Other libraries are optional: `available_baselines` says what is
+there.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Work(NamedTuple):
         return f"{self.op} {kind}{dtype} B{self.batch} T{self.time} D{self.channels}"
 
 
-class Contender(NamedTuple):
+class Implementation(NamedTuple):
     """Calls over rotating input sets, and what they must give for set 0."""
 
     calls: Sequence[Callable[[], object]]
@@ -89,7 +90,7 @@ class Contender(NamedTuple):
     flops: float = 0  # 0: rates of computation say nothing of it
 
 
-def copy_contender(work: Work, direction: str, sets: int, device: torch.device) -> Contender:
+def copy_baseline(work: Work, direction: str, sets: int, device: torch.device) -> Implementation:
     """`copy_` that reads and writes as many bytes in all as the work."""
     half = work.bytes(direction) // 4  # bf16 numbers to read, as many to write
     sources = [torch.randn(half, device=device, dtype=torch.bfloat16) for _ in range(sets)]
@@ -97,7 +98,9 @@ def copy_contender(work: Work, direction: str, sets: int, device: torch.device) 
     pairs = zip(sources, targets, strict=True)
     calls = [lambda source=s, target=t: target.copy_(source) for s, t in pairs]
     first = sources[0]
-    return Contender(calls, 4 * half, lambda copied: float(not torch.equal(copied, first)), 0.5)
+    return Implementation(
+        calls, 4 * half, lambda copied: float(not torch.equal(copied, first)), 0.5
+    )
 
 
 # ---- tidegate ----
@@ -128,7 +131,9 @@ class HgruInputs:
         return float64.hgru(c, f, gamma, theta, dh)
 
 
-def tidegate_hgru(inputs: HgruInputs, direction: str, expected: float64.HgruResults) -> Contender:
+def tidegate_hgru(
+    inputs: HgruInputs, direction: str, expected: float64.HgruResults
+) -> Implementation:
     """torch.ops.tidegate.hgru, or the op that its autograd calls."""
     work, sample, gamma, theta = inputs.work, inputs.sample, inputs.gamma, inputs.theta
     ops = torch.ops.tidegate
@@ -153,10 +158,10 @@ def tidegate_hgru(inputs: HgruInputs, direction: str, expected: float64.HgruResu
     else:
         full = [(*s, forward(*s)[0], dh) for s, dh in zip(sets, inputs.dh, strict=True)]
         calls = [lambda s=s: backward(*s) for s in full]
-    return Contender(calls, work.bytes(direction), error, TOLERANCE[work.dtype])
+    return Implementation(calls, work.bytes(direction), error, TOLERANCE[work.dtype])
 
 
-def tidegate_step(work: Work, sets: int, device: torch.device) -> Contender:
+def tidegate_step(work: Work, sets: int, device: torch.device) -> Implementation:
     """hgru_step, whose state changes in place: it is checked on a copy before the calls."""
     shape = (work.batch, work.channels)
     c, f = (
@@ -178,10 +183,10 @@ def tidegate_step(work: Work, sets: int, device: torch.device) -> Contender:
         lambda c=c_, f=f_, s=s_: step(c, f, gamma, None, s)
         for c_, f_, s_ in zip(c, f, states, strict=True)
     ]
-    return Contender(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
+    return Implementation(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
 
 
-def tidegate_lru(work: Work, direction: str, sets: int, device: torch.device) -> Contender:
+def tidegate_lru(work: Work, direction: str, sets: int, device: torch.device) -> Implementation:
     """torch.ops.tidegate.lru_scan, or the op that its autograd calls; |lambda| from 0.9 to
     0.9999."""
     sample, ops = Sample.of(work.batch, work.channels), torch.ops.tidegate
@@ -216,7 +221,7 @@ def tidegate_lru(work: Work, direction: str, sets: int, device: torch.device) ->
             )
             for x_, h_, dh_ in full
         ]
-    return Contender(calls, work.bytes(direction), error, TOLERANCE[work.dtype])
+    return Implementation(calls, work.bytes(direction), error, TOLERANCE[work.dtype])
 
 
 # ---- plain scans: x, a [B, T, D] -> h ----
@@ -261,7 +266,7 @@ class ScanInputs:
         return forward if direction == "forward" else backward
 
 
-def scan_contender(
+def scan_implementation(
     inputs: ScanInputs,
     direction: str,
     forward: Callable[[Tensor, Tensor], object],
@@ -269,7 +274,7 @@ def scan_contender(
     tolerance: float,
     turned: bool = False,
     before: Callable[[], object] = lambda: None,
-) -> Contender:
+) -> Implementation:
     """forward(x, a) -> h; backward(dh, a, h) -> (dx, da); `turned`: on [B, D, T] tensors."""
 
     def laid_out(tensors: list[Tensor]) -> list[Tensor]:
@@ -286,13 +291,13 @@ def scan_contender(
         h = [t if isinstance(t, Tensor) else t[0] for t in h]
         sets = zip(laid_out(inputs.dh), a, h, strict=True)
         calls = [lambda s=s: backward(*s) for s in sets]
-    return Contender(calls, moved, inputs.error(direction, turned), tolerance, before)
+    return Implementation(calls, moved, inputs.error(direction, turned), tolerance, before)
 
 
-def tidegate_scan(inputs: ScanInputs, direction: str) -> Contender:
+def tidegate_scan(inputs: ScanInputs, direction: str) -> Implementation:
     """torch.ops.tidegate.linear_scan, or the op that its autograd calls."""
     ops = torch.ops.tidegate
-    return scan_contender(
+    return scan_implementation(
         inputs,
         direction,
         lambda x, a: ops.linear_scan(x, a),
@@ -357,7 +362,7 @@ class Fla:
     """flash-linear-attention's HGRN scans: x and the log of the decay in, h out.
 
     The backward functions are called without autograd, which would cast dg from fp32: in the
-    peer's favour.
+    baseline's favour.
 
     Of fla 0.6.0, chunk_hgrn's backward kernel now and then gives a wrong fp32 gradient: a row of dx
     goes from one turn of its loop to the next through global memory, from some threads to others,
@@ -382,10 +387,10 @@ class Fla:
             "fla.fused_recurrent_hgrn": (fused.fused_recurrent_hgrn, fused_backward),
         }
 
-    def contender(self, name: str, inputs: ScanInputs, direction: str) -> Contender:
+    def implementation(self, name: str, inputs: ScanInputs, direction: str) -> Implementation:
         forward, backward = self.functions[name]
         tolerance = TOLERANCE[inputs.x[0].dtype]
-        return scan_contender(
+        return scan_implementation(
             inputs, direction, forward, backward, tolerance, before=self.tuner.forget
         )
 
@@ -408,7 +413,7 @@ class AcceleratedScan:
         self.version = importlib.import_module("accelerated_scan").__version__
         self.scan = module.scan
 
-    def contender(self, name: str, inputs: ScanInputs, direction: str) -> Contender:
+    def implementation(self, name: str, inputs: ScanInputs, direction: str) -> Implementation:
         def backward(dh: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
             context = types.SimpleNamespace(saved_tensors=(a, h))
             da, dx = self.function.backward(context, dh)
@@ -423,25 +428,27 @@ class AcceleratedScan:
             roomy[: h.numel()] = h.flatten()
             return roomy[: h.numel()].view_as(h)
 
-        return scan_contender(inputs, direction, forward, backward, self.TOLERANCE, turned=True)
+        return scan_implementation(
+            inputs, direction, forward, backward, self.TOLERANCE, turned=True
+        )
 
 
 Loaders = Mapping[str, Callable[[], object]]
-PEERS: Loaders = {"fla": Fla, "accelerated-scan": AcceleratedScan}
+BASELINES: Loaders = {"fla": Fla, "accelerated-scan": AcceleratedScan}
 
 
-def available_peers(
-    device: torch.device, loaders: Loaders = PEERS
+def available_baselines(
+    device: torch.device, loaders: Loaders = BASELINES
 ) -> tuple[dict[str, object], list[str]]:
-    """The peers that can be imported, and one line for each that cannot."""
+    """The baselines that can be imported, and one line for each that cannot."""
     if device.type != "cuda":
         return {}, [f"{name}: not timed, it needs a GPU" for name in loaders]
-    peers: dict[str, object] = {}
+    baselines: dict[str, object] = {}
     missing = []
     for name, load in loaders.items():
         try:
-            peers[name] = load()
-        except Exception as error:  # a peer may fail in any way: its figures are left out
+            baselines[name] = load()
+        except Exception as error:  # a baseline may fail in any way: its figures are left out
             reason = (str(error).splitlines() or [""])[0]
             missing.append(f"{name}: not timed: {type(error).__name__}: {reason}")
-    return peers, missing
+    return baselines, missing

@@ -1,5 +1,5 @@
-"""What peers.py times of forgetting attention: tidegate's op, beside the two Triton kernels that
-compute the same, torch's own attentions without gates, and a matrix product.
+"""What baselines.py times of forgetting attention: tidegate's op, beside the two Triton kernels
+that compute the same, torch's own attentions without gates, and a matrix product.
 
 bf16, [B, T, H, D]. Rates count the products of causal attention: 4 B H (T T / 2) D forward, 2.5
 times that backward. Gates are logsigmoid(N(0, 1) + 8), weak ones, for which a row's weights spread
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import float64
 import torch
 import torch.nn.functional as F
-from contenders import TOLERANCE, Contender, FlaTuner
+from scan_baselines import TOLERANCE, FlaTuner, Implementation
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -180,7 +180,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def tidegate_attention(inputs: AttentionInputs, direction: str) -> Contender:
+def tidegate_attention(inputs: AttentionInputs, direction: str) -> Implementation:
     """The op, or the op that its autograd calls."""
     ops, work = torch.ops.tidegate, inputs.work
     options = (None, None, None, None, work.prune)  # scale, window, offsets
@@ -202,10 +202,10 @@ def tidegate_attention(inputs: AttentionInputs, direction: str) -> Contender:
         calls = [lambda i=i: backward(i, *kept[i]) for i in inputs.sets()]
     tolerance = TOLERANCE[work.dtype]
     moved, flops = work.bytes(direction), work.flops(direction)
-    return Contender(calls, moved, inputs.check(direction), tolerance, flops=flops)
+    return Implementation(calls, moved, inputs.check(direction), tolerance, flops=flops)
 
 
-def tidegate_step(work: AttentionWork, sets: int, device: torch.device) -> Contender:
+def tidegate_step(work: AttentionWork, sets: int, device: torch.device) -> Implementation:
     """One query a row against a full cache."""
     heads, key_heads = work.pair
 
@@ -224,10 +224,10 @@ def tidegate_step(work: AttentionWork, sets: int, device: torch.device) -> Conte
 
     step = torch.ops.tidegate.forgetting_attention_step
     calls = [lambda s=s: step(*s, lengths) for s in zip(q, k, v, gates, strict=True)]
-    return Contender(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
+    return Implementation(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
 
 
-def matmul(device: torch.device, tiny: bool) -> Contender:
+def matmul(device: torch.device, tiny: bool) -> Implementation:
     """The speed of this machine's matrix products, in the same harness."""
     size = 64 if tiny or device.type != "cuda" else MATMUL
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -235,7 +235,7 @@ def matmul(device: torch.device, tiny: bool) -> Contender:
     def error(result: Tensor) -> float:
         return float64.distance(result[:8], a[:8].double() @ b.double())
 
-    return Contender([lambda: a @ b], 6 * size * size, error, 1e-2, flops=2.0 * size**3)
+    return Implementation([lambda: a @ b], 6 * size * size, error, 1e-2, flops=2.0 * size**3)
 
 
 UNGATED = {
@@ -244,7 +244,7 @@ UNGATED = {
 }
 
 
-def ungated(inputs: AttentionInputs, direction: str, backend: SDPBackend) -> Contender:
+def ungated(inputs: AttentionInputs, direction: str, backend: SDPBackend) -> Implementation:
     """torch's causal attention, which knows no gates; backward by autograd, on a stream."""
 
     def forward(tensors: Sequence[Tensor]) -> Tensor:
@@ -267,10 +267,10 @@ def ungated(inputs: AttentionInputs, direction: str, backend: SDPBackend) -> Con
     moved, flops = inputs.work.bytes(direction), inputs.work.flops(direction)
     check, tolerance = inputs.check(direction, gated=False), TOLERANCE[inputs.work.dtype]
     graph = direction == "forward"
-    return Contender(calls, moved, check, tolerance, graph=graph, flops=flops)
+    return Implementation(calls, moved, check, tolerance, graph=graph, flops=flops)
 
 
-class KernelOfPeer:
+class BaselineKernel:
     """An autograd function, whose two passes are called without autograd."""
 
     TOLERANCE = 5e-2  # of dlog f: sums over columns alone, which are not judged here
@@ -285,7 +285,7 @@ class KernelOfPeer:
         """dq, dk, dv, dlog f."""
         raise NotImplementedError
 
-    def contender(self, inputs: AttentionInputs, direction: str) -> Contender:
+    def implementation(self, inputs: AttentionInputs, direction: str) -> Implementation:
         prune = inputs.work.prune is not None
         if direction == "forward":
             calls = [lambda i=i: self.forward(inputs.tensors(i), prune)[:1] for i in inputs.sets()]
@@ -295,7 +295,7 @@ class KernelOfPeer:
             calls = [lambda c=c, d=d: self.backward(c, d) for c, d in pairs]
         moved, flops = inputs.work.bytes(direction), inputs.work.flops(direction)
         check = inputs.check(direction)
-        return Contender(calls, moved, check, self.TOLERANCE, flops=flops)
+        return Implementation(calls, moved, check, self.TOLERANCE, flops=flops)
 
     def compile(self, work: AttentionWork) -> None:
         """Runs both passes on a short piece of the work: Triton's cache then holds its kernels."""
@@ -314,7 +314,7 @@ def new_context() -> types.SimpleNamespace:
     return context
 
 
-class FlaAttention(KernelOfPeer):
+class FlaAttention(BaselineKernel):
     """flash-linear-attention's parallel_forgetting_attn, which does not prune."""
 
     NAME = "fla.parallel_forgetting_attn"
@@ -341,7 +341,7 @@ class FlaAttention(KernelOfPeer):
         return self.function.backward(context, d_o)[:4]
 
 
-class PaperAttention(KernelOfPeer):
+class PaperAttention(BaselineKernel):
     """The kernel of arXiv 2503.02130's authors, with their pruning ("adaptive computation")."""
 
     NAME = "paper's forgetting_attention"
@@ -366,12 +366,12 @@ class PaperAttention(KernelOfPeer):
         return tuple(grad.transpose(1, 2) for grad in grads)
 
 
-Peers = dict[str, KernelOfPeer]
-FLA, PAPER = "fla.attention", "forgetting-transformer"  # names among peers.py's
+Baselines = dict[str, BaselineKernel]
+FLA, PAPER = "fla.attention", "forgetting-transformer"  # keys of baselines.py's
 
 
-def loaders(paper_kernel: str | None) -> dict[str, Callable[[], KernelOfPeer]]:
-    """The peers of this group, by name."""
+def loaders(paper_kernel: str | None) -> dict[str, Callable[[], BaselineKernel]]:
+    """The baselines of this group, by name."""
 
     def paper() -> PaperAttention:
         if not paper_kernel:
@@ -393,10 +393,10 @@ def makers(
     direction: str,
     sets: int,
     device: torch.device,
-    peers: dict[str, object],
+    baselines: dict[str, object],
     tiny: bool,
-) -> dict[str, Callable[[], Contender]]:
-    """Name -> what makes the contender, copies aside."""
+) -> dict[str, Callable[[], Implementation]]:
+    """Name -> what makes the implementation, copies aside."""
     inputs = AttentionInputs(work, sets, device)
     found = {"tidegate": lambda: tidegate_attention(inputs, direction)}
     if direction == DETERMINISTIC:
@@ -404,8 +404,8 @@ def makers(
     if direction == "forward":  # once a shape: it says how fast the machine is
         found["matmul"] = lambda: matmul(device, tiny)
     for key, kind in ((FLA, FlaAttention), (PAPER, PaperAttention)):
-        if key in peers and not (work.prune and kind is FlaAttention):
-            found[kind.NAME] = lambda peer=peers[key]: peer.contender(inputs, direction)
+        if key in baselines and not (work.prune and kind is FlaAttention):
+            found[kind.NAME] = lambda one=baselines[key]: one.implementation(inputs, direction)
     if device.type == "cuda" and work.prune is None:
         for name, backend in UNGATED.items():
             found[name] = lambda backend=backend: ungated(inputs, direction, backend)

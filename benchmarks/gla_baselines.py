@@ -1,4 +1,4 @@
-"""What peers.py times of gated linear attention: tidegate's ops, and fla's chunk_gla.
+"""What baselines.py times of gated linear attention: tidegate's ops, and fla's chunk_gla.
 
 Heads of K = V = 128, bf16. `hgrn2` reads pre-activations, three slices of one projection's result;
 `gated_linear_attention` and fla read keys and bf16 log decays that were made beforehand, untimed.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import float64
 import torch
 import torch.nn.functional as F
-from contenders import TOLERANCE, Contender, FlaTuner
+from scan_baselines import TOLERANCE, FlaTuner, Implementation
 from torch import Tensor
 
 SIZE = 128  # K and V
@@ -150,7 +150,7 @@ def one_head(tensor: Tensor) -> Tensor:
     return tensor[-1, :, -1]
 
 
-def tidegate_gla(inputs: GlaInputs, direction: str) -> Contender:
+def tidegate_gla(inputs: GlaInputs, direction: str) -> Implementation:
     """The op, or the op that its autograd calls."""
     ops, gamma = torch.ops.tidegate, inputs.gamma
     tolerance = TOLERANCE[inputs.work.dtype]
@@ -173,7 +173,7 @@ def tidegate_gla(inputs: GlaInputs, direction: str) -> Contender:
 
     run = forward if direction == "forward" else backward
     calls = [lambda i=i: run(i) for i in inputs.sets()]
-    return Contender(calls, inputs.work.bytes(direction), inputs.check(direction), tolerance)
+    return Implementation(calls, inputs.work.bytes(direction), inputs.check(direction), tolerance)
 
 
 def step_inputs(work: GlaWork, sets: int, device: torch.device) -> tuple[list[Tensor], ...]:
@@ -185,7 +185,7 @@ def step_inputs(work: GlaWork, sets: int, device: torch.device) -> tuple[list[Te
     return q, f, v, [torch.randn(*rows, work.size, device=device) for _ in range(sets)]
 
 
-def tidegate_step(work: GlaWork, sets: int, device: torch.device) -> Contender:
+def tidegate_step(work: GlaWork, sets: int, device: torch.device) -> Implementation:
     """hgrn2_step, whose state changes in place: it is checked on a copy before the calls."""
     inputs = step_inputs(work, sets, device)
     gamma = torch.rand(work.heads, work.size, device=device) * 0.9
@@ -203,7 +203,7 @@ def tidegate_step(work: GlaWork, sets: int, device: torch.device) -> Contender:
         lambda s=s: step(*s[:3], gamma, s[3], 1.0, "silu", "none")
         for s in zip(*inputs, strict=True)
     ]
-    return Contender(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
+    return Implementation(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
 
 
 class FlaGla:
@@ -267,7 +267,7 @@ class FlaGla:
         """dq, dk, dv, dlog f."""
         return self.function.backward(context, d_o, dh_final)[:4]
 
-    def contender(self, inputs: GlaInputs, direction: str) -> Contender:
+    def implementation(self, inputs: GlaInputs, direction: str) -> Implementation:
         if direction == "forward":
             calls = [lambda i=i: self.forward(inputs.tensors(i))[:1] for i in inputs.sets()]
         else:
@@ -277,10 +277,12 @@ class FlaGla:
         moved = inputs.work.bytes(direction)
         check, heads = inputs.check(direction), inputs.work.heads
         if direction == "backward":  # its kernels were forgotten with those of the forward pass
-            return Contender(calls, moved, check, self.TOLERANCE)
-        return Contender(calls, moved, check, self.TOLERANCE, before=lambda: self.tune_for(heads))
+            return Implementation(calls, moved, check, self.TOLERANCE)
+        return Implementation(
+            calls, moved, check, self.TOLERANCE, before=lambda: self.tune_for(heads)
+        )
 
-    def step(self, work: GlaWork, sets: int, device: torch.device) -> Contender:
+    def step(self, work: GlaWork, sets: int, device: torch.device) -> Implementation:
         """One token; the new state is another tensor."""
         inputs = step_inputs(work, sets, device)
 
@@ -299,13 +301,13 @@ class FlaGla:
         for f in inputs[1]:
             f.copy_(F.logsigmoid(f.float()))
         calls = [lambda s=s: call(*s) for s in zip(*inputs, strict=True)]
-        return Contender(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
+        return Implementation(calls, work.bytes("forward"), error, TOLERANCE[work.dtype])
 
 
 def makers(
     work: GlaWork, direction: str, sets: int, device: torch.device, fla: FlaGla | None
-) -> dict[str, Callable[[], Contender]]:
-    """Name -> what makes the contender, copies aside."""
+) -> dict[str, Callable[[], Implementation]]:
+    """Name -> what makes the implementation, copies aside."""
     if work.op == "hgrn2_step":
         found = {"tidegate": lambda: tidegate_step(work, sets, device)}
         if fla is not None:
@@ -314,7 +316,7 @@ def makers(
     inputs = GlaInputs(work, sets, device)
     found = {"tidegate": lambda: tidegate_gla(inputs, direction)}
     if fla is not None and work.op == "gated_linear_attention":
-        found["fla.chunk_gla"] = lambda: fla.contender(inputs, direction)
+        found["fla.chunk_gla"] = lambda: fla.implementation(inputs, direction)
     return found
 
 
