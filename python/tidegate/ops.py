@@ -619,9 +619,9 @@ def wkv4(
         T = 0 the state is a copy of the given one, zeros when there is none.
 
     Weights are taken relative to a running scaling exponent (on CUDA within a factor of 2^40 of
-    it), so k may span any range; on CUDA |v| up to about 2^60 stays finite. Cost O(B T D): reads k
-    and v once, writes o once. Accumulates in the state's dtype; bitwise deterministic; training
-    keeps the inputs and, for every eighth token, the state that enters it.
+    it), so k may span any range; on CUDA values v up to about 2^60 in size stay finite. Cost
+    O(B T D): reads k and v once, writes o once. Accumulates in the state's dtype; bitwise
+    deterministic; training keeps the inputs and, for every eighth token, the state that enters it.
     """
     cu_seqlens = _offsets_on("wkv4", cu_seqlens, k)
     return torch.ops.tidegate.wkv4(w, u, k, v, state, cu_seqlens)
