@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from support.walks import walks
+from support.recurrence import token_order
 
 WALK, CHUNK = 16, 64  # tokens that a state is taken over at once; between two states of a gradient
 
@@ -52,7 +52,7 @@ class _Level(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, all heads, in the order of the walk: [N, H, tokens, ..]."""
+    """The tokens of a chunk, all heads, in the order of the scan: [N, H, tokens, ..]."""
 
     q: Tensor
     k: Tensor
@@ -173,22 +173,22 @@ def attention(
         }
         found["dh0"] = torch.empty_like(initial)
     inputs = (q, k, v, f, loss)
-    for walk in walks(q.shape[1], cu_seqlens, reverse):
-        pieces = [(at, _Chunk.of(at, *inputs)) for at in _cut(walk.steps, WALK)]
-        states = [initial[walk.rows]]
+    for order in token_order(q.shape[1], cu_seqlens, reverse):
+        pieces = [(at, _Chunk.of(at, *inputs)) for at in _cut(order.steps, WALK)]
+        states = [initial[order.rows]]
         for at, piece in pieces:
             out, after = _forward(piece, states[-1])
             found["h"][:, at] = out.transpose(1, 2)
             states.append(after)
-        found["final"][walk.rows] = states[-1]
+        found["final"][order.rows] = states[-1]
         if not backward:
             continue
-        grads = [dh_final[walk.rows]]
+        grads = [dh_final[order.rows]]
         for _, piece in reversed(pieces):
             grads.append(_before(piece, grads[-1]))
-        found["dh0"][walk.rows] = grads[-1]
+        found["dh0"][order.rows] = grads[-1]
         grads.reverse()
-        for i, at in enumerate(_cut(walk.steps, CHUNK)):
+        for i, at in enumerate(_cut(order.steps, CHUNK)):
             first = i * CHUNK // WALK
             last = min(first + CHUNK // WALK, len(pieces))
             values = _gradients(_Chunk.of(at, *inputs), states[first], grads[last])

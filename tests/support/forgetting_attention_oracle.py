@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from support import walks
+from support import recurrence
 
 _ROWS = 1024  # queries whose scores are in memory at a time
 _LEAST_LOG_GATE = -1e5
@@ -123,7 +123,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """o, lse, and with do or dlse all gradients."""
     del prune
-    dtype = torch.float64 if exact else walks.state_dtype(q.dtype)
+    dtype = torch.float64 if exact else recurrence.state_dtype(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
     wide = {"q": q, "k": k, "v": v, "log_f": log_f}

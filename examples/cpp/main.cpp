@@ -1,5 +1,6 @@
-// Forward and backward of tidegate::nn::HGRU from a program that only knows the installed package.
-// README.md shows this file as its C++ example.
+// What a C++ program does with tidegate: a module's forward and backward pass, and an op as a
+// function. CMakeLists.txt beside it says how to build and run it; README.md shows it as its C++
+// example.
 #include <tidegate/tidegate.h>
 
 #include <cstdio>

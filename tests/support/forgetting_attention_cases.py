@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from support import cases, error_rule, fox_oracle, walks
+from support import cases, error_rule, recurrence
+from support import forgetting_attention_oracle as attention_oracle
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GATES = (*cases.GATES, "log -1e4", "first shut")
 
 
 @dataclass(frozen=True)
-class FoxCase(cases.Named):
+class AttentionCase(cases.Named):
     """One call of the op. Everything that it draws follows from `seed`."""
 
     batch: int = 2
@@ -66,7 +67,7 @@ def _offsets(lengths: list[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
-def make_inputs(case: FoxCase) -> dict[str, Tensor | None]:
+def make_inputs(case: AttentionCase) -> dict[str, Tensor | None]:
     """The op's tensors, on the CPU, laid out as the case says; then do and dlse."""
     rng = torch.Generator().manual_seed(case.seed)
     batch, queries, keys = case.batch, case.queries, case.queries + case.past
@@ -78,7 +79,7 @@ def make_inputs(case: FoxCase) -> dict[str, Tensor | None]:
         if any(past for _, past in case.lengths):
             both = [q + past for q, past in case.lengths]
             offsets["cu_seqlens_k"] = _offsets(both, case.offsets_dtype)
-    state = walks.state_dtype(case.dtype)
+    state = recurrence.state_dtype(case.dtype)
     rows = (batch, queries, case.heads, case.head_dim)
     of_keys = (batch, keys, case.key_heads, case.head_dim)
     inputs = {
@@ -96,11 +97,11 @@ def make_inputs(case: FoxCase) -> dict[str, Tensor | None]:
     } | offsets
 
 
-def on_device(case: FoxCase, device: str) -> dict[str, Tensor | None]:
+def on_device(case: AttentionCase, device: str) -> dict[str, Tensor | None]:
     return {k: cases.to_device(v, device, case.layout) for k, v in make_inputs(case).items()}
 
 
-def run(case: FoxCase, device: str, *, backward: bool) -> dict[str, Tensor]:
+def run(case: AttentionCase, device: str, *, backward: bool) -> dict[str, Tensor]:
     """The op's results and gradients, named as the oracle names them, still on the device."""
     import tidegate
 
@@ -121,39 +122,55 @@ def run(case: FoxCase, device: str, *, backward: bool) -> dict[str, Tensor]:
     return out | {f"d{k}": v for k, v in zip(placed, found, strict=True)}
 
 
-def reference(case: FoxCase, *, backward: bool, exact: bool, **ways: object) -> dict[str, Tensor]:
+def reference(
+    case: AttentionCase, *, backward: bool, exact: bool, **ways: object
+) -> dict[str, Tensor]:
     """What `run` should return: the oracle's values, or (exact=False) a yardstick's."""
     inputs = make_inputs(case)
     if not backward:
         inputs["do"] = inputs["dlse"] = None
-    return fox_oracle.reference(**inputs, **case.options(), exact=exact, **ways)
+    return attention_oracle.reference(**inputs, **case.options(), exact=exact, **ways)
 
 
 def verdicts(
-    case: FoxCase, device: str, *, backward: bool, one_by_one: bool = False
+    case: AttentionCase,
+    device: str,
+    *,
+    backward: bool,
+    one_by_one: bool = False,
+    exact: cases.Results | None = None,
 ) -> dict[str, error_rule.Verdict]:
-    """How every result of the case does against the oracle, by one of the yardsticks."""
+    """How every result of the case does against the oracle, or the values that `exact` has instead
+    of the oracle's, by one of the yardsticks."""
     found = run(case, device, backward=backward)
-    exact = reference(case, backward=backward, exact=True)
+    exact = reference(case, backward=backward, exact=True) | (exact or {})
     operands = case.dtype if device == "cuda" and case.fits_tensor_cores() else None
     ways = {"operands": operands, "one_by_one": one_by_one}
     yardstick = reference(case, backward=backward, exact=False, **ways)
-    state = walks.state_dtype(case.dtype)
+    state = recurrence.state_dtype(case.dtype)
     return {
         name: error_rule.judge(out, exact[name], yardstick[name], exact.get(f"|{name}|"), state)
         for name, out in found.items()
     }
 
 
-def check(case: FoxCase, device: str, *, backward: bool = True) -> None:
-    """Runs the case and holds every result and gradient against the oracle, by the error rule.
+def check(
+    case: AttentionCase,
+    device: str,
+    *,
+    backward: bool = True,
+    exact: cases.Results | None = None,
+) -> None:
+    """Runs the case and holds every result and gradient against the oracle, or `exact`, by the
+    error rule.
 
     A result passes against either of the two yardsticks, as a whole: sums of products as matmul
     adds them up, or one term after the other.
     """
-    problems = {k: v for k, v in verdicts(case, device, backward=backward).items() if not v}
+    found = verdicts(case, device, backward=backward, exact=exact)
+    problems = {k: v for k, v in found.items() if not v}
     if problems:
-        second = verdicts(case, device, backward=backward, one_by_one=True)
+        second = verdicts(case, device, backward=backward, one_by_one=True, exact=exact)
         problems = {k: second[k] for k in problems if not second[k]}
     if problems:
         messages = {name: verdict.message for name, verdict in problems.items()}
@@ -164,7 +181,7 @@ def check(case: FoxCase, device: str, *, backward: bool = True) -> None:
 # Coverage ---------------------------------------------------------------------------------------
 
 
-def vary(case: FoxCase, seed: int) -> FoxCase:
+def vary(case: AttentionCase, seed: int) -> AttentionCase:
     """`case` with every option that it leaves open drawn from `seed`."""
     rng = random.Random(seed)
     key_heads = rng.choice((1, 2))
@@ -193,10 +210,10 @@ def vary(case: FoxCase, seed: int) -> FoxCase:
     )
 
 
-def every_length() -> list[FoxCase]:
+def every_length() -> list[AttentionCase]:
     """Each dtype at each length of the list, its other options spread over the cases."""
     varied = [
-        vary(FoxCase(dtype=dtype, queries=time), seed=1000 * i + j)
+        vary(AttentionCase(dtype=dtype, queries=time), seed=1000 * i + j)
         for i, dtype in enumerate(DTYPES)
         for j, time in enumerate(cases.TIMES)
         if time < 4097 or i == 0
@@ -209,29 +226,29 @@ def every_length() -> list[FoxCase]:
     ]
 
 
-def every_regime(time: int = 130) -> list[FoxCase]:
+def every_regime(time: int = 130) -> list[AttentionCase]:
     """Each dtype under each regime of the gates."""
     return [
-        FoxCase(queries=time, dtype=dtype, gates=gates, head_dim=16, seed=7)
+        AttentionCase(queries=time, dtype=dtype, gates=gates, head_dim=16, seed=7)
         for dtype in DTYPES
         for gates in GATES
     ]
 
 
-def every_layout() -> list[FoxCase]:
+def every_layout() -> list[AttentionCase]:
     """Each dtype in each layout, padded and packed."""
     return [
-        FoxCase(queries=33, dtype=dtype, layout=layout, head_dim=16, lengths=lengths, seed=9)
+        AttentionCase(queries=33, dtype=dtype, layout=layout, head_dim=16, lengths=lengths, seed=9)
         for dtype in DTYPES
         for layout in cases.LAYOUTS
         for lengths in (None, ((5, 3), (0, 0), (17, 60), (1, 0), (0, 4), (10, 0)))
     ]
 
 
-def every_mix() -> list[FoxCase]:
+def every_mix() -> list[AttentionCase]:
     """Each dtype with gates in every dtype that they may have."""
     return [
-        FoxCase(queries=40, dtype=dtype, gate_dtype=gate, head_dim=16)
+        AttentionCase(queries=40, dtype=dtype, gate_dtype=gate, head_dim=16)
         for dtype in DTYPES
         for gate in {dtype: None, torch.float32: None}
     ]

@@ -27,14 +27,14 @@ def compute_dtype(dtype: torch.dtype, exact: bool) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """Sequences that are walked together: time steps in order, and their rows of the state."""
+class TokenOrder:
+    """Sequences that are scanned together: time steps in order, and their rows of the state."""
 
     steps: range
     rows: slice
 
 
-def walks(time: int, cu_seqlens: Tensor | None, reverse: bool) -> Iterator[Walk]:
+def token_order(time: int, cu_seqlens: Tensor | None, reverse: bool) -> Iterator[TokenOrder]:
     """The sequences of a [B, time] layout (B = 1 when packed)."""
     if cu_seqlens is None:
         bounds = [(slice(None), 0, time)]
@@ -44,7 +44,7 @@ def walks(time: int, cu_seqlens: Tensor | None, reverse: bool) -> Iterator[Walk]
         bounds = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairs)]
     for rows, start, end in bounds:
         steps = range(end - 1, start - 1, -1) if reverse else range(start, end)
-        yield Walk(steps, rows)
+        yield TokenOrder(steps, rows)
 
 
 def initial_state(x: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -55,11 +55,11 @@ def initial_state(x: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None) -> Te
 def previous(h: Tensor, h0: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
     """h_{t-1} for every t, each sequence's own h0 before its first token."""
     previous = torch.empty_like(h)
-    for walk in walks(h.shape[1], cu_seqlens, reverse):
-        if len(walk.steps):
-            order = torch.tensor(walk.steps)
-            previous[:, order[0]] = h0[walk.rows]
-            previous[:, order[1:]] = h[:, order[:-1]]
+    for order in token_order(h.shape[1], cu_seqlens, reverse):
+        if len(order.steps):
+            steps = torch.tensor(order.steps)
+            previous[:, steps[0]] = h0[order.rows]
+            previous[:, steps[1:]] = h[:, steps[:-1]]
     return previous
 
 
