@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from report_tables import reaches_goal
 
-# How the names begin of what is no other library's.
+# The names of results that are no other library's begin so.
 OURS = ("tidegate", "copy_", "matmul")
 
 
