@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/common/cpu_isa.h"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
@@ -44,14 +45,6 @@ struct RnnKernels {
   void (*backward)(const GatedRnnBackwardParams&, const RnnBlock&);
 };
 
-namespace generic {
-extern const RnnKernels kRnnKernels;
-}
-namespace avx2 {
-extern const RnnKernels kRnnKernels;
-}
-namespace avx512 {
-extern const RnnKernels kRnnKernels;
-}
+TIDEGATE_ISA_KERNELS(RnnKernels, kRnnKernels)
 
 }  // namespace tidegate::kernels::rnn
