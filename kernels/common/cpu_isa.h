@@ -20,7 +20,7 @@ bool use_cpu_isa(CpuIsa isa);
 
 const char* cpu_isa_name(CpuIsa isa);
 
-/// Of the tables that an instruction set's units define, the one for the set in use.
+/// The table for the instruction set in use, of those that the sets' units define.
 template <class Kernels>
 const Kernels& active_of(const Kernels& generic, const Kernels& avx2, const Kernels& avx512) {
   switch (active_cpu_isa()) {

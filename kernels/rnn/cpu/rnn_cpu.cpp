@@ -26,7 +26,7 @@ int64_t element_bytes(const GatedRnnParams& params) {
   return element_size(state_dtype(params.x.dtype));
 }
 
-/// Of a row of D numbers of the state type, padded to whole panels.
+/// Bytes of a row of D numbers of the state type, padded to whole panels.
 int64_t row_bytes(const GatedRnnParams& params) {
   return ceil_div(params.channels * element_bytes(params), kMaxPanelBytes) * kMaxPanelBytes;
 }

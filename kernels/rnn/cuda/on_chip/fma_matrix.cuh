@@ -56,7 +56,7 @@ struct FmaTile {
   static constexpr int kCluster = kCluster_;
   static constexpr int kOutputs = kFmaThreads / kLanes * kOut;  // of a block
   static constexpr int kInputs = kLanes * kColumnsALane;
-  // Of a group, as if there were a power of two of vectors.
+  // Sums of a group of lanes, as if there were a power of two of vectors.
   static constexpr int kValues = power_of_two(kVectors) * kOut;
   static constexpr int kOwn = kValues > kLanes ? kValues / kLanes : 1;
   static constexpr int kCopies = kValues < kLanes ? kLanes / kValues : 1;  // of each number

@@ -40,7 +40,7 @@ struct MmaShape {
   static constexpr int kSteps = kPart / 16;  // of the inner dimension of a warp's product
 };
 
-/// Of a part of the columns, what a lane multiplies: for vector lane / 4, of each 16 channels four
+/// What a lane multiplies of a part of the columns: for vector lane / 4, of each 16 channels four
 /// neighbouring ones, and the scales of vectors lane % 4 * 2 and the next. Lanes of vectors past
 /// the last get anything.
 template <class Shape>
