@@ -90,16 +90,16 @@ struct ForwardElement {
       prefetch_line(z.at(t)), prefetch_line(x.at(t));
     }
   }
-  /// The state after token t, and the logit of its gate.
-  __device__ __forceinline__ float compute_state(const ScanCall& call, int t, float product,
-                                                 float state) {
+  /// From the state before token t to the one after it; keeps the logit of its gate.
+  __device__ __forceinline__ void update_state(const ScanCall& call, int t, float product,
+                                               float& state) {
     const float found = call.gate_type.value(now.z) + product;
     const ChipGates gate = sigmoids<GateMath<float, false>>(found);
     const float entering = (1.0f - gamma) * gate.neg * call.type.value(now.x);
     const float after = fmaf(forget_gate(gamma, gate), state, entering);
     const bool exists = t < own.sequence.length;
     logit = exists ? found : logit;
-    return exists ? after : state;
+    state = exists ? after : state;
   }
   __device__ __forceinline__ void write_token(const ScanCall& call, int t, float state) const {
     if (!own.writes || t < 0 || t >= own.sequence.length) return;
@@ -140,7 +140,7 @@ __device__ void scan_forward(const GatedRnnParams& p, void* shared) {
     if (!matrix.owns()) continue;
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) {
-      state[e] = element[e].compute_state(call, t, products[e], state[e]);
+      element[e].update_state(call, t, products[e], state[e]);
     }
   }
 
