@@ -21,19 +21,7 @@ constexpr int64_t kSerialWork = 1 << 14;
 /// Outputs of this many bytes will not be found in a cache by whoever reads them next.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
-const ScanKernels& active_kernels() {
-#ifdef TIDEGATE_X86_DISPATCH
-  switch (active_cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kScanKernels;
-    case CpuIsa::kAvx2:
-      return avx2::kScanKernels;
-    case CpuIsa::kGeneric:
-      break;
-  }
-#endif
-  return generic::kScanKernels;
-}
+const ScanKernels& active_kernels() { return TIDEGATE_ACTIVE_KERNELS(kScanKernels); }
 
 /// How a scan divides into blocks of `width` channels.
 struct BlockGrid {

@@ -1,9 +1,9 @@
-// The gated RNN, compiled with this file's own instruction set flags.
+// The gated RNN, compiled once an instruction set (kernels/CMakeLists.txt).
 
 #include "kernels/rnn/cpu/gated_rnn_block.h"
 #include "kernels/rnn/cpu/rnn_kernels.h"
 
-namespace tidegate::kernels::rnn::avx512 {
+namespace tidegate::kernels::rnn::TIDEGATE_ISA {
 
 const RnnKernels kRnnKernels = {
     kBlockRows,
@@ -12,4 +12,4 @@ const RnnKernels kRnnKernels = {
     gated_rnn_backward_block,
 };
 
-}  // namespace tidegate::kernels::rnn::avx512
+}  // namespace tidegate::kernels::rnn::TIDEGATE_ISA

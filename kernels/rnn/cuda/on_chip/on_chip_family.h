@@ -8,12 +8,13 @@
 
 namespace tidegate::kernels::rnn {
 
-/// For D up to kWidth: 128 (one block), 256, 512 and 1024 (2, 8 and 16 blocks). Of 512 there are
-/// kernels for a matrix of 16-bit numbers, and for blocks that talk through memory instead of being
-/// a cluster.
+/// The kernels for D up to kWidth: 128 (one block), 256, 512 and 1024 (2, 8 and 16 blocks). For 512
+/// there are some for a matrix of 16-bit numbers, and some for blocks that exchange through memory
+/// instead of being a cluster. configurations.cuh has the tile of each.
 template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
-struct ChipFamily {
-  /// Fills on_chip, cluster and rows in; leaves on_chip false where the device cannot run this.
+struct OnChipFamily {
+  /// Fills in on_chip, exchanges_in_memory, rows and workspace_bytes; leaves on_chip false where
+  /// the device cannot run this.
   static cudaError_t plan(const GatedRnnParams& params, bool backward, GatedRnnPlan* plan);
   static cudaError_t forward(const GatedRnnParams& params, cudaStream_t stream);
   static cudaError_t backward(const GatedRnnBackwardParams& params, cudaStream_t stream);

@@ -1,8 +1,8 @@
-// Forgetting attention, compiled with this file's own instruction set flags.
+// Forgetting attention, compiled once an instruction set (kernels/CMakeLists.txt).
 
 #include "kernels/attention/cpu/attention_entries.h"
 
-namespace tidegate::kernels::attention::generic {
+namespace tidegate::kernels::attention::TIDEGATE_ISA {
 
 const AttentionKernels kAttentionKernels = {
     attention_gate_sums, attention_key_norms,     attention_forward,
@@ -10,4 +10,4 @@ const AttentionKernels kAttentionKernels = {
     attention_finish,    attention_step,          attention_combine_step,
 };
 
-}  // namespace tidegate::kernels::attention::generic
+}  // namespace tidegate::kernels::attention::TIDEGATE_ISA
