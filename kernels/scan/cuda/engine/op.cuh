@@ -14,7 +14,7 @@
 //   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
 //   Raw                            one step's inputs in memory
 //   Params                         the kernel's params
-//   Op(params, seq, lane)
+//   Op(params, seq, channels)
 //   initial(s)                     the state before the first step
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step

@@ -17,13 +17,13 @@ namespace tidegate::kernels::scan {
 
 /// The kVec adjacent channels of one thread. All of them exist: kVec divides D, and threads past
 /// the last channel repeat it. They write what its owner writes, so that no access needs a guard.
-struct Lane {
-  int64_t channel;   // first of them
-  int64_t channels;  // D
+struct Channels {
+  int64_t first;
+  int64_t total;  // D
 };
 
 template <int kVec>
-__device__ inline Lane find_lane(int64_t thread, int64_t channels) {
+__device__ inline Channels find_channels(int64_t thread, int64_t channels) {
   return {min(thread * kVec, channels - kVec), channels};
 }
 
@@ -34,10 +34,11 @@ class Rows {
  public:
   Rows() = default;
 
-  __device__ Rows(const TimeSeries& series, const Sequence& seq, bool backwards, const Lane& lane) {
+  __device__ Rows(const TimeSeries& series, const Sequence& seq, bool backwards,
+                  const Channels& channels) {
     const int64_t first = first_token(seq, backwards);
     base_ = static_cast<char*>(series.data) +
-            element_offset(series, seq.batch, first, lane.channel) * int64_t{sizeof(T)};
+            element_offset(series, seq.batch, first, channels.first) * int64_t{sizeof(T)};
     const int stride = static_cast<int>(series.stride_t) * static_cast<int>(sizeof(T));
     stride_ = backwards ? -stride : stride;
     // Otherwise the compiler adds the parts of base_ anew, and in 64 bits, for every row.
@@ -130,11 +131,11 @@ struct SlotSource {
 
 /// Reads a per-channel parameter [D], or `missing` where there is none.
 template <class Real, int kVec>
-__device__ inline void load_channels(Real (&out)[kVec], const void* data, const Lane& lane,
+__device__ inline void load_channels(Real (&out)[kVec], const void* data, const Channels& channels,
                                      Real missing) {
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
-    out[v] = data != nullptr ? static_cast<const Real*>(data)[lane.channel + v] : missing;
+    out[v] = data != nullptr ? static_cast<const Real*>(data)[channels.first + v] : missing;
   }
 }
 
@@ -145,15 +146,17 @@ struct StateRow;
 
 template <class Number, int kVec>
 struct StateRow<Number, kVec, false> {
-  static __device__ void load(Number (&out)[kVec], const void* data, int64_t n, const Lane& lane) {
-    const int64_t at = n * lane.channels + lane.channel;
+  static __device__ void load(Number (&out)[kVec], const void* data, int64_t n,
+                              const Channels& channels) {
+    const int64_t at = n * channels.total + channels.first;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       out[v] = data != nullptr ? static_cast<const Number*>(data)[at + v] : Number{};
     }
   }
-  static __device__ void store(void* data, int64_t n, const Lane& lane, const Number (&x)[kVec]) {
-    const int64_t at = n * lane.channels + lane.channel;
+  static __device__ void store(void* data, int64_t n, const Channels& channels,
+                               const Number (&x)[kVec]) {
+    const int64_t at = n * channels.total + channels.first;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       static_cast<Number*>(data)[at + v] = x[v];
@@ -164,20 +167,20 @@ struct StateRow<Number, kVec, false> {
 template <class Real, int kVec>
 struct StateRow<Complex<Real>, kVec, true> {
   static __device__ void load(Complex<Real> (&out)[kVec], const void* data, int64_t n,
-                              const Lane& lane) {
-    const Real* re = static_cast<const Real*>(data) + 2 * n * lane.channels + lane.channel;
+                              const Channels& channels) {
+    const Real* re = static_cast<const Real*>(data) + 2 * n * channels.total + channels.first;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      out[v] = data != nullptr ? Complex<Real>{re[v], re[v + lane.channels]} : Complex<Real>{};
+      out[v] = data != nullptr ? Complex<Real>{re[v], re[v + channels.total]} : Complex<Real>{};
     }
   }
-  static __device__ void store(void* data, int64_t n, const Lane& lane,
+  static __device__ void store(void* data, int64_t n, const Channels& channels,
                                const Complex<Real> (&x)[kVec]) {
-    Real* re = static_cast<Real*>(data) + 2 * n * lane.channels + lane.channel;
+    Real* re = static_cast<Real*>(data) + 2 * n * channels.total + channels.first;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       re[v] = x[v].re;
-      re[v + lane.channels] = x[v].im;
+      re[v + channels.total] = x[v].im;
     }
   }
 };
@@ -223,9 +226,9 @@ template <class Data, int kVec, int kParts>
 class PartRows {
  public:
   __device__ PartRows(const TimeSeries& series, const Sequence& seq, bool backwards,
-                      const Lane& lane)
-      : first_(series, seq, backwards, lane),
-        half_(static_cast<int>(lane.channels) * static_cast<int>(sizeof(Data))) {}
+                      const Channels& channels)
+      : first_(series, seq, backwards, channels),
+        half_(static_cast<int>(channels.total) * static_cast<int>(sizeof(Data))) {}
 
   template <class Source>
   __device__ void gather(Source& source, Pack<Data, kVec> (&out)[kParts], int k) const {
@@ -251,32 +254,32 @@ class PartRows {
 
 template <class Number, int kVec>
 __device__ inline void write_partial(const Number (&sum)[kVec], void* partial, int64_t row,
-                                     const Lane& lane) {
+                                     const Channels& channels) {
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
     if (partial != nullptr) {
-      static_cast<Number*>(partial)[row * lane.channels + lane.channel + v] = sum[v];
+      static_cast<Number*>(partial)[row * channels.total + channels.first + v] = sum[v];
     }
   }
 }
 
 template <class Number, bool kPrecise, int kVec>
 __device__ inline void write_partial(const Sum<Number, kPrecise> (&sum)[kVec], void* partial,
-                                     int64_t row, const Lane& lane) {
+                                     int64_t row, const Channels& channels) {
   Number values[kVec];
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
     values[v] = sum[v].value();
   }
-  write_partial(values, partial, row, lane);
+  write_partial(values, partial, row, channels);
 }
 
 /// Adds the warps' sums in the order of the warps. `scratch` is shared memory for warps * 32 packs.
 /// Called by all threads of a block, or by none.
 template <class Number, bool kPrecise, int kVec>
 __device__ inline void sum_over_warps(const Sum<Number, kPrecise> (&sum)[kVec], void* partial,
-                                      int64_t row, const Lane& lane, void* scratch, int warp,
-                                      int warps, int lane_index) {
+                                      int64_t row, const Channels& channels, void* scratch,
+                                      int warp, int warps, int lane) {
   if (partial == nullptr) {
     return;
   }
@@ -287,7 +290,7 @@ __device__ inline void sum_over_warps(const Sum<Number, kPrecise> (&sum)[kVec], 
     values[v] = sum[v].value();
   }
   __syncthreads();
-  sums[warp][lane_index] = pack<Number, kVec>(values);
+  sums[warp][lane] = pack<Number, kVec>(values);
   __syncthreads();
   if (warp != 0) {
     return;
@@ -296,10 +299,10 @@ __device__ inline void sum_over_warps(const Sum<Number, kPrecise> (&sum)[kVec], 
   for (int w = 0; w < warps; ++w) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      total[v].add(sums[w][lane_index].get(v));
+      total[v].add(sums[w][lane].get(v));
     }
   }
-  write_partial(total, partial, row, lane);
+  write_partial(total, partial, row, channels);
 }
 
 }  // namespace tidegate::kernels::scan

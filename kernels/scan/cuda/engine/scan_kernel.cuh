@@ -159,10 +159,10 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   const int64_t tile = chain % launch.channel_tiles;
   const int64_t n = chain / launch.channel_tiles;
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);
-  const Lane lane =
-      find_lane<Op::kVec>(tile * kWarpSize + at.lane, recurrence_params(params).channels);
+  const Channels channels =
+      find_channels<Op::kVec>(tile * kWarpSize + at.lane, recurrence_params(params).channels);
   const int end = seq.length;
-  Op op(params, seq, lane);
+  Op op(params, seq, channels);
 
   const int stride = at.warp_groups * at.warps * Op::kSteps;  // steps of an iteration
   const bool computes = !kMultiBlock || at.warp < at.warps;   // else it is the carry warp
@@ -217,8 +217,8 @@ __global__ void sequential_scan_kernel(const __grid_constant__ typename Op::Para
   if (channel >= recurrence_params(params).channels) {
     return;
   }
-  const Lane lane = {channel, recurrence_params(params).channels};
-  Op op(params, seq, lane);
+  const Channels channels = {channel, recurrence_params(params).channels};
+  Op op(params, seq, channels);
   typename Op::Number s[Op::kVec];
   op.initial(s);
   if (seq.length > 0) {

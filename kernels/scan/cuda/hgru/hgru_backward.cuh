@@ -27,7 +27,7 @@ struct HgruBackward
                                                                       : OpKind::kHgru,
                  Direction::kBackward, kRegime> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_, kRegime>;
-  using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
+  using Base::kComplex, Base::kParts, Base::kVec, Base::channels, Base::rotation, Base::seq;
   using typename Base::Data;
   using typename Base::Gate;
   using typename Base::Math;
@@ -65,14 +65,14 @@ struct HgruBackward
   Sum<Real, sizeof(Data) >= 4> dgamma[kVec];
   Sum<Real, sizeof(Data) >= 4> dtheta[kVec];
 
-  __device__ HgruBackward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params.forward, seq, lane),
-        c(params.forward.c, seq, !params.forward.layout.reverse, lane),
-        h(params.forward.h, seq, !params.forward.layout.reverse, lane),
-        dh(params.dh, seq, !params.forward.layout.reverse, lane),
-        dc(params.dc, seq, !params.forward.layout.reverse, lane),
-        f(params.forward.f, seq, !params.forward.layout.reverse, lane),
-        df(params.df, seq, !params.forward.layout.reverse, lane),
+  __device__ HgruBackward(const Params& params, const Sequence& seq, const Channels& channels)
+      : Base(params.forward, seq, channels),
+        c(params.forward.c, seq, !params.forward.layout.reverse, channels),
+        h(params.forward.h, seq, !params.forward.layout.reverse, channels),
+        dh(params.dh, seq, !params.forward.layout.reverse, channels),
+        dc(params.dc, seq, !params.forward.layout.reverse, channels),
+        f(params.forward.f, seq, !params.forward.layout.reverse, channels),
+        df(params.df, seq, !params.forward.layout.reverse, channels),
         h0(params.forward.h0),
         dh_final(params.dh_final),
         dh0(params.dh0),
@@ -89,10 +89,10 @@ struct HgruBackward
     this->template prepare_together<HgruBackward::kSteps>(shared, at, given);
   }
   __device__ void initial(Number (&s)[kVec]) const {
-    Base::State::load(s, dh_final, seq.index, lane);
+    Base::State::load(s, dh_final, seq.index, channels);
   }
   __device__ void store_final_state(const Number (&s)[kVec]) const {
-    Base::State::store(dh0, seq.index, lane, s);
+    Base::State::store(dh0, seq.index, channels, s);
   }
 
   // h_{t-1} is one step further along this scan. After the last step it is h0 (see emit).
@@ -181,7 +181,7 @@ struct HgruBackward
       before[v] = Base::number(raw.h_before, v);
     }
     if (kLast && k + i == seq.length - 1) {
-      Base::State::load(before, h0, seq.index, lane);
+      Base::State::load(before, h0, seq.index, channels);
     }
     Number dc_out[kVec];
     Real df_out[kVec];
@@ -219,16 +219,16 @@ struct HgruBackward
     }
   }
 
-  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
-    sum_over_warps(dgamma, dgamma_partial, row, lane, scratch, warp, warps, lane_index);
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane) const {
+    sum_over_warps(dgamma, dgamma_partial, row, channels, scratch, warp, warps, lane);
     if constexpr (kComplex) {
-      sum_over_warps(dtheta, dtheta_partial, row, lane, scratch, warp, warps, lane_index);
+      sum_over_warps(dtheta, dtheta_partial, row, channels, scratch, warp, warps, lane);
     }
   }
   __device__ void reduce_alone(int64_t row) const {
-    write_partial(dgamma, dgamma_partial, row, lane);
+    write_partial(dgamma, dgamma_partial, row, channels);
     if constexpr (kComplex) {
-      write_partial(dtheta, dtheta_partial, row, lane);
+      write_partial(dtheta, dtheta_partial, row, channels);
     }
   }
 };

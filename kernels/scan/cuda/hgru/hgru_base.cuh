@@ -81,19 +81,19 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
-  Lane lane;
+  Channels channels;
   Sequence seq;
   Real gamma[kVec];
   const void* theta;
   Rotation<Real, kComplex> rotation[kVec];  // prepared
 
-  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Lane& lane)
-      : lane(lane), seq(seq), theta(params.theta) {
-    load_channels(gamma, params.gamma, lane, Real(0));
+  __device__ HgruBase(const HgruParams& params, const Sequence& seq, const Channels& channels)
+      : channels(channels), seq(seq), theta(params.theta) {
+    load_channels(gamma, params.gamma, channels, Real(0));
   }
 
   /// The angle of a step, of the thread's channel number v.
-  __device__ Real angle(int v) const { return static_cast<const Real*>(theta)[lane.channel + v]; }
+  __device__ Real angle(int v) const { return static_cast<const Real*>(theta)[channels.first + v]; }
   static __device__ Complex<Real> turn(Real angle, int steps) {
     return Rotation<Real, true>::turn(angle, steps);
   }
@@ -123,12 +123,12 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
           turn(i == at.warp ? first : angle(i / 2), i % 2 == 0 ? 1 : kSteps);
     }
   }
-  __device__ void take_prepared(const char* shared, int lane_index) {
+  __device__ void take_prepared(const char* shared, int lane) {
     const auto& turns = *reinterpret_cast<const Prepared*>(shared);
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      rotation[v].step = turns[v][0][lane_index];
-      rotation[v].chunk = turns[v][1][lane_index];
+      rotation[v].step = turns[v][0][lane];
+      rotation[v].chunk = turns[v][1][lane];
     }
   }
 

@@ -11,7 +11,7 @@ struct HgruForward
     : HgruBase<Data_, Gate_, kComplex_, kVec_, kRegime>,
       TileConfig<kComplex_ ? OpKind::kComplexHgru : OpKind::kHgru, Direction::kForward, kRegime> {
   using Base = HgruBase<Data_, Gate_, kComplex_, kVec_, kRegime>;
-  using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::rotation, Base::seq;
+  using Base::kComplex, Base::kParts, Base::kVec, Base::channels, Base::rotation, Base::seq;
   using typename Base::Data;
   using typename Base::Gate;
   using typename Base::Math;
@@ -37,11 +37,11 @@ struct HgruForward
   void* h_final;
   bool silu;
 
-  __device__ HgruForward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params, seq, lane),
-        c(params.c, seq, params.layout.reverse, lane),
-        h(params.h, seq, params.layout.reverse, lane),
-        f(params.f, seq, params.layout.reverse, lane),
+  __device__ HgruForward(const Params& params, const Sequence& seq, const Channels& channels)
+      : Base(params, seq, channels),
+        c(params.c, seq, params.layout.reverse, channels),
+        h(params.h, seq, params.layout.reverse, channels),
+        f(params.f, seq, params.layout.reverse, channels),
         h0(params.h0),
         h_final(params.h_final),
         silu(params.activation == Activation::kSilu) {}
@@ -54,9 +54,11 @@ struct HgruForward
   __device__ void prepare(char* shared, const WarpPosition& at, Real given) const {
     this->template prepare_together<HgruForward::kSteps>(shared, at, given);
   }
-  __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
+  __device__ void initial(Number (&s)[kVec]) const {
+    Base::State::load(s, h0, seq.index, channels);
+  }
   __device__ void store_final_state(const Number (&s)[kVec]) const {
-    Base::State::store(h_final, seq.index, lane, s);
+    Base::State::store(h_final, seq.index, channels, s);
   }
 
   template <class Source>

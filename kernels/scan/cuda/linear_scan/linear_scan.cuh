@@ -34,25 +34,25 @@ struct LinearScanForward : OpDefaults,
     Number a[kVec], x[kVec];
   };
 
-  Lane lane;
+  Channels channels;
   Sequence seq;
   Rows<Data, kVec> x, h;
   Rows<Gate, kVec> a;
   const void* h0;
   void* h_final;
 
-  __device__ LinearScanForward(const Params& params, const Sequence& seq, const Lane& lane)
-      : lane(lane),
+  __device__ LinearScanForward(const Params& params, const Sequence& seq, const Channels& channels)
+      : channels(channels),
         seq(seq),
-        x(params.x, seq, params.layout.reverse, lane),
-        h(params.h, seq, params.layout.reverse, lane),
-        a(params.a, seq, params.layout.reverse, lane),
+        x(params.x, seq, params.layout.reverse, channels),
+        h(params.h, seq, params.layout.reverse, channels),
+        a(params.a, seq, params.layout.reverse, channels),
         h0(params.h0),
         h_final(params.h_final) {}
 
-  __device__ void initial(Number (&s)[kVec]) const { State::load(s, h0, seq.index, lane); }
+  __device__ void initial(Number (&s)[kVec]) const { State::load(s, h0, seq.index, channels); }
   __device__ void store_final_state(const Number (&s)[kVec]) const {
-    State::store(h_final, seq.index, lane, s);
+    State::store(h_final, seq.index, channels, s);
   }
 
   template <class Source>
@@ -123,7 +123,7 @@ struct LinearScanBackward : OpDefaults,
   };
   struct Decoded {};  // nothing prepared: compose and advance read raw
 
-  Lane lane;
+  Channels channels;
   Sequence seq;
   Rows<Data, kVec> h, dh, dx;
   Rows<Gate, kVec> a, da;
@@ -133,22 +133,24 @@ struct LinearScanBackward : OpDefaults,
   void* da_partial;
   Sum<Number, sizeof(RealOf<Data>) >= 4> da_sum[kVec];
 
-  __device__ LinearScanBackward(const Params& params, const Sequence& seq, const Lane& lane)
-      : lane(lane),
+  __device__ LinearScanBackward(const Params& params, const Sequence& seq, const Channels& channels)
+      : channels(channels),
         seq(seq),
-        h(params.forward.h, seq, !params.forward.layout.reverse, lane),
-        dh(params.dh, seq, !params.forward.layout.reverse, lane),
-        dx(params.dx, seq, !params.forward.layout.reverse, lane),
-        a(params.forward.a, seq, !params.forward.layout.reverse, lane),
-        da(params.da, seq, !params.forward.layout.reverse, lane),
+        h(params.forward.h, seq, !params.forward.layout.reverse, channels),
+        dh(params.dh, seq, !params.forward.layout.reverse, channels),
+        dx(params.dx, seq, !params.forward.layout.reverse, channels),
+        a(params.forward.a, seq, !params.forward.layout.reverse, channels),
+        da(params.da, seq, !params.forward.layout.reverse, channels),
         h0(params.forward.h0),
         dh_final(params.dh_final),
         dh0(params.dh0),
         da_partial(params.da_partial) {}
 
-  __device__ void initial(Number (&s)[kVec]) const { State::load(s, dh_final, seq.index, lane); }
+  __device__ void initial(Number (&s)[kVec]) const {
+    State::load(s, dh_final, seq.index, channels);
+  }
   __device__ void store_final_state(const Number (&s)[kVec]) const {
-    State::store(dh0, seq.index, lane, s);
+    State::store(dh0, seq.index, channels, s);
   }
 
   // h_{t-1} is one step further along this scan. Past the last step it is h0 (see emit).
@@ -193,7 +195,7 @@ struct LinearScanBackward : OpDefaults,
       before[v] = raw.h_before.get(v);
     }
     if (kLast && k + i == seq.length - 1) {
-      State::load(before, h0, seq.index, lane);
+      State::load(before, h0, seq.index, channels);
     }
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -208,14 +210,14 @@ struct LinearScanBackward : OpDefaults,
     }
   }
 
-  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane) const {
     if constexpr (kConstant) {
-      sum_over_warps(da_sum, da_partial, row, lane, scratch, warp, warps, lane_index);
+      sum_over_warps(da_sum, da_partial, row, channels, scratch, warp, warps, lane);
     }
   }
   __device__ void reduce_alone(int64_t row) const {
     if constexpr (kConstant) {
-      write_partial(da_sum, da_partial, row, lane);
+      write_partial(da_sum, da_partial, row, channels);
     }
   }
 };

@@ -14,7 +14,7 @@ template <class Data_, bool kComplex_, int kVec_, Regime kRegime>
 struct LruForward : LruBase<Data_, kComplex_, kVec_, kRegime>,
                     TileConfig<OpKind::kLru, Direction::kForward, kRegime> {
   using Base = LruBase<Data_, kComplex_, kVec_, kRegime>;
-  using Base::kParts, Base::kVec, Base::lane, Base::seq, Base::decay, Base::gamma, Base::chunk;
+  using Base::kParts, Base::kVec, Base::channels, Base::seq, Base::decay, Base::gamma, Base::chunk;
   using typename Base::Data;
   using typename Base::Number;
   using typename Base::Real;
@@ -33,10 +33,10 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kRegime>,
   const void* h0;
   void* h_final;
 
-  __device__ LruForward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params, seq, lane),
-        x(params.x, seq, params.layout.reverse, lane),
-        h(params.h, seq, params.layout.reverse, lane),
+  __device__ LruForward(const Params& params, const Sequence& seq, const Channels& channels)
+      : Base(params, seq, channels),
+        x(params.x, seq, params.layout.reverse, channels),
+        h(params.h, seq, params.layout.reverse, channels),
         h0(params.h0),
         h_final(params.h_final) {}
 
@@ -45,9 +45,11 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kRegime>,
                           const typename Base::Given& given) const {
     this->template prepare_together<LruForward::kSteps>(shared, at, given);
   }
-  __device__ void initial(Number (&s)[kVec]) const { Base::State::load(s, h0, seq.index, lane); }
+  __device__ void initial(Number (&s)[kVec]) const {
+    Base::State::load(s, h0, seq.index, channels);
+  }
   __device__ void store_final_state(const Number (&s)[kVec]) const {
-    Base::State::store(h_final, seq.index, lane, s);
+    Base::State::store(h_final, seq.index, channels, s);
   }
 
   template <class Source>
@@ -110,7 +112,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
                      TileConfig<OpKind::kLru, Direction::kBackward, kRegime> {
   using Base = LruBase<Data_, kComplex_, kVec_, kRegime>;
   using Base::decay, Base::gamma, Base::nu, Base::chunk, Base::theta;
-  using Base::kComplex, Base::kParts, Base::kVec, Base::lane, Base::seq;
+  using Base::kComplex, Base::kParts, Base::kVec, Base::channels, Base::seq;
   using typename Base::Data;
   using typename Base::Number;
   using typename Base::Real;
@@ -133,12 +135,12 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
   Sum<Number, kPreciseSums> g_h[kVec];
   Sum<Real, kPreciseSums> g_x[kVec];
 
-  __device__ LruBackward(const Params& params, const Sequence& seq, const Lane& lane)
-      : Base(params.forward, seq, lane),
-        x(params.forward.x, seq, !params.forward.layout.reverse, lane),
-        h(params.forward.h, seq, !params.forward.layout.reverse, lane),
-        dh(params.dh, seq, !params.forward.layout.reverse, lane),
-        dx(params.dx, seq, !params.forward.layout.reverse, lane),
+  __device__ LruBackward(const Params& params, const Sequence& seq, const Channels& channels)
+      : Base(params.forward, seq, channels),
+        x(params.forward.x, seq, !params.forward.layout.reverse, channels),
+        h(params.forward.h, seq, !params.forward.layout.reverse, channels),
+        dh(params.dh, seq, !params.forward.layout.reverse, channels),
+        dx(params.dx, seq, !params.forward.layout.reverse, channels),
         h0(params.forward.h0),
         dh_final(params.dh_final),
         dh0(params.dh0),
@@ -152,10 +154,10 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
     this->template prepare_together<LruBackward::kSteps>(shared, at, given);
   }
   __device__ void initial(Number (&s)[kVec]) const {
-    Base::State::load(s, dh_final, seq.index, lane);
+    Base::State::load(s, dh_final, seq.index, channels);
   }
   __device__ void store_final_state(const Number (&s)[kVec]) const {
-    Base::State::store(dh0, seq.index, lane, s);
+    Base::State::store(dh0, seq.index, channels, s);
   }
 
   // h_{t-1} is one step further along this scan. Past the last step it is h0 (see emit).
@@ -201,7 +203,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
       before[v] = Base::number(raw.h_before, v);
     }
     if (kLast && k + i == seq.length - 1) {
-      Base::State::load(before, h0, seq.index, lane);
+      Base::State::load(before, h0, seq.index, channels);
     }
     Number out[kVec];
 #pragma unroll
@@ -232,22 +234,22 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
     }
   }
 
-  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane) const {
     Sums dnu_log, dtheta_log, dgamma_log;
     add_up(dnu_log, dtheta_log, dgamma_log);
-    sum_over_warps(dnu_log, dnu_log_partial, row, lane, scratch, warp, warps, lane_index);
-    sum_over_warps(dgamma_log, dgamma_log_partial, row, lane, scratch, warp, warps, lane_index);
+    sum_over_warps(dnu_log, dnu_log_partial, row, channels, scratch, warp, warps, lane);
+    sum_over_warps(dgamma_log, dgamma_log_partial, row, channels, scratch, warp, warps, lane);
     if constexpr (kComplex) {
-      sum_over_warps(dtheta_log, dtheta_log_partial, row, lane, scratch, warp, warps, lane_index);
+      sum_over_warps(dtheta_log, dtheta_log_partial, row, channels, scratch, warp, warps, lane);
     }
   }
   __device__ void reduce_alone(int64_t row) const {
     Sums dnu_log, dtheta_log, dgamma_log;
     add_up(dnu_log, dtheta_log, dgamma_log);
-    write_partial(dnu_log, dnu_log_partial, row, lane);
-    write_partial(dgamma_log, dgamma_log_partial, row, lane);
+    write_partial(dnu_log, dnu_log_partial, row, channels);
+    write_partial(dgamma_log, dgamma_log_partial, row, channels);
     if constexpr (kComplex) {
-      write_partial(dtheta_log, dtheta_log_partial, row, lane);
+      write_partial(dtheta_log, dtheta_log_partial, row, channels);
     }
   }
 };

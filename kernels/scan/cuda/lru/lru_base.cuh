@@ -29,15 +29,15 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   static constexpr bool kEqualDecays = true;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
 
-  Lane lane;
+  Channels channels;
   Sequence seq;
   const void *nu_log, *theta_log, *gamma_log;
   // Prepared; zero in a carry warp, which has no steps of its own.
   Real nu[kVec] = {}, theta[kVec] = {}, gamma[kVec] = {};
   Precise<Number> decay[kVec] = {}, chunk[kVec] = {};
 
-  __device__ LruBase(const LruParams& params, const Sequence& seq, const Lane& lane)
-      : lane(lane),
+  __device__ LruBase(const LruParams& params, const Sequence& seq, const Channels& channels)
+      : channels(channels),
         seq(seq),
         nu_log(params.nu_log),
         theta_log(params.theta_log),
@@ -60,7 +60,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
     Real log_rate, log_angle, log_gamma;
   };
   __device__ Real parameter(const void* values, int v) const {
-    return static_cast<const Real*>(values)[lane.channel + v];
+    return static_cast<const Real*>(values)[channels.first + v];
   }
   /// Those of the thread's channel number v.
   __device__ Given given(int v) const {
@@ -133,11 +133,11 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
       decays[v][at.lane] = find_decays<kSteps>(v == at.warp ? first : given(v));
     }
   }
-  __device__ void take_prepared(const char* shared, int lane_index) {
+  __device__ void take_prepared(const char* shared, int lane) {
     const auto& decays = *reinterpret_cast<const Prepared*>(shared);
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      set_decays(v, decays[v][lane_index]);
+      set_decays(v, decays[v][lane]);
     }
   }
 

@@ -1,6 +1,14 @@
 #pragma once
 
-// RWKV-4's token mixing backward, as an Op of the scan engine with chunks of its own.
+// RWKV-4's token mixing backward, as an Op of the scan engine with chunks of its own. A chunk is
+// the eight tokens between two saved states, whose state comes through the ring with it:
+//   decode             forward through the tokens again and, in a single-block scan, back with
+//                      nothing flowing in (Wkv4SingleBlockChunk, here)
+//   compose            what flows out of the chunk: its map
+//   advance_and_emit   what flows in adds to dk, dv, dw and du; rows leave by way of the ring
+// In a multi-block scan composing keeps nothing, and the chunk is taken back when its state has
+// come (Wkv4MultiBlockChunk, wkv4_chunk_multi_block.cuh). The barriers are the carry's (carry.cuh,
+// wkv4_multi_block.cuh).
 
 #include "kernels/scan/cuda/wkv4/wkv4_base.cuh"
 #include "kernels/scan/cuda/wkv4/wkv4_chunk_multi_block.cuh"
@@ -185,7 +193,7 @@ template <class Data_, int kVec_, Regime kRegime>
 struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
                       TileConfig<OpKind::kWkv4, Direction::kBackward, kRegime> {
   using Base = Wkv4Base<Data_, kVec_, kRegime, true>;
-  using Base::kVec, Base::lane, Base::seq, Base::decay, Base::bonus;
+  using Base::kVec, Base::channels, Base::seq, Base::decay, Base::bonus;
   using typename Base::Data;
   using typename Base::Number;
   using typename Base::Real;
@@ -224,14 +232,14 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
   void* du_partial;
   Sum<Real, sizeof(Data) >= 4> dw[kVec], du[kVec];
 
-  __device__ Wkv4Backward(const Params& p, const Sequence& seq, const Lane& lane)
-      : Base(p.forward, seq, lane),
-        grad_o(p.grad_o, seq, true, lane),
-        dk(p.dk, seq, true, lane),
-        dv(p.dv, seq, true, lane),
+  __device__ Wkv4Backward(const Params& p, const Sequence& seq, const Channels& channels)
+      : Base(p.forward, seq, channels),
+        grad_o(p.grad_o, seq, true, channels),
+        dk(p.dk, seq, true, channels),
+        dv(p.dv, seq, true, channels),
         saved(p.forward.saved),
         saved_base(saved_row(p.forward.layout, {seq.index, seq.batch, 0, 0}, 0)),
-        saved_rows(p.forward, seq, lane),
+        saved_rows(p.forward, seq, channels),
         final_state(p.forward.final_state),
         dfinal_state(p.dfinal_state),
         dstate(p.dstate),
@@ -274,7 +282,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
 
   /// Fetches the saved state of the chunk from step k of the scan, whose tokens are the ones before
   /// its end.
-  __device__ void fetch_chunk_inputs(char* place, int lane_index, int k, int end) const {
+  __device__ void fetch_chunk_inputs(char* place, int lane, int k, int end) const {
     const int first = end - k - kSteps;
     if (first > 0) {
       const Real* from;
@@ -282,23 +290,23 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
         from = saved_rows.at(first);
       } else {
         const int64_t row = saved_base + (seq.start + first) / kWkv4SavedEvery;
-        from = static_cast<const Real*>(saved) + 3 * row * lane.channels + lane.channel;
+        from = static_cast<const Real*>(saved) + 3 * row * channels.total + channels.first;
       }
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
-        char* to = place + (part * kWarpSize + lane_index) * sizeof(StatePack);
-        copy_async<sizeof(StatePack)>(to, from + part * lane.channels);
+        char* to = place + (part * kWarpSize + lane) * sizeof(StatePack);
+        copy_async<sizeof(StatePack)>(to, from + part * channels.total);
       }
     }
   }
-  static __device__ Real saved_value(const char* place, int lane_index, int part, int c) {
-    return reinterpret_cast<const Real*>(place)[(part * kWarpSize + lane_index) * kVec + c];
+  static __device__ Real saved_value(const char* place, int lane, int part, int c) {
+    return reinterpret_cast<const Real*>(place)[(part * kWarpSize + lane) * kVec + c];
   }
-  static __device__ Real& saved_value(char* place, int lane_index, int part, int c) {
-    return reinterpret_cast<Real*>(place)[(part * kWarpSize + lane_index) * kVec + c];
+  static __device__ Real& saved_value(char* place, int lane, int part, int c) {
+    return reinterpret_cast<Real*>(place)[(part * kWarpSize + lane) * kVec + c];
   }
-  static __device__ unsigned& fast_bits(char* place, int lane_index) {
-    return reinterpret_cast<unsigned*>(place)[3 * kWarpSize * kVec + lane_index];
+  static __device__ unsigned& fast_bits(char* place, int lane) {
+    return reinterpret_cast<unsigned*>(place)[3 * kWarpSize * kVec + lane];
   }
   /// The state that enters the chunk whose first token is `first`; `key`: of that token.
   template <class Ring>
@@ -362,9 +370,9 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
   using Chunk = std::conditional_t<Base::kSharedExponent, Wkv4MultiBlockChunk<Wkv4Backward>,
                                    Wkv4SingleBlockChunk<Wkv4Backward>>;
 
-  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane_index) const {
-    sum_over_warps(dw, dw_partial, row, lane, scratch, warp, warps, lane_index);
-    sum_over_warps(du, du_partial, row, lane, scratch, warp, warps, lane_index);
+  __device__ void reduce(int64_t row, void* scratch, int warp, int warps, int lane) const {
+    sum_over_warps(dw, dw_partial, row, channels, scratch, warp, warps, lane);
+    sum_over_warps(du, du_partial, row, channels, scratch, warp, warps, lane);
   }
 };
 

@@ -86,11 +86,11 @@ __device__ inline float decay_of(float w) { return w < 0.5f ? 1.0f + expm1f(-w) 
 /// A thread's saved states of one sequence, at addresses of one multiply-add.
 class SavedRows {
  public:
-  __device__ SavedRows(const Wkv4Params& p, const Sequence& seq, const Lane& lane)
-      : stride_(static_cast<int>(3 * lane.channels * sizeof(float))),
+  __device__ SavedRows(const Wkv4Params& p, const Sequence& seq, const Channels& channels)
+      : stride_(static_cast<int>(3 * channels.total * sizeof(float))),
         shift_(static_cast<int>(seq.start % kWkv4SavedEvery)) {
     const int64_t row = saved_row(p.layout, seq, 0);
-    base_ = static_cast<char*>(p.saved) + row * stride_ + lane.channel * int64_t{sizeof(float)};
+    base_ = static_cast<char*>(p.saved) + row * stride_ + channels.first * int64_t{sizeof(float)};
     asm("" : "+l"(base_));
   }
   /// The row of the state that enters a token. The next of its parts is one third of a row further
@@ -109,7 +109,7 @@ class SavedRows {
 };
 
 struct NoSavedRows {
-  __device__ NoSavedRows(const Wkv4Params&, const Sequence&, const Lane&) {}
+  __device__ NoSavedRows(const Wkv4Params&, const Sequence&, const Channels&) {}
 };
 
 /// Whether every channel of a thread takes the fast path.
@@ -146,7 +146,7 @@ struct Wkv4Base : OpDefaults {
   // anew.
   using SavedStates = std::conditional_t<kSharedExponent, SavedRows, NoSavedRows>;
 
-  Lane lane;
+  Channels channels;
   Sequence seq;
   Rows<Data, kVec> k, v;
   Real w_whole[kVec], w_rest[kVec];
@@ -155,17 +155,17 @@ struct Wkv4Base : OpDefaults {
   const void *w, *u;  // read again on the slow path
   const void* state;
 
-  __device__ Wkv4Base(const Wkv4Params& p, const Sequence& seq, const Lane& lane)
-      : lane(lane),
+  __device__ Wkv4Base(const Wkv4Params& p, const Sequence& seq, const Channels& channels)
+      : channels(channels),
         seq(seq),
-        k(p.k, seq, kBackwards, lane),
-        v(p.v, seq, kBackwards, lane),
+        k(p.k, seq, kBackwards, channels),
+        v(p.v, seq, kBackwards, channels),
         w(p.w),
         u(p.u),
         state(p.state) {
     Real w[kVec], u[kVec];
-    load_channels(w, p.w, lane, Real(0));
-    load_channels(u, p.u, lane, Real(0));
+    load_channels(w, p.w, channels, Real(0));
+    load_channels(u, p.u, channels, Real(0));
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
       decay[c] = decay_of(w[c]);
@@ -196,15 +196,15 @@ struct Wkv4Base : OpDefaults {
   __device__ void store_states(void* states, int64_t row, const Number (&s)[kVec]) const {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      store_wkv4_state(states, row, lane.channels, lane.channel + c, s[c]);
+      store_wkv4_state(states, row, channels.total, channels.first + c, s[c]);
     }
   }
   __device__ Number load_state(const void* states, int64_t row, int c) const {
-    return load_wkv4_state<Real>(states, row, lane.channels, lane.channel + c);
+    return load_wkv4_state<Real>(states, row, channels.total, channels.first + c);
   }
   /// The state that enters the first token, whose key is given.
   __device__ Number first_state(Real key, int c) const {
-    Number s = initial_wkv4_state<Real>(state, seq.index, lane.channels, lane.channel + c, key);
+    Number s = initial_wkv4_state<Real>(state, seq.index, channels.total, channels.first + c, key);
     set_binary_exponent(s, s.m);
     return s;
   }
@@ -213,7 +213,7 @@ struct Wkv4Base : OpDefaults {
   /// that.)
   __device__ BinaryLog rate_of(int c) const {
     if constexpr (kSharedExponent) {
-      return BinaryLog(static_cast<const Real*>(w)[lane.channel + c]);
+      return BinaryLog(static_cast<const Real*>(w)[channels.first + c]);
     } else {
       return {w_whole[c], w_rest[c]};
     }
@@ -261,7 +261,7 @@ struct Wkv4Base : OpDefaults {
   /// The weights of a state's sums and of a token with its bonus.
   __device__ Wkv4Weights<Real> bonus_beside(const Number& s, Real key, int c) const {
     const BinaryLog log(key);
-    const Real bonus = binary(static_cast<const Real*>(u)[lane.channel + c]);
+    const Real bonus = binary(static_cast<const Real*>(u)[channels.first + c]);
     return Wkv4Weights<Real>::at_binary(log.whole - s.m, (log.rest - s.rest) + bonus);
   }
 

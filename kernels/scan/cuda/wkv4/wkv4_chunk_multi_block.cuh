@@ -1,6 +1,13 @@
 #pragma once
 
-// How a chunk of wkv4's backward pass is taken where blocks share a sequence.
+// How a chunk of wkv4's backward pass is taken where blocks share a sequence. It is composed an
+// iteration before its state comes, and read from the ring again then:
+//   decode             the range of keys and the saved state, rescaled; both stay in the ring
+//   compose            forward through the tokens once, adding up what flows out by powers of the
+//                      decay; nothing is kept
+//   take               what decode left in the ring
+//   advance_and_emit   forward and back with all that flows in, half after half: 15 warps have not
+//                      the registers for the states of eight tokens of two channels
 
 #include "kernels/scan/cuda/wkv4/wkv4_base.cuh"
 

@@ -1,8 +1,13 @@
 #pragma once
 
-// RWKV-4's token mixing forward, as an Op of the scan engine with chunks of its own. A chunk's map
-// does not depend on what enters the chunk, so no exponential but those of crossing by it is taken
-// on the way from warp to warp.
+// RWKV-4's token mixing forward, as an Op of the scan engine with chunks of its own:
+//   decode             keys and values from the ring, and the range of each channel's keys
+//   compose            the chunk's own sums after its last token, on the fast or the slow path
+//   advance_and_emit   from the state that entered: the states that are saved, the outputs; rows
+//                      leave by way of the ring
+// A chunk's map does not depend on what enters the chunk, so no exponential but those of crossing
+// by it is taken on the way from warp to warp. Tiles are those of OpKind::kWkv4 (tiles.cuh), 8 or
+// 16 tokens a chunk; the barriers are the carry's (carry.cuh, wkv4_multi_block.cuh).
 
 #include "kernels/scan/cuda/wkv4/wkv4_base.cuh"
 
@@ -12,7 +17,7 @@ template <class Data_, int kVec_, Regime kRegime>
 struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
                      TileConfig<OpKind::kWkv4, Direction::kForward, kRegime> {
   using Base = Wkv4Base<Data_, kVec_, kRegime, false>;
-  using Base::kVec, Base::lane, Base::seq, Base::decay, Base::bonus;
+  using Base::kVec, Base::channels, Base::seq, Base::decay, Base::bonus;
   using typename Base::Data;
   using typename Base::Number;
   using typename Base::Real;
@@ -37,13 +42,13 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
   int64_t saved_base;  // row of the batch's first saved state
   typename Base::SavedStates saved_rows;
 
-  __device__ Wkv4Forward(const Params& p, const Sequence& seq, const Lane& lane)
-      : Base(p, seq, lane),
-        o(p.o, seq, false, lane),
+  __device__ Wkv4Forward(const Params& p, const Sequence& seq, const Channels& channels)
+      : Base(p, seq, channels),
+        o(p.o, seq, false, channels),
         final_state(p.final_state),
         saved(p.saved),
         saved_base(saved_row(p.layout, {seq.index, seq.batch, 0, 0}, 0)),
-        saved_rows(p, seq, lane) {}
+        saved_rows(p, seq, channels) {}
 
   __device__ void initial(Number (&s)[kVec]) const {
     Pack<Data, kVec> first = {};
@@ -77,7 +82,7 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
       at = saved_rows.at(step);
     } else {
       const int64_t row = saved_base + (seq.start + step) / kWkv4SavedEvery;
-      at = static_cast<Real*>(saved) + 3 * row * lane.channels + lane.channel;
+      at = static_cast<Real*>(saved) + 3 * row * channels.total + channels.first;
     }
     Real y[kVec], z[kVec], m[kVec];
 #pragma unroll
@@ -85,8 +90,8 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
       y[c] = s[c].y, z[c] = s[c].z, m[c] = s[c].m;
     }
     *reinterpret_cast<StatePack*>(at) = pack<Real, kVec>(y);
-    *reinterpret_cast<StatePack*>(at + lane.channels) = pack<Real, kVec>(z);
-    *reinterpret_cast<StatePack*>(at + 2 * lane.channels) = pack<Real, kVec>(m);
+    *reinterpret_cast<StatePack*>(at + channels.total) = pack<Real, kVec>(z);
+    *reinterpret_cast<StatePack*>(at + 2 * channels.total) = pack<Real, kVec>(m);
   }
   __device__ bool saves_before(int step) const {
     return static_cast<unsigned>(seq.length - step) % unsigned{kWkv4SavedEvery} == 0 && step > 0;
