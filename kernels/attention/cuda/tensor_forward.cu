@@ -2,6 +2,8 @@
 
 #include "kernels/attention/cuda/tensor_forward.h"
 
+#include <algorithm>
+
 #include "kernels/attention/cuda/gate_sums.h"
 #include "kernels/attention/cuda/row_terms.cuh"
 #include "kernels/common/cuda/device.h"

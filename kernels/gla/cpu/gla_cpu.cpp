@@ -21,19 +21,7 @@ constexpr int64_t kSerialWork = 1 << 16;
 constexpr int64_t kMaxValueColumns = 128;
 constexpr int64_t kMaxKeyColumns = 64;
 
-const GlaKernels& active_kernels() {
-#ifdef TIDEGATE_X86_DISPATCH
-  switch (active_cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kGlaKernels;
-    case CpuIsa::kAvx2:
-      return avx2::kGlaKernels;
-    case CpuIsa::kGeneric:
-      break;
-  }
-#endif
-  return generic::kGlaKernels;
-}
+const GlaKernels& active_kernels() { return TIDEGATE_ACTIVE_KERNELS(kGlaKernels); }
 
 /// How a pass divides into blocks of `width` columns of every head of every sequence.
 struct BlockGrid {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/cpu_isa.h"
 #include "kernels/gla/gla.h"
 
 namespace tidegate::kernels::gla {
@@ -58,14 +59,6 @@ constexpr int64_t key_block_scratch(int64_t value_dim, int64_t width, int64_t le
   return states * keys * values + kTokens * (11 * keys + 2 * values + kTokens) + 4 * keys + values;
 }
 
-namespace generic {
-extern const GlaKernels kGlaKernels;
-}
-namespace avx2 {
-extern const GlaKernels kGlaKernels;
-}
-namespace avx512 {
-extern const GlaKernels kGlaKernels;
-}
+TIDEGATE_ISA_KERNELS(GlaKernels, kGlaKernels)
 
 }  // namespace tidegate::kernels::gla
