@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/gla/cuda/tensor_backward.h"
+#include "kernels/gla/cuda/backward/tensor_backward.h"
 #include "support/gla_device.h"
 
 namespace tidegate::testing {

@@ -22,7 +22,7 @@
 
 namespace tidegate::kernels::gla {
 
-constexpr int kDyadicTokens = 16;
+constexpr int kSubChunk = 16;  // tokens
 
 /// Partial sums of scores over the channels seen so far.
 struct DyadicScores {

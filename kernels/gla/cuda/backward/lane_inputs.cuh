@@ -3,7 +3,7 @@
 // A lane's share of a block of 16 tokens and a slice of 16 channels: two adjacent tokens, four
 // adjacent channels of q, keys and decays, from what is in memory.
 
-#include "kernels/gla/cuda/chunk_place.cuh"
+#include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -94,8 +94,8 @@ class QuadInputs {
     }
   }
 
-  /// Of what was loaded last. `live` of the two tokens exist; of the others f = 1, and q and k are
-  /// another token's, which meet a do or v of zero wherever they are used.
+  /// Of what was loaded last. `live` of the two tokens exist; of the tail_rows f = 1, and q and k
+  /// are another token's, which meet a do or v of zero wherever they are used.
   __device__ void get(const float (&gamma)[4], int live, Quad& x) const {
     QuadSlopes none;
     convert<false>(gamma, live, x, none);

@@ -21,7 +21,7 @@ struct ChunkBackward;
 template <class T>
 struct TensorBackwardUnit {
   static cudaError_t make_factors(const ChunkBackward& work, cudaStream_t stream);
-  static cudaError_t walk_states(const StatePass& pass, cudaStream_t stream);
+  static cudaError_t scan_states(const StatePass& pass, cudaStream_t stream);
   static cudaError_t chunks(const ChunkBackward& work, cudaStream_t stream);
 };
 

@@ -4,19 +4,19 @@
 // of 16-token blocks in shared memory: a loader warp ahead of producers ahead of consumers.
 
 #include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/gla/cuda/consumer.cuh"
-#include "kernels/gla/cuda/producer.cuh"
+#include "kernels/gla/cuda/forward/consumer.cuh"
+#include "kernels/gla/cuda/forward/producer.cuh"
 
 namespace tidegate::kernels::gla {
 
 constexpr int kMaxWarps = 16;  // of a block, of 128 registers a thread
-constexpr int kMaxSlots = 16;
+constexpr int kMaxStages = 16;
 
 struct TensorForward {
   GlaParams params = {};
   int first_key = 0, keys = 0;  // a slice of K
   int value_tile = 0;           // columns of V a block, a multiple of 16
-  int producers = 0, slots = 0;
+  int producers = 0, stages = 0;
   Cuts segments = {};
   // Where time is cut: per slot, [slots, H, K, V] and [slots, H, K]. First the map of each segment
   // (the state it makes of zero, and the product of its decays), then in the place of the former
@@ -28,7 +28,7 @@ struct TensorForward {
   float* sum_after = nullptr;
 };
 
-__device__ inline BlockWork find_work(const TensorForward& w) {
+__device__ inline WorkTile find_work_tile(const TensorForward& w) {
   const GlaParams& p = w.params;
   const int tiles = static_cast<int>((p.value_dim + w.value_tile - 1) / w.value_tile);
   const int tile = static_cast<int>(blockIdx.x) % tiles;
@@ -43,7 +43,7 @@ __device__ inline BlockWork find_work(const TensorForward& w) {
 }
 
 /// Where the state of the block's keys and values begins in a tensor [.., H, K, V].
-__device__ inline int64_t state_offset(const GlaParams& p, const BlockWork& work, int64_t row) {
+__device__ inline int64_t state_offset(const GlaParams& p, const WorkTile& work, int64_t row) {
   return ((row * p.heads + work.head) * p.key_dim + work.first_key) * p.value_dim +
          work.first_value;
 }
@@ -51,16 +51,16 @@ __device__ inline int64_t state_offset(const GlaParams& p, const BlockWork& work
 /// What a launch computes.
 enum class Pass : uint8_t {
   kOutput,
-  kOutputOfSlice,  // of a slice of K: sums_before and sums_after
-  kMaps,           // the maps of segments instead of outputs
+  kOutputOfKeyTile,  // of a slice of K: sums_before and sums_after
+  kMaps,             // the maps of segments instead of outputs
 };
 
 /// o of 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so that each
 /// stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
-template <class Data, bool kSlices>
+template <class Data, bool kKeyTiles>
 class OutputRows {
  public:
-  __device__ OutputRows(const TensorForward& w, const BlockWork& work, int lane, int first_column)
+  __device__ OutputRows(const TensorForward& w, const WorkTile& work, int lane, int first_column)
       : w_(w),
         work_(work),
         lane_(lane),
@@ -72,7 +72,7 @@ class OutputRows {
   }
 
   __device__ void store(float (&o)[2][4]) {
-    if constexpr (kSlices) {
+    if constexpr (kKeyTiles) {
       if (w_.sum_before != nullptr) {
         each(o, [&](int64_t index, float& x) { x += w_.sum_before[index]; });
       }
@@ -80,7 +80,7 @@ class OutputRows {
         each(o, [&](int64_t index, float& x) { w_.sum_after[index] = x; });
       }
     }
-    if (!kSlices || w_.sum_after == nullptr) {
+    if (!kKeyTiles || w_.sum_after == nullptr) {
       const auto scale = static_cast<float>(w_.params.scale);
       const bool odd = lane_ % 2 != 0;
 #pragma unroll
@@ -94,7 +94,7 @@ class OutputRows {
         }
       }
     }
-    step_ += kDyadicTokens;
+    step_ += kSubChunk;
     at_ += 2 * stride_;
   }
 
@@ -118,7 +118,7 @@ class OutputRows {
   }
 
   const TensorForward& w_;
-  const BlockWork& work_;
+  const WorkTile& work_;
   const int lane_, column_;
   int step_;  // of this lane's first token
   char* at_;
@@ -130,22 +130,22 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     tensor_forward_kernel(const __grid_constant__ TensorForward w) {
   constexpr bool kMaps = kPass == Pass::kMaps;
   using Load = Loader<Data, Gate, kKind, kKeys, kMaps>;
-  using Block = typename Load::Block;
+  using Stage = typename Load::Stage;
   extern __shared__ __align__(128) char shared[];
-  Block* const ring = reinterpret_cast<Block*>(shared);
+  Stage* const ring = reinterpret_cast<Stage*>(shared);
   // Of a slot: copied, made, and free again.
-  __shared__ uint64_t loaded[kMaxSlots], full[kMaxSlots], empty[kMaxSlots];
+  __shared__ uint64_t loaded[kMaxStages], full[kMaxStages], empty[kMaxStages];
   __shared__ __align__(16) float bounds[kKeys];
 
   const GlaParams& p = w.params;
-  const BlockWork work = find_work(w);
+  const WorkTile work = find_work_tile(w);
   const Cut& segment = work.segment;
   if (!segment.exists() || (kMaps && segment.last())) {
     return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int consumers = w.value_tile / 16;
-  if (threadIdx.x < w.slots) {
+  if (threadIdx.x < w.stages) {
     mbarrier_init(&loaded[threadIdx.x], 32);
     mbarrier_init(&full[threadIdx.x], 32);
     mbarrier_init(&empty[threadIdx.x], consumers);
@@ -156,17 +156,17 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                     : 0.0f;
   }
   __syncthreads();
-  const int blocks = (segment.tokens + kDyadicTokens - 1) / kDyadicTokens;
+  const int blocks = (segment.tokens + kSubChunk - 1) / kSubChunk;
 
   if (warp == consumers) {
     Load loader(p, work, lane);
     for (int b = 0, at = 0, phase = 1; b < blocks; ++b) {
-      if (b >= w.slots) {
+      if (b >= w.stages) {
         mbarrier_wait(&empty[at], phase);
       }
       loader.copy(ring[at]);
       mbarrier_arrive_after_copies(&loaded[at]);
-      if (++at == w.slots) {
+      if (++at == w.stages) {
         at = 0;
         phase ^= 1;
       }
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   if (warp > consumers) {
     const Producer<Data, Gate, kKind, kKeys, kMaps> producer(p, work, bounds, lane);
     for (int b = warp - consumers - 1; b < blocks; b += w.producers) {
-      const int at = b % w.slots;
-      mbarrier_wait(&loaded[at], b / w.slots % 2);
+      const int at = b % w.stages;
+      mbarrier_wait(&loaded[at], b / w.stages % 2);
       producer.make(ring[at], b);
       mbarrier_arrive(&full[at]);
     }
@@ -200,21 +200,21 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     consumer.load(start, work.keys, p.value_dim, exists);
   }
   [[maybe_unused]] float product[4] = {1, 1, 1, 1};  // of the channels of a quad
-  OutputRows<Data, kPass == Pass::kOutputOfSlice> output(w, work, lane, warp * 16);
+  OutputRows<Data, kPass == Pass::kOutputOfKeyTile> output(w, work, lane, warp * 16);
   for (int b = 0, at = 0, phase = 0; b < blocks; ++b) {
-    const TokenBlock<kKeys>& block = ring[at];
+    const SubChunkStage<kKeys>& stage = ring[at];
     mbarrier_wait(&full[at], phase);
     [[maybe_unused]] float o[2][4] = {};
     if constexpr (kMaps) {
-      consumer.update(block);
+      consumer.update(stage);
       if (lane * 4 < kKeys) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          product[i] *= reinterpret_cast<const float*>(&block.total.quads[lane])[i];
+          product[i] *= reinterpret_cast<const float*>(&stage.total.quads[lane])[i];
         }
       }
     } else {
-      consumer.output_and_update(block, o);
+      consumer.output_and_update(stage, o);
     }
     __syncwarp();
     if (lane == 0) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     if (!kMaps && exists) {
       output.store(o);
     }
-    if (++at == w.slots) {
+    if (++at == w.stages) {
       at = 0;
       phase ^= 1;
     }

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/gla/cuda/tensor_forward.cuh"
-#include "kernels/gla/cuda/tensor_forward.h"
+#include "kernels/gla/cuda/forward/tensor_forward.cuh"
+#include "kernels/gla/cuda/forward/tensor_forward.h"
 
 namespace tidegate::kernels::gla {
 
@@ -12,17 +12,17 @@ template <class Data, class Gate, GateKind kKind, int kKeys, Pass kPass>
 cudaError_t launch_tensor_forward(TensorForward work, int64_t blocks, cudaStream_t stream) {
   constexpr auto* kKernel = &tensor_forward_kernel<Data, Gate, kKind, kKeys, kPass>;
   constexpr int kStaticBytes = 1 << 10;
-  constexpr int kSlotBytes =
-      sizeof(typename Loader<Data, Gate, kKind, kKeys, kPass == Pass::kMaps>::Block);
+  constexpr int kStageBytes =
+      sizeof(typename Loader<Data, Gate, kKind, kKeys, kPass == Pass::kMaps>::Stage);
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int consumers = work.value_tile / 16;
-  work.slots = std::min(kMaxSlots, (limits.shared_bytes - kStaticBytes) / kSlotBytes);
+  work.stages = std::min(kMaxStages, (limits.shared_bytes - kStaticBytes) / kStageBytes);
   // Some slots are being loaded and one consumed while producers hold one each.
-  work.producers = std::clamp(work.slots - 3, 1, kMaxWarps - 1 - consumers);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(work.slots * kSlotBytes));
+  work.producers = std::clamp(work.stages - 3, 1, kMaxWarps - 1 - consumers);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(work.stages * kStageBytes));
   const int threads = (consumers + 1 + work.producers) * 32;
-  kKernel<<<static_cast<unsigned>(blocks), threads, work.slots * kSlotBytes, stream>>>(work);
+  kKernel<<<static_cast<unsigned>(blocks), threads, work.stages * kStageBytes, stream>>>(work);
   return cudaGetLastError();
 }
 
@@ -35,8 +35,8 @@ cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bo
     }
     if constexpr (kKeys == 128) {
       if (work.sum_before != nullptr || work.sum_after != nullptr) {
-        return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutputOfSlice>(work, blocks,
-                                                                                     stream);
+        return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutputOfKeyTile>(work, blocks,
+                                                                                       stream);
       }
     }
     return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutput>(work, blocks, stream);

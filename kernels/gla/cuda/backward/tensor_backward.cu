@@ -1,7 +1,7 @@
 // The backward pass on tensor cores: factors of all chunks, the states at their boundaries, then
 // the gradients of all chunks.
 
-#include "kernels/gla/cuda/tensor_backward.h"
+#include "kernels/gla/cuda/backward/tensor_backward.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -9,13 +9,13 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/integers.h"
-#include "kernels/gla/cuda/chunk_shared.cuh"
-#include "kernels/gla/cuda/state_pass.cuh"
+#include "kernels/gla/cuda/backward/chunk_shared.cuh"
+#include "kernels/gla/cuda/backward/state_pass.cuh"
 
 namespace tidegate::kernels::gla {
 namespace {
 
-int slices(int64_t dim) { return static_cast<int>(dim / kBlock); }
+int slices(int64_t dim) { return static_cast<int>(dim / kSlice); }
 
 /// Whether rows can be copied 16 bytes at a time.
 bool rows_align(const HeadSeries& t) {
@@ -29,7 +29,7 @@ bool chunks_are_near(const HeadSeries& t) {
   return std::abs(t.stride_t) * element_size(t.dtype) * kChunk <= std::numeric_limits<int>::max();
 }
 
-const HeadSeries& lent_to_keys(const GlaBackwardParams& b) {
+const HeadSeries& key_factor_rows(const GlaBackwardParams& b) {
   return b.forward.gate_kind == GateKind::kLogit ? b.dgate : b.dk;
 }
 
@@ -71,7 +71,7 @@ struct Workspace {
         segment_states(segment_slots * p.heads * p.key_dim * p.value_dim * 4),
         segment_decays(segment_slots * p.heads * p.key_dim * 4) {
     const ChunkFactors of = {.heads = p.heads, .key_slices = slices(p.key_dim)};
-    factors = of.other_bytes(p.layout);
+    factors = of.tail_bytes(p.layout);
     decays = of.decay_bytes(chunk_slots);
     scores = of.score_bytes(chunk_slots);
   }
@@ -88,13 +88,13 @@ cudaError_t launch(const StatePass& pass, const ChunkBackward& work, cudaStream_
   if (pass.split) {
     StatePass maps = pass;
     maps.map_only = true;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::walk_states(maps, stream));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::scan_states(maps, stream));
     const int64_t blocks = ceil_div(p.key_dim * p.value_dim, kCombineThreads);
     const dim3 grid(static_cast<unsigned>(blocks * p.layout.sequences * p.heads), kDirections);
     combine_segments_kernel<float><<<grid, kCombineThreads, 0, stream>>>(pass);
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
-  TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::walk_states(pass, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::scan_states(pass, stream));
   return Unit::chunks(work, stream);
 }
 
@@ -102,10 +102,12 @@ cudaError_t launch(const StatePass& pass, const ChunkBackward& work, cudaStream_
 
 cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   const GlaParams& p = b.forward;
-  const auto dim_fits = [](int64_t dim) { return dim % kBlock == 0 && dim <= kMaxSlices * kBlock; };
+  const auto dim_fits = [](int64_t dim) {
+    return dim % kSlice == 0 && dim <= kMaxKeySlices * kSlice;
+  };
   const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
   *fits = half && dim_fits(p.key_dim) && dim_fits(p.value_dim) && all_rows_align(b) &&
-          chunks_are_near(b.dq) && chunks_are_near(lent_to_keys(b));
+          chunks_are_near(b.dq) && chunks_are_near(key_factor_rows(b));
   if (!*fits) {
     return cudaSuccess;
   }
@@ -150,7 +152,7 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
     memory += bytes;
     return part;
   };
-  pass.factors = {{b.dq, lent_to_keys(b)},
+  pass.factors = {{b.dq, key_factor_rows(b)},
                   take(space.factors),
                   reinterpret_cast<float*>(take(space.decays)),
                   reinterpret_cast<uint4*>(take(space.scores)),

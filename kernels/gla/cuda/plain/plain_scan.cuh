@@ -3,13 +3,13 @@
 // The recurrence token by token, with the state in registers: o, and dv, which is the same walk
 // from the other end with other names.
 
-#include "kernels/gla/cuda/plain_inputs.cuh"
+#include "kernels/gla/cuda/plain/plain_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 
 /// o_t = scale q_t^T S_t while walking S_t = f_t S_{t-1} + k_t v_t^T;  or, kValueGradient,
 /// dv_t = k_t^T P_t while walking the other way P_t = f_{t+1} P_{t+1} + scale q_t do_t^T.
-struct PlainWalk {
+struct PlainScan {
   GlaParams params = {};
   HeadSeries d_o = {};            // kValueGradient
   HeadSeries out = {};            // o or dv
@@ -19,15 +19,15 @@ struct PlainWalk {
 };
 
 template <class Real>
-int plain_walk_bytes_a_token(int64_t key_dim) {
-  const PlainSlices keys(key_dim);
+int plain_scan_bytes_a_token(int64_t key_dim) {
+  const LaneSplit keys(key_dim);
   return (3 * keys.padded() + 2 * keys.lines()) * static_cast<int>(sizeof(Real));
 }
 
 template <class Real, bool kValueGradient>
-__global__ void __launch_bounds__(kPlainThreads) plain_walk_kernel(const PlainWalk w) {
+__global__ void __launch_bounds__(kPlainThreads) plain_scan_kernel(const PlainScan w) {
   const GlaParams& p = w.params;
-  const PlainSlices keys(p.key_dim);
+  const LaneSplit keys(p.key_dim);
   const int padded = keys.padded(), columns = keys.lines();
   const int tile = w.tile_time;
 

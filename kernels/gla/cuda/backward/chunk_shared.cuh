@@ -2,29 +2,29 @@
 
 // Shared memory of a block of chunk_backward_kernel.
 
-#include "kernels/gla/cuda/chunk_place.cuh"
+#include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
 
 /// Warps of a block: a multiple of four, at least one a slice of channels.
 inline int chunk_warps(int64_t key_dim) {
-  return static_cast<int>((key_dim / kBlock + kBlocks - 1) / kBlocks * kBlocks);
+  return static_cast<int>((key_dim / kSlice + kSubChunks - 1) / kSubChunks * kSubChunks);
 }
 
 /// Tiles of a slice of channels. K: k suf, Q: q pre, of each block.
 enum ChunkTile : int {
-  kKeyTile = 0,       // K of blocks 0 to 3
-  kQueryTile = 4,     // Q of blocks 1 to 3
-  kQueryFarTile = 7,  // Q of block 3 from block 2's start
-  kKeyFarTile = 8,    // K of block 0 to block 1's end
-  kKeyEndTile = 9,    // K of blocks 0 to 2 to the chunk's end
+  kKeyTile = 0,        // K of blocks 0 to 3
+  kQueryTile = 4,      // Q of blocks 1 to 3
+  kQueryHalfTile = 7,  // Q of block 3 from block 2's start
+  kKeyHalfTile = 8,    // K of block 0 to block 1's end
+  kKeyEndTile = 9,     // K of blocks 0 to 2 to the chunk's end
   kChunkTiles = 12,
 };
 
 /// What a lane has of a block's sums over V and over other blocks, on their way from the step that
 /// makes them to the one that uses them: five times four floats.
 constexpr int kSumParts = 5;
-constexpr int kSumBytes = kBlocks * kSumParts * 32 * 16;  // of a slice
+constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a slice
 
 struct ChunkShared {
   RowTile d_o, values;  // [64][V]
@@ -39,14 +39,14 @@ struct ChunkShared {
     return 2 * kChunk * RowTile::pitch_of(static_cast<int>(value_dim));
   }
   static __host__ __device__ int front_bytes(int64_t key_dim, int64_t value_dim) {
-    const int slices = static_cast<int>(key_dim) / kBlock;
+    const int slices = static_cast<int>(key_dim) / kSlice;
     const int inputs = row_bytes(value_dim) + slices * kChunkTiles * kTileBytes;
     const int sums = slices * kSumBytes;
     return inputs > sums ? inputs : sums;
   }
   static int bytes(int64_t key_dim, int64_t value_dim) {
     return front_bytes(key_dim, value_dim) + kChunk * RowTile::pitch_of(kChunk) +
-           kBlocks * (kTileBytes + 8 * 16) + static_cast<int>(key_dim) * kBlocks * 4;
+           kSubChunks * (kTileBytes + 8 * 16) + static_cast<int>(key_dim) * kSubChunks * 4;
   }
 
   __device__ ChunkShared(char* memory, int64_t key_dim, int64_t value_dim) {
@@ -56,15 +56,15 @@ struct ChunkShared {
     tiles = memory + row_bytes(value_dim);
     scores = {memory + front_bytes(key_dim, value_dim), RowTile::pitch_of(kChunk)};
     pairs = reinterpret_cast<uint4*>(scores.at(kChunk, 0));
-    neighbours = reinterpret_cast<float4*>(pairs + kBlocks * 32);
-    decay = reinterpret_cast<float*>(neighbours + kBlocks * 8);
+    neighbours = reinterpret_cast<float4*>(pairs + kSubChunks * 32);
+    decay = reinterpret_cast<float*>(neighbours + kSubChunks * 8);
   }
 
   __device__ char* tile(int slice, int which) const {
     return tiles + (slice * kChunkTiles + which) * kTileBytes;
   }
   __device__ float* decays(int slice, int block) const {
-    return decay + (slice * kBlocks + block) * kBlock;
+    return decay + (slice * kSubChunks + block) * kSlice;
   }
   /// Once the decays are no longer needed: sums over a slice, [64] tokens.
   __device__ float* head_sums(int slice) const { return decays(slice, 0); }
@@ -76,22 +76,23 @@ struct ChunkShared {
 
 /// A 16 x 16 block of accumulators (two of 16 x 8) as bf16 into rows of block i, columns of block
 /// j.
-__device__ inline void store_block(const RowTile& tile, int i, int j, const float (&x)[2][4],
-                                   int lane) {
+__device__ inline void store_tile(const RowTile& tile, int i, int j, const float (&x)[2][4],
+                                  int lane) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      char* to = tile.at(i * kBlock + lane / 4 + 8 * h, j * kBlock + 8 * n + lane % 4 * 2);
+      char* to = tile.at(i * kSubChunk + lane / 4 + 8 * h, j * kSubChunk + 8 * n + lane % 4 * 2);
       *reinterpret_cast<uint32_t*>(to) = pack_bf16(x[n][2 * h], x[n][2 * h + 1]);
     }
   }
 }
 
-/// Row of a slot and head in the partial sums of dgamma.
+/// Row of a chunk and head in the partial sums of dgamma.
 __device__ inline float* partial_sums(const ChunkBackward& a, const ChunkPlace& at) {
   const GlaParams& p = a.backward.forward;
-  return static_cast<float*>(a.backward.dgamma_partial) + (at.slot * p.heads + at.head) * p.key_dim;
+  return static_cast<float*>(a.backward.dgamma_partial) +
+         (at.chunk * p.heads + at.head) * p.key_dim;
 }
 
 __device__ inline void clear_partial_sums(const ChunkBackward& a, const ChunkPlace& at) {

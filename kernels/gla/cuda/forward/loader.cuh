@@ -6,13 +6,13 @@
 
 #include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/numeric.cuh"
-#include "kernels/gla/cuda/block_tiles.cuh"
-#include "kernels/gla/cuda/head_rows.cuh"
+#include "kernels/gla/cuda/forward/stage.cuh"
+#include "kernels/gla/cuda/head_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 
 /// Which part of the work of a launch a thread block has.
-struct BlockWork {
+struct WorkTile {
   Cut segment;
   int64_t head;
   int first_key, keys;      // channels of K: 128 at most
@@ -26,7 +26,7 @@ class TileRows {
  public:
   static constexpr int kRowsAtOnce = 32 / kPieces;
 
-  __device__ TileRows(const HeadSeries& series, const BlockWork& work, bool backwards, int first,
+  __device__ TileRows(const HeadSeries& series, const WorkTile& work, bool backwards, int first,
                       int channels, int element_bytes, int lane) {
     const HeadRows rows(series, work.segment.sequence, backwards, work.head);
     piece_ = lane % kPieces;
@@ -42,7 +42,7 @@ class TileRows {
   template <class Tile>
   __device__ void copy(Tile& tile) {
 #pragma unroll
-    for (int i = 0; i < kDyadicTokens / kRowsAtOnce; ++i) {
+    for (int i = 0; i < kSubChunk / kRowsAtOnce; ++i) {
       copy_async_or_zero(tile.at(row_ + i * kRowsAtOnce, piece_), at_, step_ < end_);
       at_ += stride_;
       step_ += kRowsAtOnce;
@@ -60,9 +60,10 @@ template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
 class Loader {
  public:
   static constexpr bool kGateIsKey = kKind == GateKind::kLogit && sizeof(Gate) == 2;
-  using Block = std::conditional_t<kGateIsKey, TokenBlock<kKeys>, TokenBlockWithGate<Gate, kKeys>>;
+  using Stage =
+      std::conditional_t<kGateIsKey, SubChunkStage<kKeys>, SubChunkStageWithGate<Gate, kKeys>>;
 
-  __device__ Loader(const GlaParams& p, const BlockWork& work, int lane)
+  __device__ Loader(const GlaParams& p, const WorkTile& work, int lane)
       : per_head_(p.gate_per_head),
         q_(p.q, work, p.layout.reverse, work.first_key, work.keys, sizeof(Data), lane),
         k_(kKind == GateKind::kLogit ? p.gate : p.k, work, p.layout.reverse, work.first_key,
@@ -71,25 +72,25 @@ class Loader {
         gate_(p.gate, work, p.layout.reverse, work.first_key, work.keys, sizeof(Gate), lane) {}
 
   /// Starts the copies of the next block.
-  __device__ void copy(Block& block) {
+  __device__ void copy(Stage& stage) {
     if constexpr (!kMaps) {
-      q_.copy(block.query);
+      q_.copy(stage.query);
     }
     if constexpr (kKind == GateKind::kLogDecay || kGateIsKey) {
-      k_.copy(block.key);
+      k_.copy(stage.key);
     }
     if constexpr (!kGateIsKey) {
       if (!per_head_) {
-        gate_.copy(block.gate);
+        gate_.copy(stage.gate);
       }
     }
-    v_.copy(block.value);
+    v_.copy(stage.value);
   }
 
  private:
   const bool per_head_;
   TileRows<TokenTile<kKeys>::kPieces> q_, k_;
-  TileRows<TokenTile<kTileColumns>::kPieces> v_;
+  TileRows<TokenTile<kValueTile>::kPieces> v_;
   TileRows<GateTile<Gate, kKeys>::kPieces> gate_;
 };
 

@@ -6,15 +6,15 @@
 
 #include <cstddef>
 
-#include "kernels/gla/cuda/block_tiles.cuh"
+#include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {
 
 /// Adds scores * values where some values are not finite: the others as ever, those one token after
 /// the other, and only to the tokens from theirs on. (With a score of zero, a product of theirs
 /// would be NaN for the tokens before.)
-__device__ inline void add_values_apart(float (&o)[2][4], const uint32_t (&score)[4],
-                                        const uint32_t (&value)[4], int lane) {
+__device__ inline void add_nonfinite_values(float (&o)[2][4], const uint32_t (&score)[4],
+                                            const uint32_t (&value)[4], int lane) {
   const int r = lane / 4, c = lane % 4;
   uint32_t odd[4], rest[4];
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ inline void add_values_apart(float (&o)[2][4], const uint32_t (&score
   mma_bf16(o[0], score, rest[0], rest[2]);
   mma_bf16(o[1], score, rest[1], rest[3]);
 #pragma unroll 1
-  for (int s = 0; s < kDyadicTokens; ++s) {
+  for (int s = 0; s < kSubChunk; ++s) {
     const uint32_t half = s % 2 == 0 ? 0x0000ffffu : 0xffff0000u;
     const uint32_t keep_low = s < 8 && s / 2 == c ? half : 0;
     const uint32_t keep_high = s >= 8 && s / 2 - 4 == c ? half : 0;
@@ -56,7 +56,7 @@ __device__ inline bool any_not_finite(const uint32_t (&pairs)[4]) {
 template <int kKeys>
 class Consumer {
  public:
-  using Block = TokenBlock<kKeys>;
+  using Stage = SubChunkStage<kKeys>;
   static constexpr int kTiles = kKeys / 8;
 
   /// `first_piece`: of the warp's columns of the value tile.
@@ -64,8 +64,8 @@ class Consumer {
       : lane_(lane),
         // V^T as A of S^T += V^T K~, and V as B of scores * V: the same registers.
         value_at_(
-            offsetof(Block, value) +
-            TokenTile<kTileColumns>::offset(lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2)) {
+            offsetof(Stage, value) +
+            TokenTile<kValueTile>::offset(lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2)) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       step_at_[j] = TokenTile<kKeys>::offset(lane % 16, 2 * j + lane / 16);
@@ -84,8 +84,8 @@ class Consumer {
 
   /// o of 16 tokens: o[tile][i] of tokens r, r + 8 and columns 8 tile + 2c, 2c + 1, without the
   /// scale. Then takes the tokens into the state.
-  __device__ void output_and_update(const Block& block, float (&o)[2][4]) {
-    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&block));
+  __device__ void output_and_update(const Stage& stage, float (&o)[2][4]) {
+    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&stage));
     uint32_t score[4], value[4];
     load_matrices_transposed(value, base + value_at_);
     float more[2][4] = {};  // a second chain of products, to wait half as long
@@ -98,12 +98,12 @@ class Consumer {
       auto& sum = j % 2 == 0 ? o : more;
       mma_bf16(sum[0], query, pack_bf16(a[0], a[1]), pack_bf16(b[0], b[1]));
       mma_bf16(sum[1], query, pack_bf16(a[2], a[3]), pack_bf16(b[2], b[3]));
-      update(block, base, value, j);
+      update(stage, base, value, j);
     }
-    load_matrices(score, base + static_cast<unsigned>(offsetof(Block, score)) +
+    load_matrices(score, base + static_cast<unsigned>(offsetof(Stage, score)) +
                              lane_ % 16 * sizeof(ScoreTile::rows[0]) + lane_ / 16 * 16);
     if (any_not_finite(value)) {
-      add_values_apart(o, score, value, lane_);
+      add_nonfinite_values(o, score, value, lane_);
     } else {
       mma_bf16(o[0], score, value[0], value[2]);
       mma_bf16(o[1], score, value[1], value[3]);
@@ -114,13 +114,13 @@ class Consumer {
     }
   }
 
-  __device__ void update(const Block& block) {
-    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&block));
+  __device__ void update(const Stage& stage) {
+    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&stage));
     uint32_t value[4];
     load_matrices_transposed(value, base + value_at_);
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
-      update(block, base, value, j);
+      update(stage, base, value, j);
     }
   }
 
@@ -129,10 +129,10 @@ class Consumer {
   __device__ unsigned step_at(int j) const { return step_at_[j % 4] + j / 4 * 8 * sizeof(uint4); }
 
   /// Channels 16j .. 16j + 15 of the state.
-  __device__ void update(const Block& block, unsigned base, const uint32_t (&value)[4], int j) {
+  __device__ void update(const Stage& stage, unsigned base, const uint32_t (&value)[4], int j) {
     uint32_t key[4];
-    load_matrices_transposed(key, base + static_cast<unsigned>(offsetof(Block, key)) + step_at(j));
-    const float4 total = block.total.get(j, lane_ % 4);
+    load_matrices_transposed(key, base + static_cast<unsigned>(offsetof(Stage, key)) + step_at(j));
+    const float4 total = stage.total.get(j, lane_ % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float (&s)[4] = state_[2 * j + h];

@@ -3,8 +3,8 @@
 // The first pass over all chunks at once: what the tokens of a block exchange with the states at
 // its ends, and their scores among themselves. A warp has a block of 16 tokens.
 
+#include "kernels/gla/cuda/backward/lane_inputs.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
-#include "kernels/gla/cuda/quad_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -21,7 +21,7 @@ __device__ inline void store_quad(char* to, int to_token, int to_half, const flo
   }
 }
 
-/// From a lane's first four bytes of a tile to others, and to those of the next slice's tile.
+/// From a lane's first four bytes of a tile to tail_rows, and to those of the next slice's tile.
 struct alignas(16) QuadSteps {
   int to_token, to_half, to_slice, to_piece;
 
@@ -38,33 +38,33 @@ struct alignas(16) QuadSteps {
 
 /// kWide: half of a tile lies in one piece of a row.
 template <class T, GateKind kKind, bool kWide>
-__global__ void __launch_bounds__(kBlocks * 32, 5)
+__global__ void __launch_bounds__(kSubChunks * 32, 5)
     chunk_factors_kernel(const __grid_constant__ ChunkBackward a) {
   __shared__ ChunkRows rows;
   __shared__ QuadSteps steps[kFactorSides];
   const GlaParams& p = a.backward.forward;
   const auto index = static_cast<int>(blockIdx.x), heads = static_cast<int>(p.heads);
-  const int slot = index / heads, head = index % heads;
+  const int chunk = index / heads, head = index % heads;
   if (threadIdx.x < 32) {
-    rows.find(a, slot, head, static_cast<int>(threadIdx.x));
+    rows.find(a, chunk, head, static_cast<int>(threadIdx.x));
   }
   __syncthreads();
   if (threadIdx.x < kFactorSides) {
     steps[threadIdx.x].find(a.factors, rows.factors[threadIdx.x]);
   }
   __syncthreads();
-  const ChunkPlace at(p, slot, head, rows);
+  const ChunkPlace at(p, chunk, head, rows);
   if (at.tokens == 0) {
     return;
   }
-  const int block = at.warp, r = at.lane / 4, c = at.lane % 4, token = block * kBlock + 2 * r;
+  const int block = at.warp, r = at.lane / 4, c = at.lane % 4, token = block * kSubChunk + 2 * r;
   const int last_across = a.factors.slices_across() - 1;
   char* places[kFactorSides];
 #pragma unroll
   for (int side = 0; side < kFactorSides; ++side) {
     places[side] = a.factors.tile(rows.factors[side], 0, block, at.lane * 4);
   }
-  float* decays = a.factors.slice_decays(slot, head, 0) + block * kBlock + 2 * c;
+  float* decays = a.factors.slice_decays(chunk, head, 0) + block * kSlice + 2 * c;
   QuadInputs<T, kKind> inputs(p, rows);
   DyadicScores sums;
   inputs.move_to(token);
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(kBlocks * 32, 5)
 #pragma unroll 1
   for (int s = 0; s < at.key_slices; ++s) {
     float gamma[4], total[4];
-    load_bounds(p, head, s * kBlock + 4 * c, gamma);
+    load_bounds(p, head, s * kSlice + 4 * c, gamma);
     Quad x;
     inputs.get(gamma, at.tokens - token, x);
     if (s + 1 < at.key_slices) {
-      inputs.load((s + 1) * kBlock + 4 * c);
+      inputs.load((s + 1) * kSlice + 4 * c);
     }
     dyadic_step(x.q, x.k, x.f, at.lane, sums, total);
 #pragma unroll
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kBlocks * 32, 5)
   // Rows and columns in the order of rows: even tokens, then odd ones.
   const float by_row[2][4] = {{scores[0][0], scores[0][2], scores[0][1], scores[0][3]},
                               {scores[1][0], scores[1][2], scores[1][1], scores[1][3]}};
-  store_quad(reinterpret_cast<char*>(a.factors.block_scores(slot, head, block)) + at.lane * 4,
+  store_quad(reinterpret_cast<char*>(a.factors.sub_chunk_scores(chunk, head, block)) + at.lane * 4,
              kTileBytes / 4, kTileBytes / 2, by_row);
 }
 

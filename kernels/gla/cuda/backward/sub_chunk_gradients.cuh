@@ -22,24 +22,24 @@
 // A lane of H changes `before` only, one of E `after` only, with the same product: that of the
 // pairs' dA, which lies at (t, s) and (s, t), by the factors of E and H, each of its own lanes.
 
-#include "kernels/gla/cuda/chunk_shared.cuh"
-#include "kernels/gla/cuda/quad_inputs.cuh"
+#include "kernels/gla/cuda/backward/chunk_shared.cuh"
+#include "kernels/gla/cuda/backward/lane_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 
 /// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
-using BlockSum = float[2][4];
+using SubChunkSum = float[2][4];
 
 /// What a block has from outside, as its lanes need it first: `active` is before(t) in lanes of the
 /// later eight tokens and after(s) in those of the earlier, `passive` the other. The sum of
 /// `through` over the lanes of a column is what is meant.
-struct BlockSums {
-  BlockSum active, passive;
+struct SubChunkSums {
+  SubChunkSum active, passive;
   float through[4];  // [2n + e]
 };
 
 /// Of a lane's two tokens and four channels; df = dL/df.
-struct TileGradients {
+struct TokenGradients {
   float q[2][4], k[2][4], f[2][4];
 };
 
@@ -56,7 +56,7 @@ struct DyadicLevel {
 };
 
 /// Levels of L = 4, 8, 16, by halves of 2, 4, 8 tokens.
-__device__ inline void find_levels(const Quad& x, int lane, DyadicLevel (&levels)[3]) {
+__device__ inline void compute_level_factors(const Quad& x, int lane, DyadicLevel (&levels)[3]) {
   float q[2][4], k[2][4], total[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -110,7 +110,7 @@ __device__ inline uint32_t level_mask(int l, int lane) {
 
 /// sum += over this lane's tokens of tile * x, column by column.
 __device__ inline void add_products(float (&sum)[4], uint32_t m00, uint32_t m01, uint32_t m10,
-                                    uint32_t m11, const BlockSum& x) {
+                                    uint32_t m11, const SubChunkSum& x) {
   const uint32_t m[2][2] = {{m00, m01}, {m10, m11}};  // [n][i]
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -124,7 +124,7 @@ __device__ inline void add_products(float (&sum)[4], uint32_t m00, uint32_t m01,
 }
 
 /// Multiplies column by column.
-__device__ inline void scale_columns(BlockSum& x, const float (&d)[4]) {
+__device__ inline void scale_columns(SubChunkSum& x, const float (&d)[4]) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -135,11 +135,12 @@ __device__ inline void scale_columns(BlockSum& x, const float (&d)[4]) {
 }
 
 /// `pairs` and `near` are ChunkShared's, of this block.
-__device__ inline void find_tile_gradients(const Quad& x, BlockSums& sums, const uint4& pairs,
-                                           const float4& near, int lane, TileGradients& g) {
+__device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums,
+                                               const uint4& pairs, const float4& near, int lane,
+                                               TokenGradients& g) {
   DyadicLevel levels[3];
-  find_levels(x, lane, levels);
-  BlockSum &active = sums.active, &passive = sums.passive;
+  compute_level_factors(x, lane, levels);
+  SubChunkSum &active = sums.active, &passive = sums.passive;
 #pragma unroll
   for (int l = 2; l >= 0; --l) {
     const DyadicLevel& level = levels[l];

@@ -3,8 +3,8 @@
 // Gradients of one chunk of 64 tokens of one head, from its inputs, its factors and the states at
 // its two ends. docs/numerics.md derives the sums; docs/kernels/gla_cuda.md says who computes what.
 
-#include "kernels/gla/cuda/tile_gradients.cuh"
-#include "kernels/gla/cuda/value_rows.cuh"
+#include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
+#include "kernels/gla/cuda/backward/value_rows.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -20,22 +20,22 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
                      a.factors.tile(at.rows.factors[side], s, block, at.lane * 16));
     };
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
+    for (int b = 0; b < kSubChunks; ++b) {
       copy(kKeyTile + b, kKeys, b);
     }
 #pragma unroll
-    for (int b = 1; b < kBlocks; ++b) {
+    for (int b = 1; b < kSubChunks; ++b) {
       copy(kQueryTile + b - 1, kQueries, b);
     }
-    if (at.lane < kBlocks * 4) {
+    if (at.lane < kSubChunks * 4) {
       copy_async<16>(sh.decays(s, 0) + at.lane * 4,
-                     a.factors.slice_decays(at.slot, at.head, s) + at.lane * 4);
+                     a.factors.slice_decays(at.chunk, at.head, s) + at.lane * 4);
     }
   }
-  if (at.warp < kBlocks) {
+  if (at.warp < kSubChunks) {
     copy_async<16>(
-        sh.scores.at(at.warp * kBlock + at.lane % 16, at.warp * kBlock + at.lane / 16 * 8),
-        a.factors.block_scores(at.slot, at.head, at.warp) + at.lane);
+        sh.scores.at(at.warp * kSubChunk + at.lane % 16, at.warp * kSubChunk + at.lane / 16 * 8),
+        a.factors.sub_chunk_scores(at.chunk, at.head, at.warp) + at.lane);
   }
   commit_copies();
 }
@@ -47,7 +47,7 @@ __device__ inline void prefetch_inputs(const ChunkBackward& a, const ChunkPlace&
   const GlaParams& p = a.backward.forward;
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
     for (int line = at.lane; line < at.value_slices * 4; line += 32) {
-      prefetch_line(reinterpret_cast<const char*>(a.states.tile(at.slot, at.head, s, 0)) +
+      prefetch_line(reinterpret_cast<const char*>(a.states.tile(at.chunk, at.head, s, 0)) +
                     line * kLine);
     }
   }
@@ -80,15 +80,15 @@ __device__ inline uint4 decayed(const uint4& bits, const float (&d)[8]) {
 
 /// What needs the decays of several blocks: K up to the chunk's end of blocks 0 to 2, and the
 /// factors of the pairs between the chunk's halves that are a block farther apart.
-__device__ inline void make_far_factors(const ChunkPlace& at, const ChunkShared& sh) {
-  const int columns = at.lane / kBlock * 8;
+__device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkShared& sh) {
+  const int columns = at.lane / kSubChunk * 8;
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
     const auto tile = [&](int which) {
       return reinterpret_cast<uint4*>(sh.tile(s, which)) + at.lane;
     };
     float d[8], more[8];
     load_decays(sh.decays(s, 2) + columns, d);
-    *tile(kQueryFarTile) = decayed(*tile(kQueryTile + 2), d);
+    *tile(kQueryHalfTile) = decayed(*tile(kQueryTile + 2), d);
     load_decays(sh.decays(s, 3) + columns, more);
     *tile(kKeyEndTile + 2) = decayed(*tile(kKeyTile + 2), more);
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ inline void make_far_factors(const ChunkPlace& at, const ChunkShared&
     *tile(kKeyEndTile + 1) = decayed(*tile(kKeyTile + 1), d);
     load_decays(sh.decays(s, 1) + columns, more);
     const uint4 first = *tile(kKeyTile);
-    *tile(kKeyFarTile) = decayed(first, more);
+    *tile(kKeyHalfTile) = decayed(first, more);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       d[i] *= more[i];
@@ -108,14 +108,14 @@ __device__ inline void make_far_factors(const ChunkPlace& at, const ChunkShared&
 }
 
 /// Scores between two blocks, later i and earlier j, by the factors whose boundary divides them.
-__device__ inline void store_far_scores(const ChunkPlace& at, const ChunkShared& sh, int pair) {
+__device__ inline void compute_scores(const ChunkPlace& at, const ChunkShared& sh, int pair) {
   // (1,0) (3,2) (2,0) (2,1) (3,0) (3,1)
   const int i = pair == 0 ? 1 : pair == 2 || pair == 3 ? 2 : 3;
   const int j = pair == 1 ? 2 : pair == 3 || pair == 5 ? 1 : 0;
   const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
   const char* query =
-      sh.tile(0, pair >= 4 ? kQueryFarTile : kQueryTile + i - 1) + tile_offset(l.row, l.half);
-  const char* key = sh.tile(0, pair == 2 || pair == 4 ? kKeyFarTile : kKeyTile + j) +
+      sh.tile(0, pair >= 4 ? kQueryHalfTile : kQueryTile + i - 1) + tile_offset(l.row, l.half);
+  const char* key = sh.tile(0, pair == 2 || pair == 4 ? kKeyHalfTile : kKeyTile + j) +
                     tile_offset(across.row, across.half);
   float sum[2][4] = {};
 #pragma unroll 4
@@ -126,13 +126,13 @@ __device__ inline void store_far_scores(const ChunkPlace& at, const ChunkShared&
     mma_bf16(sum[0], q, k[0], k[1]);
     mma_bf16(sum[1], q, k[2], k[3]);
   }
-  store_block(sh.scores, i, j, sum, at.lane);
+  store_tile(sh.scores, i, j, sum, at.lane);
 }
 
 /// dA of the tokens of one block: in bf16, pair (t, s) at (s, t) too, and in float where no level
 /// of two tokens or more parts them.
-__device__ inline void store_block_pairs(const ChunkShared& sh, int block, const float (&dA)[2][4],
-                                         int lane) {
+__device__ inline void store_own_pairs(const ChunkShared& sh, int block, const float (&dA)[2][4],
+                                       int lane) {
   const int r = lane / 4, c = lane % 4;
   const uint32_t below = (r > 2 * c ? 0x0000ffffu : 0) | (r > 2 * c + 1 ? 0xffff0000u : 0);
   uint32_t own[2][2];  // [even or odd t][even or odd s]
@@ -160,47 +160,47 @@ __device__ inline void store_block_pairs(const ChunkShared& sh, int block, const
 }
 
 /// dA = do v^T of a later block i and an earlier one j, or of one block.
-__device__ inline void store_score_gradients(const ChunkPlace& at, const ChunkShared& sh,
-                                             int pair) {
+__device__ inline void compute_score_gradients(const ChunkPlace& at, const ChunkShared& sh,
+                                               int pair) {
   const int i = pair >= 6 ? 3 : pair >= 3 ? 2 : pair >= 1 ? 1 : 0;
   const int j = pair - i * (i + 1) / 2;
-  const char* d_o = sh.d_o.at(i * kBlock, 0, MatrixLane(at.lane));
-  const char* values = sh.values.at(j * kBlock, 0, MatrixLane::across(at.lane));
+  const char* d_o = sh.d_o.at(i * kSubChunk, 0, MatrixLane(at.lane));
+  const char* values = sh.values.at(j * kSubChunk, 0, MatrixLane::across(at.lane));
   float sum[2][4] = {};
 #pragma unroll 4
   for (int v = 0; v < at.value_slices; ++v) {
     uint32_t left[4], right[4];
-    load_matrices(left, d_o + v * (kBlock * 2));
-    load_matrices(right, values + v * (kBlock * 2));
+    load_matrices(left, d_o + v * (kSlice * 2));
+    load_matrices(right, values + v * (kSlice * 2));
     mma_bf16(sum[0], left, right[0], right[1]);
     mma_bf16(sum[1], left, right[2], right[3]);
   }
   if (i == j) {
-    store_block_pairs(sh, i, sum, at.lane);
+    store_own_pairs(sh, i, sum, at.lane);
   } else {
-    store_block(sh.scores, j, i, sum, at.lane);
+    store_tile(sh.scores, j, i, sum, at.lane);
   }
 }
 
 /// Both between all blocks, a pair of blocks at a time.
-__device__ inline void make_scores(const ChunkPlace& at, const ChunkShared& sh) {
+__device__ inline void compute_all_scores(const ChunkPlace& at, const ChunkShared& sh) {
 #pragma unroll 1
   for (int job = at.warp; job < 16; job += at.warps) {
     if (job < 6) {
-      store_far_scores(at, sh, job);
+      compute_scores(at, sh, job);
     } else {
-      store_score_gradients(at, sh, job - 6);
+      compute_score_gradients(at, sh, job - 6);
     }
   }
 }
 
 /// D_end of some slices of channels and 16 columns, under way while other steps are taken.
-struct GradientsAhead {
+struct StateGradientFetch {
   static constexpr int kSlices = 8;
   uint4 tiles[kSlices];
 
   __device__ void load(const ChunkBackward& a, const ChunkPlace& at, int first, int column) {
-    const uint4* from = a.gradients.tile(at.slot, at.head, first, column) + at.lane;
+    const uint4* from = a.gradients.tile(at.chunk, at.head, first, column) + at.lane;
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
       if (first + i < at.key_slices) {
@@ -214,23 +214,23 @@ struct GradientsAhead {
 /// dv = K_end D_end + A^T do, each warp 16 columns. `ahead` is of this warp's first ones.
 template <class T>
 __device__ inline void store_value_gradients(const ChunkBackward& a, const ChunkPlace& at,
-                                             const ChunkShared& sh, GradientsAhead& ahead) {
+                                             const ChunkShared& sh, StateGradientFetch& ahead) {
   const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
   for (int v = at.warp; v < at.value_slices; v += at.warps) {
-    float sum[kBlocks][2][4] = {};
-    for (int first = 0; first < at.key_slices; first += GradientsAhead::kSlices) {
+    float sum[kSubChunks][2][4] = {};
+    for (int first = 0; first < at.key_slices; first += StateGradientFetch::kSlices) {
       if (first > 0 || v > at.warp) {
         ahead.load(a, at, first, v);
       }
       const char* tiles = sh.tile(first, 0) + tile_offset(l.row, l.half);
 #pragma unroll
-      for (int i = 0; i < GradientsAhead::kSlices; ++i) {
+      for (int i = 0; i < StateGradientFetch::kSlices; ++i) {
         if (first + i < at.key_slices) {
           const uint4& d = ahead.tiles[i];
           const uint32_t b[4] = {transpose_matrix(d.x), transpose_matrix(d.z),
                                  transpose_matrix(d.y), transpose_matrix(d.w)};
 #pragma unroll
-          for (int j = 0; j < kBlocks; ++j) {
+          for (int j = 0; j < kSubChunks; ++j) {
             uint32_t k[4];
             const int which = j < 3 ? kKeyEndTile + j : kKeyTile + 3;
             load_matrices(k, tiles + (i * kChunkTiles + which) * kTileBytes);
@@ -241,13 +241,13 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
       }
     }
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
+    for (int i = 0; i < kSubChunks; ++i) {
       uint32_t d_o[4];
-      load_matrices_transposed(d_o, sh.d_o.at(i * kBlock, v * kBlock, l));
+      load_matrices_transposed(d_o, sh.d_o.at(i * kSubChunk, v * kSlice, l));
 #pragma unroll
       for (int j = 0; j <= i; ++j) {
         uint32_t score[4];
-        load_matrices_transposed(score, sh.scores.at(i * kBlock, j * kBlock, across));
+        load_matrices_transposed(score, sh.scores.at(i * kSubChunk, j * kSubChunk, across));
         mma_bf16(sum[j][0], score, d_o[0], d_o[1]);
         mma_bf16(sum[j][1], score, d_o[2], d_o[3]);
       }
@@ -256,30 +256,30 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
     // Offsets of the rows found before the products, and kept meanwhile, would be spilled.
     asm volatile("" : "+r"(stride), "+r"(raw_stride));
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
+    for (int j = 0; j < kSubChunks; ++j) {
       const auto block = [&](const NearRows& rows, int stride) {
-        return NearRows(NearRows(rows.base, stride).row(j * kBlock) + v * (kBlock * 2), stride);
+        return NearRows(NearRows(rows.base, stride).row(j * kSubChunk) + v * (kSlice * 2), stride);
       };
-      store_value_block<T>(a.backward.forward.v_activation, block(at.rows.v, raw_stride),
-                           block(at.rows.dv, stride), at.tokens - j * kBlock, at.lane, sum[j]);
+      store_value_tile<T>(a.backward.forward.v_activation, block(at.rows.v, raw_stride),
+                          block(at.rows.dv, stride), at.tokens - j * kSubChunk, at.lane, sum[j]);
     }
   }
 }
 
 /// Accumulators of all blocks of a slice.
 struct ChunkSums {
-  BlockSum before[kBlocks];  // S do, S the state at the start of what is meant
-  BlockSum after[kBlocks];   // D v, D the gradient of the state at its end
+  SubChunkSum before[kSubChunks];  // S do, S the state at the start of what is meant
+  SubChunkSum after[kSubChunks];   // D v, D the gradient of the state at its end
 };
 
 /// S_start and D_end of this warp's channels, two times 16 columns under way.
-struct EndsAhead {
+struct BoundaryFetch {
   const uint4 *states, *grads;
   uint4 s[2], d[2];
 
-  __device__ EndsAhead(const ChunkBackward& a, const ChunkPlace& at)
-      : states(a.states.tile(at.slot, at.head, at.warp, 0) + at.lane),
-        grads(a.gradients.tile(at.slot, at.head, at.warp, 0) + at.lane) {
+  __device__ BoundaryFetch(const ChunkBackward& a, const ChunkPlace& at)
+      : states(a.states.tile(at.chunk, at.head, at.warp, 0) + at.lane),
+        grads(a.gradients.tile(at.chunk, at.head, at.warp, 0) + at.lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (at.warp < at.key_slices && i < at.value_slices) {
@@ -291,10 +291,11 @@ struct EndsAhead {
 };
 
 /// From the chunk's ends: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
-__device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& sh,
-                                       EndsAhead& ahead, ChunkSums& sums, float (&through)[4]) {
+__device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
+                                             BoundaryFetch& ahead, ChunkSums& sums,
+                                             float (&through)[4]) {
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
+  for (int b = 0; b < kSubChunks; ++b) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -306,7 +307,7 @@ __device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& 
   const MatrixLane l(at.lane);
   const char* d_o = sh.d_o.at(0, 0, l);
   const char* values = sh.values.at(0, 0, l);
-  const int block_bytes = kBlock * sh.d_o.pitch;
+  const int block_bytes = kSubChunk * sh.d_o.pitch;
   // S_start D_end^T, of which the diagonal is wanted, by quarters of its rows and columns.
   float ends[2][4] = {}, other_ends[2][4] = {};
 #pragma unroll 1
@@ -324,7 +325,7 @@ __device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& 
         mma_bf16(ends[1], s.z, s.w, d.z);
         mma_bf16(other_ends[1], s.z, s.w, d.w);
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
+        for (int b = 0; b < kSubChunks; ++b) {
           load_matrices(m, d_o + b * block_bytes);
           mma_bf16(sums.before[b][0], m, s.x, s.y);
           mma_bf16(sums.before[b][1], m, s.z, s.w);
@@ -333,7 +334,7 @@ __device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& 
           s = __ldg(ahead.states + i * 32);
         }
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
+        for (int b = 0; b < kSubChunks; ++b) {
           load_matrices(m, values + b * block_bytes);
           mma_bf16(sums.after[b][0], m, d.x, d.y);
           mma_bf16(sums.after[b][1], m, d.z, d.w);
@@ -341,8 +342,8 @@ __device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& 
         if (more) {
           d = __ldg(ahead.grads + i * 32);
         }
-        d_o += kBlock * 2;
-        values += kBlock * 2;
+        d_o += kSlice * 2;
+        values += kSlice * 2;
       }
     }
   }
@@ -355,33 +356,33 @@ __device__ inline void sum_over_values(const ChunkPlace& at, const ChunkShared& 
 }
 
 /// before += dA K, of a later block and an earlier one's keys.
-__device__ inline void add_keys(BlockSum& before, const ChunkPlace& at, const ChunkShared& sh,
+__device__ inline void add_keys(SubChunkSum& before, const ChunkPlace& at, const ChunkShared& sh,
                                 int later, int earlier, const uint32_t (&keys)[4]) {
   uint32_t grad[4];
-  load_matrices(grad, sh.scores.at(earlier * kBlock, later * kBlock, MatrixLane(at.lane)));
+  load_matrices(grad, sh.scores.at(earlier * kSubChunk, later * kSubChunk, MatrixLane(at.lane)));
   mma_bf16(before[0], grad, keys[0], keys[1]);
   mma_bf16(before[1], grad, keys[2], keys[3]);
 }
 
 /// after += dA^T Q.
-__device__ inline void add_queries(BlockSum& after, const ChunkPlace& at, const ChunkShared& sh,
+__device__ inline void add_queries(SubChunkSum& after, const ChunkPlace& at, const ChunkShared& sh,
                                    int later, int earlier, const uint32_t (&queries)[4]) {
   uint32_t grad[4];
   load_matrices_transposed(
-      grad, sh.scores.at(earlier * kBlock, later * kBlock, MatrixLane::across(at.lane)));
+      grad, sh.scores.at(earlier * kSubChunk, later * kSubChunk, MatrixLane::across(at.lane)));
   mma_bf16(after[0], grad, queries[0], queries[1]);
   mma_bf16(after[1], grad, queries[2], queries[3]);
 }
 
 /// From the chunk to its halves, from those to the blocks: what tile_gradients.cuh does within
 /// them.
-__device__ inline void hand_on_to_blocks(const ChunkPlace& at, const ChunkShared& sh,
-                                         ChunkSums& sums, const float (&chunk_through)[4],
-                                         float (&through)[kBlocks][4]) {
+__device__ inline void descend_to_sub_chunks(const ChunkPlace& at, const ChunkShared& sh,
+                                             ChunkSums& sums, const float (&chunk_through)[4],
+                                             float (&through)[kSubChunks][4]) {
   const int slice = at.warp, c = at.lane % 4;
   const MatrixLane l(at.lane);
   const int place = tile_offset(l.row, l.half);
-  const auto add = [&](float (&sum)[4], int which, const BlockSum& x) {
+  const auto add = [&](float (&sum)[4], int which, const SubChunkSum& x) {
     uint32_t m[4];
     load_matrices(m, sh.tile(slice, which) + place);
     add_products(sum, m[0], m[1], m[2], m[3], x);
@@ -389,9 +390,9 @@ __device__ inline void hand_on_to_blocks(const ChunkPlace& at, const ChunkShared
   const auto load = [&](uint32_t (&m)[4], int which) {
     load_matrices_transposed(m, sh.tile(slice, which) + place);
   };
-  float d[kBlocks][4], halves[2][4];
+  float d[kSubChunks][4], halves[2][4];
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
+  for (int b = 0; b < kSubChunks; ++b) {
     const float2 low = *reinterpret_cast<const float2*>(sh.decays(slice, b) + 2 * c);
     const float2 high = *reinterpret_cast<const float2*>(sh.decays(slice, b) + 8 + 2 * c);
     d[b][0] = low.x;
@@ -412,8 +413,8 @@ __device__ inline void hand_on_to_blocks(const ChunkPlace& at, const ChunkShared
     half_through[1][j] = halves[0][j] * chunk_through[j];
   }
   add(half_through[0], kQueryTile + 1, sums.before[2]);
-  add(half_through[0], kQueryFarTile, sums.before[3]);
-  add(half_through[1], kKeyFarTile, sums.after[0]);
+  add(half_through[0], kQueryHalfTile, sums.before[3]);
+  add(half_through[1], kKeyHalfTile, sums.after[0]);
   add(half_through[1], kKeyTile + 1, sums.after[1]);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -423,10 +424,10 @@ __device__ inline void hand_on_to_blocks(const ChunkPlace& at, const ChunkShared
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t m[4];
-    load(m, i == 0 ? kKeyFarTile : kKeyTile + 1);
+    load(m, i == 0 ? kKeyHalfTile : kKeyTile + 1);
     add_keys(sums.before[2], at, sh, 2, i, m);
     add_keys(sums.before[3], at, sh, 3, i, m);
-    load(m, i == 0 ? kQueryTile + 1 : kQueryFarTile);
+    load(m, i == 0 ? kQueryTile + 1 : kQueryHalfTile);
     add_queries(sums.after[0], at, sh, 2 + i, 0, m);
     add_queries(sums.after[1], at, sh, 2 + i, 1, m);
   }
@@ -453,9 +454,9 @@ __device__ inline void hand_on_to_blocks(const ChunkPlace& at, const ChunkShared
 
 /// Leaves the sums where the lane finds them again.
 __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
-                                  const ChunkSums& sums, const float (&through)[kBlocks][4]) {
+                                  const ChunkSums& sums, const float (&through)[kSubChunks][4]) {
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
+  for (int b = 0; b < kSubChunks; ++b) {
     float4* to = sh.sums(at.warp, b, at.lane);
     const float (&x)[2][4] = sums.before[b];
     const float (&y)[2][4] = sums.after[b];
@@ -467,7 +468,7 @@ __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
   }
 }
 
-__device__ inline void load_sums(const float4* from, bool later, BlockSums& sums) {
+__device__ inline void load_sums(const float4* from, bool later, SubChunkSums& sums) {
   const float4* active = from + (later ? 0 : 64);
   const float4* passive = from + (later ? 64 : 0);
 #pragma unroll
@@ -490,24 +491,25 @@ template <class T, GateKind kKind>
 __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace& at,
                                        const ChunkShared& sh, QuadInputs<T, kKind>& inputs) {
   const GlaParams& p = a.backward.forward;
-  const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kBlock + 4 * c;
+  const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kSlice + 4 * c;
   const bool wide = p.gate.dtype == DType::kFloat32;
   float gamma[4];
   load_bounds(p, at.head, channel, gamma);
   // Sum of k (dL/df - dk): (1 - gamma) dgamma; where the first block's sums have been.
   float4* opened = sh.sums(at.warp, 0, at.lane);
 #pragma unroll 1
-  for (int b = 0; b < kBlocks && b * kBlock < at.tokens; ++b) {
-    const int token = b * kBlock + 2 * r;
+  for (int b = 0; b < kSubChunks && b * kSubChunk < at.tokens; ++b) {
+    const int token = b * kSubChunk + 2 * r;
     Quad x;
     QuadSlopes slopes;
     inputs.get(gamma, at.tokens - token, x, slopes);
-    BlockSums sums;
+    SubChunkSums sums;
     load_sums(sh.sums(at.warp, b, at.lane), at.lane >= 16, sums);
-    TileGradients g;
-    find_tile_gradients(x, sums, sh.pairs[b * 32 + at.lane], sh.neighbours[b * 8 + r], at.lane, g);
-    if (b + 1 < kBlocks) {
-      inputs.move_to(token + kBlock);
+    TokenGradients g;
+    compute_token_gradients(x, sums, sh.pairs[b * 32 + at.lane], sh.neighbours[b * 8 + r], at.lane,
+                            g);
+    if (b + 1 < kSubChunks) {
+      inputs.move_to(token + kSubChunk);
       inputs.load(channel);
     }
     float4 sum = b == 0 ? make_float4(0, 0, 0, 0) : *opened;
@@ -592,18 +594,18 @@ __device__ inline void store_head_gate_gradients(const ChunkBackward& a, const C
 }
 
 template <class T, GateKind kKind>
-__global__ void __launch_bounds__(kMaxSlices * 32, 1)
+__global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     chunk_backward_kernel(const __grid_constant__ ChunkBackward a) {
   extern __shared__ __align__(16) char memory[];
   const GlaParams& p = a.backward.forward;
   __shared__ ChunkRows rows;
   const auto index = static_cast<int>(blockIdx.x), heads = static_cast<int>(p.heads);
-  const int slot = index / heads, head = index % heads;
+  const int chunk = index / heads, head = index % heads;
   if (threadIdx.x < 32) {
-    rows.find(a, slot, head, static_cast<int>(threadIdx.x));
+    rows.find(a, chunk, head, static_cast<int>(threadIdx.x));
   }
   __syncthreads();
-  const ChunkPlace at(p, slot, head, rows);
+  const ChunkPlace at(p, chunk, head, rows);
   if (at.tokens == 0) {
     clear_partial_sums(a, at);
     return;
@@ -611,7 +613,7 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   const ChunkShared sh(memory, p.key_dim, p.value_dim);
   const auto columns = static_cast<int>(p.value_dim);
   copy_inputs(a, at, sh);
-  GradientsAhead gradients;
+  StateGradientFetch gradients;
   if (at.warp < at.value_slices) {
     gradients.load(a, at, 0, at.warp);
   }
@@ -620,21 +622,21 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, columns);
   finish_rows<T>(sh.values, p.v_activation, at.tokens, columns);
   __syncthreads();
-  make_far_factors(at, sh);
+  compute_half_factors(at, sh);
   __syncthreads();
-  make_scores(at, sh);
+  compute_all_scores(at, sh);
   __syncthreads();
-  EndsAhead ends(a, at);
+  BoundaryFetch ends(a, at);
   store_value_gradients<T>(a, at, sh, gradients);
   ChunkSums sums;
-  float through[kBlocks][4];
+  float through[kSubChunks][4];
   QuadInputs<T, kKind> inputs(p, rows);
   if (at.warp < at.key_slices) {
     float chunk_through[4];
-    sum_over_values(at, sh, ends, sums, chunk_through);
-    hand_on_to_blocks(at, sh, sums, chunk_through, through);
+    accumulate_boundaries(at, sh, ends, sums, chunk_through);
+    descend_to_sub_chunks(at, sh, sums, chunk_through, through);
     inputs.move_to(at.lane / 4 * 2);
-    inputs.load(at.warp * kBlock + at.lane % 4 * 4);
+    inputs.load(at.warp * kSlice + at.lane % 4 * 4);
   }
   __syncthreads();  // rows and tiles give way to the sums
   if (at.warp < at.key_slices) {

@@ -10,12 +10,12 @@
 // A warp owns a slice of 16 channels, whose factors chunk_factors.cuh has made a block of 16 tokens
 // at a time: it keeps 16 x (columns of the tile) of the state in its accumulators, in fp32 from one
 // end of time to the other. Where (sequences x heads) are few, time is cut into segments: a first
-// launch walks every segment from zero, combine_segments_kernel strings the results together, and a
-// second launch walks again from the right states.
+// launch scans every segment from zero, combine_segments_kernel strings the results together, and a
+// second launch scans again from the right states.
 
 #include <type_traits>
 
-#include "kernels/gla/cuda/chunk_place.cuh"
+#include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -36,25 +36,25 @@ struct StatePass {
   ChunkFactors factors = {};
   ChunkStates states[kDirections] =
       {};                           // [direction], at the boundaries where the walk enters a chunk
-  float* segment_states = nullptr;  // [direction][slot][H][K][V]
-  float* segment_decays = nullptr;  // [direction][slot][H][K]
+  float* segment_states = nullptr;  // [direction][segment_index][H][K][V]
+  float* segment_decays = nullptr;  // [direction][segment_index][H][K]
 
   __host__ __device__ int column_tiles() const {
     return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
   }
-  __device__ float* segment_state(int direction, int64_t slot, int64_t head) const {
-    return segment_states + ((direction * segments.slots + slot) * params.heads + head) *
+  __device__ float* segment_state(int direction, int64_t segment_index, int64_t head) const {
+    return segment_states + ((direction * segments.slots + segment_index) * params.heads + head) *
                                 params.key_dim * params.value_dim;
   }
-  __device__ float* segment_decay(int direction, int64_t slot, int64_t head) const {
+  __device__ float* segment_decay(int direction, int64_t segment_index, int64_t head) const {
     return segment_decays +
-           ((direction * segments.slots + slot) * params.heads + head) * params.key_dim;
+           ((direction * segments.slots + segment_index) * params.heads + head) * params.key_dim;
   }
 };
 
 /// Shared memory of a block: two stages of what a chunk needs.
 struct StatePassShared {
-  static constexpr int kSliceTiles = kBlocks * kTileBytes;
+  static constexpr int kSliceTiles = kSubChunks * kTileBytes;
   static constexpr int kSliceBytes = kSliceTiles + ChunkFactors::kSliceDecays * 4;
 
   int pitch;        // of a row of values
@@ -65,7 +65,7 @@ struct StatePassShared {
       : pitch(RowTile::pitch_of(
             static_cast<int>(value_dim < kStateColumns ? value_dim : kStateColumns))),
         value_bytes(kChunk * pitch),
-        stage_bytes(value_bytes + static_cast<int>(key_dim) / kBlock * kSliceBytes) {}
+        stage_bytes(value_bytes + static_cast<int>(key_dim) / kSlice * kSliceBytes) {}
 
   __host__ __device__ int bytes() const { return 2 * stage_bytes; }
 
@@ -82,7 +82,7 @@ struct StatePassShared {
 /// rows are the slice's columns (channel_of_column).
 class SliceState {
  public:
-  static constexpr int kTiles = kStateColumns / kBlock;
+  static constexpr int kTiles = kStateColumns / kSlice;
   static constexpr int kHigherRow = 2;  // channels from a lane's one row to the other
 
   __device__ void clear() {
@@ -128,7 +128,7 @@ class SliceState {
   __device__ void store_rounded(uint4* tiles, int columns, int lane) const {
 #pragma unroll
     for (int v = 0; v < kTiles; ++v) {
-      if (v * kBlock < columns) {
+      if (v * kSlice < columns) {
         const float (&lo)[4] = sum_[2 * v];
         const float (&hi)[4] = sum_[2 * v + 1];
         tiles[v * 32 + lane] = make_uint4(pack_bf16(lo[0], lo[1]), pack_bf16(hi[0], hi[1]),
@@ -148,17 +148,17 @@ class SliceState {
         reinterpret_cast<const float*>(slice + StatePassShared::kSliceTiles) + lane / 4;
     const char* value = values.at(0, 0, right);
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const int b = kBackwards ? kBlocks - 1 - i : i;
-      const float d0 = decays[b * kBlock], d1 = decays[b * kBlock + 8];
+    for (int i = 0; i < kSubChunks; ++i) {
+      const int b = kBackwards ? kSubChunks - 1 - i : i;
+      const float d0 = decays[b * kSlice], d1 = decays[b * kSlice + 8];
       total = {total.x * d0, total.y * d1};
       uint32_t a[4];
       load_matrices_transposed(a, factors + b * kTileBytes);
 #pragma unroll
       for (int v = 0; v < kTiles; ++v) {
-        if (v * kBlock < columns) {
+        if (v * kSlice < columns) {
           uint32_t m[4];
-          load_matrices_transposed(m, value + b * kBlock * values.pitch + v * (kBlock * 2));
+          load_matrices_transposed(m, value + b * kSubChunk * values.pitch + v * (kSlice * 2));
 #pragma unroll
           for (int n = 2 * v; n < 2 * v + 2; ++n) {
             sum_[n][0] *= d0;
@@ -177,20 +177,20 @@ class SliceState {
   float sum_[2 * kTiles][4];
 };
 
-/// kWhole: the tile has all its kStateColumns.
-template <class T, bool kAdjoint, bool kWhole>
-__device__ inline void walk_states(const StatePass& pass, const Cut& segment, int slot, int head,
-                                   int column_tile, char* shared) {
+/// kFullTile: the tile has all its kStateColumns.
+template <class T, bool kAdjoint, bool kFullTile>
+__device__ inline void scan_states(const StatePass& pass, const Cut& segment, int segment_index,
+                                   int head, int column_tile, char* shared) {
   constexpr int kDirection = kAdjoint ? 1 : 0;
   const GlaParams& p = pass.params;
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
   const int column0 = column_tile * kStateColumns;
   const int columns =
-      kWhole ? kStateColumns : min(kStateColumns, static_cast<int>(p.value_dim) - column0);
+      kFullTile ? kStateColumns : min(kStateColumns, static_cast<int>(p.value_dim) - column0);
   const int chunks = (segment.tokens + kChunk - 1) / kChunk;
   const int first_chunk =
       first_slot(pass.chunks, static_cast<int>(segment.sequence.index)) + segment.first / kChunk;
-  const int64_t corner = (slice * kBlock) * p.value_dim + column0;  // of this warp's state
+  const int64_t corner = (slice * kSlice) * p.value_dim + column0;  // of this warp's state
   const int64_t state =
       (segment.sequence.index * p.heads + head) * p.key_dim * p.value_dim + corner;
 
@@ -199,11 +199,12 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
   if (pass.map_only || (!pass.split && start == nullptr)) {
     sum.clear();
   } else {
-    sum.load(pass.split ? pass.segment_state(kDirection, slot, head) + corner : start + state,
-             p.value_dim, columns, lane);
+    sum.load(
+        pass.split ? pass.segment_state(kDirection, segment_index, head) + corner : start + state,
+        p.value_dim, columns, lane);
   }
 
-  const StatePassShared sh(p.key_dim, kWhole ? kStateColumns : p.value_dim);
+  const StatePassShared sh(p.key_dim, kFullTile ? kStateColumns : p.value_dim);
   const HeadRows values(kAdjoint ? pass.d_o : p.v, segment.sequence, p.layout.reverse, head);
   const FactorRows factors =
       pass.factors.rows(kAdjoint ? kQueries : kKeys, segment.sequence, p.layout.reverse, head);
@@ -216,7 +217,7 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
     const NearRows rows = factors.of_chunk(first, min(kChunk, end - first));
     char* to = sh.slice(shared, i & 1, slice) + lane * 16;
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
+    for (int b = 0; b < kSubChunks; ++b) {
       copy_async<16>(to + b * kTileBytes, pass.factors.tile(rows, slice, b, lane * 16));
     }
     if (lane < ChunkFactors::kSliceDecays / 4) {
@@ -243,17 +244,18 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
     }
     if (!pass.map_only) {
       sum.store_rounded(
-          pass.states[kDirection].tile(first_chunk + chunk, head, slice, column0 / kBlock), columns,
+          pass.states[kDirection].tile(first_chunk + chunk, head, slice, column0 / kSlice), columns,
           lane);
     }
     sum.template advance<kAdjoint>(sh.slice(shared, i & 1, slice), stage, columns, lane, total);
   }
 
   if (pass.map_only) {
-    sum.store(pass.segment_state(kDirection, slot, head) + corner, p.value_dim, columns, lane);
+    sum.store(pass.segment_state(kDirection, segment_index, head) + corner, p.value_dim, columns,
+              lane);
     if (lane % 4 == 0 && column_tile == 0) {
-      float* to =
-          pass.segment_decay(kDirection, slot, head) + slice * kBlock + channel_of_column(lane / 4);
+      float* to = pass.segment_decay(kDirection, segment_index, head) + slice * kSlice +
+                  channel_of_column(lane / 4);
       to[0] = total.x;
       to[SliceState::kHigherRow] = total.y;
     }
@@ -263,32 +265,32 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMaxSlices * 32, 1)
+__global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     state_pass_kernel(const __grid_constant__ StatePass pass) {
   extern __shared__ __align__(16) char shared[];
-  // All walks of one direction first: a multiprocessor then has one of each.
+  // All scans of one direction first: a multiprocessor then has one of each.
   const int heads = static_cast<int>(pass.params.heads);
-  const int walks = static_cast<int>(gridDim.x) / kDirections;
-  const int direction = static_cast<int>(blockIdx.x) < walks ? 1 : 0;
-  int index = static_cast<int>(blockIdx.x) - (direction == 1 ? 0 : walks);
+  const int scans = static_cast<int>(gridDim.x) / kDirections;
+  const int direction = static_cast<int>(blockIdx.x) < scans ? 1 : 0;
+  int index = static_cast<int>(blockIdx.x) - (direction == 1 ? 0 : scans);
   const int column_tile = index % pass.column_tiles();
   index /= pass.column_tiles();
-  const int head = index % heads, slot = index / heads;
-  const Cut segment = find_cut(pass.segments, slot);
+  const int head = index % heads, segment_index = index / heads;
+  const Cut segment = find_cut(pass.segments, segment_index);
   if (!segment.exists()) {
     return;
   }
-  const auto walk = [&](auto adjoint, auto whole) {
-    walk_states<T, adjoint, whole>(pass, segment, slot, head, column_tile, shared);
+  const auto scan = [&](auto adjoint, auto whole) {
+    scan_states<T, adjoint, whole>(pass, segment, segment_index, head, column_tile, shared);
   };
   const bool whole = (column_tile + 1) * kStateColumns <= pass.params.value_dim;
   using std::bool_constant;
   if (direction == 0) {
-    whole ? walk(bool_constant<false>(), bool_constant<true>())
-          : walk(bool_constant<false>(), bool_constant<false>());
+    whole ? scan(bool_constant<false>(), bool_constant<true>())
+          : scan(bool_constant<false>(), bool_constant<false>());
   } else {
-    whole ? walk(bool_constant<true>(), bool_constant<true>())
-          : walk(bool_constant<true>(), bool_constant<false>());
+    whole ? scan(bool_constant<true>(), bool_constant<true>())
+          : scan(bool_constant<true>(), bool_constant<false>());
   }
 }
 
@@ -309,14 +311,14 @@ __global__ void __launch_bounds__(kCombineThreads)
     return;
   }
   const Sequence seq = find_sequence(p.layout, n);
-  const int64_t slot0 = first_slot(pass.segments, static_cast<int>(n));
+  const int64_t first_index = first_slot(pass.segments, static_cast<int>(n));
   const int pieces = pieces_of(pass.segments, seq);
   const auto* start = static_cast<const State*>(direction == 0 ? p.h0 : pass.dh_final);
   State run = start == nullptr ? State(0) : start[(n * p.heads + head) * size + element];
   for (int i = 0; i < pieces; ++i) {
-    const int64_t slot = slot0 + (direction == 0 ? i : pieces - 1 - i);
-    State* state = pass.segment_state(direction, slot, head) + element;
-    const State decay = pass.segment_decay(direction, slot, head)[element / p.value_dim];
+    const int64_t segment_index = first_index + (direction == 0 ? i : pieces - 1 - i);
+    State* state = pass.segment_state(direction, segment_index, head) + element;
+    const State decay = pass.segment_decay(direction, segment_index, head)[element / p.value_dim];
     const State local = *state;
     *state = run;
     run = fmaf(decay, run, local);

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/gla/cuda/chunk_backward.cuh"
-#include "kernels/gla/cuda/chunk_factors.cuh"
-#include "kernels/gla/cuda/state_pass.cuh"
-#include "kernels/gla/cuda/tensor_backward.h"
+#include "kernels/gla/cuda/backward/chunk_backward.cuh"
+#include "kernels/gla/cuda/backward/chunk_factors.cuh"
+#include "kernels/gla/cuda/backward/state_pass.cuh"
+#include "kernels/gla/cuda/backward/tensor_backward.h"
 
 namespace tidegate::kernels::gla {
 
@@ -19,17 +19,17 @@ cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaS
   const auto kernel = p.gate_kind == GateKind::kLogit
                           ? of_kind.template operator()<GateKind::kLogit>()
                           : of_kind.template operator()<GateKind::kLogDecay>();
-  kernel<<<blocks, kBlocks * 32, 0, stream>>>(work);
+  kernel<<<blocks, kSubChunks * 32, 0, stream>>>(work);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t TensorBackwardUnit<T>::walk_states(const StatePass& pass, cudaStream_t stream) {
+cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& pass, cudaStream_t stream) {
   const GlaParams& p = pass.params;
   const int bytes = StatePassShared(p.key_dim, p.value_dim).bytes();
   constexpr auto* kKernel = &state_pass_kernel<T>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-  const auto threads = static_cast<unsigned>(p.key_dim / kBlock * 32);
+  const auto threads = static_cast<unsigned>(p.key_dim / kSlice * 32);
   const int64_t blocks = pass.segments.slots * p.heads * pass.column_tiles() * kDirections;
   kKernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();

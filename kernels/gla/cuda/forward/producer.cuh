@@ -3,8 +3,8 @@
 // Producer warps: each turns whole blocks of 16 tokens into what consumers need, and shares nothing
 // with the other producers.
 
-#include "kernels/gla/cuda/loader.cuh"
-#include "kernels/gla/cuda/raw_tokens.cuh"
+#include "kernels/gla/cuda/forward/loader.cuh"
+#include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -13,18 +13,18 @@ template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
 class Producer {
  public:
   static constexpr bool kGateIsKey = Loader<Data, Gate, kKind, kKeys, kMaps>::kGateIsKey;
-  using Block = typename Loader<Data, Gate, kKind, kKeys, kMaps>::Block;
-  static constexpr int kRounds = kKeys / 32;  // of 32 channels, eight a lane
+  using Stage = typename Loader<Data, Gate, kKind, kKeys, kMaps>::Stage;
+  static constexpr int kChannelGroups = kKeys / 32;  // of 32 channels, eight a lane
 
-  __device__ Producer(const GlaParams& p, const BlockWork& work, const float* bounds, int lane)
+  __device__ Producer(const GlaParams& p, const WorkTile& work, const float* bounds, int lane)
       : p_(p), work_(work), bounds_(bounds), lane_(lane) {
     if (kKind == GateKind::kLogDecay && p.gate_per_head) {
       head_gates_ = HeadRows(p.gate, work.segment.sequence, p.layout.reverse, work.head);
     }
   }
 
-  /// Block b of the segment's, whose copies have landed.
-  __device__ void make(Block& block, int b) const {
+  /// Stage b of the segment's, whose copies have landed.
+  __device__ void make(Stage& stage, int b) const {
     float head_decay[2];
     if (kKind == GateKind::kLogDecay && p_.gate_per_head) {
 #pragma unroll
@@ -37,14 +37,14 @@ class Producer {
     }
     DyadicScores scores;
 #pragma unroll 1
-    for (int round = 0; round < kRounds; ++round) {
-      make_round(block, b, round, head_decay, scores);
+    for (int group = 0; group < kChannelGroups; ++group) {
+      make_group(stage, b, group, head_decay, scores);
     }
     if constexpr (!kMaps) {
-      store(block, scores);
+      store(stage, scores);
     }
     if (!std::is_same_v<Data, __nv_bfloat16> || p_.v_activation != InputActivation::kNone) {
-      activate_values(block);
+      activate_values(stage);
     }
   }
 
@@ -55,27 +55,27 @@ class Producer {
 
   __device__ int token(int i) const { return lane_ / 4 * 2 + i; }
   __device__ int step_of(int b, int i) const {
-    return work_.segment.first + b * kDyadicTokens + token(i);
+    return work_.segment.first + b * kSubChunk + token(i);
   }
-  /// The first of the lane's eight channels of a round.
-  __device__ int channel(int round) const { return round * 32 + lane_ % 4 * 8; }
+  /// The first of the lane's eight channels of a group.
+  __device__ int channel(int group) const { return group * 32 + lane_ % 4 * 8; }
 
-  __device__ void load_gates(Block& block, int b, int round, Eight<Gate> (&gate)[2]) const {
-    const int piece = channel(round) / 8;
+  __device__ void load_gates(Stage& stage, int b, int group, Eight<Gate> (&gate)[2]) const {
+    const int piece = channel(group) / 8;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kGateIsKey) {
-        gate[i].load(block.key, token(i), piece);
+        gate[i].load(stage.key, token(i), piece);
       } else {
-        gate[i].load(block.gate, token(i), piece);
+        gate[i].load(stage.gate, token(i), piece);
       }
     }
     if constexpr (kKind == GateKind::kLogit) {
-      const bool whole = work_.segment.first + (b + 1) * kDyadicTokens <= work_.segment.end();
+      const bool whole = work_.segment.first + (b + 1) * kSubChunk <= work_.segment.end();
       if (!whole || work_.keys < kKeys) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (step_of(b, i) >= work_.segment.end() || channel(round) >= work_.keys) {
+          if (step_of(b, i) >= work_.segment.end() || channel(group) >= work_.keys) {
             gate[i].fill(kNoLogit);
           }
         }
@@ -85,12 +85,12 @@ class Producer {
 
   /// Keys and decays of four of the eight channels.
   __device__ void gates(const Eight<Gate> (&gate)[2], const Eight<Data> (&key)[2],
-                        const float (&head_decay)[2], int round, int first, float (&k)[2][4],
+                        const float (&head_decay)[2], int group, int first, float (&k)[2][4],
                         float (&f)[2][4]) const {
     float gamma[4] = {};
     if constexpr (kKind == GateKind::kLogit) {
       *reinterpret_cast<float4*>(gamma) =
-          *reinterpret_cast<const float4*>(bounds_ + channel(round) + first);
+          *reinterpret_cast<const float4*>(bounds_ + channel(group) + first);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -109,26 +109,26 @@ class Producer {
     }
   }
 
-  __device__ void make_round(Block& block, int b, int round, const float (&head_decay)[2],
+  __device__ void make_group(Stage& stage, int b, int group, const float (&head_decay)[2],
                              DyadicScores& scores) const {
-    const int piece = channel(round) / 8;
+    const int piece = channel(group) / 8;
     Eight<Gate> gate[2];
     Eight<Data> raw_q[2], raw_k[2];
-    load_gates(block, b, round, gate);
+    load_gates(stage, b, group, gate);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (!kMaps) {
-        raw_q[i].load(block.query, token(i), piece);
+        raw_q[i].load(stage.query, token(i), piece);
       }
       if constexpr (kKind == GateKind::kLogDecay) {
-        raw_k[i].load(block.key, token(i), piece);
+        raw_k[i].load(stage.key, token(i), piece);
       }
     }
     uint32_t query[2][4], key[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float q[2][4], k[2][4], f[2][4], total[4];
-      gates(gate, raw_k, head_decay, round, 4 * h, k, f);
+      gates(gate, raw_k, head_decay, group, 4 * h, k, f);
       if constexpr (kMaps) {
         dyadic_keys(k, f, lane_, total);
       } else {
@@ -144,42 +144,42 @@ class Producer {
         key[i / 2][2 * h + i % 2] = pack_bf16(k[i / 2][i % 2 * 2], k[i / 2][i % 2 * 2 + 1]);
       }
       if (lane_ / 4 == h) {
-        block.total.set(channel(round) + 4 * h, total);
+        stage.total.set(channel(group) + 4 * h, total);
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (!kMaps) {
-        *block.query.at(token(i), piece) = {query[i][0], query[i][1], query[i][2], query[i][3]};
+        *stage.query.at(token(i), piece) = {query[i][0], query[i][1], query[i][2], query[i][3]};
       }
-      *block.key.at(token(i), piece) = {key[i][0], key[i][1], key[i][2], key[i][3]};
+      *stage.key.at(token(i), piece) = {key[i][0], key[i][1], key[i][2], key[i][3]};
     }
   }
 
-  __device__ void store(Block& block, DyadicScores& scores) const {
+  __device__ void store(Stage& stage, DyadicScores& scores) const {
     float s[2][4];
     scores.finish(s, lane_);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      block.score.rows[token(i)][lane_ % 4] = {pack_bf16(s[i][0], s[i][1]),
+      stage.score.rows[token(i)][lane_ % 4] = {pack_bf16(s[i][0], s[i][1]),
                                                pack_bf16(s[i][2], s[i][3])};
     }
   }
 
-  __device__ void activate_values(Block& block) const {
+  __device__ void activate_values(Stage& stage) const {
 #pragma unroll 1
-    for (int round = 0; round < kTileColumns / 32; ++round) {
+    for (int group = 0; group < kValueTile / 32; ++group) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Eight<Data> raw;
-        raw.load(block.value, token(i), channel(round) / 8);
-        *block.value.at(token(i), channel(round) / 8) = activated_bf16(p_.v_activation, raw);
+        raw.load(stage.value, token(i), channel(group) / 8);
+        *stage.value.at(token(i), channel(group) / 8) = activated_bf16(p_.v_activation, raw);
       }
     }
   }
 
   const GlaParams& p_;
-  const BlockWork& work_;
+  const WorkTile& work_;
   const float* bounds_;  // gamma of the work's keys, in shared memory
   const int lane_;
   HeadRows head_gates_;

@@ -6,7 +6,7 @@
 
 namespace tidegate::kernels::gla {
 
-/// A walk of at most so many tokens is a step.
+/// A scan of at most so many tokens is a step.
 constexpr int kStepTokens = 2;
 
 /// One or two tokens take the state as a whole through registers (step.cuh).

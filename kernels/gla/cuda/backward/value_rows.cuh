@@ -2,7 +2,7 @@
 
 // The gradients of v, from where a warp has them to memory.
 
-#include "kernels/gla/cuda/chunk_tiles.cuh"
+#include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -10,9 +10,9 @@ namespace tidegate::kernels::gla {
 /// x[n][2h + e] of token 2r + h and column 8n + 2c + e. `raw` and `out` start at the block's first
 /// token and the columns; `tokens` of it exist.
 template <class T>
-__device__ inline void store_value_block(InputActivation activation, const NearRows& raw,
-                                         const NearRows& out, int tokens, int lane,
-                                         const float (&x)[2][4]) {
+__device__ inline void store_value_tile(InputActivation activation, const NearRows& raw,
+                                        const NearRows& out, int tokens, int lane,
+                                        const float (&x)[2][4]) {
   const int first = lane / 4 * 2, c = lane % 4;
   const bool odd = c % 2 != 0;
 #pragma unroll

@@ -2,8 +2,7 @@
 
 // What the plain kernels read, element by element, in the precision that they compute in.
 
-#include "kernels/gla/cuda/gates.cuh"
-#include "kernels/gla/cuda/head_rows.cuh"
+#include "kernels/gla/cuda/head_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -68,10 +67,10 @@ constexpr int kPlainThreads = 128;
 constexpr int kPlainOwn = 16;
 
 /// How a dimension of up to 512 is shared among the lanes of a warp, which add up over it.
-struct PlainSlices {
+struct LaneSplit {
   int slices;  // lanes, a power of two
 
-  __host__ __device__ explicit PlainSlices(int64_t dim) : slices(1) {
+  __host__ __device__ explicit LaneSplit(int64_t dim) : slices(1) {
     while (slices * kPlainOwn < dim) {
       slices *= 2;
     }

@@ -1,19 +1,19 @@
 // The forward pass on tensor cores: how a launch is divided, and what follows what.
 
-#include "kernels/gla/cuda/tensor_forward.h"
+#include "kernels/gla/cuda/forward/tensor_forward.h"
 
 #include <algorithm>
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/integers.h"
-#include "kernels/gla/cuda/tensor_forward.cuh"
+#include "kernels/gla/cuda/forward/tensor_forward.cuh"
 
 namespace tidegate::kernels::gla {
 namespace {
 
-constexpr int kMaxKeys = 128;  // a kernel's; more are taken in slices
+constexpr int kKeyTile = 128;  // a kernel's; more are taken in slices
 constexpr int kMaxDim = 256;   // of K and V
-constexpr int kThreadsToJoin = 256;
+constexpr int kComposeThreads = 256;
 constexpr int64_t kShortestSegment = 256;
 // What a pass over the maps costs beside the pass over the outputs.
 constexpr double kMapCost = 0.5;
@@ -24,12 +24,12 @@ bool rows_align(const HeadSeries& t, int64_t bytes) {
          t.stride_t % elements == 0 && t.stride_h % elements == 0;
 }
 
-int64_t value_tiles(const GlaParams& p) { return ceil_div(p.value_dim, kTileColumns); }
+int64_t value_tiles(const GlaParams& p) { return ceil_div(p.value_dim, kValueTile); }
 
 /// Tokens of a segment, or 0 where whole sequences keep the chip busy.
 int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
   const int64_t lanes = p.heads * value_tiles(p);  // blocks of one segment
-  const auto rounded = [](int64_t time) { return ceil_div(time, kDyadicTokens) * kDyadicTokens; };
+  const auto rounded = [](int64_t time) { return ceil_div(time, kSubChunk) * kSubChunk; };
   if (p.layout.offsets != nullptr) {
     // Lengths are not known here: enough segments of equal length, unless there are many sequences.
     const int64_t time = std::max(
@@ -59,18 +59,18 @@ int64_t product_bytes(const GlaParams& p) {
   return p.plan.segments * p.heads * p.key_dim * int64_t{sizeof(float)};
 }
 int64_t sum_bytes(const GlaParams& p) {
-  return p.key_dim <= kMaxKeys
+  return p.key_dim <= kKeyTile
              ? 0
              : p.layout.batch * p.layout.time * p.heads * p.value_dim * int64_t{sizeof(float)};
 }
 
 /// From the maps of segments to the state after each: S = product * S + S of the segment, from the
 /// first to the last but one. A thread takes four columns of a row of one head.
-__global__ void __launch_bounds__(kThreadsToJoin)
-    join_segments_kernel(const __grid_constant__ TensorForward w) {
+__global__ void __launch_bounds__(kComposeThreads)
+    compose_segments_kernel(const __grid_constant__ TensorForward w) {
   const GlaParams& p = w.params;
   const int64_t fours = p.key_dim * p.value_dim / 4;
-  const int64_t item = int64_t{blockIdx.x} * kThreadsToJoin + threadIdx.x;
+  const int64_t item = int64_t{blockIdx.x} * kComposeThreads + threadIdx.x;
   if (item >= p.layout.sequences * p.heads * fours) {
     return;
   }
@@ -78,13 +78,13 @@ __global__ void __launch_bounds__(kThreadsToJoin)
   const int64_t row = at * 4 / p.value_dim;
   const Sequence seq = find_sequence(p.layout, n);
   const int64_t first = first_slot(w.segments, static_cast<int>(n));
-  const int joints = pieces_of(w.segments, seq) - 1;
+  const int steps = pieces_of(w.segments, seq) - 1;
   float4 s = {};
   if (p.h0 != nullptr) {
     s = static_cast<const float4*>(p.h0)[(n * p.heads + head) * fours + at];
   }
 #pragma unroll 4
-  for (int i = 0; i < joints; ++i) {
+  for (int i = 0; i < steps; ++i) {
     const int64_t slot = (first + i) * p.heads + head;
     float4* const place = reinterpret_cast<float4*>(w.states) + slot * fours + at;
     const float f = w.products[slot * p.key_dim + row];
@@ -145,23 +145,23 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   const int64_t blocks = work.segments.slots * p.heads * tiles;
   const auto slice = [&](int first) {
     work.first_key = first;
-    work.keys = std::min(kMaxKeys, static_cast<int>(p.key_dim) - first);
+    work.keys = std::min(kKeyTile, static_cast<int>(p.key_dim) - first);
   };
 
   if (split) {
-    for (int first = 0; first < p.key_dim; first += kMaxKeys) {
+    for (int first = 0; first < p.key_dim; first += kKeyTile) {
       slice(first);
       TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unit(work, /*maps=*/true, blocks, stream));
     }
     const int64_t items = p.layout.sequences * p.heads * p.key_dim * p.value_dim / 4;
-    join_segments_kernel<<<static_cast<unsigned>(ceil_div(items, kThreadsToJoin)), kThreadsToJoin,
-                           0, stream>>>(work);
+    compose_segments_kernel<<<static_cast<unsigned>(ceil_div(items, kComposeThreads)),
+                              kComposeThreads, 0, stream>>>(work);
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
-  for (int first = 0; first < p.key_dim; first += kMaxKeys) {
+  for (int first = 0; first < p.key_dim; first += kKeyTile) {
     slice(first);
     work.sum_before = first > 0 ? sums : nullptr;
-    work.sum_after = first + kMaxKeys < p.key_dim ? sums : nullptr;
+    work.sum_after = first + kKeyTile < p.key_dim ? sums : nullptr;
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unit(work, /*maps=*/false, blocks, stream));
   }
   return cudaSuccess;

@@ -1,6 +1,6 @@
 // Launches of the plain kernels.
 
-#include "kernels/gla/cuda/plain.h"
+#include "kernels/gla/cuda/plain/plain.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,9 +8,9 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/dtypes.h"
 #include "kernels/common/integers.h"
-#include "kernels/gla/cuda/plain_backward.cuh"
-#include "kernels/gla/cuda/plain_walk.cuh"
-#include "kernels/gla/cuda/step.cuh"
+#include "kernels/gla/cuda/decode/step.cuh"
+#include "kernels/gla/cuda/plain/plain_backward.cuh"
+#include "kernels/gla/cuda/plain/plain_scan.cuh"
 
 namespace tidegate::kernels::gla {
 namespace {
@@ -21,14 +21,14 @@ constexpr int kTileTime = 16;
 int tile_time(int bytes_a_token) { return std::clamp(kSharedBytes / bytes_a_token, 1, kTileTime); }
 
 template <class Real, bool kValueGradient>
-cudaError_t launch_walk(PlainWalk walk, cudaStream_t stream) {
-  const GlaParams& p = walk.params;
-  const int bytes = plain_walk_bytes_a_token<Real>(p.key_dim);
-  walk.tile_time = tile_time(bytes);
+cudaError_t launch_scan(PlainScan scan, cudaStream_t stream) {
+  const GlaParams& p = scan.params;
+  const int bytes = plain_scan_bytes_a_token<Real>(p.key_dim);
+  scan.tile_time = tile_time(bytes);
   const int64_t blocks =
-      p.layout.sequences * p.heads * ceil_div(p.value_dim, PlainSlices(p.key_dim).lines());
-  plain_walk_kernel<Real, kValueGradient>
-      <<<static_cast<unsigned>(blocks), kPlainThreads, bytes * walk.tile_time, stream>>>(walk);
+      p.layout.sequences * p.heads * ceil_div(p.value_dim, LaneSplit(p.key_dim).lines());
+  plain_scan_kernel<Real, kValueGradient>
+      <<<static_cast<unsigned>(blocks), kPlainThreads, bytes * scan.tile_time, stream>>>(scan);
   return cudaGetLastError();
 }
 
@@ -53,8 +53,7 @@ cudaError_t divide_backward(const GlaBackwardParams& params, PlainBackward* work
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   work->params = params;
-  work->items =
-      p.layout.sequences * p.heads * ceil_div(p.key_dim, PlainSlices(p.value_dim).lines());
+  work->items = p.layout.sequences * p.heads * ceil_div(p.key_dim, LaneSplit(p.value_dim).lines());
   // Chunks as long as there are chunks: the fewest states to keep.
   const auto time = static_cast<int>(std::max<int64_t>(1, p.layout.time));
   work->chunk = static_cast<int>(std::ceil(std::sqrt(static_cast<double>(time))));
@@ -73,8 +72,8 @@ int64_t state_bytes(const PlainBackward& work, int blocks) {
 template <class Real>
 cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream) {
   const GlaParams& p = params.forward;
-  PlainWalk values = {p, params.d_o, params.dv, params.dh_final};
-  TIDEGATE_RETURN_IF_CUDA_ERROR((launch_walk<Real, true>(values, stream)));
+  PlainScan values = {p, params.d_o, params.dv, params.dh_final};
+  TIDEGATE_RETURN_IF_CUDA_ERROR((launch_scan<Real, true>(values, stream)));
 
   PlainBackward work;
   int blocks = 0;
@@ -101,7 +100,7 @@ cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
       return states_align(p) ? launch_step<Real, 16 / sizeof(Real)>(p, stream)
                              : launch_step<Real, 1>(p, stream);
     }
-    return launch_walk<Real, false>({p, {}, p.o, p.h0, p.h_final}, stream);
+    return launch_scan<Real, false>({p, {}, p.o, p.h0, p.h_final}, stream);
   });
 }
 

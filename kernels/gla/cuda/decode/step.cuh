@@ -3,8 +3,8 @@
 // One or two tokens, as decoding has them: bound by reading and writing the state, once, in place
 // if h_final is h0.
 
-#include "kernels/gla/cuda/plain.h"
-#include "kernels/gla/cuda/plain_inputs.cuh"
+#include "kernels/gla/cuda/plain/plain.h"
+#include "kernels/gla/cuda/plain/plain_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 

@@ -8,7 +8,7 @@
 // the first: forward through a chunk, keeping every S, and back with P.
 
 #include "kernels/common/cuda/precise.cuh"
-#include "kernels/gla/cuda/plain_inputs.cuh"
+#include "kernels/gla/cuda/plain/plain_inputs.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -24,7 +24,7 @@ struct PlainBackward {
 
 template <class Real>
 int plain_backward_bytes_a_token(int64_t value_dim) {
-  const PlainSlices values(value_dim);
+  const LaneSplit values(value_dim);
   return (2 * values.padded() + 5 * values.lines()) * static_cast<int>(sizeof(Real));
 }
 
@@ -278,7 +278,7 @@ class PlainGradients {
 
   const PlainBackward& w_;
   const GlaParams& p_;
-  const PlainSlices values_;
+  const LaneSplit values_;
   const int tiles_, first_row_;
   const int64_t head_;
   const Sequence seq_;
