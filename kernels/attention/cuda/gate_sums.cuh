@@ -5,8 +5,8 @@
 // itself, from the totals before it.
 
 #include "kernels/attention/forgetting_attention_cuda.h"
-#include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -111,7 +111,7 @@ __device__ inline double block_sum(double x, double (&shared)[kGateWarps]) {
 
 /// The thread's token in the order of the scan, or none.
 template <class Scan>
-__device__ inline int scanned_token(const Cut& cut) {
+__device__ inline int scanned_token(const TimeTile& cut) {
   const int at = cut.first + static_cast<int>(threadIdx.x);
   if (static_cast<int>(threadIdx.x) >= cut.tokens) {
     return -1;
@@ -123,21 +123,21 @@ __device__ inline int scanned_token(const Cut& cut) {
 template <class Scan>
 struct GateChunks {
   Scan scan;
-  double* totals;  // [Hq, cuts.slots]
-  Cuts cuts;
+  double* totals;  // [Hq, cuts.count]
+  TimeTiles cuts;
 
   GateChunks(const Scan& scan, double* totals)
-      : scan(scan), totals(totals), cuts(cut_time(scan.p.key_layout, kGateChunk)) {}
+      : scan(scan), totals(totals), cuts(time_tiles(scan.p.key_layout, kGateChunk)) {}
 
   __host__ __device__ unsigned blocks() const {
-    return static_cast<unsigned>(cuts.slots * scan.p.heads);
+    return static_cast<unsigned>(cuts.count * scan.p.heads);
   }
 
   /// Block `block`'s part of the totals.
   __device__ void add_up(unsigned block) const {
     __shared__ double shared[kGateWarps];
-    const auto slots = static_cast<unsigned>(cuts.slots);
-    const Cut cut = find_cut(cuts, static_cast<int>(block % slots));
+    const auto slots = static_cast<unsigned>(cuts.count);
+    const TimeTile cut = find_time_tile(cuts, static_cast<int>(block % slots));
     const int token = scanned_token<Scan>(cut), head = static_cast<int>(block / slots);
     const double total = block_sum(token < 0 ? 0.0 : scan.load(cut.sequence, token, head), shared);
     if (threadIdx.x == 0) {
@@ -148,8 +148,8 @@ struct GateChunks {
   /// Block `block`'s part of the scan.
   __device__ void scan_chunk(unsigned block) const {
     __shared__ double shared[kGateWarps];
-    const auto slots = static_cast<unsigned>(cuts.slots);
-    const Cut cut = find_cut(cuts, static_cast<int>(block % slots));
+    const auto slots = static_cast<unsigned>(cuts.count);
+    const TimeTile cut = find_time_tile(cuts, static_cast<int>(block % slots));
     if (cut.tokens == 0) {
       return;
     }

@@ -13,7 +13,7 @@ constexpr int kReachWarps = 8;  // of a block
 constexpr double kNearTokens = 256;
 
 inline int64_t reach_blocks(const KeyReach& reach, int64_t heads) {
-  return (reach.keys.slots * heads + kReachWarps - 1) / kReachWarps;
+  return (reach.keys.count * heads + kReachWarps - 1) / kReachWarps;
 }
 
 __global__ void __launch_bounds__(kReachWarps * 32)
@@ -21,11 +21,11 @@ __global__ void __launch_bounds__(kReachWarps * 32)
   const ForgettingAttentionParams& p = w.params.forward;
   const int64_t at = int64_t{blockIdx.x} * kReachWarps + threadIdx.x / 32;
   const int64_t slot = at / p.heads;
-  if (slot >= w.reach.keys.slots) {
+  if (slot >= w.reach.keys.count) {
     return;
   }
   const int head = static_cast<int>(at % p.heads), lane = static_cast<int>(threadIdx.x) % 32;
-  const Cut cut = find_cut(w.reach.keys, static_cast<int>(slot));
+  const TimeTile cut = find_time_tile(w.reach.keys, static_cast<int>(slot));
   if (cut.tokens == 0) {
     return;
   }

@@ -15,7 +15,7 @@ constexpr int kOwn = kMaxDim / 32;  // numbers of a row that a lane adds up
 /// One launch: the params, and the workspace's arrays.
 struct PlainAttention {
   ForgettingAttentionBackwardParams grads = {};
-  Cuts cuts = {};  // of the rows that the warps own
+  TimeTiles cuts = {};  // of the rows that the warps own
   double* gate_sums = nullptr;
   void* row_terms = nullptr;  // [B, Hq, Tq] state type: do . o - dlse
   double* row_sums = nullptr;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_forward_kernel(const PlainA
   using Real = typename Register<E>::type;
   __shared__ Real query[kWarps][kMaxDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
   if (!cut.exists() || warp >= cut.tokens) {
     return;
   }
@@ -152,7 +152,7 @@ template <class E>
 __global__ void __launch_bounds__(32 * kWarps) plain_terms_kernel(const PlainAttention work) {
   using Real = typename Register<E>::type;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
   if (!cut.exists() || warp >= cut.tokens) {
     return;
   }
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAtt
   using Real = typename Register<E>::type;
   __shared__ Real query[kWarps][kMaxDim], d_out[kWarps][kMaxDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
   if (!cut.exists() || warp >= cut.tokens) {
     return;
   }
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
   using Real = typename Register<E>::type;
   __shared__ Real key_row[kWarps][kMaxDim], value_row[kWarps][kMaxDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Cut cut = find_cut(work.cuts, static_cast<int>(blockIdx.x));
+  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
   if (!cut.exists() || warp >= cut.tokens) {
     return;
   }
@@ -303,7 +303,7 @@ int64_t divide_workspace(const ForgettingAttentionParams& p, bool backward, Plai
 /// A warp for every row of the work's cuts and head.
 cudaError_t launch(void (*kernel)(PlainAttention), const PlainAttention& work, int64_t heads,
                    cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(work.cuts.slots), static_cast<unsigned>(heads));
+  const dim3 grid(static_cast<unsigned>(work.cuts.count), static_cast<unsigned>(heads));
   return launch_unless_empty(kernel, grid, 32 * kWarps, 0, stream, work);
 }
 
@@ -324,7 +324,7 @@ void plain_attention_backward_plan(const ForgettingAttentionBackwardParams& para
 cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cudaStream_t stream) {
   PlainAttention work;
   work.grads.forward = params;
-  work.cuts = cut_time(params.layout, kWarps);
+  work.cuts = time_tiles(params.layout, kWarps);
   divide_workspace(params, false, &work);
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, work.gate_sums, stream));
   return with_element(params.q.dtype, [&]<class E>() {
@@ -342,10 +342,10 @@ cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& pa
   double* const totals = work.column_sums + (keys + 1) / 2 * 2;
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, work.gate_sums, stream));
   TIDEGATE_RETURN_IF_CUDA_ERROR(with_element(p.q.dtype, [&]<class E>() {
-    work.cuts = cut_time(p.layout, kWarps);
+    work.cuts = time_tiles(p.layout, kWarps);
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_terms_kernel<E>, work, p.heads, stream));
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_query_kernel<E>, work, p.heads, stream));
-    work.cuts = cut_time(p.key_layout, kWarps);
+    work.cuts = time_tiles(p.key_layout, kWarps);
     return launch(&plain_key_kernel<E>, work, p.key_heads, stream);
   }));
   return gate_gradients(params, work.row_sums, work.column_sums, totals, stream);

@@ -3,8 +3,8 @@
 // What the plain kernels and the step share: rows of a tensor, numbers of a warp.
 
 #include "kernels/attention/forgetting_attention.h"
-#include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 

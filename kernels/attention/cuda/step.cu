@@ -6,6 +6,7 @@
 #include "kernels/attention/cuda/step_parts.cuh"
 #include "kernels/attention/cuda/tensor_forward.h"
 #include "kernels/attention/cuda/tensor_step.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {

@@ -68,7 +68,7 @@ struct Parts {
   int64_t gate_sums, reach_ends, reach_near, row_terms, column_sums, score_bounds, reach_far,
       row_sums, dq_sums, totals, all;
 
-  Parts(const ForgettingAttentionParams& p, const Cuts& query_tiles, const QueryTile& tile) {
+  Parts(const ForgettingAttentionParams& p, const TimeTiles& query_tiles, const QueryTile& tile) {
     int64_t at = 0;
     const auto part = [&](int64_t* start, int64_t bytes) {
       *start = at;
@@ -76,7 +76,7 @@ struct Parts {
     };
     part(&gate_sums, gate_sums_count(p) * 8);
     const bool pruned = p.prune > 0;
-    part(&reach_ends, pruned ? cut_time(p.key_layout, KeyReach::kKeys).slots * p.heads * 4 : 0);
+    part(&reach_ends, pruned ? time_tiles(p.key_layout, KeyReach::kKeys).count * p.heads * 4 : 0);
     part(&reach_near, pruned ? p.key_layout.sequences * p.heads * 4 : 0);
     part(&row_terms, query_rows(p) * 4);
     part(&column_sums, key_rows(p) * 4);
@@ -84,7 +84,7 @@ struct Parts {
     part(&reach_far, pruned ? 2 * 4 : 0);
     part(&row_sums, query_rows(p) * 4);
     part(&dq_sums,
-         p.deterministic ? 0 : query_tiles.slots * p.heads * tile.rows * tile.columns * int64_t{4});
+         p.deterministic ? 0 : query_tiles.count * p.heads * tile.rows * tile.columns * int64_t{4});
     totals = gate_sums;  // c is not read any more
     all = at;
   }
@@ -111,7 +111,7 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
   QueryTile tile;
   TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits, &tile));
   *plan = {.path = AttentionPath::kTensorCore};
-  plan->workspace_bytes = Parts(p, cut_time(p.layout, tile.rows), tile).all;
+  plan->workspace_bytes = Parts(p, time_tiles(p.layout, tile.rows), tile).all;
   return cudaSuccess;
 }
 
@@ -127,7 +127,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
 
   TensorAttention work;
   work.params = params;
-  work.query_tiles = cut_time(p.layout, tile.rows);
+  work.query_tiles = time_tiles(p.layout, tile.rows);
   const Parts parts(p, work.query_tiles, tile);
   char* const scratch = static_cast<char*>(p.workspace);
   double* const c = reinterpret_cast<double*>(scratch + parts.gate_sums);
@@ -157,7 +157,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
         blocks, kRowThreads, 0, stream, work, excesses, gates);
   }));
   if (p.prune > 0) {
-    work.reach = {cut_time(p.key_layout, KeyReach::kKeys),
+    work.reach = {time_tiles(p.key_layout, KeyReach::kKeys),
                   reinterpret_cast<int*>(scratch + parts.reach_ends),
                   reinterpret_cast<int*>(scratch + parts.reach_near),
                   reinterpret_cast<unsigned*>(scratch + parts.reach_far)};

@@ -14,6 +14,7 @@
 #include "kernels/attention/cuda/gate_sums.cuh"
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {
@@ -332,7 +333,7 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
     if (p.prune > 0) {
       static_assert(kKeys % KeyReach::kKeys == 0);
       const int64_t slot =
-          first_slot(w.reach.keys, static_cast<int>(keys.index)) + last_key / KeyReach::kKeys;
+          first_tile_index(w.reach.keys, static_cast<int>(keys.index)) + last_key / KeyReach::kKeys;
       end = min(end, (w.reach.ends[slot * p.heads + head] + kRows - 1) / kRows);
     }
     put_row(row, 0);
@@ -454,7 +455,8 @@ __device__ __forceinline__ void add_key_gradients(const TensorAttention& w, unsi
             OperandReader<kDim>::b_transposed(shared_address(shared.keys), lane)
                 .template from_step<QuerySums::kColumnTiles / 2>(QuerySums::column(warp) / 16));
         constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
-        const int64_t slot = first_slot(w.query_tiles, static_cast<int>(queries.index)) + tile;
+        const int64_t slot =
+            first_tile_index(w.query_tiles, static_cast<int>(queries.index)) + tile;
         float* const to =
             w.dq_sums + (slot * p.heads + head) * (kRows * kDim) + (warp * kParts * 32 + lane) * 4;
         add_query_gradients<Shape>(dq, to, shared.dq + (warp * kParts * 32 + lane) * 4, lane);
@@ -559,7 +561,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (w.reach.far[0] == 0) {
     return;
   }
-  const auto blocks = static_cast<unsigned>(w.tiles.slots * w.params.forward.key_heads);
+  const auto blocks = static_cast<unsigned>(w.tiles.count * w.params.forward.key_heads);
 #pragma unroll 1
   for (;;) {
     __syncthreads();  // all are done with the tile before

@@ -17,9 +17,9 @@ cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limit
   constexpr auto* kKernel = &forgetting_backward_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
-  work.tiles = cut_time(p.key_layout, Shape::kKeys);
+  work.tiles = time_tiles(p.key_layout, Shape::kKeys);
   work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
-  const int64_t blocks = work.tiles.slots * p.key_heads;
+  const int64_t blocks = work.tiles.count * p.key_heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::shared_bytes(limits), stream, work);
 }
@@ -32,10 +32,10 @@ cudaError_t launch_far_key_gradients(TensorAttention work, const DeviceLimits& l
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
   work.heads = PrunedHeads::kFar;
-  work.tiles = cut_time(p.key_layout, Shape::kKeys);
+  work.tiles = time_tiles(p.key_layout, Shape::kKeys);
   const int64_t resident = int64_t{limits.multiprocessors} * Shape::kBlocks;
   work.together = heads_together(work.tiles, resident);
-  const int64_t blocks = std::min(work.tiles.slots * p.key_heads, resident);
+  const int64_t blocks = std::min(work.tiles.count * p.key_heads, resident);
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::shared_bytes(limits), stream, work);
 }
@@ -45,10 +45,10 @@ cudaError_t launch_query_gradients(TensorAttention work, const DeviceLimits& lim
                                    cudaStream_t stream) {
   constexpr auto* kKernel = &query_gradient_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
-  work.tiles = cut_time(work.params.forward.layout, Shape::kRows);
+  work.tiles = time_tiles(work.params.forward.layout, Shape::kRows);
   const int resident = std::min(2, limits.shared_bytes / Shape::kSharedBytes);
   work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * resident);
-  const int64_t blocks = work.tiles.slots * work.params.forward.heads;
+  const int64_t blocks = work.tiles.count * work.params.forward.heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::kSharedBytes, stream, work);
 }
@@ -56,7 +56,7 @@ cudaError_t launch_query_gradients(TensorAttention work, const DeviceLimits& lim
 template <class Shape>
 cudaError_t launch_round_dq(const TensorAttention& work, const GateGradientChunks& gates,
                             cudaStream_t stream) {
-  const int64_t blocks = work.query_tiles.slots * work.params.forward.heads + gates.blocks();
+  const int64_t blocks = work.query_tiles.count * work.params.forward.heads + gates.blocks();
   return launch_unless_empty(&round_dq_kernel<Shape>, static_cast<unsigned>(blocks),
                              Shape::kThreads, Shape::kRowBytes, stream, work, gates);
 }

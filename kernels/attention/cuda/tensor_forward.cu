@@ -29,8 +29,8 @@ bool rows_aligned(const HeadSeries& t) {
 
 bool tensor_forward_fits(const ForgettingAttentionParams& p) {
   const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
-  const int64_t blocks = p.heads * std::max(cut_time(p.layout, kLeastTile).slots,
-                                            cut_time(p.key_layout, kLeastTile).slots);
+  const int64_t blocks = p.heads * std::max(time_tiles(p.layout, kLeastTile).count,
+                                            time_tiles(p.key_layout, kLeastTile).count);
   return half && p.head_dim % 8 == 0 && p.head_dim >= 16 && p.head_dim <= kMaxAttentionHeadDim &&
          rows_aligned(p.q) && rows_aligned(p.k) && rows_aligned(p.v) && rows_aligned(p.o) &&
          blocks <= kLargestGrid && p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;

@@ -14,6 +14,7 @@
 
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 
 namespace tidegate::kernels::attention {
 

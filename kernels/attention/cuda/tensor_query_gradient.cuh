@@ -5,6 +5,7 @@
 
 #include "kernels/attention/cuda/tensor_backward.cuh"
 #include "kernels/attention/cuda/tensor_forward.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 
 namespace tidegate::kernels::attention {
 

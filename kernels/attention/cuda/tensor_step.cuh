@@ -8,6 +8,7 @@
 #include "kernels/attention/cuda/half_tiles.cuh"
 #include "kernels/attention/cuda/plain_rows.cuh"
 #include "kernels/attention/cuda/step_parts.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 
 namespace tidegate::kernels::attention {
 

@@ -3,9 +3,9 @@
 // What a launch of the tensor-core kernels is told, and where a block of threads finds its part.
 
 #include "kernels/attention/forgetting_attention.h"
-#include "kernels/common/cuda/cuts.cuh"
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -17,17 +17,17 @@ enum class PrunedHeads : uint8_t { kAll, kNear, kFar };
 /// have few queries each on average. See key_reach.cuh.
 struct KeyReach {
   static constexpr int kKeys = 64;
-  Cuts keys = {};
-  int* ends = nullptr;      // [keys.slots, Hq]
+  TimeTiles keys = {};
+  int* ends = nullptr;      // [keys.count, Hq]
   int* near = nullptr;      // [sequences, Hq], 0 or 1
   unsigned* far = nullptr;  // zero before: whether any are not; how many of their tiles are taken
 };
 
 struct TensorAttention {
   ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
-  Cuts tiles = {};                                // the blocks' own: of queries or of keys
+  TimeTiles tiles = {};                           // the blocks' own: of queries or of keys
   int together = 1;                               // heads: see heads_together
-  Cuts query_tiles = {};                          // backward: those of dq_sums
+  TimeTiles query_tiles = {};                     // backward: those of dq_sums
   const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
   const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
   KeyReach reach = {};                            // backward, where keys are pruned
@@ -40,10 +40,10 @@ struct TensorAttention {
 
 /// How many heads' tiles are taken side by side, where `resident` blocks run at once: as many as
 /// let them all start with tiles that have as much to do. Packed sequences: one.
-inline int heads_together(const Cuts& tiles, int64_t resident) {
+inline int heads_together(const TimeTiles& tiles, int64_t resident) {
   return tiles.layout.offsets != nullptr
              ? 1
-             : static_cast<int>(std::max<int64_t>(1, resident / tiles.equal_pieces));
+             : static_cast<int>(std::max<int64_t>(1, resident / tiles.per_sequence));
 }
 
 /// The block's tile and head. Of `together` heads of a batch row or of several, all have their
@@ -51,23 +51,23 @@ inline int heads_together(const Cuts& tiles, int64_t resident) {
 /// from the last tile on. Then follow as many more heads. So the tiles with most to do are never
 /// the last to be taken, and neighbouring blocks share keys and values, or queries.
 struct TileAndHead {
-  Cut cut;
+  TimeTile cut;
   int64_t slot;
   int head;
 
-  __device__ TileAndHead(const Cuts& tiles, int64_t all_heads, int together, unsigned block,
+  __device__ TileAndHead(const TimeTiles& tiles, int64_t all_heads, int together, unsigned block,
                          bool last_first) {
     const auto heads = static_cast<unsigned>(all_heads);
-    const unsigned run = tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.equal_pieces)
-                                                         : static_cast<unsigned>(tiles.slots);
-    const unsigned all = static_cast<unsigned>(tiles.slots) / run * heads;
+    const unsigned run = tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.per_sequence)
+                                                         : static_cast<unsigned>(tiles.count);
+    const unsigned all = static_cast<unsigned>(tiles.count) / run * heads;
     const unsigned first = block / (run * together) * together;
     const unsigned within = block - first * run;
     const unsigned side_by_side = min(static_cast<unsigned>(together), all - first);
     const unsigned at = within / side_by_side, rest = first + within % side_by_side;
     slot = rest / heads * run + (last_first ? run - 1 - at : at);
     head = static_cast<int>(rest % heads);
-    cut = find_cut(tiles, static_cast<int>(slot));
+    cut = find_time_tile(tiles, static_cast<int>(slot));
   }
 };
 

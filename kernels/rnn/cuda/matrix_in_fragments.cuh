@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "kernels/common/cuda/mma.cuh"
+#include "kernels/common/cuda/warp.cuh"
 #include "kernels/rnn/cuda/state_exchange.cuh"
 #include "kernels/rnn/rnn.h"
 
@@ -93,20 +94,13 @@ __device__ inline float sum_of(const float* values) {
   }
 }
 
-/// Threads of the block, as a number that the compiler does not fetch again and again.
-__device__ inline int thread_index() {
-  unsigned index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return static_cast<int>(index);
-}
-
 template <class Tile>
 class MatrixInFragments {
  public:
   /// Of p.w or its transpose. Called by all threads.
   __device__ MatrixInFragments(const GatedRnnParams& p, bool transposed, void* shared)
       : sums_(static_cast<float*>(shared)),
-        thread_(thread_index()),
+        thread_(fresh_thread_index()),
         lane_(thread_ % 32),
         padded_dim_((static_cast<int>(p.channels) + 3) / 4 * 4),
         exchange_(p, sums_ + 2 * Tile::kSums + Tile::kOutputs, padded_dim_, vector_of(0), own_row(),

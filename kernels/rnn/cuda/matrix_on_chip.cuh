@@ -16,8 +16,10 @@
 
 #include <cstdint>
 
+#include "kernels/common/cuda/cluster.cuh"
 #include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/rnn/cuda/cluster.cuh"
+#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/common/cuda/warp.cuh"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
@@ -63,28 +65,6 @@ struct ChipTile {
 
   static_assert(kOutputs * kCluster >= kInputs, "every column is some block's row");
 };
-
-/// Adds kCount values up over the lanes whose numbers differ in kDistance and below; a lane is left
-/// with those of its own, in front.
-template <int kCount, int kDistance>
-__device__ inline void scatter_sums(float* values, int lane) {
-  if constexpr (kDistance > 0) {
-    if constexpr (kCount > 1) {
-      constexpr int kHalf = kCount / 2;
-      const bool upper = (lane & kDistance) != 0;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float keep = upper ? values[i + kHalf] : values[i];
-        const float give = upper ? values[i] : values[i + kHalf];
-        values[i] = keep + __shfl_xor_sync(0xffffffffu, give, kDistance);
-      }
-      scatter_sums<kHalf, kDistance / 2>(values, lane);
-    } else {
-      values[0] += __shfl_xor_sync(0xffffffffu, values[0], kDistance);
-      scatter_sums<1, kDistance / 2>(values, lane);
-    }
-  }
-}
 
 template <class Tile>
 class MatrixOnChip {

@@ -2,10 +2,11 @@
 
 // The gated RNN with its matrix on the chip: one launch walks all tokens.
 
+#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/forget_gate.cuh"
 #include "kernels/common/cuda/precise.cuh"
 #include "kernels/common/cuda/sequence.cuh"
-#include "kernels/rnn/cuda/elements.cuh"
 #include "kernels/rnn/cuda/matrix_in_fragments.cuh"
 #include "kernels/rnn/cuda/matrix_on_chip.cuh"
 #include "kernels/rnn/rnn.h"
@@ -46,11 +47,6 @@ __device__ inline float* float_at(const TimeSeries& series, int64_t index) {
   return static_cast<float*>(series.data) + index;
 }
 
-/// So that a load finds it in the second-level cache.
-__device__ inline void prefetch(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
 /// Tokens between a prefetch and its use: more than memory takes to answer.
 constexpr int kTokensAhead = 12;
 
@@ -70,7 +66,7 @@ struct OwnedElement {
   bool writes = false;  // of the threads that own it, this one writes its results
 
   __device__ TokenColumn column(const TimeSeries& series) const {
-    const int64_t index = element_index(series, sequence.batch, sequence.start, channel);
+    const int64_t index = element_offset(series, sequence.batch, sequence.start, channel);
     const int bytes = series.dtype == DType::kFloat32 ? 4 : 2;
     return {static_cast<char*>(series.data) + index * bytes,
             static_cast<int>(series.stride_t * bytes)};
@@ -188,7 +184,7 @@ __device__ void walk_forward(const GatedRnnParams& p, void* shared) {
           now[e] = load(e, t);
         }
         if (t + kTokensAhead < element[e].sequence.length) {
-          prefetch(z[e].at(t + kTokensAhead)), prefetch(x[e].at(t + kTokensAhead));
+          prefetch_line(z[e].at(t + kTokensAhead)), prefetch_line(x[e].at(t + kTokensAhead));
         }
       }
     });
@@ -311,8 +307,8 @@ __device__ void walk_backward(const GatedRnnBackwardParams& params, void* shared
         load(e, t - 2);
         if (exists(e, t - kTokensAhead)) {
           const int64_t index = first[e] + int64_t{t - kTokensAhead} * dim;
-          prefetch(float_at(p.logits, index)), prefetch(type.at(p.h, index));
-          prefetch(x[e].at(t - kTokensAhead)), prefetch(dh[e].at(t - kTokensAhead));
+          prefetch_line(float_at(p.logits, index)), prefetch_line(type.at(p.h, index));
+          prefetch_line(x[e].at(t - kTokensAhead)), prefetch_line(dh[e].at(t - kTokensAhead));
         }
       }
     });

@@ -3,7 +3,7 @@
 #include "kernels/rnn/rnn_cuda.h"
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dtypes.h"
+#include "kernels/common/cuda/dispatch.h"
 #include "kernels/rnn/cuda/chip_family.h"
 #include "kernels/rnn/cuda/plain.cuh"
 
@@ -66,7 +66,7 @@ cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream)
     return with_chip_family(params, params.plan.exchanges_in_memory,
                             [&]<class Family>() { return Family::forward(params, stream); });
   }
-  return with_state_type(params.x.dtype, [&]<class Real>() {
+  return dispatch_state(params.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(params.layout.sequences);
     gated_rnn_plain_forward<Real><<<blocks, kPlainRnnThreads, 0, stream>>>(params);
     return cudaGetLastError();
@@ -79,7 +79,7 @@ cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params, cudaStream_
     return with_chip_family(forward, forward.plan.exchanges_in_memory,
                             [&]<class Family>() { return Family::backward(params, stream); });
   }
-  return with_state_type(forward.x.dtype, [&]<class Real>() {
+  return dispatch_state(forward.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(forward.layout.sequences);
     gated_rnn_plain_backward<Real><<<blocks, kPlainRnnThreads, 0, stream>>>(params);
     return cudaGetLastError();

@@ -8,8 +8,10 @@
 
 #include <cstdint>
 
+#include "kernels/common/cuda/cluster.cuh"
 #include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/rnn/cuda/cluster.cuh"
+#include "kernels/common/cuda/packed_carry.cuh"
+#include "kernels/common/cuda/shared_address.cuh"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
@@ -215,10 +217,10 @@ class MemoryExchange {
 
   __device__ void send(unsigned step, uint32_t word, float scale) const {
     if (channel_ >= padded_dim_) return;
-    store(step, place(step, vector_, channel_), word);
+    PackedWord::write(place(step, vector_, channel_), epoch(step), word);
     if (channel_ % Shape::kGroup == 0) {
-      store(step, place(step, vector_, Shape::kInputs + channel_ / Shape::kGroup),
-            __float_as_uint(scale));
+      PackedWord::write(place(step, vector_, Shape::kInputs + channel_ / Shape::kGroup),
+                        epoch(step), __float_as_uint(scale));
     }
   }
 
@@ -233,15 +235,16 @@ class MemoryExchange {
       for (int g = 0; g < Shape::kPartGroups; ++g) {
         const int group = part * Shape::kPartGroups + g;
         if (group * Shape::kGroup >= padded_dim_) continue;  // nobody says it
-        is_here &= load(step, place(step, vector, Shape::kInputs + group), scales[g]);
+        is_here &=
+            PackedWord::poll(place(step, vector, Shape::kInputs + group), epoch(step), scales[g]);
       }
 #pragma unroll
       for (int s = 0; s < Shape::kSteps; ++s) {
         const int channel = part * Shape::kPart + 16 * s + lane_ % 4 * 4;
         if (channel >= padded_dim_) continue;
         const uint64_t* const from = place(step, vector, channel);
-        is_here &= load_pair(step, from, words[s][0], words[s][1]);
-        is_here &= load_pair(step, from + 2, words[s][2], words[s][3]);
+        is_here &= PackedWord::poll_pair(from, epoch(step), words[s][0], words[s][1]);
+        is_here &= PackedWord::poll_pair(from + 2, epoch(step), words[s][2], words[s][3]);
       }
     } while (!is_here);
     __syncwarp();
@@ -264,29 +267,7 @@ class MemoryExchange {
     return tagged_ + (step % 2 * Shape::kVectors + vector) * kVectorRow + at;
   }
   /// What tells a step's words from older ones, and from none.
-  __device__ static unsigned tag(unsigned step) { return step + 1; }
-  __device__ static void store(unsigned step, uint64_t* to, uint32_t word) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to),
-                 "l"(uint64_t{tag(step)} << 32 | word)
-                 : "memory");
-  }
-  /// Whether this step's word was there.
-  __device__ static bool load(unsigned step, const uint64_t* from, uint32_t& word) {
-    uint64_t tagged;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(tagged) : "l"(from) : "memory");
-    word = static_cast<uint32_t>(tagged);
-    return tagged >> 32 == tag(step);
-  }
-  __device__ static bool load_pair(unsigned step, const uint64_t* from, uint32_t& first,
-                                   uint32_t& second) {
-    uint64_t tagged[2];
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
-                 : "=l"(tagged[0]), "=l"(tagged[1])
-                 : "l"(from)
-                 : "memory");
-    first = static_cast<uint32_t>(tagged[0]), second = static_cast<uint32_t>(tagged[1]);
-    return tagged[0] >> 32 == tag(step) && tagged[1] >> 32 == tag(step);
-  }
+  __device__ static unsigned epoch(unsigned step) { return step + 1; }
 
   uint64_t* tagged_;  // twice: [kVectors][kVectorRow]
   int padded_dim_;

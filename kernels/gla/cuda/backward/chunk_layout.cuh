@@ -4,9 +4,10 @@
 // memory alike, states at chunk boundaries, the factors that the passes hand on, and where the rows
 // of one chunk and head lie.
 
-#include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
 #include "kernels/gla/cuda/head_inputs.cuh"
 
@@ -254,7 +255,7 @@ struct ChunkFactors {
 struct ChunkBackward {
   GlaBackwardParams backward = {};
   HeadSeries tensors[kChunkTensors] = {};
-  Cuts chunks = {};
+  TimeTiles chunks = {};
   ChunkFactors factors = {};
   ChunkStates states = {};     // at every chunk's start
   ChunkStates gradients = {};  // of the state at every chunk's end
@@ -271,17 +272,17 @@ struct ChunkRows {
     if (lane >= kChunkTensors + kFactorSides) {
       return;
     }
-    const Cut cut = find_cut(a.chunks, chunk);
+    const TimeTile tile = find_time_tile(a.chunks, chunk);
     const bool backwards = a.chunks.layout.reverse;
     if (lane < kChunkTensors) {
-      (&q)[lane] = NearRows(HeadRows(a.tensors[lane], cut.sequence, backwards, head), cut.first);
+      (&q)[lane] = NearRows(HeadRows(a.tensors[lane], tile.sequence, backwards, head), tile.first);
     } else {
       const auto side = static_cast<FactorSide>(lane - kChunkTensors);
       factors[side] =
-          a.factors.rows(side, cut.sequence, backwards, head).of_chunk(cut.first, cut.tokens);
+          a.factors.rows(side, tile.sequence, backwards, head).of_chunk(tile.first, tile.tokens);
     }
     if (lane == 0) {
-      tokens = cut.exists() ? cut.tokens : 0;
+      tokens = tile.exists() ? tile.tokens : 0;
     }
   }
 };

@@ -15,6 +15,8 @@
 
 #include <type_traits>
 
+#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
@@ -29,9 +31,9 @@ struct StatePass {
   HeadSeries d_o = {};
   const void* dh_final = nullptr;
   void* dh0 = nullptr;
-  Cuts chunks = {};
-  Cuts segments = {};
-  bool split = false;     // states start from segment_states instead of h0 and dh_final
+  TimeTiles chunks = {};
+  TimeTiles segments = {};
+  bool divided = false;   // states start from segment_states instead of h0 and dh_final
   bool map_only = false;  // walk from zero and write segment_states and segment_decays
   ChunkFactors factors = {};
   ChunkStates states[kDirections] =
@@ -43,12 +45,12 @@ struct StatePass {
     return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
   }
   __device__ float* segment_state(int direction, int64_t segment_index, int64_t head) const {
-    return segment_states + ((direction * segments.slots + segment_index) * params.heads + head) *
+    return segment_states + ((direction * segments.count + segment_index) * params.heads + head) *
                                 params.key_dim * params.value_dim;
   }
   __device__ float* segment_decay(int direction, int64_t segment_index, int64_t head) const {
     return segment_decays +
-           ((direction * segments.slots + segment_index) * params.heads + head) * params.key_dim;
+           ((direction * segments.count + segment_index) * params.heads + head) * params.key_dim;
   }
 };
 
@@ -179,8 +181,8 @@ class SliceState {
 
 /// kFullTile: the tile has all its kStateColumns.
 template <class T, bool kAdjoint, bool kFullTile>
-__device__ inline void scan_states(const StatePass& pass, const Cut& segment, int segment_index,
-                                   int head, int column_tile, char* shared) {
+__device__ inline void scan_states(const StatePass& pass, const TimeTile& segment,
+                                   int segment_index, int head, int column_tile, char* shared) {
   constexpr int kDirection = kAdjoint ? 1 : 0;
   const GlaParams& p = pass.params;
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
@@ -188,19 +190,19 @@ __device__ inline void scan_states(const StatePass& pass, const Cut& segment, in
   const int columns =
       kFullTile ? kStateColumns : min(kStateColumns, static_cast<int>(p.value_dim) - column0);
   const int chunks = (segment.tokens + kChunk - 1) / kChunk;
-  const int first_chunk =
-      first_slot(pass.chunks, static_cast<int>(segment.sequence.index)) + segment.first / kChunk;
+  const int first_chunk = first_tile_index(pass.chunks, static_cast<int>(segment.sequence.index)) +
+                          segment.first / kChunk;
   const int64_t corner = (slice * kSlice) * p.value_dim + column0;  // of this warp's state
   const int64_t state =
       (segment.sequence.index * p.heads + head) * p.key_dim * p.value_dim + corner;
 
   SliceState sum;
   const auto* start = static_cast<const float*>(kAdjoint ? pass.dh_final : p.h0);
-  if (pass.map_only || (!pass.split && start == nullptr)) {
+  if (pass.map_only || (!pass.divided && start == nullptr)) {
     sum.clear();
   } else {
     sum.load(
-        pass.split ? pass.segment_state(kDirection, segment_index, head) + corner : start + state,
+        pass.divided ? pass.segment_state(kDirection, segment_index, head) + corner : start + state,
         p.value_dim, columns, lane);
   }
 
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
   const int column_tile = index % pass.column_tiles();
   index /= pass.column_tiles();
   const int head = index % heads, segment_index = index / heads;
-  const Cut segment = find_cut(pass.segments, segment_index);
+  const TimeTile segment = find_time_tile(pass.segments, segment_index);
   if (!segment.exists()) {
     return;
   }
@@ -291,37 +293,6 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
   } else {
     whole ? scan(bool_constant<true>(), bool_constant<true>())
           : scan(bool_constant<true>(), bool_constant<false>());
-  }
-}
-
-constexpr int kCombineThreads = 256;
-
-/// Turns the states that segments make from zero into those they start from, in the order of the
-/// walk: a thread an element of a sequence's state.
-template <class State>
-__global__ void __launch_bounds__(kCombineThreads)
-    combine_segments_kernel(const __grid_constant__ StatePass pass) {
-  const GlaParams& p = pass.params;
-  const int64_t size = p.key_dim * p.value_dim;
-  const int64_t blocks = (size + kCombineThreads - 1) / kCombineThreads;
-  const int64_t element = blockIdx.x % blocks * kCombineThreads + threadIdx.x;
-  const int64_t head = blockIdx.x / blocks % p.heads, n = blockIdx.x / blocks / p.heads;
-  const auto direction = static_cast<int>(blockIdx.y);
-  if (element >= size) {
-    return;
-  }
-  const Sequence seq = find_sequence(p.layout, n);
-  const int64_t first_index = first_slot(pass.segments, static_cast<int>(n));
-  const int pieces = pieces_of(pass.segments, seq);
-  const auto* start = static_cast<const State*>(direction == 0 ? p.h0 : pass.dh_final);
-  State run = start == nullptr ? State(0) : start[(n * p.heads + head) * size + element];
-  for (int i = 0; i < pieces; ++i) {
-    const int64_t segment_index = first_index + (direction == 0 ? i : pieces - 1 - i);
-    State* state = pass.segment_state(direction, segment_index, head) + element;
-    const State decay = pass.segment_decay(direction, segment_index, head)[element / p.value_dim];
-    const State local = *state;
-    *state = run;
-    run = fmaf(decay, run, local);
   }
 }
 

@@ -1,5 +1,5 @@
-// The backward pass on tensor cores: factors of all chunks, the states at their boundaries, then
-// the gradients of all chunks.
+// The backward pass on tensor cores: whether it takes a call, its plan, its workspace and its
+// launches, which are factors of all chunks, states at their boundaries, gradients of all chunks.
 
 #include "kernels/gla/cuda/backward/tensor_backward.h"
 
@@ -7,7 +7,10 @@
 #include <cstdlib>
 #include <limits>
 
+#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dispatch.h"
+#include "kernels/common/cuda/segment_carries.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/backward/chunk_shared.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
@@ -16,13 +19,6 @@ namespace tidegate::kernels::gla {
 namespace {
 
 int slices(int64_t dim) { return static_cast<int>(dim / kSlice); }
-
-/// Whether rows can be copied 16 bytes at a time.
-bool rows_align(const HeadSeries& t) {
-  const int64_t pack = 16 / element_size(t.dtype);
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride_b % pack == 0 &&
-         t.stride_t % pack == 0 && t.stride_h % pack == 0;
-}
 
 /// Whether a chunk of a gradient's rows, which ChunkFactors uses, spans less than 2^31 bytes.
 bool chunks_are_near(const HeadSeries& t) {
@@ -33,25 +29,26 @@ const HeadSeries& key_factor_rows(const GlaBackwardParams& b) {
   return b.forward.gate_kind == GateKind::kLogit ? b.dgate : b.dk;
 }
 
-bool all_rows_align(const GlaBackwardParams& b) {
+bool all_rows_aligned(const GlaBackwardParams& b) {
   const GlaParams& p = b.forward;
   for (const HeadSeries* t : {&p.q, &p.v, &b.d_o, &b.dq, &b.dv}) {
-    if (!rows_align(*t)) {
+    if (!rows_aligned(*t, 16)) {
       return false;
     }
   }
-  for (const void* state : {p.h0, b.dh_final, const_cast<const void*>(b.dh0), p.gamma}) {
-    if (reinterpret_cast<uintptr_t>(state) % 16 != 0) {
+  for (const void* state : {p.h0, b.dh_final, static_cast<const void*>(b.dh0), p.gamma}) {
+    if (!is_aligned(state, 16)) {
       return false;
     }
   }
   const bool keys = p.gate_kind == GateKind::kLogDecay;
-  return (!keys || (rows_align(p.k) && rows_align(b.dk))) &&
-         (p.gate_per_head || (rows_align(p.gate) && rows_align(b.dgate)));
+  return (!keys || (rows_aligned(p.k, 16) && rows_aligned(b.dk, 16))) &&
+         (p.gate_per_head || (rows_aligned(p.gate, 16) && rows_aligned(b.dgate, 16)));
 }
 
-/// Tokens of a segment of the state passes, or 0 where whole sequences fill the device: a block and
-/// direction for every multiprocessor. Cut, the passes run twice, so few parts do not pay.
+/// Tokens of a segment of the state passes, or 0 where whole sequences fill the device: a block of
+/// threads and direction for every multiprocessor. With segments the passes run twice, so few parts
+/// do not pay.
 int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
   constexpr int64_t kFewestParts = 5, kFewestChunks = 4;
   const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
@@ -62,37 +59,85 @@ int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
                                                                 : ceil_div(chunks, parts) * kChunk;
 }
 
-/// Bytes of the parts of the workspace, those of states for one direction.
-struct Workspace {
-  int64_t factors, decays, scores, states, segment_states, segment_decays;
+/// The workspace: the factors of all chunks, the states at their boundaries in both directions, and
+/// what segments hand on. The plan asks for its size, the launch has it hand out its parts.
+class BackwardWorkspace {
+ public:
+  BackwardWorkspace(const GlaParams& p, int64_t chunks, int64_t segments)
+      : heads_(p.heads),
+        key_slices_(slices(p.key_dim)),
+        value_slices_(slices(p.value_dim)),
+        states_(chunks * p.heads * p.key_dim * p.value_dim * 2),
+        segment_states_(segments * p.heads * p.key_dim * p.value_dim * 4),
+        segment_decays_(segments * p.heads * p.key_dim * 4) {
+    const ChunkFactors of = {.heads = heads_, .key_slices = key_slices_};
+    tail_factors_ = of.tail_bytes(p.layout);
+    decays_ = of.decay_bytes(chunks);
+    scores_ = of.score_bytes(chunks);
+  }
 
-  Workspace(const GlaParams& p, int64_t chunk_slots, int64_t segment_slots)
-      : states(chunk_slots * p.heads * p.key_dim * p.value_dim * 2),
-        segment_states(segment_slots * p.heads * p.key_dim * p.value_dim * 4),
-        segment_decays(segment_slots * p.heads * p.key_dim * 4) {
-    const ChunkFactors of = {.heads = p.heads, .key_slices = slices(p.key_dim)};
-    factors = of.tail_bytes(p.layout);
-    decays = of.decay_bytes(chunk_slots);
-    scores = of.score_bytes(chunk_slots);
-  }
   int64_t bytes() const {
-    return factors + decays + scores + 2 * (states + segment_states + segment_decays);
+    return tail_factors_ + decays_ + scores_ +
+           kDirections * (states_ + segment_states_ + segment_decays_);
   }
+
+  /// The pass's factors, states and segments, in this order.
+  void assign(void* workspace, StatePass* pass) const {
+    auto* memory = static_cast<char*>(workspace);
+    const auto take = [&memory](int64_t bytes) {
+      char* part = memory;
+      memory += bytes;
+      return part;
+    };
+    ChunkFactors& factors = pass->factors;
+    factors.tail_rows = take(tail_factors_);
+    factors.decays = reinterpret_cast<float*>(take(decays_));
+    factors.scores = reinterpret_cast<uint4*>(take(scores_));
+    factors.heads = heads_;
+    factors.key_slices = key_slices_;
+    factors.piece = factors.piece_bits();
+    for (ChunkStates& states : pass->states) {
+      states = {reinterpret_cast<uint4*>(take(states_)), heads_, key_slices_, value_slices_};
+    }
+    pass->segment_states = reinterpret_cast<float*>(take(kDirections * segment_states_));
+    pass->segment_decays = reinterpret_cast<float*>(take(kDirections * segment_decays_));
+  }
+
+ private:
+  int64_t heads_;
+  int key_slices_, value_slices_;
+  int64_t tail_factors_, decays_, scores_;            // bytes
+  int64_t states_, segment_states_, segment_decays_;  // bytes, of one direction
 };
+
+/// The maps that segments make of their start states, in both directions, composed in the order of
+/// the scans: every segment's place gets the state in which it starts.
+cudaError_t compose_segment_states(const StatePass& pass, cudaStream_t stream) {
+  const GlaParams& p = pass.params;
+  SegmentCarries carries[kDirections];
+  for (int direction = 0; direction < kDirections; ++direction) {
+    const int64_t rows = direction * pass.segments.count * p.heads * p.key_dim;
+    carries[direction] = {.segments = pass.segments,
+                          .heads = p.heads,
+                          .rows = p.key_dim,
+                          .columns = p.value_dim,
+                          .initial = direction == 0 ? p.h0 : pass.dh_final,
+                          .decays = pass.segment_decays + rows,
+                          .states = pass.segment_states + rows * p.value_dim,
+                          .adjoint = direction == 1};
+  }
+  return compose_segments(carries, kDirections, CarryPlace::kBefore, stream);
+}
 
 template <class T>
 cudaError_t launch(const StatePass& pass, const ChunkBackward& work, cudaStream_t stream) {
   using Unit = TensorBackwardUnit<T>;
-  const GlaParams& p = pass.params;
   TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::make_factors(work, stream));
-  if (pass.split) {
+  if (pass.divided) {
     StatePass maps = pass;
     maps.map_only = true;
     TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::scan_states(maps, stream));
-    const int64_t blocks = ceil_div(p.key_dim * p.value_dim, kCombineThreads);
-    const dim3 grid(static_cast<unsigned>(blocks * p.layout.sequences * p.heads), kDirections);
-    combine_segments_kernel<float><<<grid, kCombineThreads, 0, stream>>>(pass);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+    TIDEGATE_RETURN_IF_CUDA_ERROR(compose_segment_states(pass, stream));
   }
   TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::scan_states(pass, stream));
   return Unit::chunks(work, stream);
@@ -105,9 +150,8 @@ cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   const auto dim_fits = [](int64_t dim) {
     return dim % kSlice == 0 && dim <= kMaxKeySlices * kSlice;
   };
-  const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
-  *fits = half && dim_fits(p.key_dim) && dim_fits(p.value_dim) && all_rows_align(b) &&
-          chunks_are_near(b.dq) && chunks_are_near(key_factor_rows(b));
+  *fits = is_16_bit(p.q.dtype) && dim_fits(p.key_dim) && dim_fits(p.value_dim) &&
+          all_rows_aligned(b) && chunks_are_near(b.dq) && chunks_are_near(key_factor_rows(b));
   if (!*fits) {
     return cudaSuccess;
   }
@@ -127,10 +171,10 @@ cudaError_t tensor_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
   *plan = {.path = GlaPath::kTensorCore};
   plan->segment_time = choose_segment_time(p, limits.multiprocessors);
   if (plan->segment_time > 0) {
-    plan->segments = cut_time(p.layout, plan->segment_time).slots;
+    plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
-  plan->partials = cut_time(p.layout, kChunk).slots;
-  plan->workspace_bytes = Workspace(p, plan->partials, plan->segments).bytes();
+  plan->partials = time_tiles(p.layout, kChunk).count;
+  plan->workspace_bytes = BackwardWorkspace(p, plan->partials, plan->segments).bytes();
   return cudaSuccess;
 }
 
@@ -141,38 +185,21 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   pass.d_o = b.d_o;
   pass.dh_final = b.dh_final;
   pass.dh0 = b.dh0;
-  pass.chunks = cut_time(p.layout, kChunk);
-  pass.split = p.plan.segment_time > 0;
+  pass.chunks = time_tiles(p.layout, kChunk);
+  pass.divided = p.plan.segment_time > 0;
   const int64_t whole = std::max<int64_t>(1, ceil_div(p.layout.time, kChunk)) * kChunk;
-  pass.segments = cut_time(p.layout, pass.split ? p.plan.segment_time : whole);
-  const Workspace space(p, pass.chunks.slots, pass.split ? pass.segments.slots : 0);
-  auto* memory = static_cast<char*>(p.workspace);
-  const auto take = [&memory](int64_t bytes) {
-    char* part = memory;
-    memory += bytes;
-    return part;
-  };
-  pass.factors = {{b.dq, key_factor_rows(b)},
-                  take(space.factors),
-                  reinterpret_cast<float*>(take(space.decays)),
-                  reinterpret_cast<uint4*>(take(space.scores)),
-                  p.heads,
-                  slices(p.key_dim)};
-  pass.factors.piece = pass.factors.piece_bits();
-  for (ChunkStates& states : pass.states) {
-    states = {reinterpret_cast<uint4*>(take(space.states)), p.heads, slices(p.key_dim),
-              slices(p.value_dim)};
-  }
-  pass.segment_states = reinterpret_cast<float*>(take(2 * space.segment_states));
-  pass.segment_decays = reinterpret_cast<float*>(take(2 * space.segment_decays));
+  pass.segments = time_tiles(p.layout, pass.divided ? p.plan.segment_time : whole);
+  BackwardWorkspace(p, pass.chunks.count, pass.divided ? pass.segments.count : 0)
+      .assign(p.workspace, &pass);
+  pass.factors.gradient_rows[kQueries] = b.dq;
+  pass.factors.gradient_rows[kKeys] = key_factor_rows(b);
   const ChunkBackward work = {.backward = b,
                               .tensors = {p.q, p.k, p.v, p.gate, b.d_o, b.dq, b.dk, b.dv, b.dgate},
                               .chunks = pass.chunks,
                               .factors = pass.factors,
                               .states = pass.states[0],
                               .gradients = pass.states[1]};
-  return p.q.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(pass, work, stream)
-                                       : launch<__half>(pass, work, stream);
+  return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(pass, work, stream); });
 }
 
 }  // namespace tidegate::kernels::gla

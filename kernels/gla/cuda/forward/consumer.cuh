@@ -6,6 +6,8 @@
 
 #include <cstddef>
 
+#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/gla/cuda/forward/schedule.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {
@@ -85,7 +87,7 @@ class Consumer {
   /// o of 16 tokens: o[tile][i] of tokens r, r + 8 and columns 8 tile + 2c, 2c + 1, without the
   /// scale. Then takes the tokens into the state.
   __device__ void output_and_update(const Stage& stage, float (&o)[2][4]) {
-    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&stage));
+    const auto base = shared_address(&stage);
     uint32_t score[4], value[4];
     load_matrices_transposed(value, base + value_at_);
     float more[2][4] = {};  // a second chain of products, to wait half as long
@@ -115,7 +117,7 @@ class Consumer {
   }
 
   __device__ void update(const Stage& stage) {
-    const auto base = static_cast<unsigned>(__cvta_generic_to_shared(&stage));
+    const auto base = shared_address(&stage);
     uint32_t value[4];
     load_matrices_transposed(value, base + value_at_);
 #pragma unroll
@@ -162,6 +164,76 @@ class Consumer {
   const unsigned value_at_;  // offsets in a block of what this lane gives ldmatrix
   unsigned step_at_[4];
   float state_[kTiles][4] = {};
+};
+
+/// o of 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so that each
+/// stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
+template <class Data, bool kKeyTiles>
+class OutputRows {
+ public:
+  __device__ OutputRows(const TensorForward& w, const WorkTile& work, int lane, int first_column)
+      : w_(w),
+        work_(work),
+        lane_(lane),
+        column_(work.first_value + first_column),
+        step_(work.segment.first + lane / 4) {
+    const HeadRows o(w.params.o, work.segment.sequence, w.params.layout.reverse, work.head);
+    at_ = o.row(step_) + (column_ + lane % 2 * 8 + lane % 4 / 2 * 4) * int{sizeof(Data)};
+    stride_ = 8 * int64_t{o.stride_bytes()};
+  }
+
+  __device__ void store(float (&o)[2][4]) {
+    if constexpr (kKeyTiles) {
+      if (w_.sum_before != nullptr) {
+        each(o, [&](int64_t index, float& x) { x += w_.sum_before[index]; });
+      }
+      if (w_.sum_after != nullptr) {
+        each(o, [&](int64_t index, float& x) { w_.sum_after[index] = x; });
+      }
+    }
+    if (!kKeyTiles || w_.sum_after == nullptr) {
+      const auto scale = static_cast<float>(w_.params.scale);
+      const bool odd = lane_ % 2 != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float left[2] = {o[0][2 * i] * scale, o[0][2 * i + 1] * scale};
+        const float right[2] = {o[1][2 * i] * scale, o[1][2 * i + 1] * scale};
+        const uint32_t a = pack<Data, 2>(left).bits, b = pack<Data, 2>(right).bits;
+        const uint32_t got = __shfl_xor_sync(~0u, odd ? a : b, 1);
+        if (step_ + 8 * i < work_.segment.end()) {
+          *reinterpret_cast<uint2*>(at_ + i * stride_) = odd ? uint2{got, b} : uint2{a, got};
+        }
+      }
+    }
+    step_ += kSubChunk;
+    at_ += 2 * stride_;
+  }
+
+ private:
+  /// Visits what this lane holds, as elements of [B, T, H, V].
+  template <class Visit>
+  __device__ void each(float (&o)[2][4], Visit visit) const {
+    const GlaParams& p = w_.params;
+    const Sequence& seq = work_.segment.sequence;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int step = step_ + i % 4 / 2 * 8;
+      if (step < work_.segment.end()) {
+        const int64_t token = seq.batch * p.layout.time + seq.start +
+                              (p.layout.reverse ? seq.length - 1 - step : step);
+        visit((token * p.heads + work_.head) * p.value_dim + column_ + i / 4 * 8 + lane_ % 4 * 2 +
+                  i % 2,
+              o[i / 4][i % 4]);
+      }
+    }
+  }
+
+  const TensorForward& w_;
+  const WorkTile& work_;
+  const int lane_, column_;
+  int step_;  // of this lane's first token
+  char* at_;
+  int64_t stride_;  // eight rows, in bytes
 };
 
 }  // namespace tidegate::kernels::gla

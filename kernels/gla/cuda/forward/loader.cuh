@@ -4,20 +4,13 @@
 // are free slots. It is alone with that, so that nobody's arithmetic waits for device memory, and
 // whole rows are asked for at once.
 
-#include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/gla/cuda/forward/schedule.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 #include "kernels/gla/cuda/head_inputs.cuh"
 
 namespace tidegate::kernels::gla {
-
-/// Which part of the work of a launch a thread block has.
-struct WorkTile {
-  Cut segment;
-  int64_t head;
-  int first_key, keys;      // channels of K: 128 at most
-  int first_value, values;  // columns of V: 128 at most
-};
 
 /// Rows of one tensor, kPieces of 16 bytes each, into a tile: a lane has the same piece of every
 /// kRowsAtOnce-th row.

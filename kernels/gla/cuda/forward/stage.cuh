@@ -10,11 +10,10 @@
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
+#include "kernels/gla/cuda/forward/schedule.cuh"
 #include "kernels/gla/cuda/head_inputs.cuh"
 
 namespace tidegate::kernels::gla {
-
-constexpr int kValueTile = 128;  // of V, at most
 
 /// 16 tokens x kColumns elements of 16 bits. A row's 16-byte pieces are permuted, so that neither
 /// the eight rows that ldmatrix reads at once nor the four pieces of every second row that a
@@ -63,6 +62,15 @@ struct ChannelFactors {
   }
   /// Of step j, for lanes of column c.
   __device__ float4 get(int j, int c) const { return quads[4 * j + c]; }
+  /// Multiplies the factors of quads[i] into a product.
+  __device__ void multiply_into(float (&product)[4], int i) const {
+    if (i * 4 < kKeys) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        product[e] *= reinterpret_cast<const float*>(&quads[i])[e];
+      }
+    }
+  }
   /// The channels of quads[i], in their order.
   static __device__ int channel(int i, int e) { return i / 4 * 16 + e / 2 * 8 + i % 4 * 2 + e % 2; }
 };

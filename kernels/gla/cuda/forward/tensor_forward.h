@@ -1,7 +1,7 @@
 #pragma once
 
-// The forward pass on tensor cores (tensor_forward.cuh): its plan and launch, and one unit a dtype
-// and kind of gate.
+// The forward pass on tensor cores: its plan and launch (tensor_forward.cu), and what the units
+// that hold the kernels (tensor_forward.cuh) offer them.
 
 #include "kernels/gla/gla_cuda.h"
 
@@ -16,11 +16,11 @@ bool tensor_forward_fits(const GlaParams& params);
 cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan);
 cudaError_t tensor_forward(const GlaParams& params, cudaStream_t stream);
 
-/// One kernel of the unit; `maps`: the maps of segments instead of outputs.
+/// The kernels of one data type and kind of gate, compiled as a unit (units.cmake).
 template <class Data, GateKind kKind>
 struct TensorForwardUnit {
-  static cudaError_t launch(const TensorForward& work, bool maps, int64_t blocks,
-                            cudaStream_t stream);
+  /// Launches one of them for one key tile; `maps`: for the maps of segments instead of outputs.
+  static cudaError_t launch(const TensorForward& work, bool maps, cudaStream_t stream);
 };
 
 }  // namespace tidegate::kernels::gla

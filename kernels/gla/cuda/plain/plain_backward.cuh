@@ -23,7 +23,7 @@ struct PlainBackward {
 };
 
 template <class Real>
-int plain_backward_bytes_a_token(int64_t value_dim) {
+int plain_backward_bytes_per_token(int64_t value_dim) {
   const LaneSplit values(value_dim);
   return (2 * values.padded() + 5 * values.lines()) * static_cast<int>(sizeof(Real));
 }

@@ -19,7 +19,7 @@ struct PlainScan {
 };
 
 template <class Real>
-int plain_scan_bytes_a_token(int64_t key_dim) {
+int plain_scan_bytes_per_token(int64_t key_dim) {
   const LaneSplit keys(key_dim);
   return (3 * keys.padded() + 2 * keys.lines()) * static_cast<int>(sizeof(Real));
 }
