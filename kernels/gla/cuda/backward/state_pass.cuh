@@ -1,19 +1,23 @@
 #pragma once
 
-// States at the boundaries of chunks, from one walk over time each way.
+// States at the boundaries of all chunks, by one scan over time in either direction.
 //
-// Forward,  S_end = diag(tot) S_start + sum_t (k_t suf(t)) v_t^T: what a chunk starts from.
-// Adjoint,  D_start = diag(tot) D_end + sum_t (q_t pre(t)) do_t^T: the loss's gradient with respect
-// to the state that a chunk leaves behind. pre(t) is the product of the chunk's decays up to t,
-// suf(t) of those after t, tot of all: products of decays only.
+//   forward   S_end   = diag(tot) S_start + sum over t of (k_t suf(t)) v_t^T
+//   adjoint   D_start = diag(tot) D_end   + sum over t of (q_t pre(t)) do_t^T
 //
-// A warp owns a slice of 16 channels, whose factors chunk_factors.cuh has made a block of 16 tokens
-// at a time: it keeps 16 x (columns of the tile) of the state in its accumulators, in fp32 from one
-// end of time to the other. Where (sequences x heads) are few, time is cut into segments: a first
-// launch scans every segment from zero, combine_segments_kernel strings the results together, and a
+// D is the gradient of the loss with respect to the state. pre(t) is the product of a chunk's
+// decays up to t, suf(t) of those after t, tot of all: products of decays only. The factors k suf
+// and q pre of every sub-chunk come from chunk_factors.cuh.
+//
+// The tile: a block of threads has one head of a segment and up to 128 columns of V; each of its
+// K / 16 warps keeps a K-slice of the state, 16 x 128, as fp32 accumulators from one end of time to
+// the other. What the scan meets at a chunk is rounded to bf16 for chunk_backward_kernel, and the
+// rounding does not accumulate. A chunk's operands arrive by cp.async in one of two stages, a chunk
+// ahead; one __syncthreads a chunk passes the stages on.
+//
+// Where sequences x heads are few, time is divided into segments: a first launch scans every
+// segment from zero (map_only), compose_segments puts the maps together in the order of time, and a
 // second launch scans again from the right states.
-
-#include <type_traits>
 
 #include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/time_tiles.cuh"
@@ -21,10 +25,11 @@
 
 namespace tidegate::kernels::gla {
 
-/// Columns of a state that a block keeps; more are shared among blocks.
+/// Columns of a state that a block of threads keeps: 64 accumulators a lane. Of wider states other
+/// blocks keep the rest.
 constexpr int kStateColumns = 128;
 
-constexpr int kDirections = 2;  // of a walk: states forwards, their gradients backwards
+constexpr int kDirections = 2;  // 0: states, forward; 1: their gradients, adjoint
 
 struct StatePass {
   GlaParams params = {};
@@ -33,13 +38,12 @@ struct StatePass {
   void* dh0 = nullptr;
   TimeTiles chunks = {};
   TimeTiles segments = {};
-  bool divided = false;   // states start from segment_states instead of h0 and dh_final
-  bool map_only = false;  // walk from zero and write segment_states and segment_decays
+  bool divided = false;   // segments start in segment_states instead of h0 and dh_final
+  bool map_only = false;  // scan from zero and write segment_states and segment_decays
   ChunkFactors factors = {};
-  ChunkStates states[kDirections] =
-      {};                           // [direction], at the boundaries where the walk enters a chunk
-  float* segment_states = nullptr;  // [direction][segment_index][H][K][V]
-  float* segment_decays = nullptr;  // [direction][segment_index][H][K]
+  ChunkStates states[kDirections] = {};  // at the boundaries where the scan enters a chunk
+  float* segment_states = nullptr;       // [direction][segment][H][K][V]
+  float* segment_decays = nullptr;       // [direction][segment][H][K]
 
   __host__ __device__ int column_tiles() const {
     return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
@@ -54,7 +58,7 @@ struct StatePass {
   }
 };
 
-/// Shared memory of a block: two stages of what a chunk needs.
+/// Shared memory of a block of threads: two stages of what a chunk needs.
 struct StatePassShared {
   static constexpr int kSliceTiles = kSubChunks * kTileBytes;
   static constexpr int kSliceBytes = kSliceTiles + ChunkFactors::kSliceDecays * 4;
@@ -74,13 +78,13 @@ struct StatePassShared {
   __device__ RowTile values(char* memory, int stage) const {
     return {memory + stage * stage_bytes, pitch};
   }
-  /// The slice's factors of every block, and behind them the blocks' decays.
+  /// The K-slice's factors of every sub-chunk, and behind them the sub-chunks' decays.
   __device__ char* slice(char* memory, int stage, int slice) const {
     return memory + stage * stage_bytes + value_bytes + slice * kSliceBytes;
   }
 };
 
-/// A slice of channels x the tile's columns of a state: accumulator n has columns 8n..8n+7; its
+/// A K-slice x the column tile of a state: accumulator n has columns 8n..8n+7; its
 /// rows are the slice's columns (channel_of_column).
 class SliceState {
  public:
@@ -139,7 +143,7 @@ class SliceState {
     }
   }
 
-  /// Over a chunk's four blocks, in the walk's order: state = diag(decay) state + factors^T values.
+  /// Over a chunk's four sub-chunks, in scan order: state = diag(decay) state + factors^T values.
   /// `total` is multiplied by the decays of the lane's two rows.
   template <bool kBackwards>
   __device__ void advance(const char* slice, const RowTile& values, int columns, int lane,
@@ -179,7 +183,25 @@ class SliceState {
   float sum_[2 * kTiles][4];
 };
 
-/// kFullTile: the tile has all its kStateColumns.
+/// The warp's part of the state in which a scan starts: zero for a map. It lies at `corner` of a
+/// segment's state, at `state` of h0 or dh_final.
+template <bool kAdjoint>
+__device__ inline void load_start(const StatePass& pass, int segment_index, int head,
+                                  int64_t corner, int64_t state, int columns, int lane,
+                                  SliceState& sum) {
+  const GlaParams& p = pass.params;
+  const auto* start = static_cast<const float*>(kAdjoint ? pass.dh_final : p.h0);
+  if (pass.map_only || (!pass.divided && start == nullptr)) {
+    sum.clear();
+  } else {
+    sum.load(
+        pass.divided ? pass.segment_state(kAdjoint, segment_index, head) + corner : start + state,
+        p.value_dim, columns, lane);
+  }
+}
+
+/// One direction's scan of a segment of one head, for the columns of a column tile, by a block of
+/// threads. kFullTile: the tile has all its kStateColumns.
 template <class T, bool kAdjoint, bool kFullTile>
 __device__ inline void scan_states(const StatePass& pass, const TimeTile& segment,
                                    int segment_index, int head, int column_tile, char* shared) {
@@ -197,14 +219,7 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
       (segment.sequence.index * p.heads + head) * p.key_dim * p.value_dim + corner;
 
   SliceState sum;
-  const auto* start = static_cast<const float*>(kAdjoint ? pass.dh_final : p.h0);
-  if (pass.map_only || (!pass.divided && start == nullptr)) {
-    sum.clear();
-  } else {
-    sum.load(
-        pass.divided ? pass.segment_state(kDirection, segment_index, head) + corner : start + state,
-        p.value_dim, columns, lane);
-  }
+  load_start<kAdjoint>(pass, segment_index, head, corner, state, columns, lane, sum);
 
   const StatePassShared sh(p.key_dim, kFullTile ? kStateColumns : p.value_dim);
   const HeadRows values(kAdjoint ? pass.d_o : p.v, segment.sequence, p.layout.reverse, head);
@@ -266,6 +281,7 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
   }
 }
 
+/// A block of threads is a direction, a segment, a head and a column tile.
 template <class T>
 __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     state_pass_kernel(const __grid_constant__ StatePass pass) {
@@ -282,17 +298,14 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
   if (!segment.exists()) {
     return;
   }
-  const auto scan = [&](auto adjoint, auto whole) {
-    scan_states<T, adjoint, whole>(pass, segment, segment_index, head, column_tile, shared);
+  const auto scan = [&]<bool kAdjoint, bool kFullTile>() {
+    scan_states<T, kAdjoint, kFullTile>(pass, segment, segment_index, head, column_tile, shared);
   };
-  const bool whole = (column_tile + 1) * kStateColumns <= pass.params.value_dim;
-  using std::bool_constant;
+  const bool full = (column_tile + 1) * kStateColumns <= pass.params.value_dim;
   if (direction == 0) {
-    whole ? scan(bool_constant<false>(), bool_constant<true>())
-          : scan(bool_constant<false>(), bool_constant<false>());
+    full ? scan.template operator()<false, true>() : scan.template operator()<false, false>();
   } else {
-    whole ? scan(bool_constant<true>(), bool_constant<true>())
-          : scan(bool_constant<true>(), bool_constant<false>());
+    full ? scan.template operator()<true, true>() : scan.template operator()<true, false>();
   }
 }
 
