@@ -200,6 +200,44 @@ __device__ inline void load_start(const StatePass& pass, int segment_index, int 
   }
 }
 
+/// What a scan reads chunk by chunk, and the two stages it arrives in.
+template <bool kAdjoint>
+struct ScanInputs {
+  const StatePass& pass;
+  char* shared;
+  StatePassShared sh;
+  HeadRows values;
+  FactorRows factors;
+
+  __device__ ScanInputs(const StatePass& pass, const TimeTile& segment, int head, int64_t value_dim,
+                        char* shared)
+      : pass(pass),
+        shared(shared),
+        sh(pass.params.key_dim, value_dim),
+        values(kAdjoint ? pass.d_o : pass.params.v, segment.sequence, pass.params.layout.reverse,
+               head),
+        factors(pass.factors.rows(kAdjoint ? kQueries : kKeys, segment.sequence,
+                                  pass.params.layout.reverse, head)) {}
+
+  /// Starts copying a chunk, which begins at token `first` of the sequence, into a stage: its
+  /// values by all warps, its factors and decays by the warp that has their K-slice.
+  __device__ void fetch(int stage, int chunk_index, int first, int tokens, int head, int slice,
+                        int lane, int column0, int columns) const {
+    copy_rows_async(sh.values(shared, stage), NearRows(values, first), tokens, column0, columns);
+    const NearRows rows = factors.of_chunk(first, tokens);
+    char* to = sh.slice(shared, stage, slice) + lane * 16;
+#pragma unroll
+    for (int b = 0; b < kSubChunks; ++b) {
+      copy_async<16>(to + b * kTileBytes, pass.factors.tile(rows, slice, b, lane * 16));
+    }
+    if (lane < ChunkFactors::kSliceDecays / 4) {
+      copy_async<16>(to + StatePassShared::kSliceTiles,
+                     pass.factors.slice_decays(chunk_index, head, slice) + lane * 4);
+    }
+    commit_copies();
+  }
+};
+
 /// One direction's scan of a segment of one head, for the columns of a column tile, by a block of
 /// threads. kFullTile: the tile has all its kStateColumns.
 template <class T, bool kAdjoint, bool kFullTile>
@@ -221,27 +259,14 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
   SliceState sum;
   load_start<kAdjoint>(pass, segment_index, head, corner, state, columns, lane, sum);
 
-  const StatePassShared sh(p.key_dim, kFullTile ? kStateColumns : p.value_dim);
-  const HeadRows values(kAdjoint ? pass.d_o : p.v, segment.sequence, p.layout.reverse, head);
-  const FactorRows factors =
-      pass.factors.rows(kAdjoint ? kQueries : kKeys, segment.sequence, p.layout.reverse, head);
+  const ScanInputs<kAdjoint> inputs(pass, segment, head, kFullTile ? kStateColumns : p.value_dim,
+                                    shared);
   const int end = segment.first + segment.tokens;
   const auto chunk_of = [&](int i) { return kAdjoint ? chunks - 1 - i : i; };
   const auto fetch = [&](int i) {
     const int chunk = chunk_of(i), first = segment.first + chunk * kChunk;
-    copy_rows_async(sh.values(shared, i & 1), NearRows(values, first), min(kChunk, end - first),
-                    column0, columns);
-    const NearRows rows = factors.of_chunk(first, min(kChunk, end - first));
-    char* to = sh.slice(shared, i & 1, slice) + lane * 16;
-#pragma unroll
-    for (int b = 0; b < kSubChunks; ++b) {
-      copy_async<16>(to + b * kTileBytes, pass.factors.tile(rows, slice, b, lane * 16));
-    }
-    if (lane < ChunkFactors::kSliceDecays / 4) {
-      copy_async<16>(to + StatePassShared::kSliceTiles,
-                     pass.factors.slice_decays(first_chunk + chunk, head, slice) + lane * 4);
-    }
-    commit_copies();
+    inputs.fetch(i & 1, first_chunk + chunk, first, min(kChunk, end - first), head, slice, lane,
+                 column0, columns);
   };
 
   if (chunks > 0) {
@@ -251,7 +276,7 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int chunk = chunk_of(i);
-    const RowTile stage = sh.values(shared, i & 1);
+    const RowTile stage = inputs.sh.values(shared, i & 1);
     wait_for_copies<0>();
     finish_rows<T>(stage, kAdjoint ? InputActivation::kNone : p.v_activation,
                    min(kChunk, end - segment.first - chunk * kChunk), columns);
@@ -264,7 +289,8 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
           pass.states[kDirection].tile(first_chunk + chunk, head, slice, column0 / kSlice), columns,
           lane);
     }
-    sum.template advance<kAdjoint>(sh.slice(shared, i & 1, slice), stage, columns, lane, total);
+    sum.template advance<kAdjoint>(inputs.sh.slice(shared, i & 1, slice), stage, columns, lane,
+                                   total);
   }
 
   if (pass.map_only) {
