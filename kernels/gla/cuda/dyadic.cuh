@@ -19,6 +19,7 @@
 // order, does not matter.
 
 #include "kernels/common/cuda/mma.cuh"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -33,8 +34,7 @@ struct DyadicScores {
   /// scores[i][j] of t = 2r + i and s = 4c + j; zero where s > t. For all lanes of a warp.
   __device__ void finish(float (&scores)[2][4], int lane) {
     for (float* sum : {&diagonal[0], &diagonal[1], &neighbour}) {
-      *sum += __shfl_xor_sync(~0u, *sum, 1);
-      *sum += __shfl_xor_sync(~0u, *sum, 2);
+      *sum = quad_sum(*sum);
     }
     const int r = lane / 4;
 #pragma unroll

@@ -36,7 +36,21 @@ struct alignas(16) QuadSteps {
   }
 };
 
-/// kWide: half of a tile lies in one piece of a row.
+/// The scores of a sub-chunk as a tile: rows and columns in the order of token_of_row.
+__device__ inline void store_scores(const ChunkBackward& a, const ChunkPlace& at, int sub_chunk,
+                                    DyadicScores& sums) {
+  float scores[2][4];
+  sums.finish(scores, at.lane);
+  const float by_row[2][4] = {{scores[0][0], scores[0][2], scores[0][1], scores[0][3]},
+                              {scores[1][0], scores[1][2], scores[1][1], scores[1][3]}};
+  uint4* const tile = a.factors.sub_chunk_scores(at.chunk, at.head, sub_chunk);
+  store_quad(reinterpret_cast<char*>(tile) + at.lane * 4, kTileBytes / 4, kTileBytes / 2, by_row);
+}
+
+/// A block of threads is a chunk and a head, a warp a sub-chunk. A lane goes through the K-slices
+/// with two tokens and four channels: loads them a slice ahead, makes Q, K and the sub-chunk's
+/// decays by dyadic_step, which adds to the scores, and stores them. kWide: half of a tile lies in
+/// one piece of a row.
 template <class T, GateKind kKind, bool kWide>
 __global__ void __launch_bounds__(kSubChunks * 32, 5)
     chunk_factors_kernel(const __grid_constant__ ChunkBackward a) {
@@ -57,14 +71,15 @@ __global__ void __launch_bounds__(kSubChunks * 32, 5)
   if (at.tokens == 0) {
     return;
   }
-  const int block = at.warp, r = at.lane / 4, c = at.lane % 4, token = block * kSubChunk + 2 * r;
+  const int sub_chunk = at.warp, r = at.lane / 4, c = at.lane % 4;
+  const int token = sub_chunk * kSubChunk + 2 * r;
   const int last_across = a.factors.slices_across() - 1;
   char* places[kFactorSides];
 #pragma unroll
   for (int side = 0; side < kFactorSides; ++side) {
-    places[side] = a.factors.tile(rows.factors[side], 0, block, at.lane * 4);
+    places[side] = a.factors.tile(rows.factors[side], 0, sub_chunk, at.lane * 4);
   }
-  float* decays = a.factors.slice_decays(chunk, head, 0) + block * kSlice + 2 * c;
+  float* decays = a.factors.slice_decays(chunk, head, 0) + sub_chunk * kSlice + 2 * c;
   QuadInputs<T, kKind> inputs(p, rows);
   DyadicScores sums;
   inputs.move_to(token);
@@ -92,13 +107,7 @@ __global__ void __launch_bounds__(kSubChunks * 32, 5)
     }
     decays += ChunkFactors::kSliceDecays;
   }
-  float scores[2][4];
-  sums.finish(scores, at.lane);
-  // Rows and columns in the order of rows: even tokens, then odd ones.
-  const float by_row[2][4] = {{scores[0][0], scores[0][2], scores[0][1], scores[0][3]},
-                              {scores[1][0], scores[1][2], scores[1][1], scores[1][3]}};
-  store_quad(reinterpret_cast<char*>(a.factors.sub_chunk_scores(chunk, head, block)) + at.lane * 4,
-             kTileBytes / 4, kTileBytes / 2, by_row);
+  store_scores(a, at, sub_chunk, sums);
 }
 
 }  // namespace tidegate::kernels::gla

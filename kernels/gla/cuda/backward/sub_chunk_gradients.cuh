@@ -134,49 +134,48 @@ __device__ inline void scale_columns(SubChunkSum& x, const float (&d)[4]) {
   }
 }
 
-/// `pairs` and `near` are ChunkShared's, of this block.
-__device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums,
-                                               const uint4& pairs, const float4& near, int lane,
-                                               TokenGradients& g) {
-  DyadicLevel levels[3];
-  compute_level_factors(x, lane, levels);
-  SubChunkSum &active = sums.active, &passive = sums.passive;
+/// Exchanges `active` and `passive` in the lanes that change sides from one level to the next.
+__device__ inline void change_sides(int lane, int bit, SubChunkSums& sums) {
+  const bool swapped = ((lane ^ lane / 2) & bit) != 0;
 #pragma unroll
-  for (int l = 2; l >= 0; --l) {
-    const DyadicLevel& level = levels[l];
-    const int bit = 4 << l;
-    if (l < 2) {
-      const bool swapped = ((lane ^ lane / 2) & bit) != 0;
+  for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          swap_if(swapped, active[n][e], passive[n][e]);
-        }
-      }
-    }
-    float to_other[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      to_other[j] = level.own[j] * sums.through[j];
-    }
-    add_products(to_other, level.factor[0][0], level.factor[0][1], level.factor[1][0],
-                 level.factor[1][1], active);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      sums.through[j] =
-          fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other[j], bit));
-    }
-    scale_columns(active, level.other);
-    const uint32_t mask = level_mask(l, lane);
-    const uint32_t left[4] = {pairs.x & mask, pairs.y & mask, pairs.z & mask, pairs.w & mask};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      mma_bf16(active[n], left, transpose_matrix(level.factor[n][0]),
-               transpose_matrix(level.factor[n][1]));
+    for (int e = 0; e < 4; ++e) {
+      swap_if(swapped, sums.active[n][e], sums.passive[n][e]);
     }
   }
-  // L = 2, within the lane, and L = 1.
+}
+
+/// From a run of 2L tokens to its halves of L: `through` gains what starts or ends in the other
+/// half, `active` is decayed by the other half and gains the pairs of tokens on both sides.
+__device__ inline void descend_level(const DyadicLevel& level, int l, const uint4& pairs, int lane,
+                                     SubChunkSums& sums) {
+  float to_other[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    to_other[j] = level.own[j] * sums.through[j];
+  }
+  add_products(to_other, level.factor[0][0], level.factor[0][1], level.factor[1][0],
+               level.factor[1][1], sums.active);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    sums.through[j] =
+        fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other[j], 4 << l));
+  }
+  scale_columns(sums.active, level.other);
+  const uint32_t mask = level_mask(l, lane);
+  const uint32_t left[4] = {pairs.x & mask, pairs.y & mask, pairs.z & mask, pairs.w & mask};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    mma_bf16(sums.active[n], left, transpose_matrix(level.factor[n][0]),
+             transpose_matrix(level.factor[n][1]));
+  }
+}
+
+/// The levels L = 2 and L = 1: a lane has both tokens, so this is arithmetic of its own.
+__device__ inline void descend_to_tokens(const Quad& x, const SubChunkSums& sums,
+                                         const float4& near, int lane, TokenGradients& g) {
+  const SubChunkSum &active = sums.active, &passive = sums.passive;
   const bool later = (lane & 4) != 0;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -196,6 +195,23 @@ __device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums
     g.f[0][j] = fmaf(x.q[0][j], before0, through0);
     g.f[1][j] = fmaf(x.q[1][j], before1, through1);
   }
+}
+
+/// The gradients of a lane's two tokens and four channels. `pairs` and `near` are ChunkShared's
+/// pairs and neighbours of this sub-chunk and lane.
+__device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums,
+                                               const uint4& pairs, const float4& near, int lane,
+                                               TokenGradients& g) {
+  DyadicLevel levels[3];
+  compute_level_factors(x, lane, levels);
+#pragma unroll
+  for (int l = 2; l >= 0; --l) {
+    if (l < 2) {
+      change_sides(lane, 4 << l, sums);
+    }
+    descend_level(levels[l], l, pairs, lane, sums);
+  }
+  descend_to_tokens(x, sums, near, lane, g);
 }
 
 }  // namespace tidegate::kernels::gla
