@@ -177,7 +177,7 @@ class PlainGradients {
         }
         if (kKeep) {
           const Real sum = values_.sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-          if (values_.slice() == 0) {
+          if (values_.lane() == 0) {
             sum_[line] = sum;
           }
         }
@@ -220,7 +220,7 @@ class PlainGradients {
         }
         dk = values_.sum(dk);
         df = values_.sum(df);
-        if (values_.slice() == 0) {
+        if (values_.lane() == 0) {
           sum_[line] = dk;
           sum_[w_.tile_time * rows + line] = df;
         }

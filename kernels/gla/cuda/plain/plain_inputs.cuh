@@ -61,34 +61,35 @@ class PlainInputs {
   const Real* gamma_;
 };
 
-/// Threads of a plain block. A thread keeps kOwn elements of a state: of one column (or row), those
-/// in four groups of four that its slice of the column takes by turns.
+/// Threads of a block of the plain kernels. A thread keeps 16 elements of one column (or row) of a
+/// state: four groups of four that the lanes which share the column take by turns.
 constexpr int kPlainThreads = 128;
 constexpr int kPlainOwn = 16;
 
-/// How a dimension of up to 512 is shared among the lanes of a warp, which add up over it.
+/// How the lanes of a warp share a dimension of up to 512, over which they add up. A line is what
+/// they share: a column or a row.
 struct LaneSplit {
-  int slices;  // lanes, a power of two
+  int lanes;  // of a line, a power of two
 
-  __host__ __device__ explicit LaneSplit(int64_t dim) : slices(1) {
-    while (slices * kPlainOwn < dim) {
-      slices *= 2;
+  __host__ __device__ explicit LaneSplit(int64_t dim) : lanes(1) {
+    while (lanes * kPlainOwn < dim) {
+      lanes *= 2;
     }
   }
-  __host__ __device__ int padded() const { return slices * kPlainOwn; }
+  __host__ __device__ int padded() const { return lanes * kPlainOwn; }
   /// Columns (or rows) that a block works on.
-  __host__ __device__ int lines() const { return kPlainThreads / slices; }
+  __host__ __device__ int lines() const { return kPlainThreads / lanes; }
 
-  __device__ int slice() const { return threadIdx.x % slices; }
-  __device__ int line() const { return threadIdx.x / slices; }
-  /// Of the thread's group g, the first element.
-  __device__ int first(int g) const { return (g * slices + slice()) * 4; }
+  __device__ int lane() const { return threadIdx.x % lanes; }
+  __device__ int line() const { return threadIdx.x / lanes; }
+  /// The first element of the thread's group g.
+  __device__ int first(int g) const { return (g * lanes + lane()) * 4; }
 
   /// The sum over the lanes that share a line, in each of them.
   template <class Real>
   __device__ Real sum(Real x) const {
-    for (int lanes = 1; lanes < slices; lanes *= 2) {
-      x += __shfl_xor_sync(~0u, x, lanes);
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      x += __shfl_xor_sync(~0u, x, distance);
     }
     return x;
   }
