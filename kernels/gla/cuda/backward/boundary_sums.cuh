@@ -9,13 +9,13 @@
 
 namespace tidegate::kernels::gla {
 
-/// Accumulators of all blocks of a slice.
+/// Accumulators of all sub-chunks of a K-slice.
 struct ChunkSums {
-  SubChunkSum before[kSubChunks];  // S do, S the state at the start of what is meant
+  SubChunkSum before[kSubChunks];  // S do, S the state at the start of the chunk, half or sub-chunk
   SubChunkSum after[kSubChunks];   // D v, D the gradient of the state at its end
 };
 
-/// S_start and D_end of this warp's channels, two times 16 columns under way.
+/// S_start and D_end of this warp's channels, two V-slices under way while others are used.
 struct BoundaryFetch {
   const uint4 *states, *grads;
   uint4 s[2], d[2];
@@ -33,9 +33,9 @@ struct BoundaryFetch {
   }
 };
 
-/// From the chunk's ends: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
+/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
 __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
-                                             BoundaryFetch& ahead, ChunkSums& sums,
+                                             BoundaryFetch& fetch, ChunkSums& sums,
                                              float (&through)[4]) {
 #pragma unroll
   for (int b = 0; b < kSubChunks; ++b) {
@@ -50,17 +50,17 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
   const MatrixLane l(at.lane);
   const char* d_o = sh.d_o.at(0, 0, l);
   const char* values = sh.values.at(0, 0, l);
-  const int block_bytes = kSubChunk * sh.d_o.pitch;
+  const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
   // S_start D_end^T, of which the diagonal is wanted, by quarters of its rows and columns.
   float ends[2][4] = {}, other_ends[2][4] = {};
 #pragma unroll 1
   for (int first = 0; first < at.value_slices; first += 2) {
-    ahead.states += 64;
-    ahead.grads += 64;
+    fetch.states += 64;
+    fetch.grads += 64;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (first + i < at.value_slices) {
-        uint4 &s = ahead.s[i], &d = ahead.d[i];
+        uint4 &s = fetch.s[i], &d = fetch.d[i];
         const bool more = first + i + 2 < at.value_slices;
         uint32_t m[4];
         mma_bf16(ends[0], s.x, s.y, d.x);
@@ -69,21 +69,21 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
         mma_bf16(other_ends[1], s.z, s.w, d.w);
 #pragma unroll
         for (int b = 0; b < kSubChunks; ++b) {
-          load_matrices(m, d_o + b * block_bytes);
+          load_matrices(m, d_o + b * sub_chunk_bytes);
           mma_bf16(sums.before[b][0], m, s.x, s.y);
           mma_bf16(sums.before[b][1], m, s.z, s.w);
         }
         if (more) {
-          s = __ldg(ahead.states + i * 32);
+          s = __ldg(fetch.states + i * 32);
         }
 #pragma unroll
         for (int b = 0; b < kSubChunks; ++b) {
-          load_matrices(m, values + b * block_bytes);
+          load_matrices(m, values + b * sub_chunk_bytes);
           mma_bf16(sums.after[b][0], m, d.x, d.y);
           mma_bf16(sums.after[b][1], m, d.z, d.w);
         }
         if (more) {
-          d = __ldg(ahead.grads + i * 32);
+          d = __ldg(fetch.grads + i * 32);
         }
         d_o += kSlice * 2;
         values += kSlice * 2;
@@ -98,7 +98,7 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
   }
 }
 
-/// before += dA K, of a later block and an earlier one's keys.
+/// before += dA K, of a later sub-chunk and an earlier one's keys.
 __device__ inline void add_keys(SubChunkSum& before, const ChunkPlace& at, const ChunkShared& sh,
                                 int later, int earlier, const uint32_t (&keys)[4]) {
   uint32_t grad[4];

@@ -1,6 +1,17 @@
 #pragma once
 
-// CHUNKHEAD
+// The gradients of one chunk of 64 tokens of one head, from its inputs, its factors and the states
+// at its two ends. A block of threads has a chunk and a head, K / 16 warps (a multiple of four):
+//
+//   load       do, v, the factors Q and K, decays; S_start and D_end asked for     all warps
+//   factors    K up to the chunk's end; Q and K across its halves                   a K-slice each
+//   scores     A between sub-chunks; dA = do v^T                     a pair of sub-chunks at a time
+//   dv         K_end D_end + A^T do                                                 a V-slice each
+//   sums       S_start do^T, D_end v^T; to the halves, to the sub-chunks            a K-slice each
+//   gradients  within the sub-chunks, level by level: dq, dk, the gate's            a K-slice each
+//
+// One __syncthreads between phases that share tiles, none inside a phase. docs/numerics.md derives
+// the sums: nothing is divided by a decay and no term cancels another.
 
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/backward/boundary_sums.cuh"
@@ -9,7 +20,7 @@
 
 namespace tidegate::kernels::gla {
 
-/// Leaves the sums where the lane finds them again.
+/// Leaves the sums in shared memory, where the lane finds them again.
 __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
                                   const ChunkSums& sums, const float (&through)[kSubChunks][4]) {
 #pragma unroll
@@ -189,6 +200,8 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     clear_partial_sums(a, at);
     return;
   }
+
+  // Load.
   const ChunkShared sh(memory, p.key_dim, p.value_dim);
   const auto columns = static_cast<int>(p.value_dim);
   copy_inputs(a, at, sh);
@@ -201,23 +214,31 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
   finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, columns);
   finish_rows<T>(sh.values, p.v_activation, at.tokens, columns);
   __syncthreads();
+
+  // Factors and scores.
   compute_half_factors(at, sh);
   __syncthreads();
   compute_all_scores(at, sh);
   __syncthreads();
-  BoundaryFetch ends(a, at);
+
+  // dv, while the first states for the sums are on their way.
+  BoundaryFetch boundaries(a, at);
   store_value_gradients<T>(a, at, sh, gradients);
+
+  // Sums at the chunk's boundaries, handed on to the sub-chunks.
   ChunkSums sums;
   float through[kSubChunks][4];
   QuadInputs<T, kKind> inputs(p, rows);
   if (at.warp < at.key_slices) {
     float chunk_through[4];
-    accumulate_boundaries(at, sh, ends, sums, chunk_through);
+    accumulate_boundaries(at, sh, boundaries, sums, chunk_through);
     descend_to_sub_chunks(at, sh, sums, chunk_through, through);
     inputs.move_to(at.lane / 4 * 2);
     inputs.load(at.warp * kSlice + at.lane % 4 * 4);
   }
   __syncthreads();  // rows and tiles give way to the sums
+
+  // Gradients within the sub-chunks.
   if (at.warp < at.key_slices) {
     store_sums(at, sh, sums, through);
     store_gradients<T, kKind>(a, at, sh, inputs);

@@ -1,7 +1,7 @@
 #pragma once
 
-// The first pass over all chunks at once: what the tokens of a block exchange with the states at
-// its ends, and their scores among themselves. A warp has a block of 16 tokens.
+// The first kernel of the backward pass, over all chunks at once: what the tokens of a sub-chunk
+// exchange with the states at its ends, which are Q and K, and their scores among themselves.
 
 #include "kernels/gla/cuda/backward/lane_inputs.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
@@ -21,7 +21,8 @@ __device__ inline void store_quad(char* to, int to_token, int to_half, const flo
   }
 }
 
-/// From a lane's first four bytes of a tile to tail_rows, and to those of the next slice's tile.
+/// The way from a lane's first four bytes of a tile to its others, and to those of the next
+/// K-slice's tile.
 struct alignas(16) QuadSteps {
   int to_token, to_half, to_slice, to_piece;
 

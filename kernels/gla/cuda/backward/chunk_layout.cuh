@@ -13,28 +13,36 @@
 
 namespace tidegate::kernels::gla {
 
+// The tiles of the backward pass, and why they are so.
+//
+//   chunk      64 tokens. Its states take 2 K V bytes each way in memory: shorter chunks have more
+//              of them, longer ones more pairs of tokens and more shared memory.
+//   sub-chunk  16 tokens, the depth of one mma; within it pairs go down the dyadic levels.
+//   K-slice    16 channels, one warp: a token's dq, dk and df, its inputs and its slopes then stay
+//              with one lane from loading to storing. At most 16 of them, so K is at most 256.
+//   V-slice    16 columns of V, the depth of one mma.
+//   state pass 128 columns of V a block of threads (kStateColumns): 64 accumulators a lane.
 constexpr int kChunk = 64;
 constexpr int kSlice = 16;  // channels of a K-slice, columns of a V-slice
 constexpr int kSubChunks = kChunk / kSubChunk;
-constexpr int kMaxKeySlices = 16;  // of channels, one a warp
+constexpr int kMaxKeySlices = 16;
 
-/// In tiles and rows, a block's even tokens come first, then its odd ones: in an accumulator of
+/// In tiles and rows, a sub-chunk's even tokens come first, then its odd ones: in an accumulator of
 /// mma_bf16, lane 4r + c then holds tokens 2r and 2r + 1, as dyadic.cuh wants them. Counted from
 /// the chunk's start.
 __device__ inline int token_of_row(int row) {
   return (row & ~(kSubChunk - 1)) + ((row & 7) << 1) + (row >> 3 & 1);
 }
 
-/// The columns of a slice are its channels in the order in which lanes hold them: lane 4r + c has
+/// The columns of a K-slice are its channels in the order in which lanes hold them: lane 4r + c has
 /// channels 4c .. 4c+3 of its tokens, of which 4c + 2n + e is column 8n + 2c + e. (Columns 2c,
 /// 2c+1, 2c+8 and 2c+9 are what it has of two accumulators.)
 __device__ inline int channel_of_column(int column) {
   return column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
 }
 
-/// A tile: 16 tokens x 16 channels of bf16 in 512 bytes, first columns 0 to 7 of all rows, then 8
-/// to
-/// 15. In memory as in shared memory.
+/// A tile: 16 tokens x 16 channels of bf16 in 512 bytes, first columns 0 to 7 of all rows, then
+/// columns 8 to 15. It is laid out alike in device and in shared memory.
 constexpr int kTileBits = 9, kTileBytes = 1 << kTileBits;
 static_assert(kTileBytes == kSubChunk * kSlice * 2);
 constexpr int kSliceRowBits = 5, kSliceRowBytes = 1 << kSliceRowBits;  // of one token
@@ -68,7 +76,7 @@ struct RowTile {
   }
 };
 
-/// One of a walk's rows and those after it, cheap to step through: rows are less than 2^31 bytes
+/// A row and those after it in scan order, cheap to step through: rows are less than 2^31 bytes
 /// apart (see gla_unsupported).
 struct alignas(16) NearRows {
   char* base;
@@ -138,8 +146,8 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
 }
 
 /// States at chunk boundaries, in bf16: [chunk][head][K / 16][V / 16][lane], the 16 bytes of a lane
-/// as it needs them for two B of (values x slice): {x, y} of the slice's columns 0-7, {z, w} of
-/// 8-15. As {x, z, y, w} they are A of (slice x values).
+/// as it needs them for two B of (values x K-slice): {x, y} of the slice's columns 0-7, {z, w}
+/// of 8-15. As {x, z, y, w} they are A of (K-slice x values).
 struct ChunkStates {
   uint4* data = nullptr;
   int64_t heads = 0;
@@ -172,14 +180,14 @@ enum ChunkTensor : int {
   kChunkTensors,
 };
 
-/// Which factors are meant.
+/// The two factors of a pair: q times decays, k times decays.
 enum FactorSide : int { kQueries = 0, kKeys, kFactorSides };
 
-/// The rows that hold Q or K of one head of a sequence, a tile for every block and slice.
+/// The rows that hold Q or K of one head of a sequence, a tile for every sub-chunk and K-slice.
 class FactorRows {
  public:
-  __device__ FactorRows(const HeadRows& gradient_rows, char* own, int row_bytes)
-      : gradient_rows_(gradient_rows), tail_rows_(own), row_bytes_(row_bytes) {}
+  __device__ FactorRows(const HeadRows& gradient_rows, char* tail_rows, int row_bytes)
+      : gradient_rows_(gradient_rows), tail_rows_(tail_rows), row_bytes_(row_bytes) {}
 
   /// Those of the chunk that starts at `first`.
   __device__ NearRows of_chunk(int first, int tokens) const {
@@ -193,13 +201,13 @@ class FactorRows {
 };
 
 /// Factors of every chunk, made once for all kernels that follow: with pre(t) and suf(t) as
-/// products of the decays of a block of 16 tokens, Q = q pre and K = k suf in bf16, the blocks'
-/// decays, and the scores of the tokens of a block.
+/// products of the decays of a sub-chunk, Q = q pre and K = k suf in bf16, the sub-chunks' decays,
+/// and the scores of the pairs of tokens of a sub-chunk.
 ///
 /// Q and K take no memory of their own. A chunk's Q lie in its rows of dq, its K in those of dk, or
 /// of dgate where keys come from logits: as many bytes, and chunk_backward_kernel writes gradients
 /// there once it has read them. Only a chunk of less than 64 tokens, of which a sequence has at
-/// most one, has too few rows, and is given tail_rows.
+/// most one, has too few rows, and is given tail_rows of its own.
 struct ChunkFactors {
   HeadSeries gradient_rows[kFactorSides] = {};
   char* tail_rows = nullptr;  // [sequence][head][side][64][K]
@@ -227,7 +235,7 @@ struct ChunkFactors {
             tail_rows + at * kChunk * row_bytes(), row_bytes()};
   }
   /// A tile lies in a piece of each of some rows, side by side with none or as long pieces of
-  /// tail_rows: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
+  /// other tiles: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
   __host__ __device__ int piece_bits() const {
     int bits = kSliceRowBits;
     while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
@@ -238,20 +246,22 @@ struct ChunkFactors {
   /// How many slices lie below each other before the next pieces of the rows begin.
   __device__ int slices_across() const { return 1 << (piece - kSliceRowBits); }
   /// Byte `offset` of a tile.
-  __device__ char* tile(const NearRows& rows, int slice, int block, int offset) const {
+  __device__ char* tile(const NearRows& rows, int slice, int sub_chunk, int offset) const {
     const int across = piece - kSliceRowBits;
-    const int first = ((slice & (slices_across() - 1)) * kSubChunks + block) << (kTileBits - piece);
+    const int first = ((slice & (slices_across() - 1)) * kSubChunks + sub_chunk)
+                      << (kTileBits - piece);
     return rows.row(first + (offset >> piece)) + (slice >> across << piece) +
            (offset & ((1 << piece) - 1));
   }
   __device__ float* slice_decays(int chunk, int head, int slice) const {
     return decays + ((chunk * heads + head) * key_slices + slice) * kSliceDecays;
   }
-  __device__ uint4* sub_chunk_scores(int chunk, int head, int block) const {
-    return scores + ((chunk * heads + head) * kSubChunks + block) * (kTileBytes / 16);
+  __device__ uint4* sub_chunk_scores(int chunk, int head, int sub_chunk) const {
+    return scores + ((chunk * heads + head) * kSubChunks + sub_chunk) * (kTileBytes / 16);
   }
 };
 
+/// What chunk_factors_kernel and chunk_backward_kernel are told.
 struct ChunkBackward {
   GlaBackwardParams backward = {};
   HeadSeries tensors[kChunkTensors] = {};
@@ -261,8 +271,8 @@ struct ChunkBackward {
   ChunkStates gradients = {};  // of the state at every chunk's end
 };
 
-/// Where the chunk's rows lie, found once for the whole block: lane i of the first warp finds those
-/// of tensor i.
+/// Where the chunk's rows lie, found once for the whole block of threads: lane i of the first warp
+/// finds those of tensor i.
 struct ChunkRows {
   NearRows q, k, v, gate, d_o, dq, dk, dv, dgate;
   NearRows factors[kFactorSides];
@@ -288,13 +298,13 @@ struct ChunkRows {
 };
 static_assert(offsetof(ChunkRows, dgate) == kRowsDgate * sizeof(NearRows));
 
-/// A chunk, a head, and this thread's place in the block.
+/// A chunk, a head, and this thread's place in the block of threads.
 struct ChunkPlace {
   int chunk, head;
   const ChunkRows& rows;
   int tokens;
   int lane, warp, warps;
-  int key_slices, value_slices;  // of 16
+  int key_slices, value_slices;
 
   __device__ ChunkPlace(const GlaParams& p, int chunk, int head, const ChunkRows& rows)
       : chunk(chunk),

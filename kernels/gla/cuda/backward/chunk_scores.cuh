@@ -9,16 +9,16 @@
 
 namespace tidegate::kernels::gla {
 
-/// Starts copying what the chunk's steps need; rows past its end are zero.
+/// Starts copying what the chunk's phases need; rows past its end are zero.
 __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
                                    const ChunkShared& sh) {
   const auto columns = static_cast<int>(a.backward.forward.value_dim);
   copy_rows_async(sh.d_o, at.rows.d_o, at.tokens, 0, columns);
   copy_rows_async(sh.values, at.rows.v, at.tokens, 0, columns);
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
-    const auto copy = [&](int which, FactorSide side, int block) {
+    const auto copy = [&](int which, FactorSide side, int sub_chunk) {
       copy_async<16>(sh.tile(s, which) + at.lane * 16,
-                     a.factors.tile(at.rows.factors[side], s, block, at.lane * 16));
+                     a.factors.tile(at.rows.factors[side], s, sub_chunk, at.lane * 16));
     };
 #pragma unroll
     for (int b = 0; b < kSubChunks; ++b) {
@@ -41,7 +41,7 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
   commit_copies();
 }
 
-/// Asks for what the later steps load from memory: this warp's slice of the states and of q and the
+/// Asks for what the later phases load from memory: this warp's K-slice of the states, q and the
 /// gates.
 __device__ inline void prefetch_inputs(const ChunkBackward& a, const ChunkPlace& at) {
   constexpr int kLine = 128;
@@ -61,7 +61,7 @@ __device__ inline void prefetch_inputs(const ChunkBackward& a, const ChunkPlace&
   }
 }
 
-/// Eight columns of a block's decays.
+/// Eight columns of a sub-chunk's decays.
 __device__ inline void load_decays(const float* from, float (&x)[8]) {
   *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4*>(from)[0];
   *reinterpret_cast<float4*>(x + 4) = reinterpret_cast<const float4*>(from)[1];
@@ -79,8 +79,8 @@ __device__ inline uint4 decayed(const uint4& bits, const float (&d)[8]) {
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
-/// What needs the decays of several blocks: K up to the chunk's end of blocks 0 to 2, and the
-/// factors of the pairs between the chunk's halves that are a block farther apart.
+/// The factors that need the decays of several sub-chunks: K of sub-chunks 0 to 2 up to the chunk's
+/// end, and across the boundary of the chunk's halves Q of sub-chunk 3 and K of sub-chunk 0.
 __device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkShared& sh) {
   const int columns = at.lane / kSubChunk * 8;
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
@@ -108,7 +108,8 @@ __device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkSha
   }
 }
 
-/// Scores between two blocks, later i and earlier j, by the factors whose boundary divides them.
+/// Scores between two sub-chunks, later i and earlier j, by the factors that refer to the dyadic
+/// boundary between them.
 __device__ inline void compute_scores(const ChunkPlace& at, const ChunkShared& sh, int pair) {
   // (1,0) (3,2) (2,0) (2,1) (3,0) (3,1)
   const int i = pair == 0 ? 1 : pair == 2 || pair == 3 ? 2 : 3;
@@ -130,10 +131,10 @@ __device__ inline void compute_scores(const ChunkPlace& at, const ChunkShared& s
   store_tile(sh.scores, i, j, sum, at.lane);
 }
 
-/// dA of the tokens of one block: in bf16, pair (t, s) at (s, t) too, and in float where no level
-/// of two tokens or more parts them.
-__device__ inline void store_own_pairs(const ChunkShared& sh, int block, const float (&dA)[2][4],
-                                       int lane) {
+/// dA of the tokens of one sub-chunk: in bf16, pair (t, s) at (s, t) too, and in float where no
+/// level of two tokens or more parts them.
+__device__ inline void store_own_pairs(const ChunkShared& sh, int sub_chunk,
+                                       const float (&dA)[2][4], int lane) {
   const int r = lane / 4, c = lane % 4;
   const uint32_t below = (r > 2 * c ? 0x0000ffffu : 0) | (r > 2 * c + 1 ? 0xffff0000u : 0);
   uint32_t own[2][2];  // [even or odd t][even or odd s]
@@ -152,15 +153,15 @@ __device__ inline void store_own_pairs(const ChunkShared& sh, int block, const f
       both[i][j] = (own[i][j] & below) | (transpose_matrix(own[j][i]) & ~below);
     }
   }
-  sh.pairs[block * 32 + lane] = make_uint4(both[0][0], both[1][0], both[0][1], both[1][1]);
+  sh.pairs[sub_chunk * 32 + lane] = make_uint4(both[0][0], both[1][0], both[0][1], both[1][1]);
   if (r / 2 == c) {
     const bool odd = r % 2 != 0;
-    sh.neighbours[block * 8 + r] = make_float4(odd ? dA[0][1] : dA[0][0], odd ? dA[1][3] : dA[1][2],
-                                               odd ? dA[0][3] : dA[0][2], 0.0f);
+    sh.neighbours[sub_chunk * 8 + r] = make_float4(
+        odd ? dA[0][1] : dA[0][0], odd ? dA[1][3] : dA[1][2], odd ? dA[0][3] : dA[0][2], 0.0f);
   }
 }
 
-/// dA = do v^T of a later block i and an earlier one j, or of one block.
+/// dA = do v^T of a later sub-chunk i and an earlier one j, or of one sub-chunk.
 __device__ inline void compute_score_gradients(const ChunkPlace& at, const ChunkShared& sh,
                                                int pair) {
   const int i = pair >= 6 ? 3 : pair >= 3 ? 2 : pair >= 1 ? 1 : 0;
@@ -183,7 +184,7 @@ __device__ inline void compute_score_gradients(const ChunkPlace& at, const Chunk
   }
 }
 
-/// Both between all blocks, a pair of blocks at a time.
+/// Scores and their gradients between all sub-chunks, a pair of sub-chunks at a time.
 __device__ inline void compute_all_scores(const ChunkPlace& at, const ChunkShared& sh) {
 #pragma unroll 1
   for (int job = at.warp; job < 16; job += at.warps) {

@@ -1,39 +1,40 @@
 #pragma once
 
-// Shared memory of a block of chunk_backward_kernel.
+// The shared memory of a block of threads of chunk_backward_kernel: 96 KB at K = V = 128, so that
+// 99 KB suffice and 227 KB hold two blocks. Values, do and tiles give way to the sums.
 
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
 
-/// Warps of a block: a multiple of four, at least one a slice of channels.
+/// Warps of a block of threads: a multiple of four, at least one a K-slice.
 inline int chunk_warps(int64_t key_dim) {
   return static_cast<int>((key_dim / kSlice + kSubChunks - 1) / kSubChunks * kSubChunks);
 }
 
-/// Tiles of a slice of channels. K: k suf, Q: q pre, of each block.
+/// Tiles of a K-slice. K is k suf, Q is q pre, of each sub-chunk.
 enum ChunkTile : int {
-  kKeyTile = 0,        // K of blocks 0 to 3
-  kQueryTile = 4,      // Q of blocks 1 to 3
-  kQueryHalfTile = 7,  // Q of block 3 from block 2's start
-  kKeyHalfTile = 8,    // K of block 0 to block 1's end
-  kKeyEndTile = 9,     // K of blocks 0 to 2 to the chunk's end
+  kKeyTile = 0,        // K of sub-chunks 0 to 3
+  kQueryTile = 4,      // Q of sub-chunks 1 to 3
+  kQueryHalfTile = 7,  // Q of sub-chunk 3 from sub-chunk 2's start
+  kKeyHalfTile = 8,    // K of sub-chunk 0 to sub-chunk 1's end
+  kKeyEndTile = 9,     // K of sub-chunks 0 to 2 to the chunk's end
   kChunkTiles = 12,
 };
 
-/// What a lane has of a block's sums over V and over other blocks, on their way from the step that
-/// makes them to the one that uses them: five times four floats.
+/// What a lane has of a sub-chunk's sums over V and over other sub-chunks, on their way from the
+/// phase that makes them to the one that uses them: five times four floats.
 constexpr int kSumParts = 5;
-constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a slice
+constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a K-slice
 
 struct ChunkShared {
   RowTile d_o, values;  // [64][V]
   char* tiles;          // [K / 16][kChunkTiles]; then everything up to here gives way to the sums
-  RowTile scores;       // [64][64]: scores up to the diagonal; dA of later block i and earlier j at
-                        // (j, i)
-  uint4* pairs;  // [4][32]: dA of a block's pairs as A of mma_bf16, pair (t, s) also at (s, t)
+  RowTile scores;  // [64][64]: scores up to the diagonal; dA of later sub-chunk i, earlier j at
+                   // (j, i)
+  uint4* pairs;  // [4][32]: dA of a sub-chunk's pairs as A of mma_bf16, pair (t, s) also at (s, t)
   float4* neighbours;  // [4][8]: dA of (2r, 2r), (2r+1, 2r+1) and (2r+1, 2r), in float
-  float* decay;        // [K / 16][4][16], of each block
+  float* decay;        // [K / 16][4][16], of each sub-chunk
 
   static __host__ __device__ int row_bytes(int64_t value_dim) {
     return 2 * kChunk * RowTile::pitch_of(static_cast<int>(value_dim));
@@ -63,18 +64,19 @@ struct ChunkShared {
   __device__ char* tile(int slice, int which) const {
     return tiles + (slice * kChunkTiles + which) * kTileBytes;
   }
-  __device__ float* decays(int slice, int block) const {
-    return decay + (slice * kSubChunks + block) * kSlice;
+  __device__ float* decays(int slice, int sub_chunk) const {
+    return decay + (slice * kSubChunks + sub_chunk) * kSlice;
   }
-  /// Once the decays are no longer needed: sums over a slice, [64] tokens.
+  /// Once the decays are no longer needed: sums over a K-slice, [64] tokens.
   __device__ float* head_sums(int slice) const { return decays(slice, 0); }
   /// A lane's own place; part i lies 32 float4 further.
-  __device__ float4* sums(int slice, int block, int lane) const {
-    return reinterpret_cast<float4*>(d_o.data + slice * kSumBytes) + block * kSumParts * 32 + lane;
+  __device__ float4* sums(int slice, int sub_chunk, int lane) const {
+    return reinterpret_cast<float4*>(d_o.data + slice * kSumBytes) + sub_chunk * kSumParts * 32 +
+           lane;
   }
 };
 
-/// A 16 x 16 block of accumulators (two of 16 x 8) as bf16 into rows of block i, columns of block
+/// Accumulators of 16 x 16 (two of 16 x 8) as bf16 into rows of sub-chunk i, columns of sub-chunk
 /// j.
 __device__ inline void store_tile(const RowTile& tile, int i, int j, const float (&x)[2][4],
                                   int lane) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// A lane's share of a block of 16 tokens and a slice of 16 channels: two adjacent tokens, four
-// adjacent channels of q, keys and decays, from what is in memory.
+// A lane's share of a sub-chunk and a K-slice: two adjacent tokens and four adjacent channels of q,
+// keys and decays, from what is in memory.
 
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
@@ -12,7 +12,7 @@ struct Quad {
   float q[2][4], k[2][4], f[2][4];
 };
 
-/// What leads from the gradients of a Quad back to what is in memory.
+/// The slopes that lead from the gradients of a Quad back to those of what is in memory.
 struct QuadSlopes {
   float q[2][4];     // dq / d(q in memory)
   float open[2][4];  // sigmoid of the logit
@@ -94,8 +94,8 @@ class QuadInputs {
     }
   }
 
-  /// Of what was loaded last. `live` of the two tokens exist; of the tail_rows f = 1, and q and k
-  /// are another token's, which meet a do or v of zero wherever they are used.
+  /// What was loaded last. `live` of the two tokens exist; those that do not have f = 1, and
+  /// another token's q and k, which meet a do or v of zero wherever they are used.
   __device__ void get(const float (&gamma)[4], int live, Quad& x) const {
     QuadSlopes none;
     convert<false>(gamma, live, x, none);

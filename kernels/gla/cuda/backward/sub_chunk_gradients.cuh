@@ -1,16 +1,15 @@
 #pragma once
 
-// From what enters and leaves a block of 16 tokens to the gradients of its tokens, for a slice of
-// 16 channels, in one warp's registers: dyadic.cuh run backwards.
+// From what enters and leaves a sub-chunk of 16 tokens to the gradients of its tokens, for a
+// K-slice of 16 channels, in one warp's registers: the way of dyadic.cuh, back.
 //
-// Of a block of L tokens, pre_L(t) is the product of its decays up to t, suf_L(s) that of those
-// after s. Three things come from outside of it:
-//   before(t)  the state at its start times do_t:    dq_t has pre_L(t) before(t)
-//   after(s)   the state's gradient at its end times v_s:    dk_s has suf_L(s) after(s)
-//   through    of what enters before it and leaves after it: dL/df_u has pre_L(u-1) suf_L(u)
-//   through
-// They are handed on to its halves, E earlier and H later, until L = 1. With tot the product of a
-// half's decays, and the factors of L / 2,
+// L neighbouring tokens have pre_L(t), the product of their decays up to t, and suf_L(s), that of
+// those after s. Three things come from outside of them:
+//   before(t)  the state at their start, times do_t: dq_t has pre_L(t) before(t)
+//   after(s)   the state's gradient at their end, times v_s: dk_s has suf_L(s) after(s)
+//   through    what enters before and leaves after them: dL/df_u has pre_L(u-1) suf_L(u) through
+// They are handed on to the two halves, E earlier and H later, until L = 1. With tot the product of
+// a half's decays, and the factors of L / 2,
 //   before(t of H) becomes tot_E before(t) + sum over s of E of dA(t, s) k_s suf(s)
 //   after(s of E)  becomes tot_H after(s)  + sum over t of H of dA(t, s) q_t pre(t)
 //   through of E   is tot_H through + sum over t of H of q_t pre(t) before(t)
@@ -30,15 +29,15 @@ namespace tidegate::kernels::gla {
 /// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
 using SubChunkSum = float[2][4];
 
-/// What a block has from outside, as its lanes need it first: `active` is before(t) in lanes of the
-/// later eight tokens and after(s) in those of the earlier, `passive` the other. The sum of
-/// `through` over the lanes of a column is what is meant.
+/// What a sub-chunk has from outside, as its lanes need it first: `active` is before(t) in lanes of
+/// the later eight tokens and after(s) in those of the earlier, `passive` the other. `through` is
+/// the sum over the lanes of a column.
 struct SubChunkSums {
   SubChunkSum active, passive;
   float through[4];  // [2n + e]
 };
 
-/// Of a lane's two tokens and four channels; df = dL/df.
+/// The gradients of a lane's two tokens and four channels; f is dL/df.
 struct TokenGradients {
   float q[2][4], k[2][4], f[2][4];
 };
@@ -146,7 +145,7 @@ __device__ inline void change_sides(int lane, int bit, SubChunkSums& sums) {
   }
 }
 
-/// From a run of 2L tokens to its halves of L: `through` gains what starts or ends in the other
+/// From 2L neighbouring tokens to the halves of L: `through` gains what starts or ends in the other
 /// half, `active` is decayed by the other half and gains the pairs of tokens on both sides.
 __device__ inline void descend_level(const DyadicLevel& level, int l, const uint4& pairs, int lane,
                                      SubChunkSums& sums) {

@@ -1,7 +1,8 @@
 #pragma once
 
-// The backward pass on tensor cores, in chunks of 64 tokens: its plan and launch, and one unit a
-// dtype.
+// The backward pass on tensor cores, in chunks of 64 tokens: its plan and launch
+// (tensor_backward.cu), and what the units that hold the kernels (tensor_backward_unit.cuh) offer
+// them.
 
 #include "kernels/gla/gla_cuda.h"
 
@@ -17,7 +18,7 @@ cudaError_t tensor_backward(const GlaBackwardParams& params, cudaStream_t stream
 struct StatePass;
 struct ChunkBackward;
 
-/// The kernels of one data type.
+/// The kernels of one data type, compiled as a unit (units.cmake), in the order of their launches.
 template <class T>
 struct TensorBackwardUnit {
   static cudaError_t make_factors(const ChunkBackward& work, cudaStream_t stream);

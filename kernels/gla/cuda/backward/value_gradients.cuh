@@ -7,7 +7,7 @@
 
 namespace tidegate::kernels::gla {
 
-/// D_end of some slices of channels and 16 columns, under way while other steps are taken.
+/// D_end of some K-slices and one V-slice, under way while other phases run.
 struct StateGradientFetch {
   static constexpr int kSlices = 8;
   uint4 tiles[kSlices];
@@ -24,9 +24,9 @@ struct StateGradientFetch {
   }
 };
 
-/// The gradients of the activated v of a block of 16 tokens and 16 columns, through the activation:
-/// x[n][2h + e] of token 2r + h and column 8n + 2c + e. `raw` and `out` start at the block's first
-/// token and the columns; `tokens` of it exist.
+/// The gradients of the activated v of a sub-chunk and a V-slice, through the activation:
+/// x[n][2h + e] is of token 2r + h and column 8n + 2c + e. `raw` and `out` start at the sub-chunk's
+/// first token and the slice's first column; `tokens` of them exist.
 template <class T>
 __device__ inline void store_value_tile(InputActivation activation, const NearRows& raw,
                                         const NearRows& out, int tokens, int lane,
@@ -102,7 +102,7 @@ __device__ inline void add_score_term(const ChunkPlace& at, const ChunkShared& s
   }
 }
 
-/// Through the activation of v into its rows.
+/// Stores a V-slice of dv, through the activation of v.
 template <class T>
 __device__ inline void store_value_slice(const ChunkBackward& a, const ChunkPlace& at,
                                          int value_slice, const ValueSums& sum) {

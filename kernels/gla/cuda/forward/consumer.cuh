@@ -12,9 +12,9 @@
 
 namespace tidegate::kernels::gla {
 
-/// Adds scores * values where some values are not finite: the others as ever, those one token after
-/// the other, and only to the tokens from theirs on. (With a score of zero, a product of theirs
-/// would be NaN for the tokens before.)
+/// Adds scores * values where some values are not finite. Finite values are added by one product as
+/// ever; the others token by token, and only to the tokens from theirs on. (A score of zero times
+/// such a value is NaN, for tokens before it that must not see it.)
 __device__ inline void add_nonfinite_values(float (&o)[2][4], const uint32_t (&score)[4],
                                             const uint32_t (&value)[4], int lane) {
   const int r = lane / 4, c = lane % 4;
@@ -45,7 +45,7 @@ __device__ inline void add_nonfinite_values(float (&o)[2][4], const uint32_t (&s
   }
 }
 
-/// Whether any of the bf16 pairs of the warp is an infinity or NaN: times zero, they are NaN.
+/// Whether any of the bf16 pairs of the warp is an infinity or NaN: zero times such a value is NaN.
 __device__ inline bool any_not_finite(const uint32_t (&pairs)[4]) {
   uint32_t sum = 0;
 #pragma unroll
@@ -61,7 +61,7 @@ class Consumer {
   using Stage = SubChunkStage<kKeys>;
   static constexpr int kTiles = kKeys / 8;
 
-  /// `first_piece`: of the warp's columns of the value tile.
+  /// The warp's columns of the value tile begin at 16-byte piece `first_piece`.
   __device__ Consumer(int lane, int first_piece)
       : lane_(lane),
         // V^T as A of S^T += V^T K~, and V as B of scores * V: the same registers.
@@ -161,13 +161,13 @@ class Consumer {
   }
 
   const int lane_;
-  const unsigned value_at_;  // offsets in a block of what this lane gives ldmatrix
+  const unsigned value_at_;  // offsets in a stage of what this lane gives ldmatrix
   unsigned step_at_[4];
   float state_[kTiles][4] = {};
 };
 
-/// o of 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so that each
-/// stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
+/// The rows of o, 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so
+/// that each stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
 template <class Data, bool kKeyTiles>
 class OutputRows {
  public:

@@ -1,8 +1,8 @@
 #pragma once
 
-// The loader warp: copies blocks of 16 tokens from device to shared memory, as far ahead as there
-// are free slots. It is alone with that, so that nobody's arithmetic waits for device memory, and
-// whole rows are asked for at once.
+// The loader warp copies sub-chunks from device to shared memory, as far ahead as there are free
+// stages. It does nothing else, so that no arithmetic waits for device memory, and whole rows are
+// asked for at once.
 
 #include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/numeric.cuh"
@@ -48,7 +48,7 @@ class TileRows {
   int piece_, row_, step_, end_;
 };
 
-/// kMaps: no queries.
+/// What the loader copies into a stage. kMaps: no queries.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
 class Loader {
  public:
@@ -64,7 +64,7 @@ class Loader {
         v_(p.v, work, p.layout.reverse, work.first_value, work.values, sizeof(Data), lane),
         gate_(p.gate, work, p.layout.reverse, work.first_key, work.keys, sizeof(Gate), lane) {}
 
-  /// Starts the copies of the next block.
+  /// Starts the copies of the next sub-chunk.
   __device__ void copy(Stage& stage) {
     if constexpr (!kMaps) {
       q_.copy(stage.query);

@@ -1,14 +1,14 @@
 #pragma once
 
-// Producer warps: each turns whole blocks of 16 tokens into what consumers need, and shares nothing
-// with the other producers.
+// Producer warps. Each turns whole sub-chunks into what consumers need, q~ = q pre, k~ = k suf,
+// their scores and the product of their decays, and shares nothing with the other producers.
 
 #include "kernels/gla/cuda/forward/loader.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {
 
-/// kMaps: only what the state is made of, keys and totals: no queries, no scores.
+/// kMaps: only what the state is made of, keys and totals, without queries and scores.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
 class Producer {
  public:
@@ -23,7 +23,7 @@ class Producer {
     }
   }
 
-  /// Stage b of the segment's, whose copies have landed.
+  /// Makes sub-chunk b of the segment, whose copies have landed in the stage.
   __device__ void make(Stage& stage, int b) const {
     float head_decay[2];
     if (kKind == GateKind::kLogDecay && p_.gate_per_head) {

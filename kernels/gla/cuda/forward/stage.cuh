@@ -47,20 +47,20 @@ struct ScoreTile {
   uint2 rows[kSubChunk][6];  // 16 bf16 a row; the padding keeps ldmatrix free of conflicts
 };
 
-/// A factor a channel. Stored so that the four channels of a 16-wide step that a consumer's lane
+/// A factor a channel, stored so that the four channels of a 16-wide step that a consumer's lane
 /// holds (2c, 2c + 1, 2c + 8, 2c + 9 in the layout of an accumulator) are one access.
 template <int kKeys>
 struct ChannelFactors {
   float4 quads[kKeys / 4];
 
-  /// Of channels first .. first + 3, a multiple of four.
+  /// Sets channels first .. first + 3, where `first` is a multiple of four.
   __device__ void set(int first, const float (&x)[4]) {
     float* const step = reinterpret_cast<float*>(quads) + first / 16 * 16 + first / 8 % 2 * 2;
     const int c = first % 8 / 2;
     *reinterpret_cast<float2*>(step + 4 * c) = {x[0], x[1]};
     *reinterpret_cast<float2*>(step + 4 * c + 4) = {x[2], x[3]};
   }
-  /// Of step j, for lanes of column c.
+  /// The factors of step j, for lanes of column c.
   __device__ float4 get(int j, int c) const { return quads[4 * j + c]; }
   /// Multiplies the factors of quads[i] into a product.
   __device__ void multiply_into(float (&product)[4], int i) const {
@@ -75,15 +75,15 @@ struct ChannelFactors {
   static __device__ int channel(int i, int e) { return i / 4 * 16 + e / 2 * 8 + i % 4 * 2 + e % 2; }
 };
 
-/// What consumers need of 16 tokens, and before it what that is made of.
+/// What consumers need of 16 tokens, and before that what it is made of.
 template <int kKeys>
 struct SubChunkStage {
-  TokenTile<kKeys> query;       // q_t; then times the decays from the block's start to t
+  TokenTile<kKeys> query;       // q_t; then times the decays from the sub-chunk's start to t
   TokenTile<kKeys> key;         // k_s or 16-bit logits; then k_s times the decays from s + 1 to
-                                // the block's end
+                                // the sub-chunk's end
   TokenTile<kValueTile> value;  // v; then activated
   ScoreTile score;              // [t][s], zero where s > t
-  ChannelFactors<kKeys> total;  // the product of the block's decays
+  ChannelFactors<kKeys> total;  // the product of the sub-chunk's decays
 };
 
 /// Gates that have no place of their own in a SubChunkStage: all but 16-bit logits.

@@ -9,7 +9,7 @@ namespace tidegate::kernels::gla {
 /// A scan of at most so many tokens is a step.
 constexpr int kStepTokens = 2;
 
-/// One or two tokens take the state as a whole through registers (step.cuh).
+/// One or two tokens go by decode/step.cuh.
 cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
 
 /// Fills partials and workspace_bytes.

@@ -3,9 +3,9 @@
 // Gradients that are sums over V (dq, dk, the gate's, dgamma) and dh0, token by token. With
 // P_t = dL/dS_t:
 //   dq_t = scale S_t do_t    dk_t = P_t v_t    df_t = rowsum(S_{t-1} o P_t)
-// df is summed as it stands: it needs both states of the same token, so a block first walks the
-// sequence and keeps S where chunks of `chunk` tokens begin, then takes the chunks from the last to
-// the first: forward through a chunk, keeping every S, and back with P.
+// df is summed as it stands: it needs both states of the same token, so a block of threads
+// first scans the sequence and keeps S where chunks of `chunk` tokens begin. Then it takes the
+// chunks from the last to the first: forward through a chunk, keeping every S, and back with P.
 
 #include "kernels/common/cuda/precise.cuh"
 #include "kernels/gla/cuda/plain/plain_inputs.cuh"
@@ -14,7 +14,7 @@ namespace tidegate::kernels::gla {
 
 struct PlainBackward {
   GlaBackwardParams params = {};
-  void* states = nullptr;         // a block's: [kept + chunk][kPlainOwn / 4][threads][4]
+  void* states = nullptr;  // of a block of threads: [kept + chunk][kPlainOwn / 4][threads][4]
   void* gate_channels = nullptr;  // [B, T, H, K] for dlog f a channel, where the gate is one a head
   int64_t items = 0;              // sequences x heads x tiles of rows
   int kept = 0;                   // chunks of a sequence, at most
@@ -28,7 +28,8 @@ int plain_backward_bytes_per_token(int64_t value_dim) {
   return (2 * values.padded() + 5 * values.lines()) * static_cast<int>(sizeof(Real));
 }
 
-/// One block's work on some rows (channels of K) of the states of one head of one sequence.
+/// The work of a block of threads on some rows (channels of K) of the states of one head of one
+/// sequence.
 template <class Real>
 class PlainGradients {
  public:
@@ -150,7 +151,7 @@ class PlainGradients {
     __syncthreads();
   }
 
-  // ---- the walks ----
+  // ---- the scans ----
 
   /// Through chunk c with S. kKeep: keeps S before every token, and writes dq.
   template <bool kKeep>
@@ -235,7 +236,7 @@ class PlainGradients {
     }
   }
 
-  /// dk and df of one element, to where they go.
+  /// Stores dk and df of one element as gradients of what is in memory.
   __device__ void write(int step, int row, Real dk, Real df, Real f) {
     if (p_.gate_kind == GateKind::kLogit) {
       const Sigmoids<Real> s = sigmoids<Math>(inputs_.raw_gate(step, row));
@@ -255,7 +256,7 @@ class PlainGradients {
     }
   }
 
-  /// A thread has met one row only, since the rows of a block divide its threads.
+  /// A thread has met one row only, since the number of rows divides that of threads.
   __device__ void store_dgamma() {
     if (w_.params.dgamma_partial == nullptr) {
       return;
@@ -313,8 +314,8 @@ __global__ void __launch_bounds__(kPlainThreads) plain_gate_sum_kernel(const Pla
   for (int channel = lane; channel < p.key_dim; channel += 32) {
     sum += from[channel];
   }
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, lanes);
+  for (int distance = 1; distance < 32; distance *= 2) {  // neighbours first
+    sum += __shfl_xor_sync(~0u, sum, distance);
   }
   if (lane == 0) {
     const Sequence row = {0, token / p.layout.time, 0, static_cast<int>(p.layout.time)};

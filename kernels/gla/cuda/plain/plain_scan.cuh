@@ -43,7 +43,7 @@ struct PlainTile {
         result(value + tokens * columns) {}
 };
 
-/// One block's scan of some columns of one head of a sequence.
+/// The scan of a block of threads: some columns of one head of a sequence.
 template <class Real, bool kValueGradient>
 class PlainColumns {
  public:
