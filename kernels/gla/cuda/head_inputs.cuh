@@ -3,14 +3,14 @@
 // What every kernel of the family reads: the rows of one head along the direction of the scan, the
 // decays and keys that a logit stands for, and the activations of q and v.
 
+#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/gates.cuh"
-#include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/gla/gla.h"
 
 namespace tidegate::kernels::gla {
 
-/// Rows of one head of one sequence: row k is what the k-th step of the walk sees.
+/// Rows of one head of one sequence: row k is what the k-th step of the scan sees.
 class HeadRows {
  public:
   HeadRows() = default;
@@ -18,46 +18,22 @@ class HeadRows {
   __device__ HeadRows(const HeadSeries& series, const Sequence& seq, bool backwards, int64_t head)
       : dtype_(series.dtype) {
     const int64_t size = dtype_ == DType::kFloat64 ? 8 : dtype_ == DType::kFloat32 ? 4 : 2;
-    const int64_t first = seq.start + (backwards ? seq.length - 1 : 0);
     base_ = static_cast<char*>(series.data) +
-            (seq.batch * series.stride_b + first * series.stride_t + head * series.stride_h) * size;
+            element_offset(series, seq.batch, first_token(seq, backwards), head) * size;
     stride_ = (backwards ? -series.stride_t : series.stride_t) * size;
   }
 
   __device__ char* row(int64_t k) const { return base_ + k * stride_; }
-  /// From one row to the next; see gla_unsupported.
+  /// Bytes from one row to the next, which fit 32 bits: see gla_unsupported.
   __device__ int stride_bytes() const { return static_cast<int>(stride_); }
 
   template <class Real>
   __device__ Real load(int64_t k, int channel) const {
-    switch (dtype_) {
-      case DType::kFloat32:
-        return reinterpret_cast<const float*>(row(k))[channel];
-      case DType::kFloat64:
-        return static_cast<Real>(reinterpret_cast<const double*>(row(k))[channel]);
-      case DType::kBFloat16:
-        return widen(reinterpret_cast<const __nv_bfloat16*>(row(k))[channel]);
-      default:
-        return widen(reinterpret_cast<const __half*>(row(k))[channel]);
-    }
+    return load_any_element<Real>(row(k), dtype_, channel);
   }
-
   template <class Real>
   __device__ void store(int64_t k, int channel, Real x) const {
-    switch (dtype_) {
-      case DType::kFloat32:
-        reinterpret_cast<float*>(row(k))[channel] = static_cast<float>(x);
-        return;
-      case DType::kFloat64:
-        reinterpret_cast<double*>(row(k))[channel] = x;
-        return;
-      case DType::kBFloat16:
-        reinterpret_cast<__nv_bfloat16*>(row(k))[channel] =
-            narrow<__nv_bfloat16>(static_cast<float>(x));
-        return;
-      default:
-        reinterpret_cast<__half*>(row(k))[channel] = narrow<__half>(static_cast<float>(x));
-    }
+    store_any_element(row(k), dtype_, channel, x);
   }
 
  private:
@@ -73,7 +49,7 @@ struct LogitGate {
   Real decay, key;
 };
 
-/// `open` is 1 - gamma.
+/// Decay and key of a logit; `open` is 1 - gamma.
 template <class Math, class Real>
 __device__ inline LogitGate<Real> logit_gate(Real x, Real gamma, Real open) {
   const Real e = Math::exp_minus_abs(x);
@@ -99,7 +75,7 @@ __device__ inline Real activate(InputActivation activation, Real x) {
   return activation == InputActivation::kSilu ? x * s : s;
 }
 
-/// d activate(x) / dx.
+/// The derivative of activate(x).
 template <class Math, class Real>
 __device__ inline Real activation_slope(InputActivation activation, Real x) {
   if (activation == InputActivation::kNone) {
