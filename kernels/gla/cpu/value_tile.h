@@ -1,6 +1,6 @@
 #pragma once
 
-// The two walks that carry a state [K][columns of V]: forward for o and the final state, backward
+// The two scans that carry a state [K][columns of V]: forward for o and the final state, backward
 // for dv and dh0. With P(t, s) the product of the decays after s up to t,
 //
 //   o_t  = q_t^T S_t,    S_t  = sum over s <= t of P(t, s) k_s v_s^T  + P(t, -1) h0
@@ -8,24 +8,25 @@
 //
 // so the second is the first with q and k, and v and do, exchanged and time turned round.
 
-#include "kernels/gla/cpu/token_block.h"
+#include "kernels/gla/cpu/sub_chunk.h"
 
 namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E, class G>
-struct ValueBlock {
+struct ValueTile {
   const GlaParams& params;
-  const GlaBlock& block;
+  const GlaTile& tile;
   int64_t keys, values;  // padded K, padded width
   TokenRows<const E> q_rows, v_rows;
   KeyRows<R, E, G> key_rows;
-  R *state, *q, *k, *f, *q_in, *k_out, *total, *chain;  // q_in, k_out: decayed to the block's edges
-  R *in, *out, *pairs;                                  // in: v or do; out: o or dv
+  R *state, *q, *k, *f, *q_in, *k_out, *total,
+      *chain;           // q_in, k_out: decayed to the sub-chunk's edges
+  R *in, *out, *pairs;  // in: v or do; out: o or dv
 
-  ValueBlock(const GlaParams& all, const GlaBlock& part)
+  ValueTile(const GlaParams& all, const GlaTile& part)
       : params(all),
-        block(part),
+        tile(part),
         keys(padded(all.key_dim)),
         values(padded(part.width)),
         q_rows(all.q, part, all.layout.reverse, 0),
@@ -33,26 +34,26 @@ struct ValueBlock {
         key_rows(all, part, all.layout.reverse, 0, all.key_dim) {
     Scratch<R> scratch(part);
     state = scratch.take(keys * values);
-    for (R** row : {&q, &k, &f, &q_in, &k_out}) *row = scratch.take(kTokens * keys);
-    for (R** row : {&in, &out}) *row = scratch.take(kTokens * values);
+    for (R** row : {&q, &k, &f, &q_in, &k_out}) *row = scratch.take(kSubChunk * keys);
+    for (R** row : {&in, &out}) *row = scratch.take(kSubChunk * values);
     total = scratch.take(keys);
     chain = scratch.take(keys);
-    pairs = scratch.take(kTokens * kTokens);
+    pairs = scratch.take(kSubChunk * kSubChunk);
   }
 
   void load_state(const void* from) {
     if (from == nullptr) return;
-    copy_state<R>(state_of<R>(from, params, block, 0, block.column), params.value_dim,
-                  params.key_dim, block.width, state, values);
+    copy_state<R>(state_of<R>(from, params, tile, 0, tile.column), params.value_dim, params.key_dim,
+                  tile.width, state, values);
   }
   void store_state(void* to) const {
     if (to == nullptr) return;
-    copy_state<R>(state, values, params.key_dim, block.width,
-                  state_of<R>(to, params, block, 0, block.column), params.value_dim);
+    copy_state<R>(state, values, params.key_dim, tile.width,
+                  state_of<R>(to, params, tile, 0, tile.column), params.value_dim);
   }
 
-  /// q, k, f and all that follows from them, of the block that begins at token `first`.
-  void load_block(int64_t first, int count, NextBlock next) {
+  /// q, k, f and all that follows from them, of the sub-chunk that begins at token `first`.
+  void load_sub_chunk(int64_t first, int count, NextSubChunk next) {
     load_rows<R, E>(q_rows, first, count, next, params.key_dim, params.q_activation,
                     static_cast<R>(params.scale), q);
     key_rows.load_keys(first, count, next, k, f, nullptr, nullptr);
@@ -63,15 +64,15 @@ struct ValueBlock {
 
   // ---- forward ----
 
-  static TIDEGATE_NOINLINE void forward(const GlaParams& params, const GlaBlock& block) {
-    if (block.length <= kFewTokens) return forward_by_token(params, block);
-    ValueBlock self(params, block);
+  static TIDEGATE_NOINLINE void forward(const GlaParams& params, const GlaTile& tile) {
+    if (tile.length <= kFewTokens) return forward_by_token(params, tile);
+    ValueTile self(params, tile);
     self.load_state(params.h0);
-    const TokenRows<E> o_rows(params.o, block, params.layout.reverse, block.column);
-    for (int64_t first = 0; first < block.length; first += kTokens) {
-      const int count = tokens_from(first, block.length);
-      self.load_block(first, count, NextBlock::kLater);
-      load_rows<R, E>(self.v_rows, first, count, NextBlock::kLater, block.width,
+    const TokenRows<E> o_rows(params.o, tile, params.layout.reverse, tile.column);
+    for (int64_t first = 0; first < tile.length; first += kSubChunk) {
+      const int count = tokens_from(first, tile.length);
+      self.load_sub_chunk(first, count, NextSubChunk::kLater);
+      load_rows<R, E>(self.v_rows, first, count, NextSubChunk::kLater, tile.width,
                       params.v_activation, R(1), self.in);
       self.forward_tokens(count);
       self.store_out(o_rows, first, count);
@@ -83,7 +84,7 @@ struct ValueBlock {
   void forward_tokens(int count) {
     token_product<R>(q_in, keys, state, values, out);
     for (int t = 0; t < count; ++t) {
-      add_weighted_rows<R>(pairs + t, kTokens, in, t + 1, values, out + t * values);
+      add_weighted_rows<R>(pairs + t, kSubChunk, in, t + 1, values, out + t * values);
     }
     update_state<R, DecayOf::kRow>(state, total, k_out, keys, in, values, state);
   }
@@ -91,7 +92,7 @@ struct ValueBlock {
   void store_out(const TokenRows<E>& rows, int64_t first, int count) const {
     for (int i = 0; i < count; ++i) {
       E* row = rows.row(first + i);
-      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
         store<R>(row + j, row_vector(out + i * values + j), extent);
       });
     }
@@ -99,29 +100,30 @@ struct ValueBlock {
 
   // ---- a few tokens, one after another ----
 
-  /// Where blocks would be mostly empty: a decoding step reads and writes the state once, in place.
+  /// Where sub-chunks would be mostly empty: a decoding step reads and writes the state once, in
+  /// place.
   static constexpr int64_t kFewTokens = 2;
 
-  static void forward_by_token(const GlaParams& params, const GlaBlock& block) {
-    const R* from = state_of<const R>(params.h0, params, block, 0, block.column);
-    R* to = state_of<R>(params.h_final, params, block, 0, block.column);
+  static void forward_by_token(const GlaParams& params, const GlaTile& tile) {
+    const R* from = state_of<const R>(params.h0, params, tile, 0, tile.column);
+    R* to = state_of<R>(params.h_final, params, tile, 0, tile.column);
     const int64_t stride = params.value_dim;
-    if (block.length == 0) return hand_over(from, params.key_dim, block.width, stride, to);
-    Scratch<R> scratch(block);
-    const int64_t keys = padded(params.key_dim), values = padded(block.width);
+    if (tile.length == 0) return hand_over(from, params.key_dim, tile.width, stride, to);
+    Scratch<R> scratch(tile);
+    const int64_t keys = padded(params.key_dim), values = padded(tile.width);
     R* own = to == nullptr ? scratch.take(keys * values) : nullptr;
-    R *q = scratch.take(kTokens * keys), *k = scratch.take(kTokens * keys),
-      *f = scratch.take(kTokens * keys), *v = scratch.take(kTokens * values),
+    R *q = scratch.take(kSubChunk * keys), *k = scratch.take(kSubChunk * keys),
+      *f = scratch.take(kSubChunk * keys), *v = scratch.take(kSubChunk * values),
       *out = scratch.take(values);
     const bool reverse = params.layout.reverse;
-    const int count = static_cast<int>(block.length);
-    const TokenRows<E> o_rows(params.o, block, reverse, block.column);
-    load_rows<R, E>({params.q, block, reverse, 0}, 0, count, NextBlock::kLater, params.key_dim,
+    const int count = static_cast<int>(tile.length);
+    const TokenRows<E> o_rows(params.o, tile, reverse, tile.column);
+    load_rows<R, E>({params.q, tile, reverse, 0}, 0, count, NextSubChunk::kLater, params.key_dim,
                     params.q_activation, static_cast<R>(params.scale), q);
-    load_rows<R, E>({params.v, block, reverse, block.column}, 0, count, NextBlock::kLater,
-                    block.width, params.v_activation, R(1), v);
-    KeyRows<R, E, G>(params, block, reverse, 0, params.key_dim)
-        .load_keys(0, count, NextBlock::kLater, k, f, nullptr, nullptr);
+    load_rows<R, E>({params.v, tile, reverse, tile.column}, 0, count, NextSubChunk::kLater,
+                    tile.width, params.v_activation, R(1), v);
+    KeyRows<R, E, G>(params, tile, reverse, 0, params.key_dim)
+        .load_keys(0, count, NextSubChunk::kLater, k, f, nullptr, nullptr);
     const int64_t to_stride = own != nullptr ? values : stride;
     R* state = own != nullptr ? own : to;
     int64_t from_stride = stride;
@@ -130,7 +132,7 @@ struct ValueBlock {
       for (int64_t m = 0; m < params.key_dim; ++m) {
         const Vec<R> decay = broadcast(f[t * keys + m]), key = broadcast(k[t * keys + m]),
                      query = broadcast(q[t * keys + m]);
-        for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+        for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
           const Vec<R> before =
               from != nullptr ? load<R>(from + m * from_stride + j, extent) : Vec<R>{};
           const Vec<R> after = fma(key, row_vector(v + t * values + j), decay * before);
@@ -140,7 +142,7 @@ struct ValueBlock {
       }
       from = state;
       from_stride = to_stride;
-      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
         store<R>(o_rows.row(t) + j, row_vector(out + j), extent);
       });
     }
@@ -158,18 +160,18 @@ struct ValueBlock {
 
   // ---- backward ----
 
-  static TIDEGATE_NOINLINE void backward(const GlaBackwardParams& grads, const GlaBlock& block) {
+  static TIDEGATE_NOINLINE void backward(const GlaBackwardParams& grads, const GlaTile& tile) {
     const GlaParams& params = grads.forward;
-    ValueBlock self(params, block);
+    ValueTile self(params, tile);
     self.load_state(grads.dh_final);
     const bool reverse = params.layout.reverse;
-    const TokenRows<const E> do_rows(grads.d_o, block, reverse, block.column);
-    const TokenRows<E> dv_rows(grads.dv, block, reverse, block.column);
-    const int64_t blocks = (block.length + kTokens - 1) / kTokens;
-    for (int64_t first = (blocks - 1) * kTokens; first >= 0; first -= kTokens) {
-      const int count = tokens_from(first, block.length);
-      self.load_block(first, count, NextBlock::kEarlier);
-      load_rows<R, E>(do_rows, first, count, NextBlock::kEarlier, block.width,
+    const TokenRows<const E> do_rows(grads.d_o, tile, reverse, tile.column);
+    const TokenRows<E> dv_rows(grads.dv, tile, reverse, tile.column);
+    const int64_t sub_chunks = (tile.length + kSubChunk - 1) / kSubChunk;
+    for (int64_t first = (sub_chunks - 1) * kSubChunk; first >= 0; first -= kSubChunk) {
+      const int count = tokens_from(first, tile.length);
+      self.load_sub_chunk(first, count, NextSubChunk::kEarlier);
+      load_rows<R, E>(do_rows, first, count, NextSubChunk::kEarlier, tile.width,
                       InputActivation::kNone, R(1), self.in);
       self.backward_tokens(count);
       self.slope_of_v(first, count);
@@ -181,7 +183,7 @@ struct ValueBlock {
   void backward_tokens(int count) {
     token_product<R>(k_out, keys, state, values, out);
     for (int s = 0; s < count; ++s) {
-      add_weighted_rows<R>(pairs + s * kTokens + s, 1, in + s * values, count - s, values,
+      add_weighted_rows<R>(pairs + s * kSubChunk + s, 1, in + s * values, count - s, values,
                            out + s * values);
     }
     update_state<R, DecayOf::kRow>(state, total, q_in, keys, in, values, state);
@@ -192,7 +194,7 @@ struct ValueBlock {
     for (int i = 0; i < count; ++i) {
       const E* v = v_rows.row(first + i);
       R* row = out + i * values;
-      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
         const Vec<R> slope = activation_slope<R>(load<R>(v + j, extent), params.v_activation);
         set_row_vector(row + j, slope * row_vector(row + j));
       });

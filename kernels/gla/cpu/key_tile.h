@@ -1,10 +1,11 @@
 #pragma once
 
-// The backward walk that gives dq, dk, the gate's gradient and dgamma, for some columns of K.
+// The scans of the backward pass that give dq, dk, the gate's gradient and dgamma, for some columns
+// of K.
 // States are kept transposed, [V][columns of K], so that all of it works on vectors along K.
 //
-// With S the state before a block, dS the gradient of the state after it, P(t, s) the product of
-// the decays after s up to t, and dA(t, s) = do_t . v_s, inside a block:
+// With S the state before a sub-chunk, dS the gradient of the state after it, P(t, s) the product
+// of the decays after s up to t, and dA(t, s) = do_t . v_s, inside a sub-chunk:
 //
 //   dq_t = P(t, start) S do_t  + sum over s <= t of dA(t, s) P(t, s) k_s
 //   dk_s = P(end, s) dS v_s    + sum over t >= s of dA(t, s) P(t, s) q_t
@@ -15,33 +16,33 @@
 // Every term is a product of decays and inputs: nothing is divided by a decay, and dlog f_u = f_u
 // dL/df_u is no difference of long sums.
 
-#include "kernels/gla/cpu/token_block.h"
+#include "kernels/gla/cpu/sub_chunk.h"
 
 namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
 template <class R, class E, class G>
-struct KeyBlock {
+struct KeyTile {
   using V = Vec<R>;
 
   const GlaBackwardParams& grads;
   const GlaParams& params;
-  const GlaBlock& block;
+  const GlaTile& tile;
   int64_t keys, values;  // padded width, padded V
   TokenRows<const E> q_rows, v_rows, do_rows;
   KeyRows<R, E, G> key_rows;
   TokenRows<E> dq_rows, dk_rows;
   TokenRows<G> dgate_rows;
-  R *q, *k, *f, *open, *shut, *decayed;           // [16][keys]
-  R *dq, *dk, *df, *from_start, *from_end;        // [16][keys]; S do_t, dS v_s
-  R *v, *d_o, *pairs, *chain;                     // [16][values]; dA(t, s) at [s][t]
-  R *total, *through, *dgamma, *dgamma_of_block;  // [keys]
-  R *state, *states, *segments;  // dS; S before each block of a segment; of each segment
+  R *q, *k, *f, *open, *shut, *decayed;               // [16][keys]
+  R *dq, *dk, *df, *from_start, *from_end;            // [16][keys]; S do_t, dS v_s
+  R *v, *d_o, *pairs, *chain;                         // [16][values]; dA(t, s) at [s][t]
+  R *total, *through, *dgamma, *dgamma_of_sub_chunk;  // [keys]
+  R *state, *states, *segments;  // dS; S before each sub-chunk of a segment; of each segment
 
-  KeyBlock(const GlaBackwardParams& all, const GlaBlock& part)
+  KeyTile(const GlaBackwardParams& all, const GlaTile& part)
       : grads(all),
         params(all.forward),
-        block(part),
+        tile(part),
         keys(padded(part.width)),
         values(padded(params.value_dim)),
         q_rows(params.q, part, params.layout.reverse, part.column),
@@ -55,53 +56,54 @@ struct KeyBlock {
     }
     Scratch<R> scratch(part);
     for (R** row : {&q, &k, &f, &open, &shut, &decayed, &dq, &dk, &df, &from_start, &from_end}) {
-      *row = scratch.take(kTokens * keys);
+      *row = scratch.take(kSubChunk * keys);
     }
-    for (R** row : {&v, &d_o}) *row = scratch.take(kTokens * values);
-    for (R** row : {&total, &through, &dgamma, &dgamma_of_block}) *row = scratch.take(keys);
+    for (R** row : {&v, &d_o}) *row = scratch.take(kSubChunk * values);
+    for (R** row : {&total, &through, &dgamma, &dgamma_of_sub_chunk}) *row = scratch.take(keys);
     chain = scratch.take(values);
-    pairs = scratch.take(kTokens * kTokens);
+    pairs = scratch.take(kSubChunk * kSubChunk);
     state = scratch.take(values * keys);
-    states = scratch.take_raw(block_states(part.length) * values * keys);
+    states = scratch.take_raw(sub_chunk_states(part.length) * values * keys);
     segments = scratch.take_raw(0);  // to the end
   }
 
   int64_t state_size() const { return values * keys; }
 
-  /// The block's part of an [K, V] state, transposed; zeros where it is null.
+  /// The tile's part of a [K, V] state, transposed; zeros where it is null.
   void load_state(const void* from, R* to) const {
     for (int64_t i = 0; i < state_size(); i += kLanes<R>) set_row_vector(to + i, V{});
-    const R* row = state_of<const R>(from, params, block, block.column, 0);
+    const R* row = state_of<const R>(from, params, tile, tile.column, 0);
     if (row == nullptr) return;
-    for (int64_t m = 0; m < block.width; ++m, row += params.value_dim) {
+    for (int64_t m = 0; m < tile.width; ++m, row += params.value_dim) {
       for (int64_t n = 0; n < params.value_dim; ++n) to[n * keys + m] = row[n];
     }
   }
 
-  void load_values(int64_t first, int count, NextBlock next) {
+  void load_values(int64_t first, int count, NextSubChunk next) {
     load_rows<R, E>(v_rows, first, count, next, params.value_dim, params.v_activation, R(1), v);
   }
 
-  /// The state after the block at `first` from the one before it.
+  /// The state after the sub-chunk at `first` from the one before it.
   void advance(int64_t first, const R* before, R* after) {
-    const int count = tokens_from(first, block.length);
-    key_rows.load_keys(first, count, NextBlock::kLater, k, f, nullptr, nullptr);
-    load_values(first, count, NextBlock::kLater);
+    const int count = tokens_from(first, tile.length);
+    key_rows.load_keys(first, count, NextSubChunk::kLater, k, f, nullptr, nullptr);
+    load_values(first, count, NextSubChunk::kLater);
     decay_to_end<R>(k, f, keys, decayed, total);
     update_state<R, DecayOf::kColumn>(before, total, v, values, decayed, keys, after);
   }
 
-  static TIDEGATE_NOINLINE void run(const GlaBackwardParams& grads, const GlaBlock& block) {
-    KeyBlock self(grads, block);
-    const int64_t blocks = (block.length + kTokens - 1) / kTokens;
-    const int64_t segments = (blocks + kSegmentBlocks - 1) / kSegmentBlocks;
+  static TIDEGATE_NOINLINE void run(const GlaBackwardParams& grads, const GlaTile& tile) {
+    KeyTile self(grads, tile);
+    const int64_t sub_chunks = (tile.length + kSubChunk - 1) / kSubChunk;
+    const int64_t segments = (sub_chunks + kSegmentSubChunks - 1) / kSegmentSubChunks;
     self.load_state(grads.dh_final, self.state);
     self.load_state(self.params.h0, self.segments);
     for (int64_t s = 0; s + 1 < segments; ++s) self.find_segment(s);
     for (int64_t s = segments - 1; s >= 0; --s) {
-      const int64_t begin = s * kSegmentBlocks;
-      const int64_t end = begin + kSegmentBlocks < blocks ? begin + kSegmentBlocks : blocks;
-      self.walk_segment(s, begin, end);
+      const int64_t begin = s * kSegmentSubChunks;
+      const int64_t end =
+          begin + kSegmentSubChunks < sub_chunks ? begin + kSegmentSubChunks : sub_chunks;
+      self.scan_segment(s, begin, end);
     }
     self.store_dgamma();
   }
@@ -110,31 +112,31 @@ struct KeyBlock {
   void find_segment(int64_t s) {
     R* next = segments + (s + 1) * state_size();
     const R* before = segments + s * state_size();
-    for (int64_t i = 0; i < kSegmentBlocks; ++i) {
-      advance((s * kSegmentBlocks + i) * kTokens, before, next);
+    for (int64_t i = 0; i < kSegmentSubChunks; ++i) {
+      advance((s * kSegmentSubChunks + i) * kSubChunk, before, next);
       before = next;
     }
   }
 
-  void walk_segment(int64_t s, int64_t begin, int64_t end) {
+  void scan_segment(int64_t s, int64_t begin, int64_t end) {
     const R* before = segments + s * state_size();
     for (int64_t i = begin; i + 1 < end; ++i) {
       R* after = states + (i - begin) * state_size();
-      advance(i * kTokens, before, after);
+      advance(i * kSubChunk, before, after);
       before = after;
     }
     for (int64_t i = end - 1; i >= begin; --i) {
       const R* start =
           i == begin ? segments + s * state_size() : states + (i - begin - 1) * state_size();
-      walk_back(i * kTokens, start);
+      sub_chunk_gradients(i * kSubChunk, start);
     }
   }
 
-  /// All gradients of one block; `start` is the state before it, `state` the gradient after it.
-  void walk_back(int64_t first, const R* start) {
-    const int count = tokens_from(first, block.length);
-    constexpr NextBlock kNext = NextBlock::kEarlier;
-    load_rows<R, E>(q_rows, first, count, kNext, block.width, params.q_activation,
+  /// All gradients of one sub-chunk; `start` is the state before it, `state` the gradient after it.
+  void sub_chunk_gradients(int64_t first, const R* start) {
+    const int count = tokens_from(first, tile.length);
+    constexpr NextSubChunk kNext = NextSubChunk::kEarlier;
+    load_rows<R, E>(q_rows, first, count, kNext, tile.width, params.q_activation,
                     static_cast<R>(params.scale), q);
     key_rows.load_keys(first, count, kNext, k, f, open, shut);
     load_values(first, count, kNext);
@@ -165,15 +167,15 @@ struct KeyBlock {
     }
   }
 
-  /// What comes from the state before the block or goes to the one after it.
+  /// What comes from the state before the sub-chunk or goes to the one after it.
   TIDEGATE_NOINLINE void between_states() {
     for (int64_t j = 0; j < keys; j += kLanes<R>) {
       const auto at = [&](const R* rows, int t) { return row_vector(rows + t * keys + j); };
       // Forwards: the decay from the start, and the paths that began at earlier tokens.
       DecayProduct<R> from_begin, to_end;
-      V begun = V{}, before[kTokens];
+      V begun = V{}, before[kSubChunk];
       const V across = row_vector(through + j);
-      for (int u = 0; u < kTokens; ++u) {
+      for (int u = 0; u < kSubChunk; ++u) {
         before[u] = from_begin.value();
         set_row_vector(df + u * keys + j, fma(before[u], across, begun));
         const V f_now = at(f, u);
@@ -183,7 +185,7 @@ struct KeyBlock {
       }
       // Backwards: the decay to the end, and the paths that will end at later tokens.
       V ending = V{};
-      for (int u = kTokens - 1; u >= 0; --u) {
+      for (int u = kSubChunk - 1; u >= 0; --u) {
         ending = fma(at(q, u), at(from_start, u), ending);
         const V decay = to_end.value();
         set_row_vector(df + u * keys + j, fma(decay, at(df, u), before[u] * ending));
@@ -195,13 +197,13 @@ struct KeyBlock {
     }
   }
 
-  /// The paths from a token to another one of the block. While u goes forwards,
+  /// The paths from a token to another one of the sub-chunk. While u goes forwards,
   /// reached[t] = sum over s < u of dA(t, s) P(u - 1, s) k_s.
   TIDEGATE_NOINLINE void between_tokens(int count) {
     for (int64_t j = 0; j < keys; j += kLanes<R>) {
-      V reached[kTokens] = {};
+      V reached[kSubChunk] = {};
       for (int u = 0; u < count; ++u) {
-        const R* weights = pairs + u * kTokens;
+        const R* weights = pairs + u * kSubChunk;
         const R* f_row = f + u * keys + j;
         const V f_now = row_vector(f_row), k_now = row_vector(k + u * keys + j);
         V query = row_vector(q + u * keys + j), decay = splat(R(1));
@@ -233,7 +235,7 @@ struct KeyBlock {
       const int64_t row = i * keys;
       const E* q_in = q_rows.row(first + i);
       E* to = dq_rows.row(first + i);
-      for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+      for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
         V grad = scale * row_vector(dq + row + j);
         if (params.q_activation != InputActivation::kNone) {
           grad *= activation_slope<R>(load<R>(q_in + j, extent), params.q_activation);
@@ -246,20 +248,20 @@ struct KeyBlock {
         store_log_decay(first + i, row);
       }
     }
-    // In two levels, so that the rounding errors of a long sum grow with its blocks only.
+    // In two levels, so that the rounding errors of a long sum grow with its sub-chunks only.
     for (int64_t j = 0; j < keys; j += kLanes<R>) {
-      add(dgamma + j, row_vector(dgamma_of_block + j));
-      set_row_vector(dgamma_of_block + j, V{});
+      add(dgamma + j, row_vector(dgamma_of_sub_chunk + j));
+      set_row_vector(dgamma_of_sub_chunk + j, V{});
     }
   }
 
   /// dx = (dL/df - dk) (1 - gamma) s(x) s(-x),  dgamma = sum of (dL/df - dk) s(-x).
   void store_logit(int64_t token, int64_t row) {
     G* to = dgate_rows.row(token);
-    for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+    for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
       const V from_both = row_vector(df + row + j) - row_vector(dk + row + j);
       store<R>(to + j, from_both * row_vector(k + row + j) * row_vector(open + row + j), extent);
-      add(dgamma_of_block + j, from_both * row_vector(shut + row + j));
+      add(dgamma_of_sub_chunk + j, from_both * row_vector(shut + row + j));
     });
   }
 
@@ -267,7 +269,7 @@ struct KeyBlock {
     E* to = dk_rows.row(token);
     G* to_gate = dgate_rows.row(token);
     V sum = V{};
-    for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+    for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
       store<R>(to + j, row_vector(dk + row + j), extent);
       const V dlog_f = row_vector(f + row + j) * row_vector(df + row + j);
       if (params.gate_per_head) {
@@ -285,9 +287,9 @@ struct KeyBlock {
 
   void store_dgamma() const {
     if (grads.dgamma_partial == nullptr) return;
-    R* to = static_cast<R*>(grads.dgamma_partial) + block.sequence * params.channels +
-            block.head * params.key_dim + block.column;
-    for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
+    R* to = static_cast<R*>(grads.dgamma_partial) + tile.sequence * params.channels +
+            tile.head * params.key_dim + tile.column;
+    for_each_vector<R>(tile.width, [&](int64_t j, auto extent) {
       store<R>(to + j, row_vector(dgamma + j), extent);
     });
   }

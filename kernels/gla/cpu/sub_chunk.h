@@ -1,9 +1,9 @@
 #pragma once
 
 // 16 tokens of one head in scratch memory: q, keys and decays of some columns of K, v or do of some
-// columns of V, in the type of the state, as [16][padded width] rows. The walk over a sequence
-// gives its blocks in order; columns past the width are zeros, tokens past the sequence's end are
-// zeros with decays of one.
+// columns of V, in the type of the state, as [16][padded width] rows. The scan of a sequence
+// gives its sub-chunks in order; columns past the width are zeros, tokens past the sequence's end
+// are zeros with decays of one.
 
 #include "kernels/common/cpu_gates.h"
 #include "kernels/common/cpu_types.h"
@@ -12,11 +12,11 @@
 namespace tidegate::kernels::gla::TIDEGATE_ISA {
 namespace {
 
-/// Hands out pieces of a block's scratch memory, zeroed.
+/// Hands out pieces of a tile's scratch memory, zeroed.
 template <class R>
 class Scratch {
  public:
-  explicit Scratch(const GlaBlock& block) : next_(static_cast<R*>(block.scratch)) {}
+  explicit Scratch(const GlaTile& tile) : next_(static_cast<R*>(tile.scratch)) {}
 
   R* take(int64_t count) {
     R* piece = next_;
@@ -35,24 +35,24 @@ class Scratch {
   R* next_;
 };
 
-/// The rows of one tensor in the order of the walk, from `column` of the block's head on.
+/// The rows of one tensor in the order of the scan, from `column` of the tile's head on.
 template <class E>
 struct TokenRows {
   E* first = nullptr;
   int64_t step = 0;
 
   TokenRows() = default;
-  TokenRows(const HeadSeries& series, const GlaBlock& block, bool reverse, int64_t column) {
-    const int64_t start = reverse ? block.begin + block.length - 1 : block.begin;
-    first = static_cast<E*>(series.data) + block.batch * series.stride_b + start * series.stride_t +
-            block.head * series.stride_h + column;
+  TokenRows(const HeadSeries& series, const GlaTile& tile, bool reverse, int64_t column) {
+    const int64_t start = reverse ? tile.begin + tile.length - 1 : tile.begin;
+    first = static_cast<E*>(series.data) + tile.batch * series.stride_b + start * series.stride_t +
+            tile.head * series.stride_h + column;
     step = reverse ? -series.stride_t : series.stride_t;
   }
   E* row(int64_t token) const { return first + token * step; }
 
-  /// The arithmetic of a block takes longer than memory needs to bring the rows of the next one,
-  /// which the hardware's prefetchers do not expect: heads lie between a token's row and the next.
-  /// A prefetch outside the tensor does no harm.
+  /// The arithmetic of a sub-chunk takes longer than memory needs to bring the rows of the next
+  /// one, which the hardware's prefetchers do not expect: heads lie between a token's row and the
+  /// next. A prefetch outside the tensor does no harm.
   void prefetch(int64_t token, int64_t width) const {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(E));
     const E* from = row(token);
@@ -60,8 +60,8 @@ struct TokenRows {
   }
 };
 
-/// Which block a walk comes to next.
-enum class NextBlock : int64_t { kLater = kTokens, kEarlier = -kTokens };
+/// Which sub-chunk a scan comes to next.
+enum class NextSubChunk : int64_t { kLater = kSubChunk, kEarlier = -kSubChunk };
 
 /// act(x), and its derivative.
 template <class R>
@@ -80,7 +80,7 @@ TIDEGATE_INLINE Vec<R> activation_slope(Vec<R> x, InputActivation activation) {
 /// to[i] = factor * act(row first + i), for `count` tokens; zeros for the rest of the 16.
 template <class R, class E>
 TIDEGATE_NOINLINE void load_rows(const TokenRows<const E>& rows, int64_t first, int count,
-                                 NextBlock next, int64_t width, InputActivation activation,
+                                 NextSubChunk next, int64_t width, InputActivation activation,
                                  R factor, R* to) {
   const int64_t stride = padded(width);
   for (int i = 0; i < count; ++i) {
@@ -91,26 +91,26 @@ TIDEGATE_NOINLINE void load_rows(const TokenRows<const E>& rows, int64_t first, 
       store<R>(to + i * stride + j, factor * activated<R>(x, activation), extent);
     });
   }
-  for (R* rest = to + count * stride; rest < to + kTokens * stride; rest += kLanes<R>) {
+  for (R* rest = to + count * stride; rest < to + kSubChunk * stride; rest += kLanes<R>) {
     set_row_vector(rest, Vec<R>{});
   }
 }
 
-/// Where the keys and decays of a block of tokens come from: some columns of one head.
+/// Where the keys and decays of a sub-chunk come from: some columns of one head.
 template <class R, class E, class G>
 struct KeyRows {
   const GlaParams& params;
   int64_t width;
   TokenRows<const E> k;
   TokenRows<const G> gate;
-  const R* gamma = nullptr;  // of the block's columns
+  const R* gamma = nullptr;  // of the tile's columns
 
-  KeyRows(const GlaParams& all, const GlaBlock& block, bool reverse, int64_t column, int64_t count)
+  KeyRows(const GlaParams& all, const GlaTile& tile, bool reverse, int64_t column, int64_t count)
       : params(all), width(count) {
-    gate = {all.gate, block, reverse, all.gate_per_head ? 0 : column};
-    if (all.gate_kind == GateKind::kLogDecay) k = {all.k, block, reverse, column};
+    gate = {all.gate, tile, reverse, all.gate_per_head ? 0 : column};
+    if (all.gate_kind == GateKind::kLogDecay) k = {all.k, tile, reverse, column};
     if (all.gamma != nullptr) {
-      gamma = static_cast<const R*>(all.gamma) + block.head * all.key_dim + column;
+      gamma = static_cast<const R*>(all.gamma) + tile.head * all.key_dim + column;
     }
   }
 
@@ -121,7 +121,7 @@ struct KeyRows {
 
   /// Keys and decays of `count` tokens; with `open` and `shut` given and logits, sigmoid(x) and
   /// sigmoid(-x), too.
-  TIDEGATE_NOINLINE void load_keys(int64_t first, int count, NextBlock next, R* keys, R* decays,
+  TIDEGATE_NOINLINE void load_keys(int64_t first, int count, NextSubChunk next, R* keys, R* decays,
                                    R* open, R* shut) const {
     const int64_t stride = padded(width);
     if (params.gate_kind == GateKind::kLogDecay) {
@@ -154,7 +154,7 @@ struct KeyRows {
         });
       }
     }
-    for (int64_t i = count * stride; i < kTokens * stride; i += kLanes<R>) {
+    for (int64_t i = count * stride; i < kSubChunk * stride; i += kLanes<R>) {
       set_row_vector(decays + i, splat(R(1)));
       set_row_vector(keys + i, Vec<R>{});
       if (open != nullptr) {
@@ -166,8 +166,8 @@ struct KeyRows {
 };
 
 /// A product of decays with its rounding error. Next to one, (1 - a)(1 - b) rounds to 1 - a - b as
-/// long as a b is less than half a unit in the last place: always too small, in every block of a
-/// sequence, until a state that is hardly forgotten has lost its last digits.
+/// long as a b is less than half a unit in the last place: always too small, in every sub-chunk of
+/// a sequence, until a state that is hardly forgotten has lost its last digits.
 template <class R>
 class DecayProduct {
  public:
@@ -183,13 +183,13 @@ class DecayProduct {
   Vec<R> low_ = Vec<R>{};
 };
 
-/// What meets the state before the block: to[t] = from[t] * (product of f up to t). `total` is the
-/// product over all 16.
+/// What meets the state before the sub-chunk: to[t] = from[t] * (product of f up to t). `total` is
+/// the product over all 16.
 template <class R>
 TIDEGATE_NOINLINE void decay_from_start(const R* from, const R* f, int64_t width, R* to, R* total) {
   for (int64_t j = 0; j < width; j += kLanes<R>) {
     DecayProduct<R> product;
-    for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < kSubChunk; ++t) {
       product.multiply(row_vector(f + t * width + j));
       set_row_vector(to + t * width + j, product.value() * row_vector(from + t * width + j));
     }
@@ -197,13 +197,13 @@ TIDEGATE_NOINLINE void decay_from_start(const R* from, const R* f, int64_t width
   }
 }
 
-/// What reaches the state after the block: to[t] = from[t] * (product of f after t). `total` is the
-/// product over all 16.
+/// What reaches the state after the sub-chunk: to[t] = from[t] * (product of f after t). `total` is
+/// the product over all 16.
 template <class R>
 TIDEGATE_NOINLINE void decay_to_end(const R* from, const R* f, int64_t width, R* to, R* total) {
   for (int64_t j = 0; j < width; j += kLanes<R>) {
     DecayProduct<R> product;
-    for (int t = kTokens - 1; t >= 0; --t) {
+    for (int t = kSubChunk - 1; t >= 0; --t) {
       set_row_vector(to + t * width + j, product.value() * row_vector(from + t * width + j));
       product.multiply(row_vector(f + t * width + j));
     }
@@ -222,18 +222,17 @@ TIDEGATE_NOINLINE void copy_state(const R* from, int64_t from_stride, int64_t ro
   }
 }
 
-/// The [K, V] state of the block's head and sequence, from row `k` and column `v` on; null stays.
+/// The [K, V] state of the tile's head and sequence, from row `k` and column `v` on; null stays.
 template <class R>
-R* state_of(const void* data, const GlaParams& params, const GlaBlock& block, int64_t k,
-            int64_t v) {
+R* state_of(const void* data, const GlaParams& params, const GlaTile& tile, int64_t k, int64_t v) {
   if (data == nullptr) return nullptr;
-  const int64_t index = block.sequence * params.heads + block.head;
+  const int64_t index = tile.sequence * params.heads + tile.head;
   return static_cast<R*>(const_cast<void*>(data)) +
          (index * params.key_dim + k) * params.value_dim + v;
 }
 
 TIDEGATE_INLINE int tokens_from(int64_t first, int64_t length) {
-  return static_cast<int>(length - first < kTokens ? length - first : kTokens);
+  return static_cast<int>(length - first < kSubChunk ? length - first : kSubChunk);
 }
 
 }  // namespace
