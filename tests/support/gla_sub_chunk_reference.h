@@ -1,6 +1,6 @@
 #pragma once
 
-// The forward pass as tensor cores compute it, naively: blocks of 16 tokens, scores by dyadic
+// The forward pass as tensor cores compute it, naively: sub-chunks of 16 tokens, scores by dyadic
 // references, every operand of a product rounded to bf16, sums in float, those of the state rounded
 // towards zero as tensor cores do. Its error is what that form costs in that precision, and a
 // kernel's error is compared with it.
@@ -14,7 +14,7 @@
 
 namespace tidegate::testing {
 
-class GlaBlockReference : public GlaReference<float> {
+class GlaSubChunkReference : public GlaReference<float> {
  public:
   /// Writes o and h_final.
   void run_forward(const ReferenceLayout& layout) {
@@ -26,9 +26,9 @@ class GlaBlockReference : public GlaReference<float> {
   }
 
  private:
-  static constexpr int64_t kBlock = 16;
-  static constexpr int64_t kSlice = 128;  // channels whose scores are rounded together
-  using Tokens = std::vector<int64_t>;    // of a block
+  static constexpr int64_t kSubChunk = 16;
+  static constexpr int64_t kKeyTile = 128;  // channels whose scores are rounded together
+  using Tokens = std::vector<int64_t>;      // of a sub-chunk
 
   static float operand(float x) { return static_cast<float>(rounded(DType::kBFloat16, x).real()); }
 
@@ -37,8 +37,8 @@ class GlaBlockReference : public GlaReference<float> {
     const int64_t size = key_dim * value_dim, first = (n * heads + h) * size;
     Array state(size, 0);
     if (!h0.empty()) state.assign(h0.begin() + first, h0.begin() + first + size);
-    for (int64_t begin = 0; begin < range.length; begin += kBlock) {
-      const int64_t end = std::min(begin + kBlock, range.length);
+    for (int64_t begin = 0; begin < range.length; begin += kSubChunk) {
+      const int64_t end = std::min(begin + kSubChunk, range.length);
       Tokens tokens;
       for (int64_t step = begin; step < end; ++step) tokens.push_back(layout.token(range, step));
       outputs(tokens, h, state);
@@ -62,18 +62,18 @@ class GlaBlockReference : public GlaReference<float> {
     return product;
   }
 
-  /// q_t k_s and the decays between, over a slice of the channels: both referred to the boundary
-  /// between the largest neighbouring blocks that part them. Neighbours of a pair are multiplied in
-  /// float.
+  /// q_t k_s and the decays between, over a tile of the channels: both referred to the boundary
+  /// between the largest neighbouring groups of tokens that part them. Neighbours of a pair are
+  /// multiplied in float.
   float score(const Tokens& tokens, int64_t h, size_t t, size_t s, int64_t first) const {
-    size_t block = 1;
-    while (t / (2 * block) != s / (2 * block)) block *= 2;
-    const size_t boundary = t == s ? t + 1 : t / block * block;
+    size_t group = 1;
+    while (t / (2 * group) != s / (2 * group)) group *= 2;
+    const size_t boundary = t == s ? t + 1 : t / group * group;
     float sum = 0;
-    for (int64_t i = first; i < std::min(first + kSlice, key_dim); ++i) {
+    for (int64_t i = first; i < std::min(first + kKeyTile, key_dim); ++i) {
       const float q = query(tokens[t], h, i) * decays(tokens, h, i, boundary, t + 1);
       const float k = key(tokens[s], h, i) * decays(tokens, h, i, s + 1, std::min(boundary, t + 1));
-      sum += block == 1 ? q * k : operand(q) * operand(k);
+      sum += group == 1 ? q * k : operand(q) * operand(k);
     }
     return sum;
   }
@@ -82,7 +82,7 @@ class GlaBlockReference : public GlaReference<float> {
     for (size_t t = 0; t < tokens.size(); ++t) {
       for (size_t s = 0; s <= t; ++s) {
         float weight = 0;
-        for (int64_t i = 0; i < key_dim; i += kSlice) {
+        for (int64_t i = 0; i < key_dim; i += kKeyTile) {
           weight += operand(score(tokens, h, t, s, i));
         }
         for (int64_t j = 0; j < value_dim; ++j) {
