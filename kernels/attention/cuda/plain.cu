@@ -1,6 +1,5 @@
-#include "kernels/attention/cuda/plain.h"
-
-#include "kernels/attention/cuda/gate_sums.h"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/paths.h"
 #include "kernels/attention/cuda/plain_rows.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"

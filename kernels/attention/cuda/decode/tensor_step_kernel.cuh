@@ -5,9 +5,9 @@
 // another. The rows of its products are query heads: eight with weights rounded to 16 bits, and the
 // same eight with what the rounding has left, which keeps the weights' digits for nothing.
 
-#include "kernels/attention/cuda/half_tiles.cuh"
+#include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/plain_rows.cuh"
-#include "kernels/attention/cuda/step_parts.cuh"
+#include "kernels/attention/cuda/smem_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 

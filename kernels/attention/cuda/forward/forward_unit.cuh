@@ -1,7 +1,6 @@
 #pragma once
 
-#include "kernels/attention/cuda/tensor_forward.cuh"
-#include "kernels/attention/cuda/tensor_forward.h"
+#include "kernels/attention/cuda/forward/forward_kernel.cuh"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {

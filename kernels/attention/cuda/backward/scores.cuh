@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "kernels/attention/cuda/half_tiles.cuh"
-#include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/attention/cuda/smem_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 

@@ -4,8 +4,8 @@
 // pass, bounds of scores for pruning. Eight lanes share a row; a block has some tokens of one head,
 // and blocks of neighbouring heads follow each other, as the rows in memory do.
 
-#include "kernels/attention/cuda/gate_sums.cuh"
-#include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
 
 namespace tidegate::kernels::attention {
 

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
-#include "kernels/attention/cuda/backward_shapes.cuh"
-#include "kernels/attention/cuda/gate_sums.cuh"
-#include "kernels/attention/cuda/round_dq.cuh"
-#include "kernels/attention/cuda/tensor_backward.h"
+#include "kernels/attention/cuda/backward/dq_accumulator.cuh"
+#include "kernels/attention/cuda/backward/key_gradient_kernel.cuh"
+#include "kernels/attention/cuda/backward/query_gradient_kernel.cuh"
+#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 

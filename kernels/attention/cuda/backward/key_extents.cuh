@@ -3,7 +3,7 @@
 // Which queries pruning leaves to the keys, found before the backward pass: a warp for every 64
 // keys and query head. Blocks of the pass then start with one load where they would search.
 
-#include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
 
 namespace tidegate::kernels::attention {
 

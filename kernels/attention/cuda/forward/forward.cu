@@ -1,9 +1,8 @@
 // The forward pass on tensor cores: what it takes, and what follows what.
 
-#include "kernels/attention/cuda/tensor_forward.h"
-
-#include "kernels/attention/cuda/gate_sums.h"
-#include "kernels/attention/cuda/row_terms.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/cuda/preprocess.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 

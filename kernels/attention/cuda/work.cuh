@@ -2,8 +2,10 @@
 
 // What a launch of the tensor-core kernels is told, and where a block of threads finds its part.
 
-#include "kernels/attention/forgetting_attention.h"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 
@@ -36,6 +38,24 @@ struct TensorAttention {
   float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
   float* dq_sums = nullptr;                       // backward: dq in float, tile by tile
+};
+
+/// The classes of head dimensions, each compiled for itself: up to 96, and above.
+enum class HeadDims : uint8_t { kSmall, kLarge };
+constexpr int64_t kLargestSmallHeadDim = 96;
+
+template <class Data, HeadDims kDims>
+struct AttentionForwardUnit {
+  /// Fills in work.tiles.
+  static cudaError_t launch(TensorAttention work, cudaStream_t stream);
+};
+
+template <class Data, HeadDims kDims>
+struct AttentionBackwardUnit {
+  /// With work.dq_sums: all gradients but the gates', dq by atomics. Without: the same, dq by a
+  /// kernel of its own. Then adds up the chunks of `gates`.
+  static cudaError_t launch(TensorAttention work, const GateGradientChunks& gates,
+                            const DeviceLimits& limits, cudaStream_t stream);
 };
 
 /// How many heads' tiles are taken side by side, where `resident` blocks run at once: as many as
@@ -86,6 +106,17 @@ struct PairMask {
   __device__ Row row(int position, int key) const {
     const int newest = position - key;
     return {window == 0 ? -(1 << 30) : newest - window, newest};
+  }
+};
+
+/// Which keys the queries at positions [first, last] may see: tiles [begin, end).
+struct KeyTiles {
+  int begin, end;
+
+  template <int kKeys>
+  static __device__ KeyTiles of(int first, int last, int window) {
+    const int oldest = window > 0 ? max(0, first - window + 1) : 0;
+    return {oldest / kKeys, last < 0 ? 0 : last / kKeys + 1};
   }
 };
 
@@ -165,56 +196,5 @@ struct SplitGate {
     return {high, static_cast<float>(scaled - static_cast<double>(high))};
   }
 };
-
-/// Floats in an order of integers in which NaN is the largest and zero is below all, and back.
-__device__ inline unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(x), sign = 0x80000000u;
-  return x != x ? ~0u : bits < sign ? bits | sign : ~bits;
-}
-__device__ inline float from_ordered(unsigned x) {
-  return __uint_as_float(x >= 0x80000000u ? x ^ 0x80000000u : ~x);
-}
-
-/// Bounds of scores, as ordered floats: a head's largest squared norm of a key, [B, Hkv]; then, in
-/// the backward pass, the largest excess of scale |q_i| max|k| over lse_i of a head's queries,
-/// [B, Hq].
-struct ScoreBounds {
-  static __device__ float key(const TensorAttention& w, int64_t batch, int64_t head) {
-    const ForgettingAttentionParams& p = w.params.forward;
-    return from_ordered(w.score_bounds[batch * p.key_heads + head / (p.heads / p.key_heads)]);
-  }
-  static __device__ float score(const TensorAttention& w, int64_t batch, int64_t head) {
-    const ForgettingAttentionParams& p = w.params.forward;
-    return from_ordered(w.score_bounds[p.layout.batch * p.key_heads + batch * p.heads + head]);
-  }
-};
-
-/// scale |q| |k|, rounded up.
-__device__ inline float largest_score(const ForgettingAttentionParams& p, float query_square,
-                                      float key_square) {
-  return 1.0001f * static_cast<float>(p.scale) * sqrtf(query_square) * sqrtf(key_square);
-}
-
-/// How far c may fall from a key to a query before the key may be dropped: its weight is
-/// exp(s_ij + c_i - c_j - lse_i), and with that at most prune / keys for each key, all that is
-/// dropped weighs at most prune. `score`: of s_ij - lse_i, nowhere exceeded. NaN drops nothing.
-__device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys, double score) {
-  return score + log(static_cast<double>(keys)) - log(p.prune);
-}
-
-/// Whether a launch of the backward pass takes a head of keys of a sequence.
-__device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, int key_head) {
-  if (w.heads == PrunedHeads::kAll) {
-    return true;
-  }
-  const ForgettingAttentionParams& p = w.params.forward;
-  const int group = static_cast<int>(p.heads / p.key_heads);
-  const int* const near = w.reach.near + sequence * p.heads + key_head * group;
-  int all = 1;
-  for (int i = 0; i < group; ++i) {
-    all &= near[i];
-  }
-  return (all != 0) == (w.heads == PrunedHeads::kNear);
-}
 
 }  // namespace tidegate::kernels::attention

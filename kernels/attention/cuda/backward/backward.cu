@@ -1,12 +1,10 @@
 // The backward pass on tensor cores: what it takes, its workspace, and what follows what.
 
-#include "kernels/attention/cuda/tensor_backward.h"
-
-#include "kernels/attention/cuda/backward_shapes.cuh"
-#include "kernels/attention/cuda/gate_sums.cuh"
-#include "kernels/attention/cuda/gate_sums.h"
-#include "kernels/attention/cuda/key_reach.cuh"
-#include "kernels/attention/cuda/row_terms.cuh"
+#include "kernels/attention/cuda/backward/key_extents.cuh"
+#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/cuda/preprocess.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 

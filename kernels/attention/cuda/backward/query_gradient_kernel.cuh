@@ -3,27 +3,10 @@
 // dq and the sums of dS over rows without atomics: a block of threads takes a tile of queries, as
 // in the forward pass, and computes S, dP and dS again, with dq in registers.
 
-#include "kernels/attention/cuda/tensor_backward.cuh"
-#include "kernels/attention/cuda/tensor_forward.cuh"
+#include "kernels/attention/cuda/backward/scores.cuh"
+#include "kernels/attention/cuda/backward/tile_configs.cuh"
 
 namespace tidegate::kernels::attention {
-
-template <class Data, int kHeadDim, int kRowTilesAWarp, int kWarpsABlock, int kKeysATile>
-struct QueryGradientShape {
-  using T = Data;
-  static constexpr int kDim = kHeadDim;
-  static constexpr int kRowTiles = kRowTilesAWarp;
-  static constexpr int kWarps = kWarpsABlock;
-  static constexpr int kKeys = kKeysATile;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kRows = kWarpRows * kWarps;
-  static constexpr int kRowBytes = HalfTile<kDim>::bytes(kRows);
-  static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
-  static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
-  static constexpr int kSharedBytes =
-      2 * kRowBytes + 2 * kStageBytes + (2 * 2 * kKeys + 4 * kRows) * int{sizeof(float)};
-};
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)

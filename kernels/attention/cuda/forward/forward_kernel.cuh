@@ -12,8 +12,8 @@
 
 #include <cmath>
 
-#include "kernels/attention/cuda/half_tiles.cuh"
-#include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/attention/cuda/smem_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -70,17 +70,6 @@ struct ForwardShared {
 
   __device__ unsigned char* keys(int stage) const { return stages + stage * Shape::kStageBytes; }
   __device__ unsigned char* values(int stage) const { return keys(stage) + Shape::kKeyBytes; }
-};
-
-/// Which keys the queries at positions [first, last] may see: tiles [begin, end).
-struct KeyTiles {
-  int begin, end;
-
-  template <int kKeys>
-  static __device__ KeyTiles of(int first, int last, int window) {
-    const int oldest = window > 0 ? max(0, first - window + 1) : 0;
-    return {oldest / kKeys, last < 0 ? 0 : last / kKeys + 1};
-  }
 };
 
 /// One warp's rows: scores of the tile at hand, and outputs so far.

@@ -1,8 +1,10 @@
 #pragma once
 
-// The two scans over time of gate_sums.h, as parts of blocks of kGateChunk threads, so that they
-// may share a launch with other work. Chunks are added up first; then every chunk is scanned by
-// itself, from the totals before it.
+// Sums of gates over time, and the way back from gradients of scores to gradients of gates: two
+// scans over time in float64. Time is cut into chunks that run at the same time: chunks are added
+// up first, then every chunk is scanned by itself, from the totals before it, so sums have a fixed
+// order. Both steps are parts of blocks of kGateChunk threads, which may share a launch with other
+// work; gate_sums and gate_gradients are launches of their own.
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/cuts.cuh"
@@ -192,5 +194,21 @@ __global__ void __launch_bounds__(kGateChunk)
     gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
   chunks.scan_chunk(blockIdx.x);
 }
+
+using GateGradientChunks = GateChunks<GateGradientScan<float>>;
+
+/// Doubles for the totals of chunks of one scan.
+int64_t gate_totals_count(const ForgettingAttentionParams& params);
+
+/// Doubles that gate_sums needs: c, [B, Hq, Tk], then its scratch.
+int64_t gate_sums_count(const ForgettingAttentionParams& params);
+
+/// c_j = sum of log_f over a sequence's tokens 1 .. j, each at least kLeastLogGate. NaN stays.
+cudaError_t gate_sums(const ForgettingAttentionParams& params, double* c, cudaStream_t stream);
+
+/// dlog_f_u = sum over positions t >= u of (row sum of dS of the query at t, if there is one) -
+/// (column sum of key t); zero for a sequence's first token. Sums are [B, Hq, Tq] and [B, Hq, Tk].
+cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& params, const double* row_sums,
+                           const double* column_sums, double* totals, cudaStream_t stream);
 
 }  // namespace tidegate::kernels::attention

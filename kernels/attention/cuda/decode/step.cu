@@ -1,11 +1,9 @@
-#include "kernels/attention/cuda/step.h"
-
 #include <algorithm>
 
+#include "kernels/attention/cuda/decode/splits.cuh"
+#include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
+#include "kernels/attention/cuda/paths.h"
 #include "kernels/attention/cuda/plain_rows.cuh"
-#include "kernels/attention/cuda/step_parts.cuh"
-#include "kernels/attention/cuda/tensor_forward.h"
-#include "kernels/attention/cuda/tensor_step.cuh"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {
