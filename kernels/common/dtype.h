@@ -7,10 +7,14 @@ namespace tidegate::kernels {
 /// Element types that cross the boundary between `src/` and `kernels/`.
 enum class DType : uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kComplex64, kComplex128 };
 
+constexpr bool is_16_bit(DType dtype) {
+  return dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
+
 /// The type in which a recurrence over `dtype` accumulates and keeps its state:
 /// fp32 for 16- and 32-bit reals, and itself for everything wider.
 constexpr DType state_dtype(DType dtype) {
-  return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? DType::kFloat32 : dtype;
+  return is_16_bit(dtype) ? DType::kFloat32 : dtype;
 }
 
 constexpr bool is_complex(DType dtype) {

@@ -23,7 +23,7 @@ cudaError_t run(const Scan& scan, double* totals, cudaStream_t stream) {
 }  // namespace
 
 int64_t gate_totals_count(const ForgettingAttentionParams& p) {
-  return cut_time(p.key_layout, kGateChunk).slots * p.heads;
+  return time_tiles(p.key_layout, kGateChunk).count * p.heads;
 }
 
 int64_t gate_sums_count(const ForgettingAttentionParams& p) {

@@ -8,8 +8,6 @@ namespace tidegate::kernels::attention {
 
 // Tensor cores (forward/, backward/).
 
-/// Whether rows of a 16-bit tensor are aligned to 16 bytes.
-bool rows_aligned(const HeadSeries& t);
 /// Whether the tensor-core kernels take these inputs: 16-bit data, D a multiple of 8 from 16 on,
 /// rows of q, k, v and o aligned to 16 bytes.
 bool tensor_forward_fits(const ForgettingAttentionParams& params);

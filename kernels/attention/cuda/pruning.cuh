@@ -8,7 +8,7 @@ namespace tidegate::kernels::attention {
 
 /// Bytes of work.score_bounds; see ScoreBounds. Zero for a pass that does not prune.
 int64_t score_bounds_bytes(const ForgettingAttentionParams& params, bool of_queries);
-/// Finds the keys' part of them, which is zero before; row_terms_kernel finds the queries'.
+/// Finds the keys' part of them, which is zero before; delta_kernel finds the queries'.
 cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream);
 
 /// Floats in an order of integers in which NaN is the largest and zero is below all, and back.
@@ -49,17 +49,17 @@ __device__ inline double largest_fall(const ForgettingAttentionParams& p, int ke
 
 /// Whether a launch of the backward pass takes a head of keys of a sequence.
 __device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, int key_head) {
-  if (w.heads == PrunedHeads::kAll) {
+  if (w.heads == HeadRange::kAll) {
     return true;
   }
   const ForgettingAttentionParams& p = w.params.forward;
   const int group = static_cast<int>(p.heads / p.key_heads);
-  const int* const near = w.reach.near + sequence * p.heads + key_head * group;
+  const int* const is_short = w.extents.short_range + sequence * p.heads + key_head * group;
   int all = 1;
   for (int i = 0; i < group; ++i) {
-    all &= near[i];
+    all &= is_short[i];
   }
-  return (all != 0) == (w.heads == PrunedHeads::kNear);
+  return (all != 0) == (w.heads == HeadRange::kShort);
 }
 
 }  // namespace tidegate::kernels::attention

@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "kernels/common/cuda/shared_address.cuh"
+
 namespace tidegate::kernels {
 
 /// d += A * B.
@@ -54,10 +56,10 @@ __device__ inline void load_matrices(uint32_t (&m)[4], unsigned shared_row) {
                : "memory");
 }
 __device__ inline void load_matrices(uint32_t (&m)[4], const void* shared_row) {
-  load_matrices(m, static_cast<unsigned>(__cvta_generic_to_shared(shared_row)));
+  load_matrices(m, shared_address(shared_row));
 }
 
-/// The same, transposed: of each matrix, a lane gets (2c..2c+1, r).
+/// Loads four matrices and transposes them: of each, a lane gets (2c..2c+1, r).
 __device__ inline void load_matrices_transposed(uint32_t (&m)[4], unsigned shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -65,7 +67,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&m)[4], unsigned share
                : "memory");
 }
 __device__ inline void load_matrices_transposed(uint32_t (&m)[4], const void* shared_row) {
-  load_matrices_transposed(m, static_cast<unsigned>(__cvta_generic_to_shared(shared_row)));
+  load_matrices_transposed(m, shared_address(shared_row));
 }
 
 /// Transposes an 8 x 8 matrix of 16-bit elements that lies in a warp as the operands do.
@@ -82,7 +84,7 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
   return both;
 }
 
-/// The same in f16. What is larger than its range becomes infinite.
+/// Two floats rounded to f16, `low` in the lower half. What is out of its range becomes infinite.
 __device__ inline uint32_t pack_f16(float low, float high) {
   uint32_t both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/common/cuda/launch_early.cuh"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels {
 namespace {
@@ -12,7 +12,7 @@ constexpr int kMostRows = 32;  // that a block reads at once
 
 template <class Real>
 __global__ void row_sums_kernel(const __grid_constant__ RowSums sums) {
-  __shared__ double board[kMostRows][kColumns];
+  __shared__ double partial[kMostRows][kColumns];
   const int64_t column = blockIdx.x * int64_t{kColumns} + threadIdx.x;
   const bool exists = column < sums.columns;
   wait_for_kernels_before();
@@ -24,11 +24,11 @@ __global__ void row_sums_kernel(const __grid_constant__ RowSums sums) {
       sum += from[row * sums.columns];
     }
   }
-  board[threadIdx.y][threadIdx.x] = sum;
+  partial[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y == 0 && exists) {
     for (unsigned y = 1; y < blockDim.y; ++y) {
-      sum += board[y][threadIdx.x];
+      sum += partial[y][threadIdx.x];
     }
     static_cast<Real*>(sums.to[blockIdx.y])[column] = static_cast<Real>(sum);
   }

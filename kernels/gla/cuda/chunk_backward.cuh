@@ -3,6 +3,7 @@
 // Gradients of one chunk of 64 tokens of one head, from its inputs, its factors and the states at
 // its two ends. docs/numerics.md derives the sums; docs/kernels/gla_cuda.md says who computes what.
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/gla/cuda/tile_gradients.cuh"
 #include "kernels/gla/cuda/value_rows.cuh"
 

@@ -3,7 +3,7 @@
 // What a block of threads that has a chunk and a head works on: where their rows lie, and what the
 // passes before have left for them.
 
-#include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 #include "kernels/gla/cuda/chunk_tiles.cuh"
 
 namespace tidegate::kernels::gla {
@@ -103,7 +103,7 @@ struct ChunkFactors {
 struct ChunkBackward {
   GlaBackwardParams backward = {};
   HeadSeries tensors[kChunkTensors] = {};
-  Cuts chunks = {};
+  TimeTiles chunks = {};
   ChunkFactors factors = {};
   ChunkStates states = {};     // at every chunk's start
   ChunkStates gradients = {};  // of the state at every chunk's end
@@ -120,7 +120,7 @@ struct ChunkRows {
     if (lane >= kChunkTensors + kFactorSides) {
       return;
     }
-    const Cut cut = find_cut(a.chunks, slot);
+    const TimeTile cut = find_time_tile(a.chunks, slot);
     const bool backwards = a.chunks.layout.reverse;
     if (lane < kChunkTensors) {
       (&q)[lane] = NearRows(HeadRows(a.tensors[lane], cut.sequence, backwards, head), cut.first);

@@ -3,6 +3,7 @@
 // How the tensor-core kernels lay out a chunk of 64 tokens in shared memory, and states in device
 // memory.
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/gla/cuda/gates.cuh"

@@ -4,8 +4,9 @@
 // are free slots. It is alone with that, so that nobody's arithmetic waits for device memory, and
 // whole rows are asked for at once.
 
-#include "kernels/common/cuda/cuts.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 #include "kernels/gla/cuda/block_tiles.cuh"
 #include "kernels/gla/cuda/head_rows.cuh"
 
@@ -13,7 +14,7 @@ namespace tidegate::kernels::gla {
 
 /// Which part of the work of a launch a thread block has.
 struct BlockWork {
-  Cut segment;
+  TimeTile segment;
   int64_t head;
   int first_key, keys;      // channels of K: 128 at most
   int first_value, values;  // columns of V: 128 at most

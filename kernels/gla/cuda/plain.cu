@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dtypes.h"
+#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/plain_backward.cuh"
 #include "kernels/gla/cuda/plain_walk.cuh"
@@ -96,7 +96,7 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
 }  // namespace
 
 cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
-  return with_state_type(p.q.dtype, [&]<class Real>() {
+  return dispatch_state(p.q.dtype, [&]<class Real>() {
     if (p.layout.time <= kStepTokens) {
       return states_align(p) ? launch_step<Real, 16 / sizeof(Real)>(p, stream)
                              : launch_step<Real, 1>(p, stream);
@@ -107,7 +107,7 @@ cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
 
 cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* plan) {
   const GlaParams& p = params.forward;
-  return with_state_type(p.q.dtype, [&]<class Real>() {
+  return dispatch_state(p.q.dtype, [&]<class Real>() {
     PlainBackward work;
     int blocks = 0;
     TIDEGATE_RETURN_IF_CUDA_ERROR(divide_backward<Real>(params, &work, &blocks));
@@ -122,7 +122,7 @@ cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* pl
 }
 
 cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t stream) {
-  return with_state_type(params.forward.q.dtype,
+  return dispatch_state(params.forward.q.dtype,
                          [&]<class Real>() { return launch_backward<Real>(params, stream); });
 }
 

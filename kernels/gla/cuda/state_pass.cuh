@@ -15,6 +15,7 @@
 
 #include <type_traits>
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/gla/cuda/chunk_place.cuh"
 
 namespace tidegate::kernels::gla {
@@ -29,8 +30,8 @@ struct StatePass {
   HeadSeries d_o = {};
   const void* dh_final = nullptr;
   void* dh0 = nullptr;
-  Cuts chunks = {};
-  Cuts segments = {};
+  TimeTiles chunks = {};
+  TimeTiles segments = {};
   bool split = false;     // states start from segment_states instead of h0 and dh_final
   bool map_only = false;  // walk from zero and write segment_states and segment_decays
   ChunkFactors factors = {};
@@ -43,12 +44,12 @@ struct StatePass {
     return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
   }
   __device__ float* segment_state(int direction, int64_t slot, int64_t head) const {
-    return segment_states + ((direction * segments.slots + slot) * params.heads + head) *
+    return segment_states + ((direction * segments.count + slot) * params.heads + head) *
                                 params.key_dim * params.value_dim;
   }
   __device__ float* segment_decay(int direction, int64_t slot, int64_t head) const {
     return segment_decays +
-           ((direction * segments.slots + slot) * params.heads + head) * params.key_dim;
+           ((direction * segments.count + slot) * params.heads + head) * params.key_dim;
   }
 };
 
@@ -179,8 +180,8 @@ class SliceState {
 
 /// kWhole: the tile has all its kStateColumns.
 template <class T, bool kAdjoint, bool kWhole>
-__device__ inline void walk_states(const StatePass& pass, const Cut& segment, int slot, int head,
-                                   int column_tile, char* shared) {
+__device__ inline void walk_states(const StatePass& pass, const TimeTile& segment, int slot,
+                                   int head, int column_tile, char* shared) {
   constexpr int kDirection = kAdjoint ? 1 : 0;
   const GlaParams& p = pass.params;
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
@@ -188,8 +189,8 @@ __device__ inline void walk_states(const StatePass& pass, const Cut& segment, in
   const int columns =
       kWhole ? kStateColumns : min(kStateColumns, static_cast<int>(p.value_dim) - column0);
   const int chunks = (segment.tokens + kChunk - 1) / kChunk;
-  const int first_chunk =
-      first_slot(pass.chunks, static_cast<int>(segment.sequence.index)) + segment.first / kChunk;
+  const int first_chunk = first_tile_index(pass.chunks, static_cast<int>(segment.sequence.index)) +
+                          segment.first / kChunk;
   const int64_t corner = (slice * kBlock) * p.value_dim + column0;  // of this warp's state
   const int64_t state =
       (segment.sequence.index * p.heads + head) * p.key_dim * p.value_dim + corner;
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kMaxSlices * 32, 1)
   const int column_tile = index % pass.column_tiles();
   index /= pass.column_tiles();
   const int head = index % heads, slot = index / heads;
-  const Cut segment = find_cut(pass.segments, slot);
+  const TimeTile segment = find_time_tile(pass.segments, slot);
   if (!segment.exists()) {
     return;
   }
@@ -309,8 +310,8 @@ __global__ void __launch_bounds__(kCombineThreads)
     return;
   }
   const Sequence seq = find_sequence(p.layout, n);
-  const int64_t slot0 = first_slot(pass.segments, static_cast<int>(n));
-  const int pieces = pieces_of(pass.segments, seq);
+  const int64_t slot0 = first_tile_index(pass.segments, static_cast<int>(n));
+  const int pieces = tiles_of(pass.segments, seq);
   const auto* start = static_cast<const State*>(direction == 0 ? p.h0 : pass.dh_final);
   State run = start == nullptr ? State(0) : start[(n * p.heads + head) * size + element];
   for (int i = 0; i < pieces; ++i) {

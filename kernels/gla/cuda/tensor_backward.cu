@@ -125,9 +125,9 @@ cudaError_t tensor_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
   *plan = {.path = GlaPath::kTensorCore};
   plan->segment_time = choose_segment_time(p, limits.multiprocessors);
   if (plan->segment_time > 0) {
-    plan->segments = cut_time(p.layout, plan->segment_time).slots;
+    plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
-  plan->partials = cut_time(p.layout, kChunk).slots;
+  plan->partials = time_tiles(p.layout, kChunk).count;
   plan->workspace_bytes = Workspace(p, plan->partials, plan->segments).bytes();
   return cudaSuccess;
 }
@@ -139,11 +139,11 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   pass.d_o = b.d_o;
   pass.dh_final = b.dh_final;
   pass.dh0 = b.dh0;
-  pass.chunks = cut_time(p.layout, kChunk);
+  pass.chunks = time_tiles(p.layout, kChunk);
   pass.split = p.plan.segment_time > 0;
   const int64_t whole = std::max<int64_t>(1, ceil_div(p.layout.time, kChunk)) * kChunk;
-  pass.segments = cut_time(p.layout, pass.split ? p.plan.segment_time : whole);
-  const Workspace space(p, pass.chunks.slots, pass.split ? pass.segments.slots : 0);
+  pass.segments = time_tiles(p.layout, pass.split ? p.plan.segment_time : whole);
+  const Workspace space(p, pass.chunks.count, pass.split ? pass.segments.count : 0);
   auto* memory = static_cast<char*>(p.workspace);
   const auto take = [&memory](int64_t bytes) {
     char* part = memory;

@@ -11,7 +11,7 @@ namespace tidegate::kernels::gla {
 template <class T>
 cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaStream_t stream) {
   const GlaParams& p = work.backward.forward;
-  const auto blocks = static_cast<unsigned>(work.chunks.slots * p.heads);
+  const auto blocks = static_cast<unsigned>(work.chunks.count * p.heads);
   const auto of_kind = [&]<GateKind kKind>() {
     return 1 << work.factors.piece >= kTileBytes / 2 ? chunk_factors_kernel<T, kKind, true>
                                                      : chunk_factors_kernel<T, kKind, false>;
@@ -30,7 +30,7 @@ cudaError_t TensorBackwardUnit<T>::walk_states(const StatePass& pass, cudaStream
   constexpr auto* kKernel = &state_pass_kernel<T>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const auto threads = static_cast<unsigned>(p.key_dim / kBlock * 32);
-  const int64_t blocks = pass.segments.slots * p.heads * pass.column_tiles() * kDirections;
+  const int64_t blocks = pass.segments.count * p.heads * pass.column_tiles() * kDirections;
   kKernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
@@ -42,7 +42,7 @@ cudaError_t TensorBackwardUnit<T>::chunks(const ChunkBackward& work, cudaStream_
   const auto launch = [&]<GateKind kKind>() {
     constexpr auto* kKernel = &chunk_backward_kernel<T, kKind>;
     TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-    const auto blocks = static_cast<unsigned>(work.chunks.slots * p.heads);
+    const auto blocks = static_cast<unsigned>(work.chunks.count * p.heads);
     kKernel<<<blocks, chunk_warps(p.key_dim) * 32, bytes, stream>>>(work);
     return cudaGetLastError();
   };

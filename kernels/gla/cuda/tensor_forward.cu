@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreadsToJoin)
   const int64_t n = item / fours / p.heads, head = item / fours % p.heads, at = item % fours;
   const int64_t row = at * 4 / p.value_dim;
   const Sequence seq = find_sequence(p.layout, n);
-  const int64_t first = first_slot(w.segments, static_cast<int>(n));
-  const int joints = pieces_of(w.segments, seq) - 1;
+  const int64_t first = first_tile_index(w.segments, static_cast<int>(n));
+  const int joints = tiles_of(w.segments, seq) - 1;
   float4 s = {};
   if (p.h0 != nullptr) {
     s = static_cast<const float4*>(p.h0)[(n * p.heads + head) * fours + at];
@@ -124,7 +124,7 @@ cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan) {
   plan->segment_time = choose_segment_time(params, limits.multiprocessors);
   GlaParams p = params;
   if (plan->segment_time != 0) {
-    plan->segments = cut_time(p.layout, plan->segment_time).slots;
+    plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
   p.plan = *plan;
   plan->workspace_bytes = state_bytes(p) + product_bytes(p) + sum_bytes(p);
@@ -137,12 +137,12 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   const int64_t tiles = value_tiles(p);
   work.value_tile = static_cast<int>(ceil_div(p.value_dim, tiles * 16) * 16);
   const bool split = p.plan.segment_time != 0;
-  work.segments = cut_time(p.layout, split ? p.plan.segment_time : p.layout.time + 1);
+  work.segments = time_tiles(p.layout, split ? p.plan.segment_time : p.layout.time + 1);
   char* const scratch = static_cast<char*>(p.workspace);
   work.states = reinterpret_cast<float*>(scratch);
   work.products = reinterpret_cast<float*>(scratch + state_bytes(p));
   auto* const sums = reinterpret_cast<float*>(scratch + state_bytes(p) + product_bytes(p));
-  const int64_t blocks = work.segments.slots * p.heads * tiles;
+  const int64_t blocks = work.segments.count * p.heads * tiles;
   const auto slice = [&](int first) {
     work.first_key = first;
     work.keys = std::min(kMaxKeys, static_cast<int>(p.key_dim) - first);

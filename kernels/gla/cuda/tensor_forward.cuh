@@ -3,6 +3,7 @@
 // The forward pass on tensor cores: a block of threads walks a segment of one head through a ring
 // of 16-token blocks in shared memory: a loader warp ahead of producers ahead of consumers.
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/gla/cuda/consumer.cuh"
 #include "kernels/gla/cuda/producer.cuh"
@@ -17,7 +18,7 @@ struct TensorForward {
   int first_key = 0, keys = 0;  // a slice of K
   int value_tile = 0;           // columns of V a block, a multiple of 16
   int producers = 0, slots = 0;
-  Cuts segments = {};
+  TimeTiles segments = {};
   // Where time is cut: per slot, [slots, H, K, V] and [slots, H, K]. First the map of each segment
   // (the state it makes of zero, and the product of its decays), then in the place of the former
   // the state after it.
@@ -34,7 +35,7 @@ __device__ inline BlockWork find_work(const TensorForward& w) {
   const int tile = static_cast<int>(blockIdx.x) % tiles;
   const int64_t pair = blockIdx.x / tiles;
   const int first = tile * w.value_tile;
-  return {find_cut(w.segments, static_cast<int>(pair / p.heads)),
+  return {find_time_tile(w.segments, static_cast<int>(pair / p.heads)),
           pair % p.heads,
           w.first_key,
           w.keys,
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 
   const GlaParams& p = w.params;
   const BlockWork work = find_work(w);
-  const Cut& segment = work.segment;
+  const TimeTile& segment = work.segment;
   if (!segment.exists() || (kMaps && segment.last())) {
     return;
   }

@@ -12,6 +12,7 @@
 
 #include <type_traits>
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/scan/cuda/chain.cuh"
 #include "kernels/scan/cuda/run.cuh"
 

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/scan/cuda/rows.cuh"
 #include "kernels/scan/cuda/walk_op.cuh"
 

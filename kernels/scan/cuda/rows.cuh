@@ -3,6 +3,7 @@
 // Where one thread finds its data: the sequence it walks, the channels it owns, and rows of memory
 // indexed by the step of the walk rather than by time.
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/sequence.cuh"
 #include "kernels/common/time_series.h"

@@ -29,6 +29,7 @@
 //
 // The mathematics is an Op's (walk_op.cuh).
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/scan/cuda/ahead.cuh"
 #include "kernels/scan/cuda/chain.cuh"
 #include "kernels/scan/cuda/links.cuh"

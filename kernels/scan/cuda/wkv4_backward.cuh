@@ -2,6 +2,7 @@
 
 // RWKV-4's token mixing backward, as an Op of the walk with runs of its own.
 
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/scan/cuda/wkv4_base.cuh"
 #include "kernels/scan/cuda/wkv4_linked_run.cuh"
 #include "kernels/scan/cuda/wkv4_whole_run.cuh"

@@ -27,7 +27,7 @@ __device__ inline void add_four(float* to, const float (&x)[4]) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 /// Adds kBytes of floats in shared memory to device memory, asynchronously, in a group of the
-/// thread's own. The warp that wrote them has met: see add_query_gradients.
+/// thread's own. The warp that wrote them has met: see add_dq_tile.
 template <int kBytes>
 __device__ inline void add_bulk(float* to, const float* shared) {
   asm volatile(
@@ -51,10 +51,10 @@ __device__ inline void show_to_copy_engine() {
 #endif
 
 /// Adds a warp's part of a tile of dq to that in device memory, in the order in which lanes hold
-/// it: see round_dq_kernel. `to`, `staged`: of the lane's first four floats. On 9.0 by way of
+/// it: see convert_dq_kernel. `to`, `staged`: of the lane's first four floats. On 9.0 by way of
 /// shared memory where there is room, from where the copy engine adds it.
 template <class Shape>
-__device__ __forceinline__ void add_query_gradients(
+__device__ __forceinline__ void add_dq_tile(
     const float (&dq)[Shape::QuerySums::kRowTiles][Shape::QuerySums::kColumnTiles][4], float* to,
     float* staged, int lane) {
   using Part = typename Shape::QuerySums;
@@ -97,8 +97,8 @@ __device__ __forceinline__ void add_query_gradients(
 /// them hold accumulators. The first blocks add up chunks of gates' gradients.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
-    round_dq_kernel(const __grid_constant__ TensorAttention w,
-                    const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
+    convert_dq_kernel(const __grid_constant__ TensorAttention w,
+                      const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
   static_assert(Shape::kThreads == kGateChunk);
   if (blockIdx.x < gates.blocks()) {
     gates.add_up(blockIdx.x);
@@ -111,13 +111,13 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const ForgettingAttentionParams& p = w.params.forward;
   // From the last head on, whose sums the L2 still has.
   const TileAndHead place(w.query_tiles, p.heads, 1, gridDim.x - 1 - blockIdx.x, false);
-  if (place.cut.tokens == 0) {
+  if (place.tile.tokens == 0) {
     return;
   }
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const float scale = static_cast<float>(p.scale);
   constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
-  const float* const from = w.dq_sums + (place.slot * p.heads + place.head) * (kRows * kDim) +
+  const float* const from = w.dq_sums + (place.tile_index * p.heads + place.head) * (kRows * kDim) +
                             (warp * kParts * 32 + lane) * 4;
 #pragma unroll
   for (int i = 0; i < QuerySums::kRowTiles; ++i) {
@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(Shape::kThreads)
   }
   __syncthreads();
   store_tile<kDim, kRows, Shape::kThreads>(
-      row_address(w.params.dq, place.cut.sequence, place.head, place.cut.first),
-      row_bytes(w.params.dq), rounded, place.cut.tokens, static_cast<int>(p.head_dim / 8), thread);
+      row_address<2>(w.params.dq, place.tile.sequence, place.head, place.tile.first),
+      row_stride<2>(w.params.dq), rounded, place.tile.tokens, static_cast<int>(p.head_dim / 8),
+      thread);
 }
 
 }  // namespace tidegate::kernels::attention

@@ -48,11 +48,11 @@ struct KeyTile {
       : w(work),
         p(work.params.forward),
         place(at),
-        keys(at.cut.sequence),
+        keys(at.tile.sequence),
         queries(find_sequence(p.layout, keys.index)),
         key_head(at.head),
-        first_key(at.cut.first),
-        last_key(first_key + at.cut.tokens - 1),
+        first_key(at.tile.first),
+        last_key(first_key + at.tile.tokens - 1),
         shift(keys.length - queries.length),
         group(static_cast<int>(p.heads / p.key_heads)),
         warp(static_cast<int>(threadIdx.x) / 32),
@@ -61,7 +61,7 @@ struct KeyTile {
         scale(static_cast<float>(p.scale) * kLog2E) {}
 
   __device__ __forceinline__ void load_keys_and_values(const BackwardShared<Shape>& shared) const {
-    const int thread = fresh_thread();
+    const int thread = fresh_thread_index();
     load_rows(p.k, shared.keys, thread);
     load_rows(p.v, shared.values, thread);
     commit_copies();
@@ -71,8 +71,8 @@ struct KeyTile {
   __device__ __forceinline__ void load_rows(const HeadSeries& t, unsigned char* to,
                                             int thread) const {
     load_tile<Shape::kDim, Shape::kKeys, Shape::kThreads>(
-        shared_address(to), row_address(t, keys, key_head, first_key), row_bytes(t),
-        place.cut.tokens, pieces, thread);
+        shared_address(to), row_address<2>(t, keys, key_head, first_key), row_stride<2>(t),
+        place.tile.tokens, pieces, thread);
   }
 };
 
@@ -105,11 +105,11 @@ struct QueryTiles {
   /// Where pruning leaves the keys fewer queries, the tiles end earlier.
   __device__ __forceinline__ void apply_key_extents() {
     if (at.p.prune > 0) {
-      static_assert(kKeys % KeyReach::kKeys == 0);
-      const KeyReach& extents = at.w.reach;
-      const int64_t slot =
-          first_slot(extents.keys, static_cast<int>(at.keys.index)) + at.last_key / KeyReach::kKeys;
-      end = min(end, (extents.ends[slot * at.p.heads + head] + kRows - 1) / kRows);
+      static_assert(kKeys % KeyExtents::kKeys == 0);
+      const KeyExtents& extents = at.w.extents;
+      const int64_t tile_index = first_tile_index(extents.keys, static_cast<int>(at.keys.index)) +
+                                 at.last_key / KeyExtents::kKeys;
+      end = min(end, (extents.ends[tile_index * at.p.heads + head] + kRows - 1) / kRows);
     }
   }
 
@@ -123,32 +123,32 @@ struct QueryTiles {
   /// What a row needs is read one tile ahead and worked out later, so that nothing waits for it.
   /// All threads do so, those of a row write a part each: a branch for some would hold up the
   /// others.
-  __device__ __forceinline__ RawRow read_row_stats(int tile) const {
-    const int row = tile * kRows + fresh_thread() % kRows;
+  __device__ __forceinline__ RawRowStats read_row_stats(int tile) const {
+    const int row = tile * kRows + fresh_thread_index() % kRows;
     const bool exists = row < at.queries.length;
     const int64_t offset = (at.queries.batch * at.p.heads + head) * at.p.layout.time +
                            at.queries.start + (exists ? row : 0);
-    RawRow read = {gates.at(row + at.shift), -INFINITY, 0};
+    RawRowStats read = {gates.at(row + at.shift), -INFINITY, 0};
     if (exists) {
       read.lse = static_cast<const float*>(at.p.lse)[offset];
-      read.term = at.w.row_terms[offset];
+      read.delta = at.w.delta[offset];
     }
     return read;
   }
-  __device__ __forceinline__ void store_row_stats(const RawRow& row, int stage) const {
-    constexpr int kTerms = Shape::kRowTerms, kShares = kThreads / kRows;
-    const int thread = fresh_thread(), share = thread / kRows;
-    float terms[kTerms];
-    put_row_terms<1>(terms, row, reference);
-    float* const to = shared.row_terms + stage * kTerms * kRows + thread % kRows;
+  __device__ __forceinline__ void store_row_stats(const RawRowStats& row, int stage) const {
+    constexpr int kStats = Shape::kRowStats, kShares = kThreads / kRows;
+    const int thread = fresh_thread_index(), share = thread / kRows;
+    float stats[kStats];
+    write_row_stats<1>(stats, row, reference);
+    float* const to = shared.row_stats + stage * kStats * kRows + thread % kRows;
 #pragma unroll
-    for (int first = 0; first < kTerms; first += kShares) {
-      float x = terms[first];
+    for (int first = 0; first < kStats; first += kShares) {
+      float x = stats[first];
 #pragma unroll
-      for (int i = 1; i < kShares && first + i < kTerms; ++i) {
-        x = share == i ? terms[first + i] : x;
+      for (int i = 1; i < kShares && first + i < kStats; ++i) {
+        x = share == i ? stats[first + i] : x;
       }
-      if (kShares <= kTerms || share < kTerms) {
+      if (kShares <= kStats || share < kStats) {
         to[(first + share) * kRows] = x;
       }
     }
@@ -159,11 +159,11 @@ struct QueryTiles {
     double c;
   };
   __device__ __forceinline__ KeyGate read_key_gate() const {
-    const int key = min(fresh_thread(), kKeys - 1);
+    const int key = min(fresh_thread_index(), kKeys - 1);
     return {key, gates.at(at.first_key + key)};
   }
   __device__ __forceinline__ void store_key_gate(const KeyGate& read) const {
-    if (fresh_thread() < kKeys) {
+    if (fresh_thread_index() < kKeys) {
       const SplitGate gate = SplitGate::of(reference - read.c);
       shared.key_gates[read.key] = gate.high;
       shared.key_gates[kKeys + read.key] = gate.low;
@@ -173,8 +173,8 @@ struct QueryTiles {
  private:
   __device__ __forceinline__ void load_rows(const HeadSeries& t, unsigned to, int tile) const {
     const int row = tile * kRows;
-    load_tile<kDim, kRows, kThreads>(to, row_address(t, at.queries, head, row), row_bytes(t),
-                                     at.queries.length - row, at.pieces, fresh_thread());
+    load_tile<kDim, kRows, kThreads>(to, row_address<2>(t, at.queries, head, row), row_stride<2>(t),
+                                     at.queries.length - row, at.pieces, fresh_thread_index());
   }
 };
 
@@ -206,13 +206,13 @@ struct TilePair {
                                       const BackwardShared<Shape>& shared, int tile, int stage,
                                       bool more)
       : at(block), tiles(tiles), shared(shared), tile(tile), stage(stage), more(more) {
-    lane = fresh_thread() % 32;
+    lane = fresh_thread_index() % 32;
     queries_at = shared_address(shared.queries) + stage % Shape::kStages * Shape::kRowBytes;
     d_o_at = shared_address(shared.d_o) + stage % Shape::kStages * Shape::kRowBytes;
     row = Scores::row(at.warp);
     column = Scores::column(at.warp);
     key_gates = shared.key_gates + column + lane % 4 * 2;
-    rows = shared.row_terms + stage * Shape::kRowTerms * kRows + row + lane / 4;
+    rows = shared.row_stats + stage * Shape::kRowStats * kRows + row + lane / 4;
   }
 
   /// S = Q K^T, then the exponents log2 of P. Copies of the next stage stand between the products.
@@ -238,16 +238,16 @@ struct TilePair {
         }
       }
     };
-    float2 offsets[Scores::kColumnTiles];  // of keys; levels: of rows. See weight_exponents
-    float levels[2 * Scores::kRowTiles];
+    float2 key_offsets[Scores::kColumnTiles];  // of keys; row_offsets: of rows. See compute_log2_p
+    float row_offsets[2 * Scores::kRowTiles];
     if (kHasRegisters) {
 #pragma unroll
       for (int i = 0; i < 2 * Scores::kRowTiles; ++i) {
-        levels[i] = rows[2 * kRows + 8 * i] - rows[8 * i];
+        row_offsets[i] = rows[2 * kRows + 8 * i] - rows[8 * i];
       }
 #pragma unroll
       for (int j = 0; j < Scores::kColumnTiles; ++j) {
-        offsets[j] = *reinterpret_cast<const float2*>(key_gates + 8 * j);
+        key_offsets[j] = *reinterpret_cast<const float2*>(key_gates + 8 * j);
       }
     }
     multiply<T, false, false, kDim / 16, true>(
@@ -258,18 +258,18 @@ struct TilePair {
     // Edge tiles: the diagonal, and the far end of the window.
     if (first < first_key + kKeys - 1 ||
         (mask.window > 0 && first_key <= first + kRows - 1 - mask.window)) {
-      weight_exponents<kRows, kKeys>(acc.s, at.scale, key_gates, rows, mask, first + row + lane / 4,
-                                     first_key + column + lane % 4 * 2);
+      compute_log2_p<kRows, kKeys>(acc.s, at.scale, key_gates, rows, mask, first + row + lane / 4,
+                                   first_key + column + lane % 4 * 2);
     } else if (kHasRegisters) {
-      weight_exponents(acc.s, at.scale, offsets, levels);
+      compute_log2_p(acc.s, at.scale, key_offsets, row_offsets);
     } else {
-      weight_exponents<kRows>(acc.s, at.scale, key_gates, rows);
+      compute_log2_p<kRows>(acc.s, at.scale, key_gates, rows);
     }
   }
 
   /// dP = dO V^T - delta + dlse, with P = exp2 of the exponents between the products.
   __device__ __forceinline__ void compute_p_and_dp(Accumulators& acc) const {
-    weights_and_products<T, kRows, kDim / 16>(
+    attention::compute_p_and_dp<T, kRows, kDim / 16>(
         acc.s, acc.dp, rows, OperandReader<kDim>::a(d_o_at + HalfTile<kDim>::bytes(row), lane),
         OperandReader<kDim>::b(shared_address(shared.values) + HalfTile<kDim>::bytes(column),
                                lane));
@@ -303,18 +303,20 @@ struct TilePair {
         OperandReader<kDim>::b_transposed(shared_address(shared.keys), lane)
             .template from_step<QuerySums::kColumnTiles / 2>(QuerySums::column(at.warp) / 16));
     constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
-    const int64_t slot = first_slot(at.w.query_tiles, static_cast<int>(at.queries.index)) + tile;
-    float* const to = at.w.dq_sums + (slot * at.p.heads + tiles.head) * (kRows * kDim) +
+    const int64_t tile_index =
+        first_tile_index(at.w.query_tiles, static_cast<int>(at.queries.index)) + tile;
+    float* const to = at.w.dq_sums + (tile_index * at.p.heads + tiles.head) * (kRows * kDim) +
                       (at.warp * kParts * 32 + lane) * 4;
-    add_query_gradients<Shape>(dq, to, shared.dq + (at.warp * kParts * 32 + lane) * 4, lane);
+    add_dq_tile<Shape>(dq, to, shared.dq + (at.warp * kParts * 32 + lane) * 4, lane);
   }
 
  private:
   __device__ __forceinline__ Copies next_stage_copies(const HeadSeries& t,
                                                       const unsigned char* to) const {
     return Copies(shared_address(to) + (stage ^ 1) % Shape::kStages * Shape::kRowBytes,
-                  row_address(t, at.queries, tiles.head, (tile + 1) * kRows), row_bytes(t),
-                  more ? at.queries.length - (tile + 1) * kRows : 0, at.pieces, fresh_thread());
+                  row_address<2>(t, at.queries, tiles.head, (tile + 1) * kRows), row_stride<2>(t),
+                  more ? at.queries.length - (tile + 1) * kRows : 0, at.pieces,
+                  fresh_thread_index());
   }
 
   /// sums += scores^T rows, the warp's part of a tile of keys.
@@ -341,9 +343,9 @@ __device__ __forceinline__ void store_column_sums(const KeyTile<Shape>& at,
   constexpr int kKeys = Shape::kKeys;
   wait_for_copies<0>();
   __syncthreads();
-  const int thread = fresh_thread(), lane = thread % 32;
-  float* const sums = shared.row_terms;
-  static_assert(Scores::kWarpsOfRows * kKeys <= 2 * Shape::kRowTerms * Shape::kRows);
+  const int thread = fresh_thread_index(), lane = thread % 32;
+  float* const sums = shared.row_stats;
+  static_assert(Scores::kWarpsOfRows * kKeys <= 2 * Shape::kRowStats * Shape::kRows);
 #pragma unroll
   for (int j = 0; j < Scores::kColumnTiles; ++j) {
 #pragma unroll
@@ -359,7 +361,7 @@ __device__ __forceinline__ void store_column_sums(const KeyTile<Shape>& at,
     }
   }
   __syncthreads();
-  if (thread < at.place.cut.tokens) {
+  if (thread < at.place.tile.tokens) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < Scores::kWarpsOfRows; ++i) {
@@ -384,7 +386,7 @@ __device__ __forceinline__ void store_dk_dv(const KeyTile<Shape>& at,
   }
 #endif
   __syncthreads();
-  const int thread = fresh_thread(), lane = thread % 32;
+  const int thread = fresh_thread_index(), lane = thread % 32;
   const int key = KeySums::row(at.warp), dim = KeySums::column(at.warp);
   const float dk_scale = static_cast<float>(at.p.scale);
 #pragma unroll
@@ -404,12 +406,12 @@ __device__ __forceinline__ void store_dk_dv(const KeyTile<Shape>& at,
     }
   }
   __syncthreads();
-  store_tile<kDim, kKeys, kThreads>(row_address(at.w.params.dk, at.keys, at.key_head, at.first_key),
-                                    row_bytes(at.w.params.dk), shared.keys, at.place.cut.tokens,
-                                    at.pieces, thread);
-  store_tile<kDim, kKeys, kThreads>(row_address(at.w.params.dv, at.keys, at.key_head, at.first_key),
-                                    row_bytes(at.w.params.dv), shared.values, at.place.cut.tokens,
-                                    at.pieces, thread);
+  store_tile<kDim, kKeys, kThreads>(
+      row_address<2>(at.w.params.dk, at.keys, at.key_head, at.first_key),
+      row_stride<2>(at.w.params.dk), shared.keys, at.place.tile.tokens, at.pieces, thread);
+  store_tile<kDim, kKeys, kThreads>(
+      row_address<2>(at.w.params.dv, at.keys, at.key_head, at.first_key),
+      row_stride<2>(at.w.params.dv), shared.values, at.place.tile.tokens, at.pieces, thread);
 }
 
 /// Block `block`'s tile: its dk, dv, sums of columns, and its part of dq and of the sums of rows.
@@ -419,8 +421,8 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
   using Pair = TilePair<Shape>;
   const BackwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.key_heads, w.together, block, false);
-  if (place.cut.tokens == 0 || !takes_head(w, place.cut.sequence.index, place.head)) {
+  const TileAndHead place(w.tiles, p.key_heads, w.side_by_side, block, false);
+  if (place.tile.tokens == 0 || !takes_head(w, place.tile.sequence.index, place.head)) {
     return;
   }
   const KeyTile<Shape> keys(w, place);
@@ -437,7 +439,7 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
       queries.load_stage(tile, 0);
     }
     commit_copies();
-    const RawRow row = queries.read_row_stats(tile);
+    const RawRowStats row = queries.read_row_stats(tile);
     const auto key_gate = queries.read_key_gate();
     queries.apply_key_extents();
     queries.store_row_stats(row, 0);
@@ -451,7 +453,7 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
       wait_for_copies<0>();
       __syncthreads();  // the tile is there, and all are done with the one before it
       const bool more = tile + 1 < queries.end;
-      const RawRow next = queries.read_row_stats(tile + 1);
+      const RawRowStats next = queries.read_row_stats(tile + 1);
       if (Shape::kStages > 1 && !Pair::kCopiesBetween && more) {
         queries.load_stage(tile + 1, stage ^ 1);
       }
@@ -489,7 +491,7 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    forgetting_backward_kernel(const __grid_constant__ TensorAttention w) {
+    key_gradient_kernel(const __grid_constant__ TensorAttention w) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   compute_key_gradients<Shape>(w, blockIdx.x, shared_bytes);
 }
@@ -498,18 +500,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 /// are no such heads, a block for every tile would take longer to start than these to leave.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    far_backward_kernel(const __grid_constant__ TensorAttention w) {
+    long_range_key_gradient_kernel(const __grid_constant__ TensorAttention w) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   __shared__ unsigned taken;
-  if (w.reach.far[0] == 0) {
+  if (w.extents.long_range[0] == 0) {
     return;
   }
-  const auto blocks = static_cast<unsigned>(w.tiles.slots * w.params.forward.key_heads);
+  const auto blocks = static_cast<unsigned>(w.tiles.count * w.params.forward.key_heads);
 #pragma unroll 1
   for (;;) {
     __syncthreads();  // all are done with the tile before
     if (threadIdx.x == 0) {
-      taken = atomicAdd(w.reach.far + 1, 1u);
+      taken = atomicAdd(w.extents.long_range + 1, 1u);
     }
     __syncthreads();
     if (taken >= blocks) {

@@ -16,7 +16,7 @@ struct BackwardShared {
   unsigned char* p;
   unsigned char* ds;
   float* key_gates;  // [2][kKeys]: c_ref - c_j, high and low parts
-  float* row_terms;  // [2][kRowTerms][kRows]
+  float* row_stats;  // [2][kRowStats][kRows]
   float* dq;         // [kRows][kDim], where there is room: see BackwardShape::shared_bytes
 
   __device__ explicit BackwardShared(unsigned char* shared)
@@ -27,8 +27,8 @@ struct BackwardShared {
         p(d_o + Shape::kStages * Shape::kRowBytes),
         ds(p + Shape::kScoreBytes),
         key_gates(reinterpret_cast<float*>(ds + Shape::kScoreBytes)),
-        row_terms(key_gates + 2 * Shape::kKeys),
-        dq(row_terms + 2 * Shape::kRowTerms * Shape::kRows) {}
+        row_stats(key_gates + 2 * Shape::kKeys),
+        dq(row_stats + 2 * Shape::kRowStats * Shape::kRows) {}
 };
 
 template <class Shape>

@@ -19,73 +19,74 @@ __global__ void __launch_bounds__(Shape::kThreads)
   unsigned char* const shared_d_o = shared_queries + Shape::kRowBytes;
   unsigned char* const stages = shared_d_o + Shape::kRowBytes;
   float* const all_key_gates = reinterpret_cast<float*>(stages + 2 * Shape::kStageBytes);
-  float* const row_terms = all_key_gates + 4 * kKeys;  // [4][kRows], see put_row_terms
+  float* const row_stats = all_key_gates + 4 * kKeys;  // [4][kRows], see write_row_stats
 
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.heads, w.together, blockIdx.x, true);
-  const int rows = place.cut.tokens, head = place.head;
+  const TileAndHead place(w.tiles, p.heads, w.side_by_side, blockIdx.x, true);
+  const int rows = place.tile.tokens, head = place.head;
   if (rows == 0) {
     return;
   }
-  const Sequence& queries = place.cut.sequence;
+  const Sequence& queries = place.tile.sequence;
   const Sequence keys = find_sequence(p.key_layout, queries.index);
   const int64_t key_head = head / (p.heads / p.key_heads);
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int first = place.cut.first + keys.length - queries.length;  // positions of the rows
+  const int first = place.tile.first + keys.length - queries.length;  // positions of the rows
   const int last = first + rows - 1;
   const PairMask mask = {static_cast<int>(p.window)};
   const GateSums gates(w, keys, head);
-  KeyTiles tiles = KeyTiles::of<kKeys>(first, last, mask.window);
+  KeyTileRange tiles = KeyTileRange::of<kKeys>(first, last, mask.window);
   const int pieces = static_cast<int>(p.head_dim / 8);
   const double reference = gates.at(first);
   if (p.prune > 0 && first > 0) {
     const double fall = largest_fall(p, keys.length, ScoreBounds::score(w, keys.batch, head));
-    const int near = gates.first_not_above(reference + fall, first, fresh_thread() % 32);
-    tiles.begin = max(tiles.begin, near / kKeys);
+    const int oldest = gates.first_not_above(reference + fall, first, fresh_thread_index() % 32);
+    tiles.begin = max(tiles.begin, oldest / kKeys);
   }
 
-  const char* const k = row_address(p.k, keys, key_head, 0);
-  const char* const v = row_address(p.v, keys, key_head, 0);
+  const char* const k = row_address<2>(p.k, keys, key_head, 0);
+  const char* const v = row_address<2>(p.v, keys, key_head, 0);
   const auto load_keys = [&](int tile, int stage) {
     const int64_t row = int64_t{tile} * kKeys;
-    const int thread = fresh_thread(), limit = keys.length - tile * kKeys;
+    const int thread = fresh_thread_index(), limit = keys.length - tile * kKeys;
     const unsigned to = shared_address(stages) + stage * Shape::kStageBytes;
-    load_tile<kDim, kKeys, kThreads>(to, k + row * row_bytes(p.k), row_bytes(p.k), limit, pieces,
-                                     thread);
-    load_tile<kDim, kKeys, kThreads>(to + Shape::kKeyBytes, v + row * row_bytes(p.v),
-                                     row_bytes(p.v), limit, pieces, thread);
+    load_tile<kDim, kKeys, kThreads>(to, k + row * row_stride<2>(p.k), row_stride<2>(p.k), limit,
+                                     pieces, thread);
+    load_tile<kDim, kKeys, kThreads>(to + Shape::kKeyBytes, v + row * row_stride<2>(p.v),
+                                     row_stride<2>(p.v), limit, pieces, thread);
   };
-  const auto put_key_gate = [&](double c, int stage) {
+  const auto store_key_gate = [&](double c, int stage) {
     const SplitGate gate = SplitGate::of(reference - c);
-    float* const to = all_key_gates + stage * 2 * kKeys + fresh_thread();
+    float* const to = all_key_gates + stage * 2 * kKeys + fresh_thread_index();
     to[0] = gate.high;
     to[kKeys] = gate.low;
   };
 
   const int64_t first_row =
-      (queries.batch * p.heads + head) * p.layout.time + queries.start + place.cut.first;
+      (queries.batch * p.heads + head) * p.layout.time + queries.start + place.tile.first;
   {
-    const int thread = fresh_thread();
+    const int thread = fresh_thread_index();
     load_tile<kDim, kRows, kThreads>(shared_address(shared_queries),
-                                     row_address(p.q, queries, head, place.cut.first),
-                                     row_bytes(p.q), rows, pieces, thread);
+                                     row_address<2>(p.q, queries, head, place.tile.first),
+                                     row_stride<2>(p.q), rows, pieces, thread);
     load_tile<kDim, kRows, kThreads>(shared_address(shared_d_o),
-                                     row_address(w.params.d_o, queries, head, place.cut.first),
-                                     row_bytes(w.params.d_o), rows, pieces, thread);
+                                     row_address<2>(w.params.d_o, queries, head, place.tile.first),
+                                     row_stride<2>(w.params.d_o), rows, pieces, thread);
     if (tiles.end > tiles.begin) {
       load_keys(tiles.end - 1, 0);
       if (thread < kKeys) {
-        put_key_gate(gates.at((tiles.end - 1) * kKeys + thread), 0);
+        store_key_gate(gates.at((tiles.end - 1) * kKeys + thread), 0);
       }
     }
     commit_copies();
     for (int row = thread; row < kRows; row += kThreads) {
       const bool exists = row < rows;
-      put_row_terms<kRows>(row_terms + row,
-                           {gates.at(first + row),
-                            exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
-                            exists ? w.row_terms[first_row + row] : 0.0f},
-                           reference);
+      write_row_stats<kRows>(
+          row_stats + row,
+          {gates.at(first + row),
+           exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
+           exists ? w.delta[first_row + row] : 0.0f},
+          reference);
     }
   }
 
@@ -103,15 +104,15 @@ __global__ void __launch_bounds__(Shape::kThreads)
     const bool more = tile > tiles.begin;
     if (more) {
       load_keys(tile - 1, stage ^ 1);
-      const int thread = fresh_thread();
+      const int thread = fresh_thread_index();
       next_gate = thread < kKeys ? gates.at((tile - 1) * kKeys + thread) : 0.0;
     }
     commit_copies();
     const int key = tile * kKeys;
     if (key <= warp_last && (mask.window == 0 || key + kKeys > warp_first - mask.window + 1)) {
-      const int lane = fresh_thread() % 32;
+      const int lane = fresh_thread_index() % 32;
       const float* const key_gates = all_key_gates + stage * 2 * kKeys + lane % 4 * 2;
-      const float* const terms = row_terms + warp_row + lane / 4;
+      const float* const stats = row_stats + warp_row + lane / 4;
       const unsigned keys_at = shared_address(stages) + stage * Shape::kStageBytes;
       const int own = HalfTile<kDim>::bytes(warp_row);
       float s[kRowTiles][kColumnTiles][4], dp[kRowTiles][kColumnTiles][4];
@@ -119,13 +120,13 @@ __global__ void __launch_bounds__(Shape::kThreads)
           s, OperandReader<kDim>::a(shared_address(shared_queries) + own, lane),
           OperandReader<kDim>::b(keys_at, lane));
       if (key + kKeys - 1 > first || (mask.window > 0 && key <= last - mask.window)) {
-        weight_exponents<kRows, kKeys>(s, scale, key_gates, terms, mask, warp_first + lane / 4,
-                                       key + lane % 4 * 2);
+        compute_log2_p<kRows, kKeys>(s, scale, key_gates, stats, mask, warp_first + lane / 4,
+                                     key + lane % 4 * 2);
       } else {
-        weight_exponents<kRows>(s, scale, key_gates, terms);
+        compute_log2_p<kRows>(s, scale, key_gates, stats);
       }
-      weights_and_products<T, kRows, kDim / 16>(
-          s, dp, terms, OperandReader<kDim>::a(shared_address(shared_d_o) + own, lane),
+      compute_p_and_dp<T, kRows, kDim / 16>(
+          s, dp, stats, OperandReader<kDim>::a(shared_address(shared_d_o) + own, lane),
           OperandReader<kDim>::b(keys_at + Shape::kKeyBytes, lane));
 #pragma unroll
       for (int i = 0; i < 2 * kRowTiles; ++i) {
@@ -166,8 +167,8 @@ __global__ void __launch_bounds__(Shape::kThreads)
         }
       }
     }
-    if (more && fresh_thread() < kKeys) {
-      put_key_gate(next_gate, stage ^ 1);
+    if (more && fresh_thread_index() < kKeys) {
+      store_key_gate(next_gate, stage ^ 1);
     }
   }
   if (tiles.end <= tiles.begin) {  // the queries that stand where dq goes have not landed
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
     __syncthreads();
   }
 
-  const int lane = fresh_thread() % 32;
+  const int lane = fresh_thread_index() % 32;
   unsigned char* const own = shared_queries + HalfTile<kDim>::bytes(warp_row);
   const float dq_scale = static_cast<float>(p.scale);
   __syncwarp();
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(Shape::kThreads)
   }
   __syncwarp();
   store_tile<kDim, Shape::kWarpRows, 32>(
-      row_address(w.params.dq, queries, head, place.cut.first + warp_row), row_bytes(w.params.dq),
-      own, rows - warp_row, pieces, lane);
+      row_address<2>(w.params.dq, queries, head, place.tile.first + warp_row),
+      row_stride<2>(w.params.dq), own, rows - warp_row, pieces, lane);
 }
 
 }  // namespace tidegate::kernels::attention

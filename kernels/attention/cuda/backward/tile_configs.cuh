@@ -13,7 +13,7 @@ namespace tidegate::kernels::attention {
 /// Eight warps share every product of a pair of tiles; each product divides its result among them
 /// in its own way: warps along the rows, the others along the columns.
 template <class Data, int kHeadDim, int kQueriesATile, int kKeysATile, int kScoreWarps,
-          int kKeyWarps, int kQueryWarps, int kStagesOfQueries, int kBlocksASm = 1>
+          int kKeyWarps, int kQueryWarps, int kStagesOfQueries, int kBlocksPerSm = 1>
 struct BackwardShape {
   using T = Data;
   static constexpr int kDim = kHeadDim;
@@ -22,7 +22,7 @@ struct BackwardShape {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kStagesOfQueries;  // one or two tiles of queries and of dO
-  static constexpr int kBlocks = kBlocksASm;        // of a multiprocessor: bounds registers
+  static constexpr int kBlocks = kBlocksPerSm;      // of a multiprocessor: bounds registers
 
   /// One product's part of a warp, in tiles of 16 rows and of 8 columns.
   template <int kAllRows, int kAllColumns, int kWarpsAlongRows>
@@ -40,11 +40,11 @@ struct BackwardShape {
   static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
   static constexpr int kRowBytes = HalfTile<kDim>::bytes(kRows);
   static constexpr int kScoreBytes = HalfTile<kKeys>::bytes(kRows);
-  static constexpr int kRowTerms = 4;  // c_i - c_ref, high and low; lse; dlse - delta
-  // dq's sums by way of shared memory, which was slower at D = 128: see add_query_gradients.
+  static constexpr int kRowStats = 4;  // c_i - c_ref, high and low; lse; dlse - delta
+  // dq's sums by way of shared memory, which was slower at D = 128: see add_dq_tile.
   static constexpr bool kStagesSums = kStages > 1 && kDim < 128;
   static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kRowBytes + 2 * kScoreBytes +
-                                      (2 * kKeys + 2 * kRowTerms * kRows) * int{sizeof(float)};
+                                      (2 * kKeys + 2 * kRowStats * kRows) * int{sizeof(float)};
 
   /// What a launch asks for.
   static int shared_bytes(const DeviceLimits& limits) {
@@ -71,7 +71,7 @@ struct QueryGradientShape {
 };
 
 /// Calls f with the shapes of a head dimension of the class: f.template operator()<Shape of
-/// forgetting_backward_kernel, its Shape for near heads, Shape of query_gradient_kernel>().
+/// key_gradient_kernel, its Shape for near heads, Shape of query_gradient_kernel>().
 /// cudaErrorNotSupported where no shape fits.
 template <class T, HeadDims kDims, class F>
 cudaError_t with_backward_shapes(int64_t dim, const DeviceLimits& limits, const F& f) {

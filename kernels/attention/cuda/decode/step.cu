@@ -3,8 +3,11 @@
 #include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
 #include "kernels/attention/cuda/paths.h"
-#include "kernels/attention/cuda/plain_rows.cuh"
+#include "kernels/attention/cuda/rows.cuh"
+#include "kernels/common/cuda/alignment.h"
+#include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dispatch.h"
 
 namespace tidegate::kernels::attention {
 namespace {
@@ -382,8 +385,8 @@ __global__ void __launch_bounds__(kMaxDim) combine_kernel(const ForgettingAttent
 }
 
 bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
-  const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
-  return half && p.head_dim % 8 == 0 && rows_aligned(p.k) && rows_aligned(p.v);
+  return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && rows_aligned(p.k, 16) &&
+         rows_aligned(p.v, 16);
 }
 
 /// As many splits as fill the device a few times, of 128 keys or more where the cache is full.
@@ -395,12 +398,6 @@ cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int
   const int64_t wanted = (of_device + blocks - 1) / blocks;
   *splits = std::max<int64_t>(1, std::min(wanted, (p.capacity + 127) / 128));
   return cudaSuccess;
-}
-
-bool aligned(const HeadSeries& t) {
-  const int64_t size = element_size(t.dtype);
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride_b * size % 16 == 0 &&
-         t.stride_t * size % 16 == 0 && t.stride_h * size % 16 == 0;
 }
 
 template <class E, int kVec>
@@ -458,7 +455,7 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
   step.params = params;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  return with_element(params.q.dtype, [&]<class E>() {
+  return dispatch_real(params.q.dtype, [&]<class E>() {
     constexpr int kVec = 16 / sizeof(E);
     if constexpr (sizeof(E) == 2) {
       if (params.plan.path == AttentionPath::kTensorCore) {
@@ -466,7 +463,8 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
         return combine<E>(params, stream);
       }
     }
-    const bool whole = params.head_dim % kVec == 0 && aligned(params.k) && aligned(params.v);
+    const bool whole =
+        params.head_dim % kVec == 0 && rows_aligned(params.k, 16) && rows_aligned(params.v, 16);
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         (whole ? launch_step<E, kVec> : launch_step<E, 1>)(step, limits.shared_bytes, stream));
     return combine<E>(params, stream);

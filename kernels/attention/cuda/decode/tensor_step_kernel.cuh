@@ -6,7 +6,7 @@
 // same eight with what the rounding has left, which keeps the weights' digits for nothing.
 
 #include "kernels/attention/cuda/decode/splits.cuh"
-#include "kernels/attention/cuda/plain_rows.cuh"
+#include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
 
 namespace tidegate::kernels::attention {

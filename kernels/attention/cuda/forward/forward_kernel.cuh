@@ -21,7 +21,7 @@ namespace tidegate::kernels::attention {
 /// kPart at a time are in registers; kBlocks blocks a multiprocessor; kKeep: queries and addresses
 /// stay in registers, where there are enough.
 template <class Data, int kHeadDim, int kRowTilesAWarp, int kWarpsABlock, int kKeysACopy,
-          int kKeysAtOnce, int kBlocksAProcessor, bool kKeepQueries = false>
+          int kKeysAtOnce, int kBlocksPerSm, bool kKeepQueries = false>
 struct ForwardShape {
   using T = Data;
   static constexpr int kDim = kHeadDim;
@@ -29,7 +29,7 @@ struct ForwardShape {
   static constexpr int kWarps = kWarpsABlock;
   static constexpr int kKeys = kKeysACopy;
   static constexpr int kPart = kKeysAtOnce;
-  static constexpr int kBlocks = kBlocksAProcessor;
+  static constexpr int kBlocks = kBlocksPerSm;
   static constexpr bool kKeep = kKeepQueries;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles;
@@ -84,58 +84,58 @@ struct ForwardWarp {
 
   float o[kRowTiles][kDim / 8][4] = {};
   float s[kRowTiles][kPart / 8][4];
-  float largest[kStats];  // of the scores; the sum and o are relative to it, or up to 2^8 times
+  float row_max[kStats];  // of the scores; the sum and o are relative to it, or up to 2^8 times
                           // larger
   float sum[kStats];
-  float lacks[kStats];  // what the scores of the tile at hand lack
-  float level[kStats];  // what is subtracted from them
+  float deferred_bias[kStats];  // what the scores of the tile at hand lack
+  float row_offset[kStats];     // what is subtracted from them
 
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      largest[i] = -INFINITY;
+      row_max[i] = -INFINITY;
       sum[i] = 0;
     }
   }
 
-  /// s = scale s + c_ref - c_j, and lacks = c_i - c_ref. `gates`: of the lane's first two keys;
-  /// `rows`: of its first row.
-  __device__ __forceinline__ void add_gates(float scale, const float* gates, const float* rows) {
+  /// s = scale s + c_ref - c_j, and deferred_bias = c_i - c_ref. `gates`: of the lane's first two
+  /// keys; `rows`: of its first row.
+  __device__ __forceinline__ void add_bias(float scale, const float* gates, const float* rows) {
 #pragma unroll
     for (int j = 0; j < kPart / 8; ++j) {
-      add_gate(scale, j, *reinterpret_cast<const float2*>(gates + 8 * j));
+      add_key_bias(scale, j, *reinterpret_cast<const float2*>(gates + 8 * j));
     }
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      lacks[i] = rows[8 * i];
+      deferred_bias[i] = rows[8 * i];
     }
   }
 
   /// The same relative to the warp's first row, whose own gates are `own`: for keys after the
   /// block's first query, but none after the warp's.
-  __device__ __forceinline__ void add_near_gates(float scale, const float* gates, const float* rows,
-                                                 const float* own) {
+  __device__ __forceinline__ void add_bias_near_diagonal(float scale, const float* gates,
+                                                         const float* rows, const float* own) {
     const float high = own[0], low = own[Shape::kRows];
 #pragma unroll
     for (int j = 0; j < kPart / 8; ++j) {
       const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
-      add_gate(scale, j, {(x.x + high) + (y.x + low), (x.y + high) + (y.y + low)});
+      add_key_bias(scale, j, {(x.x + high) + (y.x + low), (x.y + high) + (y.y + low)});
     }
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      lacks[i] = (rows[8 * i] - high) + (rows[Shape::kRows + 8 * i] - low);
+      deferred_bias[i] = (rows[8 * i] - high) + (rows[Shape::kRows + 8 * i] - low);
     }
   }
 
   /// s = scale s + c_i - c_j, or -infinity where the pair does not count; nothing is lacking.
-  __device__ __forceinline__ void add_gates_and_mask(float scale, const float* gates,
-                                                     const float* rows, PairMask mask, int position,
-                                                     int key) {
+  __device__ __forceinline__ void add_bias_and_mask(float scale, const float* gates,
+                                                    const float* rows, PairMask mask, int position,
+                                                    int key) {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
       const float high = rows[8 * i], low = rows[Shape::kRows + 8 * i];
       const PairMask::Row row = mask.row(position + 8 * i, key);
-      lacks[i] = 0;
+      deferred_bias[i] = 0;
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
         const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
@@ -148,12 +148,12 @@ struct ForwardWarp {
     }
   }
 
-  /// Brings `largest`, and with it the outputs so far, up to the tile's scores. While a row's
+  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While a row's
   /// largest score grows by less than 2^8, nothing is rescaled: every warp would do so for one of
   /// its rows at most tiles.
-  __device__ __forceinline__ void follow_largest() {
+  __device__ __forceinline__ void update_row_max() {
     constexpr float kSlack = 8;
-    float found[kStats];
+    float tile_max[kStats];
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
@@ -164,15 +164,15 @@ struct ForwardWarp {
       }
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-      found[i] = x + lacks[i];
-      grows |= found[i] > largest[i] + kSlack;
+      tile_max[i] = x + deferred_bias[i];
+      grows |= tile_max[i] > row_max[i] + kSlack;
     }
     if (__any_sync(0xffffffffu, grows)) {
 #pragma unroll
       for (int i = 0; i < kStats; ++i) {
-        const float next = fmaxf(largest[i], found[i]);
-        const float factor = exp2_approx(largest[i] - finite_level(next));
-        largest[i] = next;
+        const float next = fmaxf(row_max[i], tile_max[i]);
+        const float factor = exp2_approx(row_max[i] - finite_or_zero(next));
+        row_max[i] = next;
         sum[i] *= factor;
 #pragma unroll
         for (int j = 0; j < kDim / 8; ++j) {
@@ -183,18 +183,18 @@ struct ForwardWarp {
     }
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      level[i] = finite_level(largest[i]) - lacks[i];
+      row_offset[i] = finite_or_zero(row_max[i]) - deferred_bias[i];
     }
   }
 
-  /// o += P V with P = exp2(s - level).
-  __device__ __forceinline__ void values(const OperandReader<kDim>& tile) {
+  /// o += P V with P = exp2(s - row_offset).
+  __device__ __forceinline__ void accumulate_pv(const OperandReader<kDim>& tile) {
     constexpr int kChunks = kPart / 16, kPairs = kDim / 16;
     uint32_t b[2][4], a[kChunks][kRowTiles][4];
     tile.transposed(b[0], 0, 0);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      exponentials(chunk);
+      compute_p(chunk);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -252,7 +252,7 @@ struct ForwardWarp {
 
   /// Adds up what the four lanes of a row have, and divides. Afterwards sum is the log2 of the sum
   /// of all weights.
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void normalize() {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
@@ -263,12 +263,12 @@ struct ForwardWarp {
         o[i / 2][j][i % 2 * 2] *= factor;
         o[i / 2][j][i % 2 * 2 + 1] *= factor;
       }
-      sum[i] = sum[i] == 0.0f ? -INFINITY : largest[i] + log2f(sum[i]);
+      sum[i] = sum[i] == 0.0f ? -INFINITY : row_max[i] + log2f(sum[i]);
     }
   }
 
   /// Writes the outputs over the warp's queries in shared memory.
-  __device__ __forceinline__ void put(unsigned char* rows, int lane) const {
+  __device__ __forceinline__ void store_smem(unsigned char* rows, int lane) const {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
 #pragma unroll
@@ -281,7 +281,7 @@ struct ForwardWarp {
   }
 
  private:
-  __device__ __forceinline__ void add_gate(float scale, int j, float2 gate) {
+  __device__ __forceinline__ void add_key_bias(float scale, int j, float2 gate) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       s[i][j][0] = fmaf(s[i][j][0], scale, gate.x);
@@ -291,16 +291,16 @@ struct ForwardWarp {
     }
   }
 
-  static __device__ float finite_level(float x) { return x == -INFINITY ? 0.0f : x; }
+  static __device__ float finite_or_zero(float x) { return x == -INFINITY ? 0.0f : x; }
 
   /// Of a chunk of 16 keys.
-  __device__ __forceinline__ void exponentials(int chunk) {
+  __device__ __forceinline__ void compute_p(int chunk) {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
 #pragma unroll
       for (int at = 0; at < 4; ++at) {
         float& x = s[i / 2][2 * chunk + at / 2][i % 2 * 2 + at % 2];
-        x = exp2_approx(x - level[i]);
+        x = exp2_approx(x - row_offset[i]);
         sum[i] += x;
       }
     }
@@ -359,33 +359,33 @@ __device__ inline float largest_query(const ForwardShared<Shape>& shared, int th
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    forgetting_forward_kernel(const __grid_constant__ TensorAttention w) {
+    forgetting_attention_forward_kernel(const __grid_constant__ TensorAttention w) {
   using T = typename Shape::T;
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kPart = Shape::kPart;
   constexpr int kThreads = Shape::kThreads;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const ForwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.heads, w.together, blockIdx.x, true);
-  const int rows = place.cut.tokens, head = place.head;
+  const TileAndHead place(w.tiles, p.heads, w.side_by_side, blockIdx.x, true);
+  const int rows = place.tile.tokens, head = place.head;
   if (rows == 0) {
     return;
   }
-  const Sequence& queries = place.cut.sequence;
+  const Sequence& queries = place.tile.sequence;
   const Sequence keys = find_sequence(p.key_layout, queries.index);
   const int64_t key_head = head / (p.heads / p.key_heads);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int first = place.cut.first + keys.length - queries.length;  // positions of the rows
+  const int first = place.tile.first + keys.length - queries.length;  // positions of the rows
   const int last = first + rows - 1;
   const PairMask mask = {static_cast<int>(p.window)};
   const GateSums gates(w, keys, head);
-  KeyTiles tiles = KeyTiles::of<kKeys>(first, last, mask.window);
+  KeyTileRange tiles = KeyTileRange::of<kKeys>(first, last, mask.window);
   const int pieces = static_cast<int>(p.head_dim / 8);
 
   volatile BlockConstants& constants = *shared.constants;
   if (thread == 0) {
-    constants.k = row_address(p.k, keys, key_head, 0);
-    constants.v = row_address(p.v, keys, key_head, 0);
+    constants.k = row_address<2>(p.k, keys, key_head, 0);
+    constants.v = row_address<2>(p.v, keys, key_head, 0);
     constants.gates = gates.data();
     constants.reference = gates.at(first);
     constants.last_key = keys.length - 1;
@@ -393,31 +393,31 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   __syncthreads();
   const auto load_keys = [&](int tile, int stage) {
     const int64_t row = int64_t{tile} * kKeys;
-    const int thread = fresh_thread();
+    const int thread = fresh_thread_index();
     const int limit = constants.last_key + 1 - tile * kKeys;
     const char* const k = const_cast<const char*>(constants.k);
     const char* const v = const_cast<const char*>(constants.v);
     const unsigned to = shared_address(shared.keys(stage));
-    load_tile<kDim, kKeys, kThreads>(to, k + row * row_bytes(p.k), row_bytes(p.k), limit, pieces,
-                                     thread);
-    load_tile<kDim, kKeys, kThreads>(to + Shape::kKeyBytes, v + row * row_bytes(p.v),
-                                     row_bytes(p.v), limit, pieces, thread);
+    load_tile<kDim, kKeys, kThreads>(to, k + row * row_stride<2>(p.k), row_stride<2>(p.k), limit,
+                                     pieces, thread);
+    load_tile<kDim, kKeys, kThreads>(to + Shape::kKeyBytes, v + row * row_stride<2>(p.v),
+                                     row_stride<2>(p.v), limit, pieces, thread);
   };
   const double reference = gates.at(first);
-  const auto put_key_gate = [&](double c, int stage) {
+  const auto store_key_gate = [&](double c, int stage) {
     const SplitGate gate = SplitGate::of(constants.reference - c);
-    float* const to = shared.key_gates + stage * 2 * kKeys + fresh_thread();
+    float* const to = shared.key_gates + stage * 2 * kKeys + fresh_thread_index();
     to[0] = gate.high;
     to[kKeys] = gate.low;
   };
 
   load_tile<kDim, Shape::kRows, kThreads>(shared_address(shared.queries),
-                                          row_address(p.q, queries, head, place.cut.first),
-                                          row_bytes(p.q), rows, pieces, thread);
+                                          row_address<2>(p.q, queries, head, place.tile.first),
+                                          row_stride<2>(p.q), rows, pieces, thread);
   if (tiles.end > tiles.begin) {
     load_keys(tiles.end - 1, 0);
     if (thread < kKeys) {
-      put_key_gate(gates.at((tiles.end - 1) * kKeys + thread), 0);
+      store_key_gate(gates.at((tiles.end - 1) * kKeys + thread), 0);
     }
   }
   commit_copies();
@@ -458,8 +458,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const bool more = tile > tiles.begin;
     if (more) {
       load_keys(tile - 1, stage ^ 1);
-      const int key = (tile - 1) * kKeys + fresh_thread();
-      next_gate = fresh_thread() < kKeys ? constants.gates[min(key, constants.last_key)] : 0.0;
+      const int key = (tile - 1) * kKeys + fresh_thread_index();
+      next_gate =
+          fresh_thread_index() < kKeys ? constants.gates[min(key, constants.last_key)] : 0.0;
     }
     commit_copies();
 #pragma unroll 1
@@ -468,7 +469,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const bool edge = key + kPart - 1 > first || (mask.window > 0 && key <= last - mask.window);
       const bool seen =
           key <= warp_last && (mask.window == 0 || key + kPart > warp_first - mask.window + 1);
-      const int lane = Shape::kKeep ? thread % 32 : fresh_thread() % 32;
+      const int lane = Shape::kKeep ? thread % 32 : fresh_thread_index() % 32;
       const float* const key_gates =
           shared.key_gates + stage * 2 * kKeys + part * kPart + lane % 4 * 2;
       const float* const row_gates = shared.row_gates + warp_row + lane / 4;
@@ -483,35 +484,35 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
               state.s, OperandReader<kDim>::a(own_queries, lane), keys_reader);
         }
         if (!edge) {
-          state.add_gates(scale, key_gates, row_gates);
+          state.add_bias(scale, key_gates, row_gates);
         } else if (key + kPart - 1 <= warp_first &&
                    (mask.window == 0 || key > warp_last - mask.window)) {
-          state.add_near_gates(scale, key_gates, row_gates, shared.row_gates + warp_row);
+          state.add_bias_near_diagonal(scale, key_gates, row_gates, shared.row_gates + warp_row);
         } else {
-          state.add_gates_and_mask(scale, key_gates, row_gates, mask, warp_first + lane / 4,
-                                   key + lane % 4 * 2);
+          state.add_bias_and_mask(scale, key_gates, row_gates, mask, warp_first + lane / 4,
+                                  key + lane % 4 * 2);
         }
-        state.follow_largest();
+        state.update_row_max();
       }
       if (edge) {  // weights of zero must not meet what is not finite
         unsigned char* const values = shared.values(stage) + HalfTile<kDim>::bytes(part * kPart);
         constexpr int kBytes = HalfTile<kDim>::bytes(kPart);
-        const bool found = has_non_finite<T, kThreads>(values, kBytes, fresh_thread());
+        const bool found = has_non_finite<T, kThreads>(values, kBytes, fresh_thread_index());
         if (__syncthreads_or(found ? 1 : 0)) {
           if (seen) {
             state.add_non_finite(values, mask, warp_first + lane / 4, key, lane);
           }
           __syncthreads();
-          zero_non_finite<T, kThreads>(values, kBytes, fresh_thread());
+          zero_non_finite<T, kThreads>(values, kBytes, fresh_thread_index());
           __syncthreads();
         }
       }
       if (seen) {
-        state.values(OperandReader<kDim>::b_transposed(keys_at + Shape::kKeyBytes, lane));
+        state.accumulate_pv(OperandReader<kDim>::b_transposed(keys_at + Shape::kKeyBytes, lane));
       }
     }
-    if (more && fresh_thread() < kKeys) {
-      put_key_gate(next_gate, stage ^ 1);
+    if (more && fresh_thread_index() < kKeys) {
+      store_key_gate(next_gate, stage ^ 1);
     }
   }
 
@@ -519,11 +520,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     wait_for_copies<0>();
     __syncthreads();
   }
-  state.finish();
+  state.normalize();
   if (p.lse != nullptr && lane % 4 == 0) {
     float* const lse = static_cast<float*>(p.lse) +
                        (queries.batch * p.heads + head) * p.layout.time + queries.start +
-                       place.cut.first;
+                       place.tile.first;
 #pragma unroll
     for (int i = 0; i < 2 * Shape::kRowTiles; ++i) {
       const int row = warp_row + 8 * i + lane / 4;
@@ -534,11 +535,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   unsigned char* const own = shared.queries + HalfTile<kDim>::bytes(warp_row);
   __syncwarp();
-  state.put(own, lane);
+  state.store_smem(own, lane);
   __syncwarp();
-  char* const o = row_address(p.o, queries, head, place.cut.first);
-  store_tile<kDim, Shape::kWarpRows, 32>(o + static_cast<int64_t>(warp_row) * row_bytes(p.o),
-                                         row_bytes(p.o), own, rows - warp_row, pieces, lane);
+  char* const o = row_address<2>(p.o, queries, head, place.tile.first);
+  store_tile<kDim, Shape::kWarpRows, 32>(o + static_cast<int64_t>(warp_row) * row_stride<2>(p.o),
+                                         row_stride<2>(p.o), own, rows - warp_row, pieces, lane);
 }
 
 }  // namespace tidegate::kernels::attention

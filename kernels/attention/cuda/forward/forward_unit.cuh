@@ -7,11 +7,12 @@ namespace tidegate::kernels::attention {
 
 template <class Shape>
 cudaError_t launch_forward(TensorAttention work, const DeviceLimits& limits, cudaStream_t stream) {
-  constexpr auto* kKernel = &forgetting_forward_kernel<Shape>;
+  constexpr auto* kKernel = &forgetting_attention_forward_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
-  work.tiles = cut_time(work.params.forward.layout, Shape::kRows);
-  work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
-  const int64_t blocks = work.tiles.slots * work.params.forward.heads;
+  work.tiles = time_tiles(work.params.forward.layout, Shape::kRows);
+  work.side_by_side =
+      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
+  const int64_t blocks = work.tiles.count * work.params.forward.heads;
   kKernel<<<static_cast<unsigned>(blocks), Shape::kThreads, Shape::kSharedBytes, stream>>>(work);
   return cudaGetLastError();
 }

@@ -1,59 +1,18 @@
 #pragma once
 
+// Plans and launches of the kernels that keep the matrix on the chip. The plan says how many
+// sequences a block (or the blocks that share a matrix) takes side by side, which chooses the tile;
+// the launch takes both from there.
+
 #include <algorithm>
-#include <array>
 #include <type_traits>
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/rnn/cuda/chip_family.h"
-#include "kernels/rnn/cuda/on_chip.cuh"
+#include "kernels/rnn/cuda/on_chip/configurations.cuh"
+#include "kernels/rnn/cuda/on_chip/on_chip_family.h"
+#include "kernels/rnn/cuda/on_chip/scan.cuh"
 
 namespace tidegate::kernels::rnn {
-
-/// What a family is for: D, whether the matrix is of 16-bit numbers, whether there are clusters.
-template <int kWidth_, bool kIs16Bit_, bool kExchangesInMemory_>
-struct ChipUse {
-  static constexpr int kWidth = kWidth_;
-  static constexpr bool kIs16Bit = kIs16Bit_;
-  static constexpr bool kExchangesInMemory = kExchangesInMemory_;
-};
-
-/// How the matrix lies in the threads, for so many sequences side by side. A ChipTile, for the
-/// floating-point units: as many lanes a row as leave each thread at most 128 weights in registers.
-template <class Use, int kRows>
-struct ChipTileOf;
-template <int kRows>
-struct ChipTileOf<ChipUse<128, false, false>, kRows> {
-  using Tile = ChipTile<4, 32, 2, 0, kRows, 1>;
-};
-template <int kRows>
-struct ChipTileOf<ChipUse<256, false, false>, kRows> {
-  using Tile = ChipTile<8, 32, 4, 0, kRows, 2>;
-};
-template <int kRows>
-struct ChipTileOf<ChipUse<1024, false, false>, kRows> {
-  using Tile = ChipTile<32, 32, 4, 4, kRows, 16>;
-};
-/// A matrix of floats takes twice the registers: they have no room for more columns at a time.
-template <bool kIs16Bit, int kRows>
-struct ChipTileOf<ChipUse<512, kIs16Bit, false>, kRows> {
-  using Tile = FragmentTile<kRows, kIs16Bit ? 1 : 2, kIs16Bit ? 2 : 1, ClusterExchange>;
-};
-template <bool kIs16Bit, int kRows>
-struct ChipTileOf<ChipUse<512, kIs16Bit, true>, kRows> {
-  using Tile = FragmentTile<kRows, kIs16Bit ? 1 : 2, 1, MemoryExchange>;
-};
-
-/// How many sequences can be walked side by side. In between, what costs least where the device
-/// holds a few clusters less than there would have to be.
-template <class Use>
-struct ChipRows {
-  static constexpr std::array kChoices = {1, 2, 4};
-};
-template <bool kIs16Bit, bool kExchangesInMemory>
-struct ChipRows<ChipUse<512, kIs16Bit, kExchangesInMemory>> {
-  static constexpr std::array kChoices = {2, 4, 5, 8};
-};
 
 /// A step's time by the number of sequences side by side, to no scale: what a step takes without
 /// any (the exchange, the sums over lanes or warps, the gates), in units of what each adds.
@@ -62,7 +21,7 @@ constexpr int64_t kStepAlone = 2;
 constexpr int kPortableCluster = 8;
 
 template <class Tile>
-struct ChipLaunch {
+struct OnChipLaunch {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute = {};
 
@@ -106,7 +65,7 @@ cudaError_t count_groups(Kernel kernel, const DeviceLimits& limits, int* groups)
     cudaFuncAttributes loaded{};
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&loaded, kernel));
     if (loaded.ptxVersion < 90) return cudaSuccess;
-    ChipLaunch<Tile> launch;
+    OnChipLaunch<Tile> launch;
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, Tile::kVectors, nullptr));
     return cudaOccupancyMaxActiveClusters(groups, kernel, &launch.config);
   } else {
@@ -125,15 +84,15 @@ GatedRnnParams& forward_of(Params& params) {
 }
 
 template <class Tile, class Kernel, class Params>
-cudaError_t launch_chip(Kernel kernel, Params params, cudaStream_t stream) {
+cudaError_t launch_on_chip(Kernel kernel, Params params, cudaStream_t stream) {
   GatedRnnParams& forward = forward_of(params);
   const int64_t sequences = forward.layout.sequences;
-  ChipLaunch<Tile> launch;
+  OnChipLaunch<Tile> launch;
   if constexpr (Tile::kNeedsClusters || Tile::kCluster == 1) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch.prepare(kernel, sequences, stream));
     return cudaLaunchKernelEx(&launch.config, kernel, params);
   } else {
-    const int64_t groups = forward.plan.workspace_bytes / Tile::Exchange::kBytes;
+    const int64_t groups = Tile::Exchange::Workspace::groups(forward.plan.workspace_bytes);
     int64_t& first = forward.plan.first_sequence;
     for (first = 0; first < sequences; first += groups * Tile::kVectors) {
       const int64_t count = std::min(groups * Tile::kVectors, sequences - first);
@@ -146,39 +105,25 @@ cudaError_t launch_chip(Kernel kernel, Params params, cudaStream_t stream) {
   }
 }
 
-/// Calls visit<Tile>() with the tile for `rows` sequences, one of the choices.
-template <class Use, int kChoice = 0, class Visit>
-cudaError_t with_chip_rows(int rows, Visit visit) {
-  using Rows = ChipRows<Use>;
-  if constexpr (kChoice < static_cast<int>(Rows::kChoices.size())) {
-    constexpr int kRows = Rows::kChoices[kChoice];
-    if (rows == kRows) {
-      return visit.template operator()<typename ChipTileOf<Use, kRows>::Tile>();
-    }
-    return with_chip_rows<Use, kChoice + 1>(rows, visit);
-  }
-  return cudaErrorInvalidValue;
-}
-
 template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
-cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const GatedRnnParams& params,
-                                                                   bool backward,
-                                                                   GatedRnnPlan* plan) {
-  using Use = ChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
+cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const GatedRnnParams& params,
+                                                                     bool backward,
+                                                                     GatedRnnPlan* plan) {
+  using Use = OnChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   // All choices take a block's whole multiprocessor.
   int groups = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(
-      (with_chip_rows<Use>(ChipRows<Use>::kChoices.back(), [&]<class Tile>() {
-        return backward ? count_groups<Tile>(&gated_rnn_chip_backward<Tile>, limits, &groups)
-                        : count_groups<Tile>(&gated_rnn_chip_forward<Tile>, limits, &groups);
+      (with_on_chip_tile<Use>(OnChipVectors<Use>::kChoices.back(), [&]<class Tile>() {
+        return backward ? count_groups<Tile>(&gated_rnn_on_chip_backward<Tile>, limits, &groups)
+                        : count_groups<Tile>(&gated_rnn_on_chip_forward<Tile>, limits, &groups);
       })));
   if (groups == 0) return cudaSuccess;
   plan->on_chip = true;
   plan->exchanges_in_memory = kExchangesInMemory;
   int64_t best = 0;
-  for (const int rows : ChipRows<Use>::kChoices) {
+  for (const int rows : OnChipVectors<Use>::kChoices) {
     const int64_t at_once = int64_t{groups} * rows;
     const int64_t waves = (params.layout.sequences + at_once - 1) / at_once;
     const int64_t cost = waves * (kStepAlone + rows);
@@ -188,8 +133,8 @@ cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const GatedRn
     }
   }
   if constexpr (kExchangesInMemory) {
-    return with_chip_rows<Use>(plan->rows, [&]<class Tile>() {
-      plan->workspace_bytes = groups * Tile::Exchange::kBytes;
+    return with_on_chip_tile<Use>(plan->rows, [&]<class Tile>() {
+      plan->workspace_bytes = Tile::Exchange::Workspace::bytes(groups);
       return cudaSuccess;
     });
   }
@@ -197,20 +142,20 @@ cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const GatedRn
 }
 
 template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
-cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::forward(const GatedRnnParams& params,
-                                                                      cudaStream_t stream) {
-  using Use = ChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
-  return with_chip_rows<Use>(params.plan.rows, [&]<class Tile>() {
-    return launch_chip<Tile>(&gated_rnn_chip_forward<Tile>, params, stream);
+cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::forward(
+    const GatedRnnParams& params, cudaStream_t stream) {
+  using Use = OnChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
+  return with_on_chip_tile<Use>(params.plan.rows, [&]<class Tile>() {
+    return launch_on_chip<Tile>(&gated_rnn_on_chip_forward<Tile>, params, stream);
   });
 }
 
 template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
-cudaError_t ChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::backward(
+cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::backward(
     const GatedRnnBackwardParams& params, cudaStream_t stream) {
-  using Use = ChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
-  return with_chip_rows<Use>(params.forward.plan.rows, [&]<class Tile>() {
-    return launch_chip<Tile>(&gated_rnn_chip_backward<Tile>, params, stream);
+  using Use = OnChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
+  return with_on_chip_tile<Use>(params.forward.plan.rows, [&]<class Tile>() {
+    return launch_on_chip<Tile>(&gated_rnn_on_chip_backward<Tile>, params, stream);
   });
 }
 

@@ -12,7 +12,7 @@ namespace tidegate::kernels::rnn {
 /// kernels for a matrix of 16-bit numbers, and for blocks that talk through memory instead of being
 /// a cluster.
 template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
-struct ChipFamily {
+struct OnChipFamily {
   /// Fills on_chip, cluster and rows in; leaves on_chip false where the device cannot run this.
   static cudaError_t plan(const GatedRnnParams& params, bool backward, GatedRnnPlan* plan);
   static cudaError_t forward(const GatedRnnParams& params, cudaStream_t stream);

@@ -2,27 +2,30 @@
 
 // A matrix that stays on the chip for a whole launch, in the registers (and, where these are too
 // few, the shared memory) of one block or of the blocks of a cluster, and its product with a few
-// vectors that change from step to step.
+// vectors that change from step to step, by fused multiply-adds (FFMA).
 //
 // A block owns kOutputs rows of the matrix. Its threads are kGroups groups of kLanes: a group owns
 // kOut rows, and of these each lane 4 of every 4 * kLanes columns. The vectors lie whole in every
-// block's shared memory. After a product the lanes of a group add their parts up in a butterfly,
+// block's shared memory. After a product the lanes of a group add their parts up (scatter_sums),
 // which leaves each of them with kOwn numbers of the result: the elements that this thread owns. It
-// keeps their states, and says the new ones to all blocks before the next product.
+// keeps their states, and sends the new ones to all blocks before the next product.
 //
-// Two copies of the vectors take turns. Whoever writes one has seen all parts of the other, and who
-// sent those had read what is now overwritten: nothing else has to be waited for. Each copy has a
-// barrier of its own, so that the bytes of the next step never count for this one.
+// The vectors are double-buffered. Whoever writes one buffer has seen all parts of the other, and
+// the blocks that sent those had read what is now overwritten: nothing else has to be waited for.
+// Each buffer has an mbarrier of its own that counts the bytes sent to it, so that the bytes of the
+// next step never count for this one. Thread 0 arms a barrier when its phase has ended.
 
 #include <cstdint>
 
+#include "kernels/common/cuda/cluster.cuh"
 #include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/rnn/cuda/cluster.cuh"
+#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/common/cuda/warp.cuh"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
 
-constexpr int kChipThreads = 256;
+constexpr int kFmaThreads = 256;
 
 /// The smallest that is not below `count`.
 constexpr int power_of_two(int count) {
@@ -32,13 +35,16 @@ constexpr int power_of_two(int count) {
 }
 
 template <class Tile>
-class MatrixOnChip;
+class FmaMatrix;
+
+/// Lanes that share a row, columns of a lane, rows of a group of lanes in registers and in shared
+/// memory, vectors, and blocks that share the matrix.
 
 template <int kLanes_, int kColumnsALane, int kRegisterRows, int kSharedRows_, int kVectors_,
           int kCluster_>
-struct ChipTile {
-  using Matrix = MatrixOnChip<ChipTile>;
-  static constexpr int kThreads = kChipThreads;
+struct FmaTile {
+  using Matrix = FmaMatrix<FmaTile>;
+  static constexpr int kThreads = kFmaThreads;
   static constexpr bool kNeedsClusters = kCluster_ > 1;
   static constexpr int kLanes = kLanes_;
   static constexpr bool kLoadsAhead = true;  // a step is about as long as a load
@@ -48,49 +54,27 @@ struct ChipTile {
   static constexpr int kOut = kRegisterRows + kSharedRows_;
   static constexpr int kVectors = kVectors_;
   static constexpr int kCluster = kCluster_;
-  static constexpr int kOutputs = kChipThreads / kLanes * kOut;  // of a block
+  static constexpr int kOutputs = kFmaThreads / kLanes * kOut;  // of a block
   static constexpr int kInputs = kLanes * kColumnsALane;
   // Of a group, as if there were a power of two of vectors.
   static constexpr int kValues = power_of_two(kVectors) * kOut;
   static constexpr int kOwn = kValues > kLanes ? kValues / kLanes : 1;
   static constexpr int kCopies = kValues < kLanes ? kLanes / kValues : 1;  // of each number
-  /// A few neighbouring lanes own four neighbouring elements of one vector.
+  /// Whether a few neighbouring lanes own four neighbouring elements of one vector.
   static constexpr bool kInFours = kOwn <= 4 && kCopies == 1 && kOut % 4 == 0;
 
   static constexpr int kVectorBytes = 2 * kVectors * kInputs * 4;
-  static constexpr int kMatrixBytes = kInShared * kChunks * kChipThreads * 16;
+  static constexpr int kMatrixBytes = kInShared * kChunks * kFmaThreads * 16;
   static constexpr int kSharedBytes = kVectorBytes + kMatrixBytes + 16;
 
   static_assert(kOutputs * kCluster >= kInputs, "every column is some block's row");
 };
 
-/// Adds kCount values up over the lanes whose numbers differ in kDistance and below; a lane is left
-/// with those of its own, in front.
-template <int kCount, int kDistance>
-__device__ inline void scatter_sums(float* values, int lane) {
-  if constexpr (kDistance > 0) {
-    if constexpr (kCount > 1) {
-      constexpr int kHalf = kCount / 2;
-      const bool upper = (lane & kDistance) != 0;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float keep = upper ? values[i + kHalf] : values[i];
-        const float give = upper ? values[i] : values[i + kHalf];
-        values[i] = keep + __shfl_xor_sync(0xffffffffu, give, kDistance);
-      }
-      scatter_sums<kHalf, kDistance / 2>(values, lane);
-    } else {
-      values[0] += __shfl_xor_sync(0xffffffffu, values[0], kDistance);
-      scatter_sums<1, kDistance / 2>(values, lane);
-    }
-  }
-}
-
 template <class Tile>
-class MatrixOnChip {
+class FmaMatrix {
  public:
-  /// Of p.w or its transpose. Called by all threads.
-  __device__ MatrixOnChip(const GatedRnnParams& p, bool transposed, void* shared)
+  /// Holds p.w or its transpose. Called by all threads.
+  __device__ FmaMatrix(const GatedRnnParams& p, bool transposed, void* shared)
       : vectors_(static_cast<float*>(shared)),
         matrix_(reinterpret_cast<float4*>(vectors_ + Tile::kVectorBytes / 4)),
         barriers_(shared_address(matrix_ + Tile::kMatrixBytes / 16)),
@@ -99,7 +83,7 @@ class MatrixOnChip {
                       static_cast<int>(threadIdx.x) / Tile::kLanes * Tile::kOut),
         padded_dim_((static_cast<int>(p.channels) + 3) / 4 * 4) {
     load_matrix(p, transposed);
-    for (int i = threadIdx.x; i < Tile::kVectorBytes / 4; i += kChipThreads) {
+    for (int i = threadIdx.x; i < Tile::kVectorBytes / 4; i += kFmaThreads) {
       vectors_[i] = 0.0f;
     }
     if constexpr (Tile::kCluster > 1) {
@@ -108,8 +92,8 @@ class MatrixOnChip {
         mbarrier_init(&barriers[0], 1);
         mbarrier_init(&barriers[1], 1);
         publish_barriers();
-        announce(0);
-        announce(1);
+        expect_sends(0);
+        expect_sends(1);
       }
       cluster_sync();
     } else {
@@ -139,20 +123,20 @@ class MatrixOnChip {
     if constexpr (Tile::kCluster > 1) {
       send(values);
       meanwhile();
-      wait_for_bytes(barriers_ + 8 * turn_, parity_);
-      if (threadIdx.x == 0) announce(turn_);
+      wait_for_bytes(barriers_ + 8 * buffer_, parity_);
+      if (threadIdx.x == 0) expect_sends(buffer_);
     } else {
       meanwhile();  // nothing is on its way here: first what the other warps do not wait for
       store(values);
       __syncthreads();
     }
     float sums[Tile::kValues] = {};
-    accumulate(vectors_ + turn_ * (Tile::kVectors * Tile::kInputs), sums);
+    accumulate(vectors_ + buffer_ * (Tile::kVectors * Tile::kInputs), sums);
     scatter_sums<Tile::kValues, Tile::kLanes / 2>(sums, lane_);
 #pragma unroll
     for (int e = 0; e < Tile::kOwn; ++e) products[e] = sums[e];
-    parity_ ^= turn_;
-    turn_ ^= 1;
+    parity_ ^= buffer_;
+    buffer_ ^= 1;
   }
 
   /// Before a block leaves, nobody may be about to write to it.
@@ -184,7 +168,7 @@ class MatrixOnChip {
 #pragma unroll
           for (int j = 0; j < 4; ++j) registers_[o][4 * i + j] = chunk[j];
         } else {
-          const int at = ((o - Tile::kInRegisters) * Tile::kChunks + i) * kChipThreads;
+          const int at = ((o - Tile::kInRegisters) * Tile::kChunks + i) * kFmaThreads;
           matrix_[at + threadIdx.x] = make_float4(chunk[0], chunk[1], chunk[2], chunk[3]);
         }
       }
@@ -207,7 +191,7 @@ class MatrixOnChip {
           w = make_float4(registers_[o][4 * i], registers_[o][4 * i + 1], registers_[o][4 * i + 2],
                           registers_[o][4 * i + 3]);
         } else {
-          const int at = ((o - Tile::kInRegisters) * Tile::kChunks + i) * kChipThreads;
+          const int at = ((o - Tile::kInRegisters) * Tile::kChunks + i) * kFmaThreads;
           w = matrix_[at + threadIdx.x];
         }
 #pragma unroll
@@ -222,9 +206,9 @@ class MatrixOnChip {
     }
   }
 
-  /// Where an element lies in this block's copy of the vectors.
+  /// Where an element lies in this step's buffer.
   __device__ float* place(int vector, int channel) const {
-    return vectors_ + (turn_ * Tile::kVectors + vector) * Tile::kInputs + channel;
+    return vectors_ + (buffer_ * Tile::kVectors + vector) * Tile::kInputs + channel;
   }
 
   __device__ void store(const float (&values)[Tile::kOwn]) const {
@@ -235,7 +219,7 @@ class MatrixOnChip {
   }
 
   __device__ void send(const float (&values)[Tile::kOwn]) const {
-    const unsigned barrier = barriers_ + 8 * turn_;
+    const unsigned barrier = barriers_ + 8 * buffer_;
     if constexpr (Tile::kInFours) {
       // The lanes that own four elements share the blocks to which these go.
       constexpr int kSenders = 4 / Tile::kOwn;
@@ -267,7 +251,8 @@ class MatrixOnChip {
     }
   }
 
-  /// A block that owns none says nothing, so that nobody would wait for it: it gets nothing either.
+  /// A block that owns no channels sends nothing, so that nobody would wait for it: it gets nothing
+  /// either.
   __device__ bool owns_channels(int rank) const { return rank * Tile::kOutputs < padded_dim_; }
 
   /// Whether the e-th element is one of the vectors', which are padded to whole fours.
@@ -275,18 +260,18 @@ class MatrixOnChip {
     return vector_of(e) < Tile::kVectors && channel_of(e) < padded_dim_;
   }
 
-  /// What all blocks together send to this one's copy of the vectors.
-  __device__ void announce(int turn) const {
-    expect_bytes(barriers_ + 8 * turn, static_cast<unsigned>(Tile::kVectors * padded_dim_ * 4));
+  /// Arms a buffer's barrier with the bytes that all blocks together send to it.
+  __device__ void expect_sends(int buffer) const {
+    expect_bytes(barriers_ + 8 * buffer, static_cast<unsigned>(Tile::kVectors * padded_dim_ * 4));
   }
 
   float* vectors_;  // [2][kVectors][kInputs]
-  float4* matrix_;  // [kInShared][kChunks][kChipThreads]
+  float4* matrix_;  // [kInShared][kChunks][kFmaThreads]
   unsigned barriers_;
   int lane_;
   int first_output_;
   int padded_dim_;
-  int turn_ = 0;
+  int buffer_ = 0;
   int parity_ = 0;
   float registers_[Tile::kInRegisters][4 * Tile::kChunks];
 };

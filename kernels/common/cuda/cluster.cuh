@@ -1,15 +1,12 @@
 #pragma once
 
 // What blocks of a cluster tell each other: stores into each other's shared memory, and the
-// barriers that count their bytes (compute capability 9.0).
+// mbarriers that count their bytes (compute capability 9.0). Addresses are those of
+// shared_address().
 
 #include <cstdint>
 
-namespace tidegate::kernels::rnn {
-
-__device__ inline unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
+namespace tidegate::kernels {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -92,4 +89,4 @@ __device__ inline void store_remote(unsigned, float4, unsigned) {}
 
 #endif
 
-}  // namespace tidegate::kernels::rnn
+}  // namespace tidegate::kernels

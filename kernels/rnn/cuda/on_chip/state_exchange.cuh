@@ -1,22 +1,29 @@
 #pragma once
 
-// How blocks that share a matrix tell each other the elements of its vectors. Each block owns some
-// channels and says all of them. What goes round of an element are two f16 numbers, in one word,
-// and of a group of 32 channels of a vector what they are multiples of: its scale. Two copies of
-// the vectors take turns: whoever overwrites one has seen all of the other, and who sent those
-// parts had read what is now overwritten.
+// How the blocks that share a matrix exchange the elements of its vectors (the states, or their
+// gradients) at every step. Each block owns some channels and sends them to all. What is sent of an
+// element are two f16 numbers, in one word, and of a group of 32 channels of a vector what they are
+// multiples of: its scale.
+//
+// Either way the vectors are double-buffered. Whoever overwrites one buffer has seen all of the
+// other, and the blocks that sent those parts had read what is now overwritten.
+//   ClusterExchange  stores into the other blocks' shared memory. Each buffer has an mbarrier for
+//                    every sending block, which counts the bytes that arrive from it.
+//   MemoryExchange   writes packed records to device memory, which receivers poll.
 
 #include <cstdint>
 
+#include "kernels/common/cuda/cluster.cuh"
 #include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/rnn/cuda/cluster.cuh"
+#include "kernels/common/cuda/packed_carry.cuh"
+#include "kernels/common/cuda/shared_address.cuh"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
 
 /// Who owns what, for so many vectors; kSplit warps share columns, each with rows of its own.
 template <int kVectors_, int kSplit_>
-struct FragmentShape {
+struct MmaShape {
   static constexpr int kVectors = kVectors_;
   static constexpr int kSplit = kSplit_;
   static constexpr int kCluster = 8;   // blocks
@@ -29,7 +36,7 @@ struct FragmentShape {
   static constexpr int kParts = kWarps / kSplit;  // of the columns: what a warp receives
   static constexpr int kPart = kInputs / kParts;
   static constexpr int kPartGroups = kPart / kGroup;
-  static constexpr int kBlockParts = kOutputs / kPart;  // of what one block says
+  static constexpr int kBlockParts = kOutputs / kPart;  // of what one block sends
   static constexpr int kSteps = kPart / 16;  // of the inner dimension of a warp's product
 };
 
@@ -43,7 +50,7 @@ struct ReceivedPart {
 };
 
 /// Words of four neighbouring channels as an operand: the first numbers of all, then the second.
-__device__ inline void sort_terms(const uint32_t (&words)[4], uint32_t (&operand)[4]) {
+__device__ inline void gather_terms(const uint32_t (&words)[4], uint32_t (&operand)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     operand[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
@@ -51,7 +58,7 @@ __device__ inline void sort_terms(const uint32_t (&words)[4], uint32_t (&operand
   }
 }
 
-/// Through the shared memory of a cluster's blocks, whose barriers count the bytes of each block.
+/// Exchanges through the shared memory of a cluster's blocks.
 template <class Shape>
 class ClusterExchange {
   static constexpr int kVectorRow = Shape::kInputs + 16;  // neighbours start in other banks
@@ -62,7 +69,7 @@ class ClusterExchange {
   static constexpr bool kNeedsClusters = true;
   static constexpr int kSharedBytes = 2 * kCopy * 4 + 2 * Shape::kCluster * 8;
 
-  /// Of `vector`, this thread says the block's `row`-th channel.
+  /// This thread sends the block's `row`-th channel of `vector`.
   __device__ ClusterExchange(const GatedRnnParams&, void* shared, int padded_dim, int vector,
                              int row, int lane)
       : words_(static_cast<uint32_t*>(shared)),
@@ -76,62 +83,63 @@ class ClusterExchange {
       for (int i = 0; i < 2 * Shape::kCluster; ++i) mbarrier_init(&barriers[i], 1);
       publish_barriers();
       for (int block = 0; block < Shape::kCluster; ++block) {
-        if (!listens(block)) continue;
-        announce(barriers_ + 8 * block, block);
-        announce(barriers_ + 8 * (Shape::kCluster + block), block);
+        if (!receives(block)) continue;
+        expect_sends(barriers_ + 8 * block, block);
+        expect_sends(barriers_ + 8 * (Shape::kCluster + block), block);
       }
     }
     const int channel = rank_ * Shape::kOutputs + row;
     const int group = channel / Shape::kGroup;
     own_words_ = shared_address(words_ + vector * kVectorRow + (channel & ~3));
     own_scale_ = shared_address(words_ + scale_place(vector, group));
-    says_ = channel < padded_dim_;
-    says_to_all_ = padded_dim_ == Shape::kInputs;
-    says_scale_ = lane_ < Shape::kCluster && listens(lane_) && group * Shape::kGroup < padded_dim_;
+    sends_ = channel < padded_dim_;
+    sends_to_all_ = padded_dim_ == Shape::kInputs;
+    sends_scale_ =
+        lane_ < Shape::kCluster && receives(lane_) && group * Shape::kGroup < padded_dim_;
     cluster_sync();
   }
 
   __device__ int rank() const { return rank_; }
 
-  /// Says this thread's element, in its step, to all blocks. A warp has the channels of a group of
-  /// one vector. Four lanes share the blocks to which their elements go.
+  /// Sends this thread's element of a step to all blocks. A warp has the channels of a group of one
+  /// vector. Four lanes share the blocks to which their elements go.
   __device__ void send(unsigned step, uint32_t word, float scale) const {
     const unsigned arrived = barriers_ + 8 * (step % 2 * Shape::kCluster + rank_);
     const unsigned copy = step % 2 * (kCopy * 4);
     uint32_t words[4], four[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = __shfl_sync(0xffffffffu, word, (lane_ & ~3) + i);
-    if (says_scale_) {
+    if (sends_scale_) {
       store_remote(address_in_block(own_scale_ + copy, lane_), scale,
                    address_in_block(arrived, lane_));
     }
-    sort_terms(words, four);
+    gather_terms(words, four);
     const float4 bits = make_float4(__uint_as_float(four[0]), __uint_as_float(four[1]),
                                     __uint_as_float(four[2]), __uint_as_float(four[3]));
     const unsigned address = own_words_ + copy;
     const int near = lane_ % 4, far = near + 4;
-    if (says_to_all_) {
+    if (sends_to_all_) {
       store_remote(address_in_block(address, near), bits, address_in_block(arrived, near));
       store_remote(address_in_block(address, far), bits, address_in_block(arrived, far));
-    } else if (says_) {
-      if (listens(near)) {
+    } else if (sends_) {
+      if (receives(near)) {
         store_remote(address_in_block(address, near), bits, address_in_block(arrived, near));
       }
-      if (listens(far)) {
+      if (receives(far)) {
         store_remote(address_in_block(address, far), bits, address_in_block(arrived, far));
       }
     }
   }
 
-  /// The whole warp receives one part, always the same. Two warps wait for what a block says; one
-  /// of them renews its barrier.
+  /// The whole warp receives one part, the same one at every step. Two warps wait for what a block
+  /// sends; one of them arms its barrier again.
   __device__ void receive(unsigned step, int part, bool renews,
                           ReceivedPart<Shape>* received) const {
     const int block = part / Shape::kBlockParts;
     const unsigned barrier = barriers_ + 8 * (step % 2 * Shape::kCluster + block);
     wait_for_bytes(barrier, step / 2 % 2);
     __syncwarp();
-    if (renews && lane_ == 0) announce(barrier, block);
+    if (renews && lane_ == 0) expect_sends(barrier, block);
     const uint32_t* const copy = words_ + step % 2 * kCopy;
     if (lane_ / 4 < Shape::kVectors) {
       const uint32_t* const from =
@@ -168,13 +176,13 @@ class ClusterExchange {
  private:
   static_assert(Shape::kPartGroups <= 2 && Shape::kCluster == 8, "what receive and send share out");
 
-  /// A block without channels says nothing, so that nobody would wait for it: it gets nothing.
-  __device__ bool listens(int block) const { return block * Shape::kOutputs < padded_dim_; }
+  /// A block without channels sends nothing, so that nobody would wait for it: it gets nothing.
+  __device__ bool receives(int block) const { return block * Shape::kOutputs < padded_dim_; }
   __device__ static int scale_place(int vector, int group) {
     return Shape::kVectors * kVectorRow + vector * kScaleRow + group;
   }
-  /// The bytes of what a block says of all vectors, scales included.
-  __device__ void announce(unsigned barrier, int block) const {
+  /// Arms a barrier with the bytes that a block sends of all vectors, scales included.
+  __device__ void expect_sends(unsigned barrier, int block) const {
     const int channels = min(padded_dim_ - block * Shape::kOutputs, Shape::kOutputs);
     const int groups = (channels + Shape::kGroup - 1) / Shape::kGroup;
     expect_bytes(barrier, static_cast<unsigned>(Shape::kVectors * (channels + groups) * 4));
@@ -186,26 +194,39 @@ class ClusterExchange {
   int lane_;
   int padded_dim_;
   unsigned own_words_, own_scale_;  // in the first copy
-  bool says_, says_to_all_, says_scale_;
+  bool sends_, sends_to_all_, sends_scale_;
 };
 
-/// Through device memory, on devices without clusters: each word with the number of its step beside
-/// it, in one store of 64 bits, so that there is no other flag to wait for. All blocks that share a
-/// matrix must run at once; the memory is zero at the start.
+/// The workspace of MemoryExchange: for every group of blocks that share a matrix, two buffers of
+/// records [kVectors][kVectorRow].
+template <class Shape>
+struct ExchangeWorkspace {
+  static constexpr int kVectorRow = Shape::kInputs + Shape::kGroups;  // words, then scales
+  static constexpr int kBuffer = Shape::kVectors * kVectorRow;
+  static constexpr int64_t kGroupBytes = 2 * kBuffer * 8;
+
+  static int64_t bytes(int64_t groups) { return groups * kGroupBytes; }
+  /// How many groups a workspace has room for.
+  static int64_t groups(int64_t bytes) { return bytes / kGroupBytes; }
+
+  __device__ static uint64_t* group(void* workspace, int64_t index) {
+    return static_cast<uint64_t*>(workspace) + index * (2 * kBuffer);
+  }
+};
+
+/// Exchanges through device memory, on devices without clusters: every word is a packed record
+/// (packed_carry.cuh), so that there is no other flag to wait for. All blocks that share a matrix
+/// must run at once; the memory is zero at the start.
 template <class Shape>
 class MemoryExchange {
-  static constexpr int kVectorRow = Shape::kInputs + Shape::kGroups;  // words, then scales
-  static constexpr int kCopy = Shape::kVectors * kVectorRow;
-
  public:
+  using Workspace = ExchangeWorkspace<Shape>;
   static constexpr bool kNeedsClusters = false;
   static constexpr int kSharedBytes = 0;
-  static constexpr int64_t kBytes = 2 * kCopy * 8;  // of the blocks that share a matrix
 
   __device__ MemoryExchange(const GatedRnnParams& p, void*, int padded_dim, int vector, int row,
                             int lane)
-      : tagged_(static_cast<uint64_t*>(p.workspace) +
-                int64_t{blockIdx.x} / Shape::kCluster * (2 * kCopy)),
+      : records_(Workspace::group(p.workspace, int64_t{blockIdx.x} / Shape::kCluster)),
         padded_dim_(padded_dim),
         lane_(lane),
         vector_(vector),
@@ -215,10 +236,10 @@ class MemoryExchange {
 
   __device__ void send(unsigned step, uint32_t word, float scale) const {
     if (channel_ >= padded_dim_) return;
-    store(step, place(step, vector_, channel_), word);
+    PackedWord::write(place(step, vector_, channel_), epoch(step), word);
     if (channel_ % Shape::kGroup == 0) {
-      store(step, place(step, vector_, Shape::kInputs + channel_ / Shape::kGroup),
-            __float_as_uint(scale));
+      PackedWord::write(place(step, vector_, Shape::kInputs + channel_ / Shape::kGroup),
+                        epoch(step), __float_as_uint(scale));
     }
   }
 
@@ -232,21 +253,22 @@ class MemoryExchange {
 #pragma unroll
       for (int g = 0; g < Shape::kPartGroups; ++g) {
         const int group = part * Shape::kPartGroups + g;
-        if (group * Shape::kGroup >= padded_dim_) continue;  // nobody says it
-        is_here &= load(step, place(step, vector, Shape::kInputs + group), scales[g]);
+        if (group * Shape::kGroup >= padded_dim_) continue;  // nobody sends it
+        is_here &=
+            PackedWord::poll(place(step, vector, Shape::kInputs + group), epoch(step), scales[g]);
       }
 #pragma unroll
       for (int s = 0; s < Shape::kSteps; ++s) {
         const int channel = part * Shape::kPart + 16 * s + lane_ % 4 * 4;
         if (channel >= padded_dim_) continue;
         const uint64_t* const from = place(step, vector, channel);
-        is_here &= load_pair(step, from, words[s][0], words[s][1]);
-        is_here &= load_pair(step, from + 2, words[s][2], words[s][3]);
+        is_here &= PackedWord::poll_pair(from, epoch(step), words[s][0], words[s][1]);
+        is_here &= PackedWord::poll_pair(from + 2, epoch(step), words[s][2], words[s][3]);
       }
     } while (!is_here);
     __syncwarp();
 #pragma unroll
-    for (int s = 0; s < Shape::kSteps; ++s) sort_terms(words[s], received->operands[s]);
+    for (int s = 0; s < Shape::kSteps; ++s) gather_terms(words[s], received->operands[s]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -261,37 +283,15 @@ class MemoryExchange {
 
  private:
   __device__ uint64_t* place(unsigned step, int vector, int at) const {
-    return tagged_ + (step % 2 * Shape::kVectors + vector) * kVectorRow + at;
+    return records_ + (step % 2 * Shape::kVectors + vector) * Workspace::kVectorRow + at;
   }
-  /// What tells a step's words from older ones, and from none.
-  __device__ static unsigned tag(unsigned step) { return step + 1; }
-  __device__ static void store(unsigned step, uint64_t* to, uint32_t word) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to),
-                 "l"(uint64_t{tag(step)} << 32 | word)
-                 : "memory");
-  }
-  /// Whether this step's word was there.
-  __device__ static bool load(unsigned step, const uint64_t* from, uint32_t& word) {
-    uint64_t tagged;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(tagged) : "l"(from) : "memory");
-    word = static_cast<uint32_t>(tagged);
-    return tagged >> 32 == tag(step);
-  }
-  __device__ static bool load_pair(unsigned step, const uint64_t* from, uint32_t& first,
-                                   uint32_t& second) {
-    uint64_t tagged[2];
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
-                 : "=l"(tagged[0]), "=l"(tagged[1])
-                 : "l"(from)
-                 : "memory");
-    first = static_cast<uint32_t>(tagged[0]), second = static_cast<uint32_t>(tagged[1]);
-    return tagged[0] >> 32 == tag(step) && tagged[1] >> 32 == tag(step);
-  }
+  /// The epoch of a step's records: zero, which memory holds at the start, is none's.
+  __device__ static unsigned epoch(unsigned step) { return step + 1; }
 
-  uint64_t* tagged_;  // twice: [kVectors][kVectorRow]
+  uint64_t* records_;  // see ExchangeWorkspace
   int padded_dim_;
   int lane_;
-  int vector_, channel_;  // what this thread says
+  int vector_, channel_;  // what this thread sends
 };
 
 }  // namespace tidegate::kernels::rnn

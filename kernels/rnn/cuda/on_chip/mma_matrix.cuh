@@ -2,7 +2,7 @@
 
 // A matrix of up to 512 columns that stays in the registers of eight blocks as operands of the
 // tensor cores, and its product with a few vectors that change from step to step. The interface is
-// MatrixOnChip's.
+// FmaMatrix's.
 //
 // Precision: that of float. A float, scaled by a power of two, is the sum of two f16 numbers, each
 // rounded, to 2^-24 of it; below 2^-16 of the largest number of its row (of the matrix) or group
@@ -12,30 +12,33 @@
 // two.
 //
 // A block owns 64 rows. Each of its 16 warps multiplies half of them by 64 columns, or all of them
-// by 32, as soon as the values of this part are there. Fewer columns mean less to receive, fewer
-// rows fewer sums. Columns of the small product are vectors: up to 8, of which kVectors count. The
-// warps' sums meet in shared memory, where the threads that own the elements add them up, always in
-// the same order. Two copies of the sums take turns, as those of the vectors do
-// (state_exchange.cuh). Warps that own no elements do nothing but multiply.
+// by 32, as soon as the values of this part have come: the exchange (state_exchange.cuh) has a
+// barrier for every block that sends. Fewer columns mean less to receive, fewer rows fewer sums.
+// Columns of the small product are vectors: up to 8, of which kVectors count. The warps' sums meet
+// in shared memory, where after one __syncthreads a step the threads that own the elements add them
+// up, always in one order. The sums are double-buffered, as the vectors are. Warps that own no
+// elements do nothing but multiply.
 
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
 #include "kernels/common/cuda/mma.cuh"
-#include "kernels/rnn/cuda/state_exchange.cuh"
+#include "kernels/common/cuda/warp.cuh"
+#include "kernels/rnn/cuda/on_chip/state_exchange.cuh"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
 
 template <class Tile>
-class MatrixInFragments;
+class MmaMatrix;
 
-/// kTerms: f16 numbers that an element of the matrix is the sum of.
+/// Vectors, f16 numbers that an element of the matrix is the sum of, warps that share columns, and
+/// how blocks exchange the vectors.
 template <int kVectors, int kTerms_, int kSplit, template <class> class ExchangeOf>
-struct FragmentTile : FragmentShape<kVectors, kSplit> {
-  using Shape = FragmentShape<kVectors, kSplit>;
-  using Matrix = MatrixInFragments<FragmentTile>;
+struct MmaTile : MmaShape<kVectors, kSplit> {
+  using Shape = MmaShape<kVectors, kSplit>;
+  using Matrix = MmaMatrix<MmaTile>;
   using Exchange = ExchangeOf<Shape>;
   static constexpr int kTerms = kTerms_;
   static constexpr bool kNeedsClusters = Exchange::kNeedsClusters;
@@ -83,7 +86,7 @@ __device__ inline uint32_t take_f16(float& low, float& high) {
   return pair;
 }
 
-/// Neighbours first, always in the same order.
+/// The sum of kCount numbers, neighbours first.
 template <int kCount>
 __device__ inline float sum_of(const float* values) {
   if constexpr (kCount == 1) {
@@ -93,20 +96,13 @@ __device__ inline float sum_of(const float* values) {
   }
 }
 
-/// Threads of the block, as a number that the compiler does not fetch again and again.
-__device__ inline int thread_index() {
-  unsigned index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return static_cast<int>(index);
-}
-
 template <class Tile>
-class MatrixInFragments {
+class MmaMatrix {
  public:
-  /// Of p.w or its transpose. Called by all threads.
-  __device__ MatrixInFragments(const GatedRnnParams& p, bool transposed, void* shared)
+  /// Holds p.w or its transpose. Called by all threads.
+  __device__ MmaMatrix(const GatedRnnParams& p, bool transposed, void* shared)
       : sums_(static_cast<float*>(shared)),
-        thread_(thread_index()),
+        thread_(fresh_thread_index()),
         lane_(thread_ % 32),
         padded_dim_((static_cast<int>(p.channels) + 3) / 4 * 4),
         exchange_(p, sums_ + 2 * Tile::kSums + Tile::kOutputs, padded_dim_, vector_of(0), own_row(),
@@ -127,7 +123,7 @@ class MatrixInFragments {
   /// Whether this thread, and its warp, owns elements: the others only multiply.
   __device__ bool owns() const { return vector_of(0) < Tile::kVectors; }
 
-  /// See MatrixOnChip.
+  /// See FmaMatrix.
   template <class Meanwhile>
   __device__ void multiply(const float (&values)[1], float (&products)[1], Meanwhile meanwhile) {
     if (owns()) {
@@ -142,21 +138,39 @@ class MatrixInFragments {
   __device__ void finish() const { exchange_.finish(); }
 
  private:
+  static constexpr int kRowsOfLane = Tile::kRows / 8;
+
   __device__ int own_row() const { return thread_ % Tile::kOutputs; }
   __device__ int warp() const { return thread_ / 32; }
-  /// Of the columns; as many warps as share the rows have the same.
+  /// Which part of the columns this warp multiplies; as many warps as share the rows have one part.
   __device__ int part() const { return warp() / Tile::kSplit; }
   __device__ int first_row() const { return warp() % Tile::kSplit * Tile::kRows; }
 
-  /// Fragments, as mma.cuh says; of 16 columns, a lane's four lie side by side.
-  __device__ void load_matrix(const GatedRnnParams& p, bool transposed, float* row_largest) {
-    const auto* w = static_cast<const float*>(p.w);
-    const int dim = static_cast<int>(p.channels);
-    const auto element = [&](int row, int column) {
-      row += exchange_.rank() * Tile::kOutputs;
+  /// An element of the matrix or its transpose, by this block's row; zero past the last one.
+  struct Elements {
+    const float* w;
+    int dim, first_row;
+    bool transposed;
+
+    __device__ __forceinline__ float operator()(int row, int column) const {
+      row += first_row;
       if (row >= dim || column >= dim) return 0.0f;
       return transposed ? w[int64_t{column} * dim + row] : w[int64_t{row} * dim + column];
-    };
+    }
+  };
+
+  __device__ void load_matrix(const GatedRnnParams& p, bool transposed, float* row_largest) {
+    const Elements element = {static_cast<const float*>(p.w), static_cast<int>(p.channels),
+                              exchange_.rank() * Tile::kOutputs, transposed};
+    find_row_largest(element, row_largest);
+    __syncthreads();
+    row_inverse_ = Scale(row_largest[own_row()]).inverse;
+    load_fragments(element, row_largest);
+  }
+
+  /// The largest magnitude of each of the block's rows.
+  __device__ __forceinline__ void find_row_largest(const Elements& element,
+                                                   float* row_largest) const {
     for (int row = warp(); row < Tile::kOutputs; row += Tile::kWarps) {
       float largest = 0.0f;
       for (int column = lane_; column < Tile::kInputs; column += 32) {
@@ -166,8 +180,11 @@ class MatrixInFragments {
       largest = warp_largest(largest);
       if (lane_ == 0) row_largest[row] = largest;
     }
-    __syncthreads();
-    row_inverse_ = Scale(row_largest[own_row()]).inverse;
+  }
+
+  /// Fragments, as mma.cuh says; of 16 columns, a lane's four lie side by side.
+  __device__ __forceinline__ void load_fragments(const Elements& element,
+                                                 const float* row_largest) {
 #pragma unroll
     for (int tile = 0; tile < Tile::kTiles; ++tile) {
       const int upper = first_row() + tile / Tile::kSteps * 16 + lane_ / 4;
@@ -199,15 +216,14 @@ class MatrixInFragments {
     exchange_.send(step_, __byte_perm(first, second, 0x5410), scale.inverse);
   }
 
-  /// Of a part and a vector, the sum of a row. Of 32 rows, r, r + 8, r + 16 and r + 24 lie side by
-  /// side: a lane has them.
+  /// Where a part's sum for a vector and a row lies. Of 32 rows, r, r + 8, r + 16 and r + 24 lie
+  /// side by side: a lane has them.
   __device__ float* sum_at(int part, int vector, int row) const {
     return sums_ + step_ % 2 * Tile::kSums + (part * Tile::kVectors + vector) * Tile::kSumRow +
            row / 32 * 32 + row % 8 * 4 + row % 32 / 8;
   }
 
   __device__ void accumulate() const {
-    constexpr int kRowsOfLane = Tile::kRows / 8;
     constexpr int kGroupSteps = Tile::kSteps / Tile::kPartGroups;
     ReceivedPart<typename Tile::Shape> received;
     exchange_.receive(step_, part(), /*renews=*/warp() % 2 == 0, &received);
@@ -215,19 +231,7 @@ class MatrixInFragments {
 #pragma unroll
     for (int group = 0; group < Tile::kPartGroups; ++group) {
       float sum[Tile::kRowTiles][4] = {};
-      // The small products first.
-#pragma unroll
-      for (int kind = Tile::kTerms; kind >= 0; --kind) {  // which of the terms meet
-        const int term = kind == 2 ? 1 : 0, of = kind == 1 ? 2 : 0;
-#pragma unroll
-        for (int s = group * kGroupSteps; s < (group + 1) * kGroupSteps; ++s) {
-#pragma unroll
-          for (int r = 0; r < Tile::kRowTiles; ++r) {
-            mma_f16(sum[r], registers_[term][r * Tile::kSteps + s], received.operands[s][of],
-                    received.operands[s][of + 1]);
-          }
-        }
-      }
+      multiply_group(received, group * kGroupSteps, (group + 1) * kGroupSteps, sum);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -236,6 +240,28 @@ class MatrixInFragments {
         }
       }
     }
+    store_sums(rows);
+  }
+
+  /// The products of 16 columns a step, the small ones first.
+  __device__ __forceinline__ void multiply_group(const ReceivedPart<typename Tile::Shape>& received,
+                                                 int first_step, int end_step,
+                                                 float (&sum)[Tile::kRowTiles][4]) const {
+#pragma unroll
+    for (int kind = Tile::kTerms; kind >= 0; --kind) {  // which of the terms meet
+      const int term = kind == 2 ? 1 : 0, of = kind == 1 ? 2 : 0;
+#pragma unroll
+      for (int s = first_step; s < end_step; ++s) {
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r) {
+          mma_f16(sum[r], registers_[term][r * Tile::kSteps + s], received.operands[s][of],
+                  received.operands[s][of + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_sums(const float (&rows)[2][kRowsOfLane]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int vector = lane_ % 4 * 2 + i;
@@ -251,7 +277,8 @@ class MatrixInFragments {
     }
   }
 
-  /// After all warps' sums are there. Called by all threads.
+  /// The result of the element that this thread owns, once all warps have stored their sums. Called
+  /// by all threads.
   __device__ float add_up() const {
     unsigned from = shared_address(sum_at(0, owns() ? vector_of(0) : 0, own_row()));
     asm volatile("" : "+r"(from));  // found before the barrier

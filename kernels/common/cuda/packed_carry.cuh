@@ -1,0 +1,150 @@
+#pragma once
+
+// Carries between blocks that run at once, through device memory. A record holds its value and the
+// epoch in which it was written in the same access, so that no fence is needed and no flag can be
+// seen before its value: whoever polls it sees either an older epoch or the whole record. Memory is
+// zero at the start, and epochs count from one.
+
+#include <cstdint>
+
+#include "kernels/common/cuda/numeric.cuh"
+
+namespace tidegate::kernels {
+
+/// A value of 4-byte words for each lane of a warp. Three words and the epoch come with one access
+/// of 16 bytes. Words that are left over hold the epoch too, and are compared: otherwise ptxas
+/// leaves them out and makes two accesses of the rest.
+template <class Value>
+struct PackedCarry {
+  static constexpr int kWords = sizeof(Value) / 4;
+  static constexpr int kUnits = (kWords + 2) / 3;
+  uint4 units[kUnits][kWarpSize];
+
+  __device__ void write(int lane, unsigned epoch, const Value& value) {
+    unsigned words[3 * kUnits];
+    memcpy(words, &value, sizeof(value));
+#pragma unroll
+    for (int i = kWords; i < 3 * kUnits; ++i) {
+      words[i] = epoch;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      asm volatile(
+          "{ .reg .b64 low, high; .reg .b128 unit;\n"
+          "mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 unit, {low, high};\n"
+          "st.relaxed.gpu.global.b128 [%0], unit; }" ::"l"(&units[i][lane]),
+          "r"(words[3 * i]), "r"(words[3 * i + 1]), "r"(words[3 * i + 2]), "r"(epoch)
+          : "memory");
+    }
+  }
+};
+
+/// What one lane has read of a record so far.
+template <class Value>
+struct PolledCarry {
+  static constexpr int kUnits = PackedCarry<Value>::kUnits;
+  uint4 units[kUnits];
+
+  /// Starts a read.
+  __device__ void poll(const PackedCarry<Value>& record, int lane) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      asm volatile(
+          "{ .reg .b64 low, high; .reg .b128 unit;\n"
+          "ld.relaxed.gpu.global.b128 unit, [%4];\n"
+          "mov.b128 {low, high}, unit; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+          : "=r"(units[i].x), "=r"(units[i].y), "=r"(units[i].z), "=r"(units[i].w)
+          : "l"(&record.units[i][lane])
+          : "memory");
+    }
+  }
+  /// Whether the last read found the whole record of this epoch.
+  __device__ bool ready(unsigned epoch) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      all = all && units[i].w == epoch;
+    }
+    constexpr int kLeftOver = 3 * kUnits - PackedCarry<Value>::kWords;
+    return all && (kLeftOver < 1 || units[kUnits - 1].z == epoch) &&
+           (kLeftOver < 2 || units[kUnits - 1].y == epoch);
+  }
+  /// Polls until the record is ready. Two reads are under way at a time, so that one comes back
+  /// soon after the record was written.
+  __device__ void wait(const PackedCarry<Value>& record, int lane, unsigned epoch) {
+    if (ready(epoch)) {
+      return;
+    }
+    PolledCarry next;
+    poll(record, lane);
+    next.poll(record, lane);
+    while (!ready(epoch)) {
+      *this = next;
+      next.poll(record, lane);
+    }
+  }
+  __device__ Value value() const {
+    unsigned words[3 * kUnits];
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      words[3 * i] = units[i].x;
+      words[3 * i + 1] = units[i].y;
+      words[3 * i + 2] = units[i].z;
+    }
+    Value v;
+    memcpy(&v, words, sizeof(v));
+    return v;
+  }
+};
+
+/// Calls consume(index, value) for the records [first, end) in order: those that
+/// record_at(index) refers to, kAtOnce of them on their way at a time.
+template <class Value, int kAtOnce, class RecordAt, class Consume>
+__device__ __forceinline__ void poll_in_order(int first, int end, int lane, unsigned epoch,
+                                              RecordAt record_at, Consume consume) {
+  for (; first < end; first += kAtOnce) {
+    PolledCarry<Value> polled[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i < end) {
+        polled[i].poll(record_at(first + i), lane);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i < end) {
+        polled[i].wait(record_at(first + i), lane, epoch);
+        consume(first + i, polled[i].value());
+      }
+    }
+  }
+}
+
+/// A record of one word, in one access of 8 bytes.
+struct PackedWord {
+  static __device__ void write(uint64_t* to, unsigned epoch, uint32_t word) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(uint64_t{epoch} << 32 | word)
+                 : "memory");
+  }
+  /// Reads the word; whether it is that of this epoch.
+  static __device__ bool poll(const uint64_t* from, unsigned epoch, uint32_t& word) {
+    uint64_t record;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(record) : "l"(from) : "memory");
+    word = static_cast<uint32_t>(record);
+    return record >> 32 == epoch;
+  }
+  /// Reads two records that lie side by side, 16-byte aligned; whether both are those of this
+  /// epoch.
+  static __device__ bool poll_pair(const uint64_t* from, unsigned epoch, uint32_t& first,
+                                   uint32_t& second) {
+    uint64_t records[2];
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                 : "=l"(records[0]), "=l"(records[1])
+                 : "l"(from)
+                 : "memory");
+    first = static_cast<uint32_t>(records[0]), second = static_cast<uint32_t>(records[1]);
+    return records[0] >> 32 == epoch && records[1] >> 32 == epoch;
+  }
+};
+
+}  // namespace tidegate::kernels
