@@ -41,6 +41,7 @@ struct TensorStepWarp {
   unsigned ring;  // kStages tiles of keys and values
   int lane, row, c, dim;
   int64_t batch, key_head, split;
+  Splits splits;
   int64_t begin, end;  // keys of the split
   int tiles;
   int64_t group;
@@ -57,14 +58,13 @@ struct TensorStepWarp {
         batch(blockIdx.z),
         key_head(blockIdx.y),
         split(blockIdx.x),
+        splits(p, batch),
+        begin(splits.begin(split)),
+        end(splits.begin(split + 1)),
+        tiles(static_cast<int>((end - begin + kKeys - 1) / kKeys)),
         group(p.heads / p.key_heads),
         keys(p.k, batch, 0, key_head),
-        values(p.v, batch, 0, key_head) {
-    const Splits splits(p, batch);
-    begin = splits.begin(split);
-    end = splits.begin(split + 1);
-    tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);
-  }
+        values(p.v, batch, 0, key_head) {}
 
   /// The oldest key of a tile, which may lie before `begin`.
   __device__ int64_t first_key(int tile) const { return end - (tile + int64_t{1}) * kKeys; }
@@ -99,7 +99,6 @@ struct TensorStepHead {
   using Warp = TensorStepWarp<E, kDim>;
   static constexpr int kSteps = kDim / 16;
 
-  const Warp& at;
   int64_t head;
   bool used;
   AttentionRows<const float> log_f;
@@ -107,11 +106,10 @@ struct TensorStepHead {
   float gates[4];                  // of the lane's keys of a tile
   float sums[2 * kSteps][4] = {};  // [0..1]: of rounded weights, [2..3]: of the remainders
 
-  __device__ __forceinline__ TensorStepHead(const Warp& warp, int64_t first_head)
-      : at(warp),
-        head(first_head + warp.row),
-        used(head < (warp.key_head + 1) * warp.group),
-        log_f(warp.p.log_f, warp.batch, 0, used ? head : first_head) {
+  __device__ __forceinline__ TensorStepHead(const Warp& at, int64_t first_head)
+      : head(first_head + at.row),
+        used(head < (at.key_head + 1) * at.group),
+        log_f(at.p.log_f, at.batch, 0, used ? head : first_head) {
     const AttentionRows<const E> queries(at.p.q, at.batch, 0, used ? head : first_head);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -128,7 +126,7 @@ struct TensorStepHead {
     }
   }
 
-  __device__ __forceinline__ void load_gates(int tile) {
+  __device__ __forceinline__ void load_gates(const Warp& at, int tile) {
     const int64_t first = at.first_key(tile) + 4 * at.c;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -137,7 +135,8 @@ struct TensorStepHead {
   }
 
   /// dots = q . k of the lane's four keys.
-  __device__ __forceinline__ void compute_scores(unsigned stage, float (&dots)[2][4]) const {
+  __device__ __forceinline__ void compute_scores(const Warp& at, unsigned stage,
+                                                 float (&dots)[2][4]) const {
     const auto keys = OperandReader<kDim>::b(stage, at.lane);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -150,7 +149,7 @@ struct TensorStepHead {
   }
 
   /// Keys before `begin` come first in a lane's four: those that exist are the last ones.
-  __device__ int missing_keys(int tile) const {
+  __device__ int missing_keys(const Warp& at, int tile) const {
     const int64_t oldest = at.first_key(tile) + 4 * at.c;
     return static_cast<int>(max(int64_t{0}, min(int64_t{4}, at.begin - oldest)));
   }
@@ -167,7 +166,8 @@ struct TensorStepHead {
     }
   }
 
-  __device__ __forceinline__ void accumulate_pv(unsigned stage, const float (&weights)[4]) {
+  __device__ __forceinline__ void accumulate_pv(const Warp& at, unsigned stage,
+                                                const float (&weights)[4]) {
     const uint32_t a[4] = {pack_pair<E>(weights[0], weights[1]),
                            pack_pair<E>(rounded_off<E>(weights[0]), rounded_off<E>(weights[1])),
                            pack_pair<E>(weights[2], weights[3]),
@@ -182,7 +182,8 @@ struct TensorStepHead {
     }
   }
 
-  __device__ __forceinline__ void store_partial(const TensorStepSoftmax& softmax) const {
+  __device__ __forceinline__ void store_partial(const Warp& at,
+                                                const TensorStepSoftmax& softmax) const {
     const float total = quad_sum(softmax.total);
     if (used) {
       float* const partial =
@@ -216,23 +217,23 @@ __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttenti
       at.load_stage(tile);
     }
     TensorStepHead<E, kDim> head(at, first_head);
-    head.load_gates(0);
+    head.load_gates(at, 0);
     TensorStepSoftmax softmax;
     for (int tile = 0; tile < at.tiles; ++tile) {
       wait_for_copies<kStages - 2>();
       __syncwarp();  // every lane has waited, and has read the tile before this one
       at.load_stage(tile + kStages - 1);
       float dots[2][4] = {}, weights[4];
-      head.compute_scores(at.stage(tile), dots);
+      head.compute_scores(at, at.stage(tile), dots);
       const float factor =
-          softmax.weigh(dots, head.gates, p.scale, head.missing_keys(tile), weights);
-      head.load_gates(tile + 1);
+          softmax.weigh(dots, head.gates, p.scale, head.missing_keys(at, tile), weights);
+      head.load_gates(at, tile + 1);
       head.rescale(factor);
-      head.accumulate_pv(at.stage(tile), weights);
+      head.accumulate_pv(at, at.stage(tile), weights);
     }
     wait_for_copies<0>();
     __syncwarp();
-    head.store_partial(softmax);
+    head.store_partial(at, softmax);
   }
 }
 
