@@ -2,8 +2,6 @@
 
 #include "kernels/attention/cuda/tensor_forward.h"
 
-#include <algorithm>
-
 #include "kernels/attention/cuda/gate_sums.h"
 #include "kernels/attention/cuda/row_terms.cuh"
 #include "kernels/common/cuda/device.h"

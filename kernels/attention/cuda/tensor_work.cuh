@@ -2,8 +2,6 @@
 
 // What a launch of the tensor-core kernels is told, and where a block of threads finds its part.
 
-#include <algorithm>
-
 #include "kernels/attention/forgetting_attention.h"
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
