@@ -1,9 +1,9 @@
 // The entry points of gla_cuda.h: which kernels take a set of params.
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/gla/cuda/plain.h"
-#include "kernels/gla/cuda/tensor_backward.h"
-#include "kernels/gla/cuda/tensor_forward.h"
+#include "kernels/gla/cuda/backward/tensor_backward.h"
+#include "kernels/gla/cuda/forward/tensor_forward.h"
+#include "kernels/gla/cuda/plain/plain.h"
 
 namespace tidegate::kernels::gla {
 namespace {
