@@ -4,8 +4,10 @@
 // pass, bounds of scores for pruning. Eight lanes share a row; a block has some tokens of one head,
 // and blocks of neighbouring heads follow each other, as the rows in memory do.
 
-#include "kernels/attention/cuda/gate_sums.cuh"
-#include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/common/cuda/dispatch.h"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -25,11 +27,11 @@ struct RowPlace {
   int part;  // which of the eight lanes of a row
 
   __device__ RowPlace(int64_t time, int64_t all_heads, unsigned block) {
-    const auto runs = static_cast<unsigned>((time + kRowTokens - 1) / kRowTokens);
+    const auto blocks_a_head = static_cast<unsigned>((time + kRowTokens - 1) / kRowTokens);
     const auto heads = static_cast<unsigned>(all_heads);
     head = block % heads;
-    batch = block / heads / runs;
-    first = block / heads % runs * kRowTokens + threadIdx.x / 8;
+    batch = block / heads / blocks_a_head;
+    first = block / heads % blocks_a_head * kRowTokens + threadIdx.x / 8;
     all = {0, batch, 0, 0};
     part = static_cast<int>(threadIdx.x) % 8;
   }
@@ -62,11 +64,7 @@ struct RowPart {
         sum = fmaf(x[i].get(e), y.x[i].get(e), sum);
       }
     }
-#pragma unroll
-    for (int step = 4; step > 0; step /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    }
-    return sum;
+    return warp_sum<8>(sum);
   }
 };
 
@@ -81,12 +79,10 @@ __device__ inline void raise_largest(unsigned found, unsigned* largest) {
 /// Calls launch.template operator()<T, kPieces>() for the data and head dimension of p.
 template <class Launch>
 cudaError_t with_row_kernels(const ForgettingAttentionParams& p, const Launch& launch) {
-  const bool few = p.head_dim <= 128;
-  if (p.q.dtype == DType::kBFloat16) {
-    return few ? launch.template operator()<__nv_bfloat16, 2>()
-               : launch.template operator()<__nv_bfloat16, 4>();
-  }
-  return few ? launch.template operator()<__half, 2>() : launch.template operator()<__half, 4>();
+  return dispatch_16_bit(p.q.dtype, [&]<class T>() {
+    return p.head_dim <= 128 ? launch.template operator()<T, 2>()
+                             : launch.template operator()<T, 4>();
+  });
 }
 
 /// The largest squared norm of every head's keys.
@@ -103,7 +99,7 @@ __global__ void __launch_bounds__(kRowThreads)
     RowPart<T, kPieces> k[kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      k[i].load(row_address(p.k, at.all, at.head, min(at.token(step, i), time - 1)), pieces,
+      k[i].load(row_address<2>(p.k, at.all, at.head, min(at.token(step, i), time - 1)), pieces,
                 at.part);
     }
 #pragma unroll
@@ -114,12 +110,12 @@ __global__ void __launch_bounds__(kRowThreads)
   raise_largest(found, largest + at.batch * p.key_heads + at.head);
 }
 
-/// row_terms = do . o - dlse; the first blocks scan chunks of gates. With kBounds, the largest
+/// delta = do . o - dlse; the first blocks scan chunks of gates. With kBounds, the largest
 /// excess of every head's scores too: see ScoreBounds, whose keys' part is there.
 template <class T, int kPieces, bool kBounds>
 __global__ void __launch_bounds__(kRowThreads)
-    row_terms_kernel(const __grid_constant__ TensorAttention w, unsigned* largest,
-                     const __grid_constant__ GateChunks<GateSumScan> gates) {
+    delta_kernel(const __grid_constant__ TensorAttention w, unsigned* largest,
+                 const __grid_constant__ GateChunks<GateSumScan> gates) {
   static_assert(kRowThreads == kGateChunk);
   if (blockIdx.x < gates.blocks()) {
     gates.scan_chunk(blockIdx.x);
@@ -140,10 +136,10 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
       const int64_t token = min(at.token(step, i), time - 1);
-      o[i].load(row_address(p.o, at.all, at.head, token), pieces, at.part);
-      d_o[i].load(row_address(w.params.d_o, at.all, at.head, token), pieces, at.part);
+      o[i].load(row_address<2>(p.o, at.all, at.head, token), pieces, at.part);
+      d_o[i].load(row_address<2>(w.params.d_o, at.all, at.head, token), pieces, at.part);
       if constexpr (kBounds) {
-        q[i].load(row_address(p.q, at.all, at.head, token), pieces, at.part);
+        q[i].load(row_address<2>(p.q, at.all, at.head, token), pieces, at.part);
       }
       lse[i] = static_cast<const float*>(p.lse)[row0 + token];
     }
@@ -153,7 +149,7 @@ __global__ void __launch_bounds__(kRowThreads)
       const float sum = o[i].dot(d_o[i]);
       const bool empty = lse[i] == -INFINITY;  // no key, and no lse to take a gradient of
       if (at.part == 0 && token < time) {
-        w.row_terms[row0 + token] = empty || dlse == nullptr ? sum : sum - dlse[row0 + token];
+        w.delta[row0 + token] = empty || dlse == nullptr ? sum : sum - dlse[row0 + token];
       }
       if constexpr (kBounds) {
         const float score = largest_score(p, q[i].dot(q[i]), key);

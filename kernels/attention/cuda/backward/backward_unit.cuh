@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
-#include "kernels/attention/cuda/backward_shapes.cuh"
-#include "kernels/attention/cuda/gate_sums.cuh"
-#include "kernels/attention/cuda/round_dq.cuh"
-#include "kernels/attention/cuda/tensor_backward.h"
+#include "kernels/attention/cuda/backward/dq_accumulator.cuh"
+#include "kernels/attention/cuda/backward/key_gradient_kernel.cuh"
+#include "kernels/attention/cuda/backward/query_gradient_kernel.cuh"
+#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
@@ -14,11 +15,12 @@ namespace tidegate::kernels::attention {
 template <class Shape>
 cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limits,
                                  cudaStream_t stream) {
-  constexpr auto* kKernel = &forgetting_backward_kernel<Shape>;
+  constexpr auto* kKernel = &key_gradient_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
   work.tiles = time_tiles(p.key_layout, Shape::kKeys);
-  work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
+  work.side_by_side =
+      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
   const int64_t blocks = work.tiles.count * p.key_heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::shared_bytes(limits), stream, work);
@@ -26,15 +28,15 @@ cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limit
 
 /// The same for the heads that are not near, by as many blocks as there is room for.
 template <class Shape>
-cudaError_t launch_far_key_gradients(TensorAttention work, const DeviceLimits& limits,
-                                     cudaStream_t stream) {
-  constexpr auto* kKernel = &far_backward_kernel<Shape>;
+cudaError_t launch_long_range_key_gradients(TensorAttention work, const DeviceLimits& limits,
+                                            cudaStream_t stream) {
+  constexpr auto* kKernel = &long_range_key_gradient_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
-  work.heads = PrunedHeads::kFar;
+  work.heads = HeadRange::kLong;
   work.tiles = time_tiles(p.key_layout, Shape::kKeys);
   const int64_t resident = int64_t{limits.multiprocessors} * Shape::kBlocks;
-  work.together = heads_together(work.tiles, resident);
+  work.side_by_side = heads_side_by_side(work.tiles, resident);
   const int64_t blocks = std::min(work.tiles.count * p.key_heads, resident);
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::shared_bytes(limits), stream, work);
@@ -47,17 +49,17 @@ cudaError_t launch_query_gradients(TensorAttention work, const DeviceLimits& lim
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = time_tiles(work.params.forward.layout, Shape::kRows);
   const int resident = std::min(2, limits.shared_bytes / Shape::kSharedBytes);
-  work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * resident);
+  work.side_by_side = heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * resident);
   const int64_t blocks = work.tiles.count * work.params.forward.heads;
   return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
                              Shape::kSharedBytes, stream, work);
 }
 
 template <class Shape>
-cudaError_t launch_round_dq(const TensorAttention& work, const GateGradientChunks& gates,
-                            cudaStream_t stream) {
+cudaError_t launch_convert_dq(const TensorAttention& work, const GateGradientChunks& gates,
+                              cudaStream_t stream) {
   const int64_t blocks = work.query_tiles.count * work.params.forward.heads + gates.blocks();
-  return launch_unless_empty(&round_dq_kernel<Shape>, static_cast<unsigned>(blocks),
+  return launch_unless_empty(&convert_dq_kernel<Shape>, static_cast<unsigned>(blocks),
                              Shape::kThreads, Shape::kRowBytes, stream, work, gates);
 }
 
@@ -67,26 +69,29 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
                                                        const DeviceLimits& limits,
                                                        cudaStream_t stream) {
   return with_backward_shapes<Data, kDims>(
-      work.params.forward.head_dim, limits, [&]<class Shape, class NearShape, class QueryShape>() {
+      work.params.forward.head_dim, limits,
+      [&]<class Shape, class ShortRangeShape, class QueryShape>() {
         TensorAttention keys = work;
         if (work.dq_sums == nullptr) {
           keys.row_sums = nullptr;
         }
         // Both kernels are launched, and the device says which of them takes a head.
         bool pruned = false;
-        if constexpr (!std::is_same_v<Shape, NearShape>) {
+        if constexpr (!std::is_same_v<Shape, ShortRangeShape>) {
           pruned = work.params.forward.prune > 0;
           if (pruned) {
-            keys.heads = PrunedHeads::kNear;
-            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<NearShape>(keys, limits, stream));
-            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_far_key_gradients<Shape>(keys, limits, stream));
+            keys.heads = HeadRange::kShort;
+            TIDEGATE_RETURN_IF_CUDA_ERROR(
+                launch_key_gradients<ShortRangeShape>(keys, limits, stream));
+            TIDEGATE_RETURN_IF_CUDA_ERROR(
+                launch_long_range_key_gradients<Shape>(keys, limits, stream));
           }
         }
         if (!pruned) {
           TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, limits, stream));
         }
         if (work.dq_sums != nullptr) {
-          return launch_round_dq<Shape>(work, gates, stream);
+          return launch_convert_dq<Shape>(work, gates, stream);
         }
         TIDEGATE_RETURN_IF_CUDA_ERROR(launch_query_gradients<QueryShape>(work, limits, stream));
         return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>, gates.blocks(),

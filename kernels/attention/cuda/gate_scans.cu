@@ -1,8 +1,6 @@
-// Two scans over time as launches of their own; see gate_sums.cuh.
+// The two scans over time as launches of their own.
 
-#include "kernels/attention/cuda/gate_sums.h"
-
-#include "kernels/attention/cuda/gate_sums.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 

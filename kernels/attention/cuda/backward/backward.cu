@@ -1,13 +1,13 @@
 // The backward pass on tensor cores: what it takes, its workspace, and what follows what.
 
-#include "kernels/attention/cuda/tensor_backward.h"
-
-#include "kernels/attention/cuda/backward_shapes.cuh"
-#include "kernels/attention/cuda/gate_sums.cuh"
-#include "kernels/attention/cuda/gate_sums.h"
-#include "kernels/attention/cuda/key_reach.cuh"
-#include "kernels/attention/cuda/row_terms.cuh"
+#include "kernels/attention/cuda/backward/key_extents.cuh"
+#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/cuda/preprocess.cuh"
+#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {
@@ -54,7 +54,7 @@ struct QueryTile {
 
 cudaError_t find_query_tile(const ForgettingAttentionParams& p, const DeviceLimits& limits,
                             QueryTile* tile) {
-  const auto take = [&]<class Shape, class NearShape, class QueryShape>() {
+  const auto take = [&]<class Shape, class ShortRangeShape, class QueryShape>() {
     *tile = {Shape::kRows, Shape::kDim};
     return cudaSuccess;
   };
@@ -65,7 +65,7 @@ cudaError_t find_query_tile(const ForgettingAttentionParams& p, const DeviceLimi
 
 /// The workspace, in order; each part starts at a multiple of 16 bytes.
 struct Parts {
-  int64_t gate_sums, reach_ends, reach_near, row_terms, column_sums, score_bounds, reach_far,
+  int64_t gate_sums, extent_ends, short_range, delta, column_sums, score_bounds, long_range,
       row_sums, dq_sums, totals, all;
 
   Parts(const ForgettingAttentionParams& p, const TimeTiles& query_tiles, const QueryTile& tile) {
@@ -76,12 +76,13 @@ struct Parts {
     };
     part(&gate_sums, gate_sums_count(p) * 8);
     const bool pruned = p.prune > 0;
-    part(&reach_ends, pruned ? time_tiles(p.key_layout, KeyReach::kKeys).count * p.heads * 4 : 0);
-    part(&reach_near, pruned ? p.key_layout.sequences * p.heads * 4 : 0);
-    part(&row_terms, query_rows(p) * 4);
+    part(&extent_ends,
+         pruned ? time_tiles(p.key_layout, KeyExtents::kKeys).count * p.heads * 4 : 0);
+    part(&short_range, pruned ? p.key_layout.sequences * p.heads * 4 : 0);
+    part(&delta, query_rows(p) * 4);
     part(&column_sums, key_rows(p) * 4);
     part(&score_bounds, score_bounds_bytes(p, true));  // from here on, cleared together
-    part(&reach_far, pruned ? 2 * 4 : 0);
+    part(&long_range, pruned ? 2 * 4 : 0);
     part(&row_sums, query_rows(p) * 4);
     part(&dq_sums,
          p.deterministic ? 0 : query_tiles.count * p.heads * tile.rows * tile.columns * int64_t{4});
@@ -97,8 +98,8 @@ cudaError_t tensor_backward_fits(const ForgettingAttentionBackwardParams& params
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   QueryTile tile;
-  *fits = tensor_forward_fits(p) && rows_aligned(params.d_o) && rows_aligned(params.dq) &&
-          rows_aligned(params.dk) && rows_aligned(params.dv) &&
+  *fits = tensor_forward_fits(p) && rows_aligned(params.d_o, 16) && rows_aligned(params.dq, 16) &&
+          rows_aligned(params.dk, 16) && rows_aligned(params.dv, 16) &&
           find_query_tile(p, limits, &tile) == cudaSuccess;
   return cudaSuccess;
 }
@@ -132,7 +133,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   char* const scratch = static_cast<char*>(p.workspace);
   double* const c = reinterpret_cast<double*>(scratch + parts.gate_sums);
   work.gate_sums = c;
-  work.row_terms = reinterpret_cast<float*>(scratch + parts.row_terms);
+  work.delta = reinterpret_cast<float*>(scratch + parts.delta);
   work.row_sums = reinterpret_cast<float*>(scratch + parts.row_sums);
   work.column_sums = reinterpret_cast<float*>(scratch + parts.column_sums);
   auto* const bounds = reinterpret_cast<unsigned*>(scratch + parts.score_bounds);
@@ -153,23 +154,22 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   unsigned* const excesses = p.prune > 0 ? bounds + p.layout.batch * p.key_heads : nullptr;
   TIDEGATE_RETURN_IF_CUDA_ERROR(with_row_kernels(p, [&]<class T, int kPieces>() {
     return launch_unless_empty(
-        p.prune > 0 ? &row_terms_kernel<T, kPieces, true> : &row_terms_kernel<T, kPieces, false>,
-        blocks, kRowThreads, 0, stream, work, excesses, gates);
+        p.prune > 0 ? &delta_kernel<T, kPieces, true> : &delta_kernel<T, kPieces, false>, blocks,
+        kRowThreads, 0, stream, work, excesses, gates);
   }));
   if (p.prune > 0) {
-    work.reach = {time_tiles(p.key_layout, KeyReach::kKeys),
-                  reinterpret_cast<int*>(scratch + parts.reach_ends),
-                  reinterpret_cast<int*>(scratch + parts.reach_near),
-                  reinterpret_cast<unsigned*>(scratch + parts.reach_far)};
-    key_reach_kernel<<<static_cast<unsigned>(reach_blocks(work.reach, p.heads)), kReachWarps * 32,
-                       0, stream>>>(work);
+    work.extents = {time_tiles(p.key_layout, KeyExtents::kKeys),
+                    reinterpret_cast<int*>(scratch + parts.extent_ends),
+                    reinterpret_cast<int*>(scratch + parts.short_range),
+                    reinterpret_cast<unsigned*>(scratch + parts.long_range)};
+    key_extents_kernel<<<static_cast<unsigned>(extent_blocks(work.extents, p.heads)),
+                         kExtentWarps * 32, 0, stream>>>(work);
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
   const GateGradientChunks gradients({p, params.dlog_f, work.row_sums, work.column_sums},
                                      reinterpret_cast<double*>(scratch + parts.totals));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(p.q.dtype == DType::kBFloat16
-                                    ? launch<__nv_bfloat16>(work, gradients, limits, stream)
-                                    : launch<__half>(work, gradients, limits, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_16_bit(
+      p.q.dtype, [&]<class T>() { return launch<T>(work, gradients, limits, stream); }));
   return launch_unless_empty(&gate_scan_kernel<GateGradientScan<float>>, gradients.blocks(),
                              kGateChunk, 0, stream, gradients);
 }

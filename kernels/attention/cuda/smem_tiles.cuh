@@ -9,6 +9,7 @@
 #include "kernels/common/cuda/async_copy.cuh"
 #include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -28,10 +29,6 @@ __device__ inline uint32_t pack_pair(float low, float high) {
   } else {
     return pack_bf16(low, high);
   }
-}
-
-__device__ inline unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
 template <int kColumns>
@@ -211,14 +208,6 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumnTiles][4],
     }
     between(step);
   }
-}
-
-/// threadIdx.x, read anew: what is derived from it is computed where it is needed, instead of being
-/// kept in registers through a loop that has none left.
-__device__ inline int fresh_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
 }
 
 /// Copies kRows rows of a matrix in device memory into a tile, asynchronously; rows from `limit`

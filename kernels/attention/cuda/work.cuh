@@ -2,72 +2,96 @@
 
 // What a launch of the tensor-core kernels is told, and where a block of threads finds its part.
 
-#include "kernels/attention/forgetting_attention.h"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/forgetting_attention_cuda.h"
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/shared_address.cuh"
 #include "kernels/common/cuda/time_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 
-/// Heads that a launch of the backward pass takes. Near: where pruning leaves a key few queries.
-enum class PrunedHeads : uint8_t { kAll, kNear, kFar };
+/// Heads that a launch of the backward pass takes. Short-range heads are those where pruning leaves
+/// a key few queries: they have tiles of their own.
+enum class HeadRange : uint8_t { kAll, kShort, kLong };
 
 /// Which queries pruning leaves to the keys: of every kKeys keys of a sequence and every query
 /// head, the first query that sees none of them; and of every sequence and query head, whether keys
-/// have few queries each on average. See key_reach.cuh.
-struct KeyReach {
+/// have few queries each on average. See key_extents.cuh.
+struct KeyExtents {
   static constexpr int kKeys = 64;
   TimeTiles keys = {};
-  int* ends = nullptr;      // [keys.count, Hq]
-  int* near = nullptr;      // [sequences, Hq], 0 or 1
-  unsigned* far = nullptr;  // zero before: whether any are not; how many of their tiles are taken
+  int* ends = nullptr;             // [keys.count, Hq]
+  int* short_range = nullptr;      // [sequences, Hq], 0 or 1
+  unsigned* long_range = nullptr;  // zero before: whether there are such heads; their tiles taken
 };
 
 struct TensorAttention {
   ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
   TimeTiles tiles = {};                           // the blocks' own: of queries or of keys
-  int together = 1;                               // heads: see heads_together
+  int side_by_side = 1;                           // see heads_side_by_side
   TimeTiles query_tiles = {};                     // backward: those of dq_sums
   const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
   const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
-  KeyReach reach = {};                            // backward, where keys are pruned
-  PrunedHeads heads = PrunedHeads::kAll;          // backward: near ones and others have own tiles
-  float* row_terms = nullptr;                     // backward: delta - dlse, [B, Hq, Tq]
+  KeyExtents extents = {};                        // backward, where keys are pruned
+  HeadRange heads = HeadRange::kAll;              // backward: which heads this launch takes
+  float* delta = nullptr;                         // backward: do . o - dlse, [B, Hq, Tq]
   float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
   float* dq_sums = nullptr;                       // backward: dq in float, tile by tile
 };
 
+/// The classes of head dimensions, each compiled for itself: up to 96, and above.
+enum class HeadDims : uint8_t { kSmall, kLarge };
+constexpr int64_t kLargestSmallHeadDim = 96;
+
+template <class Data, HeadDims kDims>
+struct AttentionForwardUnit {
+  /// Fills in work.tiles.
+  static cudaError_t launch(TensorAttention work, cudaStream_t stream);
+};
+
+template <class Data, HeadDims kDims>
+struct AttentionBackwardUnit {
+  /// With work.dq_sums: all gradients but the gates', dq by atomics. Without: the same, dq by a
+  /// kernel of its own. Then adds up the chunks of `gates`.
+  static cudaError_t launch(TensorAttention work, const GateGradientChunks& gates,
+                            const DeviceLimits& limits, cudaStream_t stream);
+};
+
 /// How many heads' tiles are taken side by side, where `resident` blocks run at once: as many as
 /// let them all start with tiles that have as much to do. Packed sequences: one.
-inline int heads_together(const TimeTiles& tiles, int64_t resident) {
+inline int heads_side_by_side(const TimeTiles& tiles, int64_t resident) {
   return tiles.layout.offsets != nullptr
              ? 1
              : static_cast<int>(std::max<int64_t>(1, resident / tiles.per_sequence));
 }
 
-/// The block's tile and head. Of `together` heads of a batch row or of several, all have their
+/// The block's tile and head. Of `side_by_side` heads, of a batch row or of several, all have their
 /// first tile taken, then all their second; with last_first (of queries, the last has most keys)
 /// from the last tile on. Then follow as many more heads. So the tiles with most to do are never
 /// the last to be taken, and neighbouring blocks share keys and values, or queries.
 struct TileAndHead {
-  TimeTile cut;
-  int64_t slot;
+  TimeTile tile;
+  int64_t tile_index;
   int head;
 
-  __device__ TileAndHead(const TimeTiles& tiles, int64_t all_heads, int together, unsigned block,
-                         bool last_first) {
+  __device__ TileAndHead(const TimeTiles& tiles, int64_t all_heads, int side_by_side,
+                         unsigned block, bool last_first) {
     const auto heads = static_cast<unsigned>(all_heads);
-    const unsigned run = tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.per_sequence)
-                                                         : static_cast<unsigned>(tiles.count);
-    const unsigned all = static_cast<unsigned>(tiles.count) / run * heads;
-    const unsigned first = block / (run * together) * together;
-    const unsigned within = block - first * run;
-    const unsigned side_by_side = min(static_cast<unsigned>(together), all - first);
-    const unsigned at = within / side_by_side, rest = first + within % side_by_side;
-    slot = rest / heads * run + (last_first ? run - 1 - at : at);
+    const unsigned a_head =  // tiles of a head
+        tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.per_sequence)
+                                        : static_cast<unsigned>(tiles.count);
+    const unsigned all = static_cast<unsigned>(tiles.count) / a_head * heads;
+    const unsigned first = block / (a_head * side_by_side) * side_by_side;
+    const unsigned within = block - first * a_head;
+    const unsigned width = min(static_cast<unsigned>(side_by_side), all - first);
+    const unsigned at = within / width, rest = first + within % width;
+    tile_index = rest / heads * a_head + (last_first ? a_head - 1 - at : at);
     head = static_cast<int>(rest % heads);
-    cut = find_time_tile(tiles, static_cast<int>(slot));
+    tile = find_time_tile(tiles, static_cast<int>(tile_index));
   }
 };
 
@@ -89,24 +113,24 @@ struct PairMask {
   }
 };
 
+/// Which keys the queries at positions [first, last] may see: tiles [begin, end).
+struct KeyTileRange {
+  int begin, end;
+
+  template <int kKeys>
+  static __device__ KeyTileRange of(int first, int last, int window) {
+    const int oldest = window > 0 ? max(0, first - window + 1) : 0;
+    return {oldest / kKeys, last < 0 ? 0 : last / kKeys + 1};
+  }
+};
+
 /// Two floats of shared memory, read where this stands and not kept: edge tiles are rare, and the
 /// registers that they would take are missed by all tiles.
 __device__ inline float2 read_pair(const float* p) {
   float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(x.x), "=f"(x.y)
-               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(p))));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared_address(p)));
   return x;
 }
-
-/// Bytes of row `row` (from the sequence's start) of a head.
-__device__ inline char* row_address(const HeadSeries& t, const Sequence& s, int64_t head,
-                                    int64_t row) {
-  return static_cast<char*>(t.data) +
-         (s.batch * t.stride_b + (s.start + row) * t.stride_t + head * t.stride_h) * 2;
-}
-/// From one row to the next; see forgetting_attention_unsupported.
-__device__ inline int row_bytes(const HeadSeries& t) { return static_cast<int>(t.stride_t) * 2; }
 
 /// One head's cumulative gates of a sequence.
 class GateSums {
@@ -165,56 +189,5 @@ struct SplitGate {
     return {high, static_cast<float>(scaled - static_cast<double>(high))};
   }
 };
-
-/// Floats in an order of integers in which NaN is the largest and zero is below all, and back.
-__device__ inline unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(x), sign = 0x80000000u;
-  return x != x ? ~0u : bits < sign ? bits | sign : ~bits;
-}
-__device__ inline float from_ordered(unsigned x) {
-  return __uint_as_float(x >= 0x80000000u ? x ^ 0x80000000u : ~x);
-}
-
-/// Bounds of scores, as ordered floats: a head's largest squared norm of a key, [B, Hkv]; then, in
-/// the backward pass, the largest excess of scale |q_i| max|k| over lse_i of a head's queries,
-/// [B, Hq].
-struct ScoreBounds {
-  static __device__ float key(const TensorAttention& w, int64_t batch, int64_t head) {
-    const ForgettingAttentionParams& p = w.params.forward;
-    return from_ordered(w.score_bounds[batch * p.key_heads + head / (p.heads / p.key_heads)]);
-  }
-  static __device__ float score(const TensorAttention& w, int64_t batch, int64_t head) {
-    const ForgettingAttentionParams& p = w.params.forward;
-    return from_ordered(w.score_bounds[p.layout.batch * p.key_heads + batch * p.heads + head]);
-  }
-};
-
-/// scale |q| |k|, rounded up.
-__device__ inline float largest_score(const ForgettingAttentionParams& p, float query_square,
-                                      float key_square) {
-  return 1.0001f * static_cast<float>(p.scale) * sqrtf(query_square) * sqrtf(key_square);
-}
-
-/// How far c may fall from a key to a query before the key may be dropped: its weight is
-/// exp(s_ij + c_i - c_j - lse_i), and with that at most prune / keys for each key, all that is
-/// dropped weighs at most prune. `score`: of s_ij - lse_i, nowhere exceeded. NaN drops nothing.
-__device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys, double score) {
-  return score + log(static_cast<double>(keys)) - log(p.prune);
-}
-
-/// Whether a launch of the backward pass takes a head of keys of a sequence.
-__device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, int key_head) {
-  if (w.heads == PrunedHeads::kAll) {
-    return true;
-  }
-  const ForgettingAttentionParams& p = w.params.forward;
-  const int group = static_cast<int>(p.heads / p.key_heads);
-  const int* const near = w.reach.near + sequence * p.heads + key_head * group;
-  int all = 1;
-  for (int i = 0; i < group; ++i) {
-    all &= near[i];
-  }
-  return (all != 0) == (w.heads == PrunedHeads::kNear);
-}
 
 }  // namespace tidegate::kernels::attention

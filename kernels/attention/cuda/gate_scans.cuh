@@ -1,49 +1,20 @@
 #pragma once
 
-// The two scans over time of gate_sums.h, as parts of blocks of kGateChunk threads, so that they
-// may share a launch with other work. Chunks are added up first; then every chunk is scanned by
-// itself, from the totals before it.
+// Sums of gates over time, and the way back from gradients of scores to gradients of gates: two
+// scans over time in float64. Time is divided into chunks that run at the same time: chunks are
+// added up first, then every chunk is scanned by itself, from the totals before it, so sums have a
+// fixed order. Both steps are parts of blocks of kGateChunk threads, which may share a launch with
+// other work; gate_sums and gate_gradients are launches of their own.
 
 #include "kernels/attention/forgetting_attention_cuda.h"
-#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {
 
 constexpr int kGateChunk = 256;  // tokens, and threads of a block that takes them
 constexpr int kGateWarps = kGateChunk / 32;
-
-/// One element of a tensor of gates.
-__device__ inline int64_t gate_offset(const HeadSeries& t, const Sequence& s, int token, int head) {
-  return s.batch * t.stride_b + (s.start + token) * t.stride_t + head * t.stride_h;
-}
-__device__ inline double load_gate(const HeadSeries& t, int64_t at) {
-  switch (t.dtype) {
-    case DType::kFloat32:
-      return static_cast<const float*>(t.data)[at];
-    case DType::kFloat64:
-      return static_cast<const double*>(t.data)[at];
-    case DType::kBFloat16:
-      return widen(static_cast<const __nv_bfloat16*>(t.data)[at]);
-    default:
-      return widen(static_cast<const __half*>(t.data)[at]);
-  }
-}
-__device__ inline void store_gate(const HeadSeries& t, int64_t at, double x) {
-  switch (t.dtype) {
-    case DType::kFloat32:
-      static_cast<float*>(t.data)[at] = static_cast<float>(x);
-      return;
-    case DType::kFloat64:
-      static_cast<double*>(t.data)[at] = x;
-      return;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(t.data)[at] = narrow<__nv_bfloat16>(static_cast<float>(x));
-      return;
-    default:
-      static_cast<__half*>(t.data)[at] = narrow<__half>(static_cast<float>(x));
-  }
-}
 
 /// c from log f, forwards.
 struct GateSumScan {
@@ -55,7 +26,8 @@ struct GateSumScan {
     if (token == 0) {
       return 0;
     }
-    const double x = load_gate(p.log_f, gate_offset(p.log_f, keys, token, head));
+    const double x = load_any_element<double>(
+        p.log_f.data, p.log_f.dtype, element_offset(p.log_f, keys.batch, keys.start + token, head));
     return x < kLeastLogGate ? kLeastLogGate : x;
   }
   __device__ void store(const Sequence& keys, int token, int head, double x) const {
@@ -81,17 +53,11 @@ struct GateGradientScan {
            static_cast<double>(column_sums[row * p.key_layout.time + keys.start + token]);
   }
   __device__ void store(const Sequence& keys, int token, int head, double x) const {
-    store_gate(dlog_f, gate_offset(dlog_f, keys, token, head), token == 0 ? 0.0 : x);
+    store_any_element(dlog_f.data, dlog_f.dtype,
+                      element_offset(dlog_f, keys.batch, keys.start + token, head),
+                      token == 0 ? 0.0 : x);
   }
 };
-
-__device__ inline double warp_sum(double x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, step);
-  }
-  return x;
-}
 
 /// The sum over the block, for all threads.
 __device__ inline double block_sum(double x, double (&shared)[kGateWarps]) {
@@ -111,35 +77,36 @@ __device__ inline double block_sum(double x, double (&shared)[kGateWarps]) {
 
 /// The thread's token in the order of the scan, or none.
 template <class Scan>
-__device__ inline int scanned_token(const TimeTile& cut) {
-  const int at = cut.first + static_cast<int>(threadIdx.x);
-  if (static_cast<int>(threadIdx.x) >= cut.tokens) {
+__device__ inline int scanned_token(const TimeTile& chunk) {
+  const int at = chunk.first + static_cast<int>(threadIdx.x);
+  if (static_cast<int>(threadIdx.x) >= chunk.tokens) {
     return -1;
   }
-  return Scan::kReverse ? cut.sequence.length - 1 - at : at;
+  return Scan::kReverse ? chunk.sequence.length - 1 - at : at;
 }
 
 /// A scan and its chunks, of all heads.
 template <class Scan>
 struct GateChunks {
   Scan scan;
-  double* totals;  // [Hq, cuts.count]
-  TimeTiles cuts;
+  double* totals;  // [Hq, tiles.count]
+  TimeTiles tiles;
 
   GateChunks(const Scan& scan, double* totals)
-      : scan(scan), totals(totals), cuts(time_tiles(scan.p.key_layout, kGateChunk)) {}
+      : scan(scan), totals(totals), tiles(time_tiles(scan.p.key_layout, kGateChunk)) {}
 
   __host__ __device__ unsigned blocks() const {
-    return static_cast<unsigned>(cuts.count * scan.p.heads);
+    return static_cast<unsigned>(tiles.count * scan.p.heads);
   }
 
   /// Block `block`'s part of the totals.
   __device__ void add_up(unsigned block) const {
     __shared__ double shared[kGateWarps];
-    const auto slots = static_cast<unsigned>(cuts.count);
-    const TimeTile cut = find_time_tile(cuts, static_cast<int>(block % slots));
-    const int token = scanned_token<Scan>(cut), head = static_cast<int>(block / slots);
-    const double total = block_sum(token < 0 ? 0.0 : scan.load(cut.sequence, token, head), shared);
+    const auto chunks = static_cast<unsigned>(tiles.count);
+    const TimeTile chunk = find_time_tile(tiles, static_cast<int>(block % chunks));
+    const int token = scanned_token<Scan>(chunk), head = static_cast<int>(block / chunks);
+    const double total =
+        block_sum(token < 0 ? 0.0 : scan.load(chunk.sequence, token, head), shared);
     if (threadIdx.x == 0) {
       totals[block] = total;
     }
@@ -148,19 +115,19 @@ struct GateChunks {
   /// Block `block`'s part of the scan.
   __device__ void scan_chunk(unsigned block) const {
     __shared__ double shared[kGateWarps];
-    const auto slots = static_cast<unsigned>(cuts.count);
-    const TimeTile cut = find_time_tile(cuts, static_cast<int>(block % slots));
-    if (cut.tokens == 0) {
+    const auto chunks = static_cast<unsigned>(tiles.count);
+    const TimeTile chunk = find_time_tile(tiles, static_cast<int>(block % chunks));
+    if (chunk.tokens == 0) {
       return;
     }
-    const int token = scanned_token<Scan>(cut), head = static_cast<int>(block / slots);
-    const double* const before = totals + block - cut.index;
+    const int token = scanned_token<Scan>(chunk), head = static_cast<int>(block / chunks);
+    const double* const before = totals + block - chunk.index;
     double start = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < cut.index; i += kGateChunk) {
+    for (int i = static_cast<int>(threadIdx.x); i < chunk.index; i += kGateChunk) {
       start += before[i];
     }
     start = block_sum(start, shared);
-    double x = token < 0 ? 0.0 : scan.load(cut.sequence, token, head);
+    double x = token < 0 ? 0.0 : scan.load(chunk.sequence, token, head);
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -176,7 +143,7 @@ struct GateChunks {
       start += shared[i];
     }
     if (token >= 0) {
-      scan.store(cut.sequence, token, head, start + x);
+      scan.store(chunk.sequence, token, head, start + x);
     }
   }
 };
@@ -192,5 +159,21 @@ __global__ void __launch_bounds__(kGateChunk)
     gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
   chunks.scan_chunk(blockIdx.x);
 }
+
+using GateGradientChunks = GateChunks<GateGradientScan<float>>;
+
+/// Doubles for the totals of chunks of one scan.
+int64_t gate_totals_count(const ForgettingAttentionParams& params);
+
+/// Doubles that gate_sums needs: c, [B, Hq, Tk], then its scratch.
+int64_t gate_sums_count(const ForgettingAttentionParams& params);
+
+/// c_j = sum of log_f over a sequence's tokens 1 .. j, each at least kLeastLogGate. NaN stays.
+cudaError_t gate_sums(const ForgettingAttentionParams& params, double* c, cudaStream_t stream);
+
+/// dlog_f_u = sum over positions t >= u of (row sum of dS of the query at t, if there is one) -
+/// (column sum of key t); zero for a sequence's first token. Sums are [B, Hq, Tq] and [B, Hq, Tk].
+cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& params, const double* row_sums,
+                           const double* column_sums, double* totals, cudaStream_t stream);
 
 }  // namespace tidegate::kernels::attention

@@ -5,45 +5,44 @@
 
 #include <cmath>
 
-#include "kernels/attention/cuda/half_tiles.cuh"
-#include "kernels/attention/cuda/tensor_work.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/attention/cuda/smem_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 
 /// A row's c, lse and delta - dlse in device memory.
-struct RawRow {
+struct RawRowStats {
   double gate;
-  float lse, term;
+  float lse, delta;
 };
 
 /// What the scores of a row need, kRows apart: c_i - c_ref, its high and low parts; lse, in log2;
 /// dlse - delta. A row that is not there, or has no keys, gets P = 0.
 template <int kRows>
-__device__ inline void put_row_terms(float* to, const RawRow& row, double reference) {
+__device__ inline void write_row_stats(float* to, const RawRowStats& row, double reference) {
   const SplitGate gate = SplitGate::of(row.gate - reference);
   to[0] = gate.high;
   to[kRows] = gate.low;
   to[2 * kRows] = row.lse == -INFINITY ? INFINITY : row.lse * kLog2E;
-  to[3 * kRows] = -row.term;
+  to[3 * kRows] = -row.delta;
 }
 
 /// s = log2 of P, from Q K^T. `gates`: of the lane's first two keys; `rows`: of its first row, see
-/// put_row_terms.
+/// write_row_stats.
 template <int kRows, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
-                                                 float scale, const float* gates,
-                                                 const float* rows) {
+__device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
+                                               const float* gates, const float* rows) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * i + 8 * half;
-      const float level = rows[2 * kRows + row] - rows[row];
+      const float row_offset = rows[2 * kRows + row] - rows[row];
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
         const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * j);
-        s[i][j][2 * half] = fmaf(s[i][j][2 * half], scale, gate.x) - level;
-        s[i][j][2 * half + 1] = fmaf(s[i][j][2 * half + 1], scale, gate.y) - level;
+        s[i][j][2 * half] = fmaf(s[i][j][2 * half], scale, gate.x) - row_offset;
+        s[i][j][2 * half + 1] = fmaf(s[i][j][2 * half + 1], scale, gate.y) - row_offset;
       }
     }
   }
@@ -51,47 +50,48 @@ __device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTi
 
 /// The same with what it needs read before: of pairs of keys c_ref - c_j, of rows lse - c_i.
 template <int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
-                                                 float scale, const float2 (&gates)[kColumnTiles],
-                                                 const float (&levels)[2 * kRowTiles]) {
+__device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
+                                               const float2 (&gates)[kColumnTiles],
+                                               const float (&row_offsets)[2 * kRowTiles]) {
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i) {
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
       float* const pair = s[i / 2][j] + i % 2 * 2;
-      pair[0] = fmaf(pair[0], scale, gates[j].x) - levels[i];
-      pair[1] = fmaf(pair[1], scale, gates[j].y) - levels[i];
+      pair[0] = fmaf(pair[0], scale, gates[j].x) - row_offsets[i];
+      pair[1] = fmaf(pair[1], scale, gates[j].y) - row_offsets[i];
     }
   }
 }
 
 /// The same on edge tiles of kKeys keys: pair by pair, -infinity where a pair does not count.
 template <int kRows, int kKeys, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void weight_exponents(float (&s)[kRowTiles][kColumnTiles][4],
-                                                 float scale, const float* gates, const float* rows,
-                                                 PairMask mask, int position, int key) {
+__device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
+                                               const float* gates, const float* rows, PairMask mask,
+                                               int position, int key) {
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i) {
-    const float high = rows[8 * i], low = rows[kRows + 8 * i], level = rows[2 * kRows + 8 * i];
+    const float high = rows[8 * i], low = rows[kRows + 8 * i], row_offset = rows[2 * kRows + 8 * i];
     const PairMask::Row row = mask.row(position + 8 * i, key);
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
       const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
       float* const pair = s[i / 2][j] + i % 2 * 2;
-      const float first = fmaf(pair[0], scale, (high + x.x) + (low + y.x)) - level;
-      const float second = fmaf(pair[1], scale, (high + x.y) + (low + y.y)) - level;
+      const float first = fmaf(pair[0], scale, (high + x.x) + (low + y.x)) - row_offset;
+      const float second = fmaf(pair[1], scale, (high + x.y) + (low + y.y)) - row_offset;
       pair[0] = row.sees(8 * j) ? first : -INFINITY;
       pair[1] = row.sees(8 * j + 1) ? second : -INFINITY;
     }
   }
 }
 
-/// s = P; dp = dO V^T - delta + dlse meanwhile. `rows`: of the lane's first row, see put_row_terms.
+/// s = P; dp = dO V^T - delta + dlse meanwhile. `rows`: of the lane's first row, see
+/// write_row_stats.
 template <class T, int kRows, int kSteps, int kRowTiles, int kColumnTiles, class TileA, class TileB>
-__device__ __forceinline__ void weights_and_products(float (&s)[kRowTiles][kColumnTiles][4],
-                                                     float (&dp)[kRowTiles][kColumnTiles][4],
-                                                     const float* rows, const TileA& d_o,
-                                                     const TileB& values) {
+__device__ __forceinline__ void compute_p_and_dp(float (&s)[kRowTiles][kColumnTiles][4],
+                                                 float (&dp)[kRowTiles][kColumnTiles][4],
+                                                 const float* rows, const TileA& d_o,
+                                                 const TileB& values) {
   constexpr int kScores = kRowTiles * kColumnTiles * 4;
   const auto exponentials = [&](int step) {
 #pragma unroll

@@ -1,10 +1,11 @@
 // The forward pass on tensor cores: what it takes, and what follows what.
 
-#include "kernels/attention/cuda/tensor_forward.h"
-
-#include "kernels/attention/cuda/gate_sums.h"
-#include "kernels/attention/cuda/row_terms.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/cuda/preprocess.cuh"
+#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {
@@ -22,18 +23,13 @@ cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
 
 }  // namespace
 
-bool rows_aligned(const HeadSeries& t) {
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride_b % 8 == 0 &&
-         t.stride_t % 8 == 0 && t.stride_h % 8 == 0;
-}
-
 bool tensor_forward_fits(const ForgettingAttentionParams& p) {
-  const bool half = p.q.dtype == DType::kBFloat16 || p.q.dtype == DType::kFloat16;
   const int64_t blocks = p.heads * std::max(time_tiles(p.layout, kLeastTile).count,
                                             time_tiles(p.key_layout, kLeastTile).count);
-  return half && p.head_dim % 8 == 0 && p.head_dim >= 16 && p.head_dim <= kMaxAttentionHeadDim &&
-         rows_aligned(p.q) && rows_aligned(p.k) && rows_aligned(p.v) && rows_aligned(p.o) &&
-         blocks <= kLargestGrid && p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
+  return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && p.head_dim >= 16 &&
+         p.head_dim <= kMaxAttentionHeadDim && rows_aligned(p.q, 16) && rows_aligned(p.k, 16) &&
+         rows_aligned(p.v, 16) && rows_aligned(p.o, 16) && blocks <= kLargestGrid &&
+         p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
 }
 
 int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {
@@ -72,8 +68,7 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(bounds, 0, score_bounds_bytes(p, false), stream));
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
   }
-  return p.q.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(work, stream)
-                                       : launch<__half>(work, stream);
+  return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(work, stream); });
 }
 
 }  // namespace tidegate::kernels::attention

@@ -1,17 +1,17 @@
 #pragma once
 
-#include "kernels/attention/cuda/tensor_forward.cuh"
-#include "kernels/attention/cuda/tensor_forward.h"
+#include "kernels/attention/cuda/forward/forward_kernel.cuh"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {
 
 template <class Shape>
 cudaError_t launch_forward(TensorAttention work, const DeviceLimits& limits, cudaStream_t stream) {
-  constexpr auto* kKernel = &forgetting_forward_kernel<Shape>;
+  constexpr auto* kKernel = &forgetting_attention_forward_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = time_tiles(work.params.forward.layout, Shape::kRows);
-  work.together = heads_together(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
+  work.side_by_side =
+      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
   const int64_t blocks = work.tiles.count * work.params.forward.heads;
   kKernel<<<static_cast<unsigned>(blocks), Shape::kThreads, Shape::kSharedBytes, stream>>>(work);
   return cudaGetLastError();
