@@ -31,7 +31,7 @@ struct BlockGrid {
   bool sequences_first = false;
 };
 
-/// Rows as wide as possible, because the walk reads whole rows and prefetchers follow long ones
+/// Rows as wide as possible, because the scan reads whole rows and prefetchers follow long ones
 /// best; narrower ones where the threads could not share the work evenly otherwise. Sequences of
 /// different lengths cannot be shared evenly, so each packed one is divided among all threads.
 BlockGrid divide_work(const SequenceLayout& layout, int64_t channels, int64_t max_width,
