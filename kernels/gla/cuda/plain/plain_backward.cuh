@@ -103,24 +103,24 @@ class PlainGradients {
       }
     }
   }
-  __device__ Real* place(int64_t slot, int g) const {
-    const int64_t of_block = (blockIdx.x * int64_t{w_.kept + w_.chunk} + slot) * (kPlainOwn / 4);
+  __device__ Real* place(int64_t index, int g) const {
+    const int64_t of_block = (blockIdx.x * int64_t{w_.kept + w_.chunk} + index) * (kPlainOwn / 4);
     return static_cast<Real*>(w_.states) + ((of_block + g) * kPlainThreads + threadIdx.x) * 4;
   }
-  __device__ void store(const Real (&s)[kPlainOwn], int64_t slot) const {
+  __device__ void store(const Real (&s)[kPlainOwn], int64_t index) const {
 #pragma unroll
     for (int g = 0; g < kPlainOwn / 4; ++g) {
-      Real* to = place(slot, g);
+      Real* to = place(index, g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         to[i] = s[4 * g + i];
       }
     }
   }
-  __device__ void load(Real (&s)[kPlainOwn], int64_t slot) const {
+  __device__ void load(Real (&s)[kPlainOwn], int64_t index) const {
 #pragma unroll
     for (int g = 0; g < kPlainOwn / 4; ++g) {
-      const Real* from = place(slot, g);
+      const Real* from = place(index, g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         s[4 * g + i] = from[i];
