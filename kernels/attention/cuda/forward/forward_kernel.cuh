@@ -204,7 +204,9 @@ struct ForwardWarp {
   int first, last;  // positions of the warp's rows
   float scale;
   unsigned queries_at;
-  RegisterOperand<Shape::kRowTiles, Shape::kKeep ? kDim / 16 : 1> kept;
+
+  /// Queries that stay in registers, where there are enough.
+  using KeptQueries = RegisterOperand<Shape::kRowTiles, Shape::kKeep ? kDim / 16 : 1>;
 
   __device__ __forceinline__ ForwardWarp(const ForwardBlock<Shape>& block,
                                          const ForwardShared<Shape>& smem)
@@ -214,6 +216,9 @@ struct ForwardWarp {
     last = first + Shape::kWarpRows - 1;
     scale = static_cast<float>(at.p.scale) * kLog2E;
     queries_at = shared_address(shared.queries) + HalfTile<kDim>::bytes(row);
+  }
+
+  __device__ __forceinline__ void keep_queries(KeptQueries& kept) const {
     if constexpr (Shape::kKeep) {
       wait_for_copies<0>();
       __syncthreads();
@@ -222,8 +227,9 @@ struct ForwardWarp {
   }
 
   /// The scores of kPart keys from `key` on, bias included; what of it is deferred, and the mask.
-  __device__ __forceinline__ void compute_scores(OnlineSoftmax<Shape>& softmax, PairMask mask,
-                                                 bool edge, int tile, int part, unsigned keys_at,
+  __device__ __forceinline__ void compute_scores(OnlineSoftmax<Shape>& softmax,
+                                                 const KeptQueries& kept, PairMask mask, bool edge,
+                                                 int tile, int part, unsigned keys_at,
                                                  const float* key_gates, const float* row_gates,
                                                  int lane) const {
     const int key = tile * kKeys + part * kPart;
@@ -307,6 +313,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   OnlineSoftmax<Shape> softmax;
   softmax.start();
   const ForwardWarp<Shape> warp(at, shared);
+  typename ForwardWarp<Shape>::KeptQueries kept;
+  warp.keep_queries(kept);
   const PairMask mask = at.mask;
   const int first = at.first, last = at.last, warp_first = warp.first, warp_last = warp.last;
   int stage = 0;
@@ -333,7 +341,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const unsigned keys_at =
           shared_address(shared.keys(stage)) + HalfTile<kDim>::bytes(part * kPart);
       if (seen) {
-        warp.compute_scores(softmax, mask, edge, tile, part, keys_at, key_gates, row_gates, lane);
+        warp.compute_scores(softmax, kept, mask, edge, tile, part, keys_at, key_gates, row_gates,
+                            lane);
         softmax.update_row_max();
       }
       if (edge) {
