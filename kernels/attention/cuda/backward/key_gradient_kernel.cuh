@@ -496,7 +496,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   compute_key_gradients<Shape>(w, blockIdx.x, shared_bytes);
 }
 
-/// The tiles of heads that are not near, taken one after the other by blocks that stay: where there
+/// The tiles of long-range heads, taken one after the other by blocks that stay: where there
 /// are no such heads, a block for every tile would take longer to start than these to leave.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)

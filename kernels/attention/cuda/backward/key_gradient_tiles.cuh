@@ -2,8 +2,8 @@
 
 // The key-gradient kernel's shared memory and accumulators.
 
-#include "kernels/attention/cuda/backward/tile_configs.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 
 namespace tidegate::kernels::attention {
 

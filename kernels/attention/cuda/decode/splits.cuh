@@ -2,30 +2,10 @@
 
 // What the kernels of a decoding step share: how a cache is split, and what a split leaves behind.
 
+#include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention.h"
 
 namespace tidegate::kernels::attention {
-
-/// Tiles of step_kernel.
-struct StepTile {
-  static constexpr int kWarps = 8;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kHeads = 4;            // query heads that read a key together
-  static constexpr int kChannelsPerLane = 8;  // of a row: 16 bytes of 16-bit data
-  static constexpr int kKeysPerLane = 2;      // of the warp that turns a tile's scores to weights
-  static constexpr int kTile = 32 * kKeysPerLane;  // keys of a tile, at most
-  static constexpr int kTileBytes = 16384;         // of keys, and of values, in a stage
-  static constexpr int kMostStages = 3;            // 96 KB, where a block may have so much
-  static constexpr int kMaxDim = static_cast<int>(kMaxAttentionHeadDim);
-};
-
-/// Tiles of tensor_step_kernel.
-struct TensorStepTile {
-  static constexpr int kKeys = 16;  // the inner dimension of one product with V
-  static constexpr int kHeads = 8;  // half the rows of a product: the other half has the remainders
-  static constexpr int kStages =
-      3;  // four leave room for six warps instead of eight: 4.4 -> 3.9 TB/s
-};
 
 constexpr int kLeastPart = 64;  // keys of a split, a multiple of every kernel's tile
 static_assert(kLeastPart % StepTile::kTile == 0 && kLeastPart % TensorStepTile::kKeys == 0);

@@ -12,8 +12,8 @@
 //   near the diagonal       the same with ref = the warp's first row, from split floats;
 //   on edge tiles           c_i - c_j pair by pair, from split floats, with the mask.
 
-#include "kernels/attention/cuda/forward/tile_configs.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
