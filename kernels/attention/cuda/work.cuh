@@ -19,7 +19,7 @@ enum class HeadRange : uint8_t { kAll, kShort, kLong };
 
 /// Which queries pruning leaves to the keys: of every kKeys keys of a sequence and every query
 /// head, the first query that sees none of them; and of every sequence and query head, whether keys
-/// have few queries each on average. See key_extents.cuh.
+/// have few queries each on average. See key_extents_kernel.
 struct KeyExtents {
   static constexpr int kKeys = 64;
   TimeTiles keys = {};
