@@ -23,6 +23,7 @@ enum class AttentionPath : uint8_t {
 /// into params.plan by the caller.
 struct ForgettingAttentionPlan {
   AttentionPath path = AttentionPath::kPlain;
+  int tile = 0;                 // which row of the path's tile table: see cuda/tile_configs.cuh
   int64_t splits = 0;           // a step: parts of the cache whose results are combined
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };

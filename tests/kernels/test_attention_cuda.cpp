@@ -6,7 +6,7 @@
 #include <string>
 #include <tuple>
 
-#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/forgetting_attention_cuda.h"
 #include "support/attention_problem.h"
 #include "support/device_mirror.h"
 
@@ -39,21 +39,24 @@ class AttentionOnDevice {
 
   void forward() {
     kernels::attention::ForgettingAttentionParams& p = params_.forward;
-    ASSERT_TRUE(kernels::attention::tensor_forward_fits(p));
+    p.path = kernels::attention::AttentionPath::kTensorCore;
     plan_and_launch(
         &p.plan, &p.workspace,
-        [&](auto* plan) { return kernels::attention::tensor_forward_plan(p, plan); },
-        [&] { return kernels::attention::tensor_forward(p, nullptr); });
+        [&](auto* plan) { return kernels::attention::forgetting_attention_forward_plan(p, plan); },
+        [&] { return kernels::attention::forgetting_attention_forward(p, nullptr); });
   }
   void backward() {
     kernels::attention::ForgettingAttentionParams& p = params_.forward;
-    bool fits = false;
-    check_cuda(kernels::attention::tensor_backward_fits(params_, &fits), "fits");
-    if (!fits) GTEST_SKIP() << "this device has too little shared memory";
+    p.path = kernels::attention::AttentionPath::kTensorCore;
+    kernels::attention::ForgettingAttentionPlan plan;
+    const cudaError_t fits = kernels::attention::forgetting_attention_backward_plan(params_, &plan);
+    if (fits == cudaErrorNotSupported) GTEST_SKIP() << "this device has too little shared memory";
     plan_and_launch(
         &p.plan, &p.workspace,
-        [&](auto* plan) { return kernels::attention::tensor_backward_plan(params_, plan); },
-        [&] { return kernels::attention::tensor_backward(params_, nullptr); });
+        [&](auto* plan) {
+          return kernels::attention::forgetting_attention_backward_plan(params_, plan);
+        },
+        [&] { return kernels::attention::forgetting_attention_backward(params_, nullptr); });
   }
   void download() { mirror_.download(); }
 

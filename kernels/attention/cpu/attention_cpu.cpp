@@ -70,7 +70,7 @@ AttentionWork divide_workspace(const ForgettingAttentionParams& params, bool bac
   }
   if (backward) {
     work.first_keys = arrays.take<int64_t>(queries.batch * params.heads * work.query_tiles);
-    work.row_terms = arrays.take_bytes(query_rows * element_size(state));
+    work.delta = arrays.take_bytes(query_rows * element_size(state));
     work.row_sums = arrays.take<double>(query_rows);
     work.column_sums = arrays.take<double>(key_rows);
     if (state != params.q.dtype) {
@@ -182,20 +182,20 @@ class Pieces {
   template <class Body>
   void run(int64_t total, int64_t scratch_numbers, Body body) const {
     if (total == 0) return;
-    const int64_t slots = std::min(threads_, total);
+    const int64_t workers = std::min(threads_, total);
     const int64_t bytes =
         ceil_div(scratch_numbers * element_size(state_dtype(params_.q.dtype)), 4096) * 4096;
-    const CpuScratch scratch(slots * bytes);
+    const CpuScratch scratch(workers * bytes);
     std::atomic<int64_t> next{0};
     const auto work = [&](int64_t begin, int64_t end) {
-      for (int64_t slot = begin; slot < end; ++slot) {
-        for (int64_t i = next++; i < total; i = next++) body(i, scratch.get() + slot * bytes);
+      for (int64_t worker = begin; worker < end; ++worker) {
+        for (int64_t i = next++; i < total; i = next++) body(i, scratch.get() + worker * bytes);
       }
     };
-    if (slots == 1) {
+    if (workers == 1) {
       work(0, 1);
     } else {
-      parallel_.run(slots, work);
+      parallel_.run(workers, work);
     }
   }
 
@@ -247,7 +247,7 @@ void forgetting_attention_backward_cpu(const ForgettingAttentionBackwardParams& 
   const AttentionKernels& kernels = active_kernels();
   pieces.each_query_tile([&](const AttentionItem& item) { kernels.prepare(grads, work, item); });
   // All five products of a pair at once need a head's tiles in their order, one after the other.
-  // Seven products in two walks, the same bits, where that would leave threads without work.
+  // Seven products in two passes, the same bits, where that would leave threads without work.
   const int64_t heads = pieces.heads_of_keys(), threads = pieces.threads();
   if (5 * ceil_div(heads, threads) * threads <= 7 * heads) {
     pieces.each_key_head([&](AttentionItem item) {

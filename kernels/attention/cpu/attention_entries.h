@@ -15,7 +15,7 @@ void with_attention_types(DType data, DType gate, Body body) {
   const SubnormalsAreZero guard;
   with_real_types(data, gate, body);
 }
-/// The same where the gate's type does not matter.
+/// As above, where the gate's type does not matter.
 template <class Body>
 void with_data_types(DType data, Body body) {
   with_attention_types(data, data, [&](auto state, auto element, auto) { body(state, element); });

@@ -44,7 +44,7 @@ struct AttentionWork {
   double* gate_sums = nullptr;    // [B, Hq, Tk]: c, from each sequence's first token on
   double* key_norms = nullptr;    // [B, Hkv, key tiles]: the largest |k| up to a tile's end
   int64_t* first_keys = nullptr;  // backward: [B, Hq, query tiles]: the first key of a tile
-  void* row_terms = nullptr;      // backward: [B, Hq, Tq] state type: do . o - dlse
+  void* delta = nullptr;          // backward: [B, Hq, Tq] state type: do . o - dlse
   double* row_sums = nullptr;     // backward: [B, Hq, Tq] of dS without the diagonal
   double* column_sums = nullptr;  // backward: [B, Hq, Tk]
   void* dq = nullptr;             // backward, 16-bit data: [B, Tq, Hq, D] state type

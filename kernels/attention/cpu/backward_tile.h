@@ -1,8 +1,8 @@
 #pragma once
 
-// The backward pass of pairs of tiles: scores lie [query][key]. A tile of keys is walked over all
+// The backward pass of pairs of tiles: scores lie [query][key]. A tile of keys iterates over all
 // queries that see it, for dk, dv and sums over columns; dq and sums over rows come from the same
-// dS, at once or, where there are more threads than heads, in a walk of their own over the same
+// dS, at once or, where there are more threads than heads, in a pass of their own over the same
 // tiles in the same order.
 
 #include "kernels/attention/cpu/attention_tiles.h"
@@ -49,13 +49,13 @@ struct BackwardTile {
     }
   }
 
-  // ---- The walks ----
+  // ---- The passes ----
 
   static TIDEGATE_NOINLINE void prepare(const Grads& grads, const AttentionWork& work,
                                         const AttentionItem& item) {
     BackwardTile tile(grads, work, item);
     tile.set_queries(item.tile);
-    tile.find_row_terms(item.tile * kQueryTile);
+    tile.find_delta(item.tile * kQueryTile);
     const ForgettingAttentionParams& p = grads.forward;
     const int64_t end = tile.pair.position + tile.pair.queries;
     const int64_t from = tile.pair.position > 0 ? tile.pair.position : 0;
@@ -79,7 +79,7 @@ struct BackwardTile {
       }
     }
     const int64_t group = grads.forward.heads / grads.forward.key_heads;
-    for (int64_t i = 0; i < group; ++i, ++tile.head.head) tile.walk_queries(with_queries);
+    for (int64_t i = 0; i < group; ++i, ++tile.head.head) tile.iterate_queries(with_queries);
     tile.head = item.head;
     tile.store_keys();
   }
@@ -99,7 +99,7 @@ struct BackwardTile {
     }
   }
 
-  void walk_queries(bool with_queries) {
+  void iterate_queries(bool with_queries) {
     for (double& sum : column_sums) sum = 0;
     const int64_t offset = head.keys - head.queries;
     const int64_t before = pair.key - offset;  // the first query that sees the tile's first key
@@ -157,19 +157,19 @@ struct BackwardTile {
     load_tile<R>(outs, first, pair.queries, width, R(1), d_o);
     const int64_t at = query_index(params, work, head) + first;
     const R* lse = static_cast<const R*>(params.lse) + at;
-    const R* terms = static_cast<const R*>(work.row_terms) + at;
+    const R* delta = static_cast<const R*>(work.delta) + at;
     for (int64_t i = 0; i < pair.queries; ++i) {
       // A query without keys: of a finite number, so that its weights are zeros.
       row_lse[i] = pair.position + i >= 0 ? lse[i] : R(0);
-      row_term[i] = terms[i];
+      row_term[i] = delta[i];
     }
   }
 
-  void find_row_terms(int64_t first) {
+  void find_delta(int64_t first) {
     const HeadRows<const E> outs(params.o, head.batch, head.query_begin, head.head);
     const HeadRows<const E> d_outs(grads.d_o, head.batch, head.query_begin, head.head);
     const int64_t at = query_index(params, work, head) + first;
-    R* terms = static_cast<R*>(work.row_terms) + at;
+    R* delta = static_cast<R*>(work.delta) + at;
     for (int64_t i = 0; i < pair.queries; ++i) {
       const E *a = outs.row(first + i), *b = d_outs.row(first + i);
       Vec<R> products{};
@@ -181,7 +181,7 @@ struct BackwardTile {
       if (grads.dlse != nullptr) {
         sum -= static_cast<double>(static_cast<const R*>(grads.dlse)[at + i]);
       }
-      terms[i] = static_cast<R>(sum);
+      delta[i] = static_cast<R>(sum);
       work.row_sums[at + i] = 0;
       R* to = dq_row(grads, work, head, first + i);
       for_each_vector<R>(width,

@@ -46,7 +46,7 @@ struct ForwardTile {
                                     const AttentionWork& work, const AttentionItem& item) {
     ForwardTile tile(params, work, item);
     tile.load_queries(item.tile * kQueryTile);
-    tile.walk(item.tile * kQueryTile);
+    tile.iterate(item.tile * kQueryTile);
     tile.write(item.tile * kQueryTile);
   }
 
@@ -61,7 +61,7 @@ struct ForwardTile {
     }
   }
 
-  void walk(int64_t first) {
+  void iterate(int64_t first) {
     const int64_t end = pair.position + pair.queries;
     if (end <= 0) return;  // more queries than keys: none of these has any
     // Rows before the first key have nothing to compare with, and no gate of their own.

@@ -1,6 +1,6 @@
 #pragma once
 
-// Decoding: one query a sequence. Each part of the cache is walked from its last token to its
+// Decoding: one query a sequence. Each part of the cache is read from its last token to its
 // first, with the sum of the gates in between, so that no sum grows with the cache; parts are put
 // together from the newest to the oldest.
 
@@ -17,13 +17,13 @@ struct StepPart {
                                     const StepItem& item) {
     const int64_t group = params.heads / params.key_heads;
     for (int64_t i = 0; i < group; ++i) {
-      walk(params, item, item.key_head * group + i,
-           static_cast<R*>(item.partial) + i * item.partial_stride);
+      iterate(params, item, item.key_head * group + i,
+              static_cast<R*>(item.partial) + i * item.partial_stride);
     }
   }
 
-  static void walk(const ForgettingAttentionStepParams& params, const StepItem& item, int64_t head,
-                   R* o) {
+  static void iterate(const ForgettingAttentionStepParams& params, const StepItem& item,
+                      int64_t head, R* o) {
     const int64_t width = params.head_dim;
     const E* q = HeadRows<const E>(params.q, item.batch, 0, head).first;
     const HeadRows<const E> keys(params.k, item.batch, 0, item.key_head);

@@ -6,53 +6,50 @@
 namespace tidegate::kernels::attention {
 namespace {
 
+/// Whether there is nothing to compute, looked at here and nowhere else. (A backward pass without
+/// queries still has gradients of keys, which are zero.)
 template <class Params>
 bool is_empty(const Params& p) {
   return p.layout.sequences == 0 || p.channels == 0;
+}
+
+/// Tensor cores where they take the params, unless another path is asked for.
+template <class Params>
+cudaError_t choose_path(AttentionPath asked, ForgettingAttentionPlan* plan, const Params& params,
+                        cudaError_t (*tensor_plan)(const Params&, ForgettingAttentionPlan*),
+                        void (*plain_plan)(const Params&, ForgettingAttentionPlan*)) {
+  if (asked != AttentionPath::kPlain) {
+    const cudaError_t status = tensor_plan(params, plan);
+    if (status != cudaErrorNotSupported || asked == AttentionPath::kTensorCore) {
+      return status;
+    }
+  }
+  plain_plan(params, plan);
+  return cudaSuccess;
 }
 
 }  // namespace
 
 cudaError_t forgetting_attention_forward_plan(const ForgettingAttentionParams& params,
                                               ForgettingAttentionPlan* plan) {
-  if (params.path != AttentionPath::kPlain && tensor_forward_fits(params)) {
-    return tensor_forward_plan(params, plan);
-  }
-  if (params.path == AttentionPath::kTensorCore) {
-    return cudaErrorNotSupported;
-  }
-  *plan = {.path = AttentionPath::kPlain};
-  plain_attention_forward_plan(params, plan);
-  return cudaSuccess;
+  return choose_path(params.path, plan, params, &tensor_forward_plan,
+                     &plain_attention_forward_plan);
 }
 
 cudaError_t forgetting_attention_backward_plan(const ForgettingAttentionBackwardParams& params,
                                                ForgettingAttentionPlan* plan) {
-  const AttentionPath path = params.forward.path;
-  if (path != AttentionPath::kPlain) {
-    bool fits = false;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(tensor_backward_fits(params, &fits));
-    if (fits) {
-      return tensor_backward_plan(params, plan);
-    }
-  }
-  if (path == AttentionPath::kTensorCore) {
-    return cudaErrorNotSupported;
-  }
-  *plan = {.path = AttentionPath::kPlain};
-  plain_attention_backward_plan(params, plan);
-  return cudaSuccess;
+  return choose_path(params.forward.path, plan, params, &tensor_backward_plan,
+                     &plain_attention_backward_plan);
 }
 
 cudaError_t forgetting_attention_step_plan(const ForgettingAttentionStepParams& params,
                                            ForgettingAttentionPlan* plan) {
-  *plan = {.path = AttentionPath::kPlain};
   return attention_step_plan(params, plan);
 }
 
 cudaError_t forgetting_attention_forward(const ForgettingAttentionParams& params,
                                          cudaStream_t stream) {
-  if (is_empty(params)) {
+  if (is_empty(params) || params.layout.time == 0) {
     return cudaSuccess;
   }
   return params.plan.path == AttentionPath::kTensorCore ? tensor_forward(params, stream)

@@ -6,15 +6,13 @@
 
 namespace tidegate::kernels::attention {
 
-// Tensor cores (forward/, backward/).
+// Tensor cores (forward/, backward/). The plans are cudaErrorNotSupported where these kernels do
+// not take the params on the current device: they take 16-bit data, D a multiple of 8 from 16 on,
+// rows of all tensors of D elements aligned to 16 bytes; and need enough shared memory for a tile.
 
-/// Whether the tensor-core kernels take these inputs: 16-bit data, D a multiple of 8 from 16 on,
-/// rows of q, k, v and o aligned to 16 bytes.
-bool tensor_forward_fits(const ForgettingAttentionParams& params);
-/// Whether the tensor-core kernels take these params on the current device: what the forward pass
-/// asks for, aligned rows of the gradients, and enough shared memory.
-cudaError_t tensor_backward_fits(const ForgettingAttentionBackwardParams& params, bool* fits);
-
+/// Whether the tensor-core kernels take the inputs and o.
+bool tensor_cores_take(const ForgettingAttentionParams& params);
+/// Fill path, tile and workspace_bytes.
 cudaError_t tensor_forward_plan(const ForgettingAttentionParams& params,
                                 ForgettingAttentionPlan* plan);
 cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params,
@@ -25,7 +23,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
 // The kernels that take anything (plain.cu): any dtype, D up to 256, a warp a row. Sums in the
 // state's type. They drop no keys where `prune` would allow it.
 
-/// Fill workspace_bytes.
+/// Fill path and workspace_bytes.
 void plain_attention_forward_plan(const ForgettingAttentionParams& params,
                                   ForgettingAttentionPlan* plan);
 void plain_attention_backward_plan(const ForgettingAttentionBackwardParams& params,

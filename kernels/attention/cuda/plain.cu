@@ -1,6 +1,7 @@
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/paths.h"
 #include "kernels/attention/cuda/rows.cuh"
+#include "kernels/attention/cuda/workspace.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
@@ -280,27 +281,6 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
 
 // ---- Launches ----
 
-/// The workspace as arrays, all of doubles or of at most their size; returns its bytes.
-int64_t divide_workspace(const ForgettingAttentionParams& p, bool backward, PlainAttention* work) {
-  const int64_t queries = p.layout.batch * p.heads * p.layout.time;
-  const int64_t keys = p.key_layout.batch * p.heads * p.key_layout.time;
-  auto* next = static_cast<double*>(p.workspace);
-  int64_t count = 0;
-  const auto take = [&](int64_t doubles) {
-    double* array = next == nullptr ? nullptr : next + count;
-    count += (doubles + 1) / 2 * 2;
-    return array;
-  };
-  work->gate_sums = take(gate_sums_count(p));
-  if (backward) {
-    work->delta = take(queries);
-    work->row_sums = take(queries);
-    work->column_sums = take(keys);
-    take(gate_totals_count(p));
-  }
-  return count * static_cast<int64_t>(sizeof(double));
-}
-
 /// A warp for every row of the work's tiles and head.
 cudaError_t launch(void (*kernel)(PlainAttention), const PlainAttention& work, int64_t heads,
                    cudaStream_t stream) {
@@ -312,22 +292,23 @@ cudaError_t launch(void (*kernel)(PlainAttention), const PlainAttention& work, i
 
 void plain_attention_forward_plan(const ForgettingAttentionParams& params,
                                   ForgettingAttentionPlan* plan) {
-  PlainAttention work;
-  plan->workspace_bytes = divide_workspace(params, false, &work);
+  *plan = {.path = AttentionPath::kPlain};
+  plan->workspace_bytes = PlainWorkspace(params, false).bytes;
 }
 
 void plain_attention_backward_plan(const ForgettingAttentionBackwardParams& params,
                                    ForgettingAttentionPlan* plan) {
-  PlainAttention work;
-  plan->workspace_bytes = divide_workspace(params.forward, true, &work);
+  *plan = {.path = AttentionPath::kPlain};
+  plan->workspace_bytes = PlainWorkspace(params.forward, true).bytes;
 }
 
 cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cudaStream_t stream) {
+  const PlainWorkspace workspace(params, false);
   PlainAttention work;
   work.grads.forward = params;
   work.tiles = time_tiles(params.layout, kWarps);
-  divide_workspace(params, false, &work);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, work.gate_sums, stream));
+  work.gate_sums = workspace.gate_sums;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, workspace.gate_sums, stream));
   return dispatch_real(params.q.dtype, [&]<class E>() {
     return launch(&plain_forward_kernel<E>, work, params.heads, stream);
   });
@@ -336,12 +317,14 @@ cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cud
 cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& params,
                                      cudaStream_t stream) {
   const ForgettingAttentionParams& p = params.forward;
+  const PlainWorkspace workspace(p, true);
   PlainAttention work;
   work.grads = params;
-  divide_workspace(p, true, &work);
-  const int64_t keys = p.key_layout.batch * p.heads * p.key_layout.time;
-  double* const totals = work.column_sums + (keys + 1) / 2 * 2;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, work.gate_sums, stream));
+  work.gate_sums = workspace.gate_sums;
+  work.delta = workspace.delta;
+  work.row_sums = workspace.row_sums;
+  work.column_sums = workspace.column_sums;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, workspace.gate_sums, stream));
   TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_real(p.q.dtype, [&]<class E>() {
     work.tiles = time_tiles(p.layout, kWarps);
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_delta_kernel<E>, work, p.heads, stream));
@@ -349,7 +332,7 @@ cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& pa
     work.tiles = time_tiles(p.key_layout, kWarps);
     return launch(&plain_key_kernel<E>, work, p.key_heads, stream);
   }));
-  return gate_gradients(params, work.row_sums, work.column_sums, totals, stream);
+  return gate_gradients(params, work.row_sums, work.column_sums, workspace.totals, stream);
 }
 
 }  // namespace tidegate::kernels::attention

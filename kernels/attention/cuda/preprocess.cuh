@@ -54,7 +54,7 @@ struct RowPart {
     }
   }
 
-  /// Of whole rows, in all their lanes.
+  /// The product of whole rows, in all their lanes.
   __device__ float dot(const RowPart& y) const {
     float sum = 0;
 #pragma unroll
@@ -68,11 +68,11 @@ struct RowPart {
   }
 };
 
-/// Adds a block's largest value to that of its head, zero before.
-__device__ inline void raise_largest(unsigned found, unsigned* largest) {
+/// Raises a head's maximum, which starts as zero, to a block's.
+__device__ inline void raise_max(unsigned found, unsigned* head_max) {
   found = __reduce_max_sync(0xffffffffu, found);
   if (threadIdx.x % 32 == 0) {
-    atomicMax(largest, found);
+    atomicMax(head_max, found);
   }
 }
 
@@ -88,7 +88,7 @@ cudaError_t with_row_kernels(const ForgettingAttentionParams& p, const Launch& l
 /// The largest squared norm of every head's keys.
 template <class T, int kPieces>
 __global__ void __launch_bounds__(kRowThreads)
-    key_norms_kernel(const __grid_constant__ TensorAttention w, unsigned* largest) {
+    key_norms_kernel(const __grid_constant__ TensorAttention w, unsigned* head_max) {
   const ForgettingAttentionParams& p = w.params.forward;
   const int64_t time = p.key_layout.time;
   const RowPlace at(time, p.key_heads, blockIdx.x);
@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kRowThreads)
       found = max(found, ordered(k[i].dot(k[i])));
     }
   }
-  raise_largest(found, largest + at.batch * p.key_heads + at.head);
+  raise_max(found, head_max + at.batch * p.key_heads + at.head);
 }
 
 /// delta = do . o - dlse; the first blocks scan chunks of gates. With kBounds, the largest
 /// excess of every head's scores too: see ScoreBounds, whose keys' part is there.
 template <class T, int kPieces, bool kBounds>
 __global__ void __launch_bounds__(kRowThreads)
-    delta_kernel(const __grid_constant__ TensorAttention w, unsigned* largest,
+    delta_kernel(const __grid_constant__ TensorAttention w, unsigned* head_max,
                  const __grid_constant__ GateChunks<GateSumScan> gates) {
   static_assert(kRowThreads == kGateChunk);
   if (blockIdx.x < gates.blocks()) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
   }
   if constexpr (kBounds) {
-    raise_largest(found, largest + at.batch * p.heads + at.head);
+    raise_max(found, head_max + at.batch * p.heads + at.head);
   }
 }
 

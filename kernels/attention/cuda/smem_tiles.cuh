@@ -78,7 +78,7 @@ class OperandReader {
   __device__ void transposed(uint32_t (&m)[4], int row, int step) const {
     load_matrices_transposed(m, at(row, step));
   }
-  /// The same from column 16 * `step` on, of which `kSteps` steps will be read; `step` is a
+  /// A reader from column 16 * `step` on, of which `kSteps` steps will be read; `step` is a
   /// multiple of that.
   template <int kSteps>
   __device__ OperandReader from_step(int step) const {
@@ -242,7 +242,8 @@ __device__ __forceinline__ void load_tile(unsigned tile, const char* global, int
   }
 }
 
-/// The same copy by copy, so that they may stand between other instructions: copies [0, kCopies).
+/// What load_tile does, copy by copy, so that the copies may stand between other instructions:
+/// copies [0, kCopies).
 template <int kColumns, int kRows, int kThreads>
 class TileCopies {
   using Tile = HalfTile<kColumns>;

@@ -21,7 +21,7 @@ enum class HeadRange : uint8_t { kAll, kShort, kLong };
 
 /// Which queries pruning leaves to the keys: of every kKeys keys of a sequence and every query
 /// head, the first query that sees none of them; and of every sequence and query head, whether keys
-/// have few queries each on average. See key_extents.cuh.
+/// have few queries each on average. See key_extents_kernel.
 struct KeyExtents {
   static constexpr int kKeys = 64;
   TimeTiles keys = {};
@@ -30,6 +30,7 @@ struct KeyExtents {
   unsigned* long_range = nullptr;  // zero before: whether there are such heads; their tiles taken
 };
 
+/// What one launch is told: the params, its tiles, and the arrays of the workspace.
 struct TensorAttention {
   ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
   TimeTiles tiles = {};                           // the blocks' own: of queries or of keys
@@ -57,7 +58,7 @@ struct AttentionForwardUnit {
 
 template <class Data, HeadDims kDims>
 struct AttentionBackwardUnit {
-  /// With work.dq_sums: all gradients but the gates', dq by atomics. Without: the same, dq by a
+  /// With work.dq_sums: all gradients but the gates', dq by additions. Without, dq comes from a
   /// kernel of its own. Then adds up the chunks of `gates`.
   static cudaError_t launch(TensorAttention work, const GateGradientChunks& gates,
                             const DeviceLimits& limits, cudaStream_t stream);
@@ -104,7 +105,7 @@ struct PairMask {
   __device__ bool sees(int position, int key) const {
     return key <= position && (window == 0 || key > position - window);
   }
-  /// The same for a row, of keys counted from `key`: those in (oldest, newest].
+  /// One row's mask, of keys counted from `key`: it sees those in (oldest, newest].
   struct Row {
     int oldest, newest;
     __device__ bool sees(int key) const { return key <= newest && key > oldest; }
@@ -143,7 +144,7 @@ class GateSums {
               keys.start),
         last_(keys.length - 1) {}
 
-  /// Of the nearest token there is.
+  /// The sum at a position, or at the nearest token there is.
   __device__ double at(int position) const {
     return last_ < 0 ? 0.0 : sums_[max(0, min(position, last_))];
   }
@@ -155,7 +156,7 @@ class GateSums {
   __device__ int first_not_above(double bound, int end, int lane) const {
     return first_past([&](double sum) { return sum > bound; }, end, lane);
   }
-  /// The same, where a sum or bound that is NaN is passed.
+  /// As first_not_above, but a sum that is NaN, or that a NaN bounds, is passed.
   __device__ int first_known_not_above(double bound, int end, int lane) const {
     return first_past([&](double sum) { return !(sum <= bound); }, end, lane);
   }

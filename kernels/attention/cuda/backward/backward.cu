@@ -1,10 +1,13 @@
 // The backward pass on tensor cores: what it takes, its workspace, and what follows what.
 
-#include "kernels/attention/cuda/backward/key_extents.cuh"
-#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include <algorithm>
+
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/paths.h"
 #include "kernels/attention/cuda/preprocess.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
+#include "kernels/attention/cuda/workspace.cuh"
 #include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/dispatch.h"
@@ -32,11 +35,48 @@ __global__ void __launch_bounds__(kGateChunk)
   }
 }
 
-int64_t query_rows(const ForgettingAttentionParams& p) {
-  return p.layout.batch * p.heads * p.layout.time;
+// Which queries pruning leaves to the keys, found before the pass: a warp for every 64 keys and
+// query head. Blocks of the pass then start with one load where they would search.
+
+constexpr int kExtentWarps = 8;  // of a block
+
+/// Keys with so many queries each, on average over a sequence, have less to do in small tiles.
+constexpr double kShortRangeTokens = 256;
+
+int64_t extent_blocks(const KeyExtents& extents, int64_t heads) {
+  return (extents.keys.count * heads + kExtentWarps - 1) / kExtentWarps;
 }
-int64_t key_rows(const ForgettingAttentionParams& p) {
-  return p.key_layout.batch * p.heads * p.key_layout.time;
+
+__global__ void __launch_bounds__(kExtentWarps * 32)
+    key_extents_kernel(const __grid_constant__ TensorAttention w) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const int64_t at = int64_t{blockIdx.x} * kExtentWarps + threadIdx.x / 32;
+  const int64_t tile_index = at / p.heads;
+  if (tile_index >= w.extents.keys.count) {
+    return;
+  }
+  const int head = static_cast<int>(at % p.heads), lane = static_cast<int>(threadIdx.x) % 32;
+  const TimeTile tile = find_time_tile(w.extents.keys, static_cast<int>(tile_index));
+  if (tile.tokens == 0) {
+    return;
+  }
+  const Sequence& keys = tile.sequence;
+  const GateSums gates(w, keys, head);
+  const double fall = largest_fall(p, keys.length, ScoreBounds::score(w, keys.batch, head));
+  const double last = gates.at(tile.first + tile.tokens - 1);
+  const int shift = keys.length - find_sequence(p.layout, keys.index).length;
+  const int end = gates.first_known_not_above(last - fall, keys.length, lane) - shift;
+  if (lane == 0) {
+    w.extents.ends[at] = max(end, 0);
+    if (tile.index == 0) {
+      const double whole = gates.at(0) - gates.at(keys.length - 1);
+      const bool is_short = fall * keys.length < whole * kShortRangeTokens;
+      w.extents.short_range[keys.index * p.heads + head] = is_short;
+      if (!is_short) {
+        w.extents.long_range[0] = 1;
+      }
+    }
+  }
 }
 
 template <class T>
@@ -47,131 +87,109 @@ cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
              : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, gates, limits, stream);
 }
 
-/// Rows of a tile of queries, and columns of its dq_sums.
-struct QueryTile {
-  int rows = 0, columns = 0;
+/// What the host must know of the shapes that a plan's tile stands for.
+struct TileNeeds {
+  int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
+  int shared_bytes = 0;       // of a block
 };
 
-cudaError_t find_query_tile(const ForgettingAttentionParams& p, const DeviceLimits& limits,
-                            QueryTile* tile) {
-  const auto take = [&]<class Shape, class ShortRangeShape, class QueryShape>() {
-    *tile = {Shape::kRows, Shape::kDim};
+cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const DeviceLimits& limits,
+                       TileNeeds* needs) {
+  const auto look = [&]<class Shapes>() {
+    using Keys = typename Shapes::Keys;
+    *needs = {Keys::kRows, Keys::kDim,
+              std::max(Keys::shared_bytes(limits), Shapes::Queries::kSharedBytes)};
     return cudaSuccess;
   };
   return p.head_dim <= kLargestSmallHeadDim
-             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, limits, take)
-             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, limits, take);
+             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, tile == 1, look)
+             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, tile == 1, look);
 }
 
-/// The workspace, in order; each part starts at a multiple of 16 bytes.
-struct Parts {
-  int64_t gate_sums, extent_ends, short_range, delta, column_sums, score_bounds, long_range,
-      row_sums, dq_sums, totals, all;
+/// Clears what is added to; the first step of the scan that makes c.
+cudaError_t clear_sums(const BackwardWorkspace& workspace, const GateChunks<GateSumScan>& gates,
+                       cudaStream_t stream) {
+  const int64_t pieces = workspace.cleared_bytes / 16;
+  const int64_t clearing = (pieces + kClearedPieces - 1) / kClearedPieces;
+  return launch_unless_empty(&clear_kernel, clearing + int64_t{gates.blocks()}, kGateChunk, 0,
+                             stream, gates, reinterpret_cast<uint4*>(workspace.score_bounds),
+                             pieces);
+}
 
-  Parts(const ForgettingAttentionParams& p, const TimeTiles& query_tiles, const QueryTile& tile) {
-    int64_t at = 0;
-    const auto part = [&](int64_t* start, int64_t bytes) {
-      *start = at;
-      at += (bytes + 15) / 16 * 16;
-    };
-    part(&gate_sums, gate_sums_count(p) * 8);
-    const bool pruned = p.prune > 0;
-    part(&extent_ends,
-         pruned ? time_tiles(p.key_layout, KeyExtents::kKeys).count * p.heads * 4 : 0);
-    part(&short_range, pruned ? p.key_layout.sequences * p.heads * 4 : 0);
-    part(&delta, query_rows(p) * 4);
-    part(&column_sums, key_rows(p) * 4);
-    part(&score_bounds, score_bounds_bytes(p, true));  // from here on, cleared together
-    part(&long_range, pruned ? 2 * 4 : 0);
-    part(&row_sums, query_rows(p) * 4);
-    part(&dq_sums,
-         p.deterministic ? 0 : query_tiles.count * p.heads * tile.rows * tile.columns * int64_t{4});
-    totals = gate_sums;  // c is not read any more
-    all = at;
-  }
-};
+/// delta, and bounds of the queries' scores where keys are pruned; the second step of c's scan.
+cudaError_t compute_delta(const TensorAttention& work, const GateChunks<GateSumScan>& gates,
+                          const BackwardWorkspace& workspace, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = work.params.forward;
+  const bool pruned = p.prune > 0;
+  unsigned* const excesses =
+      pruned ? workspace.score_bounds + p.layout.batch * p.key_heads : nullptr;
+  return with_row_kernels(p, [&]<class T, int kPieces>() {
+    return launch_unless_empty(
+        pruned ? &delta_kernel<T, kPieces, true> : &delta_kernel<T, kPieces, false>,
+        row_blocks(p.layout, p.heads) + int64_t{gates.blocks()}, kRowThreads, 0, stream, work,
+        excesses, gates);
+  });
+}
 
 }  // namespace
-
-cudaError_t tensor_backward_fits(const ForgettingAttentionBackwardParams& params, bool* fits) {
-  const ForgettingAttentionParams& p = params.forward;
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  QueryTile tile;
-  *fits = tensor_forward_fits(p) && rows_aligned(params.d_o, 16) && rows_aligned(params.dq, 16) &&
-          rows_aligned(params.dk, 16) && rows_aligned(params.dv, 16) &&
-          find_query_tile(p, limits, &tile) == cudaSuccess;
-  return cudaSuccess;
-}
 
 cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params,
                                  ForgettingAttentionPlan* plan) {
   const ForgettingAttentionParams& p = params.forward;
+  if (!tensor_cores_take(p) || !rows_aligned(params.d_o, 16) || !rows_aligned(params.dq, 16) ||
+      !rows_aligned(params.dk, 16) || !rows_aligned(params.dv, 16)) {
+    return cudaErrorNotSupported;
+  }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  QueryTile tile;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits, &tile));
-  *plan = {.path = AttentionPath::kTensorCore};
-  plan->workspace_bytes = Parts(p, time_tiles(p.layout, tile.rows), tile).all;
-  return cudaSuccess;
+  for (const int tile : {0, 1}) {
+    TileNeeds needs;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, tile, limits, &needs));
+    if (needs.shared_bytes <= limits.shared_bytes) {
+      *plan = {.path = AttentionPath::kTensorCore, .tile = tile};
+      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns).bytes;
+      return cudaSuccess;
+    }
+  }
+  return cudaErrorNotSupported;
 }
 
 cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream) {
   const ForgettingAttentionParams& p = params.forward;
-  if (p.layout.sequences == 0 || p.heads == 0) {
-    return cudaSuccess;
-  }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  QueryTile tile;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_query_tile(p, limits, &tile));
+  TileNeeds needs;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, p.plan.tile, limits, &needs));
+  const BackwardWorkspace workspace(p, needs.rows, needs.columns);
 
   TensorAttention work;
   work.params = params;
-  work.query_tiles = time_tiles(p.layout, tile.rows);
-  const Parts parts(p, work.query_tiles, tile);
-  char* const scratch = static_cast<char*>(p.workspace);
-  double* const c = reinterpret_cast<double*>(scratch + parts.gate_sums);
-  work.gate_sums = c;
-  work.delta = reinterpret_cast<float*>(scratch + parts.delta);
-  work.row_sums = reinterpret_cast<float*>(scratch + parts.row_sums);
-  work.column_sums = reinterpret_cast<float*>(scratch + parts.column_sums);
-  auto* const bounds = reinterpret_cast<unsigned*>(scratch + parts.score_bounds);
-  if (!p.deterministic) {
-    work.dq_sums = reinterpret_cast<float*>(scratch + parts.dq_sums);
-  }
-  const GateChunks<GateSumScan> gates({p, c}, c + key_rows(p));
-  const int64_t pieces = ((p.deterministic ? parts.row_sums : parts.all) - parts.score_bounds) / 16;
-  const int64_t clearing = (pieces + kClearedPieces - 1) / kClearedPieces;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      launch_unless_empty(&clear_kernel, static_cast<unsigned>(clearing + gates.blocks()),
-                          kGateChunk, 0, stream, gates, reinterpret_cast<uint4*>(bounds), pieces));
+  work.query_tiles = time_tiles(p.layout, needs.rows);
+  work.gate_sums = workspace.gate_sums;
+  work.delta = workspace.delta;
+  work.row_sums = workspace.row_sums;
+  work.column_sums = workspace.column_sums;
+  work.dq_sums = workspace.dq_sums;
+  const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
   if (p.prune > 0) {
-    work.score_bounds = bounds;
+    work.score_bounds = workspace.score_bounds;
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
   }
-  const auto blocks = static_cast<unsigned>(row_blocks(p.layout, p.heads) + gates.blocks());
-  unsigned* const excesses = p.prune > 0 ? bounds + p.layout.batch * p.key_heads : nullptr;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(with_row_kernels(p, [&]<class T, int kPieces>() {
-    return launch_unless_empty(
-        p.prune > 0 ? &delta_kernel<T, kPieces, true> : &delta_kernel<T, kPieces, false>, blocks,
-        kRowThreads, 0, stream, work, excesses, gates);
-  }));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compute_delta(work, gates, workspace, stream));
   if (p.prune > 0) {
-    work.extents = {time_tiles(p.key_layout, KeyExtents::kKeys),
-                    reinterpret_cast<int*>(scratch + parts.extent_ends),
-                    reinterpret_cast<int*>(scratch + parts.short_range),
-                    reinterpret_cast<unsigned*>(scratch + parts.long_range)};
-    key_extents_kernel<<<static_cast<unsigned>(extent_blocks(work.extents, p.heads)),
-                         kExtentWarps * 32, 0, stream>>>(work);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+    work.extents = {time_tiles(p.key_layout, KeyExtents::kKeys), workspace.extent_ends,
+                    workspace.short_range, workspace.long_range};
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&key_extents_kernel,
+                                                      extent_blocks(work.extents, p.heads),
+                                                      kExtentWarps * 32, 0, stream, work));
   }
   const GateGradientChunks gradients({p, params.dlog_f, work.row_sums, work.column_sums},
-                                     reinterpret_cast<double*>(scratch + parts.totals));
+                                     workspace.totals);
   TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_16_bit(
       p.q.dtype, [&]<class T>() { return launch<T>(work, gradients, limits, stream); }));
-  return launch_unless_empty(&gate_scan_kernel<GateGradientScan<float>>, gradients.blocks(),
-                             kGateChunk, 0, stream, gradients);
+  return launch_unless_empty(&gate_scan_kernel<GateGradientScan<float>>,
+                             int64_t{gradients.blocks()}, kGateChunk, 0, stream, gradients);
 }
 
 }  // namespace tidegate::kernels::attention

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/attention/cuda/backward/dq_accumulator.cuh"
 #include "kernels/attention/cuda/backward/key_gradient_kernel.cuh"
 #include "kernels/attention/cuda/backward/query_gradient_kernel.cuh"
-#include "kernels/attention/cuda/backward/tile_configs.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 
@@ -22,11 +23,11 @@ cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limit
   work.side_by_side =
       heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
   const int64_t blocks = work.tiles.count * p.key_heads;
-  return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
-                             Shape::shared_bytes(limits), stream, work);
+  return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::shared_bytes(limits), stream,
+                             work);
 }
 
-/// The same for the heads that are not near, by as many blocks as there is room for.
+/// Long-range heads, by as many blocks as there is room for.
 template <class Shape>
 cudaError_t launch_long_range_key_gradients(TensorAttention work, const DeviceLimits& limits,
                                             cudaStream_t stream) {
@@ -38,8 +39,8 @@ cudaError_t launch_long_range_key_gradients(TensorAttention work, const DeviceLi
   const int64_t resident = int64_t{limits.multiprocessors} * Shape::kBlocks;
   work.side_by_side = heads_side_by_side(work.tiles, resident);
   const int64_t blocks = std::min(work.tiles.count * p.key_heads, resident);
-  return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
-                             Shape::shared_bytes(limits), stream, work);
+  return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::shared_bytes(limits), stream,
+                             work);
 }
 
 template <class Shape>
@@ -51,8 +52,7 @@ cudaError_t launch_query_gradients(TensorAttention work, const DeviceLimits& lim
   const int resident = std::min(2, limits.shared_bytes / Shape::kSharedBytes);
   work.side_by_side = heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * resident);
   const int64_t blocks = work.tiles.count * work.params.forward.heads;
-  return launch_unless_empty(kKernel, static_cast<unsigned>(blocks), Shape::kThreads,
-                             Shape::kSharedBytes, stream, work);
+  return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::kSharedBytes, stream, work);
 }
 
 template <class Shape>
@@ -68,35 +68,35 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
                                                        const GateGradientChunks& gates,
                                                        const DeviceLimits& limits,
                                                        cudaStream_t stream) {
-  return with_backward_shapes<Data, kDims>(
-      work.params.forward.head_dim, limits,
-      [&]<class Shape, class ShortRangeShape, class QueryShape>() {
-        TensorAttention keys = work;
-        if (work.dq_sums == nullptr) {
-          keys.row_sums = nullptr;
-        }
-        // Both kernels are launched, and the device says which of them takes a head.
-        bool pruned = false;
-        if constexpr (!std::is_same_v<Shape, ShortRangeShape>) {
-          pruned = work.params.forward.prune > 0;
-          if (pruned) {
-            keys.heads = HeadRange::kShort;
-            TIDEGATE_RETURN_IF_CUDA_ERROR(
-                launch_key_gradients<ShortRangeShape>(keys, limits, stream));
-            TIDEGATE_RETURN_IF_CUDA_ERROR(
-                launch_long_range_key_gradients<Shape>(keys, limits, stream));
-          }
-        }
-        if (!pruned) {
-          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Shape>(keys, limits, stream));
-        }
-        if (work.dq_sums != nullptr) {
-          return launch_convert_dq<Shape>(work, gates, stream);
-        }
-        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_query_gradients<QueryShape>(work, limits, stream));
-        return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>, gates.blocks(),
-                                   kGateChunk, 0, stream, gates);
-      });
+  const ForgettingAttentionParams& p = work.params.forward;
+  return with_backward_shapes<Data, kDims>(p.head_dim, p.plan.tile == 1, [&]<class Shapes>() {
+    using Keys = typename Shapes::Keys;
+    using ShortRange = typename Shapes::ShortRange;
+    TensorAttention keys = work;
+    if (work.dq_sums == nullptr) {
+      keys.row_sums = nullptr;
+    }
+    // Both kernels are launched, and the device says which of them takes a head.
+    bool pruned = false;
+    if constexpr (!std::is_same_v<Keys, ShortRange>) {
+      pruned = p.prune > 0;
+      if (pruned) {
+        keys.heads = HeadRange::kShort;
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<ShortRange>(keys, limits, stream));
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_long_range_key_gradients<Keys>(keys, limits, stream));
+      }
+    }
+    if (!pruned) {
+      TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Keys>(keys, limits, stream));
+    }
+    if (work.dq_sums != nullptr) {
+      return launch_convert_dq<Keys>(work, gates, stream);
+    }
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        launch_query_gradients<typename Shapes::Queries>(work, limits, stream));
+    return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>,
+                               int64_t{gates.blocks()}, kGateChunk, 0, stream, gates);
+  });
 }
 
 }  // namespace tidegate::kernels::attention

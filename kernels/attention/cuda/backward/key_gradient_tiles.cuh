@@ -1,9 +1,12 @@
 #pragma once
 
-// The key-gradient kernel's shared memory and accumulators.
+// The key-gradient kernel's shared memory and accumulators, which tiles a block works on, and how
+// they get into shared memory.
 
-#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include "kernels/attention/cuda/backward/scores.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -31,6 +34,7 @@ struct BackwardShared {
         dq(row_stats + 2 * Shape::kRowStats * Shape::kRows) {}
 };
 
+/// What a warp keeps in registers: dk and dv for all tiles, S and dP for the tile at hand.
 template <class Shape>
 struct KeyGradientAccumulators {
   using T = typename Shape::T;
@@ -78,6 +82,156 @@ struct KeyGradientAccumulators {
             pack_pair<T>(x[i][j][2], x[i][j][3]);
       }
     }
+  }
+};
+
+/// The block's keys, and what all of its query heads have in common.
+template <class Shape>
+struct KeyTile {
+  const TensorAttention& w;
+  const ForgettingAttentionParams& p;
+  const TileAndHead& place;
+  const Sequence& keys;
+  Sequence queries;
+  int key_head, first_key, last_key;
+  int shift;  // from a query to its position
+  int group;  // query heads that share the keys
+  int warp;
+  int pieces;  // of 16 bytes, of a row
+  PairMask mask;
+  float scale;
+
+  __device__ __forceinline__ KeyTile(const TensorAttention& work, const TileAndHead& at)
+      : w(work),
+        p(work.params.forward),
+        place(at),
+        keys(at.tile.sequence),
+        queries(find_sequence(p.layout, keys.index)),
+        key_head(at.head),
+        first_key(at.tile.first),
+        last_key(first_key + at.tile.tokens - 1),
+        shift(keys.length - queries.length),
+        group(static_cast<int>(p.heads / p.key_heads)),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        pieces(static_cast<int>(p.head_dim / 8)),
+        mask{static_cast<int>(p.window)},
+        scale(static_cast<float>(p.scale) * kLog2E) {}
+
+  __device__ __forceinline__ void load_keys_and_values(const BackwardShared<Shape>& shared) const {
+    const int thread = fresh_thread_index();
+    load_rows(p.k, shared.keys, thread);
+    load_rows(p.v, shared.values, thread);
+    commit_copies();
+  }
+
+ private:
+  __device__ __forceinline__ void load_rows(const HeadSeries& t, unsigned char* to,
+                                            int thread) const {
+    load_tile<Shape::kDim, Shape::kKeys, Shape::kThreads>(
+        shared_address(to), row_address<2>(t, keys, key_head, first_key), row_stride<2>(t),
+        place.tile.tokens, pieces, thread);
+  }
+};
+
+/// One query head's tiles of queries: which of them see the block's keys, and how a stage of them
+/// and of their row statistics gets into shared memory.
+template <class Shape>
+struct QueryTiles {
+  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows, kKeys = Shape::kKeys;
+  static constexpr int kThreads = Shape::kThreads;
+
+  const KeyTile<Shape>& at;
+  const BackwardShared<Shape>& shared;
+  int head;
+  GateSums gates;
+  double reference;
+  int begin, end;  // the first tile that sees the first key, up to the last that sees the last
+
+  __device__ __forceinline__ QueryTiles(const KeyTile<Shape>& block,
+                                        const BackwardShared<Shape>& shared, int head)
+      : at(block), shared(shared), head(head), gates(block.w, block.keys, head) {
+    reference = gates.at(at.last_key);
+    begin = max(0, at.first_key - at.shift) / kRows;
+    end = (at.queries.length + kRows - 1) / kRows;
+    if (at.mask.window > 0) {
+      const int last_row = at.last_key + at.mask.window - 1 - at.shift;
+      end = last_row < 0 ? 0 : min(end, last_row / kRows + 1);
+    }
+  }
+
+  /// Where pruning leaves the keys fewer queries, the tiles end earlier.
+  __device__ __forceinline__ void apply_key_extents() {
+    if (at.p.prune > 0) {
+      static_assert(kKeys % KeyExtents::kKeys == 0);
+      const KeyExtents& extents = at.w.extents;
+      const int64_t tile_index = first_tile_index(extents.keys, static_cast<int>(at.keys.index)) +
+                                 at.last_key / KeyExtents::kKeys;
+      end = min(end, (extents.ends[tile_index * at.p.heads + head] + kRows - 1) / kRows);
+    }
+  }
+
+  __device__ __forceinline__ void load_stage(int tile, int stage) const {
+    load_rows(at.p.q, shared_address(shared.queries) + stage % Shape::kStages * Shape::kRowBytes,
+              tile);
+    load_rows(at.w.params.d_o,
+              shared_address(shared.d_o) + stage % Shape::kStages * Shape::kRowBytes, tile);
+  }
+
+  /// What a row needs is read one tile ahead and worked out later, so that nothing waits for it.
+  /// All threads do so, those of a row write a part each: a branch for some would hold up the
+  /// others.
+  __device__ __forceinline__ RawRowStats read_row_stats(int tile) const {
+    const int row = tile * kRows + fresh_thread_index() % kRows;
+    const bool exists = row < at.queries.length;
+    const int64_t offset = (at.queries.batch * at.p.heads + head) * at.p.layout.time +
+                           at.queries.start + (exists ? row : 0);
+    RawRowStats read = {gates.at(row + at.shift), -INFINITY, 0};
+    if (exists) {
+      read.lse = static_cast<const float*>(at.p.lse)[offset];
+      read.delta = at.w.delta[offset];
+    }
+    return read;
+  }
+  __device__ __forceinline__ void store_row_stats(const RawRowStats& row, int stage) const {
+    constexpr int kStats = Shape::kRowStats, kShares = kThreads / kRows;
+    const int thread = fresh_thread_index(), share = thread / kRows;
+    float stats[kStats];
+    write_row_stats<1>(stats, row, reference);
+    float* const to = shared.row_stats + stage * kStats * kRows + thread % kRows;
+#pragma unroll
+    for (int first = 0; first < kStats; first += kShares) {
+      float x = stats[first];
+#pragma unroll
+      for (int i = 1; i < kShares && first + i < kStats; ++i) {
+        x = share == i ? stats[first + i] : x;
+      }
+      if (kShares <= kStats || share < kStats) {
+        to[(first + share) * kRows] = x;
+      }
+    }
+  }
+
+  struct KeyGate {
+    int key;
+    double c;
+  };
+  __device__ __forceinline__ KeyGate read_key_gate() const {
+    const int key = min(fresh_thread_index(), kKeys - 1);
+    return {key, gates.at(at.first_key + key)};
+  }
+  __device__ __forceinline__ void store_key_gate(const KeyGate& read) const {
+    if (fresh_thread_index() < kKeys) {
+      const SplitGate gate = SplitGate::of(reference - read.c);
+      shared.key_gates[read.key] = gate.high;
+      shared.key_gates[kKeys + read.key] = gate.low;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_rows(const HeadSeries& t, unsigned to, int tile) const {
+    const int row = tile * kRows;
+    load_tile<kDim, kRows, kThreads>(to, row_address<2>(t, at.queries, head, row), row_stride<2>(t),
+                                     at.queries.length - row, at.pieces, fresh_thread_index());
   }
 };
 

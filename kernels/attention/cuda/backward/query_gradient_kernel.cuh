@@ -13,7 +13,7 @@
 // says that the stage has landed and that all warps are done with the one that is loaded next.
 
 #include "kernels/attention/cuda/backward/scores.cuh"
-#include "kernels/attention/cuda/backward/tile_configs.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 
 namespace tidegate::kernels::attention {
 

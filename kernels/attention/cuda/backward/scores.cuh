@@ -48,7 +48,7 @@ __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTile
   }
 }
 
-/// The same with what it needs read before: of pairs of keys c_ref - c_j, of rows lse - c_i.
+/// As above, with what it needs read before: of pairs of keys c_ref - c_j, of rows lse - c_i.
 template <int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
                                                const float2 (&gates)[kColumnTiles],
@@ -64,7 +64,7 @@ __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTile
   }
 }
 
-/// The same on edge tiles of kKeys keys: pair by pair, -infinity where a pair does not count.
+/// As above, on edge tiles of kKeys keys: pair by pair, -infinity where a pair does not count.
 template <int kRows, int kKeys, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
                                                const float* gates, const float* rows, PairMask mask,

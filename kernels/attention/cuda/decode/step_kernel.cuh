@@ -12,7 +12,6 @@
 // it, so copies need no barrier. Two barriers a tile are for what the block exchanges: the scores,
 // and the weights that one warp a head makes of them.
 
-#include "kernels/attention/cuda/decode/softmax.cuh"
 #include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/common/cuda/async_copy.cuh"

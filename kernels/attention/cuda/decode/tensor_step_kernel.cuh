@@ -12,7 +12,6 @@
 // The rows of the second product are query heads: eight with weights rounded to 16 bits, and the
 // same eight with what the rounding has left, which keeps the weights' digits for nothing.
 
-#include "kernels/attention/cuda/decode/softmax.cuh"
 #include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"

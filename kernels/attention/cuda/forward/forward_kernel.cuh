@@ -17,8 +17,8 @@
 // (BlockConstants), thread indices are read anew where they are needed.
 
 #include "kernels/attention/cuda/forward/online_softmax.cuh"
-#include "kernels/attention/cuda/forward/tile_configs.cuh"
 #include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 
 namespace tidegate::kernels::attention {
 

@@ -12,8 +12,8 @@
 //   near the diagonal       the same with ref = the warp's first row, from split floats;
 //   on edge tiles           c_i - c_j pair by pair, from split floats, with the mask.
 
-#include "kernels/attention/cuda/forward/tile_configs.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
@@ -58,7 +58,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// The same relative to the warp's first row, whose own gates are `own`: for keys after the
+  /// Adds the bias relative to the warp's first row, whose own gates are `own`: for keys after the
   /// block's first query, but none after the warp's.
   __device__ __forceinline__ void add_bias_near_diagonal(float scale, const float* gates,
                                                          const float* rows, const float* own) {
@@ -240,7 +240,7 @@ struct OnlineSoftmax {
 
   static __device__ float finite_or_zero(float x) { return x == -INFINITY ? 0.0f : x; }
 
-  /// Of a chunk of 16 keys.
+  /// s = P for a chunk of 16 keys, adding up rows.
   __device__ __forceinline__ void compute_p(int chunk) {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {

@@ -248,10 +248,15 @@ struct CarryWarp {
   /// The map of the tiles from warp group `first` up to this one, whose map is `own`.
   __device__ Map compose_before(int first, unsigned epoch, int buffer, const Map& own) const {
     Map before = Map::identity();
+    // Captured by value and one by one: with [&] some kernels spill.
     poll_in_order<PackedMap, kPollsInFlight>(
         first, at.rank, at.lane, epoch,
-        [&](int rank) -> const PackedCarry<PackedMap>& { return records[rank].tile[buffer]; },
-        [&](int, const PackedMap& packed) { unpack_map(packed, own).compose_after(before); });
+        [all = records, buffer](int rank) -> const PackedCarry<PackedMap>& {
+          return all[rank].tile[buffer];
+        },
+        [&before, &own](int, const PackedMap& packed) {
+          unpack_map(packed, own).compose_after(before);
+        });
     return before;
   }
 

@@ -135,8 +135,7 @@ class SplitRing {
       : base_(shared + warp * kBytes), lane_(lane), wide_(wide) {}
 
   /// Starts the copies that belong to an iteration: for the map of its chunk, which begins at step
-  /// k, and for the outputs of the chunk before, `stride` steps earlier. Of either only what there
-  /// is.
+  /// k, and for the outputs of the chunk before, `stride` steps earlier, as far as these exist.
   __device__ void fetch(const Op& op, int iteration, int k, int end, int stride) const {
     if (iteration * stride < end) {
       for_each_row(k, end, [&](int i, int step, auto source) {

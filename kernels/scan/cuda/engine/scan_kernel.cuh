@@ -93,8 +93,8 @@ __device__ __forceinline__ WarpPosition find_position(const ScanLaunch& launch, 
 }
 
 /// Starts the copies of the first chunks on their way, then does all that takes a while: what the
-/// Op prepares, and the barriers. Of warps that prepare together only their first chunks start
-/// before, and the others afterwards: what is asked for comes in that order, and behind three
+/// Op prepares, and the barriers. Where warps prepare together, only their first chunks start
+/// before that and the others afterwards: what is asked for comes in that order, and behind three
 /// chunks of 16 warps the parameters would come late.
 template <class Op, class Shared, class FetchStages>
 __device__ __forceinline__ void start_and_prepare(Op& op, Shared& shared, const WarpPosition& at,

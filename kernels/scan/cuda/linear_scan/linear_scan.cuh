@@ -20,7 +20,8 @@ struct LinearScanForward : OpDefaults,
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanParams;
   static constexpr int kVec = kVec_;
-  // Real states take little time through a chunk. Of complex ones maps have not been measured.
+  // A real state takes little time through a chunk. (For complex ones, maps have not been
+  // measured.)
   static constexpr bool kCarryByMap = false;
   static constexpr bool kEqualDecays = false;
   static constexpr bool kEmitWhileAdvancing = false;
@@ -111,7 +112,8 @@ struct LinearScanBackward : OpDefaults,
   using State = StateRow<Number, kVec_, false>;
   using Params = LinearScanBackwardParams;
   static constexpr int kVec = kVec_;
-  // Real states take little time through a chunk. Of complex ones maps have not been measured.
+  // A real state takes little time through a chunk. (For complex ones, maps have not been
+  // measured.)
   static constexpr bool kCarryByMap = false;
   static constexpr bool kEqualDecays = false;
   static constexpr bool kEmitWhileAdvancing = false;

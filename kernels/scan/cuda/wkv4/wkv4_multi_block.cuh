@@ -307,7 +307,9 @@ struct CarryWarp<Op> {
     Sums before;
     poll_in_order<PackedMap, kPollsInFlight>(
         first, at.rank, at.lane, epoch,
-        [&](int rank) -> const PackedCarry<PackedMap>& { return records[rank].tile[buffer]; },
+        [all = records, buffer](int rank) -> const PackedCarry<PackedMap>& {
+          return all[rank].tile[buffer];
+        },
         [&](int rank, const PackedMap& packed) {
           const Sums tile = unpack_sums(packed);
           if (rank == first) {
