@@ -8,10 +8,10 @@ minus infinity above the diagonal. "bias given": made beforehand, untimed, witho
 log f, which is the only way to SDPA's own CPU kernel. "bias from log f": the matrix is made from
 log f and differentiated, as training needs it. "no gate": is_causal, another function.
 
-Results are held against float64 before anything is timed; contenders take turns in one process:
-wall time and the processor time of all threads, medians and fastest rounds. Memory is the growth of
-the resident set at its peak during one pass forward and backward, the matrix included, each
-contender in a process of its own.
+Results are held against float64 before anything is timed; implementations take turns in one
+process: wall time and the processor time of all threads, medians and fastest rounds. Memory is the
+growth of the resident set at its peak during one pass forward and backward, the matrix included,
+each implementation in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOLERANCE = 1e-4  # of o and every gradient, relative, against float64
 
 
 class Inputs(NamedTuple):
-    """Of one pass; q, k, v and do [B, T, H, D], log f [B, T, H]."""
+    """What one pass reads: q, k, v and do [B, T, H, D], log f [B, T, H]."""
 
     q: Tensor
     k: Tensor
@@ -70,7 +70,7 @@ def sdpa(inputs: Inputs, bias: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None).transpose(1, 2)
 
 
-class Contender(NamedTuple):
+class Implementation(NamedTuple):
     """A forward pass, after something that is not timed; which inputs have gradients."""
 
     forward: Callable[[Inputs, Tensor | None], Tensor]
@@ -84,11 +84,11 @@ class Contender(NamedTuple):
         return [o, *torch.autograd.grad(o, inputs[: self.gradients], inputs.d_o)]
 
 
-CONTENDERS = {
-    "tidegate": Contender(lambda x, _: tidegate.ops.forgetting_attention(*x[:4])),
-    "SDPA, bias given": Contender(sdpa, lambda x: bias_of(x.log_f.detach()), gradients=3),
-    "SDPA, bias from log f": Contender(lambda x, _: sdpa(x, bias_of(x.log_f))),
-    "SDPA, no gate": Contender(sdpa, gradients=3, gated=False),
+IMPLEMENTATIONS = {
+    "tidegate": Implementation(lambda x, _: tidegate.ops.forgetting_attention(*x[:4])),
+    "SDPA, bias given": Implementation(sdpa, lambda x: bias_of(x.log_f.detach()), gradients=3),
+    "SDPA, bias from log f": Implementation(lambda x, _: sdpa(x, bias_of(x.log_f))),
+    "SDPA, no gate": Implementation(sdpa, gradients=3, gated=False),
 }
 
 
@@ -106,16 +106,18 @@ def error_of(found: list[Tensor], inputs: Inputs, gated: bool) -> float:
 
 
 def measure(shape: dict[str, int], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and errors; contenders take turns."""
+    """Milliseconds and errors; implementations take turns."""
     inputs = make_inputs(shape)
     figures: dict[str, dict[str, float]] = {}
-    prepared = {name: contender.prepare(inputs) for name, contender in CONTENDERS.items()}
-    for name, contender in CONTENDERS.items():
-        error = error_of(contender.run(inputs, prepared[name]), inputs, contender.gated)
+    prepared = {
+        name: implementation.prepare(inputs) for name, implementation in IMPLEMENTATIONS.items()
+    }
+    for name, implementation in IMPLEMENTATIONS.items():
+        error = error_of(implementation.run(inputs, prepared[name]), inputs, implementation.gated)
         if not error <= TOLERANCE:
             raise SystemExit(f"attention_cpu: {name} is wrong by {error:.1e}")
         figures[name] = {"error": error}
-    calls = {name: partial(c.run, inputs, prepared[name]) for name, c in CONTENDERS.items()}
+    calls = {name: partial(c.run, inputs, prepared[name]) for name, c in IMPLEMENTATIONS.items()}
     for name, times in in_turns(calls, rounds).items():
         figures[name] |= times
     return figures
@@ -134,13 +136,13 @@ def resident(field: str) -> int:
 
 def grown(shape: dict[str, int], name: str) -> int:
     """Bytes that one pass adds at its peak; a child process calls this."""
-    contender = CONTENDERS[name]
+    implementation = IMPLEMENTATIONS[name]
     small = make_inputs(TINY)
-    contender.run(small, contender.prepare(small))  # threads and code
+    implementation.run(small, implementation.prepare(small))  # threads and code
     inputs = make_inputs(shape)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts here
     before = resident("VmRSS")
-    contender.run(inputs, contender.prepare(inputs))
+    implementation.run(inputs, implementation.prepare(inputs))
     return resident("VmHWM") - before
 
 
@@ -163,7 +165,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small shape: tries this script out")
-    parser.add_argument("--memory-of", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     shape = TINY if options.tiny else SHAPE
@@ -174,7 +176,9 @@ def main() -> int:
     numbers = shape["B"] * shape["T"] * shape["H"] * shape["D"]
     for name, figure in figures.items():
         figure["peak_bytes"] = memory_of(name, options)
-        results = 4 * (numbers * 4 + (numbers // shape["D"]) * (CONTENDERS[name].gradients == 4))
+        results = 4 * (
+            numbers * 4 + (numbers // shape["D"]) * (IMPLEMENTATIONS[name].gradients == 4)
+        )
         figure["beside_bytes"] = figure["peak_bytes"] - results  # beside o and the gradients
         print(
             f"{name:24s} {figure['ms']:8.2f} ms  best {figure['best_ms']:8.2f} ms  processor "

@@ -90,8 +90,8 @@ def main() -> None:
     parser.add_argument("--dummies", type=int, default=1000, help="the task's T")
     parser.add_argument("--batch", type=int, default=RECIPE.train["batch_size"])
     parser.add_argument("--precision", default="highest", choices=("highest", "high"))
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds for each contender")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each implementation")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds for each implementation")
     parser.add_argument("--commit", help="commit to record, where git cannot tell")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -158,18 +158,18 @@ def measure(work: Work, rounds: int) -> dict[str, object]:
     torch.manual_seed(0)
     inputs = [x.requires_grad_() for x in work.make()]
     op = getattr(ops, work.loop.__name__)
-    contenders = {"tidegate": lambda *given: op(*given)[0], "loop": work.loop}
+    implementations = {"tidegate": lambda *given: op(*given)[0], "loop": work.loop}
     wide = [x.detach().double().requires_grad_() for x in inputs]
     dy = torch.randn_like(work.loop(*wide))
     exact = both_passes(work.loop, wide, dy)
     dy = dy.float()
     results: dict[str, dict[str, float]] = {}
-    for name, function in contenders.items():
+    for name, function in implementations.items():
         error = error_against(exact, both_passes(function, inputs, dy))
         if not error <= TOLERANCE:
             raise SystemExit(f"cpu_loops: {name} of {work.name()} is wrong by {error:.1e}")
         results[name] = {"error": error}
-    calls = {name: partial(both_passes, f, inputs, dy) for name, f in contenders.items()}
+    calls = {name: partial(both_passes, f, inputs, dy) for name, f in implementations.items()}
     for name, times in in_turns(calls, rounds).items():
         results[name] |= {kind: times[kind] for kind in ("ms", "cpu_ms")}
     return {"work": work.name(), "results": results}

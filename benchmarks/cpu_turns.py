@@ -1,4 +1,4 @@
-"""What the benchmarks of single ops on the CPU share: errors, and times of contenders in turns."""
+"""What the benchmarks of single ops on the CPU share: errors, and times taken in turns."""
 
 from __future__ import annotations
 

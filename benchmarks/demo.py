@@ -72,7 +72,7 @@ def hgrn2() -> CausalLM:
     return CausalLM(presets()["demo"].replace(mixer="hgrn2", mixer_options=options))
 
 
-class Contender(NamedTuple):
+class OtherModel(NamedTuple):
     """A model beside the demo's, and what of the demo's settings it changes."""
 
     name: str
@@ -80,16 +80,16 @@ class Contender(NamedTuple):
     changes: dict[str, str]
 
 
-CONTENDERS = {
-    "hgrn2": Contender("HGRN2", hgrn2, {}),
-    "gru-muon": Contender("`torch.nn.GRU`, muon", GRULanguageModel, {}),
-    "gru-adamw": Contender("`torch.nn.GRU`, adamw", GRULanguageModel, {"optimizer": "adamw"}),
+OTHERS = {
+    "hgrn2": OtherModel("HGRN2", hgrn2, {}),
+    "gru-muon": OtherModel("`torch.nn.GRU`, muon", GRULanguageModel, {}),
+    "gru-adamw": OtherModel("`torch.nn.GRU`, adamw", GRULanguageModel, {"optimizer": "adamw"}),
 }
 
 
-def train(contender: Contender, out: Path, changes: dict) -> dict:
-    """Trains and scores a contender; returns its figures."""
-    values = {**recipes()["demo"].train, "data": "stdlib", **contender.changes, **changes}
+def train(other: OtherModel, out: Path, changes: dict) -> dict:
+    """Trains and scores another model; returns its figures."""
+    values = {**recipes()["demo"].train, "data": "stdlib", **other.changes, **changes}
     config = TrainConfig(**values)
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device)
@@ -100,14 +100,14 @@ def train(contender: Contender, out: Path, changes: dict) -> dict:
     folder.make()
     corpus = load_corpus(config.data)
     torch.manual_seed(config.seed)
-    model = contender.make()
+    model = other.make()
     trainer = Trainer(model, corpus, config, folder)
     if not trainer.run():
         raise SystemExit("demo: stopped before its end; nothing was recorded")
     score = trainer.validate()
     position = trainer.position
     return {
-        "model": contender.name,
+        "model": other.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "optimizer": config.optimizer,
         "precision": config.precision,
@@ -142,7 +142,7 @@ def main() -> int:
     """Runs the comparison and prints or writes its JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="runs/demo_others", help="a run folder a model goes here")
-    parser.add_argument("--models", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--models", nargs="+", choices=OTHERS, default=list(OTHERS))
     parser.add_argument("--demo", help="folder of a finished demo to put beside it")
     parser.add_argument("--add", help="JSON of this script whose models are put before these")
     parser.add_argument("--json", help="write the figures to this file")
@@ -152,7 +152,7 @@ def main() -> int:
     names = ("seconds", "precision")
     changes = {name: getattr(options, name) for name in names if getattr(options, name)}
     keep_freed_memory()  # as the `tidegate` command does
-    others = [train(CONTENDERS[name], Path(options.out, name), changes) for name in options.models]
+    others = [train(OTHERS[name], Path(options.out, name), changes) for name in options.models]
     if options.add:
         others = read_json(Path(options.add))["others"] + others
     corpus = load_corpus("stdlib")

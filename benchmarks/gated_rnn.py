@@ -8,7 +8,7 @@ One call is a forward and a backward pass with all gradients, that of the matrix
 is torch's autograd over T steps, captured whole in a CUDA graph: no host time counts for it, as for
 nobody here (harness.py). The GRU of the same width multiplies its state by three such matrices a
 step, and its input by three more. Results and gradients are held against the loop in float64 before
-anything is timed; contenders take turns, medians.
+anything is timed; implementations take turns, medians.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TINY = [Work(3, 9, 24, dtype) for dtype in DTYPES]
 
 
 class Inputs:
-    """What all contenders read."""
+    """What all implementations read."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         shape = (work.batch, work.time, work.width)
@@ -79,7 +79,7 @@ def ours(inputs: Inputs) -> Gradients:
 
 
 def loop(inputs: Inputs, dtype: torch.dtype | None = None) -> Gradients:
-    """The same maths, a token at a time, by torch's autograd."""
+    """gated_rnn's equations in torch ops, a token at a time; autograd differentiates them."""
     with torch.enable_grad():
         z, x, w = (
             t.to(dtype or t.dtype).detach().requires_grad_() for t in (inputs.z, inputs.x, inputs.w)
@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes: tries this script out")
     parser.add_argument("--widths", nargs="+", type=int, help="these only")
     parser.add_argument("--threads", type=int, help="of torch, on the CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--budget", type=float, default=0.2, help="seconds for each contender")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each implementation")
+    parser.add_argument("--budget", type=float, default=0.2, help="seconds for each implementation")
     parser.add_argument("--commit", help="commit to record, where git cannot tell")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

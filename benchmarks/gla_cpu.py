@@ -8,7 +8,7 @@ carried from chunk to chunk, pairs inside one are matrix products. "dyadic" give
 nearest power-of-two boundary between its tokens as the reference of its decays, so that it is
 exact for any gate, as the kernels are; "one reference" uses the chunk's middle for all pairs, which
 is less work and overflows where gates shut. All are compiled by torch.compile; results and
-gradients are held against float64 before anything is timed; contenders take turns, medians.
+gradients are held against float64 before anything is timed; implementations take turns, medians.
 """
 
 from __future__ import annotations
@@ -88,27 +88,27 @@ def make_inputs() -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in inputs], torch.randn(values)
 
 
-Contender = Callable[..., Tensor]
+Implementation = Callable[..., Tensor]
 
 
-def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, dict[str, float]]:
+def measure(implementations: dict[str, Implementation], rounds: int) -> dict[str, dict[str, float]]:
     inputs, d_o = make_inputs()
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = both_passes(recurrence, wide, d_o.double())
     figures: dict[str, dict[str, float]] = {}
-    for name, contender in contenders.items():
-        error = error_against(exact, both_passes(contender, inputs, d_o))
+    for name, implementation in implementations.items():
+        error = error_against(exact, both_passes(implementation, inputs, d_o))
         if not error <= TOLERANCE:
             raise SystemExit(f"gla_cpu: {name} is wrong by {error:.1e}")
         figures[name] = {"error": error}
-    calls = {name: partial(both_passes, f, inputs, d_o) for name, f in contenders.items()}
+    calls = {name: partial(both_passes, f, inputs, d_o) for name, f in implementations.items()}
     for name, times in in_turns(calls, rounds).items():
         figures[name] |= {kind: times[kind] for kind in ("ms", "best_ms")}
     return figures
 
 
-def all_contenders() -> dict[str, Contender]:
-    def compiled(chunk: int, one_reference: bool) -> Contender:
+def all_implementations() -> dict[str, Implementation]:
+    def compiled(chunk: int, one_reference: bool) -> Implementation:
         def function(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor) -> Tensor:
             return chunkwise(q, k, v, log_f, chunk, one_reference)
 
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    figures = measure(all_contenders(), options.rounds)
+    figures = measure(all_implementations(), options.rounds)
     ours = figures["tidegate"]["ms"]
     for name, figure in figures.items():
         figure["times"] = figure["ms"] / ours

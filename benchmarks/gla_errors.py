@@ -23,8 +23,8 @@ from pathlib import Path
 import float64
 import harness
 import torch
-from contenders import available_peers
-from gla_contenders import FlaGla
+from gla_baselines import FlaGla
+from scan_baselines import available_baselines
 from torch import Tensor
 
 import tidegate
@@ -90,7 +90,7 @@ class Case:
 
 
 def error(found: Tensor, exact: Sequence[Tensor]) -> float:
-    """Of the sampled heads together; NaN is an infinite error."""
+    """The error of the sampled heads together; NaN is an infinite one."""
     pairs = [(found[0, :, head], wanted) for head, wanted in zip(SAMPLED, exact, strict=True)]
     return float64.distance(*(torch.stack(list(part)) for part in zip(*pairs, strict=True)))
 
@@ -124,9 +124,9 @@ def main() -> int:
         raise SystemExit("gla_errors: no CUDA device is visible; --device cpu --tiny tries it")
     device = torch.device(options.device)
     torch.manual_seed(0)
-    peers, missing = available_peers(device, {"fla": FlaGla})
-    if "fla" in peers:
-        peers["fla"].do_not_tune()
+    baselines, missing = available_baselines(device, {"fla": FlaGla})
+    if "fla" in baselines:
+        baselines["fla"].do_not_tune()
     versions = {"torch": torch.__version__, "tidegate": tidegate.__version__}
     rows: list[dict[str, object]] = []
     record = {
@@ -134,7 +134,7 @@ def main() -> int:
         "date": harness.today(),
         "commit": harness.commit(options.commit),
         "machine": harness.describe_machine(device),
-        "versions": versions | {name: peer.version for name, peer in peers.items()},
+        "versions": versions | {name: baseline.version for name, baseline in baselines.items()},
         "missing": missing,
         "aim": AIM,
         "rows": rows,
@@ -143,7 +143,7 @@ def main() -> int:
     sizes = (2, 16) if options.tiny else (HEADS, SIZE)
     with torch.no_grad():
         for time, (name, shift) in product(reversed(lengths), SHIFTS.items()):
-            errors = measure(Case(time, shift, *sizes, device), peers.get("fla"))
+            errors = measure(Case(time, shift, *sizes, device), baselines.get("fla"))
             rows.append({"gate": name, "T": time, "errors": errors})
             cells = ", ".join(f"{who} {100 * e:.3g} %" for who, e in errors.items())
             print(f"{name:15} T {time:5}: {cells}", flush=True)

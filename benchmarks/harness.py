@@ -1,8 +1,8 @@
-"""Timing shared by the benchmarks: calls over rotating inputs, each contender in turn, medians.
+"""Timing shared by the benchmarks: calls over rotating inputs, implementations in turn, medians.
 
 A `Runner` holds K calls, one for each of K input sets, and keeps all K results, so that together
 they touch far more memory than a cache holds. On CUDA the K calls are captured in one CUDA graph:
-a replay costs one launch whatever the calls do on the host, so Python and C++ contenders are
+a replay costs one launch whatever the calls do on the host, so Python and C++ implementations are
 treated alike; device events lie between replays. What a graph cannot capture is enqueued behind a
 sleeping kernel, so that its host time is hidden too. On the CPU the calls are timed one by one.
 """

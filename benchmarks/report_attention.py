@@ -1,4 +1,5 @@
-"""report.py's tables of forgetting attention: peers.py's group "attention", attention_cpu.py."""
+"""report.py's tables of forgetting attention: baselines.py's group "attention" and
+attention_cpu.py."""
 
 from __future__ import annotations
 
@@ -98,12 +99,12 @@ def attention_cpu_section(record: Record) -> list[str]:
         for name, result in record["results"].items()
     ]
     head = (
-        *("contender", "median", "", "fastest", "processor time", ""),
+        *("implementation", "median", "", "fastest", "processor time", ""),
         *("memory at the peak", "beside o and gradients", "largest error against float64"),
     )
     note = (
         '"Bias given": the matrix of c_i - c_j is made untimed and has no gradient; "from log f": '
-        "it is made and differentiated. Contenders take turns in one process; memory is the growth "
+        "it is made and differentiated. All take turns in one process; memory is the growth "
         "of the resident set, the matrix included."
     )
     return [cpu_where(record), "", *table(head, rows), "", note, ""]

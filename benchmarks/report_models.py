@@ -73,24 +73,6 @@ def models_where(record: Record) -> str:
     )
 
 
-def models_readme(record: Record) -> list[str]:
-    """Training at the longest context, as many parameters each; a GPU's."""
-    if record["machine"]["device"] != "cuda":
-        return []
-    longest = max(row["context"] for row in record["rows"])
-    shown = [models_row(row) for row in record["rows"] if row["context"] == longest]
-    columns = (0, 1, 2, 3, 4, 6, 7, 8)
-    cut = [[cells[i] for i in columns] for cells in shown]
-    head = [MODELS_HEAD[i] for i in columns]
-    batch = next(row["batch"] for row in record["rows"] if row["context"] == longest)
-    where = (
-        f"`bench_models`: training steps, and decoding at batch {batch}. {models_where(record)}:"
-    )
-    apart = [note for note in record.get("notes", []) if "later run" in note]
-    lines = [where, "", *table(head, cut), ""]
-    return [*lines, *apart, ""] if apart else lines
-
-
 def models_page(record: Record) -> list[str]:
     where = record["machine"]["name"]
     lines = [f"## Models of equal size on {where}", "", models_where(record) + ".", ""]

@@ -20,20 +20,24 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from support import cases, fox_cases, gla_cases, rnn_cases, scan_cases, wkv4_cases
-from support.fox_cases import FoxCase
+from support import cases, gla_cases, rnn_cases, scan_cases, wkv4_cases
+from support import forgetting_attention_cases as attention_cases
+from support.forgetting_attention_cases import AttentionCase
 from support.gla_cases import GlaCase
 from support.rnn_cases import RnnCase
 from support.scan_cases import ScanCase
 from support.wkv4_cases import Wkv4Case
 
-AnyCase = ScanCase | GlaCase | RnnCase | Wkv4Case | FoxCase
+AnyCase = ScanCase | GlaCase | RnnCase | Wkv4Case | AttentionCase
 
 
-def random_attention(longest: int, rng: random.Random) -> FoxCase:
+def random_attention(longest: int, rng: random.Random) -> AttentionCase:
     """A call of forgetting_attention: any heads, lengths of queries and keys, window, pruning."""
-    case = FoxCase(dtype=rng.choice(fox_cases.DTYPES), queries=rng.randint(0, min(longest, 200)))
-    case = fox_cases.vary(case, rng.randrange(1 << 30))
+    case = AttentionCase(
+        dtype=rng.choice(attention_cases.DTYPES),
+        queries=rng.randint(0, min(longest, 200)),
+    )
+    case = attention_cases.vary(case, rng.randrange(1 << 30))
     key_heads = rng.randint(1, 2)
     widest = 256 if case.queries < 60 else 130
     case = replace(
@@ -94,7 +98,7 @@ def check_case(case: AnyCase, device: str, *, backward: bool) -> None:
     the rule by less than a factor of five is judged again on a larger sample: by the root mean
     square of its errors over the same call on fresh data. Anything further off fails at once.
     """
-    modules = {FoxCase: fox_cases, Wkv4Case: wkv4_cases}
+    modules = {AttentionCase: attention_cases, Wkv4Case: wkv4_cases}
     module = modules.get(type(case), cases)
     try:
         module.check(case, device, backward=backward)

@@ -3,6 +3,7 @@
 ``import tidegate`` loads the library, which registers ``torch.ops.tidegate.*``:
 
 - :mod:`tidegate.ops`: the ops as functions;
+- :mod:`tidegate.reference`: each op once more from its equation, to read and to compare with;
 - :mod:`tidegate.nn`: token mixers, channel mixers, helpers;
 - :mod:`tidegate.models`: language models and classifiers;
 - :mod:`tidegate.training`: the loop behind the command line;
@@ -14,7 +15,7 @@ from tidegate import _library
 _library.load()
 __path__.append(str(_library.library_dir()))  # tidegate._cpp lies beside libtidegate.so
 
-from tidegate import models, nn, ops  # noqa: E402  (they call the ops that load() registers)
+from tidegate import models, nn, ops, reference  # noqa: E402  (they call the ops that load() registers)
 
 __version__: str = _library.build_info()["version"]
-__all__ = ["__version__", "models", "nn", "ops"]
+__all__ = ["__version__", "models", "nn", "ops", "reference"]

@@ -10,6 +10,9 @@ or the number of packed ones). Wrong arguments raise ``RuntimeError`` with op, a
 and given; with ``TIDEGATE_DEBUG=1`` also values that only a synchronisation can show
 (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``log_f`` above 0, ``theta`` or a parameter of
 ``lru_scan`` not finite, ``w`` of ``wkv4`` below 0, lengths of a cache).
+
+A page an op in docs/ops has its equations, gradients, errors and an example;
+:mod:`tidegate.reference` has each op once more in a few lines of torch.
 """
 
 import torch
@@ -101,7 +104,7 @@ def linear_scan(
         a: [B, T, D] decays, linear (not log), or [D] when constant over batch and time; float32 or
             x's dtype; for complex x also complex64, or float64 beside complex128.
         h0: [N, D], zero when None; float32 (complex64 for complex x) or x's dtype.
-        reverse: walk each sequence from its last token, ``h_t = a_t * h_{t+1} + x_t``: h0 enters
+        reverse: scan each sequence from its last token, ``h_t = a_t * h_{t+1} + x_t``: h0 enters
             after the last token and the final state is the first token's.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on x's device or the CPU: N sequences
             packed along time, B = 1. Empty sequences are allowed.
@@ -237,7 +240,7 @@ def hgru(
         theta: [D] phase in radians a step; float32 or c's dtype.
         h0: [N, D], complex [N, 2D]; zero when None; float32 or c's dtype.
         activation: "silu" or "none".
-        reverse: walk each sequence from its last token: h0 enters after the last token and the
+        reverse: scan each sequence from its last token: h0 enters after the last token and the
             final state is the first token's.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on c's device or the CPU: N sequences
             packed along time, B = 1. Empty sequences are allowed.
@@ -304,7 +307,7 @@ def lru_scan(
         theta_log: [D], natural logarithm of the phase in radians a step; dtype as nu_log's.
         gamma_log: [D], natural logarithm of the input's scale; dtype as nu_log's.
         h0: [N, D], complex [N, 2D]; zero when None; float32 or x's dtype.
-        reverse: walk each sequence from its last token: h0 enters after the last token and the
+        reverse: scan each sequence from its last token: h0 enters after the last token and the
             final state is the first token's.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on x's device or the CPU: N sequences
             packed along time, B = 1. Empty sequences are allowed.
@@ -363,7 +366,7 @@ def gated_linear_attention(
             at most 0, down to -inf (a decay of zero); q's dtype, or float32 for 16-bit q.
         h0: [N, H, K, V], zero when None; float32 (float64 for float64) or q's dtype.
         scale: of the output. 1 here; fla's default is K^-0.5.
-        reverse: walk each sequence from its last token: h0 enters after the last token and the
+        reverse: scan each sequence from its last token: h0 enters after the last token and the
             final state is the first token's.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on q's device or the CPU: N sequences
             packed along time, B = 1. Empty sequences are allowed.
@@ -429,7 +432,7 @@ def hgrn2(
         scale: of the output.
         q_activation: "none", "silu" or "sigmoid", applied to q as it is read.
         v_activation: the same for v.
-        reverse: walk each sequence from its last token: h0 enters after the last token and the
+        reverse: scan each sequence from its last token: h0 enters after the last token and the
             final state is the first token's.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on q's device or the CPU: N sequences
             packed along time, B = 1. Empty sequences are allowed.
@@ -610,7 +613,7 @@ def wkv4(
             float16.
         v: [B, T, D] in k's dtype.
         state: [N, 3, D]: y and z, scaled by exp(-m), and m; empty when None, as is one of zeros;
-            float32 or k's dtype. m is a gauge: its gradient is zero.
+            float32 or k's dtype. m is a scaling exponent: its gradient is zero.
         cu_seqlens: int32 or int64 [N + 1] rising from 0 to T, on k's device or the CPU: N sequences
             packed along time, B = 1. Empty sequences are allowed.
 
@@ -618,10 +621,10 @@ def wkv4(
         o [B, T, D] in k's dtype and the final state [N, 3, D] in float32 (float64 for float64); at
         T = 0 the state is a copy of the given one, zeros when there is none.
 
-    Weights are taken relative to a running gauge (on CUDA within a factor of 2^40 of it), so k may
-    span any range; on CUDA |v| up to about 2^60 stays finite. Cost O(B T D): reads k and v once,
-    writes o once. Accumulates in the state's dtype; bitwise deterministic; training keeps the
-    inputs and, for every eighth token, the state that enters it.
+    Weights are taken relative to a running scaling exponent (on CUDA within a factor of 2^40 of
+    it), so k may span any range; on CUDA values v up to about 2^60 in size stay finite. Cost
+    O(B T D): reads k and v once, writes o once. Accumulates in the state's dtype; bitwise
+    deterministic; training keeps the inputs and, for every eighth token, the state that enters it.
     """
     cu_seqlens = _offsets_on("wkv4", cu_seqlens, k)
     return torch.ops.tidegate.wkv4(w, u, k, v, state, cu_seqlens)

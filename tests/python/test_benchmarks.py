@@ -1,22 +1,18 @@
-"""The benchmark scripts: their float64 loops, a dry run, and the tables made from results."""
+"""The benchmark scripts: dry runs on the CPU, whose results the report reads."""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmarks_cases import BENCHMARKS, fill_checkout, page_of, run_report
 
 import tidegate
-
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture
@@ -26,276 +22,13 @@ def scripts(monkeypatch):
     return importlib.import_module
 
 
-def peers_result(us: float, bytes_moved: int, percent: float) -> dict:
-    return {
-        "bytes": bytes_moved,
-        "error": 1.5e-3,
-        "timing": "CUDA graph",
-        "us": us,
-        "us_low": us - 1,
-        "us_high": us + 1,
-        "gb_per_s": bytes_moved / us * 1e-3,
-        "samples": 60,
-        "percent_of_copy": percent,
-    }
-
-
-PEERS = {
-    "kind": "peers",
-    "date": "2026-01-02",
-    "commit": "abc123",
-    "machine": {"gpu": {"name": "NVIDIA H200", "driver_version": "580", "clocks.sm": "1980 MHz"}},
-    "versions": {"torch": "2.11.0", "fla": "0.6.0"},
-    "missing": ["accelerated-scan: not timed: it is not installed"],
-    "notes": ["a note"],
-    "rows": [
-        {
-            "group": "aims",
-            "op": "hgru",
-            "complex": False,
-            "dtype": "bfloat16",
-            "B": 8,
-            "T": 2048,
-            "D": 2048,
-            "direction": "forward",
-            "bytes": 201326592,
-            "sets": 8,
-            "goal_percent": 85,
-            "results": {
-                "copy_": peers_result(50.0, 201326592, 100.0),
-                "tidegate": peers_result(57.14, 201326592, 87.5),
-                "fla.chunk_hgrn": peers_result(313.1, 201326592, 16.0),
-            },
-            "best_peer": "fla.chunk_hgrn",
-            "times_best_peer": 5.48,
-        },
-    ],
-    "problems": [],
-}
-
-CPU = {
-    "context": {
-        "date": "2026-01-02T03:04:05+00:00",
-        "num_cpus": 2,
-        "mhz_per_cpu": 2100,
-        "load_avg": [0.5, 0.4, 0.3],
-    },
-    "benchmarks": [
-        {
-            "name": f"cpu/hgru/forward/{kind}/float32/B4/T2048/D1024/avx512/threads2/iterations:40",
-            "threads": 1,  # Google Benchmark's own, not the kernel's
-            "GB/s": 21.0,
-            "copy_GB/s": 33.0,
-            "percent_of_copy": 63.6,
-            "cpu_percent_of_copy": 71.4,
-        }
-        for kind in ("real", "complex")
-    ],
-}
-
-DEMO = {
-    "machine": {"device_name": "a CPU", "threads": 2, "torch": "2.11.0"},
-    "commit": "abc123",
-    "baselines": {"bz2": 1.62},
-    "others": [
-        {
-            "model": "`torch.nn.GRU`, adamw",
-            "parameters": 1_300_000,
-            "optimizer": "adamw",
-            "seconds": 170.0,
-            "bytes_per_second": 9400,
-            "bits_per_byte": 1.94,
-        }
-    ],
-}
-
-
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with results of each kind and an empty README section."""
-    results = tmp_path / "benchmarks" / "results"
-    results.mkdir(parents=True)
-    for name, record in (("peers_h200", PEERS), ("cpu_scan", CPU), ("demo", DEMO)):
-        (results / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
-    marked = "# x\n\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\n\nrest\n"
-    (tmp_path / "README.md").write_text(marked, encoding="utf-8")
-    return tmp_path
-
-
-def run_report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "report.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_committed_pages_are_what_the_results_say():
-    result = run_report("--check")
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_results_older_than_their_kernels_are_warned_of(checkout):
-    def commit(file: str, text: str) -> str:
-        path = checkout / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        who = ("-c", "user.name=x", "-c", "user.email=x@x")
-        for command in (("init", "-q"), ("add", file), (*who, "commit", "-qm", file)):
-            subprocess.run(["git", "-C", checkout, *command], check=True)
-        head = ["git", "-C", checkout, "rev-parse", "HEAD"]
-        return subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-
-    def warned() -> str:
-        return run_report("--root", checkout).stderr
-
-    assert warned() == ""  # no git checkout
-    measured = commit("kernels/scan/cuda/hgru.cuh", "1")
-    results = checkout / "benchmarks" / "results"
-    (results / "peers_h200.json").write_text(json.dumps(PEERS | {"commit": measured}), "utf-8")
-    (results / "demo.json").unlink()
-    (results / "cpu_scan.json").unlink()
-    assert warned() == ""
-    for other in ("scan/cpu/hgru.cpp", "gla/cuda/gla.cu", "common/cpu_simd.h"):
-        commit(f"kernels/{other}", "1")
-    assert warned() == ""
-    commit("kernels/common/cuda/launch.cuh", "1")
-    commit("kernels/scan/cuda/hgru.cuh", "2")
-    assert warned() == (
-        f"report: warning: peers_h200.json: commits since its own, {measured}, that changed "
-        "kernels/common, kernels/scan: 2\n"
-    )
-    (results / "peers_h200.json").write_text(json.dumps(PEERS), "utf-8")
-    assert "peers_h200.json: its commit, abc123, is not in this checkout" in warned()
-
-
-def test_report_writes_readme_and_page_and_notices_changes(checkout):
-    assert run_report("--root", checkout, "--check").returncode == 1
-    assert (checkout / "README.md").read_text(encoding="utf-8").count("old") == 1
-
-    written = run_report("--root", checkout)
-    assert written.returncode == 0, written.stderr
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert readme.startswith("# x\n\n<!-- benchmarks:begin -->\n")
-    assert readme.endswith("<!-- benchmarks:end -->\n\nrest\n")
-    assert "NVIDIA H200, driver 580, torch 2.11.0, fla 0.6.0, commit abc123" in readme
-    expected = (
-        "| `hgru` bf16 B8 T2048 D2048 | forward | 57.1 us | 3523 | 88% | 85% "
-        "| fla.chunk_hgrn: 313 us, 643 GB/s, 5.5x |"
-    )
-    assert expected in readme
-    assert "CPU of 2100 MHz, 2 cores, load average 0.5, 2026-01-02:" in readme
-    assert "| avx512, 2 threads | 21.0 | 33.0 | 64% | 60% | 71% |" in readme
-    assert "| `torch.nn.GRU`, adamw | 1.3M | 170 s | 9.4k | 1.94 |" in readme
-
-    page = (checkout / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert "`hgru` complex fp32 B4 T2048 D1024" in page
-    assert "57.14 (56.14-58.14), error 2e-03" in page
-    assert "- accelerated-scan: not timed" in page
-
-    assert run_report("--root", checkout, "--check").returncode == 0
-    (checkout / "README.md").write_text(readme.replace("57.1", "47.1"), encoding="utf-8")
-    stale = run_report("--root", checkout, "--check")
-    assert stale.returncode == 1
-    assert "README.md not what the results say" in stale.stdout
-
-
-def test_sweep_names_the_shapes_where_tidegate_is_slower(scripts):
-    report = scripts("report")
-    record = copy.deepcopy(PEERS)
-    record["rows"][0]["group"] = "sweep"
-    assert "slower" not in report.sweep_line(record)
-    assert "takes 5.5 to 5.5 times as long" in report.sweep_line(record)
-    record["rows"][0]["times_best_peer"] = 0.9
-    assert "slower in 1 of 1: bf16 B8 T2048 D2048 forward" in report.sweep_line(record)
-
-
-def test_no_results_says_so(scripts):
-    report = scripts("report")
-    assert report.readme_section([]) == report.NOTHING
-    assert report.NOTHING in report.page([])
-
-
-def test_a_truncated_result_is_named(checkout):
-    (checkout / "benchmarks" / "results" / "peers_h200.json").write_text("{", encoding="utf-8")
-    result = run_report("--root", checkout)
-    assert result.returncode == 1
-    assert "peers_h200.json is not JSON" in result.stderr
-
-
-def test_readme_without_markers_is_refused(scripts):
-    with pytest.raises(ValueError, match="benchmarks:begin"):
-        scripts("report").with_section("# x\n", "figures")
-
-
-@pytest.mark.parametrize("turned", [False, True], ids=["real", "complex"])
-def test_float64_loops_agree_with_autograd(scripts, turned):
-    float64 = scripts("float64")
-    torch.manual_seed(0)
-    time, channels = 9, 4
-    kind = torch.complex128 if turned else torch.float64
-    f = torch.randn(time, channels, dtype=torch.float64, requires_grad=True)
-    c = torch.randn(time, channels, dtype=kind, requires_grad=True)
-    gamma = torch.rand(channels, dtype=torch.float64)
-    theta = torch.rand(channels, dtype=torch.float64)
-    dh = torch.randn(time, channels, dtype=kind)
-
-    def silu(x):
-        return x * torch.sigmoid(x)
-
-    decay = gamma + (1 - gamma) * torch.sigmoid(f)
-    value = torch.complex(silu(c.real), silu(c.imag)) if turned else silu(c)
-    turn = torch.polar(torch.ones_like(theta), theta) if turned else 1
-    state, rows = torch.zeros(channels, dtype=kind), []
-    for t in range(time):
-        state = decay[t] * turn * state + (1 - decay[t]) * value[t]
-        rows.append(state)
-    h = torch.stack(rows)
-    dc, df = torch.autograd.grad(h, (c, f), dh)
-
-    arrays = [tensor.detach().numpy() for tensor in (c, f, gamma, theta, dh)]
-    found = float64.hgru(*arrays[:3], arrays[3] if turned else None, arrays[4])
-    for ours, reference in zip(found, (h.detach(), dc, df), strict=True):
-        assert float64.relative_error(ours, reference.numpy()) < 1e-13
-
-
-def test_float64_attention_is_the_recurrence(scripts):
-    torch.manual_seed(0)
-    q, k, v, logit = (torch.randn(70, 5, dtype=torch.float64) for _ in range(4))
-    log_f, h0 = torch.nn.functional.logsigmoid(logit - 5), torch.randn(5, 5, dtype=torch.float64)
-    state, rows = h0, []
-    for t in range(len(q)):
-        state = log_f[t].exp()[:, None] * state + k[t][:, None] * v[t]
-        rows.append(q[t] @ state)
-    o, final = scripts("float64").gated_linear_attention(q, k, v, log_f, h0)
-    torch.testing.assert_close(o, torch.stack(rows), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(final, state, rtol=1e-12, atol=1e-12)
-
-
-def test_float64_wkv4_is_the_recurrence(scripts):
-    torch.manual_seed(0)
-    w, u = torch.rand(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    k, v, grad_o = torch.randn(3, 7, 3, dtype=torch.float64).requires_grad_()
-    y, z, rows = torch.zeros(3), torch.zeros(3), []
-    for t in range(len(k)):
-        bonus = (u + k[t]).exp()
-        rows.append((y + bonus * v[t]) / (z + bonus))
-        y, z = (-w).exp() * y + k[t].exp() * v[t], (-w).exp() * z + k[t].exp()
-    o = torch.stack(rows)
-    expected = (o, *torch.autograd.grad(o, (k, v), grad_o.detach()))
-    arrays = [tensor.detach().numpy() for tensor in (w, u, k, v, grad_o)]
-    float64 = scripts("float64")
-    for found, exact in zip(float64.wkv4(*arrays), expected, strict=True):
-        assert float64.relative_error(found, exact.detach().numpy()) < 1e-13
-
-
-def test_relative_error_never_passes_nan(scripts):
-    float64 = scripts("float64")
-    values = torch.ones(3, dtype=torch.float64).numpy()
-    assert not float64.relative_error(values * float("nan"), values) < 1
-    assert not float64.distance(torch.full((3,), float("nan")), torch.ones(3)) < 1
-    assert float64.distance(torch.tensor([1.0, 1.1]), torch.tensor([1.0, 1.0])) > 0.05
+    return fill_checkout(tmp_path)
 
 
 def test_bytes_are_each_tensor_once(scripts):
-    work = scripts("contenders").Work
+    work = scripts("scan_baselines").Work
     assert work("hgru", 1, 1, 1, "extra").bytes("forward") == 6
     assert work("hgru", 1, 1, 1, "extra").bytes("backward") == 12
     assert work("hgru", 1, 1, 1, "extra", complex=True).bytes("forward") == 10
@@ -308,7 +41,7 @@ def test_bytes_are_each_tensor_once(scripts):
 
 
 def test_bytes_of_attention_are_each_tensor_once(scripts):
-    work = scripts("gla_contenders").GlaWork
+    work = scripts("gla_baselines").GlaWork
     assert work("hgrn2", 1, 1, 1).bytes("forward") == 4 * 256
     assert work("hgrn2", 1, 1, 1).bytes("backward") == 7 * 256
     assert work("gated_linear_attention", 1, 1, 1).bytes("forward") == 5 * 256
@@ -317,7 +50,7 @@ def test_bytes_of_attention_are_each_tensor_once(scripts):
 
 
 def test_aims_are_percents_or_milliseconds(scripts):
-    reaches = scripts("peers").reaches_goal
+    reaches = scripts("report_tables").reaches_goal
     ours = {"us": 410.0, "percent_of_copy": 84.0}
     assert reaches({"goal_ms": 0.42, "results": {"tidegate": ours}}) is True
     assert reaches({"goal_ms": 0.40, "results": {"tidegate": ours}}) is False
@@ -325,23 +58,6 @@ def test_aims_are_percents_or_milliseconds(scripts):
     assert reaches({"goal_percent": 85, "results": {"tidegate": ours}}) is False
     assert reaches({"goal_percent": None, "results": {"tidegate": ours}}) is None
     assert reaches({"goal_ms": 0.42, "results": {}}) is None
-
-
-def test_hgrn2_stands_beside_the_other_library_of_the_same_shape(scripts):
-    report = scripts("report")
-    shape = {"group": "gla", "dtype": "bfloat16", "direction": "backward", "goal_ms": 1.2}
-    shape |= {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}
-    ours = peers_result(1000.0, 939524096, 22.0) | {"peak_bytes": 2**30}
-    other = peers_result(5000.0, 1207959552, 5.0) | {"peak_bytes": 4 * 2**30}
-    rows = [
-        shape | {"op": "hgrn2", "results": {"tidegate": ours}},
-        shape | {"op": "gated_linear_attention", "results": {"fla.chunk_gla": other}},
-    ]
-    cells = report.gla_row(rows[0], rows)
-    assert cells[0] == "`hgrn2` bf16 B8 T4096 H16 K128 V128"
-    assert cells[5:] == ["1200 us", "fla.chunk_gla: 5,000 us, 5.0x", "1.00 GiB of 4.00"]
-    assert report.gla_row(rows[0] | {"T": 1}, rows)[6] == ""
-    assert report.gla_row(rows[1], rows)[2] == "failed"
 
 
 def run_on_cpu(script: str, *options: object) -> subprocess.CompletedProcess[str]:
@@ -358,11 +74,11 @@ def run_on_cpu(script: str, *options: object) -> subprocess.CompletedProcess[str
 def test_attention_dry_runs_write_results_that_the_report_reads(checkout):
     results = checkout / "benchmarks" / "results"
     timed = run_on_cpu(
-        *("peers.py", "--groups", "gla", "--rounds", 1, "--budget", 0, "--commit", "fedcba"),
-        *("--out", results / "peers_gla_h200.json"),
+        *("baselines.py", "--groups", "gla", "--rounds", 1, "--budget", 0, "--commit", "fedcba"),
+        *("--out", results / "baselines_gla_h200.json"),
     )
     assert timed.returncode == 0, timed.stdout + timed.stderr
-    record = json.loads((results / "peers_gla_h200.json").read_text(encoding="utf-8"))
+    record = json.loads((results / "baselines_gla_h200.json").read_text(encoding="utf-8"))
     assert [(row["op"], row["direction"]) for row in record["rows"]] == [
         ("hgrn2", "forward"),
         ("hgrn2", "backward"),
@@ -379,19 +95,19 @@ def test_attention_dry_runs_write_results_that_the_report_reads(checkout):
         in json.loads((results / "gla_errors_h200.json").read_text(encoding="utf-8"))["missing"]
     )
     assert run_report("--root", checkout).returncode == 0
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert "| `hgrn2` bf16 B2 T37 H2 K16 V16 | forward |" in readme
-    assert "| sigmoid(N - 5) | 130 | 0.1" in readme
-    assert "| sigmoid(N - 5) | 50 |" not in readme
+    page = page_of(checkout)
+    assert "| `hgrn2` bf16 B2 T37 H2 K16 V16 | forward |" in page
+    assert "| sigmoid(N - 5) | 130 | 0.1" in page
+    assert "| sigmoid(N - 5) | 50 |" in page
 
 
 def test_wrong_results_are_not_timed(scripts):
-    peers, contenders = scripts("peers"), scripts("contenders")
-    bench = peers.Bench(torch.device("cpu"), {}, None)
-    good = contenders.Contender([lambda: torch.ones(3)], 12, lambda _: 0.001, 0.01)
+    baselines, implementations = scripts("baselines"), scripts("scan_baselines")
+    bench = baselines.Bench(torch.device("cpu"), {}, None)
+    good = implementations.Implementation([lambda: torch.ones(3)], 12, lambda _: 0.001, 0.01)
     assert bench.prepared(good)[1] == 0.001
     bad = good._replace(error=lambda _: float("nan"))
-    with pytest.raises(peers.WrongResult, match="relative error nan, allowed 1e-02"):
+    with pytest.raises(baselines.WrongResult, match="relative error nan, allowed 1e-02"):
         bench.prepared(bad)
 
 
@@ -408,32 +124,32 @@ def fails(_):
         ("copy_", lambda _: 1.0, 1),
     ],
 )
-def test_a_peers_wrong_result_is_left_out_and_fails_no_run(
+def test_a_baselines_wrong_result_is_left_out_and_fails_no_run(
     scripts, monkeypatch, checkout, capsys, name, error, status
 ):
-    peers, contenders = scripts("peers"), scripts("contenders")
-    made = peers.Bench.contenders
-    wrong = contenders.Contender([lambda: torch.ones(3)], 12, error, 0.01)
+    baselines, implementations = scripts("baselines"), scripts("scan_baselines")
+    made = baselines.Bench.implementations
+    wrong = implementations.Implementation([lambda: torch.ones(3)], 12, error, 0.01)
 
     def with_a_wrong_one(self, work, direction, sets):
         return made(self, work, direction, sets) | {name: lambda: wrong}
 
-    monkeypatch.setattr(peers.Bench, "contenders", with_a_wrong_one)
-    out = checkout / "benchmarks" / "results" / "peers_sweep_h200.json"
+    monkeypatch.setattr(baselines.Bench, "implementations", with_a_wrong_one)
+    out = checkout / "benchmarks" / "results" / "baselines_sweep_h200.json"
     options = ["--device", "cpu", "--tiny", "--groups", "sweep", "--rounds", "1", "--budget", "0"]
-    monkeypatch.setattr(sys, "argv", ["peers.py", *options, "--out", str(out)])
-    assert peers.main() == status
+    monkeypatch.setattr(sys, "argv", ["baselines.py", *options, "--out", str(out)])
+    assert baselines.main() == status
     record = json.loads(out.read_text(encoding="utf-8"))
-    problems, of_peers = record["problems"], record["peer_problems"]
-    found = problems if status else of_peers
-    assert (len(problems), len(of_peers)) == ((2, 0) if status else (0, 2))
+    problems, of_baselines = record["problems"], record["baseline_problems"]
+    found = problems if status else of_baselines
+    assert (len(problems), len(of_baselines)) == ((2, 0) if status else (0, 2))
     assert found[0].startswith(f"hgru bf16 B1 T40 D12 forward, {name}: "), found
     rows = record["rows"]
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     expected = {"copy_", "tidegate"} - {name}
     assert all(set(row["results"]) == expected for row in rows)
     last = capsys.readouterr().out.splitlines()[-3:-1]
-    assert last == [("PROBLEM " if status else "PEER PROBLEM ") + line for line in found]
+    assert last == [("PROBLEM " if status else "BASELINE PROBLEM ") + line for line in found]
     assert run_report("--root", checkout).returncode == 0
     page = (checkout / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     title = "Problems:" if status else "Wrong results of other libraries, left out of their rows:"
@@ -441,8 +157,8 @@ def test_a_peers_wrong_result_is_left_out_and_fails_no_run(
 
 
 def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
-    peers = scripts("peers")
-    run, done = peers.Bench.run, []
+    baselines = scripts("baselines")
+    run, done = baselines.Bench.run, []
 
     def fail_at_the_third(self, work, direction):
         done.append(work)
@@ -450,11 +166,11 @@ def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
             raise RuntimeError("CUDA error\nand more")
         run(self, work, direction)
 
-    monkeypatch.setattr(peers.Bench, "run", fail_at_the_third)
-    out = tmp_path / "peers.json"
+    monkeypatch.setattr(baselines.Bench, "run", fail_at_the_third)
+    out = tmp_path / "baselines.json"
     options = ["--device", "cpu", "--tiny", "--rounds", "1", "--budget", "0", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["peers.py", *options])
-    assert peers.main() == 1
+    monkeypatch.setattr(sys, "argv", ["baselines.py", *options])
+    assert baselines.main() == 1
     record = json.loads(out.read_text(encoding="utf-8"))
     assert len(record["rows"]) == 2
     assert record["problems"][0].endswith("the run ends here: RuntimeError: CUDA error")
@@ -462,9 +178,9 @@ def test_rows_before_a_failure_are_kept(scripts, monkeypatch, tmp_path, capsys):
 
 
 def test_forgetting_attention_dry_run_writes_a_result_that_the_report_reads(checkout):
-    out = checkout / "benchmarks" / "results" / "peers_attention_h200.json"
+    out = checkout / "benchmarks" / "results" / "baselines_attention_h200.json"
     options = ("--groups", "attention", "--rounds", 1, "--budget", 0, "--out", out)
-    timed = run_on_cpu("peers.py", *options)
+    timed = run_on_cpu("baselines.py", *options)
     assert timed.returncode == 0, timed.stdout + timed.stderr
     record = json.loads(out.read_text(encoding="utf-8"))
     assert "forgetting-transformer: not timed, it needs a GPU" in record["missing"]
@@ -479,9 +195,9 @@ def test_forgetting_attention_dry_run_writes_a_result_that_the_report_reads(chec
     for row in record["rows"]:
         assert 0 < row["results"]["tidegate"]["error"] < 1e-2
     assert run_report("--root", checkout).returncode == 0
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert "| `forgetting_attention` bf16 B2 T70 H2 D32 | deterministic backward |" in readme
-    assert "| `forgetting_attention_step` bf16 B3 T40 H4 Hkv2 D16 | forward |" in readme
+    page = page_of(checkout)
+    assert "| `forgetting_attention` bf16 B2 T70 H2 D32 | deterministic backward |" in page
+    assert "| `forgetting_attention_step` bf16 B3 T40 H4 Hkv2 D16 | forward |" in page
 
 
 def test_cpu_attention_writes_a_result_that_the_report_reads(checkout, scripts, monkeypatch):
@@ -500,9 +216,9 @@ def test_cpu_attention_writes_a_result_that_the_report_reads(checkout, scripts, 
         assert 0 < result["error"] < 1e-5
         assert result["ms"] >= result["best_ms"] > 0
     assert run_report("--root", checkout).returncode == 0
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert "`forgetting_attention fp32 B2 T70 H2 D16`, forward and backward" in readme
-    assert "| SDPA, bias given |" in readme
+    page = page_of(checkout)
+    assert "`forgetting_attention fp32 B2 T70 H2 D16`, forward and backward" in page
+    assert "| SDPA, bias given |" in page
     assert script.grown(script.TINY, "tidegate") >= 0
 
 
@@ -524,8 +240,8 @@ def test_cpu_loops_writes_a_result_that_the_report_reads(checkout, scripts, monk
     for row in rows:
         assert all(0 < found["error"] < 1e-5 for found in row["results"].values())
     assert run_report("--root", checkout).returncode == 0
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert "| `wkv4 fp32 B2 T12 D8` |" in readme
+    page = page_of(checkout)
+    assert "| `wkv4 fp32 B2 T12 D8` |" in page
     right = script.linear_scan
     work = script.works(script.TINY, 8, 2)[0]
     with pytest.raises(SystemExit, match="cpu_loops: tidegate of .* is wrong by"):
@@ -541,24 +257,6 @@ def wrong_loop(right):
     return linear_scan
 
 
-def test_float64_attention_has_the_gradients_that_autograd_finds(scripts):
-    float64 = scripts("float64")
-    rng = torch.Generator().manual_seed(0)
-    q, d_o = (torch.randn(50, 8, dtype=torch.float64, generator=rng) for _ in range(2))
-    k, v = (torch.randn(70, 8, dtype=torch.float64, generator=rng) for _ in range(2))
-    gates = torch.randn(70, dtype=torch.float64, generator=rng)
-    leaves = [q, k, v, torch.nn.functional.logsigmoid(gates)]
-    found = float64.forgetting_attention(*leaves, d_o, rows=16)
-    leaves = [t.requires_grad_() for t in leaves]
-    c = leaves[3].cumsum(0)
-    scores = leaves[0] @ leaves[1].T * 8**-0.5 + c[20:, None] - c
-    later = torch.ones(50, 70, dtype=torch.bool).triu(21)
-    o = scores.masked_fill(later, -torch.inf).softmax(-1) @ leaves[2]
-    expected = (o, *torch.autograd.grad(o, leaves, d_o))
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
-
-
 def test_gated_rnn_dry_run_writes_a_result_that_the_report_reads(checkout):
     out = checkout / "benchmarks" / "results" / "gated_rnn_h200.json"
     options = ("--rounds", 1, "--budget", 0.01, "--commit", "fedcba", "--out", out)
@@ -572,8 +270,8 @@ def test_gated_rnn_dry_run_writes_a_result_that_the_report_reads(checkout):
         assert row["error"] < 1e-2
         assert all(result["ms"] > 0 for result in row["results"].values())
     assert run_report("--root", checkout).returncode == 0
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    assert "`gated_rnn` fp32 B3 T9 D24" in readme
+    page = page_of(checkout)
+    assert "`gated_rnn` fp32 B3 T9 D24" in page
 
 
 def test_copying_step_dry_run_writes_a_result_that_the_report_reads(checkout):
@@ -585,15 +283,15 @@ def test_copying_step_dry_run_writes_a_result_that_the_report_reads(checkout):
     record = json.loads(out.read_text(encoding="utf-8"))
     assert (record["kind"], record["commit"], record["T"]) == ("copying_step", "fedcba", 25)
     assert record["error"] < 1e-4
-    assert all(contender["ms"] > 0 for contender in record["results"].values())
+    assert all(implementation["ms"] > 0 for implementation in record["results"].values())
     assert run_report("--root", checkout).returncode == 0
-    assert "6 x 128, B2 T25, fp32" in (checkout / "README.md").read_text(encoding="utf-8")
+    assert "6 x 128, B2 T25, fp32" in page_of(checkout)
 
 
-def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
-    out = checkout / "benchmarks" / "results" / "peers_h200.json"
+def test_baselines_dry_run_writes_a_result_that_the_report_reads(checkout):
+    out = checkout / "benchmarks" / "results" / "baselines_h200.json"
     options = ("--rounds", 2, "--budget", 0.01, "--commit", "fedcba", "--out", out)
-    result = run_on_cpu("peers.py", *options)
+    result = run_on_cpu("baselines.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "fla: not timed, it needs a GPU" in result.stdout
     record = json.loads(out.read_text(encoding="utf-8"))
@@ -606,4 +304,4 @@ def test_peers_dry_run_writes_a_result_that_the_report_reads(checkout):
         assert row["results"]["tidegate"]["us"] > 0
         assert row["results"]["tidegate"]["error"] < 1e-2
     assert run_report("--root", checkout).returncode == 0
-    assert "commit fedcba" in (checkout / "README.md").read_text(encoding="utf-8")
+    assert "commit fedcba" in page_of(checkout)

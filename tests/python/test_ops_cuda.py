@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
-from support import any_op, cases, fox_cases, gla_cases, rnn_cases, scan_cases, walks, wkv4_cases
+from support import any_op, cases, gla_cases, recurrence, rnn_cases, scan_cases, wkv4_cases
+from support import forgetting_attention_cases as attention_cases
 from support.any_op import AnyCase, inputs_of, train
-from support.fox_cases import FoxCase
+from support.forgetting_attention_cases import AttentionCase
 from support.gla_cases import GlaCase
 from support.rnn_cases import RnnCase
 from support.scan_cases import ScanCase
@@ -49,9 +50,11 @@ KINDS = [
     Wkv4Case(time=300, channels=64, dtype=torch.bfloat16),
     Wkv4Case(channels=33, lengths=(100, 0, 200)),
     Wkv4Case(batch=1, time=9000, channels=8, dtype=torch.float16),
-    FoxCase(queries=100, head_dim=64, dtype=torch.bfloat16),
-    FoxCase(queries=70, past=30, head_dim=7, window=40),
-    FoxCase(lengths=((66, 9), (0, 0), (30, 0)), head_dim=128, dtype=torch.bfloat16, prune=1e-9),
+    AttentionCase(queries=100, head_dim=64, dtype=torch.bfloat16),
+    AttentionCase(queries=70, past=30, head_dim=7, window=40),
+    AttentionCase(
+        lengths=((66, 9), (0, 0), (30, 0)), head_dim=128, dtype=torch.bfloat16, prune=1e-9
+    ),
 ]
 # One block, a cluster of either size, packed, and a product of torch's at every token. Their graphs
 # are in test_ops_rnn.py.
@@ -361,8 +364,8 @@ def test_bitwise_repeatable_beside_other_work(case: AnyCase) -> None:
         *(replace(case, channels=16) for case in (*wkv4_cases.KINDS, *rnn_cases.KINDS)),
         RnnCase(channels=300, gamma="low"),
         RnnCase(channels=300, dtype=torch.bfloat16),
-        *(FoxCase(dtype=dtype) for dtype in fox_cases.DTYPES),
-        FoxCase(head_dim=64, dtype=torch.bfloat16),
+        *(AttentionCase(dtype=dtype) for dtype in attention_cases.DTYPES),
+        AttentionCase(head_dim=64, dtype=torch.bfloat16),
     ],
     ids=any_op.name,
 )
@@ -377,13 +380,15 @@ def test_outputs_do_not_show_what_was_in_memory(case: AnyCase) -> None:
 # Under compute-sanitizer ------------------------------------------------------------------------
 
 SANITIZED_ATTENTION = [
-    FoxCase(queries=20, past=13, head_dim=7, window=9),
-    FoxCase(lengths=((9, 0), (0, 3), (20, 13)), dtype=torch.float64, prune=1e-15),
-    FoxCase(queries=70, past=9, head_dim=32, heads=4, dtype=torch.bfloat16, window=30),
-    FoxCase(queries=70, head_dim=72, dtype=torch.float16, prune=1e-9, gates="shut"),
-    FoxCase(lengths=((66, 9), (0, 0), (3, 0)), head_dim=128, dtype=torch.bfloat16),
-    FoxCase(queries=70, batch=1, head_dim=128, dtype=torch.bfloat16, prune=1e-9, gates="shut"),
-    FoxCase(queries=70, batch=1, head_dim=200, dtype=torch.bfloat16),
+    AttentionCase(queries=20, past=13, head_dim=7, window=9),
+    AttentionCase(lengths=((9, 0), (0, 3), (20, 13)), dtype=torch.float64, prune=1e-15),
+    AttentionCase(queries=70, past=9, head_dim=32, heads=4, dtype=torch.bfloat16, window=30),
+    AttentionCase(queries=70, head_dim=72, dtype=torch.float16, prune=1e-9, gates="shut"),
+    AttentionCase(lengths=((66, 9), (0, 0), (3, 0)), head_dim=128, dtype=torch.bfloat16),
+    AttentionCase(
+        queries=70, batch=1, head_dim=128, dtype=torch.bfloat16, prune=1e-9, gates="shut"
+    ),
+    AttentionCase(queries=70, batch=1, head_dim=200, dtype=torch.bfloat16),
 ]
 
 
@@ -408,7 +413,7 @@ def test_tiny_gated_rnns_under_the_sanitizer(case: RnnCase) -> None:
     cases.check(case.sized(3, 5, 70), "cuda")
     cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 20, 1)), "cuda")
     made = inputs_of(case.sized(2, 3, 16))
-    state = torch.zeros(2, 16, device="cuda", dtype=walks.state_dtype(case.dtype))
+    state = torch.zeros(2, 16, device="cuda", dtype=recurrence.state_dtype(case.dtype))
     for t in range(3):
         h = ops.gated_rnn_step(made["z"][:, t], made["x"][:, t], made["w_zh"], state)
     assert h.isfinite().all()
@@ -429,12 +434,12 @@ def test_tiny_wkv4_under_the_sanitizer(case: Wkv4Case) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", SANITIZED_ATTENTION, ids=str)
-def test_tiny_attention_under_the_sanitizer(case: FoxCase, deterministic: bool) -> None:
+def test_tiny_attention_under_the_sanitizer(case: AttentionCase, deterministic: bool) -> None:
     """Every class of head dimensions on tensor cores, and the plain path."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        fox_cases.check(case, "cuda")
+        attention_cases.check(case, "cuda")
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -444,7 +449,7 @@ def test_tiny_attention_under_the_sanitizer(case: FoxCase, deterministic: bool) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_tiny_attention_steps_under_the_sanitizer(dtype: torch.dtype, head_dim: int) -> None:
     """A cache longer than a split, in which sequences of other lengths lie; five heads a key."""
-    wide = walks.state_dtype(dtype)
+    wide = recurrence.state_dtype(dtype)
     q = torch.randn(3, 5, head_dim, device="cuda", dtype=dtype)
     k, v = (torch.randn(3, 300, 1, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     gates = -torch.rand(3, 300, 5, device="cuda", dtype=wide)

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from support import error_rule, fox_cases, fox_oracle, walks
-from support.fox_cases import FoxCase, relative
+from support import error_rule, recurrence
+from support import forgetting_attention_cases as attention_cases
+from support import forgetting_attention_oracle as attention_oracle
+from support.forgetting_attention_cases import AttentionCase, relative
 from support.op_properties import check_export
 from torch import Tensor
 
@@ -18,38 +20,38 @@ import tidegate
 ops = tidegate.ops
 
 
-def inputs_of(case: FoxCase, device: str) -> dict[str, Tensor | None]:
+def inputs_of(case: AttentionCase, device: str) -> dict[str, Tensor | None]:
     """The op's keyword arguments."""
-    placed = fox_cases.on_device(case, device)
+    placed = attention_cases.on_device(case, device)
     del placed["do"], placed["dlse"]
     return placed | case.options()
 
 
-def call(case: FoxCase, arguments: dict) -> tuple[Tensor, Tensor]:
+def call(case: AttentionCase, arguments: dict) -> tuple[Tensor, Tensor]:
     return ops.forgetting_attention(**arguments, return_lse=True)
 
 
 # Against the oracle -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", fox_cases.every_length(), ids=str)
-def test_every_length(case: FoxCase, device: str) -> None:
-    fox_cases.check(case, device)
+@pytest.mark.parametrize("case", attention_cases.every_length(), ids=str)
+def test_every_length(case: AttentionCase, device: str) -> None:
+    attention_cases.check(case, device)
 
 
-@pytest.mark.parametrize("case", fox_cases.every_regime(), ids=str)
-def test_every_gate_regime(case: FoxCase, device: str) -> None:
-    fox_cases.check(case, device)
+@pytest.mark.parametrize("case", attention_cases.every_regime(), ids=str)
+def test_every_gate_regime(case: AttentionCase, device: str) -> None:
+    attention_cases.check(case, device)
 
 
-@pytest.mark.parametrize("case", fox_cases.every_layout(), ids=str)
-def test_every_layout(case: FoxCase, device: str) -> None:
-    fox_cases.check(case, device)
+@pytest.mark.parametrize("case", attention_cases.every_layout(), ids=str)
+def test_every_layout(case: AttentionCase, device: str) -> None:
+    attention_cases.check(case, device)
 
 
-@pytest.mark.parametrize("case", fox_cases.every_mix(), ids=str)
-def test_every_mix_of_dtypes(case: FoxCase, device: str) -> None:
-    fox_cases.check(case, device)
+@pytest.mark.parametrize("case", attention_cases.every_mix(), ids=str)
+def test_every_mix_of_dtypes(case: AttentionCase, device: str) -> None:
+    attention_cases.check(case, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,35 +59,37 @@ def test_every_mix_of_dtypes(case: FoxCase, device: str) -> None:
     "head_dim", [1, 2, 7, 16, 24, 31, 32, 33, 64, 72, 96, 100, 128, 136, 192, 248, 256]
 )
 def test_any_head_dimension(head_dim: int, dtype: torch.dtype, device: str) -> None:
-    fox_cases.check(FoxCase(queries=70, head_dim=head_dim, dtype=dtype, seed=head_dim), device)
+    attention_cases.check(
+        AttentionCase(queries=70, head_dim=head_dim, dtype=dtype, seed=head_dim), device
+    )
 
 
-@pytest.mark.parametrize("dtype", fox_cases.DTYPES)
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (4, 2), (6, 1), (8, 2)], ids=str)
 def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    case = FoxCase(heads=heads[0], key_heads=heads[1], queries=67, head_dim=16, dtype=dtype)
-    fox_cases.check(case, device)
+    case = AttentionCase(heads=heads[0], key_heads=heads[1], queries=67, head_dim=16, dtype=dtype)
+    attention_cases.check(case, device)
 
 
-@pytest.mark.parametrize("dtype", fox_cases.DTYPES)
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
 @pytest.mark.parametrize("past", [1, 63, 64, 200])
 def test_the_last_query_is_on_the_last_key(past: int, dtype: torch.dtype, device: str) -> None:
-    case = FoxCase(past=past, head_dim=16, dtype=dtype)
+    case = AttentionCase(past=past, head_dim=16, dtype=dtype)
     for queries in (1, 5, 64, 65):
         # A query's o as it is stored shifts its whole row of dlog f: of a few of them it would be
         # chance which way of rounding does better.
         many = {"batch": 8, "heads": 6, "key_heads": 3} if queries == 1 else {}
-        fox_cases.check(replace(case, queries=queries, **many), device)
+        attention_cases.check(replace(case, queries=queries, **many), device)
 
 
-@pytest.mark.parametrize("dtype", fox_cases.DTYPES)
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
 @pytest.mark.parametrize("window", [1, 2, 17, 64, 65, 129, 1000])
 def test_window(window: int, dtype: torch.dtype, device: str) -> None:
     for past in (0, 40):
-        case = FoxCase(
+        case = AttentionCase(
             queries=200, past=past, head_dim=16, window=window, dtype=dtype, gates="open"
         )
-        fox_cases.check(case, device)
+        attention_cases.check(case, device)
 
 
 PACKED = [
@@ -97,24 +101,24 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", fox_cases.DTYPES)
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
 @pytest.mark.parametrize("lengths", PACKED, ids=str)
 def test_packed(lengths: tuple[tuple[int, int], ...], dtype: torch.dtype, device: str) -> None:
     for offsets in (torch.int32, torch.int64):
-        case = FoxCase(lengths=lengths, offsets_dtype=offsets, dtype=dtype, head_dim=16)
-        fox_cases.check(case, device)
-        fox_cases.check(replace(case, window=30), device)
+        case = AttentionCase(lengths=lengths, offsets_dtype=offsets, dtype=dtype, head_dim=16)
+        attention_cases.check(case, device)
+        attention_cases.check(replace(case, window=30), device)
 
 
 GRADCHECK = [
-    FoxCase(queries=5),
-    FoxCase(queries=3, past=4, heads=2, key_heads=2, window=2, scale=0.7),
-    FoxCase(lengths=((2, 1), (0, 0), (3, 0))),
+    AttentionCase(queries=5),
+    AttentionCase(queries=3, past=4, heads=2, key_heads=2, window=2, scale=0.7),
+    AttentionCase(lengths=((2, 1), (0, 0), (3, 0))),
 ]
 
 
 @pytest.mark.parametrize("case", GRADCHECK, ids=str)
-def test_gradcheck(case: FoxCase, device: str) -> None:
+def test_gradcheck(case: AttentionCase, device: str) -> None:
     arguments = inputs_of(replace(case, dtype=torch.float64, batch=1, head_dim=3), device)
     names = ("q", "k", "v", "log_f")
     arguments["log_f"] = arguments["log_f"] - 0.01
@@ -126,15 +130,15 @@ def test_gradcheck(case: FoxCase, device: str) -> None:
     assert torch.autograd.gradcheck(function, leaves, nondet_tol=0.0)
 
 
-@pytest.mark.parametrize("case", [*GRADCHECK, FoxCase(queries=30, gates="open")], ids=str)
-def test_the_oracle_has_the_gradients_that_autograd_finds(case: FoxCase) -> None:
+@pytest.mark.parametrize("case", [*GRADCHECK, AttentionCase(queries=30, gates="open")], ids=str)
+def test_the_oracle_has_the_gradients_that_autograd_finds(case: AttentionCase) -> None:
     case = replace(case, dtype=torch.float64, gates="open")
-    inputs = fox_cases.make_inputs(case)
+    inputs = attention_cases.make_inputs(case)
     names = ("q", "k", "v", "log_f")
     leaves = [inputs[name].detach().requires_grad_() for name in names]
     offsets = {k: inputs[k] for k in ("cu_seqlens", "cu_seqlens_k")}
-    results = fox_oracle.forward(*leaves, **case.options(), **offsets)
-    exact = fox_cases.reference(case, backward=True, exact=True)
+    results = attention_oracle.forward(*leaves, **case.options(), **offsets)
+    exact = attention_cases.reference(case, backward=True, exact=True)
     for name, value in zip(("o", "lse"), results, strict=True):
         torch.testing.assert_close(exact[name], value, rtol=1e-12, atol=1e-12)
     grads = torch.autograd.grad(results, leaves, (inputs["do"], inputs["dlse"]))
@@ -154,10 +158,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     ).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", fox_cases.DTYPES)
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
 def test_open_gates_are_softmax_attention(dtype: torch.dtype, device: str) -> None:
     """log f = 0: to rounding, results and gradients."""
-    a = inputs_of(FoxCase(queries=300, heads=4, key_heads=2, head_dim=64, dtype=dtype), device)
+    a = inputs_of(
+        AttentionCase(queries=300, heads=4, key_heads=2, head_dim=64, dtype=dtype), device
+    )
     leaves = [a[name].detach().requires_grad_() for name in ("q", "k", "v")]
     found = ops.forgetting_attention(*leaves, torch.zeros_like(a["log_f"]))
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -176,7 +182,7 @@ def test_open_gates_are_softmax_attention(dtype: torch.dtype, device: str) -> No
 
 
 def test_the_gate_as_a_bias_matrix(device: str) -> None:
-    a = inputs_of(FoxCase(queries=150, heads=4, key_heads=2, head_dim=32), device)
+    a = inputs_of(AttentionCase(queries=150, heads=4, key_heads=2, head_dim=32), device)
     c = a["log_f"].double().cumsum(1).transpose(1, 2)
     bias = c[..., :, None] - c[..., None, :]
     bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
@@ -201,7 +207,7 @@ def test_one_gate_for_all_keys_before_it(device: str) -> None:
 
 
 def test_a_window_of_one_copies_values(device: str) -> None:
-    a = inputs_of(FoxCase(queries=100, head_dim=16, heads=2, key_heads=1), device)
+    a = inputs_of(AttentionCase(queries=100, head_dim=16, heads=2, key_heads=1), device)
     o, lse = ops.forgetting_attention(
         a["q"], a["k"], a["v"], a["log_f"], window=1, scale=0.5, return_lse=True
     )
@@ -212,7 +218,7 @@ def test_a_window_of_one_copies_values(device: str) -> None:
 
 def test_packed_equals_one_by_one(device: str) -> None:
     lengths = ((30, 0), (0, 0), (100, 50), (1, 0))
-    case = FoxCase(lengths=lengths, heads=4, key_heads=2, head_dim=16)
+    case = AttentionCase(lengths=lengths, heads=4, key_heads=2, head_dim=16)
     a = inputs_of(case, device)
     o, lse = call(case, a)
     of_queries, of_keys = a["cu_seqlens"].tolist(), a["cu_seqlens_k"].tolist()
@@ -233,7 +239,7 @@ def test_packed_equals_one_by_one(device: str) -> None:
 @pytest.mark.parametrize("gates", ["normal", "open", "log -1e4", "zero"])
 def test_pruning_is_bounded(gates: str, dtype: torch.dtype, eps: float, device: str) -> None:
     """docs/numerics.md: no element of o moves by more than 2 eps max|v|, lse by -log(1 - eps)."""
-    case = FoxCase(queries=400, past=100, heads=4, key_heads=2, head_dim=16, gates=gates)
+    case = AttentionCase(queries=400, past=100, heads=4, key_heads=2, head_dim=16, gates=gates)
     case = replace(case, dtype=dtype, scale=0.05)
     a = inputs_of(case, device)
     o, lse = call(case, a)
@@ -261,8 +267,8 @@ def test_pruning_drops_something(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_pruned_rows(dtype: torch.dtype, device: str) -> None:
-    case = FoxCase(queries=500, heads=2, head_dim=16, dtype=dtype, gates="normal", prune=1e-9)
-    fox_cases.check(case, device)
+    case = AttentionCase(queries=500, heads=2, head_dim=16, dtype=dtype, gates="normal", prune=1e-9)
+    attention_cases.check(case, device)
 
 
 # What reaches what --------------------------------------------------------------------------------
@@ -280,7 +286,7 @@ def equal_bits(left: Tensor, right: Tensor) -> bool:
 def test_a_nan_reaches_what_may_see_it_only(
     dtype: torch.dtype, poison: float, lengths: tuple | None, window: int | None, device: str
 ) -> None:
-    case = FoxCase(queries=150, batch=1, heads=2, key_heads=2, head_dim=16, dtype=dtype)
+    case = AttentionCase(queries=150, batch=1, heads=2, key_heads=2, head_dim=16, dtype=dtype)
     case = replace(case, lengths=lengths, window=window, gates="open")
     a = inputs_of(case, device)
     clean, _ = call(case, a)
@@ -317,7 +323,7 @@ def test_a_nan_reaches_what_may_see_it_only(
 
 def test_nothing_leaks_across_a_boundary(device: str) -> None:
     """Values in one sequence change no other; a loss over one leaves exact zeros elsewhere."""
-    case = FoxCase(lengths=((5, 0), (40, 0), (0, 0), (90, 0), (3, 0)), heads=2, head_dim=16)
+    case = AttentionCase(lengths=((5, 0), (40, 0), (0, 0), (90, 0), (3, 0)), heads=2, head_dim=16)
     a = inputs_of(case, device)
     clean, _ = call(case, a)
     offsets = a["cu_seqlens"].tolist()
@@ -356,7 +362,7 @@ def test_empty_dimensions(shape: tuple[int, int, int, int], device: str) -> None
 
 def test_log_sum_exp_alone_and_output_alone(device: str) -> None:
     for grads in ("o", "lse"):
-        fox_cases.check(FoxCase(queries=70, head_dim=16, grads=grads), device)
+        attention_cases.check(AttentionCase(queries=70, head_dim=16, grads=grads), device)
 
 
 # Repeatability ------------------------------------------------------------------------------------
@@ -364,15 +370,15 @@ def test_log_sum_exp_alone_and_output_alone(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bitwise_repeatable(dtype: torch.dtype, device: str) -> None:
-    """The same bits again and again, and on the CPU with any number of threads."""
-    case = FoxCase(queries=300, batch=1, heads=4, key_heads=2, head_dim=40, dtype=dtype)
+    """Results have the same bits again and again, on the CPU with any number of threads."""
+    case = AttentionCase(queries=300, batch=1, heads=4, key_heads=2, head_dim=40, dtype=dtype)
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        first = fox_cases.run(case, device, backward=True)
+        first = attention_cases.run(case, device, backward=True)
         for run in range(5):
             torch.set_num_threads(1 + run)
-            for name, value in fox_cases.run(case, device, backward=True).items():
+            for name, value in attention_cases.run(case, device, backward=True).items():
                 assert torch.equal(value, first[name]), name
     finally:
         torch.set_num_threads(threads)
@@ -381,7 +387,7 @@ def test_bitwise_repeatable(dtype: torch.dtype, device: str) -> None:
 
 def test_what_training_keeps(device: str) -> None:
     """The inputs, o and lse; nothing of the size of scores."""
-    case = FoxCase(queries=100, head_dim=16)
+    case = AttentionCase(queries=100, head_dim=16)
     a = inputs_of(case, device)
     leaves = {name: a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")}
     kept = []
@@ -395,9 +401,9 @@ def test_what_training_keeps(device: str) -> None:
 # Inside torch -------------------------------------------------------------------------------------
 
 TORCH_CASES = [
-    FoxCase(queries=9),
-    FoxCase(queries=9, past=3, window=4, dtype=torch.bfloat16, prune=1e-6, scale=0.5),
-    FoxCase(lengths=((3, 0), (0, 0), (6, 2)), gate_dtype=torch.float32),
+    AttentionCase(queries=9),
+    AttentionCase(queries=9, past=3, window=4, dtype=torch.bfloat16, prune=1e-6, scale=0.5),
+    AttentionCase(lengths=((3, 0), (0, 0), (6, 2)), gate_dtype=torch.float32),
 ]
 raw = torch.ops.tidegate
 
@@ -410,7 +416,7 @@ def positional(arguments: dict) -> tuple:
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("case", TORCH_CASES, ids=str)
-def test_opcheck(case: FoxCase, grad: bool, device: str) -> None:
+def test_opcheck(case: AttentionCase, grad: bool, device: str) -> None:
     a = inputs_of(case, device)
     if grad:
         a |= {name: a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")}
@@ -418,7 +424,7 @@ def test_opcheck(case: FoxCase, grad: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", TORCH_CASES, ids=str)
-def test_opcheck_of_the_backward_op(case: FoxCase, device: str) -> None:
+def test_opcheck_of_the_backward_op(case: AttentionCase, device: str) -> None:
     a = inputs_of(case, device)
     o, lse = call(case, a)
     options = [a[name] for name in ("scale", "window", "cu_seqlens", "cu_seqlens_k", "prune")]
@@ -430,7 +436,7 @@ def test_opcheck_of_the_backward_op(case: FoxCase, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", TORCH_CASES, ids=str)
-def test_fake_results_match_real_ones(case: FoxCase) -> None:
+def test_fake_results_match_real_ones(case: AttentionCase) -> None:
     a = inputs_of(replace(case, layout="time_major"), "cpu")
     fake = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in a.items()}
     for real, meta in zip(call(case, a), call(case, fake), strict=True):
@@ -448,7 +454,7 @@ def test_compiled_once_for_all_shapes(device: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     for batch, queries, past, heads in ((3, 9, 4, 4), (5, 17, 2, 6), (7, 10, 30, 8)):
-        case = FoxCase(batch=batch, queries=queries, past=past, heads=heads, key_heads=2)
+        case = AttentionCase(batch=batch, queries=queries, past=past, heads=heads, key_heads=2)
         a = inputs_of(case, device)
         leaves = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
         expected, found = step(*leaves), fast(*leaves)
@@ -462,7 +468,7 @@ def test_compiled_once_for_all_shapes(device: str) -> None:
 
 
 def test_autocast(device: str) -> None:
-    a = inputs_of(FoxCase(queries=40, head_dim=16), device)
+    a = inputs_of(AttentionCase(queries=40, head_dim=16), device)
     tensors = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
     with torch.autocast(device, dtype=torch.bfloat16):
         o, lse = ops.forgetting_attention(*tensors, return_lse=True)
@@ -477,7 +483,7 @@ def test_autocast(device: str) -> None:
 def test_checkpointing(reentrant: bool, device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    a = inputs_of(FoxCase(queries=70, head_dim=16), device)
+    a = inputs_of(AttentionCase(queries=70, head_dim=16), device)
     leaves = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
     plain = torch.autograd.grad(ops.forgetting_attention(*leaves).sin().sum(), leaves)
     again = checkpoint(ops.forgetting_attention, *leaves, use_reentrant=reentrant)
@@ -487,7 +493,7 @@ def test_checkpointing(reentrant: bool, device: str) -> None:
 
 
 def test_what_has_no_derivative_says_so(device: str) -> None:
-    a = inputs_of(FoxCase(queries=5), device)
+    a = inputs_of(AttentionCase(queries=5), device)
     tensors = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
     o = ops.forgetting_attention(*tensors)
     (dq,) = torch.autograd.grad(o.sin().sum(), tensors[:1], create_graph=True)
@@ -498,7 +504,7 @@ def test_what_has_no_derivative_says_so(device: str) -> None:
 
 
 def test_modes_without_gradients(device: str) -> None:
-    a = inputs_of(FoxCase(queries=70, head_dim=16), device)
+    a = inputs_of(AttentionCase(queries=70, head_dim=16), device)
     leaves = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
     expected = ops.forgetting_attention(*leaves, return_lse=True)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -514,14 +520,14 @@ def test_export_with_dynamic_time(device: str) -> None:
         return ops.forgetting_attention(*tensors, window=7, scale=0.5, return_lse=True)
 
     def example(time: int) -> list[Tensor]:
-        a = inputs_of(FoxCase(queries=time), device)
+        a = inputs_of(AttentionCase(queries=time), device)
         return [a[name] for name in ("q", "k", "v", "log_f")]
 
     check_export(function, example, over_time=(True,) * 4)
 
 
 def test_outputs_do_not_alias_inputs(device: str) -> None:
-    a = inputs_of(FoxCase(queries=1, heads=1), device)
+    a = inputs_of(AttentionCase(queries=1, heads=1), device)
     o = ops.forgetting_attention(a["q"], a["k"], a["v"], a["log_f"])
     assert torch.equal(o, a["v"].expand_as(o))
     assert o.data_ptr() != a["v"].data_ptr()
@@ -532,7 +538,7 @@ def test_in_a_graph() -> None:
     from conftest import require_cuda
 
     require_cuda()
-    a = inputs_of(FoxCase(queries=100, head_dim=64, dtype=torch.bfloat16), "cuda")
+    a = inputs_of(AttentionCase(queries=100, head_dim=64, dtype=torch.bfloat16), "cuda")
     leaves = [a[name].detach().requires_grad_() for name in ("q", "k", "v", "log_f")]
 
     def step() -> tuple[Tensor, ...]:
@@ -557,20 +563,20 @@ def test_in_a_graph() -> None:
 # Decoding -----------------------------------------------------------------------------------------
 
 
-def step_inputs(case: FoxCase, capacity: int, device: str) -> tuple[Tensor, ...]:
+def step_inputs(case: AttentionCase, capacity: int, device: str) -> tuple[Tensor, ...]:
     a = inputs_of(replace(case, queries=1, past=capacity - 1), device)
-    gates = a["log_f"].to(walks.state_dtype(case.dtype))
+    gates = a["log_f"].to(recurrence.state_dtype(case.dtype))
     return a["q"][:, 0], a["k"], a["v"], gates
 
 
-@pytest.mark.parametrize("dtype", fox_cases.DTYPES)
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 100, 1500])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1), (10, 2), (9, 1)], ids=str)
 def test_step_equals_the_last_row(
     heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str
 ) -> None:
     """Rows of the cache of different lengths; what lies behind them is never read."""
-    case = FoxCase(batch=4, heads=heads[0], key_heads=heads[1], head_dim=40, dtype=dtype)
+    case = AttentionCase(batch=4, heads=heads[0], key_heads=heads[1], head_dim=40, dtype=dtype)
     q, k, v, gates = step_inputs(replace(case, gates="open"), 2500, device)
     counts = [2500, 1, 0, 1100]
     for row, count in enumerate(counts):
@@ -585,31 +591,35 @@ def test_step_equals_the_last_row(
             continue
         past = [t[row : row + 1, :count].cpu() for t in (k, v, gates)]
         alone = [q[row : row + 1, None].cpu(), *past]
-        exact = fox_oracle.reference(*alone, window=window, exact=True)["o"][:, 0]
-        same = fox_oracle.reference(*alone, window=window, exact=False)["o"][:, 0]
+        exact = attention_oracle.reference(*alone, window=window, exact=True)["o"][:, 0]
+        same = attention_oracle.reference(*alone, window=window, exact=False)["o"][:, 0]
         error_rule.assert_within_rule(f"row {row}", o[row : row + 1], exact, same)
 
 
 @pytest.mark.parametrize("head_dim", [1, 7, 16, 64, 128, 136, 200, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_step_of_any_head_dimension(dtype: torch.dtype, head_dim: int, device: str) -> None:
-    case = FoxCase(batch=1, heads=3, key_heads=1, head_dim=head_dim, dtype=dtype, gates="open")
+    case = AttentionCase(
+        batch=1, heads=3, key_heads=1, head_dim=head_dim, dtype=dtype, gates="open"
+    )
     q, k, v, gates = step_inputs(case, 300, device)
     lengths = torch.tensor([300], dtype=torch.int32, device=device)
     o = ops.forgetting_attention_step(q, k, v, gates, lengths)
     cpu = [t.cpu() for t in (q[:, None], k, v, gates)]
-    exact = fox_oracle.reference(*cpu, exact=True)["o"][:, 0]
-    same = fox_oracle.reference(*cpu, exact=False)["o"][:, 0]
+    exact = attention_oracle.reference(*cpu, exact=True)["o"][:, 0]
+    same = attention_oracle.reference(*cpu, exact=False)["o"][:, 0]
     error_rule.assert_within_rule("o", o, exact, same)
 
 
 @pytest.mark.parametrize("gates", ["log -1e4", "first shut", "zero", "extreme"])
 def test_step_at_gate_extremes(gates: str, device: str) -> None:
-    case = FoxCase(batch=1, heads=2, head_dim=16, gates=gates)
+    case = AttentionCase(batch=1, heads=2, head_dim=16, gates=gates)
     q, k, v, log_f = step_inputs(case, 200, device)
     lengths = torch.tensor([200], dtype=torch.int32, device=device)
     o = ops.forgetting_attention_step(q, k, v, log_f, lengths)
-    exact = fox_oracle.reference(*(t.cpu() for t in (q[:, None], k, v, log_f)), exact=True)["o"]
+    exact = attention_oracle.reference(*(t.cpu() for t in (q[:, None], k, v, log_f)), exact=True)[
+        "o"
+    ]
     assert relative(o[:, None], exact) < 1e-6
     shut = ops.forgetting_attention_step(q, k, v, torch.full_like(log_f, -torch.inf), lengths)
     torch.testing.assert_close(shut, v[:, -1].expand_as(shut), rtol=1e-6, atol=1e-6)
@@ -627,12 +637,12 @@ def test_step_keeps_its_digits_at_a_million_tokens(device: str) -> None:
     lengths = torch.tensor([time], dtype=torch.int32, device=device)
     o = ops.forgetting_attention_step(*(t.to(device) for t in (q, k, v, gates)), lengths)
     last = [t[:, -4000:] for t in (k, v, gates)]
-    exact = fox_oracle.reference(q[:, None], *last, exact=True)["o"][:, 0]
+    exact = attention_oracle.reference(q[:, None], *last, exact=True)["o"][:, 0]
     assert relative(o, exact) < 2e-6
 
 
 def test_steps_equal_prefill(device: str) -> None:
-    case = FoxCase(queries=20, heads=4, key_heads=2, head_dim=16, gates="open")
+    case = AttentionCase(queries=20, heads=4, key_heads=2, head_dim=16, gates="open")
     a = inputs_of(case, device)
     whole, _ = call(case, a)
     cache = [torch.zeros(2, 32, *t.shape[2:], device=device) for t in (a["k"], a["v"], a["log_f"])]
@@ -645,7 +655,7 @@ def test_steps_equal_prefill(device: str) -> None:
 
 
 def test_step_inside_torch(device: str) -> None:
-    case = FoxCase(batch=2, heads=4, key_heads=2, head_dim=8)
+    case = AttentionCase(batch=2, heads=4, key_heads=2, head_dim=8)
     q, k, v, gates = step_inputs(case, 12, device)
     lengths = torch.tensor([12, 3], dtype=torch.int32, device=device)
     torch.library.opcheck(raw.forgetting_attention_step.default, (q, k, v, gates, lengths, None, 5))

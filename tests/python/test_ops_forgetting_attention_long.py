@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import require_cuda
-from support import fox_oracle
-from support.fox_cases import relative
+from support import forgetting_attention_oracle as attention_oracle
+from support.forgetting_attention_cases import relative
 from torch import Tensor
 
 import tidegate
@@ -45,7 +45,7 @@ def gate_gradient_error(
     o = ops.forgetting_attention(*leaves)
     found = torch.autograd.grad(o, leaves, do)[3]
     with torch.device(device), torch.no_grad():
-        exact = fox_oracle.reference(q, k, v, log_f, do, exact=True)["dlog_f"]
+        exact = attention_oracle.reference(q, k, v, log_f, do, exact=True)["dlog_f"]
     return relative(found, exact), found
 
 
@@ -63,7 +63,7 @@ def test_gradient_of_the_gates_over_16384_tokens(gates: str, device: str) -> Non
 @pytest.mark.parametrize("gates", ["weak", "strong", "mixed"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradient_of_the_gates_of_grouped_heads(head_dim: int, gates: str) -> None:
-    """The same of four query heads that share two key heads, on tensor cores."""
+    """That holds for four query heads that share two key heads, on tensor cores."""
     require_cuda()
     error, found = gate_gradient_error(gates, 4, 2, head_dim, "cuda")
     print(f"dlog f, D {head_dim}, {gates} gates: {100 * error:.3f} %")
@@ -83,7 +83,7 @@ def test_digits_after_a_hundred_thousand_tokens(dtype: torch.dtype, device: str)
     assert log_f.sum() < -5e4
     found = ops.forgetting_attention(*(t.to(device) for t in (q, k, v, log_f)))
     last = [t[:, -30000:] for t in (k, v, log_f)]  # the rest weighs exp(-15000)
-    exact = fox_oracle.reference(q, *last, exact=True)["o"]
+    exact = attention_oracle.reference(q, *last, exact=True)["o"]
     assert relative(found, exact) < (2e-6 if dtype is torch.float32 else 4e-3)
 
 
@@ -97,7 +97,7 @@ def test_65536_tokens(device: str) -> None:
     leaves = [t.to(device).requires_grad_() for t in (q, k, v, log_f)]
     o = ops.forgetting_attention(*leaves, window=3000)
     last = [t[:, -3000:] for t in (k, v, log_f)]
-    exact = fox_oracle.reference(q[:, -1:], *last, exact=True)["o"]
+    exact = attention_oracle.reference(q[:, -1:], *last, exact=True)["o"]
     assert relative(o[:, -1:], exact) < 1e-5
     grads = torch.autograd.grad(o.sum(), leaves)
     assert all(grad.isfinite().all() for grad in grads)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import require_cuda
 from fuzz import check_case
-from support import cases, error_rule, gla_cases, walks
+from support import cases, error_rule, gla_cases, recurrence
 from support import op_properties as properties
 from support.gla_cases import GlaCase
 from support.op_properties import call, leaves, placed
@@ -203,7 +203,7 @@ def test_final_state_without_tokens_is_a_copy_of_h0(
     arguments, _ = placed(replace(case, time=0, h0=h0), device)
     o, final = call(case, arguments)
     assert o.shape == (2, 0, case.heads, case.value_dim)
-    assert final.dtype == walks.state_dtype(case.dtype)
+    assert final.dtype == recurrence.state_dtype(case.dtype)
     assert final.shape == (2, case.heads, case.key_dim, case.value_dim)
     if h0 is None:
         assert not final.count_nonzero()

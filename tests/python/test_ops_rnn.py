@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
-from support import cases, error_rule, rnn_cases, rnn_oracle, walks
+from support import cases, error_rule, recurrence, rnn_cases, rnn_oracle
 from support.op_properties import check_export, check_no_alias
 from support.rnn_cases import RnnCase
 from torch import Tensor
@@ -194,7 +194,7 @@ def test_final_state_without_tokens_is_a_copy_of_h0(case: RnnCase, h0, device: s
     arguments, _ = arguments_of(replace(case, time=0, h0=h0), device)
     h, final = ops.gated_rnn(**arguments)
     assert h.shape == (2, 0, case.channels)
-    assert final.dtype == walks.state_dtype(case.dtype)
+    assert final.dtype == recurrence.state_dtype(case.dtype)
     assert final.shape == (2, case.channels)
     if h0 is None:
         assert not final.count_nonzero()
@@ -615,7 +615,7 @@ CAPTURED = [
 ]
 
 
-def walked_by_products(case: RnnCase) -> bool:
+def scanned_by_products(case: RnnCase) -> bool:
     widest = 256 if case.dtype == torch.float64 else 1024
     return case.lengths is None and case.channels > widest
 
@@ -655,7 +655,7 @@ def test_cuda_graph_of_training(case: RnnCase, gamma: str | None) -> None:
         graph.replay()
         for name, right in train(fresh, loss).items():
             left = captured[name]
-            if name == "w_zh" or walked_by_products(case):  # cuBLAS promises no bits here
+            if name == "w_zh" or scanned_by_products(case):  # cuBLAS promises no bits here
                 rtol = 2e-2 if right.dtype == BF16 else 1e-4
                 torch.testing.assert_close(left, right, rtol=rtol, atol=1e-4)
             else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import cases, error_rule, scan_cases, scan_oracle, walks
+from support import cases, error_rule, recurrence, scan_cases, scan_oracle
 from support.scan_cases import ScanCase
 
 import tidegate
@@ -98,7 +98,7 @@ def test_final_state_without_tokens_is_a_copy_of_h0(
 ) -> None:
     inputs = inputs_on(replace(case, time=0, h0=h0), device)
     _, final = call(case, inputs)
-    assert final.dtype == walks.state_dtype(case.dtype)
+    assert final.dtype == recurrence.state_dtype(case.dtype)
     if h0 is None:
         assert torch.equal(final, torch.zeros_like(final))
         assert final.shape == (2, final.shape[1])
@@ -158,7 +158,7 @@ def test_a_step_updates_a_state_of_any_dtype_in_place(case: ScanCase, device: st
     row = step(case, inputs, 0, state)
     assert (state.data_ptr(), state.dtype) == (where, inputs["h0"].dtype)
     assert state._version > version
-    wide = walks.state_dtype(case.dtype)
+    wide = recurrence.state_dtype(case.dtype)
     error_rule.assert_within_rule("h", row, exact["h"][:, 0], yardstick["h"][:, 0], state=wide)
     final = yardstick["final"].to(state.dtype)
     error_rule.assert_within_rule("state", state, exact["final"], final, state=wide)

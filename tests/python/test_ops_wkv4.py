@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import error_rule, walks, wkv4_cases, wkv4_oracle
+from support import error_rule, recurrence, wkv4_cases, wkv4_oracle
 from support.op_properties import check_export, check_no_alias
 from support.wkv4_cases import ARGUMENTS, Wkv4Case, check, on_device
 from torch import Tensor
@@ -65,7 +65,7 @@ def test_any_case(seed: int, device: str) -> None:
 @pytest.mark.parametrize("rates", wkv4_cases.RATES)
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_a_long_time(case: Wkv4Case, rates: str, device: str) -> None:
-    """Slow decays beside a large gauge: what each step rounds away must not add up."""
+    """Slow decays beside a large scaling exponent: what each step rounds away must not add up."""
     for keys in ("normal", "high"):
         check(replace(case, batch=1, time=6000, channels=6, rates=rates, keys=keys), device)
 
@@ -74,10 +74,10 @@ def test_gradcheck(device: str) -> None:
     case = Wkv4Case(dtype=torch.float64, time=11, channels=3, rates="spread")
     for lengths in (None, (2, 0, 9)):
         made = on_device(replace(case, lengths=lengths), device)
-        gauge = made["state"][:, 2:]
+        exponent = made["state"][:, 2:]
 
-        def function(w, u, k, v, sums, made=made, gauge=gauge):
-            state = torch.cat([sums, gauge], 1)
+        def function(w, u, k, v, sums, made=made, exponent=exponent):
+            state = torch.cat([sums, exponent], 1)
             o, final = ops.wkv4(w, u, k, v, state, cu_seqlens=made["cu_seqlens"])
             return o, wkv4_oracle.mean_and_log(final)
 
@@ -145,7 +145,7 @@ def test_final_state_without_tokens_is_a_copy(
     o, final = call(made)
     assert o.shape == (2, 0, 5)
     assert final.shape == (2, 3, 5)
-    assert final.dtype == walks.state_dtype(case.dtype)
+    assert final.dtype == recurrence.state_dtype(case.dtype)
     if state is None:
         assert not final.count_nonzero()
         return
@@ -177,15 +177,15 @@ def test_zeros_are_an_empty_state(device: str) -> None:
     for keys in ("normal", "low", "high"):
         made = on_device(Wkv4Case(time=20, state=None, keys=keys), device)
         o, final = call(made)
-        for gauge in (0.0, -1e38, 90.0):
+        for exponent in (0.0, -1e38, 90.0):
             state = torch.zeros(2, 3, 5, device=device)
-            state[:, 2] = gauge
+            state[:, 2] = exponent
             found = call(made | {"state": state})
             assert torch.equal(found[0], o)
             assert torch.equal(found[1], final)
 
 
-def test_the_gauge_of_a_state_does_not_matter(device: str) -> None:
+def test_the_scaling_exponent_of_a_state_does_not_matter(device: str) -> None:
     case = Wkv4Case(time=20)
     made = with_grad(on_device(case, device))
     o, final = call(made)

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from support import error_rule, walks
+from support import error_rule, recurrence
 
 LAYOUTS = ("contiguous", "projection", "time_major", "misaligned", "channels_first")
 GATES = ("normal", "open", "shut", "extreme", "alternating", "loguniform", "zero")
+Results = dict[str, Tensor]  # results and gradients by their names
 
 
 class Named:
@@ -59,7 +60,7 @@ class Case(Protocol):
         """Options of the oracle for a yardstick that computes as the device promises to."""
 
     def sized(self, batch: int, time: int, width: int) -> Case:
-        """The same call for other sizes."""
+        """The case with other sizes."""
 
 
 def lay_out(value: Tensor, layout: str) -> Tensor:
@@ -186,14 +187,15 @@ class BeyondRule(AssertionError):
 
 
 def verdicts(
-    case: Case, device: str, *, backward: bool, fused: bool = False
+    case: Case, device: str, *, backward: bool, fused: bool = False, exact: Results | None = None
 ) -> dict[str, error_rule.Verdict]:
-    """How every result of the case does against the oracle, by one of the yardsticks."""
+    """How every result of the case does against the oracle, or the values that `exact` has instead
+    of the oracle's, by one of the yardsticks."""
     found = run(case, device, backward=backward)
-    exact = reference(case, backward=backward, exact=True)
+    exact = reference(case, backward=backward, exact=True) | (exact or {})
     ways = {"fused": fused, **case.ways(device)}
     yardstick = reference(case, backward=backward, exact=False, **ways)
-    state = walks.state_dtype(case.dtype)
+    state = recurrence.state_dtype(case.dtype)
     options = {"state": state}
     if case.op == "lru_scan" and case.theta:
         options["widest_floor"] = error_rule.ROTATION_FLOOR
@@ -209,6 +211,7 @@ def judge_by_either(
     *,
     backward: bool,
     verdicts: Callable[..., dict[str, error_rule.Verdict]],
+    exact: Results | None = None,
 ) -> None:
     """Raises BeyondRule unless every result passes.
 
@@ -216,10 +219,10 @@ def judge_by_either(
     minus the rest, a product and a sum rounded twice or once, are the same maths, and where an open
     gate or a few numbers decide, one of them has hardly any error by luck.
     """
-    problems = verdicts(case, device, backward=backward)
+    problems = verdicts(case, device, backward=backward, exact=exact)
     if all(problems.values()):
         return
-    second = verdicts(case, device, backward=backward, fused=True)
+    second = verdicts(case, device, backward=backward, fused=True, exact=exact)
     problems = {k: second[k] for k, verdict in problems.items() if not (verdict or second[k])}
     if problems:
         messages = {name: verdict.message for name, verdict in problems.items()}
@@ -227,9 +230,11 @@ def judge_by_either(
         raise BeyondRule(f"{case} on {device}: {messages}", excess)
 
 
-def check(case: Case, device: str = "cpu", *, backward: bool = True) -> None:
-    """Runs the case and holds every result and gradient against the oracle."""
-    judge_by_either(case, device, backward=backward, verdicts=verdicts)
+def check(
+    case: Case, device: str = "cpu", *, backward: bool = True, exact: Results | None = None
+) -> None:
+    """Runs the case and holds every result and gradient against the oracle, or `exact`."""
+    judge_by_either(case, device, backward=backward, verdicts=verdicts, exact=exact)
 
 
 # Coverage ---------------------------------------------------------------------------------------

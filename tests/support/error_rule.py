@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from support.walks import state_dtype
+from support.recurrence import state_dtype
 
 # The floor beside twice the yardstick's error, relative to what is compared: (of the norm, of the
 # largest number). Where a handful of numbers decide, the yardstick may have rounded none of them;
@@ -70,18 +70,22 @@ def judge(
     values = (exact if size is None else size).abs().flatten()
     verdicts = []
     for kind, measure in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
-        whole, wrong, peer = float(measure(values)), float(measure(error)), float(measure(allowed))
+        whole, wrong, baseline = (
+            float(measure(values)),
+            float(measure(error)),
+            float(measure(allowed)),
+        )
         floor = in_norm * whole + of_one * float(values.max())
         floor += _ABSOLUTE_FLOOR * values.numel() ** 0.5
         message = (
-            f"{kind} error {wrong:.3e} of {whole:.3e}, allowed {2 * peer + floor:.3e} (torch ops "
-            f"in {out.dtype}: {peer:.3e}); worst at flat index "
+            f"{kind} error {wrong:.3e} of {whole:.3e}, allowed {2 * baseline + floor:.3e} (torch "
+            f"ops in {out.dtype}: {baseline:.3e}); worst at flat index "
             f"{int(error.nan_to_num(float('inf')).argmax())} of shape {tuple(out.shape)}"
         )
-        excess = wrong / (2 * peer + floor)
+        excess = wrong / (2 * baseline + floor)
         excess = excess if excess >= 0 else float("inf")  # NaN
         scale = whole or 1.0
-        verdicts.append(Verdict(excess, message, wrong / scale, peer / scale, floor / scale))
+        verdicts.append(Verdict(excess, message, wrong / scale, baseline / scale, floor / scale))
     return max(verdicts, key=lambda verdict: verdict.excess)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from support import cases, gla_oracle, walks
+from support import cases, gla_oracle, recurrence
 
 OPS = ("gated_linear_attention", "hgrn2")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -94,7 +94,7 @@ def _logits(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
 def _inputs(case: GlaCase) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
     batch, time, sequences, cu_seqlens = cases.packing(case)
-    state = walks.state_dtype(case.dtype)
+    state = recurrence.state_dtype(case.dtype)
     gate_dtype = case.gate_dtype or case.dtype
     keys = (batch, time, case.heads, case.key_dim)
     values = (batch, time, case.heads, case.value_dim)

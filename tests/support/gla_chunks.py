@@ -24,9 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from support.walks import walks
+from support.recurrence import token_order
 
-WALK, CHUNK = 16, 64  # tokens that a state is taken over at once; between two states of a gradient
+# Tokens that a state is taken over at once, and those between two states of a gradient.
+SUB_CHUNK, CHUNK = 16, 64
 
 
 def exp(x: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class _Level(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, all heads, in the order of the walk: [N, H, tokens, ..]."""
+    """The tokens of a chunk, all heads, in the order of the scan: [N, H, tokens, ..]."""
 
     q: Tensor
     k: Tensor
@@ -63,7 +64,7 @@ class _Chunk(NamedTuple):
 
     @staticmethod
     def of(steps: list[int], *tensors: Tensor) -> _Chunk:
-        """Of q, k, v, f and do, each [B, T, H, ..]."""
+        """Takes the chunk out of q, k, v, f and do, each [B, T, H, ..]."""
         q, k, v, f, d_o = (x[:, steps].transpose(1, 2) for x in tensors)
         rows = [torch.ones_like(f)]
         for t in range(1, len(steps)):
@@ -173,29 +174,29 @@ def attention(
         }
         found["dh0"] = torch.empty_like(initial)
     inputs = (q, k, v, f, loss)
-    for walk in walks(q.shape[1], cu_seqlens, reverse):
-        pieces = [(at, _Chunk.of(at, *inputs)) for at in _cut(walk.steps, WALK)]
-        states = [initial[walk.rows]]
+    for order in token_order(q.shape[1], cu_seqlens, reverse):
+        pieces = [(at, _Chunk.of(at, *inputs)) for at in _pieces(order.steps, SUB_CHUNK)]
+        states = [initial[order.rows]]
         for at, piece in pieces:
             out, after = _forward(piece, states[-1])
             found["h"][:, at] = out.transpose(1, 2)
             states.append(after)
-        found["final"][walk.rows] = states[-1]
+        found["final"][order.rows] = states[-1]
         if not backward:
             continue
-        grads = [dh_final[walk.rows]]
+        grads = [dh_final[order.rows]]
         for _, piece in reversed(pieces):
             grads.append(_before(piece, grads[-1]))
-        found["dh0"][walk.rows] = grads[-1]
+        found["dh0"][order.rows] = grads[-1]
         grads.reverse()
-        for i, at in enumerate(_cut(walk.steps, CHUNK)):
-            first = i * CHUNK // WALK
-            last = min(first + CHUNK // WALK, len(pieces))
+        for i, at in enumerate(_pieces(order.steps, CHUNK)):
+            first = i * CHUNK // SUB_CHUNK
+            last = min(first + CHUNK // SUB_CHUNK, len(pieces))
             values = _gradients(_Chunk.of(at, *inputs), states[first], grads[last])
             for name, value in zip("qkvf", values, strict=True):
                 found[f"d{name}"][:, at] = value.transpose(1, 2)
     return found
 
 
-def _cut(steps: range, size: int) -> list[list[int]]:
+def _pieces(steps: range, size: int) -> list[list[int]]:
     return [list(steps[at : at + size]) for at in range(0, len(steps), size)]

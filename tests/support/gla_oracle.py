@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from support import gla_chunks
-from support.walks import compute_dtype, rounded, sum_over_time, walks
+from support.recurrence import compute_dtype, rounded, sum_over_time, token_order
 
 
 def _activate(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -55,9 +55,9 @@ def _recurrence(q, k, v, f, h0, cu_seqlens, reverse: bool, fused: bool):
     """o [B, T, H, V] of unit scale, the final states, and the state before every token."""
     time = q.shape[1]
     outputs, before, finals = [None] * time, [None] * time, []
-    for walk in walks(time, cu_seqlens, reverse):
-        state = h0[walk.rows]
-        for t in walk.steps:
+    for order in token_order(time, cu_seqlens, reverse):
+        state = h0[order.rows]
+        for t in order.steps:
             before[t] = state
             state = _step(f[:, t], state, k[:, t], v[:, t], fused)
             outputs[t] = (q[:, t].unsqueeze(-1) * state).sum(-2)
@@ -71,9 +71,9 @@ def _adjoint(q, k, v, f, h0, before, d_o, dh_final, cu_seqlens, reverse: bool, f
     time = q.shape[1]
     grads: list[list] = [[None] * time for _ in range(4)]
     dh0 = []
-    for walk in walks(time, cu_seqlens, reverse):
-        carry = dh_final[walk.rows]
-        for t in reversed(walk.steps):
+    for order in token_order(time, cu_seqlens, reverse):
+        carry = dh_final[order.rows]
+        for t in reversed(order.steps):
             ds = carry + _outer(q[:, t], d_o[:, t])
             state = _step(f[:, t], before[t], k[:, t], v[:, t], fused)
             found = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from support import cases, rnn_oracle, walks
+from support import cases, recurrence, rnn_oracle
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RnnCase(cases.Named):
 def _inputs(case: RnnCase) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
     batch, time, sequences, cu_seqlens = cases.packing(case)
-    state = walks.state_dtype(case.dtype)
+    state = recurrence.state_dtype(case.dtype)
     shape, states = (batch, time, case.channels), (sequences, case.channels)
     z = cases.logits(case.gates, shape, rng).to(case.gate_dtype or case.dtype)
     x = cases.randn(shape, case.dtype, rng)
@@ -78,7 +78,7 @@ def _inputs(case: RnnCase) -> dict[str, Tensor | None]:
 def _bounds(case: RnnCase, rng: torch.Generator) -> Tensor | None:
     if case.gamma is None:
         return None
-    dtype = case.bound_dtype or walks.state_dtype(case.dtype)
+    dtype = case.bound_dtype or recurrence.state_dtype(case.dtype)
     u = torch.rand(case.channels, generator=rng, dtype=torch.float64)
     low, high = {"low": (0.0, 0.1), "high": (0.9, 0.999), "all": (0.0, 1.0)}[case.gamma]
     gamma = low + (high - low) * u

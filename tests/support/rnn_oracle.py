@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from support.walks import compute_dtype, initial_state, previous, rounded, walks
+from support.recurrence import compute_dtype, initial_state, previous, rounded, token_order
 
 
 def _product(w: Tensor, h: Tensor, fused: bool) -> Tensor:
@@ -44,9 +44,9 @@ def _recurrence(z, x, w, gamma, h0, cu_seqlens, fused: bool) -> tuple[Tensor, Te
     """h and a [B, T, D], and the final states."""
     time = x.shape[1]
     states, logits, finals = [None] * time, [None] * time, []
-    for walk in walks(time, cu_seqlens, reverse=False):
-        h = h0[walk.rows]
-        for t in walk.steps:
+    for order in token_order(time, cu_seqlens, reverse=False):
+        h = h0[order.rows]
+        for t in order.steps:
             a = z[:, t] + _product(w, h, fused)
             g, other = _gates(a, gamma)
             h = torch.addcmul(other * x[:, t], g, h) if fused else g * h + other * x[:, t]
@@ -61,9 +61,9 @@ def _adjoint(a, x, w, gamma, before, dh, dh_final, cu_seqlens, fused: bool) -> t
     """dz, dx and the terms of dgamma [B, T, D], and dh0."""
     time = x.shape[1]
     dz, dx, bound, dh0 = [None] * time, [None] * time, [None] * time, []
-    for walk in walks(time, cu_seqlens, reverse=False):
-        carry = dh_final[walk.rows]
-        for t in reversed(walk.steps):
+    for order in token_order(time, cu_seqlens, reverse=False):
+        carry = dh_final[order.rows]
+        for t in reversed(order.steps):
             grad = dh[:, t] + carry
             g, other = _gates(a[:, t], gamma)
             dx[t] = other * grad

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from support import cases, scan_oracle, walks
+from support import cases, recurrence, scan_oracle
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _inputs(case: ScanCase) -> dict[str, Tensor | None]:
     rng = torch.Generator().manual_seed(case.seed)
     batch, time, sequences, cu_seqlens = cases.packing(case)
     width = case.channels * (2 if case.theta else 1)
-    state = walks.state_dtype(case.dtype)
+    state = recurrence.state_dtype(case.dtype)
     gate_dtype = case.gate_dtype or case.dtype
     shape = (batch, time, case.channels)
 
@@ -89,7 +89,9 @@ def _inputs(case: ScanCase) -> dict[str, Tensor | None]:
             "gamma": gamma.to(bound_dtype).clamp(max=below_one) if case.gamma else None,
             "theta": theta.to(bound_dtype) if case.theta else None,
         }
-    h0_dtype = {"data": case.dtype, "single": walks.single_dtype(case.dtype)}.get(case.h0, state)
+    h0_dtype = {"data": case.dtype, "single": recurrence.single_dtype(case.dtype)}.get(
+        case.h0, state
+    )
     inputs["h0"] = cases.randn((sequences, width), h0_dtype, rng) if case.h0 else None
     inputs["cu_seqlens"] = cu_seqlens
     final = cases.randn((sequences, width), state, rng)
@@ -145,8 +147,8 @@ KINDS = tuple(
 def vary(case: ScanCase, seed: int) -> ScanCase:
     """`case` with every option that it leaves open drawn from `seed`."""
     rng = random.Random(seed)
-    single = walks.single_dtype(case.dtype)
-    real_gate = cases.real_dtype(walks.state_dtype(case.dtype))
+    single = recurrence.single_dtype(case.dtype)
+    real_gate = cases.real_dtype(recurrence.state_dtype(case.dtype))
     other = single if case.dtype in cases.WIDEST or case.op == "lru_scan" else case.dtype
     other_h0 = "single" if case.dtype in cases.WIDEST else "data"
     return replace(
@@ -181,15 +183,15 @@ def every_mix() -> list[ScanCase]:
     """Each kind of call with gates, bounds and states in every dtype that they may have."""
     mixes = []
     for kind in KINDS:
-        single = walks.single_dtype(kind.dtype)
+        single, state = recurrence.single_dtype(kind.dtype), recurrence.state_dtype(kind.dtype)
         gates = dict.fromkeys((kind.dtype, single))
         if kind.op == "linear_scan":
-            gates |= dict.fromkeys((cases.real_dtype(walks.state_dtype(kind.dtype)), torch.float32))
+            gates |= dict.fromkeys((cases.real_dtype(state), torch.float32))
         bounds: Iterable[torch.dtype | None] = (None,)
         if kind.op == "hgru":
             bounds = dict.fromkeys((kind.dtype, single))
         elif kind.op == "lru_scan":  # never of 16 bits
-            bounds, gates = dict.fromkeys((walks.state_dtype(kind.dtype), single)), {None: None}
+            bounds, gates = dict.fromkeys((state, single)), {None: None}
         for gate, bound, h0 in product(gates, bounds, ("data", "single")):
             mixes.append(replace(kind, gate_dtype=gate, bound_dtype=bound, h0=h0))
     return list(dict.fromkeys(mixes))

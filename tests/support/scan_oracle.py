@@ -26,7 +26,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from support.walks import compute_dtype, initial_state, previous, rounded, sum_over_time, walks
+from support.recurrence import (
+    compute_dtype,
+    initial_state,
+    previous,
+    rounded,
+    sum_over_time,
+    token_order,
+)
 
 
 def _recurrence(x, a, h0, cu_seqlens, reverse: bool, turn: Tensor | None = None, fused=False):
@@ -38,9 +45,9 @@ def _recurrence(x, a, h0, cu_seqlens, reverse: bool, turn: Tensor | None = None,
     a = a if turn is None or fused else a * turn
     xs, decays, states = x.unbind(1), a.unbind(1), [None] * time
     finals = []
-    for walk in walks(time, cu_seqlens, reverse):
-        h = h0[walk.rows]
-        for t in walk.steps:
+    for order in token_order(time, cu_seqlens, reverse):
+        h = h0[order.rows]
+        for t in order.steps:
             if fused:
                 h = torch.addcmul(xs[t], decays[t], h if turn is None else turn * h)
             else:
@@ -62,9 +69,9 @@ def _adjoint(
     a = a if turn is None or fused else a * turn
     decays, grads, g = a.expand_as(dh).unbind(1), dh.unbind(1), [None] * time
     dh0 = []
-    for walk in walks(time, cu_seqlens, reverse):
-        p = dh_final[walk.rows]
-        for t in reversed(walk.steps):
+    for order in token_order(time, cu_seqlens, reverse):
+        p = dh_final[order.rows]
+        for t in reversed(order.steps):
             g[t] = grads[t] + p
             p = decays[t] * g[t]
             if fused and turn is not None:

@@ -11,8 +11,8 @@ ops, which needs the running maximum: the yardstick of the error rule. Gradients
 Differences of logarithms can be taken in more than one order, and how two of them round is chance
 where few numbers decide: `fused=True` takes the other one.
 
-A state (y, z, m) stands for y exp(m) and z exp(m), in any gauge m, so states are compared, and
-losses read them, as the mean y / z and the logarithm m + log z.
+A state (y, z, m) stands for y exp(m) and z exp(m), for any scaling exponent m, so states are
+compared, and losses read them, as the mean y / z and the logarithm m + log z.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from support import walks
+from support import recurrence
 
 
 def mean_and_log(state: Tensor) -> Tensor:
-    """[N, 3, D] -> [N, 2, D]: what a state means, in any gauge; differentiable in y and z."""
+    """[N, 3, D] -> [N, 2, D]: what a state means, whatever m is; differentiable in y and z."""
     y, z, m = state.unbind(1)
     return torch.stack([y / z, m.detach() + torch.log(z)], 1)
 
@@ -53,17 +53,17 @@ def forward(
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
     tokens = list(zip(*(x.expand_as(k).unbind(1) for x in (w, u, k, v)), strict=True))
     outputs, finals = [None] * time, []
-    for walk in walks.walks(time, cu_seqlens, reverse=False):
-        count = len(range(rows)[walk.rows])
+    for order in recurrence.token_order(time, cu_seqlens, reverse=False):
+        count = len(range(rows)[order.rows])
         y, z, m = k.new_zeros(3, count, width)
         if state is not None:
-            y, z, m = state[walk.rows].unbind(1)
-            m = m.detach()  # a gauge
+            y, z, m = state[order.rows].unbind(1)
+            m = m.detach()  # a constant
         if exact:
             y, z, m = y * torch.exp(m), z * torch.exp(m), torch.zeros_like(m)
         elif state is None:
             m = torch.full_like(m, -1e30)
-        for t in walk.steps:
+        for t in order.steps:
             if exact:
                 outputs[t], y, z = _plain_step(*tokens[t], y, z)
             else:
@@ -78,7 +78,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """o, final (as `mean_and_log`) and the gradient of every input; |dw|, |du|: of their terms."""
     k = inputs["k"]
-    dtype = torch.float64 if exact else walks.state_dtype(k.dtype)
+    dtype = torch.float64 if exact else recurrence.state_dtype(k.dtype)
     given = {n: inputs[n] for n in ("w", "u", "k", "v", "state") if inputs[n] is not None}
     leaves = {n: t.detach().to(dtype).contiguous() for n, t in given.items()}
     for name in ("w", "u"):  # one for each token, so that there are terms to look at

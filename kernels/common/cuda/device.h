@@ -44,12 +44,6 @@ inline cudaError_t read_device_limits(DeviceLimits* limits) {
   return cudaSuccess;
 }
 
-/// Blocks as a grid has them. False where there are more than one launch can have.
-inline bool make_grid(int64_t blocks, unsigned* grid) {
-  *grid = static_cast<unsigned>(blocks);
-  return blocks <= std::numeric_limits<int>::max();
-}
-
 /// A number that many threads find out for themselves and leave for each other.
 class SharedCount {
  public:

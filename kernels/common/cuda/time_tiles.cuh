@@ -4,6 +4,8 @@
 // many chunks. Every tile has an index in [0, count). How many indices there are is known without
 // reading the sequences' offsets, so some indices of packed sequences belong to no tile.
 
+#include <algorithm>
+
 #include "kernels/common/cuda/sequence.cuh"
 
 namespace tidegate::kernels {
@@ -19,7 +21,7 @@ struct TimeTiles {
 
 /// A tile is a whole sequence where `length` is larger than all of time.
 inline TimeTiles time_tiles(const SequenceLayout& layout, int64_t length) {
-  const int64_t tiles = layout.time == 0 ? 1 : (layout.time + length - 1) / length;
+  const int64_t tiles = std::max<int64_t>(1, (layout.time + length - 1) / length);
   const int64_t count = layout.offsets == nullptr ? layout.sequences * tiles
                                                   : layout.time / length + layout.sequences;
   return {layout, static_cast<int>(length), count, static_cast<int>(tiles)};

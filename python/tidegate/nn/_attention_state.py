@@ -15,14 +15,17 @@ _FIRST_CAPACITY = 64
 class AttentionState(NamedTuple):
     """What `Attention` and `ForgettingAttention` remember of N sequences.
 
-    k, v: keys and values ``[N, capacity, Hkv, D]``, keys normed and rotated, in the module's dtype.
-    gates: log forget gates ``[N, capacity, H]``, fp32 or fp64; no heads where there is no gate.
-    lengths: how many tokens each sequence holds, int32 ``[N]``.
-    seen: how many tokens each has read, int64 ``[N]``: the next one's position.
-    last_k, last_v: the last token's keys and values before KV-shift, ``[N, Hkv, D]``; no heads
-        without KV-shift.
-    room: int64 ``[2]`` on the CPU: a bound on `lengths`, which is known without waiting for the
-        device, and the capacity where it is fixed, -1 where it grows.
+    Args:
+        k, v: keys and values ``[N, capacity, Hkv, D]``, keys normed and rotated, in the module's
+            dtype.
+        gates: log forget gates ``[N, capacity, H]``, fp32 or fp64; no heads where there is no
+            gate.
+        lengths: how many tokens each sequence holds, int32 ``[N]``.
+        seen: how many tokens each has read, int64 ``[N]``: the next one's position.
+        last_k, last_v: the last token's keys and values before KV-shift, ``[N, Hkv, D]``; no heads
+            without KV-shift.
+        room: int64 ``[2]`` on the CPU: a bound on `lengths`, which is known without waiting for the
+            device, and the capacity where it is fixed, -1 where it grows.
     """
 
     k: Tensor

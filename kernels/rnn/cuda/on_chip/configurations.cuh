@@ -50,7 +50,7 @@ struct OnChipTile<OnChipUse<256, false, false>, kVectors> {
   using Tile = FmaTile<8, 32, 4, 0, kVectors, 2>;
 };
 // The largest cluster, of 16 blocks, has registers for half of the matrix; the other half lies in
-// shared memory. Its operands for tensor cores, two f16 numbers an element, would find no room.
+// shared memory.
 template <int kVectors>
 struct OnChipTile<OnChipUse<1024, false, false>, kVectors> {
   using Tile = FmaTile<32, 32, 4, 4, kVectors, 16>;
@@ -66,7 +66,7 @@ template <bool kIs16Bit, int kVectors>
 struct OnChipTile<OnChipUse<512, kIs16Bit, false>, kVectors> {
   using Tile = MmaTile<kVectors, kIs16Bit ? 1 : 2, kIs16Bit ? 2 : 1, ClusterExchange>;
 };
-// Through memory. Receivers sort words themselves, for which wider parts have no registers.
+// Through memory, where receiving costs most: parts of 32 columns, so that a warp polls few words.
 template <bool kIs16Bit, int kVectors>
 struct OnChipTile<OnChipUse<512, kIs16Bit, true>, kVectors> {
   using Tile = MmaTile<kVectors, kIs16Bit ? 1 : 2, 1, MemoryExchange>;

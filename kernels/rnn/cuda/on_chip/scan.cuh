@@ -113,8 +113,8 @@ template <class Tile>
 __device__ void scan_forward(const GatedRnnParams& p, void* shared) {
   constexpr int kOwn = Tile::kOwn;
   typename Tile::Matrix matrix(p, /*transposed=*/false, shared);
-  const ScanCall call(p);
   const int steps = matrix.takes_part() ? count_steps<Tile>(p) : 0;
+  const ScanCall call(p);
   ForwardElement element[kOwn];
   float state[kOwn];
 #pragma unroll

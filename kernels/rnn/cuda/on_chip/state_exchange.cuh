@@ -63,23 +63,23 @@ template <class Shape>
 class ClusterExchange {
   static constexpr int kVectorRow = Shape::kInputs + 16;  // neighbours start in other banks
   static constexpr int kScaleRow = Shape::kGroups + 4;
-  static constexpr int kCopy = Shape::kVectors * (kVectorRow + kScaleRow);
+  static constexpr int kBuffer = Shape::kVectors * (kVectorRow + kScaleRow);
 
  public:
   static constexpr bool kNeedsClusters = true;
-  static constexpr int kSharedBytes = 2 * kCopy * 4 + 2 * Shape::kCluster * 8;
+  static constexpr int kSharedBytes = 2 * kBuffer * 4 + 2 * Shape::kCluster * 8;
 
   /// This thread sends the block's `row`-th channel of `vector`.
   __device__ ClusterExchange(const GatedRnnParams&, void* shared, int padded_dim, int vector,
                              int row, int lane)
       : words_(static_cast<uint32_t*>(shared)),
-        barriers_(shared_address(words_ + 2 * kCopy)),
+        barriers_(shared_address(words_ + 2 * kBuffer)),
         rank_(cluster_rank()),
         lane_(lane),
         padded_dim_(padded_dim) {
-    for (int i = threadIdx.x; i < 2 * kCopy; i += Shape::kThreads) words_[i] = 0;
+    for (int i = threadIdx.x; i < 2 * kBuffer; i += Shape::kThreads) words_[i] = 0;
     if (threadIdx.x == 0) {
-      auto* barriers = reinterpret_cast<uint64_t*>(words_ + 2 * kCopy);
+      auto* barriers = reinterpret_cast<uint64_t*>(words_ + 2 * kBuffer);
       for (int i = 0; i < 2 * Shape::kCluster; ++i) mbarrier_init(&barriers[i], 1);
       publish_barriers();
       for (int block = 0; block < Shape::kCluster; ++block) {
@@ -105,18 +105,18 @@ class ClusterExchange {
   /// vector. Four lanes share the blocks to which their elements go.
   __device__ void send(unsigned step, uint32_t word, float scale) const {
     const unsigned arrived = barriers_ + 8 * (step % 2 * Shape::kCluster + rank_);
-    const unsigned copy = step % 2 * (kCopy * 4);
+    const unsigned buffer = step % 2 * (kBuffer * 4);
     uint32_t words[4], four[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = __shfl_sync(0xffffffffu, word, (lane_ & ~3) + i);
     if (sends_scale_) {
-      store_remote(address_in_block(own_scale_ + copy, lane_), scale,
+      store_remote(address_in_block(own_scale_ + buffer, lane_), scale,
                    address_in_block(arrived, lane_));
     }
     gather_terms(words, four);
     const float4 bits = make_float4(__uint_as_float(four[0]), __uint_as_float(four[1]),
                                     __uint_as_float(four[2]), __uint_as_float(four[3]));
-    const unsigned address = own_words_ + copy;
+    const unsigned address = own_words_ + buffer;
     const int near = lane_ % 4, far = near + 4;
     if (sends_to_all_) {
       store_remote(address_in_block(address, near), bits, address_in_block(arrived, near));
@@ -140,10 +140,10 @@ class ClusterExchange {
     wait_for_bytes(barrier, step / 2 % 2);
     __syncwarp();
     if (renews && lane_ == 0) expect_sends(barrier, block);
-    const uint32_t* const copy = words_ + step % 2 * kCopy;
+    const uint32_t* const buffer = words_ + step % 2 * kBuffer;
     if (lane_ / 4 < Shape::kVectors) {
       const uint32_t* const from =
-          copy + lane_ / 4 * kVectorRow + part * Shape::kPart + lane_ % 4 * 4;
+          buffer + lane_ / 4 * kVectorRow + part * Shape::kPart + lane_ % 4 * 4;
 #pragma unroll
       for (int s = 0; s < Shape::kSteps; ++s) {
         const uint4 four = *reinterpret_cast<const uint4*>(from + 16 * s);
@@ -154,7 +154,7 @@ class ClusterExchange {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int vector = min(lane_ % 4 * 2 + i, Shape::kVectors - 1);
-      const unsigned from = shared_address(copy + scale_place(vector, part * Shape::kPartGroups));
+      const unsigned from = shared_address(buffer + scale_place(vector, part * Shape::kPartGroups));
       // Volatile: else it is loaded after the products, where it would be waited for.
       if constexpr (Shape::kPartGroups == 2) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -193,7 +193,7 @@ class ClusterExchange {
   int rank_;
   int lane_;
   int padded_dim_;
-  unsigned own_words_, own_scale_;  // in the first copy
+  unsigned own_words_, own_scale_;  // in the first buffer
   bool sends_, sends_to_all_, sends_scale_;
 };
 

@@ -1,0 +1,108 @@
+"""docs/ops: a page an op, each with every argument and with the errors that the op raises.
+
+Their examples run in test_readme.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidegate import ops, reference
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "ops"
+SECTIONS = [
+    "What it computes",
+    "Gradients",
+    "Errors",
+    "Cost",
+    "Example",
+    "Where it lives",
+]
+by_op = pytest.mark.parametrize("name", reference.__all__)
+
+
+def page(name: str) -> str:
+    return (PAGES / f"{name}.md").read_text("utf-8")
+
+
+@by_op
+def test_page_has_its_sections_and_every_argument(name: str) -> None:
+    text = page(name)
+    assert text.startswith(f"# {name}\n")
+    assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    assert "\nSource: " in text
+    assert f"Reference: `tidegate.reference.{name}`" in text
+    (table,) = re.findall(r"^\| argument \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    named = {word for row in table.splitlines() for word in re.findall(r"`(\w+)`", row[:60])}
+    assert set(inspect.signature(getattr(ops, name)).parameters) <= named
+
+
+def test_index_lists_every_page() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\[(\w+)\]\((\w+)\.md\) \|$", page("index"), re.M)
+    assert [op for op, _, _ in rows] == [title for _, title, _ in rows] == [p for *_, p in rows]
+    assert {op for op, _, _ in rows} == set(reference.__all__)
+    assert {path.stem for path in PAGES.glob("*.md")} == {"index", *reference.__all__}
+
+
+X, HEADS = torch.zeros(2, 7, 4), torch.zeros(2, 7, 2, 4)
+DECAYS = torch.zeros(4)
+# What each row of the pages' tables of errors speaks of.
+MISTAKES: dict[str, list[Callable[[], object]]] = {
+    "linear_scan": [
+        lambda: ops.linear_scan(X, torch.zeros(2, 7, 5)),
+        lambda: ops.linear_scan(X, X.half()),
+        lambda: ops.linear_scan(X, DECAYS, cu_seqlens=torch.tensor([0, 7])),
+    ],
+    "hgru": [
+        lambda: ops.hgru(X, X, theta=DECAYS),
+        lambda: ops.hgru(X, X, activation="relu"),
+        lambda: ops.hgru_step(X[:, 0].requires_grad_(), X[:, 0], state=torch.zeros(2, 4)),
+    ],
+    "lru_scan": [lambda: ops.lru_scan(X, DECAYS.half(), None, DECAYS.half())],
+    "gated_linear_attention": [
+        lambda: ops.gated_linear_attention(HEADS, HEADS, HEADS, torch.zeros(2, 7, 2, 3)),
+        lambda: ops.gated_linear_attention(HEADS, HEADS, HEADS, HEADS.double()),
+    ],
+    "hgrn2": [
+        lambda: ops.hgrn2(HEADS, HEADS, HEADS, DECAYS),
+        lambda: ops.hgrn2(HEADS, HEADS, HEADS, q_activation="relu"),
+    ],
+    "forgetting_attention": [
+        lambda: ops.forgetting_attention(HEADS, HEADS[:, :5], HEADS[:, :5], torch.zeros(2, 5, 2)),
+        lambda: ops.forgetting_attention(HEADS, HEADS, HEADS, torch.zeros(2, 7, 1)),
+        lambda: ops.forgetting_attention(HEADS, HEADS, HEADS, torch.zeros(2, 7, 2), window=0),
+    ],
+    "wkv4": [lambda: ops.wkv4(DECAYS, torch.zeros(3), X, X)],
+    "gated_rnn": [lambda: ops.gated_rnn(X, X, torch.zeros(4, 3))],
+    "rotary": [
+        lambda: ops.rotary(HEADS, torch.zeros(1, 7, 3), torch.zeros(1, 7, 3)),
+        lambda: ops.rotary(HEADS, torch.zeros(1, 7, 2).half(), torch.zeros(1, 7, 2).half()),
+    ],
+}
+
+
+@by_op
+def test_errors_are_what_the_op_says(name: str) -> None:
+    """Row by row; a message that the page cuts short ends in three dots."""
+    (table,) = re.findall(r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page(name), re.M)
+    said = [re.match(r"\| `(.*?)` \|", row)[1].replace("\\|", "|") for row in table.splitlines()]
+    for message, mistake in zip(said, MISTAKES[name], strict=True):
+        with pytest.raises(RuntimeError) as raised:
+            mistake()
+        found = str(raised.value).splitlines()[0]
+        whole = not message.endswith("...")
+        assert found == message if whole else found.startswith(message.removesuffix(" ..."))
+
+
+def test_index_quotes_double_backward_s_error() -> None:
+    x = torch.zeros(2, 7, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(ops.hgru(x, x)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as raised:
+        grad.sum().backward()
+    assert f"`{str(raised.value).splitlines()[0]}`" in page("index").replace("\n", " ")
