@@ -48,8 +48,9 @@ class AttentionOnDevice {
   void backward() {
     kernels::attention::ForgettingAttentionParams& p = params_.forward;
     p.path = kernels::attention::AttentionPath::kTensorCore;
-    kernels::attention::ForgettingAttentionPlan plan;
-    const cudaError_t fits = kernels::attention::forgetting_attention_backward_plan(params_, &plan);
+    kernels::attention::ForgettingAttentionPlan found;
+    const cudaError_t fits =
+        kernels::attention::forgetting_attention_backward_plan(params_, &found);
     if (fits == cudaErrorNotSupported) GTEST_SKIP() << "this device has too little shared memory";
     plan_and_launch(
         &p.plan, &p.workspace,
