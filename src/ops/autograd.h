@@ -24,7 +24,7 @@ namespace autograd_detail {
 
 /// The place of the result `name` of `Op`, or kNoArgument.
 template <class Op>
-constexpr size_t result_index(std::string_view name) {
+consteval size_t result_index(std::string_view name) {
   for (size_t i = 0; i < std::size(Op::kResults); ++i) {
     if (Op::kResults[i] == name) {
       return i;
@@ -40,7 +40,7 @@ struct Origin {
 };
 
 template <class Op>
-constexpr Origin origin_of(std::string_view name) {
+consteval Origin origin_of(std::string_view name) {
   if (const size_t i = argument_index(Op::kSchema, name); i != kNoArgument) {
     return {Origin::kArgument, i};
   }
@@ -59,7 +59,7 @@ constexpr Origin origin_of(std::string_view name) {
 }
 
 template <class Op, class Backward>
-constexpr bool is_saved_tensor(size_t index) {
+consteval bool is_saved_tensor(size_t index) {
   const Origin origin = origin_of<Op>(argument_name(Backward::kSchema, index));
   return is_tensor_type(argument_type(Backward::kSchema, index)) &&
          (origin.kind == Origin::kArgument || origin.kind == Origin::kResult);
@@ -67,7 +67,7 @@ constexpr bool is_saved_tensor(size_t index) {
 
 /// The place among the saved tensors of the backward op's argument `name`.
 template <class Op, class Backward>
-constexpr size_t saved_index(std::string_view name) {
+consteval size_t saved_index(std::string_view name) {
   size_t count = 0;
   for (size_t i = 0; argument_name(Backward::kSchema, i) != name; ++i) {
     count += is_saved_tensor<Op, Backward>(i);
@@ -108,7 +108,7 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
   }
 
  private:
-  static constexpr std::string_view name_of(size_t backward_argument) {
+  static consteval std::string_view name_of(size_t backward_argument) {
     return argument_name(Backward::kSchema, backward_argument);
   }
 
@@ -158,13 +158,20 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
                                             std::index_sequence<index...>) {
     if constexpr ((!has_gradient(index) || ...)) {
       Tensors marked;
-      ((has_gradient(index) ? void() : marked.push_back(std::get<index>(results))), ...);
+      (mark_unless_differentiable<index>(results, &marked), ...);
       context->mark_non_differentiable(marked);
     }
   }
 
+  template <size_t index, class Results>
+  static void mark_unless_differentiable(const Results& results, Tensors* marked) {
+    if constexpr (!has_gradient(index)) {
+      marked->push_back(std::get<index>(results));
+    }
+  }
+
   /// Whether the backward op takes a gradient of this result.
-  static constexpr bool has_gradient(size_t result) {
+  static consteval bool has_gradient(size_t result) {
     for (size_t i = 0; i < kBackwardArguments; ++i) {
       const Origin origin = origin_of<Op>(name_of(i));
       if (origin.kind == Origin::kGradient && origin.index == result) {
@@ -190,9 +197,11 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
     if constexpr (origin.kind == Origin::kGradient) {
       return gradient_of_result<Type>(gradients[origin.index], saved);
     } else if constexpr (std::is_same_v<Type, at::Tensor>) {
-      return saved[saved_index<Op, Backward>(name_of(index))];
+      constexpr size_t place = saved_index<Op, Backward>(name_of(index));
+      return saved[place];
     } else if constexpr (std::is_same_v<Type, OptionalTensor>) {
-      return optional(saved[saved_index<Op, Backward>(name_of(index))]);
+      constexpr size_t place = saved_index<Op, Backward>(name_of(index));
+      return optional(saved[place]);
     } else {
       return saved_option<Type>(context->saved_data[std::string(name_of(index))]);
     }
@@ -204,9 +213,8 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
     if constexpr (std::is_same_v<Type, OptionalTensor>) {
       return optional(gradient);
     } else {
-      return gradient.defined()
-                 ? gradient
-                 : at::zeros_like(saved[saved_index<Op, Backward>(Backward::kGradientLike)]);
+      constexpr size_t place = saved_index<Op, Backward>(Backward::kGradientLike);
+      return gradient.defined() ? gradient : at::zeros_like(saved[place]);
     }
   }
 
@@ -232,8 +240,8 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
   static void give_out_one(const Tensors& saved, Results* results, Tensors* all) {
     if constexpr (is_differentiable(Op::kSchema, index)) {
       if constexpr (argument_type(Op::kSchema, index) == "Tensor?") {
-        constexpr std::string_view name = argument_name(Op::kSchema, index);
-        if (!saved[saved_index<Op, Backward>(name)].defined()) {
+        constexpr size_t place = saved_index<Op, Backward>(argument_name(Op::kSchema, index));
+        if (!saved[place].defined()) {
           return;
         }
       }

@@ -51,7 +51,7 @@ struct CastRule {
 namespace op_detail {
 
 template <class Op>
-constexpr CastRule cast_rule(std::string_view argument) {
+consteval CastRule cast_rule(std::string_view argument) {
   for (const CastRule& rule : Op::kCasts) {
     if (rule.argument == argument) {
       return rule;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Schemas read at compile time. An op's schema is the one description of its arguments: from it
-// come their names, for messages and for autograd, and their C++ types, as torchgen derives them
-// for torch's own ops.
+// Schemas read at compile time (consteval: a call never pays for it). An op's schema is the one
+// description of its arguments: from it come their names, for messages and for autograd, and their
+// C++ types, as torchgen derives them for torch's own ops.
 
 #include <ATen/core/Tensor.h>
 
@@ -14,17 +14,17 @@
 namespace tidegate::ops {
 
 /// "hgru" of "hgru(Tensor c, ...) -> ...".
-constexpr std::string_view schema_name(std::string_view schema) {
+consteval std::string_view schema_name(std::string_view schema) {
   return schema.substr(0, schema.find('('));
 }
 
 /// "Tensor c, ..." of "hgru(Tensor c, ...) -> ...".
-constexpr std::string_view schema_arguments(std::string_view schema) {
+consteval std::string_view schema_arguments(std::string_view schema) {
   const size_t begin = schema.find('(') + 1;
   return schema.substr(begin, schema.find(") ->") - begin);
 }
 
-constexpr size_t argument_count(std::string_view schema) {
+consteval size_t argument_count(std::string_view schema) {
   const std::string_view list = schema_arguments(schema);
   size_t count = list.empty() ? 0 : 1;
   for (const char c : list) {
@@ -34,7 +34,7 @@ constexpr size_t argument_count(std::string_view schema) {
 }
 
 /// "bool reverse", without the default value, of "..., bool reverse=False, ...".
-constexpr std::string_view argument_declaration(std::string_view schema, size_t index) {
+consteval std::string_view argument_declaration(std::string_view schema, size_t index) {
   std::string_view rest = schema_arguments(schema);
   for (size_t i = 0; i < index; ++i) {
     rest.remove_prefix(rest.find(',') + 2);
@@ -43,13 +43,13 @@ constexpr std::string_view argument_declaration(std::string_view schema, size_t 
 }
 
 /// "reverse" of "bool reverse".
-constexpr std::string_view argument_name(std::string_view schema, size_t index) {
+consteval std::string_view argument_name(std::string_view schema, size_t index) {
   const std::string_view declaration = argument_declaration(schema, index);
   return declaration.substr(declaration.rfind(' ') + 1);
 }
 
 /// "bool" of "bool reverse".
-constexpr std::string_view argument_type(std::string_view schema, size_t index) {
+consteval std::string_view argument_type(std::string_view schema, size_t index) {
   const std::string_view declaration = argument_declaration(schema, index);
   return declaration.substr(0, declaration.rfind(' '));
 }
@@ -57,7 +57,7 @@ constexpr std::string_view argument_type(std::string_view schema, size_t index) 
 constexpr size_t kNoArgument = static_cast<size_t>(-1);
 
 /// The place of the argument `name`, or kNoArgument.
-constexpr size_t argument_index(std::string_view schema, std::string_view name) {
+consteval size_t argument_index(std::string_view schema, std::string_view name) {
   for (size_t i = 0; i < argument_count(schema); ++i) {
     if (argument_name(schema, i) == name) {
       return i;
@@ -67,17 +67,17 @@ constexpr size_t argument_index(std::string_view schema, std::string_view name) 
 }
 
 /// Offsets of packed sequences: they have no gradient, and C++ callers may leave them on the CPU.
-constexpr bool is_offsets(std::string_view argument) { return argument.starts_with("cu_seqlens"); }
+consteval bool is_offsets(std::string_view argument) { return argument.starts_with("cu_seqlens"); }
 
-constexpr bool is_tensor_type(std::string_view type) { return type.starts_with("Tensor"); }
+consteval bool is_tensor_type(std::string_view type) { return type.starts_with("Tensor"); }
 
 /// Whether the op has a gradient in the argument.
-constexpr bool is_differentiable(std::string_view schema, size_t index) {
+consteval bool is_differentiable(std::string_view schema, size_t index) {
   return is_tensor_type(argument_type(schema, index)) && !is_offsets(argument_name(schema, index));
 }
 
 /// The number of arguments before `index` that the op has a gradient in.
-constexpr size_t differentiable_before(std::string_view schema, size_t index) {
+consteval size_t differentiable_before(std::string_view schema, size_t index) {
   size_t count = 0;
   for (size_t i = 0; i < index; ++i) {
     count += is_differentiable(schema, i);
@@ -101,7 +101,7 @@ enum class Kind {
   kUnknown
 };
 
-constexpr Kind kind_of(std::string_view type) {
+consteval Kind kind_of(std::string_view type) {
   constexpr std::string_view kNames[] = {"Tensor", "Tensor(a!)", "Tensor?", "bool", "float",
                                          "float?", "int",        "int?",    "str",  "ScalarType"};
   for (size_t i = 0; i < std::size(kNames); ++i) {
