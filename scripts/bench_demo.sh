@@ -8,6 +8,7 @@ source "$(dirname "$0")/common.sh"
 
 others=runs/demo_others
 [[ ! -e $others ]] || die "$others is there already: delete it to train them again"
+choose_demo_build
 scripts/demo.sh # trains, or reports a demo that is finished
 out=benchmarks/results/local
 mkdir -p "$out"

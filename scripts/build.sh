@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# build.sh [TARGET...]: configures build/ and builds the targets, or everything: the library, tests,
-# benchmarks, the pybind11 module.
+# build.sh [TARGET...]: configures build/ (or the folder $TIDEGATE_BUILD) and builds the targets, or
+# everything: the library, tests, benchmarks, the pybind11 module.
 set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 
+build=${TIDEGATE_BUILD:-build}
 # A tree of another kind or source folder cannot be reused.
 generator="Unix Makefiles"
 arguments=()
@@ -12,34 +13,23 @@ if ninja=$(tool ninja); then
   generator=Ninja
   arguments+=("-DCMAKE_MAKE_PROGRAM=$ninja")
 fi
-cache=build/CMakeCache.txt
-if [[ -f $cache ]] && { ! grep -qx "CMAKE_GENERATOR:INTERNAL=$generator" $cache ||
-  ! grep -qx "CMAKE_HOME_DIRECTORY:INTERNAL=$PWD" $cache; }; then
-  say "build/ belongs to another generator or folder: starting it anew"
-  rm -rf build
-fi
-
-# The demo leaves the CUDA kernels out where there is no GPU (TIDEGATE_CPU_ALONE, scripts/demo.sh).
-# The next build of another kind takes them in again; what the user says in CMAKE_ARGS comes last.
-left_out=build/cuda_left_out
-mkdir -p build
-if [[ -n ${TIDEGATE_CPU_ALONE:-} ]]; then
-  arguments+=(-DTIDEGATE_CUDA=OFF)
-  touch $left_out
-elif [[ -f $left_out ]]; then
-  arguments+=(-DTIDEGATE_CUDA=AUTO)
-  rm $left_out
+cache=$build/CMakeCache.txt
+if [[ -f $cache ]] && { ! grep -qx "CMAKE_GENERATOR:INTERNAL=$generator" "$cache" ||
+  ! grep -qx "CMAKE_HOME_DIRECTORY:INTERNAL=$PWD" "$cache"; }; then
+  say "$build/ belongs to another generator or folder: starting it anew"
+  rm -rf "$build"
 fi
 
 cmake=$(tool cmake)
 # shellcheck disable=SC2206 # CMAKE_ARGS is a list of words
 arguments+=(${CMAKE_ARGS:-})
-if ! "$cmake" -S . -B build -G "$generator" -DPython_EXECUTABLE="$python" -DTIDEGATE_BUILD_TESTS=ON \
-  -DTIDEGATE_BUILD_BENCHMARKS=ON "${arguments[@]}" >build/configure.log 2>&1; then
-  cat build/configure.log >&2
+mkdir -p "$build"
+if ! "$cmake" -S . -B "$build" -G "$generator" -DPython_EXECUTABLE="$python" -DTIDEGATE_BUILD_TESTS=ON \
+  -DTIDEGATE_BUILD_BENCHMARKS=ON "${arguments[@]}" >"$build/configure.log" 2>&1; then
+  cat "$build/configure.log" >&2
   die "cmake failed: its output is above"
 fi
-grep -o 'tidegate: .*' build/configure.log
+grep -o 'tidegate: .*' "$build/configure.log"
 targets=()
 (($# == 0)) || targets=(--target "$@")
-"$cmake" --build build --parallel "$(jobs)" "${targets[@]}"
+"$cmake" --build "$build" --parallel "$(jobs)" "${targets[@]}"

@@ -56,5 +56,16 @@ run_pytest() {
     "$python" -m pytest "${workers[@]}" "$@"
 }
 
+# choose_demo_build: without a GPU the demo needs no CUDA kernels, which are most of what there is to
+# compile. Where an nvcc would have them compiled all the same, they are left out in a build folder of
+# the demo's own: build/ goes to pip too, whose package may be meant for another machine.
+choose_demo_build() {
+  [[ ! -f build/lib/libtidegate.so ]] || return 0
+  [[ -n ${CUDACXX:-}${CUDA_HOME:-}${CUDA_PATH:-} ]] || command -v nvcc >/dev/null || return 0
+  ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || return 0
+  export TIDEGATE_BUILD=build/demo CMAKE_ARGS="-DTIDEGATE_CUDA=OFF ${CMAKE_ARGS:-}"
+  export PYTHONPATH="$PWD/build/demo/python:$PYTHONPATH"
+}
+
 python=$(python_path) || exit 1
 export PYTHONPATH="$PWD/build/python${PYTHONPATH:+:$PYTHONPATH}"

@@ -6,7 +6,10 @@ source "$(dirname "$0")/common.sh"
 
 failed=()
 rm -rf build/gtest
-"$(tool ctest)" --test-dir build --output-on-failure || failed+=(GoogleTest)
+# Its programs side by side, with as many threads each as they would have alone; these sleep while
+# they wait, so that they leave the cores to the others.
+OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} "$(tool ctest)" --test-dir build --output-on-failure \
+  --parallel "$(jobs)" || failed+=(GoogleTest)
 "$python" scripts/gtest_summary.py build/gtest
 run_pytest "$@" || failed+=(pytest)
 

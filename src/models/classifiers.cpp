@@ -29,7 +29,7 @@ Tensor mean_pool(const Tensor& x, const Tensor& cu_seqlens) {
   return (sums / lengths.clamp_min(1).unsqueeze(1)).to(x.scalar_type());
 }
 
-// The same over T: x [B, T, dim] -> [B, dim].
+// The mean over T: x [B, T, dim] -> [B, dim], summed in fp32 (fp64 for fp64).
 Tensor mean_over_time(const Tensor& x) {
   const auto wide = nn::wide_dtype(x.scalar_type());
   return (x.sum(1, /*keepdim=*/false, wide) / std::max<int64_t>(x.size(1), 1)).to(x.scalar_type());

@@ -66,7 +66,8 @@ def fla_layer() -> Iterator[Layer]:
 
 
 def take_first_configurations() -> None:
-    """Of every kernel of fla that would try many: these are results, not times."""
+    """Every kernel of fla that would try many configurations takes its first: these are results,
+    not times."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("fla."):
             continue

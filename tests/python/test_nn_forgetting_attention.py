@@ -27,7 +27,7 @@ by_options = pytest.mark.parametrize("options", FORGETTING.values(), ids=FORGETT
 
 
 def by_equation_11(mixer: ForgettingAttention, x: Tensor, gamma: Tensor | None = None) -> Tensor:
-    """The same module with the attention of one sequence ``[T, dim]`` written out over F_ij."""
+    """What the module computes of one ``[T, dim]``, its attention written out over F_ij."""
     plain = Attention(
         mixer.dim,
         mixer.num_heads,

@@ -35,7 +35,7 @@ struct LMConfig {
   int64_t layers = 4;
   /// Further options of the mixers, e.g. {{"complex", false}, {"expand", int64_t{2}}}.
   MixerOptions mixer_options = {};
-  /// The same for single layers, over mixer_options: one entry a layer from the first on; layers
+  /// Options of single layers, over mixer_options: one entry a layer from the first on; layers
   /// beyond the last have none.
   std::vector<MixerOptions> layer_options = {};
   /// Hidden width of the channel mixer; unset = 2 * dim.

@@ -45,7 +45,7 @@ namespace tidegate::nn {
   TORCH_ARG(std::optional<double>, qk_norm_eps) = std::nullopt
 // clang-format on
 
-/// The same with every default filled in.
+/// What those options come to, with every default filled in.
 struct SoftmaxAttentionSwitches {
   const char* owner;
   int64_t dim, num_heads, num_kv_heads, head_dim;
@@ -153,7 +153,7 @@ class SoftmaxAttention : public SeveralTensorMixer {
   virtual torch::Tensor log_gate(const torch::Tensor&, const std::optional<torch::Tensor>&) const {
     return {};
   }
-  /// The same for forward(): with noise where the options ask for it and the module trains.
+  /// The log f that forward() takes: with noise where the options ask for it and the module trains.
   virtual torch::Tensor training_log_gate(const torch::Tensor& x,
                                           const std::optional<torch::Tensor>& gamma) const {
     return log_gate(x, gamma);

@@ -25,7 +25,7 @@ def mean_pool(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def mean_over_time(x: Tensor) -> Tensor:
-    """The same over T: x ``[B, T, dim]`` -> ``[B, dim]``."""
+    """The mean over T: x ``[B, T, dim]`` -> ``[B, dim]``, summed in fp32 (fp64 for fp64)."""
     return (x.sum(dim=1, dtype=wide_dtype(x.dtype)) / max(x.size(1), 1)).to(x.dtype)
 
 

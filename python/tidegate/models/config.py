@@ -28,7 +28,7 @@ class LMConfig:
         dim: width of the residual stream.
         layers: number of blocks.
         mixer_options: further keyword arguments of the mixers' classes.
-        layer_options: the same for single layers, over mixer_options: one dictionary a layer from
+        layer_options: options of single layers, over mixer_options: one dictionary a layer from
             the first on; layers beyond the last have none.
         glu_hidden: hidden width of the channel mixer; None = 2 * dim.
         glu_activation: "none" (HGRN's language models) or "silu".

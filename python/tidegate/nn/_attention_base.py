@@ -32,7 +32,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
-from ._states import check_state
+from ._states import check_state_tensor
 
 PRESETS = ("llama", "pro")
 
@@ -276,7 +276,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             ("last_v", last, k.dtype),
             ("room", (2,), torch.int64),
         ):
-            check_state(f"{self._owner}: state: {name}", getattr(state, name), shape, dtype)
+            check_state_tensor(f"{self._owner}: state: {name}", getattr(state, name), shape, dtype)
         return state
 
     def _unreachable(self, state: AttentionState) -> Tensor | None:
@@ -386,7 +386,8 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         return None
 
     def _training_log_gate(self, x: Tensor, gamma: Tensor | None) -> Tensor | None:
-        """The same for forward(): with noise where the options ask for it and the module trains."""
+        """The log f that forward() takes: with noise where the options ask for it and the module
+        trains."""
         return self._log_gate(x, gamma)
 
     @abstractmethod

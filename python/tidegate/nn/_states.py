@@ -30,7 +30,7 @@ def empty_state(
     )
 
 
-def check_state(name: str, state: object, shape: Sequence[int], dtype: torch.dtype) -> None:
+def check_state_tensor(name: str, state: object, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raises ValueError, beginning with `name` (module and state), unless `state` is a tensor of
     this shape and dtype."""
     if not isinstance(state, Tensor):
@@ -47,7 +47,7 @@ class TensorStateMixer(nn.Module):
     """A token mixer whose state is one tensor, its shape documented with the class.
 
     Checks what comes in. A class of its own says what errors call it, `_owner`, which gamma it
-    takes, and what it computes: `_mix` and `_mix_step`.
+    takes, and what it computes: `_forward_checked` and `_step_checked`.
     """
 
     bidirectional = False
@@ -73,7 +73,7 @@ class TensorStateMixer(nn.Module):
         if state is not None:
             self._refuse_bidirectional("a state")
             self._check_state(state, x, cu_seqlens)
-        return self._mix(x, state, gamma, cu_seqlens)
+        return self._forward_checked(x, state, gamma, cu_seqlens)
 
     def step(self, x: Tensor, state: Tensor, gamma: Tensor | None = None) -> Tensor:
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
@@ -82,15 +82,15 @@ class TensorStateMixer(nn.Module):
         check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
         self._check_gamma(gamma)
         self._check_state(state, x)
-        return self._mix_step(x, state, gamma)
+        return self._step_checked(x, state, gamma)
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """What forward() returns, of arguments that were checked."""
         raise NotImplementedError
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         """What step() returns, of arguments that were checked."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class TensorStateMixer(nn.Module):
         """Raises ValueError unless `state` is one of x's sequences, as init_state() makes it."""
         shape = (sequence_count(x, cu_seqlens), *self.state_shape)
         dtype = wide_dtype(self._own_weight().dtype)
-        check_state(f"{self._owner}: state", state, shape, dtype)
+        check_state_tensor(f"{self._owner}: state", state, shape, dtype)
 
     def _refuse_bidirectional(self, what: str) -> None:
         if self.bidirectional:

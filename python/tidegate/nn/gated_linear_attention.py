@@ -26,7 +26,7 @@ from ._common import (
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._lower_bound import OptionalLowerBound
-from ._states import check_state, empty_state, sequence_count
+from ._states import check_state_tensor, empty_state, sequence_count
 from ._token_mixing import head_mixing
 
 FEATURE_MAPS = ("elu+1", "relu", "exp")
@@ -217,7 +217,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         return GLAState(s, *z) if self.normalize else s
 
     def _state_shapes(self) -> list[tuple[int, ...]]:
-        """Of s and, normalising, of z, for one sequence."""
+        """The shapes of s and, normalising, of z, for one sequence."""
         h, k, v = self.num_heads, self.key_dim // self.num_heads, self.value_dim // self.num_heads
         return [(h, k, v), (h, k)] if self.normalize else [(h, k, v)]
 
@@ -291,7 +291,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         count, dtype = sequence_count(x, cu_seqlens), wide_dtype(self.out_proj.weight.dtype)
         names = (f"{self._owner}: state", f"{self._owner}: state: z")
         for name, part, shape in zip(names, (s, z), self._state_shapes(), strict=False):
-            check_state(name, part, (count, *shape), dtype)
+            check_state_tensor(name, part, (count, *shape), dtype)
         return s, z
 
     @torch.no_grad()

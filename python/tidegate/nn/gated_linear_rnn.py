@@ -59,7 +59,7 @@ class GatedLinearRNN(MinimalGatedRNN):
         gate_init."""
         self._reset_in_proj()
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
@@ -67,7 +67,7 @@ class GatedLinearRNN(MinimalGatedRNN):
             z = gumbel_gate(z, self.gumbel_gate)
         return ops.hgru(entering, z, gamma, None, state, activation="none", cu_seqlens=cu_seqlens)
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.hgru_step(entering, z, gamma, None, state, activation="none")
 

@@ -65,7 +65,7 @@ class GatedRNN(MinimalGatedRNN):
         self._reset_in_proj()
         uniform_(self.state_proj.weight, 1.0 / math.sqrt(self.dim))
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
@@ -74,7 +74,7 @@ class GatedRNN(MinimalGatedRNN):
             z, w_zh = gumbel_gate(z, self.gumbel_gate), w_zh / self.gumbel_gate
         return ops.gated_rnn(z, entering, w_zh, state, gamma=gamma, cu_seqlens=cu_seqlens)
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
         return ops.gated_rnn_step(z, entering, self.state_proj.weight, state, gamma=gamma)
 

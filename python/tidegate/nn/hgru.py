@@ -16,7 +16,7 @@ from ._common import (
     KeepsFloat32,
     bounded_gate,
     check_choice,
-    check_gamma,
+    check_gamma_width,
     check_positive,
     check_switch,
     make_linear,
@@ -300,7 +300,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         """The shape of one sequence's state: ``[S]``, or ``[2S]`` when complex."""
         return (self.state_size,)
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         parts = self._project(x)
@@ -313,7 +313,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         h, state = self._recur(parts, gamma, state, 0, cu_seqlens)
         return self._output(h, parts.get("g")), state
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         parts = self._project(x)
         if self._is_fused():
             h = ops.hgru_step(parts["c"], parts["f"], gamma, self._theta(parts, 0), state)
@@ -357,7 +357,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
             )
         if not self.takes_gamma:
             refuse_gamma("HGRU", gamma, " with forget_gate='none'")
-        check_gamma("HGRU", gamma, "expand*dim", self.channels)
+        check_gamma_width("HGRU", gamma, "expand*dim", self.channels)
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """All projections by one matrix product; views of it by name."""

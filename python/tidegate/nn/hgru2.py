@@ -16,7 +16,7 @@ from ._common import (
     NORMS,
     bounded_gate,
     check_choice,
-    check_gamma,
+    check_gamma_width,
     check_positive,
     check_switch,
     make_linear,
@@ -216,7 +216,7 @@ class HGRU2(TensorStateMixer):
         """The shape of one sequence's state: ``[H, K, K]``."""
         return (self.num_heads, self.expand_ratio, self.expand_ratio)
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         gamma = self._split_gamma(gamma)
@@ -231,7 +231,7 @@ class HGRU2(TensorStateMixer):
         o, state = self._recur(qfv, gamma, state, False, cu_seqlens)
         return self._output(o), state
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         o = ops.hgrn2_step(
             *self._project(x),
             self._split_gamma(gamma),
@@ -263,7 +263,7 @@ class HGRU2(TensorStateMixer):
         return head_mixing(activated(q, self.q_activation), k, decay.log(), self.scale)
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
-        check_gamma("HGRU2", gamma, "dim", self.dim)
+        check_gamma_width("HGRU2", gamma, "dim", self.dim)
 
     def _split_gamma(self, gamma: Tensor | None) -> Tensor | None:
         """The lower bound a head and channel ``[H, K]``."""

@@ -85,13 +85,13 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         """The shape of one sequence's state: ``[state]``, or ``[2 * state]`` when complex."""
         return (self.state_size,)
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         h, state = self._scan(x, state, gamma, cu_seqlens)
         return self._output(h, x), state
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         return self._output(self._scan_step(x, state, gamma), x)
 
     @torch.no_grad()

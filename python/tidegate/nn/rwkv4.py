@@ -111,7 +111,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         """The shape of one sequence's state: ``[3, dim]``, or ``[4, dim]`` with time_shift."""
         return (4 if self.time_shift else 3, self.dim)
 
-    def _mix(
+    def _forward_checked(
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         last = None
@@ -126,7 +126,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
             sums = torch.cat([sums, last.to(sums.dtype)], 1)
         return self.out_proj(torch.sigmoid(r) * o), sums
 
-    def _mix_step(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
+    def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         r, k, v = self._project(x, state[:, 3].to(x.dtype) if self.time_shift else None)
         o = ops.wkv4_step(self.w_log.exp(), self.u, k, v, state[:, :3])
         if self.time_shift:
