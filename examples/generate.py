@@ -46,7 +46,7 @@ def main() -> None:
     new = continue_prompt(model, args.prompt.encode(), args.tokens, args.temperature)
     print(args.prompt + new.decode("utf-8", errors="replace"))
 
-    # The same in one call, with torch's generators left alone.
+    # `generate` is both parts in one call, and leaves torch's own generators alone.
     ids = torch.tensor([list(args.prompt.encode())], device=args.device)
     likeliest = model.generate(ids, args.tokens, temperature=0)
     print("likeliest:", bytes(likeliest[0].tolist()).decode("utf-8", errors="replace"))

@@ -17,7 +17,7 @@ class Declaration:
     members: list[Declaration] = field(default_factory=list)
 
     def name(self) -> str:
-        """Of a function the name before its parenthesis, of a type the one after its keyword."""
+        """A function's is before its parenthesis, a type's after its keyword."""
         argument = re.match(r"TORCH_(?:ARG|MODULE)\((?:.*, )?(\w+)\)", self.code)
         kind = re.search(r"\b(?:struct|class|enum class|enum|using)\s+(?:TIDEGATE_\w+\s+)?(\w+)",
                          self.code)  # fmt: skip

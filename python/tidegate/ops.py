@@ -10,6 +10,9 @@ or the number of packed ones). Wrong arguments raise ``RuntimeError`` with op, a
 and given; with ``TIDEGATE_DEBUG=1`` also values that only a synchronisation can show
 (``cu_seqlens`` on a GPU, ``gamma`` outside [0, 1), ``log_f`` above 0, ``theta`` or a parameter of
 ``lru_scan`` not finite, ``w`` of ``wkv4`` below 0, lengths of a cache).
+
+A page an op in docs/ops has its equations, gradients, errors and an example;
+:mod:`tidegate.reference` has each op once more in a few lines of torch.
 """
 
 import torch

@@ -56,7 +56,7 @@ GOOD = {
 
 
 def packed(good: dict[str, Tensor], sequences: int = 2) -> dict[str, Tensor]:
-    """The same call over one batch row, for `sequences` packed sequences."""
+    """The call over one batch row, for `sequences` packed sequences."""
     out = {k: v[:1] if v is not None and v.shape[:2] == (2, 6) else v for k, v in good.items()}
     return out | {"h0": zeros(sequences, *good["h0"].shape[1:])}
 

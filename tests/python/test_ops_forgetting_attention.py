@@ -370,7 +370,7 @@ def test_log_sum_exp_alone_and_output_alone(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bitwise_repeatable(dtype: torch.dtype, device: str) -> None:
-    """The same bits again and again, and on the CPU with any number of threads."""
+    """Results have the same bits again and again, on the CPU with any number of threads."""
     case = AttentionCase(queries=300, batch=1, heads=4, key_heads=2, head_dim=40, dtype=dtype)
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

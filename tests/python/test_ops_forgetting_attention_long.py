@@ -63,7 +63,7 @@ def test_gradient_of_the_gates_over_16384_tokens(gates: str, device: str) -> Non
 @pytest.mark.parametrize("gates", ["weak", "strong", "mixed"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradient_of_the_gates_of_grouped_heads(head_dim: int, gates: str) -> None:
-    """The same of four query heads that share two key heads, on tensor cores."""
+    """That holds for four query heads that share two key heads, on tensor cores."""
     require_cuda()
     error, found = gate_gradient_error(gates, 4, 2, head_dim, "cuda")
     print(f"dlog f, D {head_dim}, {gates} gates: {100 * error:.3f} %")

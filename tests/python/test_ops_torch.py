@@ -38,7 +38,7 @@ CASES = [
             ("linear_scan", torch.complex128, torch.float32),
         )
     ),
-    # Of no size that another one has: torch.compile takes equal sizes for one.
+    # No size is another one's: torch.compile takes equal sizes for one.
     GlaCase(time=9, heads=3, key_dim=4),
     GlaCase(heads=3, key_dim=4, lengths=(3, 0, 6), gamma=False, h0=None, gate_dtype=torch.float32),
     GlaCase("gated_linear_attention", time=9, heads=3, key_dim=4, dtype=torch.bfloat16),
@@ -59,7 +59,7 @@ def arguments_of(case: ScanCase, device: str, *, grad: bool = False) -> dict[str
 
 
 def positional(case: ScanCase, named: dict[str, Tensor | None]) -> tuple[object, ...]:
-    """The same call, as torch.ops.tidegate takes it."""
+    """The call as torch.ops.tidegate takes it."""
     tensors = [v for k, v in named.items() if k != "cu_seqlens"]
     return (*tensors, *case.options().values(), named["cu_seqlens"])
 

@@ -31,7 +31,7 @@ def arguments() -> dict[str, dict[str, torch.Tensor | None]]:
 def steps(
     x: torch.Tensor, small: torch.Tensor, heads: torch.Tensor
 ) -> dict[str, dict[str, torch.Tensor | None]]:
-    """The same of the steps, a token x [B, D] or heads [B, H, K] at a time."""
+    """The steps, a token x [B, D] or heads [B, H, K] at a time."""
     state, square = {"state": torch.zeros(2, 4)}, {"state": torch.zeros(2, 3, 16, 16)}
     cache, gates = torch.randn(2, 6, 3, 16), -torch.rand(2, 6, 3)
     lengths = torch.tensor([6, 2], dtype=torch.int32)

@@ -108,7 +108,7 @@ def test_rotary(rows: int, inverse: bool, device: str) -> None:
 
 @pytest.mark.parametrize("name", reference.__all__)
 def test_signature_is_the_op_s(name: str) -> None:
-    """The same parameters, defaults and kinds, and dtype after them."""
+    """It has the op's parameters with their defaults and kinds, and dtype after them."""
     of_op = dict(inspect.signature(getattr(ops, name)).parameters)
     found = dict(inspect.signature(getattr(reference, name)).parameters)
     assert found.pop("dtype").default is None

@@ -81,7 +81,7 @@ def _repeatable(wanted: bool) -> Iterator[None]:
 
 
 def of_time(case: AnyCase, time: int) -> AnyCase:
-    """The same call for another length."""
+    """The case with another length."""
     return replace(case, **{"queries" if isinstance(case, AttentionCase) else "time": time})
 
 

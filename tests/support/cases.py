@@ -60,7 +60,7 @@ class Case(Protocol):
         """Options of the oracle for a yardstick that computes as the device promises to."""
 
     def sized(self, batch: int, time: int, width: int) -> Case:
-        """The same call for other sizes."""
+        """The case with other sizes."""
 
 
 def lay_out(value: Tensor, layout: str) -> Tensor:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from support.recurrence import token_order
 
-WALK, CHUNK = 16, 64  # tokens that a state is taken over at once; between two states of a gradient
+# Tokens that a state is taken over at once, and those between two states of a gradient.
+SUB_CHUNK, CHUNK = 16, 64
 
 
 def exp(x: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class _Chunk(NamedTuple):
 
     @staticmethod
     def of(steps: list[int], *tensors: Tensor) -> _Chunk:
-        """Of q, k, v, f and do, each [B, T, H, ..]."""
+        """Takes the chunk out of q, k, v, f and do, each [B, T, H, ..]."""
         q, k, v, f, d_o = (x[:, steps].transpose(1, 2) for x in tensors)
         rows = [torch.ones_like(f)]
         for t in range(1, len(steps)):
@@ -174,7 +175,7 @@ def attention(
         found["dh0"] = torch.empty_like(initial)
     inputs = (q, k, v, f, loss)
     for order in token_order(q.shape[1], cu_seqlens, reverse):
-        pieces = [(at, _Chunk.of(at, *inputs)) for at in _cut(order.steps, WALK)]
+        pieces = [(at, _Chunk.of(at, *inputs)) for at in _pieces(order.steps, SUB_CHUNK)]
         states = [initial[order.rows]]
         for at, piece in pieces:
             out, after = _forward(piece, states[-1])
@@ -188,14 +189,14 @@ def attention(
             grads.append(_before(piece, grads[-1]))
         found["dh0"][order.rows] = grads[-1]
         grads.reverse()
-        for i, at in enumerate(_cut(order.steps, CHUNK)):
-            first = i * CHUNK // WALK
-            last = min(first + CHUNK // WALK, len(pieces))
+        for i, at in enumerate(_pieces(order.steps, CHUNK)):
+            first = i * CHUNK // SUB_CHUNK
+            last = min(first + CHUNK // SUB_CHUNK, len(pieces))
             values = _gradients(_Chunk.of(at, *inputs), states[first], grads[last])
             for name, value in zip("qkvf", values, strict=True):
                 found[f"d{name}"][:, at] = value.transpose(1, 2)
     return found
 
 
-def _cut(steps: range, size: int) -> list[list[int]]:
+def _pieces(steps: range, size: int) -> list[list[int]]:
     return [list(steps[at : at + size]) for at in range(0, len(steps), size)]

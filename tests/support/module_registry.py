@@ -112,7 +112,7 @@ def _gate_starts() -> list[dict[str, Any]]:
 
 
 def _bounded(options: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with a lower bound, alone and outside Gumbel-Gate's noise."""
+    """These modules with a lower bound, alone and outside Gumbel-Gate's noise."""
     noise = ({}, {"gumbel_gate": 0.9})
     return [{**given, "lower_bound": True, **more} for given in options for more in noise]
 

@@ -109,7 +109,7 @@ def kept_for_backward(case: cases.Case, device: str) -> tuple[list[Tensor], Argu
 
 
 def check_bitwise_repeatable(case: cases.Case, device: str) -> None:
-    """The same bits again and again, on any number of threads."""
+    """Results have the same bits again and again, on any number of threads."""
     first = cases.run(case, device, backward=True)
     threads = torch.get_num_threads()
     try:
