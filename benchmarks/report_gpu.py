@@ -30,7 +30,7 @@ GLA_HEAD = (
     "peak memory, of fla's",
 )
 WHY_NOT = {  # group -> where it says why an aim was not reached
-    "aims": "docs/kernels/scan_cuda_measured.md#aims-not-reached",
+    "aims": "docs/lab/scan.md#aims-not-reached",
     "gla": "docs/kernels/gla_cuda.md#what-was-measured",
 }
 
