@@ -36,7 +36,8 @@ build: setup
 demo: setup
 	@scripts/demo.sh
 
-test: build
+test: setup
+	@scripts/build.sh tidegate_tested
 	@scripts/test.sh
 
 gpu-test: build

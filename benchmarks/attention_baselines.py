@@ -75,7 +75,7 @@ class AttentionWork(NamedTuple):
         return 4 * row + 4 * key + 12 * rows  # q, do, o, dq; k, v, dk, dv; log f, lse, dlog f
 
     def flops(self, direction: str) -> float:
-        """Of causal attention without pruning; 0 of a step."""
+        """Operations of causal attention without pruning; 0 for a step."""
         if self.is_step:
             return 0.0
         forward = 4 * self.batch * self.heads * self.time * self.time / 2 * self.size

@@ -41,7 +41,7 @@ TOLERANCE = 1e-4  # of o and every gradient, relative, against float64
 
 
 class Inputs(NamedTuple):
-    """Of one pass; q, k, v and do [B, T, H, D], log f [B, T, H]."""
+    """What one pass reads: q, k, v and do [B, T, H, D], log f [B, T, H]."""
 
     q: Tensor
     k: Tensor

@@ -33,8 +33,9 @@ import harness
 import torch
 import wkv4_baselines
 from attention_baselines import AttentionWork, BaselineKernel
+from baseline_lines import OURS, line_of, others, summary_of
+from baseline_works import GROUPS, NOTES, NOTES_OF, TINY, WORKS, AnyWork
 from gla_baselines import FlaGla, GlaWork
-from report_tables import reaches_goal
 from scan_baselines import (
     BASELINES,
     AcceleratedScan,
@@ -54,109 +55,7 @@ from wkv4_baselines import FlaRwkv4
 
 import tidegate
 
-AnyWork = Work | GlaWork | AttentionWork
 Baselines = dict[str, Fla | AcceleratedScan | FlaGla | FlaRwkv4 | BaselineKernel]
-
-NOTES = (
-    "us: median time of one call; K calls on K sets of inputs lie in one CUDA graph, "
-    "implementations take turns, events lie between replays: no host time for anyone.",
-    "bytes: every tensor that must be read or written, once. percent_of_copy: the time of copy_ "
-    "with as many bytes in the same harness, in the graph or on a stream, whichever is faster, "
-    "over the implementation's time.",
-    "hgru: lower bounds given, SiLU and gates inside the op; its backward is the op that autograd "
-    "calls, dgamma's sums included.",
-    "fla: its inputs x = (1 - decay) silu(c) and g = log decay are made beforehand, untimed, and "
-    "its backward ends at dx and dg: both favour the baseline. Its autotuner chooses anew for "
-    "every shape. Its GB/s count its own bytes: x, g, h; and g, h, dh, dx, dg.",
-    "accelerated-scan: [B, D, T] layout, linear decays, beside linear_scan.",
-    "wkv4: forward as without gradients; the backward pass reads, uncounted, a state in eight that "
-    "the forward pass of training keeps. fla.fused_recurrent_rwkv4 keeps all of them.",
-)
-GLA_NOTES = (
-    *NOTES[:2],
-    "hgrn2: q, f and v are slices of one projection's result; SiLU on q, gates and keys inside the "
-    "op. Backward passes are the ops that autograd calls, and keep nothing but the inputs.",
-    "fla.chunk_gla: keys and log decays in bf16 are made beforehand, untimed, as they are for "
-    "gated_linear_attention. Its autotuner chooses among all configurations for every shape of 16 "
-    "heads; 12 heads take what its own keys give. fla.fused_recurrent_gla writes the new state "
-    "elsewhere.",
-    "peak_bytes: allocated at the peak of one forward and backward pass, above what was allocated "
-    "before the inputs were: inputs, results, their gradients and workspace included.",
-)
-ATTENTION_NOTES = (
-    *NOTES[:2],
-    "TFLOP/s count the products of causal attention, 4 B H T T/2 D forward and 2.5 times that "
-    "backward, whatever a kernel does; whole calls, sums of gates and all. Inputs are bf16, [B, T, "
-    "H, D]; gates logsigmoid(N(0, 1) + 8), where work is pruned logsigmoid(N(0, 1)).",
-    "matmul: bf16, 8192 x 8192 x 8192, in turns with the others. After matrix products everything "
-    "is slower for a while, as if they had used the GPU's power up: 0.1 s lie before each turn, "
-    "and every round has another order.",
-    "Backward passes are the ops that autograd calls, the two Triton implementations' without "
-    "autograd; torch's attentions without gates run theirs by autograd, on a stream.",
-    "pruned: each row drops less than exp(-10) of its weight, which is the bound of the paper's "
-    'kernel in its mode "auto". fla does not prune.',
-    "The error is the largest of o, or of dq, dk, dv and dlog f; the baselines' is that of dlog f.",
-    "extra_bytes_a_row: memory at the peak of one forward and backward pass beyond inputs, outputs "
-    "and gradients, a row and head, as torch's allocator rounds it; the design allows 24, and 4 D "
-    "more where dq is summed in fp32.",
-    "Decoding reads K, V and gates of a full cache; percent_of_copy is over their bytes.",
-)
-
-AIMS = [
-    Work("hgru", 8, 2048, 2048, "aims", (85, 80)),
-    Work("hgru", 1, 131072, 1024, "aims", (80, 75)),
-    Work("hgru", 64, 1024, 512, "aims", (80, 75)),
-    Work("hgru", 8, 2048, 1024, "aims", (80, 70), complex=True),
-    Work("lru_scan", 8, 2048, 1024, "aims", (85, 80), complex=True),
-    Work("wkv4", 8, 4096, 2048, "aims", (75, 65)),
-    Work("wkv4", 1, 65536, 1024, "aims", (60, 60)),
-]
-SWEEP = [
-    Work("hgru", batch, time, channels, "sweep")
-    for batch, time, channels in (
-        (1, 65536, 2048),
-        (1, 32768, 4096),
-        (1, 16384, 512),
-        (2, 16384, 1024),
-        (2, 8192, 4096),
-        (4, 8192, 256),
-        (4, 4096, 2048),
-        (8, 4096, 1024),
-        (16, 1024, 2048),
-        (16, 2048, 512),
-        (32, 512, 1024),
-        (64, 256, 512),
-    )
-]
-EXTRA = [
-    Work("hgru", 8, 2048, 2048, "extra", dtype=torch.float32),
-    Work("hgru", 1, 65536, 512, "extra", complex=True),
-    Work("lru_scan", 8, 2048, 2048, "extra"),
-    Work("lru_scan", 1, 65536, 1024, "extra", complex=True),
-    Work("linear_scan", 8, 2048, 2048, "extra"),
-    Work("linear_scan", 1, 131072, 1024, "extra"),
-    Work("linear_scan", 64, 1024, 512, "extra"),
-    Work("hgru_step", 1, 1, 2048, "extra"),
-    Work("hgru_step", 256, 1, 2048, "extra"),
-]
-GROUPS = ("aims", "sweep", "extra", "gla", "attention")
-# How the names begin of what is no other library's.
-OURS = ("tidegate", "copy_", "matmul")
-NOTES_OF = {"gla": GLA_NOTES, "attention": ATTENTION_NOTES}  # of a run of one group
-WORKS = AIMS + SWEEP + EXTRA + gla_baselines.WORKS + attention_baselines.WORKS
-TINY = [
-    Work("hgru", 2, 33, 24, "aims", (80, 75)),
-    Work("hgru", 3, 17, 8, "aims", (80, 70), complex=True),
-    Work("hgru", 1, 40, 12, "sweep"),
-    Work("hgru", 2, 9, 16, "extra", dtype=torch.float32),
-    Work("lru_scan", 2, 21, 16, "aims", (85, 80), complex=True),
-    Work("wkv4", 2, 19, 16, "aims", (75, 65)),
-    Work("lru_scan", 2, 13, 16, "extra"),
-    Work("linear_scan", 2, 21, 16, "extra"),
-    Work("hgru_step", 4, 1, 16, "extra"),
-    *gla_baselines.TINY,
-    *attention_baselines.TINY,
-]
 
 
 class WrongResult(RuntimeError):
@@ -303,71 +202,6 @@ class Bench:
         print(line_of(row), flush=True)
 
 
-def others(results: dict[str, dict]) -> list[str]:
-    """The implementations of other libraries that compute the same."""
-    return [name for name in results if not name.startswith((*OURS, "SDPA"))]
-
-
-def attention_line(row: dict) -> str:
-    """One short line of rates."""
-    sizes = " ".join(f"{letter}{row[letter]}" for letter in "BTHD")
-    parts = [f"{row['op']} {sizes} {row['direction']}{' pruned' if row.get('prune') else ''}"]
-    for name, result in row["results"].items():
-        rate = f" {result['tflops']:.0f}TF" if "tflops" in result else ""
-        memory = f" +{result['extra_bytes_a_row']}B/row" if "extra_bytes_a_row" in result else ""
-        parts.append(f"{name} {result['us']:.0f}us{rate}{memory}")
-        if name == "tidegate":
-            goal = row.get("goal_ms") or row["goal_tflops"]
-            parts[-1] += f" (goal {goal}: {'ok' if reaches_goal(row) else 'MISSED'})"
-    return " | ".join(parts)
-
-
-def line_of(row: dict) -> str:
-    """One short line a row."""
-    if row.get("goal_tflops") or "prune" in row:
-        return attention_line(row)
-    kind = ("c" if row.get("complex") else "") + row["dtype"].replace("float", "")
-    sizes = " ".join(f"{letter}{row[letter]}" for letter in "BTDH" if letter in row)
-    shape = f"{row['op']:11.11} {kind:6} {sizes}"
-    parts = [f"{shape:38} {row['direction'][:3]}"]
-    ours = row["results"].get("tidegate")
-    copies = [result for name, result in row["results"].items() if name.startswith("copy_")]
-    copied = min(copies, key=lambda result: result["us"], default=None)
-    if copied:
-        parts.append(f"copy {copied['us']:.1f}us {copied['gb_per_s']:.0f}GB/s")
-    if ours:
-        percent = f" {ours['percent_of_copy']:.1f}%" if copied else ""
-        verdict = ""
-        if reaches_goal(row) is not None:
-            goal = row.get("goal_percent") or f"{row['goal_ms']} ms"
-            verdict = f" (goal {goal}: {'ok' if reaches_goal(row) else 'MISSED'})"
-        parts.append(f"tg {ours['us']:.1f}us {ours['gb_per_s']:.0f}GB/s{percent}{verdict}")
-    for name in others(row["results"]):
-        result = row["results"][name]
-        short = name.removeprefix("fla.").removesuffix("_hgrn")
-        ratio = f" x{result['us'] / ours['us']:.2f}" if ours else ""
-        parts.append(f"{short} {result['us']:.0f}us {result['gb_per_s']:.0f}GB/s{ratio}")
-    return " | ".join(parts)
-
-
-def summary_of(rows: list[dict], problems: list[str], baseline_problems: list[str]) -> list[str]:
-    """What the run says of the goals, and of what failed."""
-    lines = []
-    goals = [reached for row in rows if (reached := reaches_goal(row)) is not None]
-    lines.append(f"goals reached: {sum(goals)} of {len(goals)}")
-    beside = [row for row in rows if "times_best_baseline" in row]
-    if beside:
-        worst = min(beside, key=lambda row: row["times_best_baseline"])
-        lines.append(
-            f"against the best baseline: {sum(r['times_best_baseline'] >= 1 for r in beside)} of "
-            f"{len(beside)} rows not slower; worst x{worst['times_best_baseline']} at "
-            f"{worst['op']} B{worst['B']} T{worst['T']} {worst['direction']}"
-        )
-    lines += [f"BASELINE PROBLEM {line}" for line in baseline_problems]
-    lines += [f"PROBLEM {line}" for line in problems]
-    return lines
-
-
 def compile_baselines(
     works: list[AnyWork], baselines: Baselines, options: argparse.Namespace
 ) -> None:
@@ -403,7 +237,7 @@ def compile_fla(channels: int) -> None:
 
 
 def versions(baselines: Baselines) -> dict[str, str]:
-    """Of everything that was timed."""
+    """The versions of everything that was timed."""
     found = {"torch": torch.__version__, "tidegate": tidegate.__version__}
     try:
         import triton

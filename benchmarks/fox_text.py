@@ -67,7 +67,7 @@ def model_fields(name: str, width: int, layers: int) -> dict[str, Any]:
     mixer, options, ratio = {
         "fot-llama": ("fox", {"num_heads": heads}, 8),
         "fot-pro": ("fox-pro", {"num_heads": heads}, 7),
-        # The same kernels as FoT, with every gate open: `transformer` is SDPA, which has no packed
+        # FoT's kernels with every gate open: the mixer `transformer` runs SDPA, which has no packed
         # sequences of its own.
         "transformer-llama": ("fox", {"num_heads": heads, "gate": "none", "rope": 500000.0}, 8),
         "hgrn2": ("hgrn2", {"num_heads": max(1, width // 128), "preset": "fla"}, 8),

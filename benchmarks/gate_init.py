@@ -110,8 +110,8 @@ def row_of(path: Path, method: str, seed: int) -> dict[str, Any]:
 
 
 def first_gates(path: Path) -> dict[str, list[float]]:
-    """Of the first layer's forget gates on validation examples, before and after training: the
-    share in each of BINS, in percent."""
+    """The percentage of the first layer's forget gates in each of BINS, on validation examples,
+    before and after training."""
     corpus = corpus_of_run(str(path))
     batch = next(corpus.valid_batches(torch.device("cpu"), EXAMPLES * corpus.task.length))
     with _one_at_a_time:

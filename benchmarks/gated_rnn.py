@@ -79,7 +79,7 @@ def ours(inputs: Inputs) -> Gradients:
 
 
 def loop(inputs: Inputs, dtype: torch.dtype | None = None) -> Gradients:
-    """The same maths, a token at a time, by torch's autograd."""
+    """gated_rnn's equations in torch ops, a token at a time; autograd differentiates them."""
     with torch.enable_grad():
         z, x, w = (
             t.to(dtype or t.dtype).detach().requires_grad_() for t in (inputs.z, inputs.x, inputs.w)

@@ -43,7 +43,7 @@ class GlaWork(NamedTuple):
         if self.op == "hgrn2_step":  # q, f, v in, o out; the fp32 state in and out
             return 4 * 2 * rows + 2 * 4 * rows * self.size
         inputs = 3 if self.op == "hgrn2" else 4  # q, f, v | q, k, v, log f
-        # .. and o | .., do and as many gradients
+        # Beside them lie o (forward), or do and as many gradients (backward).
         return 2 * rows * (inputs + 1 if direction == "forward" else 2 * inputs + 1)
 
     def directions(self) -> tuple[str, ...]:

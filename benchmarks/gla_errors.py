@@ -90,7 +90,7 @@ class Case:
 
 
 def error(found: Tensor, exact: Sequence[Tensor]) -> float:
-    """Of the sampled heads together; NaN is an infinite error."""
+    """The error of the sampled heads together; NaN is an infinite one."""
     pairs = [(found[0, :, head], wanted) for head, wanted in zip(SAMPLED, exact, strict=True)]
     return float64.distance(*(torch.stack(list(part)) for part in zip(*pairs, strict=True)))
 

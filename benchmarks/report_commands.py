@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from report_tables import table
 
+LAB = "[lab/training.md](lab/training.md)"
 BENCH, DEMO, HAND = "`make bench`", "`make bench-demo`", "by hand"
 
 # Command, what it measures, its file in benchmarks/results/, what runs it.
@@ -35,8 +36,8 @@ COMMANDS = (
     ("gla_cpu.py", "gated linear attention on the CPU", "cpu_gla.json", HAND),
     ("attention_cpu.py", "forgetting attention on the CPU", "cpu_attention.json", HAND),
     ("fox_text.py", "forgetting attention on real text", "fox_text_h200.json, fox_text/", HAND),
-    ("gate_init.py", "how gates start ([training.md](training.md))", "gate_init_h200.json", HAND),
-    ("mqar.py", "associative recall ([training.md](training.md))", "mqar_h200.json", HAND),
+    ("gate_init.py", f"how gates start ({LAB})", "gate_init_h200.json", HAND),
+    ("mqar.py", f"associative recall ({LAB})", "mqar_h200.json", HAND),
     ("demo.py", "the demo beside other models", "demo.json", DEMO),
 )
 

@@ -159,7 +159,7 @@ def headline_table(results: Results) -> list[str]:
         *table(head, shown),
         "",
         "Forward / backward. The bound is `copy_` of as many bytes, or a large matrix product, in",
-        "the same run.",
+        "the same run; fla is flash-linear-attention.",
         f"{max(machines, key=len)}.",
     ]
 

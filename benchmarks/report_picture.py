@@ -16,11 +16,12 @@ from report_headlines import Bars, times_of
 WIDTH, LEFT, RIGHT = 840, 336, 50  # the bars' axis lies between LEFT and WIDTH - RIGHT
 TOP, PART, ROW, BAR, FOOT = 84, 34, 44, 13, 34
 LOWEST, TICKS = 0.7, (1, 2, 5, 10, 20)
+NOTE = "Logarithmic axis; a bar left of the line is slower. fla: flash-linear-attention."
 FONT = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 
 class Colours(NamedTuple):
-    """Of one theme; GitHub's own text and lines, and two hues that differ in lightness too."""
+    """One theme: GitHub's own text and lines, and two hues that differ in lightness too."""
 
     text: str
     muted: str
@@ -120,7 +121,7 @@ def picture(rows: Sequence[Bars], where: str, theme: str) -> str:
             *legend(colours),
             *axis(scale, y, colours),
             *body,
-            text(0, y + 22, "Logarithmic axis. A bar left of the line: slower.", colours.muted, 12),
+            text(0, y + 22, NOTE, colours.muted, 12),
             "</svg>",
             "",
         ]

@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of a real [B, T, D]."""
+        """How many numbers a real [B, T, D] has."""
         return self.batch * self.time * self.channels
 
     def bytes(self, direction: str) -> int:
@@ -241,7 +241,7 @@ class ScanInputs:
 
     @staticmethod
     def of_hgru(inputs: HgruInputs, log: bool) -> ScanInputs:
-        """The same recurrence as hgru's, gates and activation applied beforehand, untimed."""
+        """Inputs of hgru's recurrence, gates and activation applied beforehand, untimed."""
         x, a = [], []
         for c, f in zip(inputs.c, inputs.f, strict=True):
             decay = inputs.gamma + (1 - inputs.gamma) * torch.sigmoid(f.float())

@@ -19,10 +19,21 @@ if [[ -f $cache ]] && { ! grep -qx "CMAKE_GENERATOR:INTERNAL=$generator" $cache 
   rm -rf build
 fi
 
+# The demo leaves the CUDA kernels out where there is no GPU (TIDEGATE_CPU_ALONE, scripts/demo.sh).
+# The next build of another kind takes them in again; what the user says in CMAKE_ARGS comes last.
+left_out=build/cuda_left_out
+mkdir -p build
+if [[ -n ${TIDEGATE_CPU_ALONE:-} ]]; then
+  arguments+=(-DTIDEGATE_CUDA=OFF)
+  touch $left_out
+elif [[ -f $left_out ]]; then
+  arguments+=(-DTIDEGATE_CUDA=AUTO)
+  rm $left_out
+fi
+
 cmake=$(tool cmake)
 # shellcheck disable=SC2206 # CMAKE_ARGS is a list of words
 arguments+=(${CMAKE_ARGS:-})
-mkdir -p build
 if ! "$cmake" -S . -B build -G "$generator" -DPython_EXECUTABLE="$python" -DTIDEGATE_BUILD_TESTS=ON \
   -DTIDEGATE_BUILD_BENCHMARKS=ON "${arguments[@]}" >build/configure.log 2>&1; then
   cat build/configure.log >&2

@@ -5,7 +5,7 @@ set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 
-need_gb=9 # .venv 5.0, pip's unpacking 2.6, the build 0.7
+need_gb=9 # .venv 5.0 and the build 1.3; while pip unpacks, 2.6 more than .venv
 oldest=3.10
 newest=3.14 # of the pinned torch's wheels
 

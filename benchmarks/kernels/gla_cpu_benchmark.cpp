@@ -98,7 +98,7 @@ class Hgrn2 {
     }
   }
 
-  /// Of o, dq, df and dv together, after both passes.
+  /// The error of o, dq, df and dv together, after both passes.
   double relative_error() const {
     GlaReference<double> reference;
     reference.heads = work_.heads;

@@ -95,13 +95,14 @@ const Row* find_row(const std::vector<Row>& rows, const std::string& mixer, int6
   return nullptr;
 }
 
-// What a step of `fox` takes more than one of `transformer`, and how much of that is not attention.
-Json pair_json(const Row& fox, const Row& transformer) {
+// How much longer a step with forgetting attention takes than its Transformer's, and how much of
+// that is not attention.
+Json pair_json(const Row& gated, const Row& transformer) {
   const double step = transformer.train->step;
-  const double attention = attention_of_step(fox) - attention_of_step(transformer);
-  const double all = fox.train->step - step;
-  return {{"mixers", {fox.mixer, transformer.mixer}},
-          {"context", fox.context},
+  const double attention = attention_of_step(gated) - attention_of_step(transformer);
+  const double all = gated.train->step - step;
+  return {{"mixers", {gated.mixer, transformer.mixer}},
+          {"context", gated.context},
           {"step_ms", kMilli * all},
           {"attention_ms", kMilli * attention},
           {"rest_ms", kMilli * (all - attention)},
@@ -201,9 +202,10 @@ std::string table_line(const Json& row) {
 }
 
 std::string pair_line(const Json& pair) {
-  const std::string fox = pair["mixers"][0], transformer = pair["mixers"][1];
-  return fox + " - " + transformer + ", context " + std::to_string(pair["context"].get<int64_t>()) +
-         ": step " + number(pair, "step_ms", 1, "%+.1f ms") + ", attention " +
+  const std::string gated = pair["mixers"][0], transformer = pair["mixers"][1];
+  return gated + " - " + transformer + ", context " +
+         std::to_string(pair["context"].get<int64_t>()) + ": step " +
+         number(pair, "step_ms", 1, "%+.1f ms") + ", attention " +
          number(pair, "attention_ms", 1, "%+.1f ms") + ", the rest " +
          number(pair, "rest_ms", 1, "%+.1f ms") + " (" +
          number(pair, "rest_percent_of_step", 1, "%+.1f%% of the step") + ")";

@@ -1,7 +1,7 @@
 // forgetting_attention on the CPU and on CUDA. It is bound by its products, not by memory: figures
 // are floating-point operations a second, two a multiply-add, of the pairs of query and key that
 // are seen (2 products forward, 5 backward); percent_of_copy says how far from memory it is.
-// Checked first, on a short sequence, against float64.
+// Results are checked first, on a short sequence, against float64.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -27,7 +27,8 @@ struct AttentionWork : OpWork {
   int64_t head_dim = 64;
 
   int64_t rows() const { return batch * time * heads; }
-  /// q, k, v; o and the rows' sums | q, k, v, o, do; dq, dk, dv; and the gates.
+  /// The forward pass reads q, k, v and writes o and the rows' sums; the backward pass reads q, k,
+  /// v, o, do and writes dq, dk, dv; both read the gates.
   int64_t bytes() const {
     const int64_t tensor = rows() * head_dim * element_bytes();
     return (backward ? 8 : 4) * tensor + (backward ? 3 : 2) * 4 * rows();
@@ -77,7 +78,7 @@ class AttentionOps {
     return calls;
   }
 
-  /// Of the same op on sequences of 70 tokens: the largest of its results' relative errors.
+  /// The largest relative error of the op's results, on sequences of 70 tokens.
   double error(const Results& /*first*/) const {
     const Inputs set = draw(2, 70);
     const auto [o, lse] = forgetting_attention(set.q, set.k, set.v, set.log_f);

@@ -1,6 +1,6 @@
 // hgrn2, gated_linear_attention and a decoding step on the CPU and on CUDA, beside `copy_` of as
 // many bytes: every tensor that must be read or written, once. hgrn2 reads three slices of one
-// projection's result. Checked first, on a short sequence, against float64.
+// projection's result. Results are checked first, on a short sequence, against float64.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -34,7 +34,8 @@ struct GlaWork : OpWork {
   int64_t bytes() const {
     const int64_t keys = rows() * key_dim * element_bytes();
     const int64_t values = rows() * value_dim * element_bytes();
-    // q, f, v; o | q, f, v, do; dq, df, dv   and k, dk where they are tensors
+    // Forward q, f, v and o; backward q, f, v, do and dq, df, dv; and k and dk where they are
+    // tensors.
     const int64_t of_keys = (op == Op::kAttention ? 3 : 2) * (backward ? 2 : 1);
     const int64_t states = op == Op::kStep ? 2 * rows() * key_dim * value_dim * 4 : 0;
     return of_keys * keys + (backward ? 3 : 2) * values + states;
@@ -80,7 +81,7 @@ class GlaOps {
     return calls;
   }
 
-  /// Of the same op on a few sequences of 70 tokens: the largest of its results' relative errors.
+  /// The largest relative error of the op's results, on a few sequences of 70 tokens.
   double error(const Results& /*first*/) const {
     constexpr int64_t kBatch = 2, kTime = 70;
     const bool step = work_.op == Op::kStep;

@@ -2,7 +2,7 @@
 // gradient of h, x and h in, dz and dx out. (Uncounted: the gate's logits, which training keeps,
 // and what the product that makes the matrix's gradient reads.) A step waits for the one before, so
 // the time that counts is a step's and not a byte's: what a copy takes is far away. Shapes are
-// those of benchmarks/gated_rnn.py and cpu_loops.py. Checked first against float64.
+// those of benchmarks/gated_rnn.py and cpu_loops.py. Results are checked first against float64.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

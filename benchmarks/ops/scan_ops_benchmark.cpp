@@ -1,8 +1,8 @@
 // hgru, lru_scan and linear_scan on the CPU and on CUDA, forward and backward, beside `copy_`
 // moving as many bytes in the same harness (runner.h): copies and ops alternate, figures are
-// medians. Timed are the ops themselves; for the backward the op that autograd calls. Checked
-// first, against float64. On the CPU an op's results are new memory each time, as they are for its
-// users, while a copy's are not: bench_kernels times the CPU kernels alone.
+// medians. Timed are the ops themselves; for the backward the op that autograd calls. Results are
+// checked first, against float64. On the CPU an op's results are new memory each time, as they are
+// for its users, while a copy's are not: bench_kernels times the CPU kernels alone.
 //
 //   bench_ops --benchmark_filter=cuda [--benchmark_out=FILE]
 

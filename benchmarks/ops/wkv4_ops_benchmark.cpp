@@ -1,7 +1,7 @@
 // wkv4 on the CPU and on CUDA beside `copy_` of as many bytes: k and v in, o out; backward k, v and
 // the gradient of o in, dk and dv out. (Uncounted: the states that training keeps, 1.5 bytes an
-// element.) Keys are uniform on +-2, rates are RWKV-4's initial ones. Checked first against
-// float64.
+// element.) Keys are uniform on +-2, rates are RWKV-4's initial ones. Results are
+// checked first against float64.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

@@ -14,8 +14,8 @@ struct SequenceBounds {
   int64_t length = 0;  // and its number of tokens
 };
 
-/// Of sequence n; reads the offsets, so they must be on the CPU. Offsets that do not rise from 0 to
-/// T give other lengths, never tokens outside [0, T).
+/// The bounds of sequence n. Reads the offsets, so they must be on the CPU. Offsets that do not
+/// rise from 0 to T give other lengths, never tokens outside [0, T).
 inline SequenceBounds sequence_bounds(const SequenceLayout& layout, int64_t n) {
   if (layout.offsets == nullptr) return {n, 0, layout.time};
   const auto offset_at = [&](int64_t i) {

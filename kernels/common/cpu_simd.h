@@ -3,7 +3,7 @@
 // Vectors of float or double as wide as the instruction set that the including unit is compiled
 // for, with the few operations that the CPU kernels need.
 //
-// Only the per-ISA units (*_generic.cpp, *_avx2.cpp, *_avx512.cpp) include this. Everything has
+// Only the per-ISA units (X/cpu/X_isa.cpp) include this. Everything has
 // internal linkage, so that the linker can never merge a function compiled for AVX-512 with its
 // namesake elsewhere; for the same reason those units use no inline functions of the standard
 // library and none of kernels/.

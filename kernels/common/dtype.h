@@ -13,9 +13,7 @@ constexpr bool is_16_bit(DType dtype) {
 
 /// The type in which a recurrence over `dtype` accumulates and keeps its state:
 /// fp32 for 16- and 32-bit reals, and itself for everything wider.
-constexpr DType state_dtype(DType dtype) {
-  return is_16_bit(dtype) ? DType::kFloat32 : dtype;
-}
+constexpr DType state_dtype(DType dtype) { return is_16_bit(dtype) ? DType::kFloat32 : dtype; }
 
 constexpr bool is_complex(DType dtype) {
   return dtype == DType::kComplex64 || dtype == DType::kComplex128;

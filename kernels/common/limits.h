@@ -17,7 +17,7 @@ constexpr bool gate_dtype_fits(DType gate, DType data) {
   return gate == data || gate == state_dtype(data);
 }
 
-/// Of a TimeSeries or HeadSeries.
+/// Whether rows of a TimeSeries or HeadSeries are further apart than the kernels can count.
 template <class Series>
 bool rows_too_far_apart(const Series& t) {
   const int64_t bytes = t.stride_t * element_size(t.dtype);

@@ -1,5 +1,11 @@
 #pragma once
 
+#ifdef __CUDACC__
+namespace tidegate::kernels {
+struct ParallelFor;  // CUDA units only pass it by; <functional> would cost each of them a second
+}
+#else
+
 #include <cstdint>
 #include <functional>
 
@@ -16,3 +22,5 @@ struct ParallelFor {
 };
 
 }  // namespace tidegate::kernels
+
+#endif

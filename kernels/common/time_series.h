@@ -27,14 +27,14 @@ struct HeadSeries {
   DType dtype = DType::kFloat32;
 };
 
-/// How [B, T] divides into N sequences, and in which direction they are walked.
+/// How [B, T] divides into N sequences, and in which direction they are scanned.
 ///
 /// Padded: N = B, sequence n is batch row n, all of length T.
 /// Packed: B = 1, sequence n covers [offsets[n], offsets[n + 1]) of the time axis. The offsets live
 /// where the data lives and are read by the kernel only, so no host synchronisation is needed;
 /// offsets that do not rise from 0 to T are the caller's error.
-/// Reversed, a sequence is walked from its last token to its first, and everything that is said
-/// about "before", "after", "initial" and "final" follows the walk.
+/// Reversed, a sequence is scanned from its last token to its first, and everything that is said
+/// about "before", "after", "initial" and "final" follows the scan.
 struct SequenceLayout {
   int64_t batch = 0;              // B
   int64_t time = 0;               // T

@@ -23,14 +23,14 @@ enum class InputActivation : uint8_t { kNone, kSilu, kSigmoid };
 enum class GlaPath : uint8_t {
   kAuto,        // the planner chooses
   kPlain,       // token by token: any dtype, any K and V
-  kTensorCore,  // blocks of tokens on tensor cores (CUDA; 16-bit data)
+  kTensorCore,  // sub-chunks of 16 tokens on tensor cores (CUDA; 16-bit data)
 };
 
 /// What a launch needs besides its tensors. Found by the *_plan functions of gla_cuda.h (or
 /// gla_plan_cpu below) for one set of params, filled into params.plan by the caller.
 struct GlaPlan {
   GlaPath path = GlaPath::kPlain;
-  int64_t segment_time = 0;     // tokens of a segment, where time is cut; 0: it is not
+  int64_t segment_time = 0;     // tokens of a segment, where time is divided; 0: it is not
   int64_t segments = 0;         // an upper bound of their number over all sequences
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
@@ -39,7 +39,7 @@ struct GlaPlan {
 /// S_t = diag(f_t) S_{t-1} + k_t v_t^T,  o_t = scale * q_t^T S_t  for every head, S_{-1} = h0.
 /// Anything of f in [0, 1], in any mixture, is exact: no kernel divides by a product of decays.
 /// A step is T = 1 with h_final == h0.
-/// "State type" is state_dtype(q.dtype); float32, float64, bfloat16 and float16 data.
+/// The state type is state_dtype(q.dtype); float32, float64, bfloat16 and float16 data.
 struct GlaParams {
   SequenceLayout layout = {};
   int64_t heads = 0;      // H
@@ -82,11 +82,12 @@ struct GlaBackwardParams {
 /// The largest K and V of any kernel.
 constexpr int64_t kMaxHeadDim = 512;
 
-/// Why no kernel takes these params (a static string, for the user's error), or null.
-/// The only place that states what the kernels cannot do; it reads no device memory.
+/// Why no kernel takes these params, a static string for the user's error that names the tensor or
+/// size, or null. This is the only place that states what the kernels cannot do; what only one path
+/// cannot do (tensor_*_fits) chooses another path. It reads no device memory.
 const char* gla_unsupported(const GlaParams& params);
 
-/// For either direction.
+/// The plan of either direction on the CPU.
 GlaPlan gla_plan_cpu(const GlaParams& params);
 
 void gla_forward_cpu(const GlaParams& params, const ParallelFor& parallel);

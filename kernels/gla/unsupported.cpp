@@ -6,6 +6,26 @@ namespace {
 
 bool is_head_dim(int64_t dim) { return dim >= 1 && dim <= kMaxHeadDim; }
 
+/// Kernels step from row to row by 32-bit distances.
+const char* far_rows(const GlaParams& params) {
+  if (rows_too_far_apart(params.q)) {
+    return "q: rows of the time axis are 2^31 bytes or more apart";
+  }
+  if (rows_too_far_apart(params.k)) {
+    return "k: rows of the time axis are 2^31 bytes or more apart";
+  }
+  if (rows_too_far_apart(params.v)) {
+    return "v: rows of the time axis are 2^31 bytes or more apart";
+  }
+  if (rows_too_far_apart(params.gate)) {
+    return "the gate: rows of the time axis are 2^31 bytes or more apart";
+  }
+  if (rows_too_far_apart(params.o)) {
+    return "o: rows of the time axis are 2^31 bytes or more apart";
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 const char* gla_unsupported(const GlaParams& params) {
@@ -32,10 +52,8 @@ const char* gla_unsupported(const GlaParams& params) {
                  params.v_activation != InputActivation::kNone)) {
     return "bounds and activations belong to logits";
   }
-  if (rows_too_far_apart(params.q) || rows_too_far_apart(params.k) ||
-      rows_too_far_apart(params.v) || rows_too_far_apart(params.gate) ||
-      rows_too_far_apart(params.o)) {
-    return "rows of the time axis are 2^31 bytes or more apart";
+  if (const char* why = far_rows(params); why != nullptr) {
+    return why;
   }
   return params.heads < 0 ? "negative sizes" : layout_unsupported(params.layout);
 }

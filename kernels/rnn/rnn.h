@@ -14,7 +14,7 @@ namespace tidegate::kernels::rnn {
 /// params.plan by the caller.
 struct GatedRnnPlan {
   bool on_chip = false;              // CUDA: the matrix stays in registers and shared memory
-  int rows = 1;                      // sequences that a block (or a cluster) walks at a time
+  int rows = 1;                      // sequences that a block (or a cluster) scans at a time
   bool exchanges_in_memory = false;  // CUDA, on chip: blocks talk through the workspace, no cluster
   bool by_products = false;     // CUDA: a product of a library's at every token beats these kernels
   int64_t first_sequence = 0;   // CUDA, on chip: of this launch; kept by the kernels' launchers

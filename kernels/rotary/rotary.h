@@ -13,11 +13,11 @@ namespace tidegate::kernels::rotary {
 struct RotaryParams {
   int64_t batch = 0, time = 0, heads = 0, half = 0;
   HeadSeries x;               // [B, T, H, 2 * half]
-  HeadSeries y;               // the same, in x's dtype
+  HeadSeries y;               // [B, T, H, 2 * half] in x's dtype
   const void* cos = nullptr;  // [1 or B, T, half] in the state's dtype, contiguous
   const void* sin = nullptr;
-  bool shared_angles = false;  // by all of the batch
-  bool inverse = false;        // turned back
+  bool shared_angles = false;  // the whole batch has the same angles
+  bool inverse = false;        // turns back
 };
 
 /// Reads x and writes y once. float32 and float64.

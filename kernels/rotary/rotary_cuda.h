@@ -6,7 +6,8 @@
 
 namespace tidegate::kernels::rotary {
 
-/// Reads x and writes y once; angles are shared by four heads in registers. Any shape.
+/// Reads x and writes y once, in any real dtype; angles are shared by four heads in registers. Any
+/// shape.
 cudaError_t rotary(const RotaryParams& params, cudaStream_t stream);
 
 }  // namespace tidegate::kernels::rotary

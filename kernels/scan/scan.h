@@ -14,18 +14,23 @@ enum class Activation : uint8_t { kNone, kSilu };
 
 /// How a CUDA kernel divides the time axis among thread blocks.
 enum class TimeSplit : uint8_t {
-  kAuto,    // the planner chooses
-  kWhole,   // one block walks a whole sequence
-  kLinked,  // linked blocks walk it together
+  kAuto,         // the planner chooses
+  kSingleBlock,  // one block scans a whole sequence
+  kMultiBlock,   // several blocks share one
 };
 
-/// What a launch needs besides its tensors. Found by the *_plan functions of scan_cuda.h (or
-/// *_plan_cpu below) for one set of params, filled into params.plan by the caller.
+/// What a launch needs besides its tensors: every choice that it depends on. Found by the *_plan
+/// functions of scan_cuda.h (or *_plan_cpu below) for one set of params, filled into params.plan by
+/// the caller. All but `partials` and `workspace_bytes` are CUDA's.
 struct ScanPlan {
-  TimeSplit split = TimeSplit::kWhole;
-  int linked_blocks = 1;        // that share one sequence: 1 where whole, and may be 1 where linked
-  int warps = 1;                // of a block; of each team of linked ones, without its carrier
-  bool one_block_each = false;  // whole: no multiprocessor has two blocks (WalkUse::kOneBlock)
+  bool sequential = false;  // one thread a channel, step by step
+  TimeSplit split = TimeSplit::kSingleBlock;
+  bool wide_rows = false;         // rows are whole and aligned, and are copied 16 bytes a thread
+  bool one_block_per_sm = false;  // single-block: no multiprocessor has two blocks
+  int blocks_per_sequence = 1;    // 1 where single-block, and may be 1 where multi-block
+  int carry_group = 1;            // multi-block: warp groups that a state crosses at once
+  int16_t warps = 1;              // of a block; multi-block: compute warps of a warp group
+  int16_t channels_per_thread = 1;
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
@@ -41,7 +46,8 @@ struct LinearScanParams {
   TimeSeries h = {};         // [B, T, D] in x.dtype; written forward, read backward
   const void* h0 = nullptr;  // [N, D] contiguous, state type; null means zero
   void* h_final = nullptr;   // [N, D] contiguous, state type; may be h0 itself when T <= 1 (a step)
-  TimeSplit time_split = TimeSplit::kAuto;  // for tests; kLinked is whole where it does not fit
+  TimeSplit time_split =
+      TimeSplit::kAuto;  // for tests; kMultiBlock is kSingleBlock where it does not fit
   ScanPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes
 };

@@ -15,20 +15,22 @@ namespace tidegate::kernels::scan {
 constexpr int64_t kWkv4SavedEvery = 8;
 
 /// Rows of saved states of a batch row of `time` tokens. Row i belongs to the one token among
-/// [i, i + 1) * kWkv4SavedEvery, if any, that is a whole number of runs from its sequence's end and
-/// not its first. (Units of one instruction set call it, so it must not have a body of its own.)
+/// [i, i + 1) * kWkv4SavedEvery, if any, that is a whole number of such chunks from its sequence's
+/// end and not its first. (Units of one instruction set call it, so it must not have a body of its
+/// own.)
 [[gnu::always_inline]] constexpr int64_t wkv4_saved_rows(int64_t time) {
   return time / kWkv4SavedEvery + 1;
 }
 
-/// The gauge of a state without weight: below every key that has one. A k of -inf is such a token.
+/// The scaling exponent of a state without weight: below every key that has one. A k of -inf is a
+/// token without weight.
 constexpr float kWkv4NoWeight = -1e30f;
 
 /// Weighted means whose weights decay, the newest one with a bonus (RWKV-4, arXiv 2305.13048):
 ///   y_t = exp(-w) y_{t-1} + exp(k_t) v_t,   z_t = exp(-w) z_{t-1} + exp(k_t)
 ///   o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))
-/// A state is (y, z, m) with y and z scaled by exp(-m). The gauge m is whatever keeps the scaled
-/// numbers near one; a state of zeros is empty, whatever its m.
+/// A state is (y, z, m) with y and z scaled by exp(-m). The scaling exponent m is whatever keeps
+/// the scaled numbers near one; a state of zeros is empty, whatever its m.
 struct Wkv4Params {
   SequenceLayout layout = {};   // never reversed
   int64_t channels = 0;         // D
@@ -38,18 +40,20 @@ struct Wkv4Params {
   const void* w = nullptr;      // [D] state type, rates a step in natural logarithms, at least 0
   const void* u = nullptr;      // [D] state type, natural logarithm of the bonus
   const void* state = nullptr;  // [N, 3, D] contiguous, state type; null means empty
-  void* final_state = nullptr;  // [N, 3, D] the same; may be `state` itself when T <= 1 (a step)
+  void* final_state =
+      nullptr;  // [N, 3, D] contiguous, state type; may be `state` itself when T <= 1 (a step)
   void* saved = nullptr;  // [B, wkv4_saved_rows(T), 3, D] state type: states that enter tokens,
                           // written forward unless null, read backward by the same device's
-                          // kernels alone (on CUDA their gauges may be binary logarithms)
-  TimeSplit time_split = TimeSplit::kAuto;  // for tests; kLinked is whole where it does not fit
+                          // kernels alone (on CUDA their exponents may be binary logarithms)
+  TimeSplit time_split =
+      TimeSplit::kAuto;  // for tests; kMultiBlock is kSingleBlock where it does not fit
   ScanPlan plan = {};
   void* workspace = nullptr;  // plan.workspace_bytes
 };
 
-/// Gradients of Wkv4Params. Gauges are constants: the gradient of m is zero.
+/// Gradients of Wkv4Params. Scaling exponents are constants: the gradient of m is zero.
 struct Wkv4BackwardParams {
-  Wkv4Params forward = {};  // all but o; final_state as the forward pass wrote it, for its gauge
+  Wkv4Params forward = {};  // all but o; final_state as the forward pass wrote it, for its exponent
   TimeSeries grad_o = {};   // [B, T, D] in k.dtype
   const void* dfinal_state = nullptr;  // [N, 3, D] contiguous, state type; null means zero
   TimeSeries dk = {};                  // [B, T, D] in k.dtype, written

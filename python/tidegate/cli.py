@@ -86,7 +86,14 @@ def _add_train(commands: Any) -> None:
         "fox-757m, fox-360m, demo",
     )
     add("--quiet", action="store_true", default=False, help="no progress bar")
+    _add_model_flags(parser)
+    _add_data_flags(parser)
+    _add_optimisation_flags(parser)
+    _add_run_flags(parser)
 
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The model that is trained."""
     model = parser.add_argument_group("model")
     model.add_argument("--preset", help="a paper's configuration, e.g. hgrn-44m")
     model.add_argument("--mixer", help="token mixer, e.g. hgrn; or one a layer: a,a,b")
@@ -103,6 +110,9 @@ def _add_train(commands: Any) -> None:
         help="any other field of LMConfig, e.g. mixer_options.complex=false; repeatable",
     )
 
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """What it is trained on."""
     data = parser.add_argument_group("data")
     data.add_argument("--tokenizer", help="bytes (default), bpe:N, or a tokenizer.json")
     data.add_argument("--valid", help="validate on this file instead of a tenth of the data")
@@ -124,6 +134,9 @@ def _add_train(commands: Any) -> None:
     data.add_argument("--batch-size", type=int, help="sequences an optimiser step")
     data.add_argument("--grad-accum", type=int, help="parts a batch is computed in, to save memory")
 
+
+def _add_optimisation_flags(parser: argparse.ArgumentParser) -> None:
+    """How it is trained."""
     train = parser.add_argument_group("optimisation")
     train.add_argument("--steps", type=int, help="optimiser steps (default: 1000)")
     train.add_argument("--minutes", type=float, help="wall-time budget of training")
@@ -148,6 +161,9 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--precision", help="auto, fp32, tf32 (matrix products) or bf16 (autocast)")
     train.add_argument("--seed", type=int)
 
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """How often it is saved and scored, and where it runs."""
     run = parser.add_argument_group("run")
     run.add_argument("--checkpoint-every", type=int, metavar="STEPS")
     run.add_argument("--eval-every", type=int, metavar="STEPS")

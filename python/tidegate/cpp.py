@@ -240,7 +240,7 @@ def _to_python(state: list[Tensor]) -> Any:
 
 
 def _all_to_python(state: list[list[Tensor]]) -> tuple[Any, ...]:
-    """The same for one state a layer."""
+    """What the function above does, for one state a layer."""
     return tuple(_to_python(s) for s in state)
 
 

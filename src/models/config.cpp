@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "src/models/file_io.h"
+#include "tidegate/choices.h"
 
 namespace tidegate::models {
 
@@ -167,10 +168,10 @@ void LMConfig::validate() const {
   check_positive("glu_hidden", glu_hidden);
   check_positive("num_classes", num_classes);
   check_positive("patch_size", patch_size);
-  check_choice("glu_activation", glu_activation, {"silu", "none"});
-  check_choice("norm", norm, {"layer", "rms", "rms_no_weight"});
-  if (final_norm) check_choice("final_norm", *final_norm, {"layer", "rms", "rms_no_weight"});
-  check_choice("lower_bound", lower_bound, {"cumulative", "none", "independent", "decreasing"});
+  check_choice("glu_activation", glu_activation, kGluActivations);
+  check_choice("norm", norm, kNorms);
+  if (final_norm) check_choice("final_norm", *final_norm, kNorms);
+  check_choice("lower_bound", lower_bound, kLowerBoundModes);
   TORCH_CHECK_VALUE(dropout >= 0.0 && dropout < 1.0, "LMConfig: dropout: expected 0 <= p < 1; got ",
                     dropout);
   TORCH_CHECK_VALUE(norm_eps > 0.0, "LMConfig: norm_eps: expected a positive number; got ",

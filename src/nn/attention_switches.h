@@ -23,7 +23,7 @@ SoftmaxAttentionSwitches resolve_switches(const char* owner, const Options& opti
   TORCH_CHECK_VALUE(heads % kv_heads == 0, owner,
                     ": num_kv_heads: expected a divisor of num_heads=", heads, "; got ", kv_heads);
   check_choice(owner, "preset", options.preset(), {"llama", "pro"});
-  check_choice(owner, "output_activation", options.output_activation(), {"sigmoid", "silu"});
+  check_choice(owner, "output_activation", options.output_activation(), kOutputActivations);
   TORCH_CHECK_VALUE(options.rope().value_or(1.0) > 0, owner,
                     ": rope: expected a positive number; got ", *options.rope());
   const int64_t width = options.dim() / heads;

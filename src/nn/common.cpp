@@ -208,7 +208,7 @@ torch::Tensor bounded_log_gate(const torch::Tensor& log_gate,
 }
 
 NormImpl::NormImpl(const NormOptions& options) : options(options) {
-  check_choice("norm", "kind", options.kind(), {"layer", "rms", "rms_no_weight"});
+  check_choice("norm", "kind", options.kind(), kNorms);
   TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()),
                     "norm: eps: expected 0 or more; got ", options.eps());
   reset();
@@ -249,7 +249,7 @@ GLUImpl::GLUImpl(const GLUOptions& given) : options(given) {
   check_positive("GLU", "dim", options.dim());
   if (!options.hidden()) options.hidden(2 * options.dim());
   check_positive("GLU", "hidden", *options.hidden());
-  check_choice("GLU", "activation", options.activation(), {"silu", "none"});
+  check_choice("GLU", "activation", options.activation(), kGluActivations);
   reset();
 }
 
@@ -284,8 +284,7 @@ void GLUImpl::pretty_print(std::ostream& stream) const {
 LowerBoundsImpl::LowerBoundsImpl(const LowerBoundsOptions& given) : options(given) {
   check_positive("LowerBounds", "layers", options.layers());
   check_positive("LowerBounds", "dim", options.dim());
-  check_choice("LowerBounds", "mode", options.mode(),
-               {"cumulative", "none", "independent", "decreasing"});
+  check_choice("LowerBounds", "mode", options.mode(), kLowerBoundModes);
   reset();
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "src/nn/shape_text.h"
+#include "tidegate/choices.h"
 
 namespace tidegate::nn {
 
@@ -34,9 +35,6 @@ void check_gamma_width(const char* owner, const std::optional<torch::Tensor>& ga
 /// The same of a mixer that takes a gamma by its option `lower_bound`, and else refuses one.
 void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
                           bool lower_bound, const char* axis, int64_t size);
-
-/// Channels of a key or a value that gated_linear_attention and hgrn2 take.
-constexpr int64_t kMaxHeadDim = 512;
 
 /// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/gla/gla.h"
 #include "src/nn/common.h"
 #include "src/nn/gate_init.h"
 #include "src/nn/states.h"
@@ -17,6 +18,9 @@ using torch::Tensor;
 using OptionalTensor = std::optional<torch::Tensor>;
 
 constexpr const char* kName = "GatedLinearAttention";
+
+// Modules refuse what the op would, before they make parameters for it.
+static_assert(kMaxHeadDim == kernels::gla::kMaxHeadDim);
 
 void check_width(const char* name, int64_t width, int64_t heads) {
   check_positive(kName, name, width);
@@ -43,7 +47,7 @@ GatedLinearAttentionOptions resolve(GatedLinearAttentionOptions options) {
   check_positive(kName, "gate_rank", options.gate_rank());
   check_choice(kName, "gate", options.gate(), {"vector", "scalar"});
   check_feature_map(options);
-  check_choice(kName, "norm", options.norm(), {"layer", "rms", "rms_no_weight"});
+  check_choice(kName, "norm", options.norm(), kNorms);
   options.gate_temperature(
       options.gate_temperature().value_or(options.gate() == "vector" ? 16.0 : 1.0));
   TORCH_CHECK_VALUE(*options.gate_temperature() > 0, kName,

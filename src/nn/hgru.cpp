@@ -70,7 +70,7 @@ void HGRUImpl::check_options() const {
                     "gate is 1 - lambda = 0, so nothing would enter the state; got 'tied'");
   check_gate_options("HGRU", options.forget_gate() == "data", "forget_gate='data'",
                      options.gate_init(), options.gumbel_gate(), channels());
-  check_choice("HGRU", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
+  check_choice("HGRU", "norm", *options.norm(), kNorms);
 }
 
 void HGRUImpl::check_expansion() const {

@@ -67,11 +67,11 @@ HGRU2Options resolve(HGRU2Options options) {
     options.bias(options.bias().value_or(preset.bias));
     options.norm(options.norm().value_or(preset.norm));
   }
-  check_choice("HGRU2", "q_activation", *options.q_activation(), {"none", "silu", "sigmoid"});
-  check_choice("HGRU2", "v_activation", *options.v_activation(), {"none", "silu", "sigmoid"});
+  check_choice("HGRU2", "q_activation", *options.q_activation(), kHgrn2Activations);
+  check_choice("HGRU2", "v_activation", *options.v_activation(), kHgrn2Activations);
   check_gate_options("HGRU2", /*has_data=*/true, "", options.gate_init(), options.gumbel_gate(),
                      options.dim());
-  check_choice("HGRU2", "norm", *options.norm(), {"layer", "rms", "rms_no_weight"});
+  check_choice("HGRU2", "norm", *options.norm(), kNorms);
   return options;
 }
 

@@ -14,7 +14,8 @@ at::Tensor AutocastGuard::cast(const at::Tensor& tensor) const {
 }
 
 at::Tensor AutocastGuard::cast_along(const at::Tensor& tensor, const at::Tensor& data) const {
-  return data.scalar_type() == dtype_ ? cast(tensor) : tensor;
+  const bool goes = data.scalar_type() == dtype_ || at::autocast::is_eligible(data, device_);
+  return goes ? cast(tensor) : tensor;
 }
 
 at::Tensor AutocastGuard::cast_unless_float(const at::Tensor& tensor) const {

@@ -13,7 +13,7 @@ class AutocastGuard {
   /// To autocast's type; fp64, complex and integer tensors stay as they are.
   at::Tensor cast(const at::Tensor& tensor) const;
 
-  /// `tensor` goes where `data`, as cast() returned it, went: it stays as it is where that did.
+  /// As cast() where that takes `data` to autocast's type; as it is where `data` stays.
   at::Tensor cast_along(const at::Tensor& tensor, const at::Tensor& data) const;
 
   /// As cast(), but of 16-bit types only: fp32 stays fp32.

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "src/ops/launch.h"
+#include "src/ops/capture.h"
 
 namespace tidegate::ops {
 namespace {
@@ -76,12 +76,6 @@ at::ScalarType state_dtype(at::ScalarType dtype) {
 
 at::ScalarType single_type(at::ScalarType dtype) {
   return at::isComplexType(dtype) ? at::kComplexFloat : at::kFloat;
-}
-
-void check_given(const char* op, std::initializer_list<Named> arguments) {
-  for (const Named& argument : arguments) {
-    check_given(op, argument.name, argument.tensor);
-  }
 }
 
 void check_given(const char* op, const char* name, const at::Tensor& tensor) {

@@ -40,15 +40,9 @@ at::ScalarType state_dtype(at::ScalarType dtype);
 /// data's precision: float32, complex64 for complex types.
 at::ScalarType single_type(at::ScalarType dtype);
 
-struct Named {
-  const char* name;
-  const at::Tensor& tensor;
-};
-
 /// What an op cannot do without. The checks below look too; C++ functions and autograd's functions
 /// come before them, and neither the dispatcher nor torch::autograd::Function has a name for an
 /// undefined tensor (Python's None).
-void check_given(const char* op, std::initializer_list<Named> arguments);
 void check_given(const char* op, const char* name, const at::Tensor& tensor);
 
 /// "op: name must be float32, float64, ..., got int64".

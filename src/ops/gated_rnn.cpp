@@ -1,4 +1,4 @@
-// gated_rnn: schema, checks, dispatch, autograd.
+// gated_rnn: schema, checks, how tensors become the kernels' params.
 
 #include "tidegate/ops/gated_rnn.h"
 
@@ -6,17 +6,17 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <tuple>
 
 #include "kernels/rnn/rnn.h"
-#include "src/ops/autocast.h"
+#include "src/ops/autograd.h"
 #include "src/ops/checks.h"
 #include "src/ops/gated_rnn_products.h"
 #include "src/ops/launch.h"
-#include "src/ops/registration.h"
+#include "src/ops/op.h"
+#include "src/ops/results.h"
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -26,26 +26,96 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::rnn::GatedRnnBackwardParams;
-using kernels::rnn::GatedRnnParams;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+namespace rnn = kernels::rnn;
+using rnn::GatedRnnBackwardParams;
+using rnn::GatedRnnParams;
+
+constexpr KernelSet<GatedRnnParams> kForward = {
+    &rnn::gated_rnn_unsupported, &rnn::gated_rnn_plan_cpu, &rnn::gated_rnn_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_forward_plan),
+    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_forward)};
+
+constexpr KernelSet<GatedRnnBackwardParams, GatedRnnParams> kBackward = {
+    &rnn::gated_rnn_unsupported, &rnn::gated_rnn_plan_cpu, &rnn::gated_rnn_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_backward_plan),
+    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_backward)};
+
+// ---- schemas ----
+
+/// z and x go to autocast's type. The kernels hold the matrix in fp32 anyway, so that one keeps its
+/// digits, as states and bounds do.
+constexpr CastRule kGatedRnnCasts[] = {
+    {"z", Cast::kLower}, {"x", Cast::kLower}, {"w_zh", Cast::kUnlessFloat}};
 
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-constexpr KernelSet<GatedRnnParams> kForward = {
-    &kernels::rnn::gated_rnn_unsupported, &kernels::rnn::gated_rnn_plan_cpu,
-    &kernels::rnn::gated_rnn_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_forward)};
+struct GatedRnn {
+  static constexpr std::string_view kSchema =
+      "gated_rnn(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
+      "Tensor? cu_seqlens=None, Tensor? gamma=None) -> (Tensor, Tensor)";
+  static constexpr std::string_view kData = "x";
+  static constexpr auto& kCasts = kGatedRnnCasts;
 
-constexpr KernelSet<GatedRnnBackwardParams, GatedRnnParams> kBackward = {
-    &kernels::rnn::gated_rnn_unsupported, &kernels::rnn::gated_rnn_plan_cpu,
-    &kernels::rnn::gated_rnn_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::rnn::gated_rnn_backward)};
+  const at::Tensor &z, &x, &w_zh;
+  const OptionalTensor &h0, &cu_seqlens, &gamma;
+
+  TwoTensors kernel() const;
+  TwoTensors meta() const;
+};
+
+/// gated_rnn with the gate's logits, which the backward pass needs: gated_rnn calls it where there
+/// can be one.
+struct GatedRnnWithLogits {
+  static constexpr std::string_view kSchema =
+      "gated_rnn_with_logits(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
+      "Tensor? cu_seqlens=None, Tensor? gamma=None) -> (Tensor, Tensor, Tensor)";
+  static constexpr std::string_view kResults[] = {"h", "h_final", "logits"};
+  static constexpr std::string_view kData = "x";
+  static constexpr auto& kCasts = kGatedRnnCasts;
+
+  const at::Tensor &z, &x, &w_zh;
+  const OptionalTensor &h0, &cu_seqlens, &gamma;
+
+  ThreeTensors kernel() const;
+  ThreeTensors meta() const;
+};
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// The gradients of z, x, w_zh, h0 and gamma.
+struct GatedRnnBackward {
+  static constexpr std::string_view kSchema =
+      "gated_rnn_backward(Tensor dh, Tensor? dh_final, Tensor x, Tensor w_zh, Tensor logits, "
+      "Tensor h, Tensor? h0, ScalarType z_dtype, Tensor? cu_seqlens, Tensor? gamma=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)";
+  static constexpr std::string_view kGradientLike = "h";
+
+  const at::Tensor& dh;
+  const OptionalTensor& dh_final;
+  const at::Tensor &x, &w_zh, &logits, &h;
+  const OptionalTensor& h0;
+  at::ScalarType z_dtype;
+  const OptionalTensor &cu_seqlens, &gamma;
+
+  Gradients kernel() const;
+  Gradients meta() const;
+};
+
+struct GatedRnnStep {
+  static constexpr std::string_view kSchema =
+      "gated_rnn_step(Tensor z, Tensor x, Tensor w_zh, Tensor(a!) state, "
+      "Tensor? gamma=None) -> Tensor";
+  static constexpr std::string_view kData = "x";
+  static constexpr auto& kCasts = kGatedRnnCasts;
+
+  const at::Tensor &z, &x, &w_zh;
+  at::Tensor& state;
+  const OptionalTensor& gamma;
+
+  at::Tensor kernel() const;
+  at::Tensor meta() const;
+};
 
 // ---- checks ----
 
@@ -55,47 +125,15 @@ void check_matrix(const Reference& data, const at::Tensor& w_zh) {
   check_shape(data.op, "w_zh", w_zh, "[D, D]", {width, width});
 }
 
-/// Everything but z and `x` (or `h`, its twin in the backward op) itself; returns N.
-c10::SymInt check_arguments(const Reference& data, const at::Tensor& w_zh, const OptionalTensor& h0,
-                            const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
+/// What forward and backward read, beside `data`, which is x or h, and z; returns N.
+template <class Op>
+c10::SymInt check_inputs(const Reference& data, const Op& op) {
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, 3, "[B, T, D]");
-  check_matrix(data, w_zh);
-  check_channel_parameter(data, "gamma", gamma, data.tensor.sym_size(2));
-  c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
-  check_state(data, "h0", h0, "[N, D]", {sequences, data.tensor.sym_size(2)});
-  return sequences;
-}
-
-c10::SymInt check_forward(const char* op, const at::Tensor& z, const at::Tensor& x,
-                          const at::Tensor& w_zh, const OptionalTensor& h0,
-                          const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
-  const Reference data{op, "x", x};
-  c10::SymInt sequences = check_arguments(data, w_zh, h0, cu_seqlens, gamma);
-  check_gate(data, "z", z);
-  check_shape(op, "z", z, "[B, T, D]", {x.sym_size(0), x.sym_size(1), x.sym_size(2)}, " like x");
-  return sequences;
-}
-
-c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
-                           const at::Tensor& x, const at::Tensor& w_zh, const at::Tensor& logits,
-                           const at::Tensor& h, const OptionalTensor& h0, at::ScalarType z_dtype,
-                           const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
-  const Reference data{"gated_rnn_backward", "h", h};
-  c10::SymInt sequences = check_arguments(data, w_zh, h0, cu_seqlens, gamma);
-  check_like(data, "dh", dh);
-  check_like(data, "x", x);
-  check_state(data, "dh_final", dh_final, "[N, D]", {sequences, h.sym_size(2)});
-  const at::ScalarType wide = state_dtype(h.scalar_type());
-  check_device(data, "logits", logits);
-  check_shape(data.op, "logits", logits, "[B, T, D]", {h.sym_size(0), h.sym_size(1), h.sym_size(2)},
-              " like h");
-  TORCH_CHECK(logits.scalar_type() == wide, data.op, ": logits must be ",
-              c10::getDtypeNames(wide).first, ", got ",
-              c10::getDtypeNames(logits.scalar_type()).first);
-  TORCH_CHECK(z_dtype == h.scalar_type() || z_dtype == at::kFloat, data.op, ": z_dtype must be ",
-              c10::getDtypeNames(h.scalar_type()).first, " like h or float32, got ",
-              c10::getDtypeNames(z_dtype).first);
+  check_matrix(data, op.w_zh);
+  check_channel_parameter(data, "gamma", op.gamma, data.tensor.sym_size(2));
+  c10::SymInt sequences = check_cu_seqlens(data, op.cu_seqlens);
+  check_state(data, "h0", op.h0, "[N, D]", {sequences, data.tensor.sym_size(2)});
   return sequences;
 }
 
@@ -106,33 +144,20 @@ void check_values(const Reference& data, const OptionalTensor& cu_seqlens,
   check_bound_values(data, "gamma", gamma);
 }
 
-void check_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                const at::Tensor& state, const OptionalTensor& gamma) {
-  const Reference data{"gated_rnn_step", "x", x};
-  check_data_dtype(data, ComplexData::kRefused);
-  check_rank(data, 2, "[B, D]");
-  check_gate(data, "z", z);
-  check_shape(data.op, "z", z, "[B, D]", {x.sym_size(0), x.sym_size(1)}, " like x");
-  check_matrix(data, w_zh);
-  check_channel_parameter(data, "gamma", gamma, x.sym_size(1));
-  check_gate(data, "state", state);
-  check_shape(data.op, "state", state, "[B, D]", {x.sym_size(0), x.sym_size(1)});
-}
-
-// ---- CPU and CUDA ----
+// ---- forward ----
 
 /// The tensors that both directions read, in the form that the kernels take.
 struct KernelInputs {
   at::Tensor w, h0, cu_seqlens, gamma;
   bool w_is_16_bit;
 
-  KernelInputs(const at::Tensor& data, const at::Tensor& w_zh, const OptionalTensor& state,
-               const OptionalTensor& offsets, const OptionalTensor& bound)
-      : w(contiguous_as(w_zh, state_dtype(data.scalar_type()))),
-        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
-        cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()),
-        gamma(contiguous_as(bound, state_dtype(data.scalar_type()))),
-        w_is_16_bit(w_zh.element_size() == 2) {}
+  template <class Op>
+  KernelInputs(const Op& op, at::ScalarType data)
+      : w(contiguous_as(op.w_zh, state_dtype(data))),
+        h0(contiguous_as(op.h0, state_dtype(data))),
+        cu_seqlens(contiguous_or_none(op.cu_seqlens)),
+        gamma(contiguous_as(op.gamma, state_dtype(data))),
+        w_is_16_bit(op.w_zh.element_size() == 2) {}
 
   GatedRnnParams params(const at::Tensor& data) const {
     GatedRnnParams params;
@@ -146,10 +171,8 @@ struct KernelInputs {
   }
 };
 
-using Results = GatedRnnResults;
-
 void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
-                 const KernelInputs& inputs, const Results& results) {
+                 const KernelInputs& inputs, const GatedRnnResults& results) {
   const at::Tensor z = gate_in_rows(gate, data.scalar_type());
   const at::Tensor x = in_rows(data);
   GatedRnnParams params = inputs.params(x);
@@ -162,43 +185,73 @@ void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
   }
   Launch<GatedRnnParams> launch(op, kForward, &params, results.h);
   if (launch.plan().by_products) {
-    walk_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
+    scan_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
   } else {
     launch.run();
   }
 }
 
-Results forward_results(const char* op, const at::Tensor& z, const at::Tensor& x,
-                        const at::Tensor& w_zh, const OptionalTensor& h0,
-                        const OptionalTensor& cu_seqlens, const OptionalTensor& gamma,
-                        bool keep_logits) {
-  const int64_t sequences =
-      check_forward(op, z, x, w_zh, h0, cu_seqlens, gamma).guard_int(__FILE__, __LINE__);
-  check_values({op, "x", x}, cu_seqlens, gamma);
-  const at::TensorOptions wide = x.options().dtype(state_dtype(x.scalar_type()));
-  Results results;
-  results.h = at::empty(x.sizes(), x.options());
-  results.h_final = at::empty({sequences, x.size(2)}, wide);
-  if (keep_logits) {
-    results.logits = at::empty(x.sizes(), wide);
+template <class Op>
+GatedRnnResults forward_meta(const Op& op) {
+  const Reference data{kOpName<Op>, "x", op.x};
+  const c10::SymInt sequences = check_inputs(data, op);
+  const auto sizes = op.x.sym_sizes();
+  check_gate(data, "z", op.z);
+  check_shape(data.op, "z", op.z, "[B, T, D]", {sizes[0], sizes[1], sizes[2]}, " like x");
+  GatedRnnResults results{new_like(op.x), new_state(op.x, {sequences, sizes[2]}), {}};
+  if constexpr (std::is_same_v<Op, GatedRnnWithLogits>) {
+    results.logits = new_state(op.x, {sizes[0], sizes[1], sizes[2]});
   }
-  run_forward(op, z, x, KernelInputs(x, w_zh, h0, cu_seqlens, gamma), results);
   return results;
 }
 
-TwoTensors forward_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                          const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                          const OptionalTensor& gamma) {
-  const Results results = forward_results("gated_rnn", z, x, w_zh, h0, cu_seqlens, gamma, false);
-  return {results.h, results.h_final};
+template <class Op>
+GatedRnnResults forward_kernel(const Op& op) {
+  GatedRnnResults results = forward_meta(op);
+  check_values({kOpName<Op>, "x", op.x}, op.cu_seqlens, op.gamma);
+  run_forward(kOpName<Op>, op.z, op.x, KernelInputs(op, op.x.scalar_type()), results);
+  return results;
 }
 
-ThreeTensors with_logits_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                                const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                const OptionalTensor& gamma) {
-  const Results results =
-      forward_results("gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens, gamma, true);
-  return {results.h, results.h_final, results.logits};
+TwoTensors without_logits(GatedRnnResults results) {
+  return {std::move(results.h), std::move(results.h_final)};
+}
+
+ThreeTensors with_logits(GatedRnnResults results) {
+  return {std::move(results.h), std::move(results.h_final), std::move(results.logits)};
+}
+
+TwoTensors GatedRnn::meta() const { return without_logits(forward_meta(*this)); }
+TwoTensors GatedRnn::kernel() const { return without_logits(forward_kernel(*this)); }
+ThreeTensors GatedRnnWithLogits::meta() const { return with_logits(forward_meta(*this)); }
+ThreeTensors GatedRnnWithLogits::kernel() const { return with_logits(forward_kernel(*this)); }
+
+// ---- backward ----
+
+c10::SymInt check_backward(const GatedRnnBackward& op) {
+  const at::Tensor& h = op.h;
+  const Reference data{kOpName<GatedRnnBackward>, "h", h};
+  c10::SymInt sequences = check_inputs(data, op);
+  check_like(data, "dh", op.dh);
+  check_like(data, "x", op.x);
+  check_state(data, "dh_final", op.dh_final, "[N, D]", {sequences, h.sym_size(2)});
+  const at::ScalarType wide = state_dtype(h.scalar_type());
+  check_device(data, "logits", op.logits);
+  check_shape(data.op, "logits", op.logits, "[B, T, D]",
+              {h.sym_size(0), h.sym_size(1), h.sym_size(2)}, " like h");
+  TORCH_CHECK(op.logits.scalar_type() == wide, data.op, ": logits must be ",
+              c10::getDtypeNames(wide).first, ", got ",
+              c10::getDtypeNames(op.logits.scalar_type()).first);
+  TORCH_CHECK(op.z_dtype == h.scalar_type() || op.z_dtype == at::kFloat, data.op,
+              ": z_dtype must be ", c10::getDtypeNames(h.scalar_type()).first,
+              " like h or float32, got ", c10::getDtypeNames(op.z_dtype).first);
+  return sequences;
+}
+
+Gradients GatedRnnBackward::meta() const {
+  const c10::SymInt sequences = check_backward(*this);
+  return {at::empty_symint(h.sym_sizes(), h.options().dtype(z_dtype)), new_like(h), new_like(w_zh),
+          new_state_gradient(h0, h, {sequences, h.sym_size(2)}), new_gradient(gamma, h)};
 }
 
 /// Tokens of a product with float32 sums, whose roundings add up: more are several products.
@@ -226,17 +279,12 @@ at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, con
   return at::mm(da.to(wide).t(), h.to(wide)).to(w.scalar_type());
 }
 
-/// Of z, x, w_zh, h0 and gamma; the last one is a [0] tensor where there is no gamma.
-FiveTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final,
-                            const at::Tensor& x, const at::Tensor& w_zh, const at::Tensor& logits,
-                            const at::Tensor& h, const OptionalTensor& h0, at::ScalarType z_dtype,
-                            const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
-  const int64_t sequences =
-      check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens, gamma)
-          .guard_int(__FILE__, __LINE__);
-  check_values({"gated_rnn_backward", "h", h}, cu_seqlens, gamma);
+Gradients GatedRnnBackward::kernel() const {
+  constexpr const char* kOp = kOpName<GatedRnnBackward>;
+  const c10::SymInt sequences = check_backward(*this);
+  check_values({kOp, "h", h}, cu_seqlens, gamma);
   const at::ScalarType wide = state_dtype(h.scalar_type());
-  const KernelInputs inputs(h, w_zh, h0, cu_seqlens, gamma);
+  const KernelInputs inputs(*this, h.scalar_type());
   const at::Tensor x_read = in_rows(x);
   const at::Tensor h_read = h.contiguous();
   const at::Tensor logits_read = logits.contiguous();
@@ -245,13 +293,13 @@ FiveTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   // The kernels know the data's type and the state's: beside float64, z may be narrower than both.
   const at::ScalarType written = z_dtype == wide ? wide : h.scalar_type();
   const at::Tensor dz = at::empty(h.sizes(), h.options().dtype(written));
-  const at::Tensor dx = at::empty(h.sizes(), h.options());
-  const at::Tensor h_before = at::empty(h.sizes(), h.options());
-  const at::Tensor dh0 = at::empty({sequences, h.size(2)}, h.options().dtype(wide));
+  const at::Tensor dx = new_like(h);
+  const at::Tensor h_before = new_like(h);
+  const at::Tensor dh0 = new_state(h, {sequences, h.sym_size(2)});
 
   GatedRnnBackwardParams params;
   params.forward = inputs.params(h_read);
-  params.forward.z = time_series(dz);  // of it only the type counts here
+  params.forward.z = time_series(dz);  // only its type counts here
   params.forward.x = time_series(x_read);
   params.forward.h = time_series(h_read);
   params.forward.logits = time_series(logits_read);
@@ -261,200 +309,54 @@ FiveTensors backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final
   params.dx = time_series(dx);
   params.h_before = time_series(h_before);
   params.dh0 = dh0.data_ptr();
-  Launch<GatedRnnBackwardParams, GatedRnnParams> launch("gated_rnn_backward", kBackward, &params,
-                                                        dx);
+  Launch<GatedRnnBackwardParams, GatedRnnParams> launch(kOp, kBackward, &params, dx);
   const at::Tensor bound_grads = is_given(gamma) ? launch.partial_sums(wide) : at::Tensor();
   params.dgamma_partial = data_or_null(bound_grads);
   if (launch.plan().by_products) {
-    walk_back_by_products(dh_read, dh_final_read, x_read, inputs.w, inputs.gamma, logits_read,
+    scan_back_by_products(dh_read, dh_final_read, x_read, inputs.w, inputs.gamma, logits_read,
                           h_read, inputs.h0, {dz, dx, h_before, dh0, bound_grads});
   } else {
     launch.run();
   }
-  return {dz.to(z_dtype), dx, matrix_gradient(dz, h_before, w_zh),
-          is_given(h0) ? dh0.to(h0->scalar_type()) : dh0,
-          is_given(gamma)
-              ? sum_rows("gated_rnn_backward", {bound_grads})[0].to(gamma->scalar_type())
-              : at::empty({0}, h.options().dtype(wide))};
+  return {dz.to(z_dtype), dx, matrix_gradient(dz, h_before, w_zh), in_type_of(h0, dh0),
+          parameter_gradient(gamma, sum_rows(kOp, {bound_grads})[0], h)};
 }
 
-at::Tensor step_kernel(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                       at::Tensor& state, const OptionalTensor& gamma) {
-  check_step(z, x, w_zh, state, gamma);
-  check_values({"gated_rnn_step", "x", x}, {}, gamma);
-  at::Tensor h = at::empty(x.sizes(), x.options());
-  const KernelInputs inputs(x, w_zh, state, {}, gamma);
-  run_forward("gated_rnn_step", z.unsqueeze(1), x.unsqueeze(1), inputs,
-              {h.unsqueeze(1), inputs.h0, {}});
-  if (!inputs.h0.is_same(state)) {
-    state.copy_(inputs.h0);
-  }
+// ---- step ----
+
+at::Tensor GatedRnnStep::meta() const {
+  const Reference data{kOpName<GatedRnnStep>, "x", x};
+  check_data_dtype(data, ComplexData::kRefused);
+  check_rank(data, 2, "[B, D]");
+  check_gate(data, "z", z);
+  check_shape(data.op, "z", z, "[B, D]", {x.sym_size(0), x.sym_size(1)}, " like x");
+  check_matrix(data, w_zh);
+  check_channel_parameter(data, "gamma", gamma, x.sym_size(1));
+  check_gate(data, "state", state);
+  check_shape(data.op, "state", state, "[B, D]", {x.sym_size(0), x.sym_size(1)});
+  return new_like(x);
+}
+
+at::Tensor GatedRnnStep::kernel() const {
+  at::Tensor h = meta();
+  check_values({kOpName<GatedRnnStep>, "x", x}, {}, gamma);
+  const at::Tensor gate = z.unsqueeze(1), token = x.unsqueeze(1);
+  const OptionalTensor given = state, padded;
+  const KernelInputs inputs(GatedRnn{gate, token, w_zh, given, padded, gamma}, x.scalar_type());
+  run_forward(kOpName<GatedRnnStep>, gate, token, inputs, {h.unsqueeze(1), inputs.h0, {}});
+  write_back(inputs.h0, state);
   return h;
-}
-
-// ---- Meta ----
-
-Results meta_results(const char* op, const at::Tensor& z, const at::Tensor& x,
-                     const at::Tensor& w_zh, const OptionalTensor& h0,
-                     const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
-  const c10::SymInt sequences = check_forward(op, z, x, w_zh, h0, cu_seqlens, gamma);
-  const at::TensorOptions wide = x.options().dtype(state_dtype(x.scalar_type()));
-  return {at::empty_symint(x.sym_sizes(), x.options()),
-          at::empty_symint({sequences, x.sym_size(2)}, wide),
-          at::empty_symint(x.sym_sizes(), wide)};
-}
-
-TwoTensors forward_meta(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                        const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                        const OptionalTensor& gamma) {
-  const Results results = meta_results("gated_rnn", z, x, w_zh, h0, cu_seqlens, gamma);
-  return {results.h, results.h_final};
-}
-
-ThreeTensors with_logits_meta(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                              const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                              const OptionalTensor& gamma) {
-  const Results results = meta_results("gated_rnn_with_logits", z, x, w_zh, h0, cu_seqlens, gamma);
-  return {results.h, results.h_final, results.logits};
-}
-
-FiveTensors backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& x,
-                          const at::Tensor& w_zh, const at::Tensor& logits, const at::Tensor& h,
-                          const OptionalTensor& h0, at::ScalarType z_dtype,
-                          const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
-  const c10::SymInt sequences =
-      check_backward(dh, dh_final, x, w_zh, logits, h, h0, z_dtype, cu_seqlens, gamma);
-  const auto wide = h.options().dtype(state_dtype(h.scalar_type()));
-  return {at::empty_symint(h.sym_sizes(), h.options().dtype(z_dtype)),
-          at::empty_symint(h.sym_sizes(), h.options()),
-          at::empty_symint(w_zh.sym_sizes(), w_zh.options()),
-          at::empty_symint({sequences, h.sym_size(2)}, is_given(h0) ? h0->options() : wide),
-          is_given(gamma) ? at::empty_symint(gamma->sym_sizes(), gamma->options())
-                          : at::empty({0}, wide)};
-}
-
-at::Tensor step_meta(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                     at::Tensor& state, const OptionalTensor& gamma) {
-  check_step(z, x, w_zh, state, gamma);
-  return at::empty_symint(x.sym_sizes(), x.options());
-}
-
-// ---- Autograd, Autocast ----
-
-class GatedRnnFunction : public torch::autograd::Function<GatedRnnFunction> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& z, const at::Tensor& x,
-                               const at::Tensor& w_zh, const OptionalTensor& h0,
-                               const OptionalTensor& cu_seqlens, const OptionalTensor& gamma) {
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["z_dtype"] = static_cast<int64_t>(z.scalar_type());
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h, h_final, logits] = call_op<&with_logits_kernel>("tidegate::gated_rnn_with_logits", z,
-                                                             x, w_zh, h0, cu_seqlens, gamma);
-    ctx->mark_non_differentiable({logits});
-    const at::Tensor none;
-    ctx->save_for_backward(
-        {x, w_zh, logits, h, h0.value_or(none), cu_seqlens.value_or(none), gamma.value_or(none)});
-    return {h, h_final, logits};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor& h = saved[3];
-    const at::Tensor dh = gradients[0].defined() ? gradients[0] : at::zeros_like(h);
-    const auto z_dtype = static_cast<at::ScalarType>(ctx->saved_data["z_dtype"].toInt());
-    auto [dz, dx, dw, dh0, dgamma] = call_op<&backward_kernel>(
-        "tidegate::gated_rnn_backward", dh, optional(gradients[1]), saved[0], saved[1], saved[2], h,
-        optional(saved[4]), z_dtype, optional(saved[5]), optional(saved[6]));
-    const at::Tensor none;
-    return {dz, dx, dw, saved[4].defined() ? dh0 : none, none, saved[6].defined() ? dgamma : none};
-  }
-};
-
-/// The gate's logits are kept for a backward pass only where there can be one.
-TwoTensors forward_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                            const OptionalTensor& gamma) {
-  check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
-  const at::Tensor none, state = h0.value_or(none), bound = gamma.value_or(none);
-  check_differentiable("gated_rnn", {z, x, w_zh, state, bound});
-  if (!asks_for_gradient({z, x, w_zh, state, bound})) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_op<&forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0, cu_seqlens, gamma);
-  }
-  const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens, gamma);
-  return {results[0], results[1]};
-}
-
-ThreeTensors with_logits_autograd(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                                  const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                  const OptionalTensor& gamma) {
-  check_given("gated_rnn_with_logits", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
-  const at::Tensor none;
-  check_differentiable("gated_rnn_with_logits",
-                       {z, x, w_zh, h0.value_or(none), gamma.value_or(none)});
-  const variable_list results = GatedRnnFunction::apply(z, x, w_zh, h0, cu_seqlens, gamma);
-  return {results[0], results[1], results[2]};
-}
-
-/// z and x go to autocast's type. The kernels hold the matrix in fp32 anyway, so that one keeps its
-/// digits, as states and bounds do.
-TwoTensors forward_autocast(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                            const OptionalTensor& gamma) {
-  const AutocastGuard autocast(x.device());
-  return call_op<&forward_kernel>("tidegate::gated_rnn", autocast.cast(z), autocast.cast(x),
-                                  autocast.cast_unless_float(w_zh), h0, cu_seqlens, gamma);
-}
-
-ThreeTensors with_logits_autocast(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                                  const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                  const OptionalTensor& gamma) {
-  const AutocastGuard autocast(x.device());
-  return call_op<&with_logits_kernel>("tidegate::gated_rnn_with_logits", autocast.cast(z),
-                                      autocast.cast(x), autocast.cast_unless_float(w_zh), h0,
-                                      cu_seqlens, gamma);
-}
-
-at::Tensor step_autocast(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                         at::Tensor& state, const OptionalTensor& gamma) {
-  const AutocastGuard autocast(x.device());
-  return call_op<&step_kernel>("tidegate::gated_rnn_step", autocast.cast(z), autocast.cast(x),
-                               autocast.cast_unless_float(w_zh), state, gamma);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  define_op(m,
-            "gated_rnn(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
-            "Tensor? cu_seqlens=None, Tensor? gamma=None) -> (Tensor, Tensor)");
-  register_kernels<&forward_kernel, &forward_meta>(m, "gated_rnn");
-  register_autograd<&forward_autograd>(m, "gated_rnn");
-  register_autocast<&forward_autocast>(m, "gated_rnn");
-
-  define_op(m,
-            "gated_rnn_with_logits(Tensor z, Tensor x, Tensor w_zh, Tensor? h0=None, "
-            "Tensor? cu_seqlens=None, Tensor? gamma=None) -> (Tensor, Tensor, Tensor)");
-  register_kernels<&with_logits_kernel, &with_logits_meta>(m, "gated_rnn_with_logits");
-  register_autograd<&with_logits_autograd>(m, "gated_rnn_with_logits");
-  register_autocast<&with_logits_autocast>(m, "gated_rnn_with_logits");
-
-  define_op(m,
-            "gated_rnn_backward(Tensor dh, Tensor? dh_final, Tensor x, Tensor w_zh, Tensor logits, "
-            "Tensor h, Tensor? h0, ScalarType z_dtype, Tensor? cu_seqlens, Tensor? gamma=None) -> "
-            "(Tensor, Tensor, Tensor, Tensor, Tensor)");
-  register_kernels<&backward_kernel, &backward_meta>(m, "gated_rnn_backward");
-  register_no_double_backward(m, "gated_rnn_backward");
-
-  define_op(m,
-            "gated_rnn_step(Tensor z, Tensor x, Tensor w_zh, Tensor(a!) state, "
-            "Tensor? gamma=None) -> Tensor");
-  register_kernels<&step_kernel, &step_meta>(m, "gated_rnn_step");
-  register_step(m, "gated_rnn_step");
-  register_autocast<&step_autocast>(m, "gated_rnn_step");
+  register_op<GatedRnn>(m);
+  register_op<GatedRnnWithLogits>(m);
+  register_backward<GatedRnnBackward>(m);
+  register_gradient<GatedRnn, GatedRnnBackward, GatedRnnWithLogits>(m);
+  register_gradient<GatedRnnWithLogits, GatedRnnBackward>(m);
+  register_step<GatedRnnStep>(m);
 }
 
 }  // namespace tidegate::ops
@@ -466,16 +368,12 @@ std::tuple<at::Tensor, at::Tensor> gated_rnn(const at::Tensor& z, const at::Tens
                                              const std::optional<at::Tensor>& h0,
                                              const std::optional<at::Tensor>& cu_seqlens,
                                              const std::optional<at::Tensor>& gamma) {
-  ops::check_given("gated_rnn", {{"z", z}, {"x", x}, {"w_zh", w_zh}});
-  return ops::call_op<&ops::forward_kernel>("tidegate::gated_rnn", z, x, w_zh, h0,
-                                            ops::offsets_on("gated_rnn", cu_seqlens, x.device()),
-                                            gamma);
+  return ops::call_public<ops::GatedRnn>(z, x, w_zh, h0, cu_seqlens, gamma);
 }
 
 at::Tensor gated_rnn_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
                           at::Tensor state, const std::optional<at::Tensor>& gamma) {
-  ops::check_given("gated_rnn_step", {{"z", z}, {"x", x}, {"w_zh", w_zh}, {"state", state}});
-  return ops::call_op<&ops::step_kernel>("tidegate::gated_rnn_step", z, x, w_zh, state, gamma);
+  return ops::call_public<ops::GatedRnnStep>(z, x, w_zh, state, gamma);
 }
 
 }  // namespace tidegate

@@ -17,7 +17,8 @@ at::Tensor initial(const at::Tensor& state, const at::Tensor& data, const at::Te
   return state.defined() ? state.clone() : at::zeros({data.size(0), data.size(2)}, w.options());
 }
 
-/// Of the gate's logits `a`: s(a) and s(-a), each with its own digits, and lambda and 1 - lambda.
+/// What the gate's logits `a` become: s(a) and s(-a), each with its own digits, and lambda and
+/// 1 - lambda.
 /// `part` = 1 - gamma, undefined where there is no gamma.
 struct Gates {
   at::Tensor pos, neg, open, shut;
@@ -37,7 +38,7 @@ at::Tensor one_minus(const at::Tensor& gamma) {
 
 }  // namespace
 
-void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
+void scan_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
                       const at::Tensor& gamma, const at::Tensor& h0,
                       const GatedRnnResults& results) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -55,7 +56,7 @@ void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor
   results.h_final.copy_(state);
 }
 
-void walk_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
+void scan_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
                            const at::Tensor& w, const at::Tensor& gamma, const at::Tensor& logits,
                            const at::Tensor& h, const at::Tensor& h0,
                            const GatedRnnGradients& results) {

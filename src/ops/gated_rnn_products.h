@@ -19,10 +19,10 @@ struct GatedRnnGradients {
 
 /// Padded sequences only. w, gamma, h0 and dh_final are of the state's type; all but w may be
 /// undefined. Products in float32 follow torch's settings (TF32).
-void walk_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
+void scan_by_products(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w,
                       const at::Tensor& gamma, const at::Tensor& h0,
                       const GatedRnnResults& results);
-void walk_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
+void scan_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, const at::Tensor& x,
                            const at::Tensor& w, const at::Tensor& gamma, const at::Tensor& logits,
                            const at::Tensor& h, const at::Tensor& h0,
                            const GatedRnnGradients& results);

@@ -1,10 +1,9 @@
 #include "src/ops/gla.h"
 
-#include <ATen/ops/empty.h>
-
 #include <string>
 
 #include "src/ops/launch.h"
+#include "src/ops/results.h"
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -14,19 +13,18 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::gla::GateKind;
-using kernels::gla::GlaBackwardParams;
-using kernels::gla::GlaParams;
+namespace gla = kernels::gla;
+using gla::GateKind;
+using gla::GlaBackwardParams;
+using gla::GlaParams;
 
 constexpr KernelSet<GlaParams> kForward = {
-    &kernels::gla::gla_unsupported, &kernels::gla::gla_plan_cpu, &kernels::gla::gla_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_forward)};
+    &gla::gla_unsupported, &gla::gla_plan_cpu, &gla::gla_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&gla::gla_forward_plan), TIDEGATE_CUDA_KERNEL(&gla::gla_forward)};
 
 constexpr KernelSet<GlaBackwardParams, GlaParams> kBackward = {
-    &kernels::gla::gla_unsupported, &kernels::gla::gla_plan_cpu, &kernels::gla::gla_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::gla::gla_backward)};
+    &gla::gla_unsupported, &gla::gla_plan_cpu, &gla::gla_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&gla::gla_backward_plan), TIDEGATE_CUDA_KERNEL(&gla::gla_backward)};
 
 // ---- checks ----
 
@@ -124,10 +122,9 @@ void check_values(const GlaArguments& arguments) {
 
 /// `gla_unsupported` knows the sizes too, but not the names that the user gave them.
 void check_head_dims(const char* op, int64_t key_dim, int64_t value_dim) {
-  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= kernels::gla::kMaxHeadDim; };
+  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= gla::kMaxHeadDim; };
   TORCH_CHECK(fits(key_dim) && fits(value_dim), op, ": K and V must be from 1 to ",
-              kernels::gla::kMaxHeadDim, ", got q with K = ", key_dim,
-              " and v with V = ", value_dim);
+              gla::kMaxHeadDim, ", got q with K = ", key_dim, " and v with V = ", value_dim);
 }
 
 // ---- CPU and CUDA ----
@@ -143,7 +140,7 @@ struct KernelInputs {
         gate(gate_in_rows(a.gate, a.q.scalar_type())),
         gamma(contiguous_as(a.gamma, state_dtype(a.q.scalar_type()))),
         h0(contiguous_as(a.h0, state_dtype(a.q.scalar_type()))),
-        cu_seqlens(is_given(a.cu_seqlens) ? a.cu_seqlens->contiguous() : at::Tensor()) {}
+        cu_seqlens(contiguous_or_none(a.cu_seqlens)) {}
 
   GlaParams params(const GlaArguments& a) const {
     GlaParams params;
@@ -183,39 +180,57 @@ kernels::gla::InputActivation parse_input_activation(const char* op, const char*
   return kernels::gla::InputActivation::kNone;
 }
 
-std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
-  const int64_t sequences = check_arguments(arguments).guard_int(__FILE__, __LINE__);
-  check_values(arguments);
+// ---- forward ----
+
+std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments) {
+  const c10::SymInt sequences = check_arguments(arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
-  at::Tensor o = at::empty(v.sizes(), v.options());
-  at::Tensor h_final = at::empty({sequences, q.size(2), q.size(3), v.size(3)},
-                                 q.options().dtype(state_dtype(q.scalar_type())));
+  return {new_like(v), new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)})};
+}
+
+std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
+  auto results = gla_forward_meta(arguments);
+  check_values(arguments);
+  const auto& [o, h_final] = results;
   const KernelInputs inputs(arguments);
   GlaParams params = inputs.params(arguments);
   params.o = head_series(o);
   params.h_final = h_final.data_ptr();
   Launch<GlaParams>(arguments.op, kForward, &params, o).run();
-  return {std::move(o), std::move(h_final)};
+  return results;
+}
+
+// ---- backward ----
+
+GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_final,
+                               const GlaArguments& arguments) {
+  const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
+  const at::Tensor &q = arguments.q, &v = arguments.v;
+  return {new_like(q),
+          new_gradient(arguments.k, q),
+          new_like(v),
+          new_like(arguments.gate),
+          new_gradient(arguments.gamma, q),
+          new_state_gradient(arguments.h0, q,
+                             {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)})};
 }
 
 GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh_final,
                                  const GlaArguments& arguments) {
-  const int64_t sequences = check_backward(d_o, dh_final, arguments).guard_int(__FILE__, __LINE__);
+  const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
   check_values(arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
   const at::ScalarType wide = state_dtype(q.scalar_type());
   const KernelInputs inputs(arguments);
   const at::Tensor do_read = in_rows(d_o);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
-  const auto like = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
-  const at::Tensor none = at::empty({0}, q.options().dtype(wide));
 
   GlaGradients grads;
-  grads.dq = like(q);
-  grads.dk = is_given(arguments.k) ? like(*arguments.k) : none;
-  grads.dv = like(v);
-  grads.dgate = like(inputs.gate);
-  grads.dh0 = at::empty({sequences, q.size(2), q.size(3), v.size(3)}, none.options());
+  grads.dq = new_like(q);
+  grads.dk = new_gradient(arguments.k, q);
+  grads.dv = new_like(v);
+  grads.dgate = new_like(inputs.gate);
+  grads.dh0 = new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)});
 
   GlaBackwardParams params;
   params.forward = inputs.params(arguments);
@@ -231,23 +246,24 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
   params.dgamma_partial = data_or_null(dgamma);
   launch.run();
 
-  grads.dgamma = none;
-  if (dgamma.defined()) {
-    grads.dgamma = sum_rows(arguments.op, {dgamma})[0]
-                       .view(arguments.gamma->sizes())
-                       .to(arguments.gamma->scalar_type());
-  }
-  grads.dgate = grads.dgate.to(arguments.gate.scalar_type());
-  if (is_given(arguments.h0)) {
-    grads.dh0 = grads.dh0.to(arguments.h0->scalar_type());
-  }
+  const at::Tensor sum = sum_rows(arguments.op, {dgamma})[0];
+  grads.dgamma = parameter_gradient(arguments.gamma,
+                                    sum.defined() ? sum.view(arguments.gamma->sizes()) : sum, q);
+  grads.dgate = in_type_of(arguments.gate, grads.dgate);
+  grads.dh0 = in_type_of(arguments.h0, grads.dh0);
   return grads;
 }
 
-at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
+// ---- step ----
+
+at::Tensor gla_step_meta(const GlaArguments& arguments, const at::Tensor& state) {
   check_step(arguments, state);
+  return new_like(arguments.v);
+}
+
+at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
+  at::Tensor o = gla_step_meta(arguments, state);
   check_values(arguments);
-  at::Tensor o = at::empty(arguments.v.sizes(), arguments.v.options());
   const at::Tensor q = arguments.q.unsqueeze(1), v = arguments.v.unsqueeze(1),
                    gate = arguments.gate.unsqueeze(1);
   GlaArguments token{arguments.op, arguments.gate_kind, q, std::nullopt, v, gate};
@@ -264,43 +280,8 @@ at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
   params.o = head_series(o.unsqueeze(1));
   params.h_final = inputs.h0.data_ptr();
   Launch<GlaParams>(arguments.op, kForward, &params, o).run();
-  if (!inputs.h0.is_same(state)) {
-    state.copy_(inputs.h0);
-  }
+  write_back(inputs.h0, state);
   return o;
-}
-
-// ---- Meta ----
-
-std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments) {
-  const c10::SymInt sequences = check_arguments(arguments);
-  const at::Tensor &q = arguments.q, &v = arguments.v;
-  return {at::empty_symint(v.sym_sizes(), v.options()),
-          at::empty_symint({sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)},
-                           q.options().dtype(state_dtype(q.scalar_type())))};
-}
-
-GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_final,
-                               const GlaArguments& arguments) {
-  const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
-  const at::Tensor &q = arguments.q, &v = arguments.v;
-  const auto wide = q.options().dtype(state_dtype(q.scalar_type()));
-  const auto like = [&](const OptionalTensor& tensor) {
-    return is_given(tensor) ? at::empty_symint(tensor->sym_sizes(), tensor->options())
-                            : at::empty({0}, wide);
-  };
-  return {like(q),
-          like(arguments.k),
-          like(v),
-          like(arguments.gate),
-          like(arguments.gamma),
-          at::empty_symint({sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)},
-                           is_given(arguments.h0) ? arguments.h0->options() : wide)};
-}
-
-at::Tensor gla_step_meta(const GlaArguments& arguments, const at::Tensor& state) {
-  check_step(arguments, state);
-  return at::empty_symint(arguments.v.sym_sizes(), arguments.v.options());
 }
 
 }  // namespace tidegate::ops

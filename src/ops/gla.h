@@ -1,7 +1,7 @@
 #pragma once
 
-// What gated_linear_attention and hgrn2 share: checks, dispatch to the kernels, Meta results. The
-// two differ in where keys and decays come from; each has its schema and autograd in its own file.
+// What gated_linear_attention and hgrn2 share: checks, how tensors become params, results. The two
+// differ in where keys and decays come from; each has its schemas in its own file.
 
 #include <ATen/core/Tensor.h>
 

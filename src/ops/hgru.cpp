@@ -1,19 +1,16 @@
-// hgru: schema, checks, dispatch, autograd.
+// hgru: schema, checks, how tensors become the kernels' params.
 
 #include "tidegate/ops/hgru.h"
-
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
 #include <tuple>
 
 #include "kernels/scan/scan.h"
-#include "src/ops/autocast.h"
+#include "src/ops/autograd.h"
 #include "src/ops/checks.h"
 #include "src/ops/launch.h"
-#include "src/ops/registration.h"
+#include "src/ops/op.h"
+#include "src/ops/results.h"
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -23,27 +20,87 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::scan::HgruBackwardParams;
-using kernels::scan::HgruParams;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+namespace scan = kernels::scan;
+using scan::HgruBackwardParams;
+using scan::HgruParams;
 
 constexpr KernelSet<HgruParams> kForward = {
-    &kernels::scan::hgru_unsupported, &kernels::scan::hgru_plan_cpu,
-    &kernels::scan::hgru_forward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_forward)};
+    &scan::hgru_unsupported, &scan::hgru_plan_cpu, &scan::hgru_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&scan::hgru_forward_plan), TIDEGATE_CUDA_KERNEL(&scan::hgru_forward)};
 
 constexpr KernelSet<HgruBackwardParams, HgruParams> kBackward = {
-    &kernels::scan::hgru_unsupported, &kernels::scan::hgru_plan_cpu,
-    &kernels::scan::hgru_backward_cpu, TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::scan::hgru_backward)};
+    &scan::hgru_unsupported, &scan::hgru_plan_cpu, &scan::hgru_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&scan::hgru_backward_plan), TIDEGATE_CUDA_KERNEL(&scan::hgru_backward)};
+
+// ---- schemas ----
+
+/// c and f go to autocast's type; bounds, phases and states stay fp32. A float64 c is left alone,
+/// and so is its f.
+constexpr CastRule kHgruCasts[] = {{"c", Cast::kLower}, {"f", Cast::kAlong, "c"}};
+
+struct Hgru {
+  static constexpr std::string_view kSchema =
+      "hgru(Tensor c, Tensor f, Tensor? gamma=None, Tensor? theta=None, Tensor? h0=None, "
+      "str activation=\"silu\", bool reverse=False, Tensor? cu_seqlens=None) "
+      "-> (Tensor, Tensor)";
+  static constexpr std::string_view kResults[] = {"h", "h_final"};
+  static constexpr std::string_view kData = "c";
+  static constexpr auto& kCasts = kHgruCasts;
+
+  const at::Tensor &c, &f;
+  const OptionalTensor &gamma, &theta, &h0;
+  std::string_view activation;
+  bool reverse;
+  const OptionalTensor& cu_seqlens;
+
+  std::tuple<at::Tensor, at::Tensor> kernel() const;
+  std::tuple<at::Tensor, at::Tensor> meta() const;
+};
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// The gradients of c, f, gamma, theta and h0.
+struct HgruBackward {
+  static constexpr std::string_view kSchema =
+      "hgru_backward(Tensor dh, Tensor? dh_final, Tensor c, Tensor f, Tensor h, "
+      "Tensor? gamma, Tensor? theta, Tensor? h0, str activation, bool reverse, "
+      "Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+  static constexpr std::string_view kGradientLike = "h";
+
+  const at::Tensor& dh;
+  const OptionalTensor& dh_final;
+  const at::Tensor &c, &f, &h;
+  const OptionalTensor &gamma, &theta, &h0;
+  std::string_view activation;
+  bool reverse;
+  const OptionalTensor& cu_seqlens;
+
+  Gradients kernel() const;
+  Gradients meta() const;
+};
+
+struct HgruStep {
+  static constexpr std::string_view kSchema =
+      "hgru_step(Tensor c, Tensor f, Tensor? gamma, Tensor? theta, Tensor(a!) state, "
+      "str activation=\"silu\") -> Tensor";
+  static constexpr std::string_view kData = "c";
+  static constexpr auto& kCasts = kHgruCasts;
+
+  const at::Tensor &c, &f;
+  const OptionalTensor &gamma, &theta;
+  at::Tensor& state;
+  std::string_view activation;
+
+  at::Tensor kernel() const;
+  at::Tensor meta() const;
+};
 
 // ---- checks ----
 
-kernels::scan::Activation parse_activation(const char* op, std::string_view name) {
+scan::Activation parse_activation(const char* op, std::string_view name) {
   TORCH_CHECK(name == "silu" || name == "none", op,
               ": activation must be \"silu\" or \"none\", got \"", name, "\"");
-  return name == "silu" ? kernels::scan::Activation::kSilu : kernels::scan::Activation::kNone;
+  return name == "silu" ? scan::Activation::kSilu : scan::Activation::kNone;
 }
 
 /// c and f of [.., D], with or without a time axis. Returns D.
@@ -72,59 +129,51 @@ c10::SymInt check_data(const Reference& data, const at::Tensor& f, bool complex,
   return channels;
 }
 
-/// All inputs of the forward pass; returns N.
-c10::SymInt check_arguments(const Reference& data, const at::Tensor& f, const OptionalTensor& gamma,
-                            const OptionalTensor& theta, const OptionalTensor& h0,
-                            const OptionalTensor& cu_seqlens) {
-  const bool complex = is_given(theta);
-  const c10::SymInt channels = check_data(data, f, complex, /*step=*/false);
-  check_channel_parameter(data, "gamma", gamma, channels);
-  check_channel_parameter(data, "theta", theta, channels);
-  c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
-  check_state(data, "h0", h0, complex ? "[N, 2D]" : "[N, D]", {sequences, data.tensor.sym_size(2)});
+/// What the forward and the backward pass read; returns N.
+template <class Op>
+c10::SymInt check_inputs(const Op& op) {
+  const Reference data{kOpName<Op>, "c", op.c};
+  parse_activation(data.op, op.activation);
+  const bool complex = is_given(op.theta);
+  const c10::SymInt channels = check_data(data, op.f, complex, /*step=*/false);
+  check_channel_parameter(data, "gamma", op.gamma, channels);
+  check_channel_parameter(data, "theta", op.theta, channels);
+  c10::SymInt sequences = check_cu_seqlens(data, op.cu_seqlens);
+  check_state(data, "h0", op.h0, complex ? "[N, 2D]" : "[N, D]", {sequences, op.c.sym_size(2)});
   return sequences;
 }
 
-void check_values(const Reference& data, const OptionalTensor& gamma, const OptionalTensor& theta,
-                  const OptionalTensor& cu_seqlens) {
-  check_cu_seqlens_values(data, cu_seqlens);
-  check_bound_values(data, "gamma", gamma);
-  check_finite_values(data, "theta", theta);
+template <class Op>
+void check_values(const Op& op) {
+  const Reference data{kOpName<Op>, "c", op.c};
+  if constexpr (requires { op.cu_seqlens; }) {
+    check_cu_seqlens_values(data, op.cu_seqlens);
+  }
+  check_bound_values(data, "gamma", op.gamma);
+  check_finite_values(data, "theta", op.theta);
 }
 
-void check_step(const at::Tensor& c, const at::Tensor& f, const OptionalTensor& gamma,
-                const OptionalTensor& theta, const at::Tensor& state) {
-  const Reference data{"hgru_step", "c", c};
-  const bool complex = is_given(theta);
-  const c10::SymInt channels = check_data(data, f, complex, /*step=*/true);
-  check_channel_parameter(data, "gamma", gamma, channels);
-  check_channel_parameter(data, "theta", theta, channels);
-  check_gate(data, "state", state);
-  check_shape(data.op, "state", state, complex ? "[B, 2D]" : "[B, D]",
-              {c.sym_size(0), c.sym_size(1)});
-}
-
-// ---- CPU and CUDA ----
+// ---- forward ----
 
 /// The tensors that both directions read, in the form that the kernels take.
 struct KernelInputs {
   at::Tensor c, f, gamma, theta, h0, cu_seqlens;
 
-  KernelInputs(const at::Tensor& data, const at::Tensor& logits, const OptionalTensor& bound,
-               const OptionalTensor& phase, const OptionalTensor& state,
-               const OptionalTensor& offsets)
-      : c(in_rows(data)),
-        f(gate_in_rows(logits, data.scalar_type())),
-        gamma(contiguous_as(bound, state_dtype(data.scalar_type()))),
-        theta(contiguous_as(phase, state_dtype(data.scalar_type()))),
-        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
-        cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
+  template <class Op>
+  explicit KernelInputs(const Op& op)
+      : c(in_rows(op.c)),
+        f(gate_in_rows(op.f, op.c.scalar_type())),
+        gamma(contiguous_as(op.gamma, state_dtype(op.c.scalar_type()))),
+        theta(contiguous_as(op.theta, state_dtype(op.c.scalar_type()))),
+        h0(contiguous_as(op.h0, state_dtype(op.c.scalar_type()))),
+        cu_seqlens(contiguous_or_none(op.cu_seqlens)) {}
 
-  HgruParams params(kernels::scan::Activation activation, bool reverse) const {
+  template <class Op>
+  HgruParams params(const Op& op) const {
     HgruParams params;
-    params.layout = sequence_layout(c, cu_seqlens, reverse);
+    params.layout = sequence_layout(c, cu_seqlens, op.reverse);
     params.channels = f.size(2);
-    params.activation = activation;
+    params.activation = parse_activation(kOpName<Op>, op.activation);
     params.c = time_series(c);
     params.f = time_series(f);
     params.gamma = data_or_null(gamma);
@@ -134,252 +183,112 @@ struct KernelInputs {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& c, const at::Tensor& f,
-                                                  const OptionalTensor& gamma,
-                                                  const OptionalTensor& theta,
-                                                  const OptionalTensor& h0,
-                                                  std::string_view activation, bool reverse,
-                                                  const OptionalTensor& cu_seqlens) {
-  const Reference data{"hgru", "c", c};
-  const auto act = parse_activation(data.op, activation);
-  const int64_t sequences =
-      check_arguments(data, f, gamma, theta, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
-  check_values(data, gamma, theta, cu_seqlens);
-  at::Tensor h = at::empty(c.sizes(), c.options());
-  at::Tensor h_final =
-      at::empty({sequences, c.size(2)}, c.options().dtype(state_dtype(c.scalar_type())));
-  const KernelInputs inputs(c, f, gamma, theta, h0, cu_seqlens);
-  HgruParams params = inputs.params(act, reverse);
+/// Writes `h` [B, T, ..] and `h_final` [N, ..], which may be `inputs.h0` when T = 1.
+void run_forward(const char* op, HgruParams params, const at::Tensor& h,
+                 const at::Tensor& h_final) {
   params.h = time_series(h);
   params.h_final = h_final.data_ptr();
-  Launch<HgruParams>(data.op, kForward, &params, h).run();
-  return {std::move(h), std::move(h_final)};
+  Launch<HgruParams>(op, kForward, &params, h).run();
 }
 
-c10::SymInt check_backward(const at::Tensor& dh, const OptionalTensor& dh_final,
-                           const at::Tensor& c, const at::Tensor& f, const at::Tensor& h,
-                           const OptionalTensor& gamma, const OptionalTensor& theta,
-                           const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
-  const Reference data{"hgru_backward", "c", c};
-  c10::SymInt sequences = check_arguments(data, f, gamma, theta, h0, cu_seqlens);
-  check_like(data, "h", h);
-  check_like(data, "dh", dh);
-  check_state(data, "dh_final", dh_final, is_given(theta) ? "[N, 2D]" : "[N, D]",
-              {sequences, c.sym_size(2)});
+std::tuple<at::Tensor, at::Tensor> Hgru::meta() const {
+  const c10::SymInt sequences = check_inputs(*this);
+  return {new_like(c), new_state(c, {sequences, c.sym_size(2)})};
+}
+
+std::tuple<at::Tensor, at::Tensor> Hgru::kernel() const {
+  auto results = meta();
+  check_values(*this);
+  const auto& [h, h_final] = results;
+  const KernelInputs inputs(*this);
+  run_forward(kOpName<Hgru>, inputs.params(*this), h, h_final);
+  return results;
+}
+
+// ---- backward ----
+
+c10::SymInt check_backward(const HgruBackward& op) {
+  const Reference data{kOpName<HgruBackward>, "c", op.c};
+  c10::SymInt sequences = check_inputs(op);
+  check_like(data, "h", op.h);
+  check_like(data, "dh", op.dh);
+  check_state(data, "dh_final", op.dh_final, is_given(op.theta) ? "[N, 2D]" : "[N, D]",
+              {sequences, op.c.sym_size(2)});
   return sequences;
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+Gradients HgruBackward::meta() const {
+  const c10::SymInt sequences = check_backward(*this);
+  return {new_like(c), new_like(f), new_gradient(gamma, c), new_gradient(theta, c),
+          new_state_gradient(h0, c, {sequences, c.sym_size(2)})};
+}
 
-/// dgamma and dtheta are [0] tensors when there is no gamma or theta.
-Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& c,
-                          const at::Tensor& f, const at::Tensor& h, const OptionalTensor& gamma,
-                          const OptionalTensor& theta, const OptionalTensor& h0,
-                          std::string_view activation, bool reverse,
-                          const OptionalTensor& cu_seqlens) {
-  const Reference data{"hgru_backward", "c", c};
-  const auto act = parse_activation(data.op, activation);
-  const int64_t sequences = check_backward(dh, dh_final, c, f, h, gamma, theta, h0, cu_seqlens)
-                                .guard_int(__FILE__, __LINE__);
-  check_values(data, gamma, theta, cu_seqlens);
+Gradients HgruBackward::kernel() const {
+  const c10::SymInt sequences = check_backward(*this);
+  check_values(*this);
   const at::ScalarType wide = state_dtype(c.scalar_type());
-  const KernelInputs inputs(c, f, gamma, theta, h0, cu_seqlens);
+  const KernelInputs inputs(*this);
   const at::Tensor h_read = in_rows(h);
   const at::Tensor dh_read = in_rows(dh);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
-  const at::Tensor dc = at::empty(c.sizes(), c.options());
-  const at::Tensor df = at::empty(f.sizes(), inputs.f.options());
-  const at::Tensor dh0 = at::empty({sequences, c.size(2)}, c.options().dtype(wide));
+  const at::Tensor dc = new_like(c);
+  const at::Tensor df = new_like(inputs.f);
+  const at::Tensor dh0 = new_state(c, {sequences, c.sym_size(2)});
 
   HgruBackwardParams params;
-  params.forward = inputs.params(act, reverse);
+  params.forward = inputs.params(*this);
   params.forward.h = time_series(h_read);
   params.dh = time_series(dh_read);
   params.dh_final = data_or_null(dh_final_read);
   params.dc = time_series(dc);
   params.df = time_series(df);
   params.dh0 = dh0.data_ptr();
-  Launch<HgruBackwardParams, HgruParams> launch(data.op, kBackward, &params, dc);
-  at::Tensor dgamma = is_given(gamma) ? launch.partial_sums(wide) : at::Tensor();
-  at::Tensor dtheta = is_given(theta) ? launch.partial_sums(wide) : at::Tensor();
+  Launch<HgruBackwardParams, HgruParams> launch(kOpName<HgruBackward>, kBackward, &params, dc);
+  const at::Tensor dgamma = is_given(gamma) ? launch.partial_sums(wide) : at::Tensor();
+  const at::Tensor dtheta = is_given(theta) ? launch.partial_sums(wide) : at::Tensor();
   params.dgamma_partial = data_or_null(dgamma);
   params.dtheta_partial = data_or_null(dtheta);
   launch.run();
 
-  const std::vector<at::Tensor> sums = sum_rows("hgru_backward", {dgamma, dtheta});
-  const auto gradient = [&](const at::Tensor& sum, const OptionalTensor& argument) {
-    return sum.defined() ? sum.to(argument->scalar_type())
-                         : at::empty({0}, c.options().dtype(wide));
-  };
-  return {dc, df.to(f.scalar_type()), gradient(sums[0], gamma), gradient(sums[1], theta),
-          is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
+  const std::vector<at::Tensor> sums = sum_rows(kOpName<HgruBackward>, {dgamma, dtheta});
+  return {dc, in_type_of(f, df), parameter_gradient(gamma, sums[0], c),
+          parameter_gradient(theta, sums[1], c), in_type_of(h0, dh0)};
 }
 
-at::Tensor step_kernel(const at::Tensor& c, const at::Tensor& f, const OptionalTensor& gamma,
-                       const OptionalTensor& theta, at::Tensor& state,
-                       std::string_view activation) {
-  const Reference data{"hgru_step", "c", c};
-  const auto act = parse_activation(data.op, activation);
-  check_step(c, f, gamma, theta, state);
-  check_values(data, gamma, theta, {});
-  at::Tensor h = at::empty(c.sizes(), c.options());
-  const KernelInputs inputs(c.unsqueeze(1), f.unsqueeze(1), gamma, theta, state, {});
-  HgruParams params = inputs.params(act, /*reverse=*/false);
-  params.h = time_series(h.unsqueeze(1));
-  params.h_final = inputs.h0.data_ptr();
-  Launch<HgruParams>(data.op, kForward, &params, h).run();
-  if (!inputs.h0.is_same(state)) {
-    state.copy_(inputs.h0);
-  }
+// ---- step ----
+
+at::Tensor HgruStep::meta() const {
+  const Reference data{kOpName<HgruStep>, "c", c};
+  parse_activation(data.op, activation);
+  const bool complex = is_given(theta);
+  const c10::SymInt channels = check_data(data, f, complex, /*step=*/true);
+  check_channel_parameter(data, "gamma", gamma, channels);
+  check_channel_parameter(data, "theta", theta, channels);
+  check_gate(data, "state", state);
+  check_shape(data.op, "state", state, complex ? "[B, 2D]" : "[B, D]",
+              {c.sym_size(0), c.sym_size(1)});
+  return new_like(c);
+}
+
+at::Tensor HgruStep::kernel() const {
+  at::Tensor h = meta();
+  check_values(*this);
+  const at::Tensor token = c.unsqueeze(1), gate = f.unsqueeze(1);
+  const OptionalTensor given = state, padded;
+  const Hgru op{token, gate, gamma, theta, given, activation, /*reverse=*/false, padded};
+  const KernelInputs inputs(op);
+  run_forward(kOpName<HgruStep>, inputs.params(op), h.unsqueeze(1), inputs.h0);
+  write_back(inputs.h0, state);
   return h;
-}
-
-// ---- Meta ----
-
-std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& c, const at::Tensor& f,
-                                                const OptionalTensor& gamma,
-                                                const OptionalTensor& theta,
-                                                const OptionalTensor& h0,
-                                                std::string_view activation, bool /*reverse*/,
-                                                const OptionalTensor& cu_seqlens) {
-  parse_activation("hgru", activation);
-  const c10::SymInt sequences = check_arguments({"hgru", "c", c}, f, gamma, theta, h0, cu_seqlens);
-  return {at::empty_symint(c.sym_sizes(), c.options()),
-          at::empty_symint({sequences, c.sym_size(2)},
-                           c.options().dtype(state_dtype(c.scalar_type())))};
-}
-
-Gradients backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& c,
-                        const at::Tensor& f, const at::Tensor& h, const OptionalTensor& gamma,
-                        const OptionalTensor& theta, const OptionalTensor& h0,
-                        std::string_view activation, bool /*reverse*/,
-                        const OptionalTensor& cu_seqlens) {
-  parse_activation("hgru_backward", activation);
-  const c10::SymInt sequences = check_backward(dh, dh_final, c, f, h, gamma, theta, h0, cu_seqlens);
-  const auto wide = c.options().dtype(state_dtype(c.scalar_type()));
-  const auto like_parameter = [&](const OptionalTensor& parameter) {
-    return is_given(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())
-                               : at::empty({0}, wide);
-  };
-  return {at::empty_symint(c.sym_sizes(), c.options()),
-          at::empty_symint(f.sym_sizes(), f.options()), like_parameter(gamma),
-          like_parameter(theta),
-          at::empty_symint({sequences, c.sym_size(2)}, is_given(h0) ? h0->options() : wide)};
-}
-
-at::Tensor step_meta(const at::Tensor& c, const at::Tensor& f, const OptionalTensor& gamma,
-                     const OptionalTensor& theta, at::Tensor& state, std::string_view activation) {
-  parse_activation("hgru_step", activation);
-  check_step(c, f, gamma, theta, state);
-  return at::empty_symint(c.sym_sizes(), c.options());
-}
-
-// ---- Autograd, Autocast ----
-
-class HgruFunction : public torch::autograd::Function<HgruFunction> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& c, const at::Tensor& f,
-                               const OptionalTensor& gamma, const OptionalTensor& theta,
-                               const OptionalTensor& h0, std::string_view activation, bool reverse,
-                               const OptionalTensor& cu_seqlens) {
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["activation"] = std::string(activation);
-    ctx->saved_data["reverse"] = reverse;
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h, h_final] = call_op<&forward_kernel>("tidegate::hgru", c, f, gamma, theta, h0,
-                                                 activation, reverse, cu_seqlens);
-    const at::Tensor none;
-    ctx->save_for_backward({c, f, h, gamma.value_or(none), theta.value_or(none), h0.value_or(none),
-                            cu_seqlens.value_or(none)});
-    return {h, h_final};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &c = saved[0], &f = saved[1], &h = saved[2], &gamma = saved[3],
-                     &theta = saved[4], &h0 = saved[5], &cu_seqlens = saved[6];
-    const at::Tensor dh = gradients[0].defined() ? gradients[0] : at::zeros_like(h);
-    const std::string activation = ctx->saved_data["activation"].toStringRef();
-    auto [dc, df, dgamma, dtheta, dh0] =
-        call_op<&backward_kernel>("tidegate::hgru_backward", dh, optional(gradients[1]), c, f, h,
-                                  optional(gamma), optional(theta), optional(h0), activation,
-                                  ctx->saved_data["reverse"].toBool(), optional(cu_seqlens));
-    const at::Tensor none;
-    return {dc,
-            df,
-            gamma.defined() ? dgamma : none,
-            theta.defined() ? dtheta : none,
-            h0.defined() ? dh0 : none,
-            none,
-            none,
-            none};
-  }
-};
-
-std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& c, const at::Tensor& f,
-                                                    const OptionalTensor& gamma,
-                                                    const OptionalTensor& theta,
-                                                    const OptionalTensor& h0,
-                                                    std::string_view activation, bool reverse,
-                                                    const OptionalTensor& cu_seqlens) {
-  check_given("hgru", {{"c", c}, {"f", f}});
-  const at::Tensor none;
-  check_differentiable("hgru",
-                       {c, f, gamma.value_or(none), theta.value_or(none), h0.value_or(none)});
-  const variable_list results =
-      HgruFunction::apply(c, f, gamma, theta, h0, activation, reverse, cu_seqlens);
-  return {results[0], results[1]};
-}
-
-/// c and f go to autocast's type; bounds, phases and states stay fp32. A float64 c is left alone,
-/// and so is its f.
-std::tuple<at::Tensor, at::Tensor> forward_autocast(const at::Tensor& c, const at::Tensor& f,
-                                                    const OptionalTensor& gamma,
-                                                    const OptionalTensor& theta,
-                                                    const OptionalTensor& h0,
-                                                    std::string_view activation, bool reverse,
-                                                    const OptionalTensor& cu_seqlens) {
-  const AutocastGuard autocast(c.device());
-  const at::Tensor data = autocast.cast(c);
-  return call_op<&forward_kernel>("tidegate::hgru", data, autocast.cast_along(f, data), gamma,
-                                  theta, h0, activation, reverse, cu_seqlens);
-}
-
-at::Tensor step_autocast(const at::Tensor& c, const at::Tensor& f, const OptionalTensor& gamma,
-                         const OptionalTensor& theta, at::Tensor& state,
-                         std::string_view activation) {
-  const AutocastGuard autocast(c.device());
-  const at::Tensor data = autocast.cast(c);
-  return call_op<&step_kernel>("tidegate::hgru_step", data, autocast.cast_along(f, data), gamma,
-                               theta, state, activation);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  define_op(m,
-            "hgru(Tensor c, Tensor f, Tensor? gamma=None, Tensor? theta=None, Tensor? h0=None, "
-            "str activation=\"silu\", bool reverse=False, Tensor? cu_seqlens=None) "
-            "-> (Tensor, Tensor)");
-  register_kernels<&forward_kernel, &forward_meta>(m, "hgru");
-  register_autograd<&forward_autograd>(m, "hgru");
-  register_autocast<&forward_autocast>(m, "hgru");
-
-  define_op(m,
-            "hgru_backward(Tensor dh, Tensor? dh_final, Tensor c, Tensor f, Tensor h, "
-            "Tensor? gamma, Tensor? theta, Tensor? h0, str activation, bool reverse, "
-            "Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  register_kernels<&backward_kernel, &backward_meta>(m, "hgru_backward");
-  register_no_double_backward(m, "hgru_backward");
-
-  define_op(m,
-            "hgru_step(Tensor c, Tensor f, Tensor? gamma, Tensor? theta, Tensor(a!) state, "
-            "str activation=\"silu\") -> Tensor");
-  register_kernels<&step_kernel, &step_meta>(m, "hgru_step");
-  register_step(m, "hgru_step");
-  register_autocast<&step_autocast>(m, "hgru_step");
+  register_op<Hgru>(m);
+  register_backward<HgruBackward>(m);
+  register_gradient<Hgru, HgruBackward>(m);
+  register_step<HgruStep>(m);
 }
 
 }  // namespace tidegate::ops
@@ -392,18 +301,13 @@ std::tuple<at::Tensor, at::Tensor> hgru(const at::Tensor& c, const at::Tensor& f
                                         const std::optional<at::Tensor>& h0,
                                         std::string_view activation, bool reverse,
                                         const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("hgru", {{"c", c}, {"f", f}});
-  return ops::call_op<&ops::forward_kernel>("tidegate::hgru", c, f, gamma, theta, h0, activation,
-                                            reverse,
-                                            ops::offsets_on("hgru", cu_seqlens, c.device()));
+  return ops::call_public<ops::Hgru>(c, f, gamma, theta, h0, activation, reverse, cu_seqlens);
 }
 
 at::Tensor hgru_step(const at::Tensor& c, const at::Tensor& f,
                      const std::optional<at::Tensor>& gamma, const std::optional<at::Tensor>& theta,
                      at::Tensor state, std::string_view activation) {
-  ops::check_given("hgru_step", {{"c", c}, {"f", f}, {"state", state}});
-  return ops::call_op<&ops::step_kernel>("tidegate::hgru_step", c, f, gamma, theta, state,
-                                         activation);
+  return ops::call_public<ops::HgruStep>(c, f, gamma, theta, state, activation);
 }
 
 }  // namespace tidegate

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #ifdef TIDEGATE_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/common/cuda/row_sums.h"
@@ -61,7 +60,8 @@ void sum_rows_on_device(const char* op, const std::vector<at::Tensor>& partials,
 }  // namespace
 #endif
 
-std::vector<at::Tensor> sum_rows(const char* op, const std::vector<at::Tensor>& partials) {
+std::vector<at::Tensor> sum_rows([[maybe_unused]] const char* op,
+                                 const std::vector<at::Tensor>& partials) {
   std::vector<at::Tensor> sums(partials.size());
 #ifdef TIDEGATE_WITH_CUDA
   const auto on_cuda = [](const at::Tensor& t) { return t.defined() && t.is_cuda(); };
@@ -78,24 +78,7 @@ std::vector<at::Tensor> sum_rows(const char* op, const std::vector<at::Tensor>& 
   return sums;
 }
 
-OptionalTensor offsets_on(const char* op, const OptionalTensor& cu_seqlens, at::Device device) {
-  if (!is_given(cu_seqlens) || !cu_seqlens->is_cpu() || device.is_cpu()) {
-    return cu_seqlens;
-  }
-  TORCH_CHECK(!is_capturing(device), op, ": cu_seqlens must be on ", device,
-              " while a CUDA graph is captured, got it on ", cu_seqlens->device());
-  return cu_seqlens->to(device);
-}
-
 #ifdef TIDEGATE_WITH_CUDA
-
-bool is_capturing(at::Device device) {
-  if (!device.is_cuda()) {
-    return false;
-  }
-  const c10::DeviceGuard guard(device);
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
 
 CudaStream current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
@@ -107,8 +90,6 @@ void check_launch(const char* op, const char* what, CudaStatus status) {
 }
 
 #else
-
-bool is_capturing(at::Device) { return false; }
 
 CudaStream current_stream(at::Device) { return nullptr; }
 

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "kernels/common/parallel_for.h"
-#include "src/ops/checks.h"
 
 #ifdef TIDEGATE_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -44,14 +43,8 @@ struct KernelSet {
   CudaStatus (*run_cuda)(const Params&, CudaStream);
 };
 
-/// torch's thread pool, lent to a CPU kernel.
+/// torch's thread pool, for a CPU kernel to run on.
 kernels::ParallelFor torch_threads();
-
-/// Whether the current stream of `device` is being captured into a CUDA graph.
-bool is_capturing(at::Device device);
-
-/// `cu_seqlens`, copied to `device` when it is on the CPU (an error while capturing).
-OptionalTensor offsets_on(const char* op, const OptionalTensor& cu_seqlens, at::Device device);
 
 CudaStream current_stream(at::Device device);
 void check_launch(const char* op, const char* what, CudaStatus status);
@@ -73,11 +66,16 @@ class Launch {
  public:
   Launch(const char* op, const KernelSet<Params, Forward>& kernels, Params* params,
          const at::Tensor& like)
-      : op_(op), kernels_(kernels), params_(params), like_(like), guard_(like.device()) {
+      : op_(op),
+        kernels_(kernels),
+        params_(params),
+        like_(like),
+        empty_(forward().channels == 0 || forward().layout.sequences == 0),
+        guard_(like.device()) {
     if (const char* why = kernels_.unsupported(forward())) {
       TORCH_CHECK(false, op_, ": ", why);
     }
-    if (is_empty()) {
+    if (empty_) {
       return;
     }
     if (like_.is_cuda()) {
@@ -89,7 +87,7 @@ class Launch {
     forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
   }
 
-  /// [P, channels] of `dtype`: written by the kernel, one row a team of threads (a sequence on the
+  /// [P, channels] of `dtype`: written by the kernel, one row a group of threads (a sequence on the
   /// CPU, and of gated_rnn); the op adds the rows up, in an order that does not depend on the
   /// launch.
   at::Tensor partial_sums(at::ScalarType dtype) const {
@@ -100,7 +98,7 @@ class Launch {
   const typename KernelSet<Params, Forward>::Plan& plan() const { return forward().plan; }
 
   void run() {
-    if (is_empty()) {
+    if (empty_) {
       return;
     }
     if (like_.is_cuda()) {
@@ -119,13 +117,13 @@ class Launch {
     }
   }
 
-  /// No element at all; T = 0 is not empty, since states still have to be passed on.
-  bool is_empty() const { return forward().channels == 0 || forward().layout.sequences == 0; }
-
   const char* op_;
   const KernelSet<Params, Forward>& kernels_;
   Params* params_;
   const at::Tensor& like_;
+  /// No element at all, so that nothing is planned or launched. T = 0 is not empty, since states
+  /// still have to be passed on.
+  const bool empty_;
   c10::DeviceGuard guard_;
   at::Tensor workspace_;
 };

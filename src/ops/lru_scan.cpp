@@ -1,18 +1,15 @@
-// lru_scan: schema, checks, dispatch, autograd.
+// lru_scan: schema, checks, how tensors become the kernels' params.
 
 #include "tidegate/ops/lru_scan.h"
-
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <tuple>
 
 #include "kernels/scan/scan.h"
-#include "src/ops/autocast.h"
+#include "src/ops/autograd.h"
 #include "src/ops/checks.h"
 #include "src/ops/launch.h"
-#include "src/ops/registration.h"
+#include "src/ops/op.h"
+#include "src/ops/results.h"
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -22,31 +19,82 @@
 namespace tidegate::ops {
 namespace {
 
-using kernels::scan::LruBackwardParams;
-using kernels::scan::LruParams;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+namespace scan = kernels::scan;
+using scan::LruBackwardParams;
+using scan::LruParams;
 
 constexpr KernelSet<LruParams> kForward = {
-    &kernels::scan::lru_unsupported, &kernels::scan::lru_plan_cpu, &kernels::scan::lru_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_forward)};
+    &scan::lru_unsupported, &scan::lru_plan_cpu, &scan::lru_forward_cpu,
+    TIDEGATE_CUDA_KERNEL(&scan::lru_forward_plan), TIDEGATE_CUDA_KERNEL(&scan::lru_forward)};
 
 constexpr KernelSet<LruBackwardParams, LruParams> kBackward = {
-    &kernels::scan::lru_unsupported, &kernels::scan::lru_plan_cpu, &kernels::scan::lru_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&kernels::scan::lru_backward)};
+    &scan::lru_unsupported, &scan::lru_plan_cpu, &scan::lru_backward_cpu,
+    TIDEGATE_CUDA_KERNEL(&scan::lru_backward_plan), TIDEGATE_CUDA_KERNEL(&scan::lru_backward)};
 
-// ---- checks ----
+// ---- schemas ----
 
-/// The three parameters of the recurrence as they were given.
-struct Parameters {
-  const at::Tensor& nu_log;
+/// x goes to autocast's type; parameters and states keep theirs.
+constexpr CastRule kLruScanCasts[] = {{"x", Cast::kLower}};
+
+struct LruScan {
+  static constexpr std::string_view kSchema =
+      "lru_scan(Tensor x, Tensor nu_log, Tensor? theta_log, Tensor gamma_log, "
+      "Tensor? h0=None, bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor, Tensor)";
+  static constexpr std::string_view kResults[] = {"h", "h_final"};
+  static constexpr std::string_view kData = "x";
+  static constexpr auto& kCasts = kLruScanCasts;
+
+  const at::Tensor &x, &nu_log;
   const OptionalTensor& theta_log;
   const at::Tensor& gamma_log;
+  const OptionalTensor& h0;
+  bool reverse;
+  const OptionalTensor& cu_seqlens;
 
-  bool complex() const { return is_given(theta_log); }
+  std::tuple<at::Tensor, at::Tensor> kernel() const;
+  std::tuple<at::Tensor, at::Tensor> meta() const;
 };
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+/// The gradients of x, nu_log, theta_log, gamma_log and h0.
+struct LruScanBackward {
+  static constexpr std::string_view kSchema =
+      "lru_scan_backward(Tensor dh, Tensor? dh_final, Tensor x, Tensor h, Tensor nu_log, "
+      "Tensor? theta_log, Tensor gamma_log, Tensor? h0, bool reverse, Tensor? cu_seqlens) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+  static constexpr std::string_view kGradientLike = "h";
+
+  const at::Tensor& dh;
+  const OptionalTensor& dh_final;
+  const at::Tensor &x, &h, &nu_log;
+  const OptionalTensor& theta_log;
+  const at::Tensor& gamma_log;
+  const OptionalTensor& h0;
+  bool reverse;
+  const OptionalTensor& cu_seqlens;
+
+  Gradients kernel() const;
+  Gradients meta() const;
+};
+
+struct LruScanStep {
+  static constexpr std::string_view kSchema =
+      "lru_scan_step(Tensor x, Tensor nu_log, Tensor? theta_log, Tensor gamma_log, "
+      "Tensor(a!) state) -> Tensor";
+  static constexpr std::string_view kData = "x";
+  static constexpr auto& kCasts = kLruScanCasts;
+
+  const at::Tensor &x, &nu_log;
+  const OptionalTensor& theta_log;
+  const at::Tensor& gamma_log;
+  at::Tensor& state;
+
+  at::Tensor kernel() const;
+  at::Tensor meta() const;
+};
+
+// ---- checks ----
 
 /// A rate or a phase rounded to eight bits is another recurrence: 16-bit parameters are refused.
 void check_parameter(const Reference& data, const char* name, const at::Tensor& parameter,
@@ -62,10 +110,12 @@ void check_parameter(const Reference& data, const char* name, const at::Tensor& 
 }
 
 /// x (or its token in the step op) and the parameters.
-void check_data(const Reference& data, const Parameters& given, bool step) {
+template <class Op>
+void check_data(const Op& op, bool step) {
   const char* kShapes[2][2] = {{"[B, T, D]", "[B, T, 2D] (theta_log is given)"},
                                {"[B, D]", "[B, 2D] (theta_log is given)"}};
-  const bool complex = given.complex();
+  const Reference data{kOpName<Op>, "x", op.x};
+  const bool complex = is_given(op.theta_log);
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, step ? 2 : 3, kShapes[step][complex]);
   const c10::SymInt width = data.tensor.sym_sizes().back();
@@ -75,52 +125,49 @@ void check_data(const Reference& data, const Parameters& given, bool step) {
                     data.tensor.sym_sizes());
   }
   const c10::SymInt channels = complex ? width / 2 : width;
-  check_parameter(data, "nu_log", given.nu_log, channels);
+  check_parameter(data, "nu_log", op.nu_log, channels);
   if (complex) {
-    check_parameter(data, "theta_log", *given.theta_log, channels);
+    check_parameter(data, "theta_log", *op.theta_log, channels);
   }
-  check_parameter(data, "gamma_log", given.gamma_log, channels);
+  check_parameter(data, "gamma_log", op.gamma_log, channels);
 }
 
-/// All inputs of the forward pass; returns N.
-c10::SymInt check_arguments(const Reference& data, const Parameters& given,
-                            const OptionalTensor& h0, const OptionalTensor& cu_seqlens) {
-  check_data(data, given, /*step=*/false);
-  c10::SymInt sequences = check_cu_seqlens(data, cu_seqlens);
-  check_state(data, "h0", h0, given.complex() ? "[N, 2D]" : "[N, D]",
-              {sequences, data.tensor.sym_size(2)});
+/// What the forward and the backward pass read; returns N.
+template <class Op>
+c10::SymInt check_inputs(const Op& op) {
+  const Reference data{kOpName<Op>, "x", op.x};
+  check_data(op, /*step=*/false);
+  c10::SymInt sequences = check_cu_seqlens(data, op.cu_seqlens);
+  check_state(data, "h0", op.h0, is_given(op.theta_log) ? "[N, 2D]" : "[N, D]",
+              {sequences, op.x.sym_size(2)});
   return sequences;
 }
 
-void check_values(const Reference& data, const Parameters& given,
-                  const OptionalTensor& cu_seqlens) {
-  check_cu_seqlens_values(data, cu_seqlens);
-  check_finite_values(data, "nu_log", given.nu_log);
-  check_finite_values(data, "theta_log", given.theta_log);
-  check_finite_values(data, "gamma_log", given.gamma_log);
+template <class Op>
+void check_values(const Op& op) {
+  const Reference data{kOpName<Op>, "x", op.x};
+  if constexpr (requires { op.cu_seqlens; }) {
+    check_cu_seqlens_values(data, op.cu_seqlens);
+  }
+  check_finite_values(data, "nu_log", op.nu_log);
+  check_finite_values(data, "theta_log", op.theta_log);
+  check_finite_values(data, "gamma_log", op.gamma_log);
 }
 
-void check_step(const Reference& data, const Parameters& given, const at::Tensor& state) {
-  check_data(data, given, /*step=*/true);
-  check_gate(data, "state", state);
-  check_shape(data.op, "state", state, given.complex() ? "[B, 2D]" : "[B, D]",
-              {data.tensor.sym_size(0), data.tensor.sym_size(1)});
-}
-
-// ---- CPU and CUDA ----
+// ---- forward ----
 
 /// The tensors that both directions read, in the form that the kernels take.
 struct KernelInputs {
   at::Tensor x, nu_log, theta_log, gamma_log, h0, cu_seqlens;
 
-  KernelInputs(const at::Tensor& data, const Parameters& given, const OptionalTensor& state,
-               const OptionalTensor& offsets)
-      : x(in_rows(data)),
-        nu_log(contiguous_as(given.nu_log, state_dtype(data.scalar_type()))),
-        theta_log(contiguous_as(given.theta_log, state_dtype(data.scalar_type()))),
-        gamma_log(contiguous_as(given.gamma_log, state_dtype(data.scalar_type()))),
-        h0(contiguous_as(state, state_dtype(data.scalar_type()))),
-        cu_seqlens(is_given(offsets) ? offsets->contiguous() : at::Tensor()) {}
+  template <class Op>
+  explicit KernelInputs(const Op& op)
+      : x(in_rows(op.x)),
+        nu_log(contiguous_as(op.nu_log, state_dtype(op.x.scalar_type()))),
+        theta_log(contiguous_as(op.theta_log, state_dtype(op.x.scalar_type()))),
+        gamma_log(contiguous_as(op.gamma_log, state_dtype(op.x.scalar_type()))),
+        h0(contiguous_as(op.h0, state_dtype(op.x.scalar_type()))),
+        cu_seqlens(contiguous_or_none(op.cu_seqlens)) {}
 
   LruParams params(bool reverse) const {
     LruParams params;
@@ -135,59 +182,56 @@ struct KernelInputs {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& x, const at::Tensor& nu_log,
-                                                  const OptionalTensor& theta_log,
-                                                  const at::Tensor& gamma_log,
-                                                  const OptionalTensor& h0, bool reverse,
-                                                  const OptionalTensor& cu_seqlens) {
-  const Reference data{"lru_scan", "x", x};
-  const Parameters given{nu_log, theta_log, gamma_log};
-  const int64_t sequences =
-      check_arguments(data, given, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
-  check_values(data, given, cu_seqlens);
-  at::Tensor h = at::empty(x.sizes(), x.options());
-  at::Tensor h_final =
-      at::empty({sequences, x.size(2)}, x.options().dtype(state_dtype(x.scalar_type())));
-  const KernelInputs inputs(x, given, h0, cu_seqlens);
-  LruParams params = inputs.params(reverse);
+/// Writes `h` [B, T, ..] and `h_final` [N, ..], which may be the params' h0 when T = 1.
+void run_forward(const char* op, LruParams params, const at::Tensor& h, const at::Tensor& h_final) {
   params.h = time_series(h);
   params.h_final = h_final.data_ptr();
-  Launch<LruParams>(data.op, kForward, &params, h).run();
-  return {std::move(h), std::move(h_final)};
+  Launch<LruParams>(op, kForward, &params, h).run();
 }
 
-c10::SymInt check_backward(const Reference& data, const at::Tensor& dh,
-                           const OptionalTensor& dh_final, const at::Tensor& h,
-                           const Parameters& given, const OptionalTensor& h0,
-                           const OptionalTensor& cu_seqlens) {
-  c10::SymInt sequences = check_arguments(data, given, h0, cu_seqlens);
-  check_like(data, "h", h);
-  check_like(data, "dh", dh);
-  check_state(data, "dh_final", dh_final, given.complex() ? "[N, 2D]" : "[N, D]",
-              {sequences, data.tensor.sym_size(2)});
+std::tuple<at::Tensor, at::Tensor> LruScan::meta() const {
+  const c10::SymInt sequences = check_inputs(*this);
+  return {new_like(x), new_state(x, {sequences, x.sym_size(2)})};
+}
+
+std::tuple<at::Tensor, at::Tensor> LruScan::kernel() const {
+  auto results = meta();
+  check_values(*this);
+  const auto& [h, h_final] = results;
+  const KernelInputs inputs(*this);
+  run_forward(kOpName<LruScan>, inputs.params(reverse), h, h_final);
+  return results;
+}
+
+// ---- backward ----
+
+c10::SymInt check_backward(const LruScanBackward& op) {
+  const Reference data{kOpName<LruScanBackward>, "x", op.x};
+  c10::SymInt sequences = check_inputs(op);
+  check_like(data, "h", op.h);
+  check_like(data, "dh", op.dh);
+  check_state(data, "dh_final", op.dh_final, is_given(op.theta_log) ? "[N, 2D]" : "[N, D]",
+              {sequences, op.x.sym_size(2)});
   return sequences;
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+Gradients LruScanBackward::meta() const {
+  const c10::SymInt sequences = check_backward(*this);
+  return {new_like(x), new_like(nu_log), new_gradient(theta_log, x), new_like(gamma_log),
+          new_state_gradient(h0, x, {sequences, x.sym_size(2)})};
+}
 
-/// dtheta_log is a [0] tensor when there is no theta_log.
-Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& x,
-                          const at::Tensor& h, const at::Tensor& nu_log,
-                          const OptionalTensor& theta_log, const at::Tensor& gamma_log,
-                          const OptionalTensor& h0, bool reverse,
-                          const OptionalTensor& cu_seqlens) {
-  const Reference data{"lru_scan_backward", "x", x};
-  const Parameters given{nu_log, theta_log, gamma_log};
-  const int64_t sequences =
-      check_backward(data, dh, dh_final, h, given, h0, cu_seqlens).guard_int(__FILE__, __LINE__);
-  check_values(data, given, cu_seqlens);
+Gradients LruScanBackward::kernel() const {
+  constexpr const char* kOp = kOpName<LruScanBackward>;
+  const c10::SymInt sequences = check_backward(*this);
+  check_values(*this);
   const at::ScalarType wide = state_dtype(x.scalar_type());
-  const KernelInputs inputs(x, given, h0, cu_seqlens);
+  const KernelInputs inputs(*this);
   const at::Tensor h_read = in_rows(h);
   const at::Tensor dh_read = in_rows(dh);
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
-  const at::Tensor dx = at::empty(x.sizes(), x.options());
-  const at::Tensor dh0 = at::empty({sequences, x.size(2)}, x.options().dtype(wide));
+  const at::Tensor dx = new_like(x);
+  const at::Tensor dh0 = new_state(x, {sequences, x.sym_size(2)});
 
   LruBackwardParams params;
   params.forward = inputs.params(reverse);
@@ -196,174 +240,50 @@ Gradients backward_kernel(const at::Tensor& dh, const OptionalTensor& dh_final, 
   params.dh_final = data_or_null(dh_final_read);
   params.dx = time_series(dx);
   params.dh0 = dh0.data_ptr();
-  Launch<LruBackwardParams, LruParams> launch(data.op, kBackward, &params, dx);
+  Launch<LruBackwardParams, LruParams> launch(kOp, kBackward, &params, dx);
   const at::Tensor dnu = launch.partial_sums(wide);
-  const at::Tensor dtheta = given.complex() ? launch.partial_sums(wide) : at::Tensor();
+  const at::Tensor dtheta = is_given(theta_log) ? launch.partial_sums(wide) : at::Tensor();
   const at::Tensor dgamma = launch.partial_sums(wide);
   params.dnu_log_partial = dnu.data_ptr();
   params.dtheta_log_partial = data_or_null(dtheta);
   params.dgamma_log_partial = dgamma.data_ptr();
   launch.run();
 
-  const std::vector<at::Tensor> sums = sum_rows("lru_scan_backward", {dnu, dtheta, dgamma});
-  return {dx, sums[0].to(nu_log.scalar_type()),
-          given.complex() ? sums[1].to(theta_log->scalar_type())
-                          : at::empty({0}, x.options().dtype(wide)),
-          sums[2].to(gamma_log.scalar_type()), is_given(h0) ? dh0.to(h0->scalar_type()) : dh0};
+  const std::vector<at::Tensor> sums = sum_rows(kOp, {dnu, dtheta, dgamma});
+  return {dx, in_type_of(nu_log, sums[0]), parameter_gradient(theta_log, sums[1], x),
+          in_type_of(gamma_log, sums[2]), in_type_of(h0, dh0)};
 }
 
-at::Tensor step_kernel(const at::Tensor& x, const at::Tensor& nu_log,
-                       const OptionalTensor& theta_log, const at::Tensor& gamma_log,
-                       at::Tensor& state) {
-  const Reference data{"lru_scan_step", "x", x};
-  const Parameters given{nu_log, theta_log, gamma_log};
-  check_step(data, given, state);
-  check_values(data, given, {});
-  at::Tensor h = at::empty(x.sizes(), x.options());
-  const KernelInputs inputs(x.unsqueeze(1), given, state, {});
-  LruParams params = inputs.params(/*reverse=*/false);
-  params.h = time_series(h.unsqueeze(1));
-  params.h_final = inputs.h0.data_ptr();
-  Launch<LruParams>(data.op, kForward, &params, h).run();
-  if (!inputs.h0.is_same(state)) {
-    state.copy_(inputs.h0);
-  }
+// ---- step ----
+
+at::Tensor LruScanStep::meta() const {
+  const Reference data{kOpName<LruScanStep>, "x", x};
+  check_data(*this, /*step=*/true);
+  check_gate(data, "state", state);
+  check_shape(data.op, "state", state, is_given(theta_log) ? "[B, 2D]" : "[B, D]",
+              {x.sym_size(0), x.sym_size(1)});
+  return new_like(x);
+}
+
+at::Tensor LruScanStep::kernel() const {
+  at::Tensor h = meta();
+  check_values(*this);
+  const at::Tensor token = x.unsqueeze(1);
+  const OptionalTensor given = state, padded;
+  const LruScan op{token, nu_log, theta_log, gamma_log, given, /*reverse=*/false, padded};
+  const KernelInputs inputs(op);
+  run_forward(kOpName<LruScanStep>, inputs.params(op.reverse), h.unsqueeze(1), inputs.h0);
+  write_back(inputs.h0, state);
   return h;
-}
-
-// ---- Meta ----
-
-std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& nu_log,
-                                                const OptionalTensor& theta_log,
-                                                const at::Tensor& gamma_log,
-                                                const OptionalTensor& h0, bool /*reverse*/,
-                                                const OptionalTensor& cu_seqlens) {
-  const c10::SymInt sequences =
-      check_arguments({"lru_scan", "x", x}, {nu_log, theta_log, gamma_log}, h0, cu_seqlens);
-  return {at::empty_symint(x.sym_sizes(), x.options()),
-          at::empty_symint({sequences, x.sym_size(2)},
-                           x.options().dtype(state_dtype(x.scalar_type())))};
-}
-
-Gradients backward_meta(const at::Tensor& dh, const OptionalTensor& dh_final, const at::Tensor& x,
-                        const at::Tensor& h, const at::Tensor& nu_log,
-                        const OptionalTensor& theta_log, const at::Tensor& gamma_log,
-                        const OptionalTensor& h0, bool /*reverse*/,
-                        const OptionalTensor& cu_seqlens) {
-  const c10::SymInt sequences = check_backward({"lru_scan_backward", "x", x}, dh, dh_final, h,
-                                               {nu_log, theta_log, gamma_log}, h0, cu_seqlens);
-  const auto wide = x.options().dtype(state_dtype(x.scalar_type()));
-  const auto like = [](const at::Tensor& parameter) {
-    return at::empty_symint(parameter.sym_sizes(), parameter.options());
-  };
-  return {at::empty_symint(x.sym_sizes(), x.options()), like(nu_log),
-          is_given(theta_log) ? like(*theta_log) : at::empty({0}, wide), like(gamma_log),
-          at::empty_symint({sequences, x.sym_size(2)}, is_given(h0) ? h0->options() : wide)};
-}
-
-at::Tensor step_meta(const at::Tensor& x, const at::Tensor& nu_log, const OptionalTensor& theta_log,
-                     const at::Tensor& gamma_log, at::Tensor& state) {
-  check_step({"lru_scan_step", "x", x}, {nu_log, theta_log, gamma_log}, state);
-  return at::empty_symint(x.sym_sizes(), x.options());
-}
-
-// ---- Autograd, Autocast ----
-
-class LruScanFunction : public torch::autograd::Function<LruScanFunction> {
- public:
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& nu_log,
-                               const OptionalTensor& theta_log, const at::Tensor& gamma_log,
-                               const OptionalTensor& h0, bool reverse,
-                               const OptionalTensor& cu_seqlens) {
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["reverse"] = reverse;
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h, h_final] = call_op<&forward_kernel>("tidegate::lru_scan", x, nu_log, theta_log,
-                                                 gamma_log, h0, reverse, cu_seqlens);
-    const at::Tensor none;
-    ctx->save_for_backward({x, h, nu_log, theta_log.value_or(none), gamma_log, h0.value_or(none),
-                            cu_seqlens.value_or(none)});
-    return {h, h_final};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &h = saved[1], &nu_log = saved[2], &theta_log = saved[3],
-                     &gamma_log = saved[4], &h0 = saved[5], &cu_seqlens = saved[6];
-    const at::Tensor dh = gradients[0].defined() ? gradients[0] : at::zeros_like(h);
-    auto [dx, dnu_log, dtheta_log, dgamma_log, dh0] =
-        call_op<&backward_kernel>("tidegate::lru_scan_backward", dh, optional(gradients[1]), x, h,
-                                  nu_log, optional(theta_log), gamma_log, optional(h0),
-                                  ctx->saved_data["reverse"].toBool(), optional(cu_seqlens));
-    const at::Tensor none;
-    return {dx,
-            dnu_log,
-            theta_log.defined() ? dtheta_log : none,
-            dgamma_log,
-            h0.defined() ? dh0 : none,
-            none,
-            none};
-  }
-};
-
-std::tuple<at::Tensor, at::Tensor> forward_autograd(const at::Tensor& x, const at::Tensor& nu_log,
-                                                    const OptionalTensor& theta_log,
-                                                    const at::Tensor& gamma_log,
-                                                    const OptionalTensor& h0, bool reverse,
-                                                    const OptionalTensor& cu_seqlens) {
-  check_given("lru_scan", {{"x", x}, {"nu_log", nu_log}, {"gamma_log", gamma_log}});
-  const at::Tensor none;
-  check_differentiable("lru_scan",
-                       {x, nu_log, theta_log.value_or(none), gamma_log, h0.value_or(none)});
-  const variable_list results =
-      LruScanFunction::apply(x, nu_log, theta_log, gamma_log, h0, reverse, cu_seqlens);
-  return {results[0], results[1]};
-}
-
-/// x goes to autocast's type; parameters and states keep theirs.
-std::tuple<at::Tensor, at::Tensor> forward_autocast(const at::Tensor& x, const at::Tensor& nu_log,
-                                                    const OptionalTensor& theta_log,
-                                                    const at::Tensor& gamma_log,
-                                                    const OptionalTensor& h0, bool reverse,
-                                                    const OptionalTensor& cu_seqlens) {
-  const AutocastGuard autocast(x.device());
-  return call_op<&forward_kernel>("tidegate::lru_scan", autocast.cast(x), nu_log, theta_log,
-                                  gamma_log, h0, reverse, cu_seqlens);
-}
-
-at::Tensor step_autocast(const at::Tensor& x, const at::Tensor& nu_log,
-                         const OptionalTensor& theta_log, const at::Tensor& gamma_log,
-                         at::Tensor& state) {
-  const AutocastGuard autocast(x.device());
-  return call_op<&step_kernel>("tidegate::lru_scan_step", autocast.cast(x), nu_log, theta_log,
-                               gamma_log, state);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  define_op(m,
-            "lru_scan(Tensor x, Tensor nu_log, Tensor? theta_log, Tensor gamma_log, "
-            "Tensor? h0=None, bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor, Tensor)");
-  register_kernels<&forward_kernel, &forward_meta>(m, "lru_scan");
-  register_autograd<&forward_autograd>(m, "lru_scan");
-  register_autocast<&forward_autocast>(m, "lru_scan");
-
-  define_op(m,
-            "lru_scan_backward(Tensor dh, Tensor? dh_final, Tensor x, Tensor h, Tensor nu_log, "
-            "Tensor? theta_log, Tensor gamma_log, Tensor? h0, bool reverse, Tensor? cu_seqlens) "
-            "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  register_kernels<&backward_kernel, &backward_meta>(m, "lru_scan_backward");
-  register_no_double_backward(m, "lru_scan_backward");
-
-  define_op(m,
-            "lru_scan_step(Tensor x, Tensor nu_log, Tensor? theta_log, Tensor gamma_log, "
-            "Tensor(a!) state) -> Tensor");
-  register_kernels<&step_kernel, &step_meta>(m, "lru_scan_step");
-  register_step(m, "lru_scan_step");
-  register_autocast<&step_autocast>(m, "lru_scan_step");
+  register_op<LruScan>(m);
+  register_backward<LruScanBackward>(m);
+  register_gradient<LruScan, LruScanBackward>(m);
+  register_step<LruScanStep>(m);
 }
 
 }  // namespace tidegate::ops
@@ -375,19 +295,13 @@ std::tuple<at::Tensor, at::Tensor> lru_scan(const at::Tensor& x, const at::Tenso
                                             const at::Tensor& gamma_log,
                                             const std::optional<at::Tensor>& h0, bool reverse,
                                             const std::optional<at::Tensor>& cu_seqlens) {
-  ops::check_given("lru_scan", {{"x", x}, {"nu_log", nu_log}, {"gamma_log", gamma_log}});
-  return ops::call_op<&ops::forward_kernel>("tidegate::lru_scan", x, nu_log, theta_log, gamma_log,
-                                            h0, reverse,
-                                            ops::offsets_on("lru_scan", cu_seqlens, x.device()));
+  return ops::call_public<ops::LruScan>(x, nu_log, theta_log, gamma_log, h0, reverse, cu_seqlens);
 }
 
 at::Tensor lru_scan_step(const at::Tensor& x, const at::Tensor& nu_log,
                          const std::optional<at::Tensor>& theta_log, const at::Tensor& gamma_log,
                          at::Tensor state) {
-  ops::check_given("lru_scan_step",
-                   {{"x", x}, {"nu_log", nu_log}, {"gamma_log", gamma_log}, {"state", state}});
-  return ops::call_op<&ops::step_kernel>("tidegate::lru_scan_step", x, nu_log, theta_log, gamma_log,
-                                         state);
+  return ops::call_public<ops::LruScanStep>(x, nu_log, theta_log, gamma_log, state);
 }
 
 }  // namespace tidegate

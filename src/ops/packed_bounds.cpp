@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "src/ops/launch.h"
+#include "src/ops/capture.h"
 #include "src/ops/registration.h"
 
 namespace tidegate::ops {

@@ -142,6 +142,18 @@ void no_double_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* st
   }
 }
 
+void refuse_gradient(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const std::string name = short_name(op);
+  if (c10::GradMode::is_enabled()) {
+    for_each_tensor(op, *stack, [&](const c10::Argument&, const at::Tensor& tensor) {
+      TORCH_CHECK(!tensor.requires_grad(), name,
+                  ": an argument requires a gradient, but this op records none; call ",
+                  name.substr(0, name.rfind("_saving")));
+    });
+  }
+  redispatch_below_autograd(op, keys, stack);
+}
+
 bool overwrites(const OperatorHandle& op) {
   for (const c10::Argument& argument : op.schema().arguments()) {
     if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
@@ -224,6 +236,10 @@ void define_op(torch::Library& library, const char* schema) {
   }
 }
 
+void register_no_gradient(torch::Library& library, const char* name) {
+  register_boxed<&refuse_gradient>(library, name, DispatchKey::Autograd);
+}
+
 #ifndef TIDEGATE_WITH_CUDA
 void register_no_cuda(torch::Library& library, const char* name) {
   register_boxed<&refuse_cuda>(library, name, DispatchKey::CUDA);
@@ -246,7 +262,7 @@ void register_unrecorded_in_place(torch::Library& library, const char* name) {
   register_boxed<&bump_versions>(library, name, DispatchKey::ADInplaceOrView);
 }
 
-void check_differentiable(const char* op, std::initializer_list<at::Tensor> tensors) {
+void check_differentiable(const char* op, c10::ArrayRef<const at::Tensor*> tensors) {
   if (const auto& functorch = at::functorch::functorchTLSAccessor()) {
     try {
       functorch->checkSupportsCppAutogradFunction();
@@ -254,19 +270,22 @@ void check_differentiable(const char* op, std::initializer_list<at::Tensor> tens
       TORCH_CHECK(false, op, ": torch.func transforms (grad, vjp, vmap, ...) are not supported");
     }
   }
-  for (const at::Tensor& tensor : tensors) {
+  for (const at::Tensor* tensor : tensors) {
+    if (tensor == nullptr || !tensor->defined()) {
+      continue;
+    }
     // torch's Function asks a tensor for its sizes before any backend can refuse it.
-    TORCH_CHECK(!tensor.defined() || !tensor.is_nested(), op,
+    TORCH_CHECK(!tensor->is_nested(), op,
                 ": expected dense tensors (layout strided), got layout nested");
-    TORCH_CHECK(!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), op,
+    TORCH_CHECK(!tensor->_fw_grad(/*level=*/0).defined(), op,
                 ": forward-mode differentiation is not supported");
   }
 }
 
-bool asks_for_gradient(std::initializer_list<at::Tensor> tensors) {
+bool asks_for_gradient(c10::ArrayRef<const at::Tensor*> tensors) {
   return c10::GradMode::is_enabled() &&
-         std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-           return tensor.defined() && tensor.requires_grad();
+         std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) {
+           return tensor != nullptr && tensor->defined() && tensor->requires_grad();
          });
 }
 

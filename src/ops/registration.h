@@ -17,6 +17,10 @@ void define_op(torch::Library& library, const char* schema);
 /// someone tries (without it second derivatives would silently be zero).
 void register_no_double_backward(torch::Library& library, const char* name);
 
+/// Autograd kernel of a `*_saving` op, which the op without that ending calls for its own gradient:
+/// an error when a gradient of the saving op itself is asked for.
+void register_no_gradient(torch::Library& library, const char* name);
+
 /// Kernels of a `*_step` op: an error when a gradient is asked for, and the version of the state is
 /// bumped, so that autograd notices when a tensor it saved has been overwritten; conjugate and
 /// negative views are made real first.
@@ -27,11 +31,12 @@ void register_unrecorded_in_place(torch::Library& library, const char* name);
 
 /// What must hold before an Autograd kernel applies its Function: no torch.func transform, no
 /// forward-mode derivative (neither has a formula here), no nested tensor.
-void check_differentiable(const char* op, std::initializer_list<at::Tensor> tensors);
+/// Null and undefined tensors are passed over, here and below.
+void check_differentiable(const char* op, c10::ArrayRef<const at::Tensor*> tensors);
 
-/// Whether gradients are recorded and one of `tensors` (undefined ones aside) asks for one: an op
-/// that keeps more for its backward pass than it returns keeps it only then.
-bool asks_for_gradient(std::initializer_list<at::Tensor> tensors);
+/// Whether gradients are recorded and one of `tensors` asks for one: an op keeps something for its
+/// backward pass only then.
+bool asks_for_gradient(c10::ArrayRef<const at::Tensor*> tensors);
 
 #ifndef TIDEGATE_WITH_CUDA
 /// Refuses CUDA tensors by name, in a build without CUDA kernels.

@@ -1,9 +1,9 @@
-// rotary: schema, checks, dispatch, autograd.
+// rotary: schema, checks, how tensors become the kernels' params, and a gradient of its own.
 
 #include "tidegate/ops/rotary.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -12,7 +12,8 @@
 #include "kernels/rotary/rotary.h"
 #include "src/ops/checks.h"
 #include "src/ops/launch.h"
-#include "src/ops/registration.h"
+#include "src/ops/op.h"
+#include "src/ops/results.h"
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
@@ -25,7 +26,21 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "rotary";
+struct Rotary {
+  static constexpr std::string_view kSchema =
+      "rotary(Tensor x, Tensor cos, Tensor sin, bool inverse=False) -> Tensor";
+  static constexpr std::string_view kData = "x";
+
+  const at::Tensor &x, &cos, &sin;
+  bool inverse;
+
+  at::Tensor kernel() const;
+  at::Tensor meta() const;
+};
+
+constexpr const char* kOp = kOpName<Rotary>;
+
+// ---- checks ----
 
 std::string name_of(at::ScalarType type) { return c10::getDtypeNames(type).first; }
 
@@ -41,7 +56,8 @@ void check_table(const Reference& data, const char* name, const at::Tensor& tabl
               {is_shared ? c10::SymInt(1) : sizes[0], sizes[1], sizes[3] / 2});
 }
 
-void check_arguments(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+void check_arguments(const Rotary& op) {
+  const auto& [x, cos, sin, inverse] = op;
   const Reference data{kOp, "x", x};
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, 4, "[B, T, H, D]");
@@ -52,7 +68,14 @@ void check_arguments(const at::Tensor& x, const at::Tensor& cos, const at::Tenso
   check_shape(kOp, "sin", sin, "cos's shape", {cos.sym_size(0), cos.sym_size(1), cos.sym_size(2)});
 }
 
-// What the kernels are told of x, in rows, y, and contiguous angles.
+at::Tensor Rotary::meta() const {
+  check_arguments(*this);
+  return new_like(x);
+}
+
+// ---- CPU and CUDA ----
+
+/// `y` is x turned, both in rows; the angles are contiguous.
 kernels::rotary::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y,
                                         const at::Tensor& cos, const at::Tensor& sin,
                                         bool inverse) {
@@ -70,35 +93,30 @@ kernels::rotary::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y
   return params;
 }
 
-at::Tensor rotary_cpu(const at::Tensor& given, const at::Tensor& cos, const at::Tensor& sin,
-                      bool inverse) {
-  check_arguments(given, cos, sin);
-  const at::Tensor x = in_rows(given.to(state_dtype(given.scalar_type())));
-  const at::Tensor y = at::empty(x.sizes(), x.options());
-  const at::Tensor c = cos.contiguous(), s = sin.contiguous();
-  kernels::rotary::rotary_cpu(params_of(x, y, c, s, inverse), torch_threads());
-  return y.to(given.scalar_type());
-}
-
+/// The CPU kernel knows float32 and float64, the CUDA kernel every type of data.
+at::Tensor Rotary::kernel() const {
+  check_arguments(*this);
+  const c10::DeviceGuard guard(x.device());
+  const at::Tensor angles[] = {cos.contiguous(), sin.contiguous()};
 #ifdef TIDEGATE_WITH_CUDA
-at::Tensor rotary_cuda(const at::Tensor& given, const at::Tensor& cos, const at::Tensor& sin,
-                       bool inverse) {
-  check_arguments(given, cos, sin);
-  const c10::DeviceGuard guard(given.device());
-  const at::Tensor x = in_rows(given);
-  const at::Tensor y = at::empty(x.sizes(), x.options());
-  const at::Tensor c = cos.contiguous(), s = sin.contiguous();
-  check_launch(kOp, "launch",
-               kernels::rotary::rotary(params_of(x, y, c, s, inverse), current_stream(x.device())));
-  return y;
-}
+  if (x.is_cuda()) {
+    const at::Tensor read = in_rows(x);
+    at::Tensor y = new_like(x);
+    check_launch(kOp, "launch",
+                 kernels::rotary::rotary(params_of(read, y, angles[0], angles[1], inverse),
+                                         current_stream(x.device())));
+    return y;
+  }
 #endif
-
-at::Tensor rotary_meta(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool) {
-  check_arguments(x, cos, sin);
-  return at::empty_symint(x.sym_sizes(), x.options());
+  const at::Tensor read = in_rows(x.to(state_dtype(x.scalar_type())));
+  const at::Tensor y = new_like(read);
+  kernels::rotary::rotary_cpu(params_of(read, y, angles[0], angles[1], inverse), torch_threads());
+  return y.to(x.scalar_type());
 }
 
+// ---- gradient ----
+
+/// It is linear in x and so its own gradient, inverted; there is no op for the backward pass.
 class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
  public:
   static constexpr bool is_traceable = true;
@@ -108,37 +126,31 @@ class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["inverse"] = inverse;
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_op<&rotary_cpu>("tidegate::rotary", x, cos, sin, inverse);
+    return Entry<Rotary>::call(x, cos, sin, inverse);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
-    // Linear in x: this call records its own gradient where one is asked for.
-    return {call_op<&rotary_cpu>("tidegate::rotary", gradients[0], saved[0], saved[1],
-                                 !ctx->saved_data["inverse"].toBool()),
-            at::Tensor(), at::Tensor(), at::Tensor()};
+    // This call records its own gradient where one is asked for.
+    return {
+        Entry<Rotary>::call(gradients[0], saved[0], saved[1], !ctx->saved_data["inverse"].toBool()),
+        at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
-at::Tensor rotary_autograd(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
-                           bool inverse) {
-  check_given(kOp, {{"x", x}, {"cos", cos}, {"sin", sin}});
-  check_differentiable(kOp, {x, cos, sin});
+at::Tensor autograd(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                    bool inverse) {
+  Entry<Rotary>::check_all_given(x, cos, sin, inverse);
+  const at::Tensor* const tensors[] = {&x, &cos, &sin};
+  check_differentiable(kOp, tensors);
   return RotaryFunction::apply(x, cos, sin, inverse);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  define_op(m, "rotary(Tensor x, Tensor cos, Tensor sin, bool inverse=False) -> Tensor");
-  m.impl("rotary", torch::dispatch(c10::DispatchKey::CPU, &rotary_cpu));
-#ifdef TIDEGATE_WITH_CUDA
-  m.impl("rotary", torch::dispatch(c10::DispatchKey::CUDA, &rotary_cuda));
-#else
-  register_no_cuda(m, "rotary");
-#endif
-  m.impl("rotary", torch::dispatch(c10::DispatchKey::Meta, &rotary_meta));
-  register_autograd<&rotary_autograd>(m, "rotary");
+  register_op<Rotary>(m);
+  register_autograd<&autograd>(m, kOp);
 }
 
 }  // namespace tidegate::ops
@@ -146,10 +158,7 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
 namespace tidegate {
 
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool inverse) {
-  ops::check_given("rotary", "x", x);
-  ops::check_given("rotary", "cos", cos);
-  ops::check_given("rotary", "sin", sin);
-  return ops::call_op<&ops::rotary_cpu>("tidegate::rotary", x, cos, sin, inverse);
+  return ops::call_public<ops::Rotary>(x, cos, sin, inverse);
 }
 
 }  // namespace tidegate

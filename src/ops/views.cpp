@@ -26,7 +26,7 @@ kernels::DType kernel_dtype(at::ScalarType dtype) {
 }
 
 at::Tensor in_rows(const at::Tensor& tensor) {
-  // The stride of a dimension of size one, or of an empty tensor, is never walked.
+  // The stride of a dimension of size one, or of an empty tensor, is never used.
   const bool unit = tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1;
   const bool reachable = tensor.dim() < 3 || tensor.size(1) <= 1 ||
                          tensor.stride(1) * tensor.element_size() < kernels::kMaxRowDistance;
@@ -40,6 +40,10 @@ at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data) {
 
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {
   return is_given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
+}
+
+at::Tensor contiguous_or_none(const OptionalTensor& tensor) {
+  return is_given(tensor) ? tensor->contiguous() : at::Tensor();
 }
 
 kernels::TimeSeries time_series(const at::Tensor& tensor) {

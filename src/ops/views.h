@@ -25,6 +25,9 @@ at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data);
 /// `tensor` contiguous and in `dtype`, without a copy where it is so already; undefined if absent.
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype);
 
+/// `tensor` contiguous; undefined if absent.
+at::Tensor contiguous_or_none(const OptionalTensor& tensor);
+
 /// A [B, T, channels] tensor with a unit last stride.
 kernels::TimeSeries time_series(const at::Tensor& tensor);
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <tuple>
 
-#include "kernels/attention/cuda/tensor_backward.h"
+#include "kernels/attention/cuda/paths.h"
 #include "support/attention_problem.h"
 #include "support/device_mirror.h"
 

@@ -94,7 +94,7 @@ TEST_P(GlaCpu, AllLengths) {
   }
 }
 
-// Vector tails, several blocks of columns, rows that begin nowhere in particular.
+// Vector tails, several tiles of columns, rows that begin nowhere in particular.
 TEST_P(GlaCpu, AnySizeAndStride) {
   int64_t count = 0;
   for (int64_t key_dim : {1, 3, 16, 48, 64, 130}) {
@@ -187,7 +187,7 @@ TEST_P(GlaCpu, ThreadsDoNotChangeABit) {
   }
 }
 
-// A NaN at token t reaches no output of an earlier token, in whatever place of a block t is.
+// A NaN at token t reaches no output of an earlier token, in whatever place of a sub-chunk t is.
 TEST_P(GlaCpu, NanReachesLaterTokensOnly) {
   for (int64_t step : {0, 3, 15, 16, 21, 31, 32, 39}) {
     for (int in : {0, 1, 2, 3}) {
@@ -281,7 +281,7 @@ TEST(GlaUnsupported, SaysWhy) {
             "the gate must have q's dtype or the dtype of the state");
   EXPECT_EQ(why([](GlaParams& p) { p.gamma = p.h0; }), "bounds and activations belong to logits");
   EXPECT_EQ(why([](GlaParams& p) { p.q.stride_t = int64_t{1} << 30; }),
-            "rows of the time axis are 2^31 bytes or more apart");
+            "q: rows of the time axis are 2^31 bytes or more apart");
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/gla/cuda/tensor_backward.h"
+#include "kernels/gla/cuda/backward/tensor_backward.h"
 #include "support/gla_device.h"
 
 namespace tidegate::testing {
@@ -65,7 +65,7 @@ class GlaCuda : public ::testing::TestWithParam<Param> {
   GlaShape shape_;
 };
 
-/// A few ways to cut about `time` tokens into packed sequences, empty ones among them.
+/// A few ways to divide about `time` tokens into packed sequences, empty ones among them.
 void pack(GlaShape* shape, uint32_t way) {
   const int64_t time = shape->time;
   const std::vector<int64_t> ways[] = {{0, 0, time / 3, time / 3, time, time},
@@ -204,7 +204,7 @@ class GlaCudaTensorCore : public GlaCuda {
       device.forward(device.forward_params());
       device.download();
     }
-    problem.check_block_forward();
+    problem.check_tensor_core_forward();
     EXPECT_TRUE(problem.o.surroundings_untouched());
     EXPECT_TRUE(problem.o.same_bits(again.o));
     EXPECT_TRUE(problem.h_final.same_bits(again.h_final));
@@ -232,7 +232,7 @@ TEST_P(GlaCudaTensorCore, EverySize) {
   }
 }
 
-// Long enough for the planner to cut time, with more than a slice of K.
+// Long enough for the planner to divide time, with more than a key tile of K.
 TEST_P(GlaCudaTensorCore, Segments) {
   for (uint32_t i = 0; i < 4; ++i) {
     GlaShape shape = vary(i);
@@ -299,7 +299,7 @@ TEST_P(GlaCudaTensorCore, GradientsInSegments) {
   check_backward(shape);
 }
 
-// What a chip with 99 KB of shared memory a block runs: fewer slots, fewer stages.
+// What a chip with 99 KB of shared memory a block runs: fewer stages of the ring.
 TEST_P(GlaCudaTensorCore, LittleSharedMemory) {
   const SharedBytesLimit limit(99 * 1024);
   for (uint32_t i = 0; i < 4; ++i) {
@@ -313,8 +313,8 @@ TEST_P(GlaCudaTensorCore, LittleSharedMemory) {
   }
 }
 
-// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a block
-// t is; and what it does not reach is as it would be without it.
+// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a
+// sub-chunk t is; and what it does not reach is as it would be without it.
 TEST_P(GlaCudaTensorCore, NanReachesLaterTokensOnly) {
   for (const int64_t step : {0, 3, 15, 16, 21, 31, 32, 39}) {
     for (const int in : {0, 1, 2, 3}) {
@@ -419,7 +419,7 @@ TEST_P(GlaCudaSanitize, Tiny) {
       if (path == GlaPath::kPlain && i == 0) device.backward();
       device.download();
       if (path == GlaPath::kTensorCore) {
-        problem.check_block_forward();
+        problem.check_tensor_core_forward();
         check_backward(shape);
       }
     }

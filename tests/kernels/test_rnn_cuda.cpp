@@ -16,7 +16,7 @@
 namespace tidegate::testing {
 namespace {
 
-/// Where the matrix is, and how blocks that share it talk.
+/// Where the matrix is, and how the blocks that share it exchange states.
 enum class Way { kCluster, kMemory, kPlain };
 
 struct Kind {

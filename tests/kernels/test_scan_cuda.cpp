@@ -17,7 +17,7 @@ namespace {
 using kernels::scan::ScanPlan;
 using kernels::scan::TimeSplit;
 
-constexpr TimeSplit kSplits[] = {TimeSplit::kWhole, TimeSplit::kLinked};
+constexpr TimeSplit kSplits[] = {TimeSplit::kSingleBlock, TimeSplit::kMultiBlock};
 constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
 constexpr int64_t kChannels[] = {3, 8, 33, 64, 130};
 
@@ -62,7 +62,8 @@ void check_with_little_shared_memory(ScanShape shape) {
     GTEST_SKIP() << why;
   }
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    for (const TimeSplit split : {TimeSplit::kWhole, TimeSplit::kLinked, TimeSplit::kAuto}) {
+    for (const TimeSplit split :
+         {TimeSplit::kSingleBlock, TimeSplit::kMultiBlock, TimeSplit::kAuto}) {
       // Of few channels and a long time the planner makes as many blocks as the device holds.
       const bool is_long = split == TimeSplit::kAuto;
       if (is_long && dtype != DType::kBFloat16) continue;
@@ -125,7 +126,7 @@ using Param = std::tuple<DType, bool, TimeSplit>;
 using ParamInfo = ::testing::TestParamInfo<Param>;
 
 std::string name_of(const ParamInfo& info, const char* form) {
-  const char* splits[] = {"auto", "whole", "linked"};
+  const char* splits[] = {"auto", "single_block", "multi_block"};
   return std::string(dtype_name(std::get<0>(info.param))) + "_" + form + "_" +
          splits[static_cast<int>(std::get<2>(info.param))];
 }
@@ -136,7 +137,7 @@ std::string constant_or_not(const ParamInfo& info) {
   return name_of(info, std::get<1>(info.param) ? "constant_a" : "a_per_step");
 }
 
-/// More sequences than multiprocessors: blocks then walk whole sequences in short runs.
+/// More sequences than multiprocessors: blocks then scan whole sequences in short chunks.
 int64_t many_sequences() {
   kernels::DeviceLimits limits;
   check_cuda(kernels::read_device_limits(&limits), "limits");
@@ -186,7 +187,8 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
     }
   }
 
-  /// Rows that are whole and aligned, so that they are copied 16 bytes a thread, and many rounds.
+  /// Rows that are whole and aligned, so that they are copied 16 bytes a thread, and many
+  /// iterations.
   template <class Problem>
   void whole_rows() {
     for (uint32_t i = 0; i < 4; ++i) {
@@ -194,7 +196,7 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
       shape.gate = shape.dtype;
       shape.channels = 64;
       shape.gap = shape.shift = 0;
-      shape.time = i < 2 ? 4097 : 1500;  // linked: blocks of two groups, and of one
+      shape.time = i < 2 ? 4097 : 1500;  // multi-block: blocks of two carry groups, and of one
       shape.batch = 1;
       if (i % 2 == 1) {
         pack(&shape, 0);
@@ -204,7 +206,7 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
   }
 
   ScanShape shape_;
-  TimeSplit split_ = TimeSplit::kWhole;
+  TimeSplit split_ = TimeSplit::kSingleBlock;
 };
 
 class CudaHgru : public CudaKernel {};
@@ -238,15 +240,15 @@ INSTANTIATE_TEST_SUITE_P(Kernels, CudaLru,
                                             ::testing::ValuesIn(kSplits)),
                          real_or_complex);
 
-/// Where the planner is asked to choose, and chooses whole sequences in short runs: those have a
-/// shape of the walk of their own.
+/// Where the planner is asked to choose, and chooses single blocks with short chunks: those have a
+/// tile configuration of their own.
 class CudaManySequences : public CudaKernel {
  protected:
   template <class Problem>
   void many() {
     uint32_t i = 0;
     // {blocks a multiprocessor, about; channels; time}: rows that are whole and aligned, packs of
-    // channels and single ones, one round of the chain and several
+    // channels and single ones, one iteration of the carry chain and several
     const std::tuple<int64_t, int64_t, int64_t> sizes[] = {
         {1, 64, 65}, {1, 8, 3}, {1, 5, 65}, {2, 33, 17}, {4, 8, 65}};
     for (const auto& [times, channels, time] : sizes) {
@@ -274,9 +276,9 @@ class CudaManySequencesHgru : public CudaManySequences {};
 class CudaManySequencesLinearScan : public CudaManySequences {};
 class CudaManySequencesLru : public CudaManySequences {};
 
-TEST_P(CudaManySequencesHgru, ShortRuns) { many<HgruProblem>(); }
-TEST_P(CudaManySequencesLinearScan, ShortRuns) { many<LinearScanProblem>(); }
-TEST_P(CudaManySequencesLru, ShortRuns) { many<LruProblem>(); }
+TEST_P(CudaManySequencesHgru, ShortChunks) { many<HgruProblem>(); }
+TEST_P(CudaManySequencesLinearScan, ShortChunks) { many<LinearScanProblem>(); }
+TEST_P(CudaManySequencesLru, ShortChunks) { many<LruProblem>(); }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaManySequencesHgru,
                          ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Bool(),
@@ -307,19 +309,19 @@ class CudaSanitize : public CudaKernel {
       }
       check<Problem>(shape, split_);
     }
-    if (split_ == TimeSplit::kLinked && kernels::element_size(shape_.dtype) == 2) {
-      ScanShape rounds = vary(shape_, 9);  // several, of several blocks, whose rows are whole
-      rounds.gate = rounds.dtype;
-      rounds.channels = 64;
-      rounds.gap = rounds.shift = 0;
-      rounds.batch = 1;
-      rounds.time = 1500;
-      check<Problem>(rounds, split_);
+    if (split_ == TimeSplit::kMultiBlock && kernels::element_size(shape_.dtype) == 2) {
+      ScanShape iterations = vary(shape_, 9);  // several, of several blocks, whose rows are whole
+      iterations.gate = iterations.dtype;
+      iterations.channels = 64;
+      iterations.gap = iterations.shift = 0;
+      iterations.batch = 1;
+      iterations.time = 1500;
+      check<Problem>(iterations, split_);
     }
     ScanShape step = shape_;
     step.time = 1;
     check<Problem>(step, split_);
-    if (split_ == TimeSplit::kWhole) {
+    if (split_ == TimeSplit::kSingleBlock) {
       ScanShape many = vary(shape_, 8);
       many.batch = many_sequences();
       many.time = 20;
@@ -369,13 +371,13 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   kernels::scan::HgruParams params = params_to_plan(1, 131072, 256);
   ScanPlan plan;
   check_cuda(kernels::scan::hgru_forward_plan(params, &plan), "plan");
-  EXPECT_EQ(plan.split, TimeSplit::kLinked);
-  EXPECT_GT(plan.linked_blocks, 1);
+  EXPECT_EQ(plan.split, TimeSplit::kMultiBlock);
+  EXPECT_GT(plan.blocks_per_sequence, 1);
   EXPECT_GT(plan.workspace_bytes, 0);
-  params.time_split = TimeSplit::kWhole;
+  params.time_split = TimeSplit::kSingleBlock;
   check_cuda(kernels::scan::hgru_forward_plan(params, &plan), "plan");
-  EXPECT_EQ(plan.split, TimeSplit::kWhole);
-  EXPECT_EQ(plan.linked_blocks, 1);
+  EXPECT_EQ(plan.split, TimeSplit::kSingleBlock);
+  EXPECT_EQ(plan.blocks_per_sequence, 1);
 }
 
 TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {
@@ -383,7 +385,7 @@ TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {
     GTEST_SKIP() << why;
   }
   kernels::scan::HgruParams params = params_to_plan(1, 4096, 256);
-  params.time_split = TimeSplit::kWhole;
+  params.time_split = TimeSplit::kSingleBlock;
   ScanPlan all, few;
   check_cuda(kernels::scan::hgru_forward_plan(params, &all), "plan");
   const SharedBytesLimit limit(99 * 1024);
@@ -392,7 +394,7 @@ TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {
   EXPECT_LT(few.warps, all.warps);
 }
 
-TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreWalkedInShortRuns) {
+TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreScannedInShortChunks) {
   if (const std::string why = why_skip(); !why.empty()) {
     GTEST_SKIP() << why;
   }
@@ -401,8 +403,8 @@ TEST(CudaPlan, MoreSequencesThanMultiprocessorsAreWalkedInShortRuns) {
     for (const int64_t time : {3, 65}) {
       ScanPlan plan;
       check_cuda(kernels::scan::hgru_forward_plan(params_to_plan(batch, time, 64), &plan), "plan");
-      EXPECT_EQ(plan.split, TimeSplit::kWhole) << "of " << batch;
-      EXPECT_EQ(plan.one_block_each, batch < many) << "of " << batch;
+      EXPECT_EQ(plan.split, TimeSplit::kSingleBlock) << "of " << batch;
+      EXPECT_EQ(plan.one_block_per_sm, batch < many) << "of " << batch;
     }
   }
 }

@@ -72,7 +72,8 @@ TEST(Wkv4Unsupported, SaysWhy) {
   EXPECT_STREQ(kernels::scan::wkv4_unsupported(params), "v must have k's dtype");
   params = problem.forward_params();
   params.layout.reverse = true;
-  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params), "sequences are walked forwards only");
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params),
+               "layout.reverse must be false: sequences are scanned forwards only");
   params = problem.forward_params();
   params.k.stride_t = int64_t{1} << 30;
   EXPECT_NE(kernels::scan::wkv4_unsupported(params), nullptr);

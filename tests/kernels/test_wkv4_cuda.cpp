@@ -78,9 +78,9 @@ class Wkv4Cuda : public ::testing::TestWithParam<TimeSplit> {
 class Wkv4CudaSanitize : public Wkv4Cuda {};
 
 std::string name_of_split(const ::testing::TestParamInfo<TimeSplit>& split) {
-  return split.param == TimeSplit::kWhole ? "Whole" : "Linked";
+  return split.param == TimeSplit::kSingleBlock ? "SingleBlock" : "MultiBlock";
 }
-const auto kSplits = ::testing::Values(TimeSplit::kWhole, TimeSplit::kLinked);
+const auto kSplits = ::testing::Values(TimeSplit::kSingleBlock, TimeSplit::kMultiBlock);
 INSTANTIATE_TEST_SUITE_P(Split, Wkv4Cuda, kSplits, name_of_split);
 INSTANTIATE_TEST_SUITE_P(Split, Wkv4CudaSanitize, kSplits, name_of_split);
 
@@ -107,7 +107,7 @@ TEST(Wkv4CudaLittleSharedMemory, BeforeAndAfterAll) {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "no CUDA device";
   for (DType dtype : {DType::kBFloat16, DType::kFloat32}) {
-    for (TimeSplit split : {TimeSplit::kWhole, TimeSplit::kLinked, TimeSplit::kAuto}) {
+    for (TimeSplit split : {TimeSplit::kSingleBlock, TimeSplit::kMultiBlock, TimeSplit::kAuto}) {
       // Of few channels and a long time the planner makes as many blocks as the device holds.
       const bool is_long = split == TimeSplit::kAuto;
       if (is_long && dtype != DType::kBFloat16) continue;

@@ -8,7 +8,8 @@
 namespace tidegate::testing {
 namespace {
 
-/// What a state means, in any gauge: the mean of the values and the logarithm of the weights' sum.
+/// What a state means, whatever its scaling exponent: the mean of the values and the logarithm of
+/// the weights' sum.
 Tensor meaning(const Tensor& state) {
   const Tensor y = state.select(1, 0), z = state.select(1, 1), m = state.select(1, 2).detach();
   return at::stack({y / z, m + z.log()}, 1);
@@ -17,8 +18,8 @@ Tensor meaning(const Tensor& state) {
 /// The equations as they stand, in double precision, from a state's sums.
 std::pair<Tensor, Tensor> loop(const Tensor& w, const Tensor& u, const Tensor& k, const Tensor& v,
                                const Tensor& state) {
-  const Tensor gauge = state.select(1, 2).detach().exp();
-  Tensor y = state.select(1, 0) * gauge, z = state.select(1, 1) * gauge;
+  const Tensor scale = state.select(1, 2).detach().exp();
+  Tensor y = state.select(1, 0) * scale, z = state.select(1, 1) * scale;
   Tensors out;
   for (int64_t t = 0; t < k.size(1); ++t) {
     const Tensor key = k.select(1, t), value = v.select(1, t);

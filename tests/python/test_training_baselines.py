@@ -12,7 +12,7 @@ from tidegate.training.baselines import bz2_bits_per_byte, order2_bits_per_byte
 
 
 def _order2_by_hand(train: bytes, valid: bytes) -> float:
-    """The same model, one byte at a time with dictionaries."""
+    """The order-2 model once more, one byte at a time with dictionaries."""
     counts: dict[bytes, dict[int, int]] = {}
     for order in range(3):
         for i in range(order, len(train)):

@@ -40,7 +40,7 @@ def seen_on(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> Terminal:
 
 
 def test_status_says_loss_and_speed(tmp_path, text):
-    """Of bytes in bits. The speed is that of this process: a resumed run has read more."""
+    """Losses of bytes are in bits. The speed is this process's: a resumed run has read more."""
     trainer = prepare(tmp_path / "run", text).trainer
     trainer.position.tokens, trainer.position.seconds = 5_000, 10.0
     progress = Progress(trainer)

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "kernels/gla/gla.h"
-#include "support/gla_block_reference.h"
 #include "support/gla_reference.h"
+#include "support/gla_sub_chunk_reference.h"
 #include "support/scan_problem.h"
 
 namespace tidegate::testing {
@@ -112,19 +112,19 @@ class GlaProblem : public ScanProblem {
     wanted_.dtype == DType::kFloat64 ? check_in<long double, double>() : check_in<double, float>();
   }
 
-  /// Holds o and the final state against what blocks of tokens with bf16 operands cost.
-  void check_block_forward() const {
+  /// Holds o and the final state against what sub-chunks with bf16 operands cost.
+  void check_tensor_core_forward() const {
     const auto expected = reference<double>();
-    GlaBlockReference peer;
-    take_inputs(&peer);
-    peer.run_forward(reference_layout());
+    GlaSubChunkReference baseline;
+    take_inputs(&baseline);
+    baseline.run_forward(reference_layout());
     const auto compare = [](const char* name, const auto& want, const auto& same,
                             const TypedSeries& got) {
       OutputCheck<double, float>(name, ComplexArray<double>(want.begin(), want.end()),
                                  ComplexArray<float>(same.begin(), same.end()), got, false);
     };
-    compare("o", expected.o, peer.o, o);
-    compare("h_final", expected.h_final, peer.h_final, h_final);
+    compare("o", expected.o, baseline.o, o);
+    compare("h_final", expected.h_final, baseline.h_final, h_final);
   }
 
   /// Holds the gradients against the equations, as products of bf16 operands may have them: sums
@@ -230,24 +230,25 @@ class GlaProblem : public ScanProblem {
     return result;
   }
 
-  template <class Oracle, class Peer>
+  template <class Oracle, class Baseline>
   void check_in() const {
     const auto expected = reference<Oracle>();
-    const auto peer = reference<Peer>();
+    const auto baseline = reference<Baseline>();
     const auto compare = [](const char* name, const auto& want, const auto& same,
                             const TypedSeries& got, const std::vector<Oracle>& squares = {}) {
-      OutputCheck<Oracle, Peer>(name, ComplexArray<Oracle>(want.begin(), want.end()),
-                                ComplexArray<Peer>(same.begin(), same.end()), got, false, squares);
+      OutputCheck<Oracle, Baseline>(name, ComplexArray<Oracle>(want.begin(), want.end()),
+                                    ComplexArray<Baseline>(same.begin(), same.end()), got, false,
+                                    squares);
     };
-    compare("o", expected.o, peer.o, o);
-    compare("h_final", expected.h_final, peer.h_final, h_final);
-    compare("dq", expected.dq, peer.dq, dq);
-    if (!wanted_.logits()) compare("dk", expected.dk, peer.dk, dk);
-    compare("dv", expected.dv, peer.dv, dv);
-    compare("dgate", expected.dgate, peer.dgate, dgate);
-    compare("dh0", expected.dh0, peer.dh0, dh0);
+    compare("o", expected.o, baseline.o, o);
+    compare("h_final", expected.h_final, baseline.h_final, h_final);
+    compare("dq", expected.dq, baseline.dq, dq);
+    if (!wanted_.logits()) compare("dk", expected.dk, baseline.dk, dk);
+    compare("dv", expected.dv, baseline.dv, dv);
+    compare("dgate", expected.dgate, baseline.dgate, dgate);
+    compare("dh0", expected.dh0, baseline.dh0, dh0);
     if (wanted_.logits() && wanted_.has_gamma) {
-      compare("dgamma", expected.dgamma, peer.dgamma, dgamma_partial, expected.dgamma_squares);
+      compare("dgamma", expected.dgamma, baseline.dgamma, dgamma_partial, expected.dgamma_squares);
     }
   }
 

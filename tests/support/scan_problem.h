@@ -193,53 +193,53 @@ inline TypedSeries sum_of_rows(const TypedSeries& partial) {
 /// Collects the errors of one output and judges them: in norm and at its largest, each may be twice
 /// that of the same naive maths in the state's precision, rounded to the output's dtype, plus a
 /// floor (see judge).
-template <class Oracle, class Peer>
+template <class Oracle, class Baseline>
 class OutputCheck {
  public:
   /// For sums over time, `squares` are those of their terms: where the terms cancel, it is them
   /// that roundings are relative to, not the sum.
   OutputCheck(const char* name, const ComplexArray<Oracle>& expected,
-              const ComplexArray<Peer>& peer, const TypedSeries& got, bool halves,
+              const ComplexArray<Baseline>& baseline, const TypedSeries& got, bool halves,
               const std::vector<Oracle>& squares = {})
       : name_(name), dtype_(got.dtype()) {
     const ComplexArray<double> values = complex_values<double>(got, halves);
     EXPECT_EQ(values.size(), expected.size()) << name;
     for (size_t i = 0; i < std::min(values.size(), expected.size()); ++i)
-      add(expected[i], peer[i], values[i], squares.empty() ? Oracle(0) : squares[i]);
+      add(expected[i], baseline[i], values[i], squares.empty() ? Oracle(0) : squares[i]);
     judge();
   }
 
  private:
   using Wide = std::complex<Oracle>;
 
-  Wide as_stored(std::complex<Peer> value) const {
+  Wide as_stored(std::complex<Baseline> value) const {
     const std::complex<double> wide(value);
     if (is_complex(dtype_)) return Wide(rounded(dtype_, wide));
     return {static_cast<Oracle>(rounded(dtype_, wide.real()).real()),
             static_cast<Oracle>(rounded(dtype_, wide.imag()).real())};
   }
-  void add(Wide expected, std::complex<Peer> peer, std::complex<double> got, Oracle terms) {
+  void add(Wide expected, std::complex<Baseline> baseline, std::complex<double> got, Oracle terms) {
     const Oracle error = std::abs(Wide(got) - expected);
     const Oracle square = std::max(std::norm(expected), terms);
-    const Oracle peer_error = std::abs(as_stored(peer) - expected);
+    const Oracle baseline_error = std::abs(as_stored(baseline) - expected);
     finite_ = finite_ && std::isfinite(error);
     largest_ = std::max(largest_, error);
-    largest_of_peer_ = std::max(largest_of_peer_, peer_error);
+    largest_of_baseline_ = std::max(largest_of_baseline_, baseline_error);
     largest_value_ = std::max(largest_value_, std::sqrt(square));
     squares_ += error * error;
-    squares_of_peer_ += peer_error * peer_error;
+    squares_of_baseline_ += baseline_error * baseline_error;
     squares_of_values_ += square;
   }
   void judge() const {
     EXPECT_TRUE(finite_) << name_ << " has a NaN or infinity";
-    const Oracle unit = std::numeric_limits<Peer>::epsilon();
+    const Oracle unit = std::numeric_limits<Baseline>::epsilon();
     // Products of gradients that underflow are zero in one order and subnormal in another.
-    const Oracle tiny = std::numeric_limits<Peer>::min() * 1e3;
-    // Where a handful of numbers decide, the peer may have rounded none of them: four units of one
-    // number are allowed beside it. Over many numbers luck averages out, and two units remain.
+    const Oracle tiny = std::numeric_limits<Baseline>::min() * 1e3;
+    // Where a handful of numbers decide, the baseline may have rounded none of them: four units of
+    // one number are allowed beside it. Over many numbers luck averages out, and two units remain.
     const Oracle one_number = 2 * unit * largest_value_;
-    EXPECT_LE(largest_, 2 * largest_of_peer_ + 2 * one_number + tiny) << name_;
-    EXPECT_LE(std::sqrt(squares_), 2 * std::sqrt(squares_of_peer_) + one_number +
+    EXPECT_LE(largest_, 2 * largest_of_baseline_ + 2 * one_number + tiny) << name_;
+    EXPECT_LE(std::sqrt(squares_), 2 * std::sqrt(squares_of_baseline_) + one_number +
                                        2 * unit * std::sqrt(squares_of_values_) + tiny)
         << name_;
   }
@@ -247,8 +247,8 @@ class OutputCheck {
   const char* name_;
   DType dtype_;
   bool finite_ = true;
-  Oracle largest_ = 0, largest_of_peer_ = 0, largest_value_ = 0;
-  Oracle squares_ = 0, squares_of_peer_ = 0, squares_of_values_ = 0;
+  Oracle largest_ = 0, largest_of_baseline_ = 0, largest_value_ = 0;
+  Oracle squares_ = 0, squares_of_baseline_ = 0, squares_of_values_ = 0;
 };
 
 /// linear_scan, forward and backward.
@@ -347,21 +347,21 @@ class LinearScanProblem : public ScanProblem {
     return result;
   }
 
-  template <class Oracle, class Peer>
+  template <class Oracle, class Baseline>
   void check_in() const {
     const auto expected = reference<Oracle>(true);
-    const auto peer = reference<Peer>(false);
-    using Check = OutputCheck<Oracle, Peer>;
-    Check("h", expected.h, peer.h, h, false);
-    Check("h_final", expected.h_final, peer.h_final, h_final, false);
-    Check("dx", expected.dx, peer.dx, dx, false);
-    Check("dh0", expected.dh0, peer.dh0, dh0, false);
+    const auto baseline = reference<Baseline>(false);
+    using Check = OutputCheck<Oracle, Baseline>;
+    Check("h", expected.h, baseline.h, h, false);
+    Check("h_final", expected.h_final, baseline.h_final, h_final, false);
+    Check("dx", expected.dx, baseline.dx, dx, false);
+    Check("dh0", expected.dh0, baseline.dh0, dh0, false);
     if (shape().a_is_constant) {
       const int64_t channels = shape().channels;
-      Check("da", sum_of_rows(expected.da, channels), sum_of_rows(peer.da, channels),
+      Check("da", sum_of_rows(expected.da, channels), sum_of_rows(baseline.da, channels),
             sum_of_rows(da_partial), false, sum_of_rows(squares_of(expected.da), channels));
     } else {
-      Check("da", expected.da, peer.da, da, false);
+      Check("da", expected.da, baseline.da, da, false);
     }
   }
 };
@@ -462,12 +462,12 @@ class HgruProblem : public ScanProblem {
     return result;
   }
 
-  template <class Oracle, class Peer>
+  template <class Oracle, class Baseline>
   void check_in() const {
     const auto expected = reference<Oracle>(true);
-    const auto peer = reference<Peer>(false);
+    const auto baseline = reference<Baseline>(false);
     const bool halves = shape().turns;
-    using Check = OutputCheck<Oracle, Peer>;
+    using Check = OutputCheck<Oracle, Baseline>;
     const auto as_complex = [](const auto& values) {
       using Real = typename std::decay_t<decltype(values)>::value_type;
       return ComplexArray<Real>(values.begin(), values.end());
@@ -475,18 +475,18 @@ class HgruProblem : public ScanProblem {
     const auto sums = [&](const auto& values) {
       return sum_of_rows(as_complex(values), shape().channels);
     };
-    Check("h", expected.h, peer.h, h, halves);
-    Check("h_final", expected.h_final, peer.h_final, h_final, halves);
-    Check("dc", expected.dc, peer.dc, dc, halves);
-    Check("df", as_complex(expected.df), as_complex(peer.df), df, false);
-    Check("dh0", expected.dh0, peer.dh0, dh0, halves);
+    Check("h", expected.h, baseline.h, h, halves);
+    Check("h_final", expected.h_final, baseline.h_final, h_final, halves);
+    Check("dc", expected.dc, baseline.dc, dc, halves);
+    Check("df", as_complex(expected.df), as_complex(baseline.df), df, false);
+    Check("dh0", expected.dh0, baseline.dh0, dh0, halves);
     if (shape().has_gamma) {
-      Check("dgamma", sums(expected.dgamma), sums(peer.dgamma), sum_of_rows(dgamma_partial), false,
-            sum_of_rows(expected.dgamma_squares, shape().channels));
+      Check("dgamma", sums(expected.dgamma), sums(baseline.dgamma), sum_of_rows(dgamma_partial),
+            false, sum_of_rows(expected.dgamma_squares, shape().channels));
     }
     if (halves) {
-      Check("dtheta", sums(expected.dtheta), sums(peer.dtheta), sum_of_rows(dtheta_partial), false,
-            sum_of_rows(expected.dtheta_squares, shape().channels));
+      Check("dtheta", sums(expected.dtheta), sums(baseline.dtheta), sum_of_rows(dtheta_partial),
+            false, sum_of_rows(expected.dtheta_squares, shape().channels));
     }
   }
 };

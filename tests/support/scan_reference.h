@@ -23,7 +23,7 @@ struct ReferenceLayout {
   int64_t channels = 0;  // D
   bool reverse = false;
 
-  /// The row of a sequence's step, counted along the walk.
+  /// The row of a sequence's step, counted along the scan.
   int64_t token(const TokenRange& range, int64_t step) const {
     return reverse ? range.first + range.length - 1 - step : range.first + step;
   }

@@ -137,7 +137,7 @@ class Wkv4Problem {
     return params;
   }
 
-  /// After the forward pass: the gradient of the loss by the final state, in its own gauge.
+  /// After the forward pass: the gradient of the loss by the final state, at its own exponent.
   void fill_dfinal() {
     for (int64_t n = 0; n < sequences(); ++n) {
       for (int64_t j = 0; j < shape_.channels; ++j) {
@@ -170,9 +170,9 @@ class Wkv4Problem {
           of_final.add(row(final_state, n, 2, j) + std::log(z), exact.log);
         }
         if (shape_.has_states && shape_.saves) {
-          const double gauge = std::exp(row(state, n, 2, j));
-          of_dstate.add(row(dstate, n, 0, j), exact.dy * gauge);
-          of_dstate.add(row(dstate, n, 1, j), exact.dz * gauge);
+          const double scale = std::exp(row(state, n, 2, j));
+          of_dstate.add(row(dstate, n, 0, j), exact.dy * scale);
+          of_dstate.add(row(dstate, n, 1, j), exact.dz * scale);
           EXPECT_EQ(row(dstate, n, 2, j), 0);
         }
         dw[j] += exact.dw, dw_size[j] += exact.dw_size;
@@ -225,7 +225,7 @@ class Wkv4Problem {
     if (shape_.offsets.empty()) return {n * shape_.time, (n + 1) * shape_.time};
     return {shape_.offsets[n], shape_.offsets[n + 1]};
   }
-  // The loss by the final state, the same whatever its gauge.
+  // The loss by the final state, the same whatever its exponent.
   double d_mean(int64_t n, int64_t j) const {
     return shape_.has_states ? std::cos(n + 3.0 * j) : 0;
   }
@@ -239,9 +239,9 @@ class Wkv4Problem {
       values.push_back(v.get(t, j).real());
       grads.push_back(grad_o.get(t, j).real());
     }
-    const double gauge = shape_.has_states ? std::exp(row(state, n, 2, j)) : 0;
-    const double y = shape_.has_states ? row(state, n, 0, j) * gauge : 0;
-    const double z = shape_.has_states ? row(state, n, 1, j) * gauge : 0;
+    const double scale = shape_.has_states ? std::exp(row(state, n, 2, j)) : 0;
+    const double y = shape_.has_states ? row(state, n, 0, j) * scale : 0;
+    const double z = shape_.has_states ? row(state, n, 1, j) * scale : 0;
     return {w.get(0, j).real(), u.get(0, j).real(), keys, values, grads, y, z,
             d_mean(n, j),       d_log(n, j)};
   }

@@ -18,7 +18,7 @@ namespace tidegate {
 ///        most 0, down to -infinity (a decay of zero); q's dtype, or float32 for 16-bit q.
 /// h0:    [N, H, K, V]; zero when absent; float32 (float64 for float64) or q's dtype.
 /// scale: of the output; 1 (other libraries default to K^-0.5).
-/// reverse: walk each sequence from its last token; h0 enters after the last token and the final
+/// reverse: scan each sequence from its last token; h0 enters after the last token and the final
 ///        state is the first token's.
 /// cu_seqlens: int32 or int64 [N + 1], rising from 0 to T: N sequences packed along time, with
 ///        B = 1. Empty sequences are allowed, nothing leaks across a boundary. Copied to q's device

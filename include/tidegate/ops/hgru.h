@@ -23,7 +23,7 @@ namespace tidegate {
 /// theta: [D] phase in radians a step; float32 or c's dtype.
 /// h0:    [N, D], complex [N, 2D]; zero when absent; float32 or c's dtype.
 /// activation: "silu" or "none".
-/// reverse: walk each sequence from its last token; h0 enters after the last token and the final
+/// reverse: scan each sequence from its last token; h0 enters after the last token and the final
 ///        state is the first token's.
 /// cu_seqlens: int32 or int64 [N + 1], rising from 0 to T: N sequences packed along time, with
 ///        B = 1. Empty sequences are allowed, nothing leaks across a boundary. Copied to c's device

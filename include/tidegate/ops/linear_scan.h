@@ -17,7 +17,7 @@ namespace tidegate {
 /// a:  [B, T, D] decays, linear (not log), or [D] when constant over batch and time; float32 or x's
 ///     dtype; for complex x also complex64, or float64 beside complex128.
 /// h0: [N, D], zero when absent; float32 (complex64 for complex x) or x's dtype.
-/// reverse: walk each sequence from its last token, h_t = a_t * h_{t+1} + x_t; h0 enters after the
+/// reverse: scan each sequence from its last token, h_t = a_t * h_{t+1} + x_t; h0 enters after the
 ///     last token and the final state is the first token's.
 /// cu_seqlens: int32 or int64 [N + 1], rising from 0 to T: N sequences packed along time, with
 ///     B = 1. Empty sequences are allowed, nothing leaks across a boundary. Copied to x's device

@@ -22,7 +22,7 @@ namespace tidegate {
 /// theta_log: [D], natural logarithm of the phase in radians a step; dtype as nu_log's.
 /// gamma_log: [D], natural logarithm of the input's scale; dtype as nu_log's.
 /// h0:        [N, D], complex [N, 2D]; zero when absent; float32 or x's dtype.
-/// reverse: walk each sequence from its last token; h0 enters after the last token and the final
+/// reverse: scan each sequence from its last token; h0 enters after the last token and the final
 ///        state is the first token's.
 /// cu_seqlens: int32 or int64 [N + 1], rising from 0 to T: N sequences packed along time, with
 ///        B = 1. Empty sequences are allowed, nothing leaks across a boundary. Copied to x's device

@@ -19,8 +19,8 @@ namespace tidegate {
 /// k: [B, T, D] natural logarithms of the weights, any size; float32, float64, bfloat16, float16.
 /// v: [B, T, D] in k's dtype.
 /// state: [N, 3, D]: y and z, scaled by exp(-m), and m; empty when absent, as is one of zeros;
-///     float32 or k's dtype. m is a gauge: y exp(m) and z exp(m) are what counts, and the gradient
-///     with respect to m is zero.
+///     float32 or k's dtype. m is a scaling exponent: y exp(m) and z exp(m) are what counts, and
+///     the gradient with respect to m is zero.
 /// cu_seqlens: int32 or int64 [N + 1], rising from 0 to T: N sequences packed along time, with
 ///     B = 1. Empty sequences are allowed, nothing leaks across a boundary. Copied to k's device
 ///     when it is on the CPU (an error while a CUDA graph is captured).
@@ -29,14 +29,14 @@ namespace tidegate {
 /// (float64 for float64), which can be passed back. At T = 0 it is a copy of the given one, zeros
 /// when there is none. N = B without cu_seqlens.
 ///
-/// Weights are taken relative to a running gauge (on CUDA within a factor of 2^40 of it), so k may
-/// span any range; on CUDA |v| up to about 2^60 stays finite. Any strides with a unit last stride
-/// are read in place. Accumulates in the state's dtype. Bitwise deterministic. Differentiable once
-/// in w, u, k, v and state through both results; training keeps the inputs and, for every eighth
-/// token, the state that enters it.
-/// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
-/// than these; with TIDEGATE_DEBUG=1 also for w < 0 and for cu_seqlens on a GPU that do not fit.
-/// Cost O(B T D): reads k and v once, writes o once.
+/// Weights are taken relative to a running scaling exponent (on CUDA within a factor of 2^40 of
+/// it), so k may span any range; on CUDA |v| up to about 2^60 stays finite. Any strides with a unit
+/// last stride are read in place. Accumulates in the state's dtype. Bitwise deterministic.
+/// Differentiable once in w, u, k, v and state through both results; training keeps the inputs and,
+/// for every eighth token, the state that enters it. Throws c10::Error, naming op, argument,
+/// expected and given, for shapes, dtypes or devices other than these; with TIDEGATE_DEBUG=1 also
+/// for w < 0 and for cu_seqlens on a GPU that do not fit. Cost O(B T D): reads k and v once, writes
+/// o once.
 std::tuple<at::Tensor, at::Tensor> wkv4(const at::Tensor& w, const at::Tensor& u,
                                         const at::Tensor& k, const at::Tensor& v,
                                         const std::optional<at::Tensor>& state = std::nullopt,

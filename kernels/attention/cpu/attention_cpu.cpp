@@ -21,19 +21,7 @@ namespace {
 /// Below this many multiplications a second thread costs more than it saves.
 constexpr int64_t kSerialWork = 1 << 16;
 
-const AttentionKernels& active_kernels() {
-#ifdef TIDEGATE_X86_DISPATCH
-  switch (active_cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kAttentionKernels;
-    case CpuIsa::kAvx2:
-      return avx2::kAttentionKernels;
-    case CpuIsa::kGeneric:
-      break;
-  }
-#endif
-  return generic::kAttentionKernels;
-}
+const AttentionKernels& active_kernels() { return TIDEGATE_ACTIVE_KERNELS(kAttentionKernels); }
 
 // ---- Workspace ----
 

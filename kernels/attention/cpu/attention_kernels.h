@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cpu_isa.h"
 
 namespace tidegate::kernels::attention {
 
@@ -100,14 +101,6 @@ constexpr int64_t attention_scratch(int64_t head_dim) {
 }
 constexpr int64_t step_partial(int64_t head_dim) { return padded_row(head_dim + 3); }
 
-namespace generic {
-extern const AttentionKernels kAttentionKernels;
-}
-namespace avx2 {
-extern const AttentionKernels kAttentionKernels;
-}
-namespace avx512 {
-extern const AttentionKernels kAttentionKernels;
-}
+TIDEGATE_ISA_KERNELS(AttentionKernels, kAttentionKernels)
 
 }  // namespace tidegate::kernels::attention

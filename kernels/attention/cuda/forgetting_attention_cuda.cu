@@ -1,9 +1,6 @@
 // The entry points of forgetting_attention_cuda.h: which kernels take a set of params.
 
-#include "kernels/attention/cuda/plain.h"
-#include "kernels/attention/cuda/step.h"
-#include "kernels/attention/cuda/tensor_backward.h"
-#include "kernels/attention/cuda/tensor_forward.h"
+#include "kernels/attention/cuda/paths.h"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {

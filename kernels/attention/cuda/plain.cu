@@ -1,23 +1,24 @@
-#include "kernels/attention/cuda/plain.h"
-
-#include "kernels/attention/cuda/gate_sums.h"
-#include "kernels/attention/cuda/plain_rows.cuh"
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/cuda/rows.cuh"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
 
 namespace tidegate::kernels::attention {
 namespace {
 
 constexpr int kWarps = 8;  // rows of a block
 constexpr int kMaxDim = static_cast<int>(kMaxAttentionHeadDim);
-constexpr int kOwn = kMaxDim / 32;  // numbers of a row that a lane adds up
+constexpr int kChannelsPerLane = kMaxDim / 32;  // numbers of a row that a lane adds up
 
 /// One launch: the params, and the workspace's arrays.
 struct PlainAttention {
   ForgettingAttentionBackwardParams grads = {};
-  TimeTiles cuts = {};  // of the rows that the warps own
+  TimeTiles tiles = {};  // of the rows that the warps own
   double* gate_sums = nullptr;
-  void* row_terms = nullptr;  // [B, Hq, Tq] state type: do . o - dlse
+  void* delta = nullptr;  // [B, Hq, Tq] state type: do . o - dlse
   double* row_sums = nullptr;
   double* column_sums = nullptr;
 };
@@ -77,13 +78,13 @@ __device__ void copy_row(const E* from, int dim, Real* to) {
 /// sums[n] += the weights of `count` lanes times rows, the lane's channels of each.
 template <class Real, class E>
 __device__ void add_rows(Real weight, int count, const AttentionRows<const E>& rows, int64_t first,
-                         int dim, Real (&sums)[kOwn]) {
+                         int dim, Real (&sums)[kChannelsPerLane]) {
   const int lane = threadIdx.x % 32;
   for (int j = 0; j < count; ++j) {
     const Real w = __shfl_sync(~0u, weight, j);
     const E* row = rows.row(first + j);
 #pragma unroll
-    for (int n = 0; n < kOwn; ++n) {
+    for (int n = 0; n < kChannelsPerLane; ++n) {
       if (lane + 32 * n < dim) {
         sums[n] = fused(w, static_cast<Real>(widen(row[lane + 32 * n])), sums[n]);
       }
@@ -92,9 +93,9 @@ __device__ void add_rows(Real weight, int count, const AttentionRows<const E>& r
 }
 
 template <class Real, class E>
-__device__ void write_row(const Real (&sums)[kOwn], Real factor, int dim, E* to) {
+__device__ void write_row(const Real (&sums)[kChannelsPerLane], Real factor, int dim, E* to) {
 #pragma unroll
-  for (int n = 0; n < kOwn; ++n) {
+  for (int n = 0; n < kChannelsPerLane; ++n) {
     const int d = threadIdx.x % 32 + 32 * n;
     if (d < dim) {
       to[d] = narrow<E>(factor * sums[n]);
@@ -108,18 +109,18 @@ __global__ void __launch_bounds__(32 * kWarps) plain_forward_kernel(const PlainA
   using Real = typename Register<E>::type;
   __shared__ Real query[kWarps][kMaxDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
-  if (!cut.exists() || warp >= cut.tokens) {
+  const TimeTile tile = find_time_tile(work.tiles, static_cast<int>(blockIdx.x));
+  if (!tile.exists() || warp >= tile.tokens) {
     return;
   }
-  const int64_t head = blockIdx.y, i = cut.first + warp;
-  const PlainHead<E> at(work, cut.sequence.index, head);
+  const int64_t head = blockIdx.y, i = tile.first + warp;
+  const PlainHead<E> at(work, tile.sequence.index, head);
   const ForgettingAttentionParams& p = at.p;
   const auto dim = static_cast<int>(p.head_dim);
   copy_row(at.q.row(i), dim, query[warp]);
 
   const Real none = -static_cast<Real>(INFINITY);
-  Real sums[kOwn] = {}, maximum = none, total = 0;
+  Real sums[kChannelsPerLane] = {}, maximum = none, total = 0;
   const int64_t position = at.position(i);
   for (int64_t first = at.first_key(position); first <= position; first += 32) {
     const int64_t key = first + lane;
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_forward_kernel(const PlainA
     maximum = top;
     total = fused(total, shrink, warp_sum(weight));
 #pragma unroll
-    for (int n = 0; n < kOwn; ++n) {
+    for (int n = 0; n < kChannelsPerLane; ++n) {
       sums[n] *= shrink;
     }
     add_rows(weight, count, at.v, first, dim, sums);
@@ -149,15 +150,15 @@ __global__ void __launch_bounds__(32 * kWarps) plain_forward_kernel(const PlainA
 }
 
 template <class E>
-__global__ void __launch_bounds__(32 * kWarps) plain_terms_kernel(const PlainAttention work) {
+__global__ void __launch_bounds__(32 * kWarps) plain_delta_kernel(const PlainAttention work) {
   using Real = typename Register<E>::type;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
-  if (!cut.exists() || warp >= cut.tokens) {
+  const TimeTile tile = find_time_tile(work.tiles, static_cast<int>(blockIdx.x));
+  if (!tile.exists() || warp >= tile.tokens) {
     return;
   }
-  const int64_t head = blockIdx.y, i = cut.first + warp;
-  const PlainHead<E> at(work, cut.sequence.index, head);
+  const int64_t head = blockIdx.y, i = tile.first + warp;
+  const PlainHead<E> at(work, tile.sequence.index, head);
   const E* o = AttentionRows<const E>(at.p.o, at.queries.batch, at.queries.start, head).row(i);
   const E* d_o =
       AttentionRows<const E>(work.grads.d_o, at.queries.batch, at.queries.start, head).row(i);
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_terms_kernel(const PlainAtt
     if (work.grads.dlse != nullptr) {
       sum -= static_cast<double>(static_cast<const Real*>(work.grads.dlse)[at.query_at + i]);
     }
-    static_cast<Real*>(work.row_terms)[at.query_at + i] = static_cast<Real>(sum);
+    static_cast<Real*>(work.delta)[at.query_at + i] = static_cast<Real>(sum);
   }
 }
 
@@ -179,8 +180,8 @@ template <class Real>
 struct PlainPair {
   Real weight, d_score;
 
-  __device__ PlainPair(Real score, Real d_weight, Real lse, Real term)
-      : weight(exponential(score - lse)), d_score(weight * (d_weight - term)) {}
+  __device__ PlainPair(Real score, Real d_weight, Real lse, Real delta)
+      : weight(exponential(score - lse)), d_score(weight * (d_weight - delta)) {}
   __device__ PlainPair() : weight(0), d_score(0) {}
 };
 
@@ -190,21 +191,21 @@ __global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAtt
   using Real = typename Register<E>::type;
   __shared__ Real query[kWarps][kMaxDim], d_out[kWarps][kMaxDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
-  if (!cut.exists() || warp >= cut.tokens) {
+  const TimeTile tile = find_time_tile(work.tiles, static_cast<int>(blockIdx.x));
+  if (!tile.exists() || warp >= tile.tokens) {
     return;
   }
-  const int64_t head = blockIdx.y, i = cut.first + warp;
-  const PlainHead<E> at(work, cut.sequence.index, head);
+  const int64_t head = blockIdx.y, i = tile.first + warp;
+  const PlainHead<E> at(work, tile.sequence.index, head);
   const ForgettingAttentionParams& p = at.p;
   const auto dim = static_cast<int>(p.head_dim);
   copy_row(at.q.row(i), dim, query[warp]);
   copy_row(AttentionRows<const E>(work.grads.d_o, at.queries.batch, at.queries.start, head).row(i),
            dim, d_out[warp]);
   const Real lse = static_cast<const Real*>(p.lse)[at.query_at + i];
-  const Real term = static_cast<const Real*>(work.row_terms)[at.query_at + i];
+  const Real delta = static_cast<const Real*>(work.delta)[at.query_at + i];
 
-  Real sums[kOwn] = {};
+  Real sums[kChannelsPerLane] = {};
   double row_sum = 0;
   const int64_t position = at.position(i);
   for (int64_t first = at.first_key(position); first <= position; first += 32) {
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAtt
     PlainPair<Real> pair;
     if (lane < count) {
       pair = {at.score(product(query[warp], at.k.row(key), dim), position, key),
-              product(d_out[warp], at.v.row(key), dim), lse, term};
+              product(d_out[warp], at.v.row(key), dim), lse, delta};
     }
     row_sum += key == position ? 0.0 : static_cast<double>(pair.d_score);
     add_rows(pair.d_score, count, at.k, first, dim, sums);
@@ -233,16 +234,16 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
   using Real = typename Register<E>::type;
   __shared__ Real key_row[kWarps][kMaxDim], value_row[kWarps][kMaxDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const TimeTile cut = find_time_tile(work.cuts, static_cast<int>(blockIdx.x));
-  if (!cut.exists() || warp >= cut.tokens) {
+  const TimeTile tile = find_time_tile(work.tiles, static_cast<int>(blockIdx.x));
+  if (!tile.exists() || warp >= tile.tokens) {
     return;
   }
   const ForgettingAttentionParams& p = work.grads.forward;
-  const int64_t group = p.heads / p.key_heads, j = cut.first + warp;
+  const int64_t group = p.heads / p.key_heads, j = tile.first + warp;
   const auto dim = static_cast<int>(p.head_dim);
-  Real dk[kOwn] = {}, dv[kOwn] = {};
+  Real dk[kChannelsPerLane] = {}, dv[kChannelsPerLane] = {};
   for (int64_t head = blockIdx.y * group; head < (blockIdx.y + 1) * group; ++head) {
-    const PlainHead<E> at(work, cut.sequence.index, head);
+    const PlainHead<E> at(work, tile.sequence.index, head);
     __syncwarp();  // all lanes are done with the head before
     copy_row(at.k.row(j), dim, key_row[warp]);
     copy_row(at.v.row(j), dim, value_row[warp]);
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
         pair = {at.score(product(key_row[warp], at.q.row(i), dim), at.position(i), j),
                 product(value_row[warp], d_out.row(i), dim),
                 static_cast<const Real*>(p.lse)[at.query_at + i],
-                static_cast<const Real*>(work.row_terms)[at.query_at + i]};
+                static_cast<const Real*>(work.delta)[at.query_at + i]};
       }
       column_sum += at.position(i) == j ? 0.0 : static_cast<double>(pair.d_score);
       add_rows(pair.d_score, count, at.q, first, dim, dk);
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
       work.column_sums[at.key_at + j] = column_sum;
     }
   }
-  const Sequence& keys = cut.sequence;
+  const Sequence& keys = tile.sequence;
   write_row(dk, static_cast<Real>(p.scale), dim,
             AttentionRows<E>(work.grads.dk, keys.batch, keys.start, blockIdx.y).row(j));
   write_row(dv, Real(1), dim,
@@ -292,7 +293,7 @@ int64_t divide_workspace(const ForgettingAttentionParams& p, bool backward, Plai
   };
   work->gate_sums = take(gate_sums_count(p));
   if (backward) {
-    work->row_terms = take(queries);
+    work->delta = take(queries);
     work->row_sums = take(queries);
     work->column_sums = take(keys);
     take(gate_totals_count(p));
@@ -300,10 +301,10 @@ int64_t divide_workspace(const ForgettingAttentionParams& p, bool backward, Plai
   return count * static_cast<int64_t>(sizeof(double));
 }
 
-/// A warp for every row of the work's cuts and head.
+/// A warp for every row of the work's tiles and head.
 cudaError_t launch(void (*kernel)(PlainAttention), const PlainAttention& work, int64_t heads,
                    cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(work.cuts.count), static_cast<unsigned>(heads));
+  const dim3 grid(static_cast<unsigned>(work.tiles.count), static_cast<unsigned>(heads));
   return launch_unless_empty(kernel, grid, 32 * kWarps, 0, stream, work);
 }
 
@@ -324,10 +325,10 @@ void plain_attention_backward_plan(const ForgettingAttentionBackwardParams& para
 cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cudaStream_t stream) {
   PlainAttention work;
   work.grads.forward = params;
-  work.cuts = time_tiles(params.layout, kWarps);
+  work.tiles = time_tiles(params.layout, kWarps);
   divide_workspace(params, false, &work);
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, work.gate_sums, stream));
-  return with_element(params.q.dtype, [&]<class E>() {
+  return dispatch_real(params.q.dtype, [&]<class E>() {
     return launch(&plain_forward_kernel<E>, work, params.heads, stream);
   });
 }
@@ -341,11 +342,11 @@ cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& pa
   const int64_t keys = p.key_layout.batch * p.heads * p.key_layout.time;
   double* const totals = work.column_sums + (keys + 1) / 2 * 2;
   TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, work.gate_sums, stream));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(with_element(p.q.dtype, [&]<class E>() {
-    work.cuts = time_tiles(p.layout, kWarps);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_terms_kernel<E>, work, p.heads, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_real(p.q.dtype, [&]<class E>() {
+    work.tiles = time_tiles(p.layout, kWarps);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_delta_kernel<E>, work, p.heads, stream));
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_query_kernel<E>, work, p.heads, stream));
-    work.cuts = time_tiles(p.key_layout, kWarps);
+    work.tiles = time_tiles(p.key_layout, kWarps);
     return launch(&plain_key_kernel<E>, work, p.key_heads, stream);
   }));
   return gate_gradients(params, work.row_sums, work.column_sums, totals, stream);

@@ -1,14 +1,13 @@
 #pragma once
 
 // What the host side of every CUDA family needs: errors passed on, and what the device can do.
+// Every unit includes this, so that it includes little itself: <atomic> and <mutex> would cost each
+// of them two seconds to compile.
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <limits>
-#include <mutex>
 
 namespace tidegate::kernels {
 
@@ -26,8 +25,8 @@ struct DeviceLimits {
 };
 
 /// What planners take for a block's shared memory is at most this: on a large chip, tests set it to
-/// what a small one has.
-inline std::atomic<int> shared_bytes_limit = std::numeric_limits<int>::max();
+/// what a small one has, while nothing runs.
+inline int shared_bytes_limit = std::numeric_limits<int>::max();
 
 inline cudaError_t read_device_limits(DeviceLimits* limits) {
   int device = 0;
@@ -39,39 +38,36 @@ inline cudaError_t read_device_limits(DeviceLimits* limits) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(read(&limits->major, cudaDevAttrComputeCapabilityMajor));
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       read(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
-  limits->shared_bytes = std::min(limits->shared_bytes, shared_bytes_limit.load());
+  if (limits->shared_bytes > shared_bytes_limit) {
+    limits->shared_bytes = shared_bytes_limit;
+  }
   return cudaSuccess;
 }
 
-/// Blocks as a grid has them. False where there are more than one launch can have.
-inline bool make_grid(int64_t blocks, unsigned* grid) {
-  *grid = static_cast<unsigned>(blocks);
-  return blocks <= std::numeric_limits<int>::max();
-}
+/// A number that many threads find out for themselves and leave for each other.
+class SharedCount {
+ public:
+  int load() const { return __atomic_load_n(&value_, __ATOMIC_ACQUIRE); }
+  void store(int value) { __atomic_store_n(&value_, value, __ATOMIC_RELEASE); }
+
+ private:
+  int value_ = 0;
+};
+
+/// The most shared memory that a kernel has been allowed so far, by device.
+struct AllowedSharedBytes {
+  static constexpr int kDevices = 64;  // those past the last are told every time
+  SharedCount of_device[kDevices];
+};
+[[nodiscard]] cudaError_t allow_shared_bytes(const void* kernel, AllowedSharedBytes* allowed,
+                                             int bytes);
 
 /// Lets a kernel use so much shared memory a block: without, it is 48 KB. Each device is told of
 /// the largest size so far.
 template <auto* kKernel>
 cudaError_t allow_shared_bytes(int bytes) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> allowed[kDevices] = {};
-  static std::mutex telling;
-  int device = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  std::atomic<int>* const known = device < kDevices ? &allowed[device] : nullptr;
-  if (known != nullptr && bytes <= known->load(std::memory_order_acquire)) {
-    return cudaSuccess;
-  }
-  const std::lock_guard<std::mutex> one_at_a_time(telling);
-  if (known != nullptr && bytes <= known->load(std::memory_order_relaxed)) {
-    return cudaSuccess;
-  }
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  if (known != nullptr) {
-    known->store(bytes, std::memory_order_release);
-  }
-  return cudaSuccess;
+  static AllowedSharedBytes allowed;
+  return allow_shared_bytes(reinterpret_cast<const void*>(kKernel), &allowed, bytes);
 }
 
 }  // namespace tidegate::kernels

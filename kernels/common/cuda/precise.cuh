@@ -1,9 +1,9 @@
 #pragma once
 
-// Numbers as unevaluated sums hi + lo. The product of a long run of decays multiplies every state
-// that passes through it, again and again: an error of one ulp that is the same for every run (a
-// constant decay's) would add up over thousands of them. With lo, what is left is the rounding of
-// the state itself.
+// Numbers as unevaluated sums hi + lo (two-float and double-double numbers). The product of a long
+// run of decays multiplies every state that passes through it, again and again: an error of one ulp
+// that is the same for every run (a constant decay's) would add up over thousands of them. With lo,
+// what is left is the rounding of the state itself.
 
 #include "kernels/common/cuda/numeric.cuh"
 
@@ -127,7 +127,7 @@ __device__ inline Number fused(const Precise<Number>& a, Number s, Number x) {
   return is_zero(s) ? x : fused(a.hi, s, fused(a.lo, s, x));
 }
 
-/// A number of two doubles as one of two of Real's.
+/// A double-double number as a sum of two Reals.
 template <class Real>
 __device__ inline Precise<Real> in_words_of(Precise<double> x) {
   const auto hi = static_cast<Real>(x.hi);

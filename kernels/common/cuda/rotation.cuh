@@ -52,7 +52,7 @@ __host__ __device__ inline Precise<double> exp_by_series(Precise<double> x) {
   return {hi * scale, ((sum - hi) + lost) * scale};
 }
 
-/// The same of any x.
+/// exp of any x as a sum of two numbers.
 __host__ __device__ inline Precise<double> exact_exp(Precise<double> x) {
   if (!(fabs(x.hi) < 700.0)) {  // out of range, or next to it
     return {exp(x.hi), 0.0};
@@ -106,7 +106,7 @@ __host__ __device__ inline Turn turn_by_series(Precise<double> angle) {
   return {{sign_a * a.hi, sign_a * a.lo}, {sign_b * b.hi, sign_b * b.lo}};
 }
 
-/// The same of any angle.
+/// sin and cos of any angle as sums of two numbers.
 __host__ __device__ inline Turn exact_turn(Precise<double> angle) {
   if (!(fabs(angle.hi) < 1e5)) {  // the remainder would need more words
     return {{sin(angle.hi), 0.0}, {cos(angle.hi), 0.0}};

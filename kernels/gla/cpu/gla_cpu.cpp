@@ -1,5 +1,5 @@
 // Drivers of gated linear attention on the CPU: they divide sequences, heads and columns among
-// threads and hand each block to the code for this machine's instruction set.
+// threads and hand each tile to the code for this machine's instruction set.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,36 +16,24 @@ namespace {
 
 /// Below this many multiplications a second thread costs more than it saves.
 constexpr int64_t kSerialWork = 1 << 16;
-/// Columns of a block: as many as make good use of what is computed for all of them (the products
+/// Columns of a tile: as many as make good use of what is computed for all of them (the products
 /// between tokens), fewer where threads would be idle.
 constexpr int64_t kMaxValueColumns = 128;
 constexpr int64_t kMaxKeyColumns = 64;
 
-const GlaKernels& active_kernels() {
-#ifdef TIDEGATE_X86_DISPATCH
-  switch (active_cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kGlaKernels;
-    case CpuIsa::kAvx2:
-      return avx2::kGlaKernels;
-    case CpuIsa::kGeneric:
-      break;
-  }
-#endif
-  return generic::kGlaKernels;
-}
+const GlaKernels& active_kernels() { return TIDEGATE_ACTIVE_KERNELS(kGlaKernels); }
 
-/// How a pass divides into blocks of `width` columns of every head of every sequence.
-struct BlockGrid {
+/// How a pass divides into tiles of `width` columns of every head of every sequence.
+struct TileGrid {
   int64_t width = 1;
-  int64_t blocks = 0;  // of a head
+  int64_t tiles = 0;  // of a head
   int64_t total = 0;
 };
 
-BlockGrid divide_columns(const GlaParams& params, int64_t columns, int64_t max_width,
-                         int64_t threads) {
+TileGrid divide_columns(const GlaParams& params, int64_t columns, int64_t max_width,
+                        int64_t threads) {
   const int64_t heads = params.layout.sequences * params.heads;
-  BlockGrid grid;
+  TileGrid grid;
   grid.width = std::min(columns, max_width);
   const auto idle = [&](int64_t width) {
     const int64_t items = heads * ceil_div(columns, width);
@@ -54,50 +42,50 @@ BlockGrid divide_columns(const GlaParams& params, int64_t columns, int64_t max_w
   while (grid.width > kPadding && idle(grid.width) > 0 && heads < 4 * threads) {
     grid.width = padded(ceil_div(grid.width, 2));
   }
-  grid.blocks = ceil_div(columns, grid.width);
-  grid.total = heads * grid.blocks;
+  grid.tiles = ceil_div(columns, grid.width);
+  grid.total = heads * grid.tiles;
   return grid;
 }
 
 /// Sequences change fastest: they may differ in length, and every thread then gets some of each.
-GlaBlock block_at(const GlaParams& params, const BlockGrid& grid, int64_t columns, int64_t index) {
+GlaTile tile_at(const GlaParams& params, const TileGrid& grid, int64_t columns, int64_t index) {
   const int64_t sequences = params.layout.sequences;
-  GlaBlock block;
-  block.sequence = index % sequences;
-  block.head = index / sequences / grid.blocks;
-  block.column = index / sequences % grid.blocks * grid.width;
-  block.width = std::min(grid.width, columns - block.column);
-  const SequenceBounds bounds = sequence_bounds(params.layout, block.sequence);
-  block.batch = bounds.batch;
-  block.begin = bounds.begin;
-  block.length = bounds.length;
-  return block;
+  GlaTile tile;
+  tile.sequence = index % sequences;
+  tile.head = index / sequences / grid.tiles;
+  tile.column = index / sequences % grid.tiles * grid.width;
+  tile.width = std::min(grid.width, columns - tile.column);
+  const SequenceBounds bounds = sequence_bounds(params.layout, tile.sequence);
+  tile.batch = bounds.batch;
+  tile.begin = bounds.begin;
+  tile.length = bounds.length;
+  return tile;
 }
 
-/// Calls kernel(block) for all blocks; every thread has scratch memory of its own, which lives for
+/// Calls kernel(tile) for all tiles; every thread has scratch memory of its own, which lives for
 /// the pass.
 template <class Kernel>
-void run_blocks(const GlaParams& params, const BlockGrid& grid, int64_t columns,
-                int64_t scratch_numbers, int64_t threads, const ParallelFor& parallel,
-                Kernel kernel) {
+void run_tiles(const GlaParams& params, const TileGrid& grid, int64_t columns,
+               int64_t scratch_numbers, int64_t threads, const ParallelFor& parallel,
+               Kernel kernel) {
   if (grid.total == 0) return;
-  const int64_t slots = std::min(threads, grid.total);
+  const int64_t shares = std::min(threads, grid.total);
   const int64_t bytes =
       ceil_div(scratch_numbers * element_size(state_dtype(params.q.dtype)), 4096) * 4096;
-  const CpuScratch scratch(slots * bytes);
+  const CpuScratch scratch(shares * bytes);
   const auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      for (int64_t i = slot * grid.total / slots; i < (slot + 1) * grid.total / slots; ++i) {
-        GlaBlock block = block_at(params, grid, columns, i);
-        block.scratch = scratch.get() + slot * bytes;
-        kernel(block);
+    for (int64_t share = begin; share < end; ++share) {
+      for (int64_t i = share * grid.total / shares; i < (share + 1) * grid.total / shares; ++i) {
+        GlaTile tile = tile_at(params, grid, columns, i);
+        tile.scratch = scratch.get() + share * bytes;
+        kernel(tile);
       }
     }
   };
-  if (slots == 1) {
+  if (shares == 1) {
     work(0, 1);
   } else {
-    parallel.run(slots, work);
+    parallel.run(shares, work);
   }
 }
 
@@ -109,11 +97,11 @@ int64_t threads_for(const GlaParams& params, const ParallelFor& parallel) {
 
 /// The columns of V, for o or dv.
 template <class Kernel>
-void run_value_blocks(const GlaParams& params, const ParallelFor& parallel, Kernel kernel) {
+void run_value_tiles(const GlaParams& params, const ParallelFor& parallel, Kernel kernel) {
   const int64_t threads = threads_for(params, parallel);
-  const BlockGrid grid = divide_columns(params, params.value_dim, kMaxValueColumns, threads);
-  run_blocks(params, grid, params.value_dim, value_block_scratch(params.key_dim, grid.width),
-             threads, parallel, kernel);
+  const TileGrid grid = divide_columns(params, params.value_dim, kMaxValueColumns, threads);
+  run_tiles(params, grid, params.value_dim, value_tile_scratch(params.key_dim, grid.width), threads,
+            parallel, kernel);
 }
 
 }  // namespace
@@ -126,22 +114,22 @@ GlaPlan gla_plan_cpu(const GlaParams& params) {
 
 void gla_forward_cpu(const GlaParams& params, const ParallelFor& parallel) {
   const auto kernel = active_kernels().forward;
-  run_value_blocks(params, parallel, [&](const GlaBlock& block) { kernel(params, block); });
+  run_value_tiles(params, parallel, [&](const GlaTile& tile) { kernel(params, tile); });
 }
 
 void gla_backward_cpu(const GlaBackwardParams& params, const ParallelFor& parallel) {
   const GlaParams& forward = params.forward;
   const auto values = active_kernels().backward_values;
-  run_value_blocks(forward, parallel, [&](const GlaBlock& block) { values(params, block); });
+  run_value_tiles(forward, parallel, [&](const GlaTile& tile) { values(params, tile); });
   const auto keys = active_kernels().backward_keys;
   const int64_t threads = threads_for(forward, parallel);
   // One gate a head has one gradient, the sum over all of K.
-  const BlockGrid grid = divide_columns(forward, forward.key_dim,
-                                        forward.gate_per_head ? forward.key_dim : kMaxKeyColumns,
-                                        forward.gate_per_head ? 1 : threads);
-  run_blocks(forward, grid, forward.key_dim,
-             key_block_scratch(forward.value_dim, grid.width, forward.layout.time), threads,
-             parallel, [&](const GlaBlock& block) { keys(params, block); });
+  const TileGrid grid = divide_columns(forward, forward.key_dim,
+                                       forward.gate_per_head ? forward.key_dim : kMaxKeyColumns,
+                                       forward.gate_per_head ? 1 : threads);
+  run_tiles(forward, grid, forward.key_dim,
+            key_tile_scratch(forward.value_dim, grid.width, forward.layout.time), threads, parallel,
+            [&](const GlaTile& tile) { keys(params, tile); });
 }
 
 }  // namespace tidegate::kernels::gla

@@ -16,7 +16,7 @@ namespace {
 template <class R>
 TIDEGATE_NOINLINE void token_product(const R* x, int64_t depth, const R* matrix, int64_t width,
                                      R* out) {
-  for (int t = 0; t < kTokens; t += kTileRows) {
+  for (int t = 0; t < kSubChunk; t += kTileRows) {
     for_each_tile_column<R>(width, [&](int64_t j, auto vectors) {
       constexpr int kVectors = decltype(vectors)::value;
       const R* rows[kTileRows];
@@ -68,7 +68,7 @@ TIDEGATE_NOINLINE void update_state(const R* from, const R* decay, const R* left
       });
       const R* of_token = left + m;
       const R* columns = right + j;
-      for (int t = 0; t < kTokens; ++t, of_token += rows, columns += width) {
+      for (int t = 0; t < kSubChunk; ++t, of_token += rows, columns += width) {
         Vec<R> right_now[kVectors];
         unrolled<kVectors>(
             [&](auto n) { right_now[n.value] = row_vector(columns + n.value * kLanes<R>); });
@@ -112,7 +112,7 @@ TIDEGATE_INLINE void add_weighted_rows(const R* weights, int64_t step, const R* 
   for (; j < width; j += kLanes<R>) add(j, Constant<1>{});
 }
 
-// ---- Products between the tokens of a block -------------------------------------------------
+// ---- Products between the tokens of a sub-chunk ---------------------------------------------
 
 /// What pair_products reads and writes, all rows of `width` numbers.
 template <class R>
@@ -130,7 +130,7 @@ struct Pairs {
 template <class R, bool kDecays, bool kStarts, int kFirst>
 TIDEGATE_NOINLINE void pair_group(const Pairs<R>& pairs, int s, int group) {
   const int64_t width = pairs.width;
-  const bool goes_on = group + kLanes<R> < kTokens;
+  const bool goes_on = group + kLanes<R> < kSubChunk;
   Vec<R> sums[kLanes<R>];
   unrolled<kLanes<R>>([&](auto i) { sums[i.value] = Vec<R>{}; });
   const R* late = pairs.late + group * width;
@@ -147,7 +147,7 @@ TIDEGATE_NOINLINE void pair_group(const Pairs<R>& pairs, int s, int group) {
     });
     if (kDecays && goes_on) set_row_vector(pairs.chain + j, with);
   }
-  set_row_vector(pairs.out + s * kTokens + group, sums_of_lanes<R>(sums));
+  set_row_vector(pairs.out + s * kSubChunk + group, sums_of_lanes<R>(sums));
 }
 
 template <class R, bool kDecays, int... kFirst>
@@ -161,9 +161,9 @@ TIDEGATE_INLINE void start_pairs(const Pairs<R>& pairs, int s, Indices<kFirst...
 /// s <= t; something else, to be left alone, for s > t. What is in a token after t never enters.
 template <class R, bool kDecays>
 TIDEGATE_NOINLINE void pair_products(const Pairs<R>& pairs) {
-  for (int s = 0; s < kTokens; ++s) {
+  for (int s = 0; s < kSubChunk; ++s) {
     start_pairs<R, kDecays>(pairs, s, typename IndicesUpTo<kLanes<R>>::Type{});
-    for (int group = s - s % kLanes<R> + kLanes<R>; group < kTokens; group += kLanes<R>) {
+    for (int group = s - s % kLanes<R> + kLanes<R>; group < kSubChunk; group += kLanes<R>) {
       pair_group<R, kDecays, false, 0>(pairs, s, group);
     }
   }

@@ -3,13 +3,14 @@
 // Dyadic referencing of 16 tokens in one warp: scores, and what the tokens exchange with the state
 // before and after them, from registers alone.
 //
-// In a block of L tokens, pre_L(t) is the product of the decays from the block's start to t, and
-// suf_L(s) the product from s + 1 to the block's end. Two neighbouring blocks, s in the earlier and
-// t in the later, have the score
+// Time is divided into groups of L = 1, 2, 4, 8 and 16 tokens. In a group of L tokens, pre_L(t) is
+// the product of the decays from the group's start to t, and suf_L(s) the product from s + 1 to the
+// group's end. Two tokens of neighbouring groups, s in the earlier and t in the later, have the
+// score
 //   sum over channels of (q_t pre_L(t)) (k_s suf_L(s)),
 // and all these factors are products of at most 16 decays, so at most one: nothing overflows, an
 // underflow is the right zero, and no product is divided by another. L = 1 is a pair within a lane;
-// L = 2, 4, 8 are matrix products, each of which is right for the pairs of its own blocks only and
+// L = 2, 4, 8 are matrix products, each of which is right for the pairs of its own groups only and
 // is picked there (never multiplied by a mask: what lies outside may be infinite). L = 16 is the
 // state.
 //
@@ -19,10 +20,12 @@
 // order, does not matter.
 
 #include "kernels/common/cuda/mma.cuh"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::gla {
 
-constexpr int kDyadicTokens = 16;
+/// Tokens of a sub-chunk: what one warp takes at a time, and what one mma is deep.
+constexpr int kSubChunk = 16;
 
 /// Partial sums of scores over the channels seen so far.
 struct DyadicScores {
@@ -33,8 +36,7 @@ struct DyadicScores {
   /// scores[i][j] of t = 2r + i and s = 4c + j; zero where s > t. For all lanes of a warp.
   __device__ void finish(float (&scores)[2][4], int lane) {
     for (float* sum : {&diagonal[0], &diagonal[1], &neighbour}) {
-      *sum += __shfl_xor_sync(~0u, *sum, 1);
-      *sum += __shfl_xor_sync(~0u, *sum, 2);
+      *sum = quad_sum(*sum);
     }
     const int r = lane / 4;
 #pragma unroll
@@ -60,7 +62,7 @@ struct DyadicScores {
 
 namespace dyadic {
 
-/// What a level multiplies is q of a later block and k of an earlier one. (Operands as deep as a
+/// A level multiplies q of a later group by k of an earlier one. (Operands as deep as a
 /// lane holds them, 8, need not be copied together to be both A and B.)
 __device__ inline void add_level(float (&level)[2][4], bool later, const float (&q)[2][4],
                                  const float (&k)[2][4]) {

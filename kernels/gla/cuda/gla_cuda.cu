@@ -1,13 +1,16 @@
-// The entry points of gla_cuda.h: which kernels take a set of params.
+// The entry points of gla_cuda.h: which path takes a set of params. It is decided here, by the
+// plan, and a launch only follows the plan. Whether there is anything to do is asked here alone,
+// too.
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/gla/cuda/plain.h"
-#include "kernels/gla/cuda/tensor_backward.h"
-#include "kernels/gla/cuda/tensor_forward.h"
+#include "kernels/gla/cuda/backward/tensor_backward.h"
+#include "kernels/gla/cuda/forward/tensor_forward.h"
+#include "kernels/gla/cuda/plain/plain.h"
 
 namespace tidegate::kernels::gla {
 namespace {
 
+/// No sequences or no heads: no output has an element. (T = 0 has final states to copy.)
 bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels == 0; }
 
 }  // namespace

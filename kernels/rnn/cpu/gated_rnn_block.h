@@ -39,7 +39,7 @@ struct GatedRnnBlock {
     return gamma == nullptr ? V{} : load<R>(gamma + j, extent);
   }
 
-  /// The sequences that are still being walked at `step`: a prefix, since the longest come first.
+  /// The sequences that have a token at `step`: a prefix, since the longest come first.
   static TIDEGATE_INLINE int active(const RnnBlock& block, int64_t step) {
     int rows = block.count;
     while (rows > 0 && block.rows[rows - 1].length <= step) --rows;
@@ -140,7 +140,7 @@ struct GatedRnnBlock {
     });
   }
 
-  /// Of one sequence, D numbers each.
+  /// Rows of one sequence, D numbers each.
   struct BackwardRows {
     const R* carry;  // what comes from step t + 1
     R* gate_grad;    // da

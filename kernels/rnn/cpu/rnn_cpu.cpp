@@ -20,25 +20,13 @@ namespace {
 /// Below this many multiplications a second thread costs more than it saves.
 constexpr int64_t kSerialWork = 1 << 16;
 
-const RnnKernels& active_kernels() {
-#ifdef TIDEGATE_X86_DISPATCH
-  switch (active_cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kRnnKernels;
-    case CpuIsa::kAvx2:
-      return avx2::kRnnKernels;
-    case CpuIsa::kGeneric:
-      break;
-  }
-#endif
-  return generic::kRnnKernels;
-}
+const RnnKernels& active_kernels() { return TIDEGATE_ACTIVE_KERNELS(kRnnKernels); }
 
 int64_t element_bytes(const GatedRnnParams& params) {
   return element_size(state_dtype(params.x.dtype));
 }
 
-/// Of a row of D numbers of the state type, padded to whole panels.
+/// Bytes of a row of D numbers of the state type, padded to whole panels.
 int64_t row_bytes(const GatedRnnParams& params) {
   return ceil_div(params.channels * element_bytes(params), kMaxPanelBytes) * kMaxPanelBytes;
 }

@@ -5,11 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/common/cpu_isa.h"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
 
-/// A sequence as a block walks it.
+/// A sequence as a block scans it.
 struct RnnRow {
   int64_t sequence = 0;  // n
   int64_t batch = 0;     // b, the row of the [B, T, D] tensors
@@ -17,7 +18,7 @@ struct RnnRow {
   int64_t length = 0;    // and its number of tokens
 };
 
-/// At most this many sequences are walked side by side, so that a part of the matrix that has been
+/// At most this many sequences are scanned side by side, so that a part of the matrix that has been
 /// loaded serves all of them.
 constexpr int kMaxRnnRows = 8;
 
@@ -44,14 +45,6 @@ struct RnnKernels {
   void (*backward)(const GatedRnnBackwardParams&, const RnnBlock&);
 };
 
-namespace generic {
-extern const RnnKernels kRnnKernels;
-}
-namespace avx2 {
-extern const RnnKernels kRnnKernels;
-}
-namespace avx512 {
-extern const RnnKernels kRnnKernels;
-}
+TIDEGATE_ISA_KERNELS(RnnKernels, kRnnKernels)
 
 }  // namespace tidegate::kernels::rnn

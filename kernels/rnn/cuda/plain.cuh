@@ -13,16 +13,22 @@
 namespace tidegate::kernels::rnn {
 
 constexpr int kPlainRnnThreads = 512;
-/// Vectors of D numbers that a sequence keeps in the workspace, in either direction.
-constexpr int kPlainRnnVectors = 3;
 
-template <class Real>
-__device__ inline Real* plain_vector(const GatedRnnParams& p, int which) {
-  return static_cast<Real*>(p.workspace) +
-         (int64_t{blockIdx.x} * kPlainRnnVectors + which) * p.channels;
-}
+/// The workspace of the plain kernels: a few vectors of D numbers of the state's type for every
+/// sequence, which is one block.
+struct PlainWorkspace {
+  enum Vector { kBefore = 0, kAfter = 1, kGateGrad = 0, kCarry = 1, kRoundedAway = 2, kVectors };
 
-/// Of a state, or of the lower bounds.
+  static int64_t bytes(const GatedRnnParams& p) {
+    return p.layout.sequences * kVectors * p.channels * element_size(state_dtype(p.x.dtype));
+  }
+  template <class Real>
+  __device__ static Real* vector(const GatedRnnParams& p, Vector which) {
+    return static_cast<Real*>(p.workspace) + (int64_t{blockIdx.x} * kVectors + which) * p.channels;
+  }
+};
+
+/// A number of a state or of the lower bounds, which may be null.
 template <class Real>
 __device__ inline Real value_or_zero(const void* values, int64_t index) {
   return values == nullptr ? Real(0) : static_cast<const Real*>(values)[index];
@@ -33,8 +39,8 @@ __global__ void __launch_bounds__(kPlainRnnThreads) gated_rnn_plain_forward(Gate
   const Sequence sequence = find_sequence(p.layout, blockIdx.x);
   const int64_t dim = p.channels;
   const Real* w = static_cast<const Real*>(p.w);
-  Real* before = plain_vector<Real>(p, 0);
-  Real* after = plain_vector<Real>(p, 1);
+  Real* before = PlainWorkspace::vector<Real>(p, PlainWorkspace::kBefore);
+  Real* after = PlainWorkspace::vector<Real>(p, PlainWorkspace::kAfter);
   for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
     before[j] = value_or_zero<Real>(p.h0, sequence.index * dim + j);
   }
@@ -80,12 +86,12 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
   const Sequence sequence = find_sequence(p.layout, blockIdx.x);
   const int64_t dim = p.channels;
   const Real* w = static_cast<const Real*>(p.w);
-  Real* gate_grad = plain_vector<Real>(p, 0);
-  Real* carry = plain_vector<Real>(p, 1);
+  Real* gate_grad = PlainWorkspace::vector<Real>(p, PlainWorkspace::kGateGrad);
+  Real* carry = PlainWorkspace::vector<Real>(p, PlainWorkspace::kCarry);
   // dgamma of this sequence; and what its additions have rounded away, which over many tokens
   // counts.
   Real* bound_grad = static_cast<Real*>(params.dgamma_partial);
-  Real* rounded_away = plain_vector<Real>(p, 2);
+  Real* rounded_away = PlainWorkspace::vector<Real>(p, PlainWorkspace::kRoundedAway);
   if (bound_grad != nullptr) bound_grad += sequence.index * dim;
   for (int64_t j = threadIdx.x; j < dim; j += kPlainRnnThreads) {
     carry[j] = value_or_zero<Real>(params.dh_final, sequence.index * dim + j);

@@ -4,7 +4,7 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/dispatch.h"
-#include "kernels/rnn/cuda/chip_family.h"
+#include "kernels/rnn/cuda/on_chip/on_chip_family.h"
 #include "kernels/rnn/cuda/plain.cuh"
 
 namespace tidegate::kernels::rnn {
@@ -12,18 +12,19 @@ namespace {
 
 template <int kWidth, bool kExchangesInMemory, class Visit>
 cudaError_t with_fragments(const GatedRnnParams& p, Visit visit) {
-  return p.w_is_16_bit ? visit.template operator()<ChipFamily<kWidth, true, kExchangesInMemory>>()
-                       : visit.template operator()<ChipFamily<kWidth, false, kExchangesInMemory>>();
+  return p.w_is_16_bit
+             ? visit.template operator()<OnChipFamily<kWidth, true, kExchangesInMemory>>()
+             : visit.template operator()<OnChipFamily<kWidth, false, kExchangesInMemory>>();
 }
 
 /// Calls visit<Family>() with the least wide family that D fits.
 template <class Visit>
-cudaError_t with_chip_family(const GatedRnnParams& p, bool exchanges_in_memory, Visit visit) {
-  if (p.channels <= 128) return visit.template operator()<ChipFamily<128, false, false>>();
+cudaError_t with_on_chip_family(const GatedRnnParams& p, bool exchanges_in_memory, Visit visit) {
+  if (p.channels <= 128) return visit.template operator()<OnChipFamily<128, false, false>>();
   if (exchanges_in_memory) return with_fragments<512, true>(p, visit);
-  if (p.channels <= 256) return visit.template operator()<ChipFamily<256, false, false>>();
+  if (p.channels <= 256) return visit.template operator()<OnChipFamily<256, false, false>>();
   if (p.channels <= 512) return with_fragments<512, false>(p, visit);
-  return visit.template operator()<ChipFamily<1024, false, false>>();
+  return visit.template operator()<OnChipFamily<1024, false, false>>();
 }
 
 cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan) {
@@ -35,8 +36,8 @@ cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan
       const int64_t widest = exchanges_in_memory ? kMaxMemoryWidth : kMaxChipWidth;
       if (!is_allowed || p.channels > widest) continue;
       if (const cudaError_t error =
-              with_chip_family(p, exchanges_in_memory,
-                               [&]<class Family>() { return Family::plan(p, backward, plan); });
+              with_on_chip_family(p, exchanges_in_memory,
+                                  [&]<class Family>() { return Family::plan(p, backward, plan); });
           error != cudaSuccess || plan->on_chip) {
         return error;
       }
@@ -44,8 +45,7 @@ cudaError_t find_plan(const GatedRnnParams& p, bool backward, GatedRnnPlan* plan
   }
   // The plain kernel takes any width. A product takes one token of every padded sequence at once.
   plan->by_products = p.layout.offsets == nullptr && p.channels > kMaxPlainWidth;
-  plan->workspace_bytes =
-      p.layout.sequences * kPlainRnnVectors * p.channels * element_size(state_dtype(p.x.dtype));
+  plan->workspace_bytes = PlainWorkspace::bytes(p);
   return cudaSuccess;
 }
 
@@ -63,8 +63,8 @@ cudaError_t gated_rnn_backward_plan(const GatedRnnBackwardParams& params, GatedR
 
 cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream) {
   if (params.plan.on_chip) {
-    return with_chip_family(params, params.plan.exchanges_in_memory,
-                            [&]<class Family>() { return Family::forward(params, stream); });
+    return with_on_chip_family(params, params.plan.exchanges_in_memory,
+                               [&]<class Family>() { return Family::forward(params, stream); });
   }
   return dispatch_state(params.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(params.layout.sequences);
@@ -76,8 +76,8 @@ cudaError_t gated_rnn_forward(const GatedRnnParams& params, cudaStream_t stream)
 cudaError_t gated_rnn_backward(const GatedRnnBackwardParams& params, cudaStream_t stream) {
   const GatedRnnParams& forward = params.forward;
   if (forward.plan.on_chip) {
-    return with_chip_family(forward, forward.plan.exchanges_in_memory,
-                            [&]<class Family>() { return Family::backward(params, stream); });
+    return with_on_chip_family(forward, forward.plan.exchanges_in_memory,
+                               [&]<class Family>() { return Family::backward(params, stream); });
   }
   return dispatch_state(forward.x.dtype, [&]<class Real>() {
     const auto blocks = static_cast<unsigned>(forward.layout.sequences);

@@ -1,6 +1,6 @@
 # The units of the gated RNN whose matrix is on the chip: by the largest width, whether the matrix is
-# of 16-bit numbers, and whether blocks talk through memory instead of being a cluster.
-tidegate_units(kernels/rnn/cuda/chip_family.cuh ChipFamily
+# of 16-bit numbers, and whether blocks exchange through memory instead of being a cluster.
+tidegate_units(kernels/rnn/cuda/on_chip/on_chip_family.cuh OnChipFamily
   "128=128, false, false"
   "256=256, false, false"
   "512=512, false, false"

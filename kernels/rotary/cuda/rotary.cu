@@ -1,6 +1,11 @@
-// Rotary positions: an elementwise pass, bound by memory.
+// Rotary positions: one elementwise pass, bound by memory. A thread has one token and a few
+// neighbouring channels of both halves of four heads, which share the angles in its registers.
 
+#include "kernels/common/cuda/alignment.h"
+#include "kernels/common/cuda/dispatch.h"
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/integers.h"
 #include "kernels/rotary/rotary_cuda.h"
 
 namespace tidegate::kernels::rotary {
@@ -32,16 +37,16 @@ __device__ void load_all(const T* p, T (&out)[kVec]) {
 /// A thread has kVec channels of each half, of one token and a few heads. `Index` counts threads.
 template <class E, int kVec, class Index>
 __global__ void __launch_bounds__(kThreads)
-    rotary_kernel(const RotaryParams p, Index chunks, Index groups, Index items) {
+    rotary_kernel(const RotaryParams p, Index packs, Index groups, Index items) {
   using Real = typename Register<E>::type;
   const Index item = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= items) {
     return;
   }
   const Index time = static_cast<Index>(p.time);
-  const int64_t channel = static_cast<int64_t>(item % chunks) * kVec;
-  const int64_t first_head = static_cast<int64_t>(item / chunks % groups) * kHeadsPerThread;
-  const Index token = item / chunks / groups;
+  const int64_t channel = static_cast<int64_t>(item % packs) * kVec;
+  const int64_t first_head = static_cast<int64_t>(item / packs % groups) * kHeadsPerThread;
+  const Index token = item / packs / groups;
   const int64_t b = token / time, t = token % time;
 
   // All that is read is asked for at once.
@@ -79,58 +84,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class E>
-bool divisible(const HeadSeries& series, int64_t vec) {
-  const auto address = reinterpret_cast<uintptr_t>(series.data);
-  return address % (static_cast<uintptr_t>(vec) * sizeof(E)) == 0 && series.stride_b % vec == 0 &&
-         series.stride_t % vec == 0 && series.stride_h % vec == 0;
-}
-
 template <class E, int kVec>
 cudaError_t launch(const RotaryParams& p, cudaStream_t stream) {
-  const int64_t chunks = p.half / kVec;
-  const int64_t groups = (p.heads + kHeadsPerThread - 1) / kHeadsPerThread;
-  const int64_t items = p.batch * p.time * groups * chunks;
-  const int64_t blocks = (items + kThreads - 1) / kThreads;
-  if (blocks == 0) {
-    return cudaSuccess;
-  }
-  if (blocks > INT32_MAX) {
-    return cudaErrorInvalidConfiguration;
-  }
-  const auto grid = static_cast<unsigned>(blocks);
+  const int64_t packs = p.half / kVec;
+  const int64_t groups = ceil_div(p.heads, kHeadsPerThread);
+  const int64_t items = p.batch * p.time * groups * packs;
+  const int64_t blocks = ceil_div(items, kThreads);
   if (blocks * kThreads <= INT32_MAX) {  // 64-bit divisions take longer than the work
-    rotary_kernel<E, kVec, uint32_t><<<grid, kThreads, 0, stream>>>(
-        p, static_cast<uint32_t>(chunks), static_cast<uint32_t>(groups),
-        static_cast<uint32_t>(items));
-  } else {
-    rotary_kernel<E, kVec, int64_t><<<grid, kThreads, 0, stream>>>(p, chunks, groups, items);
+    return launch_unless_empty(&rotary_kernel<E, kVec, uint32_t>, blocks, dim3(kThreads), 0, stream,
+                               p, static_cast<uint32_t>(packs), static_cast<uint32_t>(groups),
+                               static_cast<uint32_t>(items));
   }
-  return cudaGetLastError();
-}
-
-template <class E>
-cudaError_t launch_type(const RotaryParams& p, cudaStream_t stream) {
-  constexpr int kVec = 16 / static_cast<int>(sizeof(E));
-  const bool is_wide = p.half % kVec == 0 && divisible<E>(p.x, kVec) && divisible<E>(p.y, kVec);
-  return is_wide ? launch<E, kVec>(p, stream) : launch<E, 1>(p, stream);
+  return launch_unless_empty(&rotary_kernel<E, kVec, int64_t>, blocks, dim3(kThreads), 0, stream, p,
+                             packs, groups, items);
 }
 
 }  // namespace
 
 cudaError_t rotary(const RotaryParams& params, cudaStream_t stream) {
-  switch (params.x.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(params, stream);
-    case DType::kFloat64:
-      return launch_type<double>(params, stream);
-    case DType::kBFloat16:
-      return launch_type<__nv_bfloat16>(params, stream);
-    case DType::kFloat16:
-      return launch_type<__half>(params, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return dispatch_real(params.x.dtype, [&]<class E>() {
+    constexpr int kVec = 16 / static_cast<int>(sizeof(E));
+    const bool is_wide =
+        params.half % kVec == 0 && rows_aligned(params.x, 16) && rows_aligned(params.y, 16);
+    return is_wide ? launch<E, kVec>(params, stream) : launch<E, 1>(params, stream);
+  });
 }
 
 }  // namespace tidegate::kernels::rotary

@@ -49,7 +49,7 @@ struct TimeSum {
   void settle(int64_t step, int64_t count) {
     if (step % kShortSumTokens == 0) settle_all(count);
   }
-  /// The same whatever the step, for sums that grow by runs.
+  /// Settles whatever the step, for sums that grow chunk by chunk.
   void settle_all(int64_t count) {
     for_each_vector<R>(count, [&](int64_t j, auto) {
       total.set(j, total.at(j) + recent.at(j));
@@ -58,12 +58,12 @@ struct TimeSum {
   }
 };
 
-/// The rows of one tensor under a walk over a sequence; `step` elements lead to the next one.
+/// The row of one tensor at the present step of a scan; `step` elements lead to the next one.
 template <class E>
-struct RowWalk {
+struct RowCursor {
   E* row = nullptr;
   int64_t step = 0;
-  int64_t ahead = 0;
+  int64_t prefetch_offset = 0;
 
   TIDEGATE_INLINE void advance() { row += step; }
   /// Rows that follow each other downwards in memory are best read downwards, too: the hardware's
@@ -72,32 +72,32 @@ struct RowWalk {
   /// The arithmetic of a row fills the window of out-of-order execution, so the loads of later rows
   /// start too late by themselves (asking for them early made the forward pass 1.7 times as fast).
   /// A prefetch past the sequence's end does no harm.
-  TIDEGATE_INLINE void prefetch(int64_t j) const { __builtin_prefetch(row + ahead + j); }
+  TIDEGATE_INLINE void prefetch(int64_t j) const { __builtin_prefetch(row + prefetch_offset + j); }
 };
 
 /// How far ahead of their use rows are prefetched, in numbers of a row: far enough for the memory's
 /// latency, near enough that the lines stay in the first-level cache.
 constexpr int64_t kPrefetchNumbers = 1024;
 
-/// A forward walk starts at the sequence's first step. `scale` is the number of E in an element (2
-/// for interleaved complex numbers).
+/// The cursor of a forward pass starts at the sequence's first step. `scale` is the number of E in
+/// an element (2 for interleaved complex numbers).
 template <class E>
-RowWalk<E> forward_walk(const TimeSeries& series, const ScanBlock& block, bool reverse,
-                        int64_t scale = 1) {
+RowCursor<E> forward_cursor(const TimeSeries& series, const ScanBlock& block, bool reverse,
+                            int64_t scale = 1) {
   const int64_t first = reverse ? block.begin + block.length - 1 : block.begin;
   const int64_t offset = block.batch * series.stride_b + first * series.stride_t + block.channel;
-  RowWalk<E> walk;
-  walk.row = static_cast<E*>(series.data) + offset * scale;
-  walk.step = (reverse ? -series.stride_t : series.stride_t) * scale;
-  walk.ahead = walk.step * ((kPrefetchNumbers + block.width - 1) / block.width);
-  return walk;
+  RowCursor<E> cursor;
+  cursor.row = static_cast<E*>(series.data) + offset * scale;
+  cursor.step = (reverse ? -series.stride_t : series.stride_t) * scale;
+  cursor.prefetch_offset = cursor.step * ((kPrefetchNumbers + block.width - 1) / block.width);
+  return cursor;
 }
 
-/// A backward walk starts at its last.
+/// The cursor of a backward pass starts at the sequence's last step.
 template <class E>
-RowWalk<E> backward_walk(const TimeSeries& series, const ScanBlock& block, bool reverse,
-                         int64_t scale = 1) {
-  return forward_walk<E>(series, block, !reverse, scale);
+RowCursor<E> backward_cursor(const TimeSeries& series, const ScanBlock& block, bool reverse,
+                             int64_t scale = 1) {
+  return forward_cursor<E>(series, block, !reverse, scale);
 }
 
 /// Row `sequence`, column `channel` of an [N, columns] array; null stays null.

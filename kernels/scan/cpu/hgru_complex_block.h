@@ -21,9 +21,9 @@ struct HgruComplexBlock {
     const bool reverse = params.layout.reverse;
     const bool stream = block.stream;
     const int64_t half = params.channels;
-    auto c = forward_walk<const E>(params.c, block, reverse);
-    auto f = forward_walk<const G>(params.f, block, reverse);
-    auto h = forward_walk<E>(params.h, block, reverse);
+    auto c = forward_cursor<const E>(params.c, block, reverse);
+    auto f = forward_cursor<const G>(params.f, block, reverse);
+    auto h = forward_cursor<E>(params.h, block, reverse);
     HgruChannels<R, true> channels;
     channels.fill(params, block);
     StateRows<R, 2> state;

@@ -1,7 +1,7 @@
 #pragma once
 
-// What HGRN's real and complex recurrences share: activation, per-channel constants, and what a
-// backward pass walks over.
+// What HGRN's real and complex recurrences share: activation, per-channel constants, and the rows
+// that a backward pass reads and writes.
 
 #include <math.h>
 
@@ -48,10 +48,10 @@ struct HgruChannels {
 /// The rows of a backward pass at one step, and what it keeps from step to step in either form.
 template <class R, class E, class G, bool kIsComplex>
 struct HgruBackwardRows {
-  RowWalk<const E> c, h, dh;
-  RowWalk<const G> f;
-  RowWalk<E> dc;
-  RowWalk<G> df;
+  RowCursor<const E> c, h, dh;
+  RowCursor<const G> f;
+  RowCursor<E> dc;
+  RowCursor<G> df;
   HgruChannels<R, kIsComplex> channels;
   TimeSum<R> dgamma;
   int64_t width;
@@ -60,12 +60,12 @@ struct HgruBackwardRows {
   void start(const HgruBackwardParams& params, const ScanBlock& block) {
     const HgruParams& forward = params.forward;
     const bool reverse = forward.layout.reverse;
-    c = backward_walk<const E>(forward.c, block, reverse);
-    f = backward_walk<const G>(forward.f, block, reverse);
-    h = backward_walk<const E>(forward.h, block, reverse);
-    dh = backward_walk<const E>(params.dh, block, reverse);
-    dc = backward_walk<E>(params.dc, block, reverse);
-    df = backward_walk<G>(params.df, block, reverse);
+    c = backward_cursor<const E>(forward.c, block, reverse);
+    f = backward_cursor<const G>(forward.f, block, reverse);
+    h = backward_cursor<const E>(forward.h, block, reverse);
+    dh = backward_cursor<const E>(params.dh, block, reverse);
+    dc = backward_cursor<E>(params.dc, block, reverse);
+    df = backward_cursor<G>(params.df, block, reverse);
     channels.fill(forward, block);
     dgamma.clear(block.width);
     width = block.width;

@@ -22,9 +22,9 @@ struct HgruRealBlock {
   static TIDEGATE_NOINLINE void forward(const HgruParams& params, const ScanBlock& block) {
     const bool reverse = params.layout.reverse;
     const bool stream = block.stream;
-    auto c = forward_walk<const E>(params.c, block, reverse);
-    auto f = forward_walk<const G>(params.f, block, reverse);
-    auto h = forward_walk<E>(params.h, block, reverse);
+    auto c = forward_cursor<const E>(params.c, block, reverse);
+    auto f = forward_cursor<const G>(params.f, block, reverse);
+    auto h = forward_cursor<E>(params.h, block, reverse);
     HgruChannels<R, false> channels;
     channels.fill(params, block);
     RowBuffer<R> state;

@@ -34,9 +34,9 @@ struct LinearScanBlock {
     const int64_t width = block.width * kScale;
     const int64_t columns = params.channels * kScale;
     const int64_t column = block.channel * kScale;
-    auto x = forward_walk<const E>(params.x, block, reverse, kScale);
-    auto a = forward_walk<const G>(params.a, block, reverse, kScale);
-    auto h = forward_walk<E>(params.h, block, reverse, kScale);
+    auto x = forward_cursor<const E>(params.x, block, reverse, kScale);
+    auto a = forward_cursor<const G>(params.a, block, reverse, kScale);
+    auto h = forward_cursor<E>(params.h, block, reverse, kScale);
     RowBuffer<R> state;
     state.fill(state_row<R>(params.h0, block.sequence, columns, column), width, R(0));
     for (int64_t step = 0; step < block.length; ++step) {
@@ -52,10 +52,10 @@ struct LinearScanBlock {
   }
 
   struct Gradients {
-    RowWalk<const G> a;
-    RowWalk<const E> h, dh;
-    RowWalk<E> dx;
-    RowWalk<G> da;
+    RowCursor<const G> a;
+    RowCursor<const E> h, dh;
+    RowCursor<E> dx;
+    RowCursor<G> da;
     RowBuffer<R> p;  // p_{t+1} = dL/dh_t along the recurrence
     TimeSum<R> da_sum;
     int64_t width;
@@ -89,12 +89,12 @@ struct LinearScanBlock {
     const int64_t columns = forward.channels * kScale;
     const int64_t column = block.channel * kScale;
     Gradients grads;
-    grads.a = backward_walk<const G>(forward.a, block, reverse, kScale);
-    grads.h = backward_walk<const E>(forward.h, block, reverse, kScale);
-    grads.dh = backward_walk<const E>(params.dh, block, reverse, kScale);
-    grads.dx = backward_walk<E>(params.dx, block, reverse, kScale);
+    grads.a = backward_cursor<const G>(forward.a, block, reverse, kScale);
+    grads.h = backward_cursor<const E>(forward.h, block, reverse, kScale);
+    grads.dh = backward_cursor<const E>(params.dh, block, reverse, kScale);
+    grads.dx = backward_cursor<E>(params.dx, block, reverse, kScale);
     if (!forward.a_is_constant) {
-      grads.da = backward_walk<G>(params.da, block, reverse, kScale);
+      grads.da = backward_cursor<G>(params.da, block, reverse, kScale);
     }
     grads.width = width;
     grads.a_is_constant = forward.a_is_constant;

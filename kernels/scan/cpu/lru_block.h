@@ -39,9 +39,9 @@ struct LruBlock {
   static TIDEGATE_INLINE void set(StateRows<R, kParts>& rows, int64_t j, const Z& z) {
     for (int p = 0; p < kParts; ++p) rows.parts[p].set(j, z.part[p]);
   }
-  template <class Walk>
-  static TIDEGATE_INLINE void prefetch(const Walk& walk, int64_t j, int64_t half) {
-    for (int p = 0; p < kParts; ++p) walk.prefetch(p * half + j);
+  template <class Cursor>
+  static TIDEGATE_INLINE void prefetch(const Cursor& cursor, int64_t j, int64_t half) {
+    for (int p = 0; p < kParts; ++p) cursor.prefetch(p * half + j);
   }
 
   /// a * z + c.
@@ -101,8 +101,8 @@ struct LruBlock {
     const bool reverse = params.layout.reverse;
     const bool stream = block.stream;
     const int64_t half = params.channels;
-    auto x = forward_walk<const E>(params.x, block, reverse);
-    auto h = forward_walk<E>(params.h, block, reverse);
+    auto x = forward_cursor<const E>(params.x, block, reverse);
+    auto h = forward_cursor<E>(params.h, block, reverse);
     const Channels channels(params, block);
     StateRows<R, kParts> state;
     state.fill(params.h0, block, half);
@@ -122,8 +122,8 @@ struct LruBlock {
   }
 
   struct Gradients {
-    RowWalk<const E> x, h, dh;
-    RowWalk<E> dx;
+    RowCursor<const E> x, h, dh;
+    RowCursor<E> dx;
     Channels channels;
     StateRows<R, kParts> p;  // what flows from step t + 1 into h_t
     TimeSum<R> g_h[kParts];  // sum of conj(g_t) h_{t-1}
@@ -138,10 +138,10 @@ struct LruBlock {
           stream(block.stream) {
       const LruParams& forward = params.forward;
       const bool reverse = forward.layout.reverse;
-      x = backward_walk<const E>(forward.x, block, reverse);
-      h = backward_walk<const E>(forward.h, block, reverse);
-      dh = backward_walk<const E>(params.dh, block, reverse);
-      dx = backward_walk<E>(params.dx, block, reverse);
+      x = backward_cursor<const E>(forward.x, block, reverse);
+      h = backward_cursor<const E>(forward.h, block, reverse);
+      dh = backward_cursor<const E>(params.dh, block, reverse);
+      dx = backward_cursor<E>(params.dx, block, reverse);
       p.fill(params.dh_final, block, half);
       for (auto& sum : g_h) sum.clear(width);
       g_x.clear(width);

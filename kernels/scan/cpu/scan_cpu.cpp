@@ -21,19 +21,7 @@ constexpr int64_t kSerialWork = 1 << 14;
 /// Outputs of this many bytes will not be found in a cache by whoever reads them next.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
-const ScanKernels& active_kernels() {
-#ifdef TIDEGATE_X86_DISPATCH
-  switch (active_cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kScanKernels;
-    case CpuIsa::kAvx2:
-      return avx2::kScanKernels;
-    case CpuIsa::kGeneric:
-      break;
-  }
-#endif
-  return generic::kScanKernels;
-}
+const ScanKernels& active_kernels() { return TIDEGATE_ACTIVE_KERNELS(kScanKernels); }
 
 /// How a scan divides into blocks of `width` channels.
 struct BlockGrid {
@@ -43,7 +31,7 @@ struct BlockGrid {
   bool sequences_first = false;
 };
 
-/// Rows as wide as possible, because the walk reads whole rows and prefetchers follow long ones
+/// Rows as wide as possible, because the scan reads whole rows and prefetchers follow long ones
 /// best; narrower ones where the threads could not share the work evenly otherwise. Sequences of
 /// different lengths cannot be shared evenly, so each packed one is divided among all threads.
 BlockGrid divide_work(const SequenceLayout& layout, int64_t channels, int64_t max_width,

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/cpu_isa.h"
 #include "kernels/scan/scan.h"
 #include "kernels/scan/wkv4.h"
 
@@ -50,14 +51,6 @@ struct ScanKernels {
   void (*wkv4_backward)(const Wkv4BackwardParams&, const ScanBlock&);
 };
 
-namespace generic {
-extern const ScanKernels kScanKernels;
-}
-namespace avx2 {
-extern const ScanKernels kScanKernels;
-}
-namespace avx512 {
-extern const ScanKernels kScanKernels;
-}
+TIDEGATE_ISA_KERNELS(ScanKernels, kScanKernels)
 
 }  // namespace tidegate::kernels::scan

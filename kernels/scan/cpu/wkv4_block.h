@@ -15,7 +15,7 @@ struct Wkv4Weights {
   Vec<R> first;
   Vec<R> second;
 
-  /// Of weights whose logarithms differ by `distance` = second - first.
+  /// Those whose logarithms differ by `distance` = second - first.
   static TIDEGATE_INLINE Wkv4Weights at(Vec<R> distance) {
     const Vec<R> smaller = exp_of_nonpositive(minus_abs(distance));
     const Vec<R> one = splat(R(1));
@@ -31,16 +31,17 @@ TIDEGATE_INLINE Vec<R> exp_of_any(Vec<R> x) {
   return x > 0 ? R(1) / smaller : smaller;
 }
 
-/// The state of some channels: sums scaled by exp(-m - rest). The gauge has two words, so that slow
-/// decays stay exact beside large gauges; in memory it has one.
+/// The state of some channels: sums scaled by exp(-m - rest). Inside the kernel the scaling
+/// exponent is a sum of two floats, so that slow decays stay exact beside large exponents; in
+/// memory it is one.
 template <class R>
 struct Wkv4State {
   using V = Vec<R>;
   V y, z, m;
   V rest = V{};
 
-  /// Adds a token; returns the weights of the old sums and of the token. The gauge is the largest
-  /// weight of all tokens so far.
+  /// Adds a token; returns the weights of the old sums and of the token. The exponent is the
+  /// largest weight of all tokens so far.
   TIDEGATE_INLINE Wkv4Weights<R> add(V w, V k, V v) {
     const V change = rest - w;
     const V decayed = m + change;
@@ -55,8 +56,8 @@ struct Wkv4State {
     return weights;
   }
 
-  /// The same state with a gauge of one word.
-  TIDEGATE_INLINE Wkv4State in_one_word() const {
+  /// This state with a single-float exponent: the sums take over the rest.
+  TIDEGATE_INLINE Wkv4State absorb_rest() const {
     const V more = fma(rest * R(0.5), rest, rest);  // exp(rest) - 1
     return {fma(y, more, y), fma(z, more, z), m};
   }
@@ -90,7 +91,7 @@ struct Wkv4StateRows {
   }
   template <class Extent>
   TIDEGATE_INLINE void store_state(int64_t j, const Wkv4State<R>& state, Extent extent) const {
-    const Wkv4State<R> s = state.in_one_word();
+    const Wkv4State<R> s = state.absorb_rest();
     store<R>(first + j, s.y, extent);
     store<R>(first + columns + j, s.z, extent);
     store<R>(first + 2 * columns + j, s.m, extent);
@@ -100,7 +101,7 @@ struct Wkv4StateRows {
 template <class R, class E>
 struct Wkv4Block {
   using V = Vec<R>;
-  static constexpr int64_t kRun = kWkv4SavedEvery;
+  static constexpr int64_t kChunk = kWkv4SavedEvery;
 
   static Wkv4StateRows<R> state_rows(const void* states, const Wkv4Params& params,
                                      const ScanBlock& block) {
@@ -110,12 +111,12 @@ struct Wkv4Block {
   static Wkv4StateRows<R> saved_rows(const Wkv4Params& params, const ScanBlock& block,
                                      int64_t step) {
     const int64_t row =
-        block.batch * wkv4_saved_rows(params.layout.time) + (block.begin + step) / kRun;
+        block.batch * wkv4_saved_rows(params.layout.time) + (block.begin + step) / kChunk;
     return {state_row<R>(params.saved, row, 3 * params.channels, block.channel), params.channels};
   }
 
-  /// The state before the first token, whose k is given. An empty one takes the gauge of that
-  /// token, so that nothing is lost beside a gauge that stands for nothing.
+  /// The state before the first token, whose k is given. An empty one takes the exponent of
+  /// that token, so that nothing is lost beside an exponent that stands for nothing.
   template <class Extent>
   static TIDEGATE_INLINE Wkv4State<R> initial(const Wkv4StateRows<R>& given, int64_t j, V k,
                                               Extent extent) {
@@ -130,9 +131,9 @@ struct Wkv4Block {
   }
 
   static TIDEGATE_NOINLINE void forward(const Wkv4Params& params, const ScanBlock& block) {
-    auto k = forward_walk<const E>(params.k, block, false);
-    auto v = forward_walk<const E>(params.v, block, false);
-    auto o = forward_walk<E>(params.o, block, false);
+    auto k = forward_cursor<const E>(params.k, block, false);
+    auto v = forward_cursor<const E>(params.v, block, false);
+    auto o = forward_cursor<E>(params.o, block, false);
     const R* w = state_row<R>(params.w, 0, 0, block.channel);
     const R* u = state_row<R>(params.u, 0, 0, block.channel);
     const Wkv4StateRows<R> given = state_rows(params.state, params, block);
@@ -147,7 +148,7 @@ struct Wkv4Block {
     }
     RowBuffer<R> y, z, m, rest;
     for (int64_t step = 0; step < block.length; ++step) {
-      const bool save = params.saved != nullptr && step > 0 && (block.length - step) % kRun == 0;
+      const bool save = params.saved != nullptr && step > 0 && (block.length - step) % kChunk == 0;
       const Wkv4StateRows<R> saved = save ? saved_rows(params, block, step) : Wkv4StateRows<R>{};
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
         k.prefetch(j), v.prefetch(j);
@@ -174,23 +175,23 @@ struct Wkv4Block {
     TimeSum<R> dw, du;
   };
 
-  /// Rows of one run, from its first token.
-  struct RunRows {
+  /// Rows of one chunk, from its first token.
+  struct ChunkRows {
     const E *k, *v, *grad_o;
     E *dk, *dv;
     int64_t k_step, v_step, grad_o_step, dk_step, dv_step;
     int64_t count;
-    Wkv4StateRows<R> entering;  // null: the given state, and it is the first run
+    Wkv4StateRows<R> entering;  // null: the given state, and it is the first chunk
   };
 
-  static RunRows run_rows(const Wkv4BackwardParams& params, const ScanBlock& block, int64_t first,
-                          int64_t count) {
+  static ChunkRows chunk_rows(const Wkv4BackwardParams& params, const ScanBlock& block,
+                              int64_t first, int64_t count) {
     const Wkv4Params& forward = params.forward;
-    const auto k = forward_walk<const E>(forward.k, block, false);
-    const auto v = forward_walk<const E>(forward.v, block, false);
-    const auto grad_o = forward_walk<const E>(params.grad_o, block, false);
-    const auto dk = forward_walk<E>(params.dk, block, false);
-    const auto dv = forward_walk<E>(params.dv, block, false);
+    const auto k = forward_cursor<const E>(forward.k, block, false);
+    const auto v = forward_cursor<const E>(forward.v, block, false);
+    const auto grad_o = forward_cursor<const E>(params.grad_o, block, false);
+    const auto dk = forward_cursor<E>(params.dk, block, false);
+    const auto dv = forward_cursor<E>(params.dv, block, false);
     return {k.row + first * k.step,
             v.row + first * v.step,
             grad_o.row + first * grad_o.step,
@@ -205,25 +206,26 @@ struct Wkv4Block {
             first > 0 ? saved_rows(forward, block, first) : Wkv4StateRows<R>{}};
   }
 
-  /// Some channels of one run: forward through it again, then back.
+  /// Some channels of one chunk: forward through it again, then back.
   template <class Extent>
-  static TIDEGATE_INLINE void run_back(const Wkv4BackwardParams& params, const RunRows& rows,
-                                       const ScanBlock& block, bool is_last, Gradients& grads,
-                                       int64_t j, Extent extent) {
+  static TIDEGATE_INLINE void backward_chunk(const Wkv4BackwardParams& params,
+                                             const ChunkRows& rows, const ScanBlock& block,
+                                             bool is_last, Gradients& grads, int64_t j,
+                                             Extent extent) {
     const Wkv4Params& forward = params.forward;
     const V w = load<R>(state_row<R>(forward.w, 0, 0, block.channel) + j, extent);
     const V u = load<R>(state_row<R>(forward.u, 0, 0, block.channel) + j, extent);
     const Wkv4StateRows<R> given = state_rows(forward.state, forward, block);
-    Wkv4State<R> states[kRun];  // that enter a token
-    Wkv4Weights<R> weights[kRun];
+    Wkv4State<R> states[kChunk];  // that enter a token
+    Wkv4Weights<R> weights[kChunk];
     Wkv4State<R> s = rows.entering.first != nullptr
                          ? rows.entering.load_state(j, extent)
                          : initial(given, j, load<R>(rows.k + j, extent), extent);
     for (int64_t i = 0; i < rows.count; ++i) {
-      // The run before this one comes next.
-      __builtin_prefetch(rows.k + (i - kRun) * rows.k_step + j);
-      __builtin_prefetch(rows.v + (i - kRun) * rows.v_step + j);
-      __builtin_prefetch(rows.grad_o + (i - kRun) * rows.grad_o_step + j);
+      // The chunk before this one comes next.
+      __builtin_prefetch(rows.k + (i - kChunk) * rows.k_step + j);
+      __builtin_prefetch(rows.v + (i - kChunk) * rows.v_step + j);
+      __builtin_prefetch(rows.grad_o + (i - kChunk) * rows.grad_o_step + j);
       states[i] = s;
       weights[i] = s.add(w, load<R>(rows.k + i * rows.k_step + j, extent),
                          load<R>(rows.v + i * rows.v_step + j, extent));
@@ -236,7 +238,8 @@ struct Wkv4Block {
         flow.m = state_rows(forward.final_state, forward, block).load_state(j, extent).m;
       }
     }
-    // To the gauge that the run has led to now, which may be another one by a rounding.
+    // Rescales to the exponent that the chunk has led to now, which may be another one by a
+    // rounding.
     const V scale = exp_of_any<R>((s.m - flow.m) + s.rest);
     V py = flow.y * scale;
     V pz = flow.z * scale;
@@ -262,7 +265,7 @@ struct Wkv4Block {
     }
     grads.y.set(j, py), grads.z.set(j, pz), grads.m.set(j, states[0].m);
     if (rows.entering.first == nullptr) {
-      // From the gauge of the walk to that of the state as it was given.
+      // From the scan's exponent to that of the state as it was given.
       V back = splat(R(1));
       if (given.first != nullptr) {
         back = exp_of_any<R>(given.load_state(j, extent).m - states[0].m);
@@ -279,11 +282,11 @@ struct Wkv4Block {
     grads.m.fill(nullptr, block.width, R(0));
     grads.dw.clear(block.width);
     grads.du.clear(block.width);
-    for (int64_t end = block.length; end > 0; end -= kRun) {
-      const int64_t first = end > kRun ? end - kRun : 0;
-      const RunRows rows = run_rows(params, block, first, end - first);
+    for (int64_t end = block.length; end > 0; end -= kChunk) {
+      const int64_t first = end > kChunk ? end - kChunk : 0;
+      const ChunkRows rows = chunk_rows(params, block, first, end - first);
       for_each_vector<R>(block.width, [&](int64_t j, auto extent) {
-        run_back(params, rows, block, end == block.length, grads, j, extent);
+        backward_chunk(params, rows, block, end == block.length, grads, j, extent);
       });
       grads.dw.settle_all(block.width);
       grads.du.settle_all(block.width);

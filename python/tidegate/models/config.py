@@ -7,8 +7,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..nn._common import NORMS, check_choice, check_positive
-from ..nn.lower_bounds import MODES
+from ..nn._common import (
+    GLU_ACTIVATIONS,
+    LOWER_BOUND_MODES,
+    NORMS,
+    check_choice,
+    check_positive,
+)
 from .registry import check_mixer_options, option_names
 
 
@@ -74,10 +79,10 @@ class LMConfig:
         for name in ("vocab_size", "glu_hidden", "num_classes", "patch_size"):
             if getattr(self, name) is not None:
                 check_positive("LMConfig", name, getattr(self, name))
-        check_choice("LMConfig", "glu_activation", self.glu_activation, ("silu", "none"))
+        check_choice("LMConfig", "glu_activation", self.glu_activation, GLU_ACTIVATIONS)
         check_choice("LMConfig", "norm", self.norm, NORMS)
         check_choice("LMConfig", "final_norm", self.final_norm, (None, *NORMS))
-        check_choice("LMConfig", "lower_bound", self.lower_bound, MODES)
+        check_choice("LMConfig", "lower_bound", self.lower_bound, LOWER_BOUND_MODES)
         for name in ("glu_bias", "tied"):
             check_choice("LMConfig", name, getattr(self, name), (True, False))
         check_choice("LMConfig", "scale_embedding", self.scale_embedding, (None, True, False))

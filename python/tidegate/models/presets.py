@@ -1,92 +1,22 @@
-"""The papers' configurations by name."""
+"""The papers' configurations by name.
+
+Papers: HGRN (NeurIPS 2023), HGRN2 (COLM 2024), FoT: Forgetting Transformer (ICLR 2025).
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
 from .config import LMConfig
 
-# Papers: HGRN (NeurIPS 2023), HGRN2 (COLM 2024), FoT: Forgetting Transformer (ICLR 2025).
-_HGRN_LM = LMConfig(
-    mixer="hgrn",
-    vocab_size=50265,
-    dim=512,
-    layers=6,
-    glu_hidden=1024,
-    glu_activation="none",
-    glu_bias=True,
-    dropout=0.1,
-)
 
-# The larger models follow the published training code: no biases, RMSNorm without weight, and the
-# gate after the norm; of all choices this one gives HGRN2's 379M to the printed unit.
-_HGRN_PILE = LMConfig(
-    mixer="hgrn",
-    mixer_options={"preset": "official", "bias": False, "norm": "rms_no_weight"},
-    vocab_size=50272,
-    dim=1024,
-    layers=24,
-    glu_hidden=2048,
-    glu_activation="none",
-    norm="rms_no_weight",
-    dropout=0.1,
-)
-
-_HGRN2_LM = _HGRN_LM.replace(mixer="hgrn2", mixer_options={"num_heads": 4}, glu_hidden=1365)
-
-# As with HGRN, the larger models follow the published training code: preset "official".
-_HGRN2_PILE = LMConfig(
-    mixer="hgrn2",
-    mixer_options={"num_heads": 8, "preset": "official"},
-    vocab_size=50272,
-    dim=1024,
-    layers=26,
-    glu_hidden=2816,
-    glu_activation="none",
-    norm="rms_no_weight",
-    dropout=0.1,
-)
-
-# HGRN1 with an expanded state in the frame of HGRN2's 385M model. Table 3 prints n and the
-# parameters; the ranks, like the projection in krp, follow from them.
-_PESE = LMConfig(
-    mixer="hgrn",
-    mixer_options={"bias": False, "norm": "rms_no_weight"},
-    vocab_size=50272,
-    dim=1024,
-    layers=26,
-    glu_hidden=2816,
-    glu_activation="none",
-    norm="rms_no_weight",
-    dropout=0.1,
-)
-
-# FoT, section 4.1 and appendix B: the LLaMA frame, untied, as flash-linear-attention has it.
-_FOX = LMConfig(
-    mixer="fox",
-    vocab_size=50257,
-    dim=1536,
-    layers=24,
-    glu_hidden=4096,
-    glu_activation="silu",
-    norm="rms",
-    norm_eps=1e-6,
-    tied=False,
-    init_std=0.02,
-)
-
-_HGRN_VIT = LMConfig(
-    mixer="hgrn",
-    mixer_options={"bidirectional": True},
-    vocab_size=None,
-    dim=192,
-    layers=12,
-    glu_hidden=384,
-    glu_activation="silu",
-    glu_bias=True,
-    norm="layer",
-    final_norm="rms_no_weight",
-    num_classes=1000,
-    patch_size=14,
-)
+@functools.cache
+def _fields() -> dict[str, dict[str, Any]]:
+    """What presets.json says; the C++ library is built with the same file."""
+    return json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 
 
 def presets() -> dict[str, LMConfig]:
@@ -139,104 +69,13 @@ def presets() -> dict[str, LMConfig]:
     the 385M model. FoT counts the head, but not the input embedding, and so do the lines with (*).
     It prints neither the GLUs nor the heads of its 125M models: the GLUs follow from flash-linear-
     attention's rule, the heads are as wide as in its other models.
+
+    HGRN's and HGRN2's larger models follow the published training code (preset "official"): no
+    biases, RMSNorm without weight, and the gate after the norm; of all choices this one gives
+    HGRN2's 379M to the printed unit. FoT's models (section 4.1 and appendix B) have the LLaMA
+    frame, untied, with RMSNorm as flash-linear-attention has it; their GLUs are 8/3 of the width,
+    and 7/3 of it where an output gate takes the rest, rounded up to a multiple of 256. The pese
+    models are HGRN1 with an expanded state in the frame of HGRN2's 385M model: Table 3 prints n and
+    the parameters; the ranks, like the projection in krp, follow from them.
     """
-    return {
-        "hgrn-44m": _HGRN_LM.replace(),
-        "hgrn-real-d": _HGRN_LM.replace(mixer_options={"complex": False}, glu_hidden=1536),
-        "hgrn-real-2d": _HGRN_LM.replace(
-            mixer_options={"complex": False, "expand": 2}, glu_hidden=768
-        ),
-        "hgrn-150m": _pile(layers=15, dim=768),
-        "hgrn-350m": _pile(layers=24, dim=1024),
-        "hgrn-379m": _pile(layers=24, dim=1024),
-        "hgrn-1b": _pile(layers=18, dim=2048),
-        "hgrn2-44m": _HGRN2_LM.replace(),
-        "hgrn2-150m": _hgrn2_pile(layers=15, dim=768),
-        "hgrn2-385m": _hgrn2_pile(layers=26, dim=1024),
-        "hgrn2-1b": _hgrn2_pile(layers=18, dim=2048),
-        "hgrn2-2.9b": _hgrn2_pile(layers=36, dim=2560),
-        "hgrn2-756m": LMConfig(
-            mixer="hgrn2",
-            mixer_options={"num_heads": 12, "preset": "fla"},
-            vocab_size=50257,
-            dim=1536,
-            layers=24,
-            glu_hidden=4096,
-            glu_activation="silu",
-            norm="rms",
-            tied=False,
-        ),
-        "transformer-386m": LMConfig(
-            mixer="transformer",
-            mixer_options={"num_heads": 8, "rope": 10000.0},
-            vocab_size=50272,
-            dim=1024,
-            layers=26,
-            glu_hidden=2816,
-            glu_activation="silu",
-            norm="rms",
-            dropout=0.1,
-        ),
-        **_fox_family("756m", "757m", "757m", "758m", dim=1536, layers=24, heads=(12, 12)),
-        **_fox_family("360m", "360m", "360m", "360m", dim=1024, layers=24, heads=(16, 8)),
-        **_fox_family("125m", "125m", "125m", "125m", dim=768, layers=12, heads=(12, 6)),
-        "pese-lr-4": _pese("lr", 4, rank=204),
-        "pese-lr-8": _pese("lr", 8, rank=114),
-        "pese-glt-4": _pese("glt", 4),
-        "pese-glti-4": _pese("glti", 4),
-        "pese-krp-4": _pese("krp", 4),
-        "pese-kp-4": _pese("kp", 4),
-        "hgrn-vit-tiny": _vit(dim=192),
-        "hgrn-vit-small": _vit(dim=384),
-        "demo": LMConfig(
-            mixer="hgrn",
-            mixer_options={"complex": False},
-            vocab_size=256,
-            dim=256,
-            layers=4,
-            glu_hidden=512,
-            glu_activation="silu",
-        ),
-    }
-
-
-def _pile(layers: int, dim: int) -> LMConfig:
-    options = dict(_HGRN_PILE.mixer_options)
-    return _HGRN_PILE.replace(layers=layers, dim=dim, glu_hidden=2 * dim, mixer_options=options)
-
-
-def _hgrn2_pile(layers: int, dim: int) -> LMConfig:
-    hidden = 256 * -(-8 * dim // (3 * 256))
-    options = {**_HGRN2_PILE.mixer_options, "num_heads": dim // 128}
-    return _HGRN2_PILE.replace(layers=layers, dim=dim, glu_hidden=hidden, mixer_options=options)
-
-
-def _fox_family(*sizes: str, dim: int, layers: int, heads: tuple[int, int]) -> dict[str, LMConfig]:
-    """Transformer (LLaMA), FoT (LLaMA), Transformer (Pro), FoT (Pro), in this order of `sizes`.
-
-    heads: of the Transformers and of FoT. The GLUs are 8/3 of the width, and 7/3 of it where an
-    output gate takes the rest, rounded up to a multiple of 256.
-    """
-    found = {}
-    for size, (mixer, ratio) in zip(
-        sizes,
-        (("transformer", 8), ("fox", 8), ("transformer-pro", 7), ("fox-pro", 7)),
-        strict=True,
-    ):
-        found[f"{mixer}-{size}"] = _FOX.replace(
-            mixer=mixer,
-            mixer_options={"num_heads": heads[mixer.startswith("fox")]},
-            dim=dim,
-            layers=layers,
-            glu_hidden=256 * -(-(ratio * dim // 3) // 256),
-        )
-    return found
-
-
-def _pese(expansion: str, expand: int, **rank: int) -> LMConfig:
-    options = {"expansion": expansion, "expand": expand, **rank, **_PESE.mixer_options}
-    return _PESE.replace(mixer_options=options)
-
-
-def _vit(dim: int) -> LMConfig:
-    return _HGRN_VIT.replace(dim=dim, glu_hidden=2 * dim, mixer_options={"bidirectional": True})
+    return {name: LMConfig.from_dict(fields) for name, fields in _fields().items()}

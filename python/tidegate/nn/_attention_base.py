@@ -18,6 +18,7 @@ from ._attention_state import (
     with_room,
 )
 from ._common import (
+    OUTPUT_ACTIVATIONS,
     KeepsFloat32,
     RMSNorm,
     check_choice,
@@ -34,7 +35,6 @@ from ._common import (
 from ._states import check_state
 
 PRESETS = ("llama", "pro")
-OUTPUT_ACTIVATIONS = ("sigmoid", "silu")
 
 
 def rotary_angles(

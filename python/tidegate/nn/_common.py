@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 
-NORMS = ("layer", "rms", "rms_no_weight")
-MAX_HEAD_DIM = 512  # channels of a key or a value that gated_linear_attention and hgrn2 take
+# What options can be, and limits: the C++ library is built with the same file.
+_CHOICES = json.loads(Path(__file__).with_name("choices.json").read_text(encoding="utf-8"))
+NORMS = tuple(_CHOICES["norms"])
+LOWER_BOUND_MODES = tuple(_CHOICES["lower_bound_modes"])
+GLU_ACTIVATIONS = tuple(_CHOICES["glu_activations"])
+HGRN2_ACTIVATIONS = tuple(_CHOICES["hgrn2_activations"])
+OUTPUT_ACTIVATIONS = tuple(_CHOICES["output_activations"])
+# Channels of a key or a value that gated_linear_attention and hgrn2 take.
+MAX_HEAD_DIM: int = _CHOICES["max_head_dim"]
 _HALF = (torch.bfloat16, torch.float16)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._common import check_choice, check_positive, make_linear, reset_linear
+from ._common import GLU_ACTIVATIONS, check_choice, check_positive, make_linear, reset_linear
 
 
 class GLU(nn.Module):
@@ -38,7 +38,7 @@ class GLU(nn.Module):
         check_positive("GLU", "dim", dim)
         hidden = 2 * dim if hidden is None else hidden
         check_positive("GLU", "hidden", hidden)
-        check_choice("GLU", "activation", activation, ("silu", "none"))
+        check_choice("GLU", "activation", activation, GLU_ACTIVATIONS)
         self.dim = dim
         self.hidden = hidden
         self.activation = activation

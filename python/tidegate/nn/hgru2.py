@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from .._sharding import fill
 from ._common import (
+    HGRN2_ACTIVATIONS,
     MAX_HEAD_DIM,
     NORMS,
     bounded_gate,
@@ -28,8 +29,6 @@ from ._common import (
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._states import TensorStateMixer
 from ._token_mixing import activated, head_mixing
-
-ACTIVATIONS = ("none", "silu", "sigmoid")
 
 
 class _Preset(NamedTuple):
@@ -171,8 +170,8 @@ class HGRU2(TensorStateMixer):
         self.preset = preset
         self.q_activation = defaults.q_activation if q_activation is None else q_activation
         self.v_activation = defaults.v_activation if v_activation is None else v_activation
-        check_choice("HGRU2", "q_activation", self.q_activation, ACTIVATIONS)
-        check_choice("HGRU2", "v_activation", self.v_activation, ACTIVATIONS)
+        check_choice("HGRU2", "q_activation", self.q_activation, HGRN2_ACTIVATIONS)
+        check_choice("HGRU2", "v_activation", self.v_activation, HGRN2_ACTIVATIONS)
         self.scale = self.expand_ratio**-0.5 if defaults.scaled else 1.0
         bias = defaults.bias if bias is None else bias
         norm = defaults.norm if norm is None else norm

@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._common import KeepsFloat32, check_choice, check_positive, constant_, wide_dtype
-
-MODES = ("cumulative", "none", "independent", "decreasing")
+from ._common import (
+    LOWER_BOUND_MODES,
+    KeepsFloat32,
+    check_choice,
+    check_positive,
+    constant_,
+    wide_dtype,
+)
 
 
 class LowerBounds(KeepsFloat32):
@@ -47,7 +52,7 @@ class LowerBounds(KeepsFloat32):
         super().__init__()
         check_positive("LowerBounds", "layers", layers)
         check_positive("LowerBounds", "dim", dim)
-        check_choice("LowerBounds", "mode", mode, MODES)
+        check_choice("LowerBounds", "mode", mode, LOWER_BOUND_MODES)
         self.layers = layers
         self.dim = dim
         self.mode = mode

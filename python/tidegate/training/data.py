@@ -21,7 +21,7 @@ from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tok
 
 ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _SPLIT_BY_FILE = 20
-_PIECE = 1 << 26  # memory-mapped arrays are walked through in pieces of so many ids
+_PIECE = 1 << 26  # memory-mapped arrays are read in pieces of so many ids
 
 
 @dataclass

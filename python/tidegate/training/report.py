@@ -22,8 +22,8 @@ ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
 PARTS_PLOT = "gate_parts.png"
 MIXING_PLOT = "token_mixing.png"
-# Of token mixing: what is looked at, what may be asked for, and a picture's size and heads. Weights
-# of all pairs of tokens are computed: 32 MiB a head of 2048.
+# For pictures of token mixing: what is looked at, what may be asked for, and a picture's size and
+# heads. Weights of all pairs of tokens are computed: 32 MiB a head of 2048.
 MIXING_TOKENS, MIXING_LIMIT, MIXING_PIXELS, MIXING_HEADS = 256, 2048, 512, 4
 
 

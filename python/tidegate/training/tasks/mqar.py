@@ -64,7 +64,7 @@ class Mqar(Task):
 
     @property
     def chance(self) -> float:
-        """Of guessing among the values that the sequence holds."""
+        """The share that guessing among the sequence's values gets right."""
         return 1.0 / self.pairs
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:

@@ -1,0 +1,524 @@
+#pragma once
+
+// dk, dv and, by additions, dq: the five-product backward pass of FlashAttention with a bias.
+//
+//   S = Q K^T   P = exp(S - lse)   dP = dO V^T   dS = P (dP - delta + dlse)
+//   dv += P^T dO      dk += dS^T Q      dq += dS K  (fp32 additions; not in a deterministic pass)
+//
+// A block takes kKeys keys of one key/value head and iterates over the tiles of kRows queries that
+// see them, of every query head that shares the keys. dk and dv stay in registers from the first
+// tile to the last. Eight warps divide each product among themselves, S and dP one way, dk and dv
+// another, dq a third; P and dS pass between them through shared memory, in 16 bits.
+//
+// Two barriers a tile. The first, behind wait_for_copies, says that the stage of Q and dO has
+// landed and that all warps are done with the stage, P and dS of the tile before. The second says
+// that P and dS are written. The next stage's copies start before or among the products of S.
+//
+// The gate c enters relative to the tile's last key, see scores.cuh; sums of dS over rows and over
+// columns come from the same fp32 values, see docs/numerics.md.
+//
+// What stands where in the loop is measured: two warps a scheduler hide nothing, so whatever is not
+// a product stands between products, without a branch. Compare the machine code after an edit
+// (scripts/compare_sass.py).
+
+#include "kernels/attention/cuda/backward/dq_accumulator.cuh"
+#include "kernels/attention/cuda/backward/key_gradient_tiles.cuh"
+#include "kernels/attention/cuda/backward/scores.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+
+namespace tidegate::kernels::attention {
+
+/// The block's keys, and what all of its query heads have in common.
+template <class Shape>
+struct KeyTile {
+  const TensorAttention& w;
+  const ForgettingAttentionParams& p;
+  const TileAndHead& place;
+  const Sequence& keys;
+  Sequence queries;
+  int key_head, first_key, last_key;
+  int shift;  // from a query to its position
+  int group;  // query heads that share the keys
+  int warp;
+  int pieces;  // of 16 bytes, of a row
+  PairMask mask;
+  float scale;
+
+  __device__ __forceinline__ KeyTile(const TensorAttention& work, const TileAndHead& at)
+      : w(work),
+        p(work.params.forward),
+        place(at),
+        keys(at.tile.sequence),
+        queries(find_sequence(p.layout, keys.index)),
+        key_head(at.head),
+        first_key(at.tile.first),
+        last_key(first_key + at.tile.tokens - 1),
+        shift(keys.length - queries.length),
+        group(static_cast<int>(p.heads / p.key_heads)),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        pieces(static_cast<int>(p.head_dim / 8)),
+        mask{static_cast<int>(p.window)},
+        scale(static_cast<float>(p.scale) * kLog2E) {}
+
+  __device__ __forceinline__ void load_keys_and_values(const BackwardShared<Shape>& shared) const {
+    const int thread = fresh_thread_index();
+    load_rows(p.k, shared.keys, thread);
+    load_rows(p.v, shared.values, thread);
+    commit_copies();
+  }
+
+ private:
+  __device__ __forceinline__ void load_rows(const HeadSeries& t, unsigned char* to,
+                                            int thread) const {
+    load_tile<Shape::kDim, Shape::kKeys, Shape::kThreads>(
+        shared_address(to), row_address<2>(t, keys, key_head, first_key), row_stride<2>(t),
+        place.tile.tokens, pieces, thread);
+  }
+};
+
+/// One query head's tiles of queries: which of them see the block's keys, and how a stage of them
+/// and of their row statistics gets into shared memory.
+template <class Shape>
+struct QueryTiles {
+  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows, kKeys = Shape::kKeys;
+  static constexpr int kThreads = Shape::kThreads;
+
+  const KeyTile<Shape>& at;
+  const BackwardShared<Shape>& shared;
+  int head;
+  GateSums gates;
+  double reference;
+  int begin, end;  // the first tile that sees the first key, up to the last that sees the last
+
+  __device__ __forceinline__ QueryTiles(const KeyTile<Shape>& block,
+                                        const BackwardShared<Shape>& shared, int head)
+      : at(block), shared(shared), head(head), gates(block.w, block.keys, head) {
+    reference = gates.at(at.last_key);
+    begin = max(0, at.first_key - at.shift) / kRows;
+    end = (at.queries.length + kRows - 1) / kRows;
+    if (at.mask.window > 0) {
+      const int last_row = at.last_key + at.mask.window - 1 - at.shift;
+      end = last_row < 0 ? 0 : min(end, last_row / kRows + 1);
+    }
+  }
+
+  /// Where pruning leaves the keys fewer queries, the tiles end earlier.
+  __device__ __forceinline__ void apply_key_extents() {
+    if (at.p.prune > 0) {
+      static_assert(kKeys % KeyExtents::kKeys == 0);
+      const KeyExtents& extents = at.w.extents;
+      const int64_t tile_index = first_tile_index(extents.keys, static_cast<int>(at.keys.index)) +
+                                 at.last_key / KeyExtents::kKeys;
+      end = min(end, (extents.ends[tile_index * at.p.heads + head] + kRows - 1) / kRows);
+    }
+  }
+
+  __device__ __forceinline__ void load_stage(int tile, int stage) const {
+    load_rows(at.p.q, shared_address(shared.queries) + stage % Shape::kStages * Shape::kRowBytes,
+              tile);
+    load_rows(at.w.params.d_o,
+              shared_address(shared.d_o) + stage % Shape::kStages * Shape::kRowBytes, tile);
+  }
+
+  /// What a row needs is read one tile ahead and worked out later, so that nothing waits for it.
+  /// All threads do so, those of a row write a part each: a branch for some would hold up the
+  /// others.
+  __device__ __forceinline__ RawRowStats read_row_stats(int tile) const {
+    const int row = tile * kRows + fresh_thread_index() % kRows;
+    const bool exists = row < at.queries.length;
+    const int64_t offset = (at.queries.batch * at.p.heads + head) * at.p.layout.time +
+                           at.queries.start + (exists ? row : 0);
+    RawRowStats read = {gates.at(row + at.shift), -INFINITY, 0};
+    if (exists) {
+      read.lse = static_cast<const float*>(at.p.lse)[offset];
+      read.delta = at.w.delta[offset];
+    }
+    return read;
+  }
+  __device__ __forceinline__ void store_row_stats(const RawRowStats& row, int stage) const {
+    constexpr int kStats = Shape::kRowStats, kShares = kThreads / kRows;
+    const int thread = fresh_thread_index(), share = thread / kRows;
+    float stats[kStats];
+    write_row_stats<1>(stats, row, reference);
+    float* const to = shared.row_stats + stage * kStats * kRows + thread % kRows;
+#pragma unroll
+    for (int first = 0; first < kStats; first += kShares) {
+      float x = stats[first];
+#pragma unroll
+      for (int i = 1; i < kShares && first + i < kStats; ++i) {
+        x = share == i ? stats[first + i] : x;
+      }
+      if (kShares <= kStats || share < kStats) {
+        to[(first + share) * kRows] = x;
+      }
+    }
+  }
+
+  struct KeyGate {
+    int key;
+    double c;
+  };
+  __device__ __forceinline__ KeyGate read_key_gate() const {
+    const int key = min(fresh_thread_index(), kKeys - 1);
+    return {key, gates.at(at.first_key + key)};
+  }
+  __device__ __forceinline__ void store_key_gate(const KeyGate& read) const {
+    if (fresh_thread_index() < kKeys) {
+      const SplitGate gate = SplitGate::of(reference - read.c);
+      shared.key_gates[read.key] = gate.high;
+      shared.key_gates[kKeys + read.key] = gate.low;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_rows(const HeadSeries& t, unsigned to, int tile) const {
+    const int row = tile * kRows;
+    load_tile<kDim, kRows, kThreads>(to, row_address<2>(t, at.queries, head, row), row_stride<2>(t),
+                                     at.queries.length - row, at.pieces, fresh_thread_index());
+  }
+};
+
+/// One pair of tiles: where a warp finds its operands, and the phases between the barriers.
+template <class Shape>
+struct TilePair {
+  using T = typename Shape::T;
+  using Scores = typename Shape::Scores;
+  using KeySums = typename Shape::KeySums;
+  using QuerySums = typename Shape::QuerySums;
+  using Accumulators = KeyGradientAccumulators<Shape>;
+  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows, kKeys = Shape::kKeys;
+  // The next stage's copies stand between the products of S: together, they would hold those up.
+  using Copies = TileCopies<kDim, kRows, Shape::kThreads>;
+  static constexpr bool kCopiesBetween = Shape::kStages > 1 && Copies::kPossible;
+  static constexpr bool kHasRegisters = Shape::kBlocks == 1;  // to read early and to add up late
+
+  const KeyTile<Shape>& at;
+  const QueryTiles<Shape>& tiles;
+  const BackwardShared<Shape>& shared;
+  int tile, stage;
+  bool more;  // tiles after this one
+  int lane;
+  unsigned queries_at, d_o_at;
+  int row, column;  // of the warp's scores
+  const float *key_gates, *rows;
+
+  __device__ __forceinline__ TilePair(const KeyTile<Shape>& block, const QueryTiles<Shape>& tiles,
+                                      const BackwardShared<Shape>& shared, int tile, int stage,
+                                      bool more)
+      : at(block), tiles(tiles), shared(shared), tile(tile), stage(stage), more(more) {
+    lane = fresh_thread_index() % 32;
+    queries_at = shared_address(shared.queries) + stage % Shape::kStages * Shape::kRowBytes;
+    d_o_at = shared_address(shared.d_o) + stage % Shape::kStages * Shape::kRowBytes;
+    row = Scores::row(at.warp);
+    column = Scores::column(at.warp);
+    key_gates = shared.key_gates + column + lane % 4 * 2;
+    rows = shared.row_stats + stage * Shape::kRowStats * kRows + row + lane / 4;
+  }
+
+  /// S = Q K^T, then the exponents log2 of P. Copies of the next stage stand between the products.
+  /// What decides on an edge tile is passed as it is: read through `at`, it gives other code.
+  __device__ __forceinline__ void compute_scores(Accumulators& acc, PairMask mask,
+                                                 const int& block_first_key, int shift) const {
+    const int first = tile * kRows + shift;  // position of the tile's first query
+    const int first_key = block_first_key;
+    const Copies query_copies = next_stage_copies(at.p.q, shared.queries);
+    const Copies d_o_copies = next_stage_copies(at.w.params.d_o, shared.d_o);
+    const auto copy_between = [&](int step) {
+      constexpr int kSteps = kDim / 16, kEach = Copies::kCopies;
+      if constexpr (kCopiesBetween) {
+#pragma unroll
+        for (int i = 0; i < 2 * kEach; ++i) {
+          if (i >= step * 2 * kEach / kSteps && i < (step + 1) * 2 * kEach / kSteps) {
+            if (i < kEach) {
+              query_copies.copy(i);
+            } else {
+              d_o_copies.copy(i - kEach);
+            }
+          }
+        }
+      }
+    };
+    float2 key_offsets[Scores::kColumnTiles];  // of keys; row_offsets: of rows. See compute_log2_p
+    float row_offsets[2 * Scores::kRowTiles];
+    if (kHasRegisters) {
+#pragma unroll
+      for (int i = 0; i < 2 * Scores::kRowTiles; ++i) {
+        row_offsets[i] = rows[2 * kRows + 8 * i] - rows[8 * i];
+      }
+#pragma unroll
+      for (int j = 0; j < Scores::kColumnTiles; ++j) {
+        key_offsets[j] = *reinterpret_cast<const float2*>(key_gates + 8 * j);
+      }
+    }
+    multiply<T, false, false, kDim / 16, true>(
+        acc.s, OperandReader<kDim>::a(queries_at + HalfTile<kDim>::bytes(row), lane),
+        OperandReader<kDim>::b(shared_address(shared.keys) + HalfTile<kDim>::bytes(column), lane),
+        copy_between);
+    commit_copies();
+    // Edge tiles: the diagonal, and the far end of the window.
+    if (first < first_key + kKeys - 1 ||
+        (mask.window > 0 && first_key <= first + kRows - 1 - mask.window)) {
+      compute_log2_p<kRows, kKeys>(acc.s, at.scale, key_gates, rows, mask, first + row + lane / 4,
+                                   first_key + column + lane % 4 * 2);
+    } else if (kHasRegisters) {
+      compute_log2_p(acc.s, at.scale, key_offsets, row_offsets);
+    } else {
+      compute_log2_p<kRows>(acc.s, at.scale, key_gates, rows);
+    }
+  }
+
+  /// dP = dO V^T - delta + dlse, with P = exp2 of the exponents between the products.
+  __device__ __forceinline__ void compute_p_and_dp(Accumulators& acc) const {
+    attention::compute_p_and_dp<T, kRows, kDim / 16>(
+        acc.s, acc.dp, rows, OperandReader<kDim>::a(d_o_at + HalfTile<kDim>::bytes(row), lane),
+        OperandReader<kDim>::b(shared_address(shared.values) + HalfTile<kDim>::bytes(column),
+                               lane));
+  }
+
+  /// Adds the sums of dS over the warp's keys to those of its rows.
+  __device__ __forceinline__ void add_row_sums(float* row_sums,
+                                               const float (&sums)[2 * Scores::kRowTiles]) const {
+    using RowSum = QuadSum<2 * Scores::kRowTiles>;
+    const float sum = RowSum::of(sums, lane);
+    const int summed = tile * kRows + row + RowSum::row(lane);
+    // No branch between products: what is not to be added is zero.
+    const bool is_added = RowSum::is_first(lane) && summed < at.queries.length;
+    atomicAdd(row_sums + min(summed, at.queries.length - 1), is_added ? sum : 0.0f);
+  }
+
+  __device__ __forceinline__ void accumulate_dv(Accumulators& acc) const {
+    accumulate_key_sums(acc.dv, shared.p, d_o_at);
+  }
+  __device__ __forceinline__ void accumulate_dk(Accumulators& acc) const {
+    accumulate_key_sums(acc.dk, shared.ds, queries_at);
+  }
+
+  /// dq += dS K, in device memory.
+  __device__ __forceinline__ void add_dq() const {
+    float dq[QuerySums::kRowTiles][QuerySums::kColumnTiles][4];
+    multiply<T, false, true, kKeys / 16, true>(
+        dq,
+        OperandReader<kKeys>::a(
+            shared_address(shared.ds) + HalfTile<kKeys>::bytes(QuerySums::row(at.warp)), lane),
+        OperandReader<kDim>::b_transposed(shared_address(shared.keys), lane)
+            .template from_step<QuerySums::kColumnTiles / 2>(QuerySums::column(at.warp) / 16));
+    constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
+    const int64_t tile_index =
+        first_tile_index(at.w.query_tiles, static_cast<int>(at.queries.index)) + tile;
+    float* const to = at.w.dq_sums + (tile_index * at.p.heads + tiles.head) * (kRows * kDim) +
+                      (at.warp * kParts * 32 + lane) * 4;
+    add_dq_tile<Shape>(dq, to, shared.dq + (at.warp * kParts * 32 + lane) * 4, lane);
+  }
+
+ private:
+  __device__ __forceinline__ Copies next_stage_copies(const HeadSeries& t,
+                                                      const unsigned char* to) const {
+    return Copies(shared_address(to) + (stage ^ 1) % Shape::kStages * Shape::kRowBytes,
+                  row_address<2>(t, at.queries, tiles.head, (tile + 1) * kRows), row_stride<2>(t),
+                  more ? at.queries.length - (tile + 1) * kRows : 0, at.pieces,
+                  fresh_thread_index());
+  }
+
+  /// sums += scores^T rows, the warp's part of a tile of keys.
+  __device__ __forceinline__ void accumulate_key_sums(
+      float (&sums)[KeySums::kRowTiles][KeySums::kColumnTiles][4], const unsigned char* scores,
+      unsigned rows_at) const {
+    const int key = KeySums::row(at.warp), dim = KeySums::column(at.warp);
+    multiply<T, true, true, kRows / 16, false>(
+        sums,
+        OperandReader<kKeys>::a_transposed(shared_address(scores), lane)
+            .template from_step<KeySums::kRowTiles>(key / 16),
+        OperandReader<kDim>::b_transposed(rows_at, lane)
+            .template from_step<KeySums::kColumnTiles / 2>(dim / 16));
+  }
+};
+
+/// Sums of dS over queries: over the lanes of a key, then over the warps of a key in their order.
+template <class Shape>
+__device__ __forceinline__ void store_column_sums(const KeyTile<Shape>& at,
+                                                  const BackwardShared<Shape>& shared,
+                                                  const KeyGradientAccumulators<Shape>& acc,
+                                                  int head) {
+  using Scores = typename Shape::Scores;
+  constexpr int kKeys = Shape::kKeys;
+  wait_for_copies<0>();
+  __syncthreads();
+  const int thread = fresh_thread_index(), lane = thread % 32;
+  float* const sums = shared.row_stats;
+  static_assert(Scores::kWarpsOfRows * kKeys <= 2 * Shape::kRowStats * Shape::kRows);
+#pragma unroll
+  for (int j = 0; j < Scores::kColumnTiles; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float x = acc.column_sums[j][e];
+      x += __shfl_xor_sync(0xffffffffu, x, 4);
+      x += __shfl_xor_sync(0xffffffffu, x, 8);
+      x += __shfl_xor_sync(0xffffffffu, x, 16);
+      if (lane < 4) {
+        sums[at.warp % Scores::kWarpsOfRows * kKeys + Scores::column(at.warp) + 8 * j + 2 * lane +
+             e] = x;
+      }
+    }
+  }
+  __syncthreads();
+  if (thread < at.place.tile.tokens) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < Scores::kWarpsOfRows; ++i) {
+      sum += sums[i * kKeys + thread];
+    }
+    at.w.column_sums[(at.keys.batch * at.p.heads + head) * at.p.key_layout.time + at.keys.start +
+                     at.first_key + thread] = sum;
+  }
+}
+
+/// dk and dv leave through the tiles of keys and values.
+template <class Shape>
+__device__ __forceinline__ void store_dk_dv(const KeyTile<Shape>& at,
+                                            const BackwardShared<Shape>& shared,
+                                            const KeyGradientAccumulators<Shape>& acc) {
+  using T = typename Shape::T;
+  using KeySums = typename Shape::KeySums;
+  constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (Shape::kStagesSums) {
+    wait_for_bulk_additions();
+  }
+#endif
+  __syncthreads();
+  const int thread = fresh_thread_index(), lane = thread % 32;
+  const int key = KeySums::row(at.warp), dim = KeySums::column(at.warp);
+  const float dk_scale = static_cast<float>(at.p.scale);
+#pragma unroll
+  for (int i = 0; i < KeySums::kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < KeySums::kColumnTiles; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int offset =
+            HalfTile<kDim>::offset(key + 16 * i + 8 * half + lane / 4, dim / 8 + j) + lane % 4 * 4;
+        const float* const dk = acc.dk[i][j] + 2 * half;
+        const float* const dv = acc.dv[i][j] + 2 * half;
+        *reinterpret_cast<uint32_t*>(shared.keys + offset) =
+            pack_pair<T>(dk[0] * dk_scale, dk[1] * dk_scale);
+        *reinterpret_cast<uint32_t*>(shared.values + offset) = pack_pair<T>(dv[0], dv[1]);
+      }
+    }
+  }
+  __syncthreads();
+  store_tile<kDim, kKeys, kThreads>(
+      row_address<2>(at.w.params.dk, at.keys, at.key_head, at.first_key),
+      row_stride<2>(at.w.params.dk), shared.keys, at.place.tile.tokens, at.pieces, thread);
+  store_tile<kDim, kKeys, kThreads>(
+      row_address<2>(at.w.params.dv, at.keys, at.key_head, at.first_key),
+      row_stride<2>(at.w.params.dv), shared.values, at.place.tile.tokens, at.pieces, thread);
+}
+
+/// Block `block`'s tile: its dk, dv, sums of columns, and its part of dq and of the sums of rows.
+template <class Shape>
+__device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, unsigned block,
+                                                      unsigned char* shared_bytes) {
+  using Pair = TilePair<Shape>;
+  const BackwardShared<Shape> shared(shared_bytes);
+  const ForgettingAttentionParams& p = w.params.forward;
+  const TileAndHead place(w.tiles, p.key_heads, w.side_by_side, block, false);
+  if (place.tile.tokens == 0 || !takes_head(w, place.tile.sequence.index, place.head)) {
+    return;
+  }
+  const KeyTile<Shape> keys(w, place);
+  keys.load_keys_and_values(shared);
+
+  KeyGradientAccumulators<Shape> acc;
+  for (int head = keys.key_head * keys.group; head < (keys.key_head + 1) * keys.group; ++head) {
+    QueryTiles<Shape> queries(keys, shared, head);
+    float* const row_sums =
+        w.row_sums + (keys.queries.batch * p.heads + head) * p.layout.time + keys.queries.start;
+    int tile = queries.begin;
+    __syncthreads();           // the last head's tiles have been read
+    if (tile < queries.end) {  // under way before anything waits for memory
+      queries.load_stage(tile, 0);
+    }
+    commit_copies();
+    const RawRowStats row = queries.read_row_stats(tile);
+    const auto key_gate = queries.read_key_gate();
+    queries.apply_key_extents();
+    queries.store_row_stats(row, 0);
+    queries.store_key_gate(key_gate);
+#pragma unroll
+    for (int j = 0; j < Shape::Scores::kColumnTiles; ++j) {
+      acc.column_sums[j][0] = acc.column_sums[j][1] = 0;
+    }
+
+    for (int stage = 0; tile < queries.end; ++tile, stage ^= 1) {
+      wait_for_copies<0>();
+      __syncthreads();  // the tile is there, and all are done with the one before it
+      const bool more = tile + 1 < queries.end;
+      const RawRowStats next = queries.read_row_stats(tile + 1);
+      if (Shape::kStages > 1 && !Pair::kCopiesBetween && more) {
+        queries.load_stage(tile + 1, stage ^ 1);
+      }
+      const Pair pair(keys, queries, shared, tile, stage, more);
+      pair.compute_scores(acc, keys.mask, keys.first_key, keys.shift);
+      pair.compute_p_and_dp(acc);
+      acc.store_smem(acc.s, shared.p, pair.row, pair.column, pair.lane);
+      float sums[2 * Shape::Scores::kRowTiles];  // of dS over the warp's keys
+      acc.compute_ds(sums);
+      if (!Pair::kHasRegisters && w.row_sums != nullptr) {
+        pair.add_row_sums(row_sums, sums);
+      }
+      acc.store_smem(acc.dp, shared.ds, pair.row, pair.column, pair.lane);
+      __syncthreads();  // P and dS are there
+
+      queries.store_row_stats(next, stage ^ 1);
+      pair.accumulate_dv(acc);
+      if (w.dq_sums != nullptr) {
+        if (Pair::kHasRegisters) {
+          pair.add_row_sums(row_sums, sums);
+        }
+        pair.add_dq();
+      }
+      pair.accumulate_dk(acc);
+      if (Shape::kStages == 1 && more) {
+        __syncthreads();
+        queries.load_stage(tile + 1, 0);
+        commit_copies();
+      }
+    }
+    store_column_sums(keys, shared, acc, head);
+  }
+  store_dk_dv(keys, shared, acc);
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    key_gradient_kernel(const __grid_constant__ TensorAttention w) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  compute_key_gradients<Shape>(w, blockIdx.x, shared_bytes);
+}
+
+/// The tiles of heads that are not near, taken one after the other by blocks that stay: where there
+/// are no such heads, a block for every tile would take longer to start than these to leave.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    long_range_key_gradient_kernel(const __grid_constant__ TensorAttention w) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  __shared__ unsigned taken;
+  if (w.extents.long_range[0] == 0) {
+    return;
+  }
+  const auto blocks = static_cast<unsigned>(w.tiles.count * w.params.forward.key_heads);
+#pragma unroll 1
+  for (;;) {
+    __syncthreads();  // all are done with the tile before
+    if (threadIdx.x == 0) {
+      taken = atomicAdd(w.extents.long_range + 1, 1u);
+    }
+    __syncthreads();
+    if (taken >= blocks) {
+      return;
+    }
+    compute_key_gradients<Shape>(w, taken, shared_bytes);
+  }
+}
+
+}  // namespace tidegate::kernels::attention

@@ -1,0 +1,158 @@
+// Decoding: how a cache is split over blocks, the launches, and putting the splits together.
+
+#include <algorithm>
+
+#include "kernels/attention/cuda/decode/splits.cuh"
+#include "kernels/attention/cuda/decode/step_kernel.cuh"
+#include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
+#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/cuda/rows.cuh"
+#include "kernels/common/cuda/alignment.h"
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/dispatch.h"
+
+namespace tidegate::kernels::attention {
+namespace {
+
+/// o of one query head: from the newest split to the oldest, between which and the query the gates
+/// of all newer splits lie. A lane weighs a split, each thread sums one channel.
+template <class E>
+__global__ void __launch_bounds__(StepTile::kMaxDim)
+    combine_kernel(const ForgettingAttentionStepParams p) {
+  using Real = typename Register<E>::type;
+  const int64_t head = blockIdx.x, batch = blockIdx.y;
+  const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
+  const int lane = threadIdx.x % 32;
+  const auto d = static_cast<int64_t>(threadIdx.x);
+  const Real* const partials =
+      static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * p.plan.splits * stride;
+  double maximum = -INFINITY, total = 0, sum = 0, gates = 0;
+  for (int64_t newest = Splits(p, batch).used(); newest > 0; newest -= 32) {
+    const int64_t split = newest - 1 - lane;
+    double top = -INFINITY, weight = 0, through = 0;
+    if (split >= 0) {
+      const Real* const numbers = partials + split * stride + dim;
+      top = static_cast<double>(numbers[0]);
+      weight = static_cast<double>(numbers[1]);
+      through = static_cast<double>(numbers[2]);
+    }
+#pragma unroll
+    for (int s = 1; s < 32; s *= 2) {
+      const double newer = __shfl_up_sync(~0u, through, s);
+      through += lane >= s ? newer : 0.0;
+    }
+    const double newer = __shfl_up_sync(~0u, through, 1);
+    top += gates + (lane == 0 ? 0.0 : newer);
+    const double best = fmax(maximum, warp_max(top));
+    const double against = best == -INFINITY ? 0.0 : best;
+    const double old = exp(maximum - against), factor = split >= 0 ? exp(top - against) : 0.0;
+    total = total * old + warp_sum(factor * weight);
+    sum *= old;
+    const int count = static_cast<int>(min(int64_t{32}, newest));
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const double share = __shfl_sync(~0u, factor, i);
+      if (d < dim) {
+        sum += share * static_cast<double>(partials[(newest - 1 - i) * stride + d]);
+      }
+    }
+    maximum = best;
+    gates += __shfl_sync(~0u, through, 31);
+  }
+  if (d < dim) {
+    AttentionRows<E>(p.o, batch, 0, head).first[d] =
+        narrow<E>(static_cast<Real>(total == 0 ? 0.0 : sum / total));
+  }
+}
+
+bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
+  return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && rows_aligned(p.k, 16) &&
+         rows_aligned(p.v, 16);
+}
+
+/// As many splits as fill the device a few times, of 128 keys or more where the cache is full.
+cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int64_t* splits) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  const int64_t blocks = std::max<int64_t>(1, p.layout.batch * p.key_heads);
+  const int64_t of_device = (warps ? 32 : 8) * limits.multiprocessors;
+  const int64_t wanted = (of_device + blocks - 1) / blocks;
+  *splits = std::max<int64_t>(1, std::min(wanted, (p.capacity + 127) / 128));
+  return cudaSuccess;
+}
+
+template <class E, int kVec>
+cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
+  constexpr auto* kKernel = &step_kernel<E, kVec>;
+  const ForgettingAttentionStepParams& p = step.params;
+  // As few lanes as hold a row: the others take other rows.
+  step.lanes_a_row = 1;
+  while (step.lanes_a_row < 32 && step.lanes_a_row * StepTile::kChannelsPerLane < p.head_dim) {
+    step.lanes_a_row *= 2;
+  }
+  const auto row_bytes = static_cast<int>(p.head_dim * static_cast<int64_t>(sizeof(E)));
+  step.tile = StepTile::kTile;
+  while (step.tile * row_bytes > StepTile::kTileBytes) {
+    step.tile /= 2;
+  }
+  step.tile_bytes = (step.tile * row_bytes + 15) / 16 * 16;
+  constexpr int kStatic =
+      2 * (StepTile::kTile + 1) * StepTile::kHeads * static_cast<int>(sizeof(double));
+  constexpr int kMost = StepTile::kMostStages * 2 * StepTile::kTileBytes;
+  step.stages = kMost + kStatic <= shared_bytes ? StepTile::kMostStages : 2;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      allow_shared_bytes<kKernel>(step.stages * 2 * StepTile::kTileBytes));
+  constexpr int kSums =
+      StepTile::kWarps * StepTile::kMaxDim * static_cast<int>(sizeof(typename Register<E>::type));
+  const int bytes = std::max(step.stages * 2 * step.tile_bytes, kSums);
+  const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
+                  static_cast<unsigned>(p.layout.batch));
+  kKernel<<<grid, StepTile::kThreads, bytes, stream>>>(step);
+  return cudaGetLastError();
+}
+
+template <class E>
+cudaError_t combine(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
+  const dim3 heads(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.layout.batch));
+  combine_kernel<E><<<heads, static_cast<unsigned>((p.head_dim + 31) / 32 * 32), 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
+                                ForgettingAttentionPlan* plan) {
+  const bool tensor_cores = params.path != AttentionPath::kPlain && fits_tensor_cores(params);
+  if (params.path == AttentionPath::kTensorCore && !tensor_cores) {
+    return cudaErrorNotSupported;
+  }
+  plan->path = tensor_cores ? AttentionPath::kTensorCore : AttentionPath::kPlain;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(count_splits(params, tensor_cores, &plan->splits));
+  plan->workspace_bytes = params.layout.batch * params.heads * plan->splits *
+                          partial_numbers(params.head_dim) *
+                          element_size(state_dtype(params.q.dtype));
+  return cudaSuccess;
+}
+
+cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStream_t stream) {
+  Step step;
+  step.params = params;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  return dispatch_real(params.q.dtype, [&]<class E>() {
+    constexpr int kVec = 16 / sizeof(E);
+    if constexpr (sizeof(E) == 2) {
+      if (params.plan.path == AttentionPath::kTensorCore) {
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_tensor_step<E>(params, stream));
+        return combine<E>(params, stream);
+      }
+    }
+    const bool whole =
+        params.head_dim % kVec == 0 && rows_aligned(params.k, 16) && rows_aligned(params.v, 16);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        (whole ? launch_step<E, kVec> : launch_step<E, 1>)(step, limits.shared_bytes, stream));
+    return combine<E>(params, stream);
+  });
+}
+
+}  // namespace tidegate::kernels::attention

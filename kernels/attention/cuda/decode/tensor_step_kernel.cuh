@@ -1,0 +1,257 @@
+#pragma once
+
+// A decoding step of 16-bit data on tensor cores.
+//
+// A warp takes a split of one key/value head alone, for eight of its query heads at a time. Its
+// keys and values come 16 at a time into a ring of its own, kStages - 1 tiles ahead, so that no
+// warp waits for another: there is no barrier but the warp's own, before a stage is loaded again.
+//
+//   dots = q . k (m16n8k16, half of whose rows are zero)      weights = softmax so far
+//   sums += weights . V
+//
+// The rows of the second product are query heads: eight with weights rounded to 16 bits, and the
+// same eight with what the rounding has left, which keeps the weights' digits for nothing.
+
+#include "kernels/attention/cuda/decode/softmax.cuh"
+#include "kernels/attention/cuda/decode/splits.cuh"
+#include "kernels/attention/cuda/rows.cuh"
+#include "kernels/attention/cuda/smem_tiles.cuh"
+#include "kernels/common/cuda/async_copy.cuh"
+
+namespace tidegate::kernels::attention {
+
+/// Key of a tile that lies in row r of shared memory: lane c of four then holds the scores of keys
+/// 4c .. 4c + 3, and its weights are the operand that rows 2c, 2c + 1, 2c + 8, 2c + 9 of V want.
+__device__ inline int step_key_of_row(int r) { return (r & 6) * 2 + (r & 1) + (r >> 3) * 2; }
+
+/// What rounding to E leaves of a number.
+template <class E>
+__device__ inline float rounded_off(float x) {
+  return x - static_cast<float>(widen(narrow<E>(x)));
+}
+
+/// Where a warp works: one split of one key/value head, in tiles from the newest key back.
+template <class E, int kDim>
+struct TensorStepWarp {
+  using Tile = HalfTile<kDim>;
+  static constexpr int kKeys = TensorStepTile::kKeys, kStages = TensorStepTile::kStages;
+  static constexpr int kTileBytes = Tile::bytes(kKeys);
+
+  const ForgettingAttentionStepParams& p;
+  unsigned ring;  // kStages tiles of keys and values
+  int lane, row, c, dim;
+  int64_t batch, key_head, split;
+  Splits splits;
+  int64_t begin, end;  // keys of the split
+  int tiles;
+  int64_t group;
+  AttentionRows<const E> keys, values;
+
+  __device__ __forceinline__ TensorStepWarp(const ForgettingAttentionStepParams& params,
+                                            const unsigned char* shared)
+      : p(params),
+        ring(shared_address(shared)),
+        lane(threadIdx.x),
+        row(lane / 4),
+        c(lane % 4),
+        dim(static_cast<int>(p.head_dim)),
+        batch(blockIdx.z),
+        key_head(blockIdx.y),
+        split(blockIdx.x),
+        splits(p, batch),
+        begin(splits.begin(split)),
+        end(splits.begin(split + 1)),
+        tiles(static_cast<int>((end - begin + kKeys - 1) / kKeys)),
+        group(p.heads / p.key_heads),
+        keys(p.k, batch, 0, key_head),
+        values(p.v, batch, 0, key_head) {}
+
+  /// The oldest key of a tile, which may lie before `begin`.
+  __device__ int64_t first_key(int tile) const { return end - (tile + int64_t{1}) * kKeys; }
+  __device__ unsigned stage(int tile) const { return ring + tile % kStages * 2 * kTileBytes; }
+
+  /// Starts the copies of a tile, one group of them.
+  __device__ __forceinline__ void load_stage(int tile) const {
+    constexpr int kRowsAtOnce = 32 / Tile::kPieces;  // that the warp copies
+    if (tile < tiles) {
+      const int64_t first = first_key(tile);
+      const unsigned to = stage(tile);
+      const int piece = lane % Tile::kPieces;
+#pragma unroll
+      for (int i = 0; i < kKeys; i += kRowsAtOnce) {
+        const int r = i + lane / Tile::kPieces;
+        const int64_t j = first + step_key_of_row(r);
+        const bool exists = j >= begin && piece * 8 < dim;
+        const int64_t at = exists ? j * keys.step + piece * 8 : 0;
+        copy_async_or_zero(to + Tile::offset(r, piece), keys.first + at, exists);
+        const int64_t value_at = exists ? j * values.step + piece * 8 : 0;
+        copy_async_or_zero(to + kTileBytes + Tile::offset(r, piece), values.first + value_at,
+                           exists);
+      }
+    }
+    commit_copies();
+  }
+};
+
+/// A lane's share of up to eight query heads: head `head` with the other three lanes of its row.
+template <class E, int kDim>
+struct TensorStepHead {
+  using Warp = TensorStepWarp<E, kDim>;
+  static constexpr int kSteps = kDim / 16;
+
+  int64_t head;
+  bool used;
+  AttentionRows<const float> log_f;
+  uint32_t query[kSteps][2];
+  float gates[4];                  // of the lane's keys of a tile
+  float sums[2 * kSteps][4] = {};  // [0..1]: of rounded weights, [2..3]: of the remainders
+
+  __device__ __forceinline__ TensorStepHead(const Warp& at, int64_t first_head)
+      : head(first_head + at.row),
+        used(head < (at.key_head + 1) * at.group),
+        log_f(at.p.log_f, at.batch, 0, used ? head : first_head) {
+    const AttentionRows<const E> queries(at.p.q, at.batch, 0, used ? head : first_head);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int d = 16 * s + 8 * half + 2 * at.c;
+        E pair[2] = {narrow<E>(0.0f), narrow<E>(0.0f)};
+        if (used && d < at.dim) {
+          pair[0] = queries.first[d];
+          pair[1] = queries.first[d + 1];
+        }
+        memcpy(&query[s][half], pair, sizeof(pair));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_gates(const Warp& at, int tile) {
+    const int64_t first = at.first_key(tile) + 4 * at.c;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      gates[i] = used && tile < at.tiles && first + i >= at.begin ? *log_f.row(first + i) : 0.0f;
+    }
+  }
+
+  /// dots = q . k of the lane's four keys.
+  __device__ __forceinline__ void compute_scores(const Warp& at, unsigned stage,
+                                                 float (&dots)[2][4]) const {
+    const auto keys = OperandReader<kDim>::b(stage, at.lane);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint32_t m[4];
+      keys.load(m, 0, s);
+      const uint32_t a[4] = {query[s][0], 0, query[s][1], 0};
+      mma<E>(dots[0], a, m[0], m[1]);
+      mma<E>(dots[1], a, m[2], m[3]);
+    }
+  }
+
+  /// Keys before `begin` come first in a lane's four: those that exist are the last ones.
+  __device__ int missing_keys(const Warp& at, int tile) const {
+    const int64_t oldest = at.first_key(tile) + 4 * at.c;
+    return static_cast<int>(max(int64_t{0}, min(int64_t{4}, at.begin - oldest)));
+  }
+
+  __device__ __forceinline__ void rescale(float factor) {
+    if (__any_sync(~0u, factor != 1.0f)) {
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[n][i] *= factor;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void accumulate_pv(const Warp& at, unsigned stage,
+                                                const float (&weights)[4]) {
+    const uint32_t a[4] = {pack_pair<E>(weights[0], weights[1]),
+                           pack_pair<E>(rounded_off<E>(weights[0]), rounded_off<E>(weights[1])),
+                           pack_pair<E>(weights[2], weights[3]),
+                           pack_pair<E>(rounded_off<E>(weights[2]), rounded_off<E>(weights[3]))};
+    const auto values = OperandReader<kDim>::b_transposed(stage + Warp::kTileBytes, at.lane);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint32_t m[4];
+      values.transposed(m, 0, s);
+      mma<E>(sums[2 * s], a, m[0], m[1]);
+      mma<E>(sums[2 * s + 1], a, m[2], m[3]);
+    }
+  }
+
+  __device__ __forceinline__ void store_partial(const Warp& at,
+                                                const TensorStepSoftmax& softmax) const {
+    const float total = quad_sum(softmax.total);
+    if (used) {
+      float* const partial =
+          static_cast<float*>(at.p.workspace) +
+          ((at.batch * at.p.heads + head) * gridDim.x + at.split) * partial_numbers(at.dim);
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) {
+        const int d = 8 * n + 2 * at.c;
+        if (d < at.dim) {
+          partial[d] = sums[n][0] + sums[n][2];
+          partial[d + 1] = sums[n][1] + sums[n][3];
+        }
+      }
+      if (at.c == 0) {
+        partial[at.dim] = softmax.maximum;
+        partial[at.dim + 1] = total;
+        partial[at.dim + 2] = static_cast<float>(softmax.gates);
+      }
+    }
+  }
+};
+
+template <class E, int kDim>
+__global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttentionStepParams p) {
+  constexpr int kStages = TensorStepTile::kStages;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const TensorStepWarp<E, kDim> at(p, shared);
+  for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
+       first_head += TensorStepTile::kHeads) {
+    for (int tile = 0; tile < kStages - 1; ++tile) {
+      at.load_stage(tile);
+    }
+    TensorStepHead<E, kDim> head(at, first_head);
+    head.load_gates(at, 0);
+    TensorStepSoftmax softmax;
+    for (int tile = 0; tile < at.tiles; ++tile) {
+      wait_for_copies<kStages - 2>();
+      __syncwarp();  // every lane has waited, and has read the tile before this one
+      at.load_stage(tile + kStages - 1);
+      float dots[2][4] = {}, weights[4];
+      head.compute_scores(at, at.stage(tile), dots);
+      const float factor =
+          softmax.weigh(dots, head.gates, p.scale, head.missing_keys(at, tile), weights);
+      head.load_gates(at, tile + 1);
+      head.rescale(factor);
+      head.accumulate_pv(at, at.stage(tile), weights);
+    }
+    wait_for_copies<0>();
+    __syncwarp();
+    head.store_partial(at, softmax);
+  }
+}
+
+template <class E, int kDim>
+cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
+  constexpr int kBytes = TensorStepTile::kStages * 2 * HalfTile<kDim>::bytes(TensorStepTile::kKeys);
+  static_assert(kBytes <= 48 * 1024);
+  const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
+                  static_cast<unsigned>(p.layout.batch));
+  tensor_step_kernel<E, kDim><<<grid, 32, kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <class E>
+cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
+  return p.head_dim <= 64    ? launch_tensor_step<E, 64>(p, stream)
+         : p.head_dim <= 128 ? launch_tensor_step<E, 128>(p, stream)
+                             : launch_tensor_step<E, 256>(p, stream);
+}
+
+}  // namespace tidegate::kernels::attention

@@ -1,0 +1,283 @@
+#pragma once
+
+// A warp's rows in the forward pass: scores of the tile at hand, and the online softmax over tiles.
+//
+// Scores are in units of log2. The bias c_i - c_j enters in one of three ways, by how far the keys
+// are from the queries:
+//   away from the diagonal  (c_i - c_ref) + (c_ref - c_j), ref = the block's first query: the
+//   second
+//                           term is added to the score, the first, a constant of the row, is
+//                           deferred to the row's maximum. Both are at most zero, so each has its
+//                           digits wherever the weight is not zero anyway;
+//   near the diagonal       the same with ref = the warp's first row, from split floats;
+//   on edge tiles           c_i - c_j pair by pair, from split floats, with the mask.
+
+#include "kernels/attention/cuda/forward/tile_configs.cuh"
+#include "kernels/attention/cuda/smem_tiles.cuh"
+#include "kernels/attention/cuda/work.cuh"
+#include "kernels/common/cuda/warp.cuh"
+
+namespace tidegate::kernels::attention {
+
+/// One warp's rows: scores of the tile at hand, and outputs so far.
+template <class Shape>
+struct OnlineSoftmax {
+  using T = typename Shape::T;
+  static constexpr int kDim = Shape::kDim;
+  static constexpr int kRowTiles = Shape::kRowTiles;
+  static constexpr int kKeys = Shape::kKeys;
+  static constexpr int kPart = Shape::kPart;
+  static constexpr int kStats = 2 * kRowTiles;  // rows of a lane: 8 apart
+
+  float o[kRowTiles][kDim / 8][4] = {};
+  float s[kRowTiles][kPart / 8][4];
+  float row_max[kStats];  // of the scores; the sum and o are relative to it, or up to 2^8 times
+                          // larger
+  float sum[kStats];
+  float deferred_bias[kStats];  // what the scores of the tile at hand lack
+  float row_offset[kStats];     // what is subtracted from them
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      row_max[i] = -INFINITY;
+      sum[i] = 0;
+    }
+  }
+
+  /// s = scale s + c_ref - c_j, and deferred_bias = c_i - c_ref. `gates`: of the lane's first two
+  /// keys; `rows`: of its first row.
+  __device__ __forceinline__ void add_bias(float scale, const float* gates, const float* rows) {
+#pragma unroll
+    for (int j = 0; j < kPart / 8; ++j) {
+      add_key_bias(scale, j, *reinterpret_cast<const float2*>(gates + 8 * j));
+    }
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      deferred_bias[i] = rows[8 * i];
+    }
+  }
+
+  /// The same relative to the warp's first row, whose own gates are `own`: for keys after the
+  /// block's first query, but none after the warp's.
+  __device__ __forceinline__ void add_bias_near_diagonal(float scale, const float* gates,
+                                                         const float* rows, const float* own) {
+    const float high = own[0], low = own[Shape::kRows];
+#pragma unroll
+    for (int j = 0; j < kPart / 8; ++j) {
+      const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
+      add_key_bias(scale, j, {(x.x + high) + (y.x + low), (x.y + high) + (y.y + low)});
+    }
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      deferred_bias[i] = (rows[8 * i] - high) + (rows[Shape::kRows + 8 * i] - low);
+    }
+  }
+
+  /// s = scale s + c_i - c_j, or -infinity where the pair does not count; nothing is lacking.
+  __device__ __forceinline__ void add_bias_and_mask(float scale, const float* gates,
+                                                    const float* rows, PairMask mask, int position,
+                                                    int key) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      const float high = rows[8 * i], low = rows[Shape::kRows + 8 * i];
+      const PairMask::Row row = mask.row(position + 8 * i, key);
+      deferred_bias[i] = 0;
+#pragma unroll
+      for (int j = 0; j < kPart / 8; ++j) {
+        const float2 x = read_pair(gates + 8 * j), y = read_pair(gates + kKeys + 8 * j);
+        float* const pair = s[i / 2][j] + i % 2 * 2;
+        const float first = fmaf(pair[0], scale, (high + x.x) + (low + y.x));
+        const float second = fmaf(pair[1], scale, (high + x.y) + (low + y.y));
+        pair[0] = row.sees(8 * j) ? first : -INFINITY;
+        pair[1] = row.sees(8 * j + 1) ? second : -INFINITY;
+      }
+    }
+  }
+
+  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While a row's
+  /// largest score grows by less than 2^8, nothing is rescaled: every warp would do so for one of
+  /// its rows at most tiles.
+  __device__ __forceinline__ void update_row_max() {
+    constexpr float kSlack = 8;
+    float tile_max[kStats];
+    bool grows = false;
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      float x = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kPart / 8; ++j) {
+        x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
+      }
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+      tile_max[i] = x + deferred_bias[i];
+      grows |= tile_max[i] > row_max[i] + kSlack;
+    }
+    if (__any_sync(0xffffffffu, grows)) {
+#pragma unroll
+      for (int i = 0; i < kStats; ++i) {
+        const float next = fmaxf(row_max[i], tile_max[i]);
+        const float factor = exp2_approx(row_max[i] - finite_or_zero(next));
+        row_max[i] = next;
+        sum[i] *= factor;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          o[i / 2][j][i % 2 * 2] *= factor;
+          o[i / 2][j][i % 2 * 2 + 1] *= factor;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      row_offset[i] = finite_or_zero(row_max[i]) - deferred_bias[i];
+    }
+  }
+
+  /// o += P V with P = exp2(s - row_offset).
+  __device__ __forceinline__ void accumulate_pv(const OperandReader<kDim>& tile) {
+    constexpr int kChunks = kPart / 16, kPairs = kDim / 16;
+    uint32_t b[2][4], a[kChunks][kRowTiles][4];
+    tile.transposed(b[0], 0, 0);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      compute_p(chunk);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float (&x)[4] = s[i][2 * chunk + half];
+          a[chunk][i][2 * half] = pack_pair<T>(x[0], x[1]);
+          a[chunk][i][2 * half + 1] = pack_pair<T>(x[2], x[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int at = chunk * kPairs + pair;
+        if (at + 1 < kChunks * kPairs) {
+          tile.transposed(b[(at + 1) % 2], (at + 1) / kPairs * 16, (at + 1) % kPairs);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+            mma<T>(o[i][2 * pair + half], a[chunk][i], b[at % 2][2 * half],
+                   b[at % 2][2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  /// Adds the infinite and NaN elements of a tile of values to the rows that see them.
+  __device__ __forceinline__ void add_non_finite(const unsigned char* tile, PairMask mask,
+                                                 int position, int key, int lane) {
+    for (int row = 0; row < kPart; ++row) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        const auto pair = *reinterpret_cast<const Pack<T, 2>*>(
+            tile + HalfTile<kDim>::offset(row, j) + lane % 4 * 4);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = pair.get(e);
+          if (fabsf(x) < INFINITY) {
+            continue;
+          }
+#pragma unroll
+          for (int i = 0; i < kStats; ++i) {
+            if (mask.sees(position + 8 * i, key + row)) {
+              o[i / 2][j][i % 2 * 2 + e] += x;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  /// Adds up what the four lanes of a row have, and divides. Afterwards sum is the log2 of the sum
+  /// of all weights.
+  __device__ __forceinline__ void normalize() {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+      const float factor = sum[i] == 0.0f ? 0.0f : 1.0f / sum[i];
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        o[i / 2][j][i % 2 * 2] *= factor;
+        o[i / 2][j][i % 2 * 2 + 1] *= factor;
+      }
+      sum[i] = sum[i] == 0.0f ? -INFINITY : row_max[i] + log2f(sum[i]);
+    }
+  }
+
+  /// Writes the outputs over the warp's queries in shared memory.
+  __device__ __forceinline__ void store_smem(unsigned char* rows, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        *reinterpret_cast<uint32_t*>(rows + HalfTile<kDim>::offset(8 * i + lane / 4, j) +
+                                     lane % 4 * 4) =
+            pack_pair<T>(o[i / 2][j][i % 2 * 2], o[i / 2][j][i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add_key_bias(float scale, int j, float2 gate) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      s[i][j][0] = fmaf(s[i][j][0], scale, gate.x);
+      s[i][j][1] = fmaf(s[i][j][1], scale, gate.y);
+      s[i][j][2] = fmaf(s[i][j][2], scale, gate.x);
+      s[i][j][3] = fmaf(s[i][j][3], scale, gate.y);
+    }
+  }
+
+  static __device__ float finite_or_zero(float x) { return x == -INFINITY ? 0.0f : x; }
+
+  /// Of a chunk of 16 keys.
+  __device__ __forceinline__ void compute_p(int chunk) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        float& x = s[i / 2][2 * chunk + at / 2][i % 2 * 2 + at % 2];
+        x = exp2_approx(x - row_offset[i]);
+        sum[i] += x;
+      }
+    }
+  }
+};
+
+/// Whether a thread's share of a tile holds an infinity or a NaN.
+template <class T, int kThreads>
+__device__ inline bool has_non_finite(const unsigned char* tile, int bytes, int thread) {
+  constexpr uint32_t kExponents = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
+  constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
+  uint32_t found = 0;
+  for (int at = thread * 16; at < bytes; at += kThreads * 16) {
+    const uint4 x = *reinterpret_cast<const uint4*>(tile + at);
+    // An exponent of ones carries into the sign.
+    found |= ((x.x & kExponents) + kOne) | ((x.y & kExponents) + kOne) |
+             ((x.z & kExponents) + kOne) | ((x.w & kExponents) + kOne);
+  }
+  return (found & 0x80008000u) != 0;
+}
+
+template <class T, int kThreads>
+__device__ inline void zero_non_finite(unsigned char* tile, int bytes, int thread) {
+  constexpr unsigned kExponent = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
+  for (int at = thread * 2; at < bytes; at += kThreads * 2) {
+    auto* const x = reinterpret_cast<unsigned short*>(tile + at);
+    if ((*x & kExponent) == kExponent) {
+      *x = 0;
+    }
+  }
+}
+
+}  // namespace tidegate::kernels::attention

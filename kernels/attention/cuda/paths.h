@@ -1,0 +1,46 @@
+#pragma once
+
+// What the entry points choose among: the paths' plans and launches.
+
+#include "kernels/attention/forgetting_attention_cuda.h"
+
+namespace tidegate::kernels::attention {
+
+// Tensor cores (forward/, backward/).
+
+/// Whether the tensor-core kernels take these inputs: 16-bit data, D a multiple of 8 from 16 on,
+/// rows of q, k, v and o aligned to 16 bytes.
+bool tensor_forward_fits(const ForgettingAttentionParams& params);
+/// Whether the tensor-core kernels take these params on the current device: what the forward pass
+/// asks for, aligned rows of the gradients, and enough shared memory.
+cudaError_t tensor_backward_fits(const ForgettingAttentionBackwardParams& params, bool* fits);
+
+cudaError_t tensor_forward_plan(const ForgettingAttentionParams& params,
+                                ForgettingAttentionPlan* plan);
+cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params,
+                                 ForgettingAttentionPlan* plan);
+cudaError_t tensor_forward(const ForgettingAttentionParams& params, cudaStream_t stream);
+cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream);
+
+// The kernels that take anything (plain.cu): any dtype, D up to 256, a warp a row. Sums in the
+// state's type. They drop no keys where `prune` would allow it.
+
+/// Fill workspace_bytes.
+void plain_attention_forward_plan(const ForgettingAttentionParams& params,
+                                  ForgettingAttentionPlan* plan);
+void plain_attention_backward_plan(const ForgettingAttentionBackwardParams& params,
+                                   ForgettingAttentionPlan* plan);
+cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cudaStream_t stream);
+/// dq from one pass over keys, dk and dv from one over queries: no atomics.
+cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& params,
+                                     cudaStream_t stream);
+
+// Decoding (decode/): splits of a sequence's cache are read by blocks of their own and put together
+// by a second kernel.
+
+/// Fills path, splits and workspace_bytes.
+cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
+                                ForgettingAttentionPlan* plan);
+cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStream_t stream);
+
+}  // namespace tidegate::kernels::attention

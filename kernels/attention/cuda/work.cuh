@@ -1,0 +1,195 @@
+#pragma once
+
+// What a launch of the tensor-core kernels is told, and where a block of threads finds its part.
+
+#include <algorithm>
+
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/forgetting_attention_cuda.h"
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/elements.cuh"
+#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
+
+namespace tidegate::kernels::attention {
+
+/// Heads that a launch of the backward pass takes. Short-range heads are those where pruning leaves
+/// a key few queries: they have tiles of their own.
+enum class HeadRange : uint8_t { kAll, kShort, kLong };
+
+/// Which queries pruning leaves to the keys: of every kKeys keys of a sequence and every query
+/// head, the first query that sees none of them; and of every sequence and query head, whether keys
+/// have few queries each on average. See key_extents.cuh.
+struct KeyExtents {
+  static constexpr int kKeys = 64;
+  TimeTiles keys = {};
+  int* ends = nullptr;             // [keys.count, Hq]
+  int* short_range = nullptr;      // [sequences, Hq], 0 or 1
+  unsigned* long_range = nullptr;  // zero before: whether there are such heads; their tiles taken
+};
+
+struct TensorAttention {
+  ForgettingAttentionBackwardParams params = {};  // the forward pass: its part
+  TimeTiles tiles = {};                           // the blocks' own: of queries or of keys
+  int side_by_side = 1;                           // see heads_side_by_side
+  TimeTiles query_tiles = {};                     // backward: those of dq_sums
+  const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
+  const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
+  KeyExtents extents = {};                        // backward, where keys are pruned
+  HeadRange heads = HeadRange::kAll;              // backward: which heads this launch takes
+  float* delta = nullptr;                         // backward: do . o - dlse, [B, Hq, Tq]
+  float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
+  float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
+  float* dq_sums = nullptr;                       // backward: dq in float, tile by tile
+};
+
+/// The classes of head dimensions, each compiled for itself: up to 96, and above.
+enum class HeadDims : uint8_t { kSmall, kLarge };
+constexpr int64_t kLargestSmallHeadDim = 96;
+
+template <class Data, HeadDims kDims>
+struct AttentionForwardUnit {
+  /// Fills in work.tiles.
+  static cudaError_t launch(TensorAttention work, cudaStream_t stream);
+};
+
+template <class Data, HeadDims kDims>
+struct AttentionBackwardUnit {
+  /// With work.dq_sums: all gradients but the gates', dq by atomics. Without: the same, dq by a
+  /// kernel of its own. Then adds up the chunks of `gates`.
+  static cudaError_t launch(TensorAttention work, const GateGradientChunks& gates,
+                            const DeviceLimits& limits, cudaStream_t stream);
+};
+
+/// How many heads' tiles are taken side by side, where `resident` blocks run at once: as many as
+/// let them all start with tiles that have as much to do. Packed sequences: one.
+inline int heads_side_by_side(const TimeTiles& tiles, int64_t resident) {
+  return tiles.layout.offsets != nullptr
+             ? 1
+             : static_cast<int>(std::max<int64_t>(1, resident / tiles.per_sequence));
+}
+
+/// The block's tile and head. Of `side_by_side` heads, of a batch row or of several, all have their
+/// first tile taken, then all their second; with last_first (of queries, the last has most keys)
+/// from the last tile on. Then follow as many more heads. So the tiles with most to do are never
+/// the last to be taken, and neighbouring blocks share keys and values, or queries.
+struct TileAndHead {
+  TimeTile tile;
+  int64_t tile_index;
+  int head;
+
+  __device__ TileAndHead(const TimeTiles& tiles, int64_t all_heads, int side_by_side,
+                         unsigned block, bool last_first) {
+    const auto heads = static_cast<unsigned>(all_heads);
+    const unsigned a_head =  // tiles of a head
+        tiles.layout.offsets == nullptr ? static_cast<unsigned>(tiles.per_sequence)
+                                        : static_cast<unsigned>(tiles.count);
+    const unsigned all = static_cast<unsigned>(tiles.count) / a_head * heads;
+    const unsigned first = block / (a_head * side_by_side) * side_by_side;
+    const unsigned within = block - first * a_head;
+    const unsigned width = min(static_cast<unsigned>(side_by_side), all - first);
+    const unsigned at = within / width, rest = first + within % width;
+    tile_index = rest / heads * a_head + (last_first ? a_head - 1 - at : at);
+    head = static_cast<int>(rest % heads);
+    tile = find_time_tile(tiles, static_cast<int>(tile_index));
+  }
+};
+
+/// Which pairs of queries and keys count.
+struct PairMask {
+  int window;  // 0: none
+
+  __device__ bool sees(int position, int key) const {
+    return key <= position && (window == 0 || key > position - window);
+  }
+  /// The same for a row, of keys counted from `key`: those in (oldest, newest].
+  struct Row {
+    int oldest, newest;
+    __device__ bool sees(int key) const { return key <= newest && key > oldest; }
+  };
+  __device__ Row row(int position, int key) const {
+    const int newest = position - key;
+    return {window == 0 ? -(1 << 30) : newest - window, newest};
+  }
+};
+
+/// Which keys the queries at positions [first, last] may see: tiles [begin, end).
+struct KeyTileRange {
+  int begin, end;
+
+  template <int kKeys>
+  static __device__ KeyTileRange of(int first, int last, int window) {
+    const int oldest = window > 0 ? max(0, first - window + 1) : 0;
+    return {oldest / kKeys, last < 0 ? 0 : last / kKeys + 1};
+  }
+};
+
+/// Two floats of shared memory, read where this stands and not kept: edge tiles are rare, and the
+/// registers that they would take are missed by all tiles.
+__device__ inline float2 read_pair(const float* p) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared_address(p)));
+  return x;
+}
+
+/// One head's cumulative gates of a sequence.
+class GateSums {
+ public:
+  __device__ GateSums(const TensorAttention& w, const Sequence& keys, int head)
+      : sums_(w.gate_sums +
+              (keys.batch * w.params.forward.heads + head) * w.params.forward.key_layout.time +
+              keys.start),
+        last_(keys.length - 1) {}
+
+  /// Of the nearest token there is.
+  __device__ double at(int position) const {
+    return last_ < 0 ? 0.0 : sums_[max(0, min(position, last_))];
+  }
+
+  __device__ const double* data() const { return sums_; }
+
+  /// The first of the tokens [0, end) whose sum is not above `bound`: c falls. The first one if
+  /// that is NaN. All lanes of the warp call it, and look at 32 places at once.
+  __device__ int first_not_above(double bound, int end, int lane) const {
+    return first_past([&](double sum) { return sum > bound; }, end, lane);
+  }
+  /// The same, where a sum or bound that is NaN is passed.
+  __device__ int first_known_not_above(double bound, int end, int lane) const {
+    return first_past([&](double sum) { return !(sum <= bound); }, end, lane);
+  }
+
+ private:
+  template <class Passed>
+  __device__ int first_past(const Passed& passed, int end, int lane) const {
+    int low = 0, count = end;  // the answer lies in [low, low + count]
+    while (count > 0) {
+      const int step = (count + 31) / 32;
+      const int place = low + (lane + 1) * step - 1;
+      const int past =
+          __popc(__ballot_sync(0xffffffffu, place < low + count && passed(sums_[place])));
+      const int end_of_range = low + count;
+      low += past * step;
+      count = min(step - 1, end_of_range - low);
+    }
+    return low;
+  }
+
+  const double* sums_;
+  int last_;
+};
+
+/// c relative to a reference, in units of log2, as two floats whose sum keeps the digits of a
+/// difference of neighbours however far both are from the reference.
+struct SplitGate {
+  float high, low;
+
+  __device__ static SplitGate of(double relative) {
+    const double scaled = relative * 1.4426950408889634074;
+    const float high = static_cast<float>(scaled);
+    return {high, static_cast<float>(scaled - static_cast<double>(high))};
+  }
+};
+
+}  // namespace tidegate::kernels::attention

@@ -1,0 +1,321 @@
+#pragma once
+
+// How the backward pass lays out a chunk of 64 tokens: tiles of operands, in shared and in device
+// memory alike, states at chunk boundaries, the factors that the passes hand on, and where the rows
+// of one chunk and head lie.
+
+#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/mma.cuh"
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/gla/cuda/dyadic.cuh"
+#include "kernels/gla/cuda/head_inputs.cuh"
+
+namespace tidegate::kernels::gla {
+
+// The tiles of the backward pass, and why they are so.
+//
+//   chunk      64 tokens. Its states take 2 K V bytes each way in memory: shorter chunks have more
+//              of them, longer ones more pairs of tokens and more shared memory.
+//   sub-chunk  16 tokens, the depth of one mma; within it pairs go down the dyadic levels.
+//   K-slice    16 channels, one warp: a token's dq, dk and df, its inputs and its slopes then stay
+//              with one lane from loading to storing. At most 16 of them, so K is at most 256.
+//   V-slice    16 columns of V, the depth of one mma.
+//   state pass 128 columns of V a block of threads (kStateColumns): 64 accumulators a lane.
+constexpr int kChunk = 64;
+constexpr int kSlice = 16;  // channels of a K-slice, columns of a V-slice
+constexpr int kSubChunks = kChunk / kSubChunk;
+constexpr int kMaxKeySlices = 16;
+
+/// In tiles and rows, a sub-chunk's even tokens come first, then its odd ones: in an accumulator of
+/// mma_bf16, lane 4r + c then holds tokens 2r and 2r + 1, as dyadic.cuh wants them. Counted from
+/// the chunk's start.
+__device__ inline int token_of_row(int row) {
+  return (row & ~(kSubChunk - 1)) + ((row & 7) << 1) + (row >> 3 & 1);
+}
+
+/// The columns of a K-slice are its channels in the order in which lanes hold them: lane 4r + c has
+/// channels 4c .. 4c+3 of its tokens, of which 4c + 2n + e is column 8n + 2c + e. (Columns 2c,
+/// 2c+1, 2c+8 and 2c+9 are what it has of two accumulators.)
+__device__ inline int channel_of_column(int column) {
+  return column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
+}
+
+/// A tile: 16 tokens x 16 channels of bf16 in 512 bytes, first columns 0 to 7 of all rows, then
+/// columns 8 to 15. It is laid out alike in device and in shared memory.
+constexpr int kTileBits = 9, kTileBytes = 1 << kTileBits;
+static_assert(kTileBytes == kSubChunk * kSlice * 2);
+constexpr int kSliceRowBits = 5, kSliceRowBytes = 1 << kSliceRowBits;  // of one token
+
+/// Where eight columns of a row start, in bytes.
+__device__ inline int tile_offset(int row, int half) { return half * (kTileBytes / 2) + row * 16; }
+
+/// Which row (of 16) and which half of it a lane points to in load_matrices, so that m[] becomes
+/// A of (rows x columns). Loaded transposed: two B of (rows x columns), {m[0], m[1]} and {m[2],
+/// m[3]}.
+struct MatrixLane {
+  int row, half;
+
+  __device__ explicit MatrixLane(int lane) : row(lane % 16), half(lane / 16) {}
+  __device__ MatrixLane(int row, int half) : row(row), half(half) {}
+
+  /// Two B of (columns x rows), likewise. Loaded transposed: A of (columns x rows).
+  static __device__ MatrixLane across(int lane) { return {lane % 8 + lane / 16 * 8, lane / 8 % 2}; }
+};
+
+/// A matrix of 64 rows of bf16, 16 bytes longer than its columns: eight rows have different banks.
+struct RowTile {
+  char* data;
+  int pitch;  // bytes
+
+  static __host__ __device__ int pitch_of(int columns) { return columns * 2 + 16; }
+
+  __device__ char* at(int row, int column) const { return data + row * pitch + column * 2; }
+  __device__ const char* at(int row, int column, const MatrixLane& l) const {
+    return at(row + l.row, column + l.half * 8);
+  }
+};
+
+/// A row and those after it in scan order, cheap to step through: rows are less than 2^31 bytes
+/// apart (see gla_unsupported).
+struct alignas(16) NearRows {
+  char* base;
+  int stride;  // bytes
+
+  NearRows() = default;
+  __device__ NearRows(char* base, int stride) : base(base), stride(stride) {}
+  __device__ NearRows(const HeadRows& rows, int first)
+      : base(rows.row(first)), stride(rows.stride_bytes()) {}
+
+  __device__ char* row(int k) const { return base + int64_t{k} * stride; }
+};
+
+/// Calls visit(row, token, column) for each group of eight columns that this thread copies.
+template <class Visit>
+__device__ inline void for_each_pack(int columns, Visit visit) {
+  const int packs = columns / 8, shift = 32 - __clz(packs - 1);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int pack = thread & ((1 << shift) - 1), step = static_cast<int>(blockDim.x) >> shift;
+  if (pack < packs) {
+#pragma unroll 4
+    for (int row = thread >> shift; row < kChunk; row += step) {
+      visit(row, token_of_row(row), pack * 8);
+    }
+  }
+}
+
+/// Starts copying the first `tokens` tokens, at least one, into a tile; what lies past them is
+/// zero.
+inline __device__ void copy_rows_async(const RowTile& tile, const NearRows& rows, int tokens,
+                                       int column0, int columns) {
+  const NearRows from(rows.base + column0 * 2, rows.stride);
+  if (tokens == kChunk) {
+    for_each_pack(columns, [&](int row, int token, int column) {
+      copy_async<16>(tile.at(row, column), from.row(token) + column * 2);
+    });
+  } else {
+    for_each_pack(columns, [&](int row, int token, int column) {
+      copy_async_or_zero(tile.at(row, column), from.row(min(token, tokens - 1)) + column * 2,
+                         token < tokens);
+    });
+  }
+}
+
+/// Activates what copy_rows_async brought and makes it bf16, each thread its own share. Called once
+/// the thread's copies have arrived.
+template <class T>
+__device__ inline void finish_rows(const RowTile& tile, InputActivation activation, int tokens,
+                                   int columns) {
+  if (std::is_same_v<T, __nv_bfloat16> && activation == InputActivation::kNone) {
+    return;
+  }
+  for_each_pack(columns, [&](int row, int token, int column) {
+    if (token < tokens) {
+      auto* place = reinterpret_cast<uint4*>(tile.at(row, column));
+      const Pack<T, 8> raw = {*place};
+      uint32_t out[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        using Math = GateMath<float, true>;
+        out[i] = pack_bf16(activate<Math>(activation, raw.get(2 * i)),
+                           activate<Math>(activation, raw.get(2 * i + 1)));
+      }
+      *place = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+  });
+}
+
+/// States at chunk boundaries, in bf16: [chunk][head][K / 16][V / 16][lane], the 16 bytes of a lane
+/// as it needs them for two B of (values x K-slice): {x, y} of the slice's columns 0-7, {z, w}
+/// of 8-15. As {x, z, y, w} they are A of (K-slice x values).
+struct ChunkStates {
+  uint4* data = nullptr;
+  int64_t heads = 0;
+  int key_slices = 0, value_slices = 0;
+
+  __device__ uint4* tile(int64_t chunk, int64_t head, int key_slice, int value_slice) const {
+    return data + (((chunk * heads + head) * key_slices + key_slice) * value_slices + value_slice) *
+                      int64_t{32};
+  }
+};
+
+/// Two elements of type T in a register.
+template <class T>
+__device__ inline float2 unpack_pair(uint32_t bits) {
+  const Pack<T, 2> both = {bits};
+  return {both.get(0), both.get(1)};
+}
+
+/// The tensors of a call, by the name of a chunk's rows.
+enum ChunkTensor : int {
+  kRowsQ = 0,
+  kRowsK,
+  kRowsV,
+  kRowsGate,
+  kRowsDo,
+  kRowsDq,
+  kRowsDk,
+  kRowsDv,
+  kRowsDgate,
+  kChunkTensors,
+};
+
+/// The two factors of a pair: q times decays, k times decays.
+enum FactorSide : int { kQueries = 0, kKeys, kFactorSides };
+
+/// The rows that hold Q or K of one head of a sequence, a tile for every sub-chunk and K-slice.
+class FactorRows {
+ public:
+  __device__ FactorRows(const HeadRows& gradient_rows, char* tail_rows, int row_bytes)
+      : gradient_rows_(gradient_rows), tail_rows_(tail_rows), row_bytes_(row_bytes) {}
+
+  /// Those of the chunk that starts at `first`.
+  __device__ NearRows of_chunk(int first, int tokens) const {
+    return tokens == kChunk ? NearRows(gradient_rows_, first) : NearRows(tail_rows_, row_bytes_);
+  }
+
+ private:
+  HeadRows gradient_rows_;
+  char* tail_rows_;
+  int row_bytes_;
+};
+
+/// Factors of every chunk, made once for all kernels that follow: with pre(t) and suf(t) as
+/// products of the decays of a sub-chunk, Q = q pre and K = k suf in bf16, the sub-chunks' decays,
+/// and the scores of the pairs of tokens of a sub-chunk.
+///
+/// Q and K take no memory of their own. A chunk's Q lie in its rows of dq, its K in those of dk, or
+/// of dgate where keys come from logits: as many bytes, and chunk_backward_kernel writes gradients
+/// there once it has read them. Only a chunk of less than 64 tokens, of which a sequence has at
+/// most one, has too few rows, and is given tail_rows of its own.
+struct ChunkFactors {
+  HeadSeries gradient_rows[kFactorSides] = {};
+  char* tail_rows = nullptr;  // [sequence][head][side][64][K]
+  float* decays = nullptr;    // [chunk][head][K / 16][4][16]
+  uint4* scores = nullptr;    // [chunk][head][4] tiles
+  int64_t heads = 0;
+  int key_slices = 0;
+  int piece = 0;  // piece_bits()
+
+  static constexpr int kSliceDecays = kSubChunks * kSlice;
+
+  __host__ __device__ int row_bytes() const { return key_slices * kSliceRowBytes; }
+  int64_t tail_bytes(const SequenceLayout& layout) const {
+    const bool some = layout.offsets != nullptr || layout.time % kChunk != 0;
+    return some ? layout.sequences * heads * kFactorSides * kChunk * row_bytes() : 0;
+  }
+  int64_t decay_bytes(int64_t chunks) const {
+    return chunks * heads * key_slices * kSliceDecays * 4;
+  }
+  int64_t score_bytes(int64_t chunks) const { return chunks * heads * kSubChunks * kTileBytes; }
+
+  __device__ FactorRows rows(FactorSide side, const Sequence& seq, bool backwards, int head) const {
+    const int64_t at = (seq.index * heads + head) * kFactorSides + side;
+    return {HeadRows(gradient_rows[side], seq, backwards, head),
+            tail_rows + at * kChunk * row_bytes(), row_bytes()};
+  }
+  /// A tile lies in a piece of each of some rows, side by side with none or as long pieces of
+  /// other tiles: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
+  __host__ __device__ int piece_bits() const {
+    int bits = kSliceRowBits;
+    while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
+      ++bits;
+    }
+    return bits;
+  }
+  /// How many slices lie below each other before the next pieces of the rows begin.
+  __device__ int slices_across() const { return 1 << (piece - kSliceRowBits); }
+  /// Byte `offset` of a tile.
+  __device__ char* tile(const NearRows& rows, int slice, int sub_chunk, int offset) const {
+    const int across = piece - kSliceRowBits;
+    const int first = ((slice & (slices_across() - 1)) * kSubChunks + sub_chunk)
+                      << (kTileBits - piece);
+    return rows.row(first + (offset >> piece)) + (slice >> across << piece) +
+           (offset & ((1 << piece) - 1));
+  }
+  __device__ float* slice_decays(int chunk, int head, int slice) const {
+    return decays + ((chunk * heads + head) * key_slices + slice) * kSliceDecays;
+  }
+  __device__ uint4* sub_chunk_scores(int chunk, int head, int sub_chunk) const {
+    return scores + ((chunk * heads + head) * kSubChunks + sub_chunk) * (kTileBytes / 16);
+  }
+};
+
+/// What chunk_factors_kernel and chunk_backward_kernel are told.
+struct ChunkBackward {
+  GlaBackwardParams backward = {};
+  HeadSeries tensors[kChunkTensors] = {};
+  TimeTiles chunks = {};
+  ChunkFactors factors = {};
+  ChunkStates states = {};     // at every chunk's start
+  ChunkStates gradients = {};  // of the state at every chunk's end
+};
+
+/// Where the chunk's rows lie, found once for the whole block of threads: lane i of the first warp
+/// finds those of tensor i.
+struct ChunkRows {
+  NearRows q, k, v, gate, d_o, dq, dk, dv, dgate;
+  NearRows factors[kFactorSides];
+  int tokens;  // of the chunk; 0: nothing to do
+
+  __device__ void find(const ChunkBackward& a, int chunk, int head, int lane) {
+    if (lane >= kChunkTensors + kFactorSides) {
+      return;
+    }
+    const TimeTile tile = find_time_tile(a.chunks, chunk);
+    const bool backwards = a.chunks.layout.reverse;
+    if (lane < kChunkTensors) {
+      (&q)[lane] = NearRows(HeadRows(a.tensors[lane], tile.sequence, backwards, head), tile.first);
+    } else {
+      const auto side = static_cast<FactorSide>(lane - kChunkTensors);
+      factors[side] =
+          a.factors.rows(side, tile.sequence, backwards, head).of_chunk(tile.first, tile.tokens);
+    }
+    if (lane == 0) {
+      tokens = tile.exists() ? tile.tokens : 0;
+    }
+  }
+};
+static_assert(offsetof(ChunkRows, dgate) == kRowsDgate * sizeof(NearRows));
+
+/// A chunk, a head, and this thread's place in the block of threads.
+struct ChunkPlace {
+  int chunk, head;
+  const ChunkRows& rows;
+  int tokens;
+  int lane, warp, warps;
+  int key_slices, value_slices;
+
+  __device__ ChunkPlace(const GlaParams& p, int chunk, int head, const ChunkRows& rows)
+      : chunk(chunk),
+        head(head),
+        rows(rows),
+        tokens(rows.tokens),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        warps(static_cast<int>(blockDim.x) / 32),
+        key_slices(static_cast<int>(p.key_dim) / kSlice),
+        value_slices(static_cast<int>(p.value_dim) / kSlice) {}
+};
+
+}  // namespace tidegate::kernels::gla

@@ -1,0 +1,199 @@
+#pragma once
+
+// The first phases of chunk_backward_kernel: inputs into shared memory, the factors that need the
+// decays of several sub-chunks, and between all pairs of sub-chunks the scores A(t, s) and their
+// gradients dA(t, s) = do_t . v_s.
+
+#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/gla/cuda/backward/chunk_shared.cuh"
+
+namespace tidegate::kernels::gla {
+
+/// Starts copying what the chunk's phases need; rows past its end are zero.
+__device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
+                                   const ChunkShared& sh) {
+  const auto columns = static_cast<int>(a.backward.forward.value_dim);
+  copy_rows_async(sh.d_o, at.rows.d_o, at.tokens, 0, columns);
+  copy_rows_async(sh.values, at.rows.v, at.tokens, 0, columns);
+  for (int s = at.warp; s < at.key_slices; s += at.warps) {
+    const auto copy = [&](int which, FactorSide side, int sub_chunk) {
+      copy_async<16>(sh.tile(s, which) + at.lane * 16,
+                     a.factors.tile(at.rows.factors[side], s, sub_chunk, at.lane * 16));
+    };
+#pragma unroll
+    for (int b = 0; b < kSubChunks; ++b) {
+      copy(kKeyTile + b, kKeys, b);
+    }
+#pragma unroll
+    for (int b = 1; b < kSubChunks; ++b) {
+      copy(kQueryTile + b - 1, kQueries, b);
+    }
+    if (at.lane < kSubChunks * 4) {
+      copy_async<16>(sh.decays(s, 0) + at.lane * 4,
+                     a.factors.slice_decays(at.chunk, at.head, s) + at.lane * 4);
+    }
+  }
+  if (at.warp < kSubChunks) {
+    copy_async<16>(
+        sh.scores.at(at.warp * kSubChunk + at.lane % 16, at.warp * kSubChunk + at.lane / 16 * 8),
+        a.factors.sub_chunk_scores(at.chunk, at.head, at.warp) + at.lane);
+  }
+  commit_copies();
+}
+
+/// Asks for what the later phases load from memory: this warp's K-slice of the states, q and the
+/// gates.
+__device__ inline void prefetch_inputs(const ChunkBackward& a, const ChunkPlace& at) {
+  constexpr int kLine = 128;
+  const GlaParams& p = a.backward.forward;
+  for (int s = at.warp; s < at.key_slices; s += at.warps) {
+    for (int line = at.lane; line < at.value_slices * 4; line += 32) {
+      prefetch_line(reinterpret_cast<const char*>(a.states.tile(at.chunk, at.head, s, 0)) +
+                    line * kLine);
+    }
+  }
+  const int width = static_cast<int>(p.key_dim) * 2;
+  for (int i = static_cast<int>(threadIdx.x); i < at.tokens * ((width + kLine - 1) / kLine);
+       i += static_cast<int>(blockDim.x)) {
+    const int row = i % at.tokens, offset = i / at.tokens * kLine;
+    prefetch_line(at.rows.q.row(row) + offset);
+    prefetch_line(at.rows.gate.row(row) + (p.gate_per_head ? 0 : offset));
+  }
+}
+
+/// Eight columns of a sub-chunk's decays.
+__device__ inline void load_decays(const float* from, float (&x)[8]) {
+  *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4*>(from)[0];
+  *reinterpret_cast<float4*>(x + 4) = reinterpret_cast<const float4*>(from)[1];
+}
+
+/// A row's half of a tile, times the decays of its columns.
+__device__ inline uint4 decayed(const uint4& bits, const float (&d)[8]) {
+  const uint32_t in[4] = {bits.x, bits.y, bits.z, bits.w};
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_pair<__nv_bfloat16>(in[i]);
+    out[i] = pack_bf16(pair.x * d[2 * i], pair.y * d[2 * i + 1]);
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
+}
+
+/// The factors that need the decays of several sub-chunks: K of sub-chunks 0 to 2 up to the chunk's
+/// end, and across the boundary of the chunk's halves Q of sub-chunk 3 and K of sub-chunk 0.
+__device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkShared& sh) {
+  const int columns = at.lane / kSubChunk * 8;
+  for (int s = at.warp; s < at.key_slices; s += at.warps) {
+    const auto tile = [&](int which) {
+      return reinterpret_cast<uint4*>(sh.tile(s, which)) + at.lane;
+    };
+    float d[8], more[8];
+    load_decays(sh.decays(s, 2) + columns, d);
+    *tile(kQueryHalfTile) = decayed(*tile(kQueryTile + 2), d);
+    load_decays(sh.decays(s, 3) + columns, more);
+    *tile(kKeyEndTile + 2) = decayed(*tile(kKeyTile + 2), more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      d[i] *= more[i];
+    }
+    *tile(kKeyEndTile + 1) = decayed(*tile(kKeyTile + 1), d);
+    load_decays(sh.decays(s, 1) + columns, more);
+    const uint4 first = *tile(kKeyTile);
+    *tile(kKeyHalfTile) = decayed(first, more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      d[i] *= more[i];
+    }
+    *tile(kKeyEndTile) = decayed(first, d);
+  }
+}
+
+/// Scores between two sub-chunks, later i and earlier j, by the factors that refer to the dyadic
+/// boundary between them.
+__device__ inline void compute_scores(const ChunkPlace& at, const ChunkShared& sh, int pair) {
+  // (1,0) (3,2) (2,0) (2,1) (3,0) (3,1)
+  const int i = pair == 0 ? 1 : pair == 2 || pair == 3 ? 2 : 3;
+  const int j = pair == 1 ? 2 : pair == 3 || pair == 5 ? 1 : 0;
+  const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
+  const char* query =
+      sh.tile(0, pair >= 4 ? kQueryHalfTile : kQueryTile + i - 1) + tile_offset(l.row, l.half);
+  const char* key = sh.tile(0, pair == 2 || pair == 4 ? kKeyHalfTile : kKeyTile + j) +
+                    tile_offset(across.row, across.half);
+  float sum[2][4] = {};
+#pragma unroll 4
+  for (int s = 0; s < at.key_slices; ++s) {
+    uint32_t q[4], k[4];
+    load_matrices(q, query + s * (kChunkTiles * kTileBytes));
+    load_matrices(k, key + s * (kChunkTiles * kTileBytes));
+    mma_bf16(sum[0], q, k[0], k[1]);
+    mma_bf16(sum[1], q, k[2], k[3]);
+  }
+  store_tile(sh.scores, i, j, sum, at.lane);
+}
+
+/// dA of the tokens of one sub-chunk: in bf16, pair (t, s) at (s, t) too, and in float where no
+/// level of two tokens or more parts them.
+__device__ inline void store_own_pairs(const ChunkShared& sh, int sub_chunk,
+                                       const float (&dA)[2][4], int lane) {
+  const int r = lane / 4, c = lane % 4;
+  const uint32_t below = (r > 2 * c ? 0x0000ffffu : 0) | (r > 2 * c + 1 ? 0xffff0000u : 0);
+  uint32_t own[2][2];  // [even or odd t][even or odd s]
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      own[i][j] = pack_bf16(dA[j][2 * i], dA[j][2 * i + 1]);
+    }
+  }
+  uint32_t both[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      both[i][j] = (own[i][j] & below) | (transpose_matrix(own[j][i]) & ~below);
+    }
+  }
+  sh.pairs[sub_chunk * 32 + lane] = make_uint4(both[0][0], both[1][0], both[0][1], both[1][1]);
+  if (r / 2 == c) {
+    const bool odd = r % 2 != 0;
+    sh.neighbours[sub_chunk * 8 + r] = make_float4(
+        odd ? dA[0][1] : dA[0][0], odd ? dA[1][3] : dA[1][2], odd ? dA[0][3] : dA[0][2], 0.0f);
+  }
+}
+
+/// dA = do v^T of a later sub-chunk i and an earlier one j, or of one sub-chunk.
+__device__ inline void compute_score_gradients(const ChunkPlace& at, const ChunkShared& sh,
+                                               int pair) {
+  const int i = pair >= 6 ? 3 : pair >= 3 ? 2 : pair >= 1 ? 1 : 0;
+  const int j = pair - i * (i + 1) / 2;
+  const char* d_o = sh.d_o.at(i * kSubChunk, 0, MatrixLane(at.lane));
+  const char* values = sh.values.at(j * kSubChunk, 0, MatrixLane::across(at.lane));
+  float sum[2][4] = {};
+#pragma unroll 4
+  for (int v = 0; v < at.value_slices; ++v) {
+    uint32_t left[4], right[4];
+    load_matrices(left, d_o + v * (kSlice * 2));
+    load_matrices(right, values + v * (kSlice * 2));
+    mma_bf16(sum[0], left, right[0], right[1]);
+    mma_bf16(sum[1], left, right[2], right[3]);
+  }
+  if (i == j) {
+    store_own_pairs(sh, i, sum, at.lane);
+  } else {
+    store_tile(sh.scores, j, i, sum, at.lane);
+  }
+}
+
+/// Scores and their gradients between all sub-chunks, a pair of sub-chunks at a time.
+__device__ inline void compute_all_scores(const ChunkPlace& at, const ChunkShared& sh) {
+#pragma unroll 1
+  for (int job = at.warp; job < 16; job += at.warps) {
+    if (job < 6) {
+      compute_scores(at, sh, job);
+    } else {
+      compute_score_gradients(at, sh, job - 6);
+    }
+  }
+}
+
+}  // namespace tidegate::kernels::gla

@@ -1,0 +1,216 @@
+#pragma once
+
+// From what enters and leaves a sub-chunk of 16 tokens to the gradients of its tokens, for a
+// K-slice of 16 channels, in one warp's registers: the way of dyadic.cuh, back.
+//
+// L neighbouring tokens have pre_L(t), the product of their decays up to t, and suf_L(s), that of
+// those after s. Three things come from outside of them:
+//   before(t)  the state at their start, times do_t: dq_t has pre_L(t) before(t)
+//   after(s)   the state's gradient at their end, times v_s: dk_s has suf_L(s) after(s)
+//   through    what enters before and leaves after them: dL/df_u has pre_L(u-1) suf_L(u) through
+// They are handed on to the two halves, E earlier and H later, until L = 1. With tot the product of
+// a half's decays, and the factors of L / 2,
+//   before(t of H) becomes tot_E before(t) + sum over s of E of dA(t, s) k_s suf(s)
+//   after(s of E)  becomes tot_H after(s)  + sum over t of H of dA(t, s) q_t pre(t)
+//   through of E   is tot_H through + sum over t of H of q_t pre(t) before(t)
+//   through of H   is tot_E through + sum over s of E of k_s suf(s) after(s)
+// At L = 1, dq_t = f_t before(t) + dA(t, t) k_t, dk_t = after(t) + dA(t, t) q_t, and
+// dL/df_t = through + q_t before(t).
+// All factors are products of decays; nothing is divided, and no term has to cancel another.
+//
+// A lane of H changes `before` only, one of E `after` only, with the same product: that of the
+// pairs' dA, which lies at (t, s) and (s, t), by the factors of E and H, each of its own lanes.
+
+#include "kernels/gla/cuda/backward/chunk_shared.cuh"
+#include "kernels/gla/cuda/backward/lane_inputs.cuh"
+
+namespace tidegate::kernels::gla {
+
+/// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
+using SubChunkSum = float[2][4];
+
+/// What a sub-chunk has from outside, as its lanes need it first: `active` is before(t) in lanes of
+/// the later eight tokens and after(s) in those of the earlier, `passive` the other. `through` is
+/// the sum over the lanes of a column.
+struct SubChunkSums {
+  SubChunkSum active, passive;
+  float through[4];  // [2n + e]
+};
+
+/// The gradients of a lane's two tokens and four channels; f is dL/df.
+struct TokenGradients {
+  float q[2][4], k[2][4], f[2][4];
+};
+
+__device__ inline void swap_if(bool condition, float& a, float& b) {
+  const float x = condition ? b : a, y = condition ? a : b;
+  a = x;
+  b = y;
+}
+
+/// The factors of a level's halves: Q in lanes of the later one, K in those of the earlier.
+struct DyadicLevel {
+  uint32_t factor[2][2];   // [n][i]
+  float own[4], other[4];  // decays of the lane's half and of the other
+};
+
+/// Levels of L = 4, 8, 16, by halves of 2, 4, 8 tokens.
+__device__ inline void compute_level_factors(const Quad& x, int lane, DyadicLevel (&levels)[3]) {
+  float q[2][4], k[2][4], total[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    k[0][j] = x.k[0][j] * x.f[1][j];
+    k[1][j] = x.k[1][j];
+    total[j] = x.f[0][j] * x.f[1][j];
+    q[0][j] = x.q[0][j] * x.f[0][j];
+    q[1][j] = x.q[1][j] * total[j];
+  }
+#pragma unroll
+  for (int l = 0; l < 3; ++l) {
+    const int bit = 4 << l;
+    const bool later = (lane & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        levels[l].factor[n][i] =
+            pack_bf16(later ? q[i][2 * n] : k[i][2 * n], later ? q[i][2 * n + 1] : k[i][2 * n + 1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float other = __shfl_xor_sync(~0u, total[j], bit);
+      levels[l].own[j] = total[j];
+      levels[l].other[j] = other;
+      if (l < 2) {
+        total[j] *= other;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          multiply_if(later, q[i][j], other);
+          multiply_if(!later, k[i][j], other);
+        }
+      }
+    }
+  }
+}
+
+/// Which of a lane's two elements of a register of `pairs` are of level l. r and 2c + e count pairs
+/// of tokens.
+__device__ inline uint32_t level_mask(int l, int lane) {
+  const int apart = lane / 4 ^ lane % 4 * 2;
+  if (l == 2) {
+    return apart >= 4 ? ~0u : 0;
+  }
+  if (l == 1) {
+    return apart / 2 == 1 ? ~0u : 0;
+  }
+  return apart == 0 ? 0xffff0000u : apart == 1 ? 0x0000ffffu : 0;
+}
+
+/// sum += over this lane's tokens of tile * x, column by column.
+__device__ inline void add_products(float (&sum)[4], uint32_t m00, uint32_t m01, uint32_t m10,
+                                    uint32_t m11, const SubChunkSum& x) {
+  const uint32_t m[2][2] = {{m00, m01}, {m10, m11}};  // [n][i]
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 pair = unpack_pair<__nv_bfloat16>(m[n][i]);
+      sum[2 * n] = fmaf(pair.x, x[n][2 * i], sum[2 * n]);
+      sum[2 * n + 1] = fmaf(pair.y, x[n][2 * i + 1], sum[2 * n + 1]);
+    }
+  }
+}
+
+/// Multiplies column by column.
+__device__ inline void scale_columns(SubChunkSum& x, const float (&d)[4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[n][e] *= d[2 * n + e % 2];
+    }
+  }
+}
+
+/// Exchanges `active` and `passive` in the lanes that change sides from one level to the next.
+__device__ inline void change_sides(int lane, int bit, SubChunkSums& sums) {
+  const bool swapped = ((lane ^ lane / 2) & bit) != 0;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      swap_if(swapped, sums.active[n][e], sums.passive[n][e]);
+    }
+  }
+}
+
+/// From 2L neighbouring tokens to the halves of L: `through` gains what starts or ends in the other
+/// half, `active` is decayed by the other half and gains the pairs of tokens on both sides.
+__device__ inline void descend_level(const DyadicLevel& level, int l, const uint4& pairs, int lane,
+                                     SubChunkSums& sums) {
+  float to_other[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    to_other[j] = level.own[j] * sums.through[j];
+  }
+  add_products(to_other, level.factor[0][0], level.factor[0][1], level.factor[1][0],
+               level.factor[1][1], sums.active);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    sums.through[j] =
+        fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other[j], 4 << l));
+  }
+  scale_columns(sums.active, level.other);
+  const uint32_t mask = level_mask(l, lane);
+  const uint32_t left[4] = {pairs.x & mask, pairs.y & mask, pairs.z & mask, pairs.w & mask};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    mma_bf16(sums.active[n], left, transpose_matrix(level.factor[n][0]),
+             transpose_matrix(level.factor[n][1]));
+  }
+}
+
+/// The levels L = 2 and L = 1: a lane has both tokens, so this is arithmetic of its own.
+__device__ inline void descend_to_tokens(const Quad& x, const SubChunkSums& sums,
+                                         const float4& near, int lane, TokenGradients& g) {
+  const SubChunkSum &active = sums.active, &passive = sums.passive;
+  const bool later = (lane & 4) != 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int n = j / 2, e = j % 2;
+    const float before0 = later ? active[n][e] : passive[n][e];
+    const float after1 = later ? passive[n][2 + e] : active[n][2 + e];
+    float before1 = later ? active[n][2 + e] : passive[n][2 + e];
+    float after0 = later ? passive[n][e] : active[n][e];
+    const float through0 = x.f[1][j] * fmaf(x.q[1][j], before1, sums.through[j]);
+    const float through1 = fmaf(x.f[0][j], sums.through[j], x.k[0][j] * after0);
+    before1 = fmaf(x.f[0][j], before1, near.z * x.k[0][j]);
+    after0 = x.f[1][j] * fmaf(near.z, x.q[1][j], after0);
+    g.q[0][j] = fmaf(x.f[0][j], before0, near.x * x.k[0][j]);
+    g.q[1][j] = fmaf(x.f[1][j], before1, near.y * x.k[1][j]);
+    g.k[0][j] = fmaf(near.x, x.q[0][j], after0);
+    g.k[1][j] = fmaf(near.y, x.q[1][j], after1);
+    g.f[0][j] = fmaf(x.q[0][j], before0, through0);
+    g.f[1][j] = fmaf(x.q[1][j], before1, through1);
+  }
+}
+
+/// The gradients of a lane's two tokens and four channels. `pairs` and `near` are ChunkShared's
+/// pairs and neighbours of this sub-chunk and lane.
+__device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums,
+                                               const uint4& pairs, const float4& near, int lane,
+                                               TokenGradients& g) {
+  DyadicLevel levels[3];
+  compute_level_factors(x, lane, levels);
+#pragma unroll
+  for (int l = 2; l >= 0; --l) {
+    if (l < 2) {
+      change_sides(lane, 4 << l, sums);
+    }
+    descend_level(levels[l], l, pairs, lane, sums);
+  }
+  descend_to_tokens(x, sums, near, lane, g);
+}
+
+}  // namespace tidegate::kernels::gla

@@ -1,0 +1,239 @@
+#pragma once
+
+// Consumer warps: each owns 16 columns of V of a state, transposed, as the accumulator of
+// S^T += V^T K~ (rows v, columns k). Rounded to bf16 pairs, the accumulator is the B operand of
+// o = Q~ S as it stands; o^T is never formed.
+
+#include <cstddef>
+
+#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/gla/cuda/forward/schedule.cuh"
+#include "kernels/gla/cuda/forward/stage.cuh"
+
+namespace tidegate::kernels::gla {
+
+/// Adds scores * values where some values are not finite. Finite values are added by one product as
+/// ever; the others token by token, and only to the tokens from theirs on. (A score of zero times
+/// such a value is NaN, for tokens before it that must not see it.)
+__device__ inline void add_nonfinite_values(float (&o)[2][4], const uint32_t (&score)[4],
+                                            const uint32_t (&value)[4], int lane) {
+  const int r = lane / 4, c = lane % 4;
+  uint32_t odd[4], rest[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t low = (value[i] & 0x7f80u) == 0x7f80u ? 0xffffu : 0;
+    const uint32_t high = (value[i] >> 16 & 0x7f80u) == 0x7f80u ? 0xffff0000u : 0;
+    odd[i] = value[i] & (low | high);
+    rest[i] = value[i] & ~(low | high);
+  }
+  mma_bf16(o[0], score, rest[0], rest[2]);
+  mma_bf16(o[1], score, rest[1], rest[3]);
+#pragma unroll 1
+  for (int s = 0; s < kSubChunk; ++s) {
+    const uint32_t half = s % 2 == 0 ? 0x0000ffffu : 0xffff0000u;
+    const uint32_t keep_low = s < 8 && s / 2 == c ? half : 0;
+    const uint32_t keep_high = s >= 8 && s / 2 - 4 == c ? half : 0;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float product[4] = {};
+      mma_bf16(product, score, odd[tile] & keep_low, odd[tile + 2] & keep_high);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        o[tile][i] += r + i / 2 * 8 >= s ? product[i] : 0.0f;
+      }
+    }
+  }
+}
+
+/// Whether any of the bf16 pairs of the warp is an infinity or NaN: zero times such a value is NaN.
+__device__ inline bool any_not_finite(const uint32_t (&pairs)[4]) {
+  uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pairs[i]), "r"(0u));
+  }
+  return __any_sync(~0u, (sum & 0x7fff7fffu) != 0);
+}
+
+template <int kKeys>
+class Consumer {
+ public:
+  using Stage = SubChunkStage<kKeys>;
+  static constexpr int kTiles = kKeys / 8;
+
+  /// The warp's columns of the value tile begin at 16-byte piece `first_piece`.
+  __device__ Consumer(int lane, int first_piece)
+      : lane_(lane),
+        // V^T as A of S^T += V^T K~, and V as B of scores * V: the same registers.
+        value_at_(
+            offsetof(Stage, value) +
+            TokenTile<kValueTile>::offset(lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2)) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      step_at_[j] = TokenTile<kKeys>::offset(lane % 16, 2 * j + lane / 16);
+    }
+  }
+
+  /// The warp's columns of rows [key][V] of a state; null is zero.
+  __device__ void load(const float* state, int keys, int64_t value_dim, bool exists) {
+    each(keys, exists, [&](int key, int column, float& x) {
+      x = state == nullptr ? 0.0f : state[key * value_dim + column];
+    });
+  }
+  __device__ void store(float* state, int keys, int64_t value_dim, bool exists) {
+    each(keys, exists, [&](int key, int column, float& x) { state[key * value_dim + column] = x; });
+  }
+
+  /// o of 16 tokens: o[tile][i] of tokens r, r + 8 and columns 8 tile + 2c, 2c + 1, without the
+  /// scale. Then takes the tokens into the state.
+  __device__ void output_and_update(const Stage& stage, float (&o)[2][4]) {
+    const auto base = shared_address(&stage);
+    uint32_t score[4], value[4];
+    load_matrices_transposed(value, base + value_at_);
+    float more[2][4] = {};  // a second chain of products, to wait half as long
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      uint32_t query[4];
+      load_matrices(query, base + step_at(j));
+      const float (&a)[4] = state_[2 * j];
+      const float (&b)[4] = state_[2 * j + 1];
+      auto& sum = j % 2 == 0 ? o : more;
+      mma_bf16(sum[0], query, pack_bf16(a[0], a[1]), pack_bf16(b[0], b[1]));
+      mma_bf16(sum[1], query, pack_bf16(a[2], a[3]), pack_bf16(b[2], b[3]));
+      update(stage, base, value, j);
+    }
+    load_matrices(score, base + static_cast<unsigned>(offsetof(Stage, score)) +
+                             lane_ % 16 * sizeof(ScoreTile::rows[0]) + lane_ / 16 * 16);
+    if (any_not_finite(value)) {
+      add_nonfinite_values(o, score, value, lane_);
+    } else {
+      mma_bf16(o[0], score, value[0], value[2]);
+      mma_bf16(o[1], score, value[1], value[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      o[i / 4][i % 4] += more[i / 4][i % 4];
+    }
+  }
+
+  __device__ void update(const Stage& stage) {
+    const auto base = shared_address(&stage);
+    uint32_t value[4];
+    load_matrices_transposed(value, base + value_at_);
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      update(stage, base, value, j);
+    }
+  }
+
+ private:
+  /// Channels 16j .. 16j + 15 of a token tile, for ldmatrix.
+  __device__ unsigned step_at(int j) const { return step_at_[j % 4] + j / 4 * 8 * sizeof(uint4); }
+
+  /// Channels 16j .. 16j + 15 of the state.
+  __device__ void update(const Stage& stage, unsigned base, const uint32_t (&value)[4], int j) {
+    uint32_t key[4];
+    load_matrices_transposed(key, base + static_cast<unsigned>(offsetof(Stage, key)) + step_at(j));
+    const float4 total = stage.total.get(j, lane_ % 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float (&s)[4] = state_[2 * j + h];
+      s[0] *= h == 0 ? total.x : total.z;
+      s[1] *= h == 0 ? total.y : total.w;
+      s[2] *= h == 0 ? total.x : total.z;
+      s[3] *= h == 0 ? total.y : total.w;
+      mma_bf16(s, value, key[2 * h], key[2 * h + 1]);
+    }
+  }
+
+  template <class Visit>
+  __device__ void each(int keys, bool exists, Visit visit) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = 8 * j + lane_ % 4 * 2 + i % 2;
+        if (exists && key < keys) {
+          visit(key, lane_ / 4 + i / 2 * 8, state_[j][i]);
+        }
+      }
+    }
+  }
+
+  const int lane_;
+  const unsigned value_at_;  // offsets in a stage of what this lane gives ldmatrix
+  unsigned step_at_[4];
+  float state_[kTiles][4] = {};
+};
+
+/// The rows of o, 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so
+/// that each stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
+template <class Data, bool kKeyTiles>
+class OutputRows {
+ public:
+  __device__ OutputRows(const TensorForward& w, const WorkTile& work, int lane, int first_column)
+      : w_(w),
+        work_(work),
+        lane_(lane),
+        column_(work.first_value + first_column),
+        step_(work.segment.first + lane / 4) {
+    const HeadRows o(w.params.o, work.segment.sequence, w.params.layout.reverse, work.head);
+    at_ = o.row(step_) + (column_ + lane % 2 * 8 + lane % 4 / 2 * 4) * int{sizeof(Data)};
+    stride_ = 8 * int64_t{o.stride_bytes()};
+  }
+
+  __device__ void store(float (&o)[2][4]) {
+    if constexpr (kKeyTiles) {
+      if (w_.sum_before != nullptr) {
+        each(o, [&](int64_t index, float& x) { x += w_.sum_before[index]; });
+      }
+      if (w_.sum_after != nullptr) {
+        each(o, [&](int64_t index, float& x) { w_.sum_after[index] = x; });
+      }
+    }
+    if (!kKeyTiles || w_.sum_after == nullptr) {
+      const auto scale = static_cast<float>(w_.params.scale);
+      const bool odd = lane_ % 2 != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float left[2] = {o[0][2 * i] * scale, o[0][2 * i + 1] * scale};
+        const float right[2] = {o[1][2 * i] * scale, o[1][2 * i + 1] * scale};
+        const uint32_t a = pack<Data, 2>(left).bits, b = pack<Data, 2>(right).bits;
+        const uint32_t got = __shfl_xor_sync(~0u, odd ? a : b, 1);
+        if (step_ + 8 * i < work_.segment.end()) {
+          *reinterpret_cast<uint2*>(at_ + i * stride_) = odd ? uint2{got, b} : uint2{a, got};
+        }
+      }
+    }
+    step_ += kSubChunk;
+    at_ += 2 * stride_;
+  }
+
+ private:
+  /// Visits what this lane holds, as elements of [B, T, H, V].
+  template <class Visit>
+  __device__ void each(float (&o)[2][4], Visit visit) const {
+    const GlaParams& p = w_.params;
+    const Sequence& seq = work_.segment.sequence;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int step = step_ + i % 4 / 2 * 8;
+      if (step < work_.segment.end()) {
+        const int64_t token = seq.batch * p.layout.time + seq.start +
+                              (p.layout.reverse ? seq.length - 1 - step : step);
+        visit((token * p.heads + work_.head) * p.value_dim + column_ + i / 4 * 8 + lane_ % 4 * 2 +
+                  i % 2,
+              o[i / 4][i % 4]);
+      }
+    }
+  }
+
+  const TensorForward& w_;
+  const WorkTile& work_;
+  const int lane_, column_;
+  int step_;  // of this lane's first token
+  char* at_;
+  int64_t stride_;  // eight rows, in bytes
+};
+
+}  // namespace tidegate::kernels::gla

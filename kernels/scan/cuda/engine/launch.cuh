@@ -1,0 +1,266 @@
+#pragma once
+
+// The plan of a scan and its launch. Every choice is made in the plan, once: which path a scan
+// takes (sequential, single-block, multi-block), the tile configuration (by its regime), channels a
+// thread, warps, and how many blocks share a sequence. The launch does as the plan says.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "kernels/common/cuda/alignment.h"
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/integers.h"
+#include "kernels/scan/cuda/engine/scan_kernel.cuh"
+#include "kernels/scan/scan_cuda.h"
+
+namespace tidegate::kernels::scan {
+
+/// Whether all rows of the tensors can be accessed in packs of `vec` elements.
+template <class Tensors>
+bool packs_align(const Tensors& tensors, int64_t channels, int vec) {
+  return channels % vec == 0 && std::all_of(tensors.begin(), tensors.end(), [&](const auto* t) {
+           return t->data == nullptr || rows_aligned(*t, vec * element_size(t->dtype));
+         });
+}
+
+template <class Op>
+int64_t channel_tiles(int64_t channels, int threads) {
+  return ceil_div(channels, threads * Op::kVec);
+}
+
+/// As many compute warps of a warp group as have room, `most` or fewer.
+template <class Op, ScanMode kMode>
+int warps_that_fit(int most, const DeviceLimits& limits) {
+  while (most > 1 && SharedLayout<Op, kMode>::bytes(most) > limits.shared_bytes) {
+    --most;
+  }
+  return most;
+}
+
+/// How many blocks of a multi-block scan, with so many compute warps a warp group, the device holds
+/// at once.
+template <class Op>
+cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) {
+  static std::atomic<int> known[WarpGroupShape<Op>::kComputeWarps + 1] =
+      {};  // device 0, by `warps`
+  int device = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  int each = device == 0 ? known[warps].load(std::memory_order_relaxed) : 0;
+  if (each == 0) {
+    constexpr auto* kKernel = &scan_kernel<Op, ScanMode::kMultiBlock>;
+    const int bytes = SharedLayout<Op, ScanMode::kMultiBlock>::bytes(warps);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &each, kKernel, WarpGroupShape<Op>::kWarpGroups * (warps + 1) * kWarpSize, bytes));
+    if (device == 0) {
+      known[warps].store(each, std::memory_order_relaxed);
+    }
+  }
+  *blocks = each * limits.multiprocessors;
+  return cudaSuccess;
+}
+
+/// The work of a launch as the planner sees it.
+struct ScanSize {
+  int64_t chains;  // sequences x channel tiles: the blocks there are without splitting time
+  int64_t chunks;  // of a sequence of mean length
+};
+
+template <class Op>
+ScanSize scan_size(const SequenceLayout& layout, int64_t channels) {
+  const int64_t sequences = std::max<int64_t>(1, layout.sequences);
+  const int64_t length = layout.time * layout.batch / sequences;
+  return {std::max<int64_t>(1, sequences * channel_tiles<Op>(channels, kWarpSize)),
+          std::max<int64_t>(1, ceil_div(length, Op::kSteps))};
+}
+
+/// The warps of a single-block scan: an SM's kMaxWarps warps are shared among the blocks that it
+/// gets, four at least for each.
+template <class Op>
+int16_t plan_single_block(const ScanSize& size, const DeviceLimits& limits) {
+  const int64_t blocks_each = std::clamp<int64_t>(
+      (size.chains + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
+  const auto most = static_cast<int>(std::clamp<int64_t>(size.chunks, 1, kMaxWarps / blocks_each));
+  return static_cast<int16_t>(warps_that_fit<Op, ScanMode::kSingleBlock>(most, limits));
+}
+
+/// As many blocks a sequence as the device holds, or fewer that do with as many iterations;
+/// `iterations` of them at least, where the sequence is long enough. Leaves the plan alone where
+/// they do not fit.
+template <class Op>
+cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, int iterations,
+                             ScanPlan* plan) {
+  const int warps =
+      warps_that_fit<Op, ScanMode::kMultiBlock>(WarpGroupShape<Op>::kComputeWarps, limits);
+  int resident = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(resident_blocks<Op>(warps, limits, &resident));
+  if (size.chains > resident) {
+    return cudaSuccess;
+  }
+  const int64_t tile_chunks = WarpGroupShape<Op>::kWarpGroups * warps;  // of a block's tiles
+  const int64_t tiles = ceil_div(size.chunks, tile_chunks);
+  const int64_t most = std::clamp<int64_t>(tiles / iterations, 1, resident / size.chains);
+  const int64_t least_iterations = ceil_div(tiles, most);
+  plan->split = TimeSplit::kMultiBlock;
+  plan->blocks_per_sequence = static_cast<int>(ceil_div(tiles, least_iterations));
+  plan->carry_group = carry_group_of<Op>(plan->blocks_per_sequence);
+  plan->warps = static_cast<int16_t>(warps);
+  plan->one_block_per_sm = false;
+  plan->workspace_bytes = CarryWorkspace<Op>{size.chains, plan->blocks_per_sequence}.bytes();
+  return cudaSuccess;
+}
+
+/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. The three
+/// Ops are one recurrence in the tile configurations of the three regimes.
+template <class HighOccupancy, class OneBlockPerSm, class MultiBlock>
+cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
+                       const DeviceLimits& limits, ScanPlan* plan) {
+  const ScanSize size = scan_size<OneBlockPerSm>(layout, channels);
+  // With one block an SM there is one chain to wait for, and longer chunks make it shorter.
+  plan->one_block_per_sm = size.chains <= limits.multiprocessors;
+  plan->warps = plan->one_block_per_sm ? plan_single_block<OneBlockPerSm>(size, limits)
+                                       : plan_single_block<HighOccupancy>(
+                                             scan_size<HighOccupancy>(layout, channels), limits);
+  // Less than two iterations leave nothing to share.
+  const bool idle = size.chains * 2 <= limits.multiprocessors && size.chunks >= 2 * plan->warps;
+  if (request == TimeSplit::kMultiBlock || (request == TimeSplit::kAuto && idle)) {
+    const int iterations = request == TimeSplit::kMultiBlock ? 3 : 1;  // asked for: make some
+    TIDEGATE_RETURN_IF_CUDA_ERROR(plan_multi_block<MultiBlock>(
+        scan_size<MultiBlock>(layout, channels), limits, iterations, plan));
+  }
+  const int warp_groups =
+      plan->split == TimeSplit::kMultiBlock ? WarpGroupShape<MultiBlock>::kWarpGroups : 1;
+  plan->partials = layout.sequences * plan->blocks_per_sequence * warp_groups;
+  return cudaSuccess;
+}
+
+template <class Op>
+cudaError_t launch_single_block(const typename Op::Params& params, const ScanLaunch& launch,
+                                int warps, cudaStream_t stream) {
+  constexpr auto* kKernel = &scan_kernel<Op, ScanMode::kSingleBlock>;
+  const int bytes = SharedLayout<Op, ScanMode::kSingleBlock>::bytes(warps);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  return launch_unless_empty(kKernel,
+                             recurrence_params(params).layout.sequences * launch.channel_tiles,
+                             warps * kWarpSize, bytes, stream, params, launch);
+}
+
+/// The blocks of a multi-block scan wait for each other, so they are launched together or not at
+/// all (a cooperative launch).
+template <class Op>
+cudaError_t launch_multi_block(const typename Op::Params& params, const ScanLaunch& launch,
+                               int warps, cudaStream_t stream) {
+  constexpr auto* kKernel = &scan_kernel<Op, ScanMode::kMultiBlock>;
+  const int bytes = SharedLayout<Op, ScanMode::kMultiBlock>::bytes(warps);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  const int64_t chains = recurrence_params(params).layout.sequences * launch.channel_tiles;
+  const CarryWorkspace<Op> workspace = {chains, launch.blocks_per_sequence};
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      cudaMemsetAsync(launch.carry_records, 0, workspace.bytes(), stream));  // before all epochs
+  cudaLaunchAttribute together = {};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(chains * launch.blocks_per_sequence));
+  config.blockDim = dim3(WarpGroupShape<Op>::kWarpGroups * (warps + 1) * kWarpSize);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kKernel, params, launch);
+}
+
+template <class Op>
+cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t stream) {
+  if constexpr (requires { Op::launch_sequential(params, stream); }) {
+    return Op::launch_sequential(params, stream);  // a kernel of its own
+  } else {
+    constexpr int kThreads = 64;
+    const auto& scan = recurrence_params(params);
+    const ScanLaunch launch = {.channel_tiles = channel_tiles<Op>(scan.channels, kThreads)};
+    return launch_unless_empty(&sequential_scan_kernel<Op>,
+                               scan.layout.sequences * launch.channel_tiles, kThreads, 0, stream,
+                               params, launch);
+  }
+}
+
+/// Plans and launches one recurrence. `Recurrence` derives from this and has
+///   Op<kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a regime
+///   kVec                the pack that makes four bytes, for rows that are aligned to it; others,
+///                       and odd D, are scanned with packs of one
+///   tensors(params)     those with a time axis
+template <class Recurrence, class Params>
+struct ScanRecurrence {
+  static cudaError_t plan(const Params& params, ScanPlan* plan) {
+    using Sequential = typename Recurrence::template Op<1, Regime::kHighOccupancy>;
+    const auto& scan = recurrence_params(params);
+    const SequenceLayout& layout = scan.layout;
+    *plan = {};
+    // A step or two leave nothing to divide, and a step may update its state in place.
+    plan->sequential = sizeof(typename Sequential::Real) == 8 || layout.time <= 2;
+    if (plan->sequential) {
+      plan->partials = layout.sequences;
+      return cudaSuccess;
+    }
+    DeviceLimits limits;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+    const auto tensors = Recurrence::tensors(params);
+    constexpr int kVec = Recurrence::kVec;
+    plan->channels_per_thread = packs_align(tensors, scan.channels, kVec) ? kVec : 1;
+    plan->wide_rows = scan.channels % (kWarpSize * plan->channels_per_thread) == 0 &&
+                      packs_align(tensors, scan.channels, 4 * plan->channels_per_thread);
+    return with_pack(*plan, [&]<int kPack>() {
+      using HighOccupancy = typename Recurrence::template Op<kPack, Regime::kHighOccupancy>;
+      using OneBlockPerSm = typename Recurrence::template Op<kPack, Regime::kOneBlockPerSm>;
+      using MultiBlock = typename Recurrence::template Op<kPack, Regime::kMultiBlock>;
+      return plan_split<HighOccupancy, OneBlockPerSm, MultiBlock>(layout, scan.channels,
+                                                                  scan.time_split, limits, plan);
+    });
+  }
+
+  static cudaError_t launch(const Params& params, cudaStream_t stream) {
+    const auto& scan = recurrence_params(params);
+    const ScanPlan& plan = scan.plan;
+    if (scan.layout.sequences == 0 || scan.channels == 0) {
+      return cudaSuccess;
+    }
+    if (plan.sequential) {
+      return launch_sequential<typename Recurrence::template Op<1, Regime::kHighOccupancy>>(params,
+                                                                                            stream);
+    }
+    return with_pack(plan, [&]<int kPack>() {
+      using HighOccupancy = typename Recurrence::template Op<kPack, Regime::kHighOccupancy>;
+      using OneBlockPerSm = typename Recurrence::template Op<kPack, Regime::kOneBlockPerSm>;
+      using MultiBlock = typename Recurrence::template Op<kPack, Regime::kMultiBlock>;
+      const ScanLaunch launch = {channel_tiles<HighOccupancy>(scan.channels, kWarpSize),
+                                 plan.blocks_per_sequence, plan.carry_group, plan.wide_rows,
+                                 scan.workspace};
+      if (plan.split == TimeSplit::kMultiBlock) {
+        return launch_multi_block<MultiBlock>(params, launch, plan.warps, stream);
+      }
+      return plan.one_block_per_sm
+                 ? launch_single_block<OneBlockPerSm>(params, launch, plan.warps, stream)
+                 : launch_single_block<HighOccupancy>(params, launch, plan.warps, stream);
+    });
+  }
+
+ private:
+  /// Calls `visit` with the plan's pack as a template argument. Double precision, which the
+  /// sequential scan takes, has no other kernels.
+  template <class Visit>
+  static cudaError_t with_pack(const ScanPlan& plan, Visit visit) {
+    using Real = typename Recurrence::template Op<1, Regime::kHighOccupancy>::Real;
+    if constexpr (sizeof(Real) == 8) {
+      return cudaErrorInvalidValue;
+    } else if constexpr (Recurrence::kVec == 1) {
+      return visit.template operator()<1>();
+    } else {
+      return plan.channels_per_thread == 1 ? visit.template operator()<1>()
+                                           : visit.template operator()<Recurrence::kVec>();
+    }
+  }
+};
+
+}  // namespace tidegate::kernels::scan

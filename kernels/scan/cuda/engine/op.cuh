@@ -1,0 +1,102 @@
+#pragma once
+
+// What the scan engine (scan_kernel.cuh) asks of an Op: the mathematics of one recurrence in one
+// direction, as a class over one thread's channels. linear_scan/ has the first ones to read.
+//
+// Every Op has
+//   kVec; kSteps, kStages          channels a thread; its tile configuration (tiles.cuh)
+//   kCarryByMap                    whether a state crosses a chunk by its map or step by step
+//   kEqualDecays                   whether all chunks let a state decay equally: their maps then
+//                                  differ in AffineMap::Added alone
+//   kEmitWhileAdvancing            whether, carried by a map, a state is passed on before it is
+//                                  advanced: emit then need not wait, and nothing is kept
+//   Number, Real                   state of one channel, real or complex; the real type under it
+//   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
+//   Raw                            one step's inputs in memory
+//   Params                         the kernel's params
+//   Op(params, seq, channels)
+//   initial(s)                     the state before the first step
+//   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
+//                                  since it fills and reads a slot of the ring; last: the last step
+//   store_final_state(s)           the state after the last step
+//   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
+// and, for WarpChunk<Op> (warp_chunk.cuh) and the sequential scan to call,
+//   Decoded, decode(raw)           the inputs prepared
+//   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it
+//   emit<kLast>(k, i, raw, decoded, kept)   write step k + i's outputs; kLast: it may be the last
+//   compose(raw, decoded, map)     map <- step o map, but for what finalize does
+//   finalize(map)                  after kSteps calls of compose: what these left out
+//   reduce_alone(row)              reduce where one thread has seen all steps (sequential scan)
+//
+// An Op may change what OpDefaults says, and may have
+//   prepare()                      what takes a while to compute before the first step, while its
+//                                  inputs are on their way
+//   prepare(shared, at, given),    what prepare() does, shared among all warps of a warp group,
+//   take_prepared(shared, lane)    where kPreparedBytes is not zero (never in the sequential scan)
+//   given(at)                      with it: what a warp prepares from, read before all chunks
+//   advance_alone(raw, s, kept)    advance in the sequential scan
+//   cross(map, s)                  what map.apply(s) does, in a single-block scan
+//   ChunkInputs, fetch_chunk_inputs(...)  with kChunkInputBytes: inputs of a chunk besides those of
+//                                  its steps, and what starts their copies into the chunk's stage
+//   launch_sequential(params, stream)     a kernel of its own instead of the sequential scan
+//   Chunk                          with kOwnChunk, what WarpChunk<Op> is then (wkv4's:
+//   Wkv4Forward::
+//                                  Chunk, Wkv4SingleBlockChunk, Wkv4MultiBlockChunk). It is carried
+//                                  by map and emits while advancing, so it has decode, compose and
+//                                  advance_and_emit. With Pipelining::kOwnChunk compose is told
+//                                  where the chunk lies, and take(ring, stage) may do the second
+//                                  time what decode has made easy
+//   gather_for_compose(source, raw, k), gather_others(source, raw, k, last), kComposeBytes,
+//   kOtherBytes                    with Pipelining::kSplitRing: the inputs that compose reads, and
+//                                  the rest
+//
+// kSharedExponent makes the multi-block carry wkv4's (wkv4/wkv4_multi_block.cuh).
+
+#include <cstdint>
+
+namespace tidegate::kernels::scan {
+
+/// How a multi-block scan is software-pipelined: a compute warp publishes the map of its next chunk
+/// before the state that enters its present one has come. This says where the present chunk waits
+/// (chunk_loops.cuh).
+enum class Pipelining : uint8_t {
+  kNone,           // one chunk after the other
+  kStagingBuffer,  // as decoded steps, in a staging buffer in shared memory beside the ring
+  kSplitRing,      // in the ring, from which it is read twice; compose reads some of the inputs
+  kOwnChunk,       // in the ring as a whole, where chunks are the Op's own (wkv4)
+};
+
+template <class Op>
+__host__ __device__ constexpr bool is_pipelined() {
+  return Op::kPipelining != Pipelining::kNone;
+}
+
+/// The params of the recurrence itself: those of a backward pass hold them as `forward`.
+template <class Params>
+__host__ __device__ constexpr const auto& recurrence_params(const Params& params) {
+  if constexpr (requires { params.forward; }) {
+    return params.forward;
+  } else {
+    return params;
+  }
+}
+
+/// What an Op is unless it says otherwise.
+struct OpDefaults {
+  /// Whether the maps of a multi-block scan have single-float decays (kEqualDecays is false then).
+  static constexpr bool kSingleFloatDecay = false;
+  static constexpr Pipelining kPipelining = Pipelining::kNone;
+  /// Whether a chunk's inputs stay in registers from decode on, so that its stage of the ring is
+  /// filled again before the carry.
+  static constexpr bool kInputsInRegisters = false;
+  /// Whether copies of rows have L2 read the lines beside (rows.cuh).
+  static constexpr bool kPrefetchNeighbourLine = false;
+  /// Shared memory of a warp group for what its warps prepare together.
+  static constexpr int kPreparedBytes = 0;
+  /// Bytes of a thread in a stage of the ring, besides its steps' inputs.
+  static constexpr int kChunkInputBytes = 0;
+  static constexpr bool kOwnChunk = false;
+  static constexpr bool kSharedExponent = false;
+};
+
+}  // namespace tidegate::kernels::scan

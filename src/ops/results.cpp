@@ -1,0 +1,58 @@
+#include "src/ops/results.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/real.h>
+#include <c10/core/SymIntArrayRef.h>
+
+namespace tidegate::ops {
+namespace {
+
+at::TensorOptions state_options(const at::Tensor& data) {
+  return data.options().dtype(state_dtype(data.scalar_type()));
+}
+
+c10::SymIntArrayRef sizes(std::initializer_list<c10::SymInt> shape) {
+  return {shape.begin(), shape.size()};
+}
+
+}  // namespace
+
+at::Tensor new_like(const at::Tensor& tensor) {
+  return at::empty_symint(tensor.sym_sizes(), tensor.options());
+}
+
+at::Tensor new_state(const at::Tensor& data, std::initializer_list<c10::SymInt> shape) {
+  return at::empty_symint(sizes(shape), state_options(data));
+}
+
+at::Tensor no_gradient(const at::Tensor& data) { return at::empty({0}, state_options(data)); }
+
+at::Tensor new_gradient(const OptionalTensor& parameter, const at::Tensor& data) {
+  return is_given(parameter) ? new_like(*parameter) : no_gradient(data);
+}
+
+at::Tensor new_state_gradient(const OptionalTensor& state, const at::Tensor& data,
+                              std::initializer_list<c10::SymInt> shape) {
+  return at::empty_symint(sizes(shape), is_given(state) ? state->options() : state_options(data));
+}
+
+at::Tensor in_type_of(const OptionalTensor& argument, const at::Tensor& gradient) {
+  if (!is_given(argument)) {
+    return gradient;
+  }
+  const bool drop_imaginary = gradient.is_complex() && !argument->is_complex();
+  return (drop_imaginary ? at::real(gradient) : gradient).to(argument->scalar_type()).contiguous();
+}
+
+at::Tensor parameter_gradient(const OptionalTensor& parameter, const at::Tensor& sum,
+                              const at::Tensor& data) {
+  return sum.defined() ? sum.to(parameter->scalar_type()) : no_gradient(data);
+}
+
+void write_back(const at::Tensor& written, at::Tensor& state) {
+  if (!written.is_same(state)) {
+    state.copy_(written);
+  }
+}
+
+}  // namespace tidegate::ops
