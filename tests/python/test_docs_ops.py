@@ -5,6 +5,7 @@ Their examples run in test_readme.py.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable
@@ -22,6 +23,7 @@ SECTIONS = [
     "Errors",
     "Cost",
     "Example",
+    "Reference",
     "Where it lives",
 ]
 by_op = pytest.mark.parametrize("name", reference.__all__)
@@ -37,10 +39,27 @@ def test_page_has_its_sections_and_every_argument(name: str) -> None:
     assert text.startswith(f"# {name}\n")
     assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
     assert "\nSource: " in text
-    assert f"Reference: `tidegate.reference.{name}`" in text
     (table,) = re.findall(r"^\| argument \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
     named = {word for row in table.splitlines() for word in re.findall(r"`(\w+)`", row[:60])}
     assert set(inspect.signature(getattr(ops, name)).parameters) <= named
+
+
+@by_op
+def test_page_shows_the_reference_as_it_is(name: str) -> None:
+    """The functions of reference.py that the page's block has, but for their docstrings."""
+    text = Path(reference.__file__).read_text("utf-8")
+    lines = text.splitlines()
+    sources = {}
+    for function in ast.parse(text).body:
+        if isinstance(function, ast.FunctionDef):
+            said = function.body[0]
+            body = lines[said.end_lineno : function.end_lineno]
+            code = [*lines[function.lineno - 1 : said.lineno - 1], *body]
+            sources[function.name] = "\n".join(code)
+    (block,) = re.findall(r"^```py\n(.*?)^```$", page(name), re.M | re.S)
+    shown = re.findall(r"^def (\w+)", block, re.M)
+    assert shown[0] == name
+    assert block == "\n\n\n".join(sources[function] for function in shown) + "\n"
 
 
 def test_index_lists_every_page() -> None:

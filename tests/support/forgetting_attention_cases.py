@@ -178,6 +178,20 @@ def check(
         raise cases.BeyondRule(f"{case} on {device}: {messages}", excess)
 
 
+def inputs_of(case: AttentionCase, device: str) -> dict[str, Tensor | None]:
+    """The op's keyword arguments."""
+    placed = on_device(case, device)
+    del placed["do"], placed["dlse"]
+    return placed | case.options()
+
+
+def call(case: AttentionCase, arguments: dict) -> tuple[Tensor, Tensor]:
+    """The op's results, o and lse."""
+    import tidegate
+
+    return tidegate.ops.forgetting_attention(**arguments, return_lse=True)
+
+
 # Coverage ---------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,23 @@ def _bounds(case: RnnCase, rng: torch.Generator) -> Tensor | None:
 # Coverage ---------------------------------------------------------------------------------------
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def arguments_of(case: RnnCase, device: str) -> tuple[dict[str, Tensor | None], tuple]:
+    """The op's arguments by name, and the gradients of its two results."""
+    made = case.make_inputs()
+    placed = {k: cases.to_device(v, device, case.layout) for k, v in made.items()}
+    return placed, (placed.pop("dh"), placed.pop("dh_final"))
+
+
+def leaves(arguments: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {k: v for k, v in arguments.items() if v is not None and k != "cu_seqlens"}
+
+
+def with_grad(arguments: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return arguments | {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
+
+
 KINDS = tuple(RnnCase(dtype=dtype) for dtype in DTYPES)
 
 

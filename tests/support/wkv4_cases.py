@@ -156,6 +156,29 @@ def check(
     cases.judge_by_either(case, device, backward=backward, verdicts=verdicts, exact=exact)
 
 
+def call(inputs: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The op's results, o and the final state."""
+    import tidegate
+
+    return tidegate.ops.wkv4(**{n: inputs[n] for n in ARGUMENTS}, cu_seqlens=inputs["cu_seqlens"])
+
+
+def positional(inputs: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    return (*(inputs[n] for n in ARGUMENTS), inputs["cu_seqlens"])
+
+
+def with_grad(inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return inputs | {
+        n: inputs[n].detach().requires_grad_() for n in ARGUMENTS if inputs[n] is not None
+    }
+
+
+def gradients(inputs: dict[str, Tensor | None], results: tuple[Tensor, Tensor]) -> list[Tensor]:
+    leaves = [inputs[n] for n in ARGUMENTS if inputs[n] is not None and inputs[n].requires_grad]
+    loss = results[0].float().sin().sum() + wkv4_oracle.mean_and_log(results[1]).sum()
+    return list(torch.autograd.grad(loss, leaves))
+
+
 def vary(case: Wkv4Case, seed: int) -> Wkv4Case:
     """`case` with every option that it leaves open drawn from `seed`."""
     rng = random.Random(seed)

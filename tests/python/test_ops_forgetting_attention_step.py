@@ -1,0 +1,123 @@
+"""Decoding with forgetting_attention_step: one token against a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import error_rule, recurrence
+from support import forgetting_attention_cases as attention_cases
+from support import forgetting_attention_oracle as attention_oracle
+from support.forgetting_attention_cases import AttentionCase, call, inputs_of, relative
+from torch import Tensor
+
+import tidegate
+
+ops = tidegate.ops
+raw = torch.ops.tidegate
+
+
+def step_inputs(case: AttentionCase, capacity: int, device: str) -> tuple[Tensor, ...]:
+    a = inputs_of(replace(case, queries=1, past=capacity - 1), device)
+    gates = a["log_f"].to(recurrence.state_dtype(case.dtype))
+    return a["q"][:, 0], a["k"], a["v"], gates
+
+
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 100, 1500])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (10, 2), (9, 1)], ids=str)
+def test_step_equals_the_last_row(
+    heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str
+) -> None:
+    """Rows of the cache of different lengths; what lies behind them is never read."""
+    case = AttentionCase(batch=4, heads=heads[0], key_heads=heads[1], head_dim=40, dtype=dtype)
+    q, k, v, gates = step_inputs(replace(case, gates="open"), 2500, device)
+    counts = [2500, 1, 0, 1100]
+    for row, count in enumerate(counts):
+        for cache in (k, v, gates):
+            cache[row, count:] = float("nan")
+    lengths = torch.tensor(counts, dtype=torch.int32, device=device)
+    o = ops.forgetting_attention_step(q, k, v, gates, lengths, window=window)
+    assert o.dtype is dtype
+    for row, count in enumerate(counts):
+        if count == 0:
+            assert not o[row].count_nonzero()
+            continue
+        past = [t[row : row + 1, :count].cpu() for t in (k, v, gates)]
+        alone = [q[row : row + 1, None].cpu(), *past]
+        exact = attention_oracle.reference(*alone, window=window, exact=True)["o"][:, 0]
+        same = attention_oracle.reference(*alone, window=window, exact=False)["o"][:, 0]
+        error_rule.assert_within_rule(f"row {row}", o[row : row + 1], exact, same)
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 64, 128, 136, 200, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_step_of_any_head_dimension(dtype: torch.dtype, head_dim: int, device: str) -> None:
+    case = AttentionCase(
+        batch=1, heads=3, key_heads=1, head_dim=head_dim, dtype=dtype, gates="open"
+    )
+    q, k, v, gates = step_inputs(case, 300, device)
+    lengths = torch.tensor([300], dtype=torch.int32, device=device)
+    o = ops.forgetting_attention_step(q, k, v, gates, lengths)
+    cpu = [t.cpu() for t in (q[:, None], k, v, gates)]
+    exact = attention_oracle.reference(*cpu, exact=True)["o"][:, 0]
+    same = attention_oracle.reference(*cpu, exact=False)["o"][:, 0]
+    error_rule.assert_within_rule("o", o, exact, same)
+
+
+@pytest.mark.parametrize("gates", ["log -1e4", "first shut", "zero", "extreme"])
+def test_step_at_gate_extremes(gates: str, device: str) -> None:
+    case = AttentionCase(batch=1, heads=2, head_dim=16, gates=gates)
+    q, k, v, log_f = step_inputs(case, 200, device)
+    lengths = torch.tensor([200], dtype=torch.int32, device=device)
+    o = ops.forgetting_attention_step(q, k, v, log_f, lengths)
+    exact = attention_oracle.reference(*(t.cpu() for t in (q[:, None], k, v, log_f)), exact=True)[
+        "o"
+    ]
+    assert relative(o[:, None], exact) < 1e-6
+    shut = ops.forgetting_attention_step(q, k, v, torch.full_like(log_f, -torch.inf), lengths)
+    torch.testing.assert_close(shut, v[:, -1].expand_as(shut), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_step_keeps_its_digits_at_a_million_tokens(device: str) -> None:
+    """c is below -300000 there: next to it, fp32 numbers are 0.03 apart."""
+    time = 1_000_000
+    rng = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(1, time, 1, 8, generator=rng) for _ in range(2))
+    q = torch.randn(1, 1, 8, generator=rng)
+    gates = -torch.rand(1, time, 1, generator=rng)
+    gates[:, -3000:] *= 1e-3
+    lengths = torch.tensor([time], dtype=torch.int32, device=device)
+    o = ops.forgetting_attention_step(*(t.to(device) for t in (q, k, v, gates)), lengths)
+    last = [t[:, -4000:] for t in (k, v, gates)]
+    exact = attention_oracle.reference(q[:, None], *last, exact=True)["o"][:, 0]
+    assert relative(o, exact) < 2e-6
+
+
+def test_steps_equal_prefill(device: str) -> None:
+    case = AttentionCase(queries=20, heads=4, key_heads=2, head_dim=16, gates="open")
+    a = inputs_of(case, device)
+    whole, _ = call(case, a)
+    cache = [torch.zeros(2, 32, *t.shape[2:], device=device) for t in (a["k"], a["v"], a["log_f"])]
+    for t in range(20):
+        for to, name in zip(cache, ("k", "v", "log_f"), strict=True):
+            to[:, t] = a[name][:, t]
+        lengths = torch.full((2,), t + 1, dtype=torch.int32, device=device)
+        o = ops.forgetting_attention_step(a["q"][:, t], *cache, lengths)
+        torch.testing.assert_close(o, whole[:, t], rtol=1e-5, atol=1e-6)
+
+
+def test_step_inside_torch(device: str) -> None:
+    case = AttentionCase(batch=2, heads=4, key_heads=2, head_dim=8)
+    q, k, v, gates = step_inputs(case, 12, device)
+    lengths = torch.tensor([12, 3], dtype=torch.int32, device=device)
+    torch.library.opcheck(raw.forgetting_attention_step.default, (q, k, v, gates, lengths, None, 5))
+    with torch.inference_mode():
+        expected = ops.forgetting_attention_step(q, k, v, gates, lengths)
+    with torch.autocast(device, dtype=torch.bfloat16):  # the cache decides
+        found = ops.forgetting_attention_step(q.bfloat16(), k, v, gates, lengths)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    with pytest.raises(RuntimeError, match=r"forgetting_attention_step: q requires a gradient"):
+        ops.forgetting_attention_step(q.requires_grad_(), k, v, gates, lengths)
