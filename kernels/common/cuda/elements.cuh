@@ -33,7 +33,7 @@ template <int kBytes>
 __device__ inline char* row_address(const HeadSeries& t, const Sequence& seq, int64_t head,
                                     int64_t token) {
   return static_cast<char*>(t.data) +
-         element_offset(t, seq.batch, seq.start + token, head) * kBytes;
+         (seq.batch * t.stride_b + (seq.start + token) * t.stride_t + head * t.stride_h) * kBytes;
 }
 
 /// Bytes from one row to the next, which fit 32 bits: see `rows_too_far_apart`.

@@ -187,8 +187,7 @@ struct TilePair {
 template <class Shape>
 __device__ __forceinline__ void store_column_sums(const KeyTile<Shape>& at,
                                                   const BackwardShared<Shape>& shared,
-                                                  const KeyGradientAccumulators<Shape>& acc,
-                                                  int head) {
+                                                  KeyGradientAccumulators<Shape>& acc, int head) {
   using Scores = typename Shape::Scores;
   constexpr int kKeys = Shape::kKeys;
   wait_for_copies<0>();
@@ -200,7 +199,7 @@ __device__ __forceinline__ void store_column_sums(const KeyTile<Shape>& at,
   for (int j = 0; j < Scores::kColumnTiles; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float x = acc.column_sums[j][e];
+      float x = acc.column_sum(j, e);
       x += __shfl_xor_sync(0xffffffffu, x, 4);
       x += __shfl_xor_sync(0xffffffffu, x, 8);
       x += __shfl_xor_sync(0xffffffffu, x, 16);
@@ -296,7 +295,7 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
     queries.store_key_gate(key_gate);
 #pragma unroll
     for (int j = 0; j < Shape::Scores::kColumnTiles; ++j) {
-      acc.column_sums[j][0] = acc.column_sums[j][1] = 0;
+      acc.column_sum(j, 0) = acc.column_sum(j, 1) = 0;
     }
 
     for (int stage = 0; tile < queries.end; ++tile, stage ^= 1) {
