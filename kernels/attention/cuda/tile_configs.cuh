@@ -181,7 +181,7 @@ cudaError_t with_backward_shapes(int64_t dim, bool small, const F& f) {
     // 128 x 128: S and dP of 32 x 64 a warp still fit beside dk and dv of 32 x 32.
     using Q64  = QueryGradientShape<T, QueryGradientTile{64, 2, 4, 64}>;
     using K64  = BackwardShape<T, BackwardTile{ 64, 128, 128, 4, 4, 4, 2}>;
-    using S64  = BackwardShape<T, BackwardTile{ 64,  64, 128, 2, 4, 4, 1}>;  // 99 KB a block
+    using S64  = BackwardShape<T, BackwardTile{ 64,  64, 128, 2, 4, 4, 1}>;  // where a block has 99 KB
     using D64  = BackwardShapes<K64, K64, Q64>;
     using Q96  = QueryGradientShape<T, QueryGradientTile{96, 2, 4, 32}>;
     using K96  = BackwardShape<T, BackwardTile{ 96,  64, 128, 2, 4, 4, 2}>;
