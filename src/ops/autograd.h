@@ -75,9 +75,11 @@ consteval size_t saved_index(std::string_view name) {
   return count;
 }
 
-/// `Op` as a torch::autograd::Function whose backward pass calls the op `Backward`.
-template <class Op, class Backward>
-class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
+/// `Op` as a torch::autograd::Function whose backward pass calls the op `Backward`. It returns the
+/// first `returned` results: one without a gradient has to be marked, which compiled autograd does
+/// not take, and is left out where only the backward pass wants it.
+template <class Op, class Backward, size_t returned>
+class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, returned>> {
   using Context = torch::autograd::AutogradContext;
   using Tensors = torch::autograd::variable_list;
   template <size_t count>
@@ -95,8 +97,7 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto results = Entry<Op>::call(arguments...);
     save(context, std::tie(arguments...), results, Indices<kBackwardArguments>());
-    mark_results_without_gradient(context, results, Indices<std::size(Op::kResults)>());
-    return std::apply([](const auto&... result) { return Tensors{result...}; }, results);
+    return give_back(context, results, Indices<returned>());
   }
 
   static Tensors backward(Context* context, const Tensors& gradients) {
@@ -154,13 +155,14 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward>> {
   static c10::IValue to_ivalue(std::string_view value) { return std::string(value); }
 
   template <class Results, size_t... index>
-  static void mark_results_without_gradient(Context* context, const Results& results,
-                                            std::index_sequence<index...>) {
+  static Tensors give_back(Context* context, const Results& results,
+                           std::index_sequence<index...>) {
     if constexpr ((!has_gradient(index) || ...)) {
       Tensors marked;
       (mark_unless_differentiable<index>(results, &marked), ...);
       context->mark_non_differentiable(marked);
     }
+    return {std::get<index>(results)...};
   }
 
   template <size_t index, class Results>
@@ -280,10 +282,11 @@ struct Autograd<Op, Backward, Saving, std::index_sequence<index...>> {
       const at::AutoDispatchBelowADInplaceOrView guard;
       return Entry<Op>::call(arguments...);
     }
-    const auto results = OpFunction<Saving, Backward>::apply(arguments...);
+    constexpr size_t kReturned = std::tuple_size_v<Results>;
+    const auto results = OpFunction<Saving, Backward, kReturned>::apply(arguments...);
     return [&]<size_t... result>(std::index_sequence<result...>) {
       return Results(results[result]...);
-    }(std::make_index_sequence<std::tuple_size_v<Results>>());
+    }(std::make_index_sequence<kReturned>());
   }
 };
 
