@@ -32,7 +32,8 @@ void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, 
 void check_gamma_width(const char* owner, const std::optional<torch::Tensor>& gamma,
                        const char* axis, int64_t size);
 
-/// The same of a mixer that takes a gamma by its option `lower_bound`, and else refuses one.
+/// Throws c10::ValueError unless gamma fits a mixer that takes one by its option `lower_bound`:
+/// with it as check_gamma_width() does, without it where one is given.
 void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
                           bool lower_bound, const char* axis, int64_t size);
 
@@ -42,7 +43,7 @@ std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tens
 /// A parameter's storage, uninitialised.
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement);
 
-/// The same in the dtype of phases and bounds: fp64 in an fp64 module, fp32 otherwise.
+/// An uninitialised parameter in the dtype of phases and bounds: fp64 in an fp64 module, else fp32.
 torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placement);
 
 /// Modules whose weights are uninitialised and for which nothing was drawn: their owner's

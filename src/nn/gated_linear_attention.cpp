@@ -116,7 +116,7 @@ MixerState GatedLinearAttentionImpl::init_state(int64_t batch, std::optional<tor
                                                 std::optional<int64_t> /*capacity*/) const {
   const int64_t h = options.num_heads();
   const auto zeros = [&](std::vector<int64_t> shape) {
-    return make_state_tensor(shape, out_proj->weight, device, dtype);
+    return empty_state(shape, out_proj->weight, device, dtype);
   };
   MixerState state{zeros({batch, h, head_keys(), head_values()})};
   if (options.normalize()) state.push_back(zeros({batch, h, head_keys()}));

@@ -28,29 +28,24 @@ void GatedLinearRNNImpl::reset_parameters() {
   parse_gate_init("GatedLinearRNN", options.gate_init(), options.dim()).draw(gate, options.dim());
 }
 
-std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward(const Tensor& x,
-                                                       const OptionalTensor& given_state,
-                                                       const OptionalTensor& given_gamma,
-                                                       const OptionalTensor& given_offsets) {
-  const OptionalTensor state = normalized(given_state);
-  const OptionalTensor gamma = normalized(given_gamma);
-  check_mixer_input("GatedLinearRNN", x, options.dim());
-  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
-  if (state) check_state(*state, x, normalized(given_offsets));
+std::tuple<Tensor, Tensor> GatedLinearRNNImpl::forward_checked(const Tensor& x,
+                                                               const OptionalTensor& state,
+                                                               const OptionalTensor& gamma,
+                                                               const OptionalTensor& cu_seqlens) {
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   const bool is_noisy = options.gumbel_gate() && is_training();
   const Tensor z = is_noisy ? gumbel_gate(parts[0], *options.gumbel_gate()) : parts[0];
-  return hgru(parts[1], z, gamma, std::nullopt, state, "none", false, normalized(given_offsets));
+  return hgru(parts[1], z, gamma, std::nullopt, state, "none", false, cu_seqlens);
 }
 
-Tensor GatedLinearRNNImpl::step(const Tensor& x, const Tensor& state,
-                                const OptionalTensor& given_gamma) {
-  const OptionalTensor gamma = normalized(given_gamma);
-  check_mixer_input("GatedLinearRNN.step", x, options.dim(), /*time=*/false);
-  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
-  check_state(state, x);
+Tensor GatedLinearRNNImpl::step_checked(const Tensor& x, const Tensor& state,
+                                        const OptionalTensor& gamma) {
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   return hgru_step(parts[1], parts[0], gamma, std::nullopt, state, "none");
+}
+
+void GatedLinearRNNImpl::check_gamma(const OptionalTensor& gamma) const {
+  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
 }
 
 void GatedLinearRNNImpl::pretty_print(std::ostream& stream) const {

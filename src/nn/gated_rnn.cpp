@@ -30,28 +30,27 @@ void GatedRNNImpl::reset_parameters() {
   reset_linear(state_proj);
 }
 
-std::tuple<Tensor, Tensor> GatedRNNImpl::forward(const Tensor& x, const OptionalTensor& given_state,
-                                                 const OptionalTensor& gamma,
-                                                 const OptionalTensor& given_offsets) {
-  const OptionalTensor state = normalized(given_state);
-  check_mixer_input("GatedRNN", x, options.dim());
-  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
-  if (state) check_state(*state, x, normalized(given_offsets));
+std::tuple<Tensor, Tensor> GatedRNNImpl::forward_checked(const Tensor& x,
+                                                         const OptionalTensor& state,
+                                                         const OptionalTensor& gamma,
+                                                         const OptionalTensor& cu_seqlens) {
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
   Tensor z = parts[0], w_zh = state_proj->weight;
   if (options.gumbel_gate() && is_training()) {
     z = gumbel_gate(z, *options.gumbel_gate());
     w_zh = w_zh / *options.gumbel_gate();
   }
-  return gated_rnn(z, parts[1], w_zh, state, normalized(given_offsets), normalized(gamma));
+  return gated_rnn(z, parts[1], w_zh, state, cu_seqlens, gamma);
 }
 
-Tensor GatedRNNImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
-  check_mixer_input("GatedRNN.step", x, options.dim(), /*time=*/false);
-  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
-  check_state(state, x);
+Tensor GatedRNNImpl::step_checked(const Tensor& x, const Tensor& state,
+                                  const OptionalTensor& gamma) {
   const auto parts = apply_linear(in_proj, x).chunk(2, -1);
-  return gated_rnn_step(parts[0], parts[1], state_proj->weight, state, normalized(gamma));
+  return gated_rnn_step(parts[0], parts[1], state_proj->weight, state, gamma);
+}
+
+void GatedRNNImpl::check_gamma(const OptionalTensor& gamma) const {
+  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
 }
 
 void GatedRNNImpl::pretty_print(std::ostream& stream) const {

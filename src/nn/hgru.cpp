@@ -168,18 +168,9 @@ void HGRUImpl::draw_gates(const Tensor& f, const Tensor& i) const {
   if (i.defined()) i.copy_(f).neg_();
 }
 
-std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTensor& given_state,
-                                             const OptionalTensor& given_gamma,
-                                             const OptionalTensor& given_bounds) {
-  const OptionalTensor state = normalized(given_state);
-  const OptionalTensor gamma = normalized(given_gamma);
-  const OptionalTensor cu_seqlens = normalized(given_bounds);
-  check_mixer_input("HGRU", x, options.dim());
-  check_gamma(gamma);
-  if (state) {
-    refuse_bidirectional("a state");
-    check_state(*state, x, cu_seqlens);
-  }
+std::tuple<Tensor, Tensor> HGRUImpl::forward_checked(const Tensor& x, const OptionalTensor& state,
+                                                     const OptionalTensor& gamma,
+                                                     const OptionalTensor& cu_seqlens) {
   Parts parts = project(x);
   if (options.gumbel_gate() && is_training()) {
     parts.f = gumbel_gate(parts.f, *options.gumbel_gate());
@@ -193,12 +184,7 @@ std::tuple<Tensor, Tensor> HGRUImpl::forward(const Tensor& x, const OptionalTens
   return {output(h, parts.g), final_state};
 }
 
-Tensor HGRUImpl::step(const Tensor& x, const Tensor& state, const OptionalTensor& given_gamma) {
-  const OptionalTensor gamma = normalized(given_gamma);
-  refuse_bidirectional("step()");
-  check_mixer_input("HGRU.step", x, options.dim(), /*time=*/false);
-  check_gamma(gamma);
-  check_state(state, x);
+Tensor HGRUImpl::step_checked(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   const Parts parts = project(x);
   if (is_fused()) {
     return output(hgru_step(parts.c, parts.f, gamma, optional(rotation(parts, 0)), state), parts.g);

@@ -111,17 +111,10 @@ double HGRU2Impl::scale() const {
   return options.preset() == "fla" ? 1.0 / std::sqrt(static_cast<double>(expand_ratio())) : 1.0;
 }
 
-std::tuple<Tensor, Tensor> HGRU2Impl::forward(const Tensor& x, const OptionalTensor& given_state,
-                                              const OptionalTensor& given_gamma,
-                                              const OptionalTensor& given_bounds) {
-  const OptionalTensor state = normalized(given_state);
-  const OptionalTensor cu_seqlens = normalized(given_bounds);
-  check_mixer_input("HGRU2", x, options.dim());
-  const OptionalTensor gamma = split_gamma(normalized(given_gamma));
-  if (state) {
-    refuse_bidirectional("a state");
-    check_state(*state, x, cu_seqlens);
-  }
+std::tuple<Tensor, Tensor> HGRU2Impl::forward_checked(const Tensor& x, const OptionalTensor& state,
+                                                      const OptionalTensor& given_gamma,
+                                                      const OptionalTensor& cu_seqlens) {
+  const OptionalTensor gamma = split_gamma(given_gamma);
   auto qfv = project(x);
   if (options.gumbel_gate() && is_training()) qfv[1] = gumbel_gate(qfv[1], *options.gumbel_gate());
   if (options.bidirectional()) {
@@ -133,20 +126,19 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward(const Tensor& x, const OptionalTen
   return {output(o), final_state};
 }
 
-Tensor HGRU2Impl::step(const Tensor& x, const Tensor& state, const OptionalTensor& given_gamma) {
-  refuse_bidirectional("step()");
-  check_mixer_input("HGRU2.step", x, options.dim(), /*time=*/false);
-  const OptionalTensor gamma = split_gamma(normalized(given_gamma));
-  check_state(state, x);
+Tensor HGRU2Impl::step_checked(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   const auto qfv = project(x);
-  return output(hgrn2_step(qfv[0], qfv[1], qfv[2], gamma, state, scale(), *options.q_activation(),
-                           *options.v_activation()));
+  return output(hgrn2_step(qfv[0], qfv[1], qfv[2], split_gamma(gamma), state, scale(),
+                           *options.q_activation(), *options.v_activation()));
+}
+
+void HGRU2Impl::check_gamma(const OptionalTensor& gamma) const {
+  check_gamma_width("HGRU2", gamma, "dim", options.dim());
 }
 
 // The lower bound a head and channel [H, K].
 OptionalTensor HGRU2Impl::split_gamma(const OptionalTensor& gamma) const {
   if (!gamma) return std::nullopt;
-  check_gamma_width("HGRU2", gamma, "dim", options.dim());
   return gamma->unflatten(0, {num_heads(), expand_ratio()});
 }
 

@@ -117,32 +117,25 @@ void LinearRecurrentUnit<Derived, Options>::reset_parameters() {
 }
 
 template <typename Derived, typename Options>
-std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward(
-    const Tensor& x, const OptionalTensor& given_state, const OptionalTensor& gamma,
-    const OptionalTensor& given_offsets) {
-  const OptionalTensor state = normalized(given_state);
-  check_mixer_input(owner(), x, options.dim());
-  check_gamma(gamma);
-  if (state) check_state(*state, x, normalized(given_offsets));
+std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::forward_checked(
+    const Tensor& x, const OptionalTensor& state, const OptionalTensor& gamma,
+    const OptionalTensor& cu_seqlens) {
   if constexpr (kIsComplex) {
     if (gate_proj) {
       const auto [entering, decay] = gated(x, gamma, this->is_training());
       const OptionalTensor h0 = state ? OptionalTensor(to_complex(widen(*state))) : std::nullopt;
-      const auto [h, last] = linear_scan(entering, decay, h0, false, normalized(given_offsets));
+      const auto [h, last] = linear_scan(entering, decay, h0, false, cu_seqlens);
       return {output(to_halves(h).to(out_proj->weight.scalar_type()), x), to_halves(last)};
     }
   }
   const auto [h, last] = lru_scan(apply_linear(in_proj, x), nu_log, normalized(theta_log),
-                                  gamma_log, state, false, normalized(given_offsets));
+                                  gamma_log, state, false, cu_seqlens);
   return {output(h, x), last};
 }
 
 template <typename Derived, typename Options>
-Tensor LinearRecurrentUnit<Derived, Options>::step(const Tensor& x, const Tensor& state,
-                                                   const OptionalTensor& gamma) {
-  check_mixer_input(kIsComplex ? "LRU.step" : "SLRU.step", x, options.dim(), /*time=*/false);
-  check_gamma(gamma);
-  check_state(state, x);
+Tensor LinearRecurrentUnit<Derived, Options>::step_checked(const Tensor& x, const Tensor& state,
+                                                           const OptionalTensor& gamma) {
   if constexpr (kIsComplex) {
     if (gate_proj) {
       const auto [entering, decay] = gated(x, gamma, /*has_noise=*/false);

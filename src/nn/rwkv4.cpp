@@ -47,10 +47,6 @@ std::pair<Tensor, Tensor> previous_tokens(const Tensor& x, const Tensor& last,
   return {before, at::where(has_tokens, x.select(0, 0).index_select(0, ends).unsqueeze(1), first)};
 }
 
-void check_gamma(const OptionalTensor& gamma) {
-  refuse_gamma("RWKV4", gamma, ", since it has no lower bound");
-}
-
 }  // namespace
 
 RWKV4Impl::RWKV4Impl(const RWKV4Options& given) : options(given) {
@@ -116,35 +112,33 @@ std::vector<Tensor> RWKV4Impl::project(const Tensor& x, const Tensor& before) co
   return parts;
 }
 
-std::tuple<Tensor, Tensor> RWKV4Impl::forward(const Tensor& x, const OptionalTensor& given_state,
-                                              const OptionalTensor& gamma,
-                                              const OptionalTensor& given_bounds) {
-  OptionalTensor state = normalized(given_state);
-  const OptionalTensor bounds = normalized(given_bounds);
-  check_mixer_input("RWKV4", x, options.dim());
-  check_gamma(gamma);
+std::tuple<Tensor, Tensor> RWKV4Impl::forward_checked(const Tensor& x, const OptionalTensor& state,
+                                                      const OptionalTensor& /*gamma*/,
+                                                      const OptionalTensor& cu_seqlens) {
   Tensor before, last;
+  OptionalTensor given_sums;
   if (state) {
-    check_state(*state, x, bounds);
     last = options.time_shift() ? state->narrow(1, 3, 1) : Tensor();
-    state = state->narrow(1, 0, 3);
+    given_sums = state->narrow(1, 0, 3);
   }
-  if (options.time_shift()) std::tie(before, last) = previous_tokens(x, last, bounds);
+  if (options.time_shift()) std::tie(before, last) = previous_tokens(x, last, cu_seqlens);
   const auto parts = project(x, before);
-  auto [o, sums] = wkv4(w_log.exp(), u, parts[1], parts[2], state, bounds);
+  auto [o, sums] = wkv4(w_log.exp(), u, parts[1], parts[2], given_sums, cu_seqlens);
   if (options.time_shift()) sums = at::cat({sums, last.to(sums.scalar_type())}, 1);
   return {apply_linear(out_proj, at::sigmoid(parts[0]) * o), sums};
 }
 
-Tensor RWKV4Impl::step(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
-  check_mixer_input("RWKV4.step", x, options.dim(), /*time=*/false);
-  check_gamma(gamma);
-  check_state(state, x);
+Tensor RWKV4Impl::step_checked(const Tensor& x, const Tensor& state,
+                               const OptionalTensor& /*gamma*/) {
   const Tensor before = options.time_shift() ? state.select(1, 3).to(x.scalar_type()) : Tensor();
   const auto parts = project(x, before);
   const Tensor o = wkv4_step(w_log.exp(), u, parts[1], parts[2], state.narrow(1, 0, 3));
   if (options.time_shift()) state.select(1, 3).copy_(x);
   return apply_linear(out_proj, at::sigmoid(parts[0]) * o);
+}
+
+void RWKV4Impl::check_gamma(const OptionalTensor& gamma) const {
+  refuse_gamma("RWKV4", gamma, ", since it has no lower bound");
 }
 
 void RWKV4Impl::pretty_print(std::ostream& stream) const {

@@ -13,8 +13,8 @@ namespace tidegate::nn {
 at::ScalarType wide_dtype(at::ScalarType dtype);
 
 /// Zeros for a mixer's state: fp32, fp64 for dtype fp64; device and dtype default to the weight's.
-at::Tensor make_state_tensor(at::IntArrayRef shape, const at::Tensor& weight,
-                             std::optional<at::Device> device, std::optional<at::ScalarType> dtype);
+at::Tensor empty_state(at::IntArrayRef shape, const at::Tensor& weight,
+                       std::optional<at::Device> device, std::optional<at::ScalarType> dtype);
 
 /// N: how many sequences x `[B, T, dim]` holds.
 int64_t sequence_count(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens);

@@ -6,8 +6,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
+#include "src/nn/common.h"
 #include "src/nn/shape_text.h"
 #include "src/nn/states.h"
 
@@ -28,9 +30,8 @@ at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-at::Tensor make_state_tensor(at::IntArrayRef shape, const at::Tensor& weight,
-                             std::optional<at::Device> device,
-                             std::optional<at::ScalarType> dtype) {
+at::Tensor empty_state(at::IntArrayRef shape, const at::Tensor& weight,
+                       std::optional<at::Device> device, std::optional<at::ScalarType> dtype) {
   return at::zeros(shape, at::TensorOptions(wide_dtype(dtype.value_or(weight.scalar_type())))
                               .device(device.value_or(weight.device())));
 }
@@ -50,11 +51,36 @@ void check_state_tensor(const char* owner, const char* part, const at::Tensor& s
                     c10::getDtypeNames(state.scalar_type()).first);
 }
 
+std::tuple<at::Tensor, at::Tensor> TensorStateMixer::forward(
+    const at::Tensor& x, const std::optional<at::Tensor>& given_state,
+    const std::optional<at::Tensor>& given_gamma, const std::optional<at::Tensor>& given_bounds) {
+  const auto state = normalized(given_state);
+  const auto gamma = normalized(given_gamma);
+  const auto cu_seqlens = normalized(given_bounds);
+  check_mixer_input(owner(), x, dim());
+  check_gamma(gamma);
+  if (state) {
+    refuse_bidirectional("a state");
+    check_state(*state, x, cu_seqlens);
+  }
+  return forward_checked(x, state, gamma, cu_seqlens);
+}
+
+at::Tensor TensorStateMixer::step(const at::Tensor& x, const at::Tensor& state,
+                                  const std::optional<at::Tensor>& given_gamma) {
+  const auto gamma = normalized(given_gamma);
+  refuse_bidirectional("step()");
+  check_mixer_input((std::string(owner()) + ".step").c_str(), x, dim(), /*time=*/false);
+  check_gamma(gamma);
+  check_state(state, x);
+  return step_checked(x, state, gamma);
+}
+
 at::Tensor TensorStateMixer::init_state(int64_t batch, std::optional<at::Device> device,
                                         std::optional<at::ScalarType> dtype,
                                         std::optional<int64_t> /*capacity*/) const {
   refuse_bidirectional("init_state()");
-  return make_state_tensor(with_batch(batch, state_shape()), own_weight(), device, dtype);
+  return empty_state(with_batch(batch, state_shape()), own_weight(), device, dtype);
 }
 
 void TensorStateMixer::check_state(const at::Tensor& state, const at::Tensor& x,

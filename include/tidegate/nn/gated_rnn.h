@@ -60,19 +60,6 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   /// The shape of one sequence's state: `[dim]`.
   std::vector<int64_t> state_shape() const override { return {options.dim()}; }
 
-  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
-  /// from, unset = zeros. gamma: this layer's lower bound `[dim]` in [0, 1), only with lower_bound.
-  /// cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
-  std::tuple<torch::Tensor, torch::Tensor> forward(
-      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
-      const std::optional<torch::Tensor>& gamma = std::nullopt,
-      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
-
-  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
-  /// under torch::NoGradGuard or c10::InferenceMode.
-  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
-                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
-
   bool takes_gamma() const override { return options.lower_bound(); }
   int64_t gamma_size() const override { return options.dim(); }
 
@@ -83,7 +70,15 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   torch::nn::Linear state_proj{nullptr};
 
  protected:
+  std::tuple<torch::Tensor, torch::Tensor> forward_checked(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state,
+      const std::optional<torch::Tensor>& gamma,
+      const std::optional<torch::Tensor>& cu_seqlens) override;
+  torch::Tensor step_checked(const torch::Tensor& x, const torch::Tensor& state,
+                             const std::optional<torch::Tensor>& gamma) override;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   const char* owner() const override { return "GatedRNN"; }
+  int64_t dim() const override { return options.dim(); }
   const torch::Tensor& own_weight() const override { return in_proj->weight; }
 };
 

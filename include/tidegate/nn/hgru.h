@@ -105,20 +105,6 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   /// The shape of one sequence's state: `[S]`, or `[2S]` when complex.
   std::vector<int64_t> state_shape() const override { return {state_size()}; }
 
-  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (undefined when
-  /// bidirectional). state: where to go on from, unset = zeros. gamma: this layer's lower bound
-  /// `[S]` in [0, 1), unset = 0. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1
-  /// batch.
-  std::tuple<torch::Tensor, torch::Tensor> forward(
-      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
-      const std::optional<torch::Tensor>& gamma = std::nullopt,
-      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
-
-  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
-  /// under torch::NoGradGuard or c10::InferenceMode.
-  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
-                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
-
   /// Whether the forget gate has a lower bound.
   bool takes_gamma() const override { return options.forget_gate() != "none"; }
   bool needs_gamma() const override { return options.forget_gate() == "bound"; }
@@ -142,7 +128,15 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   torch::nn::Linear out_proj{nullptr};
 
  protected:
+  std::tuple<torch::Tensor, torch::Tensor> forward_checked(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state,
+      const std::optional<torch::Tensor>& gamma,
+      const std::optional<torch::Tensor>& cu_seqlens) override;
+  torch::Tensor step_checked(const torch::Tensor& x, const torch::Tensor& state,
+                             const std::optional<torch::Tensor>& gamma) override;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   const char* owner() const override { return "HGRU"; }
+  int64_t dim() const override { return options.dim(); }
   const torch::Tensor& own_weight() const override { return out_proj->weight; }
   std::vector<torch::Tensor> float32_tensors() const override { return {theta}; }
 
@@ -153,7 +147,6 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
 
   void check_options() const;
   void check_expansion() const;
-  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   bool is_fused() const;
   int64_t theta_rows() const;
   void draw_gates(const torch::Tensor& f, const torch::Tensor& i) const;

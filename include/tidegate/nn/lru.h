@@ -81,19 +81,6 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   /// The shape of one sequence's state: `[state]`, or `[2 * state]` when complex.
   std::vector<int64_t> state_shape() const override { return {state_size()}; }
 
-  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
-  /// from, unset = zeros. gamma: this layer's lower bound `[state]` in [0, 1), only of an LRU with
-  /// lower_bound; unset = 0. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1 batch.
-  std::tuple<torch::Tensor, torch::Tensor> forward(
-      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
-      const std::optional<torch::Tensor>& gamma = std::nullopt,
-      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
-
-  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
-  /// under torch::NoGradGuard or c10::InferenceMode.
-  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
-                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
-
   /// Width of the state's tensor: that of the state, twice that when complex.
   int64_t state_size() const { return kIsComplex ? 2 * *options.state() : *options.state(); }
 
@@ -117,7 +104,15 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   torch::nn::Linear gate_proj{nullptr};
 
  protected:
+  std::tuple<torch::Tensor, torch::Tensor> forward_checked(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state,
+      const std::optional<torch::Tensor>& gamma,
+      const std::optional<torch::Tensor>& cu_seqlens) override;
+  torch::Tensor step_checked(const torch::Tensor& x, const torch::Tensor& state,
+                             const std::optional<torch::Tensor>& gamma) override;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   const char* owner() const override { return kIsComplex ? "LRU" : "SLRU"; }
+  int64_t dim() const override { return options.dim(); }
   const torch::Tensor& own_weight() const override { return out_proj->weight; }
   std::vector<torch::Tensor> float32_tensors() const override {
     return {nu_log, theta_log, gamma_log};
@@ -125,7 +120,6 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
 
  private:
   void check_options() const;
-  void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   torch::Tensor output(const torch::Tensor& h, const torch::Tensor& x);
   std::tuple<torch::Tensor, torch::Tensor> gated(const torch::Tensor& x,
                                                  const std::optional<torch::Tensor>& gamma,

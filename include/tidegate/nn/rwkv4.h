@@ -57,19 +57,6 @@ class RWKV4Impl : public KeepsFloat32<RWKV4Impl>, public TensorStateMixer {
     return {options.time_shift() ? 4 : 3, options.dim()};
   }
 
-  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token. state: where to go on
-  /// from, unset = empty. gamma: none is taken. cu_seqlens: bounds `[N+1]` of the sequences packed
-  /// into a B = 1 batch.
-  std::tuple<torch::Tensor, torch::Tensor> forward(
-      const torch::Tensor& x, const std::optional<torch::Tensor>& state = std::nullopt,
-      const std::optional<torch::Tensor>& gamma = std::nullopt,
-      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt) override;
-
-  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
-  /// under torch::NoGradGuard or c10::InferenceMode.
-  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& state,
-                     const std::optional<torch::Tensor>& gamma = std::nullopt) override;
-
   void pretty_print(std::ostream& stream) const override;
 
   RWKV4Options options;
@@ -77,7 +64,15 @@ class RWKV4Impl : public KeepsFloat32<RWKV4Impl>, public TensorStateMixer {
   torch::Tensor w_log, u, mix;
 
  protected:
+  std::tuple<torch::Tensor, torch::Tensor> forward_checked(
+      const torch::Tensor& x, const std::optional<torch::Tensor>& state,
+      const std::optional<torch::Tensor>& gamma,
+      const std::optional<torch::Tensor>& cu_seqlens) override;
+  torch::Tensor step_checked(const torch::Tensor& x, const torch::Tensor& state,
+                             const std::optional<torch::Tensor>& gamma) override;
+  void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   const char* owner() const override { return "RWKV4"; }
+  int64_t dim() const override { return options.dim(); }
   const torch::Tensor& own_weight() const override { return out_proj->weight; }
   std::vector<torch::Tensor> float32_tensors() const override { return {w_log, u}; }
 

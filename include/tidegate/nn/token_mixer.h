@@ -55,14 +55,26 @@ class TokenMixer {
 };
 
 /// A token mixer whose state is one tensor, its shape documented with the mixer.
+///
+/// Checks what comes in. A class of its own says what errors call it, owner(), which gamma it
+/// takes, check_gamma(), and what it computes of arguments that were checked: forward_checked() and
+/// step_checked().
 class TensorStateMixer : public TokenMixer {
  public:
-  virtual std::tuple<at::Tensor, at::Tensor> forward(
+  /// x `[B, T, dim]` -> y `[B, T, dim]` and the state after the last token (undefined where the
+  /// mixer is bidirectional; then no state goes in). state: where to go on from, unset = an empty
+  /// one. gamma: this layer's lower bound `[gamma_size()]` in [0, 1), where the mixer takes one
+  /// (takes_gamma()); unset = 0. cu_seqlens: bounds `[N+1]` of the sequences packed into a B = 1
+  /// batch. Throws c10::ValueError for what does not fit.
+  std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x, const std::optional<at::Tensor>& state = std::nullopt,
       const std::optional<at::Tensor>& gamma = std::nullopt,
-      const std::optional<at::Tensor>& cu_seqlens = std::nullopt) = 0;
-  virtual at::Tensor step(const at::Tensor& x, const at::Tensor& state,
-                          const std::optional<at::Tensor>& gamma = std::nullopt) = 0;
+      const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
+
+  /// One token: x `[B, dim]` -> y `[B, dim]`; `state` is updated in place. Has no gradient: call it
+  /// under torch::NoGradGuard or c10::InferenceMode.
+  at::Tensor step(const at::Tensor& x, const at::Tensor& state,
+                  const std::optional<at::Tensor>& gamma = std::nullopt);
 
   /// The shape of one sequence's state.
   virtual std::vector<int64_t> state_shape() const = 0;
@@ -83,8 +95,20 @@ class TensorStateMixer : public TokenMixer {
                         std::optional<int64_t> capacity) const final;
 
  protected:
+  /// What forward() returns, of arguments that were checked; none of them holds an undefined
+  /// tensor.
+  virtual std::tuple<at::Tensor, at::Tensor> forward_checked(
+      const at::Tensor& x, const std::optional<at::Tensor>& state,
+      const std::optional<at::Tensor>& gamma, const std::optional<at::Tensor>& cu_seqlens) = 0;
+  /// What step() returns, of arguments that were checked.
+  virtual at::Tensor step_checked(const at::Tensor& x, const at::Tensor& state,
+                                  const std::optional<at::Tensor>& gamma) = 0;
+  /// Throws c10::ValueError for a lower bound that the mixer does not take, or lacks.
+  virtual void check_gamma(const std::optional<at::Tensor>& gamma) const = 0;
   /// The module's name in error messages.
   virtual const char* owner() const = 0;
+  /// The width of x and y.
+  virtual int64_t dim() const = 0;
   /// A parameter whose device and dtype are the module's.
   virtual const at::Tensor& own_weight() const = 0;
   /// Throws c10::ValueError unless `state` is one of x's sequences, as init_state() makes it.
