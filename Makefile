@@ -1,6 +1,7 @@
 # `make demo` and `make test` are the two commands of the README; the logic is in scripts/ and CMake.
 #
-#   make demo | test | gpu-test | sanitize | bench | bench-demo | lint | format | build | clean
+#   make demo | test | gpu-test | sanitize | bench | bench-demo | docs | lint | format |
+#        build | clean
 #
 # PYTHON=python3 (offline): no .venv, no pip; that Python's torch, cmake and ninja are used, and the
 # build tree goes on PYTHONPATH. Without it, .venv is made and filled on the first call.
@@ -22,7 +23,7 @@ export TIDEGATE_PARTS := $(PARTS)
 endif
 export CMAKE_ARGS
 
-.PHONY: help setup build demo test gpu-test sanitize bench bench-demo lint format clean
+.PHONY: help setup build demo test gpu-test sanitize bench bench-demo docs lint format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^SHELL/q' Makefile
@@ -51,6 +52,9 @@ bench: build
 
 bench-demo: setup
 	@scripts/bench_demo.sh
+
+docs: setup
+	@scripts/docs.sh
 
 lint: setup
 	@scripts/lint.sh
