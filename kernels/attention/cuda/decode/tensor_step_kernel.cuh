@@ -208,8 +208,8 @@ struct TensorStepHead {
 template <class E, int kDim>
 __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttentionStepParams p) {
   constexpr int kStages = TensorStepTile::kStages;
-  extern __shared__ __align__(128) unsigned char shared[];
-  const TensorStepWarp<E, kDim> at(p, shared);
+  extern __shared__ __align__(128) unsigned char ring[];
+  const TensorStepWarp<E, kDim> at(p, ring);
   for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
        first_head += TensorStepTile::kHeads) {
     for (int tile = 0; tile < kStages - 1; ++tile) {
