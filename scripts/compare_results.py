@@ -3,8 +3,8 @@
     python scripts/compare_results.py BEFORE AFTER [--device cuda] [--count 2000] [--long]
 
 BEFORE and AFTER are folders that hold the package, such as build/python of two checkouts. Each is
-loaded by a process of its own, which makes the same random calls (tests/fuzz.py draws them: every
-op, dtype, layout and gate regime), forward and backward, and prints a digest of every result and
+loaded by processes of its own, which make the same random calls (tests/fuzz.py draws them: every
+op, dtype, layout and gate regime), forward and backward, and print a digest of every result and
 gradient. --long adds long sequences, which CUDA kernels divide among blocks. Sums whose order is
 not fixed are switched off (torch.use_deterministic_algorithms). Ends with 1 where a digest differs,
 and names the case.
@@ -70,7 +70,7 @@ def print_digests(arguments: argparse.Namespace) -> None:
     listed = list(drawn_cases(arguments.count))
     if arguments.long:
         listed += list(long_cases())
-    for number, case in enumerate(listed):
+    for number, case in list(enumerate(listed))[arguments.part :: arguments.jobs]:
         run = vars(sys.modules[type(case).__module__]).get("run", cases.run)
         digest = hashlib.sha256()
         for name, value in sorted(run(case, arguments.device, backward=True).items()):
@@ -80,20 +80,25 @@ def print_digests(arguments: argparse.Namespace) -> None:
         print(number, digest.hexdigest(), str(case).replace(" ", ""), flush=True)
 
 
-def digests(package: Path, arguments: argparse.Namespace) -> list[str]:
+def start(package: Path, part: int) -> subprocess.Popen[str]:
+    """One process of one side: every so many of the cases, beginning with number `part`."""
     if not (package / "tidegate").is_dir():
         sys.exit(f"compare_results: no package tidegate in {package}")
-    paths = [str(package.absolute()), str(_TESTS)]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join([str(package.absolute()), str(_TESTS)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    command = [sys.executable, __file__, *sys.argv[1:], "--print-digests"]
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if result.returncode != 0:
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", str(part)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def digests(package: Path, processes: list[subprocess.Popen[str]]) -> list[str]:
+    """The lines of all processes of one side, by case."""
+    lines = [line for process in processes for line in process.communicate()[0].splitlines()]
+    if any(process.returncode != 0 for process in processes):
         sys.exit(f"compare_results: the calls of {package} failed")
-    return result.stdout.splitlines()
+    return sorted(lines, key=lambda line: int(line.split()[0]))
 
 
 def main() -> int:
@@ -103,12 +108,15 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--count", type=int, default=2000, help="of random calls")
     parser.add_argument("--long", action="store_true", help="long sequences, too")
-    parser.add_argument("--print-digests", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes a side")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.print_digests:
+    if arguments.part is not None:
         print_digests(arguments)
         return 0
-    before, after = (digests(package, arguments) for package in (arguments.before, arguments.after))
+    packages = (arguments.before, arguments.after)
+    running = [[start(package, part) for part in range(arguments.jobs)] for package in packages]
+    before, after = (digests(p, r) for p, r in zip(packages, running, strict=True))
     pairs = list(zip(before, after, strict=True))
     differing = [new for old, new in pairs if old != new]
     for line in differing[:40]:
