@@ -2,7 +2,7 @@
 
 // What the host side of every CUDA family needs: errors passed on, and what the device can do.
 // Every unit includes this, so that it includes little itself: <atomic> and <mutex> would cost each
-// of them two seconds to compile.
+// of them two seconds to compile. SharedCount stands for the one, device.cu keeps the other.
 
 #include <cuda_runtime_api.h>
 

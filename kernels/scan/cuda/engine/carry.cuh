@@ -8,7 +8,10 @@
 
 namespace tidegate::kernels::scan {
 
-constexpr int kMaxWarps = 16;  // of one block
+/// The warps for which a multiprocessor has registers: 65536 are 128 for each thread of 16 warps.
+/// So many a block may have; where an SM has several, they share the 16 (launch.cuh). Kernels are
+/// compiled for 128 registers whatever the warps of a launch (__launch_bounds__).
+constexpr int kMaxWarps = 16;
 
 /// A warp's place in its warp group (the warps of a block, or half of them), and the warp group's
 /// rank among those that share a sequence.
@@ -79,9 +82,9 @@ struct AffineMap {
   }
 };
 
-/// An affine map with single-float decays. That is enough for 16-bit data and decays of at most
-/// one, where the decay is rounded once a chunk and the product of the chunk's own steps is not
-/// (see docs/numerics.md).
+/// An affine map with single-float decays. That is enough for 16-bit data and decays of at most one
+/// if the product of a chunk's steps is two-float and is rounded once, when the chunk is done
+/// (docs/numerics.md, "Long memories").
 template <class Number, int kVec>
 struct SingleFloatMap {
   Number a[kVec];
@@ -211,6 +214,7 @@ struct CarryChainShared {
       carry[kMaxWarps];  // the state that enters a warp's chunk
   uint64_t carry_ready[kMaxWarps];
 
+  /// Nothing here; wkv4's multi-block carry has something to prepare from the Op.
   __device__ void prepare(const Op&, const WarpPosition&) const {}
   __device__ void init(const WarpPosition& at) {
     if (at.lane == 0) {
@@ -219,9 +223,9 @@ struct CarryChainShared {
   }
 };
 
-/// The carry chain of a block's warps, the last one linked to the first one's next iteration. That
-/// the carry of an iteration has come also proves that its place in shared memory was read an
-/// iteration ago, since the chain went through its owner: no second barrier is needed for that.
+/// The carry chain of a block's warps, the last one linked to the first one's next iteration. A
+/// warp that has received may overwrite the next warp's slot: the chain passed that warp, an
+/// iteration ago, after it had read the slot. So no second barrier says that a slot is free.
 template <class Op>
 struct CarryChain {
   using Number = typename Op::Number;

@@ -5,7 +5,6 @@
 // thread, warps, and how many blocks share a sequence. The launch does as the plan says.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "kernels/common/cuda/alignment.h"
@@ -40,14 +39,14 @@ int warps_that_fit(int most, const DeviceLimits& limits) {
 }
 
 /// How many blocks of a multi-block scan, with so many compute warps a warp group, the device holds
-/// at once.
+/// at once. The answer for device 0 is kept, by `warps`: most machines use no other, and on others
+/// it is asked for every time.
 template <class Op>
 cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) {
-  static std::atomic<int> known[WarpGroupShape<Op>::kComputeWarps + 1] =
-      {};  // device 0, by `warps`
+  static SharedCount known[WarpGroupShape<Op>::kComputeWarps + 1];
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  int each = device == 0 ? known[warps].load(std::memory_order_relaxed) : 0;
+  int each = device == 0 ? known[warps].load() : 0;
   if (each == 0) {
     constexpr auto* kKernel = &scan_kernel<Op, ScanMode::kMultiBlock>;
     const int bytes = SharedLayout<Op, ScanMode::kMultiBlock>::bytes(warps);
@@ -55,7 +54,7 @@ cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) 
     TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &each, kKernel, WarpGroupShape<Op>::kWarpGroups * (warps + 1) * kWarpSize, bytes));
     if (device == 0) {
-      known[warps].store(each, std::memory_order_relaxed);
+      known[warps].store(each);
     }
   }
   *blocks = each * limits.multiprocessors;
@@ -76,8 +75,8 @@ ScanSize scan_size(const SequenceLayout& layout, int64_t channels) {
           std::max<int64_t>(1, ceil_div(length, Op::kSteps))};
 }
 
-/// The warps of a single-block scan: an SM's kMaxWarps warps are shared among the blocks that it
-/// gets, four at least for each.
+/// The warps of a single-block scan: the kMaxWarps warps for which an SM has registers are shared
+/// among the blocks that it gets, four at least for each.
 template <class Op>
 int16_t plan_single_block(const ScanSize& size, const DeviceLimits& limits) {
   const int64_t blocks_each = std::clamp<int64_t>(
@@ -99,13 +98,14 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   if (size.chains > resident) {
     return cudaSuccess;
   }
-  const int64_t tile_chunks = WarpGroupShape<Op>::kWarpGroups * warps;  // of a block's tiles
-  const int64_t tiles = ceil_div(size.chunks, tile_chunks);
-  const int64_t most = std::clamp<int64_t>(tiles / iterations, 1, resident / size.chains);
-  const int64_t least_iterations = ceil_div(tiles, most);
+  // Of one block in one iteration: its warp groups' tiles together.
+  const int64_t block_chunks = WarpGroupShape<Op>::kWarpGroups * warps;
+  const int64_t block_tiles = ceil_div(size.chunks, block_chunks);
+  const int64_t most = std::clamp<int64_t>(block_tiles / iterations, 1, resident / size.chains);
+  const int64_t least_iterations = ceil_div(block_tiles, most);
   plan->split = TimeSplit::kMultiBlock;
-  plan->blocks_per_sequence = static_cast<int>(ceil_div(tiles, least_iterations));
-  plan->carry_group = carry_group_of<Op>(plan->blocks_per_sequence);
+  plan->blocks_per_sequence = static_cast<int>(ceil_div(block_tiles, least_iterations));
+  plan->carry_group = carry_group_size<Op>(plan->blocks_per_sequence);
   plan->warps = static_cast<int16_t>(warps);
   plan->one_block_per_sm = false;
   plan->workspace_bytes = CarryWorkspace<Op>{size.chains, plan->blocks_per_sequence}.bytes();
@@ -114,15 +114,16 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
 
 /// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. The three
 /// Ops are one recurrence in the tile configurations of the three regimes.
-template <class HighOccupancy, class OneBlockPerSm, class MultiBlock>
+template <class SeveralBlocksPerSm, class OneBlockPerSm, class MultiBlock>
 cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
                        const DeviceLimits& limits, ScanPlan* plan) {
   const ScanSize size = scan_size<OneBlockPerSm>(layout, channels);
   // With one block an SM there is one chain to wait for, and longer chunks make it shorter.
   plan->one_block_per_sm = size.chains <= limits.multiprocessors;
-  plan->warps = plan->one_block_per_sm ? plan_single_block<OneBlockPerSm>(size, limits)
-                                       : plan_single_block<HighOccupancy>(
-                                             scan_size<HighOccupancy>(layout, channels), limits);
+  plan->warps = plan->one_block_per_sm
+                    ? plan_single_block<OneBlockPerSm>(size, limits)
+                    : plan_single_block<SeveralBlocksPerSm>(
+                          scan_size<SeveralBlocksPerSm>(layout, channels), limits);
   // Less than two iterations leave nothing to share.
   const bool idle = size.chains * 2 <= limits.multiprocessors && size.chunks >= 2 * plan->warps;
   if (request == TimeSplit::kMultiBlock || (request == TimeSplit::kAuto && idle)) {
@@ -194,7 +195,7 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
 template <class Recurrence, class Params>
 struct ScanRecurrence {
   static cudaError_t plan(const Params& params, ScanPlan* plan) {
-    using Sequential = typename Recurrence::template Op<1, Regime::kHighOccupancy>;
+    using Sequential = typename Recurrence::template Op<1, Regime::kSeveralBlocksPerSm>;
     const auto& scan = recurrence_params(params);
     const SequenceLayout& layout = scan.layout;
     *plan = {};
@@ -212,11 +213,12 @@ struct ScanRecurrence {
     plan->wide_rows = scan.channels % (kWarpSize * plan->channels_per_thread) == 0 &&
                       packs_align(tensors, scan.channels, 4 * plan->channels_per_thread);
     return with_pack(*plan, [&]<int kPack>() {
-      using HighOccupancy = typename Recurrence::template Op<kPack, Regime::kHighOccupancy>;
+      using SeveralBlocksPerSm =
+          typename Recurrence::template Op<kPack, Regime::kSeveralBlocksPerSm>;
       using OneBlockPerSm = typename Recurrence::template Op<kPack, Regime::kOneBlockPerSm>;
       using MultiBlock = typename Recurrence::template Op<kPack, Regime::kMultiBlock>;
-      return plan_split<HighOccupancy, OneBlockPerSm, MultiBlock>(layout, scan.channels,
-                                                                  scan.time_split, limits, plan);
+      return plan_split<SeveralBlocksPerSm, OneBlockPerSm, MultiBlock>(
+          layout, scan.channels, scan.time_split, limits, plan);
     });
   }
 
@@ -227,14 +229,15 @@ struct ScanRecurrence {
       return cudaSuccess;
     }
     if (plan.sequential) {
-      return launch_sequential<typename Recurrence::template Op<1, Regime::kHighOccupancy>>(params,
-                                                                                            stream);
+      return launch_sequential<typename Recurrence::template Op<1, Regime::kSeveralBlocksPerSm>>(
+          params, stream);
     }
     return with_pack(plan, [&]<int kPack>() {
-      using HighOccupancy = typename Recurrence::template Op<kPack, Regime::kHighOccupancy>;
+      using SeveralBlocksPerSm =
+          typename Recurrence::template Op<kPack, Regime::kSeveralBlocksPerSm>;
       using OneBlockPerSm = typename Recurrence::template Op<kPack, Regime::kOneBlockPerSm>;
       using MultiBlock = typename Recurrence::template Op<kPack, Regime::kMultiBlock>;
-      const ScanLaunch launch = {channel_tiles<HighOccupancy>(scan.channels, kWarpSize),
+      const ScanLaunch launch = {channel_tiles<SeveralBlocksPerSm>(scan.channels, kWarpSize),
                                  plan.blocks_per_sequence, plan.carry_group, plan.wide_rows,
                                  scan.workspace};
       if (plan.split == TimeSplit::kMultiBlock) {
@@ -242,7 +245,7 @@ struct ScanRecurrence {
       }
       return plan.one_block_per_sm
                  ? launch_single_block<OneBlockPerSm>(params, launch, plan.warps, stream)
-                 : launch_single_block<HighOccupancy>(params, launch, plan.warps, stream);
+                 : launch_single_block<SeveralBlocksPerSm>(params, launch, plan.warps, stream);
     });
   }
 
@@ -251,7 +254,7 @@ struct ScanRecurrence {
   /// sequential scan takes, has no other kernels.
   template <class Visit>
   static cudaError_t with_pack(const ScanPlan& plan, Visit visit) {
-    using Real = typename Recurrence::template Op<1, Regime::kHighOccupancy>::Real;
+    using Real = typename Recurrence::template Op<1, Regime::kSeveralBlocksPerSm>::Real;
     if constexpr (sizeof(Real) == 8) {
       return cudaErrorInvalidValue;
     } else if constexpr (Recurrence::kVec == 1) {

@@ -2,14 +2,18 @@
 
 // The carry of a multi-block scan: blocks that share a sequence, all of them resident. A block is
 // two warp groups, or one, if its loop is software-pipelined (chunk_loops.cuh). Consecutive warp
-// groups own consecutive tiles of time, first all blocks' first groups, then all second ones; the
-// last one of an iteration hands on to the first one of the next.
+// groups own consecutive tiles of time, first all blocks' first groups, then all second ones (a
+// warp group's number in this order is its rank); the last one of an iteration hands on to the
+// first one of the next.
 //
 // A state must cross a tile faster than its steps can be taken, so it crosses by maps. Every
 // compute warp publishes the map of its chunk in shared memory (barrier maps_ready: all compute
 // warps arrive, the carry warp waits). One warp of each group, the carry warp, composes them to the
-// map of the tile, lets the state that enters the tile through, and hands every compute warp its
-// carry (barrier carry_ready: the carry warp arrives, the compute warps wait).
+// map of the tile, lets the state that enters the tile through, and hands it to the compute warps
+// (barrier carry_ready: the carry warp arrives, the compute warps wait). Each of these takes it to
+// its own chunk by a prefix map, that of the tile's chunks before its own, which the carry warp has
+// put in the place of the chunk's map. Without prefix maps the carry warp takes the state through
+// the chunks, and hands every compute warp its own (MultiBlockShared says when).
 //
 // Warp groups exchange carry records in device memory. That takes long, so several of them make a
 // carry group that the state crosses at once: they read each other's maps while it is on its way.
@@ -57,16 +61,18 @@ template <class Op>
 __host__ __device__ constexpr bool carry_groups_are_large() {
   return Op::kSingleFloatDecay && Op::kPipelining == Pipelining::kStagingBuffer;
 }
-/// Warp groups that a state crosses at once, where so many blocks share a sequence: all warp
-/// groups, in the order of their tiles, are cut into carry groups of this size, the last of which
-/// may be smaller. Measured (docs/lab/scan.md).
+/// Warp groups of a carry group, where so many blocks share a sequence: all warp groups, in the
+/// order of their tiles, are cut into carry groups of this size, the last of which may be smaller.
+/// The size is found for one warp group a block, so where blocks have two, there are twice as many
+/// carry groups as `carry_groups` says. Measured (docs/lab/scan.md).
 template <class Op>
-constexpr int carry_group_of(int blocks) {
-  constexpr int kMaxGroupsAtOnce = 16;
+constexpr int carry_group_size(int blocks) {
+  constexpr int kMaxBlocksInCarryGroup = 16;
   const int few = Op::kSingleFloatDecay && blocks <= 4 ? 1 : 2;
-  const int groups =
-      carry_groups_are_large<Op>() ? (blocks + kMaxGroupsAtOnce - 1) / kMaxGroupsAtOnce : few;
-  return std::min((blocks + groups - 1) / groups, WarpGroupShape<Op>::kMaxCarryGroup);
+  const int carry_groups = carry_groups_are_large<Op>()
+                               ? (blocks + kMaxBlocksInCarryGroup - 1) / kMaxBlocksInCarryGroup
+                               : few;
+  return std::min((blocks + carry_groups - 1) / carry_groups, WarpGroupShape<Op>::kMaxCarryGroup);
 }
 
 /// The carry records of one warp group. Those of three iterations are kept: a warp group that
@@ -85,8 +91,8 @@ struct CarryRecords {
   PackedCarry<State> entering[kRecordBuffers];  // to its carry group, if it is the first of it
 };
 
-/// The workspace of a multi-block scan: the carry records of all warp groups of every chain (a
-/// sequence's one channel tile). The plan takes its size from here, and the launch clears it.
+/// The workspace of a multi-block scan: the carry records of all warp groups of every chain (one
+/// channel tile of one sequence). The plan takes its size from here, and the launch clears it.
 template <class Op>
 struct CarryWorkspace {
   int64_t chains;
@@ -101,9 +107,11 @@ struct CarryWorkspace {
 /// The shared-memory carry of a warp group.
 template <class Op>
 struct alignas(16) MultiBlockShared {
-  // Where decays are equal or compute warps are many, all are handed the state that enters the
-  // tile, and each the map of the chunks before its own, in the place of its own. Else (maps are
-  // large, and a state crosses them quickly) each is handed the state that enters its chunk.
+  // With prefix maps all compute warps are handed the state that enters the tile, and each the map
+  // of the chunks before its own, in the place of its own. That is so where maps are small (equal
+  // decays, or single-float ones) and where compute warps are many (a pipelined scan has up to 15).
+  // Else (7 compute warps, two-float decays that differ) each is handed the state that enters its
+  // chunk: maps are large, and a state crosses few of them quickly.
   static constexpr int kComputeWarps = WarpGroupShape<Op>::kComputeWarps;
   static constexpr bool kPrefixMaps =
       Op::kEqualDecays || is_pipelined<Op>() || Op::kSingleFloatDecay;
@@ -121,6 +129,7 @@ struct alignas(16) MultiBlockShared {
   __device__ Set& set(int iteration) { return sets[kSets == 1 ? 0 : iteration % kSets]; }
   static __device__ int parity(int iteration) { return iteration / kSets & 1; }
 
+  /// Nothing here; wkv4's multi-block carry has something to prepare from the Op.
   __device__ void prepare(const Op&, const WarpPosition&) const {}
   __device__ void init(const WarpPosition& at) {
     if (at.lane == 0 && at.warp == at.warps) {
@@ -163,7 +172,7 @@ struct alignas(16) MultiBlockShared {
   }
 };
 
-/// A carry warp's place in its carry group.
+/// A carry warp's place in its carry group; `size`: warp groups of one.
 struct CarryGroup {
   int first;  // rank of the group's first warp group
   int next;   // rank of the next group's first, zero after the last group
@@ -191,7 +200,8 @@ struct CarryWarp {
   using Set = typename MultiBlockShared<Op>::Set;
   static constexpr int kComputeWarps = WarpGroupShape<Op>::kComputeWarps;
   static constexpr bool kPrefixMaps = MultiBlockShared<Op>::kPrefixMaps;
-  // With many compute warps: maps are composed anew for them while the records are on their way.
+  // Prefix maps are composed in a second pass, while the records are on their way, instead of
+  // together with the tile's map, which leaves the earlier for it.
   static constexpr bool kPrefixesLater = carry_groups_are_large<Op>();
   // Records polled at once: more would take registers that the compute warps need.
   static constexpr int kPollsInFlight = carry_groups_are_large<Op>()          ? 7
@@ -299,7 +309,8 @@ struct CarryWarp {
     }
   }
 
-  /// Carries through all iterations of a sequence that begins with the state `initial`.
+  /// Carries through all iterations of a sequence that begins with the state `initial`. (wkv4's
+  /// carry warp, which takes the place of this one, reads the Op.)
   __device__ void carry(int iterations, const Number (&initial)[Op::kVec], const Op&) const {
     const CarryGroup group(at, carry_group);
     Number state[Op::kVec];

@@ -1,7 +1,8 @@
 #pragma once
 
 // What the scan engine (scan_kernel.cuh) asks of an Op: the mathematics of one recurrence in one
-// direction, as a class over one thread's channels. linear_scan/ has the first ones to read.
+// direction, as a class over one thread's channels. (An op in src/ops is the torch operator.)
+// linear_scan/ has the first ones to read.
 //
 // Every Op has
 //   kVec; kSteps, kStages          channels a thread; its tile configuration (tiles.cuh)
@@ -39,11 +40,11 @@
 //   ChunkInputs, fetch_chunk_inputs(...)  with kChunkInputBytes: inputs of a chunk besides those of
 //                                  its steps, and what starts their copies into the chunk's stage
 //   launch_sequential(params, stream)     a kernel of its own instead of the sequential scan
-//   Chunk                          with kOwnChunk, what WarpChunk<Op> is then (wkv4's:
-//   Wkv4Forward::
-//                                  Chunk, Wkv4SingleBlockChunk, Wkv4MultiBlockChunk). It is carried
-//                                  by map and emits while advancing, so it has decode, compose and
-//                                  advance_and_emit. With Pipelining::kOwnChunk compose is told
+//   Chunk                          with kHasOwnChunk, what WarpChunk<Op> is then: wkv4's, which are
+//                                  Wkv4Forward::Chunk, Wkv4SingleBlockChunk, Wkv4MultiBlockChunk.
+//                                  It is carried by map and emits while advancing, so it has
+//                                  decode, compose and advance_and_emit. With
+//                                  Pipelining::kOwnChunk compose is told
 //                                  where the chunk lies, and take(ring, stage) may do the second
 //                                  time what decode has made easy
 //   gather_for_compose(source, raw, k), gather_others(source, raw, k, last), kComposeBytes,
@@ -95,7 +96,8 @@ struct OpDefaults {
   static constexpr int kPreparedBytes = 0;
   /// Bytes of a thread in a stage of the ring, besides its steps' inputs.
   static constexpr int kChunkInputBytes = 0;
-  static constexpr bool kOwnChunk = false;
+  /// Whether WarpChunk<Op> is Op::Chunk.
+  static constexpr bool kHasOwnChunk = false;
   static constexpr bool kSharedExponent = false;
 };
 

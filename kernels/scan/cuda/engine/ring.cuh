@@ -20,7 +20,9 @@ class Ring {
   static constexpr int kStageBytes = kSlotBytes * Op::kSteps + kChunkInputBytesPerWarp;
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
-  // All inputs must be packs of four bytes, a row of which is 128 bytes, for wide copies.
+  // Wide copies are for inputs that are all packs of four bytes, a row of which is 128 bytes.
+  // Others (an fp32 gate beside 16-bit data; 16-bit data in packs of one) are copied thread by
+  // thread, whatever the plan's wide_rows says.
   using Wide = WideFetchSource<4, Op::kPrefetchNeighbourLine>;
   static constexpr bool kCanBeWide = Op::kPackBytes == 4 && Op::kSteps % Wide::kStepsAtOnce == 0;
 

@@ -106,6 +106,7 @@ struct WideFetchSource {
   __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
     static_assert(sizeof(Pack<T, kVec>) == kPackBytes);
     const int offset = lane % kThreadsARow * 16;
+    // rows.at is where this lane's own channels are; the row begins lane packs before.
     const char* const from = rows.at(k) + (offset - lane * kPackBytes + shift);
     if constexpr (kPrefetchNeighbourLine) {
       copy_async_16_prefetch_256(slot + offset, from);

@@ -5,27 +5,35 @@
 //
 //   A warp owns 32 * kVec adjacent channels (a row of its inputs is one contiguous access) and
 //   kSteps consecutive steps, its chunk. The warps of a warp group (a block, or half of one) own
-//   consecutive chunks; together they are a tile. Where blocks share a sequence, consecutive warp
-//   groups own consecutive tiles.
+//   consecutive chunks; together they are the group's tile of time. Where blocks share a sequence,
+//   consecutive warp groups own consecutive tiles.
 //
 //   Inputs travel through a warp's ring in shared memory, kStages chunks deep, so that loads are
-//   always in flight. Rings are private to their warps and need no barrier.
+//   always in flight. Rings are private to their warps and need no barrier beyond __syncwarp.
 //
-//   One iteration, for every compute warp (chunk_loops.cuh):
+//   One iteration of a compute warp whose loop is not pipelined (scan_chunks, chunk_loops.cuh):
 //     decode   its chunk, from the ring
 //     carry    receive the state that enters its chunk from the warp before
 //     advance  the state through the chunk; send on what leaves it
 //     emit     the outputs of the chunk's steps
 //     fetch    the chunk kStages iterations later into the stage that has become free
-//              (before the carry already, where decode leaves nothing in the ring)
+//              (right after decode already, with Op::kInputsInRegisters)
 //
-// Only receiving, advancing and sending are serial, a few instructions a step, while decoding and
-// emitting overlap freely among the warps. The barriers are the carry's: one a warp in a
-// single-block scan (carry.cuh), where every state is computed from the one before by the same
-// operations as a step of decoding; a pair a warp group in a multi-block scan (multi_block.cuh).
-// There, and for an Op whose steps are expensive (kCarryByMap), every warp first composes its chunk
-// to an affine map, by which a state crosses it at once. Either way the operations and their order
-// do not depend on timing: results are bitwise reproducible.
+//   One iteration of a software-pipelined compute warp (multi-block, Op::kPipelining not kNone):
+//     decode   its next chunk; compose its map and publish it
+//     receive  the state that enters the tile of its present chunk, and take it to the chunk
+//     advance  through the present chunk, and emit each step at once
+//     fetch    into the stage that has become free (kStagingBuffer: already after decode)
+//
+// Only receiving, advancing and sending are serial, a few instructions a step, while decode and
+// emit overlap freely among the warps. The barriers are the carry's. A single-block scan has one a
+// warp (carry.cuh), and computes every state from the one before by the operations of a step of
+// generation (hgru_step). In a multi-block scan (multi_block.cuh) a warp group has maps_ready and
+// carry_ready, both twice where pipelined, and one carry_ready for each compute warp where these
+// are handed states of their own instead of prefix maps. There, and for an Op whose steps are
+// expensive (kCarryByMap), every warp first composes its chunk to an affine map, by which a state
+// crosses it at once. Either way the operations and their order do not depend on timing: results
+// are bitwise reproducible.
 //
 // The mathematics is an Op's (op.cuh).
 
@@ -143,7 +151,8 @@ __device__ __forceinline__ void scan_sequence(Op& op, const RingOf<Op>& ring,
   }
 }
 
-/// A block of a sequence's one channel tile: fill the rings, prepare, scan or carry, reduce.
+/// A block scans one channel tile of one sequence, or its part of one: fill the rings, prepare,
+/// scan or carry, reduce.
 template <class Op, ScanMode kMode>
 __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
                              1) void scan_kernel(const __grid_constant__ typename Op::Params params,
@@ -156,11 +165,11 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   const WarpPosition at = find_position<Op, kMode>(launch, &warp_group);
   const int64_t chain = blockIdx.x / (kMultiBlock ? launch.blocks_per_sequence : 1);
   auto& shared = reinterpret_cast<ScanShared<Op, kMode>*>(shared_memory)[warp_group];
-  const int64_t tile = chain % launch.channel_tiles;
+  const int64_t channel_tile = chain % launch.channel_tiles;
   const int64_t n = chain / launch.channel_tiles;
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);
-  const Channels channels =
-      find_channels<Op::kVec>(tile * kWarpSize + at.lane, recurrence_params(params).channels);
+  const Channels channels = find_channels<Op::kVec>(channel_tile * kWarpSize + at.lane,
+                                                    recurrence_params(params).channels);
   const int end = seq.length;
   Op op(params, seq, channels);
 
@@ -184,8 +193,8 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   typename Op::Number s[Op::kVec];
   op.initial(s);
 
-  // Compute warps finish an empty sequence themselves: for carry warps, too, the initial state
-  // would be kept in registers that the multi-block loops need.
+  // The final state of an empty sequence is written inside the branch and not after it, so that s
+  // is not live across carry() and across the multi-block loops, which need the registers.
   if (computes) {
     char* const staging = shared_memory + Layout::staging(at.warps) + index * staging_bytes<Op>();
     scan_sequence<Op, kMode>(op, ring, shared, at, staging, k, end, stride, s);
@@ -198,7 +207,7 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
     CarryWarp<Op>{shared, records, at, launch.carry_group}.carry(iterations, s, op);
   }
 
-  __syncthreads();  // the shared-memory carry becomes scratch
+  __syncthreads();  // the shared-memory carry, a pack or more for every thread, becomes scratch
   // A carry warp takes part, with sums of zero.
   op.reduce(n * at.warp_groups + at.rank, &shared, at.warp, at.warps + (kMultiBlock ? 1 : 0),
             at.lane);
@@ -210,10 +219,10 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
 template <class Op>
 __global__ void sequential_scan_kernel(const __grid_constant__ typename Op::Params params,
                                        const __grid_constant__ ScanLaunch launch) {
-  const int64_t tile = blockIdx.x % launch.channel_tiles;
+  const int64_t channel_tile = blockIdx.x % launch.channel_tiles;
   const int64_t n = blockIdx.x / launch.channel_tiles;
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);
-  const int64_t channel = tile * blockDim.x + threadIdx.x;
+  const int64_t channel = channel_tile * blockDim.x + threadIdx.x;
   if (channel >= recurrence_params(params).channels) {
     return;
   }

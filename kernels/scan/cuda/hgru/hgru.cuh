@@ -14,7 +14,7 @@ namespace tidegate::kernels::scan {
 template <class Data>
 struct HgruChoice {
   using Real = typename Register<Data>::type;
-  // Four bytes a thread and row: a warp's row of a tile is 128 bytes.
+  // Four bytes a thread and row: a warp's row of an input is 128 bytes.
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   template <class Gate, bool kComplex>

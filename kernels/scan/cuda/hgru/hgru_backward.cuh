@@ -34,7 +34,7 @@ struct HgruBackward
   using typename Base::Number;
   using typename Base::Real;
   using Params = HgruBackwardParams;
-  static constexpr bool kEmitWhileAdvancing = Base::kSingleFloatDecay;
+  static constexpr bool kEmitWhileAdvancing = Base::kReal16BitMultiBlock;
   static constexpr Pipelining kPipelining = hgru_splits_ring<Data, Gate, kComplex, kRegime>()
                                                 ? Pipelining::kSplitRing
                                                 : Pipelining::kNone;
@@ -42,8 +42,8 @@ struct HgruBackward
   // (and found twice with a split ring). Single-block scans, which need it once, were slower with
   // it kept: docs/lab/scan.md.
   static constexpr bool kKeepsLambda = kRegime == Regime::kMultiBlock && !kComplex;
-  using Gates =
-      std::conditional_t<kRegime == Regime::kHighOccupancy, Sigmoids<Real>, PackedSigmoids<Real>>;
+  using Gates = std::conditional_t<kRegime == Regime::kSeveralBlocksPerSm, Sigmoids<Real>,
+                                   PackedSigmoids<Real>>;
 
   struct Raw {
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
@@ -123,6 +123,7 @@ struct HgruBackward
       const Real f = raw.f.get(v);
       find_sigmoids<Math>(f, &d.gate[v]);
       if constexpr (kKeepsLambda) {
+        // forget_gate, with the sign of f at hand instead of read back from a packed gate.
         const Real gamma = this->gamma[v];
         const Real part = Real(1) - gamma, smaller = fabs(d.gate[v].smaller);
         d.lambda[v] = f > Real(0) ? fused(-part, smaller, Real(1)) : fused(part, smaller, gamma);
@@ -162,7 +163,7 @@ struct HgruBackward
 
   __device__ void activate(Real x, Real* value, Real* derivative) const {
     // Both are always computed: branches would cost more.
-    if constexpr (kKeepsLambda && sizeof(Data) == 2) {
+    if constexpr (Base::kReal16BitMultiBlock) {
       const Real s = Base::fast_sigmoid(x);
       *value = x * s;
       *derivative = fused(*value, Real(1) - s, s);

@@ -75,9 +75,12 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   static constexpr bool kEqualDecays = false;
   // A complex state takes too long through a chunk for the chain to wait.
   static constexpr bool kCarryByMap = kComplex;
-  // Decays are at most one, and 16-bit data do not show one rounding a chunk.
-  static constexpr bool kSingleFloatDecay =
+  // A case of its own: its maps are single-float, and its backward pass emits as it advances and
+  // finds SiLU from one fast sigmoid.
+  static constexpr bool kReal16BitMultiBlock =
       kRegime == Regime::kMultiBlock && !kComplex && sizeof(Data) == 2;
+  // Decays are at most one, and 16-bit data do not show one rounding a chunk.
+  static constexpr bool kSingleFloatDecay = kReal16BitMultiBlock;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
@@ -110,7 +113,7 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   // several blocks share a multiprocessor, every warp finds them for itself.
   using Prepared = Complex<Real>[kVec][2][kWarpSize];
   static constexpr int kPreparedBytes =
-      kComplex && kRegime != Regime::kHighOccupancy ? sizeof(Prepared) : 0;
+      kComplex && kRegime != Regime::kSeveralBlocksPerSm ? sizeof(Prepared) : 0;
 
   /// The angle of the first turn that the thread's warp prepares.
   __device__ Real given(const WarpPosition& at) const { return angle(min(at.warp / 2, kVec - 1)); }

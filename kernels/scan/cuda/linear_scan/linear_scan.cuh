@@ -228,7 +228,7 @@ struct LinearScanBackward : OpDefaults,
 template <class Data>
 struct LinearScanChoice {
   using Number = typename Register<Data>::type;
-  // Four bytes a thread and row (eight of complex64): a warp's row of a tile is 128 bytes.
+  // Four bytes a thread and row (eight of complex64): a warp's row of an input is 128 bytes.
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   template <class Gate>

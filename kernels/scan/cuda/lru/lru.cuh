@@ -257,7 +257,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
 /// Which kernels a data type has, and which of them params ask for.
 template <class Data>
 struct LruChoice {
-  // Four bytes a thread and row: a warp's row of a tile is 128 bytes.
+  // Four bytes a thread and row: a warp's row of an input is 128 bytes.
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   template <bool kComplex>

@@ -53,7 +53,8 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   // a wider row the halves of complex numbers still make most neighbours one tensor's.
   static constexpr bool kPrefetchNeighbourLine = true;
   // Where several blocks share a multiprocessor, every warp for itself was faster.
-  static constexpr int kPreparedBytes = kRegime == Regime::kHighOccupancy ? 0 : sizeof(Prepared);
+  static constexpr int kPreparedBytes =
+      kRegime == Regime::kSeveralBlocksPerSm ? 0 : sizeof(Prepared);
 
   /// The parameters of one channel, as they are given.
   struct Given {

@@ -14,12 +14,12 @@ namespace tidegate::kernels::scan {
 
 /// WarpChunk<Op> (warp_chunk.cuh) of these Ops is their own.
 template <class Op>
-  requires(Op::kOwnChunk)
+  requires(Op::kHasOwnChunk)
 struct WarpChunk<Op> : Op::Chunk {};
 
 template <class Data>
 struct Wkv4Choice {
-  // Four bytes a thread and row: a warp's row of a tile is 128 bytes.
+  // Four bytes a thread and row: a warp's row of an input is 128 bytes.
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   struct Forward : ScanRecurrence<Forward, Wkv4Params> {

@@ -133,7 +133,7 @@ struct Wkv4Base : OpDefaults {
   static constexpr bool kCarryByMap = true;
   static constexpr bool kEqualDecays = true;
   static constexpr int kPackBytes = sizeof(Data) * kVec;
-  static constexpr bool kOwnChunk = true;
+  static constexpr bool kHasOwnChunk = true;
   // In multi-block scans, chunks whose keys are within range of a channel's shared exponent have
   // that exponent, and exponents are counted from there in the carry (wkv4_multi_block.cuh). For
   // 32-bit data the range is narrow, as weights near their exponent have the most digits.
