@@ -8,7 +8,7 @@
 #
 #   JOBS=N         compile with N processes (else: by cores and free memory)
 #   CMAKE_ARGS=... further arguments for cmake, e.g. -DTIDEGATE_CUDA=OFF
-#   PARTS="..."    of bench: these parts alone, e.g. "ops peers" (scripts/bench.sh names them)
+#   PARTS="..."    of bench: these parts alone, e.g. "ops baselines" (scripts/bench.sh names them)
 SHELL := /bin/bash
 
 # Only a PYTHON given on the command line counts: one left in the environment is not meant for us.

@@ -31,6 +31,12 @@ function(tidegate_folder_executable name folder)
   endif()
 endfunction()
 
+# tidegate_compile_quickly(TARGET): for programs whose time goes into the library and into torch, not
+# into what is compiled here.
+function(tidegate_compile_quickly target)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
+endfunction()
+
 # Warnings, and a run path that is transitive (DT_RPATH): with DT_RUNPATH a program would find
 # libtidegate.so but not what it needs in turn. A library has one path for the build tree, an
 # installed prefix and the Python package alike, so nothing is rewritten when it is installed: CMake

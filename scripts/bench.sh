@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The benchmarks, part by part: the Google Benchmark binaries (kernels, ops), training steps beside
-# the Transformer (models), and on a GPU the ops beside other libraries (peers, sweep, gla,
+# the Transformer (models), and on a GPU the ops beside other libraries (baselines, sweep, gla,
 # attention), the error of decays (gla_errors), gated_rnn beside cuDNN's GRU and the copying task's
 # training step. JSON under benchmarks/results/local/ (only results that are meant to be kept are
 # committed, one folder up). `make bench PARTS="ops gla"` runs these parts alone. Arguments go to the
@@ -10,7 +10,7 @@ set -uo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
 
-on_gpu="peers sweep gla attention gla_errors gated_rnn copying_step"
+on_gpu="baselines sweep gla attention gla_errors gated_rnn copying_step"
 all="kernels ops models $on_gpu"
 read -ra parts <<<"${TIDEGATE_PARTS:-$all}"
 (($# == 0)) || parts=(kernels ops)
@@ -44,9 +44,9 @@ run() {
         --benchmark_out_format=json --benchmark_context="commit=$commit,torch=$torch" "$@"
       ;;
     models) build/bin/bench_models --json "$out/models.json" --commit "$commit" ;;
-    peers) "$python" benchmarks/peers.py --groups aims extra --out "$out/peers.json" ;;
+    baselines) "$python" benchmarks/baselines.py --groups aims extra --out "$out/baselines.json" ;;
     sweep | gla | attention)
-      "$python" benchmarks/peers.py --groups "$part" --out "$out/peers_$part.json"
+      "$python" benchmarks/baselines.py --groups "$part" --out "$out/baselines_$part.json"
       ;;
     *) "$python" "benchmarks/$part.py" --out "$out/$part.json" ;;
   esac

@@ -451,7 +451,7 @@ def test_offsets_on_the_cpu_are_accepted(device: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 4096, 16), (1, 65536, 12), (2, 4097, 16)], ids=str)
 def test_memory_of_both_passes(shape: tuple[int, int, int]) -> None:
     """Half of the 7424 bytes a row and head that fla 0.6's chunk_gla takes at K = V = 128, inputs,
-    results and gradients included (benchmarks/results/peers_gla_h200.json)."""
+    results and gradients included (benchmarks/results/baselines_gla_h200.json)."""
     require_cuda()
     batch, time, heads = shape
     torch.manual_seed(0)
