@@ -1,9 +1,9 @@
 #pragma once
 
 // What reaches the sub-chunks of a chunk from outside. The chunk's boundaries give S_start do^T,
-// D_end v^T and the row sums of S_start o D_end; they are handed on to the chunk's halves, and from
-// those to the sub-chunks, by the rule that sub_chunk_gradients.cuh states. A warp has a K-slice,
-// 16 channels, of all 64 tokens.
+// D_end v^T and the row sums of S_start * D_end, element by element; they are handed on to the
+// chunk's halves, and from those to the sub-chunks, by the rule that sub_chunk_gradients.cuh
+// states. A warp has a K-slice, 16 channels, of all 64 tokens.
 
 #include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
 
@@ -33,7 +33,8 @@ struct BoundaryFetch {
   }
 };
 
-/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
+/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start * D_end, element
+/// by element.
 __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
                                              BoundaryFetch& fetch, ChunkSums& sums,
                                              float (&through)[4]) {
@@ -51,7 +52,8 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
   const char* d_o = sh.d_o.at(0, 0, l);
   const char* values = sh.values.at(0, 0, l);
   const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
-  // S_start D_end^T, of which the diagonal is wanted, by quarters of its rows and columns.
+  // S_start D_end^T, of which the diagonal is wanted. Each product has the same 8 channels twice as
+  // rows, with columns 0-7 and 8-15 of V; only the half that meets its own columns of V is used.
   float ends[2][4] = {}, other_ends[2][4] = {};
 #pragma unroll 1
   for (int first = 0; first < at.value_slices; first += 2) {

@@ -1,7 +1,8 @@
 #pragma once
 
 // The gradients of one chunk of 64 tokens of one head, from its inputs, its factors and the states
-// at its two ends. A block of threads has a chunk and a head, K / 16 warps (a multiple of four):
+// at its two ends. A block of threads has a chunk and a head, and K / 16 warps, rounded up to a
+// multiple of four:
 //
 //   load       do, v, the factors Q and K, decays; S_start and D_end asked for     all warps
 //   factors    K up to the chunk's end; Q and K across its halves                   a K-slice each
@@ -99,7 +100,7 @@ __device__ inline void store_gamma_sums(const ChunkBackward& a, const ChunkPlace
   const GlaParams& p = a.backward.forward;
   const int r = at.lane / 4, c = at.lane % 4;
   __syncwarp();
-  if (r < 4) {  // lane 4j + c adds up channel j of the lanes of its column
+  if (r < 4) {  // lane 4j + c adds up channel j of the lanes with this c
     float sum = 0;
 #pragma unroll
     for (int row = 0; row < 8; ++row) {

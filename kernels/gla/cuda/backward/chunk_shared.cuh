@@ -30,8 +30,9 @@ constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a K-slice
 struct ChunkShared {
   RowTile d_o, values;  // [64][V]
   char* tiles;          // [K / 16][kChunkTiles]; then everything up to here gives way to the sums
-  RowTile scores;  // [64][64]: scores up to the diagonal; dA of later sub-chunk i, earlier j at
-                   // (j, i)
+  // [64][64] in blocks of two sub-chunks: scores of (i, j), i >= j, in block (i, j); dA of later i
+  // and earlier j in block (j, i), not transposed: its rows are tokens of i.
+  RowTile scores;
   uint4* pairs;  // [4][32]: dA of a sub-chunk's pairs as A of mma_bf16, pair (t, s) also at (s, t)
   float4* neighbours;  // [4][8]: dA of (2r, 2r), (2r+1, 2r+1) and (2r+1, 2r), in float
   float* decay;        // [K / 16][4][16], of each sub-chunk

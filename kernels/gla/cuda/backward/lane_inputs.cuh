@@ -94,8 +94,8 @@ class QuadInputs {
     }
   }
 
-  /// What was loaded last. `live` of the two tokens exist; those that do not have f = 1, and
-  /// another token's q and k, which meet a do or v of zero wherever they are used.
+  /// What was loaded last. `live` of the two tokens exist. A missing one gets f = 1 and, as q and
+  /// k, those of the chunk's last token; its do and v are zero, and no gradient of it is stored.
   __device__ void get(const float (&gamma)[4], int live, Quad& x) const {
     QuadSlopes none;
     convert<false>(gamma, live, x, none);

@@ -2,12 +2,12 @@
 
 // States at the boundaries of all chunks, by one scan over time in either direction.
 //
-//   forward   S_end   = diag(tot) S_start + sum over t of (k_t suf(t)) v_t^T
-//   adjoint   D_start = diag(tot) D_end   + sum over t of (q_t pre(t)) do_t^T
+//   forward   for each sub-chunk            S = diag(tot) S + K^T v
+//   adjoint   for each, from the last one   D = diag(tot) D + Q^T do
 //
-// D is the gradient of the loss with respect to the state. pre(t) is the product of a chunk's
-// decays up to t, suf(t) of those after t, tot of all: products of decays only. The factors k suf
-// and q pre of every sub-chunk come from chunk_factors.cuh.
+// D is the gradient of the loss with respect to the state. Q = q pre, K = k suf and tot are the
+// sub-chunk's: products of its decays up to a token, after it, and of all (chunk_factors.cuh). Only
+// the states at chunk boundaries are kept.
 //
 // The tile: a block of threads has one head of a segment and up to 128 columns of V; each of its
 // K / 16 warps keeps a K-slice of the state, 16 x 128, as fp32 accumulators from one end of time to

@@ -126,6 +126,7 @@ cudaError_t compose_segment_states(const StatePass& pass, cudaStream_t stream) {
                           .states = pass.segment_states + rows * p.value_dim,
                           .adjoint = direction == 1};
   }
+  // Before: a scan then starts from its own place, whichever neighbour its direction comes from.
   return compose_segments(carries, kDirections, CarryPlace::kBefore, stream);
 }
 

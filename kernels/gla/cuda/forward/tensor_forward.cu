@@ -48,6 +48,7 @@ cudaError_t find_segment_states(const TensorForward& work, cudaStream_t stream) 
                                   .initial = p.h0,
                                   .decays = work.products,
                                   .states = work.states};
+  // After: a segment starts from its predecessor's place, and a sequence's last one needs no map.
   return compose_segments(&carries, 1, CarryPlace::kAfter, stream);
 }
 
