@@ -67,7 +67,7 @@ __device__ inline void apply_slopes(const Quad& x, const QuadSlopes& slopes, boo
     if constexpr (kKind == GateKind::kLogit) {
       g.f[i][j] = x.k[i][j] * (g.f[i][j] - g.k[i][j]);
       (&gamma_sums.x)[j] = fmaf(exists, g.f[i][j], (&gamma_sums.x)[j]);
-      g.f[i][j] *= slopes.open[i][j];
+      g.f[i][j] *= slopes.opening[i][j];
     } else {
       g.f[i][j] *= x.f[i][j];
     }
@@ -122,7 +122,7 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
   const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kSlice + 4 * c;
   const bool wide_gate = p.gate.dtype == DType::kFloat32;
   float gamma[4];
-  load_bounds(p, at.head, channel, gamma);
+  load_lane_gamma(p, at.head, channel, gamma);
   // Kept where the first sub-chunk's sums have been.
   float4* gamma_sums = sh.sums(at.warp, 0, at.lane);
 #pragma unroll 1

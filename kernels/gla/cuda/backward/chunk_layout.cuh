@@ -238,6 +238,8 @@ struct ChunkFactors {
   }
   /// A tile lies in a piece of each of some rows, side by side with none or as long pieces of
   /// other tiles: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
+  /// K = 128: rows of 256 bytes, so a tile is two whole rows, 8 slices x 4 sub-chunks x 2 = 64
+  /// rows.
   __host__ __device__ int piece_bits() const {
     int bits = kSliceRowBits;
     while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
@@ -245,14 +247,15 @@ struct ChunkFactors {
     }
     return bits;
   }
-  /// How many slices lie below each other before the next pieces of the rows begin.
-  __device__ int slices_across() const { return 1 << (piece - kSliceRowBits); }
+  /// How many K-slices' tiles one column of pieces holds, one below the other, in the chunk's 64
+  /// rows.
+  __device__ int slices_down() const { return 1 << (piece - kSliceRowBits); }
   /// Byte `offset` of a tile.
   __device__ char* tile(const NearRows& rows, int slice, int sub_chunk, int offset) const {
-    const int across = piece - kSliceRowBits;
-    const int first = ((slice & (slices_across() - 1)) * kSubChunks + sub_chunk)
+    const int down = piece - kSliceRowBits;
+    const int first = ((slice & (slices_down() - 1)) * kSubChunks + sub_chunk)
                       << (kTileBits - piece);
-    return rows.row(first + (offset >> piece)) + (slice >> across << piece) +
+    return rows.row(first + (offset >> piece)) + (slice >> down << piece) +
            (offset & ((1 << piece) - 1));
   }
   __device__ float* slice_decays(int chunk, int head, int slice) const {

@@ -14,11 +14,11 @@ inline int chunk_warps(int64_t key_dim) {
 
 /// Tiles of a K-slice. K is k suf, Q is q pre, of each sub-chunk.
 enum ChunkTile : int {
-  kKeyTile = 0,        // K of sub-chunks 0 to 3
-  kQueryTile = 4,      // Q of sub-chunks 1 to 3
-  kQueryHalfTile = 7,  // Q of sub-chunk 3 from sub-chunk 2's start
-  kKeyHalfTile = 8,    // K of sub-chunk 0 to sub-chunk 1's end
-  kKeyEndTile = 9,     // K of sub-chunks 0 to 2 to the chunk's end
+  kKeyFactor = 0,        // K of sub-chunks 0 to 3
+  kQueryFactor = 4,      // Q of sub-chunks 1 to 3
+  kQueryHalfFactor = 7,  // Q of sub-chunk 3 from sub-chunk 2's start
+  kKeyHalfFactor = 8,    // K of sub-chunk 0 to sub-chunk 1's end
+  kKeyEndFactor = 9,     // K of sub-chunks 0 to 2 to the chunk's end
   kChunkTiles = 12,
 };
 

@@ -14,8 +14,8 @@ struct Quad {
 
 /// The slopes that lead from the gradients of a Quad back to those of what is in memory.
 struct QuadSlopes {
-  float q[2][4];     // dq / d(q in memory)
-  float open[2][4];  // sigmoid of the logit
+  float q[2][4];        // dq / d(q in memory)
+  float opening[2][4];  // sigmoid of the logit
 };
 
 /// x = scale * activate(x), and the derivative where `slope` is given: one branch for all.
@@ -146,7 +146,7 @@ class QuadInputs {
           if constexpr (kSlopes) {
             const float e = Math::exp_minus_abs(gate[i][j]);
             const float larger = Math::reciprocal(1.0f + e);
-            slopes.open[i][j] = gate[i][j] > 0.0f ? larger : e * larger;
+            slopes.opening[i][j] = gate[i][j] > 0.0f ? larger : e * larger;
           }
         } else {
           decay = exp2_approx(gate[i][j] * kLog2E);
@@ -165,7 +165,8 @@ class QuadInputs {
 };
 
 /// gamma of four channels of a head from `channel` on.
-__device__ inline void load_bounds(const GlaParams& p, int head, int channel, float (&gamma)[4]) {
+__device__ inline void load_lane_gamma(const GlaParams& p, int head, int channel,
+                                       float (&gamma)[4]) {
   float4 bound = make_float4(0, 0, 0, 0);
   if (p.gamma != nullptr) {
     bound = __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(p.gamma) +

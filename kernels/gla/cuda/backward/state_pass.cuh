@@ -145,7 +145,7 @@ class SliceState {
 
   /// Over a chunk's four sub-chunks, in scan order: state = diag(decay) state + factors^T values.
   /// `total` is multiplied by the decays of the lane's two rows.
-  template <bool kBackwards>
+  template <bool kAdjoint>
   __device__ void advance(const char* slice, const RowTile& values, int columns, int lane,
                           float2& total) {
     const MatrixLane left = MatrixLane::across(lane), right(lane);
@@ -155,7 +155,7 @@ class SliceState {
     const char* value = values.at(0, 0, right);
 #pragma unroll
     for (int i = 0; i < kSubChunks; ++i) {
-      const int b = kBackwards ? kSubChunks - 1 - i : i;
+      const int b = kAdjoint ? kSubChunks - 1 - i : i;
       const float d0 = decays[b * kSlice], d1 = decays[b * kSlice + 8];
       total = {total.x * d0, total.y * d1};
       uint32_t a[4];

@@ -58,7 +58,7 @@ struct ForwardRing {
 };
 
 /// Tokens of a segment, or 0 where whole sequences keep the chip busy.
-inline int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
+inline int64_t choose_forward_segment(const GlaParams& p, int multiprocessors) {
   const int64_t blocks = p.heads * value_tiles(p);  // of one segment
   const auto rounded = [](int64_t time) { return ceil_div(time, kSubChunk) * kSubChunk; };
   if (p.layout.offsets != nullptr) {

@@ -47,8 +47,8 @@ struct RingBarriers {
 
 /// gamma of the key tile's channels; zero past its end.
 template <int kKeys>
-__device__ inline void load_bounds(const TensorForward& w, const WorkTile& work,
-                                   float (&bounds)[kKeys]) {
+__device__ inline void load_tile_gamma(const TensorForward& w, const WorkTile& work,
+                                       float (&bounds)[kKeys]) {
   const GlaParams& p = w.params;
   for (int i = threadIdx.x; i < kKeys; i += blockDim.x) {
     bounds[i] = p.gamma != nullptr && i < w.keys
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   const int consumers = w.value_tile / kConsumerColumns;
   const RingBarriers barriers = {loaded, full, empty};
   barriers.init(w.stages, consumers);
-  load_bounds(w, work, bounds);
+  load_tile_gamma(w, work, bounds);
   __syncthreads();
 
   const int sub_chunks = (segment.tokens + kSubChunk - 1) / kSubChunk;
