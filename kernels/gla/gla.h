@@ -38,7 +38,7 @@ struct GlaPlan {
 
 /// S_t = diag(f_t) S_{t-1} + k_t v_t^T,  o_t = scale * q_t^T S_t  for every head, S_{-1} = h0.
 /// Anything of f in [0, 1], in any mixture, is exact: no kernel divides by a product of decays.
-/// A step is T = 1 with h_final == h0.
+/// The step ops ask for T = 1 with h_final == h0.
 /// The state type is state_dtype(q.dtype); float32, float64, bfloat16 and float16 data.
 struct GlaParams {
   SequenceLayout layout = {};

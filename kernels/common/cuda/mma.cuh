@@ -4,8 +4,9 @@
 //
 // mma_bf16 (mma_f16 with f16 operands) multiplies a 16 x 16 matrix A by a 16 x 8 matrix B. With r =
 // lane / 4 and c = lane % 4, a lane holds, two bf16 a register, the lower one first:
-//   A[0] = A(r, 2c..2c+1)   A[1] = A(r + 8, 2c..)   A[2] = A(r, 2c + 8..)   A[3] = A(r + 8, 2c
-//   + 8..) B[0] = B(2c..2c+1, r)   B[1] = B(2c + 8.., r)
+//   A[0] = A(r, 2c..2c+1)    A[1] = A(r + 8, 2c..)
+//   A[2] = A(r, 2c + 8..)    A[3] = A(r + 8, 2c + 8..)
+//   B[0] = B(2c..2c+1, r)    B[1] = B(2c + 8.., r)
 // and of the 16 x 8 sum in float
 //   D[0..1] = D(r, 2c..2c+1)   D[2..3] = D(r + 8, 2c..2c+1)
 // So a D rounded to bf16 pairs is half of an A of the next product, and half of a B that is D^T.

@@ -62,8 +62,10 @@ struct DyadicScores {
 
 namespace dyadic {
 
-/// A level multiplies q of a later group by k of an earlier one. (Operands as deep as a
-/// lane holds them, 8, need not be copied together to be both A and B.)
+/// A level multiplies q of a later group by k of an earlier one. x is q in lanes of later groups
+/// and k in those of earlier ones. Its two registers are A, and each of them, even or odd tokens,
+/// is B of a product 8 deep. Entries of later with earlier tokens are the scores; the rest is never
+/// read.
 __device__ inline void add_level(float (&level)[2][4], bool later, const float (&q)[2][4],
                                  const float (&k)[2][4]) {
 #pragma unroll
@@ -84,7 +86,7 @@ __device__ inline void add_level(float (&level)[2][4], bool later, const float (
 
 /// Sixteen channels (four a lane) of 16 tokens: adds to the scores, and turns q into q pre_16, k
 /// into k suf_16; `total` is the product of all 16 decays, in every lane of the channel. Rows that
-/// hold no token have q = k = 0 and f = 1.
+/// hold no token have f = 1, and either k = 0 (forward) or meet v = do = 0 (backward).
 __device__ inline void dyadic_step(float (&q)[2][4], float (&k)[2][4], const float (&f)[2][4],
                                    int lane, DyadicScores& scores, float (&total)[4]) {
 #pragma unroll

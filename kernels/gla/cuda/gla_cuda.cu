@@ -1,6 +1,6 @@
-// The entry points of gla_cuda.h: which path takes a set of params. It is decided here, by the
-// plan, and a launch only follows the plan. Whether there is anything to do is asked here alone,
-// too.
+// The entry points of gla_cuda.h: which path takes a set of params. The plan decides it,
+// here, and a launch only follows the plan; decode/ alone has no path of its own, plain.cu takes it
+// where T <= kStepTokens. Whether there is anything to do is asked here alone, too.
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/gla/cuda/backward/tensor_backward.h"
@@ -16,7 +16,7 @@ bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels
 }  // namespace
 
 cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan) {
-  // A step or two is the plain path's: it takes the state through registers, in place.
+  // One or two tokens are the plain entry's, which gives them to decode/step.cuh.
   const bool fits = params.layout.time > kStepTokens && tensor_forward_fits(params);
   if (fits && params.path != GlaPath::kPlain) {
     return tensor_forward_plan(params, plan);

@@ -24,7 +24,7 @@ class HeadRows {
   }
 
   __device__ char* row(int64_t k) const { return base_ + k * stride_; }
-  /// Bytes from one row to the next, which fit 32 bits: see gla_unsupported.
+  /// Bytes from one row to the next, which fit 32 bits: see in_rows of src/ops/views.h.
   __device__ int stride_bytes() const { return static_cast<int>(stride_); }
 
   template <class Real>

@@ -1,9 +1,9 @@
 #pragma once
 
 // What reaches the sub-chunks of a chunk from outside. The chunk's boundaries give S_start do^T,
-// D_end v^T and the row sums of S_start o D_end; they are handed on to the chunk's halves, and from
-// those to the sub-chunks, by the rule that sub_chunk_gradients.cuh states. A warp has a K-slice,
-// 16 channels, of all 64 tokens.
+// D_end v^T and the row sums of S_start * D_end, element by element; they are handed on to the
+// chunk's halves, and from those to the sub-chunks, by the rule that sub_chunk_gradients.cuh
+// states. A warp has a K-slice, 16 channels, of all 64 tokens.
 
 #include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
 
@@ -33,7 +33,8 @@ struct BoundaryFetch {
   }
 };
 
-/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start o D_end.
+/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start * D_end, element
+/// by element.
 __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
                                              BoundaryFetch& fetch, ChunkSums& sums,
                                              float (&through)[4]) {
@@ -51,7 +52,8 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
   const char* d_o = sh.d_o.at(0, 0, l);
   const char* values = sh.values.at(0, 0, l);
   const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
-  // S_start D_end^T, of which the diagonal is wanted, by quarters of its rows and columns.
+  // S_start D_end^T, of which the diagonal is wanted. Each product has the same 8 channels twice as
+  // rows, with columns 0-7 and 8-15 of V; only the half that meets its own columns of V is used.
   float ends[2][4] = {}, other_ends[2][4] = {};
 #pragma unroll 1
   for (int first = 0; first < at.value_slices; first += 2) {
@@ -171,10 +173,10 @@ __device__ inline void descend_to_halves(const ChunkPlace& at, const ChunkShared
     half_through[0][j] = halves[1][j] * chunk_through[j];
     half_through[1][j] = halves[0][j] * chunk_through[j];
   }
-  tiles.add_through(half_through[0], kQueryTile + 1, sums.before[2]);
-  tiles.add_through(half_through[0], kQueryHalfTile, sums.before[3]);
-  tiles.add_through(half_through[1], kKeyHalfTile, sums.after[0]);
-  tiles.add_through(half_through[1], kKeyTile + 1, sums.after[1]);
+  tiles.add_through(half_through[0], kQueryFactor + 1, sums.before[2]);
+  tiles.add_through(half_through[0], kQueryHalfFactor, sums.before[3]);
+  tiles.add_through(half_through[1], kKeyHalfFactor, sums.after[0]);
+  tiles.add_through(half_through[1], kKeyFactor + 1, sums.after[1]);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     scale_columns(sums.before[2 + i], halves[0]);
@@ -183,10 +185,10 @@ __device__ inline void descend_to_halves(const ChunkPlace& at, const ChunkShared
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t m[4];
-    tiles.load(m, i == 0 ? kKeyHalfTile : kKeyTile + 1);
+    tiles.load(m, i == 0 ? kKeyHalfFactor : kKeyFactor + 1);
     add_keys(sums.before[2], at, sh, 2, i, m);
     add_keys(sums.before[3], at, sh, 3, i, m);
-    tiles.load(m, i == 0 ? kQueryTile + 1 : kQueryHalfTile);
+    tiles.load(m, i == 0 ? kQueryFactor + 1 : kQueryHalfFactor);
     add_queries(sums.after[0], at, sh, 2 + i, 0, m);
     add_queries(sums.after[1], at, sh, 2 + i, 1, m);
   }
@@ -208,14 +210,14 @@ __device__ inline void descend_to_sub_chunks(const ChunkPlace& at, const ChunkSh
       through[e][j] = d[h][j] * half_through[half][j];
       through[h][j] = d[e][j] * half_through[half][j];
     }
-    tiles.add_through(through[e], kQueryTile + h - 1, sums.before[h]);
-    tiles.add_through(through[h], kKeyTile + e, sums.after[e]);
+    tiles.add_through(through[e], kQueryFactor + h - 1, sums.before[h]);
+    tiles.add_through(through[h], kKeyFactor + e, sums.after[e]);
     scale_columns(sums.before[h], d[e]);
     scale_columns(sums.after[e], d[h]);
     uint32_t m[4];
-    tiles.load(m, kKeyTile + e);
+    tiles.load(m, kKeyFactor + e);
     add_keys(sums.before[h], at, sh, h, e, m);
-    tiles.load(m, kQueryTile + h - 1);
+    tiles.load(m, kQueryFactor + h - 1);
     add_queries(sums.after[e], at, sh, h, e, m);
   }
 }

@@ -1,7 +1,8 @@
 #pragma once
 
 // The gradients of one chunk of 64 tokens of one head, from its inputs, its factors and the states
-// at its two ends. A block of threads has a chunk and a head, K / 16 warps (a multiple of four):
+// at its two ends. A block of threads has a chunk and a head, and K / 16 warps, rounded up to a
+// multiple of four:
 //
 //   load       do, v, the factors Q and K, decays; S_start and D_end asked for     all warps
 //   factors    K up to the chunk's end; Q and K across its halves                   a K-slice each
@@ -66,7 +67,7 @@ __device__ inline void apply_slopes(const Quad& x, const QuadSlopes& slopes, boo
     if constexpr (kKind == GateKind::kLogit) {
       g.f[i][j] = x.k[i][j] * (g.f[i][j] - g.k[i][j]);
       (&gamma_sums.x)[j] = fmaf(exists, g.f[i][j], (&gamma_sums.x)[j]);
-      g.f[i][j] *= slopes.open[i][j];
+      g.f[i][j] *= slopes.opening[i][j];
     } else {
       g.f[i][j] *= x.f[i][j];
     }
@@ -99,7 +100,7 @@ __device__ inline void store_gamma_sums(const ChunkBackward& a, const ChunkPlace
   const GlaParams& p = a.backward.forward;
   const int r = at.lane / 4, c = at.lane % 4;
   __syncwarp();
-  if (r < 4) {  // lane 4j + c adds up channel j of the lanes of its column
+  if (r < 4) {  // lane 4j + c adds up channel j of the lanes with this c
     float sum = 0;
 #pragma unroll
     for (int row = 0; row < 8; ++row) {
@@ -121,7 +122,7 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
   const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kSlice + 4 * c;
   const bool wide_gate = p.gate.dtype == DType::kFloat32;
   float gamma[4];
-  load_bounds(p, at.head, channel, gamma);
+  load_lane_gamma(p, at.head, channel, gamma);
   // Kept where the first sub-chunk's sums have been.
   float4* gamma_sums = sh.sums(at.warp, 0, at.lane);
 #pragma unroll 1

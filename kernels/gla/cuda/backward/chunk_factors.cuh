@@ -33,7 +33,7 @@ struct alignas(16) QuadSteps {
     to_token = distance(0, kTileBytes / 4);
     to_half = distance(0, kTileBytes / 2);
     to_slice = distance(1, 0);
-    to_piece = distance(factors.slices_across(), 0) - distance(factors.slices_across() - 1, 0);
+    to_piece = distance(factors.slices_down(), 0) - distance(factors.slices_down() - 1, 0);
   }
 };
 
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kSubChunks * 32, 5)
   }
   const int sub_chunk = at.warp, r = at.lane / 4, c = at.lane % 4;
   const int token = sub_chunk * kSubChunk + 2 * r;
-  const int last_across = a.factors.slices_across() - 1;
+  const int last_down = a.factors.slices_down() - 1;
   char* places[kFactorSides];
 #pragma unroll
   for (int side = 0; side < kFactorSides; ++side) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kSubChunks * 32, 5)
 #pragma unroll 1
   for (int s = 0; s < at.key_slices; ++s) {
     float gamma[4], total[4];
-    load_bounds(p, head, s * kSlice + 4 * c, gamma);
+    load_lane_gamma(p, head, s * kSlice + 4 * c, gamma);
     Quad x;
     inputs.get(gamma, at.tokens - token, x);
     if (s + 1 < at.key_slices) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kSubChunks * 32, 5)
       const QuadSteps& step = steps[side];
       store_quad(places[side], kWide ? kTileBytes / 4 : step.to_token, step.to_half,
                  side == kQueries ? x.q : x.k);
-      places[side] += (s & last_across) == last_across ? step.to_piece : step.to_slice;
+      places[side] += (s & last_down) == last_down ? step.to_piece : step.to_slice;
     }
     if (r == 0) {
       *reinterpret_cast<float2*>(decays) = make_float2(total[0], total[1]);

@@ -18,7 +18,8 @@ namespace tidegate::kernels::gla {
 //   chunk      64 tokens. Its states take 2 K V bytes each way in memory: shorter chunks have more
 //              of them, longer ones more pairs of tokens and more shared memory.
 //   sub-chunk  16 tokens, the depth of one mma; within it pairs go down the dyadic levels.
-//   K-slice    16 channels, one warp: a token's dq, dk and df, its inputs and its slopes then stay
+//   K-slice    16 channels, one warp: a token's dq, dk and dgate, its inputs and its slopes then
+//   stay
 //              with one lane from loading to storing. At most 16 of them, so K is at most 256.
 //   V-slice    16 columns of V, the depth of one mma.
 //   state pass 128 columns of V a block of threads (kStateColumns): 64 accumulators a lane.
@@ -77,7 +78,7 @@ struct RowTile {
 };
 
 /// A row and those after it in scan order, cheap to step through: rows are less than 2^31 bytes
-/// apart (see gla_unsupported).
+/// apart (see in_rows of src/ops/views.h).
 struct alignas(16) NearRows {
   char* base;
   int stride;  // bytes
@@ -201,17 +202,18 @@ class FactorRows {
 };
 
 /// Factors of every chunk, made once for all kernels that follow: with pre(t) and suf(t) as
-/// products of the decays of a sub-chunk, Q = q pre and K = k suf in bf16, the sub-chunks' decays,
-/// and the scores of the pairs of tokens of a sub-chunk.
+/// products of the decays of a sub-chunk, Q = scale act(q) pre and K = k suf in bf16, the
+/// sub-chunks' decays, and the scores of the pairs of tokens of a sub-chunk.
 ///
 /// Q and K take no memory of their own. A chunk's Q lie in its rows of dq, its K in those of dk, or
-/// of dgate where keys come from logits: as many bytes, and chunk_backward_kernel writes gradients
-/// there once it has read them. Only a chunk of less than 64 tokens, of which a sequence has at
-/// most one, has too few rows, and is given tail_rows of its own.
+/// of dgate where keys come from logits: at least as many bytes (fp32 logits: twice), and
+/// chunk_backward_kernel writes gradients there once it has read them. Only a chunk of less than 64
+/// tokens, of which a sequence has at most one, has too few rows, and is given tail_rows of its
+/// own.
 struct ChunkFactors {
   HeadSeries gradient_rows[kFactorSides] = {};
   char* tail_rows = nullptr;  // [sequence][head][side][64][K]
-  float* decays = nullptr;    // [chunk][head][K / 16][4][16]
+  float* decays = nullptr;    // [chunk][head][K / 16][4][16], as channel_of_column orders them
   uint4* scores = nullptr;    // [chunk][head][4] tiles
   int64_t heads = 0;
   int key_slices = 0;
@@ -236,6 +238,8 @@ struct ChunkFactors {
   }
   /// A tile lies in a piece of each of some rows, side by side with none or as long pieces of
   /// other tiles: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
+  /// K = 128: rows of 256 bytes, so a tile is two whole rows, 8 slices x 4 sub-chunks x 2 = 64
+  /// rows.
   __host__ __device__ int piece_bits() const {
     int bits = kSliceRowBits;
     while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
@@ -243,14 +247,15 @@ struct ChunkFactors {
     }
     return bits;
   }
-  /// How many slices lie below each other before the next pieces of the rows begin.
-  __device__ int slices_across() const { return 1 << (piece - kSliceRowBits); }
+  /// How many K-slices' tiles one column of pieces holds, one below the other, in the chunk's 64
+  /// rows.
+  __device__ int slices_down() const { return 1 << (piece - kSliceRowBits); }
   /// Byte `offset` of a tile.
   __device__ char* tile(const NearRows& rows, int slice, int sub_chunk, int offset) const {
-    const int across = piece - kSliceRowBits;
-    const int first = ((slice & (slices_across() - 1)) * kSubChunks + sub_chunk)
+    const int down = piece - kSliceRowBits;
+    const int first = ((slice & (slices_down() - 1)) * kSubChunks + sub_chunk)
                       << (kTileBits - piece);
-    return rows.row(first + (offset >> piece)) + (slice >> across << piece) +
+    return rows.row(first + (offset >> piece)) + (slice >> down << piece) +
            (offset & ((1 << piece) - 1));
   }
   __device__ float* slice_decays(int chunk, int head, int slice) const {

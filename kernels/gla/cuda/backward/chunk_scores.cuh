@@ -22,11 +22,11 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
     };
 #pragma unroll
     for (int b = 0; b < kSubChunks; ++b) {
-      copy(kKeyTile + b, kKeys, b);
+      copy(kKeyFactor + b, kKeys, b);
     }
 #pragma unroll
     for (int b = 1; b < kSubChunks; ++b) {
-      copy(kQueryTile + b - 1, kQueries, b);
+      copy(kQueryFactor + b - 1, kQueries, b);
     }
     if (at.lane < kSubChunks * 4) {
       copy_async<16>(sh.decays(s, 0) + at.lane * 4,
@@ -89,22 +89,22 @@ __device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkSha
     };
     float d[8], more[8];
     load_decays(sh.decays(s, 2) + columns, d);
-    *tile(kQueryHalfTile) = decayed(*tile(kQueryTile + 2), d);
+    *tile(kQueryHalfFactor) = decayed(*tile(kQueryFactor + 2), d);
     load_decays(sh.decays(s, 3) + columns, more);
-    *tile(kKeyEndTile + 2) = decayed(*tile(kKeyTile + 2), more);
+    *tile(kKeyEndFactor + 2) = decayed(*tile(kKeyFactor + 2), more);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       d[i] *= more[i];
     }
-    *tile(kKeyEndTile + 1) = decayed(*tile(kKeyTile + 1), d);
+    *tile(kKeyEndFactor + 1) = decayed(*tile(kKeyFactor + 1), d);
     load_decays(sh.decays(s, 1) + columns, more);
-    const uint4 first = *tile(kKeyTile);
-    *tile(kKeyHalfTile) = decayed(first, more);
+    const uint4 first = *tile(kKeyFactor);
+    *tile(kKeyHalfFactor) = decayed(first, more);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       d[i] *= more[i];
     }
-    *tile(kKeyEndTile) = decayed(first, d);
+    *tile(kKeyEndFactor) = decayed(first, d);
   }
 }
 
@@ -116,8 +116,8 @@ __device__ inline void compute_scores(const ChunkPlace& at, const ChunkShared& s
   const int j = pair == 1 ? 2 : pair == 3 || pair == 5 ? 1 : 0;
   const MatrixLane l(at.lane), across = MatrixLane::across(at.lane);
   const char* query =
-      sh.tile(0, pair >= 4 ? kQueryHalfTile : kQueryTile + i - 1) + tile_offset(l.row, l.half);
-  const char* key = sh.tile(0, pair == 2 || pair == 4 ? kKeyHalfTile : kKeyTile + j) +
+      sh.tile(0, pair >= 4 ? kQueryHalfFactor : kQueryFactor + i - 1) + tile_offset(l.row, l.half);
+  const char* key = sh.tile(0, pair == 2 || pair == 4 ? kKeyHalfFactor : kKeyFactor + j) +
                     tile_offset(across.row, across.half);
   float sum[2][4] = {};
 #pragma unroll 4

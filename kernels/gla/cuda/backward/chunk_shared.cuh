@@ -14,11 +14,11 @@ inline int chunk_warps(int64_t key_dim) {
 
 /// Tiles of a K-slice. K is k suf, Q is q pre, of each sub-chunk.
 enum ChunkTile : int {
-  kKeyTile = 0,        // K of sub-chunks 0 to 3
-  kQueryTile = 4,      // Q of sub-chunks 1 to 3
-  kQueryHalfTile = 7,  // Q of sub-chunk 3 from sub-chunk 2's start
-  kKeyHalfTile = 8,    // K of sub-chunk 0 to sub-chunk 1's end
-  kKeyEndTile = 9,     // K of sub-chunks 0 to 2 to the chunk's end
+  kKeyFactor = 0,        // K of sub-chunks 0 to 3
+  kQueryFactor = 4,      // Q of sub-chunks 1 to 3
+  kQueryHalfFactor = 7,  // Q of sub-chunk 3 from sub-chunk 2's start
+  kKeyHalfFactor = 8,    // K of sub-chunk 0 to sub-chunk 1's end
+  kKeyEndFactor = 9,     // K of sub-chunks 0 to 2 to the chunk's end
   kChunkTiles = 12,
 };
 
@@ -30,8 +30,9 @@ constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a K-slice
 struct ChunkShared {
   RowTile d_o, values;  // [64][V]
   char* tiles;          // [K / 16][kChunkTiles]; then everything up to here gives way to the sums
-  RowTile scores;  // [64][64]: scores up to the diagonal; dA of later sub-chunk i, earlier j at
-                   // (j, i)
+  // [64][64] in blocks of two sub-chunks: scores of (i, j), i >= j, in block (i, j); dA of later i
+  // and earlier j in block (j, i), not transposed: its rows are tokens of i.
+  RowTile scores;
   uint4* pairs;  // [4][32]: dA of a sub-chunk's pairs as A of mma_bf16, pair (t, s) also at (s, t)
   float4* neighbours;  // [4][8]: dA of (2r, 2r), (2r+1, 2r+1) and (2r+1, 2r), in float
   float* decay;        // [K / 16][4][16], of each sub-chunk

@@ -14,8 +14,8 @@ struct Quad {
 
 /// The slopes that lead from the gradients of a Quad back to those of what is in memory.
 struct QuadSlopes {
-  float q[2][4];     // dq / d(q in memory)
-  float open[2][4];  // sigmoid of the logit
+  float q[2][4];        // dq / d(q in memory)
+  float opening[2][4];  // sigmoid of the logit
 };
 
 /// x = scale * activate(x), and the derivative where `slope` is given: one branch for all.
@@ -94,8 +94,8 @@ class QuadInputs {
     }
   }
 
-  /// What was loaded last. `live` of the two tokens exist; those that do not have f = 1, and
-  /// another token's q and k, which meet a do or v of zero wherever they are used.
+  /// What was loaded last. `live` of the two tokens exist. A missing one gets f = 1 and, as q and
+  /// k, those of the chunk's last token; its do and v are zero, and no gradient of it is stored.
   __device__ void get(const float (&gamma)[4], int live, Quad& x) const {
     QuadSlopes none;
     convert<false>(gamma, live, x, none);
@@ -146,7 +146,7 @@ class QuadInputs {
           if constexpr (kSlopes) {
             const float e = Math::exp_minus_abs(gate[i][j]);
             const float larger = Math::reciprocal(1.0f + e);
-            slopes.open[i][j] = gate[i][j] > 0.0f ? larger : e * larger;
+            slopes.opening[i][j] = gate[i][j] > 0.0f ? larger : e * larger;
           }
         } else {
           decay = exp2_approx(gate[i][j] * kLog2E);
@@ -165,7 +165,8 @@ class QuadInputs {
 };
 
 /// gamma of four channels of a head from `channel` on.
-__device__ inline void load_bounds(const GlaParams& p, int head, int channel, float (&gamma)[4]) {
+__device__ inline void load_lane_gamma(const GlaParams& p, int head, int channel,
+                                       float (&gamma)[4]) {
   float4 bound = make_float4(0, 0, 0, 0);
   if (p.gamma != nullptr) {
     bound = __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(p.gamma) +

@@ -2,12 +2,12 @@
 
 // States at the boundaries of all chunks, by one scan over time in either direction.
 //
-//   forward   S_end   = diag(tot) S_start + sum over t of (k_t suf(t)) v_t^T
-//   adjoint   D_start = diag(tot) D_end   + sum over t of (q_t pre(t)) do_t^T
+//   forward   for each sub-chunk            S = diag(tot) S + K^T v
+//   adjoint   for each, from the last one   D = diag(tot) D + Q^T do
 //
-// D is the gradient of the loss with respect to the state. pre(t) is the product of a chunk's
-// decays up to t, suf(t) of those after t, tot of all: products of decays only. The factors k suf
-// and q pre of every sub-chunk come from chunk_factors.cuh.
+// D is the gradient of the loss with respect to the state. Q = q pre, K = k suf and tot are the
+// sub-chunk's: products of its decays up to a token, after it, and of all (chunk_factors.cuh). Only
+// the states at chunk boundaries are kept.
 //
 // The tile: a block of threads has one head of a segment and up to 128 columns of V; each of its
 // K / 16 warps keeps a K-slice of the state, 16 x 128, as fp32 accumulators from one end of time to
@@ -145,7 +145,7 @@ class SliceState {
 
   /// Over a chunk's four sub-chunks, in scan order: state = diag(decay) state + factors^T values.
   /// `total` is multiplied by the decays of the lane's two rows.
-  template <bool kBackwards>
+  template <bool kAdjoint>
   __device__ void advance(const char* slice, const RowTile& values, int columns, int lane,
                           float2& total) {
     const MatrixLane left = MatrixLane::across(lane), right(lane);
@@ -155,7 +155,7 @@ class SliceState {
     const char* value = values.at(0, 0, right);
 #pragma unroll
     for (int i = 0; i < kSubChunks; ++i) {
-      const int b = kBackwards ? kSubChunks - 1 - i : i;
+      const int b = kAdjoint ? kSubChunks - 1 - i : i;
       const float d0 = decays[b * kSlice], d1 = decays[b * kSlice + 8];
       total = {total.x * d0, total.y * d1};
       uint32_t a[4];

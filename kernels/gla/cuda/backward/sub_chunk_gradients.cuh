@@ -31,7 +31,7 @@ using SubChunkSum = float[2][4];
 
 /// What a sub-chunk has from outside, as its lanes need it first: `active` is before(t) in lanes of
 /// the later eight tokens and after(s) in those of the earlier, `passive` the other. `through` is
-/// the sum over the lanes of a column.
+/// in parts: the whole is the sum over the group's lanes with the same c (lane % 4).
 struct SubChunkSums {
   SubChunkSum active, passive;
   float through[4];  // [2n + e]
@@ -54,7 +54,7 @@ struct DyadicLevel {
   float own[4], other[4];  // decays of the lane's half and of the other
 };
 
-/// Levels of L = 4, 8, 16, by halves of 2, 4, 8 tokens.
+/// Levels 2, 4, 8 of dyadic.cuh: groups of 4, 8, 16 tokens and their halves.
 __device__ inline void compute_level_factors(const Quad& x, int lane, DyadicLevel (&levels)[3]) {
   float q[2][4], k[2][4], total[4];
 #pragma unroll
@@ -145,8 +145,8 @@ __device__ inline void change_sides(int lane, int bit, SubChunkSums& sums) {
   }
 }
 
-/// From 2L neighbouring tokens to the halves of L: `through` gains what starts or ends in the other
-/// half, `active` is decayed by the other half and gains the pairs of tokens on both sides.
+/// From a group of L tokens to its halves of L / 2: `through` gains what starts or ends in the
+/// other half, `active` is decayed by the other half and gains the pairs of tokens on both sides.
 __device__ inline void descend_level(const DyadicLevel& level, int l, const uint4& pairs, int lane,
                                      SubChunkSums& sums) {
   float to_other[4];
@@ -171,7 +171,7 @@ __device__ inline void descend_level(const DyadicLevel& level, int l, const uint
   }
 }
 
-/// The levels L = 2 and L = 1: a lane has both tokens, so this is arithmetic of its own.
+/// From a group of two to its tokens: a lane has both, so this is arithmetic of its own.
 __device__ inline void descend_to_tokens(const Quad& x, const SubChunkSums& sums,
                                          const float4& near, int lane, TokenGradients& g) {
   const SubChunkSum &active = sums.active, &passive = sums.passive;

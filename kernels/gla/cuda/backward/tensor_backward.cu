@@ -49,7 +49,7 @@ bool all_rows_aligned(const GlaBackwardParams& b) {
 /// Tokens of a segment of the state passes, or 0 where whole sequences fill the device: a block of
 /// threads and direction for every multiprocessor. With segments the passes run twice, so few parts
 /// do not pay.
-int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
+int64_t choose_state_segment(const GlaParams& p, int multiprocessors) {
   constexpr int64_t kFewestParts = 5, kFewestChunks = 4;
   const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
   const int64_t parts =
@@ -126,6 +126,7 @@ cudaError_t compose_segment_states(const StatePass& pass, cudaStream_t stream) {
                           .states = pass.segment_states + rows * p.value_dim,
                           .adjoint = direction == 1};
   }
+  // Before: a scan then starts from its own place, whichever neighbour its direction comes from.
   return compose_segments(carries, kDirections, CarryPlace::kBefore, stream);
 }
 
@@ -169,7 +170,7 @@ cudaError_t tensor_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   *plan = {.path = GlaPath::kTensorCore};
-  plan->segment_time = choose_segment_time(p, limits.multiprocessors);
+  plan->segment_time = choose_state_segment(p, limits.multiprocessors);
   if (plan->segment_time > 0) {
     plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }

@@ -75,7 +75,7 @@ __device__ inline void add_state_term(const ChunkPlace& at, const ChunkShared& s
 #pragma unroll
       for (int j = 0; j < kSubChunks; ++j) {
         uint32_t k[4];
-        const int which = j < 3 ? kKeyEndTile + j : kKeyTile + 3;
+        const int which = j < 3 ? kKeyEndFactor + j : kKeyFactor + 3;
         load_matrices(k, tiles + (i * kChunkTiles + which) * kTileBytes);
         mma_bf16(sum[j][0], k, b[0], b[1]);
         mma_bf16(sum[j][1], k, b[2], b[3]);

@@ -93,7 +93,7 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
 }
 
 template <class Real, int kVec>
-__global__ void __launch_bounds__(32 * kStepWarps, 3) gla_step_kernel(const GlaParams p) {
+__global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
   constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
   extern __shared__ __align__(16) char shared[];

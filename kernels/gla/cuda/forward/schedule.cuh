@@ -19,9 +19,8 @@ namespace tidegate::kernels::gla {
 //   keys    64 where K <= 64: half of the state's registers and two thirds of a stage's bytes.
 //           128 above: a consumer's state is 64 fp32 registers a lane, which is what 128 registers
 //           a thread leave room for. K up to 256 takes two launches with fp32 sums between them.
-//   values  V / ceil(V / 128) columns, rounded up to 16: one consumer warp per 16 columns, and
-//   eight
-//           consumers leave eight warps to load and to make operands.
+//   values  V / ceil(V / 128) columns, rounded up to 16: one consumer warp per 16 columns.
+//           Eight consumers leave eight warps to load and to make operands.
 //   warps   up to 16 of 128 registers a thread: the consumers, one loader, and as many producers as
 //           find a stage to work on.
 //   stages  up to 16, as many as shared memory holds: 16 of 13.25 KB (keys 128, 16-bit logits) in
@@ -59,7 +58,7 @@ struct ForwardRing {
 };
 
 /// Tokens of a segment, or 0 where whole sequences keep the chip busy.
-inline int64_t choose_segment_time(const GlaParams& p, int multiprocessors) {
+inline int64_t choose_forward_segment(const GlaParams& p, int multiprocessors) {
   const int64_t blocks = p.heads * value_tiles(p);  // of one segment
   const auto rounded = [](int64_t time) { return ceil_div(time, kSubChunk) * kSubChunk; };
   if (p.layout.offsets != nullptr) {

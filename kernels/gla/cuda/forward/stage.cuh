@@ -60,7 +60,7 @@ struct ChannelFactors {
     *reinterpret_cast<float2*>(step + 4 * c) = {x[0], x[1]};
     *reinterpret_cast<float2*>(step + 4 * c + 4) = {x[2], x[3]};
   }
-  /// The factors of step j, for lanes of column c.
+  /// The factors of step j, for lanes with this c (lane % 4).
   __device__ float4 get(int j, int c) const { return quads[4 * j + c]; }
   /// Multiplies the factors of quads[i] into a product.
   __device__ void multiply_into(float (&product)[4], int i) const {

@@ -48,6 +48,7 @@ cudaError_t find_segment_states(const TensorForward& work, cudaStream_t stream) 
                                   .initial = p.h0,
                                   .decays = work.products,
                                   .states = work.states};
+  // After: a segment starts from its predecessor's place, and a sequence's last one needs no map.
   return compose_segments(&carries, 1, CarryPlace::kAfter, stream);
 }
 
@@ -65,7 +66,7 @@ cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   *plan = {.path = GlaPath::kTensorCore};
-  plan->segment_time = choose_segment_time(params, limits.multiprocessors);
+  plan->segment_time = choose_forward_segment(params, limits.multiprocessors);
   if (plan->segment_time != 0) {
     plan->segments = time_tiles(params.layout, plan->segment_time).count;
   }

@@ -5,14 +5,15 @@
 //
 //   loader warp      q, k or logits, and v of a sub-chunk into a free stage       loader.cuh
 //   producer warps   gates, scores, q~ = q pre and k~ = k suf, in place           producer.cuh
-//   consumer warps   o = q~ S + scores v, then S = total o S + k~^T v             consumer.cuh
+//   consumer warps   o = q~ S + scores v, then S = diag(total) S + k~^T v         consumer.cuh
 //
 // pre(t) is the product of the sub-chunk's decays up to t, suf(t) of those after t, total of all
 // (dyadic.cuh). Each consumer keeps 16 columns of S in registers. The tile is in schedule.cuh.
 //
-// Every stage has three mbarriers. `loaded` is the loader's (32 lanes, when their copies land),
-// `full` the producer's (32 lanes), `empty` the consumers' (one lane each). A producer owns a whole
-// stage, number b % producers of every sub-chunk b, so warps of one kind never wait for each other.
+// Every stage has three mbarriers. `loaded`: the loader's 32 lanes arrive as their copies land, a
+// producer waits. `full`: that producer's 32 lanes arrive, all consumers wait. `empty`: a lane of
+// each consumer arrives, the loader waits. Sub-chunk b is producer b % producers' alone, so warps
+// of one kind never wait for each other.
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
@@ -46,8 +47,8 @@ struct RingBarriers {
 
 /// gamma of the key tile's channels; zero past its end.
 template <int kKeys>
-__device__ inline void load_bounds(const TensorForward& w, const WorkTile& work,
-                                   float (&bounds)[kKeys]) {
+__device__ inline void load_tile_gamma(const TensorForward& w, const WorkTile& work,
+                                       float (&bounds)[kKeys]) {
   const GlaParams& p = w.params;
   for (int i = threadIdx.x; i < kKeys; i += blockDim.x) {
     bounds[i] = p.gamma != nullptr && i < w.keys
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   const int consumers = w.value_tile / kConsumerColumns;
   const RingBarriers barriers = {loaded, full, empty};
   barriers.init(w.stages, consumers);
-  load_bounds(w, work, bounds);
+  load_tile_gamma(w, work, bounds);
   __syncthreads();
 
   const int sub_chunks = (segment.tokens + kSubChunk - 1) / kSubChunk;

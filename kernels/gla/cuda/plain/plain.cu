@@ -39,7 +39,7 @@ template <class Real, int kVec>
 cudaError_t launch_step(const GlaParams& p, cudaStream_t stream) {
   const int64_t blocks = p.layout.sequences * p.heads * ceil_div(p.value_dim, 32 * kVec);
   const int bytes = 3 * kStepTokens * static_cast<int>(p.key_dim * sizeof(Real));
-  return launch_unless_empty(&gla_step_kernel<Real, kVec>, blocks, dim3(32 * kStepWarps), bytes,
+  return launch_unless_empty(&decode_kernel<Real, kVec>, blocks, dim3(32 * kStepWarps), bytes,
                              stream, p);
 }
 

@@ -6,10 +6,10 @@
 
 namespace tidegate::kernels::gla {
 
-/// A scan of at most so many tokens is a step.
+/// A forward scan of at most so many tokens goes by decode/step.cuh, where the plan is plain.
 constexpr int kStepTokens = 2;
 
-/// One or two tokens go by decode/step.cuh.
+/// At most kStepTokens tokens go by decode/step.cuh.
 cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
 
 /// Fills partials and workspace_bytes.
