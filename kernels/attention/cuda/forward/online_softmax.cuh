@@ -94,9 +94,9 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While no
-  /// row's largest score (log2) grows by more than 8, weights stay at most 2^8 and nothing is
-  /// rescaled: every warp would do so for one of its rows at most tiles.
+  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While no row's
+  /// largest score (log2) grows by more than 8, weights stay at most 2^8 and nothing is rescaled:
+  /// every warp would do so for one of its rows at most tiles.
   __device__ __forceinline__ void update_row_max() {
     constexpr float kSlack = 8;
     float tile_max[kStats];
