@@ -31,6 +31,7 @@ __device__ inline uint32_t pack_pair(float low, float high) {
   }
 }
 
+/// Where the elements of a tile lie, in bytes.
 template <int kColumns>
 struct Tile16Bit {
   static_assert(kColumns % 32 == 0);

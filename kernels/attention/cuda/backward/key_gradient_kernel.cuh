@@ -42,8 +42,8 @@ struct TilePair {
   // The next stage's copies stand between the products of S: together, they would hold those up.
   using Copies = TileCopies<kDim, kRows, Shape::kThreads>;
   static constexpr bool kCopiesBetween = Shape::kStages > 1 && Copies::kPossible;
-  static constexpr bool kHasRegisters =
-      Shape::kBlocksPerSm == 1;  // to read early and to add up late
+  // To read early and to add up late.
+  static constexpr bool kHasRegisters = Shape::kBlocksPerSm == 1;
 
   const KeyTile<Shape>& at;
   const QueryTiles<Shape>& tiles;
@@ -140,10 +140,10 @@ struct TilePair {
   }
 
   __device__ __forceinline__ void accumulate_dv(Accumulators& acc) const {
-    accumulate_key_sums(acc.dv, shared.p, d_o_at);
+    accumulate_key_gradient(acc.dv, shared.p, d_o_at);
   }
   __device__ __forceinline__ void accumulate_dk(Accumulators& acc) const {
-    accumulate_key_sums(acc.dk, shared.ds, queries_at);
+    accumulate_key_gradient(acc.dk, shared.ds, queries_at);
   }
 
   /// dq += dS K, in device memory.
@@ -173,13 +173,13 @@ struct TilePair {
                   fresh_thread_index());
   }
 
-  /// sums += scores^T rows, the warp's part of a tile of keys.
-  __device__ __forceinline__ void accumulate_key_sums(
-      float (&sums)[KeyGradPart::kRowTiles][KeyGradPart::kColumnTiles][4],
+  /// dk or dv += scores^T rows, the warp's part of it.
+  __device__ __forceinline__ void accumulate_key_gradient(
+      float (&gradient)[KeyGradPart::kRowTiles][KeyGradPart::kColumnTiles][4],
       const unsigned char* scores, unsigned rows_at) const {
     const int key = KeyGradPart::row(at.warp), dim = KeyGradPart::column(at.warp);
     multiply<T, true, true, kRows / 16, false>(
-        sums,
+        gradient,
         OperandReader<kKeys>::a_transposed(shared_address(scores), lane)
             .template from_step<KeyGradPart::kRowTiles>(key / 16),
         OperandReader<kDim>::b_transposed(rows_at, lane)
