@@ -23,8 +23,9 @@ enum class AttentionPath : uint8_t {
 /// into params.plan by the caller.
 struct ForgettingAttentionPlan {
   AttentionPath path = AttentionPath::kPlain;
-  int tile = 0;                 // which row of the path's tile table: see cuda/tile_configs.cuh
-  int64_t splits = 0;           // a step: parts of the cache whose results are combined
+  int tile = 0;        // CUDA forward: 1 takes the wide tiles; backward: 1 takes the small ones
+                       // (cuda/tile_configs.cuh)
+  int64_t splits = 0;  // a step: splits of the cache, whose results are combined
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
 
@@ -65,8 +66,10 @@ struct ForgettingAttentionParams {
 
 /// Gradients of ForgettingAttentionParams, from the inputs, o and lse.
 /// With P_ij = exp(s_ij - lse_i) and dS_ij = P_ij (do_i . v_j - do_i . o_i + dlse_i),
-/// dlog_f_u is the sum of dS_ij over j < u <= p. It is formed from sums over rows and over columns
-/// of the same dS values, one scan over time at the end: see docs/numerics.md.
+/// dlog_f_u is the sum of dS_ij over j < u <= p. It is formed from sums of dS over rows and over
+/// columns, one scan over time at the end: see docs/numerics.md. In the default pass both are sums
+/// of the same values; on tensor cores, a deterministic pass computes dS twice, equal up to fp32
+/// rounding (pruned: up to what is dropped).
 struct ForgettingAttentionBackwardParams {
   ForgettingAttentionParams forward = {};  // inputs, o, lse; plan and workspace of this pass
   HeadSeries d_o = {};                     // [B, Tq, Hq, D] in q.dtype; strides may be zero
@@ -106,7 +109,8 @@ constexpr int64_t kMaxAttentionHeadDim = 256;
 constexpr double kLeastLogGate = -1e5;
 
 /// Why no kernel takes these params (a static string, for the user's error), or null.
-/// The only place that states what the kernels cannot do; it reads no device memory.
+/// The only place that states what the kernels cannot do, except the limits of a launch's grid; it
+/// reads no device memory.
 const char* forgetting_attention_unsupported(const ForgettingAttentionParams& params);
 const char* forgetting_attention_step_unsupported(const ForgettingAttentionStepParams& params);
 

@@ -526,8 +526,9 @@ def forgetting_attention(
 
     Memory is linear in Tq and Tk; cost O(B Hq Tq Tk D), less what window and prune leave out. The
     forward pass is bitwise deterministic; so is the backward pass on the CPU, and on CUDA under
-    ``torch.use_deterministic_algorithms(True)``, while its default may add up dq with atomics.
-    Training keeps the inputs, o and lse. Any strides with a unit last one are read in place.
+    ``torch.use_deterministic_algorithms(True)``, while its default may add up dq and the row sums
+    behind dlog_f with atomics. Training keeps the inputs, o and lse. Any strides with a unit last
+    one are read in place.
     """
     cu_seqlens = _offsets_on("forgetting_attention", cu_seqlens, q)
     cu_seqlens_k = _offsets_on("forgetting_attention", cu_seqlens_k, q, "cu_seqlens_k")
@@ -564,7 +565,8 @@ def forgetting_attention_step(
 
     Returns:
         o [B, Hq, D]. Has no gradient: raises when an argument requires one and gradients are
-        recorded. Reads the cache once.
+        recorded. On CUDA, reads the cache once for up to eight query heads a key head (four on CUDA
+        cores).
     """
     return torch.ops.tidegate.forgetting_attention_step(
         q, k_cache, v_cache, gate_cache, lengths, scale, window

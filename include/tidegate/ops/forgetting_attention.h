@@ -36,12 +36,12 @@ namespace tidegate {
 ///
 /// Memory is linear in Tq and Tk. Any strides with a unit last stride are read in place. The
 /// forward pass is bitwise deterministic; so is the backward pass on the CPU, and on CUDA under
-/// torch.use_deterministic_algorithms(true), while its default may add up dq with atomics.
-/// Differentiable once in q, k, v and log_f through both results; training keeps the inputs, o and
-/// lse.
-/// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
-/// than these; with TIDEGATE_DEBUG=1 also for log_f above 0 and for offsets on a GPU whose values
-/// do not fit. Cost O(B Hq Tq Tk D), less what window and prune leave out.
+/// torch.use_deterministic_algorithms(true), while its default may add up dq and the row sums
+/// behind dlog_f with atomics. Differentiable once in q, k, v and log_f through both results;
+/// training keeps the inputs, o and lse. Throws c10::Error, naming op, argument, expected and
+/// given, for shapes, dtypes or devices other than these; with TIDEGATE_DEBUG=1 also for log_f
+/// above 0 and for offsets on a GPU whose values do not fit. Cost O(B Hq Tq Tk D), less what window
+/// and prune leave out.
 std::tuple<at::Tensor, at::Tensor> forgetting_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_f,
     std::optional<double> scale = std::nullopt, std::optional<int64_t> window = std::nullopt,
@@ -57,7 +57,8 @@ std::tuple<at::Tensor, at::Tensor> forgetting_attention(
 /// of tokens in each row of the cache, the current one included (0: o = 0; below 0 counts as 0,
 /// above Tmax as Tmax, with TIDEGATE_DEBUG=1 both throw, and so does a gate above 0). What lies
 /// behind them is never read. Returns o [B, Hq, D]. Has no gradient: throws c10::Error when one of
-/// the arguments requires one while gradients are recorded. Cost O(B Hq Tmax D): one pass.
+/// the arguments requires one while gradients are recorded. Cost O(B Hq Tmax D); on CUDA, one pass
+/// over the cache for up to eight query heads a key head (four on CUDA cores).
 at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_cache,
                                      const at::Tensor& v_cache, const at::Tensor& gate_cache,
                                      const at::Tensor& lengths,

@@ -6,8 +6,9 @@
 namespace tidegate::kernels::attention {
 namespace {
 
-/// Whether there is nothing to compute, looked at here and nowhere else. (A backward pass without
-/// queries still has gradients of keys, which are zero.)
+/// Whether there is nothing to compute (the op looks too: src/ops/launch.h). A backward pass
+/// without queries still has gradients of keys, which are zero; a forward pass looks for that
+/// itself.
 template <class Params>
 bool is_empty(const Params& p) {
   return p.layout.sequences == 0 || p.channels == 0;

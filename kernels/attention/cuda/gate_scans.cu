@@ -30,7 +30,7 @@ int64_t gate_sums_count(const ForgettingAttentionParams& p) {
   return count_of(p) + gate_totals_count(p);
 }
 
-cudaError_t gate_sums(const ForgettingAttentionParams& p, double* c, cudaStream_t stream) {
+cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream) {
   return run(GateSumScan{p, c}, c + count_of(p), stream);
 }
 

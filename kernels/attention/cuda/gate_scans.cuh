@@ -169,7 +169,7 @@ int64_t gate_totals_count(const ForgettingAttentionParams& params);
 int64_t gate_sums_count(const ForgettingAttentionParams& params);
 
 /// c_j = sum of log_f over a sequence's tokens 1 .. j, each at least kLeastLogGate. NaN stays.
-cudaError_t gate_sums(const ForgettingAttentionParams& params, double* c, cudaStream_t stream);
+cudaError_t scan_gates(const ForgettingAttentionParams& params, double* c, cudaStream_t stream);
 
 /// dlog_f_u = sum over positions t >= u of (row sum of dS of the query at t, if there is one) -
 /// (column sum of key t); zero for a sequence's first token. Sums are [B, Hq, Tq] and [B, Hq, Tk].

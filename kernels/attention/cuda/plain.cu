@@ -19,7 +19,7 @@ struct PlainAttention {
   ForgettingAttentionBackwardParams grads = {};
   TimeTiles tiles = {};  // of the rows that the warps own
   double* gate_sums = nullptr;
-  void* delta = nullptr;  // [B, Hq, Tq] state type: do . o - dlse
+  void* delta_minus_dlse = nullptr;  // [B, Hq, Tq] state type: do . o - dlse
   double* row_sums = nullptr;
   double* column_sums = nullptr;
 };
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_delta_kernel(const PlainAtt
     if (work.grads.dlse != nullptr) {
       sum -= static_cast<double>(static_cast<const Real*>(work.grads.dlse)[at.query_at + i]);
     }
-    static_cast<Real*>(work.delta)[at.query_at + i] = static_cast<Real>(sum);
+    static_cast<Real*>(work.delta_minus_dlse)[at.query_at + i] = static_cast<Real>(sum);
   }
 }
 
@@ -181,8 +181,8 @@ template <class Real>
 struct PlainPair {
   Real weight, d_score;
 
-  __device__ PlainPair(Real score, Real d_weight, Real lse, Real delta)
-      : weight(exponential(score - lse)), d_score(weight * (d_weight - delta)) {}
+  __device__ PlainPair(Real score, Real d_weight, Real lse, Real delta_minus_dlse)
+      : weight(exponential(score - lse)), d_score(weight * (d_weight - delta_minus_dlse)) {}
   __device__ PlainPair() : weight(0), d_score(0) {}
 };
 
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAtt
   copy_row(AttentionRows<const E>(work.grads.d_o, at.queries.batch, at.queries.start, head).row(i),
            dim, d_out[warp]);
   const Real lse = static_cast<const Real*>(p.lse)[at.query_at + i];
-  const Real delta = static_cast<const Real*>(work.delta)[at.query_at + i];
+  const Real delta_minus_dlse = static_cast<const Real*>(work.delta_minus_dlse)[at.query_at + i];
 
   Real sums[kChannelsPerLane] = {};
   double row_sum = 0;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAtt
     PlainPair<Real> pair;
     if (lane < count) {
       pair = {at.score(product(query[warp], at.k.row(key), dim), position, key),
-              product(d_out[warp], at.v.row(key), dim), lse, delta};
+              product(d_out[warp], at.v.row(key), dim), lse, delta_minus_dlse};
     }
     row_sum += key == position ? 0.0 : static_cast<double>(pair.d_score);
     add_rows(pair.d_score, count, at.k, first, dim, sums);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_key_kernel(const PlainAtten
         pair = {at.score(product(key_row[warp], at.q.row(i), dim), at.position(i), j),
                 product(value_row[warp], d_out.row(i), dim),
                 static_cast<const Real*>(p.lse)[at.query_at + i],
-                static_cast<const Real*>(work.delta)[at.query_at + i]};
+                static_cast<const Real*>(work.delta_minus_dlse)[at.query_at + i]};
       }
       column_sum += at.position(i) == j ? 0.0 : static_cast<double>(pair.d_score);
       add_rows(pair.d_score, count, at.q, first, dim, dk);
@@ -308,7 +308,7 @@ cudaError_t plain_attention_forward(const ForgettingAttentionParams& params, cud
   work.grads.forward = params;
   work.tiles = time_tiles(params.layout, kWarps);
   work.gate_sums = workspace.gate_sums;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(params, workspace.gate_sums, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(params, workspace.gate_sums, stream));
   return dispatch_real(params.q.dtype, [&]<class E>() {
     return launch(&plain_forward_kernel<E>, work, params.heads, stream);
   });
@@ -321,10 +321,10 @@ cudaError_t plain_attention_backward(const ForgettingAttentionBackwardParams& pa
   PlainAttention work;
   work.grads = params;
   work.gate_sums = workspace.gate_sums;
-  work.delta = workspace.delta;
+  work.delta_minus_dlse = workspace.delta_minus_dlse;
   work.row_sums = workspace.row_sums;
   work.column_sums = workspace.column_sums;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, workspace.gate_sums, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(p, workspace.gate_sums, stream));
   TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_real(p.q.dtype, [&]<class E>() {
     work.tiles = time_tiles(p.layout, kWarps);
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch(&plain_delta_kernel<E>, work, p.heads, stream));

@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(kRowThreads)
   raise_max(found, head_max + at.batch * p.key_heads + at.head);
 }
 
-/// delta = do . o - dlse; the first blocks scan chunks of gates. With kBounds, the largest
-/// excess of every head's scores too: see ScoreBounds, whose keys' part is there.
+/// delta_minus_dlse = do . o - dlse; the first blocks scan chunks of gates. With kBounds, the
+/// largest excess of every head's scores too: see ScoreBounds, whose keys' part key_norms_kernel
+/// has filled.
 template <class T, int kPieces, bool kBounds>
 __global__ void __launch_bounds__(kRowThreads)
     delta_kernel(const __grid_constant__ TensorAttention w, unsigned* head_max,
@@ -149,7 +150,8 @@ __global__ void __launch_bounds__(kRowThreads)
       const float sum = o[i].dot(d_o[i]);
       const bool empty = lse[i] == -INFINITY;  // no key, and no lse to take a gradient of
       if (at.part == 0 && token < time) {
-        w.delta[row0 + token] = empty || dlse == nullptr ? sum : sum - dlse[row0 + token];
+        w.delta_minus_dlse[row0 + token] =
+            empty || dlse == nullptr ? sum : sum - dlse[row0 + token];
       }
       if constexpr (kBounds) {
         const float score = largest_score(p, q[i].dot(q[i]), key);

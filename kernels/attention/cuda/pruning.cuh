@@ -41,15 +41,16 @@ __device__ inline float largest_score(const ForgettingAttentionParams& p, float 
 }
 
 /// How far c may fall from a key to a query before the key may be dropped: its weight is
-/// exp(s_ij + c_i - c_j - lse_i), and with that at most prune / keys for each key, all that is
-/// dropped weighs at most prune. `score`: of s_ij - lse_i, nowhere exceeded. NaN drops nothing.
+/// exp(scale q_i . k_j + c_i - c_j - lse_i), and with that at most prune / keys for each key, all
+/// that is dropped weighs at most prune. `score`: of scale q_i . k_j - lse_i, nowhere exceeded. NaN
+/// drops nothing.
 __device__ inline double largest_fall(const ForgettingAttentionParams& p, int keys, double score) {
   return score + log(static_cast<double>(keys)) - log(p.prune);
 }
 
 /// Whether a launch of the backward pass takes a head of keys of a sequence.
 __device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, int key_head) {
-  if (w.heads == HeadRange::kAll) {
+  if (w.head_range == HeadRange::kAll) {
     return true;
   }
   const ForgettingAttentionParams& p = w.params.forward;
@@ -59,7 +60,7 @@ __device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, in
   for (int i = 0; i < group; ++i) {
     all &= is_short[i];
   }
-  return (all != 0) == (w.heads == HeadRange::kShort);
+  return (all != 0) == (w.head_range == HeadRange::kShort);
 }
 
 }  // namespace tidegate::kernels::attention

@@ -31,8 +31,9 @@ __device__ inline uint32_t pack_pair(float low, float high) {
   }
 }
 
+/// Where the elements of a tile lie, in bytes.
 template <int kColumns>
-struct HalfTile {
+struct Tile16Bit {
   static_assert(kColumns % 32 == 0);
   static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kPieces = kColumns / 8;
@@ -52,7 +53,7 @@ struct HalfTile {
 template <int kColumns>
 class OperandReader {
  public:
-  using Tile = HalfTile<kColumns>;
+  using Tile = Tile16Bit<kColumns>;
 
   /// A of 16 rows x 16 inner: rows of the tile are rows of A.
   static __device__ OperandReader a(unsigned tile, int lane) {
@@ -215,18 +216,18 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumnTiles][4],
 template <int kColumns, int kRows, int kThreads>
 __device__ __forceinline__ void load_tile(unsigned tile, const char* global, int row_bytes,
                                           int limit, int pieces, int thread) {
-  constexpr int kPieces = HalfTile<kColumns>::kPieces;
+  constexpr int kPieces = Tile16Bit<kColumns>::kPieces;
   constexpr int kCopies = kRows * kPieces / kThreads;
   static_assert(kRows * kPieces % kThreads == 0);
   constexpr int kStep = kThreads / kPieces;  // rows from a thread's copy to its next
   if constexpr (kThreads % kPieces == 0 && kStep % 8 == 0) {
     if (limit >= kRows && pieces == kPieces) {  // as most are: few instructions
       const int row = thread / kPieces, piece = thread % kPieces;
-      const unsigned to = tile + HalfTile<kColumns>::offset(row, piece);
+      const unsigned to = tile + Tile16Bit<kColumns>::offset(row, piece);
       const char* from = global + static_cast<int64_t>(row) * row_bytes + piece * 16;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        copy_async_16(to + i * kStep * HalfTile<kColumns>::kRowBytes, from);
+        copy_async_16(to + i * kStep * Tile16Bit<kColumns>::kRowBytes, from);
         from += static_cast<int64_t>(kStep) * row_bytes;
       }
       return;
@@ -236,7 +237,7 @@ __device__ __forceinline__ void load_tile(unsigned tile, const char* global, int
   for (int i = 0; i < kCopies; ++i) {
     const int at = thread + i * kThreads;
     const int row = at / kPieces, piece = at % kPieces;
-    copy_async_or_zero(tile + HalfTile<kColumns>::offset(row, piece),
+    copy_async_or_zero(tile + Tile16Bit<kColumns>::offset(row, piece),
                        global + static_cast<int64_t>(row) * row_bytes + piece * 16,
                        row < limit && piece < pieces);
   }
@@ -246,7 +247,7 @@ __device__ __forceinline__ void load_tile(unsigned tile, const char* global, int
 /// copies [0, kCopies).
 template <int kColumns, int kRows, int kThreads>
 class TileCopies {
-  using Tile = HalfTile<kColumns>;
+  using Tile = Tile16Bit<kColumns>;
   static constexpr int kStep = kThreads / Tile::kPieces;  // rows from a copy to the next
 
  public:
@@ -277,13 +278,13 @@ class TileCopies {
 template <int kColumns, int kRows, int kThreads>
 __device__ __forceinline__ void store_tile(char* global, int row_bytes, const unsigned char* tile,
                                            int limit, int pieces, int thread) {
-  constexpr int kPieces = HalfTile<kColumns>::kPieces;
+  constexpr int kPieces = Tile16Bit<kColumns>::kPieces;
 #pragma unroll 4
   for (int at = thread; at < kRows * kPieces; at += kThreads) {
     const int row = at / kPieces, piece = at % kPieces;
     if (row < limit && piece < pieces) {
       *reinterpret_cast<uint4*>(global + static_cast<int64_t>(row) * row_bytes + piece * 16) =
-          *reinterpret_cast<const uint4*>(tile + HalfTile<kColumns>::offset(row, piece));
+          *reinterpret_cast<const uint4*>(tile + Tile16Bit<kColumns>::offset(row, piece));
     }
   }
 }

@@ -29,13 +29,13 @@ struct ForwardShape {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kPart = kTile.part;
-  static constexpr int kBlocks = kTile.blocks_per_sm;
+  static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
   static constexpr bool kKeep = kTile.keep_queries;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kWarpRows * kWarps;
-  static constexpr int kQueryBytes = HalfTile<kDim>::bytes(kRows);
-  static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
+  static constexpr int kQueryBytes = Tile16Bit<kDim>::bytes(kRows);
+  static constexpr int kKeyBytes = Tile16Bit<kDim>::bytes(kKeys);
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
   static constexpr int kSharedBytes =
       kQueryBytes + 2 * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 16) * int{sizeof(float)};
@@ -63,7 +63,7 @@ struct BackwardShape {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = kTile.stages;
-  static constexpr int kBlocks = kTile.blocks_per_sm;
+  static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
 
   /// One product's part of a warp, in tiles of 16 rows and of 8 columns.
   template <int kAllRows, int kAllColumns, int kWarpsAlongRows>
@@ -74,22 +74,24 @@ struct BackwardShape {
     static __device__ int row(int warp) { return warp % kWarpsAlongRows * (16 * kRowTiles); }
     static __device__ int column(int warp) { return warp / kWarpsAlongRows * (8 * kColumnTiles); }
   };
-  using Scores = Part<kRows, kKeys, kTile.score_warps>;    // S, dP
-  using KeySums = Part<kKeys, kDim, kTile.key_warps>;      // dk, dv
-  using QuerySums = Part<kRows, kDim, kTile.query_warps>;  // dq
+  using Scores = Part<kRows, kKeys, kTile.score_warps>;        // S, dP
+  using KeyGradPart = Part<kKeys, kDim, kTile.key_warps>;      // dk, dv
+  using QueryGradPart = Part<kRows, kDim, kTile.query_warps>;  // dq
 
-  static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
-  static constexpr int kRowBytes = HalfTile<kDim>::bytes(kRows);
-  static constexpr int kScoreBytes = HalfTile<kKeys>::bytes(kRows);
+  static constexpr int kKeyBytes = Tile16Bit<kDim>::bytes(kKeys);
+  static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
+  static constexpr int kScoreBytes = Tile16Bit<kKeys>::bytes(kRows);
   static constexpr int kRowStats = 4;  // c_i - c_ref, high and low; lse; dlse - delta
   // dq's sums by way of shared memory, which was slower at D = 128: see add_dq_tile.
-  static constexpr bool kStagesSums = kStages > 1 && kDim < 128;
+  static constexpr bool kDqViaSmem = kStages > 1 && kDim < 128;
   static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kRowBytes + 2 * kScoreBytes +
                                       (2 * kKeys + 2 * kRowStats * kRows) * int{sizeof(float)};
 
   /// What a launch asks for.
   static int shared_bytes(const DeviceLimits& limits) {
-    const bool staged = kStagesSums && limits.major == 9;
+    // 9.x only: no other build defines __CUDA_ARCH__ >= 900 (cmake/TidegateCuda.cmake), and so adds
+    // dq this way.
+    const bool staged = kDqViaSmem && limits.major == 9;
     return kSharedBytes + (staged ? kRows * kDim * int{sizeof(float)} : 0);
   }
 };
@@ -112,15 +114,15 @@ struct QueryGradientShape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kWarpRows * kWarps;
-  static constexpr int kRowBytes = HalfTile<kDim>::bytes(kRows);
-  static constexpr int kKeyBytes = HalfTile<kDim>::bytes(kKeys);
+  static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
+  static constexpr int kKeyBytes = Tile16Bit<kDim>::bytes(kKeys);
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
   static constexpr int kSharedBytes =
       2 * kRowBytes + 2 * kStageBytes + (2 * 2 * kKeys + 4 * kRows) * int{sizeof(float)};
 };
 
 /// Calls f.template operator()<Shape>() with the forward pass's shape of a head dimension of the
-/// class. `wide`: what forward_is_wide found.
+/// class. `wide`: what is_wide of forward.cu found.
 template <class T, HeadDims kDims, class F>
 cudaError_t with_forward_shape(int64_t dim, bool wide, const F& f) {
   // clang-format off
@@ -161,7 +163,7 @@ struct BackwardShapes {
   using Queries = QueriesShape;
   // Sums of dq are laid out by either, and read by the first.
   static_assert(Keys::kRows == ShortRange::kRows &&
-                Keys::QuerySums::kWarpsOfRows == ShortRange::QuerySums::kWarpsOfRows);
+                Keys::QueryGradPart::kWarpsOfRows == ShortRange::QueryGradPart::kWarpsOfRows);
 };
 
 /// Calls f.template operator()<BackwardShapes>() with those of a head dimension of the class:
@@ -194,7 +196,7 @@ cudaError_t with_backward_shapes(int64_t dim, bool small, const F& f) {
     // The aimed shape: dk and dv of 32 x 64 a warp, 128 registers, leave room for 32 x 32 scores.
     using Q128 = QueryGradientShape<T, QueryGradientTile{128, 2, 4, 32}>;
     using K128 = BackwardShape<T, BackwardTile{128,  64, 128, 2, 4, 2, 2}>;
-    // Short-range heads: tiles of 64 keys have a third of the products less, two blocks an SM.
+    // Short-range heads: tiles of 64 keys have a third fewer products, two blocks an SM.
     using R128 = BackwardShape<T, BackwardTile{128,  64,  64, 2, 2, 2, 1, 2}>;
     using S128 = BackwardShape<T, BackwardTile{128,  64,  64, 4, 4, 2, 1}>;
     // Above 128 the operands alone fill shared memory: 64 keys, one stage.

@@ -39,11 +39,11 @@ struct TensorAttention {
   const double* gate_sums = nullptr;              // c: [B, Hq, Tk]
   const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
   KeyExtents extents = {};                        // backward, where keys are pruned
-  HeadRange heads = HeadRange::kAll;              // backward: which heads this launch takes
-  float* delta = nullptr;                         // backward: do . o - dlse, [B, Hq, Tq]
-  float* row_sums = nullptr;                      // backward: of dS, [B, Hq, Tq]
-  float* column_sums = nullptr;                   // backward: of dS, [B, Hq, Tk]
-  float* dq_sums = nullptr;                       // backward: dq in float, tile by tile
+  HeadRange head_range = HeadRange::kAll;         // backward: which heads this launch takes
+  float* delta_minus_dlse = nullptr;  // backward: delta - dlse = do . o - dlse, [B, Hq, Tq]
+  float* row_sums = nullptr;          // backward: of dS, [B, Hq, Tq]
+  float* column_sums = nullptr;       // backward: of dS, [B, Hq, Tk]
+  float* dq_sums = nullptr;           // backward: dq in float, tile by tile
 };
 
 /// The classes of head dimensions, each compiled for itself: up to 96, and above.

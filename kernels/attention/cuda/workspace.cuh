@@ -54,11 +54,11 @@ struct ForwardWorkspace {
 /// The backward pass on tensor cores, with tiles of `tile_rows` queries whose dq sums have
 /// `tile_columns` columns.
 struct BackwardWorkspace {
-  double* gate_sums;  // c, then the totals of its scan; c is read no more when the gates'
-  double* totals;     // gradients are scanned, whose totals take its place
+  double* gate_sums;  // c, then the totals of its scan
+  double* totals;     // of the gates' gradients: reuses gate_sums, as c is not read by then
   int* extent_ends;   // where keys are pruned
   int* short_range;   // where keys are pruned
-  float* delta;
+  float* delta_minus_dlse;
   float* column_sums;
   unsigned* score_bounds;  // from here on, cleared together
   unsigned* long_range;    // where keys are pruned
@@ -75,7 +75,7 @@ struct BackwardWorkspace {
     extent_ends =
         parts.take<int>(pruned ? time_tiles(p.key_layout, KeyExtents::kKeys).count * p.heads : 0);
     short_range = parts.take<int>(pruned ? p.key_layout.sequences * p.heads : 0);
-    delta = parts.take<float>(query_rows(p));
+    delta_minus_dlse = parts.take<float>(query_rows(p));
     column_sums = parts.take<float>(key_rows(p));
     const int64_t cleared = parts.bytes();
     score_bounds = parts.take<unsigned>(score_bounds_bytes(p, true) / 4);
@@ -94,8 +94,8 @@ struct BackwardWorkspace {
 
 /// The plain path; all parts are of doubles, or of at most their size.
 struct PlainWorkspace {
-  double* gate_sums;  // c, then the totals of its scan
-  void* delta;        // backward, [B, Hq, Tq] state type
+  double* gate_sums;       // c, then the totals of its scan
+  void* delta_minus_dlse;  // backward, [B, Hq, Tq] state type
   double* row_sums;
   double* column_sums;
   double* totals;  // of the scan of the gates' gradients
@@ -104,7 +104,7 @@ struct PlainWorkspace {
   PlainWorkspace(const ForgettingAttentionParams& p, bool backward) {
     WorkspaceParts parts(p.workspace);
     gate_sums = parts.take<double>(gate_sums_count(p));
-    delta = parts.take<double>(backward ? query_rows(p) : 0);
+    delta_minus_dlse = parts.take<double>(backward ? query_rows(p) : 0);
     row_sums = parts.take<double>(backward ? query_rows(p) : 0);
     column_sums = parts.take<double>(backward ? key_rows(p) : 0);
     totals = parts.take<double>(backward ? gate_totals_count(p) : 0);

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kGateChunk)
 
 constexpr int kExtentWarps = 8;  // of a block
 
-/// Keys with so many queries each, on average over a sequence, have less to do in small tiles.
+/// Keys with fewer queries than this, on average over a sequence, are better off in small tiles.
 constexpr double kShortRangeTokens = 256;
 
 int64_t extent_blocks(const KeyExtents& extents, int64_t heads) {
@@ -116,7 +116,8 @@ cudaError_t clear_sums(const BackwardWorkspace& workspace, const GateChunks<Gate
                              pieces);
 }
 
-/// delta, and bounds of the queries' scores where keys are pruned; the second step of c's scan.
+/// delta - dlse, and bounds of the queries' scores where keys are pruned; the second step of c's
+/// scan.
 cudaError_t compute_delta(const TensorAttention& work, const GateChunks<GateSumScan>& gates,
                           const BackwardWorkspace& workspace, cudaStream_t stream) {
   const ForgettingAttentionParams& p = work.params.forward;
@@ -166,7 +167,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.params = params;
   work.query_tiles = time_tiles(p.layout, needs.rows);
   work.gate_sums = workspace.gate_sums;
-  work.delta = workspace.delta;
+  work.delta_minus_dlse = workspace.delta_minus_dlse;
   work.row_sums = workspace.row_sums;
   work.column_sums = workspace.column_sums;
   work.dq_sums = workspace.dq_sums;

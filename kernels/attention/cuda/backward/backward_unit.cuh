@@ -21,7 +21,7 @@ cudaError_t launch_key_gradients(TensorAttention work, const DeviceLimits& limit
   const ForgettingAttentionParams& p = work.params.forward;
   work.tiles = time_tiles(p.key_layout, Shape::kKeys);
   work.side_by_side =
-      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
+      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocksPerSm);
   const int64_t blocks = work.tiles.count * p.key_heads;
   return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::shared_bytes(limits), stream,
                              work);
@@ -34,9 +34,9 @@ cudaError_t launch_long_range_key_gradients(TensorAttention work, const DeviceLi
   constexpr auto* kKernel = &long_range_key_gradient_kernel<Shape>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::shared_bytes(limits)));
   const ForgettingAttentionParams& p = work.params.forward;
-  work.heads = HeadRange::kLong;
+  work.head_range = HeadRange::kLong;
   work.tiles = time_tiles(p.key_layout, Shape::kKeys);
-  const int64_t resident = int64_t{limits.multiprocessors} * Shape::kBlocks;
+  const int64_t resident = int64_t{limits.multiprocessors} * Shape::kBlocksPerSm;
   work.side_by_side = heads_side_by_side(work.tiles, resident);
   const int64_t blocks = std::min(work.tiles.count * p.key_heads, resident);
   return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::shared_bytes(limits), stream,
@@ -81,7 +81,7 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
     if constexpr (!std::is_same_v<Keys, ShortRange>) {
       pruned = p.prune > 0;
       if (pruned) {
-        keys.heads = HeadRange::kShort;
+        keys.head_range = HeadRange::kShort;
         TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<ShortRange>(keys, limits, stream));
         TIDEGATE_RETURN_IF_CUDA_ERROR(launch_long_range_key_gradients<Keys>(keys, limits, stream));
       }

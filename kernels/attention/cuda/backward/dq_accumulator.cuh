@@ -55,26 +55,26 @@ __device__ inline void show_to_copy_engine() {
 /// shared memory where there is room, from where the copy engine adds it.
 template <class Shape>
 __device__ __forceinline__ void add_dq_tile(
-    const float (&dq)[Shape::QuerySums::kRowTiles][Shape::QuerySums::kColumnTiles][4], float* to,
-    float* staged, int lane) {
-  using Part = typename Shape::QuerySums;
+    const float (&dq)[Shape::QueryGradPart::kRowTiles][Shape::QueryGradPart::kColumnTiles][4],
+    float* to, float* staged, int lane) {
+  using Part = typename Shape::QueryGradPart;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  constexpr bool kStages = Shape::kStagesSums;
-  if constexpr (kStages) {
+  constexpr bool kDqViaSmem = Shape::kDqViaSmem;
+  if constexpr (kDqViaSmem) {
     if (lane == 0) {
       wait_for_bulk_reads();
     }
     __syncwarp();
   }
 #else
-  constexpr bool kStages = false;
+  constexpr bool kDqViaSmem = false;
 #endif
 #pragma unroll
   for (int i = 0; i < Part::kRowTiles; ++i) {
 #pragma unroll
     for (int j = 0; j < Part::kColumnTiles; ++j) {
       const int at = (i * Part::kColumnTiles + j) * 128;
-      if constexpr (kStages) {
+      if constexpr (kDqViaSmem) {
         const float (&x)[4] = dq[i][j];
         *reinterpret_cast<float4*>(staged + at) = make_float4(x[0], x[1], x[2], x[3]);
       } else {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_dq_tile(
     }
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (kStages) {
+  if constexpr (kDqViaSmem) {
     show_to_copy_engine();
     __syncwarp();
     if (lane == 0) {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
     return;
   }
   using T = typename Shape::T;
-  using QuerySums = typename Shape::QuerySums;
+  using QueryGradPart = typename Shape::QueryGradPart;
   constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
   extern __shared__ __align__(128) unsigned char rounded[];
   const ForgettingAttentionParams& p = w.params.forward;
@@ -116,21 +116,22 @@ __global__ void __launch_bounds__(Shape::kThreads)
   }
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const float scale = static_cast<float>(p.scale);
-  constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
+  constexpr int kParts = QueryGradPart::kRowTiles * QueryGradPart::kColumnTiles;
   const float* const from = w.dq_sums + (place.tile_index * p.heads + place.head) * (kRows * kDim) +
                             (warp * kParts * 32 + lane) * 4;
 #pragma unroll
-  for (int i = 0; i < QuerySums::kRowTiles; ++i) {
+  for (int i = 0; i < QueryGradPart::kRowTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < QuerySums::kColumnTiles; ++j) {
+    for (int j = 0; j < QueryGradPart::kColumnTiles; ++j) {
       const float4 x =
-          *reinterpret_cast<const float4*>(from + (i * QuerySums::kColumnTiles + j) * 128);
-      unsigned char* const to = rounded +
-                                HalfTile<kDim>::offset(QuerySums::row(warp) + 16 * i + lane / 4,
-                                                       QuerySums::column(warp) / 8 + j) +
-                                lane % 4 * 4;
+          *reinterpret_cast<const float4*>(from + (i * QueryGradPart::kColumnTiles + j) * 128);
+      unsigned char* const to =
+          rounded +
+          Tile16Bit<kDim>::offset(QueryGradPart::row(warp) + 16 * i + lane / 4,
+                                  QueryGradPart::column(warp) / 8 + j) +
+          lane % 4 * 4;
       *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x.x * scale, x.y * scale);
-      *reinterpret_cast<uint32_t*>(to + 8 * HalfTile<kDim>::kRowBytes) =
+      *reinterpret_cast<uint32_t*>(to + 8 * Tile16Bit<kDim>::kRowBytes) =
           pack_pair<T>(x.z * scale, x.w * scale);
     }
   }

@@ -12,10 +12,12 @@
 //
 // Two barriers a tile. The first, behind wait_for_copies, says that the stage of Q and dO has
 // landed and that all warps are done with the stage, P and dS of the tile before. The second says
-// that P and dS are written. The next stage's copies start before or among the products of S.
+// that P and dS are written. The next stage's copies start before or among the products of S. With
+// one stage of queries, a third barrier after dk frees it, and the next copies start there.
 //
-// The gate c enters relative to the tile's last key, see scores.cuh; sums of dS over rows and over
-// columns come from the same fp32 values, see docs/numerics.md.
+// The gate c enters relative to the block's last key (QueryTiles::reference). In the default pass
+// the sums of dS over rows and over columns are sums of the same fp32 values, see docs/numerics.md;
+// in a deterministic one, the row sums are those of query_gradient_kernel, which computes dS again.
 //
 // What stands where in the loop is measured: two warps a scheduler hide nothing, so whatever is not
 // a product stands between products, without a branch. Compare the machine code after an edit
@@ -33,14 +35,15 @@ template <class Shape>
 struct TilePair {
   using T = typename Shape::T;
   using Scores = typename Shape::Scores;
-  using KeySums = typename Shape::KeySums;
-  using QuerySums = typename Shape::QuerySums;
+  using KeyGradPart = typename Shape::KeyGradPart;
+  using QueryGradPart = typename Shape::QueryGradPart;
   using Accumulators = KeyGradientAccumulators<Shape>;
   static constexpr int kDim = Shape::kDim, kRows = Shape::kRows, kKeys = Shape::kKeys;
   // The next stage's copies stand between the products of S: together, they would hold those up.
   using Copies = TileCopies<kDim, kRows, Shape::kThreads>;
   static constexpr bool kCopiesBetween = Shape::kStages > 1 && Copies::kPossible;
-  static constexpr bool kHasRegisters = Shape::kBlocks == 1;  // to read early and to add up late
+  // To read early and to add up late.
+  static constexpr bool kHasRegisters = Shape::kBlocksPerSm == 1;
 
   const KeyTile<Shape>& at;
   const QueryTiles<Shape>& tiles;
@@ -101,8 +104,8 @@ struct TilePair {
       }
     }
     multiply<T, false, false, kDim / 16, true>(
-        acc.s, OperandReader<kDim>::a(queries_at + HalfTile<kDim>::bytes(row), lane),
-        OperandReader<kDim>::b(shared_address(shared.keys) + HalfTile<kDim>::bytes(column), lane),
+        acc.s, OperandReader<kDim>::a(queries_at + Tile16Bit<kDim>::bytes(row), lane),
+        OperandReader<kDim>::b(shared_address(shared.keys) + Tile16Bit<kDim>::bytes(column), lane),
         copy_between);
     commit_copies();
     // Edge tiles: the diagonal, and the far end of the window.
@@ -120,8 +123,8 @@ struct TilePair {
   /// dP = dO V^T - delta + dlse, with P = exp2 of the exponents between the products.
   __device__ __forceinline__ void compute_p_and_dp(Accumulators& acc) const {
     attention::compute_p_and_dp<T, kRows, kDim / 16>(
-        acc.s, acc.dp, rows, OperandReader<kDim>::a(d_o_at + HalfTile<kDim>::bytes(row), lane),
-        OperandReader<kDim>::b(shared_address(shared.values) + HalfTile<kDim>::bytes(column),
+        acc.s, acc.dp, rows, OperandReader<kDim>::a(d_o_at + Tile16Bit<kDim>::bytes(row), lane),
+        OperandReader<kDim>::b(shared_address(shared.values) + Tile16Bit<kDim>::bytes(column),
                                lane));
   }
 
@@ -137,22 +140,23 @@ struct TilePair {
   }
 
   __device__ __forceinline__ void accumulate_dv(Accumulators& acc) const {
-    accumulate_key_sums(acc.dv, shared.p, d_o_at);
+    accumulate_key_gradient(acc.dv, shared.p, d_o_at);
   }
   __device__ __forceinline__ void accumulate_dk(Accumulators& acc) const {
-    accumulate_key_sums(acc.dk, shared.ds, queries_at);
+    accumulate_key_gradient(acc.dk, shared.ds, queries_at);
   }
 
   /// dq += dS K, in device memory.
   __device__ __forceinline__ void add_dq() const {
-    float dq[QuerySums::kRowTiles][QuerySums::kColumnTiles][4];
+    float dq[QueryGradPart::kRowTiles][QueryGradPart::kColumnTiles][4];
     multiply<T, false, true, kKeys / 16, true>(
         dq,
         OperandReader<kKeys>::a(
-            shared_address(shared.ds) + HalfTile<kKeys>::bytes(QuerySums::row(at.warp)), lane),
+            shared_address(shared.ds) + Tile16Bit<kKeys>::bytes(QueryGradPart::row(at.warp)), lane),
         OperandReader<kDim>::b_transposed(shared_address(shared.keys), lane)
-            .template from_step<QuerySums::kColumnTiles / 2>(QuerySums::column(at.warp) / 16));
-    constexpr int kParts = QuerySums::kRowTiles * QuerySums::kColumnTiles;
+            .template from_step<QueryGradPart::kColumnTiles / 2>(QueryGradPart::column(at.warp) /
+                                                                 16));
+    constexpr int kParts = QueryGradPart::kRowTiles * QueryGradPart::kColumnTiles;
     const int64_t tile_index =
         first_tile_index(at.w.query_tiles, static_cast<int>(at.queries.index)) + tile;
     float* const to = at.w.dq_sums + (tile_index * at.p.heads + tiles.head) * (kRows * kDim) +
@@ -169,17 +173,17 @@ struct TilePair {
                   fresh_thread_index());
   }
 
-  /// sums += scores^T rows, the warp's part of a tile of keys.
-  __device__ __forceinline__ void accumulate_key_sums(
-      float (&sums)[KeySums::kRowTiles][KeySums::kColumnTiles][4], const unsigned char* scores,
-      unsigned rows_at) const {
-    const int key = KeySums::row(at.warp), dim = KeySums::column(at.warp);
+  /// dk or dv += scores^T rows, the warp's part of it.
+  __device__ __forceinline__ void accumulate_key_gradient(
+      float (&gradient)[KeyGradPart::kRowTiles][KeyGradPart::kColumnTiles][4],
+      const unsigned char* scores, unsigned rows_at) const {
+    const int key = KeyGradPart::row(at.warp), dim = KeyGradPart::column(at.warp);
     multiply<T, true, true, kRows / 16, false>(
-        sums,
+        gradient,
         OperandReader<kKeys>::a_transposed(shared_address(scores), lane)
-            .template from_step<KeySums::kRowTiles>(key / 16),
+            .template from_step<KeyGradPart::kRowTiles>(key / 16),
         OperandReader<kDim>::b_transposed(rows_at, lane)
-            .template from_step<KeySums::kColumnTiles / 2>(dim / 16));
+            .template from_step<KeyGradPart::kColumnTiles / 2>(dim / 16));
   }
 };
 
@@ -227,25 +231,25 @@ __device__ __forceinline__ void store_dk_dv(const KeyTile<Shape>& at,
                                             const BackwardShared<Shape>& shared,
                                             const KeyGradientAccumulators<Shape>& acc) {
   using T = typename Shape::T;
-  using KeySums = typename Shape::KeySums;
+  using KeyGradPart = typename Shape::KeyGradPart;
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (Shape::kStagesSums) {
+  if constexpr (Shape::kDqViaSmem) {
     wait_for_bulk_additions();
   }
 #endif
   __syncthreads();
   const int thread = fresh_thread_index(), lane = thread % 32;
-  const int key = KeySums::row(at.warp), dim = KeySums::column(at.warp);
+  const int key = KeyGradPart::row(at.warp), dim = KeyGradPart::column(at.warp);
   const float dk_scale = static_cast<float>(at.p.scale);
 #pragma unroll
-  for (int i = 0; i < KeySums::kRowTiles; ++i) {
+  for (int i = 0; i < KeyGradPart::kRowTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < KeySums::kColumnTiles; ++j) {
+    for (int j = 0; j < KeyGradPart::kColumnTiles; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int offset =
-            HalfTile<kDim>::offset(key + 16 * i + 8 * half + lane / 4, dim / 8 + j) + lane % 4 * 4;
+            Tile16Bit<kDim>::offset(key + 16 * i + 8 * half + lane / 4, dim / 8 + j) + lane % 4 * 4;
         const float* const dk = acc.dk[i][j] + 2 * half;
         const float* const dv = acc.dv[i][j] + 2 * half;
         *reinterpret_cast<uint32_t*>(shared.keys + offset) =
@@ -263,25 +267,27 @@ __device__ __forceinline__ void store_dk_dv(const KeyTile<Shape>& at,
       row_stride<2>(at.w.params.dv), shared.values, at.place.tile.tokens, at.pieces, thread);
 }
 
-/// Block `block`'s tile: its dk, dv, sums of columns, and its part of dq and of the sums of rows.
+/// Block block_index's tile: its dk, dv, sums of columns, and its part of dq and of the sums of
+/// rows.
 template <class Shape>
-__device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, unsigned block,
+__device__ __forceinline__ void compute_key_gradients(const TensorAttention& w,
+                                                      unsigned block_index,
                                                       unsigned char* shared_bytes) {
   using Pair = TilePair<Shape>;
   const BackwardShared<Shape> shared(shared_bytes);
   const ForgettingAttentionParams& p = w.params.forward;
-  const TileAndHead place(w.tiles, p.key_heads, w.side_by_side, block, false);
+  const TileAndHead place(w.tiles, p.key_heads, w.side_by_side, block_index, false);
   if (place.tile.tokens == 0 || !takes_head(w, place.tile.sequence.index, place.head)) {
     return;
   }
-  const KeyTile<Shape> keys(w, place);
-  keys.load_keys_and_values(shared);
+  const KeyTile<Shape> block(w, place);
+  block.load_keys_and_values(shared);
 
   KeyGradientAccumulators<Shape> acc;
-  for (int head = keys.key_head * keys.group; head < (keys.key_head + 1) * keys.group; ++head) {
-    QueryTiles<Shape> queries(keys, shared, head);
+  for (int head = block.key_head * block.group; head < (block.key_head + 1) * block.group; ++head) {
+    QueryTiles<Shape> queries(block, shared, head);
     float* const row_sums =
-        w.row_sums + (keys.queries.batch * p.heads + head) * p.layout.time + keys.queries.start;
+        w.row_sums + (block.queries.batch * p.heads + head) * p.layout.time + block.queries.start;
     int tile = queries.begin;
     __syncthreads();           // the last head's tiles have been read
     if (tile < queries.end) {  // under way before anything waits for memory
@@ -306,8 +312,8 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
       if (Shape::kStages > 1 && !Pair::kCopiesBetween && more) {
         queries.load_stage(tile + 1, stage ^ 1);
       }
-      const Pair pair(keys, queries, shared, tile, stage, more);
-      pair.compute_scores(acc, keys.mask, keys.first_key, keys.shift);
+      const Pair pair(block, queries, shared, tile, stage, more);
+      pair.compute_scores(acc, block.mask, block.first_key, block.shift);
       pair.compute_p_and_dp(acc);
       acc.store_smem(acc.s, shared.p, pair.row, pair.column, pair.lane);
       float sums[2 * Shape::Scores::kRowTiles];  // of dS over the warp's keys
@@ -333,13 +339,13 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w, 
         commit_copies();
       }
     }
-    store_column_sums(keys, shared, acc, head);
+    store_column_sums(block, shared, acc, head);
   }
-  store_dk_dv(keys, shared, acc);
+  store_dk_dv(block, shared, acc);
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     key_gradient_kernel(const __grid_constant__ TensorAttention w) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   compute_key_gradients<Shape>(w, blockIdx.x, shared_bytes);
@@ -348,7 +354,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 /// The tiles of long-range heads, taken one after the other by blocks that stay: where there
 /// are no such heads, a block for every tile would take longer to start than these to leave.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     long_range_key_gradient_kernel(const __grid_constant__ TensorAttention w) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   __shared__ unsigned taken;

@@ -39,12 +39,12 @@ template <class Shape>
 struct KeyGradientAccumulators {
   using T = typename Shape::T;
   using Scores = typename Shape::Scores;
-  using KeySums = typename Shape::KeySums;
+  using KeyGradPart = typename Shape::KeyGradPart;
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kRowTiles = Scores::kRowTiles, kColumnTiles = Scores::kColumnTiles;
 
-  float dk[KeySums::kRowTiles][KeySums::kColumnTiles][4] = {};
-  float dv[KeySums::kRowTiles][KeySums::kColumnTiles][4] = {};
+  float dk[KeyGradPart::kRowTiles][KeyGradPart::kColumnTiles][4] = {};
+  float dv[KeyGradPart::kRowTiles][KeyGradPart::kColumnTiles][4] = {};
   float s[kRowTiles][kColumnTiles][4];
   float dp[kRowTiles][kColumnTiles][4];
   float column_sums_reversed[2 * kColumnTiles];
@@ -83,9 +83,9 @@ struct KeyGradientAccumulators {
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
         unsigned char* const to =
-            tile + HalfTile<kKeys>::offset(row + 16 * i + lane / 4, column / 8 + j) + lane % 4 * 4;
+            tile + Tile16Bit<kKeys>::offset(row + 16 * i + lane / 4, column / 8 + j) + lane % 4 * 4;
         *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x[i][j][0], x[i][j][1]);
-        *reinterpret_cast<uint32_t*>(to + 8 * HalfTile<kKeys>::kRowBytes) =
+        *reinterpret_cast<uint32_t*>(to + 8 * Tile16Bit<kKeys>::kRowBytes) =
             pack_pair<T>(x[i][j][2], x[i][j][3]);
       }
     }
@@ -195,7 +195,7 @@ struct QueryTiles {
     RawRowStats read = {gates.at(row + at.shift), -INFINITY, 0};
     if (exists) {
       read.lse = static_cast<const float*>(at.p.lse)[offset];
-      read.delta = at.w.delta[offset];
+      read.delta_minus_dlse = at.w.delta_minus_dlse[offset];
     }
     return read;
   }

@@ -121,7 +121,7 @@ struct QueryBlock {
           shared.row_stats + row,
           {gates.at(first + row),
            exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
-           exists ? w.delta[first_row + row] : 0.0f},
+           exists ? w.delta_minus_dlse[first_row + row] : 0.0f},
           reference);
     }
   }
@@ -153,7 +153,7 @@ struct QueryGradientWarp {
     const float* const key_gates = at.shared.key_gates + stage * 2 * kKeys + lane % 4 * 2;
     const float* const stats = at.shared.row_stats + warp_row + lane / 4;
     const unsigned keys_at = shared_address(at.shared.stages) + stage * Shape::kStageBytes;
-    const int own = HalfTile<kDim>::bytes(warp_row);
+    const int own = Tile16Bit<kDim>::bytes(warp_row);
     Scores s, dp;
     multiply<T, false, false, kDim / 16, true>(
         s, OperandReader<kDim>::a(shared_address(at.shared.queries) + own, lane),
@@ -174,7 +174,7 @@ struct QueryGradientWarp {
   /// The rows' sums of dS, and dq through the tile of queries.
   __device__ __forceinline__ void store(const QueryBlock<Shape>& at, int warp_row) {
     const int lane = fresh_thread_index() % 32;
-    unsigned char* const own = at.shared.queries + HalfTile<kDim>::bytes(warp_row);
+    unsigned char* const own = at.shared.queries + Tile16Bit<kDim>::bytes(warp_row);
     const float dq_scale = static_cast<float>(at.p.scale);
     __syncwarp();
 #pragma unroll
@@ -187,7 +187,7 @@ struct QueryGradientWarp {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         const float* const x = dq[i / 2][j] + i % 2 * 2;
-        *reinterpret_cast<uint32_t*>(own + HalfTile<kDim>::offset(row, j) + lane % 4 * 4) =
+        *reinterpret_cast<uint32_t*>(own + Tile16Bit<kDim>::offset(row, j) + lane % 4 * 4) =
             pack_pair<T>(x[0] * dq_scale, x[1] * dq_scale);
       }
     }

@@ -13,7 +13,7 @@ namespace tidegate::kernels::attention {
 /// A row's c, lse and delta - dlse in device memory.
 struct RawRowStats {
   double gate;
-  float lse, delta;
+  float lse, delta_minus_dlse;
 };
 
 /// What the scores of a row need, kRows apart: c_i - c_ref, its high and low parts; lse, in log2;
@@ -24,7 +24,7 @@ __device__ inline void write_row_stats(float* to, const RawRowStats& row, double
   to[0] = gate.high;
   to[kRows] = gate.low;
   to[2 * kRows] = row.lse == -INFINITY ? INFINITY : row.lse * kLog2E;
-  to[3 * kRows] = -row.delta;
+  to[3 * kRows] = -row.delta_minus_dlse;
 }
 
 /// s = log2 of P, from Q K^T. `gates`: of the lane's first two keys; `rows`: of its first row, see

@@ -10,24 +10,25 @@
 
 namespace tidegate::kernels::attention {
 
-constexpr int kLeastPart = 64;  // keys of a split, a multiple of every kernel's tile
-static_assert(kLeastPart % StepTile::kTile == 0 && kLeastPart % TensorStepTile::kKeys == 0);
+constexpr int kLeastSplit = 64;  // keys of a split, a multiple of every kernel's tile
+static_assert(kLeastSplit % StepTile::kTile == 0 && kLeastSplit % TensorStepTile::kKeys == 0);
 
-/// A partial result: o times its sum, then maximum, sum, and the sum of the part's gates.
+/// A partial result: o times its sum, then maximum, sum, and the sum of the split's gates.
 __host__ __device__ constexpr int64_t partial_numbers(int64_t head_dim) { return head_dim + 3; }
 
 /// Where the splits of one sequence lie: as equal as tiles allow, over the keys that it really has.
 struct Splits {
-  int64_t oldest, length, part;
+  int64_t oldest, length;
+  int64_t keys;  // of a split
 
   __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch) {
     length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
     oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
     const int64_t equal = (length - oldest + p.plan.splits - 1) / p.plan.splits;
-    part = (equal + kLeastPart - 1) / kLeastPart * kLeastPart;
+    keys = (equal + kLeastSplit - 1) / kLeastSplit * kLeastSplit;
   }
-  __device__ int64_t begin(int64_t split) const { return min(length, oldest + split * part); }
-  __device__ int64_t used() const { return part == 0 ? 0 : (length - oldest + part - 1) / part; }
+  __device__ int64_t begin(int64_t split) const { return min(length, oldest + split * keys); }
+  __device__ int64_t used() const { return keys == 0 ? 0 : (length - oldest + keys - 1) / keys; }
 };
 
 /// What a warp knows of the head that it weighs, the same in all of its lanes.
@@ -96,8 +97,8 @@ struct SplitSoftmax {
 };
 
 /// The weights of a lane's four keys, of which the first `missing` do not exist, and what earlier
-/// weights shrink by. Gates go from the newest
-/// token back: `gates` is their sum over the split's newer tiles.
+/// weights shrink by. Gates go from the newest token back: `gates` is their sum over the split's
+/// newer tiles.
 struct TensorStepSoftmax {
   float maximum = -INFINITY;
   float total = 0;  // of this lane's keys

@@ -10,7 +10,7 @@
 //   sums += weights . V
 //
 // The rows of the second product are query heads: eight with weights rounded to 16 bits, and the
-// same eight with what the rounding has left, which keeps the weights' digits for nothing.
+// same eight with what the rounding has left, which keeps the weights' digits at no cost.
 
 #include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/rows.cuh"
@@ -32,7 +32,7 @@ __device__ inline float rounded_off(float x) {
 /// Where a warp works: one split of one key/value head, in tiles from the newest key back.
 template <class E, int kDim>
 struct TensorStepWarp {
-  using Tile = HalfTile<kDim>;
+  using Tile = Tile16Bit<kDim>;
   static constexpr int kKeys = TensorStepTile::kKeys, kStages = TensorStepTile::kStages;
   static constexpr int kTileBytes = Tile::bytes(kKeys);
 
@@ -238,7 +238,8 @@ __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttenti
 
 template <class E, int kDim>
 cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
-  constexpr int kBytes = TensorStepTile::kStages * 2 * HalfTile<kDim>::bytes(TensorStepTile::kKeys);
+  constexpr int kBytes =
+      TensorStepTile::kStages * 2 * Tile16Bit<kDim>::bytes(TensorStepTile::kKeys);
   static_assert(kBytes <= 48 * 1024);
   const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));

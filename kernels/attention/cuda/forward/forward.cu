@@ -16,7 +16,8 @@ namespace tidegate::kernels::attention {
 namespace {
 
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
-constexpr int64_t kLeastTile = 64;  // rows of a block, queries or keys
+// Rows of a block, queries or keys. Not the least of all: S192 of tile_configs.cuh has 32 queries.
+constexpr int64_t kLeastTile = 64;
 
 template <class T>
 cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
@@ -48,6 +49,8 @@ bool is_wide(const ForgettingAttentionParams& p, const DeviceLimits& limits) {
 
 }  // namespace
 
+/// The last condition leaves calls with more than 65535 heads, those of all batch rows together, to
+/// the plain path.
 bool tensor_cores_take(const ForgettingAttentionParams& p) {
   const int64_t blocks = p.heads * std::max(time_tiles(p.layout, kLeastTile).count,
                                             time_tiles(p.key_layout, kLeastTile).count);
@@ -87,7 +90,7 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   TensorAttention work;
   work.params.forward = p;
   work.gate_sums = workspace.gate_sums;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gate_sums(p, workspace.gate_sums, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(p, workspace.gate_sums, stream));
   if (p.prune > 0) {
     work.score_bounds = workspace.score_bounds;
     TIDEGATE_RETURN_IF_CUDA_ERROR(

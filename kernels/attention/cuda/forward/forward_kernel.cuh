@@ -65,7 +65,7 @@ __device__ inline float largest_query(const ForwardShared<Shape>& shared, int th
     float square = 0;
     for (int piece = 0; piece < Shape::kDim / 8; ++piece) {
       const auto x = *reinterpret_cast<const Pack<T, 8>*>(
-          shared.queries + HalfTile<Shape::kDim>::offset(row, piece));
+          shared.queries + Tile16Bit<Shape::kDim>::offset(row, piece));
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         square = fmaf(x.get(e), x.get(e), square);
@@ -200,7 +200,7 @@ struct ForwardWarp {
 
   const ForwardBlock<Shape>& at;
   const ForwardShared<Shape>& shared;
-  int row;          // the first of the warp's, of the block's
+  int row;          // the warp's first, counted from the block's first
   int first, last;  // positions of the warp's rows
   float scale;
   unsigned queries_at;
@@ -215,7 +215,7 @@ struct ForwardWarp {
     first = at.first + row;
     last = first + Shape::kWarpRows - 1;
     scale = static_cast<float>(at.p.scale) * kLog2E;
-    queries_at = shared_address(shared.queries) + HalfTile<kDim>::bytes(row);
+    queries_at = shared_address(shared.queries) + Tile16Bit<kDim>::bytes(row);
   }
 
   __device__ __forceinline__ void keep_queries(KeptQueries& kept) const {
@@ -255,7 +255,7 @@ struct ForwardWarp {
   __device__ __forceinline__ void move_non_finite(OnlineSoftmax<Shape>& softmax, PairMask mask,
                                                   bool seen, int key, unsigned char* values,
                                                   int lane) const {
-    constexpr int kBytes = HalfTile<kDim>::bytes(kPart);
+    constexpr int kBytes = Tile16Bit<kDim>::bytes(kPart);
     const bool found = has_non_finite<T, kThreads>(values, kBytes, fresh_thread_index());
     if (__syncthreads_or(found ? 1 : 0)) {
       if (seen) {
@@ -283,7 +283,7 @@ struct ForwardWarp {
   }
   /// The outputs, through the tile of queries.
   __device__ __forceinline__ void store_o(const OnlineSoftmax<Shape>& softmax) const {
-    unsigned char* const own = shared.queries + HalfTile<kDim>::bytes(row);
+    unsigned char* const own = shared.queries + Tile16Bit<kDim>::bytes(row);
     __syncwarp();
     softmax.store_smem(own, at.lane);
     __syncwarp();
@@ -295,7 +295,7 @@ struct ForwardWarp {
 };
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     forgetting_attention_forward_kernel(const __grid_constant__ TensorAttention w) {
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kPart = Shape::kPart;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
           shared.key_gates + stage * 2 * kKeys + part * kPart + lane % 4 * 2;
       const float* const row_gates = shared.row_gates + warp.row + lane / 4;
       const unsigned keys_at =
-          shared_address(shared.keys(stage)) + HalfTile<kDim>::bytes(part * kPart);
+          shared_address(shared.keys(stage)) + Tile16Bit<kDim>::bytes(part * kPart);
       if (seen) {
         warp.compute_scores(softmax, kept, mask, edge, tile, part, keys_at, key_gates, row_gates,
                             lane);
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       }
       if (edge) {
         warp.move_non_finite(softmax, mask, seen, key,
-                             shared.values(stage) + HalfTile<kDim>::bytes(part * kPart), lane);
+                             shared.values(stage) + Tile16Bit<kDim>::bytes(part * kPart), lane);
       }
       if (seen) {
         softmax.accumulate_pv(OperandReader<kDim>::b_transposed(keys_at + Shape::kKeyBytes, lane));

@@ -12,7 +12,7 @@ cudaError_t launch_forward(TensorAttention work, const DeviceLimits& limits, cud
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = time_tiles(work.params.forward.layout, Shape::kRows);
   work.side_by_side =
-      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocks);
+      heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocksPerSm);
   const int64_t blocks = work.tiles.count * work.params.forward.heads;
   return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::kSharedBytes, stream, work);
 }

@@ -5,10 +5,9 @@
 // Scores are in units of log2. The bias c_i - c_j enters in one of three ways, by how far the keys
 // are from the queries:
 //   away from the diagonal  (c_i - c_ref) + (c_ref - c_j), ref = the block's first query: the
-//   second
-//                           term is added to the score, the first, a constant of the row, is
-//                           deferred to the row's maximum. Both are at most zero, so each has its
-//                           digits wherever the weight is not zero anyway;
+//                           second term is added to the score, the first, a constant of the row,
+//                           is deferred to the row's maximum. Both are at most zero, so each has
+//                           its digits wherever the weight is not zero anyway;
 //   near the diagonal       the same with ref = the warp's first row, from split floats;
 //   on edge tiles           c_i - c_j pair by pair, from split floats, with the mask.
 
@@ -31,8 +30,8 @@ struct OnlineSoftmax {
 
   float o[kRowTiles][kDim / 8][4] = {};
   float s[kRowTiles][kPart / 8][4];
-  float row_max[kStats];  // of the scores; the sum and o are relative to it, or up to 2^8 times
-                          // larger
+  float row_max[kStats];  // of the scores, as of the last rescaling: the true one is at most 8
+                          // above. The sum and o are relative to it
   float sum[kStats];
   float deferred_bias[kStats];  // what the scores of the tile at hand lack
   float row_offset[kStats];     // what is subtracted from them
@@ -95,9 +94,9 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While a row's
-  /// largest score grows by less than 2^8, nothing is rescaled: every warp would do so for one of
-  /// its rows at most tiles.
+  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While no row's
+  /// largest score (log2) grows by more than 8, weights stay at most 2^8 and nothing is rescaled:
+  /// every warp would do so for one of its rows at most tiles.
   __device__ __forceinline__ void update_row_max() {
     constexpr float kSlack = 8;
     float tile_max[kStats];
@@ -179,7 +178,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         const auto pair = *reinterpret_cast<const Pack<T, 2>*>(
-            tile + HalfTile<kDim>::offset(row, j) + lane % 4 * 4);
+            tile + Tile16Bit<kDim>::offset(row, j) + lane % 4 * 4);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float x = pair.get(e);
@@ -220,7 +219,7 @@ struct OnlineSoftmax {
     for (int i = 0; i < kStats; ++i) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
-        *reinterpret_cast<uint32_t*>(rows + HalfTile<kDim>::offset(8 * i + lane / 4, j) +
+        *reinterpret_cast<uint32_t*>(rows + Tile16Bit<kDim>::offset(8 * i + lane / 4, j) +
                                      lane % 4 * 4) =
             pack_pair<T>(o[i / 2][j][i % 2 * 2], o[i / 2][j][i % 2 * 2 + 1]);
       }
