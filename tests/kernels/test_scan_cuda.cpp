@@ -64,7 +64,7 @@ void check_with_little_shared_memory(ScanShape shape) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (const TimeSplit split :
          {TimeSplit::kSingleBlock, TimeSplit::kMultiBlock, TimeSplit::kAuto}) {
-      // Of few channels and a long time the planner makes as many blocks as the device holds.
+      // For few channels and a long time the planner makes as many blocks as the device holds.
       const bool is_long = split == TimeSplit::kAuto;
       if (is_long && dtype != DType::kBFloat16) continue;
       shape.dtype = shape.gate = dtype;

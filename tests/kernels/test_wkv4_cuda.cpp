@@ -108,7 +108,7 @@ TEST(Wkv4CudaLittleSharedMemory, BeforeAndAfterAll) {
   if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "no CUDA device";
   for (DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (TimeSplit split : {TimeSplit::kSingleBlock, TimeSplit::kMultiBlock, TimeSplit::kAuto}) {
-      // Of few channels and a long time the planner makes as many blocks as the device holds.
+      // For few channels and a long time the planner makes as many blocks as the device holds.
       const bool is_long = split == TimeSplit::kAuto;
       if (is_long && dtype != DType::kBFloat16) continue;
       Wkv4Shape shape;

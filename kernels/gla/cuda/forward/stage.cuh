@@ -28,7 +28,7 @@ struct TokenTile {
     return (token >> 1 & 1) << 2 | (token & 1) << 1 | (token >> 2 & 1);
   }
   __device__ uint4* at(int token, int piece) { return &pieces[token][piece ^ swizzle(token)]; }
-  /// The same place in bytes from the tile's beginning.
+  /// That place, in bytes from the tile's beginning.
   static __device__ unsigned offset(int token, int piece) {
     return (token * kPieces + (piece ^ swizzle(token))) * sizeof(uint4);
   }

@@ -98,7 +98,7 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   if (size.chains > resident) {
     return cudaSuccess;
   }
-  // Of one block in one iteration: its warp groups' tiles together.
+  // One block in one iteration: its warp groups' tiles together.
   const int64_t block_chunks = WarpGroupShape<Op>::kWarpGroups * warps;
   const int64_t block_tiles = ceil_div(size.chunks, block_chunks);
   const int64_t most = std::clamp<int64_t>(block_tiles / iterations, 1, resident / size.chains);
