@@ -7,6 +7,7 @@
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -130,8 +131,7 @@ struct TensorStepSoftmax {
       scores[i] = i >= missing ? static_cast<float>(score) : -INFINITY;
       top = fmaxf(top, scores[i]);
     }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    top = quad_max(top);
     const float against = top == -INFINITY ? 0.0f : top;
     const float factor = expf(maximum - against);
     maximum = top;

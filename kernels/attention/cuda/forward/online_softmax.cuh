@@ -108,9 +108,7 @@ struct OnlineSoftmax {
       for (int j = 0; j < kPart / 8; ++j) {
         x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
       }
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-      tile_max[i] = x + deferred_bias[i];
+      tile_max[i] = quad_max(x) + deferred_bias[i];
       grows |= tile_max[i] > row_max[i] + kSlack;
     }
     if (__any_sync(0xffffffffu, grows)) {
@@ -201,8 +199,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void normalize() {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
-      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+      sum[i] = quad_sum(sum[i]);
       const float factor = sum[i] == 0.0f ? 0.0f : 1.0f / sum[i];
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
