@@ -1,6 +1,6 @@
 // The entry points of forgetting_attention_cuda.h: which kernels take a set of params.
 
-#include "kernels/attention/cuda/paths.h"
+#include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
 
 namespace tidegate::kernels::attention {

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/attention/cuda/backward/dq_accumulator.cuh"
 #include "kernels/attention/cuda/backward/key_gradient_kernel.cuh"
-#include "kernels/attention/cuda/backward/query_gradient_kernel.cuh"
+#include "kernels/attention/cuda/backward/query_gradients.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/common/cuda/device.h"
