@@ -44,14 +44,16 @@ struct AttentionWork : OpWork {
   }
 };
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using Backward = Gradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
-                           const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                           const at::Tensor&, const at::Tensor&, std::optional<double>,
-                           std::optional<int64_t>, const OptionalTensor&, const OptionalTensor&,
-                           std::optional<double>);
+using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using AttentionBackward = AttentionGradients(const at::Tensor&, const OptionalTensor&,
+                                             const at::Tensor&, const at::Tensor&,
+                                             const at::Tensor&, const at::Tensor&,
+                                             const at::Tensor&, const at::Tensor&,
+                                             std::optional<double>, std::optional<int64_t>,
+                                             const OptionalTensor&, const OptionalTensor&,
+                                             std::optional<double>);
 
-struct Inputs {
+struct AttentionInputs {
   at::Tensor q, k, v, log_f, grad_o;
 };
 
@@ -65,7 +67,7 @@ class AttentionOps {
 
   std::vector<Call> calls() const {
     std::vector<Call> calls;
-    for (const Inputs& set : sets_) {
+    for (const AttentionInputs& set : sets_) {
       if (work_.backward) {
         const auto [o, lse] = forgetting_attention(set.q, set.k, set.v, set.log_f);
         calls.push_back([set, out = o, sums = lse] { return backward(set, out, sums); });
@@ -80,7 +82,7 @@ class AttentionOps {
 
   /// The largest relative error of the op's results, on sequences of 70 tokens.
   double error(const Results& /*first*/) const {
-    const Inputs set = draw(2, 70);
+    const AttentionInputs set = draw(2, 70);
     const auto [o, lse] = forgetting_attention(set.q, set.k, set.v, set.log_f);
     const Results found = work_.backward ? backward(set, o, lse) : Results{o};
     const Results exact = reference(set);
@@ -94,7 +96,7 @@ class AttentionOps {
   }
 
  private:
-  Inputs draw(int64_t batch, int64_t time) const {
+  AttentionInputs draw(int64_t batch, int64_t time) const {
     const auto options = at::TensorOptions().device(work_.device).dtype(work_.dtype);
     const auto rows = [&] {
       return at::randn({batch, time, work_.heads, work_.head_dim}, options);
@@ -103,15 +105,15 @@ class AttentionOps {
     return {rows(), rows(), rows(), at::log_sigmoid(logits + 5), rows()};
   }
 
-  static Results backward(const Inputs& set, const at::Tensor& o, const at::Tensor& lse) {
-    static const auto op = find_op<Backward>("tidegate::forgetting_attention_backward");
+  static Results backward(const AttentionInputs& set, const at::Tensor& o, const at::Tensor& lse) {
+    static const auto op = find_op<AttentionBackward>("tidegate::forgetting_attention_backward");
     auto [dq, dk, dv, dlog_f] =
         op.call(set.grad_o, {}, set.q, set.k, set.v, set.log_f, o, lse, {}, {}, {}, {}, {});
     return {dq, dk, dv, dlog_f};
   }
 
   /// o, or dq, dk, dv and dlog_f, from whole matrices of scores.
-  Results reference(const Inputs& set) const {
+  Results reference(const AttentionInputs& set) const {
     const auto wide = [](const at::Tensor& x) {
       return x.to(at::kCPU, at::kDouble).requires_grad_();
     };
@@ -130,7 +132,7 @@ class AttentionOps {
   }
 
   AttentionWork work_;
-  std::vector<Inputs> sets_;
+  std::vector<AttentionInputs> sets_;
 };
 
 void with_operations(benchmark::State& state, const AttentionWork& work) {

@@ -20,10 +20,10 @@
 namespace tidegate::testing {
 namespace {
 
-enum class Op : uint8_t { kHgrn2, kAttention, kStep };
+enum class GlaOp : uint8_t { kHgrn2, kAttention, kStep };
 
 struct GlaWork : OpWork {
-  Op op = Op::kHgrn2;
+  GlaOp op = GlaOp::kHgrn2;
   int64_t batch = 1;
   int64_t time = 1;
   int64_t heads = 1;
@@ -36,8 +36,8 @@ struct GlaWork : OpWork {
     const int64_t values = rows() * value_dim * element_bytes();
     // Forward q, f, v and o; backward q, f, v, do and dq, df, dv; and k and dk where they are
     // tensors.
-    const int64_t of_keys = (op == Op::kAttention ? 3 : 2) * (backward ? 2 : 1);
-    const int64_t states = op == Op::kStep ? 2 * rows() * key_dim * value_dim * 4 : 0;
+    const int64_t of_keys = (op == GlaOp::kAttention ? 3 : 2) * (backward ? 2 : 1);
+    const int64_t states = op == GlaOp::kStep ? 2 * rows() * key_dim * value_dim * 4 : 0;
     return of_keys * keys + (backward ? 3 : 2) * values + states;
   }
   std::string name() const {
@@ -49,17 +49,17 @@ struct GlaWork : OpWork {
   }
 };
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using Hgrn2Backward = Gradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
-                                const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                                const OptionalTensor&, double, c10::string_view, c10::string_view,
-                                bool, const OptionalTensor&);
-using AttentionBackward = Gradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
-                                    const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                    const OptionalTensor&, double, bool, const OptionalTensor&);
+using GlaGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Hgrn2Backward = GlaGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                   const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                   const OptionalTensor&, double, c10::string_view,
+                                   c10::string_view, bool, const OptionalTensor&);
+using GlaBackward = GlaGradients(const at::Tensor&, const OptionalTensor&, const at::Tensor&,
+                                 const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const OptionalTensor&, double, bool, const OptionalTensor&);
 
 /// One set of inputs; `gate`: logits or log decays; `state` where it is a step.
-struct Inputs {
+struct GlaInputs {
   at::Tensor q, k, v, gate, d_o, state;
 };
 
@@ -75,7 +75,7 @@ class GlaOps {
 
   std::vector<Call> calls() const {
     std::vector<Call> calls;
-    for (const Inputs& set : sets_) {
+    for (const GlaInputs& set : sets_) {
       calls.push_back([this, set] { return run(set); });
     }
     return calls;
@@ -84,15 +84,15 @@ class GlaOps {
   /// The largest relative error of the op's results, on a few sequences of 70 tokens.
   double error(const Results& /*first*/) const {
     constexpr int64_t kBatch = 2, kTime = 70;
-    const bool step = work_.op == Op::kStep;
-    const Inputs set = draw(kBatch, step ? 1 : kTime);
-    const Inputs before = {{}, {}, {}, {}, {}, step ? set.state.clone() : at::Tensor()};
+    const bool step = work_.op == GlaOp::kStep;
+    const GlaInputs set = draw(kBatch, step ? 1 : kTime);
+    const GlaInputs before = {{}, {}, {}, {}, {}, step ? set.state.clone() : at::Tensor()};
     const Results results = run(set);
     GlaReference<double> reference;
     reference.heads = work_.heads;
     reference.key_dim = work_.key_dim;
     reference.value_dim = work_.value_dim;
-    reference.logits = work_.op != Op::kAttention;
+    reference.logits = work_.op != GlaOp::kAttention;
     if (reference.logits) reference.q_activation = kernels::gla::InputActivation::kSilu;
     reference.q = values(set.q);
     reference.v = values(set.v);
@@ -121,17 +121,17 @@ class GlaOps {
   }
 
  private:
-  Inputs draw(int64_t batch, int64_t time) const {
+  GlaInputs draw(int64_t batch, int64_t time) const {
     const auto options = at::TensorOptions().device(work_.device).dtype(work_.dtype);
     const int64_t heads = work_.heads, keys = work_.key_dim, columns = work_.value_dim;
     const std::vector<int64_t> shape =
-        work_.op == Op::kStep ? std::vector{batch} : std::vector{batch, time};
+        work_.op == GlaOp::kStep ? std::vector{batch} : std::vector{batch, time};
     const auto sized = [&](std::initializer_list<int64_t> more) {
       std::vector<int64_t> all = shape;
       all.insert(all.end(), more);
       return all;
     };
-    Inputs set;
+    GlaInputs set;
     const at::Tensor wide = at::randn(sized({heads * (2 * keys + columns)}), options);
     const auto slice = [&](int64_t begin, int64_t width) {
       return wide.narrow(-1, begin * heads, width * heads).unflatten(-1, {heads, width});
@@ -140,10 +140,10 @@ class GlaOps {
     set.gate = slice(keys, keys);
     set.v = slice(2 * keys, columns);
     set.d_o = at::randn(sized({heads, columns}), options);
-    if (work_.op == Op::kStep) {
+    if (work_.op == GlaOp::kStep) {
       set.state = at::randn({batch, heads, keys, columns}, options.dtype(at::kFloat));
     }
-    if (work_.op == Op::kAttention) {
+    if (work_.op == GlaOp::kAttention) {
       const at::Tensor logit = set.gate.to(at::kFloat);
       const at::Tensor open = gamma_.neg().add(1);
       set.k = (open * at::sigmoid(-logit)).to(work_.dtype);
@@ -153,22 +153,22 @@ class GlaOps {
   }
 
   /// o; or dq, dv, dgate, and dk where there is one.
-  Results run(const Inputs& set) const {
-    if (work_.op == Op::kStep) {
+  Results run(const GlaInputs& set) const {
+    if (work_.op == GlaOp::kStep) {
       return {hgrn2_step(set.q, set.gate, set.v, gamma_, set.state, 1.0, "silu")};
     }
     if (!work_.backward) {
-      return {work_.op == Op::kHgrn2
+      return {work_.op == GlaOp::kHgrn2
                   ? std::get<0>(hgrn2(set.q, set.gate, set.v, gamma_, {}, 1.0, "silu"))
                   : std::get<0>(gated_linear_attention(set.q, set.k, set.v, set.gate))};
     }
-    if (work_.op == Op::kHgrn2) {
+    if (work_.op == GlaOp::kHgrn2) {
       static const auto op = find_op<Hgrn2Backward>("tidegate::hgrn2_backward");
       auto [dq, df, dv, dgamma, dh0] =
           op.call(set.d_o, {}, set.q, set.gate, set.v, gamma_, {}, 1.0, "silu", "none", false, {});
       return {dq, dv, df};
     }
-    static const auto op = find_op<AttentionBackward>("tidegate::gated_linear_attention_backward");
+    static const auto op = find_op<GlaBackward>("tidegate::gated_linear_attention_backward");
     auto [dq, dk, dv, dlog_f, dh0] =
         op.call(set.d_o, {}, set.q, set.k, set.v, set.gate, {}, 1.0, false, {});
     return {dq, dv, dlog_f, dk};
@@ -191,7 +191,7 @@ class GlaOps {
   }
 
   GlaWork work_;
-  std::vector<Inputs> sets_;
+  std::vector<GlaInputs> sets_;
   at::Tensor gamma_;
 };
 
@@ -200,7 +200,7 @@ void register_shape(GlaWork work, int64_t batch, int64_t time, int64_t heads, in
   work.time = time;
   work.heads = heads;
   work.key_dim = work.value_dim = dim;
-  for (const Op op : {Op::kHgrn2, Op::kAttention}) {
+  for (const GlaOp op : {GlaOp::kHgrn2, GlaOp::kAttention}) {
     work.op = op;
     for (const bool backward : {false, true}) {
       work.backward = backward;
@@ -210,7 +210,7 @@ void register_shape(GlaWork work, int64_t batch, int64_t time, int64_t heads, in
 }
 
 void register_step(GlaWork work, int64_t batch, int64_t heads) {
-  work.op = Op::kStep;
+  work.op = GlaOp::kStep;
   work.batch = batch;
   work.heads = heads;
   register_work<GlaOps>(work);

@@ -36,7 +36,7 @@ struct RnnWork : OpWork {
 using WithLogits = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
     const OptionalTensor&, const OptionalTensor&);
-using Backward = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+using RnnBackward = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
     const at::Tensor&, const at::Tensor&, const OptionalTensor&, at::ScalarType,
     const OptionalTensor&, const OptionalTensor&);
@@ -55,7 +55,7 @@ class RnnOps {
 
   std::vector<Call> calls() const {
     static const auto with_logits = find_op<WithLogits>("tidegate::gated_rnn_with_logits");
-    static const auto gradients = find_op<Backward>("tidegate::gated_rnn_backward");
+    static const auto gradients = find_op<RnnBackward>("tidegate::gated_rnn_backward");
     std::vector<Call> calls;
     for (const Inputs& set : sets_) {
       if (!work_.backward) {

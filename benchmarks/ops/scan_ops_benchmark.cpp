@@ -25,10 +25,10 @@
 namespace tidegate::testing {
 namespace {
 
-enum class Op { kHgru, kLinearScan, kLru };
+enum class ScanOp { kHgru, kLinearScan, kLru };
 
-struct Work : OpWork {
-  Op op = Op::kHgru;
+struct ScanWork : OpWork {
+  ScanOp op = ScanOp::kHgru;
   bool turns = false;
   int64_t batch = 1;
   int64_t time = 1;
@@ -41,7 +41,9 @@ struct Work : OpWork {
     const int64_t hgru_rows = backward ? 4 * halves + 2 : 2 * halves + 1;
     const int64_t scan_rows = backward ? 5 : 3;
     const int64_t lru_rows = halves * (backward ? 4 : 2);
-    const int64_t rows = op == Op::kHgru ? hgru_rows : op == Op::kLru ? lru_rows : scan_rows;
+    const int64_t rows = op == ScanOp::kHgru  ? hgru_rows
+                         : op == ScanOp::kLru ? lru_rows
+                                              : scan_rows;
     return rows * batch * time * channels * element_bytes();
   }
   std::string name() const {
@@ -67,28 +69,28 @@ using LruBackward = HgruGradients(const at::Tensor&, const OptionalTensor&, cons
                                   const OptionalTensor&);
 
 /// One set of inputs: c and f of hgru, x and a of linear_scan, x of lru_scan.
-struct Inputs {
+struct ScanInputs {
   at::Tensor data, gate, dh;
 };
 
 /// All inputs of a piece of work, its calls, and the check of their results.
-class Ops {
+class ScanOps {
  public:
-  explicit Ops(const Work& work) : work_(work) {
+  explicit ScanOps(const ScanWork& work) : work_(work) {
     const auto options = at::TensorOptions().device(work.device).dtype(work.dtype);
     const auto wide = options.dtype(at::kFloat);
     const auto draw = [&](int64_t columns) {
       return at::randn({work.batch, work.time, columns}, options);
     };
     for (int64_t i = 0; i < work.sets(work.bytes()); ++i) {
-      Inputs set{draw(work.width()), draw(work.channels), draw(work.width())};
-      if (work.op == Op::kLinearScan) set.gate.sigmoid_();
-      if (work.op == Op::kLru) set.gate = at::Tensor();
+      ScanInputs set{draw(work.width()), draw(work.channels), draw(work.width())};
+      if (work.op == ScanOp::kLinearScan) set.gate.sigmoid_();
+      if (work.op == ScanOp::kLru) set.gate = at::Tensor();
       sets_.push_back(std::move(set));
     }
     gamma_ = at::rand({work.channels}, wide).mul_(0.9);
     if (work.turns) theta_ = at::rand({work.channels}, wide);
-    if (work.op == Op::kLru) {  // |lambda| from 0.9 to 0.9999
+    if (work.op == ScanOp::kLru) {  // |lambda| from 0.9 to 0.9999
       nu_log_ = at::rand({work.channels}, wide).mul_(-7).add_(-2.25);
       gamma_.add_(0.01).log_();
       if (work.turns) theta_->add_(0.01).log_();
@@ -97,7 +99,7 @@ class Ops {
 
   std::vector<Call> calls() const {
     std::vector<Call> calls;
-    for (const Inputs& set : sets_) {
+    for (const ScanInputs& set : sets_) {
       if (work_.backward) {
         calls.push_back([this, set, h = forward(set)] { return backward(set, h); });
       } else {
@@ -109,7 +111,7 @@ class Ops {
 
   /// The largest relative error of the results on a few channels of the last batch row.
   double error(const Results& results) const {
-    const Inputs& set = sets_.front();
+    const ScanInputs& set = sets_.front();
     ReferenceLayout layout;
     layout.tokens = work_.time;
     layout.sequences = {{0, work_.time}};
@@ -119,7 +121,7 @@ class Ops {
     const auto dh = pick(set.dh);
     using Arrays = std::vector<ComplexArray<double>>;
     Arrays expected;
-    if (work_.op == Op::kLru) {
+    if (work_.op == ScanOp::kLru) {
       LruReference<double> reference;
       for (int64_t channel : sampled()) {
         reference.nu_log.push_back(nu_log_[channel].item<double>());
@@ -129,7 +131,7 @@ class Ops {
       reference.forward(layout, data, {});
       reference.backward(layout, data, reference.h, {}, dh, {});
       expected = Arrays{work_.backward ? reference.dx : reference.h};
-    } else if (work_.op == Op::kLinearScan) {
+    } else if (work_.op == ScanOp::kLinearScan) {
       LinearScanReference<double> reference;
       reference.forward(layout, data, gate, {});
       reference.backward(layout, gate, reference.h, {}, dh, {});
@@ -155,20 +157,20 @@ class Ops {
   }
 
  private:
-  at::Tensor forward(const Inputs& set) const {
-    if (work_.op == Op::kLru) return std::get<0>(lru_scan(set.data, nu_log_, theta_, gamma_));
-    return work_.op == Op::kLinearScan ? std::get<0>(linear_scan(set.data, set.gate))
-                                       : std::get<0>(hgru(set.data, set.gate, gamma_, theta_));
+  at::Tensor forward(const ScanInputs& set) const {
+    if (work_.op == ScanOp::kLru) return std::get<0>(lru_scan(set.data, nu_log_, theta_, gamma_));
+    return work_.op == ScanOp::kLinearScan ? std::get<0>(linear_scan(set.data, set.gate))
+                                           : std::get<0>(hgru(set.data, set.gate, gamma_, theta_));
   }
 
-  Results backward(const Inputs& set, const at::Tensor& h) const {
-    if (work_.op == Op::kLru) {
+  Results backward(const ScanInputs& set, const at::Tensor& h) const {
+    if (work_.op == ScanOp::kLru) {
       static const auto op = find_op<LruBackward>("tidegate::lru_scan_backward");
       auto [dx, dnu, dtheta, dgamma, dh0] =
           op.call(set.dh, {}, set.data, h, nu_log_, theta_, gamma_, {}, false, {});
       return {dx, dnu, dtheta, dgamma, dh0};
     }
-    if (work_.op == Op::kLinearScan) {
+    if (work_.op == ScanOp::kLinearScan) {
       static const auto op = find_op<ScanBackward>("tidegate::linear_scan_backward");
       auto [dx, da, dh0] = op.call(set.dh, {}, set.gate, h, {}, false, {});
       return {dx, da, dh0};
@@ -217,40 +219,40 @@ class Ops {
     return std::sqrt(error / size);
   }
 
-  Work work_;
-  std::vector<Inputs> sets_;
+  ScanWork work_;
+  std::vector<ScanInputs> sets_;
   at::Tensor gamma_;  // of lru_scan: its logarithm
   OptionalTensor theta_;
   at::Tensor nu_log_;
 };
 
-void register_both_ways(Work work) {
+void register_both_ways(ScanWork work) {
   for (bool backward : {false, true}) {
     work.backward = backward;
-    register_work<Ops>(work);
+    register_work<ScanOps>(work);
   }
 }
 
 void register_cpu() {
-  Work work;
+  ScanWork work;
   work.batch = 4;
   work.time = 2048;
   work.channels = 1024;
   register_both_ways(work);
-  work.op = Op::kLinearScan;
+  work.op = ScanOp::kLinearScan;
   register_both_ways(work);
-  work.op = Op::kHgru;
+  work.op = ScanOp::kHgru;
   work.channels = 512;
   work.turns = true;
   register_both_ways(work);
-  work.op = Op::kLru;
+  work.op = ScanOp::kLru;
   register_both_ways(work);
 }
 
 void register_cuda() {
-  Work work;
+  ScanWork work;
   work.device = at::Device(at::kCUDA);
-  const auto add = [&](Op op, bool turns, at::ScalarType dtype, int64_t batch, int64_t time,
+  const auto add = [&](ScanOp op, bool turns, at::ScalarType dtype, int64_t batch, int64_t time,
                        int64_t channels) {
     work.op = op;
     work.turns = turns;
@@ -260,17 +262,17 @@ void register_cuda() {
     work.channels = channels;
     register_both_ways(work);
   };
-  for (Op op : {Op::kHgru, Op::kLinearScan, Op::kLru}) {
+  for (ScanOp op : {ScanOp::kHgru, ScanOp::kLinearScan, ScanOp::kLru}) {
     add(op, false, at::kBFloat16, 8, 2048, 2048);
     add(op, false, at::kBFloat16, 1, 131072, 1024);
     add(op, false, at::kBFloat16, 64, 1024, 512);
     add(op, false, at::kFloat, 8, 2048, 2048);
   }
-  for (Op op : {Op::kHgru, Op::kLru}) {
+  for (ScanOp op : {ScanOp::kHgru, ScanOp::kLru}) {
     add(op, true, at::kBFloat16, 8, 2048, 1024);
     add(op, true, at::kFloat, 8, 2048, 1024);
   }
-  add(Op::kLru, true, at::kBFloat16, 1, 65536, 1024);
+  add(ScanOp::kLru, true, at::kBFloat16, 1, 65536, 1024);
 }
 
 }  // namespace

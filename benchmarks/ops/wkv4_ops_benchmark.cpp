@@ -34,7 +34,7 @@ using Saving = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&,
                                                               const at::Tensor&, const at::Tensor&,
                                                               const OptionalTensor&,
                                                               const OptionalTensor&);
-using Backward = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+using Wkv4Backward = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
     const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
     const at::Tensor&, const OptionalTensor&);
@@ -54,7 +54,7 @@ class Wkv4Ops {
 
   std::vector<Call> calls() const {
     static const auto saving = find_op<Saving>("tidegate::wkv4_saving");
-    static const auto gradients = find_op<Backward>("tidegate::wkv4_backward");
+    static const auto gradients = find_op<Wkv4Backward>("tidegate::wkv4_backward");
     std::vector<Call> calls;
     for (const Inputs& set : sets_) {
       if (!work_.backward) {

@@ -9,8 +9,6 @@ namespace {
 using torch::Tensor;
 using OptionalTensor = std::optional<torch::Tensor>;
 
-at::TensorOptions integers(const Tensor& like) { return like.options().dtype(torch::kLong); }
-
 // Packed tokens [1, total, H, D] as [count, size, H, D], zeros after each end, which causal queries
 // before them do not see.
 Tensor padded(const Tensor& x, const TokenLayout& layout, int64_t size) {

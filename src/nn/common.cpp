@@ -27,10 +27,6 @@ Placement placement_of(const torch::Tensor& tensor) {
   return {tensor.device(), tensor.scalar_type()};
 }
 
-std::optional<torch::Tensor> optional(const torch::Tensor& tensor) {
-  return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
-
 thread_local int undrawn_guards = 0;
 
 // f = gamma + (1 - gamma) * exp(log_decay) and 1 - f, each exact where it is the smaller.
@@ -142,6 +138,10 @@ void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>&
                           bool lower_bound, const char* axis, int64_t size) {
   if (!lower_bound) refuse_gamma(owner, gamma, " with lower_bound=False");
   check_gamma_width(owner, gamma, axis, size);
+}
+
+std::optional<torch::Tensor> optional(const torch::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor) {

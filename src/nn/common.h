@@ -39,6 +39,12 @@ void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>&
 
 /// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor);
+std::optional<torch::Tensor> optional(const torch::Tensor& tensor);
+
+/// Options of int64 tensors on the device of `like`.
+inline at::TensorOptions integers(const torch::Tensor& like) {
+  return like.options().dtype(torch::kLong);
+}
 
 /// A parameter's storage, uninitialised.
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement);

@@ -14,18 +14,14 @@ namespace {
 using torch::Tensor;
 using OptionalTensor = std::optional<torch::Tensor>;
 
-OptionalTensor optional(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
-struct Preset {
+struct HgruPreset {
   const char* name;
   bool complex;
   bool bias;
   const char* norm;
 };
 
-constexpr Preset kPresets[] = {
+constexpr HgruPreset kHgruPresets[] = {
     {"paper", true, true, "layer"},
     {"official", true, true, "layer"},
     {"fla", false, false, "rms"},
@@ -36,7 +32,7 @@ HGRUOptions resolve(HGRUOptions options) {
   check_positive("HGRU", "dim", options.dim());
   check_positive("HGRU", "expand", options.expand());
   check_choice("HGRU", "preset", options.preset(), {"paper", "official", "fla"});
-  for (const Preset& preset : kPresets) {
+  for (const HgruPreset& preset : kHgruPresets) {
     if (options.preset() != preset.name) continue;
     options.complex(options.complex().value_or(preset.complex && !options.expansion()));
     options.bias(options.bias().value_or(preset.bias));

@@ -13,7 +13,7 @@ namespace {
 using torch::Tensor;
 using OptionalTensor = std::optional<torch::Tensor>;
 
-struct Preset {
+struct Hgru2Preset {
   const char* name;
   const char* q_activation;
   const char* v_activation;
@@ -21,7 +21,7 @@ struct Preset {
   const char* norm;
 };
 
-constexpr Preset kPresets[] = {
+constexpr Hgru2Preset kHgru2Presets[] = {
     {"paper", "sigmoid", "silu", true, "layer"},
     {"official", "silu", "none", false, "rms_no_weight"},
     {"fla", "silu", "none", false, "rms"},
@@ -60,7 +60,7 @@ HGRU2Options resolve(HGRU2Options options) {
   check_choice("HGRU2", "preset", options.preset(), {"paper", "official", "fla"});
   options.expand_ratio(head_dim(options));
   options.num_heads(options.dim() / *options.expand_ratio());
-  for (const Preset& preset : kPresets) {
+  for (const Hgru2Preset& preset : kHgru2Presets) {
     if (options.preset() != preset.name) continue;
     options.q_activation(options.q_activation().value_or(preset.q_activation));
     options.v_activation(options.v_activation().value_or(preset.v_activation));

@@ -19,8 +19,6 @@ using OptionalTensor = std::optional<torch::Tensor>;
 constexpr int64_t kGrows = -1;  // in place of a fixed capacity
 constexpr int64_t kFirstCapacity = 64;
 
-at::TensorOptions integers(const Tensor& like) { return like.options().dtype(torch::kLong); }
-
 Tensor per_token(const Tensor& x, const TokenLayout& layout) { return x.index({layout.rows()}); }
 
 // The largest of the lengths, 0 of none. Waits for the device.

@@ -21,22 +21,24 @@ using testing::expect_same_with_gradients;
 using testing::randn;
 using torch::Tensor;
 
-constexpr int64_t kDim = 8;
+constexpr int64_t kMixerDim = 8;
 
-HGRU2Options hgru2() { return HGRU2Options(kDim).num_heads(2).dtype(torch::kDouble); }
+HGRU2Options hgru2() { return HGRU2Options(kMixerDim).num_heads(2).dtype(torch::kDouble); }
 
 GatedLinearAttentionOptions gla() {
-  return GatedLinearAttentionOptions(kDim).num_heads(2).dtype(torch::kDouble);
+  return GatedLinearAttentionOptions(kMixerDim).num_heads(2).dtype(torch::kDouble);
 }
 
-AttentionOptions attention() { return AttentionOptions(kDim).num_heads(2).dtype(torch::kDouble); }
+AttentionOptions attention() {
+  return AttentionOptions(kMixerDim).num_heads(2).dtype(torch::kDouble);
+}
 
 ForgettingAttentionOptions forgetting() {
-  return ForgettingAttentionOptions(kDim).num_heads(2).dtype(torch::kDouble);
+  return ForgettingAttentionOptions(kMixerDim).num_heads(2).dtype(torch::kDouble);
 }
 
 LRUOptions bounded_lru() {
-  return LRUOptions(kDim).state(5).gate("data").lower_bound(true).dtype(torch::kDouble);
+  return LRUOptions(kMixerDim).state(5).gate("data").lower_bound(true).dtype(torch::kDouble);
 }
 
 // A module and what it can do as a mixer.
@@ -79,11 +81,11 @@ std::optional<Tensor> gamma_for(const TokenMixer& mixer) {
 
 // Equation 3 with a loop over time, for the default options.
 Tensor reference(HGRU2 mixer, const Tensor& x, const Tensor& gamma) {
-  const auto parts = mixer->in_proj->forward(x).unflatten(-1, {3, 2, kDim / 2}).unbind(-3);
-  const Tensor bound = gamma.view({2, kDim / 2});
+  const auto parts = mixer->in_proj->forward(x).unflatten(-1, {3, 2, kMixerDim / 2}).unbind(-3);
+  const Tensor bound = gamma.view({2, kMixerDim / 2});
   const Tensor f = bound + (1 - bound) * at::sigmoid(parts[1]);
   const Tensor q = at::sigmoid(parts[0]), v = at::silu(parts[2]);
-  Tensor state = at::zeros({x.size(0), 2, kDim / 2, kDim / 2}, at::kDouble);
+  Tensor state = at::zeros({x.size(0), 2, kMixerDim / 2, kMixerDim / 2}, at::kDouble);
   std::vector<Tensor> outputs;
   for (int64_t t = 0; t < x.size(1); ++t) {
     const Tensor decay = f.select(1, t).unsqueeze(-1);
@@ -96,8 +98,8 @@ Tensor reference(HGRU2 mixer, const Tensor& x, const Tensor& gamma) {
 TEST(Hgru2, EqualsItsEquation) {
   torch::manual_seed(0);
   HGRU2 mixer(hgru2());
-  const Tensor x = randn({2, 9, kDim}).requires_grad_();
-  const Tensor gamma = at::linspace(0.0, 0.9, kDim, at::kDouble).requires_grad_();
+  const Tensor x = randn({2, 9, kMixerDim}).requires_grad_();
+  const Tensor gamma = at::linspace(0.0, 0.9, kMixerDim, at::kDouble).requires_grad_();
   const auto [y, state] = mixer->forward(x, std::nullopt, gamma);
   const Tensor expected = reference(mixer, x, gamma);
   std::vector<Tensor> targets = mixer->parameters();
@@ -107,15 +109,15 @@ TEST(Hgru2, EqualsItsEquation) {
 
 // Equation 11 for one sequence and head after another.
 void expect_equation_11(ForgettingAttention mixer, const std::optional<Tensor>& gamma) {
-  const Tensor x = randn({1, 6, kDim});
-  const auto qkv = mixer->in_proj->forward(x)[0].unflatten(-1, {3, 2, kDim / 2}).unbind(1);
+  const Tensor x = randn({1, 6, kMixerDim});
+  const auto qkv = mixer->in_proj->forward(x)[0].unflatten(-1, {3, 2, kMixerDim / 2}).unbind(1);
   Tensor f = at::sigmoid(mixer->gate_proj->forward(x)[0] + mixer->gate_bias);
   if (gamma) f = *gamma + (1 - *gamma) * f;
   std::vector<Tensor> rows;
   for (int64_t i = 0; i < 6; ++i) {
     std::vector<Tensor> heads;
     for (int64_t h = 0; h < 2; ++h) {
-      Tensor sum = at::zeros({}, at::kDouble), out = at::zeros({kDim / 2}, at::kDouble);
+      Tensor sum = at::zeros({}, at::kDouble), out = at::zeros({kMixerDim / 2}, at::kDouble);
       for (int64_t j = 0; j <= i; ++j) {
         const Tensor score = (qkv[0][i][h] * qkv[1][j][h]).sum() / 2.0;
         const Tensor weight = f.slice(0, j + 1, i + 1).select(1, h).prod() * score.exp();
@@ -143,7 +145,7 @@ TEST(Lru, FadesByItsBoundedModulus) {
   const torch::NoGradGuard no_grad;
   LRU mixer(bounded_lru());
   mixer->in_proj->weight.zero_();
-  const Tensor x = randn({2, 1, kDim}), state = randn({2, 10});
+  const Tensor x = randn({2, 1, kMixerDim}), state = randn({2, 10});
   const Tensor gamma = at::linspace(0.0, 0.9, 5, at::kDouble);
   const Tensor sharpness = at::sigmoid(mixer->gate_proj->forward(x.select(1, 0)));
   const Tensor modulus = gamma + (1 - gamma) * at::exp(-mixer->nu_log.exp() * sharpness);
@@ -164,7 +166,7 @@ TEST(Mixers, AStateWithoutACapacityGrows) {
   const torch::NoGradGuard no_grad;
   ForgettingAttention mixer(forgetting());
   const auto state = mixer->init_state(1);
-  const Tensor x = randn({1, 100, kDim});
+  const Tensor x = randn({1, 100, kMixerDim});
   const Tensor whole = std::get<0>(mixer->forward(x));
   for (int64_t t = 0; t < 100; ++t) {
     const Tensor y = mixer->step(x.select(1, t), state);
@@ -177,7 +179,7 @@ TEST(Mixers, StepsAndSplitsEqualTheWhole) {
   for (const Mixer& it : causal_mixers()) {
     torch::manual_seed(1);
     const torch::NoGradGuard no_grad;
-    const Tensor x = randn({3, 7, kDim});
+    const Tensor x = randn({3, 7, kMixerDim});
     const auto gamma = gamma_for(*it.mixer);
     const auto empty = [&] { return it.mixer->make_state(3, {}, {}, 7); };
     const auto [y, last] = it.mixer->mix(x, empty(), gamma, {});
@@ -198,7 +200,7 @@ TEST(Mixers, StepsAndSplitsEqualTheWhole) {
 
 TEST(Mixers, PackedSequencesAreSequencesOfTheirOwn) {
   for (const Mixer& it : causal_mixers()) {
-    const Tensor x = randn({1, 6, kDim});
+    const Tensor x = randn({1, 6, kMixerDim});
     const Tensor bounds = at::tensor({0, 2, 2, 6}, at::kLong);
     const auto gamma = gamma_for(*it.mixer);
     const Tensor packed = std::get<0>(it.mixer->mix(x, {}, gamma, bounds));
@@ -209,7 +211,7 @@ TEST(Mixers, PackedSequencesAreSequencesOfTheirOwn) {
 
 TEST(Mixers, GradientsReachEveryParameter) {
   for (const Mixer& it : causal_mixers()) {
-    const Tensor x = randn({2, 5, kDim});
+    const Tensor x = randn({2, 5, kMixerDim});
     const Tensor y = std::get<0>(it.mixer->mix(x, {}, gamma_for(*it.mixer), {}));
     (y * randn(y.sizes())).sum().backward();
     for (const auto& item : it.module->named_parameters()) {

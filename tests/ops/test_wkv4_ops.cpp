@@ -16,8 +16,8 @@ Tensor meaning(const Tensor& state) {
 }
 
 /// The equations as they stand, in double precision, from a state's sums.
-std::pair<Tensor, Tensor> loop(const Tensor& w, const Tensor& u, const Tensor& k, const Tensor& v,
-                               const Tensor& state) {
+std::pair<Tensor, Tensor> wkv4_loop(const Tensor& w, const Tensor& u, const Tensor& k,
+                                    const Tensor& v, const Tensor& state) {
   const Tensor scale = state.select(1, 2).detach().exp();
   Tensor y = state.select(1, 0) * scale, z = state.select(1, 1) * scale;
   Tensors out;
@@ -46,7 +46,7 @@ TEST_P(Wkv4Ops, EqualsTheLoop) {
           const auto [o, last] = wkv4(in[0], in[1], in[2], in[3], in[4]);
           return std::pair(o, meaning(last));
         },
-        [](const Tensors& in) { return loop(in[0], in[1], in[2], in[3], in[4]); });
+        [](const Tensors& in) { return wkv4_loop(in[0], in[1], in[2], in[3], in[4]); });
   }
 }
 

@@ -46,7 +46,6 @@ constexpr TileEntry kTiles[] = {
     {OpKind::kLinearScan, Direction::kForward, Regime::kOneBlockPerSm, 16, 2},
     {OpKind::kLinearScan, Direction::kForward, Regime::kMultiBlock, 16, 2},
     {OpKind::kLinearScan, Direction::kBackward, Regime::kSeveralBlocksPerSm, 8, 2},
-    {OpKind::kLinearScan, Direction::kBackward, Regime::kOneBlockPerSm, 8, 2},
     {OpKind::kLinearScan, Direction::kBackward, Regime::kMultiBlock, 8, 2},
 
     // With one chain an SM, chunks of 16 halve its hops. A pipelined multi-block scan frees a stage
@@ -87,9 +86,14 @@ constexpr TileEntry kTiles[] = {
     {OpKind::kWkv4, Direction::kForward, Regime::kOneBlockPerSm, 16, 2},
     {OpKind::kWkv4, Direction::kForward, Regime::kMultiBlock, 16, 3},
     {OpKind::kWkv4, Direction::kBackward, Regime::kSeveralBlocksPerSm, kSavedEvery, 2},
-    {OpKind::kWkv4, Direction::kBackward, Regime::kOneBlockPerSm, kSavedEvery, 2},
     {OpKind::kWkv4, Direction::kBackward, Regime::kMultiBlock, kSavedEvery, 3},
 };
+
+/// The regime of an Op that is the same kernel in both regimes of a single-block scan (two of the
+/// backward passes): the table has one entry for them, and the kernel is compiled once.
+constexpr Regime with_one_single_block(Regime regime) {
+  return regime == Regime::kOneBlockPerSm ? Regime::kSeveralBlocksPerSm : regime;
+}
 
 /// The table's entry; one that is missing does not compile.
 constexpr TileEntry find_tile(OpKind op, Direction direction, Regime regime) {

@@ -241,7 +241,7 @@ struct LinearScanChoice {
   template <class Gate, bool kConstant>
   struct Backward : ScanRecurrence<Backward<Gate, kConstant>, LinearScanBackwardParams> {
     template <int kPack, Regime kRegime>
-    using Op = LinearScanBackward<Data, Gate, kConstant, kPack, kRegime>;
+    using Op = LinearScanBackward<Data, Gate, kConstant, kPack, with_one_single_block(kRegime)>;
     static constexpr int kVec = LinearScanChoice::kVec;
     static auto tensors(const LinearScanBackwardParams& p) {
       return std::array{&p.forward.a, &p.forward.h, &p.dh, &p.dx, &p.da};

@@ -30,7 +30,7 @@ struct Wkv4Choice {
   };
   struct Backward : ScanRecurrence<Backward, Wkv4BackwardParams> {
     template <int kPack, Regime kRegime>
-    using Op = Wkv4Backward<Data, kPack, kRegime>;
+    using Op = Wkv4Backward<Data, kPack, with_one_single_block(kRegime)>;
     static constexpr int kVec = Wkv4Choice::kVec;
     static auto tensors(const Wkv4BackwardParams& p) {
       return std::array{&p.forward.k, &p.forward.v, &p.grad_o, &p.dk, &p.dv};
