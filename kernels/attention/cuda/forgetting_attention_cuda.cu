@@ -9,9 +9,7 @@
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
 #include "kernels/attention/forgetting_attention_cuda.h"
-#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {

@@ -3,9 +3,8 @@
 #include "kernels/attention/cuda/work.cuh"
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 
 namespace tidegate::kernels::attention {
 namespace {

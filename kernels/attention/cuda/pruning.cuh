@@ -5,7 +5,7 @@
 
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/work.cuh"
-#include "kernels/common/cuda/dispatch.h"
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {

@@ -4,7 +4,7 @@
 // state type; and, of the step alone, how a cache is split and what a split leaves behind.
 
 #include "kernels/attention/forgetting_attention.h"
-#include "kernels/common/cuda/elements.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 
 namespace tidegate::kernels::attention {
 

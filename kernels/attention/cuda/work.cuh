@@ -9,11 +9,10 @@
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
-#include "kernels/common/cuda/shared_address.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 
 namespace tidegate::kernels::attention {
 

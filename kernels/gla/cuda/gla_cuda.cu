@@ -7,11 +7,9 @@
 #include <cstdlib>
 #include <limits>
 
-#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"

@@ -2,11 +2,10 @@
 // which read the matrix anew at every step.
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
-#include "kernels/common/cuda/elements.cuh"
-#include "kernels/common/cuda/forget_gate.cuh"
+#include "kernels/common/cuda/gates.cuh"
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/precise.cuh"
-#include "kernels/common/cuda/sequence.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/rnn/rnn.h"
 #include "kernels/rnn/rnn_cuda.h"

@@ -7,9 +7,8 @@
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention_cuda.h"
-#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {
 namespace {

@@ -15,7 +15,7 @@
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention.h"
-#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {

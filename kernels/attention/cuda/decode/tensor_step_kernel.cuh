@@ -16,7 +16,7 @@
 #include "kernels/attention/cuda/smem_tiles.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention.h"
-#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {

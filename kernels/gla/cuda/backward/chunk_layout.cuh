@@ -4,10 +4,10 @@
 // memory alike, states at chunk boundaries, the factors that the passes hand on, where the rows of
 // one chunk and head lie, and the shared memory of the kernel that takes a chunk.
 
-#include "kernels/common/cuda/async_copy.cuh"
-#include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
 #include "kernels/gla/cuda/head_inputs.cuh"
 

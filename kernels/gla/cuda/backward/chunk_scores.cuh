@@ -3,7 +3,7 @@
 // The first phases of chunk_backward_kernel: everything up to what reaches single sub-chunks, which
 // is scores between sub-chunks with their gradients, and the gradients of v.
 
-#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {

@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/common/cuda/async_copy.cuh"
-#include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/common/cuda/warp.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/dyadic.cuh"
 #include "kernels/gla/cuda/head_inputs.cuh"

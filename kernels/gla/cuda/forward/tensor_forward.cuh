@@ -17,7 +17,7 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
-#include "kernels/common/cuda/mbarrier.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/forward/compute_warps.cuh"
 #include "kernels/gla/gla_cuda.h"
 

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/plain/plain_backward.cuh"

@@ -11,12 +11,11 @@
 // to every block that shares the matrix, waits for theirs, and multiplies. What needs no product is
 // done between sending and waiting. All barriers are the matrix's.
 
-#include "kernels/common/cuda/async_copy.cuh"
-#include "kernels/common/cuda/elements.cuh"
-#include "kernels/common/cuda/forget_gate.cuh"
+#include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/precise.cuh"
-#include "kernels/common/cuda/sequence.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/rnn/cuda/on_chip/fma_matrix.cuh"
 #include "kernels/rnn/cuda/on_chip/mma_matrix.cuh"
 #include "kernels/rnn/rnn.h"
