@@ -1,3 +1,7 @@
+// The kernels that take anything: any dtype, D up to 256, rows of any alignment. A warp owns a row
+// (a query forward, for delta and for dq; a key for dk and dv) and goes over the rows on the other
+// side, 32 at a time, so every sum has one order and nothing is added atomically.
+
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/work.cuh"

@@ -1,6 +1,7 @@
 #pragma once
 
-// The two sigmoids of a gated recurrence, in the form that keeps both of their tails.
+// Gates: the two sigmoids of a gated recurrence, in the form that keeps both of their tails, and
+// the forget gate that they make with a lower bound.
 
 #include "kernels/common/cuda/numeric.cuh"
 

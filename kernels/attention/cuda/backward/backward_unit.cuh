@@ -1,5 +1,9 @@
 #pragma once
 
+// The launches of the backward pass's kernels on tensor cores, compiled as a unit a data type and
+// class of head dimensions (units.cmake): key gradients, for short-range and long-range heads apart
+// where keys are pruned, and then dq, from sums that are converted or by a kernel of its own.
+
 #include <algorithm>
 #include <type_traits>
 
