@@ -78,8 +78,8 @@ __device__ inline void wait_for_copies() {
 
 // ---- Barriers ----
 //
-// Barriers in shared memory that one warp arrives at and another waits for: finer than
-// __syncthreads, which stops a whole block.
+// A warp arrives at a barrier, another waits for it: finer than __syncthreads, which stops a whole
+// block.
 
 /// Every phase of the barrier completes after `arrivals` arrivals. One thread initialises; all
 /// others may use the barrier after the next __syncthreads.

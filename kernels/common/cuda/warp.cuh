@@ -86,7 +86,7 @@ __device__ inline int fresh_thread_index() {
 
 // ---- Products of small matrices ----
 //
-// Products of small matrices on tensor cores (compute capability 8.0 and later), in registers.
+// They are made on tensor cores (compute capability 8.0 and later), in registers.
 //
 // mma_bf16 (mma_f16 with f16 operands) multiplies a 16 x 16 matrix A by a 16 x 8 matrix B. With r =
 // lane / 4 and c = lane % 4, a lane holds, two bf16 a register, the lower one first:

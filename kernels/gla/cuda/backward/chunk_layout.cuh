@@ -324,8 +324,8 @@ struct ChunkPlace {
 
 // ---- Shared memory ----
 //
-// That of a block of threads of chunk_backward_kernel: 96 KB at K = V = 128, so that
-// 99 KB suffice and 227 KB hold two blocks. Values, do and tiles give way to the sums.
+// That of a block of threads of chunk_backward_kernel: 96 KB at K = V = 128, so that 99
+// KB suffice and 227 KB hold two blocks. Values, do and tiles give way to the sums.
 
 /// Warps of a block of threads: a multiple of four, at least one a K-slice.
 inline int chunk_warps(int64_t key_dim) {

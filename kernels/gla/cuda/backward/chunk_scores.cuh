@@ -202,8 +202,8 @@ __device__ inline void compute_all_scores(const ChunkPlace& at, const ChunkShare
 
 // ---- The gradients of v ----
 //
-// dv = K_end D_end + A^T do, where K_end are the keys decayed to the chunk's
-// end and D_end is the gradient of the state there. A warp has 16 columns of V of all 64 tokens.
+// dv = K_end D_end + A^T do, where K_end are the keys decayed to the chunk's end and D_end is the
+// gradient of the state there. A warp has 16 columns of V of all 64 tokens.
 
 /// D_end of some K-slices and one V-slice, under way while other phases run.
 struct StateGradientFetch {

@@ -12,8 +12,8 @@ namespace tidegate::kernels::gla {
 
 // ---- Producer warps ----
 //
-// Each turns whole sub-chunks into what consumers need, q~ = q pre, k~ = k suf,
-// their scores and the product of their decays, and shares nothing with the other producers.
+// Each turns whole sub-chunks into what consumers need, q~ = q pre, k~ = k suf, their scores and the
+// product of their decays, and shares nothing with the other producers.
 
 /// kMaps: only what the state is made of, keys and totals, without queries and scores.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
@@ -194,9 +194,9 @@ class Producer {
 
 // ---- Consumer warps ----
 //
-// Each owns 16 columns of V of a state, transposed, as the accumulator of
-// S^T += V^T K~ (rows v, columns k). Rounded to bf16 pairs, the accumulator is the B operand of
-// o = Q~ S as it stands; o^T is never formed.
+// Each owns 16 columns of V of a state, transposed, as the accumulator of S^T += V^T K~ (rows v,
+// columns k). Rounded to bf16 pairs, the accumulator is the B operand of o = Q~ S as it stands; o^T
+// is never formed.
 
 /// Adds scores * values where some values are not finite. Finite values are added by one product as
 /// ever; the others token by token, and only to the tokens from theirs on. (A score of zero times
