@@ -6,6 +6,8 @@
 // (and, backward, plan.partials rows of partial sums), launch on a stream of that device. Nothing
 // here allocates, synchronises or reads device memory on the host, so a launch can be captured in a
 // CUDA graph.
+//
+// The entry points come first. Below them is what they choose among, for cuda/ alone.
 
 #include <cuda_runtime_api.h>
 
@@ -13,10 +15,71 @@
 
 namespace tidegate::kernels::gla {
 
+// ---- The entry points ----
+
 [[nodiscard]] cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan);
 [[nodiscard]] cudaError_t gla_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
 
 [[nodiscard]] cudaError_t gla_forward(const GlaParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream);
+
+// ---- The kernels that take anything ----
+//
+// Any dtype, K and V up to 512, token by token.
+
+/// A forward scan of at most so many tokens goes by the kernel of decoding, where the plan is
+/// plain.
+constexpr int kStepTokens = 2;
+
+/// At most kStepTokens tokens go by the kernel of decoding.
+cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
+
+/// Fills partials and workspace_bytes.
+cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
+cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t stream);
+
+// ---- The forward pass on tensor cores ----
+//
+// Its plan and launch (gla_cuda.cu), and what the units that hold the kernels
+// (forward/tensor_forward.cuh) offer them.
+
+struct TensorForward;
+
+/// Whether the tensor-core kernel takes these params: 16-bit data, K and V multiples of 16 up to
+/// 256, rows aligned to 16 bytes.
+bool tensor_forward_fits(const GlaParams& params);
+
+cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan);
+cudaError_t tensor_forward(const GlaParams& params, cudaStream_t stream);
+
+/// The kernels of one data type and kind of gate, compiled as a unit (units.cmake).
+template <class Data, GateKind kKind>
+struct TensorForwardUnit {
+  /// Launches one of them for one key tile; `maps`: for the maps of segments instead of outputs.
+  static cudaError_t launch(const TensorForward& work, bool maps, cudaStream_t stream);
+};
+
+// ---- The backward pass on tensor cores ----
+//
+// In chunks of 64 tokens: its plan and launch (gla_cuda.cu), and what the units that hold the
+// kernels (backward/tensor_backward.cuh) offer them.
+
+/// Whether the tensor-core kernels take these params on the current device: 16-bit data, K and V
+/// multiples of 16 up to 256, rows aligned to 16 bytes, and room in shared memory.
+cudaError_t tensor_backward_fits(const GlaBackwardParams& params, bool* fits);
+
+cudaError_t tensor_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
+cudaError_t tensor_backward(const GlaBackwardParams& params, cudaStream_t stream);
+
+struct StatePass;
+struct ChunkBackward;
+
+/// The kernels of one data type, compiled as a unit (units.cmake), in the order of their launches.
+template <class T>
+struct TensorBackwardUnit {
+  static cudaError_t make_factors(const ChunkBackward& work, cudaStream_t stream);
+  static cudaError_t scan_states(const StatePass& pass, cudaStream_t stream);
+  static cudaError_t chunks(const ChunkBackward& work, cudaStream_t stream);
+};
 
 }  // namespace tidegate::kernels::gla

@@ -1,7 +1,7 @@
 #pragma once
 
 // RWKV-4's token mixing: parameters and CPU entry points. The CUDA entry points are in
-// wkv4_cuda.h, the mathematics is in docs/kernels/wkv4.md.
+// scan_cuda.h, the mathematics is in docs/kernels/wkv4.md.
 
 #include <cstdint>
 

@@ -16,7 +16,7 @@
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
-#include "kernels/scan/wkv4_cuda.h"
+#include "kernels/scan/scan_cuda.h"
 #endif
 
 namespace tidegate::ops {

@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/gla/cuda/backward/tensor_backward.h"
+#include "kernels/gla/gla_cuda.h"
 #include "support/gla_device.h"
 
 namespace tidegate::testing {

@@ -6,7 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "kernels/scan/wkv4_cuda.h"
+#include "kernels/scan/scan_cuda.h"
 #include "support/device_mirror.h"
 #include "support/wkv4_problem.h"
 

@@ -1,9 +1,21 @@
-// The entry points of forgetting_attention_cuda.h: which kernels take a set of params.
+// The host's side of forgetting_attention_cuda.h: the entry points, which say which kernels take a
+// set of params; the scans of gates, which both paths launch from here; and of the path on tensor
+// cores, what it takes, its plans, and which kernel follows which.
 
-#include "kernels/attention/cuda/paths.h"
+#include <algorithm>
+
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
+#include "kernels/attention/cuda/work.cuh"
+#include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {
+
+// ---- The entry points ----
+
 namespace {
 
 /// Whether there is nothing to compute (the op looks too: src/ops/launch.h). A backward pass
@@ -70,6 +82,312 @@ cudaError_t forgetting_attention_backward(const ForgettingAttentionBackwardParam
 cudaError_t forgetting_attention_step(const ForgettingAttentionStepParams& params,
                                       cudaStream_t stream) {
   return is_empty(params) ? cudaSuccess : attention_step(params, stream);
+}
+
+// ---- The two scans over time as launches of their own ----
+
+namespace {
+
+int64_t count_of(const ForgettingAttentionParams& p) {
+  return p.key_layout.batch * p.heads * p.key_layout.time;
+}
+
+template <class Scan>
+cudaError_t run(const Scan& scan, double* totals, cudaStream_t stream) {
+  const GateChunks<Scan> chunks(scan, totals);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&gate_totals_kernel<Scan>, chunks.blocks(),
+                                                    kGateChunk, 0, stream, chunks));
+  return launch_unless_empty(&gate_scan_kernel<Scan>, chunks.blocks(), kGateChunk, 0, stream,
+                             chunks);
+}
+
+}  // namespace
+
+int64_t gate_totals_count(const ForgettingAttentionParams& p) {
+  return time_tiles(p.key_layout, kGateChunk).count * p.heads;
+}
+
+int64_t gate_sums_count(const ForgettingAttentionParams& p) {
+  return count_of(p) + gate_totals_count(p);
+}
+
+cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream) {
+  return run(GateSumScan{p, c}, c + count_of(p), stream);
+}
+
+cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& p, const double* row_sums,
+                           const double* column_sums, double* totals, cudaStream_t stream) {
+  return run(GateGradientScan<double>{p.forward, p.dlog_f, row_sums, column_sums}, totals, stream);
+}
+
+// ---- The forward pass ----
+
+namespace {
+
+constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
+// Rows of a block, queries or keys. Not the least of all: S192 of tile_configs.cuh has 32 queries.
+constexpr int64_t kLeastTile = 64;
+
+template <class T>
+cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
+  return work.params.forward.head_dim <= kLargestSmallHeadDim
+             ? AttentionForwardUnit<T, HeadDims::kSmall>::launch(work, stream)
+             : AttentionForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
+}
+
+/// Wide tiles, of twice as many queries and of more keys at a time, pay where there are many of
+/// both; a block must be allowed as much shared memory.
+bool is_wide(const ForgettingAttentionParams& p, const DeviceLimits& limits) {
+  constexpr int64_t kManyKeys = 8192;
+  if (p.prune > 0 || (p.window > 0 && p.window < kManyKeys) ||
+      p.key_layout.time < kManyKeys * p.layout.sequences) {
+    return false;
+  }
+  bool wide = false;
+  const auto look = [&]<class Shape>() {
+    wide = p.layout.time >= Shape::kRows * p.layout.sequences &&
+           Shape::kSharedBytes <= limits.shared_bytes;
+    return cudaSuccess;
+  };
+  const cudaError_t status =
+      p.head_dim <= kLargestSmallHeadDim
+          ? with_forward_shape<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, true, look)
+          : with_forward_shape<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, true, look);
+  return status == cudaSuccess && wide;
+}
+
+}  // namespace
+
+/// The last condition leaves calls with more than 65535 heads, those of all batch rows together, to
+/// the plain path.
+bool tensor_cores_take(const ForgettingAttentionParams& p) {
+  const int64_t blocks = p.heads * std::max(time_tiles(p.layout, kLeastTile).count,
+                                            time_tiles(p.key_layout, kLeastTile).count);
+  return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && p.head_dim >= 16 &&
+         p.head_dim <= kMaxAttentionHeadDim && rows_aligned(p.q, 16) && rows_aligned(p.k, 16) &&
+         rows_aligned(p.v, 16) && rows_aligned(p.o, 16) && blocks <= kLargestGrid &&
+         p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
+}
+
+int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {
+  const int64_t heads = p.key_heads + (of_queries ? p.heads : 0);
+  return p.prune > 0 ? (p.layout.batch * heads + 3) / 4 * 16 : 0;
+}
+
+cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = work.params.forward;
+  return with_row_kernels(p, [&]<class T, int kPieces>() {
+    return launch_unless_empty(&key_norms_kernel<T, kPieces>, row_blocks(p.key_layout, p.key_heads),
+                               kRowThreads, 0, stream, work,
+                               const_cast<unsigned*>(work.score_bounds));
+  });
+}
+
+cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {
+  if (!tensor_cores_take(p)) {
+    return cudaErrorNotSupported;
+  }
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  *plan = {.path = AttentionPath::kTensorCore, .tile = is_wide(p, limits) ? 1 : 0};
+  plan->workspace_bytes = ForwardWorkspace(p).bytes;
+  return cudaSuccess;
+}
+
+cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stream) {
+  const ForwardWorkspace workspace(p);
+  TensorAttention work;
+  work.params.forward = p;
+  work.gate_sums = workspace.gate_sums;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(p, workspace.gate_sums, stream));
+  if (p.prune > 0) {
+    work.score_bounds = workspace.score_bounds;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(workspace.score_bounds, 0, score_bounds_bytes(p, false), stream));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
+  }
+  return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(work, stream); });
+}
+
+// ---- The backward pass ----
+
+namespace {
+
+/// Clears `pieces` of 16 bytes, kClearedPieces a block; the first blocks add up chunks of gates.
+constexpr int kClearedPieces = 16 * kGateChunk;
+
+__global__ void __launch_bounds__(kGateChunk)
+    clear_kernel(const __grid_constant__ GateChunks<GateSumScan> gates, uint4* cleared,
+                 int64_t pieces) {
+  if (blockIdx.x < gates.blocks()) {
+    gates.add_up(blockIdx.x);
+    return;
+  }
+  const int64_t first = int64_t{blockIdx.x - gates.blocks()} * kClearedPieces + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kClearedPieces; i += kGateChunk) {
+    if (first + i < pieces) {
+      cleared[first + i] = uint4{};
+    }
+  }
+}
+
+// Which queries pruning leaves to the keys, found before the pass: a warp for every 64 keys and
+// query head. Blocks of the pass then start with one load where they would search.
+
+constexpr int kExtentWarps = 8;  // of a block
+
+/// Keys with fewer queries than this, on average over a sequence, are better off in small tiles.
+constexpr double kShortRangeTokens = 256;
+
+int64_t extent_blocks(const KeyExtents& extents, int64_t heads) {
+  return (extents.keys.count * heads + kExtentWarps - 1) / kExtentWarps;
+}
+
+__global__ void __launch_bounds__(kExtentWarps * 32)
+    key_extents_kernel(const __grid_constant__ TensorAttention w) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const int64_t at = int64_t{blockIdx.x} * kExtentWarps + threadIdx.x / 32;
+  const int64_t tile_index = at / p.heads;
+  if (tile_index >= w.extents.keys.count) {
+    return;
+  }
+  const int head = static_cast<int>(at % p.heads), lane = static_cast<int>(threadIdx.x) % 32;
+  const TimeTile tile = find_time_tile(w.extents.keys, static_cast<int>(tile_index));
+  if (tile.tokens == 0) {
+    return;
+  }
+  const Sequence& keys = tile.sequence;
+  const GateSums gates(w, keys, head);
+  const double fall = largest_fall(p, keys.length, ScoreBounds::score(w, keys.batch, head));
+  const double last = gates.at(tile.first + tile.tokens - 1);
+  const int shift = keys.length - find_sequence(p.layout, keys.index).length;
+  const int end = gates.first_known_not_above(last - fall, keys.length, lane) - shift;
+  if (lane == 0) {
+    w.extents.ends[at] = max(end, 0);
+    if (tile.index == 0) {
+      const double whole = gates.at(0) - gates.at(keys.length - 1);
+      const bool is_short = fall * keys.length < whole * kShortRangeTokens;
+      w.extents.short_range[keys.index * p.heads + head] = is_short;
+      if (!is_short) {
+        w.extents.long_range[0] = 1;
+      }
+    }
+  }
+}
+
+template <class T>
+cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
+                   const DeviceLimits& limits, cudaStream_t stream) {
+  return work.params.forward.head_dim <= kLargestSmallHeadDim
+             ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, gates, limits, stream)
+             : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, gates, limits, stream);
+}
+
+/// What the host must know of the shapes that a plan's tile stands for.
+struct TileNeeds {
+  int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
+  int shared_bytes = 0;       // of a block
+};
+
+cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const DeviceLimits& limits,
+                       TileNeeds* needs) {
+  const auto look = [&]<class Shapes>() {
+    using Keys = typename Shapes::Keys;
+    *needs = {Keys::kRows, Keys::kDim,
+              std::max(Keys::shared_bytes(limits), Shapes::Queries::kSharedBytes)};
+    return cudaSuccess;
+  };
+  return p.head_dim <= kLargestSmallHeadDim
+             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, tile == 1, look)
+             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, tile == 1, look);
+}
+
+/// Clears what is added to; the first step of the scan that makes c.
+cudaError_t clear_sums(const BackwardWorkspace& workspace, const GateChunks<GateSumScan>& gates,
+                       cudaStream_t stream) {
+  const int64_t pieces = workspace.cleared_bytes / 16;
+  const int64_t clearing = (pieces + kClearedPieces - 1) / kClearedPieces;
+  return launch_unless_empty(&clear_kernel, clearing + int64_t{gates.blocks()}, kGateChunk, 0,
+                             stream, gates, reinterpret_cast<uint4*>(workspace.score_bounds),
+                             pieces);
+}
+
+/// delta - dlse, and bounds of the queries' scores where keys are pruned; the second step of c's
+/// scan.
+cudaError_t compute_delta(const TensorAttention& work, const GateChunks<GateSumScan>& gates,
+                          const BackwardWorkspace& workspace, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = work.params.forward;
+  const bool pruned = p.prune > 0;
+  unsigned* const excesses =
+      pruned ? workspace.score_bounds + p.layout.batch * p.key_heads : nullptr;
+  return with_row_kernels(p, [&]<class T, int kPieces>() {
+    return launch_unless_empty(
+        pruned ? &delta_kernel<T, kPieces, true> : &delta_kernel<T, kPieces, false>,
+        row_blocks(p.layout, p.heads) + int64_t{gates.blocks()}, kRowThreads, 0, stream, work,
+        excesses, gates);
+  });
+}
+
+}  // namespace
+
+cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params,
+                                 ForgettingAttentionPlan* plan) {
+  const ForgettingAttentionParams& p = params.forward;
+  if (!tensor_cores_take(p) || !rows_aligned(params.d_o, 16) || !rows_aligned(params.dq, 16) ||
+      !rows_aligned(params.dk, 16) || !rows_aligned(params.dv, 16)) {
+    return cudaErrorNotSupported;
+  }
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  for (const int tile : {0, 1}) {
+    TileNeeds needs;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, tile, limits, &needs));
+    if (needs.shared_bytes <= limits.shared_bytes) {
+      *plan = {.path = AttentionPath::kTensorCore, .tile = tile};
+      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns).bytes;
+      return cudaSuccess;
+    }
+  }
+  return cudaErrorNotSupported;
+}
+
+cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cudaStream_t stream) {
+  const ForgettingAttentionParams& p = params.forward;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  TileNeeds needs;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, p.plan.tile, limits, &needs));
+  const BackwardWorkspace workspace(p, needs.rows, needs.columns);
+
+  TensorAttention work;
+  work.params = params;
+  work.query_tiles = time_tiles(p.layout, needs.rows);
+  work.gate_sums = workspace.gate_sums;
+  work.delta_minus_dlse = workspace.delta_minus_dlse;
+  work.row_sums = workspace.row_sums;
+  work.column_sums = workspace.column_sums;
+  work.dq_sums = workspace.dq_sums;
+  const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
+  if (p.prune > 0) {
+    work.score_bounds = workspace.score_bounds;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
+  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compute_delta(work, gates, workspace, stream));
+  if (p.prune > 0) {
+    work.extents = {time_tiles(p.key_layout, KeyExtents::kKeys), workspace.extent_ends,
+                    workspace.short_range, workspace.long_range};
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&key_extents_kernel,
+                                                      extent_blocks(work.extents, p.heads),
+                                                      kExtentWarps * 32, 0, stream, work));
+  }
+  const GateGradientChunks gradients({p, params.dlog_f, work.row_sums, work.column_sums},
+                                     workspace.totals);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_16_bit(
+      p.q.dtype, [&]<class T>() { return launch<T>(work, gradients, limits, stream); }));
+  return launch_unless_empty(&gate_scan_kernel<GateGradientScan<float>>,
+                             int64_t{gradients.blocks()}, kGateChunk, 0, stream, gradients);
 }
 
 }  // namespace tidegate::kernels::attention

@@ -7,8 +7,7 @@
 // other work; gate_sums and gate_gradients are launches of their own.
 
 #include "kernels/attention/forgetting_attention_cuda.h"
-#include "kernels/common/cuda/elements.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {

@@ -1,11 +1,14 @@
+// The kernels that take anything: any dtype, D up to 256, rows of any alignment. A warp owns a row
+// (a query forward, for delta and for dq; a key for dk and dv) and goes over the rows on the other
+// side, 32 at a time, so every sum has one order and nothing is added atomically.
+
 #include "kernels/attention/cuda/gate_scans.cuh"
-#include "kernels/attention/cuda/paths.h"
 #include "kernels/attention/cuda/rows.cuh"
-#include "kernels/attention/cuda/workspace.cuh"
+#include "kernels/attention/cuda/work.cuh"
+#include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 
 namespace tidegate::kernels::attention {
 namespace {

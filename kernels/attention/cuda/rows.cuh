@@ -1,10 +1,10 @@
 #pragma once
 
-// What the plain kernels and the step share: rows of a tensor, exponentials of either state type.
+// What the plain kernels and the decoding step share: rows of a tensor, exponentials of either
+// state type; and, of the step alone, how a cache is split and what a split leaves behind.
 
 #include "kernels/attention/forgetting_attention.h"
-#include "kernels/common/cuda/elements.cuh"
-#include "kernels/common/cuda/warp.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -22,5 +22,27 @@ struct AttentionRows {
 
 __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
+
+// ---- Splits of a cache ----
+
+constexpr int kLeastSplit = 64;  // keys of a split, a multiple of every kernel's tile
+
+/// A partial result: o times its sum, then maximum, sum, and the sum of the split's gates.
+__host__ __device__ constexpr int64_t partial_numbers(int64_t head_dim) { return head_dim + 3; }
+
+/// Where the splits of one sequence lie: as equal as tiles allow, over the keys that it really has.
+struct Splits {
+  int64_t oldest, length;
+  int64_t keys;  // of a split
+
+  __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch) {
+    length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
+    oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
+    const int64_t equal = (length - oldest + p.plan.splits - 1) / p.plan.splits;
+    keys = (equal + kLeastSplit - 1) / kLeastSplit * kLeastSplit;
+  }
+  __device__ int64_t begin(int64_t split) const { return min(length, oldest + split * keys); }
+  __device__ int64_t used() const { return keys == 0 ? 0 : (length - oldest + keys - 1) / keys; }
+};
 
 }  // namespace tidegate::kernels::attention

@@ -6,9 +6,8 @@
 // eight rows' pieces of one column lie in different banks: ldmatrix, in either orientation, and the
 // stores of accumulators then have no conflicts.
 
-#include "kernels/common/cuda/async_copy.cuh"
-#include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {

@@ -122,7 +122,7 @@ struct QueryGradientShape {
 };
 
 /// Calls f.template operator()<Shape>() with the forward pass's shape of a head dimension of the
-/// class. `wide`: what is_wide of forward.cu found.
+/// class. `wide`: what is_wide of forgetting_attention_cuda.cu found.
 template <class T, HeadDims kDims, class F>
 cudaError_t with_forward_shape(int64_t dim, bool wide, const F& f) {
   // clang-format off

@@ -1,3 +1,5 @@
+// What device.h keeps out of every unit, for the seconds that <mutex> takes to compile.
+
 #include "kernels/common/cuda/device.h"
 
 #include <mutex>

@@ -1,15 +1,100 @@
 #pragma once
 
-// Launches. Whether a grid has no blocks, or too many, is looked at here and nowhere else.
+// What the host does before a launch, and the launch: from a dtype that is known when the program
+// runs to a type that is known when it is compiled, whether tensors can be accessed in packs, and
+// whether a grid has no blocks, or too many, which is looked at here and nowhere else.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
-
 #include <cstdint>
 #include <limits>
 
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/dtype.h"
+#include "kernels/common/time_series.h"
 
 namespace tidegate::kernels {
+
+// ---- From a dtype to a type ----
+//
+// Each function calls visit.template operator()<T>(), which returns a cudaError_t, with the CUDA
+// type T of `dtype`. A dtype for which it has no case is cudaErrorInvalidValue.
+
+/// bf16 and f16, the types of the tensor-core kernels.
+template <class Visit>
+cudaError_t dispatch_16_bit(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return visit.template operator()<__nv_bfloat16>();
+    case DType::kFloat16:
+      return visit.template operator()<__half>();
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+/// All real types.
+template <class Visit>
+cudaError_t dispatch_real(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return visit.template operator()<float>();
+    case DType::kFloat64:
+      return visit.template operator()<double>();
+    default:
+      return dispatch_16_bit(dtype, visit);
+  }
+}
+
+/// All real and complex types.
+template <class Visit>
+cudaError_t dispatch_number(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kComplex64:
+      return visit.template operator()<Complex<float>>();
+    case DType::kComplex128:
+      return visit.template operator()<Complex<double>>();
+    default:
+      return dispatch_real(dtype, visit);
+  }
+}
+
+/// The type of the state beside real data of `dtype`: double, or float for everything narrower.
+template <class Visit>
+cudaError_t dispatch_state(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return visit.template operator()<double>();
+    case DType::kFloat32:
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return visit.template operator()<float>();
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// ---- Packs of so many bytes ----
+
+/// Whether an address is a multiple of `bytes`. Null is.
+inline bool is_aligned(const void* p, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+/// Whether every row of a tensor begins at a multiple of `bytes`, a multiple of the element's size.
+inline bool rows_aligned(const TimeSeries& t, int64_t bytes) {
+  const int64_t elements = bytes / element_size(t.dtype);
+  return is_aligned(t.data, bytes) && t.stride_b % elements == 0 && t.stride_t % elements == 0;
+}
+inline bool rows_aligned(const HeadSeries& t, int64_t bytes) {
+  const int64_t elements = bytes / element_size(t.dtype);
+  return is_aligned(t.data, bytes) && t.stride_b % elements == 0 && t.stride_t % elements == 0 &&
+         t.stride_h % elements == 0;
+}
+
+// ---- Launches ----
 
 inline bool is_empty(dim3 grid) { return grid.x == 0 || grid.y == 0 || grid.z == 0; }
 

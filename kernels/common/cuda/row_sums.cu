@@ -1,3 +1,5 @@
+// The kernel of row_sums.h: a block sums 32 columns of a matrix, up to 32 rows side by side.
+
 #include "kernels/common/cuda/row_sums.h"
 
 #include <algorithm>

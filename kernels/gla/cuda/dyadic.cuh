@@ -15,11 +15,10 @@
 // state.
 //
 // Lane 4 r + c holds tokens 2r and 2r + 1 of its channels; the four lanes of a row hold different
-// channels. That is how mma_bf16 wants its operands (common/cuda/mma.cuh): token 2r is row r of A,
+// channels. That is how mma_bf16 wants its operands (common/cuda/warp.cuh): token 2r is row r of A,
 // token 2r + 1 row r + 8, and of B either one is column r. Which channels a lane holds, and in what
 // order, does not matter.
 
-#include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::gla {

@@ -1,13 +1,29 @@
-// The entry points of gla_cuda.h: which path takes a set of params. The plan decides it,
-// here, and a launch only follows the plan; decode/ alone has no path of its own, plain.cu takes it
-// where T <= kStepTokens. Whether there is anything to do is asked here alone, too.
+// The host's side of gla_cuda.h: the entry points, which say which path takes a set of params; and
+// of the path on tensor cores, whether it takes a call, its plans, its workspace and its launches,
+// with the one kernel that both directions share, which puts the maps of time segments together.
+
+#include <cuda_runtime_api.h>
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/gla/cuda/backward/tensor_backward.h"
-#include "kernels/gla/cuda/forward/tensor_forward.h"
-#include "kernels/gla/cuda/plain/plain.h"
+#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/integers.h"
+#include "kernels/gla/cuda/backward/chunk_layout.cuh"
+#include "kernels/gla/cuda/backward/state_pass.cuh"
+#include "kernels/gla/cuda/forward/stage.cuh"
+#include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
+
+// ---- The entry points ----
+//
+// The plan decides which path it is, and a launch only follows the plan; decoding alone has no path
+// of its own, plain.cu has its kernel too, for T <= kStepTokens. Whether there is anything to do is
+// asked here alone, too.
+
 namespace {
 
 /// No sequences or no heads: no output has an element. (T = 0 has final states to copy.)
@@ -16,7 +32,7 @@ bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels
 }  // namespace
 
 cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan) {
-  // One or two tokens are the plain entry's, which gives them to decode/step.cuh.
+  // One or two tokens are the plain entry's, which gives them to its kernel of decoding.
   const bool fits = params.layout.time > kStepTokens && tensor_forward_fits(params);
   if (fits && params.path != GlaPath::kPlain) {
     return tensor_forward_plan(params, plan);
@@ -55,6 +71,365 @@ cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {
   }
   return params.forward.plan.path == GlaPath::kTensorCore ? tensor_backward(params, stream)
                                                           : gla_plain_backward(params, stream);
+}
+
+// ---- The states of segments ----
+//
+// States of matrix recurrences across time segments that blocks scanned at the same time: what
+// each segment makes of a state, S -> decay * S + own a row, becomes the state itself.
+
+/// The maps of all segments of one scan. Everything is in fp32 and aligned to 16 bytes.
+struct SegmentCarries {
+  TimeTiles segments = {};
+  int64_t heads = 0, rows = 0, columns = 0;  // of a state; columns: a multiple of four
+  const void* initial = nullptr;             // [N, H, rows, columns]; null: zero
+  const float* decays = nullptr;             // [segment index, H, rows]
+  float* states = nullptr;                   // [segment index, H, rows, columns]: own, then states
+  bool adjoint = false;                      // a sequence's last segment comes first
+};
+
+/// Whether a segment's place gets the state before or after it. The state after a sequence's last
+/// segment is nobody's start: then that segment's place stays as it was.
+enum class CarryPlace : uint8_t { kBefore, kAfter };
+
+/// Composes the maps of `count` scans, at most two, which have the same segments and sizes, in one
+/// launch.
+[[nodiscard]] cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace place,
+                                           cudaStream_t stream);
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMostScans = 2;
+
+struct Scans {
+  SegmentCarries of[kMostScans];
+};
+
+/// A thread takes four columns of a row of one head through all segments of a sequence.
+template <CarryPlace kPlace>
+__global__ void __launch_bounds__(kThreads)
+    compose_segments_kernel(const __grid_constant__ Scans scans) {
+  const SegmentCarries& scan = scans.of[blockIdx.y];
+  const SequenceLayout& layout = scan.segments.layout;
+  const int64_t fours = scan.rows * scan.columns / 4;  // of a state
+  const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (item >= layout.sequences * scan.heads * fours) {
+    return;
+  }
+  const int64_t n = item / fours / scan.heads, head = item / fours % scan.heads;
+  const int64_t at = item % fours, row = at * 4 / scan.columns;
+  const Sequence seq = find_sequence(layout, n);
+  const int64_t first = first_tile_index(scan.segments, static_cast<int>(n));
+  const int segments = tiles_of(scan.segments, seq);
+  float4 s = {};
+  if (scan.initial != nullptr) {
+    s = static_cast<const float4*>(scan.initial)[(n * scan.heads + head) * fours + at];
+  }
+  const int steps = kPlace == CarryPlace::kBefore ? segments : segments - 1;
+#pragma unroll 4
+  for (int i = 0; i < steps; ++i) {
+    const int64_t index = first + (scan.adjoint ? segments - 1 - i : i);
+    float4* const place =
+        reinterpret_cast<float4*>(scan.states) + (index * scan.heads + head) * fours + at;
+    const float decay = scan.decays[(index * scan.heads + head) * scan.rows + row];
+    const float4 own = *place, before = s;
+    s = {fmaf(decay, s.x, own.x), fmaf(decay, s.y, own.y), fmaf(decay, s.z, own.z),
+         fmaf(decay, s.w, own.w)};
+    *place = kPlace == CarryPlace::kBefore ? before : s;
+  }
+}
+
+}  // namespace
+
+cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace place,
+                             cudaStream_t stream) {
+  Scans all = {};
+  std::copy_n(scans, count, all.of);
+  const SegmentCarries& s = scans[0];
+  const int64_t items = s.segments.layout.sequences * s.heads * s.rows * s.columns / 4;
+  const dim3 grid(static_cast<unsigned>(ceil_div(items, kThreads)), static_cast<unsigned>(count));
+  return place == CarryPlace::kBefore
+             ? launch_unless_empty(&compose_segments_kernel<CarryPlace::kBefore>, grid, kThreads, 0,
+                                   stream, all)
+             : launch_unless_empty(&compose_segments_kernel<CarryPlace::kAfter>, grid, kThreads, 0,
+                                   stream, all);
+}
+
+// ---- The forward pass ----
+
+namespace {
+
+/// One launch of the kernel for one key tile; `maps`: of the maps of segments instead of outputs.
+cudaError_t launch_key_tile(const TensorForward& w, bool maps, cudaStream_t stream) {
+  const GlaParams& p = w.params;
+  return dispatch_16_bit(p.q.dtype, [&]<class Data>() {
+    return p.gate_kind == GateKind::kLogit
+               ? TensorForwardUnit<Data, GateKind::kLogit>::launch(w, maps, stream)
+               : TensorForwardUnit<Data, GateKind::kLogDecay>::launch(w, maps, stream);
+  });
+}
+
+/// Calls visit(work) for each key tile.
+template <class Visit>
+cudaError_t for_each_key_tile(TensorForward work, Visit visit) {
+  const auto key_dim = static_cast<int>(work.params.key_dim);
+  for (int first = 0; first < key_dim; first += kKeyTile) {
+    work.first_key = first;
+    work.keys = std::min(kKeyTile, key_dim - first);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(visit(work));
+  }
+  return cudaSuccess;
+}
+
+/// The state after every segment but a sequence's last: each segment's map, then all of them in the
+/// order of time.
+cudaError_t find_segment_states(const TensorForward& work, cudaStream_t stream) {
+  const GlaParams& p = work.params;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(for_each_key_tile(
+      work, [&](const TensorForward& w) { return launch_key_tile(w, /*maps=*/true, stream); }));
+  const SegmentCarries carries = {.segments = work.segments,
+                                  .heads = p.heads,
+                                  .rows = p.key_dim,
+                                  .columns = p.value_dim,
+                                  .initial = p.h0,
+                                  .decays = work.products,
+                                  .states = work.states};
+  // After: a segment starts from its predecessor's place, and a sequence's last one needs no map.
+  return compose_segments(&carries, 1, CarryPlace::kAfter, stream);
+}
+
+}  // namespace
+
+bool tensor_forward_fits(const GlaParams& p) {
+  const auto dim_fits = [](int64_t dim) { return dim % kSubChunk == 0 && dim <= kMaxDim; };
+  return is_16_bit(p.q.dtype) && dim_fits(p.key_dim) && dim_fits(p.value_dim) &&
+         rows_aligned(p.q, 16) && (p.k.data == nullptr || rows_aligned(p.k, 16)) &&
+         rows_aligned(p.v, 16) && (p.gate_per_head || rows_aligned(p.gate, 16)) &&
+         rows_aligned(p.o, 8) && is_aligned(p.h0, 16) && is_aligned(p.h_final, 4);
+}
+
+cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  *plan = {.path = GlaPath::kTensorCore};
+  plan->segment_time = choose_forward_segment(params, limits.multiprocessors);
+  if (plan->segment_time != 0) {
+    plan->segments = time_tiles(params.layout, plan->segment_time).count;
+  }
+  plan->workspace_bytes = ForwardWorkspace(params, plan->segments).bytes();
+  return cudaSuccess;
+}
+
+cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
+  const bool divided = p.plan.segment_time != 0;
+  const ForwardWorkspace space(p, p.plan.segments);
+  TensorForward work;
+  work.params = p;
+  work.value_tile = value_tile(p);
+  work.segments = time_tiles(p.layout, divided ? p.plan.segment_time : p.layout.time + 1);
+  work.states = space.states_in(p.workspace);
+  work.products = space.products_in(p.workspace);
+  float* const sums = space.sums_in(p.workspace);
+  if (divided) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_segment_states(work, stream));
+  }
+  return for_each_key_tile(work, [&](TensorForward w) {
+    w.sum_before = w.first_key > 0 ? sums : nullptr;
+    w.sum_after = w.first_key + kKeyTile < p.key_dim ? sums : nullptr;
+    return launch_key_tile(w, /*maps=*/false, stream);
+  });
+}
+
+// ---- The backward pass ----
+//
+// Three launches: factors of all chunks, states at their boundaries, gradients of all chunks.
+
+namespace {
+
+int slices(int64_t dim) { return static_cast<int>(dim / kSlice); }
+
+/// Whether a chunk of a gradient's rows, which ChunkFactors uses, spans less than 2^31 bytes.
+bool chunks_are_near(const HeadSeries& t) {
+  return std::abs(t.stride_t) * element_size(t.dtype) * kChunk <= std::numeric_limits<int>::max();
+}
+
+const HeadSeries& key_factor_rows(const GlaBackwardParams& b) {
+  return b.forward.gate_kind == GateKind::kLogit ? b.dgate : b.dk;
+}
+
+bool all_rows_aligned(const GlaBackwardParams& b) {
+  const GlaParams& p = b.forward;
+  for (const HeadSeries* t : {&p.q, &p.v, &b.d_o, &b.dq, &b.dv}) {
+    if (!rows_aligned(*t, 16)) {
+      return false;
+    }
+  }
+  for (const void* state : {p.h0, b.dh_final, static_cast<const void*>(b.dh0), p.gamma}) {
+    if (!is_aligned(state, 16)) {
+      return false;
+    }
+  }
+  const bool keys = p.gate_kind == GateKind::kLogDecay;
+  return (!keys || (rows_aligned(p.k, 16) && rows_aligned(b.dk, 16))) &&
+         (p.gate_per_head || (rows_aligned(p.gate, 16) && rows_aligned(b.dgate, 16)));
+}
+
+/// Tokens of a segment of the state passes, or 0 where whole sequences fill the device: a block of
+/// threads and direction for every multiprocessor. With segments the passes run twice, so few parts
+/// do not pay.
+int64_t choose_state_segment(const GlaParams& p, int multiprocessors) {
+  constexpr int64_t kFewestParts = 5, kFewestChunks = 4;
+  const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
+  const int64_t parts =
+      multiprocessors / (sequences * p.heads * ceil_div(p.value_dim, kStateColumns));
+  const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kChunk);
+  return parts < kFewestParts || chunks < kFewestChunks * parts ? 0
+                                                                : ceil_div(chunks, parts) * kChunk;
+}
+
+/// The workspace: the factors of all chunks, the states at their boundaries in both directions, and
+/// what segments hand on. The plan asks for its size, the launch has it hand out its parts.
+class BackwardWorkspace {
+ public:
+  BackwardWorkspace(const GlaParams& p, int64_t chunks, int64_t segments)
+      : heads_(p.heads),
+        key_slices_(slices(p.key_dim)),
+        value_slices_(slices(p.value_dim)),
+        states_(chunks * p.heads * p.key_dim * p.value_dim * 2),
+        segment_states_(segments * p.heads * p.key_dim * p.value_dim * 4),
+        segment_decays_(segments * p.heads * p.key_dim * 4) {
+    const ChunkFactors of = {.heads = heads_, .key_slices = key_slices_};
+    tail_factors_ = of.tail_bytes(p.layout);
+    decays_ = of.decay_bytes(chunks);
+    scores_ = of.score_bytes(chunks);
+  }
+
+  int64_t bytes() const {
+    return tail_factors_ + decays_ + scores_ +
+           kDirections * (states_ + segment_states_ + segment_decays_);
+  }
+
+  /// The pass's factors, states and segments, in this order.
+  void assign(void* workspace, StatePass* pass) const {
+    auto* memory = static_cast<char*>(workspace);
+    const auto take = [&memory](int64_t bytes) {
+      char* part = memory;
+      memory += bytes;
+      return part;
+    };
+    ChunkFactors& factors = pass->factors;
+    factors.tail_rows = take(tail_factors_);
+    factors.decays = reinterpret_cast<float*>(take(decays_));
+    factors.scores = reinterpret_cast<uint4*>(take(scores_));
+    factors.heads = heads_;
+    factors.key_slices = key_slices_;
+    factors.piece = factors.piece_bits();
+    for (ChunkStates& states : pass->states) {
+      states = {reinterpret_cast<uint4*>(take(states_)), heads_, key_slices_, value_slices_};
+    }
+    pass->segment_states = reinterpret_cast<float*>(take(kDirections * segment_states_));
+    pass->segment_decays = reinterpret_cast<float*>(take(kDirections * segment_decays_));
+  }
+
+ private:
+  int64_t heads_;
+  int key_slices_, value_slices_;
+  int64_t tail_factors_, decays_, scores_;            // bytes
+  int64_t states_, segment_states_, segment_decays_;  // bytes, of one direction
+};
+
+/// The maps that segments make of their start states, in both directions, composed in the order of
+/// the scans: every segment's place gets the state in which it starts.
+cudaError_t compose_segment_states(const StatePass& pass, cudaStream_t stream) {
+  const GlaParams& p = pass.params;
+  SegmentCarries carries[kDirections];
+  for (int direction = 0; direction < kDirections; ++direction) {
+    const int64_t rows = direction * pass.segments.count * p.heads * p.key_dim;
+    carries[direction] = {.segments = pass.segments,
+                          .heads = p.heads,
+                          .rows = p.key_dim,
+                          .columns = p.value_dim,
+                          .initial = direction == 0 ? p.h0 : pass.dh_final,
+                          .decays = pass.segment_decays + rows,
+                          .states = pass.segment_states + rows * p.value_dim,
+                          .adjoint = direction == 1};
+  }
+  // Before: a scan then starts from its own place, whichever neighbour its direction comes from.
+  return compose_segments(carries, kDirections, CarryPlace::kBefore, stream);
+}
+
+template <class T>
+cudaError_t launch(const StatePass& pass, const ChunkBackward& work, cudaStream_t stream) {
+  using Unit = TensorBackwardUnit<T>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::make_factors(work, stream));
+  if (pass.divided) {
+    StatePass maps = pass;
+    maps.map_only = true;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::scan_states(maps, stream));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(compose_segment_states(pass, stream));
+  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR(Unit::scan_states(pass, stream));
+  return Unit::chunks(work, stream);
+}
+
+}  // namespace
+
+cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
+  const GlaParams& p = b.forward;
+  const auto dim_fits = [](int64_t dim) {
+    return dim % kSlice == 0 && dim <= kMaxKeySlices * kSlice;
+  };
+  *fits = is_16_bit(p.q.dtype) && dim_fits(p.key_dim) && dim_fits(p.value_dim) &&
+          all_rows_aligned(b) && chunks_are_near(b.dq) && chunks_are_near(key_factor_rows(b));
+  if (!*fits) {
+    return cudaSuccess;
+  }
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  const int bytes =
+      std::max(ChunkShared::bytes(p.key_dim, p.value_dim) + static_cast<int>(sizeof(ChunkRows)),
+               StatePassShared(p.key_dim, p.value_dim).bytes());
+  *fits = limits.major >= 8 && bytes <= limits.shared_bytes;
+  return cudaSuccess;
+}
+
+cudaError_t tensor_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
+  const GlaParams& p = b.forward;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  *plan = {.path = GlaPath::kTensorCore};
+  plan->segment_time = choose_state_segment(p, limits.multiprocessors);
+  if (plan->segment_time > 0) {
+    plan->segments = time_tiles(p.layout, plan->segment_time).count;
+  }
+  plan->partials = time_tiles(p.layout, kChunk).count;
+  plan->workspace_bytes = BackwardWorkspace(p, plan->partials, plan->segments).bytes();
+  return cudaSuccess;
+}
+
+cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
+  const GlaParams& p = b.forward;
+  StatePass pass;
+  pass.params = p;
+  pass.d_o = b.d_o;
+  pass.dh_final = b.dh_final;
+  pass.dh0 = b.dh0;
+  pass.chunks = time_tiles(p.layout, kChunk);
+  pass.divided = p.plan.segment_time > 0;
+  const int64_t whole = std::max<int64_t>(1, ceil_div(p.layout.time, kChunk)) * kChunk;
+  pass.segments = time_tiles(p.layout, pass.divided ? p.plan.segment_time : whole);
+  BackwardWorkspace(p, pass.chunks.count, pass.divided ? pass.segments.count : 0)
+      .assign(p.workspace, &pass);
+  pass.factors.gradient_rows[kQueries] = b.dq;
+  pass.factors.gradient_rows[kKeys] = key_factor_rows(b);
+  const ChunkBackward work = {.backward = b,
+                              .tensors = {p.q, p.k, p.v, p.gate, b.d_o, b.dq, b.dk, b.dv, b.dgate},
+                              .chunks = pass.chunks,
+                              .factors = pass.factors,
+                              .states = pass.states[0],
+                              .gradients = pass.states[1]};
+  return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(pass, work, stream); });
 }
 
 }  // namespace tidegate::kernels::gla

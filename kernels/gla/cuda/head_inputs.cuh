@@ -3,9 +3,8 @@
 // What every kernel of the family reads: the rows of one head along the direction of the scan, the
 // decays and keys that a logit stands for, and the activations of q and v.
 
-#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/gates.cuh"
-#include "kernels/common/cuda/sequence.cuh"
+#include "kernels/common/cuda/sequences.cuh"
 #include "kernels/gla/gla.h"
 
 namespace tidegate::kernels::gla {

@@ -1,8 +1,6 @@
 // Rotary positions: one elementwise pass, bound by memory. A thread has one token and a few
 // neighbouring channels of both halves of four heads, which share the angles in its registers.
 
-#include "kernels/common/cuda/alignment.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/integers.h"

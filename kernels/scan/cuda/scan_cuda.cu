@@ -1,7 +1,7 @@
-// The entry points of scan_cuda.h and wkv4_cuda.h: from a dtype to the unit compiled for it.
+// The entry points of scan_cuda.h: from a dtype to the unit compiled for it.
 
-#include "kernels/common/cuda/dispatch.h"
-#include "kernels/scan/cuda/op_kernels.h"
+#include "kernels/common/cuda/launch.cuh"
+#include "kernels/scan/scan_cuda.h"
 
 namespace tidegate::kernels::scan {
 

@@ -1,11 +1,14 @@
 #pragma once
 
+// The launches of the backward pass's kernels on tensor cores, compiled as a unit a data type and
+// class of head dimensions (units.cmake): key gradients, for short-range and long-range heads apart
+// where keys are pruned, and then dq, from sums that are converted or by a kernel of its own.
+
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/attention/cuda/backward/dq_accumulator.cuh"
 #include "kernels/attention/cuda/backward/key_gradient_kernel.cuh"
-#include "kernels/attention/cuda/backward/query_gradient_kernel.cuh"
+#include "kernels/attention/cuda/backward/query_gradients.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/common/cuda/device.h"

@@ -23,9 +23,8 @@
 // a product stands between products, without a branch. Compare the machine code after an edit
 // (scripts/compare_sass.py).
 
-#include "kernels/attention/cuda/backward/dq_accumulator.cuh"
-#include "kernels/attention/cuda/backward/key_gradient_tiles.cuh"
-#include "kernels/attention/cuda/backward/scores.cuh"
+#include "kernels/attention/cuda/backward/query_gradients.cuh"
+#include "kernels/attention/cuda/backward/tiles.cuh"
 #include "kernels/attention/cuda/pruning.cuh"
 
 namespace tidegate::kernels::attention {

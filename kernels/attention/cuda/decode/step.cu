@@ -2,17 +2,18 @@
 
 #include <algorithm>
 
-#include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/decode/step_kernel.cuh"
 #include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
-#include "kernels/attention/cuda/paths.h"
 #include "kernels/attention/cuda/rows.cuh"
-#include "kernels/common/cuda/alignment.h"
+#include "kernels/attention/cuda/tile_configs.cuh"
+#include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
+#include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {
 namespace {
+
+static_assert(kLeastSplit % StepTile::kTile == 0 && kLeastSplit % TensorStepTile::kKeys == 0);
 
 /// o of one query head: from the newest split to the oldest, between which and the query the gates
 /// of all newer splits lie. A lane weighs a split, each thread sums one channel.

@@ -12,9 +12,11 @@
 // it, so copies need no barrier. Two barriers a tile are for what the block exchanges: the scores,
 // and the weights that one warp a head makes of them.
 
-#include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/rows.cuh"
-#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
+#include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -101,6 +103,78 @@ __device__ void store_sums(const Real (&dots)[StepTile::kHeads], int row_lane, i
     }
   }
 }
+
+// ---- The online softmax over the tiles of a split ----
+//
+// Tiles come from the newest back, and so do the gates: a key's bias is the sum of the gates of all
+// newer keys, in float64.
+
+/// What a warp knows of the head that it weighs, the same in all of its lanes.
+template <class Real>
+struct SplitSoftmax {
+  Real maximum = -static_cast<Real>(INFINITY), total = 0;
+  double gates = 0;  // from the newest key of the split back
+
+  /// Gates of a lane's keys in the tile [first, last), from the newest back; zero before it.
+  __device__ static void load_gates(const AttentionRows<const Real>& log_f, int64_t first,
+                                    int64_t last, int lane, Real (&gates)[StepTile::kKeysPerLane]) {
+#pragma unroll
+    for (int i = 0; i < StepTile::kKeysPerLane; ++i) {
+      const int64_t j = last - 1 - StepTile::kKeysPerLane * lane - i;
+      gates[i] = j >= first ? *log_f.row(j) : Real(0);
+    }
+  }
+
+  /// Scores of the tile's `count` keys become weights against the largest score so far; returns
+  /// the factor that earlier weights shrink by. `log_f`: of the lane's keys, from the newest back.
+  __device__ Real weigh(Real (*scores)[StepTile::kHeads], int head, int count, int lane,
+                        const Real (&log_f)[StepTile::kKeysPerLane]) {
+    double gate[StepTile::kKeysPerLane], sum_of_lane = 0;
+#pragma unroll
+    for (int i = 0; i < StepTile::kKeysPerLane; ++i) {
+      gate[i] = static_cast<double>(log_f[i]);
+      gate[i] = gate[i] < kLeastLogGate ? kLeastLogGate : gate[i];
+      sum_of_lane += gate[i];
+    }
+    double through = sum_of_lane;  // of this lane's keys and all after them
+#pragma unroll
+    for (int s = 1; s < 32; s *= 2) {
+      const double newer = __shfl_up_sync(~0u, through, s);
+      through += lane >= s ? newer : 0.0;
+    }
+    double after = __shfl_up_sync(~0u, through, 1);  // of the keys after this lane's
+    after = gates + (lane == 0 ? 0.0 : after);
+    Real score[StepTile::kKeysPerLane], top = maximum;
+#pragma unroll
+    for (int i = 0; i < StepTile::kKeysPerLane; ++i) {
+      const int j = count - 1 - StepTile::kKeysPerLane * lane - i;
+      if (j >= 0) {
+        score[i] = static_cast<Real>(static_cast<double>(scores[j][head]) + after);
+        top = larger(top, score[i]);
+      }
+      after += gate[i];
+    }
+    gates += __shfl_sync(~0u, through, 31);
+    top = warp_max(top);
+    const Real against = top == -static_cast<Real>(INFINITY) ? Real(0) : top;
+    Real sum = 0;
+#pragma unroll
+    for (int i = 0; i < StepTile::kKeysPerLane; ++i) {
+      const int j = count - 1 - StepTile::kKeysPerLane * lane - i;
+      if (j >= 0) {
+        const Real weight = exponential(score[i] - against);
+        scores[j][head] = weight;
+        sum += weight;
+      }
+    }
+    const Real factor = exponential(maximum - against);
+    total = fused(total, factor, warp_sum(sum));
+    maximum = top;
+    return factor;
+  }
+};
+
+// ---- The kernel ----
 
 /// Where a block works: one split of one key/value head, in tiles from the newest key back.
 template <class E, int kVec>

@@ -12,10 +12,12 @@
 // The rows of the second product are query heads: eight with weights rounded to 16 bits, and the
 // same eight with what the rounding has left, which keeps the weights' digits at no cost.
 
-#include "kernels/attention/cuda/decode/splits.cuh"
 #include "kernels/attention/cuda/rows.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
-#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/attention/cuda/tile_configs.cuh"
+#include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/common/cuda/warp.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -28,6 +30,61 @@ template <class E>
 __device__ inline float rounded_off(float x) {
   return x - static_cast<float>(widen(narrow<E>(x)));
 }
+
+// ---- The online softmax over the tiles of a split ----
+//
+// Tiles come from the newest back, and so do the gates: a key's bias is the sum of the gates of all
+// newer keys, in float64.
+
+/// The weights of a lane's four keys, of which the first `missing` do not exist, and what earlier
+/// weights shrink by. Gates go from the newest token back: `gates` is their sum over the split's
+/// newer tiles.
+struct TensorStepSoftmax {
+  float maximum = -INFINITY;
+  float total = 0;  // of this lane's keys
+  double gates = 0;
+
+  __device__ float weigh(const float (&dots)[2][4], const float (&log_f)[4], double scale,
+                         int missing, float (&weights)[4]) {
+    const int c = threadIdx.x % 4;
+    double after[4], sum = 0;  // of this lane's gates, newer ones first
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      after[i] = sum;
+      const double gate = static_cast<double>(log_f[i]);
+      sum += gate < kLeastLogGate ? kLeastLogGate : gate;
+    }
+    double through = sum;  // and of the lanes whose keys are newer
+#pragma unroll
+    for (int s = 1; s < 4; s *= 2) {
+      const double newer = __shfl_down_sync(~0u, through, s, 4);
+      through += c + s < 4 ? newer : 0.0;
+    }
+    const double newer = __shfl_down_sync(~0u, through, 1, 4);
+    const double offset = gates + (c < 3 ? newer : 0.0);
+    gates += __shfl_sync(~0u, through, 0, 4);
+    float scores[4], top = maximum;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const double score = fma(static_cast<double>(dots[i / 2][i % 2]), scale, after[i] + offset);
+      scores[i] = i >= missing ? static_cast<float>(score) : -INFINITY;
+      top = fmaxf(top, scores[i]);
+    }
+    top = quad_max(top);
+    const float against = top == -INFINITY ? 0.0f : top;
+    const float factor = expf(maximum - against);
+    maximum = top;
+    total *= factor;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weights[i] = expf(scores[i] - against);
+      total += weights[i];
+    }
+    return factor;
+  }
+};
+
+// ---- The kernel ----
 
 /// Where a warp works: one split of one key/value head, in tiles from the newest key back.
 template <class E, int kDim>

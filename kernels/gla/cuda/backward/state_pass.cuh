@@ -19,8 +19,8 @@
 // segment from zero (map_only), compose_segments puts the maps together in the order of time, and a
 // second launch scans again from the right states.
 
-#include "kernels/common/cuda/async_copy.cuh"
-#include "kernels/common/cuda/time_tiles.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {

@@ -3,12 +3,12 @@
 // The forward pass on tensor cores. A block of threads scans one head of a segment, 16 tokens (a
 // sub-chunk) at a time, through a ring of stages in shared memory:
 //
-//   loader warp      q, k or logits, and v of a sub-chunk into a free stage       loader.cuh
-//   producer warps   gates, scores, q~ = q pre and k~ = k suf, in place           producer.cuh
-//   consumer warps   o = q~ S + scores v, then S = diag(total) S + k~^T v         consumer.cuh
+//   loader warp      q, k or logits, and v of a sub-chunk into a free stage       stage.cuh
+//   producer warps   gates, scores, q~ = q pre and k~ = k suf, in place           compute_warps.cuh
+//   consumer warps   o = q~ S + scores v, then S = diag(total) S + k~^T v         compute_warps.cuh
 //
 // pre(t) is the product of the sub-chunk's decays up to t, suf(t) of those after t, total of all
-// (dyadic.cuh). Each consumer keeps 16 columns of S in registers. The tile is in schedule.cuh.
+// (dyadic.cuh). Each consumer keeps 16 columns of S in registers. The tile is in stage.cuh.
 //
 // Every stage has three mbarriers. `loaded`: the loader's 32 lanes arrive as their copies land, a
 // producer waits. `full`: that producer's 32 lanes arrive, all consumers wait. `empty`: a lane of
@@ -17,10 +17,9 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
-#include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/gla/cuda/forward/consumer.cuh"
-#include "kernels/gla/cuda/forward/producer.cuh"
-#include "kernels/gla/cuda/forward/tensor_forward.h"
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/gla/cuda/forward/compute_warps.cuh"
+#include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
 

@@ -1,20 +1,177 @@
-// Launches of the plain kernels.
-
-#include "kernels/gla/cuda/plain/plain.h"
+// The plain kernels' launches, and the kernel of decoding, which one or two tokens take instead.
 
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/dispatch.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/integers.h"
-#include "kernels/gla/cuda/decode/step.cuh"
 #include "kernels/gla/cuda/plain/plain_backward.cuh"
 #include "kernels/gla/cuda/plain/plain_scan.cuh"
+#include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
+
+// ---- One or two tokens ----
+//
+// As decoding has them: bound by reading and writing the state, once, in place
+// if h_final is h0.
+//
+// A block of threads has all rows of 32 * kVec columns of one head's state; each of its eight warps
+// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight. While
+// the first of them are on their way, all threads prepare q, k and the decays in shared memory.
+// Each warp adds up its own rows' part of the output; the warps' parts meet in shared memory.
+
+constexpr int kStepWarps = 8;
+constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
+
+/// q, k and decays of the tokens, in shared memory: [token][K] each.
+template <class Real>
+struct StepTokens {
+  Real *query, *key, *decay;
+
+  __device__ StepTokens(char* shared, int key_dim)
+      : query(reinterpret_cast<Real*>(shared)),
+        key(query + kStepTokens * key_dim),
+        decay(key + kStepTokens * key_dim) {}
+
+  /// By all threads.
+  __device__ void load(const PlainInputs<Real>& inputs, int tokens, int key_dim) const {
+    for (int i = threadIdx.x; i < tokens * key_dim; i += 32 * kStepWarps) {
+      const int step = i / key_dim, channel = i % key_dim;
+      const LogitGate<Real> gate = inputs.gate(step, channel);
+      query[i] = inputs.query(step, channel);
+      key[i] = gate.key;
+      decay[i] = gate.decay;
+    }
+  }
+
+  /// One row of the state through the tokens, and its part of the outputs.
+  template <int kVec>
+  __device__ void advance(int row, int tokens, int key_dim, const Real (&value)[kStepTokens][kVec],
+                          Real (&s)[kVec], Real (&acc)[kStepTokens][kVec]) const {
+#pragma unroll
+    for (int t = 0; t < kStepTokens; ++t) {
+      if (t < tokens) {
+        const Real f = decay[t * key_dim + row], k = key[t * key_dim + row];
+        const Real q = query[t * key_dim + row];
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) {
+          s[v] = fused(f, s[v], k * value[t][v]);
+          acc[t][v] = fused(q, s[v], acc[t][v]);
+        }
+      }
+    }
+  }
+};
+
+/// The values of a thread's columns; zero where they do not exist.
+template <class Real, int kVec>
+__device__ inline void load_step_values(const PlainInputs<Real>& inputs, int tokens, int column,
+                                        bool exists, Real (&value)[kStepTokens][kVec]) {
+  for (int t = 0; t < tokens; ++t) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      if (t == 0) value[0][v] = exists ? inputs.value(0, column + v) : Real(0);
+      if (t == 1) value[1][v] = exists ? inputs.value(1, column + v) : Real(0);
+    }
+  }
+}
+
+/// Adds up the warps' parts of a token's output, in their order, and stores it.
+template <class Real, int kVec>
+__device__ inline void store_step_output(const HeadRows& out, int t, int first_column,
+                                         int value_dim, const Real (&acc)[kVec],
+                                         Real (&sums)[kStepWarps][32 * kVec]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    sums[warp][lane * kVec + v] = acc[v];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 32 * kVec; i += 32 * kStepWarps) {
+    Real sum = 0;
+    for (int w = 0; w < kStepWarps; ++w) {
+      sum += sums[w][i];
+    }
+    if (first_column + i < value_dim) {
+      out.store(t, first_column + i, sum);
+    }
+  }
+}
+
+template <class Real, int kVec>
+__global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
+  using Pack = Pack<Real, kVec>;
+  constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
+  extern __shared__ __align__(16) char shared[];
+  const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
+  const StepTokens<Real> tokens(shared, key_dim);
+  __shared__ Real sums[kStepWarps][kColumns];
+
+  const int column_tiles = (value_dim + kColumns - 1) / kColumns;
+  const int64_t pair = blockIdx.x / column_tiles;  // of sequence and head
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_column = static_cast<int>(blockIdx.x % column_tiles) * kColumns;
+  const int column = first_column + lane * kVec;
+  const bool exists = column < value_dim;
+  const int64_t head = pair % p.heads;
+  const Sequence seq = find_sequence(p.layout, pair / p.heads);
+  const PlainInputs<Real> inputs(p, seq, p.layout.reverse, head);
+  const HeadRows out(p.o, seq, p.layout.reverse, head);
+  const int64_t state_at = pair * key_dim * value_dim + column;
+  const Real* const before = static_cast<const Real*>(p.h0) + state_at;
+  Real* const after = static_cast<Real*>(p.h_final) + state_at;
+
+  Real acc[kStepTokens][kVec] = {};
+  for (int first = 0; first < key_dim; first += kRows) {
+    Pack state[kStepRowsInFlight];
+#pragma unroll
+    for (int i = 0; i < kStepRowsInFlight; ++i) {
+      const int row = first + warp + i * kStepWarps;
+      state[i] = {};
+      if (p.h0 != nullptr && exists && row < key_dim) {
+        state[i] = load_streaming<Real, kVec>(before + static_cast<int64_t>(row) * value_dim);
+      }
+    }
+    if (first == 0) {  // while the states are on their way
+      tokens.load(inputs, seq.length, key_dim);
+      __syncthreads();
+    }
+    Real value[kStepTokens][kVec] = {};
+    load_step_values(inputs, seq.length, column, exists, value);
+#pragma unroll
+    for (int i = 0; i < kStepRowsInFlight; ++i) {
+      const int row = first + warp + i * kStepWarps;
+      if (!exists || row >= key_dim) {
+        continue;
+      }
+      Real s[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        s[v] = state[i].get(v);
+      }
+      tokens.advance(row, seq.length, key_dim, value, s, acc);
+      if (p.h_final != nullptr) {
+        __stcs(
+            reinterpret_cast<typename Pack::Bits*>(after + static_cast<int64_t>(row) * value_dim),
+            pack<Real, kVec>(s).bits);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int t = 0; t < kStepTokens; ++t) {
+    if (t >= seq.length) {
+      return;
+    }
+    store_step_output(out, t, first_column, value_dim, acc[t], sums);
+  }
+}
+
+// ---- Launches ----
+
 namespace {
 
 constexpr int kSharedBytes = 48 << 10;  // what every device gives without being asked

@@ -8,7 +8,7 @@
 // chunks from the last to the first: forward through a chunk, keeping every S, and back with P.
 
 #include "kernels/common/cuda/precise.cuh"
-#include "kernels/gla/cuda/plain/plain_inputs.cuh"
+#include "kernels/gla/cuda/plain/plain_scan.cuh"
 
 namespace tidegate::kernels::gla {
 

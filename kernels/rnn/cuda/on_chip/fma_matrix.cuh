@@ -17,9 +17,8 @@
 
 #include <cstdint>
 
-#include "kernels/common/cuda/cluster.cuh"
-#include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/rnn/rnn.h"
 

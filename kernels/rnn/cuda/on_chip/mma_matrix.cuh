@@ -23,7 +23,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/cuda/mma.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/rnn/cuda/on_chip/state_exchange.cuh"
 #include "kernels/rnn/rnn.h"
@@ -182,7 +181,7 @@ class MmaMatrix {
     }
   }
 
-  /// Fragments, as mma.cuh says; of 16 columns, a lane's four lie side by side.
+  /// Fragments, as warp.cuh says; of 16 columns, a lane's four lie side by side.
   __device__ __forceinline__ void load_fragments(const Elements& element,
                                                  const float* row_largest) {
 #pragma unroll

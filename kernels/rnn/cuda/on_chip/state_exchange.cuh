@@ -13,10 +13,8 @@
 
 #include <cstdint>
 
-#include "kernels/common/cuda/cluster.cuh"
-#include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/common/cuda/packed_carry.cuh"
-#include "kernels/common/cuda/shared_address.cuh"
+#include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/rnn/rnn.h"
 
 namespace tidegate::kernels::rnn {
@@ -215,7 +213,7 @@ struct ExchangeWorkspace {
 };
 
 /// Exchanges through device memory, on devices without clusters: every word is a packed record
-/// (packed_carry.cuh), so that there is no other flag to wait for. All blocks that share a matrix
+/// (between_blocks.cuh), so that there is no other flag to wait for. All blocks that share a matrix
 /// must run at once; the memory is zero at the start.
 template <class Shape>
 class MemoryExchange {

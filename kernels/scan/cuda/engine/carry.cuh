@@ -3,8 +3,8 @@
 // What a state is carried by: the affine maps of chunks, the shared memory through which warps pass
 // states and maps to each other, and the carry chain of a single-block scan.
 
-#include "kernels/common/cuda/mbarrier.cuh"
 #include "kernels/common/cuda/precise.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 
 namespace tidegate::kernels::scan {
 

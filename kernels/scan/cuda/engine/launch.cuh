@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/common/cuda/alignment.h"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/integers.h"

@@ -24,8 +24,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernels/common/cuda/mbarrier.cuh"
-#include "kernels/common/cuda/packed_carry.cuh"
+#include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/scan/cuda/engine/carry.cuh"
 #include "kernels/scan/cuda/engine/op.cuh"
 

@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "kernels/common/cuda/async_copy.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/scan/cuda/engine/op.cuh"
 #include "kernels/scan/cuda/engine/rows.cuh"
 

@@ -5,11 +5,10 @@
 
 #include <type_traits>
 
-#include "kernels/common/cuda/async_copy.cuh"
-#include "kernels/common/cuda/elements.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/precise.cuh"
-#include "kernels/common/cuda/sequence.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/time_series.h"
 #include "kernels/scan/cuda/engine/op.cuh"
 

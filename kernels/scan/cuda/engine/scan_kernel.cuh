@@ -39,7 +39,6 @@
 
 #include "kernels/scan/cuda/engine/chunk_loops.cuh"
 #include "kernels/scan/cuda/engine/op.cuh"
-#include "kernels/scan/cuda/engine/tiles.cuh"
 #include "kernels/scan/scan.h"
 
 namespace tidegate::kernels::scan {

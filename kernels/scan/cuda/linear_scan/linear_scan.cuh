@@ -6,9 +6,9 @@
 #include <array>
 
 #include "kernels/scan/cuda/engine/launch.cuh"
+#include "kernels/scan/cuda/engine/op.cuh"
 #include "kernels/scan/cuda/engine/rows.cuh"
-#include "kernels/scan/cuda/engine/tiles.cuh"
-#include "kernels/scan/cuda/op_kernels.h"
+#include "kernels/scan/scan_cuda.h"
 
 namespace tidegate::kernels::scan {
 

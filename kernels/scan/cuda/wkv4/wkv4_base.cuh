@@ -9,9 +9,8 @@
 // ends, the slow path moves the exponent at every token (docs/kernels/wkv4.md). Each channel takes
 // its own path, whatever its neighbours hold.
 
+#include "kernels/scan/cuda/engine/op.cuh"
 #include "kernels/scan/cuda/engine/rows.cuh"
-#include "kernels/scan/cuda/engine/tiles.cuh"
-#include "kernels/scan/cuda/wkv4/wkv4_sequential.cuh"
 #include "kernels/scan/cuda/wkv4/wkv4_state.cuh"
 
 namespace tidegate::kernels::scan {

@@ -6,7 +6,7 @@
 //   advance_and_emit   from the state that entered: the states that are saved, the outputs; rows
 //                      leave by way of the ring
 // A chunk's map does not depend on what enters the chunk, so no exponential but those of crossing
-// by it is taken on the way from warp to warp. Tiles are those of OpKind::kWkv4 (tiles.cuh), 8 or
+// by it is taken on the way from warp to warp. Tiles are those of OpKind::kWkv4 (op.cuh), 8 or
 // 16 tokens a chunk; the barriers are the carry's (carry.cuh, wkv4_multi_block.cuh).
 
 #include "kernels/scan/cuda/wkv4/wkv4_base.cuh"

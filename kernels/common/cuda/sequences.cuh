@@ -1,15 +1,109 @@
 #pragma once
 
-// Where the elements and rows of a tensor lie, and reading and writing elements of any type.
+// Where a sequence of a layout lies, how its time is divided into tiles, and where its elements and
+// rows are in a tensor.
 
 #include <cstdint>
 
 #include "kernels/common/cuda/numeric.cuh"
-#include "kernels/common/cuda/sequence.cuh"
 #include "kernels/common/dtype.h"
 #include "kernels/common/time_series.h"
 
 namespace tidegate::kernels {
+
+// ---- A sequence ----
+
+/// One sequence of a layout. Lengths fit 32 bits (see *_unsupported); positions in memory do not.
+struct Sequence {
+  int64_t index;  // n in [0, N)
+  int64_t batch;  // row of the batch
+  int64_t start;  // first token
+  int length;     // tokens
+};
+
+__device__ inline Sequence find_sequence(const SequenceLayout& layout, int64_t n) {
+  if (layout.offsets == nullptr) {
+    return {n, n, 0, static_cast<int>(layout.time)};
+  }
+  const auto offset = [&](int64_t i) -> int64_t {
+    return layout.offsets_are_int64 ? static_cast<const int64_t*>(layout.offsets)[i]
+                                    : static_cast<const int32_t*>(layout.offsets)[i];
+  };
+  const int64_t start = offset(n);
+  return {n, 0, start, static_cast<int>(offset(n + 1) - start)};
+}
+
+// ---- Tiles of time ----
+//
+// Time divided into tiles that blocks work on at the same time: chunks of 64 tokens, or segments of
+// many chunks. Every tile has an index in [0, count). How many indices there are is known without
+// reading the sequences' offsets, so some indices of packed sequences belong to no tile.
+
+/// Every sequence divided into tiles of `length` tokens in the order of its scan, the last one
+/// shorter.
+struct TimeTiles {
+  SequenceLayout layout = {};
+  int length = 0;
+  int64_t count = 0;     // of tile indices
+  int per_sequence = 1;  // padded sequences: how many tiles each of them has
+};
+
+/// A tile is a whole sequence where `length` is larger than all of time.
+inline TimeTiles time_tiles(const SequenceLayout& layout, int64_t length) {
+  const int64_t needed = (layout.time + length - 1) / length, tiles = needed > 1 ? needed : 1;
+  const int64_t count = layout.offsets == nullptr ? layout.sequences * tiles
+                                                  : layout.time / length + layout.sequences;
+  return {layout, static_cast<int>(length), count, static_cast<int>(tiles)};
+}
+
+/// Tokens [first, first + tokens) of a sequence, in the order of its scan.
+struct TimeTile {
+  Sequence sequence;
+  int index;  // among its sequence's tiles
+  int tiles;  // of the sequence: one, without tokens, if it is empty
+  int first;
+  int tokens;
+
+  __device__ bool exists() const { return index < tiles; }
+  __device__ bool last() const { return index + 1 == tiles; }
+  __device__ int end() const { return first + tokens; }
+};
+
+/// The tile index at which sequence n begins. Packed: a sequence over [a, b) has at most
+/// b / L - a / L + 1 tiles, so that a / L + n leaves it enough indices whatever comes before it.
+__device__ inline int first_tile_index(const TimeTiles& tiles, int n) {
+  return tiles.layout.offsets == nullptr
+             ? n * tiles.per_sequence
+             : static_cast<int>(find_sequence(tiles.layout, n).start) / tiles.length + n;
+}
+
+__device__ inline int tiles_of(const TimeTiles& tiles, const Sequence& seq) {
+  return max(1, (seq.length + tiles.length - 1) / tiles.length);
+}
+
+__device__ inline TimeTile find_time_tile(const TimeTiles& tiles, int tile_index) {
+  int n = 0;
+  if (tiles.layout.offsets == nullptr) {
+    n = tile_index / tiles.per_sequence;
+  } else {
+    for (int end = static_cast<int>(tiles.layout.sequences); end - n > 1;) {
+      // first_tile_index(n) <= tile_index < first_tile_index(end)
+      const int middle = (n + end) / 2;
+      (first_tile_index(tiles, middle) <= tile_index ? n : end) = middle;
+    }
+  }
+  TimeTile tile;
+  tile.sequence = find_sequence(tiles.layout, n);
+  tile.index = tile_index - first_tile_index(tiles, n);
+  tile.tiles = tiles_of(tiles, tile.sequence);
+  tile.first = tile.index * tiles.length;
+  tile.tokens = max(0, min(tiles.length, tile.sequence.length - tile.first));
+  return tile;
+}
+
+// ---- Elements and rows ----
+//
+// Reading and writing is of elements of any type.
 
 /// Elements from a tensor's first one to the first channel of a token and head.
 __device__ inline int64_t element_offset(const HeadSeries& t, int64_t batch, int64_t token,

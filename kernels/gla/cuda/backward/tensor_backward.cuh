@@ -14,10 +14,14 @@
 // One __syncthreads between phases that share tiles, none inside a phase. docs/numerics.md derives
 // the sums: nothing is divided by a decay and no term cancels another.
 
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/warp.cuh"
-#include "kernels/gla/cuda/backward/boundary_sums.cuh"
+#include "kernels/gla/cuda/backward/chunk_factors.cuh"
 #include "kernels/gla/cuda/backward/chunk_scores.cuh"
-#include "kernels/gla/cuda/backward/value_gradients.cuh"
+#include "kernels/gla/cuda/backward/state_pass.cuh"
+#include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
+#include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
 
@@ -248,6 +252,50 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     __syncthreads();
     store_head_gate_gradients<T>(a, at, sh);
   }
+}
+
+// ---- The launches of the three kernels ----
+//
+// All of the backward pass, compiled as a unit a data type (units.cmake).
+
+template <class T>
+cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaStream_t stream) {
+  const GlaParams& p = work.backward.forward;
+  const bool wide = 1 << work.factors.piece >= kTileBytes / 2;
+  const auto launch = [&]<GateKind kKind>() {
+    const auto kernel =
+        wide ? &chunk_factors_kernel<T, kKind, true> : &chunk_factors_kernel<T, kKind, false>;
+    return launch_unless_empty(kernel, work.chunks.count * p.heads, dim3(kSubChunks * 32), 0,
+                               stream, work);
+  };
+  return p.gate_kind == GateKind::kLogit ? launch.template operator()<GateKind::kLogit>()
+                                         : launch.template operator()<GateKind::kLogDecay>();
+}
+
+template <class T>
+cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& pass, cudaStream_t stream) {
+  const GlaParams& p = pass.params;
+  const int bytes = StatePassShared(p.key_dim, p.value_dim).bytes();
+  constexpr auto* kKernel = &state_pass_kernel<T>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  const auto threads = static_cast<unsigned>(p.key_dim / kSlice * 32);
+  const int64_t blocks = pass.segments.count * p.heads * pass.column_tiles() * kDirections;
+  return launch_unless_empty(kKernel, blocks, dim3(threads), bytes, stream, pass);
+}
+
+template <class T>
+cudaError_t TensorBackwardUnit<T>::chunks(const ChunkBackward& work, cudaStream_t stream) {
+  const GlaParams& p = work.backward.forward;
+  const int bytes = ChunkShared::bytes(p.key_dim, p.value_dim);
+  const auto threads = static_cast<unsigned>(chunk_warps(p.key_dim) * 32);
+  const auto launch = [&]<GateKind kKind>() {
+    constexpr auto* kKernel = &chunk_backward_kernel<T, kKind>;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+    return launch_unless_empty(kKernel, work.chunks.count * p.heads, dim3(threads), bytes, stream,
+                               work);
+  };
+  return p.gate_kind == GateKind::kLogit ? launch.template operator()<GateKind::kLogit>()
+                                         : launch.template operator()<GateKind::kLogDecay>();
 }
 
 }  // namespace tidegate::kernels::gla
