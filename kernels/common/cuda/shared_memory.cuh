@@ -103,20 +103,12 @@ __device__ inline void mbarrier_arrive_after_copies(uint64_t* barrier) {
 }
 
 /// Waits for the completion of the phase of the given parity (0 for the first, 1 for the
-/// second...).
-__device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
+/// second...), asking for it again and again: a warp is on its way as soon as the phase is complete,
+/// and takes issue slots from the others until then.
+__device__ inline void mbarrier_poll(uint64_t* barrier, int parity) {
   const unsigned address = shared_address(barrier);
   unsigned done = 0;
   while (done == 0) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-#else
     asm volatile(
         "{ .reg .pred p;\n"
         "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
@@ -124,8 +116,27 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
         : "=r"(done)
         : "r"(address), "r"(parity)
         : "memory");
-#endif
   }
+}
+
+/// The same, asleep where the chip can: from compute capability 9.0 on the hardware suspends a warp
+/// that waits, and wakes it.
+__device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const unsigned address = shared_address(barrier);
+  unsigned done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  }
+#else
+  mbarrier_poll(barrier, parity);
+#endif
 }
 
 }  // namespace tidegate::kernels

@@ -320,7 +320,7 @@ struct CarryWarp {
       const int buffer = iteration % kRecordBuffers;
       const bool is_initial = iteration == 0 && group.first == 0;
       Set& now = shared.set(iteration);
-      mbarrier_wait(&now.maps_ready, shared.parity(iteration));
+      mbarrier_poll(&now.maps_ready, shared.parity(iteration));
       const Map tile = compose_tile(now);
       if (!group.last) {
         records[at.rank].tile[buffer].write(at.lane, epoch, pack_map(tile));
