@@ -1,4 +1,5 @@
-// gated_rnn: schema, checks, how tensors become the kernels' params.
+// gated_rnn: schema, checks, how tensors become the kernels' params. Its step is in
+// gated_rnn_step.cpp.
 
 #include "tidegate/ops/gated_rnn.h"
 
@@ -6,24 +7,62 @@
 
 #include "src/ops/autograd.h"
 #include "src/ops/checks.h"
-#include "src/ops/gated_rnn_products.h"
+#include "src/ops/gated_rnn.h"
 #include "src/ops/kernel_sets.h"
 #include "src/ops/op.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
 
-#ifdef TIDEGATE_WITH_CUDA
-#endif
-
 namespace tidegate::ops {
+
+// ---- shared with the step ----
+
+void check_gated_rnn_matrix(const Reference& data, const at::Tensor& w_zh) {
+  check_gate(data, "w_zh", w_zh);
+  const c10::SymInt width = data.tensor.sym_size(-1);
+  check_shape(data.op, "w_zh", w_zh, "[D, D]", {width, width});
+}
+
+void check_gated_rnn_values(const Reference& data, const OptionalTensor& cu_seqlens,
+                            const OptionalTensor& gamma) {
+  check_cu_seqlens_values(data, cu_seqlens);
+  check_bound_values(data, "gamma", gamma);
+}
+
+kernels::rnn::GatedRnnParams GatedRnnInputs::params(const at::Tensor& data) const {
+  kernels::rnn::GatedRnnParams params;
+  params.layout = sequence_layout(data, cu_seqlens, /*reverse=*/false);
+  params.channels = data.size(2);
+  params.w = w.data_ptr();
+  params.w_is_16_bit = w_is_16_bit;
+  params.h0 = data_or_null(h0);
+  params.gamma = data_or_null(gamma);
+  return params;
+}
+
+void run_gated_rnn(const char* op, const at::Tensor& gate, const at::Tensor& data,
+                   const GatedRnnInputs& inputs, const GatedRnnResults& results) {
+  const at::Tensor z = gate_in_rows(gate, data.scalar_type());
+  const at::Tensor x = in_rows(data);
+  kernels::rnn::GatedRnnParams params = inputs.params(x);
+  params.z = time_series(z);
+  params.x = time_series(x);
+  params.h = time_series(results.h);
+  params.h_final = results.h_final.data_ptr();
+  if (results.logits.defined()) {
+    params.logits = time_series(results.logits);
+  }
+  Launch launch(op, &params, results.h);
+  if (launch.plan().by_products) {
+    scan_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
+  } else {
+    launch.run();
+  }
+}
+
 namespace {
 
 // ---- schemas ----
-
-/// z and x go to autocast's type. The kernels hold the matrix in fp32 anyway, so that one keeps its
-/// digits, as states and bounds do.
-constexpr CastRule kGatedRnnCasts[] = {
-    {"z", Cast::kLower}, {"x", Cast::kLower}, {"w_zh", Cast::kUnlessFloat}};
 
 struct GatedRnn {
   static constexpr std::string_view kSchema =
@@ -75,28 +114,7 @@ struct GatedRnnBackward {
   TensorTuple<5> meta() const;
 };
 
-struct GatedRnnStep {
-  static constexpr std::string_view kSchema =
-      "gated_rnn_step(Tensor z, Tensor x, Tensor w_zh, Tensor(a!) state, "
-      "Tensor? gamma=None) -> Tensor";
-  static constexpr std::string_view kData = "x";
-  static constexpr auto& kCasts = kGatedRnnCasts;
-
-  const at::Tensor &z, &x, &w_zh;
-  at::Tensor& state;
-  const OptionalTensor& gamma;
-
-  at::Tensor kernel() const;
-  at::Tensor meta() const;
-};
-
 // ---- checks ----
-
-void check_gated_rnn_matrix(const Reference& data, const at::Tensor& w_zh) {
-  check_gate(data, "w_zh", w_zh);
-  const c10::SymInt width = data.tensor.sym_size(-1);
-  check_shape(data.op, "w_zh", w_zh, "[D, D]", {width, width});
-}
 
 /// What forward and backward read, beside `data`, which is x or h, and z; returns N.
 template <class Op>
@@ -110,59 +128,7 @@ c10::SymInt check_gated_rnn(const Reference& data, const Op& op) {
   return sequences;
 }
 
-/// Whose values are readable without waiting for a device, or where debugging pays for that.
-void check_gated_rnn_values(const Reference& data, const OptionalTensor& cu_seqlens,
-                            const OptionalTensor& gamma) {
-  check_cu_seqlens_values(data, cu_seqlens);
-  check_bound_values(data, "gamma", gamma);
-}
-
 // ---- forward ----
-
-/// The tensors that both directions read, in the form that the kernels take.
-struct GatedRnnInputs {
-  at::Tensor w, h0, cu_seqlens, gamma;
-  bool w_is_16_bit;
-
-  template <class Op>
-  GatedRnnInputs(const Op& op, at::ScalarType data)
-      : w(contiguous_as(op.w_zh, state_dtype(data))),
-        h0(contiguous_as(op.h0, state_dtype(data))),
-        cu_seqlens(contiguous_or_none(op.cu_seqlens)),
-        gamma(contiguous_as(op.gamma, state_dtype(data))),
-        w_is_16_bit(op.w_zh.element_size() == 2) {}
-
-  kernels::rnn::GatedRnnParams params(const at::Tensor& data) const {
-    kernels::rnn::GatedRnnParams params;
-    params.layout = sequence_layout(data, cu_seqlens, /*reverse=*/false);
-    params.channels = data.size(2);
-    params.w = w.data_ptr();
-    params.w_is_16_bit = w_is_16_bit;
-    params.h0 = data_or_null(h0);
-    params.gamma = data_or_null(gamma);
-    return params;
-  }
-};
-
-void run_gated_rnn(const char* op, const at::Tensor& gate, const at::Tensor& data,
-                   const GatedRnnInputs& inputs, const GatedRnnResults& results) {
-  const at::Tensor z = gate_in_rows(gate, data.scalar_type());
-  const at::Tensor x = in_rows(data);
-  kernels::rnn::GatedRnnParams params = inputs.params(x);
-  params.z = time_series(z);
-  params.x = time_series(x);
-  params.h = time_series(results.h);
-  params.h_final = results.h_final.data_ptr();
-  if (results.logits.defined()) {
-    params.logits = time_series(results.logits);
-  }
-  Launch launch(op, &params, results.h);
-  if (launch.plan().by_products) {
-    scan_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
-  } else {
-    launch.run();
-  }
-}
 
 template <class Op>
 GatedRnnResults gated_rnn_meta(const Op& op) {
@@ -270,31 +236,6 @@ TensorTuple<5> GatedRnnBackward::kernel() const {
           parameter_gradient(gamma, sum_rows(kOp, {bound_grads})[0], h)};
 }
 
-// ---- step ----
-
-at::Tensor GatedRnnStep::meta() const {
-  const Reference data{kOpName<GatedRnnStep>, "x", x};
-  check_data_dtype(data, ComplexData::kRefused);
-  check_rank(data, 2, "[B, D]");
-  check_gate(data, "z", z);
-  check_shape(data.op, "z", z, "[B, D]", {x.sym_size(0), x.sym_size(1)}, " like x");
-  check_gated_rnn_matrix(data, w_zh);
-  check_channel_parameter(data, "gamma", gamma, x.sym_size(1));
-  check_step_state(data, state, "[B, D]", {x.sym_size(0), x.sym_size(1)});
-  return new_like(x);
-}
-
-at::Tensor GatedRnnStep::kernel() const {
-  at::Tensor h = meta();
-  check_gated_rnn_values({kOpName<GatedRnnStep>, "x", x}, {}, gamma);
-  const at::Tensor gate = z.unsqueeze(1), token = x.unsqueeze(1);
-  const OptionalTensor given = state, padded;
-  const GatedRnnInputs inputs(GatedRnn{gate, token, w_zh, given, padded, gamma}, x.scalar_type());
-  run_gated_rnn(kOpName<GatedRnnStep>, gate, token, inputs, {h.unsqueeze(1), inputs.h0, {}});
-  write_back(inputs.h0, state);
-  return h;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
@@ -303,7 +244,6 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_backward<GatedRnnBackward>(m);
   register_gradient<GatedRnn, GatedRnnBackward, GatedRnnWithLogits>(m);
   register_gradient<GatedRnnWithLogits, GatedRnnBackward>(m);
-  register_step<GatedRnnStep>(m);
 }
 
 }  // namespace tidegate::ops
@@ -316,11 +256,6 @@ std::tuple<at::Tensor, at::Tensor> gated_rnn(const at::Tensor& z, const at::Tens
                                              const std::optional<at::Tensor>& cu_seqlens,
                                              const std::optional<at::Tensor>& gamma) {
   return ops::call_public<ops::GatedRnn>(z, x, w_zh, h0, cu_seqlens, gamma);
-}
-
-at::Tensor gated_rnn_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                          at::Tensor state, const std::optional<at::Tensor>& gamma) {
-  return ops::call_public<ops::GatedRnnStep>(z, x, w_zh, state, gamma);
 }
 
 }  // namespace tidegate

@@ -1,4 +1,4 @@
-// wkv4: schema, checks, how tensors become the kernels' params.
+// wkv4: schema, checks, how tensors become the kernels' params. Its step is in wkv4_step.cpp.
 // The state goes by its own name, not h0: of its three vectors none is an output. The gradient of o
 // is `do` in the schema, d_o in C++, where `do` is a keyword, and grad_o in the kernels' params.
 
@@ -9,22 +9,23 @@
 #include "src/ops/autograd.h"
 #include "src/ops/capture.h"
 #include "src/ops/checks.h"
-#include "src/ops/kernel_sets.h"
 #include "src/ops/op.h"
 #include "src/ops/results.h"
-#include "src/ops/views.h"
-
-#ifdef TIDEGATE_WITH_CUDA
-#endif
+#include "src/ops/wkv4.h"
 
 namespace tidegate::ops {
+
+void check_wkv4_rates(const char* op, const at::Tensor& w) {
+  if (!debug_checks_enabled() || is_capturing(w.device()) || w.numel() == 0) {
+    return;
+  }
+  TORCH_CHECK(w.ge(0).all().item<bool>(), op, ": w must be at least 0, got values down to ",
+              w.min().item<double>());
+}
+
 namespace {
 
 // ---- schemas ----
-
-/// k and v go to autocast's type; w and u keep fp32, as does the state.
-constexpr CastRule kWkv4Casts[] = {
-    {"w", Cast::kUnlessFloat}, {"u", Cast::kUnlessFloat}, {"k", Cast::kLower}, {"v", Cast::kLower}};
 
 struct Wkv4 {
   static constexpr std::string_view kSchema =
@@ -74,33 +75,7 @@ struct Wkv4Backward {
   TensorTuple<5> meta() const;
 };
 
-struct Wkv4Step {
-  static constexpr std::string_view kSchema =
-      "wkv4_step(Tensor w, Tensor u, Tensor k, Tensor v, Tensor(a!) state) -> Tensor";
-  static constexpr std::string_view kData = "k";
-  static constexpr auto& kCasts = kWkv4Casts;
-
-  const at::Tensor &w, &u, &k, &v;
-  at::Tensor& state;
-
-  at::Tensor kernel() const;
-  at::Tensor meta() const;
-};
-
 // ---- checks ----
-
-/// k, which the others are compared with, then v, w and u of `channels`.
-template <class Op>
-void check_wkv4_tensors(const Reference& data, const Op& op, int64_t rank, const char* shape_name) {
-  check_data_dtype(data, ComplexData::kRefused);
-  check_rank(data, rank, shape_name);
-  check_like(data, "v", op.v);
-  const c10::SymInt channels = op.k.sym_sizes().back();
-  check_gate(data, "w", op.w);
-  check_shape(data.op, "w", op.w, "[D]", {channels});
-  check_gate(data, "u", op.u);
-  check_shape(data.op, "u", op.u, "[D]", {channels});
-}
 
 /// What the forward and the backward pass read; returns N.
 template <class Op>
@@ -111,49 +86,13 @@ c10::SymInt check_wkv4(const Reference& data, const Op& op) {
   return sequences;
 }
 
-/// In debug mode: no rate is below 0 (or NaN).
-void check_rates(const char* op, const at::Tensor& w) {
-  if (!debug_checks_enabled() || is_capturing(w.device()) || w.numel() == 0) {
-    return;
-  }
-  TORCH_CHECK(w.ge(0).all().item<bool>(), op, ": w must be at least 0, got values down to ",
-              w.min().item<double>());
-}
-
 template <class Op>
 void check_wkv4_values(const Reference& data, const Op& op) {
   check_cu_seqlens_values(data, op.cu_seqlens);
-  check_rates(data.op, op.w);
+  check_wkv4_rates(data.op, op.w);
 }
 
 // ---- forward ----
-
-/// What both directions read.
-template <class Op>
-kernels::scan::Wkv4Params wkv4_params(const Op& op, KernelInputs* read) {
-  kernels::scan::Wkv4Params params;
-  params.layout = read->layout(op.k, op.cu_seqlens, /*reverse=*/false);
-  params.channels = op.k.size(2);
-  params.k = read->rows(op.k);
-  params.v = read->rows(op.v);
-  params.w = read->state(op.w);
-  params.u = read->state(op.u);
-  params.state = read->state(op.state);
-  return params;
-}
-
-/// Writes `o` [B, T, D], `final_state` [N, 3, D], which may be the op's state when T = 1, and
-/// `saved`, which wkv4_backward needs, where it is defined.
-template <class Op>
-void run_wkv4(const char* name, const Op& op, const at::Tensor& o, const at::Tensor& final_state,
-              const at::Tensor& saved) {
-  KernelInputs read(op.k);
-  kernels::scan::Wkv4Params params = wkv4_params(op, &read);
-  params.o = time_series(o);
-  params.final_state = final_state.data_ptr();
-  params.saved = data_or_null(saved);
-  Launch(name, &params, o).run();
-}
 
 /// Both forward ops are called wkv4 in messages.
 template <class Op>
@@ -238,26 +177,6 @@ TensorTuple<5> Wkv4Backward::kernel() const {
   return {in_type_of(w, sums[0]), in_type_of(u, sums[1]), dk, dv, in_type_of(state, dstate)};
 }
 
-// ---- step ----
-
-at::Tensor Wkv4Step::meta() const {
-  const Reference data{kOpName<Wkv4Step>, "k", k};
-  check_wkv4_tensors(data, *this, 2, "[B, D]");
-  check_step_state(data, state, "[B, 3, D]", {k.sym_size(0), 3, k.sym_size(1)});
-  return new_like(k);
-}
-
-at::Tensor Wkv4Step::kernel() const {
-  at::Tensor o = meta();
-  check_rates(kOpName<Wkv4Step>, w);
-  const at::Tensor key = k.unsqueeze(1), value = v.unsqueeze(1);
-  const OptionalTensor own = contiguous_as(state, state_dtype(k.scalar_type())), padded;
-  run_wkv4(kOpName<Wkv4Step>, Wkv4{w, u, key, value, own, padded}, o.unsqueeze(1), *own,
-           at::Tensor());
-  write_back(*own, state);
-  return o;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
@@ -266,7 +185,6 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_no_gradient(m, kOpName<Wkv4Saving>);
   register_backward<Wkv4Backward>(m);
   register_gradient<Wkv4, Wkv4Backward, Wkv4Saving>(m);
-  register_step<Wkv4Step>(m);
 }
 
 }  // namespace tidegate::ops
@@ -278,11 +196,6 @@ std::tuple<at::Tensor, at::Tensor> wkv4(const at::Tensor& w, const at::Tensor& u
                                         const std::optional<at::Tensor>& state,
                                         const std::optional<at::Tensor>& cu_seqlens) {
   return ops::call_public<ops::Wkv4>(w, u, k, v, state, cu_seqlens);
-}
-
-at::Tensor wkv4_step(const at::Tensor& w, const at::Tensor& u, const at::Tensor& k,
-                     const at::Tensor& v, at::Tensor state) {
-  return ops::call_public<ops::Wkv4Step>(w, u, k, v, state);
 }
 
 }  // namespace tidegate
