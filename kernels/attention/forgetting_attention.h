@@ -108,9 +108,10 @@ constexpr int64_t kMaxAttentionHeadDim = 256;
 /// after the point.
 constexpr double kLeastLogGate = -1e5;
 
-/// Why no kernel takes these params (a static string, for the user's error), or null.
-/// The only place that states what the kernels cannot do, except the limits of a launch's grid; it
-/// reads no device memory.
+/// Why no kernel takes these params, or null: for the user's error, with the tensor and the value.
+/// The text holds until the thread's next such call (kernels/common/limits.h). The only place that
+/// states what the kernels cannot do, except the limits of a launch's grid; it reads no device
+/// memory.
 const char* forgetting_attention_unsupported(const ForgettingAttentionParams& params);
 const char* forgetting_attention_step_unsupported(const ForgettingAttentionStepParams& params);
 

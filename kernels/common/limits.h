@@ -24,18 +24,28 @@ bool rows_too_far_apart(const Series& t) {
   return bytes >= kMaxRowDistance || bytes <= -kMaxRowDistance;
 }
 
-/// Why, or null.
-inline const char* layout_unsupported(const SequenceLayout& layout) {
-  if (layout.time > kMaxTime) {
-    return "more than 2^30 time steps";
-  }
-  if (layout.batch < 0 || layout.time < 0 || layout.sequences < 0) {
-    return "negative sizes";
-  }
-  if (layout.offsets != nullptr && layout.batch != 1) {
-    return "packed sequences need a batch of one";
-  }
-  return nullptr;
+/// A sentence that says what was expected and what was given. It lies in a buffer of the calling
+/// thread, since kernels allocate nothing, and holds until that thread's next call.
+[[gnu::format(printf, 1, 2)]] const char* unsupported(const char* format, ...);
+
+// Each of these is such a sentence about the tensor `name`, or null where nothing is wrong with it.
+
+const char* complex_unsupported(const char* name, DType dtype);
+
+/// `dtype` must be `data`, the dtype of the tensor called `like`.
+const char* dtype_unsupported(const char* name, DType dtype, const char* like, DType data);
+/// ... or the dtype of the state, as gates may.
+const char* gate_unsupported(const char* name, DType dtype, const char* like, DType data);
+
+template <class Series>
+const char* rows_unsupported(const char* name, const Series& t) {
+  return !rows_too_far_apart(t)
+             ? nullptr
+             : unsupported(
+                   "rows of %s must be less than 2^31 bytes apart along the time axis, got %lld",
+                   name, static_cast<long long>(t.stride_t * element_size(t.dtype)));
 }
+
+const char* layout_unsupported(const SequenceLayout& layout);
 
 }  // namespace tidegate::kernels

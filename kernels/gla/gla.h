@@ -82,9 +82,10 @@ struct GlaBackwardParams {
 /// The largest K and V of any kernel.
 constexpr int64_t kMaxHeadDim = 512;
 
-/// Why no kernel takes these params, a static string for the user's error that names the tensor or
-/// size, or null. This is the only place that states what the kernels cannot do; what only one path
-/// cannot do (tensor_*_fits) chooses another path. It reads no device memory.
+/// Why no kernel takes these params, or null: for the user's error, with the tensor and the value.
+/// The text holds until the thread's next such call (kernels/common/limits.h). This is the only
+/// place that states what the kernels cannot do; what only one path cannot do (tensor_*_fits)
+/// chooses another path. It reads no device memory.
 const char* gla_unsupported(const GlaParams& params);
 
 /// The plan of either direction on the CPU.

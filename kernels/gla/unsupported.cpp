@@ -6,44 +6,33 @@ namespace {
 
 bool is_head_dim(int64_t dim) { return dim >= 1 && dim <= kMaxHeadDim; }
 
-/// Kernels step from row to row by 32-bit distances.
-const char* far_rows(const GlaParams& params) {
-  if (rows_too_far_apart(params.q)) {
-    return "q: rows of the time axis are 2^31 bytes or more apart";
-  }
-  if (rows_too_far_apart(params.k)) {
-    return "k: rows of the time axis are 2^31 bytes or more apart";
-  }
-  if (rows_too_far_apart(params.v)) {
-    return "v: rows of the time axis are 2^31 bytes or more apart";
-  }
-  if (rows_too_far_apart(params.gate)) {
-    return "the gate: rows of the time axis are 2^31 bytes or more apart";
-  }
-  if (rows_too_far_apart(params.o)) {
-    return "o: rows of the time axis are 2^31 bytes or more apart";
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 const char* gla_unsupported(const GlaParams& params) {
   const bool logit = params.gate_kind == GateKind::kLogit;
   if (!is_head_dim(params.key_dim) || !is_head_dim(params.value_dim)) {
-    return "K and V must be from 1 to 512";
+    return unsupported("K and V must be from 1 to %lld, got %lld and %lld",
+                       static_cast<long long>(kMaxHeadDim), static_cast<long long>(params.key_dim),
+                       static_cast<long long>(params.value_dim));
   }
   if (params.channels != params.heads * params.key_dim) {
-    return "channels must be H * K";
+    return unsupported("channels must be H * K = %lld, got %lld",
+                       static_cast<long long>(params.heads * params.key_dim),
+                       static_cast<long long>(params.channels));
   }
-  if (is_complex(params.q.dtype)) {
-    return "q must be real";
+  if (const char* why = complex_unsupported("q", params.q.dtype)) {
+    return why;
   }
-  if (params.v.dtype != params.q.dtype || (!logit && params.k.dtype != params.q.dtype)) {
-    return "k and v must have q's dtype";
+  if (const char* why = dtype_unsupported("v", params.v.dtype, "q", params.q.dtype)) {
+    return why;
   }
-  if (!gate_dtype_fits(params.gate.dtype, params.q.dtype)) {
-    return "the gate must have q's dtype or the dtype of the state";
+  if (!logit) {
+    if (const char* why = dtype_unsupported("k", params.k.dtype, "q", params.q.dtype)) {
+      return why;
+    }
+  }
+  if (const char* why = gate_unsupported("the gate", params.gate.dtype, "q", params.q.dtype)) {
+    return why;
   }
   if (logit && params.gate_per_head) {
     return "logits are per channel";
@@ -52,10 +41,25 @@ const char* gla_unsupported(const GlaParams& params) {
                  params.v_activation != InputActivation::kNone)) {
     return "bounds and activations belong to logits";
   }
-  if (const char* why = far_rows(params); why != nullptr) {
+  if (const char* why = rows_unsupported("q", params.q)) {
     return why;
   }
-  return params.heads < 0 ? "negative sizes" : layout_unsupported(params.layout);
+  if (const char* why = rows_unsupported("k", params.k)) {
+    return why;
+  }
+  if (const char* why = rows_unsupported("v", params.v)) {
+    return why;
+  }
+  if (const char* why = rows_unsupported("the gate", params.gate)) {
+    return why;
+  }
+  if (const char* why = rows_unsupported("o", params.o)) {
+    return why;
+  }
+  if (params.heads < 0) {
+    return unsupported("H must not be negative, got %lld", static_cast<long long>(params.heads));
+  }
+  return layout_unsupported(params.layout);
 }
 
 }  // namespace tidegate::kernels::gla

@@ -60,8 +60,9 @@ struct GatedRnnBackwardParams {
   void* dgamma_partial = nullptr;  // [N, D] contiguous, state type, written unless null
 };
 
-/// Why no kernel takes these params (a static string, for the user's error), or null.
-/// The only place that states what the kernels cannot do; it reads no device memory.
+/// Why no kernel takes these params, or null: for the user's error, with the tensor and the value.
+/// The text holds until the thread's next such call (kernels/common/limits.h). The only place that
+/// states what the kernels cannot do; it reads no device memory.
 const char* gated_rnn_unsupported(const GatedRnnParams& params);
 
 GatedRnnPlan gated_rnn_plan_cpu(const GatedRnnParams& params);

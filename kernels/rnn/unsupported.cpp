@@ -11,24 +11,43 @@ bool is_contiguous(const TimeSeries& t, const GatedRnnParams& params) {
          (params.layout.batch <= 1 || t.stride_b == time * params.channels);
 }
 
+const char* stride_unsupported(const char* name, const TimeSeries& t,
+                               const GatedRnnParams& params) {
+  return is_contiguous(t, params)
+             ? nullptr
+             : unsupported(
+                   "%s must be contiguous, got rows %lld elements apart, and batch rows %lld", name,
+                   static_cast<long long>(t.stride_t), static_cast<long long>(t.stride_b));
+}
+
 }  // namespace
 
 const char* gated_rnn_unsupported(const GatedRnnParams& params) {
-  if (is_complex(params.x.dtype) || is_complex(params.z.dtype)) {
-    return "z and x must be real";
+  if (const char* why = complex_unsupported("x", params.x.dtype)) {
+    return why;
   }
-  if (!gate_dtype_fits(params.z.dtype, params.x.dtype)) {
-    return "z must have x's dtype or the dtype of the state";
+  if (const char* why = complex_unsupported("z", params.z.dtype)) {
+    return why;
   }
-  if (params.h.dtype != params.x.dtype) {
-    return "h must have x's dtype";
+  if (const char* why = gate_unsupported("z", params.z.dtype, "x", params.x.dtype)) {
+    return why;
   }
-  if (!is_contiguous(params.h, params) ||
-      (params.logits.data != nullptr && !is_contiguous(params.logits, params))) {
-    return "h and the gate's logits must be contiguous";
+  if (const char* why = dtype_unsupported("h", params.h.dtype, "x", params.x.dtype)) {
+    return why;
   }
-  if (rows_too_far_apart(params.z) || rows_too_far_apart(params.x)) {
-    return "rows of the time axis are 2^31 bytes or more apart";
+  if (const char* why = stride_unsupported("h", params.h, params)) {
+    return why;
+  }
+  if (params.logits.data != nullptr) {
+    if (const char* why = stride_unsupported("the gate's logits", params.logits, params)) {
+      return why;
+    }
+  }
+  if (const char* why = rows_unsupported("z", params.z)) {
+    return why;
+  }
+  if (const char* why = rows_unsupported("x", params.x)) {
+    return why;
   }
   return layout_unsupported(params.layout);
 }

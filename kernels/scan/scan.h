@@ -127,8 +127,9 @@ struct LruBackwardParams {
   void* dh0 = nullptr;                 // [N, D or 2D] contiguous, state type, written
 };
 
-/// Why no kernel takes these params (a static string, for the user's error), or null.
-/// The only place that states what the kernels cannot do; it reads no device memory.
+/// Why no kernel takes these params, or null: for the user's error, with the tensor and the value.
+/// The text holds until the thread's next such call (kernels/common/limits.h). The only place that
+/// states what the kernels cannot do; it reads no device memory.
 const char* linear_scan_unsupported(const LinearScanParams& params);
 const char* hgru_unsupported(const HgruParams& params);
 const char* lru_unsupported(const LruParams& params);

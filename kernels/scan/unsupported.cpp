@@ -5,83 +5,87 @@
 namespace tidegate::kernels::scan {
 
 const char* linear_scan_unsupported(const LinearScanParams& params) {
-  if (!gate_dtype_fits(params.a.dtype, params.x.dtype)) {
-    return "a must have x's dtype or the dtype of the state";
+  if (const char* why = gate_unsupported("a", params.a.dtype, "x", params.x.dtype)) {
+    return why;
   }
-  if (params.h.dtype != params.x.dtype) {
-    return "h must have x's dtype";
+  if (const char* why = dtype_unsupported("h", params.h.dtype, "x", params.x.dtype)) {
+    return why;
   }
-  if (rows_too_far_apart(params.x)) {
-    return "rows of x are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("x", params.x)) {
+    return why;
   }
-  if (rows_too_far_apart(params.a)) {
-    return "rows of a are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("a", params.a)) {
+    return why;
   }
-  if (rows_too_far_apart(params.h)) {
-    return "rows of h are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("h", params.h)) {
+    return why;
   }
   return layout_unsupported(params.layout);
 }
 
 const char* hgru_unsupported(const HgruParams& params) {
   if (is_complex(params.c.dtype)) {
-    return "c must be real; complex values are passed as [Re | Im] with theta";
+    return unsupported("c must be real, got %s; complex values are passed as [Re | Im] with theta",
+                       dtype_name(params.c.dtype));
   }
   if (is_complex(params.f.dtype)) {
-    return "f must be real; complex values are passed as [Re | Im] with theta";
+    return unsupported("f must be real, got %s; complex values are passed as [Re | Im] with theta",
+                       dtype_name(params.f.dtype));
   }
-  if (!gate_dtype_fits(params.f.dtype, params.c.dtype)) {
-    return "f must have c's dtype or the dtype of the state";
+  if (const char* why = gate_unsupported("f", params.f.dtype, "c", params.c.dtype)) {
+    return why;
   }
-  if (params.h.dtype != params.c.dtype) {
-    return "h must have c's dtype";
+  if (const char* why = dtype_unsupported("h", params.h.dtype, "c", params.c.dtype)) {
+    return why;
   }
-  if (rows_too_far_apart(params.c)) {
-    return "rows of c are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("c", params.c)) {
+    return why;
   }
-  if (rows_too_far_apart(params.f)) {
-    return "rows of f are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("f", params.f)) {
+    return why;
   }
-  if (rows_too_far_apart(params.h)) {
-    return "rows of h are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("h", params.h)) {
+    return why;
   }
   return layout_unsupported(params.layout);
 }
 
 const char* lru_unsupported(const LruParams& params) {
   if (is_complex(params.x.dtype)) {
-    return "x must be real; complex values are passed as [Re | Im] with theta_log";
+    return unsupported(
+        "x must be real, got %s; complex values are passed as [Re | Im] with theta_log",
+        dtype_name(params.x.dtype));
   }
-  if (params.h.dtype != params.x.dtype) {
-    return "h must have x's dtype";
+  if (const char* why = dtype_unsupported("h", params.h.dtype, "x", params.x.dtype)) {
+    return why;
   }
-  if (rows_too_far_apart(params.x)) {
-    return "rows of x are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("x", params.x)) {
+    return why;
   }
-  if (rows_too_far_apart(params.h)) {
-    return "rows of h are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("h", params.h)) {
+    return why;
   }
   return layout_unsupported(params.layout);
 }
 
 const char* wkv4_unsupported(const Wkv4Params& params) {
-  if (is_complex(params.k.dtype)) {
-    return "k must be real";
+  if (const char* why = complex_unsupported("k", params.k.dtype)) {
+    return why;
   }
-  if (params.v.dtype != params.k.dtype) {
-    return "v must have k's dtype";
+  if (const char* why = dtype_unsupported("v", params.v.dtype, "k", params.k.dtype)) {
+    return why;
   }
   if (params.layout.reverse) {
-    return "layout.reverse must be false: sequences are scanned forwards only";
+    return "layout.reverse must be false, got true: sequences are scanned forwards only";
   }
-  if (rows_too_far_apart(params.k)) {
-    return "rows of k are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("k", params.k)) {
+    return why;
   }
-  if (rows_too_far_apart(params.v)) {
-    return "rows of v are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("v", params.v)) {
+    return why;
   }
-  if (rows_too_far_apart(params.o)) {
-    return "rows of o are 2^31 bytes or more apart along the time axis";
+  if (const char* why = rows_unsupported("o", params.o)) {
+    return why;
   }
   return layout_unsupported(params.layout);
 }

@@ -63,7 +63,8 @@ struct Wkv4BackwardParams {
   void* dstate = nullptr;              // [N, 3, D] contiguous, state type, written
 };
 
-/// Why no kernel takes these params (a static string, for the user's error), or null.
+/// Why no kernel takes these params, or null: for the user's error, with the tensor and the value.
+/// The text holds until the thread's next such call (kernels/common/limits.h).
 const char* wkv4_unsupported(const Wkv4Params& params);
 
 /// Partial sums only, one row a sequence, so that results do not depend on the threads.

@@ -16,10 +16,10 @@
 namespace tidegate::ops {
 namespace {
 
-std::string dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+std::string dtype_text(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
 template <class T>
-std::string list(const std::vector<T>& values) {
+std::string listed(const std::vector<T>& values) {
   constexpr size_t kShown = 16;
   std::ostringstream out;
   out << '[';
@@ -30,8 +30,8 @@ std::string list(const std::vector<T>& values) {
   return out.str();
 }
 
-std::string list(c10::SymIntArrayRef values) {
-  return list(std::vector<c10::SymInt>(values.begin(), values.end()));
+std::string listed(c10::SymIntArrayRef values) {
+  return listed(std::vector<c10::SymInt>(values.begin(), values.end()));
 }
 
 bool has_shape(const at::Tensor& tensor, c10::ArrayRef<c10::SymInt> expected) {
@@ -64,7 +64,8 @@ std::vector<int64_t> check_offsets_values(const Reference& data, const char* nam
   const int64_t time = data.tensor.size(1);
   TORCH_CHECK(
       values.front() == 0 && values.back() == time && std::is_sorted(values.begin(), values.end()),
-      data.op, ": ", name, " must rise from 0 to ", time_name, " = ", time, ", got ", list(values));
+      data.op, ": ", name, " must rise from 0 to ", time_name, " = ", time, ", got ",
+      listed(values));
   return values;
 }
 
@@ -92,12 +93,12 @@ void check_data_dtype(const Reference& data, ComplexData complex) {
   TORCH_CHECK(
       fits, data.op, ": ", data.name, " must be float32, float64, bfloat16",
       complex == ComplexData::kAccepted ? ", float16, complex64 or complex128" : " or float16",
-      ", got ", dtype_name(dtype));
+      ", got ", dtype_text(dtype));
 }
 
 void check_rank(const Reference& data, int64_t rank, const char* shape_name) {
   TORCH_CHECK(data.tensor.dim() == rank, data.op, ": ", data.name, " must have shape ", shape_name,
-              ", got ", list(data.tensor.sym_sizes()));
+              ", got ", listed(data.tensor.sym_sizes()));
 }
 
 void check_device(const Reference& data, const char* name, const at::Tensor& tensor) {
@@ -111,9 +112,9 @@ void check_gate(const Reference& data, const char* name, const at::Tensor& tenso
   const at::ScalarType own = data.tensor.scalar_type();
   const at::ScalarType single = single_type(own);
   const at::ScalarType given = tensor.scalar_type();
-  TORCH_CHECK(given == own || given == single, data.op, ": ", name, " must be ", dtype_name(own),
-              own == single ? "" : " or " + dtype_name(single), " (", data.name, " is ",
-              dtype_name(own), "), got ", dtype_name(given));
+  TORCH_CHECK(given == own || given == single, data.op, ": ", name, " must be ", dtype_text(own),
+              own == single ? "" : " or " + dtype_text(single), " (", data.name, " is ",
+              dtype_text(own), "), got ", dtype_text(given));
 }
 
 void check_channel_parameter(const Reference& data, const char* name,
@@ -128,21 +129,21 @@ void check_shape(const char* op, const char* name, const at::Tensor& tensor, con
                  std::initializer_list<c10::SymInt> expected, std::string_view note) {
   const c10::ArrayRef<c10::SymInt> sizes(expected.begin(), expected.size());
   TORCH_CHECK(has_shape(tensor, sizes), op, ": ", name, " must have shape ", shape_name, " = ",
-              list(sizes.vec()), note, ", got ", list(tensor.sym_sizes()));
+              listed(sizes.vec()), note, ", got ", listed(tensor.sym_sizes()));
 }
 
 void check_same_type(const Reference& data, const char* name, const at::Tensor& tensor) {
   check_device(data, name, tensor);
   TORCH_CHECK(tensor.scalar_type() == data.tensor.scalar_type(), data.op, ": ", name, " must be ",
-              dtype_name(data.tensor.scalar_type()), " like ", data.name, ", got ",
-              dtype_name(tensor.scalar_type()));
+              dtype_text(data.tensor.scalar_type()), " like ", data.name, ", got ",
+              dtype_text(tensor.scalar_type()));
 }
 
 void check_like(const Reference& data, const char* name, const at::Tensor& tensor) {
   check_same_type(data, name, tensor);
   TORCH_CHECK(has_shape(tensor, data.tensor.sym_sizes()), data.op, ": ", name, " must have shape ",
-              list(data.tensor.sym_sizes()), " like ", data.name, ", got ",
-              list(tensor.sym_sizes()));
+              listed(data.tensor.sym_sizes()), " like ", data.name, ", got ",
+              listed(tensor.sym_sizes()));
 }
 
 void check_state(const Reference& data, const char* name, const OptionalTensor& tensor,
@@ -154,6 +155,12 @@ void check_state(const Reference& data, const char* name, const OptionalTensor& 
   check_shape(data.op, name, *tensor, shape_name, expected);
 }
 
+void check_step_state(const Reference& data, const at::Tensor& state, const char* shape_name,
+                      std::initializer_list<c10::SymInt> expected) {
+  check_gate(data, "state", state);
+  check_shape(data.op, "state", state, shape_name, expected);
+}
+
 c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seqlens) {
   if (!is_given(cu_seqlens)) {
     return data.tensor.sym_size(0);
@@ -161,12 +168,12 @@ c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seq
   const at::Tensor& offsets = *cu_seqlens;
   check_device(data, "cu_seqlens", offsets);
   TORCH_CHECK(offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong, data.op,
-              ": cu_seqlens must be int32 or int64, got ", dtype_name(offsets.scalar_type()));
+              ": cu_seqlens must be int32 or int64, got ", dtype_text(offsets.scalar_type()));
   TORCH_CHECK(offsets.dim() == 1 && offsets.sym_size(0).sym_ge(1).expect_true(__FILE__, __LINE__),
-              data.op, ": cu_seqlens must have shape [N + 1], got ", list(offsets.sym_sizes()));
+              data.op, ": cu_seqlens must have shape [N + 1], got ", listed(offsets.sym_sizes()));
   TORCH_SYM_CHECK(data.tensor.sym_size(0).sym_eq(1), data.op, ": ", data.name,
                   " must have a batch of 1 when cu_seqlens is given, got ",
-                  list(data.tensor.sym_sizes()));
+                  listed(data.tensor.sym_sizes()));
   return offsets.sym_size(0) - 1;
 }
 

@@ -77,6 +77,10 @@ void check_like(const Reference& data, const char* name, const at::Tensor& tenso
 void check_state(const Reference& data, const char* name, const OptionalTensor& tensor,
                  const char* shape_name, std::initializer_list<c10::SymInt> expected);
 
+/// The state that a step overwrites, in a type and on the device as above.
+void check_step_state(const Reference& data, const at::Tensor& state, const char* shape_name,
+                      std::initializer_list<c10::SymInt> expected);
+
 /// The number of sequences, N: the batch, or one less than the offsets in `cu_seqlens`.
 c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seqlens);
 

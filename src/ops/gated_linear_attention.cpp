@@ -7,6 +7,7 @@
 #include "src/ops/autograd.h"
 #include "src/ops/gla.h"
 #include "src/ops/op.h"
+#include "src/ops/results.h"
 
 namespace tidegate::ops {
 namespace {
@@ -16,11 +17,9 @@ namespace {
 constexpr CastRule kGatedLinearAttentionCasts[] = {
     {"q", Cast::kLower}, {"k", Cast::kLower}, {"v", Cast::kLower}, {"log_f", Cast::kUnlessFloat}};
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
 /// The arguments that all of the ops have; the step has neither of those that are tested for.
 template <class Op>
-GlaArguments arguments_of(const Op& op) {
+GlaArguments gated_linear_attention_arguments(const Op& op) {
   GlaArguments arguments{kOpName<Op>, kernels::gla::GateKind::kLogDecay, op.q, op.k, op.v,
                          op.log_f};
   arguments.scale = op.scale;
@@ -46,8 +45,8 @@ struct GatedLinearAttention {
   bool reverse;
   const OptionalTensor& cu_seqlens;
 
-  auto kernel() const { return gla_forward_kernel(arguments_of(*this)); }
-  auto meta() const { return gla_forward_meta(arguments_of(*this)); }
+  auto kernel() const { return gla_forward_kernel(gated_linear_attention_arguments(*this)); }
+  auto meta() const { return gla_forward_meta(gated_linear_attention_arguments(*this)); }
 };
 
 /// The gradients of q, k, v, log_f and h0.
@@ -66,11 +65,13 @@ struct GatedLinearAttentionBackward {
   bool reverse;
   const OptionalTensor& cu_seqlens;
 
-  Gradients kernel() const {
-    return in_order(gla_backward_kernel(d_o, dh_final, arguments_of(*this)));
+  TensorTuple<5> kernel() const {
+    return in_order(gla_backward_kernel(d_o, dh_final, gated_linear_attention_arguments(*this)));
   }
-  Gradients meta() const { return in_order(gla_backward_meta(d_o, dh_final, arguments_of(*this))); }
-  static Gradients in_order(const GlaGradients& grads) {
+  TensorTuple<5> meta() const {
+    return in_order(gla_backward_meta(d_o, dh_final, gated_linear_attention_arguments(*this)));
+  }
+  static TensorTuple<5> in_order(const GlaGradients& grads) {
     return {grads.dq, grads.dk, grads.dv, grads.dgate, grads.dh0};
   }
 };
@@ -86,8 +87,8 @@ struct GatedLinearAttentionStep {
   at::Tensor& state;
   double scale;
 
-  auto kernel() const { return gla_step_kernel(arguments_of(*this), state); }
-  auto meta() const { return gla_step_meta(arguments_of(*this), state); }
+  auto kernel() const { return gla_step_kernel(gated_linear_attention_arguments(*this), state); }
+  auto meta() const { return gla_step_meta(gated_linear_attention_arguments(*this), state); }
 };
 
 }  // namespace

@@ -1,54 +1,68 @@
-// gated_rnn: schema, checks, how tensors become the kernels' params.
+// gated_rnn: schema, checks, how tensors become the kernels' params. Its step is in
+// gated_rnn_step.cpp.
 
 #include "tidegate/ops/gated_rnn.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <algorithm>
 #include <tuple>
 
-#include "kernels/rnn/rnn.h"
 #include "src/ops/autograd.h"
 #include "src/ops/checks.h"
-#include "src/ops/gated_rnn_products.h"
-#include "src/ops/launch.h"
+#include "src/ops/gated_rnn.h"
+#include "src/ops/kernel_sets.h"
 #include "src/ops/op.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
 
-#ifdef TIDEGATE_WITH_CUDA
-#include "kernels/rnn/rnn_cuda.h"
-#endif
-
 namespace tidegate::ops {
+
+// ---- shared with the step ----
+
+void check_gated_rnn_matrix(const Reference& data, const at::Tensor& w_zh) {
+  check_gate(data, "w_zh", w_zh);
+  const c10::SymInt width = data.tensor.sym_size(-1);
+  check_shape(data.op, "w_zh", w_zh, "[D, D]", {width, width});
+}
+
+void check_gated_rnn_values(const Reference& data, const OptionalTensor& cu_seqlens,
+                            const OptionalTensor& gamma) {
+  check_cu_seqlens_values(data, cu_seqlens);
+  check_bound_values(data, "gamma", gamma);
+}
+
+kernels::rnn::GatedRnnParams GatedRnnInputs::params(const at::Tensor& data) const {
+  kernels::rnn::GatedRnnParams params;
+  params.layout = sequence_layout(data, cu_seqlens, /*reverse=*/false);
+  params.channels = data.size(2);
+  params.w = w.data_ptr();
+  params.w_is_16_bit = w_is_16_bit;
+  params.h0 = data_or_null(h0);
+  params.gamma = data_or_null(gamma);
+  return params;
+}
+
+void run_gated_rnn(const char* op, const at::Tensor& gate, const at::Tensor& data,
+                   const GatedRnnInputs& inputs, const GatedRnnResults& results) {
+  const at::Tensor z = gate_in_rows(gate, data.scalar_type());
+  const at::Tensor x = in_rows(data);
+  kernels::rnn::GatedRnnParams params = inputs.params(x);
+  params.z = time_series(z);
+  params.x = time_series(x);
+  params.h = time_series(results.h);
+  params.h_final = results.h_final.data_ptr();
+  if (results.logits.defined()) {
+    params.logits = time_series(results.logits);
+  }
+  Launch launch(op, &params, results.h);
+  if (launch.plan().by_products) {
+    scan_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
+  } else {
+    launch.run();
+  }
+}
+
 namespace {
 
-namespace rnn = kernels::rnn;
-using rnn::GatedRnnBackwardParams;
-using rnn::GatedRnnParams;
-
-constexpr KernelSet<GatedRnnParams> kForward = {
-    &rnn::gated_rnn_unsupported, &rnn::gated_rnn_plan_cpu, &rnn::gated_rnn_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_forward_plan),
-    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_forward)};
-
-constexpr KernelSet<GatedRnnBackwardParams, GatedRnnParams> kBackward = {
-    &rnn::gated_rnn_unsupported, &rnn::gated_rnn_plan_cpu, &rnn::gated_rnn_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_backward_plan),
-    TIDEGATE_CUDA_KERNEL(&rnn::gated_rnn_backward)};
-
 // ---- schemas ----
-
-/// z and x go to autocast's type. The kernels hold the matrix in fp32 anyway, so that one keeps its
-/// digits, as states and bounds do.
-constexpr CastRule kGatedRnnCasts[] = {
-    {"z", Cast::kLower}, {"x", Cast::kLower}, {"w_zh", Cast::kUnlessFloat}};
-
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 struct GatedRnn {
   static constexpr std::string_view kSchema =
@@ -60,8 +74,8 @@ struct GatedRnn {
   const at::Tensor &z, &x, &w_zh;
   const OptionalTensor &h0, &cu_seqlens, &gamma;
 
-  TwoTensors kernel() const;
-  TwoTensors meta() const;
+  TensorTuple<2> kernel() const;
+  TensorTuple<2> meta() const;
 };
 
 /// gated_rnn with the gate's logits, which the backward pass needs: gated_rnn calls it where there
@@ -77,11 +91,9 @@ struct GatedRnnWithLogits {
   const at::Tensor &z, &x, &w_zh;
   const OptionalTensor &h0, &cu_seqlens, &gamma;
 
-  ThreeTensors kernel() const;
-  ThreeTensors meta() const;
+  TensorTuple<3> kernel() const;
+  TensorTuple<3> meta() const;
 };
-
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The gradients of z, x, w_zh, h0 and gamma.
 struct GatedRnnBackward {
@@ -98,103 +110,30 @@ struct GatedRnnBackward {
   at::ScalarType z_dtype;
   const OptionalTensor &cu_seqlens, &gamma;
 
-  Gradients kernel() const;
-  Gradients meta() const;
-};
-
-struct GatedRnnStep {
-  static constexpr std::string_view kSchema =
-      "gated_rnn_step(Tensor z, Tensor x, Tensor w_zh, Tensor(a!) state, "
-      "Tensor? gamma=None) -> Tensor";
-  static constexpr std::string_view kData = "x";
-  static constexpr auto& kCasts = kGatedRnnCasts;
-
-  const at::Tensor &z, &x, &w_zh;
-  at::Tensor& state;
-  const OptionalTensor& gamma;
-
-  at::Tensor kernel() const;
-  at::Tensor meta() const;
+  TensorTuple<5> kernel() const;
+  TensorTuple<5> meta() const;
 };
 
 // ---- checks ----
 
-void check_matrix(const Reference& data, const at::Tensor& w_zh) {
-  check_gate(data, "w_zh", w_zh);
-  const c10::SymInt width = data.tensor.sym_size(-1);
-  check_shape(data.op, "w_zh", w_zh, "[D, D]", {width, width});
-}
-
 /// What forward and backward read, beside `data`, which is x or h, and z; returns N.
 template <class Op>
-c10::SymInt check_inputs(const Reference& data, const Op& op) {
+c10::SymInt check_gated_rnn(const Reference& data, const Op& op) {
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, 3, "[B, T, D]");
-  check_matrix(data, op.w_zh);
+  check_gated_rnn_matrix(data, op.w_zh);
   check_channel_parameter(data, "gamma", op.gamma, data.tensor.sym_size(2));
   c10::SymInt sequences = check_cu_seqlens(data, op.cu_seqlens);
   check_state(data, "h0", op.h0, "[N, D]", {sequences, data.tensor.sym_size(2)});
   return sequences;
 }
 
-/// Whose values are readable without waiting for a device, or where debugging pays for that.
-void check_values(const Reference& data, const OptionalTensor& cu_seqlens,
-                  const OptionalTensor& gamma) {
-  check_cu_seqlens_values(data, cu_seqlens);
-  check_bound_values(data, "gamma", gamma);
-}
-
 // ---- forward ----
 
-/// The tensors that both directions read, in the form that the kernels take.
-struct KernelInputs {
-  at::Tensor w, h0, cu_seqlens, gamma;
-  bool w_is_16_bit;
-
-  template <class Op>
-  KernelInputs(const Op& op, at::ScalarType data)
-      : w(contiguous_as(op.w_zh, state_dtype(data))),
-        h0(contiguous_as(op.h0, state_dtype(data))),
-        cu_seqlens(contiguous_or_none(op.cu_seqlens)),
-        gamma(contiguous_as(op.gamma, state_dtype(data))),
-        w_is_16_bit(op.w_zh.element_size() == 2) {}
-
-  GatedRnnParams params(const at::Tensor& data) const {
-    GatedRnnParams params;
-    params.layout = sequence_layout(data, cu_seqlens, /*reverse=*/false);
-    params.channels = data.size(2);
-    params.w = w.data_ptr();
-    params.w_is_16_bit = w_is_16_bit;
-    params.h0 = data_or_null(h0);
-    params.gamma = data_or_null(gamma);
-    return params;
-  }
-};
-
-void run_forward(const char* op, const at::Tensor& gate, const at::Tensor& data,
-                 const KernelInputs& inputs, const GatedRnnResults& results) {
-  const at::Tensor z = gate_in_rows(gate, data.scalar_type());
-  const at::Tensor x = in_rows(data);
-  GatedRnnParams params = inputs.params(x);
-  params.z = time_series(z);
-  params.x = time_series(x);
-  params.h = time_series(results.h);
-  params.h_final = results.h_final.data_ptr();
-  if (results.logits.defined()) {
-    params.logits = time_series(results.logits);
-  }
-  Launch<GatedRnnParams> launch(op, kForward, &params, results.h);
-  if (launch.plan().by_products) {
-    scan_by_products(z, x, inputs.w, inputs.gamma, inputs.h0, results);
-  } else {
-    launch.run();
-  }
-}
-
 template <class Op>
-GatedRnnResults forward_meta(const Op& op) {
+GatedRnnResults gated_rnn_meta(const Op& op) {
   const Reference data{kOpName<Op>, "x", op.x};
-  const c10::SymInt sequences = check_inputs(data, op);
+  const c10::SymInt sequences = check_gated_rnn(data, op);
   const auto sizes = op.x.sym_sizes();
   check_gate(data, "z", op.z);
   check_shape(data.op, "z", op.z, "[B, T, D]", {sizes[0], sizes[1], sizes[2]}, " like x");
@@ -206,32 +145,32 @@ GatedRnnResults forward_meta(const Op& op) {
 }
 
 template <class Op>
-GatedRnnResults forward_kernel(const Op& op) {
-  GatedRnnResults results = forward_meta(op);
-  check_values({kOpName<Op>, "x", op.x}, op.cu_seqlens, op.gamma);
-  run_forward(kOpName<Op>, op.z, op.x, KernelInputs(op, op.x.scalar_type()), results);
+GatedRnnResults gated_rnn_kernel(const Op& op) {
+  GatedRnnResults results = gated_rnn_meta(op);
+  check_gated_rnn_values({kOpName<Op>, "x", op.x}, op.cu_seqlens, op.gamma);
+  run_gated_rnn(kOpName<Op>, op.z, op.x, GatedRnnInputs(op, op.x.scalar_type()), results);
   return results;
 }
 
-TwoTensors without_logits(GatedRnnResults results) {
+TensorTuple<2> without_logits(GatedRnnResults results) {
   return {std::move(results.h), std::move(results.h_final)};
 }
 
-ThreeTensors with_logits(GatedRnnResults results) {
+TensorTuple<3> with_logits(GatedRnnResults results) {
   return {std::move(results.h), std::move(results.h_final), std::move(results.logits)};
 }
 
-TwoTensors GatedRnn::meta() const { return without_logits(forward_meta(*this)); }
-TwoTensors GatedRnn::kernel() const { return without_logits(forward_kernel(*this)); }
-ThreeTensors GatedRnnWithLogits::meta() const { return with_logits(forward_meta(*this)); }
-ThreeTensors GatedRnnWithLogits::kernel() const { return with_logits(forward_kernel(*this)); }
+TensorTuple<2> GatedRnn::meta() const { return without_logits(gated_rnn_meta(*this)); }
+TensorTuple<2> GatedRnn::kernel() const { return without_logits(gated_rnn_kernel(*this)); }
+TensorTuple<3> GatedRnnWithLogits::meta() const { return with_logits(gated_rnn_meta(*this)); }
+TensorTuple<3> GatedRnnWithLogits::kernel() const { return with_logits(gated_rnn_kernel(*this)); }
 
 // ---- backward ----
 
-c10::SymInt check_backward(const GatedRnnBackward& op) {
+c10::SymInt check_gated_rnn_backward(const GatedRnnBackward& op) {
   const at::Tensor& h = op.h;
   const Reference data{kOpName<GatedRnnBackward>, "h", h};
-  c10::SymInt sequences = check_inputs(data, op);
+  c10::SymInt sequences = check_gated_rnn(data, op);
   check_like(data, "dh", op.dh);
   check_like(data, "x", op.x);
   check_state(data, "dh_final", op.dh_final, "[N, D]", {sequences, h.sym_size(2)});
@@ -248,43 +187,18 @@ c10::SymInt check_backward(const GatedRnnBackward& op) {
   return sequences;
 }
 
-Gradients GatedRnnBackward::meta() const {
-  const c10::SymInt sequences = check_backward(*this);
-  return {at::empty_symint(h.sym_sizes(), h.options().dtype(z_dtype)), new_like(h), new_like(w_zh),
+TensorTuple<5> GatedRnnBackward::meta() const {
+  const c10::SymInt sequences = check_gated_rnn_backward(*this);
+  return {new_like(h, z_dtype), new_like(h), new_like(w_zh),
           new_state_gradient(h0, h, {sequences, h.sym_size(2)}), new_gradient(gamma, h)};
 }
 
-/// Tokens of a product with float32 sums, whose roundings add up: more are several products.
-constexpr int64_t kTokensAProduct = int64_t{1} << 22;
-
-/// dW = sum over tokens of da_t h_{t-1}^T, in one product as a rule.
-at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, const at::Tensor& w) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::ScalarType data = h_before.scalar_type();
-  const at::ScalarType wide = state_dtype(data);
-  const at::Tensor da = dz.flatten(0, 1);
-  const at::Tensor h = h_before.flatten(0, 1);
-  if (h.is_cuda() && wide != data) {  // 16-bit products with float32 sums
-    if (h.size(0) <= kTokensAProduct) {
-      const at::Tensor narrow = da.to(data).t();
-      return w.scalar_type() == data ? at::mm(narrow, h) : at::mm(narrow, h, wide);
-    }
-    at::Tensor sum = at::zeros_like(w, wide);
-    for (int64_t begin = 0; begin < h.size(0); begin += kTokensAProduct) {
-      const int64_t tokens = std::min(kTokensAProduct, h.size(0) - begin);
-      sum.add_(at::mm(da.narrow(0, begin, tokens).to(data).t(), h.narrow(0, begin, tokens), wide));
-    }
-    return sum.to(w.scalar_type());
-  }
-  return at::mm(da.to(wide).t(), h.to(wide)).to(w.scalar_type());
-}
-
-Gradients GatedRnnBackward::kernel() const {
+TensorTuple<5> GatedRnnBackward::kernel() const {
   constexpr const char* kOp = kOpName<GatedRnnBackward>;
-  const c10::SymInt sequences = check_backward(*this);
-  check_values({kOp, "h", h}, cu_seqlens, gamma);
+  const c10::SymInt sequences = check_gated_rnn_backward(*this);
+  check_gated_rnn_values({kOp, "h", h}, cu_seqlens, gamma);
   const at::ScalarType wide = state_dtype(h.scalar_type());
-  const KernelInputs inputs(*this, h.scalar_type());
+  const GatedRnnInputs inputs(*this, h.scalar_type());
   const at::Tensor x_read = in_rows(x);
   const at::Tensor h_read = h.contiguous();
   const at::Tensor logits_read = logits.contiguous();
@@ -292,12 +206,12 @@ Gradients GatedRnnBackward::kernel() const {
   const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
   // The kernels know the data's type and the state's: beside float64, z may be narrower than both.
   const at::ScalarType written = z_dtype == wide ? wide : h.scalar_type();
-  const at::Tensor dz = at::empty(h.sizes(), h.options().dtype(written));
+  const at::Tensor dz = new_like(h, written);
   const at::Tensor dx = new_like(h);
   const at::Tensor h_before = new_like(h);
   const at::Tensor dh0 = new_state(h, {sequences, h.sym_size(2)});
 
-  GatedRnnBackwardParams params;
+  kernels::rnn::GatedRnnBackwardParams params;
   params.forward = inputs.params(h_read);
   params.forward.z = time_series(dz);  // only its type counts here
   params.forward.x = time_series(x_read);
@@ -309,8 +223,8 @@ Gradients GatedRnnBackward::kernel() const {
   params.dx = time_series(dx);
   params.h_before = time_series(h_before);
   params.dh0 = dh0.data_ptr();
-  Launch<GatedRnnBackwardParams, GatedRnnParams> launch(kOp, kBackward, &params, dx);
-  const at::Tensor bound_grads = is_given(gamma) ? launch.partial_sums(wide) : at::Tensor();
+  Launch launch(kOp, &params, dx);
+  const at::Tensor bound_grads = launch.partial_sums(wide, is_given(gamma));
   params.dgamma_partial = data_or_null(bound_grads);
   if (launch.plan().by_products) {
     scan_back_by_products(dh_read, dh_final_read, x_read, inputs.w, inputs.gamma, logits_read,
@@ -322,32 +236,6 @@ Gradients GatedRnnBackward::kernel() const {
           parameter_gradient(gamma, sum_rows(kOp, {bound_grads})[0], h)};
 }
 
-// ---- step ----
-
-at::Tensor GatedRnnStep::meta() const {
-  const Reference data{kOpName<GatedRnnStep>, "x", x};
-  check_data_dtype(data, ComplexData::kRefused);
-  check_rank(data, 2, "[B, D]");
-  check_gate(data, "z", z);
-  check_shape(data.op, "z", z, "[B, D]", {x.sym_size(0), x.sym_size(1)}, " like x");
-  check_matrix(data, w_zh);
-  check_channel_parameter(data, "gamma", gamma, x.sym_size(1));
-  check_gate(data, "state", state);
-  check_shape(data.op, "state", state, "[B, D]", {x.sym_size(0), x.sym_size(1)});
-  return new_like(x);
-}
-
-at::Tensor GatedRnnStep::kernel() const {
-  at::Tensor h = meta();
-  check_values({kOpName<GatedRnnStep>, "x", x}, {}, gamma);
-  const at::Tensor gate = z.unsqueeze(1), token = x.unsqueeze(1);
-  const OptionalTensor given = state, padded;
-  const KernelInputs inputs(GatedRnn{gate, token, w_zh, given, padded, gamma}, x.scalar_type());
-  run_forward(kOpName<GatedRnnStep>, gate, token, inputs, {h.unsqueeze(1), inputs.h0, {}});
-  write_back(inputs.h0, state);
-  return h;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
@@ -356,7 +244,6 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_backward<GatedRnnBackward>(m);
   register_gradient<GatedRnn, GatedRnnBackward, GatedRnnWithLogits>(m);
   register_gradient<GatedRnnWithLogits, GatedRnnBackward>(m);
-  register_step<GatedRnnStep>(m);
 }
 
 }  // namespace tidegate::ops
@@ -369,11 +256,6 @@ std::tuple<at::Tensor, at::Tensor> gated_rnn(const at::Tensor& z, const at::Tens
                                              const std::optional<at::Tensor>& cu_seqlens,
                                              const std::optional<at::Tensor>& gamma) {
   return ops::call_public<ops::GatedRnn>(z, x, w_zh, h0, cu_seqlens, gamma);
-}
-
-at::Tensor gated_rnn_step(const at::Tensor& z, const at::Tensor& x, const at::Tensor& w_zh,
-                          at::Tensor state, const std::optional<at::Tensor>& gamma) {
-  return ops::call_public<ops::GatedRnnStep>(z, x, w_zh, state, gamma);
 }
 
 }  // namespace tidegate

@@ -1,6 +1,7 @@
 #pragma once
 
-// gated_rnn where the matrix is too large for a chip: a loop of torch's matrix products.
+// What of gated_rnn torch's matrix products compute: the recurrence itself, in a loop, where the
+// matrix is too large for a chip, and the matrix's gradient always.
 
 #include <ATen/core/Tensor.h>
 
@@ -26,5 +27,9 @@ void scan_back_by_products(const at::Tensor& dh, const at::Tensor& dh_final, con
                            const at::Tensor& w, const at::Tensor& gamma, const at::Tensor& logits,
                            const at::Tensor& h, const at::Tensor& h0,
                            const GatedRnnGradients& results);
+
+/// dW = sum over tokens of da_t h_{t-1}^T, in one product as a rule; `dz` is da, `h_before`
+/// h_{t-1}, and the result is of w's dtype.
+at::Tensor matrix_gradient(const at::Tensor& dz, const at::Tensor& h_before, const at::Tensor& w);
 
 }  // namespace tidegate::ops

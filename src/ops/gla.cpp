@@ -2,44 +2,27 @@
 
 #include <string>
 
-#include "src/ops/launch.h"
+#include "src/ops/kernel_sets.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
-
-#ifdef TIDEGATE_WITH_CUDA
-#include "kernels/gla/gla_cuda.h"
-#endif
 
 namespace tidegate::ops {
 namespace {
 
-namespace gla = kernels::gla;
-using gla::GateKind;
-using gla::GlaBackwardParams;
-using gla::GlaParams;
-
-constexpr KernelSet<GlaParams> kForward = {
-    &gla::gla_unsupported, &gla::gla_plan_cpu, &gla::gla_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&gla::gla_forward_plan), TIDEGATE_CUDA_KERNEL(&gla::gla_forward)};
-
-constexpr KernelSet<GlaBackwardParams, GlaParams> kBackward = {
-    &gla::gla_unsupported, &gla::gla_plan_cpu, &gla::gla_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&gla::gla_backward_plan), TIDEGATE_CUDA_KERNEL(&gla::gla_backward)};
-
 // ---- checks ----
 
 /// The names of dimensions that both layouts have, for messages.
-struct ShapeNames {
+struct GlaShapeNames {
   const char *key, *value, *gate, *state;
 };
-constexpr ShapeNames kSequenceShapes = {"[B, T, H, K]", "[B, T, H, V]",
-                                        "[B, T, H, K] (or [B, T, H, 1], one gate a head)",
-                                        "[N, H, K, V]"};
-constexpr ShapeNames kStepShapes = {"[B, H, K]", "[B, H, V]",
-                                    "[B, H, K] (or [B, H, 1], one gate a head)", "[B, H, K, V]"};
+constexpr GlaShapeNames kGlaSequenceShapes = {"[B, T, H, K]", "[B, T, H, V]",
+                                              "[B, T, H, K] (or [B, T, H, 1], one gate a head)",
+                                              "[N, H, K, V]"};
+constexpr GlaShapeNames kGlaStepShapes = {
+    "[B, H, K]", "[B, H, V]", "[B, H, K] (or [B, H, 1], one gate a head)", "[B, H, K, V]"};
 
 /// Whether `gate` has the last dimension of one gate a head.
-bool is_per_head(const at::Tensor& gate, const at::Tensor& q) {
+bool is_gate_per_head(const at::Tensor& gate, const at::Tensor& q) {
   return gate.dim() == q.dim() && gate.sym_size(-1).sym_eq(1).guard_bool(__FILE__, __LINE__) &&
          !q.sym_size(-1).sym_eq(1).guard_bool(__FILE__, __LINE__);
 }
@@ -56,9 +39,9 @@ void check_beside_q(const Reference& q, const char* name, const at::Tensor& tens
 }
 
 /// Everything but states and offsets, with or without a time axis.
-void check_inputs(const GlaArguments& arguments, const ShapeNames& names, int64_t rank) {
+void check_gla_inputs(const GlaArguments& arguments, const GlaShapeNames& names, int64_t rank) {
   const Reference q{arguments.op, "q", arguments.q};
-  const bool logit = arguments.gate_kind == GateKind::kLogit;
+  const bool logit = arguments.gate_kind == kernels::gla::GateKind::kLogit;
   check_data_dtype(q, ComplexData::kRefused);
   check_rank(q, rank, names.key);
   if (!logit) {
@@ -71,7 +54,7 @@ void check_inputs(const GlaArguments& arguments, const ShapeNames& names, int64_
   const at::Tensor& gate = arguments.gate;
   const char* gate_name = logit ? "f" : "log_f";
   check_gate(q, gate_name, gate);
-  const bool per_head = !logit && is_per_head(gate, arguments.q);
+  const bool per_head = !logit && is_gate_per_head(gate, arguments.q);
   check_beside_q(q, gate_name, gate, logit ? names.key : names.gate,
                  per_head ? c10::SymInt(1) : arguments.q.sym_size(-1));
   if (is_given(arguments.gamma)) {
@@ -82,88 +65,87 @@ void check_inputs(const GlaArguments& arguments, const ShapeNames& names, int64_
 }
 
 /// All inputs of the forward pass; returns N.
-c10::SymInt check_arguments(const GlaArguments& arguments) {
-  check_inputs(arguments, kSequenceShapes, 4);
+c10::SymInt check_gla_arguments(const GlaArguments& arguments) {
+  check_gla_inputs(arguments, kGlaSequenceShapes, 4);
   const Reference q{arguments.op, "q", arguments.q};
   c10::SymInt sequences = check_cu_seqlens(q, arguments.cu_seqlens);
   const auto sizes = arguments.q.sym_sizes();
-  check_state(q, "h0", arguments.h0, kSequenceShapes.state,
+  check_state(q, "h0", arguments.h0, kGlaSequenceShapes.state,
               {sequences, sizes[2], sizes[3], arguments.v.sym_size(3)});
   return sequences;
 }
 
-c10::SymInt check_backward(const at::Tensor& d_o, const OptionalTensor& dh_final,
-                           const GlaArguments& arguments) {
-  c10::SymInt sequences = check_arguments(arguments);
+c10::SymInt check_gla_backward(const at::Tensor& d_o, const OptionalTensor& dh_final,
+                               const GlaArguments& arguments) {
+  c10::SymInt sequences = check_gla_arguments(arguments);
   const Reference v{arguments.op, "v", arguments.v};
   check_like(v, "do", d_o);
   const auto sizes = arguments.q.sym_sizes();
-  check_state(v, "dh_final", dh_final, kSequenceShapes.state,
+  check_state(v, "dh_final", dh_final, kGlaSequenceShapes.state,
               {sequences, sizes[2], sizes[3], arguments.v.sym_size(3)});
   return sequences;
 }
 
-void check_step(const GlaArguments& arguments, const at::Tensor& state) {
-  check_inputs(arguments, kStepShapes, 3);
+void check_gla_step(const GlaArguments& arguments, const at::Tensor& state) {
+  check_gla_inputs(arguments, kGlaStepShapes, 3);
   check_given(arguments.op, "state", state);
   const auto sizes = arguments.q.sym_sizes();
-  check_state({arguments.op, "q", arguments.q}, "state", state, kStepShapes.state,
+  check_state({arguments.op, "q", arguments.q}, "state", state, kGlaStepShapes.state,
               {sizes[0], sizes[1], sizes[2], arguments.v.sym_size(2)});
 }
 
-void check_values(const GlaArguments& arguments) {
+void check_gla_values(const GlaArguments& arguments) {
   const Reference q{arguments.op, "q", arguments.q};
   check_cu_seqlens_values(q, arguments.cu_seqlens);
   check_bound_values(q, "gamma", arguments.gamma);
-  if (arguments.gate_kind == GateKind::kLogDecay) {
+  if (arguments.gate_kind == kernels::gla::GateKind::kLogDecay) {
     check_log_decay_values(q, "log_f", arguments.gate);
   }
 }
 
 /// `gla_unsupported` knows the sizes too, but not the names that the user gave them.
-void check_head_dims(const char* op, int64_t key_dim, int64_t value_dim) {
-  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= gla::kMaxHeadDim; };
+void check_gla_head_dims(const char* op, int64_t key_dim, int64_t value_dim) {
+  const auto fits = [](int64_t dim) { return dim >= 1 && dim <= kernels::gla::kMaxHeadDim; };
   TORCH_CHECK(fits(key_dim) && fits(value_dim), op, ": K and V must be from 1 to ",
-              gla::kMaxHeadDim, ", got q with K = ", key_dim, " and v with V = ", value_dim);
+              kernels::gla::kMaxHeadDim, ", got q with K = ", key_dim,
+              " and v with V = ", value_dim);
 }
 
 // ---- CPU and CUDA ----
 
-/// The tensors that both directions read, in the form that the kernels take.
-struct KernelInputs {
-  at::Tensor q, k, v, gate, gamma, h0, cu_seqlens;
-
-  explicit KernelInputs(const GlaArguments& a)
-      : q(in_rows(a.q)),
-        k(is_given(a.k) ? in_rows(*a.k) : at::Tensor()),
-        v(in_rows(a.v)),
-        gate(gate_in_rows(a.gate, a.q.scalar_type())),
-        gamma(contiguous_as(a.gamma, state_dtype(a.q.scalar_type()))),
-        h0(contiguous_as(a.h0, state_dtype(a.q.scalar_type()))),
-        cu_seqlens(contiguous_or_none(a.cu_seqlens)) {}
-
-  GlaParams params(const GlaArguments& a) const {
-    GlaParams params;
-    params.layout = sequence_layout(q, cu_seqlens, a.reverse);
-    params.heads = q.size(2);
-    params.key_dim = q.size(3);
-    params.value_dim = v.size(3);
-    params.channels = params.heads * params.key_dim;
-    params.scale = a.scale;
-    params.gate_kind = a.gate_kind;
-    params.gate_per_head = gate.size(3) != params.key_dim;
-    params.q_activation = a.q_activation;
-    params.v_activation = a.v_activation;
-    params.q = head_series(q);
-    params.k = head_series(k);
-    params.v = head_series(v);
-    params.gate = head_series(gate);
-    params.gamma = data_or_null(gamma);
-    params.h0 = data_or_null(h0);
-    check_head_dims(a.op, params.key_dim, params.value_dim);
-    return params;
+/// What both directions read.
+kernels::gla::GlaParams gla_params(const GlaArguments& a, KernelInputs* read) {
+  kernels::gla::GlaParams params;
+  params.layout = read->layout(a.q, a.cu_seqlens, a.reverse);
+  params.heads = a.q.size(2);
+  params.key_dim = a.q.size(3);
+  params.value_dim = a.v.size(3);
+  params.channels = params.heads * params.key_dim;
+  params.scale = a.scale;
+  params.gate_kind = a.gate_kind;
+  params.gate_per_head = a.gate.size(3) != params.key_dim;
+  params.q_activation = a.q_activation;
+  params.v_activation = a.v_activation;
+  params.q = read->head_rows(a.q);
+  if (is_given(a.k)) {
+    params.k = read->head_rows(*a.k);
   }
-};
+  params.v = read->head_rows(a.v);
+  params.gate = read->head_gate(a.gate);
+  params.gamma = read->state(a.gamma);
+  params.h0 = read->state(a.h0);
+  check_gla_head_dims(a.op, params.key_dim, params.value_dim);
+  return params;
+}
+
+/// `h_final` may be the arguments' h0 when T = 1.
+void run_gla(const GlaArguments& arguments, const at::Tensor& o, const at::Tensor& h_final) {
+  KernelInputs read(arguments.q);
+  kernels::gla::GlaParams params = gla_params(arguments, &read);
+  params.o = head_series(o);
+  params.h_final = h_final.data_ptr();
+  Launch(arguments.op, &params, o).run();
+}
 
 }  // namespace
 
@@ -183,20 +165,15 @@ kernels::gla::InputActivation parse_input_activation(const char* op, const char*
 // ---- forward ----
 
 std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments) {
-  const c10::SymInt sequences = check_arguments(arguments);
+  const c10::SymInt sequences = check_gla_arguments(arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
   return {new_like(v), new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)})};
 }
 
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
   auto results = gla_forward_meta(arguments);
-  check_values(arguments);
-  const auto& [o, h_final] = results;
-  const KernelInputs inputs(arguments);
-  GlaParams params = inputs.params(arguments);
-  params.o = head_series(o);
-  params.h_final = h_final.data_ptr();
-  Launch<GlaParams>(arguments.op, kForward, &params, o).run();
+  check_gla_values(arguments);
+  run_gla(arguments, std::get<0>(results), std::get<1>(results));
   return results;
 }
 
@@ -204,7 +181,7 @@ std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& argume
 
 GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_final,
                                const GlaArguments& arguments) {
-  const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
+  const c10::SymInt sequences = check_gla_backward(d_o, dh_final, arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
   return {new_like(q),
           new_gradient(arguments.k, q),
@@ -217,32 +194,30 @@ GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_f
 
 GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh_final,
                                  const GlaArguments& arguments) {
-  const c10::SymInt sequences = check_backward(d_o, dh_final, arguments);
-  check_values(arguments);
+  const c10::SymInt sequences = check_gla_backward(d_o, dh_final, arguments);
+  check_gla_values(arguments);
   const at::Tensor &q = arguments.q, &v = arguments.v;
   const at::ScalarType wide = state_dtype(q.scalar_type());
-  const KernelInputs inputs(arguments);
-  const at::Tensor do_read = in_rows(d_o);
-  const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
 
   GlaGradients grads;
   grads.dq = new_like(q);
   grads.dk = new_gradient(arguments.k, q);
   grads.dv = new_like(v);
-  grads.dgate = new_like(inputs.gate);
+  grads.dgate = new_like(arguments.gate, gate_dtype(arguments.gate, q.scalar_type()));
   grads.dh0 = new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)});
 
-  GlaBackwardParams params;
-  params.forward = inputs.params(arguments);
-  params.d_o = head_series(do_read);
-  params.dh_final = data_or_null(dh_final_read);
+  KernelInputs read(q);
+  kernels::gla::GlaBackwardParams params;
+  params.forward = gla_params(arguments, &read);
+  params.d_o = read.head_rows(d_o);
+  params.dh_final = read.state(dh_final);
   params.dq = head_series(grads.dq);
   params.dk = is_given(arguments.k) ? head_series(grads.dk) : kernels::HeadSeries{};
   params.dv = head_series(grads.dv);
   params.dgate = head_series(grads.dgate);
   params.dh0 = grads.dh0.data_ptr();
-  Launch<GlaBackwardParams, GlaParams> launch(arguments.op, kBackward, &params, grads.dq);
-  const at::Tensor dgamma = is_given(arguments.gamma) ? launch.partial_sums(wide) : at::Tensor();
+  Launch launch(arguments.op, &params, grads.dq);
+  const at::Tensor dgamma = launch.partial_sums(wide, is_given(arguments.gamma));
   params.dgamma_partial = data_or_null(dgamma);
   launch.run();
 
@@ -257,13 +232,13 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
 // ---- step ----
 
 at::Tensor gla_step_meta(const GlaArguments& arguments, const at::Tensor& state) {
-  check_step(arguments, state);
+  check_gla_step(arguments, state);
   return new_like(arguments.v);
 }
 
 at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
   at::Tensor o = gla_step_meta(arguments, state);
-  check_values(arguments);
+  check_gla_values(arguments);
   const at::Tensor q = arguments.q.unsqueeze(1), v = arguments.v.unsqueeze(1),
                    gate = arguments.gate.unsqueeze(1);
   GlaArguments token{arguments.op, arguments.gate_kind, q, std::nullopt, v, gate};
@@ -271,16 +246,12 @@ at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
     token.k = arguments.k->unsqueeze(1);
   }
   token.gamma = arguments.gamma;
-  token.h0 = state;
+  token.h0 = contiguous_as(state, state_dtype(q.scalar_type()));
   token.scale = arguments.scale;
   token.q_activation = arguments.q_activation;
   token.v_activation = arguments.v_activation;
-  const KernelInputs inputs(token);
-  GlaParams params = inputs.params(token);
-  params.o = head_series(o.unsqueeze(1));
-  params.h_final = inputs.h0.data_ptr();
-  Launch<GlaParams>(arguments.op, kForward, &params, o).run();
-  write_back(inputs.h0, state);
+  run_gla(token, o.unsqueeze(1), *token.h0);
+  write_back(*token.h0, state);
   return o;
 }
 

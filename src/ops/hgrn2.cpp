@@ -7,6 +7,7 @@
 #include "src/ops/autograd.h"
 #include "src/ops/gla.h"
 #include "src/ops/op.h"
+#include "src/ops/results.h"
 
 namespace tidegate::ops {
 namespace {
@@ -16,11 +17,9 @@ namespace {
 constexpr CastRule kHgrn2Casts[] = {
     {"q", Cast::kLower}, {"f", Cast::kAlong, "q"}, {"v", Cast::kAlong, "q"}};
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
 /// The arguments that all of the ops have; the step has neither of those that are tested for.
 template <class Op>
-GlaArguments arguments_of(const Op& op) {
+GlaArguments hgrn2_arguments(const Op& op) {
   constexpr const char* kOp = kOpName<Op>;
   GlaArguments arguments{kOp, kernels::gla::GateKind::kLogit, op.q, std::nullopt, op.v, op.f};
   arguments.gamma = op.gamma;
@@ -51,8 +50,8 @@ struct Hgrn2 {
   bool reverse;
   const OptionalTensor& cu_seqlens;
 
-  auto kernel() const { return gla_forward_kernel(arguments_of(*this)); }
-  auto meta() const { return gla_forward_meta(arguments_of(*this)); }
+  auto kernel() const { return gla_forward_kernel(hgrn2_arguments(*this)); }
+  auto meta() const { return gla_forward_meta(hgrn2_arguments(*this)); }
 };
 
 /// The gradients of q, f, v, gamma and h0.
@@ -72,11 +71,13 @@ struct Hgrn2Backward {
   bool reverse;
   const OptionalTensor& cu_seqlens;
 
-  Gradients kernel() const {
-    return in_order(gla_backward_kernel(d_o, dh_final, arguments_of(*this)));
+  TensorTuple<5> kernel() const {
+    return in_order(gla_backward_kernel(d_o, dh_final, hgrn2_arguments(*this)));
   }
-  Gradients meta() const { return in_order(gla_backward_meta(d_o, dh_final, arguments_of(*this))); }
-  static Gradients in_order(const GlaGradients& grads) {
+  TensorTuple<5> meta() const {
+    return in_order(gla_backward_meta(d_o, dh_final, hgrn2_arguments(*this)));
+  }
+  static TensorTuple<5> in_order(const GlaGradients& grads) {
     return {grads.dq, grads.dgate, grads.dv, grads.dgamma, grads.dh0};
   }
 };
@@ -94,8 +95,8 @@ struct Hgrn2Step {
   double scale;
   std::string_view q_activation, v_activation;
 
-  auto kernel() const { return gla_step_kernel(arguments_of(*this), state); }
-  auto meta() const { return gla_step_meta(arguments_of(*this), state); }
+  auto kernel() const { return gla_step_kernel(hgrn2_arguments(*this), state); }
+  auto meta() const { return gla_step_meta(hgrn2_arguments(*this), state); }
 };
 
 }  // namespace

@@ -14,15 +14,15 @@
 namespace tidegate::ops {
 namespace {
 
-void check_parameter(const char* op, const at::Tensor& p) {
+void check_initialised(const char* op, const at::Tensor& p) {
   TORCH_CHECK(p.is_floating_point(), op, ": p must be floating-point, got ",
               c10::getDtypeNames(p.scalar_type()).first);
 }
 
 /// Fills `p` with what `draw` writes into an fp32 CPU tensor of its shape.
 template <class Draw>
-void fill(const char* op, at::Tensor& p, const Draw& draw) {
-  check_parameter(op, p);
+void fill_parameter(const char* op, at::Tensor& p, const Draw& draw) {
+  check_initialised(op, p);
   if (p.is_meta()) {
     return;
   }
@@ -33,21 +33,21 @@ void fill(const char* op, at::Tensor& p, const Draw& draw) {
 
 void uniform_kernel(at::Tensor& p, double low, double high) {
   TORCH_CHECK(low <= high, "init_uniform_: high must be at least low = ", low, ", got ", high);
-  fill("init_uniform_", p, [=](at::Tensor& values) { values.uniform_(low, high); });
+  fill_parameter("init_uniform_", p, [=](at::Tensor& values) { values.uniform_(low, high); });
 }
 
 void normal_kernel(at::Tensor& p, double mean, double std) {
   TORCH_CHECK(std >= 0, "init_normal_: std must be at least 0, got ", std);
-  fill("init_normal_", p, [=](at::Tensor& values) { values.normal_(mean, std); });
+  fill_parameter("init_normal_", p, [=](at::Tensor& values) { values.normal_(mean, std); });
 }
 
 void constant_kernel(at::Tensor& p, double value) {
-  fill("init_constant_", p, [=](at::Tensor& values) { values.fill_(value); });
+  fill_parameter("init_constant_", p, [=](at::Tensor& values) { values.fill_(value); });
 }
 
 // Each of the uniform numbers in `values` through `map`, in double.
 template <class Map>
-void transform(at::Tensor& values, const Map& map) {
+void transform_values(at::Tensor& values, const Map& map) {
   float* data = values.mutable_data_ptr<float>();
   std::transform(data, data + values.numel(), data,
                  [&](float u) { return static_cast<float>(map(static_cast<double>(u))); });
@@ -55,9 +55,9 @@ void transform(at::Tensor& values, const Map& map) {
 
 void chrono_kernel(at::Tensor& p, int64_t t_max) {
   TORCH_CHECK(t_max >= 2, "init_chrono_: t_max must be at least 2, got ", t_max);
-  fill("init_chrono_", p, [=](at::Tensor& values) {
+  fill_parameter("init_chrono_", p, [=](at::Tensor& values) {
     values.uniform_(1.0, static_cast<double>(t_max - 1));
-    transform(values, [](double u) { return std::log(u); });
+    transform_values(values, [](double u) { return std::log(u); });
   });
 }
 
@@ -65,9 +65,10 @@ void gumbel_softmax_kernel(at::Tensor& p, int64_t d, double alpha, double tau) {
   TORCH_CHECK(d >= 2, "init_gumbel_softmax_: d must be at least 2, got ", d);
   TORCH_CHECK(tau > 0, "init_gumbel_softmax_: tau must be above 0, got ", tau);
   const double least = 1.0 / static_cast<double>(d);
-  fill("init_gumbel_softmax_", p, [=](at::Tensor& values) {
+  fill_parameter("init_gumbel_softmax_", p, [=](at::Tensor& values) {
     values.uniform_(least, 1.0 - least);
-    transform(values, [=](double u) { return (alpha + std::log(u) - std::log1p(-u)) / tau; });
+    transform_values(values,
+                     [=](double u) { return (alpha + std::log(u) - std::log1p(-u)) / tau; });
   });
 }
 
@@ -76,7 +77,7 @@ void gumbel_softmax_kernel(at::Tensor& p, int64_t d, double alpha, double tau) {
 template <class Map>
 void transform_open_uniform(at::Tensor& values, const Map& map) {
   values.uniform_(0.0, 1.0);
-  transform(values, [&](double u) { return map(std::max(u, 0x1p-25)); });
+  transform_values(values, [&](double u) { return map(std::max(u, 0x1p-25)); });
 }
 
 void lru_nu_log_kernel(at::Tensor& p, double r_min, double r_max) {
@@ -85,7 +86,7 @@ void lru_nu_log_kernel(at::Tensor& p, double r_min, double r_max) {
               r_min, " and ", r_max);
   const double least = r_min * r_min;
   const double span = r_max * r_max - least;
-  fill("init_lru_nu_log_", p, [=](at::Tensor& values) {
+  fill_parameter("init_lru_nu_log_", p, [=](at::Tensor& values) {
     transform_open_uniform(values,
                            [=](double u) { return std::log(-0.5 * std::log(least + span * u)); });
   });
@@ -93,19 +94,20 @@ void lru_nu_log_kernel(at::Tensor& p, double r_min, double r_max) {
 
 void lru_theta_log_kernel(at::Tensor& p, double max_phase) {
   TORCH_CHECK(max_phase > 0, "init_lru_theta_log_: max_phase must be above 0, got ", max_phase);
-  fill("init_lru_theta_log_", p, [=](at::Tensor& values) {
+  fill_parameter("init_lru_theta_log_", p, [=](at::Tensor& values) {
     transform_open_uniform(values, [=](double u) { return std::log(max_phase * u); });
   });
 }
 
 void lru_gamma_log_kernel(at::Tensor& p, const at::Tensor& nu_log) {
-  check_parameter("init_lru_gamma_log_", p);
+  check_initialised("init_lru_gamma_log_", p);
   TORCH_CHECK(nu_log.is_floating_point() && nu_log.sizes() == p.sizes(),
               "init_lru_gamma_log_: nu_log must be floating-point and have shape ", p.sizes(),
               " like p, got ", c10::getDtypeNames(nu_log.scalar_type()).first, " ", nu_log.sizes());
-  fill("init_lru_gamma_log_", p, [&](at::Tensor& values) {
+  fill_parameter("init_lru_gamma_log_", p, [&](at::Tensor& values) {
     values.copy_(nu_log);
-    transform(values, [](double nu) { return 0.5 * std::log(-std::expm1(-2.0 * std::exp(nu))); });
+    transform_values(values,
+                     [](double nu) { return 0.5 * std::log(-std::expm1(-2.0 * std::exp(nu))); });
   });
 }
 
@@ -113,7 +115,7 @@ void long_kernel(at::Tensor& p, double t_min, double t_max) {
   TORCH_CHECK(p.dim() == 1, "init_long_: p must have shape [H], got ", p.sym_sizes());
   TORCH_CHECK(t_min > 0 && t_max > 0, "init_long_: t_min and t_max must be above 0, got ", t_min,
               " and ", t_max);
-  fill("init_long_", p, [=](at::Tensor& values) {
+  fill_parameter("init_long_", p, [=](at::Tensor& values) {
     float* b = values.mutable_data_ptr<float>();
     const int64_t heads = values.numel();
     for (int64_t h = 0; h < heads; ++h) {
@@ -126,7 +128,7 @@ void long_kernel(at::Tensor& p, double t_min, double t_max) {
 
 void rope_theta_kernel(at::Tensor& p) {
   TORCH_CHECK(p.dim() == 1, "init_rope_theta_: p must have shape [D], got ", p.sym_sizes());
-  fill("init_rope_theta_", p, [](at::Tensor& values) {
+  fill_parameter("init_rope_theta_", p, [](at::Tensor& values) {
     const auto d = static_cast<double>(values.numel());
     float* theta = values.mutable_data_ptr<float>();
     for (int64_t j = 0; j < values.numel(); ++j) {

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "kernels/common/parallel_for.h"
@@ -30,10 +31,21 @@ using CudaStatus = int;
 using CudaStream = void*;
 #endif
 
-/// The functions of one direction of a kernel family. `Forward` describes the recurrence (members
-/// layout, channels, plan, workspace); `Params` is it, or holds it as a member `forward`.
-template <class Params, class Forward = Params>
+/// The part of params that describes the recurrence (members layout, channels, plan, workspace):
+/// they themselves, or their member `forward`.
+template <class Params>
+auto& forward_of(Params& params) {
+  if constexpr (requires { params.forward; }) {
+    return params.forward;
+  } else {
+    return params;
+  }
+}
+
+/// The functions of one direction of a kernel family.
+template <class Params>
 struct KernelSet {
+  using Forward = std::remove_reference_t<decltype(forward_of(std::declval<Params&>()))>;
   using Plan = decltype(Forward::plan);
 
   const char* (*unsupported)(const Forward&);
@@ -42,6 +54,11 @@ struct KernelSet {
   CudaStatus (*plan_cuda)(const Params&, Plan*);
   CudaStatus (*run_cuda)(const Params&, CudaStream);
 };
+
+/// The KernelSet of params of this type: src/ops/kernel_sets.h has one for each.
+struct NoKernelSet {};
+template <class Params>
+inline constexpr NoKernelSet kKernelSet = {};
 
 /// torch's thread pool, for a CPU kernel to run on.
 kernels::ParallelFor torch_threads();
@@ -61,64 +78,58 @@ std::vector<at::Tensor> sum_rows(const char* op, const std::vector<at::Tensor>& 
 /// One run of a kernel: construct it with complete params, take the partial sums that the plan asks
 /// for, then call run(). Only the partial sums' pointers may follow: the plan reads the alignment
 /// of every other tensor, outputs included, and the launch must see the same.
-template <class Params, class Forward = Params>
+template <class Params>
 class Launch {
  public:
-  Launch(const char* op, const KernelSet<Params, Forward>& kernels, Params* params,
-         const at::Tensor& like)
+  Launch(const char* op, Params* params, const at::Tensor& like)
       : op_(op),
-        kernels_(kernels),
         params_(params),
         like_(like),
         empty_(forward().channels == 0 || forward().layout.sequences == 0),
         guard_(like.device()) {
-    if (const char* why = kernels_.unsupported(forward())) {
+    if (const char* why = kKernels.unsupported(forward())) {
       TORCH_CHECK(false, op_, ": ", why);
     }
     if (empty_) {
       return;
     }
     if (like_.is_cuda()) {
-      check_launch(op_, "plan", kernels_.plan_cuda(*params_, &forward().plan));
+      check_launch(op_, "plan", kKernels.plan_cuda(*params_, &forward().plan));
     } else {
-      forward().plan = kernels_.plan_cpu(forward());
+      forward().plan = kKernels.plan_cpu(forward());
     }
     workspace_ = workspace(forward().plan.workspace_bytes, like_);
     forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
   }
 
-  /// [P, channels] of `dtype`: written by the kernel, one row a group of threads (a sequence on the
-  /// CPU, and of gated_rnn); the op adds the rows up, in an order that does not depend on the
-  /// launch.
-  at::Tensor partial_sums(at::ScalarType dtype) const {
-    return matrix(forward().plan.partials, forward().channels, dtype, like_);
+  /// [P, channels] of `dtype`, undefined unless `wanted`: written by the kernel, one row a group of
+  /// threads (a sequence on the CPU, and of gated_rnn); the op adds the rows up, in an order that
+  /// does not depend on the launch.
+  at::Tensor partial_sums(at::ScalarType dtype, bool wanted = true) const {
+    return wanted ? matrix(forward().plan.partials, forward().channels, dtype, like_)
+                  : at::Tensor();
   }
 
   /// What the kernels have decided; default where there is no element at all.
-  const typename KernelSet<Params, Forward>::Plan& plan() const { return forward().plan; }
+  const typename KernelSet<Params>::Plan& plan() const { return forward().plan; }
 
   void run() {
     if (empty_) {
       return;
     }
     if (like_.is_cuda()) {
-      check_launch(op_, "launch", kernels_.run_cuda(*params_, current_stream(like_.device())));
+      check_launch(op_, "launch", kKernels.run_cuda(*params_, current_stream(like_.device())));
     } else {
-      kernels_.run_cpu(*params_, torch_threads());
+      kKernels.run_cpu(*params_, torch_threads());
     }
   }
 
  private:
-  Forward& forward() const {
-    if constexpr (std::is_same_v<Params, Forward>) {
-      return *params_;
-    } else {
-      return params_->forward;
-    }
-  }
+  auto& forward() const { return forward_of(*params_); }
+
+  static constexpr KernelSet<Params> kKernels = kKernelSet<Params>;
 
   const char* op_;
-  const KernelSet<Params, Forward>& kernels_;
   Params* params_;
   const at::Tensor& like_;
   /// No element at all, so that nothing is planned or launched. T = 0 is not empty, since states

@@ -4,32 +4,12 @@
 
 #include <tuple>
 
-#include "kernels/scan/scan.h"
 #include "src/ops/autograd.h"
-#include "src/ops/checks.h"
-#include "src/ops/launch.h"
 #include "src/ops/op.h"
-#include "src/ops/results.h"
-#include "src/ops/views.h"
-
-#ifdef TIDEGATE_WITH_CUDA
-#include "kernels/scan/scan_cuda.h"
-#endif
+#include "src/ops/scans.h"
 
 namespace tidegate::ops {
 namespace {
-
-namespace scan = kernels::scan;
-using scan::LruBackwardParams;
-using scan::LruParams;
-
-constexpr KernelSet<LruParams> kForward = {
-    &scan::lru_unsupported, &scan::lru_plan_cpu, &scan::lru_forward_cpu,
-    TIDEGATE_CUDA_KERNEL(&scan::lru_forward_plan), TIDEGATE_CUDA_KERNEL(&scan::lru_forward)};
-
-constexpr KernelSet<LruBackwardParams, LruParams> kBackward = {
-    &scan::lru_unsupported, &scan::lru_plan_cpu, &scan::lru_backward_cpu,
-    TIDEGATE_CUDA_KERNEL(&scan::lru_backward_plan), TIDEGATE_CUDA_KERNEL(&scan::lru_backward)};
 
 // ---- schemas ----
 
@@ -51,11 +31,9 @@ struct LruScan {
   bool reverse;
   const OptionalTensor& cu_seqlens;
 
-  std::tuple<at::Tensor, at::Tensor> kernel() const;
-  std::tuple<at::Tensor, at::Tensor> meta() const;
+  TensorTuple<2> kernel() const;
+  TensorTuple<2> meta() const;
 };
-
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// The gradients of x, nu_log, theta_log, gamma_log and h0.
 struct LruScanBackward {
@@ -74,8 +52,8 @@ struct LruScanBackward {
   bool reverse;
   const OptionalTensor& cu_seqlens;
 
-  Gradients kernel() const;
-  Gradients meta() const;
+  TensorTuple<5> kernel() const;
+  TensorTuple<5> meta() const;
 };
 
 struct LruScanStep {
@@ -97,8 +75,8 @@ struct LruScanStep {
 // ---- checks ----
 
 /// A rate or a phase rounded to eight bits is another recurrence: 16-bit parameters are refused.
-void check_parameter(const Reference& data, const char* name, const at::Tensor& parameter,
-                     const c10::SymInt& channels) {
+void check_lru_parameter(const Reference& data, const char* name, const at::Tensor& parameter,
+                         const c10::SymInt& channels) {
   check_device(data, name, parameter);
   const at::ScalarType own = data.tensor.scalar_type();
   const at::ScalarType given = parameter.scalar_type();
@@ -111,40 +89,25 @@ void check_parameter(const Reference& data, const char* name, const at::Tensor& 
 
 /// x (or its token in the step op) and the parameters.
 template <class Op>
-void check_data(const Op& op, bool step) {
-  const char* kShapes[2][2] = {{"[B, T, D]", "[B, T, 2D] (theta_log is given)"},
-                               {"[B, D]", "[B, 2D] (theta_log is given)"}};
-  const Reference data{kOpName<Op>, "x", op.x};
-  const bool complex = is_given(op.theta_log);
-  check_data_dtype(data, ComplexData::kRefused);
-  check_rank(data, step ? 2 : 3, kShapes[step][complex]);
-  const c10::SymInt width = data.tensor.sym_sizes().back();
-  if (complex) {
-    TORCH_SYM_CHECK((width % 2).sym_eq(0), data.op, ": ", data.name, " must have shape ",
-                    kShapes[step][complex], " with an even number of channels, got ",
-                    data.tensor.sym_sizes());
+void check_lru_tensors(const Reference& data, const Op& op, bool step) {
+  const c10::SymInt channels = check_scan_data(data, "theta_log", op.theta_log, step);
+  check_lru_parameter(data, "nu_log", op.nu_log, channels);
+  if (is_given(op.theta_log)) {
+    check_lru_parameter(data, "theta_log", *op.theta_log, channels);
   }
-  const c10::SymInt channels = complex ? width / 2 : width;
-  check_parameter(data, "nu_log", op.nu_log, channels);
-  if (complex) {
-    check_parameter(data, "theta_log", *op.theta_log, channels);
-  }
-  check_parameter(data, "gamma_log", op.gamma_log, channels);
+  check_lru_parameter(data, "gamma_log", op.gamma_log, channels);
 }
 
 /// What the forward and the backward pass read; returns N.
 template <class Op>
-c10::SymInt check_inputs(const Op& op) {
+c10::SymInt check_lru(const Op& op) {
   const Reference data{kOpName<Op>, "x", op.x};
-  check_data(op, /*step=*/false);
-  c10::SymInt sequences = check_cu_seqlens(data, op.cu_seqlens);
-  check_state(data, "h0", op.h0, is_given(op.theta_log) ? "[N, 2D]" : "[N, D]",
-              {sequences, op.x.sym_size(2)});
-  return sequences;
+  check_lru_tensors(data, op, /*step=*/false);
+  return check_scan_states(data, op.cu_seqlens, op.h0, is_given(op.theta_log));
 }
 
 template <class Op>
-void check_values(const Op& op) {
+void check_lru_values(const Op& op) {
   const Reference data{kOpName<Op>, "x", op.x};
   if constexpr (requires { op.cu_seqlens; }) {
     check_cu_seqlens_values(data, op.cu_seqlens);
@@ -156,93 +119,58 @@ void check_values(const Op& op) {
 
 // ---- forward ----
 
-/// The tensors that both directions read, in the form that the kernels take.
-struct KernelInputs {
-  at::Tensor x, nu_log, theta_log, gamma_log, h0, cu_seqlens;
-
-  template <class Op>
-  explicit KernelInputs(const Op& op)
-      : x(in_rows(op.x)),
-        nu_log(contiguous_as(op.nu_log, state_dtype(op.x.scalar_type()))),
-        theta_log(contiguous_as(op.theta_log, state_dtype(op.x.scalar_type()))),
-        gamma_log(contiguous_as(op.gamma_log, state_dtype(op.x.scalar_type()))),
-        h0(contiguous_as(op.h0, state_dtype(op.x.scalar_type()))),
-        cu_seqlens(contiguous_or_none(op.cu_seqlens)) {}
-
-  LruParams params(bool reverse) const {
-    LruParams params;
-    params.layout = sequence_layout(x, cu_seqlens, reverse);
-    params.channels = nu_log.size(0);
-    params.x = time_series(x);
-    params.nu_log = data_or_null(nu_log);
-    params.theta_log = data_or_null(theta_log);
-    params.gamma_log = data_or_null(gamma_log);
-    params.h0 = data_or_null(h0);
-    return params;
-  }
-};
-
-/// Writes `h` [B, T, ..] and `h_final` [N, ..], which may be the params' h0 when T = 1.
-void run_forward(const char* op, LruParams params, const at::Tensor& h, const at::Tensor& h_final) {
-  params.h = time_series(h);
-  params.h_final = h_final.data_ptr();
-  Launch<LruParams>(op, kForward, &params, h).run();
+/// What both directions read.
+template <class Op>
+kernels::scan::LruParams lru_params(const Op& op, KernelInputs* read) {
+  kernels::scan::LruParams params;
+  params.layout = read->layout(op.x, op.cu_seqlens, op.reverse);
+  params.channels = op.nu_log.size(0);
+  params.x = read->rows(op.x);
+  params.nu_log = read->state(op.nu_log);
+  params.theta_log = read->state(op.theta_log);
+  params.gamma_log = read->state(op.gamma_log);
+  params.h0 = read->state(op.h0);
+  return params;
 }
 
-std::tuple<at::Tensor, at::Tensor> LruScan::meta() const {
-  const c10::SymInt sequences = check_inputs(*this);
+TensorTuple<2> LruScan::meta() const {
+  const c10::SymInt sequences = check_lru(*this);
   return {new_like(x), new_state(x, {sequences, x.sym_size(2)})};
 }
 
-std::tuple<at::Tensor, at::Tensor> LruScan::kernel() const {
+TensorTuple<2> LruScan::kernel() const {
   auto results = meta();
-  check_values(*this);
-  const auto& [h, h_final] = results;
-  const KernelInputs inputs(*this);
-  run_forward(kOpName<LruScan>, inputs.params(reverse), h, h_final);
+  check_lru_values(*this);
+  KernelInputs read(x);
+  run_scan(kOpName<LruScan>, lru_params(*this, &read), std::get<0>(results), std::get<1>(results));
   return results;
 }
 
 // ---- backward ----
 
-c10::SymInt check_backward(const LruScanBackward& op) {
-  const Reference data{kOpName<LruScanBackward>, "x", op.x};
-  c10::SymInt sequences = check_inputs(op);
-  check_like(data, "h", op.h);
-  check_like(data, "dh", op.dh);
-  check_state(data, "dh_final", op.dh_final, is_given(op.theta_log) ? "[N, 2D]" : "[N, D]",
-              {sequences, op.x.sym_size(2)});
-  return sequences;
-}
-
-Gradients LruScanBackward::meta() const {
-  const c10::SymInt sequences = check_backward(*this);
+TensorTuple<5> LruScanBackward::meta() const {
+  const c10::SymInt sequences = check_lru(*this);
+  check_scan_gradients({kOpName<LruScanBackward>, "x", x}, h, dh, dh_final, is_given(theta_log),
+                       sequences);
   return {new_like(x), new_like(nu_log), new_gradient(theta_log, x), new_like(gamma_log),
           new_state_gradient(h0, x, {sequences, x.sym_size(2)})};
 }
 
-Gradients LruScanBackward::kernel() const {
+TensorTuple<5> LruScanBackward::kernel() const {
   constexpr const char* kOp = kOpName<LruScanBackward>;
-  const c10::SymInt sequences = check_backward(*this);
-  check_values(*this);
+  const c10::SymInt sequences = check_lru(*this);
+  check_scan_gradients({kOp, "x", x}, h, dh, dh_final, is_given(theta_log), sequences);
+  check_lru_values(*this);
   const at::ScalarType wide = state_dtype(x.scalar_type());
-  const KernelInputs inputs(*this);
-  const at::Tensor h_read = in_rows(h);
-  const at::Tensor dh_read = in_rows(dh);
-  const at::Tensor dh_final_read = contiguous_as(dh_final, wide);
-  const at::Tensor dx = new_like(x);
-  const at::Tensor dh0 = new_state(x, {sequences, x.sym_size(2)});
-
-  LruBackwardParams params;
-  params.forward = inputs.params(reverse);
-  params.forward.h = time_series(h_read);
-  params.dh = time_series(dh_read);
-  params.dh_final = data_or_null(dh_final_read);
+  const at::Tensor dx = new_like(x), dh0 = new_state(x, {sequences, x.sym_size(2)});
+  KernelInputs read(x);
+  kernels::scan::LruBackwardParams params;
+  params.forward = lru_params(*this, &read);
+  set_scan_gradients(h, dh, dh_final, dh0, &read, &params);
   params.dx = time_series(dx);
-  params.dh0 = dh0.data_ptr();
-  Launch<LruBackwardParams, LruParams> launch(kOp, kBackward, &params, dx);
+  Launch launch(kOp, &params, dx);
   const at::Tensor dnu = launch.partial_sums(wide);
-  const at::Tensor dtheta = is_given(theta_log) ? launch.partial_sums(wide) : at::Tensor();
+  const at::Tensor dtheta = launch.partial_sums(wide, is_given(theta_log));
   const at::Tensor dgamma = launch.partial_sums(wide);
   params.dnu_log_partial = dnu.data_ptr();
   params.dtheta_log_partial = data_or_null(dtheta);
@@ -258,22 +186,21 @@ Gradients LruScanBackward::kernel() const {
 
 at::Tensor LruScanStep::meta() const {
   const Reference data{kOpName<LruScanStep>, "x", x};
-  check_data(*this, /*step=*/true);
-  check_gate(data, "state", state);
-  check_shape(data.op, "state", state, is_given(theta_log) ? "[B, 2D]" : "[B, D]",
-              {x.sym_size(0), x.sym_size(1)});
+  check_lru_tensors(data, *this, /*step=*/true);
+  check_step_state(data, state, is_given(theta_log) ? "[B, 2D]" : "[B, D]",
+                   {x.sym_size(0), x.sym_size(1)});
   return new_like(x);
 }
 
 at::Tensor LruScanStep::kernel() const {
   at::Tensor h = meta();
-  check_values(*this);
+  check_lru_values(*this);
   const at::Tensor token = x.unsqueeze(1);
-  const OptionalTensor given = state, padded;
-  const LruScan op{token, nu_log, theta_log, gamma_log, given, /*reverse=*/false, padded};
-  const KernelInputs inputs(op);
-  run_forward(kOpName<LruScanStep>, inputs.params(op.reverse), h.unsqueeze(1), inputs.h0);
-  write_back(inputs.h0, state);
+  const OptionalTensor own = contiguous_as(state, state_dtype(x.scalar_type())), padded;
+  const LruScan op{token, nu_log, theta_log, gamma_log, own, /*reverse=*/false, padded};
+  KernelInputs read(x);
+  run_scan(kOpName<LruScanStep>, lru_params(op, &read), h.unsqueeze(1), *own);
+  write_back(*own, state);
   return h;
 }
 

@@ -12,7 +12,8 @@
 namespace tidegate::ops {
 namespace {
 
-at::Tensor kernel(const at::Tensor& x, const at::Tensor& cu_seqlens, const std::string& owner) {
+at::Tensor packed_bounds_kernel(const at::Tensor& x, const at::Tensor& cu_seqlens,
+                                const std::string& owner) {
   return packed_bounds({owner.c_str(), "x", x}, cu_seqlens);
 }
 
@@ -29,7 +30,8 @@ at::Tensor packed_bounds(const Reference& data, const at::Tensor& cu_seqlens) {
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   constexpr const char* kName = "packed_bounds";
   define_op(m, "packed_bounds(Tensor x, Tensor cu_seqlens, str owner) -> Tensor");
-  m.impl(kName, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &kernel));
+  m.impl(kName,
+         torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &packed_bounds_kernel));
   // Offsets have no gradient.
   m.impl(kName, torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
 }

@@ -11,18 +11,20 @@ at::TensorOptions state_options(const at::Tensor& data) {
   return data.options().dtype(state_dtype(data.scalar_type()));
 }
 
-c10::SymIntArrayRef sizes(std::initializer_list<c10::SymInt> shape) {
+c10::SymIntArrayRef sizes_of(std::initializer_list<c10::SymInt> shape) {
   return {shape.begin(), shape.size()};
 }
 
 }  // namespace
 
-at::Tensor new_like(const at::Tensor& tensor) {
-  return at::empty_symint(tensor.sym_sizes(), tensor.options());
+at::Tensor new_like(const at::Tensor& tensor) { return new_like(tensor, tensor.scalar_type()); }
+
+at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype) {
+  return at::empty_symint(tensor.sym_sizes(), tensor.options().dtype(dtype));
 }
 
 at::Tensor new_state(const at::Tensor& data, std::initializer_list<c10::SymInt> shape) {
-  return at::empty_symint(sizes(shape), state_options(data));
+  return at::empty_symint(sizes_of(shape), state_options(data));
 }
 
 at::Tensor no_gradient(const at::Tensor& data) { return at::empty({0}, state_options(data)); }
@@ -33,7 +35,8 @@ at::Tensor new_gradient(const OptionalTensor& parameter, const at::Tensor& data)
 
 at::Tensor new_state_gradient(const OptionalTensor& state, const at::Tensor& data,
                               std::initializer_list<c10::SymInt> shape) {
-  return at::empty_symint(sizes(shape), is_given(state) ? state->options() : state_options(data));
+  return at::empty_symint(sizes_of(shape),
+                          is_given(state) ? state->options() : state_options(data));
 }
 
 at::Tensor in_type_of(const OptionalTensor& argument, const at::Tensor& gradient) {

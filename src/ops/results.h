@@ -4,14 +4,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <initializer_list>
+#include <tuple>
 
 #include "src/ops/checks.h"
 
 namespace tidegate::ops {
 
+/// What an op of several results returns.
+template <size_t count>
+using TensorTuple = decltype(std::tuple_cat(std::array<at::Tensor, count>()));
+
 /// Uninitialised and contiguous, of the shape, dtype and device of `tensor`.
 at::Tensor new_like(const at::Tensor& tensor);
+
+/// The same in another dtype.
+at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype);
 
 /// Uninitialised, in the dtype in which a recurrence over `data` keeps its state.
 at::Tensor new_state(const at::Tensor& data, std::initializer_list<c10::SymInt> shape);

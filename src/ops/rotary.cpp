@@ -38,47 +38,48 @@ struct Rotary {
   at::Tensor meta() const;
 };
 
-constexpr const char* kOp = kOpName<Rotary>;
+constexpr const char* kRotary = kOpName<Rotary>;
 
 // ---- checks ----
 
-std::string name_of(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+std::string rotary_dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
 
-void check_table(const Reference& data, const char* name, const at::Tensor& table) {
+void check_rotary_table(const Reference& data, const char* name, const at::Tensor& table) {
   check_device(data, name, table);
   const at::ScalarType wanted = state_dtype(data.tensor.scalar_type());
-  TORCH_CHECK(table.scalar_type() == wanted, kOp, ": ", name, " must be ", name_of(wanted),
-              " (x is ", name_of(data.tensor.scalar_type()), "), got ",
-              name_of(table.scalar_type()));
+  TORCH_CHECK(table.scalar_type() == wanted, kRotary, ": ", name, " must be ",
+              rotary_dtype_name(wanted), " (x is ", rotary_dtype_name(data.tensor.scalar_type()),
+              "), got ", rotary_dtype_name(table.scalar_type()));
   const auto sizes = data.tensor.sym_sizes();
   const bool is_shared = table.dim() == 3 && table.sym_size(0) == 1;
-  check_shape(kOp, name, table, "[1 or B, T, D / 2]",
+  check_shape(kRotary, name, table, "[1 or B, T, D / 2]",
               {is_shared ? c10::SymInt(1) : sizes[0], sizes[1], sizes[3] / 2});
 }
 
-void check_arguments(const Rotary& op) {
+void check_rotary(const Rotary& op) {
   const auto& [x, cos, sin, inverse] = op;
-  const Reference data{kOp, "x", x};
+  const Reference data{kRotary, "x", x};
   check_data_dtype(data, ComplexData::kRefused);
   check_rank(data, 4, "[B, T, H, D]");
-  TORCH_CHECK(x.sym_size(3) % 2 == 0, kOp, ": x must have an even number of channels, got ",
+  TORCH_CHECK(x.sym_size(3) % 2 == 0, kRotary, ": x must have an even number of channels, got ",
               x.sym_size(3));
-  check_table(data, "cos", cos);
-  check_table(data, "sin", sin);
-  check_shape(kOp, "sin", sin, "cos's shape", {cos.sym_size(0), cos.sym_size(1), cos.sym_size(2)});
+  check_rotary_table(data, "cos", cos);
+  check_rotary_table(data, "sin", sin);
+  check_shape(kRotary, "sin", sin, "cos's shape",
+              {cos.sym_size(0), cos.sym_size(1), cos.sym_size(2)});
 }
 
 at::Tensor Rotary::meta() const {
-  check_arguments(*this);
+  check_rotary(*this);
   return new_like(x);
 }
 
 // ---- CPU and CUDA ----
 
 /// `y` is x turned, both in rows; the angles are contiguous.
-kernels::rotary::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y,
-                                        const at::Tensor& cos, const at::Tensor& sin,
-                                        bool inverse) {
+kernels::rotary::RotaryParams rotary_params(const at::Tensor& x, const at::Tensor& y,
+                                            const at::Tensor& cos, const at::Tensor& sin,
+                                            bool inverse) {
   kernels::rotary::RotaryParams params;
   params.batch = x.size(0);
   params.time = x.size(1);
@@ -95,22 +96,23 @@ kernels::rotary::RotaryParams params_of(const at::Tensor& x, const at::Tensor& y
 
 /// The CPU kernel knows float32 and float64, the CUDA kernel every type of data.
 at::Tensor Rotary::kernel() const {
-  check_arguments(*this);
+  check_rotary(*this);
   const c10::DeviceGuard guard(x.device());
   const at::Tensor angles[] = {cos.contiguous(), sin.contiguous()};
 #ifdef TIDEGATE_WITH_CUDA
   if (x.is_cuda()) {
     const at::Tensor read = in_rows(x);
     at::Tensor y = new_like(x);
-    check_launch(kOp, "launch",
-                 kernels::rotary::rotary(params_of(read, y, angles[0], angles[1], inverse),
+    check_launch(kRotary, "launch",
+                 kernels::rotary::rotary(rotary_params(read, y, angles[0], angles[1], inverse),
                                          current_stream(x.device())));
     return y;
   }
 #endif
   const at::Tensor read = in_rows(x.to(state_dtype(x.scalar_type())));
   const at::Tensor y = new_like(read);
-  kernels::rotary::rotary_cpu(params_of(read, y, angles[0], angles[1], inverse), torch_threads());
+  kernels::rotary::rotary_cpu(rotary_params(read, y, angles[0], angles[1], inverse),
+                              torch_threads());
   return y.to(x.scalar_type());
 }
 
@@ -138,11 +140,11 @@ class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
   }
 };
 
-at::Tensor autograd(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
-                    bool inverse) {
+at::Tensor rotary_autograd(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                           bool inverse) {
   Entry<Rotary>::check_all_given(x, cos, sin, inverse);
   const at::Tensor* const tensors[] = {&x, &cos, &sin};
-  check_differentiable(kOp, tensors);
+  check_differentiable(kRotary, tensors);
   return RotaryFunction::apply(x, cos, sin, inverse);
 }
 
@@ -150,7 +152,7 @@ at::Tensor autograd(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_op<Rotary>(m);
-  register_autograd<&autograd>(m, kOp);
+  register_autograd<&rotary_autograd>(m, kRotary);
 }
 
 }  // namespace tidegate::ops

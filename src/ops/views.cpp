@@ -33,9 +33,12 @@ at::Tensor in_rows(const at::Tensor& tensor) {
   return unit && reachable ? tensor : tensor.contiguous();
 }
 
+at::ScalarType gate_dtype(const at::Tensor& gate, at::ScalarType data) {
+  return gate.scalar_type() == state_dtype(data) ? gate.scalar_type() : data;
+}
+
 at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data) {
-  const bool fits = gate.scalar_type() == data || gate.scalar_type() == state_dtype(data);
-  return in_rows(fits ? gate : gate.to(data));
+  return in_rows(gate.to(gate_dtype(gate, data)));
 }
 
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {

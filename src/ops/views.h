@@ -1,9 +1,12 @@
 #pragma once
 
-// Tensors in the form that kernels take them: raw pointers, strides, dtype codes.
-// Nothing here owns memory; the tensors must outlive the launch.
+// Tensors in the form that kernels take them: raw pointers, strides, dtype codes. None of these
+// owns memory: the tensors must outlive the launch, which KernelInputs sees to.
 
 #include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
 
 #include "kernels/common/dtype.h"
 #include "kernels/common/time_series.h"
@@ -17,9 +20,12 @@ kernels::DType kernel_dtype(at::ScalarType dtype);
 /// apart than the kernels reach).
 at::Tensor in_rows(const at::Tensor& tensor);
 
-/// A gate of `data`-typed data, in rows: kernels take it in that type or in the state's, so one
-/// that is narrower (float32 beside float64) or real beside complex data is copied to the data's
-/// type.
+/// In which dtype kernels take a gate of `data`-typed data: its own where that is the data's or the
+/// state's. One that is narrower (float32 beside float64) or real beside complex data is copied to
+/// the data's.
+at::ScalarType gate_dtype(const at::Tensor& gate, at::ScalarType data);
+
+/// The gate in that dtype and in rows.
 at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data);
 
 /// `tensor` contiguous and in `dtype`, without a copy where it is so already; undefined if absent.
@@ -43,5 +49,42 @@ kernels::SequenceLayout sequence_layout(const at::Tensor& data, const at::Tensor
 
 /// The data pointer, or null for an undefined tensor.
 void* data_or_null(const at::Tensor& tensor);
+
+/// What a kernel reads, brought into its form one argument at a time. It keeps the copies that this
+/// takes, so it must live until the launch.
+class KernelInputs {
+ public:
+  /// `data` decides the types of gates and states.
+  explicit KernelInputs(const at::Tensor& data) : data_(data.scalar_type()) { kept_.reserve(16); }
+
+  kernels::TimeSeries rows(const at::Tensor& tensor) { return time_series(keep(in_rows(tensor))); }
+  kernels::TimeSeries gate(const at::Tensor& tensor) {
+    return time_series(keep(gate_in_rows(tensor, data_)));
+  }
+  kernels::HeadSeries head_rows(const at::Tensor& tensor) {
+    return head_series(keep(in_rows(tensor)));
+  }
+  kernels::HeadSeries head_gate(const at::Tensor& tensor) {
+    return head_series(keep(gate_in_rows(tensor, data_)));
+  }
+
+  /// A state, a state's gradient or a parameter: contiguous, in the state's type; null if absent.
+  void* state(const OptionalTensor& tensor) {
+    return data_or_null(keep(contiguous_as(tensor, state_dtype(data_))));
+  }
+
+  /// How `tensor` [B, T, ..] divides into sequences.
+  kernels::SequenceLayout layout(const at::Tensor& tensor, const OptionalTensor& cu_seqlens,
+                                 bool reverse) {
+    return sequence_layout(tensor, keep(contiguous_or_none(cu_seqlens)), reverse);
+  }
+
+  /// Any other tensor.
+  at::Tensor keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
+
+ private:
+  at::ScalarType data_;
+  std::vector<at::Tensor> kept_;
+};
 
 }  // namespace tidegate::ops

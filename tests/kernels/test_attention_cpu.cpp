@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "kernels/attention/forgetting_attention.h"
@@ -128,6 +129,29 @@ TEST_P(AttentionCpu, AnyNumberOfThreadsGivesTheSameBits) {
       }
     }
   }
+}
+
+TEST(AttentionUnsupported, SaysWhy) {
+  AttentionProblem problem({.dtype = DType::kFloat32,
+                            .queries = 3,
+                            .keys = 3,
+                            .heads = 4,
+                            .key_heads = 2,
+                            .head_dim = 8});
+  const auto why = [&](auto change) {
+    ForgettingAttentionBackwardParams params = problem.params();
+    change(params.forward);
+    const char* text = kernels::attention::forgetting_attention_unsupported(params.forward);
+    return std::string(text == nullptr ? "" : text);
+  };
+  using Params = kernels::attention::ForgettingAttentionParams;
+  EXPECT_EQ(why([](Params&) {}), "");
+  EXPECT_EQ(why([](Params& p) { p.head_dim = 257; }), "D must be from 1 to 256, got 257");
+  EXPECT_EQ(why([](Params& p) { p.key_heads = 3; }), "Hq must be a multiple of Hkv, got 4 and 3");
+  EXPECT_EQ(why([](Params& p) { p.v.dtype = DType::kBFloat16; }),
+            "v must have q's dtype, float32, got bfloat16");
+  EXPECT_EQ(why([](Params& p) { p.window = -7; }), "the window must not be negative, got -7");
+  EXPECT_EQ(why([](Params& p) { p.prune = 1.5; }), "prune must lie in [0, 1), got 1.5");
 }
 
 }  // namespace

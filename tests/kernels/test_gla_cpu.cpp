@@ -274,14 +274,18 @@ TEST(GlaUnsupported, SaysWhy) {
   };
   using kernels::gla::GlaParams;
   EXPECT_EQ(why([](GlaParams&) {}), "");
-  EXPECT_EQ(why([](GlaParams& p) { p.value_dim = 513; }), "K and V must be from 1 to 512");
-  EXPECT_EQ(why([](GlaParams& p) { p.key_dim = p.channels = 0; }), "K and V must be from 1 to 512");
-  EXPECT_EQ(why([](GlaParams& p) { p.v.dtype = DType::kBFloat16; }), "k and v must have q's dtype");
+  EXPECT_EQ(why([](GlaParams& p) { p.value_dim = 513; }),
+            "K and V must be from 1 to 512, got 19 and 513");
+  EXPECT_EQ(why([](GlaParams& p) { p.key_dim = p.channels = 0; }),
+            "K and V must be from 1 to 512, got 0 and 21");
+  EXPECT_EQ(why([](GlaParams& p) { p.v.dtype = DType::kBFloat16; }),
+            "v must have q's dtype, float32, got bfloat16");
   EXPECT_EQ(why([](GlaParams& p) { p.gate.dtype = DType::kFloat64; }),
-            "the gate must have q's dtype or the dtype of the state");
+            "the gate must have q's dtype, float32, or that of the state, float32, got float64");
   EXPECT_EQ(why([](GlaParams& p) { p.gamma = p.h0; }), "bounds and activations belong to logits");
   EXPECT_EQ(why([](GlaParams& p) { p.q.stride_t = int64_t{1} << 30; }),
-            "q: rows of the time axis are 2^31 bytes or more apart");
+            "rows of q must be less than 2^31 bytes apart along the time axis, got 4294967296");
+  EXPECT_EQ(why([](GlaParams& p) { ++p.channels; }).substr(0, 23), "channels must be H * K ");
 }
 
 }  // namespace

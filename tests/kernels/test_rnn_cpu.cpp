@@ -75,15 +75,16 @@ TEST(GatedRnn, SaysWhatNoKernelTakes) {
   EXPECT_EQ(kernels::rnn::gated_rnn_unsupported(params), nullptr);
   params.z.dtype = kernels::DType::kBFloat16;
   EXPECT_STREQ(kernels::rnn::gated_rnn_unsupported(params),
-               "z must have x's dtype or the dtype of the state");
+               "z must have x's dtype, float32, or that of the state, float32, got bfloat16");
   params = problem.forward();
   params.x.stride_t = int64_t{1} << 30;
   EXPECT_STREQ(kernels::rnn::gated_rnn_unsupported(params),
-               "rows of the time axis are 2^31 bytes or more apart");
+               "rows of x must be less than 2^31 bytes apart along the time axis, got 4294967296");
   params = problem.forward();
   params.logits.stride_t = 5;
-  EXPECT_STREQ(kernels::rnn::gated_rnn_unsupported(params),
-               "h and the gate's logits must be contiguous");
+  EXPECT_EQ(std::string(kernels::rnn::gated_rnn_unsupported(params))
+                .rfind("the gate's logits must be contiguous, got rows 5 elements apart", 0),
+            0u);
 }
 
 }  // namespace

@@ -411,5 +411,26 @@ TEST(ScanCpuPlan, OnePartialSumASequence) {
   EXPECT_EQ(kernels::scan::linear_scan_plan_cpu(scan.forward_params()).partials, 3);
 }
 
+TEST(ScanUnsupported, SaysWhy) {
+  ScanShape shape;
+  shape.batch = 2;
+  LinearScanProblem scan(shape);
+  kernels::scan::LinearScanParams linear = scan.forward_params();
+  EXPECT_EQ(kernels::scan::linear_scan_unsupported(linear), nullptr);
+  linear.h.dtype = DType::kFloat16;
+  EXPECT_STREQ(kernels::scan::linear_scan_unsupported(linear),
+               "h must have x's dtype, float32, got float16");
+  HgruProblem problem(shape);
+  kernels::scan::HgruParams params = problem.forward_params();
+  params.c.dtype = DType::kComplex64;
+  EXPECT_STREQ(kernels::scan::hgru_unsupported(params),
+               "c must be real, got complex64; complex values are passed as [Re | Im] with theta");
+  params = problem.forward_params();
+  const int64_t offsets[] = {0, 1};
+  params.layout.offsets = offsets;
+  EXPECT_STREQ(kernels::scan::hgru_unsupported(params),
+               "B must be 1 where sequences are packed, got 2");
+}
+
 }  // namespace
 }  // namespace tidegate::testing

@@ -69,14 +69,26 @@ TEST(Wkv4Unsupported, SaysWhy) {
   auto params = problem.forward_params();
   EXPECT_EQ(kernels::scan::wkv4_unsupported(params), nullptr);
   params.v.dtype = DType::kBFloat16;
-  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params), "v must have k's dtype");
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params),
+               "v must have k's dtype, float32, got bfloat16");
   params = problem.forward_params();
   params.layout.reverse = true;
   EXPECT_STREQ(kernels::scan::wkv4_unsupported(params),
-               "layout.reverse must be false: sequences are scanned forwards only");
+               "layout.reverse must be false, got true: sequences are scanned forwards only");
   params = problem.forward_params();
   params.k.stride_t = int64_t{1} << 30;
-  EXPECT_NE(kernels::scan::wkv4_unsupported(params), nullptr);
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params),
+               "rows of k must be less than 2^31 bytes apart along the time axis, got 4294967296");
+  params = problem.forward_params();
+  params.layout.time = (int64_t{1} << 30) + 1;
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params),
+               "T must be at most 2^30 time steps, got 1073741825");
+  params = problem.forward_params();
+  params.layout.batch = -2;
+  params.layout.time = 5;
+  params.layout.sequences = 3;
+  EXPECT_STREQ(kernels::scan::wkv4_unsupported(params),
+               "B, T and N must not be negative, got -2, 5 and 3");
 }
 
 }  // namespace

@@ -320,7 +320,11 @@ struct CarryWarp {
       const int buffer = iteration % kRecordBuffers;
       const bool is_initial = iteration == 0 && group.first == 0;
       Set& now = shared.set(iteration);
-      mbarrier_poll(&now.maps_ready, shared.parity(iteration));
+      if constexpr (Op::kPollsForMaps) {
+        mbarrier_poll(&now.maps_ready, shared.parity(iteration));
+      } else {
+        mbarrier_wait(&now.maps_ready, shared.parity(iteration));
+      }
       const Map tile = compose_tile(now);
       if (!group.last) {
         records[at.rank].tile[buffer].write(at.lane, epoch, pack_map(tile));

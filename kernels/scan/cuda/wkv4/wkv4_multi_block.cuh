@@ -346,7 +346,7 @@ struct CarryWarp<Op> {
       const int buffer = iteration % kRecordBuffers;
       const bool is_initial = iteration == 0 && group.first == 0;
       Set& now = shared.set(iteration);
-      mbarrier_poll(&now.maps_ready, shared.parity(iteration));
+      mbarrier_wait(&now.maps_ready, shared.parity(iteration));
       const Sums tile = compose_tile(now, of_chunk);
       if (!group.last) {
         records[at.rank].tile[buffer].write(at.lane, epoch, pack_sums<PackedMap>(tile));

@@ -1,0 +1,111 @@
+// forgetting_attention_step: one query a sequence over a cache of keys, values and gates. It writes
+// nothing but its result: the caller puts each token into the cache.
+
+#include <ATen/ops/arange.h>
+
+#include "src/ops/attention.h"
+#include "src/ops/capture.h"
+#include "src/ops/kernel_sets.h"
+#include "src/ops/op.h"
+#include "src/ops/results.h"
+#include "src/ops/views.h"
+#include "tidegate/ops/forgetting_attention.h"
+
+namespace tidegate::ops {
+namespace {
+
+struct ForgettingAttentionStep {
+  static constexpr std::string_view kSchema =
+      "forgetting_attention_step(Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
+      "gate_cache, Tensor lengths, float? scale=None, int? window=None) -> Tensor";
+  static constexpr std::string_view kData = "q";
+  /// A cache keeps its type, and decides: casting it would be reading and writing all of it.
+  static constexpr CastRule kCasts[] = {{"q", Cast::kToTypeOf, "k_cache"}};
+
+  const at::Tensor &q, &k_cache, &v_cache, &gate_cache, &lengths;
+  std::optional<double> scale;
+  std::optional<int64_t> window;
+
+  at::Tensor kernel() const;
+  at::Tensor meta() const;
+};
+
+at::Tensor ForgettingAttentionStep::meta() const {
+  constexpr const char* kOp = kOpName<ForgettingAttentionStep>;
+  const Reference data{kOp, "q", q};
+  check_data_dtype(data, ComplexData::kRefused);
+  check_rank(data, 3, "[B, Hq, D]");
+  check_attention_keys(data, {"k_cache", "v_cache", "gate_cache"}, k_cache, v_cache, gate_cache,
+                       "[B, Tmax, Hkv, D]", "[B, Tmax, Hq]");
+  const at::ScalarType wide = state_dtype(q.scalar_type());
+  TORCH_CHECK(gate_cache.scalar_type() == wide, kOp, ": gate_cache must be ",
+              c10::getDtypeNames(wide).first, " (q is ", c10::getDtypeNames(q.scalar_type()).first,
+              "), got ", c10::getDtypeNames(gate_cache.scalar_type()).first);
+  check_device(data, "lengths", lengths);
+  TORCH_CHECK(lengths.scalar_type() == at::kInt, kOp, ": lengths must be int32, got ",
+              c10::getDtypeNames(lengths.scalar_type()).first);
+  check_shape(kOp, "lengths", lengths, "[B]", {q.sym_size(0)});
+  check_attention_options(kOp, scale, window);
+  return new_like(q);
+}
+
+/// In debug mode: lengths are from 0 to Tmax, and no gate that is read is above 0.
+void check_attention_step_values(const at::Tensor& q, const at::Tensor& gates,
+                                 const at::Tensor& lengths) {
+  if (!debug_checks_enabled() || is_capturing(lengths.device()) || lengths.numel() == 0) {
+    return;
+  }
+  const int64_t capacity = gates.size(1), low = lengths.min().item<int64_t>(),
+                high = lengths.max().item<int64_t>();
+  TORCH_CHECK(low >= 0 && high <= capacity, kOpName<ForgettingAttentionStep>,
+              ": lengths must lie in [0, Tmax = ", capacity, "], got values from ", low, " to ",
+              high);
+  const at::Tensor places = at::arange(capacity, lengths.options()).view({1, -1, 1});
+  const at::Tensor unread = places.ge(lengths.view({-1, 1, 1}));
+  check_log_decay_values({kOpName<ForgettingAttentionStep>, "q", q}, "gate_cache",
+                         gates.masked_fill(unread, 0));
+}
+
+at::Tensor ForgettingAttentionStep::kernel() const {
+  constexpr const char* kOp = kOpName<ForgettingAttentionStep>;
+  at::Tensor o = meta();
+  check_attention_step_values(q, gate_cache, lengths);
+  check_attention_head_dim(kOp, q.size(2));
+  const at::Tensor query = q.unsqueeze(1);
+  KernelInputs read(q);
+  kernels::attention::ForgettingAttentionStepParams params;
+  params.layout = read.layout(query, std::nullopt, /*reverse=*/false);
+  params.heads = q.size(1);
+  params.key_heads = k_cache.size(2);
+  params.head_dim = q.size(2);
+  params.channels = params.heads * params.head_dim;
+  params.capacity = k_cache.size(1);
+  params.scale = attention_scale(scale, params.head_dim);
+  params.window = window.value_or(0);
+  params.q = read.head_rows(query);
+  params.k = read.head_rows(k_cache);
+  params.v = read.head_rows(v_cache);
+  params.log_f = attention_gates(gate_cache);
+  params.lengths = read.keep(lengths.contiguous()).const_data_ptr<int32_t>();
+  params.o = head_series(o.unsqueeze(1));
+  Launch(kOp, &params, o).run();
+  return o;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tidegate, m) { register_step<ForgettingAttentionStep>(m); }
+
+}  // namespace tidegate::ops
+
+namespace tidegate {
+
+at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_cache,
+                                     const at::Tensor& v_cache, const at::Tensor& gate_cache,
+                                     const at::Tensor& lengths, std::optional<double> scale,
+                                     std::optional<int64_t> window) {
+  return ops::call_public<ops::ForgettingAttentionStep>(q, k_cache, v_cache, gate_cache, lengths,
+                                                        scale, window);
+}
+
+}  // namespace tidegate
