@@ -81,7 +81,6 @@ macro(tidegate_enable_cuda)
   if(TIDEGATE_WITH_CUDA AND TIDEGATE_CUDA_PORTABLE_ON)
     # The virtual architecture decides what is compiled (__CUDA_ARCH__), the real one where it runs.
     set(TIDEGATE_CUDA_ARCHITECTURES OFF)
-    set(TIDEGATE_CUDA_PORTABLE_CODE "")
     string(APPEND CMAKE_CUDA_FLAGS
       " --generate-code=arch=compute_80,code=sm_${TIDEGATE_CUDA_PORTABLE_ON}")
     message(STATUS "tidegate: CUDA kernels: on, for a check: what compute capability 8.0 gets, as code of sm_${TIDEGATE_CUDA_PORTABLE_ON} only")
@@ -89,9 +88,6 @@ macro(tidegate_enable_cuda)
     # Machine code for 8.0 and 9.0a, and PTX of 8.0 for every other chip: sm_80 code does not run on
     # 9.0, and compute_90a PTX is not forward-compatible.
     set(TIDEGATE_CUDA_ARCHITECTURES 80 90a-real)
-    # The same from PTX of 8.0 alone, for code that gains nothing from 9.0.
-    set(TIDEGATE_CUDA_PORTABLE_CODE
-      "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_90]")
     message(STATUS "tidegate: CUDA kernels: on (nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_80, sm_90a, compute_80 PTX)")
   else()
     set(TIDEGATE_CUDA_ARCHITECTURES "")
