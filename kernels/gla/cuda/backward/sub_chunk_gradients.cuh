@@ -215,9 +215,9 @@ __device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums
 
 // ---- What reaches the sub-chunks ----
 //
-// From outside of the chunk. Its boundaries give S_start do^T, D_end v^T and the row sums of S_start
-// * D_end, element by element; they are handed on to the chunk's halves, and from those to the
-// sub-chunks, by the rule above. A warp has a K-slice, 16 channels, of all 64 tokens.
+// From outside of the chunk. Its boundaries give S_start do^T, D_end v^T and the row sums of the
+// element-wise product of S_start and D_end; they are handed on to the chunk's halves, and from
+// those to the sub-chunks, by the rule above. A warp has a K-slice, 16 channels, of all 64 tokens.
 
 /// Accumulators of all sub-chunks of a K-slice.
 struct ChunkSums {

@@ -12,8 +12,8 @@ namespace tidegate::kernels::gla {
 
 // ---- Producer warps ----
 //
-// Each turns whole sub-chunks into what consumers need, q~ = q pre, k~ = k suf, their scores and the
-// product of their decays, and shares nothing with the other producers.
+// Each turns whole sub-chunks into what consumers need, q~ = q pre, k~ = k suf, their scores and
+// the product of their decays, and shares nothing with the other producers.
 
 /// kMaps: only what the state is made of, keys and totals, without queries and scores.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
