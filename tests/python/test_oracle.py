@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import error_rule, gla_chunks, gla_oracle, scan_oracle
+from support import error_rule, gla_chunks, gla_oracle, scan_oracle, wkv4_oracle
 from support.cases import make_inputs, options
 from support.gla_cases import GlaCase
 from support.scan_cases import ScanCase
@@ -176,3 +176,21 @@ def test_rule_accepts_the_yardstick_and_refuses_what_is_wrong() -> None:
     for name, value in wrong.items():
         with pytest.raises(AssertionError, match=name):
             error_rule.assert_within_rule(name, value, exact, same)
+
+
+def test_wkv4_s_sequence_equals_its_steps() -> None:
+    """The oracle does all tokens at once where it can; the equations are those of one token. Both are
+    float64, whose exp of many numbers may round otherwise than that of one."""
+    generator = torch.Generator().manual_seed(0)
+    w, u, k, v = (
+        torch.randn(2, 50, 3, dtype=torch.float64, generator=generator) for _ in range(4)
+    )
+    w = w.exp()
+    y, z = torch.rand(2, 2, 3, dtype=torch.float64, generator=generator)
+    found = wkv4_oracle._plain_sequence(w, u, k, v, y, z)
+    outputs = []
+    for token in zip(*(x.unbind(1) for x in (w, u, k, v)), strict=True):
+        o, y, z = wkv4_oracle.plain_step(*token, y, z)
+        outputs.append(o)
+    for left, right in zip(found, (torch.stack(outputs, 1), y, z), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-14, atol=1e-14)

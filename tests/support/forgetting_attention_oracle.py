@@ -25,8 +25,8 @@ from torch import Tensor
 
 from support import recurrence
 
-# Queries whose scores are in memory at a time: the oracle's few, so that its float64 matrices of many
-# keys stay in a core's cache, and the yardsticks' many, so that their sums over queries are matmul's.
+# Queries whose scores are in memory at a time: the oracle's few, so that its float64 matrices of
+# many keys stay in a core's cache; the yardsticks' many, so that matmul adds up over queries.
 _EXACT_ROWS, _ROWS = 128, 1024
 _LEAST_LOG_GATE = -1e5
 

@@ -29,10 +29,27 @@ def mean_and_log(state: Tensor) -> Tensor:
     return torch.stack([y / z, m.detach() + torch.log(z)], 1)
 
 
-def _plain_step(w, u, k, v, y, z):
+def plain_step(w, u, k, v, y, z):
+    """One token of the equations: o_t, y_t, z_t."""
     weight, bonus = torch.exp(k), torch.exp(u + k)
     o = (y + bonus * v) / (z + bonus)
     return o, torch.exp(-w) * y + weight * v, torch.exp(-w) * z + weight
+
+
+def _plain_sequence(w, u, k, v, y, z):
+    """o [B, T, D] and the last y, z, of `plain_step` over w, u, k, v [B, T, D].
+
+    The same operations on the same numbers. Only y and z need the tokens before them, so all else
+    is done for all tokens at once (test_oracle.py holds one against the other).
+    """
+    weight, bonus, decay = torch.exp(k), torch.exp(u + k), torch.exp(-w)
+    entering = torch.stack([weight * v, weight]).unbind(2)
+    sums, before = torch.stack([y, z]), []
+    for decay_t, entering_t in zip(decay.unbind(1), entering, strict=True):
+        before.append(sums)
+        sums = decay_t * sums + entering_t
+    ys, zs = torch.stack(before, 2) if before else k.new_zeros(2, *k.shape)
+    return (ys + bonus * v) / (zs + bonus), *sums
 
 
 def _stable_step(w, u, k, v, y, z, m, fused):
@@ -61,12 +78,12 @@ def forward(
             m = m.detach()  # a constant
         if exact:
             y, z, m = y * torch.exp(m), z * torch.exp(m), torch.zeros_like(m)
-        elif state is None:
-            m = torch.full_like(m, -1e30)
-        for t in order.steps:
-            if exact:
-                outputs[t], y, z = _plain_step(*tokens[t], y, z)
-            else:
+            at = slice(order.steps.start, order.steps.stop)
+            o, y, z = _plain_sequence(*(x.expand_as(k)[:, at] for x in (w, u, k, v)), y, z)
+            outputs[at] = o.unbind(1)
+        else:
+            m = torch.full_like(m, -1e30) if state is None else m
+            for t in order.steps:
                 outputs[t], y, z, m = _stable_step(*tokens[t], y, z, m, fused)
         finals.append(torch.stack([y, z, m], 1))
     o = torch.stack(outputs, 1) if time else k.clone()
