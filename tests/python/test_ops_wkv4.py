@@ -50,7 +50,6 @@ def test_any_case(seed: int, device: str) -> None:
     check(wkv4_cases.vary(replace(kind, time=7 * seed % 300), seed), device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rates", wkv4_cases.RATES)
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_a_long_time(case: Wkv4Case, rates: str, device: str) -> None:

@@ -178,19 +178,21 @@ def test_rule_accepts_the_yardstick_and_refuses_what_is_wrong() -> None:
             error_rule.assert_within_rule(name, value, exact, same)
 
 
-def test_wkv4_s_sequence_equals_its_steps() -> None:
-    """The oracle does all tokens at once where it can; the equations are those of one token. Both are
-    float64, whose exp of many numbers may round otherwise than that of one."""
+@pytest.mark.parametrize("ways", [(), (False,), (True,)], ids=["exact", "stable", "fused"])
+def test_wkv4_s_sequence_equals_its_steps(ways: tuple[bool, ...]) -> None:
+    """The oracle does all tokens at once where it can; the equations are those of one token. Both
+    are float64, whose exp of many numbers may round otherwise than that of one."""
     generator = torch.Generator().manual_seed(0)
-    w, u, k, v = (
-        torch.randn(2, 50, 3, dtype=torch.float64, generator=generator) for _ in range(4)
-    )
+    shape = (2, 50, 3)
+    w, u, k, v = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(4))
     w = w.exp()
-    y, z = torch.rand(2, 2, 3, dtype=torch.float64, generator=generator)
-    found = wkv4_oracle._plain_sequence(w, u, k, v, y, z)
+    state = torch.rand(3 if ways else 2, 2, 3, dtype=torch.float64, generator=generator).unbind(0)
+    whole = wkv4_oracle._stable_sequence if ways else wkv4_oracle._plain_sequence
+    step = wkv4_oracle.stable_step if ways else wkv4_oracle.plain_step
+    found = whole(w, u, k, v, *state, *ways)
     outputs = []
     for token in zip(*(x.unbind(1) for x in (w, u, k, v)), strict=True):
-        o, y, z = wkv4_oracle.plain_step(*token, y, z)
+        o, *state = step(*token, *state, *ways)
         outputs.append(o)
-    for left, right in zip(found, (torch.stack(outputs, 1), y, z), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-14, atol=1e-14)
+    for left, right in zip(found, (torch.stack(outputs, 1), *state), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
