@@ -196,3 +196,19 @@ def test_wkv4_s_sequence_equals_its_steps(ways: tuple[bool, ...]) -> None:
         outputs.append(o)
     for left, right in zip(found, (torch.stack(outputs, 1), *state), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES[:16], ids=str)
+@pytest.mark.parametrize("exact", [True, False])
+def test_scans_in_numpy_equal_torch_s(case, exact, monkeypatch) -> None:
+    """The loops that NumPy runs are those that torch would: bit for bit where numbers are real."""
+    if case.dtype is torch.float64:
+        case = replace(case, dtype=torch.float32)
+    reference = getattr(scan_oracle, f"{case.op}_reference")
+    found = reference(**make_inputs(case), **options(case), exact=exact)
+    monkeypatch.setattr(scan_oracle, "_NUMPY", ())
+    wanted = reference(**make_inputs(case), **options(case), exact=exact)
+    assert found.keys() == wanted.keys()
+    close = 1e-14 if case.dtype.is_complex or (case.theta and exact) else 0
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=close, atol=close, msg=name)
