@@ -50,7 +50,7 @@ run_pytest() {
   count=$(jobs)
   ((count <= 24)) || count=24
   if ((count > 1)) && "$python" -c 'import xdist' 2>/dev/null; then
-    workers=(-n "$count" --dist loadgroup)
+    workers=(-n "$count" --dist loadgroup --no-loadscope-reorder)
   fi
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} \
     "$python" -m pytest "${workers[@]}" "$@"

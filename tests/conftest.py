@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,49 @@ _MARKERS = {
     "gpu": "needs a CUDA device (skipped elsewhere)",
     "large": "needs tens of GiB of device memory",
     "sanitize": "the reduced set that runs under compute-sanitizer",
-    "slow": "takes more than ten seconds",
-    "xdist_group": "these share a module's fixtures: one worker of pytest-xdist runs them all",
+    "slow": "takes some ten seconds or more where nothing else runs; begins first",
+    # "inductor": the first test compiles the headers that every compiled graph includes.
+    "xdist_group": "these share a module's fixtures, or what the first of them leaves in a cache: "
+    "one worker of pytest-xdist runs them all",
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in _MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long, or has to stay on one worker, comes first: begun last, it would keep one
+    worker busy while the others have nothing left to do (--no-loadscope-reorder keeps this order).
+    """
+
+    def later(item: pytest.Item) -> bool:
+        return not any(item.get_closest_marker(name) for name in ("slow", "xdist_group"))
+
+    items.sort(key=later)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's scheduler of --dist loadgroup, which forgets the groups that are done.
+
+    Its own goes through every group that a worker has ever had, after every test: of these many
+    thousand tests, each a group, that takes a core some ten seconds.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            super().mark_test_complete(node, item_index, duration)
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            work = self.assigned_work[node]
+            if all(work[scope].values()):
+                del work[scope]
+
+    return Scheduling(config, log)
 
 
 def why_no_cuda() -> str | None:

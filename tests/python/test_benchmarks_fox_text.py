@@ -100,6 +100,7 @@ def corpus(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_tiny_run_of_two_models(load, tmp_path, corpus):
     out = tmp_path / "out"
     models = ("--models", "fot-pro", "hgrn2")

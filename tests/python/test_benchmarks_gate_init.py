@@ -29,6 +29,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_a_tiny_sweep_and_its_second_part(tmp_path):
     table, picture, gates = (tmp_path / name for name in ("sweep.json", "sweep.png", "gates.png"))
     few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
@@ -57,6 +58,7 @@ def test_a_tiny_sweep_and_its_second_part(tmp_path):
     assert model["layer_options"] == [{"gate_init": "gumbel-softmax"}]
 
 
+@pytest.mark.slow
 def test_some_runs_go_on_and_the_others_are_taken_from_before(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")

@@ -34,6 +34,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path):
     table, picture = tmp_path / "mqar.json", tmp_path / "mqar.png"
     tiny = ("--device", "cpu", "--lengths", 32, "--widths", 64, "--rates", 1e-2, "--seeds", 3, 5)
@@ -69,6 +70,7 @@ def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path):
     assert (tmp_path / "again.png").read_bytes() == drawn
 
 
+@pytest.mark.slow
 def test_runs_of_an_earlier_sweep_join(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     tiny = ("--device", "cpu", "--lengths", 16, "--widths", 64, "--rates", 1e-2, "--score-every", 1)

@@ -360,6 +360,7 @@ def test_autocast(options):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("inductor")
 @pytest.mark.parametrize(
     ("options", "backend"),
     [({}, "inductor"), ({"theta": "data", "input_gate": "free"}, "aot_eager")],

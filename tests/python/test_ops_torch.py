@@ -222,6 +222,7 @@ def test_compiled_with_offsets_on_the_cpu(device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("inductor")
 def test_compiled_with_inductor(device: str) -> None:
     """Once through the default backend, with work to fuse on both sides of the op."""
     case = replace(CASES[0], activation="none")

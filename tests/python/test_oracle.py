@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import error_rule, gla_chunks, gla_oracle, scan_oracle
+from support import error_rule, gla_chunks, gla_oracle, scan_oracle, wkv4_oracle
 from support.cases import make_inputs, options
 from support.gla_cases import GlaCase
 from support.scan_cases import ScanCase
@@ -176,3 +176,39 @@ def test_rule_accepts_the_yardstick_and_refuses_what_is_wrong() -> None:
     for name, value in wrong.items():
         with pytest.raises(AssertionError, match=name):
             error_rule.assert_within_rule(name, value, exact, same)
+
+
+@pytest.mark.parametrize("ways", [(), (False,), (True,)], ids=["exact", "stable", "fused"])
+def test_wkv4_s_sequence_equals_its_steps(ways: tuple[bool, ...]) -> None:
+    """The oracle does all tokens at once where it can; the equations are those of one token. Both
+    are float64, whose exp of many numbers may round otherwise than that of one."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 50, 3)
+    w, u, k, v = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(4))
+    w = w.exp()
+    state = torch.rand(3 if ways else 2, 2, 3, dtype=torch.float64, generator=generator).unbind(0)
+    whole = wkv4_oracle._stable_sequence if ways else wkv4_oracle._plain_sequence
+    step = wkv4_oracle.stable_step if ways else wkv4_oracle.plain_step
+    found = whole(w, u, k, v, *state, *ways)
+    outputs = []
+    for token in zip(*(x.unbind(1) for x in (w, u, k, v)), strict=True):
+        o, *state = step(*token, *state, *ways)
+        outputs.append(o)
+    for left, right in zip(found, (torch.stack(outputs, 1), *state), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES[:16], ids=str)
+@pytest.mark.parametrize("exact", [True, False])
+def test_scans_in_numpy_equal_torch_s(case, exact, monkeypatch) -> None:
+    """The loops that NumPy runs are those that torch would: bit for bit where numbers are real."""
+    if case.dtype is torch.float64:
+        case = replace(case, dtype=torch.float32)
+    reference = getattr(scan_oracle, f"{case.op}_reference")
+    found = reference(**make_inputs(case), **options(case), exact=exact)
+    monkeypatch.setattr(scan_oracle, "_NUMPY", ())
+    wanted = reference(**make_inputs(case), **options(case), exact=exact)
+    assert found.keys() == wanted.keys()
+    close = 1e-14 if case.dtype.is_complex or (case.theta and exact) else 0
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=close, atol=close, msg=name)

@@ -87,19 +87,21 @@ def count(config: LMConfig) -> int:
     return sum(p.numel() for p in cls(config, device="meta").parameters())
 
 
+# Each call of presets() makes and checks every configuration: one call is enough for reading.
+ALL = presets()
 # FoT counts the untied head, but not the input embedding.
 WITHOUT_EMBEDDING = tuple(
-    name for name in COUNTS if name == "hgrn2-756m" or presets()[name].vocab_size == 50257
+    name for name in COUNTS if name == "hgrn2-756m" or ALL[name].vocab_size == 50257
 )
 
 
 def test_every_preset_is_counted():
-    assert set(presets()) == set(COUNTS)
+    assert set(ALL) == set(COUNTS)
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters(name):
-    config = presets()[name]
+    config = ALL[name]
     embedding = config.vocab_size * config.dim if name in WITHOUT_EMBEDDING else 0
     assert count(config) - embedding == COUNTS[name]
 
@@ -112,7 +114,7 @@ def test_within_a_printed_unit(name):
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_json(name):
-    config = presets()[name]
+    config = ALL[name]
     assert LMConfig.from_json(config.to_json()) == config
 
 

@@ -38,6 +38,7 @@ def trained(out, **changes):
     return {name: p.detach().cpu() for name, p in run.trainer.model.named_parameters()}, rows
 
 
+@pytest.mark.xdist_group("inductor")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_steps_train_alike(tmp_path, precision):
     settings = {"precision": precision, "steps": 10, "eval_every": 5, "clip": 1.0}
@@ -74,6 +75,8 @@ def test_every_mixer_s_block_can_be_traced(tmp_path, text, mixer, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("inductor")
 def test_a_compiled_run_resumes_bit_for_bit(tmp_path, text):
     """Dropout included, in processes of their own."""
     flags = [*FLAGS, "--compile", "--dropout=0.1", "--schedule=constant", "--quiet"]

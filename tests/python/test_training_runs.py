@@ -207,6 +207,7 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, text, optimizer):
         assert_same(a[key], b[key], key)
 
 
+@pytest.mark.slow
 def test_sigkill_in_the_middle_then_resumed_ends_with_the_same_weights(tmp_path, text):
     flags = [*FLAGS, "--steps=300", "--checkpoint-every=7", "--dropout=0.1", "--quiet", text]
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -23,6 +23,9 @@ second way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +38,52 @@ from support.recurrence import (
     token_order,
 )
 
+# What NumPy computes instead of torch where neither autograd nor a fused operation is asked for: it
+# does the same operation on a few numbers in a tenth of the time. Real results are the same bits;
+# complex products may be rounded otherwise, so that of the complex ones only the oracle's
+# complex128 is here, and the yardsticks' complex64 is not (test_oracle.py).
+_NUMPY = (torch.float32, torch.float64, torch.complex128)
+
+
+def _numpy_can(*tensors: Tensor) -> bool:
+    return all(
+        t.dtype in _NUMPY and t.device.type == "cpu" and not t.requires_grad for t in tensors
+    )
+
+
+def _token_by_token(*tensors: Tensor, steps: range) -> Iterator[tuple[np.ndarray, ...]]:
+    """[B, D] of each tensor [B, T, D], in the order of the steps."""
+    arrays = [t.transpose(0, 1).resolve_conj().numpy() for t in tensors]
+    if steps.step < 0:
+        arrays = [array[steps.stop + 1 : steps.start + 1][::-1] for array in arrays]
+    else:
+        arrays = [array[steps.start : steps.stop] for array in arrays]
+    return zip(*arrays, strict=True)
+
+
+def _recurrence_in_numpy(x, a, h0, cu_seqlens, reverse: bool):
+    states, finals = torch.empty_like(x), []
+    for order in token_order(x.shape[1], cu_seqlens, reverse):
+        h = h0[order.rows].resolve_conj().numpy().copy()
+        product = np.empty_like(h)
+        for a_t, x_t, h_t in _token_by_token(a, x, states, steps=order.steps):
+            np.multiply(a_t, h, product)
+            np.add(product, x_t, h_t)
+            h = h_t
+        finals.append(torch.from_numpy(h.copy()))
+    return states, torch.cat([h0[:0], *finals])
+
+
+def _adjoint_in_numpy(a, h0, dh, dh_final, cu_seqlens, reverse: bool):
+    grads, dh0 = torch.empty_like(dh), []
+    for order in token_order(dh.shape[1], cu_seqlens, reverse):
+        p = dh_final[order.rows].resolve_conj().numpy().copy()
+        for a_t, dh_t, g_t in _token_by_token(a, dh, grads, steps=order.steps[::-1]):
+            np.add(dh_t, p, g_t)
+            np.multiply(a_t, g_t, p)
+        dh0.append(torch.from_numpy(p))
+    return grads, torch.cat([h0[:0], *dh0])
+
 
 def _recurrence(x, a, h0, cu_seqlens, reverse: bool, turn: Tensor | None = None, fused=False):
     """All states [B, T, D] and the final ones [N, D] of h_t = a_t turn h_{t-1} + x_t.
@@ -43,6 +92,8 @@ def _recurrence(x, a, h0, cu_seqlens, reverse: bool, turn: Tensor | None = None,
     """
     time = x.shape[1]
     a = a if turn is None or fused else a * turn
+    if not fused and _numpy_can(x, a, h0) and x.dtype == a.dtype == h0.dtype:
+        return _recurrence_in_numpy(x, a.expand_as(x), h0, cu_seqlens, reverse)
     xs, decays, states = x.unbind(1), a.unbind(1), [None] * time
     finals = []
     for order in token_order(time, cu_seqlens, reverse):
@@ -67,6 +118,8 @@ def _adjoint(
     time = dh.shape[1]
     a, turn = a.conj(), None if turn is None else turn.conj()
     a = a if turn is None or fused else a * turn
+    if not fused and _numpy_can(a, dh, dh_final) and a.dtype == dh.dtype == dh_final.dtype:
+        return _adjoint_in_numpy(a.expand_as(dh), h0, dh, dh_final, cu_seqlens, reverse)
     decays, grads, g = a.expand_as(dh).unbind(1), dh.unbind(1), [None] * time
     dh0 = []
     for order in token_order(time, cu_seqlens, reverse):

@@ -29,19 +29,58 @@ def mean_and_log(state: Tensor) -> Tensor:
     return torch.stack([y / z, m.detach() + torch.log(z)], 1)
 
 
-def _plain_step(w, u, k, v, y, z):
+def plain_step(w, u, k, v, y, z):
+    """One token of the equations: o_t, y_t, z_t."""
     weight, bonus = torch.exp(k), torch.exp(u + k)
     o = (y + bonus * v) / (z + bonus)
     return o, torch.exp(-w) * y + weight * v, torch.exp(-w) * z + weight
 
 
-def _stable_step(w, u, k, v, y, z, m, fused):
+def _plain_sequence(w, u, k, v, y, z):
+    """o [B, T, D] and the last y, z, of `plain_step` over w, u, k, v [B, T, D].
+
+    The same operations on the same numbers. Only y and z need the tokens before them, so all else
+    is done for all tokens at once (test_oracle.py holds one against the other).
+    """
+    weight, bonus, decay = torch.exp(k), torch.exp(u + k), torch.exp(-w)
+    ys, zs, *last = _sums(decay, weight, v, y, z)
+    return (ys + bonus * v) / (zs + bonus), *last
+
+
+def _sums(decay, weight, v, y, z):
+    """[B, T, D] of y and of z before every token, then both after the last."""
+    entering = torch.stack([weight * v, weight]).unbind(2)
+    sums, before = torch.stack([y, z]), []
+    for decay_t, entering_t in zip(decay.unbind(1), entering, strict=True):
+        before.append(sums)
+        sums = decay_t * sums + entering_t
+    return (*(torch.stack(before, 2) if before else v.new_zeros(2, *v.shape)), *sums)
+
+
+def stable_step(w, u, k, v, y, z, m, fused):
+    """One token with the running maximum m: o_t, y_t, z_t, m_t."""
     top = torch.maximum(m, u + k).detach()
     old, new = torch.exp(m - top), torch.exp((k - top) + u if fused else (u + k) - top)
     o = (old * y + new * v) / (old * z + new)
     top = torch.maximum(m - w, k).detach()
     old, new = torch.exp((m - top) - w if fused else (m - w) - top), torch.exp(k - top)
     return o, old * y + new * v, old * z + new, top
+
+
+def _stable_sequence(w, u, k, v, y, z, m, fused):
+    """o [B, T, D] and the last y, z, m, of `stable_step`: the maxima first, which are constants,
+    then as `_plain_sequence`."""
+    maxima = [m]
+    with torch.no_grad():
+        for w_t, k_t in zip(w.unbind(1), k.unbind(1), strict=True):
+            maxima.append(torch.maximum(maxima[-1] - w_t, k_t))
+    before = torch.stack(maxima[:-1], 1) if len(maxima) > 1 else torch.zeros_like(k)
+    after = torch.stack(maxima[1:], 1) if len(maxima) > 1 else torch.zeros_like(k)
+    old = torch.exp((before - after) - w if fused else (before - w) - after)
+    ys, zs, *last = _sums(old, torch.exp(k - after), v, y, z)
+    top = torch.maximum(before, u + k).detach()
+    old, new = torch.exp(before - top), torch.exp((k - top) + u if fused else (u + k) - top)
+    return (old * ys + new * v) / (old * zs + new), *last, maxima[-1]
 
 
 def forward(
@@ -51,25 +90,24 @@ def forward(
     """(o, final state), in the precision of the tensors; w and u [B, T, D] or [D]."""
     batch, time, width = k.shape
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    tokens = list(zip(*(x.expand_as(k).unbind(1) for x in (w, u, k, v)), strict=True))
-    outputs, finals = [None] * time, []
+    outputs, finals = [], []
     for order in recurrence.token_order(time, cu_seqlens, reverse=False):
         count = len(range(rows)[order.rows])
+        at = slice(order.steps.start, order.steps.stop)
+        tokens = [x.expand_as(k)[:, at] for x in (w, u, k, v)]
         y, z, m = k.new_zeros(3, count, width)
         if state is not None:
             y, z, m = state[order.rows].unbind(1)
             m = m.detach()  # a constant
         if exact:
             y, z, m = y * torch.exp(m), z * torch.exp(m), torch.zeros_like(m)
-        elif state is None:
-            m = torch.full_like(m, -1e30)
-        for t in order.steps:
-            if exact:
-                outputs[t], y, z = _plain_step(*tokens[t], y, z)
-            else:
-                outputs[t], y, z, m = _stable_step(*tokens[t], y, z, m, fused)
+            o, y, z = _plain_sequence(*tokens, y, z)
+        else:
+            m = torch.full_like(m, -1e30) if state is None else m
+            o, y, z, m = _stable_sequence(*tokens, y, z, m, fused)
+        outputs.append(o)
         finals.append(torch.stack([y, z, m], 1))
-    o = torch.stack(outputs, 1) if time else k.clone()
+    o = torch.cat(outputs, 1) if outputs else k.clone()
     return o, torch.cat(finals) if finals else k.new_zeros(0, 3, width)
 
 
