@@ -8,11 +8,15 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <string_view>
 
 namespace tidegate::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
+
+/// "float32" and the like, as torch has them in Python.
+std::string dtype_name(at::ScalarType dtype);
 
 inline bool is_given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
