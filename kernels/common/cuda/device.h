@@ -74,8 +74,9 @@ cudaError_t allow_shared_bytes(int bytes) {
 /// `known`: what was found so far, zero where nothing was.
 [[nodiscard]] cudaError_t compiled_for(const void* kernel, DeviceCounts* known, int* version);
 
-/// Which code of a kernel runs on the current device: 80 or 90, the virtual architecture that it was
-/// compiled for, as __CUDA_ARCH__ / 10 has it. A chip of 9.0 or later may well run the code of 8.0.
+/// Which code of a kernel runs on the current device: 80 or 90, the virtual architecture that it
+/// was compiled for, as __CUDA_ARCH__ / 10 has it. A chip of 9.0 or later may well run the code
+/// of 8.0.
 template <auto* kKernel>
 cudaError_t compiled_for(int* version) {
   static DeviceCounts known;

@@ -131,9 +131,9 @@ __device__ inline void wait_for_kernels_before() {
 
 /// Launches a kernel whose threads all call wait_for_kernels_before: its blocks take their places
 /// while the last ones of the kernel before are still at work (programmatic dependent launch). That
-/// is for code of compute capability 9.0, which knows how to wait; other code begins when the kernel
-/// before has ended, on whatever chip it runs. For small kernels that follow large ones: their
-/// launch costs no time then. Nothing where the grid has no blocks.
+/// is for code of compute capability 9.0, which knows how to wait; other code begins when the
+/// kernel before has ended, on whatever chip it runs. For small kernels that follow large ones:
+/// their launch costs no time then. Nothing where the grid has no blocks.
 template <auto* kKernel, class... Work>
 cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
                          const Work&... work) {
