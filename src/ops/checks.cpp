@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <sstream>
 #include <string>
@@ -71,6 +72,11 @@ std::vector<int64_t> check_offsets_values(const Reference& data, const char* nam
 
 std::string dtype_name(at::ScalarType dtype) {
   return std::string(c10::getDtypeNames(dtype).first);  // a std::string_view in later torch
+}
+
+void check_scale(const char* op, double scale) {
+  TORCH_CHECK(scale > 0 && std::isfinite(scale), op, ": scale must be above 0 and finite, got ",
+              scale);
 }
 
 at::ScalarType state_dtype(at::ScalarType dtype) {
