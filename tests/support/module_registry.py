@@ -657,21 +657,21 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.GatedRNN, _minimal_rnn_arguments(), _mixer_inputs, allowed=20, variants=3
     ),
     "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110 + len(STARTS)),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=106, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=106 + len(STARTS), variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=113,
+        allowed=113 + len(STARTS),
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=114,
+        allowed=114 + len(STARTS),
     ),
 }
