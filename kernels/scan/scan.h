@@ -25,9 +25,9 @@ enum class TimeSplit : uint8_t {
 struct ScanPlan {
   bool sequential = false;  // one thread a channel, step by step
   TimeSplit split = TimeSplit::kSingleBlock;
-  // Rows of a channel tile are whole and aligned to four threads' packs. They are copied 16 bytes a
-  // thread where, moreover, all inputs' packs have four bytes (not an fp32 gate beside 16-bit
-  // data).
+  // D makes a channel tile, and rows of all tiles are aligned to four threads' packs. They are
+  // copied 16 bytes a thread where, moreover, all inputs' packs have four bytes (not an fp32 gate
+  // beside 16-bit data).
   bool wide_rows = false;
   bool one_block_per_sm = false;    // single-block: no multiprocessor has two blocks
   int blocks_per_sequence = 1;      // 1 where single-block, and may be 1 where multi-block

@@ -72,6 +72,33 @@ def _offsets_on(
     return cu_seqlens.to(device)
 
 
+def _check_switch(op: str, name: str, value: object) -> None:
+    if value is not True and value is not False:  # torch would take 2, and None for False
+        raise RuntimeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def _check_text(op: str, name: str, value: object) -> None:
+    if not isinstance(value, str):  # torch would take bytes
+        raise RuntimeError(f"{op}: {name} must be a string, got {value!r}")
+
+
+def _check_number(op: str, name: str, value: object) -> None:
+    if isinstance(value, bool):  # torch would take it for 0 or 1
+        raise RuntimeError(f"{op}: {name} must be a number, got {value!r}")
+
+
+def _check_numbers(op: str, p: object, **numbers: object) -> None:
+    """Of an initialiser: p is a tensor, the others are numbers."""
+    _check_tensor(op, "p", p)
+    for name, value in numbers.items():
+        _check_number(op, name, value)
+
+
+def _check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise RuntimeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+
+
 def _is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device`, which may not be the current one, is captured."""
     with torch.cuda.device(device):
@@ -116,6 +143,7 @@ def linear_scan(
     Cost O(B T D): reads x and a once, writes h once. Accumulates in the state's dtype; bitwise
     deterministic; training keeps a, h0 and h.
     """
+    _check_switch("linear_scan", "reverse", reverse)
     cu_seqlens = _offsets_on("linear_scan", cu_seqlens, x)
     return torch.ops.tidegate.linear_scan(x, a, h0, reverse, cu_seqlens)
 
@@ -252,6 +280,8 @@ def hgru(
     Cost O(B T D): reads c and f once, writes h once. Accumulates in the state's dtype; bitwise
     deterministic; training keeps the inputs and h.
     """
+    _check_text("hgru", "activation", activation)
+    _check_switch("hgru", "reverse", reverse)
     cu_seqlens = _offsets_on("hgru", cu_seqlens, c)
     return torch.ops.tidegate.hgru(c, f, gamma, theta, h0, activation, reverse, cu_seqlens)
 
@@ -279,6 +309,7 @@ def hgru_step(
         The new state in c's dtype and shape. Has no gradient: raises when an argument requires one
         and gradients are recorded.
     """
+    _check_text("hgru_step", "activation", activation)
     return torch.ops.tidegate.hgru_step(c, f, gamma, theta, state, activation)
 
 
@@ -319,6 +350,7 @@ def lru_scan(
     Cost O(B T D): reads x once, writes h once. Accumulates in the state's dtype, with a lambda that
     keeps more digits than it; bitwise deterministic; training keeps the inputs and h.
     """
+    _check_switch("lru_scan", "reverse", reverse)
     cu_seqlens = _offsets_on("lru_scan", cu_seqlens, x)
     return torch.ops.tidegate.lru_scan(x, nu_log, theta_log, gamma_log, h0, reverse, cu_seqlens)
 
@@ -379,6 +411,8 @@ def gated_linear_attention(
     state's dtype; bitwise deterministic; training keeps the inputs only and computes the states
     again. Any strides with a unit last one are read in place.
     """
+    _check_number("gated_linear_attention", "scale", scale)
+    _check_switch("gated_linear_attention", "reverse", reverse)
     cu_seqlens = _offsets_on("gated_linear_attention", cu_seqlens, q)
     return torch.ops.tidegate.gated_linear_attention(q, k, v, log_f, h0, scale, reverse, cu_seqlens)
 
@@ -400,6 +434,7 @@ def gated_linear_attention_step(
         o [B, H, V]. Has no gradient: raises when an argument requires one and gradients are
         recorded. Reads and writes the state once.
     """
+    _check_number("gated_linear_attention_step", "scale", scale)
     return torch.ops.tidegate.gated_linear_attention_step(q, k, v, log_f, state, scale)
 
 
@@ -446,6 +481,10 @@ def hgrn2(
     either. Exact for any gate. Cost O(B T H K V). Accumulates in the state's dtype; bitwise
     deterministic; training keeps the inputs only and computes the states again.
     """
+    _check_number("hgrn2", "scale", scale)
+    _check_text("hgrn2", "q_activation", q_activation)
+    _check_text("hgrn2", "v_activation", v_activation)
+    _check_switch("hgrn2", "reverse", reverse)
     cu_seqlens = _offsets_on("hgrn2", cu_seqlens, q)
     return torch.ops.tidegate.hgrn2(
         q, f, v, gamma, h0, scale, q_activation, v_activation, reverse, cu_seqlens
@@ -479,6 +518,9 @@ def hgrn2_step(
         o [B, H, V]. Has no gradient: raises when an argument requires one and gradients are
         recorded. Reads and writes the state once.
     """
+    _check_number("hgrn2_step", "scale", scale)
+    _check_text("hgrn2_step", "q_activation", q_activation)
+    _check_text("hgrn2_step", "v_activation", v_activation)
     return torch.ops.tidegate.hgrn2_step(q, f, v, gamma, state, scale, q_activation, v_activation)
 
 
@@ -530,6 +572,10 @@ def forgetting_attention(
     behind dlog_f with atomics. Training keeps the inputs, o and lse. Any strides with a unit last
     one are read in place.
     """
+    _check_number("forgetting_attention", "scale", scale)
+    _check_number("forgetting_attention", "window", window)
+    _check_number("forgetting_attention", "prune", prune)
+    _check_switch("forgetting_attention", "return_lse", return_lse)
     cu_seqlens = _offsets_on("forgetting_attention", cu_seqlens, q)
     cu_seqlens_k = _offsets_on("forgetting_attention", cu_seqlens_k, q, "cu_seqlens_k")
     o, lse = torch.ops.tidegate.forgetting_attention(
@@ -568,6 +614,8 @@ def forgetting_attention_step(
         recorded. On CUDA, reads the cache once for up to eight query heads a key head (four on CUDA
         cores).
     """
+    _check_number("forgetting_attention_step", "scale", scale)
+    _check_number("forgetting_attention_step", "window", window)
     return torch.ops.tidegate.forgetting_attention_step(
         q, k_cache, v_cache, gate_cache, lengths, scale, window
     )
@@ -590,6 +638,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Ten
         y [B, T, H, D] in x's dtype, rounded once. Differentiable as often as asked. Cost O(BTHD);
         one pass that reads x and writes y.
     """
+    _check_switch("rotary", "inverse", inverse)
     return torch.ops.tidegate.rotary(x, cos, sin, inverse)
 
 
@@ -655,18 +704,21 @@ def init_uniform_(p: Tensor, low: float, high: float) -> Tensor:
     draws as the C++ function's. A sharded p (a DTensor) gets its share of what one process would
     have drawn; the bare operator takes plain tensors only. Returns p.
     """
+    _check_numbers("init_uniform_", p, low=low, high=high)
     fill(p, lambda t: torch.ops.tidegate.init_uniform_(t, low, high))
     return p
 
 
 def init_normal_(p: Tensor, mean: float, std: float) -> Tensor:
     """``p ~ N(mean, std^2)``; see :func:`init_uniform_`."""
+    _check_numbers("init_normal_", p, mean=mean, std=std)
     fill(p, lambda t: torch.ops.tidegate.init_normal_(t, mean, std))
     return p
 
 
 def init_constant_(p: Tensor, value: float) -> Tensor:
     """``p = value``; see :func:`init_uniform_`."""
+    _check_numbers("init_constant_", p, value=value)
     fill(p, lambda t: torch.ops.tidegate.init_constant_(t, value))
     return p
 
@@ -674,6 +726,7 @@ def init_constant_(p: Tensor, value: float) -> Tensor:
 def init_chrono_(p: Tensor, t_max: int) -> Tensor:
     """``p = log u, u ~ U[1, t_max - 1)``, t_max of 2 or more; see :func:`init_uniform_`, and
     `tidegate.nn.init` for what it is for."""
+    _check_numbers("init_chrono_", p, t_max=t_max)
     fill(p, lambda t: torch.ops.tidegate.init_chrono_(t, t_max))
     return p
 
@@ -681,6 +734,7 @@ def init_chrono_(p: Tensor, t_max: int) -> Tensor:
 def init_gumbel_softmax_(p: Tensor, d: int, alpha: float, tau: float) -> Tensor:
     """``p = (alpha + log u - log(1 - u)) / tau, u ~ U[1/d, 1 - 1/d)``, d of 2 or more, tau above 0;
     see :func:`init_uniform_`, and `tidegate.nn.init` for what it is for."""
+    _check_numbers("init_gumbel_softmax_", p, d=d, alpha=alpha, tau=tau)
     fill(p, lambda t: torch.ops.tidegate.init_gumbel_softmax_(t, d, alpha, tau))
     return p
 
@@ -689,12 +743,14 @@ def init_lru_nu_log_(p: Tensor, r_min: float, r_max: float) -> Tensor:
     """``p = log(-log r), r^2 ~ U[r_min^2, r_max^2)``: ``exp(-exp(p))`` is the modulus of a number
     uniform on a ring (LRU, arXiv 2303.06349). 0 <= r_min <= r_max <= 1, not both 0 nor both 1; see
     :func:`init_uniform_`."""
+    _check_numbers("init_lru_nu_log_", p, r_min=r_min, r_max=r_max)
     fill(p, lambda t: torch.ops.tidegate.init_lru_nu_log_(t, r_min, r_max))
     return p
 
 
 def init_lru_theta_log_(p: Tensor, max_phase: float) -> Tensor:
     """``p = log theta, theta ~ U(0, max_phase)``, in radians a step; see :func:`init_uniform_`."""
+    _check_numbers("init_lru_theta_log_", p, max_phase=max_phase)
     fill(p, lambda t: torch.ops.tidegate.init_lru_theta_log_(t, max_phase))
     return p
 
@@ -702,6 +758,8 @@ def init_lru_theta_log_(p: Tensor, max_phase: float) -> Tensor:
 def init_lru_gamma_log_(p: Tensor, nu_log: Tensor) -> Tensor:
     """``p = log sqrt(1 - r^2), r = exp(-exp(nu_log))``: keeps the size of a state whose inputs are
     independent; nu_log has p's shape; see :func:`init_uniform_`."""
+    _check_numbers("init_lru_gamma_log_", p)
+    _check_tensor("init_lru_gamma_log_", "nu_log", nu_log)
     with torch.no_grad():
         rates = nu_log.full_tensor() if hasattr(nu_log, "device_mesh") else nu_log.detach()
     fill(p, lambda t: torch.ops.tidegate.init_lru_gamma_log_(t, rates))
@@ -713,6 +771,7 @@ def init_long_(p: Tensor, t_min: float, t_max: float) -> Tensor:
     steps of log T (one head: t_min): a gate sigmoid(p_h) forgets over T_h tokens,
     ``sigmoid(p_h)^T_h = 1 / e`` (Forgetting Transformer, section 4.5); see :func:`init_uniform_`.
     """
+    _check_numbers("init_long_", p, t_min=t_min, t_max=t_max)
     fill(p, lambda t: torch.ops.tidegate.init_long_(t, t_min, t_max))
     return p
 
@@ -721,6 +780,7 @@ def init_rope_theta_(p: Tensor) -> Tensor:
     """``p_j = 10000^(-2 j / d)`` for p [d]: HGRN's phases, in radians a step, which spread like the
     frequencies of rotary embeddings (arXiv 2104.09864); see :func:`init_uniform_`.
     """
+    _check_numbers("init_rope_theta_", p)
     fill(p, torch.ops.tidegate.init_rope_theta_)
     return p
 

@@ -163,12 +163,14 @@ void Backbone::reset_matrices(torch::nn::Module& model) const {
     const std::string owner = name.substr(0, dot);
     const bool is_top = owner == "embedding" || owner == "patch" || owner == "head";
     if (!owner.ends_with("_proj") && !is_top) continue;
-    if (name.ends_with(".weight")) {
-      init_normal_(item.value(), 0.0, *config.init_std);
-    } else {
+    const std::string kind = name.substr(dot + 1);
+    if (kind == "bias") {
       init_constant_(item.value(), 0.0);
+    } else if (kind != "scale" && kind != "mix") {
+      init_normal_(item.value(), 0.0, *config.init_std);
     }
   }
+  for (size_t k = 0; k < blocks->size(); ++k) block(k).mixer().reset_chosen_biases();
 }
 
 BlockImpl& Backbone::block(size_t layer) const { return *(*blocks.ptr())[layer]->as<BlockImpl>(); }

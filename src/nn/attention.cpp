@@ -37,7 +37,24 @@ void AttentionImpl::reset() {
   if (!UndrawnGuard::is_active()) reset_parameters();
 }
 
+// With a window, attention is forgetting_attention with nothing forgotten: torch's would want a
+// mask of T x T. The op's heads have at most so many channels.
+bool AttentionImpl::has_window_op() const {
+  constexpr int64_t kMostChannels = 256;
+  return switches_.window && switches_.head_dim <= kMostChannels;
+}
+
+// Log forget gates [B, T, H] of zero, which take no memory.
+Tensor AttentionImpl::nothing_forgotten(const Tensor& v) const {
+  return at::zeros({}, v.options()).expand({v.size(0), v.size(1), switches_.num_heads});
+}
+
 Tensor AttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {
+  if (has_window_op()) {
+    Operands ungated = x;
+    ungated.log_f = nothing_forgotten(x.v);
+    return attend_by_op(ungated, layout, /*prune=*/std::nullopt);
+  }
   if (!layout.is_packed()) return scores(x.q, x.k, x.v, {});
   // Packed sequences are laid out as rows of a batch; reads the lengths on the host.
   const int64_t size = longest(layout);
@@ -48,6 +65,10 @@ Tensor AttentionImpl::attend(const Operands& x, const TokenLayout& layout) const
 
 Tensor AttentionImpl::attend_state(const Tensor& q, const AttentionState& state,
                                    const TokenLayout& layout) const {
+  if (has_window_op()) {
+    return attend_state_by_op(q, state, nothing_forgotten(state.v), layout,
+                              /*prune=*/std::nullopt);
+  }
   const Tensor past = (state.lengths - layout.lengths()).unsqueeze(1);
   if (!layout.is_packed()) return scores(q, state.k, state.v, past + layout.steps());
   const int64_t size = longest(layout);

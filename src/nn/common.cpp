@@ -208,7 +208,7 @@ torch::Tensor bounded_log_gate(const torch::Tensor& log_gate,
 }
 
 NormImpl::NormImpl(const NormOptions& options) : options(options) {
-  check_choice("norm", "kind", options.kind(), kNorms);
+  check_choice("norm", "kind", options.kind(), kNormsOrNone);
   TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()),
                     "norm: eps: expected 0 or more; got ", options.eps());
   reset();
@@ -232,6 +232,7 @@ void NormImpl::reset_parameters() {
 }
 
 torch::Tensor NormImpl::forward(const torch::Tensor& x) {
+  if (options.kind() == "none") return x;
   if (options.kind() == "layer") {
     return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
   }

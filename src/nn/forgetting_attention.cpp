@@ -117,27 +117,12 @@ Tensor ForgettingAttentionImpl::log_gate(const Tensor& x, const OptionalTensor& 
 }
 
 Tensor ForgettingAttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {
-  const auto type = x.v.scalar_type();
-  const OptionalTensor cu_seqlens =
-      layout.is_packed() ? OptionalTensor(layout.bounds()) : std::nullopt;
-  return std::get<0>(forgetting_attention(x.q.to(type), x.k.to(type), x.v, x.log_f,
-                                          /*scale=*/std::nullopt, switches_.window, cu_seqlens,
-                                          /*cu_seqlens_k=*/std::nullopt, options.prune()));
+  return attend_by_op(x, layout, options.prune());
 }
 
 Tensor ForgettingAttentionImpl::attend_state(const Tensor& q, const AttentionState& state,
                                              const TokenLayout& layout) const {
-  // Sequences hold different numbers of tokens: they are packed, end to end.
-  const Tensor lengths = state.lengths.to(torch::kLong);
-  const Tensor bounds = at::constant_pad_nd(lengths.cumsum(0), {1, 0});
-  const Tensor rows = at::repeat_interleave(lengths);
-  const Tensor steps = at::arange(rows.numel(), rows.options()) - bounds.index({rows});
-  const auto held = [&](const Tensor& cache) { return cache.index({rows, steps}).unsqueeze(0); };
-  const Tensor queries = q.flatten(0, 1).unsqueeze(0).to(state.k.scalar_type());
-  return std::get<0>(forgetting_attention(queries, held(state.k), held(state.v), held(state.gates),
-                                          /*scale=*/std::nullopt, switches_.window, layout.bounds(),
-                                          bounds, options.prune()))
-      .view(q.sizes());
+  return attend_state_by_op(q, state, state.gates, layout, options.prune());
 }
 
 Tensor ForgettingAttentionImpl::attend_step(const Tensor& q, const AttentionState& state) const {

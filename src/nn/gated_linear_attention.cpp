@@ -47,7 +47,7 @@ GatedLinearAttentionOptions resolve(GatedLinearAttentionOptions options) {
   check_positive(kName, "gate_rank", options.gate_rank());
   check_choice(kName, "gate", options.gate(), {"vector", "scalar"});
   check_feature_map(options);
-  check_choice(kName, "norm", options.norm(), kNorms);
+  check_choice(kName, "norm", options.norm(), kNormsOrNone);
   options.gate_temperature(
       options.gate_temperature().value_or(options.gate() == "vector" ? 16.0 : 1.0));
   TORCH_CHECK_VALUE(*options.gate_temperature() > 0, kName,
@@ -58,6 +58,11 @@ GatedLinearAttentionOptions resolve(GatedLinearAttentionOptions options) {
   TORCH_CHECK_VALUE(!options.normalize() || options.feature_map(), kName,
                     ": feature_map: expected 'elu+1', 'relu' or 'exp' with normalize=True, whose "
                     "divisor must not be negative; got None");
+  if (options.normalize() && options.norm() != "none") {
+    TORCH_WARN(
+        kName, ": normalize=True changes nothing before norm='", options.norm(),
+        "', which divides each head by its own size; norm='none' gives the normalised output");
+  }
   return options;
 }
 
@@ -98,13 +103,16 @@ void GatedLinearAttentionImpl::reset() {
 void GatedLinearAttentionImpl::reset_parameters() {
   reset_linear(in_proj);
   reset_linear(gate_proj);
-  if (options.gate_init()) {
-    const Tensor& bias = gate_proj->bias;
-    parse_gate_init(kName, *options.gate_init(), bias.numel())
-        .draw(bias, gate_proj->options.in_features());
-  }
+  reset_chosen_biases();
   norm->reset_parameters();
   reset_linear(out_proj);
+}
+
+void GatedLinearAttentionImpl::reset_chosen_biases() {
+  if (!options.gate_init()) return;
+  const Tensor& bias = gate_proj->bias;
+  parse_gate_init(kName, *options.gate_init(), bias.numel())
+      .draw(bias, gate_proj->options.in_features());
 }
 
 double GatedLinearAttentionImpl::scale() const {

@@ -24,6 +24,10 @@ void GatedLinearRNNImpl::reset() {
 
 void GatedLinearRNNImpl::reset_parameters() {
   reset_linear(in_proj);
+  reset_chosen_biases();
+}
+
+void GatedLinearRNNImpl::reset_chosen_biases() {
   const Tensor gate = in_proj->bias.detach().narrow(0, 0, options.dim());
   parse_gate_init("GatedLinearRNN", options.gate_init(), options.dim()).draw(gate, options.dim());
 }

@@ -25,9 +25,13 @@ void GatedRNNImpl::reset() {
 
 void GatedRNNImpl::reset_parameters() {
   reset_linear(in_proj);
+  reset_chosen_biases();
+  reset_linear(state_proj);
+}
+
+void GatedRNNImpl::reset_chosen_biases() {
   const Tensor gate = in_proj->bias.detach().narrow(0, 0, options.dim());
   parse_gate_init("GatedRNN", options.gate_init(), options.dim()).draw(gate, options.dim());
-  reset_linear(state_proj);
 }
 
 std::tuple<Tensor, Tensor> GatedRNNImpl::forward_checked(const Tensor& x,

@@ -135,27 +135,33 @@ void HGRUImpl::reset_parameters() {
   } else {
     reset_linear(in_proj);
   }
-  const int64_t s = channels();
+  reset_chosen_biases();
+  if (gate_bias.defined()) {
+    const auto rows = gate_bias.detach().split(channels());
+    draw_gates(rows[0], rows.size() > 1 ? rows[1] : Tensor());
+  }
+  if (theta.defined()) draw_phases(theta.detach());
+  norm->reset_parameters();
+  reset_linear(out_proj);
+}
+
+// The rows of f and i of in_proj's bias by gate_init, and those of theta.
+void HGRUImpl::reset_chosen_biases() {
   const Tensor bias = expansion ? expansion->bias : in_proj->bias;
-  if (options.gate_init() && bias.defined()) {
-    const Tensor rows = bias.detach().view(-1);
+  if (!bias.defined()) return;
+  const Tensor rows = bias.detach().view(-1);
+  if (options.gate_init()) {
+    const int64_t s = channels();
     const int64_t i = state_size() + s + (options.output_gate() ? state_size() : 0);
     draw_gates(rows.narrow(0, state_size(), s),
                options.input_gate() == "free" ? rows.narrow(0, i, s) : Tensor());
   }
-  if (gate_bias.defined()) {
-    const auto rows = gate_bias.detach().split(s);
-    draw_gates(rows[0], rows.size() > 1 ? rows[1] : Tensor());
-  }
-  Tensor phases = theta.defined() ? theta.detach() : Tensor();
-  if (!phases.defined() && theta_rows() > 0 && in_proj->bias.defined()) {
-    phases = in_proj->bias.detach().slice(0, -theta_rows());
-  }
-  if (phases.defined()) {
-    for (const Tensor& row : phases.view({-1, channels()}).unbind(0)) init_rope_theta_(row);
-  }
-  norm->reset_parameters();
-  reset_linear(out_proj);
+  if (theta_rows() > 0) draw_phases(rows.slice(0, -theta_rows()));
+}
+
+// RoPE's angles, in every row of as many as there are channels.
+void HGRUImpl::draw_phases(const Tensor& phases) const {
+  for (const Tensor& row : phases.view({-1, channels()}).unbind(0)) init_rope_theta_(row);
 }
 
 // The bias of f by gate_init, and its negative for i where there is one.

@@ -97,14 +97,20 @@ void HGRU2Impl::reset() {
 
 void HGRU2Impl::reset_parameters() {
   reset_linear(in_proj);
-  if (options.gate_init()) {
-    const int64_t dim = options.dim();
-    const Tensor bias =
-        gate_bias.defined() ? gate_bias : in_proj->bias.detach().narrow(0, dim, dim);
-    parse_gate_init("HGRU2", *options.gate_init(), dim).draw(bias, dim);
-  }
+  reset_chosen_biases();
+  if (gate_bias.defined()) draw_gate(gate_bias);
   norm->reset_parameters();
   reset_linear(out_proj);
+}
+
+// The rows of f of in_proj's bias, by gate_init.
+void HGRU2Impl::reset_chosen_biases() {
+  if (!options.gate_init() || !in_proj->bias.defined()) return;
+  draw_gate(in_proj->bias.detach().narrow(0, options.dim(), options.dim()));
+}
+
+void HGRU2Impl::draw_gate(const Tensor& bias) const {
+  parse_gate_init("HGRU2", *options.gate_init(), options.dim()).draw(bias, options.dim());
 }
 
 double HGRU2Impl::scale() const {

@@ -107,6 +107,11 @@ void LinearRecurrentUnit<Derived, Options>::reset_parameters() {
   if (skip_weight.defined()) init_normal_(skip_weight, 0.0, 1.0);
   draw_normal(out_proj, *options.state());
   if (gate_proj) reset_linear(gate_proj);
+  reset_chosen_biases();
+}
+
+template <typename Derived, typename Options>
+void LinearRecurrentUnit<Derived, Options>::reset_chosen_biases() {
   if constexpr (kIsComplex) {
     if (options.gate_init()) {
       const Tensor bias = gate_proj->bias.detach();

@@ -1,4 +1,5 @@
 #include "tidegate/nn/softmax_attention.h"
+#include "tidegate/ops/forgetting_attention.h"
 #include "tidegate/ops/init.h"
 #include "tidegate/ops/rotary.h"
 
@@ -367,6 +368,32 @@ Tensor SoftmaxAttention::output(Tensor o, const Tensor& g) const {
     o = o * (switches_.output_activation == "sigmoid" ? at::sigmoid(g) : at::silu(g));
   }
   return apply_linear(out_proj, o);
+}
+
+Tensor SoftmaxAttention::attend_by_op(const Operands& x, const TokenLayout& layout,
+                                      std::optional<double> prune) const {
+  const auto type = x.v.scalar_type();
+  const OptionalTensor cu_seqlens =
+      layout.is_packed() ? OptionalTensor(layout.bounds()) : std::nullopt;
+  return std::get<0>(forgetting_attention(x.q.to(type), x.k.to(type), x.v, x.log_f,
+                                          /*scale=*/std::nullopt, switches_.window, cu_seqlens,
+                                          /*cu_seqlens_k=*/std::nullopt, prune));
+}
+
+Tensor SoftmaxAttention::attend_state_by_op(const Tensor& q, const AttentionState& state,
+                                            const Tensor& gates, const TokenLayout& layout,
+                                            std::optional<double> prune) const {
+  // Sequences hold different numbers of tokens: they are packed, end to end.
+  const Tensor lengths = state.lengths.to(torch::kLong);
+  const Tensor bounds = at::constant_pad_nd(lengths.cumsum(0), {1, 0});
+  const Tensor rows = at::repeat_interleave(lengths);
+  const Tensor steps = at::arange(rows.numel(), rows.options()) - bounds.index({rows});
+  const auto held = [&](const Tensor& cache) { return cache.index({rows, steps}).unsqueeze(0); };
+  const Tensor queries = q.flatten(0, 1).unsqueeze(0).to(state.k.scalar_type());
+  return std::get<0>(forgetting_attention(queries, held(state.k), held(state.v), held(gates),
+                                          /*scale=*/std::nullopt, switches_.window, layout.bounds(),
+                                          bounds, prune))
+      .view(q.sizes());
 }
 
 }  // namespace tidegate::nn

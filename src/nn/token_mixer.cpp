@@ -12,6 +12,7 @@
 #include "src/nn/common.h"
 #include "src/nn/shape_text.h"
 #include "src/nn/states.h"
+#include "src/ops/checks.h"
 
 namespace tidegate::nn {
 namespace {
@@ -47,8 +48,7 @@ void check_state_tensor(const char* owner, const char* part, const at::Tensor& s
   TORCH_CHECK_VALUE(state.sizes() == shape, owner, ": state", part, ": expected ", shape, "; got ",
                     shape_text(state));
   TORCH_CHECK_VALUE(state.scalar_type() == dtype, owner, ": state", part, ": expected ",
-                    c10::getDtypeNames(dtype).first, "; got ",
-                    c10::getDtypeNames(state.scalar_type()).first);
+                    ops::dtype_name(dtype), "; got ", ops::dtype_name(state.scalar_type()));
 }
 
 std::tuple<at::Tensor, at::Tensor> TensorStateMixer::forward(

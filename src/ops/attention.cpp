@@ -23,8 +23,9 @@ void check_head_counts(const char* op, const char* name, const c10::SymInt& head
 
 void check_attention_options(const char* op, std::optional<double> scale,
                              std::optional<int64_t> window) {
-  TORCH_CHECK(!scale || (*scale > 0 && std::isfinite(*scale)), op,
-              ": scale must be above 0 and finite, got ", scale.value_or(0));
+  if (scale) {
+    check_scale(op, *scale);
+  }
   TORCH_CHECK(!window || *window >= 1, op, ": window must be at least 1, got ", window.value_or(0));
 }
 

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <sstream>
 #include <string>
@@ -15,8 +16,6 @@
 
 namespace tidegate::ops {
 namespace {
-
-std::string dtype_text(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
 template <class T>
 std::string listed(const std::vector<T>& values) {
@@ -71,6 +70,15 @@ std::vector<int64_t> check_offsets_values(const Reference& data, const char* nam
 
 }  // namespace
 
+std::string dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);  // a std::string_view in later torch
+}
+
+void check_scale(const char* op, double scale) {
+  TORCH_CHECK(scale > 0 && std::isfinite(scale), op, ": scale must be above 0 and finite, got ",
+              scale);
+}
+
 at::ScalarType state_dtype(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
@@ -93,7 +101,7 @@ void check_data_dtype(const Reference& data, ComplexData complex) {
   TORCH_CHECK(
       fits, data.op, ": ", data.name, " must be float32, float64, bfloat16",
       complex == ComplexData::kAccepted ? ", float16, complex64 or complex128" : " or float16",
-      ", got ", dtype_text(dtype));
+      ", got ", dtype_name(dtype));
 }
 
 void check_rank(const Reference& data, int64_t rank, const char* shape_name) {
@@ -112,9 +120,9 @@ void check_gate(const Reference& data, const char* name, const at::Tensor& tenso
   const at::ScalarType own = data.tensor.scalar_type();
   const at::ScalarType single = single_type(own);
   const at::ScalarType given = tensor.scalar_type();
-  TORCH_CHECK(given == own || given == single, data.op, ": ", name, " must be ", dtype_text(own),
-              own == single ? "" : " or " + dtype_text(single), " (", data.name, " is ",
-              dtype_text(own), "), got ", dtype_text(given));
+  TORCH_CHECK(given == own || given == single, data.op, ": ", name, " must be ", dtype_name(own),
+              own == single ? "" : " or " + dtype_name(single), " (", data.name, " is ",
+              dtype_name(own), "), got ", dtype_name(given));
 }
 
 void check_channel_parameter(const Reference& data, const char* name,
@@ -135,8 +143,8 @@ void check_shape(const char* op, const char* name, const at::Tensor& tensor, con
 void check_same_type(const Reference& data, const char* name, const at::Tensor& tensor) {
   check_device(data, name, tensor);
   TORCH_CHECK(tensor.scalar_type() == data.tensor.scalar_type(), data.op, ": ", name, " must be ",
-              dtype_text(data.tensor.scalar_type()), " like ", data.name, ", got ",
-              dtype_text(tensor.scalar_type()));
+              dtype_name(data.tensor.scalar_type()), " like ", data.name, ", got ",
+              dtype_name(tensor.scalar_type()));
 }
 
 void check_like(const Reference& data, const char* name, const at::Tensor& tensor) {
@@ -168,7 +176,7 @@ c10::SymInt check_cu_seqlens(const Reference& data, const OptionalTensor& cu_seq
   const at::Tensor& offsets = *cu_seqlens;
   check_device(data, "cu_seqlens", offsets);
   TORCH_CHECK(offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong, data.op,
-              ": cu_seqlens must be int32 or int64, got ", dtype_text(offsets.scalar_type()));
+              ": cu_seqlens must be int32 or int64, got ", dtype_name(offsets.scalar_type()));
   TORCH_CHECK(offsets.dim() == 1 && offsets.sym_size(0).sym_ge(1).expect_true(__FILE__, __LINE__),
               data.op, ": cu_seqlens must have shape [N + 1], got ", listed(offsets.sym_sizes()));
   TORCH_SYM_CHECK(data.tensor.sym_size(0).sym_eq(1), data.op, ": ", data.name,

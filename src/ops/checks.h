@@ -8,11 +8,18 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <string_view>
 
 namespace tidegate::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
+
+/// "float32" and the like, as torch has them in Python.
+std::string dtype_name(at::ScalarType dtype);
+
+/// What scores or outputs are multiplied by.
+void check_scale(const char* op, double scale);
 
 inline bool is_given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();

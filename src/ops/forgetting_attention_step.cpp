@@ -38,12 +38,12 @@ at::Tensor ForgettingAttentionStep::meta() const {
   check_attention_keys(data, {"k_cache", "v_cache", "gate_cache"}, k_cache, v_cache, gate_cache,
                        "[B, Tmax, Hkv, D]", "[B, Tmax, Hq]");
   const at::ScalarType wide = state_dtype(q.scalar_type());
-  TORCH_CHECK(gate_cache.scalar_type() == wide, kOp, ": gate_cache must be ",
-              c10::getDtypeNames(wide).first, " (q is ", c10::getDtypeNames(q.scalar_type()).first,
-              "), got ", c10::getDtypeNames(gate_cache.scalar_type()).first);
+  TORCH_CHECK(gate_cache.scalar_type() == wide, kOp, ": gate_cache must be ", dtype_name(wide),
+              " (q is ", dtype_name(q.scalar_type()), "), got ",
+              dtype_name(gate_cache.scalar_type()));
   check_device(data, "lengths", lengths);
   TORCH_CHECK(lengths.scalar_type() == at::kInt, kOp, ": lengths must be int32, got ",
-              c10::getDtypeNames(lengths.scalar_type()).first);
+              dtype_name(lengths.scalar_type()));
   check_shape(kOp, "lengths", lengths, "[B]", {q.sym_size(0)});
   check_attention_options(kOp, scale, window);
   return new_like(q);

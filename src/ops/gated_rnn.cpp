@@ -178,12 +178,11 @@ c10::SymInt check_gated_rnn_backward(const GatedRnnBackward& op) {
   check_device(data, "logits", op.logits);
   check_shape(data.op, "logits", op.logits, "[B, T, D]",
               {h.sym_size(0), h.sym_size(1), h.sym_size(2)}, " like h");
-  TORCH_CHECK(op.logits.scalar_type() == wide, data.op, ": logits must be ",
-              c10::getDtypeNames(wide).first, ", got ",
-              c10::getDtypeNames(op.logits.scalar_type()).first);
+  TORCH_CHECK(op.logits.scalar_type() == wide, data.op, ": logits must be ", dtype_name(wide),
+              ", got ", dtype_name(op.logits.scalar_type()));
   TORCH_CHECK(op.z_dtype == h.scalar_type() || op.z_dtype == at::kFloat, data.op,
-              ": z_dtype must be ", c10::getDtypeNames(h.scalar_type()).first,
-              " like h or float32, got ", c10::getDtypeNames(op.z_dtype).first);
+              ": z_dtype must be ", dtype_name(h.scalar_type()), " like h or float32, got ",
+              dtype_name(op.z_dtype));
   return sequences;
 }
 

@@ -62,6 +62,7 @@ void check_gla_inputs(const GlaArguments& arguments, const GlaShapeNames& names,
     check_shape(q.op, "gamma", *arguments.gamma, "[H, K]",
                 {arguments.q.sym_size(-2), arguments.q.sym_size(-1)});
   }
+  check_scale(arguments.op, arguments.scale);
 }
 
 /// All inputs of the forward pass; returns N.

@@ -16,7 +16,7 @@ namespace {
 
 void check_initialised(const char* op, const at::Tensor& p) {
   TORCH_CHECK(p.is_floating_point(), op, ": p must be floating-point, got ",
-              c10::getDtypeNames(p.scalar_type()).first);
+              dtype_name(p.scalar_type()));
 }
 
 /// Fills `p` with what `draw` writes into an fp32 CPU tensor of its shape.
@@ -103,7 +103,7 @@ void lru_gamma_log_kernel(at::Tensor& p, const at::Tensor& nu_log) {
   check_initialised("init_lru_gamma_log_", p);
   TORCH_CHECK(nu_log.is_floating_point() && nu_log.sizes() == p.sizes(),
               "init_lru_gamma_log_: nu_log must be floating-point and have shape ", p.sizes(),
-              " like p, got ", c10::getDtypeNames(nu_log.scalar_type()).first, " ", nu_log.sizes());
+              " like p, got ", dtype_name(nu_log.scalar_type()), " ", nu_log.sizes());
   fill_parameter("init_lru_gamma_log_", p, [&](at::Tensor& values) {
     values.copy_(nu_log);
     transform_values(values,

@@ -82,8 +82,7 @@ void check_decay_dtype(const Reference& data, const at::Tensor& a) {
                     (is_double && (given == at::kComplexDouble || given == at::kDouble));
   TORCH_CHECK(fits, data.op, ": a must be ",
               is_double ? "complex128, float64, complex64 or float32" : "complex64 or float32",
-              " (", data.name, " is ", c10::getDtypeNames(own).first, "), got ",
-              c10::getDtypeNames(given).first);
+              " (", data.name, " is ", dtype_name(own), "), got ", dtype_name(given));
 }
 
 /// x or h, and a, with or without a time axis.

@@ -83,7 +83,7 @@ void check_lru_parameter(const Reference& data, const char* name, const at::Tens
   const bool is_double = own == at::kDouble;
   TORCH_CHECK(given == at::kFloat || (is_double && given == at::kDouble), data.op, ": ", name,
               " must be ", is_double ? "float64 or float32" : "float32", " (", data.name, " is ",
-              c10::getDtypeNames(own).first, "), got ", c10::getDtypeNames(given).first);
+              dtype_name(own), "), got ", dtype_name(given));
   check_shape(data.op, name, parameter, "[D]", {channels});
 }
 

@@ -42,14 +42,12 @@ constexpr const char* kRotary = kOpName<Rotary>;
 
 // ---- checks ----
 
-std::string rotary_dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
-
 void check_rotary_table(const Reference& data, const char* name, const at::Tensor& table) {
   check_device(data, name, table);
   const at::ScalarType wanted = state_dtype(data.tensor.scalar_type());
-  TORCH_CHECK(table.scalar_type() == wanted, kRotary, ": ", name, " must be ",
-              rotary_dtype_name(wanted), " (x is ", rotary_dtype_name(data.tensor.scalar_type()),
-              "), got ", rotary_dtype_name(table.scalar_type()));
+  TORCH_CHECK(table.scalar_type() == wanted, kRotary, ": ", name, " must be ", dtype_name(wanted),
+              " (x is ", dtype_name(data.tensor.scalar_type()), "), got ",
+              dtype_name(table.scalar_type()));
   const auto sizes = data.tensor.sym_sizes();
   const bool is_shared = table.dim() == 3 && table.sym_size(0) == 1;
   check_shape(kRotary, name, table, "[1 or B, T, D / 2]",

@@ -157,6 +157,16 @@ TEST_P(AttentionCuda, GroupedHeads) {
   check(shape);
 }
 
+/// More heads, those of all batch rows together, than a grid's second dimension has blocks.
+TEST_P(AttentionCuda, ManyHeads) {
+  AttentionShape shape = shape_;
+  shape.batch = 16600;
+  shape.heads = 4;
+  shape.queries = shape.keys = 3;
+  shape.head_dim = 16;
+  check(shape);
+}
+
 TEST_P(AttentionCuda, Windows) {
   for (const int64_t window : {1, 2, 63, 64, 65, 200, 1000}) {
     AttentionShape shape = shape_;

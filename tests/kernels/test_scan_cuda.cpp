@@ -173,7 +173,7 @@ class CudaKernel : public ::testing::TestWithParam<Param> {
 
   template <class Problem>
   void every_placement() {
-    for (const int64_t channels : {1, 4, 5, 16, 31, 128, 257}) {
+    for (const int64_t channels : {1, 4, 5, 16, 31, 72, 104, 128, 257}) {
       for (const int64_t gap : {0, 1}) {
         for (const int64_t shift : {0, 1, 4}) {
           ScanShape shape = shape_;

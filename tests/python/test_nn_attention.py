@@ -12,6 +12,7 @@ from support.attention_mixers import ATTENTION, check_against
 from support.attention_mixers import ATTENTION_DIM as DIM
 from support.attention_mixers import attention as make
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tidegate.models import CausalLM, LMConfig
 from tidegate.models.presets import presets
@@ -138,3 +139,34 @@ def test_bad_options():
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor made under this mode has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(made):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return made
+
+
+@pytest.mark.parametrize("case", ["whole", "packed", "state"])
+@torch.no_grad()
+def test_a_window_needs_no_mask(case):
+    """Memory grows with T, not with its square."""
+    time = 2048
+    mixer = make({"num_heads": 1, "window": 8})
+    x = torch.randn(1, time, DIM, dtype=torch.float64)
+    with Largest() as largest:
+        if case == "state":
+            mixer(x, mixer.init_state(1))
+        else:
+            bounds = torch.tensor([0, 700, time]) if case == "packed" else None
+            mixer(x, cu_seqlens=bounds)
+    assert largest.elements < 8 * time * DIM < time * time

@@ -3,7 +3,9 @@ torch.nn.Module should stand."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -35,8 +37,14 @@ GLA_CASES = {
     "temperature": {"num_heads": 3, "gate_temperature": 2.5, "norm": "rms_no_weight"},
     "mapped": {"num_heads": 3, "feature_map": "relu"},
     "normal-elu": {"num_heads": 2, "gate": "scalar", "normalize": True, "feature_map": "elu+1"},
-    "normal-exp": {"num_heads": 3, "normalize": True, "feature_map": "exp", "output_gate": False},
-    "normal-relu": {"num_heads": 2, "normalize": True, "feature_map": "relu"},
+    "normal-exp": {
+        "num_heads": 3,
+        "normalize": True,
+        "feature_map": "exp",
+        "output_gate": False,
+        "norm": "none",
+    },
+    "normal-relu": {"num_heads": 2, "normalize": True, "feature_map": "relu", "norm": "none"},
     "bounded": {"num_heads": 3, "key_dim": 9, "lower_bound": True},
     "bounded-scalar": {
         "num_heads": 2,
@@ -84,6 +92,8 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, f: Tensor, reverse: bool =
 
 def normed(mixer: nn.Module, o: Tensor) -> Tensor:
     """The mixer's norm over the last dimension, by hand."""
+    if isinstance(mixer.norm, nn.Identity):
+        return o
     if isinstance(mixer.norm, nn.LayerNorm):
         o = o - o.mean(-1, keepdim=True)
     o = o / (o.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -443,3 +453,31 @@ def test_cuda_equals_cpu(cls, options, device):
     there = copy.deepcopy(mixer).to(device)
     y, _ = there(x.to(device), gamma=None if gamma is None else gamma.to(device))
     torch.testing.assert_close(y.cpu(), wanted, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_normaliser_shows_without_a_norm():
+    """The Forgetting Transformer's equations 7 to 9: with the other norms, which take out of a head
+    what it was divided by, the normaliser makes no difference, and a warning says so."""
+    x = torch.randn(2, 40, DIM, dtype=torch.float64)
+    options = {"gate": "scalar", "feature_map": "elu+1"}
+    outputs = {}
+    for norm, normalize in itertools.product(("none", "rms"), (False, True)):
+        torch.manual_seed(0)
+        expected = (
+            pytest.warns(UserWarning, match="normalize=True changes nothing before norm='rms'")
+            if normalize and norm == "rms"
+            else contextlib.nullcontext()
+        )
+        with expected:
+            mixer = GatedLinearAttention(
+                DIM, 2, normalize=normalize, norm=norm, dtype=torch.float64, **options
+            )
+        outputs[norm, normalize] = mixer(x)[0]
+    difference = {
+        norm: (outputs[norm, True] - outputs[norm, False]).abs().max().item()
+        for norm in ("none", "rms")
+    }
+    size = outputs["none", True].abs().max().item()
+    assert difference["none"] > 0.1 * size
+    assert difference["rms"] < 1e-3 * outputs["rms", True].abs().max().item()

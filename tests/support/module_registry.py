@@ -452,7 +452,16 @@ _MIXERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("transformer-pro", {"num_heads": 2, "kv_shift": False}),
     ("fox", {"num_heads": 2, "gate": "fixed", "gate_init": "long:2:16"}),
     ("fox-pro", {"num_heads": 2, "num_kv_heads": 1}),
-    ("gla", {"num_heads": 1, "gate": "scalar", "normalize": True, "feature_map": "exp"}),
+    (
+        "gla",
+        {
+            "num_heads": 1,
+            "gate": "scalar",
+            "normalize": True,
+            "feature_map": "exp",
+            "norm": "none",
+        },
+    ),
     ("lru", {"state": 3, "skip": True}),
     ("lru", {"gate": "data", "r_min": 0}),
     ("slru", {}),
@@ -548,10 +557,30 @@ def generating() -> dict[str, LMConfig]:
     return alone | {"+".join(mixed["mixer"]): SMALL.replace(**mixed) for mixed in _MIXED}
 
 
+# Options that say how something starts, which a model's init_std has to leave alone.
+STARTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("hgrn", {"gate_init": "chrono:512", "input_gate": "free"}),
+    ("hgrn", {"gate_init": "ugi", "preset": "fla"}),
+    ("hgrn", {"theta": "data"}),
+    *(("hgrn", {"expansion": kind, "expand": 2}) for kind in ("naive", "lr", "glt", "glti", "krp")),
+    ("hgrn", {"expansion": "kp", "expand": 2, "gate_init": "chrono:512", "bias": True}),
+    ("hgrn2", {"num_heads": 2, "gate_init": "chrono:512"}),
+    ("gla", {"num_heads": 2, "gate_init": "chrono:512"}),
+    ("lru", {"gate": "data", "gate_init": "chrono:512"}),
+    ("gated-linear-rnn", {"gate_init": "chrono:512"}),
+    ("gated-rnn", {"gate_init": "ugi"}),
+    ("fox", {"num_heads": 2, "gate_init": "long:2:16"}),
+)
+
+
 def _model_arguments(**changes: Any) -> list[Arguments]:
     plain = SMALL.replace(**changes)
     rejected = [plain.replace(vocab_size=None), plain.replace(num_classes=None, patch_size=None)]
-    configs = (*_configs(**changes), *_rnn_configs(**changes), *rejected)
+    started = [
+        plain.replace(mixer=mixer, mixer_options=dict(options), init_std=0.02)
+        for mixer, options in STARTS
+    ]
+    configs = (*_configs(**changes), *_rnn_configs(**changes), *started, *rejected)
     return [((config,), {}) for config in configs]
 
 
@@ -628,21 +657,21 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.GatedRNN, _minimal_rnn_arguments(), _mixer_inputs, allowed=20, variants=3
     ),
     "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110),
+    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110 + len(STARTS)),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=106, variants=4
+        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=106 + len(STARTS), variants=4
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
         _model_arguments(num_classes=5),
         _sequence_inputs,
-        allowed=113,
+        allowed=113 + len(STARTS),
         variants=3,
     ),
     "ImageClassifier": Entry(
         tidegate.models.ImageClassifier,
         _model_arguments(num_classes=5, patch_size=2),
         _image_inputs,
-        allowed=114,
+        allowed=114 + len(STARTS),
     ),
 }

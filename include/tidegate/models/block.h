@@ -88,8 +88,10 @@ class Backbone {
   int64_t bounds_width() const;
   /// lower_bounds, the blocks, the final norm, in this order.
   void reset_children();
-  /// With `init_std`, draws the model's projections, embedding and head anew, in the order of the
-  /// parameters; biases are zero.
+  /// With `init_std`, draws the matrices of the model's projections, embedding, patches and head
+  /// anew, in the order of the parameters, and their biases are zero; then, layer by layer, the
+  /// biases whose start an option of the mixer says. What a state expansion multiplies by, `scale`
+  /// and `mix`, keeps its own start: around zero, nothing would pass.
   void reset_matrices(torch::nn::Module& model) const;
   /// All blocks and the final norm over x `[B, T, dim]`; `owner` names the model in errors.
   std::tuple<torch::Tensor, ModelState> run(const char* owner, torch::Tensor x,

@@ -60,6 +60,8 @@ class AttentionImpl : public Module<AttentionImpl>, public SoftmaxAttention {
   torch::Tensor attend_step(const torch::Tensor& q, const AttentionState& state) const override;
 
  private:
+  bool has_window_op() const;
+  torch::Tensor nothing_forgotten(const torch::Tensor& v) const;
   torch::Tensor scores(const torch::Tensor& q, const torch::Tensor& k, const torch::Tensor& v,
                        const torch::Tensor& positions) const;
 };

@@ -24,7 +24,8 @@ struct GatedLinearAttentionOptions {
   TORCH_ARG(int64_t, num_heads) = 4;
   /// "vector": one gate a key channel, or "scalar": one a head.
   TORCH_ARG(std::string, gate) = "vector";
-  /// Whether o is divided by the normaliser; needs a feature map.
+  /// Whether o is divided by the normaliser; needs a feature map, and means something with norm
+  /// "none" alone: any other norm of a head takes out again what o was divided by.
   TORCH_ARG(bool, normalize) = false;
   /// phi: "elu+1", "relu", "exp" (none of them negative), or unset: phi(x) = x.
   TORCH_ARG(std::optional<std::string>, feature_map) = std::nullopt;
@@ -46,7 +47,7 @@ struct GatedLinearAttentionOptions {
   TORCH_ARG(bool, lower_bound) = false;
   /// Whether there is a g.
   TORCH_ARG(bool, output_gate) = true;
-  /// "layer", "rms" or "rms_no_weight"; its weights are shared over the heads.
+  /// "layer", "rms" or "rms_no_weight"; its weights are shared over the heads. "none": o itself.
   TORCH_ARG(std::string, norm) = "rms";
   TORCH_ARG(double, norm_eps) = 1e-5;
   TIDEGATE_PLACEMENT_ARGS
@@ -88,6 +89,7 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>,
   /// weight before bias, uniform on +-1/sqrt(fan in). After the same torch::manual_seed bitwise
   /// Python's parameters.
   void reset_parameters() override;
+  void reset_chosen_biases() override;
 
   /// The empty state of `batch` sequences: zeros, fp32, or fp64 for dtype fp64. device and dtype
   /// default to the module's; capacity (tokens to come) is ignored.

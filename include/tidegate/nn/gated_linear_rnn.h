@@ -52,6 +52,7 @@ class GatedLinearRNNImpl : public Module<GatedLinearRNNImpl>, public TensorState
   /// in_proj: weight, then bias, uniform on +-1/sqrt(dim); of the bias then the rows of z, by
   /// gate_init. After the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
+  void reset_chosen_biases() override;
 
   /// The shape of one sequence's state: `[dim]`.
   std::vector<int64_t> state_shape() const override { return {options.dim()}; }

@@ -56,6 +56,7 @@ class GatedRNNImpl : public Module<GatedRNNImpl>, public TensorStateMixer {
   /// gate_init; state_proj uniform on +-1/sqrt(dim). After the same torch::manual_seed bitwise
   /// Python's parameters.
   void reset_parameters() override;
+  void reset_chosen_biases() override;
 
   /// The shape of one sequence's state: `[dim]`.
   std::vector<int64_t> state_shape() const override { return {options.dim()}; }

@@ -101,6 +101,7 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   /// (RoPE's; also when it is a buffer), norm, out_proj. Draws from torch's
   /// default CPU generator: after the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
+  void reset_chosen_biases() override;
 
   /// The shape of one sequence's state: `[S]`, or `[2S]` when complex.
   std::vector<int64_t> state_shape() const override { return {state_size()}; }
@@ -150,6 +151,7 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   bool is_fused() const;
   int64_t theta_rows() const;
   void draw_gates(const torch::Tensor& f, const torch::Tensor& i) const;
+  void draw_phases(const torch::Tensor& phases) const;
   Parts project(const torch::Tensor& x);
   torch::Tensor output(torch::Tensor h, const torch::Tensor& gate);
   torch::Tensor rotation(const Parts& parts, int64_t direction) const;

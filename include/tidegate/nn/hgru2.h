@@ -80,6 +80,7 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   /// projections weight before bias, uniform on +-1/sqrt(dim). After the same torch::manual_seed
   /// bitwise Python's parameters.
   void reset_parameters() override;
+  void reset_chosen_biases() override;
 
   /// The shape of one sequence's state: `[H, K, K]`.
   std::vector<int64_t> state_shape() const override {
@@ -116,6 +117,7 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   const torch::Tensor& own_weight() const override { return out_proj->weight; }
 
  private:
+  void draw_gate(const torch::Tensor& bias) const;
   std::optional<torch::Tensor> split_gamma(const std::optional<torch::Tensor>& gamma) const;
   std::vector<torch::Tensor> project(const torch::Tensor& x) const;
   std::tuple<torch::Tensor, torch::Tensor> recur(const std::vector<torch::Tensor>& qfv,

@@ -77,6 +77,7 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
   /// (normal, variance 1/state), gate_proj (weight, then bias, uniform on +-1/sqrt(dim); the bias
   /// then by gate_init). After the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters() override;
+  void reset_chosen_biases() override;
 
   /// The shape of one sequence's state: `[state]`, or `[2 * state]` when complex.
   std::vector<int64_t> state_shape() const override { return {state_size()}; }

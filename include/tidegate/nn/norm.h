@@ -12,7 +12,8 @@ struct NormOptions {
   explicit NormOptions(int64_t dim) : dim_(dim) {}
 
   TORCH_ARG(int64_t, dim);
-  /// "layer": LayerNorm with weight and bias; "rms": RMSNorm with weight; "rms_no_weight".
+  /// "layer": LayerNorm with weight and bias; "rms": RMSNorm with weight; "rms_no_weight"; "none":
+  /// x itself.
   TORCH_ARG(std::string, kind) = "layer";
   TORCH_ARG(double, eps) = 1e-5;
   /// "rms" only: x `[..., heads, dim]`, each head with weights of its own.

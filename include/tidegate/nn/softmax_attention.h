@@ -168,6 +168,12 @@ class SoftmaxAttention : public SeveralTensorMixer {
                                      const TokenLayout& layout) const = 0;
   /// o `[N, 1, H, D]` of the last token that the state holds.
   virtual torch::Tensor attend_step(const torch::Tensor& q, const AttentionState& state) const = 0;
+  /// attend() and attend_state() by the op forgetting_attention; gates `[N, capacity, H]`.
+  torch::Tensor attend_by_op(const Operands& x, const TokenLayout& layout,
+                             std::optional<double> prune) const;
+  torch::Tensor attend_state_by_op(const torch::Tensor& q, const AttentionState& state,
+                                   const torch::Tensor& gates, const TokenLayout& layout,
+                                   std::optional<double> prune) const;
 
   SoftmaxAttentionSwitches switches_;
 

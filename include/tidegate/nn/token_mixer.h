@@ -52,6 +52,10 @@ class TokenMixer {
 
   /// Draws every parameter anew, in the order documented with the mixer.
   virtual void reset_parameters() = 0;
+  /// Draws the biases of projections anew whose start an option says (gate_init, theta "data"), as
+  /// reset_parameters() does, and leaves the others: a model with `init_std`, whose biases are
+  /// zero, calls this after it.
+  virtual void reset_chosen_biases() {}
 };
 
 /// A token mixer whose state is one tensor, its shape documented with the mixer.

@@ -158,15 +158,13 @@ bool is_wide(const ForgettingAttentionParams& p, const DeviceLimits& limits) {
 
 }  // namespace
 
-/// The last condition leaves calls with more than 65535 heads, those of all batch rows together, to
-/// the plain path.
 bool tensor_cores_take(const ForgettingAttentionParams& p) {
   const int64_t blocks = p.heads * std::max(time_tiles(p.layout, kLeastTile).count,
                                             time_tiles(p.key_layout, kLeastTile).count);
   return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && p.head_dim >= 16 &&
          p.head_dim <= kMaxAttentionHeadDim && rows_aligned(p.q, 16) && rows_aligned(p.k, 16) &&
          rows_aligned(p.v, 16) && rows_aligned(p.o, 16) && blocks <= kLargestGrid &&
-         p.window < kLargestGrid && p.layout.batch * p.heads <= 65535;
+         p.window < kLargestGrid;
 }
 
 int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {

@@ -89,9 +89,9 @@ struct BackwardShape {
 
   /// What a launch asks for.
   static int shared_bytes(const DeviceLimits& limits) {
-    // 9.x only: no other build defines __CUDA_ARCH__ >= 900 (cmake/TidegateCuda.cmake), and so adds
-    // dq this way.
-    const bool staged = kDqViaSmem && limits.major == 9;
+    // Code compiled for 9.0 or later adds dq this way (add_dq_tile). On a later chip the code
+    // of 8.0 may run, and leave this memory alone.
+    const bool staged = kDqViaSmem && limits.major >= 9;
     return kSharedBytes + (staged ? kRows * kDim * int{sizeof(float)} : 0);
   }
 };

@@ -6,12 +6,12 @@
 
 namespace tidegate::kernels {
 
-cudaError_t allow_shared_bytes(const void* kernel, AllowedSharedBytes* allowed, int bytes) {
+cudaError_t allow_shared_bytes(const void* kernel, DeviceCounts* allowed, int bytes) {
   static std::mutex telling;
   int device = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   SharedCount* const known =
-      device < AllowedSharedBytes::kDevices ? &allowed->of_device[device] : nullptr;
+      device < DeviceCounts::kDevices ? &allowed->of_device[device] : nullptr;
   if (known != nullptr && bytes <= known->load()) {
     return cudaSuccess;
   }
@@ -23,6 +23,22 @@ cudaError_t allow_shared_bytes(const void* kernel, AllowedSharedBytes* allowed, 
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   if (known != nullptr) {
     known->store(bytes);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t compiled_for(const void* kernel, DeviceCounts* known, int* version) {
+  int device = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  const bool has_place = device < DeviceCounts::kDevices;
+  *version = has_place ? known->of_device[device].load() : 0;
+  if (*version == 0) {
+    cudaFuncAttributes attributes;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+    *version = attributes.ptxVersion;
+    if (has_place) {
+      known->of_device[device].store(*version);
+    }
   }
   return cudaSuccess;
 }

@@ -54,20 +54,33 @@ class SharedCount {
   int value_ = 0;
 };
 
-/// The most shared memory that a kernel has been allowed so far, by device.
-struct AllowedSharedBytes {
-  static constexpr int kDevices = 64;  // those past the last are told every time
+/// A number for each device; those past the last have none.
+struct DeviceCounts {
+  static constexpr int kDevices = 64;
   SharedCount of_device[kDevices];
 };
-[[nodiscard]] cudaError_t allow_shared_bytes(const void* kernel, AllowedSharedBytes* allowed,
-                                             int bytes);
+
+/// `allowed`: the most shared memory that the kernel has been allowed so far.
+[[nodiscard]] cudaError_t allow_shared_bytes(const void* kernel, DeviceCounts* allowed, int bytes);
 
 /// Lets a kernel use so much shared memory a block: without, it is 48 KB. Each device is told of
 /// the largest size so far.
 template <auto* kKernel>
 cudaError_t allow_shared_bytes(int bytes) {
-  static AllowedSharedBytes allowed;
+  static DeviceCounts allowed;
   return allow_shared_bytes(reinterpret_cast<const void*>(kKernel), &allowed, bytes);
+}
+
+/// `known`: what was found so far, zero where nothing was.
+[[nodiscard]] cudaError_t compiled_for(const void* kernel, DeviceCounts* known, int* version);
+
+/// Which code of a kernel runs on the current device: 80 or 90, the virtual architecture that it
+/// was compiled for, as __CUDA_ARCH__ / 10 has it. A chip of 9.0 or later may well run the code
+/// of 8.0.
+template <auto* kKernel>
+cudaError_t compiled_for(int* version) {
+  static DeviceCounts known;
+  return compiled_for(reinterpret_cast<const void*>(kKernel), &known, version);
 }
 
 }  // namespace tidegate::kernels

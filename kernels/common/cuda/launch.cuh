@@ -130,17 +130,18 @@ __device__ inline void wait_for_kernels_before() {
 }
 
 /// Launches a kernel whose threads all call wait_for_kernels_before: its blocks take their places
-/// while the last ones of the kernel before are still at work (programmatic dependent launch, from
-/// compute capability 9.0 on; elsewhere it begins when the one before has ended). For small kernels
-/// that follow large ones: their launch costs no time then. Nothing where the grid has no blocks.
-template <class... Work>
-cudaError_t launch_early(void (*kernel)(Work...), dim3 grid, dim3 block, int shared_bytes,
-                         cudaStream_t stream, const Work&... work) {
+/// while the last ones of the kernel before are still at work (programmatic dependent launch). That
+/// is for code of compute capability 9.0, which knows how to wait; other code begins when the
+/// kernel before has ended, on whatever chip it runs. For small kernels that follow large ones:
+/// their launch costs no time then. Nothing where the grid has no blocks.
+template <auto* kKernel, class... Work>
+cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
+                         const Work&... work) {
   if (is_empty(grid)) {
     return cudaSuccess;
   }
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  int version = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<kKernel>(&version));
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -150,8 +151,8 @@ cudaError_t launch_early(void (*kernel)(Work...), dim3 grid, dim3 block, int sha
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = limits.major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, work...);
+  config.numAttrs = version >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kKernel, work...);
 }
 
 }  // namespace tidegate::kernels

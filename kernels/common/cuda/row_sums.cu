@@ -43,8 +43,8 @@ cudaError_t sum_rows(const RowSums& sums, cudaStream_t stream) {
                   static_cast<unsigned>(sums.count));
   const dim3 block(kColumns, static_cast<unsigned>(std::clamp<int64_t>(sums.rows, 1, kMostRows)));
   return sums.dtype == DType::kFloat64
-             ? launch_early(&row_sums_kernel<double>, grid, block, 0, stream, sums)
-             : launch_early(&row_sums_kernel<float>, grid, block, 0, stream, sums);
+             ? launch_early<&row_sums_kernel<double>>(grid, block, 0, stream, sums)
+             : launch_early<&row_sums_kernel<float>>(grid, block, 0, stream, sums);
 }
 
 }  // namespace tidegate::kernels

@@ -103,8 +103,8 @@ __device__ inline void mbarrier_arrive_after_copies(uint64_t* barrier) {
 }
 
 /// Waits for the completion of the phase of the given parity (0 for the first, 1 for the
-/// second...), asking for it again and again: a warp is on its way as soon as the phase is complete,
-/// and takes issue slots from the others until then.
+/// second...), asking for it again and again: a warp is on its way as soon as the phase is
+/// complete, and takes issue slots from the others until then.
 __device__ inline void mbarrier_poll(uint64_t* barrier, int parity) {
   const unsigned address = shared_address(barrier);
   unsigned done = 0;

@@ -131,18 +131,24 @@ class Model(nn.Module):
         reset_norm(self.norm)
 
     def _reset_matrices(self) -> None:
-        """With `init_std`, draws projections, embedding and head anew, in the order of the
-        parameters; biases are zero."""
+        """With `init_std`, draws the matrices of projections, embedding, patches and head anew, in
+        the order of the parameters, and their biases are zero; then, layer by layer, the biases
+        whose start an option of the mixer says (gate_init, theta="data"). What a state expansion
+        multiplies by, `scale` and `mix`, keeps its own start: around zero, nothing would pass."""
         std = self.config.init_std
         if std is None:
             return
         for name, p in self.named_parameters():
             owner, _, kind = name.rpartition(".")
-            if owner.endswith("_proj") or owner in ("embedding", "patch", "head"):
-                if kind == "weight":
-                    normal_(p, std)
-                else:
-                    constant_(p, 0.0)
+            if not (owner.endswith("_proj") or owner in ("embedding", "patch", "head")):
+                continue
+            if kind == "bias":
+                constant_(p, 0.0)
+            elif kind not in ("scale", "mix"):
+                normal_(p, std)
+        for block in self.blocks:
+            if hasattr(block.mixer, "reset_chosen_biases"):
+                block.mixer.reset_chosen_biases()
 
     def gammas(self) -> tuple[Tensor | None, ...]:
         """Every layer's lower bound ``[S]``, or None."""

@@ -46,8 +46,9 @@ class LMConfig:
         num_classes: classes of a classifier.
         patch_size: side of an image patch in pixels.
         image_channels: channels of an image.
-        init_std: spread of the normal numbers that every projection, the embedding and the head
-            start with, biases then zero; None = each module's own start.
+        init_std: spread of the normal numbers that the matrices of projections, embedding and head
+            start with, biases then zero, but for those that gate_init or theta says otherwise of;
+            None = each module's own start.
 
     Raises ValueError, naming the field, for values that cannot be.
     """

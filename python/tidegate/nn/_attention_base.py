@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import packed_bounds, rotary
+from .. import ops
 from ._attention_state import (
     AttentionState,
     empty_attention_state,
@@ -78,7 +78,7 @@ class Layout:
         self.batch, self.time = x.shape[:2]
         self.device = x.device
         self.is_packed = cu_seqlens is not None
-        self._bounds = None if cu_seqlens is None else packed_bounds(owner, x, cu_seqlens)
+        self._bounds = None if cu_seqlens is None else ops.packed_bounds(owner, x, cu_seqlens)
         self.count = self.batch if self._bounds is None else self._bounds.numel() - 1
 
     def _arange(self, size: int) -> Tensor:
@@ -110,6 +110,55 @@ class Layout:
     def per_token(self, t: Tensor) -> Tensor:
         """t ``[N, ...]`` of each token's sequence: ``[B, 1 or T, ...]``."""
         return t[self.rows]
+
+
+def attend_by_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    layout: Layout,
+    *,
+    window: int | None,
+    prune: float | None = None,
+) -> Tensor:
+    """o ``[B, T, H, D]`` by `ops.forgetting_attention`, of queries and keys that are the same
+    tokens."""
+    bounds = layout.bounds if layout.is_packed else None
+    return ops.forgetting_attention(
+        q.to(v.dtype), k.to(v.dtype), v, log_f, window=window, cu_seqlens=bounds, prune=prune
+    )
+
+
+def attend_state_by_op(
+    q: Tensor,
+    state: AttentionState,
+    gates: Tensor,
+    layout: Layout,
+    *,
+    window: int | None,
+    prune: float | None = None,
+) -> Tensor:
+    """o ``[B, T, H, D]`` by `ops.forgetting_attention`, of the last tokens that the state holds,
+    over all of them; gates ``[N, capacity, H]``."""
+    # Sequences hold different numbers of tokens: they are packed, end to end.
+    lengths = state.lengths.long()
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    rows = torch.repeat_interleave(lengths)
+    steps = torch.arange(rows.numel(), device=q.device) - bounds[rows]
+    k, v, log_f = (t[rows, steps][None] for t in (state.k, state.v, gates))
+    packed = q.flatten(0, 1)[None].to(k.dtype)
+    o = ops.forgetting_attention(
+        packed,
+        k,
+        v,
+        log_f,
+        window=window,
+        cu_seqlens=layout.bounds,
+        cu_seqlens_k=bounds,
+        prune=prune,
+    )
+    return o.view(q.shape)
 
 
 class SoftmaxAttention(KeepsFloat32, ABC):
@@ -368,7 +417,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             if state is not None:
                 positions = positions + layout.per_token(state.seen)
             angles = rotary_angles(positions, self.head_dim // 2, self.rope, wide_dtype(q.dtype))
-            q, k = (rotary(t, *angles) for t in (q, k))
+            q, k = (ops.rotary(t, *angles) for t in (q, k))
         return q, k, v, g[0] if g else None, last
 
     def attention_operands(

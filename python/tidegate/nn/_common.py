@@ -15,6 +15,7 @@ from .. import ops
 # What options can be, and limits: the C++ library is built with the same file.
 _CHOICES = json.loads(Path(__file__).with_name("choices.json").read_text(encoding="utf-8"))
 NORMS = tuple(_CHOICES["norms"])
+NORMS_OR_NONE = tuple(_CHOICES["norms_or_none"])
 LOWER_BOUND_MODES = tuple(_CHOICES["lower_bound_modes"])
 GLU_ACTIVATIONS = tuple(_CHOICES["glu_activations"])
 HGRN2_ACTIVATIONS = tuple(_CHOICES["hgrn2_activations"])
@@ -102,10 +103,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
-    """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight"."""
-    check_choice("norm", "kind", kind, NORMS)
+    """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight" or "none"
+    (x itself)."""
+    check_choice("norm", "kind", kind, NORMS_OR_NONE)
     if not 0 <= eps < math.inf:
         raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+    if kind == "none":
+        return nn.Identity()
     if kind == "layer":
         return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     affine = kind == "rms"

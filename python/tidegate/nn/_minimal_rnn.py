@@ -54,6 +54,13 @@ class MinimalGatedRNN(OptionalLowerBound, TensorStateMixer):
     def _draw_bias(self, t: Tensor) -> None:
         bound = 1.0 / math.sqrt(self.dim)
         ops.init_uniform_(t, -bound, bound)
+        self._draw_gate_rows(t)
+
+    def reset_chosen_biases(self) -> None:
+        """in_proj's bias: zero, but for the rows of z, which are drawn by gate_init."""
+        fill(self.in_proj.bias.detach(), lambda t: self._draw_gate_rows(t.zero_()))
+
+    def _draw_gate_rows(self, t: Tensor) -> None:
         parse_gate_init(self._owner, self.gate_init, self.dim).draw(t[: self.dim], self.dim)
 
     @property

@@ -6,13 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._attention_base import Layout, SoftmaxAttention
+from ._attention_base import Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
 from ._attention_state import AttentionState, longest
+
+_MOST_CHANNELS = 256  # of a head, for forgetting_attention
 
 
 class Attention(SoftmaxAttention):
     """Causal softmax attention over H heads of D = dim / H channels: a token mixer, by PyTorch's
-    scaled_dot_product_attention. `ForgettingAttention` is the same with a forget gate.
+    scaled_dot_product_attention, or with a window by `tidegate.ops.forgetting_attention` with
+    nothing forgotten: PyTorch would want a mask of T x T. `ForgettingAttention` is the same with a
+    forget gate.
 
     ``o_i = sum_{j <= i} softmax_j(q_i.k_j / sqrt(D)) v_j``, q and k rotated.
 
@@ -96,6 +100,9 @@ class Attention(SoftmaxAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, layout: Layout
     ) -> Tensor:
+        if self._has_window_op:
+            log_f = self._nothing_forgotten(v)
+            return attend_by_op(q, k, v, log_f, layout, window=self.window)
         if not layout.is_packed:
             return self._scores(q, k, v, None)
         # Packed sequences are laid out as rows of a batch; reads the lengths on the host.
@@ -103,7 +110,18 @@ class Attention(SoftmaxAttention):
         q, k, v = (_padded(t, rows, steps, layout.count, size) for t in (q, k, v))
         return self._scores(q, k, v, None)[rows, steps][None]
 
+    @property
+    def _has_window_op(self) -> bool:
+        return self.window is not None and self.head_dim <= _MOST_CHANNELS
+
+    def _nothing_forgotten(self, v: Tensor) -> Tensor:
+        """Log forget gates ``[B, T, H]`` of zero, which take no memory."""
+        return v.new_zeros(()).expand(*v.shape[:2], self.num_heads)
+
     def _attend_state(self, q: Tensor, state: AttentionState, layout: Layout) -> Tensor:
+        if self._has_window_op:
+            gates = self._nothing_forgotten(state.v)
+            return attend_state_by_op(q, state, gates, layout, window=self.window)
         positions = layout.steps + (state.lengths - layout.lengths)[layout.rows]
         if not layout.is_packed:
             return self._scores(q, state.k, state.v, positions)

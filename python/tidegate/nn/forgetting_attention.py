@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ._attention_base import Layout, SoftmaxAttention
+from ._attention_base import Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
 from ._attention_state import AttentionState
 from ._common import (
     bounded_gate,
@@ -242,31 +242,12 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, layout: Layout
     ) -> Tensor:
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        bounds = layout.bounds if layout.is_packed else None
-        return ops.forgetting_attention(
-            q, k, v, log_f, window=self.window, cu_seqlens=bounds, prune=self.prune
-        )
+        return attend_by_op(q, k, v, log_f, layout, window=self.window, prune=self.prune)
 
     def _attend_state(self, q: Tensor, state: AttentionState, layout: Layout) -> Tensor:
-        # Sequences hold different numbers of tokens: they are packed, end to end.
-        lengths = state.lengths.long()
-        bounds = F.pad(lengths.cumsum(0), (1, 0))
-        rows = torch.repeat_interleave(lengths)
-        steps = torch.arange(rows.numel(), device=q.device) - bounds[rows]
-        k, v, log_f = (t[rows, steps][None] for t in state.caches)
-        packed = q.flatten(0, 1)[None].to(k.dtype)
-        o = ops.forgetting_attention(
-            packed,
-            k,
-            v,
-            log_f,
-            window=self.window,
-            cu_seqlens=layout.bounds,
-            cu_seqlens_k=bounds,
-            prune=self.prune,
+        return attend_state_by_op(
+            q, state, state.gates, layout, window=self.window, prune=self.prune
         )
-        return o.view(q.shape)
 
     def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
         o = ops.forgetting_attention_step(

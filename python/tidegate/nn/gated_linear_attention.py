@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .. import ops
 from ._common import (
     MAX_HEAD_DIM,
-    NORMS,
+    NORMS_OR_NONE,
     bounded_log_gate,
     check_choice,
     check_mixer_input,
@@ -70,7 +71,8 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         dim: width of x and y.
         num_heads: H, a divisor of key_dim and value_dim.
         gate: "vector" or "scalar".
-        normalize: whether o is divided by the normaliser; needs a feature map.
+        normalize: whether o is divided by the normaliser; needs a feature map, and means something
+            with norm="none" alone: any other norm of a head takes out again what o was divided by.
         feature_map: phi: "elu+1", "relu", "exp" (none of them negative), or None: phi(x) = x.
         key_dim: width of q and of k over all heads. None: dim / 2.
         value_dim: width of v over all heads. None: dim.
@@ -83,7 +85,8 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
             `GatedLinearRNN`.
         lower_bound: whether a gamma is taken, one a gate: HGRN's lower bounds.
         output_gate: whether there is a g.
-        norm: "layer", "rms" or "rms_no_weight"; its weights are shared over the heads.
+        norm: "layer", "rms" or "rms_no_weight"; its weights are shared over the heads. "none": o
+            itself, with normalize=True the paper's equations 7 to 9.
         norm_eps: the norm's epsilon.
 
     Parameters: ``in_proj.weight``, whose rows are q, k (key_dim each), v (value_dim), g (value_dim,
@@ -143,7 +146,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         check_switch(owner, "lower_bound", lower_bound)
         check_switch(owner, "output_gate", output_gate)
         check_choice(owner, "feature_map", feature_map, (None, *FEATURE_MAPS))
-        check_choice(owner, "norm", norm, NORMS)
+        check_choice(owner, "norm", norm, NORMS_OR_NONE)
         if gate_temperature is None:
             gate_temperature = 16.0 if gate == "vector" else 1.0
         if not gate_temperature > 0:
@@ -156,6 +159,12 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
             raise ValueError(
                 f"{owner}: feature_map: expected 'elu+1', 'relu' or 'exp' with normalize=True, "
                 "whose divisor must not be negative; got None"
+            )
+        if normalize and norm != "none":
+            warnings.warn(
+                f"{owner}: normalize=True changes nothing before norm={norm!r}, which divides each "
+                "head by its own size; norm='none' gives the normalised output",
+                stacklevel=2,
             )
         self.dim, self.num_heads = dim, num_heads
         self.key_dim, self.value_dim = key_dim, value_dim
@@ -190,12 +199,16 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         projections weight before bias, uniform on +-1/sqrt(fan in)."""
         reset_linear(self.in_proj)
         reset_linear(self.gate_proj)
+        self.reset_chosen_biases()
+        reset_norm(self.norm)
+        reset_linear(self.out_proj)
+
+    def reset_chosen_biases(self) -> None:
+        """gate_proj's bias, by gate_init; without it, nothing."""
         if self.gate_init is not None:
             gate = self.gate_proj
             init = parse_gate_init(self._owner, self.gate_init, gate.out_features)
             init.draw(gate.bias, gate.in_features)
-        reset_norm(self.norm)
-        reset_linear(self.out_proj)
 
     def init_state(
         self,

@@ -283,6 +283,15 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         """The bias of in_proj."""
         bound = 1.0 / math.sqrt(self.dim)
         ops.init_uniform_(t, -bound, bound)
+        self._draw_chosen_rows(t)
+
+    def reset_chosen_biases(self) -> None:
+        """in_proj's bias: zero, but for the rows of f and i with gate_init, of theta with
+        theta="data", which are drawn as reset_parameters() does."""
+        if self.in_proj.bias is not None:
+            fill(self.in_proj.bias.detach(), lambda t: self._draw_chosen_rows(t.zero_()))
+
+    def _draw_chosen_rows(self, t: Tensor) -> None:
         rows = dict(zip(self._parts, t.view(-1).split(list(self._parts.values())), strict=True))
         if self.theta_mode == "data":
             rope_theta_(rows["theta"], self.channels)

@@ -205,6 +205,15 @@ class HGRU2(TensorStateMixer):
         """The bias of in_proj."""
         bound = 1.0 / math.sqrt(self.dim)
         ops.init_uniform_(t, -bound, bound)
+        self._draw_chosen_rows(t)
+
+    def reset_chosen_biases(self) -> None:
+        """in_proj's bias: zero, but for the rows of f with gate_init, which are drawn as
+        reset_parameters() does."""
+        if self.in_proj.bias is not None:
+            fill(self.in_proj.bias.detach(), lambda t: self._draw_chosen_rows(t.zero_()))
+
+    def _draw_chosen_rows(self, t: Tensor) -> None:
         if self.gate_init is not None:
             self._draw_gate(t[self.dim : 2 * self.dim])
 

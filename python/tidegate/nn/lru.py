@@ -225,6 +225,10 @@ class LRU(OptionalLowerBound, _LinearRecurrentUnit):
         self._reset(self.max_phase)
         if self.gate_proj is not None:
             reset_linear(self.gate_proj)
+        self.reset_chosen_biases()
+
+    def reset_chosen_biases(self) -> None:
+        """gate_proj's bias, by gate_init; without it, nothing."""
         if self.gate_init is not None:
             fill(self.gate_proj.bias.detach(), self._draw_gate)
 

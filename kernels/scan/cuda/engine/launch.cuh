@@ -209,7 +209,7 @@ struct ScanRecurrence {
     const auto tensors = Recurrence::tensors(params);
     constexpr int kVec = Recurrence::kVec;
     plan->channels_per_thread = packs_align(tensors, scan.channels, kVec) ? kVec : 1;
-    plan->wide_rows = scan.channels % (kWarpSize * plan->channels_per_thread) == 0 &&
+    plan->wide_rows = scan.channels >= kWarpSize * plan->channels_per_thread &&
                       packs_align(tensors, scan.channels, 4 * plan->channels_per_thread);
     return with_pack(*plan, [&]<int kPack>() {
       using SeveralBlocksPerSm =

@@ -101,8 +101,8 @@ struct OpDefaults {
   /// Whether WarpChunk<Op> is Op::Chunk.
   static constexpr bool kHasOwnChunk = false;
   static constexpr bool kSharedExponent = false;
-  /// Whether the carry warp of a multi-block scan polls for its block's maps instead of sleeping: it
-  /// is on its way sooner, and takes issue slots from the compute warps. Measured op by op.
+  /// Whether the carry warp of a multi-block scan polls for its block's maps instead of sleeping:
+  /// it is on its way sooner, and takes issue slots from the compute warps. Measured op by op.
   static constexpr bool kPollsForMaps = false;
 };
 

@@ -14,16 +14,20 @@
 
 namespace tidegate::kernels::scan {
 
-/// The kVec adjacent channels of one thread. All of them exist: kVec divides D, and threads past
-/// the last channel repeat it. They write what its owner writes, so that no access needs a guard.
+/// The kVec adjacent channels of one thread. All of them exist: kVec divides D, a last tile that
+/// would reach past D begins earlier, and where D is less than a tile, threads past the last
+/// channel repeat it. What two threads own they compute and write alike, so that no access needs a
+/// guard.
 struct Channels {
   int64_t first;
   int64_t total;  // D
 };
 
 template <int kVec>
-__device__ inline Channels find_channels(int64_t thread, int64_t channels) {
-  return {min(thread * kVec, channels - kVec), channels};
+__device__ inline Channels find_channels(int64_t tile, int lane, int64_t channels) {
+  constexpr int kTileChannels = kWarpSize * kVec;
+  const int64_t tile_first = min(tile * kTileChannels, max(channels - kTileChannels, int64_t{0}));
+  return {min(tile_first + lane * kVec, channels - kVec), channels};
 }
 
 /// One tensor along a scan: step k of the scan is k strides away from its first step. Addresses are

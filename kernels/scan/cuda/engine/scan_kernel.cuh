@@ -47,7 +47,7 @@ struct ScanLaunch {
   int64_t channel_tiles = 0;
   int blocks_per_sequence = 1;
   int carry_group = 1;            // warp groups that a state crosses at once
-  bool wide_rows = false;         // all rows of a channel tile are whole and aligned to 16 bytes
+  bool wide_rows = false;         // all rows of all channel tiles are aligned to 16 bytes
   void* carry_records = nullptr;  // of all warp groups (CarryWorkspace)
 };
 
@@ -167,8 +167,8 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   const int64_t channel_tile = chain % launch.channel_tiles;
   const int64_t n = chain / launch.channel_tiles;
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);
-  const Channels channels = find_channels<Op::kVec>(channel_tile * kWarpSize + at.lane,
-                                                    recurrence_params(params).channels);
+  const Channels channels =
+      find_channels<Op::kVec>(channel_tile, at.lane, recurrence_params(params).channels);
   const int end = seq.length;
   Op op(params, seq, channels);
 

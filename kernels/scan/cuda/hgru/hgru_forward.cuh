@@ -81,8 +81,8 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
       kRegime == Regime::kMultiBlock && !kComplex && sizeof(Data) == 2;
   // Decays are at most one, and 16-bit data do not show one rounding a chunk.
   static constexpr bool kSingleFloatDecay = kReal16BitMultiBlock;
-  // 10 % less time forward and 5 backward, T = 131072 on an H100; linear_scan would lose 4 %, and the
-  // others gain nothing.
+  // 10 % less time forward and 5 backward, T = 131072 on an H100; linear_scan would lose 4 %, and
+  // the others gain nothing.
   static constexpr bool kPollsForMaps = kReal16BitMultiBlock;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
