@@ -657,9 +657,15 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.GatedRNN, _minimal_rnn_arguments(), _mixer_inputs, allowed=20, variants=3
     ),
     "RWKV4": Entry(tidegate.nn.RWKV4, _rwkv4_arguments(), _mixer_inputs, allowed=13, variants=3),
-    "Block": Entry(tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110 + len(STARTS)),
+    "Block": Entry(
+        tidegate.models.Block, _model_arguments(), _block_inputs, allowed=110 + len(STARTS)
+    ),
     "CausalLM": Entry(
-        tidegate.models.CausalLM, _model_arguments(), _lm_inputs, allowed=106 + len(STARTS), variants=4
+        tidegate.models.CausalLM,
+        _model_arguments(),
+        _lm_inputs,
+        allowed=106 + len(STARTS),
+        variants=4,
     ),
     "SequenceClassifier": Entry(
         tidegate.models.SequenceClassifier,
