@@ -22,6 +22,17 @@ HGRN2_ACTIVATIONS = tuple(_CHOICES["hgrn2_activations"])
 OUTPUT_ACTIVATIONS = tuple(_CHOICES["output_activations"])
 # Channels of a key or a value that gated_linear_attention and hgrn2 take.
 MAX_HEAD_DIM: int = _CHOICES["max_head_dim"]
+# What a configuration may ask for: far above what any machine holds, and low enough that products
+# of sizes fit 64 bits, and that a loop over the layers ends.
+MAX_LAYERS: int = _CHOICES["max_layers"]
+MAX_WIDTH: int = _CHOICES["max_width"]
+MAX_VOCAB_SIZE: int = _CHOICES["max_vocab_size"]
+MAX_IMAGE_CHANNELS: int = _CHOICES["max_image_channels"]
+MAX_PATCH_SIZE: int = _CHOICES["max_patch_size"]
+# Of any integer among a mixer's options.
+MAX_OPTION: int = _CHOICES["max_option"]
+# Lists and objects in one another, in JSON that is read.
+MAX_JSON_DEPTH: int = _CHOICES["max_json_depth"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
