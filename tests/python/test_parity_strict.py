@@ -4,6 +4,7 @@ in one line, before anything is built, and in time that grows with the file alon
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import random
 import re
@@ -16,7 +17,7 @@ import torch
 from support.module_registry import SMALL
 
 import tidegate
-from tidegate.models import LMConfig
+from tidegate.models import LMConfig, mixers
 from tidegate.models.registry import option_names
 
 # Skipped where it was not built for this Python; one that is there and does not load is a failure.
@@ -96,6 +97,30 @@ def test_random_configurations_read_the_same():
             given = {option: draw.choice(VALUES) for option in chosen}
             values[group] = given if group == "mixer_options" else [{}, given]
         assert_both_say_the_same(text_of(values))
+
+
+def test_what_is_read_is_built_or_refused_by_both():
+    """Without the values: the modules of C++ print numbers and strings as C++ does."""
+    small = {"dim": 8, "layers": 1, "vocab_size": 11}
+    cases = [
+        *everything_wrong(),
+        {"mixer": "transformer", "mixer_options": {"norm_eps": -0.5, "qk_norm": True}},
+    ]
+    refused = 0
+    for values in cases:
+        config, _ = answer(native, text_of(small | values))
+        if config is None or config.layers > 1:
+            continue
+        messages = []
+        for cls in (tidegate.models.CausalLM, cpp.CausalLM):
+            try:
+                cls(config, device="meta")
+                messages.append("")
+            except ValueError as error:
+                messages.append(str(error).rsplit("; got", 1)[0])
+        assert messages[0] == messages[1], values
+        refused += messages[0] != ""
+    assert refused > 50
 
 
 NESTED = 100_000
@@ -180,6 +205,20 @@ def test_integers_are_numbers_and_tuples_become_text():
     config = LMConfig(mixer="fox", mixer_options={"gate_init": ("long", 2, 256)})
     assert config.mixer_options == {"gate_init": "long:2:256"}
     assert twin(config.to_json()) == config
+
+
+@pytest.mark.parametrize("name", list(mixers()))
+def test_switches_of_modules_take_true_and_false_alone(name):
+    """A word is not taken for True: the command line's "False" was."""
+    cls = mixers()[name]
+    parameters = inspect.signature(cls).parameters.values()
+    switches = [p.name for p in parameters if str(p.annotation).startswith("bool")]
+    for option in switches:
+        for value in ("False", 1, 0.0, []):
+            with pytest.raises(ValueError, match=f"{option}: expected True or False; got "):
+                cls(64, **{option: value})
+        with pytest.raises(TypeError):
+            getattr(cpp, cls.__name__)(64, **{option: "False"})
 
 
 # Files

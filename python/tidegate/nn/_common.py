@@ -60,6 +60,13 @@ def check_switch(owner: str, option: str, value: object) -> None:
         raise ValueError(f"{owner}: {option}: expected True or False; got {value!r}")
 
 
+def check_switches(owner: str, can_be_none: bool = False, **values: object) -> None:
+    """check_switch() of several options: a string is not taken for True, nor 1."""
+    for option, value in values.items():
+        if not (can_be_none and value is None):
+            check_switch(owner, option, value)
+
+
 def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> None:
     """Raises ValueError unless x is ``[B, T, dim]``, or ``[B, dim]`` for one token."""
     if x.dim() != 2 + time or x.size(-1) != dim:
@@ -113,12 +120,17 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
+def check_eps(eps: float) -> None:
+    """Raises ValueError for an epsilon that no norm can add."""
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+
+
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
     """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight" or "none"
     (x itself)."""
     check_choice("norm", "kind", kind, NORMS_OR_NONE)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+    check_eps(eps)
     if kind == "none":
         return nn.Identity()
     if kind == "layer":
