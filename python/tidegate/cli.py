@@ -470,7 +470,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     text = generate_text(
         load_trained(options.run, options.device),
-        options.prompt.encode(),
+        options.prompt.encode("utf-8", errors="surrogateescape"),
         options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -92,6 +92,12 @@ def test_generate_goes_on_from_the_prompt(trained, capsys):
     assert capsys.readouterr().out != one
 
 
+def test_a_prompt_of_any_bytes(trained, capsys):
+    """Python hands over a byte that is not UTF-8 as half a surrogate pair."""
+    assert cli.main(["generate", str(trained), "--prompt=caf\udce9", "--tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("caf\ufffd")
+
+
 def test_generate_from_a_process_of_its_own(trained):
     result = tidegate("generate", trained, "--prompt=self", "--tokens=8", "--temperature=0")
     assert result.stdout.startswith("self")
