@@ -255,6 +255,7 @@ def _add_plot(commands: Any) -> None:
     parser.set_defaults(command=_plot)
 
 
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _MODEL_FLAGS = ("mixer", "dim", "layers", "glu_hidden", "vocab_size", "dropout")
 _NOT_SETTINGS = {"command", "out", "recipe", "quiet", "preset", "fields", "options", "minutes"}
 _NOT_SETTINGS.update(_MODEL_FLAGS)
@@ -292,19 +293,25 @@ def _task_option(text: str) -> tuple[str, int]:
 
 
 def _set_field(model: dict[str, Any], text: str) -> None:
-    """Puts `field=json` or `mixer_options.name=json` into `model`; bare words are strings."""
+    """Puts `field=json` or `mixer_options.name=json` into `model`. True, False and None are meant
+    as Python has them; other bare words are strings, which the field or option may refuse."""
+    from .models._json import parse_json
+
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UserError(f"set: expected FIELD=JSON, got {text!r}")
     try:
-        parsed = json.loads(value)
+        parsed = _PYTHON_WORDS[value] if value in _PYTHON_WORDS else parse_json(value)
     except ValueError:
         parsed = value
     group, dot, key = name.partition(".")
     if dot:
         if group != "mixer_options":
             raise UserError(f"set: expected mixer_options.NAME, got {name!r}")
-        model.setdefault(group, {})[key] = parsed
+        options = model.setdefault(group, {})
+        if not isinstance(options, dict):
+            raise UserError(f"set: {name}: expected mixer_options to be an object, got {options!r}")
+        options[key] = parsed
     else:
         model[name] = parsed
 
@@ -463,7 +470,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     text = generate_text(
         load_trained(options.run, options.device),
-        options.prompt.encode(),
+        options.prompt.encode("utf-8", errors="surrogateescape"),
         options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -9,8 +9,10 @@
 #include <utility>
 
 #include "src/models/file_io.h"
+#include "src/models/json.h"
 #include "src/models/mixers.h"
 #include "src/nn/common.h"
+#include "src/ops/checks.h"
 
 namespace tidegate::models {
 namespace {
@@ -51,7 +53,8 @@ void check_fit(const std::map<std::string, Tensor>& own, const TensorMap& tensor
                       nn::shape_text(found->second), " by the configuration; got ",
                       nn::shape_text(given));
     TORCH_CHECK_VALUE(given.is_floating_point(), source, ": '", name,
-                      "': expected a floating-point dtype; got ", given.scalar_type());
+                      "': expected a floating-point dtype; got ",
+                      ops::dtype_name(given.scalar_type()));
   }
 }
 
@@ -214,7 +217,11 @@ LMConfig load_config(const char* owner, const std::string& directory) {
     const std::string path = join(directory, name);
     TORCH_CHECK(is_file(path), owner, ".load: ", path, ": no such file");
   }
-  return LMConfig::from_json(read_text(join(directory, kConfigFile)));
+  const std::string path = join(directory, kConfigFile);
+  const std::string text = read_text(path);
+  const auto wrong = first_byte_not_utf8(text);
+  TORCH_CHECK_VALUE(!wrong, path, ": not UTF-8 text: byte ", *wrong);
+  return LMConfig::from_json(text);
 }
 
 void load_weights(torch::nn::Module& model, const std::string& directory, torch::Device device) {

@@ -2,10 +2,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
-#include <nlohmann/json.hpp>
+#include <unordered_map>
 
-#include "src/models/file_io.h"
+#include "src/models/json.h"
 #include "tidegate/choices.h"
 
 namespace tidegate::models {
@@ -14,8 +15,6 @@ void check_mixer_options(const std::string& mixer, const MixerOptions& options);
 bool takes_depth(const std::string& mixer);
 
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 // One list of the fields serves both directions of the JSON form.
 template <typename Config, typename Visit>
@@ -43,7 +42,7 @@ void visit_fields(Config& config, const Visit& visit) {
 }
 
 [[noreturn]] void bad(const std::string& field, const char* expected, const Json& given) {
-  TORCH_CHECK_VALUE(false, "LMConfig: ", field, ": expected ", expected, "; got ", given.dump());
+  TORCH_CHECK_VALUE(false, "LMConfig: ", field, ": expected ", expected, "; got ", shown(given));
 }
 
 Json to_value(const std::string& value) { return value; }
@@ -94,12 +93,12 @@ void from_value(const std::string& field, const Json& json, MixerNames& value) {
 }
 
 void from_value(const std::string& field, const Json& json, bool& value) {
-  if (!json.is_boolean()) bad(field, "true or false", json);
+  if (!json.is_boolean()) bad(field, "True or False", json);
   value = json.get<bool>();
 }
 
 void from_value(const std::string& field, const Json& json, int64_t& value) {
-  if (!json.is_number_integer()) bad(field, "an integer", json);
+  if (!json.is_number_integer()) bad(field, "a positive integer", json);
   value = json.get<int64_t>();
 }
 
@@ -118,7 +117,7 @@ void from_value(const std::string& field, const Json& json, std::optional<T>& va
 }
 
 void from_value(const std::string& field, const Json& json, MixerOptions& options) {
-  if (!json.is_object()) bad(field, "an object", json);
+  if (!json.is_object()) bad(field, "a dictionary", json);
   options.clear();
   for (const auto& [name, item] : json.items()) {
     OptionValue value;
@@ -131,63 +130,87 @@ void from_value(const std::string& field, const Json& json, MixerOptions& option
     } else if (item.is_string()) {
       value = item.get<std::string>();
     } else if (!item.is_null()) {
-      bad(field + "." + name, "a number, a string, true, false or null", item);
+      bad(field + ": " + shown(name), "a number, a string, True, False or None", item);
     }
     options.emplace_back(name, std::move(value));
   }
 }
 
 void from_value(const std::string& field, const Json& json, std::vector<MixerOptions>& layers) {
-  if (!json.is_array()) bad(field, "a list of objects", json);
+  if (!json.is_array()) bad(field, "a list of dictionaries", json);
   layers.clear();
   for (const Json& item : json) from_value(field, item, layers.emplace_back());
 }
 
-void check_positive(const char* field, std::optional<int64_t> value) {
+void check_size(const char* field, std::optional<int64_t> value, int64_t most) {
   TORCH_CHECK_VALUE(value.value_or(1) >= 1, "LMConfig: ", field,
                     ": expected a positive integer; got ", *value);
+  TORCH_CHECK_VALUE(value.value_or(1) <= most, "LMConfig: ", field, ": expected at most ", most,
+                    "; got ", *value);
 }
 
+// also: what goes before the names that are allowed.
 void check_choice(const char* field, const std::string& value,
-                  std::initializer_list<const char*> allowed) {
-  std::string names;
+                  std::initializer_list<const char*> allowed, std::string also = "") {
   for (const char* name : allowed) {
     if (value == name) return;
-    names += (names.empty() ? "'" : ", '") + std::string(name) + "'";
+    also += (also.empty() ? "'" : ", '") + std::string(name) + "'";
   }
-  TORCH_CHECK_VALUE(false, "LMConfig: ", field, ": expected one of ", names, "; got '", value, "'");
+  TORCH_CHECK_VALUE(false, "LMConfig: ", field, ": expected one of ", also, "; got ", shown(value));
+}
+
+void check_above_zero(const char* field, std::optional<double> value) {
+  TORCH_CHECK_VALUE(value.value_or(1.0) > 0.0 && std::isfinite(value.value_or(1.0)),
+                    "LMConfig: ", field, ": expected a positive number; got ", shown(*value));
+}
+
+// `options` with those of `own` in their place, or behind them. Looked up by a table: a file may
+// hold more names than any mixer has.
+MixerOptions merged(MixerOptions options, const MixerOptions& own) {
+  if (own.empty()) return options;
+  std::unordered_map<std::string, size_t> places;
+  for (size_t i = 0; i < options.size(); ++i) places.emplace(options[i].first, i);
+  for (const auto& [name, value] : own) {
+    const auto [place, is_new] = places.emplace(name, options.size());
+    if (is_new) {
+      options.emplace_back(name, value);
+    } else {
+      options[place->second].second = value;
+    }
+  }
+  return options;
 }
 
 }  // namespace
 
 void LMConfig::validate() const {
-  check_positive("dim", dim);
-  check_positive("layers", layers);
-  check_positive("image_channels", image_channels);
-  check_positive("vocab_size", vocab_size);
-  check_positive("glu_hidden", glu_hidden);
-  check_positive("num_classes", num_classes);
-  check_positive("patch_size", patch_size);
+  check_size("dim", dim, kMaxWidth);
+  check_size("layers", layers, kMaxLayers);
+  check_size("image_channels", image_channels, kMaxImageChannels);
+  check_size("vocab_size", vocab_size, kMaxVocabSize);
+  check_size("glu_hidden", glu_hidden, kMaxWidth);
+  check_size("num_classes", num_classes, kMaxVocabSize);
+  check_size("patch_size", patch_size, kMaxPatchSize);
   check_choice("glu_activation", glu_activation, kGluActivations);
   check_choice("norm", norm, kNorms);
-  if (final_norm) check_choice("final_norm", *final_norm, kNorms);
+  if (final_norm) check_choice("final_norm", *final_norm, kNorms, "None");
   check_choice("lower_bound", lower_bound, kLowerBoundModes);
   TORCH_CHECK_VALUE(dropout >= 0.0 && dropout < 1.0, "LMConfig: dropout: expected 0 <= p < 1; got ",
-                    dropout);
-  TORCH_CHECK_VALUE(norm_eps > 0.0, "LMConfig: norm_eps: expected a positive number; got ",
-                    norm_eps);
-  TORCH_CHECK_VALUE(init_std.value_or(1.0) > 0.0,
-                    "LMConfig: init_std: expected a positive number; got ", *init_std);
+                    shown(dropout));
+  check_above_zero("norm_eps", norm_eps);
+  check_above_zero("init_std", init_std);
   const auto* names = std::get_if<std::vector<std::string>>(&mixer);
   TORCH_CHECK_VALUE(!names || static_cast<int64_t>(names->size()) == layers,
                     "LMConfig: mixer: expected a name, or a list of one for each of the ", layers,
                     " layers; got ", names ? names->size() : 1, " names");
-  TORCH_CHECK_VALUE(static_cast<int64_t>(layer_options.size()) <= layers,
-                    "LMConfig: layer_options: expected a list of at most ", layers,
-                    " dictionaries, one a layer; got ", layer_options.size());
-  for (int64_t k = 0; k < layers; ++k) {
-    const LMConfig layer = of_layer(k);
-    check_mixer_options(std::get<std::string>(layer.mixer), layer.mixer_options);
+  const auto listed = static_cast<int64_t>(layer_options.size());
+  TORCH_CHECK_VALUE(listed <= layers, "LMConfig: layer_options: expected a list of at most ",
+                    layers, " dictionaries, one a layer; got ", listed);
+  // Layers beyond those that are listed are all alike.
+  const int64_t different = names ? layers : std::min(layers, listed + 1);
+  for (int64_t k = 0; k < different; ++k) {
+    check_mixer_options(names ? (*names)[k] : std::get<std::string>(mixer),
+                        merged(mixer_options, k < listed ? layer_options[k] : MixerOptions{}));
   }
 }
 
@@ -198,21 +221,12 @@ LMConfig LMConfig::of_layer(int64_t layer) const {
   }
   config.layer_options.clear();
   auto& options = config.mixer_options;
-  const auto find = [&](const std::string& wanted) {
-    return std::find_if(options.begin(), options.end(),
-                        [&](const auto& option) { return option.first == wanted; });
-  };
   if (layer < static_cast<int64_t>(layer_options.size())) {
-    for (const auto& [name, value] : layer_options[layer]) {
-      const auto found = find(name);
-      if (found == options.end()) {
-        options.emplace_back(name, value);
-      } else {
-        found->second = value;
-      }
-    }
+    options = merged(std::move(options), layer_options[layer]);
   }
-  if (takes_depth(std::get<std::string>(config.mixer)) && find("depth") == options.end()) {
+  const bool says_depth = std::any_of(options.begin(), options.end(),
+                                      [](const auto& option) { return option.first == "depth"; });
+  if (takes_depth(std::get<std::string>(config.mixer)) && !says_depth) {
     const auto last = static_cast<double>(std::max<int64_t>(layers - 1, 1));
     options.emplace_back("depth", static_cast<double>(layer) / last);
   }
@@ -228,23 +242,27 @@ std::string LMConfig::to_json() const {
 LMConfig LMConfig::from_json(const std::string& text) {
   Json object;
   try {
-    object = Json::parse(text);
-  } catch (const Json::exception& error) {
-    TORCH_CHECK_VALUE(false, "LMConfig: not valid JSON: ", printable(error.what()));
+    object = parse_json(text);
+  } catch (const JsonError& error) {
+    TORCH_CHECK_VALUE(false, "LMConfig: ", error.what());
   }
   if (!object.is_object()) bad("JSON", "an object", object);
   LMConfig config;
+  std::unordered_map<std::string, const Json*> given;
+  for (const auto& [key, value] : object.items()) given.emplace(key, &value);
   std::vector<std::string> known;
-  visit_fields(config, [&](const char* name, auto& value) {
-    known.emplace_back(name);
-    if (object.contains(name)) from_value(name, object[name], value);
-  });
+  visit_fields(config, [&](const char* name, auto&) { known.emplace_back(name); });
   for (const auto& [key, value] : object.items()) {
     if (std::find(known.begin(), known.end(), key) != known.end()) continue;
     std::string names;
     for (const auto& name : known) names += (names.empty() ? "" : ", ") + name;
-    TORCH_CHECK_VALUE(false, "LMConfig: unknown key '", key, "'; known: ", names);
+    TORCH_CHECK_VALUE(false, "LMConfig: unknown key ", shown(key), "; known: ", names);
   }
+  visit_fields(config, [&](const char* name, auto& value) {
+    if (const auto found = given.find(name); found != given.end()) {
+      from_value(name, *found->second, value);
+    }
+  });
   config.validate();
   return config;
 }

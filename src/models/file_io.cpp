@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -15,9 +17,19 @@
 namespace tidegate::models {
 namespace {
 
-// The name carries the process id, so that two writers do not share a temporary file.
-std::string temporary_name(const std::string& path) {
-  return path + ".tmp." + std::to_string(::getpid());
+// Makes a file beside `path` under a name that nothing had, and returns its descriptor, or -1 with
+// errno. O_EXCL is what makes the name this writer's alone, also among other threads and machines;
+// and it follows no symbolic link that somebody who foresaw the name has laid there. The numbers
+// only make it likely that the first name is free. The mode is open()'s, so that umask applies.
+int make_temporary(const std::string& path, std::string& name) {
+  static std::atomic<uint64_t> count{0};
+  for (int attempt = 0; attempt < 10'000; ++attempt) {
+    name = path + ".tmp." + std::to_string(::getpid()) + '.' + std::to_string(count++);
+    constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+    const int descriptor = ::open(name.c_str(), kFlags, 0666);
+    if (descriptor >= 0 || errno != EEXIST) return descriptor;
+  }
+  return -1;
 }
 
 std::string folder_of(const std::string& path) {
@@ -43,8 +55,8 @@ void sync_folder(const std::string& path) {
 
 }  // namespace
 
-AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(temporary_name(path)) {
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+AtomicFile::AtomicFile(const std::string& path)
+    : path_(path), descriptor_(make_temporary(path, temporary_)) {
   if (descriptor_ < 0) fail("cannot create the file");
 }
 

@@ -12,7 +12,8 @@ namespace tidegate::models {
 
 /// A file that appears under its name only when it is complete: written to a temporary name in the
 /// same folder, flushed to disk and renamed by commit(). Without commit() the temporary file is
-/// removed and whatever was at the name before stays.
+/// removed and whatever was at the name before stays. Each object has a temporary file that nobody
+/// else has, so that threads and processes may write to one path: the last commit() is what stays.
 class AtomicFile {
  public:
   explicit AtomicFile(const std::string& path);

@@ -11,13 +11,30 @@
 #include "tidegate/nn/rwkv4.h"
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
+
+#include "src/models/json.h"
+#include "tidegate/choices.h"
 
 namespace tidegate::models {
 namespace {
 
-[[noreturn]] void wrong_type(const std::string& name, const char* expected) {
-  TORCH_CHECK_VALUE(false, "LMConfig: mixer_options: ", name, ": expected ", expected);
+std::string shown_option(const OptionValue& value) {
+  return std::visit(
+      [](const auto& held) -> std::string {
+        if constexpr (std::is_same_v<std::decay_t<decltype(held)>, std::monostate>)
+          return "None";
+        else
+          return shown(held);
+      },
+      value);
+}
+
+[[noreturn]] void wrong_value(const std::string& name, const std::string& expected,
+                              const OptionValue& value) {
+  TORCH_CHECK_VALUE(false, "LMConfig: mixer_options: ", name, ": expected ", expected, "; got ",
+                    shown_option(value));
 }
 
 // The value as T, or an error that names the option.
@@ -26,11 +43,22 @@ T value_as(const std::string& name, const OptionValue& value) {
   if constexpr (std::is_same_v<T, double>) {
     if (const auto* integer = std::get_if<int64_t>(&value)) return static_cast<double>(*integer);
   }
-  if (const T* found = std::get_if<T>(&value)) return *found;
-  wrong_type(name, std::is_same_v<T, bool>      ? "true or false"
-                   : std::is_same_v<T, int64_t> ? "an integer"
-                   : std::is_same_v<T, double>  ? "a number"
-                                                : "a string");
+  const T* found = std::get_if<T>(&value);
+  if (found == nullptr) {
+    wrong_value(name,
+                std::is_same_v<T, bool>      ? "True or False"
+                : std::is_same_v<T, int64_t> ? "an integer"
+                : std::is_same_v<T, double>  ? "a number"
+                                             : "a string",
+                value);
+  }
+  if constexpr (std::is_same_v<T, double>) {
+    if (!std::isfinite(*found)) wrong_value(name, "a finite number", value);
+  }
+  if constexpr (std::is_same_v<T, int64_t>) {
+    if (*found > kMaxOption) wrong_value(name, "at most " + std::to_string(kMaxOption), value);
+  }
+  return *found;
 }
 
 template <typename T>
@@ -183,6 +211,8 @@ void visit_options(nn::RWKV4Options& options, const Visit& visit) {
 struct Mixer {
   const char* name;
   std::vector<std::string> (*option_names)();
+  // Throws where the option of this name, which the mixer has, cannot take the value.
+  void (*check_option)(const std::string& name, const OptionValue& value);
   std::shared_ptr<torch::nn::Module> (*make)(const LMConfig& config, const nn::Placement& placement,
                                              const char* preset);
   // What the name says beyond its class; a configuration's options go before it.
@@ -197,6 +227,20 @@ std::vector<std::string> option_names() {
   return names;
 }
 
+// The option `wanted` of `options` becomes `value`.
+template <typename Options>
+void set_option(Options& options, const std::string& wanted, const OptionValue& value) {
+  visit_options(options, [&](const char* name, auto& field) {
+    if (wanted == name) assign(field, wanted, value);
+  });
+}
+
+template <typename Options>
+void check_option(const std::string& name, const OptionValue& value) {
+  Options options(1);
+  set_option(options, name, value);
+}
+
 template <typename Impl, typename Options>
 std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placement& placement,
                                         const char* preset) {
@@ -208,17 +252,13 @@ std::shared_ptr<torch::nn::Module> make(const LMConfig& config, const nn::Placem
   if constexpr (requires { options.norm_eps(config.norm_eps); }) {
     options.norm_eps(config.norm_eps);
   }
-  for (const auto& [wanted, value] : config.mixer_options) {
-    visit_options(options, [&, &given = wanted, &to = value](const char* name, auto& field) {
-      if (given == name) assign(field, given, to);
-    });
-  }
+  for (const auto& [name, value] : config.mixer_options) set_option(options, name, value);
   return std::make_shared<Impl>(options);
 }
 
 template <typename Impl, typename Options>
 constexpr Mixer describe(const char* name, const char* preset = nullptr) {
-  return {name, &option_names<Options>, &make<Impl, Options>, preset};
+  return {name, &option_names<Options>, &check_option<Options>, &make<Impl, Options>, preset};
 }
 
 constexpr Mixer kMixers[] = {
@@ -246,8 +286,8 @@ const Mixer& find_mixer(const std::string& name) {
   for (const Mixer& mixer : kMixers) {
     if (name == mixer.name) return mixer;
   }
-  TORCH_CHECK_VALUE(false, "LMConfig: mixer: '", name,
-                    "' is unknown; available: ", joined(mixers()));
+  TORCH_CHECK_VALUE(false, "LMConfig: mixer: ", shown(name),
+                    " is unknown; available: ", joined(mixers()));
 }
 
 }  // namespace
@@ -259,11 +299,13 @@ std::vector<std::string> mixers() {
 }
 
 void check_mixer_options(const std::string& mixer, const MixerOptions& options) {
-  const std::vector<std::string> known = find_mixer(mixer).option_names();
+  const Mixer& found = find_mixer(mixer);
+  const std::vector<std::string> known = found.option_names();
   for (const auto& [name, value] : options) {
     TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), name) != known.end(),
-                      "LMConfig: mixer_options: mixer '", mixer, "' has no option '", name,
-                      "'; it has ", joined(known));
+                      "LMConfig: mixer_options: mixer '", mixer, "' has no option ", shown(name),
+                      "; it has ", joined(known));
+    found.check_option(name, value);
   }
 }
 

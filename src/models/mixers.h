@@ -10,7 +10,8 @@
 
 namespace tidegate::models {
 
-/// Throws c10::ValueError for a mixer that is not available and for an option it does not have.
+/// Throws c10::ValueError for a mixer that is not available, an option it does not have, and a
+/// value of another type than the option's.
 void check_mixer_options(const std::string& mixer, const MixerOptions& options);
 
 /// Whether a mixer has the option `depth`: where its layer stands.

@@ -10,21 +10,18 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
-#include <nlohmann/json.hpp>
-#include <set>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "src/models/file_io.h"
+#include "src/models/json.h"
 
 namespace tidegate::models {
 namespace {
 
 static_assert(std::endian::native == std::endian::little,
               "safetensors values are little endian; this reader copies them as they are");
-
-using Json = nlohmann::json;
 
 constexpr uint64_t kLengthBytes = 8;
 // The reference implementation refuses longer headers too: a broken length must not allocate.
@@ -53,22 +50,23 @@ std::string dtype_name(const std::string& tensor, at::ScalarType dtype) {
               "files can hold, got ", dtype);
 }
 
-// std::nullopt where the product does not fit 64 bits: no tensor of that size is in any file.
+// std::nullopt where the product does not fit 64 bits: no tensor of that size is in any file. Of an
+// empty tensor the other extents have to fit all the same: its strides are their products.
 std::optional<uint64_t> byte_size(const std::vector<int64_t>& shape, uint64_t item) {
   uint64_t size = item;
+  bool is_empty = false;
   for (const int64_t extent : shape) {
-    if (extent == 0) return 0;
-    if (size > std::numeric_limits<int64_t>::max() / static_cast<uint64_t>(extent)) {
-      return std::nullopt;
-    }
-    size *= static_cast<uint64_t>(extent);
+    is_empty = is_empty || extent == 0;
+    const auto factor = static_cast<uint64_t>(std::max<int64_t>(extent, 1));
+    if (size > std::numeric_limits<int64_t>::max() / factor) return std::nullopt;
+    size *= factor;
   }
-  return size;
+  return is_empty ? 0 : size;
 }
 
 Entry parse_entry(const std::string& name, const Json& value, const std::string& file) {
   const auto bad = [&](const char* what) {
-    TORCH_CHECK(false, file, "broken safetensors header: tensor '", name, "': ", what);
+    TORCH_CHECK(false, file, "broken safetensors header: tensor ", shown(name), ": ", what);
   };
   if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") ||
       !value.contains("data_offsets")) {
@@ -81,8 +79,8 @@ Entry parse_entry(const std::string& name, const Json& value, const std::string&
   const auto known = std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const auto& pair) {
     return dtype.get_ref<const std::string&>() == pair.first;
   });
-  TORCH_CHECK(known != std::end(kDtypes), file, "tensor '", name, "': dtype ",
-              dtype.get<std::string>(), " is not supported");
+  TORCH_CHECK(known != std::end(kDtypes), file, "tensor ", shown(name), ": dtype ", shown(dtype),
+              " is not supported");
   Entry entry{name, known->second, {}, 0, 0};
   if (!shape.is_array() || shape.size() > 64) bad("shape is not a list of sizes");
   for (const auto& extent : shape) {
@@ -106,23 +104,12 @@ Entry parse_entry(const std::string& name, const Json& value, const std::string&
 }
 
 Json parse_header(const std::string& text, const std::string& file) {
-  // nlohmann keeps the last of two equal keys; a file with a name twice is a broken file.
-  std::set<std::string> names;
-  std::string twice;
-  const auto callback = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (depth == 1 && event == Json::parse_event_t::key) {
-      const auto name = parsed.get<std::string>();
-      if (!names.insert(name).second) twice = name;
-    }
-    return true;
-  };
   try {
-    Json header = Json::parse(text, callback);
+    Json header = parse_json(text);
     TORCH_CHECK(header.is_object(), file, "broken safetensors header: not a JSON object");
-    TORCH_CHECK(twice.empty(), file, "broken safetensors header: tensor '", twice, "' is twice");
     return header;
-  } catch (const Json::exception& error) {
-    TORCH_CHECK(false, file, "broken safetensors header: ", printable(error.what()));
+  } catch (const JsonError& error) {
+    TORCH_CHECK(false, file, "broken safetensors header: ", error.what());
   }
 }
 
@@ -137,8 +124,8 @@ std::vector<Entry> parse_entries(const Json& header, uint64_t data_bytes, const 
   });
   uint64_t expected = 0;
   for (const Entry& entry : entries) {
-    TORCH_CHECK(entry.begin == expected, file, "broken safetensors header: tensor '", entry.name,
-                "' begins at byte ", entry.begin, ", expected ", expected);
+    TORCH_CHECK(entry.begin == expected, file, "broken safetensors header: tensor ",
+                shown(entry.name), " begins at byte ", entry.begin, ", expected ", expected);
     expected = entry.end;
   }
   TORCH_CHECK(expected <= data_bytes, file, "truncated: the header promises ", expected,
@@ -163,7 +150,7 @@ void save_safetensors(const TensorMap& tensors, const std::string& path,
   std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) {
     return a.second.element_size() > b.second.element_size();
   });
-  Json header = Json::object();
+  nlohmann::json header = nlohmann::json::object();
   if (!metadata.empty()) header[kMetadata] = metadata;
   uint64_t offset = 0;
   for (const auto& [name, tensor] : ordered) {

@@ -1,17 +1,20 @@
 // tidegate::models from C++ alone; tests/python/test_parity.py holds them against Python.
 #include <gtest/gtest.h>
 
+#include <dirent.h>
 #include <ftw.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tidegate/models/causal_lm.h"
@@ -324,6 +327,61 @@ TEST_F(Files, UnwritableFoldersAreRefused) {
               CausalLM(small())->save(path_ + "/file/model");
             }).find("cannot make the folder"),
             std::string::npos);
+}
+
+// How many entries the folder has, besides itself and the one above.
+int64_t entries_of(const std::string& folder) {
+  int64_t entries = 0;
+  DIR* stream = ::opendir(folder.c_str());
+  if (stream == nullptr) return -1;
+  while (const dirent* entry = ::readdir(stream)) entries += entry->d_name[0] != '.';
+  ::closedir(stream);
+  return entries;
+}
+
+TEST_F(Files, ThreadsThatSaveToOnePathLeaveAWholeFile) {
+  const std::string path = path_ + "/a.safetensors";
+  constexpr int64_t kThreads = 4, kSaves = 8;
+  std::vector<std::thread> threads;
+  std::atomic<int> failures{0};
+  for (int64_t k = 0; k < kThreads; ++k) {
+    threads.emplace_back([&, k] {
+      for (int64_t n = 0; n < kSaves; ++n) {
+        // Of different lengths, so that a file of two writers does not fit its header.
+        const TensorMap tensors{{"x", at::full({20'000 * (k + 1)}, static_cast<float>(k))}};
+        failures += message_of([&] { save_safetensors(tensors, path); }) != "no error";
+        failures +=
+            message_of([&] {
+              const Tensor x = load_safetensors(path).at("x");
+              const auto writer = x[0].item<int64_t>();
+              TORCH_CHECK(x.numel() == 20'000 * (writer + 1) && x.eq(writer).all().item<bool>());
+            }) != "no error";
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(failures, 0);
+  EXPECT_EQ(entries_of(path_), 1);
+}
+
+TEST_F(Files, SavingFollowsNoPlantedLink) {
+  const std::string path = path_ + "/a.safetensors", victim = path_ + "/victim";
+  std::ofstream(victim) << "precious";
+  const std::string planted = path + ".tmp." + std::to_string(::getpid());
+  ASSERT_EQ(::symlink(victim.c_str(), planted.c_str()), 0);
+  constexpr int kNumbered = 500;  // the names that this process is likely to come to next
+  for (int k = 0; k < kNumbered; ++k) {
+    ASSERT_EQ(::symlink(victim.c_str(), (planted + '.' + std::to_string(k)).c_str()), 0);
+  }
+  save_safetensors({{"x", at::ones({3})}}, path);
+  std::string text;
+  std::ifstream(victim) >> text;
+  EXPECT_EQ(text, "precious");
+  struct stat info = {};
+  ASSERT_EQ(::lstat(path.c_str(), &info), 0);
+  EXPECT_TRUE(S_ISREG(info.st_mode));
+  EXPECT_EQ(load_safetensors(path).at("x").numel(), 3);
+  EXPECT_EQ(entries_of(path_), kNumbered + 3);
 }
 
 TEST(Classifiers, LeavePaddingOutOfThePooling) {

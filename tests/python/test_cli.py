@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,12 @@ def test_generate_goes_on_from_the_prompt(trained, capsys):
     assert capsys.readouterr().out == one
     assert cli.main(["generate", str(trained), *flags, "--seed=2"]) == 0
     assert capsys.readouterr().out != one
+
+
+def test_a_prompt_of_any_bytes(trained, capsys):
+    """Python hands over a byte that is not UTF-8 as half a surrogate pair."""
+    assert cli.main(["generate", str(trained), "--prompt=caf\udce9", "--tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("caf\ufffd")
 
 
 def test_generate_from_a_process_of_its_own(trained):
@@ -321,3 +328,63 @@ def test_another_mixer_than_the_recipes_has_its_own_options(tmp_path, text):
     assert cli.main(["train", str(text), "--out", str(tmp_path / "run"), *flags]) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
     assert (config["mixer"], config["mixer_options"]) == ("hgrn2", {"expand_ratio": 8})
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("False", False),
+        ("true", True),
+        ("None", None),
+        ("null", None),
+        ("3", 3),
+        ("ugi", "ugi"),
+        ("[" * 5000, "[" * 5000),
+    ],
+    ids=lambda v: str(v)[:9],
+)
+def test_set_takes_the_words_of_json_and_of_python(word, value):
+    model: dict = {}
+    cli._set_field(model, f"mixer_options.x={word}")
+    cli._set_field(model, f"norm={word}")
+    assert model == {"mixer_options": {"x": value}, "norm": value}
+    assert type(model["norm"]) is type(value)
+
+
+def test_set_refuses_what_a_field_or_option_does_not_take(capsys, text, tmp_path):
+    for given, message in (
+        (["mixer_options.kv_shift=no"], "kv_shift: expected True or False; got 'no'"),
+        (["mixer_options.kv_shift=1"], "kv_shift: expected True or False; got 1"),
+        (["tied=maybe"], "tied: expected True or False; got 'maybe'"),
+        (["norm_eps=NaN"], "norm_eps: expected a number; got 'NaN'"),
+        (["layers=1000000000"], "layers: expected at most 100000; got 1000000000"),
+        (["mixer_options=3", "mixer_options.window=4"], "expected mixer_options to be an object"),
+    ):
+        words = [f"--set={word}" for word in given]
+        line = fails(
+            capsys, "train", text, "--mixer=transformer", *words, "--out", tmp_path / "run"
+        )
+        assert message in line
+
+
+def test_files_that_are_not_utf8_are_named(capsys, trained, tmp_path):
+    for name, command in (("config.json", "eval"), ("metrics.jsonl", "plot")):
+        run = tmp_path / name
+        shutil.copytree(trained, run)
+        (run / name).write_bytes((run / name).read_bytes().replace(b"loss", b"lo\xff", 1) + b"\xff")
+        line = fails(capsys, command, run)
+        assert f"{run / name}: not UTF-8 text: byte " in line
+    model = tmp_path / "model"
+    shutil.copytree(trained / "model", model)
+    (model / "config.json").write_bytes(b"\xff")
+    assert f"{model / 'config.json'}: not UTF-8 text: byte 0" in fails(capsys, "generate", model)
+
+
+def test_deeply_nested_files_are_refused(capsys, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for text, name in (("[" * 100_000, "config.json"), ("[" * 100_000 + "\n{}", "metrics.jsonl")):
+        before = (run / name).read_text()
+        (run / name).write_text(text)
+        assert str(run / name) in fails(capsys, "plot", run)
+        (run / name).write_text(before)

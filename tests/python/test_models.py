@@ -98,18 +98,18 @@ def test_json_round_trip(config):
         ({"glu_activation": "relu"}, "LMConfig: glu_activation: expected one of 'silu', 'none'"),
         ({"dropout": 1.0}, "LMConfig: dropout: expected 0 <= p < 1; got 1.0"),
         ({"norm_eps": 0}, "LMConfig: norm_eps: expected a positive number; got 0"),
-        ({"tied": "yes"}, "LMConfig: tied: expected one of True, False; got 'yes'"),
-        ({"mixer_options": []}, r"LMConfig: mixer_options: expected a dictionary; got \[\]"),
+        ({"tied": "yes"}, "LMConfig: tied: expected True or False; got 'yes'"),
+        ({"mixer_options": []}, "LMConfig: mixer_options: expected a dictionary; got a list"),
         (
             {"mixer": "hgrn", "mixer_options": {"heads": 2}},
             "mixer 'hgrn' has no option 'heads'; it has complex, theta",
         ),
-        ([1], r"LMConfig: JSON: expected an object; got \[1\]"),
+        ([1], "LMConfig: JSON: expected an object; got a list"),
         (
             {"mixer": ["hgrn", "hgrn"]},
-            r"mixer: expected a name, or a list of one for each of the 4 layers; got \['hgrn', 'hg",
+            "mixer: expected a name, or a list of one for each of the 4 layers; got 2 names",
         ),
-        ({"mixer": 3}, "LMConfig: mixer: expected a name, or a list of one for each .*; got 3"),
+        ({"mixer": 3}, "LMConfig: mixer: expected a name, or a list of names; got 3"),
         ({"mixer": ["hgrn", "hgrn", "hgrn", "lstm"]}, "mixer: 'lstm' is unknown"),
         (
             {"mixer": "hgrn", "layer_options": [{}] * 5},
@@ -117,7 +117,7 @@ def test_json_round_trip(config):
         ),
         (
             {"mixer": "hgrn", "layer_options": {"expand": 2}},
-            "layer_options: expected a list of at most 4",
+            "layer_options: expected a list of dictionaries; got a dictionary",
         ),
         (
             {"mixer": "hgrn", "layer_options": [{}, {"heads": 2}]},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_cases import write_text
 
-from tidegate.training import UserError, load_corpus
+from tidegate.training import UserError, load_corpus, tokenizers
 from tidegate.training.data import vocabulary_fits
 from tidegate.training.stdlib_corpus import load_stdlib, split_files, stdlib_files
 from tidegate.training.tokenizers import FileTokenizer, train_bpe
@@ -119,6 +119,16 @@ def test_text_that_is_not_utf8_can_be_encoded(tmp_path):
     train_bpe(b"plain text " * 100, 300, tmp_path / "tokenizer.json")
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode(b"caf\xe9\n")).startswith(b"caf")
+
+
+@pytest.mark.parametrize("character", ["é", "€", "🎈"])
+def test_pieces_of_text_without_lines_end_between_characters(character, monkeypatch):
+    """A character cut in two was two that cannot be read, and both of its halves were lost."""
+    monkeypatch.setattr(tokenizers, "_PIECE", 7)
+    for before in range(4):
+        text = "a" * before + 20 * character
+        assert "".join(tokenizers._pieces(text.encode())) == text
+    assert "".join(tokenizers._pieces(b"\x80" * 20)) == 20 * "\ufffd"
 
 
 def test_bad_sources_are_named(tmp_path):

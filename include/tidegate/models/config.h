@@ -69,7 +69,9 @@ struct LMConfig {
   /// biases then zero; unset = each module's own start.
   std::optional<double> init_std = std::nullopt;
 
-  /// Throws c10::ValueError, naming the field, for values that cannot be. Models call it first.
+  /// Throws c10::ValueError, naming the field, for values that cannot be: out of range, more than
+  /// tidegate builds (tidegate/nn/choices.json), or a mixer's option of another type. Models call
+  /// it first.
   void validate() const;
 
   /// The configuration with this layer's mixer and options everywhere: what Block takes.
@@ -78,8 +80,10 @@ struct LMConfig {
   /// JSON text, one field a line; the same text as Python's.
   std::string to_json() const;
 
-  /// The reverse of to_json(); missing keys take their defaults. Throws c10::ValueError when the
-  /// text is not such JSON, has an unknown key, or a value of the wrong type; validates.
+  /// The reverse of to_json(); missing keys take their defaults. Throws c10::ValueError, in
+  /// Python's words, when the text is not such JSON, has a key twice or an unknown one, a number
+  /// beyond 64 bits, deep nesting, or a value of the wrong type (1 is not true, nor true a number);
+  /// validates.
   static LMConfig from_json(const std::string& text);
 
   bool operator==(const LMConfig&) const = default;

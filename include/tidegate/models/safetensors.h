@@ -19,15 +19,16 @@ using TensorMap = std::map<std::string, at::Tensor>;
 /// Writes `tensors` (any device, any strides, dtypes fp64, fp32, fp16, bf16, int64, int32, int16,
 /// int8, uint8, bool) to `path`. The values go to a temporary file beside it, which is renamed over
 /// `path` once it is complete and on disk: a reader, or a process killed in the middle, never
-/// leaves half a file under that name. Throws c10::Error when the folder cannot be written, the
+/// leaves half a file under that name. Threads and processes may save to one path at a time: a
+/// whole file of one of them stays. Throws c10::Error when the folder cannot be written, the
 /// disk is full, or a dtype has no name in the format.
 void save_safetensors(const TensorMap& tensors, const std::string& path,
                       const std::map<std::string, std::string>& metadata = {});
 
-/// Reads every tensor of `path` to the CPU. Strict: a header that is not JSON, a name twice, an
-/// unknown dtype, a size that does not fit the shape, holes, overlaps, a truncated file or bytes
-/// after the last tensor are a c10::Error that names the file and what is wrong with it. Reads each
-/// value once, straight into its tensor.
+/// Reads every tensor of `path` to the CPU. Strict: a header that is not JSON or nested deeply, a
+/// name twice, an unknown dtype, a size that does not fit the shape, holes, overlaps, a truncated
+/// file or bytes after the last tensor are a c10::Error that names the file and what is wrong with
+/// it. Reads each value once, straight into its tensor.
 TensorMap load_safetensors(const std::string& path);
 
 }  // namespace tidegate::models

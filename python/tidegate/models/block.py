@@ -14,11 +14,16 @@ from torch import Tensor, nn
 
 from ..nn import GLU, LowerBounds
 from ..nn._common import constant_, make_norm, normal_, reset_norm
+from ._json import JsonError, parse_json
 from .config import LMConfig
 from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+# A safetensors file begins with the length of its header, which is JSON. The library refuses longer
+# headers than this.
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
 
 
 class Output(NamedTuple):
@@ -201,7 +206,7 @@ class Model(nn.Module):
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
-        config = LMConfig.from_json((directory / CONFIG_FILE).read_text())
+        config = LMConfig.from_json(_read_text(directory / CONFIG_FILE))
         model = cls(config, device="meta")
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
         load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
@@ -230,11 +235,34 @@ def _umask() -> int:
     return mask
 
 
+def _read_text(path: Path) -> str:
+    """A UTF-8 file, whatever the system's encoding is; ValueError, one line, when it is none."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: byte {error.start}") from error
+
+
+def _check_header(path: Path) -> None:
+    """Raises ValueError for a header that the safetensors library would take: with a name twice, of
+    which it keeps one tensor, or nested deeply. What it refuses itself, it is left to name."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > min(_MAX_HEADER_BYTES, path.stat().st_size - _LENGTH_BYTES):
+            return
+        header = file.read(length)
+    try:
+        parse_json(header.decode("utf-8"))
+    except (JsonError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: broken safetensors header: {error}") from error
+
+
 def read_tensors(path: Path, device: Any = None) -> dict[str, Tensor]:
     """The tensors of a safetensors file; ValueError when it is not a whole one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    _check_header(path)
     try:
         return load_file(path, device="cpu" if device is None else str(device))
     except SafetensorError as error:
@@ -256,6 +284,9 @@ def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
                 f"{source}: {name!r}: expected {tuple(own[name].shape)} by the configuration; "
                 f"got {tuple(given.shape)}"
             )
+        if not given.is_floating_point():
+            kind = str(given.dtype).removeprefix("torch.")
+            raise ValueError(f"{source}: {name!r}: expected a floating-point dtype; got {kind}")
     model.load_state_dict(tensors, strict=True, assign=True)
 
 

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..nn._common import (
     GLU_ACTIVATIONS,
     LOWER_BOUND_MODES,
+    MAX_IMAGE_CHANNELS,
+    MAX_LAYERS,
+    MAX_PATCH_SIZE,
+    MAX_VOCAB_SIZE,
+    MAX_WIDTH,
     NORMS,
-    check_choice,
-    check_positive,
 )
-from .registry import check_mixer_options, option_names
+from ._json import JsonError, parse_json, shown
+from .registry import check_mixer_options, option_names, type_problem
+
+# The most that each size may be, in the order in which they are checked.
+_SIZES = {
+    "dim": MAX_WIDTH,
+    "layers": MAX_LAYERS,
+    "image_channels": MAX_IMAGE_CHANNELS,
+    "vocab_size": MAX_VOCAB_SIZE,
+    "glu_hidden": MAX_WIDTH,
+    "num_classes": MAX_VOCAB_SIZE,
+    "patch_size": MAX_PATCH_SIZE,
+}
+_OPTION = (bool, int, float, str, type(None))
 
 
 @dataclass
@@ -50,7 +68,8 @@ class LMConfig:
             start with, biases then zero, but for those that gate_init or theta says otherwise of;
             None = each module's own start.
 
-    Raises ValueError, naming the field, for values that cannot be.
+    Raises ValueError, naming the field, for values that cannot be: of another type (True is no
+    number, 1 is no switch), out of range, or more than `tidegate` builds (nn/choices.json).
     """
 
     mixer: str | list[str] = "hgrn2"
@@ -75,48 +94,52 @@ class LMConfig:
     init_std: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "image_channels"):
-            check_positive("LMConfig", name, getattr(self, name))
-        for name in ("vocab_size", "glu_hidden", "num_classes", "patch_size"):
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        _check_types(values, option_types=(*_OPTION, tuple, list))
+        for name, most in _SIZES.items():
+            self._check_size(name, most)
+        _check_choice("glu_activation", self.glu_activation, GLU_ACTIVATIONS)
+        _check_choice("norm", self.norm, NORMS)
+        _check_choice("final_norm", self.final_norm, (None, *NORMS))
+        _check_choice("lower_bound", self.lower_bound, LOWER_BOUND_MODES)
+        for name in ("dropout", "norm_eps", "init_std"):
             if getattr(self, name) is not None:
-                check_positive("LMConfig", name, getattr(self, name))
-        check_choice("LMConfig", "glu_activation", self.glu_activation, GLU_ACTIVATIONS)
-        check_choice("LMConfig", "norm", self.norm, NORMS)
-        check_choice("LMConfig", "final_norm", self.final_norm, (None, *NORMS))
-        check_choice("LMConfig", "lower_bound", self.lower_bound, LOWER_BOUND_MODES)
-        for name in ("glu_bias", "tied"):
-            check_choice("LMConfig", name, getattr(self, name), (True, False))
-        check_choice("LMConfig", "scale_embedding", self.scale_embedding, (None, True, False))
-        number = (int, float)
-        p, eps, options = self.dropout, self.norm_eps, self.mixer_options
-        _expect(isinstance(p, number) and 0.0 <= p < 1.0, "dropout", "0 <= p < 1", p)
-        _expect(isinstance(eps, number) and eps > 0.0, "norm_eps", "a positive number", eps)
-        std = self.init_std
-        fits = std is None or isinstance(std, number) and std > 0.0
-        _expect(fits, "init_std", "a positive number", std)
-        _expect(isinstance(options, dict), "mixer_options", "a dictionary", options)
-        self.mixer_options = _plain(options)  # copies made by replace() share nothing
+                setattr(self, name, float(getattr(self, name)))
+        p = self.dropout
+        _expect(0.0 <= p < 1.0, "dropout", "0 <= p < 1", shown(p))
+        for name in ("norm_eps", "init_std"):
+            value = getattr(self, name)
+            fits = value is None or 0.0 < value < math.inf
+            _expect(fits, name, "a positive number", shown(value))
+        self.mixer_options = _plain(self.mixer_options)  # copies made by replace() share nothing
         self._check_layers()
+
+    def _check_size(self, name: str, most: int) -> None:
+        size = getattr(self, name)
+        if size is not None:
+            _expect(size >= 1, name, "a positive integer", shown(size))
+            _expect(size <= most, name, f"at most {most}", shown(size))
 
     def _check_layers(self) -> None:
         names, options = self.mixer, self.layer_options
-        is_list = isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)
+        is_name = isinstance(names, str)
         _expect(
-            isinstance(names, str) or (is_list and len(names) == self.layers),
+            is_name or len(names) == self.layers,
             "mixer",
             f"a name, or a list of one for each of the {self.layers} layers",
-            names,
+            f"{1 if is_name else len(names)} names",
         )
-        is_list = isinstance(options, (list, tuple)) and all(isinstance(o, dict) for o in options)
         _expect(
-            is_list and len(options) <= self.layers,
+            len(options) <= self.layers,
             "layer_options",
             f"a list of at most {self.layers} dictionaries, one a layer",
-            options,
+            str(len(options)),
         )
-        self.mixer = names if isinstance(names, str) else list(names)
+        self.mixer = names if is_name else list(names)
         self.layer_options = [_plain(o) for o in options]
-        for layer in range(self.layers):
+        # Layers beyond those that are listed are all alike.
+        different = min(self.layers, len(options) + 1) if is_name else self.layers
+        for layer in range(different):
             check_mixer_options(*self._of_layer(layer))
 
     def _of_layer(self, layer: int) -> tuple[str, dict[str, Any]]:
@@ -147,13 +170,7 @@ class LMConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LMConfig:
         """The reverse of to_dict(); missing keys take their defaults, unknown ones raise."""
-        _expect(isinstance(values, dict), "JSON", "an object", values)
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise ValueError(
-                f"LMConfig: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
-            )
+        _check_names(values)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -164,10 +181,12 @@ class LMConfig:
     def from_json(cls, text: str) -> LMConfig:
         """The reverse of to_json(); ValueError when the text is not such JSON."""
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"LMConfig: not valid JSON: {error}") from error
-        return cls.from_dict(values)
+            values = parse_json(text)
+        except JsonError as error:
+            raise ValueError(f"LMConfig: {error}") from error
+        _check_names(values)
+        _check_types(values, option_types=_OPTION)
+        return cls(**values)
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +197,58 @@ def _plain(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _expect(holds: bool, name: str, wanted: str, given: object) -> None:
+def _check_names(values: object) -> None:
+    """Raises ValueError unless `values` is a dictionary of fields."""
+    _expect(isinstance(values, dict), "JSON", "an object", shown(values))
+    known = [f.name for f in dataclasses.fields(LMConfig)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"LMConfig: unknown key {shown(key)}; known: {', '.join(known)}")
+
+
+def _check_types(values: dict[str, Any], option_types: tuple[type, ...]) -> None:
+    """Raises ValueError for the first field, in their order, whose value is of another type.
+
+    option_types: those of a mixer's option, whichever it is; files have no lists there.
+    """
+    for f in dataclasses.fields(LMConfig):
+        if f.name not in values:
+            continue
+        value = values[f.name]
+        if f.name == "mixer":
+            fits = isinstance(value, str) or _is_list_of(str, value)
+            _expect(fits, "mixer", "a name, or a list of names", shown(value))
+        elif f.name == "mixer_options":
+            _check_options("mixer_options", value, option_types)
+        elif f.name == "layer_options":
+            fits = isinstance(value, (list, tuple))
+            _expect(fits, "layer_options", "a list of dictionaries", shown(value))
+            for options in value:
+                _check_options("layer_options", options, option_types)
+        else:
+            kind, _, other = f.type.partition(" | ")
+            expected = "" if other and value is None else type_problem(kind, value)
+            if kind == "int" and expected:
+                expected = "a positive integer"
+            _expect(not expected, f.name, expected, shown(value))
+
+
+def _check_options(name: str, options: object, types: tuple[type, ...]) -> None:
+    _expect(isinstance(options, dict), name, "a dictionary", shown(options))
+    expected = "a number, a string, True, False or None"
+    for option, value in options.items():
+        _expect(isinstance(value, types), f"{name}: {shown(option)}", expected, shown(value))
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    names = ", ".join(map(repr, allowed))
+    _expect(value in allowed, name, f"one of {names}", shown(value))
+
+
+def _expect(holds: bool, name: str, wanted: str, given: str) -> None:
     if not holds:
-        raise ValueError(f"LMConfig: {name}: expected {wanted}; got {given!r}")
+        raise ValueError(f"LMConfig: {name}: expected {wanted}; got {given}")

@@ -12,7 +12,9 @@ state, ``gate_parts(x, gamma=None, cu_seqlens=None)``; ``token_mixing(x, gamma=N
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -29,6 +31,8 @@ from ..nn import (
     GatedLinearRNN,
     GatedRNN,
 )
+from ..nn._common import MAX_OPTION
+from ._json import fits_64_bits, shown
 
 if TYPE_CHECKING:
     from .config import LMConfig
@@ -64,23 +68,65 @@ def mixer_class(name: str) -> type[nn.Module]:
     """The class of mixer `name`; ValueError when there is none."""
     if name in _MIXERS:
         return _MIXERS[name]
-    raise ValueError(f"LMConfig: mixer: {name!r} is unknown; available: {', '.join(_MIXERS)}")
+    raise ValueError(f"LMConfig: mixer: {shown(name)} is unknown; available: {', '.join(_MIXERS)}")
+
+
+@functools.cache
+def _option_types(name: str) -> dict[str, tuple[str, bool]]:
+    """Of each option of mixer `name`: "bool", "int", "float" or "str", and whether None fits; as
+    the annotations of its class say."""
+    types = {}
+    for option, parameter in inspect.signature(mixer_class(name)).parameters.items():
+        if option not in _NOT_OPTIONS:
+            kinds = str(parameter.annotation).split(" | ")
+            types[option] = (kinds[0], "None" in kinds)
+    return types
 
 
 def option_names(name: str) -> list[str]:
     """The options of mixer `name` that a configuration can set."""
-    return [p for p in inspect.signature(mixer_class(name)).parameters if p not in _NOT_OPTIONS]
+    return list(_option_types(name))
 
 
 def check_mixer_options(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for an option that the mixer's class does not have."""
-    known = option_names(name)
-    for key in options:
-        if key not in known:
+    """Raises ValueError for an option that the mixer's class does not have, and for a value of
+    another type than the option's."""
+    types = _option_types(name)
+    for key, value in options.items():
+        if key not in types:
             raise ValueError(
-                f"LMConfig: mixer_options: mixer {name!r} has no option {key!r}; "
-                f"it has {', '.join(known)}"
+                f"LMConfig: mixer_options: mixer {name!r} has no option {shown(key)}; "
+                f"it has {', '.join(types)}"
             )
+        kind, can_be_none = types[key]
+        if value is None and can_be_none:
+            continue
+        expected = type_problem(kind, value)
+        if not expected and kind == "int" and value > MAX_OPTION:
+            expected = f"at most {MAX_OPTION}"
+        if expected:
+            raise ValueError(
+                f"LMConfig: mixer_options: {key}: expected {expected}; got {shown(value)}"
+            )
+
+
+def type_problem(kind: str, value: object) -> str:
+    """What was expected, where `value` is none of `kind`: "bool", "int", "float" or "str"; else "".
+
+    As C++ and JSON have it: True is no number, 1 is no switch, and integers are numbers.
+    """
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if kind == "bool":
+        return "" if isinstance(value, bool) else "True or False"
+    if kind == "int":
+        return "" if is_integer else "an integer"
+    if kind == "str":
+        return "" if isinstance(value, str) else "a string"
+    if is_integer:
+        return "" if fits_64_bits(value) else "a number of at most 64 bits"
+    if not isinstance(value, float):
+        return "a number"
+    return "" if math.isfinite(value) else "a finite number"
 
 
 def make_mixer(config: LMConfig, **where: Any) -> nn.Module:

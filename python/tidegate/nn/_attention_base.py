@@ -20,13 +20,15 @@ from ._attention_state import (
 from ._common import (
     OUTPUT_ACTIVATIONS,
     KeepsFloat32,
-    RMSNorm,
     check_choice,
+    check_eps,
     check_mixer_input,
     check_positive,
+    check_switches,
     constant_,
     is_number,
     make_linear,
+    make_norm,
     refuse_gamma,
     reset_linear,
     wide_dtype,
@@ -53,6 +55,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, heads: int, size: int, eps: float, device=None, dtype=None) -> None:
         super().__init__()
+        check_eps(eps)
         self.heads, self.size, self.eps = heads, size, eps
         self.weight = nn.Parameter(torch.empty(heads * size, device=device, dtype=dtype))
 
@@ -205,6 +208,9 @@ class SoftmaxAttention(KeepsFloat32, ABC):
                 f"got {num_kv_heads}"
             )
         check_choice(owner, "preset", preset, PRESETS)
+        by_preset = {"qk_norm": qk_norm, "output_gate": output_gate, "output_norm": output_norm}
+        check_switches(owner, can_be_none=True, **by_preset, kv_shift=kv_shift)
+        check_switches(owner, qk_norm_shared=qk_norm_shared)
         check_choice(owner, "output_activation", output_activation, OUTPUT_ACTIVATIONS)
         if rope is not None and not (is_number(rope) and rope > 0):
             raise ValueError(f"{owner}: rope: expected a positive number; got {rope!r}")
@@ -219,12 +225,12 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
         self.num_kv_heads = num_kv_heads
         self.preset, self.rope, self.window = preset, rope, window
-        self.qk_norm = is_pro if qk_norm is None else bool(qk_norm)
-        self.qk_norm_shared = bool(qk_norm_shared)
-        self.output_gate = is_pro if output_gate is None else bool(output_gate)
+        self.qk_norm = is_pro if qk_norm is None else qk_norm
+        self.qk_norm_shared = qk_norm_shared
+        self.output_gate = is_pro if output_gate is None else output_gate
         self.output_activation = output_activation
-        self.output_norm_on = is_pro if output_norm is None else bool(output_norm)
-        self.kv_shift = is_pro if kv_shift is None else bool(kv_shift)
+        self.output_norm_on = is_pro if output_norm is None else output_norm
+        self.kv_shift = is_pro if kv_shift is None else kv_shift
         self.norm_eps = norm_eps
         self.qk_norm_eps = norm_eps if qk_norm_eps is None else qk_norm_eps
 
@@ -249,7 +255,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
 
     def _make_qk_norm(self, heads: int, **where: Any) -> nn.Module:
         if self.qk_norm_shared:
-            return RMSNorm(self.head_dim, eps=self.qk_norm_eps, **where)
+            return make_norm("rms", self.head_dim, self.qk_norm_eps, **where)
         return HeadNorm(heads, self.head_dim, self.qk_norm_eps, **where)
 
     def _reset_gate(self) -> None:

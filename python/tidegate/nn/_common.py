@@ -22,6 +22,17 @@ HGRN2_ACTIVATIONS = tuple(_CHOICES["hgrn2_activations"])
 OUTPUT_ACTIVATIONS = tuple(_CHOICES["output_activations"])
 # Channels of a key or a value that gated_linear_attention and hgrn2 take.
 MAX_HEAD_DIM: int = _CHOICES["max_head_dim"]
+# What a configuration may ask for: far above what any machine holds, and low enough that products
+# of sizes fit 64 bits, and that a loop over the layers ends.
+MAX_LAYERS: int = _CHOICES["max_layers"]
+MAX_WIDTH: int = _CHOICES["max_width"]
+MAX_VOCAB_SIZE: int = _CHOICES["max_vocab_size"]
+MAX_IMAGE_CHANNELS: int = _CHOICES["max_image_channels"]
+MAX_PATCH_SIZE: int = _CHOICES["max_patch_size"]
+# Of any integer among a mixer's options.
+MAX_OPTION: int = _CHOICES["max_option"]
+# Lists and objects in one another, in JSON that is read.
+MAX_JSON_DEPTH: int = _CHOICES["max_json_depth"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -47,6 +58,13 @@ def check_switch(owner: str, option: str, value: object) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{owner}: {option}: expected True or False; got {value!r}")
+
+
+def check_switches(owner: str, can_be_none: bool = False, **values: object) -> None:
+    """check_switch() of several options: a string is not taken for True, nor 1."""
+    for option, value in values.items():
+        if not (can_be_none and value is None):
+            check_switch(owner, option, value)
 
 
 def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> None:
@@ -102,12 +120,17 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
+def check_eps(eps: float) -> None:
+    """Raises ValueError for an epsilon that no norm can add."""
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+
+
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
     """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight" or "none"
     (x itself)."""
     check_choice("norm", "kind", kind, NORMS_OR_NONE)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+    check_eps(eps)
     if kind == "none":
         return nn.Identity()
     if kind == "layer":

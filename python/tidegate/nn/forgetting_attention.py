@@ -164,6 +164,7 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         if prune is not None and not (is_number(prune) and 0 < prune < 1):
             given = f"{prune:g}" if is_number(prune) else repr(prune)
             raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {given}")
+        check_switch(owner, "drop_pruned", drop_pruned)
         if drop_pruned and (prune is None or not self.qk_norm):
             raise ValueError(
                 f"{owner}: drop_pruned: expected False without prune and qk_norm, which bound what "
@@ -171,7 +172,7 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
             )
         self.gate, self.gate_init, self.gumbel_gate = gate, gate_init, gumbel_gate
         self.lower_bound = lower_bound
-        self.prune, self.drop_pruned = prune, bool(drop_pruned)
+        self.prune, self.drop_pruned = prune, drop_pruned
         where = {"device": device, "dtype": dtype}
         self._make_projections(**where)
         self.gate_proj = make_linear(dim, self.num_heads, False, **where) if has_data else None

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._common import GLU_ACTIVATIONS, check_choice, check_positive, make_linear, reset_linear
+from ._common import (
+    GLU_ACTIVATIONS,
+    check_choice,
+    check_positive,
+    check_switch,
+    make_linear,
+    reset_linear,
+)
 
 
 class GLU(nn.Module):
@@ -38,6 +45,7 @@ class GLU(nn.Module):
         check_positive("GLU", "dim", dim)
         hidden = 2 * dim if hidden is None else hidden
         check_positive("GLU", "hidden", hidden)
+        check_switch("GLU", "bias", bias)
         check_choice("GLU", "activation", activation, GLU_ACTIVATIONS)
         self.dim = dim
         self.hidden = hidden

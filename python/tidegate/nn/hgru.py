@@ -18,7 +18,7 @@ from ._common import (
     check_choice,
     check_gamma_width,
     check_positive,
-    check_switch,
+    check_switches,
     make_linear,
     make_norm,
     refuse_gamma,
@@ -140,10 +140,8 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         check_positive("HGRU", "dim", dim)
         check_positive("HGRU", "expand", expand)
         check_choice("HGRU", "preset", preset, tuple(PRESETS))
-        if complex is not None:
-            check_switch("HGRU", "complex", complex)
-        check_switch("HGRU", "output_gate", output_gate)
-        check_switch("HGRU", "bidirectional", bidirectional)
+        check_switches("HGRU", can_be_none=True, complex=complex, bias=bias)
+        check_switches("HGRU", output_gate=output_gate, bidirectional=bidirectional)
         defaults = PRESETS[preset]
         self.dim = dim
         self.expand = expand

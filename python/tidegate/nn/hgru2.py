@@ -18,7 +18,7 @@ from ._common import (
     check_choice,
     check_gamma_width,
     check_positive,
-    check_switch,
+    check_switches,
     make_linear,
     make_norm,
     reset_linear,
@@ -159,7 +159,8 @@ class HGRU2(TensorStateMixer):
         super().__init__()
         check_positive("HGRU2", "dim", dim)
         check_choice("HGRU2", "preset", preset, tuple(PRESETS))
-        check_switch("HGRU2", "bidirectional", bidirectional)
+        check_switches("HGRU2", bidirectional=bidirectional)
+        check_switches("HGRU2", can_be_none=True, bias=bias)
         defaults = PRESETS[preset]
         self.dim = dim
         self.expand_ratio = head_dim("HGRU2", dim, num_heads, expand_ratio)

@@ -49,13 +49,14 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
         super().__init__()
         check_positive(self._owner, "dim", dim)
         check_positive(self._owner, "state", state)
+        check_switch(self._owner, "skip", skip)
         if not (0 <= r_min <= r_max <= 1 and r_max > 0 and r_min < 1):
             raise ValueError(
                 f"{self._owner}: r_min, r_max: expected 0 <= r_min <= r_max <= 1, not both 0 nor "
                 f"both 1; got {r_min:g} and {r_max:g}"
             )
         self.dim, self.state = dim, state
-        self.skip = bool(skip)
+        self.skip = skip
         self.r_min, self.r_max = r_min, r_max
         self.state_size = 2 * state if is_complex else state
         where = {"device": device, "dtype": dtype}

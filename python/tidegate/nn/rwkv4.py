@@ -14,6 +14,7 @@ from ._common import (
     KeepsFloat32,
     check_choice,
     check_positive,
+    check_switch,
     constant_,
     make_linear,
     refuse_gamma,
@@ -71,11 +72,12 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
     ) -> None:
         super().__init__()
         check_positive("RWKV4", "dim", dim)
+        check_switch("RWKV4", "time_shift", time_shift)
         check_choice("RWKV4", "decay_init", decay_init, ("speed", "uniform"))
         if not 0.0 <= depth <= 1.0:
             raise ValueError(f"RWKV4: depth: expected a number from 0 to 1; got {depth:g}")
         self.dim = dim
-        self.time_shift = bool(time_shift)
+        self.time_shift = time_shift
         self.decay_init = decay_init
         self.depth = float(depth)
         self.in_proj = make_linear(dim, [dim] * 3, False, device, dtype)

@@ -161,12 +161,15 @@ class RunFolder:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line cut short by a kill is passed over."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text: byte {error.start}") from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number + 1 == len(lines):
                 break
             raise UserError(f"{path}: line {number + 1} is not JSON") from error

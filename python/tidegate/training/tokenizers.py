@@ -78,15 +78,25 @@ def _library():
 
 
 def _pieces(text: bytes) -> Iterator[str]:
-    """The text in pieces of about a megabyte that end at a line end where there is one."""
+    """The text in pieces of about a megabyte that end at a line end where there is one, and in no
+    case within a character, whose halves would both be lost."""
     start = 0
     while start < len(text):
         end = min(start + _PIECE, len(text))
         if end < len(text):
             newline = text.rfind(b"\n", start, end)
-            end = newline + 1 if newline >= start else end
+            end = newline + 1 if newline >= start else _character_start(text, end)
         yield text[start:end].decode("utf-8", errors="replace")
         start = end
+
+
+def _character_start(text: bytes, end: int) -> int:
+    """Where the UTF-8 character that holds the byte at `end` begins; `end` itself where no byte of
+    the three before it, which is as far as one reaches, could begin it."""
+    for start in range(end, end - 4, -1):
+        if text[start] & 0xC0 != 0x80:
+            return start
+    return end
 
 
 def train_bpe(text: bytes, vocab_size: int, path: str | os.PathLike[str]) -> None:
