@@ -93,6 +93,20 @@ function(_tidegate_torch_version root)
   set(TIDEGATE_TORCH_VARIANT "${variant}" PARENT_SCOPE)
 endfunction()
 
+# An older torch is refused here and not after minutes of compiling; of a newer one than was tried a
+# line warns. scripts/torch_versions.sh reads the list, builds and tests with each.
+set(TIDEGATE_TORCH_TRIED 2.11.0 2.15.0)
+function(_tidegate_check_torch_version version root)
+  list(GET TIDEGATE_TORCH_TRIED 0 oldest)
+  list(GET TIDEGATE_TORCH_TRIED -1 newest)
+  list(JOIN TIDEGATE_TORCH_TRIED ", " tried)
+  if(version VERSION_LESS oldest)
+    message(FATAL_ERROR "tidegate: torch ${version} (${root}) is older than ${oldest}; tried are ${tried}")
+  elseif(version VERSION_GREATER newest)
+    message(STATUS "tidegate: torch ${version} is newer than any that was tried (${tried})")
+  endif()
+endfunction()
+
 function(_tidegate_torch_library name root)
   if(EXISTS ${root}/lib/lib${name}.so AND NOT TARGET tidegate::lib${name})
     add_library(tidegate::lib${name} SHARED IMPORTED GLOBAL)
@@ -163,6 +177,7 @@ function(tidegate_find_torch)
   endif()
   file(REAL_PATH ${root} root)
   _tidegate_torch_version(${root})
+  _tidegate_check_torch_version(${TIDEGATE_TORCH_VERSION} ${root})
   _tidegate_torch_targets(${root})
   # PyPI's torch keeps the CUDA runtime in a package beside its own.
   set(rpath ${root}/lib)
