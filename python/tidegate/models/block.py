@@ -180,8 +180,11 @@ class Model(nn.Module):
             states.append(s)
         return self.norm(x), tuple(states)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes config.json and model.safetensors into `directory` (made when missing).
+    def save(
+        self, directory: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
+    ) -> None:
+        """Writes config.json and model.safetensors into `directory` (made when missing); metadata:
+        what the latter says of itself, beside its format.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
         the earlier one.
@@ -191,7 +194,8 @@ class Model(nn.Module):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
-        write_atomically(directory / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
+        said = {"format": "pt", **(metadata or {})}
+        write_atomically(directory / WEIGHTS_FILE, save(tensors, metadata=said))
         write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
 
     @classmethod
