@@ -14,7 +14,7 @@ namespace tidegate::kernels::attention {
 /// Which kernels run.
 enum class AttentionPath : uint8_t {
   kAuto,        // the planner chooses
-  kPlain,       // exact sums in the state's type: any dtype, any D
+  kPlain,       // CUDA cores, sums in the state's type: any dtype, any D
   kTensorCore,  // tiles on tensor cores (CUDA; 16-bit data)
 };
 
@@ -111,7 +111,7 @@ constexpr double kLeastLogGate = -1e5;
 /// Why no kernel takes these params, or null: for the user's error, with the tensor and the value.
 /// The text holds until the thread's next such call (kernels/common/limits.h). The only place that
 /// states what the kernels cannot do, except the limits of a launch's grid; it reads no device
-/// memory.
+/// memory. The gradients' dtypes and strides are the caller's affair.
 const char* forgetting_attention_unsupported(const ForgettingAttentionParams& params);
 const char* forgetting_attention_step_unsupported(const ForgettingAttentionStepParams& params);
 

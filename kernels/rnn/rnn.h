@@ -16,8 +16,10 @@ struct GatedRnnPlan {
   bool on_chip = false;              // CUDA: the matrix stays in registers and shared memory
   int rows = 1;                      // sequences that a block (or a cluster) scans at a time
   bool exchanges_in_memory = false;  // CUDA, on chip: blocks talk through the workspace, no cluster
-  bool by_products = false;     // CUDA: a product of a library's at every token beats these kernels
-  int64_t first_sequence = 0;   // CUDA, on chip: of this launch; kept by the kernels' launchers
+  // CUDA: a product of a library's at every token beats these kernels. The caller's choice: a
+  // launch with it set runs the plain kernel.
+  bool by_products = false;
+  int64_t first_sequence = 0;   // CUDA, on chip: of a launch, where one does not hold all of them
   int64_t partials = 0;         // backward: rows of dgamma_partial, one a sequence
   int64_t workspace_bytes = 0;  // scratch memory, 64-byte aligned, contents irrelevant
 };

@@ -26,7 +26,7 @@ namespace tidegate::kernels::rnn {
 
 // ---- The kernels that keep the matrix on the chip ----
 //
-// One compiled unit for each width.
+// One compiled unit for each triple in cuda/units.cmake.
 
 /// The kernels for D up to kWidth: 128 (one block), 256, 512 and 1024 (2, 8 and 16 blocks). For 512
 /// there are some for a matrix of 16-bit numbers, and some for blocks that exchange through memory

@@ -156,19 +156,7 @@ Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options)
                     "CausalLM.generate: max_new_tokens: expected an integer >= 0; got ",
                     options.max_new_tokens());
   const torch::NoGradGuard no_grad;
-  // Dropout off while generating, also when an error ends it.
-  struct Evaluating {
-    explicit Evaluating(CausalLMImpl& model) : modules(model.modules()) {
-      for (const auto& module : modules) training.push_back(module->is_training());
-      model.eval();
-    }
-    // A module comes before its children, which train() sets, too.
-    ~Evaluating() {
-      for (size_t i = 0; i < modules.size(); ++i) modules[i]->train(training[i]);
-    }
-    std::vector<std::shared_ptr<torch::nn::Module>> modules;
-    std::vector<bool> training;
-  } const evaluating(*this);
+  const Evaluating evaluating(*this);
   const Tensor fresh = continue_prompts(ids, options);
   return append(ids, options.lengths(), fresh, options.eos().value_or(0));
 }

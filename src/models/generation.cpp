@@ -7,6 +7,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "src/nn/shape_text.h"
@@ -22,6 +26,19 @@ at::Generator make_generator(at::Device device, int64_t seed) {
                                                   .getNewGenerator(device.index());
   generator.set_current_seed(static_cast<uint64_t>(seed));
   return generator;
+}
+
+// Of a model that generates: in how many threads, and every module's mode before the first.
+struct Generating {
+  int threads = 0;
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
+};
+
+std::mutex generating_lock;
+
+std::map<const torch::nn::Module*, Generating>& generating() {
+  static std::map<const torch::nn::Module*, Generating> models;
+  return models;
 }
 
 }  // namespace
@@ -90,6 +107,24 @@ at::Tensor append(const at::Tensor& ids, const at::Tensor& lengths, const at::Te
   const auto counting = ends.options();
   out = out.masked_fill(at::arange(out.size(1), counting).unsqueeze(0) >= ends, fill);
   return out.scatter(1, ends + at::arange(fresh.size(1), counting).unsqueeze(0), fresh);
+}
+
+Evaluating::Evaluating(torch::nn::Module& model) : model_(model) {
+  const std::lock_guard<std::mutex> guard(generating_lock);
+  Generating& mine = generating()[&model_];
+  if (mine.threads++ > 0) return;
+  for (const auto& module : model_.modules())
+    mine.modes.emplace_back(module, module->is_training());
+  model_.eval();
+}
+
+Evaluating::~Evaluating() {
+  const std::lock_guard<std::mutex> guard(generating_lock);
+  const auto mine = generating().find(&model_);
+  if (--mine->second.threads > 0) return;
+  // A module comes before its children, which train() sets, too.
+  for (const auto& [module, training] : mine->second.modes) module->train(training);
+  generating().erase(mine);
 }
 
 }  // namespace tidegate::models

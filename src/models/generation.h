@@ -1,9 +1,11 @@
-// Choosing the next token from logits, and laying out prompts and results.
+// Choosing the next token from logits, laying out prompts and results, and a model's modes while it
+// generates.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/nn/module.h>
 
 #include <optional>
 #include <tuple>
@@ -37,5 +39,18 @@ std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& ids, const at::Tensor&
 /// undefined.
 at::Tensor append(const at::Tensor& ids, const at::Tensor& lengths, const at::Tensor& tokens,
                   int64_t fill);
+
+/// Dropout is off while one of these lives, also where threads generate with one model at a time:
+/// the first to come notes the modules' modes, and the last to go sets them again.
+class Evaluating {
+ public:
+  explicit Evaluating(torch::nn::Module& model);
+  ~Evaluating();
+  Evaluating(const Evaluating&) = delete;
+  Evaluating& operator=(const Evaluating&) = delete;
+
+ private:
+  torch::nn::Module& model_;
+};
 
 }  // namespace tidegate::models

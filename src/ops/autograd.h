@@ -76,8 +76,8 @@ consteval size_t saved_index(std::string_view name) {
 }
 
 /// `Op` as a torch::autograd::Function whose backward pass calls the op `Backward`. It returns the
-/// first `returned` results: one without a gradient has to be marked, which compiled autograd does
-/// not take, and is left out where only the backward pass wants it.
+/// first `returned` results. One without a gradient would have to be marked so, which compiled
+/// autograd does not take; so a result that only the backward pass wants is not returned at all.
 template <class Op, class Backward, size_t returned>
 class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, returned>> {
   using Context = torch::autograd::AutogradContext;

@@ -108,7 +108,7 @@ void check_attention_values(const Op& a) {
 
 // ---- forward ----
 
-/// In which dtype the kernels take log_f, and write its gradient: as it is, but not narrower than
+/// In which dtype the kernels take log_f, and write its gradient: its own, but float64 beside
 /// float64 data.
 template <class Op>
 at::ScalarType log_f_dtype(const Op& a) {

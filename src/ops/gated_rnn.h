@@ -12,14 +12,15 @@
 
 namespace tidegate::ops {
 
-/// z and x go to autocast's type. The kernels hold the matrix in fp32 anyway, so that one keeps its
-/// digits, as states and bounds do.
+/// z and x go to autocast's type. w_zh stays float32 where it is, since the kernels compute with
+/// all its digits; a 16-bit one goes to autocast's type.
 inline constexpr CastRule kGatedRnnCasts[] = {
     {"z", Cast::kLower}, {"x", Cast::kLower}, {"w_zh", Cast::kUnlessFloat}};
 
 void check_gated_rnn_matrix(const Reference& data, const at::Tensor& w_zh);
 
-/// Whose values are readable without waiting for a device, or where debugging pays for that.
+/// Checks values: of offsets on the CPU always, of those on a GPU and of gamma with
+/// TIDEGATE_DEBUG=1.
 void check_gated_rnn_values(const Reference& data, const OptionalTensor& cu_seqlens,
                             const OptionalTensor& gamma);
 

@@ -1,8 +1,9 @@
 #pragma once
 
 // From filled params to a finished launch, on the device of the tensors: plan, scratch memory,
-// partial sums, stream. The only place that knows how a kernel family is driven; what a plan says
-// to the op itself (plan() below) is decided in the kernels, too.
+// partial sums, stream. The only place that knows how a kernel family is driven. Where an op
+// itself does as the plan says (gated_rnn's products), it reads plan(): the kernels decide that,
+// too.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -102,9 +103,9 @@ class Launch {
     forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
   }
 
-  /// [P, channels] of `dtype`, undefined unless `wanted`: written by the kernel, one row a group of
-  /// threads (a sequence on the CPU, and of gated_rnn); the op adds the rows up, in an order that
-  /// does not depend on the launch.
+  /// [P, channels] of `dtype`, undefined unless `wanted`: written by the kernel, P rows, one a
+  /// warp group of a scan (on the CPU, and for gated_rnn everywhere, one a sequence); the op adds
+  /// the rows up, in an order that does not depend on the launch.
   at::Tensor partial_sums(at::ScalarType dtype, bool wanted = true) const {
     return wanted ? matrix(forward().plan.partials, forward().channels, dtype, like_)
                   : at::Tensor();

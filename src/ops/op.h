@@ -6,8 +6,9 @@
 //
 //   struct Scale {
 //     static constexpr std::string_view kSchema = "scale(Tensor x, float by=2.0) -> Tensor";
-//     static constexpr std::string_view kData = "x";  // whose device the others must be on
-//     static constexpr CastRule kCasts[] = {{"x", Cast::kLower}};  // optional: under autocast
+//     static constexpr std::string_view kData = "x";  // asks for autocast by its device; C++
+//     callers' offsets go there static constexpr CastRule kCasts[] = {{"x", Cast::kLower}};  //
+//     optional: under autocast
 //
 //     const at::Tensor& x;
 //     double by;
@@ -15,6 +16,9 @@
 //     at::Tensor kernel() const;  // CPU and CUDA
 //     at::Tensor meta() const;    // the checks, then results without values
 //   };
+//
+// An op that src/ops/autograd.h gives a gradient names its results (kResults); a backward op needs
+// no kData, and says by kGradientLike what a missing gradient is zeros like.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -162,7 +166,8 @@ void register_op(torch::Library& library) {
   }
 }
 
-/// Defines `Op`, the step of an op: it overwrites a state and has no gradient.
+/// Defines `Op`, the step of an op: it may overwrite a state, as its schema says, and has no
+/// gradient.
 template <class Op>
 void register_step(torch::Library& library) {
   register_op<Op>(library);

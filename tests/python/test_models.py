@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -377,6 +378,24 @@ def test_generation_leaves_every_modules_mode(ids):
     assert set(modes.values()) == {True, False}
     model.generate(ids, 2)
     assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_threads_that_generate_leave_every_modules_mode(ids):
+    """The last of them to end, not the first, sets the modes again."""
+    model = make(SMALL.replace(dropout=0.5)).train()
+    model.blocks[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    expected = model.generate(ids, 6, temperature=0.0)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            calls = [pool.submit(model.generate, ids, 2 + k, 0.0) for k in range(8)]
+            for k, call in enumerate(calls):
+                length = ids.size(1) + min(2 + k, 6)
+                assert torch.equal(call.result()[:, :length], expected[:, :length])
+            assert {name: m.training for name, m in model.named_modules()} == modes
+    with pytest.raises(ValueError, match="lengths"):
+        model.generate(ids, 2, lengths=torch.tensor([1, 2]))
+    assert {name: m.training for name, m in model.named_modules()} == modes
 
 
 @pytest.mark.parametrize(

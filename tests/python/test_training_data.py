@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
@@ -119,6 +120,31 @@ def test_text_that_is_not_utf8_can_be_encoded(tmp_path):
     train_bpe(b"plain text " * 100, 300, tmp_path / "tokenizer.json")
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode(b"caf\xe9\n")).startswith(b"caf")
+
+
+def test_a_tokenizer_file_that_truncates_keeps_the_text(tmp_path):
+    """transformers writes the model's longest sequence into tokenizer.json."""
+    text = b"plain text and more of it\n" * 400
+    path = tmp_path / "tokenizer.json"
+    train_bpe(text, 300, path)
+    whole = FileTokenizer(path).encode(text)
+    values = json.loads(path.read_text())
+    values["truncation"] = {
+        "direction": "Right",
+        "max_length": 16,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    values["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "a",
+    }
+    path.write_text(json.dumps(values))
+    assert np.array_equal(FileTokenizer(path).encode(text), whole)
 
 
 @pytest.mark.parametrize("character", ["é", "€", "🎈"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,6 +296,45 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, text):
     assert files(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize(
+    "damage", ["stale", "gone", "no-weights", "cut", "another-config", "empty"]
+)
+def test_the_exported_model_is_written_again_where_it_is_another(tmp_path, text, damage):
+    """A write that failed or was killed, or more steps since: a finished run's model/ is the
+    weights of its last step, or becomes it."""
+    folder = tmp_path / "run" / "model"
+    run = prepare(tmp_path / "run", text, schedule="constant")
+    run.trainer.run(quiet=True)
+    finish(run)
+    if damage == "stale":
+        older = files(folder)
+        run = prepare(tmp_path / "run", text, schedule="constant", steps=9)
+        run.trainer.run(quiet=True)
+        finish(run)
+        for name, content in older.items():
+            Path(name).write_bytes(content)
+    elif damage == "gone":
+        shutil.rmtree(folder)
+    elif damage == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif damage == "no-weights":
+        (folder / "model.safetensors").unlink()
+    elif damage == "cut":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-9])
+    else:
+        (folder / "config.json").write_text("{}")
+    steps = {"steps": 9} if damage == "stale" else {}
+    again = prepare(tmp_path / "run", text, schedule="constant", **steps)
+    assert not again.is_exported()
+    rows = len(read_metrics(again.folder.metrics))
+    finish(again)
+    assert again.is_exported()
+    assert len(read_metrics(again.folder.metrics)) == rows  # what was scored is not scored again
+    assert_same(CausalLM.load(folder).state_dict(), again.trainer.model.state_dict())
+
+
 def test_a_finished_run_can_be_given_more_steps(tmp_path, text):
     prepare(tmp_path / "run", text, schedule="constant").trainer.run(quiet=True)
     longer = prepare(tmp_path / "run", text, schedule="constant", steps=9)
@@ -343,6 +383,51 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text):
     with pytest.raises(UserError, match=r"the loss is nan at step 4: lower --lr"):
         run.trainer.run(quiet=True)
     assert not run.folder.checkpoint.exists()
+
+
+def test_weights_that_are_not_finite_replace_nothing(tmp_path, text):
+    """The last update may make them so, of which no loss tells: the checkpoint and the model before
+    stay."""
+    run = prepare(tmp_path / "run", text, schedule="constant", steps=4)
+    run.trainer.run(quiet=True)
+    finish(run)
+    before = {**files(run.folder.model), "checkpoint": run.folder.checkpoint.read_bytes()}
+    longer = prepare(tmp_path / "run", text, schedule="constant", steps=8, checkpoint_every=1)
+    with torch.no_grad():
+        longer.trainer.model.norm.weight[0] = float("inf")
+    for writes in (longer.trainer.save, longer.trainer.validate):
+        with pytest.raises(UserError, match=r"norm.weight holds numbers that are not finite"):
+            writes()
+    after = {**files(run.folder.model), "checkpoint": run.folder.checkpoint.read_bytes()}
+    assert after == before
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, text):
+    run = prepare(tmp_path / "run", text, steps=4)
+    run.trainer.model.norm.weight.register_hook(lambda g: torch.full_like(g, float("nan")))
+    with pytest.raises(UserError, match=r"train: the (loss|gradient's norm) is nan at step 4"):
+        run.trainer.run(quiet=True)
+    assert not run.folder.checkpoint.exists()
+
+
+def test_a_model_that_is_not_finite_is_said_to_be(tmp_path, text):
+    run = prepare(tmp_path / "run", text, steps=4)
+    run.trainer.run(quiet=True)
+    finish(run)
+    with torch.no_grad():
+        run.trainer.model.embedding.weight.fill_(float("nan"))
+    run.trainer.model.save(run.folder.model)
+    with pytest.raises(UserError, match=r"weight holds numbers that are not finite"):
+        load_trained(str(run.folder.model), device="cpu")
+
+
+def test_a_refused_start_leaves_no_tokenizer(tmp_path, text):
+    """One learnt for settings that were refused would be the next run's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(UserError):
+        prepare(folder, text, tokenizer="bpe:300", context=10**6)
+    assert not (folder / "tokenizer.json").exists()
 
 
 def _refused(tmp_path: Path, text: Path | str, message: str, **changes) -> None:

@@ -8,8 +8,7 @@
 namespace tidegate {
 
 /// RWKV-4's token mixing: a mean of the values so far, whose weights decay, with a bonus for the
-/// newest one (arXiv 2305.13048, eq. 16; the form of Su Jianlin's article on LRU, with
-/// gamma = exp(u) and lambda = exp(-w)):
+/// newest one (arXiv 2305.13048, eq. 16):
 ///
 ///   y_t = exp(-w) y_{t-1} + exp(k_t) v_t,   z_t = exp(-w) z_{t-1} + exp(k_t)
 ///   o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))

@@ -1,6 +1,8 @@
-// The host's side of forgetting_attention_cuda.h: the entry points, which say which kernels take a
-// set of params; the scans of gates, which both paths launch from here; and of the path on tensor
-// cores, what it takes, its plans, and which kernel follows which.
+// The entry points of forgetting_attention_cuda.h, which say which kernels take a set of params;
+// the scans of gates as launches of their own; and the path on tensor cores: its plans, which
+// kernel follows which, and two small kernels of its backward pass (clear_kernel,
+// key_extents_kernel). There the scans share launches, with clear_kernel, delta_kernel and
+// convert_dq_kernel.
 
 #include <algorithm>
 
@@ -125,7 +127,8 @@ cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& p, const dou
 namespace {
 
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
-// Rows of a block, queries or keys. Not the least of all: S192 of tile_configs.cuh has 32 queries.
+// Rows of a block, queries or keys, by which the blocks of a grid are bounded. S192 of
+// tile_configs.cuh has 32 queries: there launch_unless_empty refuses a grid that is too large.
 constexpr int64_t kLeastTile = 64;
 
 template <class T>

@@ -4,7 +4,7 @@
 // scans over time in float64. Time is divided into chunks that run at the same time: chunks are
 // added up first, then every chunk is scanned by itself, from the totals before it, so sums have a
 // fixed order. Both steps are parts of blocks of kGateChunk threads, which may share a launch with
-// other work; gate_sums and gate_gradients are launches of their own.
+// other work; scan_gates and gate_gradients launch a scan by itself (forgetting_attention_cuda.cu).
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/sequences.cuh"
@@ -164,7 +164,7 @@ using GateGradientChunks = GateChunks<GateGradientScan<float>>;
 /// Doubles for the totals of chunks of one scan.
 int64_t gate_totals_count(const ForgettingAttentionParams& params);
 
-/// Doubles that gate_sums needs: c, [B, Hq, Tk], then its scratch.
+/// Doubles that scan_gates needs: c, [B, Hq, Tk], then its scratch.
 int64_t gate_sums_count(const ForgettingAttentionParams& params);
 
 /// c_j = sum of log_f over a sequence's tokens 1 .. j, each at least kLeastLogGate. NaN stays.

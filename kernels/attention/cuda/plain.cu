@@ -189,7 +189,8 @@ struct PlainPair {
   __device__ PlainPair() : weight(0), d_score(0) {}
 };
 
-/// dq and the sum of dS over keys, the query's own left out. A warp takes a query through all keys.
+/// dq and the sum of dS over keys, the query's own left out: it would be in both sums, and cancel.
+/// A warp takes a query through all keys.
 template <class E>
 __global__ void __launch_bounds__(32 * kWarps) plain_query_kernel(const PlainAttention work) {
   using Real = typename Register<E>::type;

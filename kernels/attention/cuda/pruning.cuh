@@ -16,7 +16,8 @@ namespace tidegate::kernels::attention {
 /// queries'.
 cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream);
 
-/// Floats in an order of integers in which NaN is the largest and zero is below all, and back.
+/// Floats in an order of integers in which NaN is the largest and the integer 0 is below all, and
+/// back.
 __device__ inline unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x), sign = 0x80000000u;
   return x != x ? ~0u : bits < sign ? bits | sign : ~bits;

@@ -25,7 +25,7 @@ __device__ inline double exponential(double x) { return exp(x); }
 
 // ---- Splits of a cache ----
 
-constexpr int kLeastSplit = 64;  // keys of a split, a multiple of every kernel's tile
+constexpr int kLeastSplit = 64;  // splits are multiples of so many keys, and these of every tile
 
 /// A partial result: o times its sum, then maximum, sum, and the sum of the split's gates.
 __host__ __device__ constexpr int64_t partial_numbers(int64_t head_dim) { return head_dim + 3; }

@@ -47,8 +47,8 @@ struct Tile16Bit {
 };
 
 /// A lane's row and permuted piece of the operands that start at row 0 of a tile; any other start
-/// (a multiple of 16 rows and of 16 columns) is reached by at(). There are four orders of the four
-/// 8 x 8 matrices that ldmatrix takes at once.
+/// (a multiple of 16 rows and of 16 columns) is reached by at(). There are four operands, in two
+/// orders of the four 8 x 8 matrices that ldmatrix takes at once.
 template <int kColumns>
 class OperandReader {
  public:
@@ -152,8 +152,8 @@ struct Nothing {
 };
 
 /// d += A B for 16 * kRowTiles rows, 8 * kColumnTiles columns and 16 * kSteps inner, with operands
-/// read from tiles, transposed or not (see OperandReader). `between(i)`, i < kSteps, is done among
-/// the products of step i. With kFresh, d starts from `start`.
+/// read from tiles, transposed or not (see OperandReader). `between(i)`, i < kSteps, is done
+/// after the products of step i have been issued. With kFresh, d starts from `start`.
 template <class T, bool kTransposedA, bool kTransposedB, int kSteps, bool kFresh, int kRowTiles,
           int kColumnTiles, class TileA, class TileB, class Between = Nothing,
           class Start = FromZero>

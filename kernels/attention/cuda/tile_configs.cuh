@@ -1,8 +1,8 @@
 #pragma once
 
-// The tiles of all kernels, with the reason beside each: by head dimension and, where it matters,
-// by the shared memory that a block may have. The plan chooses a row, the launch takes it from
-// there.
+// The tiles of the kernels on tensor cores and of decoding, with the reason beside each: by head
+// dimension and, where it matters, by the shared memory that a block may have or the number of
+// keys. The plan chooses a row, the launch takes it from there.
 
 #include "kernels/attention/cuda/smem_tiles.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -16,7 +16,7 @@ struct ForwardTile {
   int row_tiles;              // of 16 queries, of a warp
   int warps;                  // of a block
   int keys;                   // of a stage
-  int part;                   // of them, whose scores are in registers at a time
+  int part;                   // keys of a stage whose scores are in registers at a time
   int blocks_per_sm;          // bounds registers
   bool keep_queries = false;  // in registers, where there are enough
 };
@@ -39,6 +39,7 @@ struct ForwardShape {
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
   static constexpr int kSharedBytes =
       kQueryBytes + 2 * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 16) * int{sizeof(float)};
+  // The last 16: the queries' norm and BlockConstants.
 };
 
 /// A row of key_gradient_kernel's table. Eight warps share every product of a pair of tiles, and
@@ -82,7 +83,7 @@ struct BackwardShape {
   static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
   static constexpr int kScoreBytes = Tile16Bit<kKeys>::bytes(kRows);
   static constexpr int kRowStats = 4;  // c_i - c_ref, high and low; lse; dlse - delta
-  // dq's sums by way of shared memory, which was slower at D = 128: see add_dq_tile.
+  // Whether dq's sums go by way of shared memory (add_dq_tile). At D = 128 that was slower.
   static constexpr bool kDqViaSmem = kStages > 1 && kDim < 128;
   static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kRowBytes + 2 * kScoreBytes +
                                       (2 * kKeys + 2 * kRowStats * kRows) * int{sizeof(float)};
@@ -122,7 +123,8 @@ struct QueryGradientShape {
 };
 
 /// Calls f.template operator()<Shape>() with the forward pass's shape of a head dimension of the
-/// class. `wide`: what is_wide of forgetting_attention_cuda.cu found.
+/// class. `wide`: what is_wide of forgetting_attention_cuda.cu found. All shapes but the wide ones
+/// fit in 99 KB, what the smallest chip from 8.0 on gives a block, so that the plan need not look.
 template <class T, HeadDims kDims, class F>
 cudaError_t with_forward_shape(int64_t dim, bool wide, const F& f) {
   // clang-format off

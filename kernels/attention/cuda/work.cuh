@@ -28,9 +28,10 @@ enum class HeadRange : uint8_t { kAll, kShort, kLong };
 struct KeyExtents {
   static constexpr int kKeys = 64;
   TimeTiles keys = {};
-  int* ends = nullptr;             // [keys.count, Hq]
-  int* short_range = nullptr;      // [sequences, Hq], 0 or 1
-  unsigned* long_range = nullptr;  // zero before: whether there are such heads; their tiles taken
+  int* ends = nullptr;         // [keys.count, Hq]
+  int* short_range = nullptr;  // [sequences, Hq], 0 or 1
+  // [2], zero before: whether there are such heads; how many of their tiles have been taken.
+  unsigned* long_range = nullptr;
 };
 
 /// What one launch is told: the params, its tiles, and the arrays of the workspace.
@@ -55,7 +56,7 @@ constexpr int64_t kLargestSmallHeadDim = 96;
 
 template <class Data, HeadDims kDims>
 struct AttentionForwardUnit {
-  /// Fills in work.tiles.
+  /// Fills in work.tiles and work.side_by_side.
   static cudaError_t launch(TensorAttention work, cudaStream_t stream);
 };
 
@@ -77,7 +78,8 @@ inline int heads_side_by_side(const TimeTiles& tiles, int64_t resident) {
 
 /// The block's tile and head. Of `side_by_side` heads, of a batch row or of several, all have their
 /// first tile taken, then all their second; with last_first (of queries, the last has most keys)
-/// from the last tile on. Then follow as many more heads. So the tiles with most to do are never
+/// from the last tile on. Then follow as many more heads: with two, head 0 tile 0, head 1 tile 0,
+/// head 0 tile 1... and then heads 2 and 3. So the tiles with most to do are never
 /// the last to be taken, and neighbouring blocks share keys and values, or queries.
 struct TileAndHead {
   TimeTile tile;
@@ -253,11 +255,12 @@ struct BackwardWorkspace {
   int* short_range;   // where keys are pruned
   float* delta_minus_dlse;
   float* column_sums;
-  unsigned* score_bounds;  // from here on, cleared together
-  unsigned* long_range;    // where keys are pruned
-  float* row_sums;         // a deterministic pass writes these itself
-  float* dq_sums;          // null in a deterministic pass
-  int64_t cleared_bytes;   // from score_bounds on
+  unsigned*
+      score_bounds;       // from here on, cleared together, all but a deterministic pass's row sums
+  unsigned* long_range;   // where keys are pruned
+  float* row_sums;        // of a deterministic pass, query_gradient_kernel writes all of them
+  float* dq_sums;         // null in a deterministic pass
+  int64_t cleared_bytes;  // from score_bounds on
   int64_t bytes;
 
   BackwardWorkspace(const ForgettingAttentionParams& p, int tile_rows, int tile_columns) {

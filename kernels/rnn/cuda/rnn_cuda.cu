@@ -22,6 +22,7 @@ constexpr int kPlainRnnThreads = 512;
 /// The workspace of the plain kernels: a few vectors of D numbers of the state's type for every
 /// sequence, which is one block.
 struct PlainWorkspace {
+  // Backward has others in the places of the forward pass's two.
   enum Vector { kBefore = 0, kAfter = 1, kGateGrad = 0, kCarry = 1, kRoundedAway = 2, kVectors };
 
   static int64_t bytes(const GatedRnnParams& p) {
@@ -150,8 +151,9 @@ __global__ void __launch_bounds__(kPlainRnnThreads)
 
 namespace {
 
+/// Calls visit<Family>() with the family for a matrix of 16-bit numbers, or for one of floats.
 template <int kWidth, bool kExchangesInMemory, class Visit>
-cudaError_t with_fragments(const GatedRnnParams& p, Visit visit) {
+cudaError_t with_matrix_type(const GatedRnnParams& p, Visit visit) {
   return p.w_is_16_bit
              ? visit.template operator()<OnChipFamily<kWidth, true, kExchangesInMemory>>()
              : visit.template operator()<OnChipFamily<kWidth, false, kExchangesInMemory>>();
@@ -161,9 +163,9 @@ cudaError_t with_fragments(const GatedRnnParams& p, Visit visit) {
 template <class Visit>
 cudaError_t with_on_chip_family(const GatedRnnParams& p, bool exchanges_in_memory, Visit visit) {
   if (p.channels <= 128) return visit.template operator()<OnChipFamily<128, false, false>>();
-  if (exchanges_in_memory) return with_fragments<512, true>(p, visit);
+  if (exchanges_in_memory) return with_matrix_type<512, true>(p, visit);
   if (p.channels <= 256) return visit.template operator()<OnChipFamily<256, false, false>>();
-  if (p.channels <= 512) return with_fragments<512, false>(p, visit);
+  if (p.channels <= 512) return with_matrix_type<512, false>(p, visit);
   return visit.template operator()<OnChipFamily<1024, false, false>>();
 }
 

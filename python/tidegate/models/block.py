@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
@@ -180,8 +181,11 @@ class Model(nn.Module):
             states.append(s)
         return self.norm(x), tuple(states)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes config.json and model.safetensors into `directory` (made when missing).
+    def save(
+        self, directory: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
+    ) -> None:
+        """Writes config.json and model.safetensors into `directory` (made when missing); metadata:
+        what the latter says of itself, beside its format.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
         the earlier one.
@@ -191,7 +195,10 @@ class Model(nn.Module):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
-        write_atomically(directory / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
+        content = save(tensors, metadata={"format": "pt", **(metadata or {})})
+        if metadata:
+            content = _with_sorted_metadata(content)
+        write_atomically(directory / WEIGHTS_FILE, content)
         write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
 
     @classmethod
@@ -233,6 +240,17 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _with_sorted_metadata(content: bytes) -> bytes:
+    """A safetensors file whose metadata are in the order of their names: the library writes them in
+    any, and one model is to be one file."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(content)[8 + size :]])
 
 
 def _read_text(path: Path) -> str:

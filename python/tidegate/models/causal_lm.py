@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..nn._common import make_linear, normal_
 from .block import Model, Output, check_ids, embedding_std, mean_cross_entropy
 from .config import LMConfig
-from .sampling import Sampler
+from .sampling import Sampler, evaluating
 
 
 class CausalLM(Model):
@@ -168,13 +168,8 @@ class CausalLM(Model):
         check_ids("CausalLM.generate", ids)
         check_positive_or_zero("max_new_tokens", max_new_tokens)
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
-        training = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
+        with evaluating(self):
             new = self._continue(ids, lengths, max_new_tokens, sampler, eos)
-        finally:
-            for module, mode in training:
-                module.training = mode
         return append(ids, lengths, new, 0 if eos is None else eos)
 
     def _continue(

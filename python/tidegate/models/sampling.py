@@ -1,9 +1,42 @@
-"""Choosing the next token from logits."""
+"""Choosing the next token from logits, and a model's modes while it generates."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# For each model that generates: in how many threads, and the mode of every module before the first.
+_generating: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[nn.Module, bool]]]] = (
+    weakref.WeakKeyDictionary()
+)
+_generating_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout is off within, also where threads generate with one model at a time: the first to
+    come notes the modules' modes and the last to go sets them again, also after an error."""
+    with _generating_lock:
+        threads, modes = _generating.get(model, (0, []))
+        if threads == 0:
+            modes = [(module, module.training) for module in model.modules()]
+            model.eval()
+        _generating[model] = (threads + 1, modes)
+    try:
+        yield
+    finally:
+        with _generating_lock:
+            threads, modes = _generating.pop(model)
+            if threads > 1:
+                _generating[model] = (threads - 1, modes)
+            else:
+                for module, mode in modes:
+                    module.training = mode
 
 
 class Sampler:

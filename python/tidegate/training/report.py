@@ -33,12 +33,13 @@ def finish(run: Run) -> Score:
     if score is None:
         score = run.trainer.validate()
         run.trainer.save()
+    if not run.is_exported():
         run.export()
     return score
 
 
 def _recorded_score(run: Run) -> Score | None:
-    if not run.folder.metrics.exists() or not run.folder.model.is_dir():
+    if not run.folder.metrics.exists():
         return None
     last = (read_metrics(run.folder.metrics) or [{}])[-1]
     if last.get("kind") != "final" or last["step"] != run.trainer.position.step:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ..models import CausalLM, LMConfig, SequenceClassifier, presets
+from ..models.block import CONFIG_FILE as MODEL_CONFIG
+from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
 from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder, load_checkpoint
 from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_json
 from .data import vocabulary_fits
@@ -26,7 +29,7 @@ from .runtime import (
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
 from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from .trainer import Trainer
+from .trainer import Trainer, non_finite
 
 DEFAULT_STEPS = 1000
 DEFAULT_MODEL = {"mixer": "hgrn"}
@@ -45,8 +48,30 @@ class Run:
     begins_anew: bool = False  # in a folder whose run left no checkpoint
 
     def export(self) -> None:
-        """Writes model/: config.json and model.safetensors, which C++ reads too."""
-        self.trainer.model.save(self.folder.model)
+        """Writes model/: config.json and model.safetensors, which C++ reads too and which says of
+        which step it is."""
+        self.trainer.model.save(self.folder.model, metadata={"step": self._step})
+
+    def is_exported(self) -> bool:
+        """Whether model/ holds these weights of this step, bit for bit. A write that failed, or a
+        run that was killed or went on since, left another."""
+        model = self.trainer.model
+        tensors = model.state_dict()
+        try:
+            if (self.folder.model / MODEL_CONFIG).read_text() != model.config.to_json():
+                return False
+            with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
+                return (
+                    (file.metadata() or {}).get("step") == self._step
+                    and set(file.keys()) == set(tensors)
+                    and all(torch.equal(file.get_tensor(k), t.cpu()) for k, t in tensors.items())
+                )
+        except (OSError, UnicodeDecodeError, SafetensorError):
+            return False
+
+    @property
+    def _step(self) -> str:
+        return str(self.trainer.position.step)
 
 
 def prepare_run(
@@ -70,6 +95,7 @@ def prepare_run(
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
     is_new = not folder.path.exists()
+    had_tokenizer = (folder.path / TOKENIZER_FILE).exists()
     folder.make()  # before anything in it is read: from here on it is ours alone
     try:
         recorded = _recorded(folder)
@@ -91,6 +117,8 @@ def prepare_run(
     except BaseException:
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
+        elif not had_tokenizer:  # one learnt for settings that were refused is nobody's
+            (folder.path / TOKENIZER_FILE).unlink(missing_ok=True)
         raise
     return run
 
@@ -284,6 +312,7 @@ def load_trained(path: str, device: str = "auto") -> Trained:
     tokenizer = load_tokenizer(tokenizer_file if tokenizer_file.exists() else None)
     if not folder.checkpoint.exists():
         model = _load_model_folder(folder.path)
+        _refuse_non_finite(folder.path, model)
         fits = tokenizer.vocab_size <= model.config.vocab_size
         return Trained(model.to(target).eval(), tokenizer if fits else None, None)
     values = read_json(folder.config)
@@ -299,8 +328,14 @@ def load_trained(path: str, device: str = "auto") -> Trained:
         raise UserError(
             f"{folder.checkpoint}: does not fit {folder.config.name} beside it: {detail}"
         ) from error
+    _refuse_non_finite(folder.checkpoint, model)
     has_text = config.data not in TASKS and not config.data.endswith((".npy", ".bin"))
     return Trained(model.to(target).eval(), tokenizer if has_text else None, config)
+
+
+def _refuse_non_finite(path: Path, model: torch.nn.Module) -> None:
+    if name := non_finite(model):
+        raise UserError(f"{path}: {name} holds numbers that are not finite: nothing comes of it")
 
 
 def _load_model_folder(path: Path) -> CausalLM:

@@ -43,7 +43,11 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizers` file (tokenizer.json)."""
+    """A Hugging Face `tokenizers` file (tokenizer.json).
+
+    Truncation and padding, which such a file may ask for, are switched off: a model's longest
+    sequence is no reason to leave out most of a text.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         library = _library()
@@ -53,6 +57,8 @@ class FileTokenizer:
             self._inner = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for any bad file
             raise UserError(f"tokenizer: {path} is not a tokenizers file: {error}") from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
         self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: bytes) -> np.ndarray:

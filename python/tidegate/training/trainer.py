@@ -55,6 +55,15 @@ class Position:
         return seconds > 0 and self.seconds - last >= seconds
 
 
+def non_finite(model: torch.nn.Module) -> str | None:
+    """The name of the first parameter that holds infinity or NaN, if one does."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        return None
+    finite = torch.stack([p.detach().isfinite().all() for p in parameters.values()]).tolist()
+    return next((name for name, fine in zip(parameters, finite, strict=True) if not fine), None)
+
+
 class Trainer:
     """Trains a model on text or on a task and writes its run folder.
 
@@ -205,6 +214,11 @@ class Trainer:
                 f"train: the loss is {loss} at step {self.position.step}: lower --lr or clip the "
                 "gradient with --clip; the last checkpoint is untouched"
             )
+        if not math.isfinite(norm):
+            raise UserError(
+                f"train: the gradient's norm is {norm} at step {self.position.step}: lower --lr; "
+                "the last checkpoint is untouched"
+            )
         self.loss = loss
         position = self.position
         self.folder.append_metrics(
@@ -222,8 +236,13 @@ class Trainer:
         )
 
     def validate(self, limit: int | None = None) -> Score:
-        """Scores the validation split (about `limit` tokens of it) and writes the result."""
+        """Scores the validation split (about `limit` tokens of it) and writes the result.
+
+        Raises:
+            UserError: a weight is not finite.
+        """
         self._log()
+        self._refuse_non_finite()
         config = self.config
         with torch.compiler.set_stance("force_eager"):  # its shapes are not those of training
             score = self.corpus.score(
@@ -247,8 +266,13 @@ class Trainer:
         return score
 
     def save(self) -> None:
-        """Writes a checkpoint of this moment."""
+        """Writes a checkpoint of this moment.
+
+        Raises:
+            UserError: a weight is not finite; the checkpoint before is untouched.
+        """
         self._log()
+        self._refuse_non_finite()
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -264,6 +288,13 @@ class Trainer:
                 "fingerprint": self.corpus.fingerprint,
             },
         )
+
+    def _refuse_non_finite(self) -> None:
+        if name := non_finite(self.model):
+            raise UserError(
+                f"train: {name} holds numbers that are not finite at step {self.position.step}: "
+                "lower --lr or clip the gradient with --clip; the last checkpoint is untouched"
+            )
 
     def restore(self, content: dict[str, Any]) -> None:
         """Goes on from what save() wrote.

@@ -76,7 +76,7 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
     using Keys = typename Shapes::Keys;
     using ShortRange = typename Shapes::ShortRange;
     TensorAttention keys = work;
-    if (work.dq_sums == nullptr) {
+    if (work.dq_sums == nullptr) {  // a deterministic pass: query_gradient_kernel writes row sums
       keys.row_sums = nullptr;
     }
     // Both kernels are launched, and the device says which of them takes a head.

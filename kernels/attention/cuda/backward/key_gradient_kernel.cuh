@@ -41,7 +41,8 @@ struct TilePair {
   // The next stage's copies stand between the products of S: together, they would hold those up.
   using Copies = TileCopies<kDim, kRows, Shape::kThreads>;
   static constexpr bool kCopiesBetween = Shape::kStages > 1 && Copies::kPossible;
-  // To read early and to add up late.
+  // One block an SM leaves registers: biases are read before the products of S, row sums added up
+  // after those of dv.
   static constexpr bool kHasRegisters = Shape::kBlocksPerSm == 1;
 
   const KeyTile<Shape>& at;
@@ -288,7 +289,7 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w,
     float* const row_sums =
         w.row_sums + (block.queries.batch * p.heads + head) * p.layout.time + block.queries.start;
     int tile = queries.begin;
-    __syncthreads();           // the last head's tiles have been read
+    __syncthreads();           // the tiles of the head before have been read
     if (tile < queries.end) {  // under way before anything waits for memory
       queries.load_stage(tile, 0);
     }

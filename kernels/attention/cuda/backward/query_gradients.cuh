@@ -35,7 +35,7 @@ __device__ inline void add_four(float* to, const float (&x)[4]) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 /// Adds kBytes of floats in shared memory to device memory, asynchronously, in a group of the
-/// thread's own. The warp that wrote them has met: see add_dq_tile.
+/// thread's own. After a __syncwarp of the warp that wrote them.
 template <int kBytes>
 __device__ inline void add_bulk(float* to, const float* shared) {
   asm volatile(
@@ -59,8 +59,8 @@ __device__ inline void show_to_copy_engine() {
 #endif
 
 /// Adds a warp's part of a tile of dq to that in device memory, in the order in which lanes hold
-/// it: see convert_dq_kernel. `to`, `staged`: of the lane's first four floats. On 9.0 by way of
-/// shared memory where there is room, from where the copy engine adds it.
+/// it: see convert_dq_kernel. `to`, `staged`: of the lane's first four floats. On 9.0, where
+/// kDqViaSmem, by way of shared memory, from where the copy engine adds it.
 template <class Shape>
 __device__ __forceinline__ void add_dq_tile(
     const float (&dq)[Shape::QueryGradPart::kRowTiles][Shape::QueryGradPart::kColumnTiles][4],

@@ -295,7 +295,9 @@ struct QueryTiles {
   int head;
   GateSums gates;
   double reference;
-  int begin, end;  // the first tile that sees the first key, up to the last that sees the last
+  // [begin, end): from the tile of the first query that sees the first key to that of the last one
+  // that sees the last.
+  int begin, end;
 
   __device__ __forceinline__ QueryTiles(const KeyTile<Shape>& block,
                                         const BackwardShared<Shape>& shared, int head)

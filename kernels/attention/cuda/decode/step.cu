@@ -15,8 +15,8 @@ namespace {
 
 static_assert(kLeastSplit % StepTile::kTile == 0 && kLeastSplit % TensorStepTile::kKeys == 0);
 
-/// o of one query head: from the newest split to the oldest, between which and the query the gates
-/// of all newer splits lie. A lane weighs a split, each thread sums one channel.
+/// o of one query head, from the newest split to the oldest: a split's bias is the sum of the gates
+/// of all newer splits. A lane weighs a split, each thread sums one channel.
 template <class E>
 __global__ void __launch_bounds__(StepTile::kMaxDim)
     combine_kernel(const ForgettingAttentionStepParams p) {
@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(StepTile::kMaxDim)
   }
 }
 
+/// Less than the passes over sequences ask for: q and o are read and written an element at a time.
 bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
   return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && rows_aligned(p.k, 16) &&
          rows_aligned(p.v, 16);

@@ -40,7 +40,7 @@ struct ForwardShared {
   unsigned char* stages;  // two of keys and values
   float* key_gates;       // [2][2][kKeys]: c_ref - c_j, high and low parts
   float* row_gates;       // [2][kRows]: c_i - c_ref
-  int* norm;              // largest squared norm of a query, as ordered bits
+  int* norm;  // largest squared norm of a query: bits of a float of at least 0, NaN the largest
   BlockConstants* constants;
 
   __device__ explicit ForwardShared(unsigned char* shared)
@@ -121,7 +121,7 @@ struct ForwardBlock {
         pieces(static_cast<int>(p.head_dim / 8)) {}
 
   __device__ __forceinline__ void store_constants() const {
-    volatile BlockConstants& constants = *shared.constants;
+    volatile BlockConstants& constants = *shared.constants;  // read each time, not kept
     if (thread == 0) {
       constants.k = row_address<2>(p.k, keys, key_head, 0);
       constants.v = row_address<2>(p.v, keys, key_head, 0);
@@ -228,7 +228,8 @@ struct ForwardWarp {
     }
   }
 
-  /// The scores of kPart keys from `key` on, bias included; what of it is deferred, and the mask.
+  /// softmax.s = the scores of part `part` of tile `tile`, with bias and mask;
+  /// softmax.deferred_bias = what of the bias is not in them.
   __device__ __forceinline__ void compute_scores(OnlineSoftmax<Shape>& softmax,
                                                  const KeptQueries& kept, PairMask mask, bool edge,
                                                  int tile, int part, unsigned keys_at,

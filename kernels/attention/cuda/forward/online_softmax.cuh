@@ -194,8 +194,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Adds up what the four lanes of a row have, and divides. Afterwards sum is the log2 of the sum
-  /// of all weights.
+  /// Adds up what the four lanes of a row have, and divides. Afterwards `sum` is lse in log2.
   __device__ __forceinline__ void normalize() {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {

@@ -4,7 +4,7 @@
 // few, the shared memory) of one block or of the blocks of a cluster, and its product with a few
 // vectors that change from step to step, by fused multiply-adds (FFMA).
 //
-// A block owns kOutputs rows of the matrix. Its threads are kGroups groups of kLanes: a group owns
+// A block owns kOutputs rows of the matrix. Its threads are groups of kLanes lanes: a group owns
 // kOut rows, and of these each lane 4 of every 4 * kLanes columns. The vectors lie whole in every
 // block's shared memory. After a product the lanes of a group add their parts up (scatter_sums),
 // which leaves each of them with kOwn numbers of the result: the elements that this thread owns. It

@@ -31,15 +31,16 @@ struct OnChipUse {
 template <class Use, int kVectors>
 struct OnChipTile;
 
-/// Numbers of sequences to choose from. In between, what costs least where the device holds a few
-/// clusters less than there would have to be.
+/// Numbers of sequences to choose from. 5 stands beside 4 and 8 for devices that hold a few
+/// clusters less than there would have to be: where an H200 holds fewer than 16 clusters of 8
+/// blocks, 64 sequences take one wave of 5 instead of two of 4.
 template <class Use>
 struct OnChipVectors {
   static constexpr std::array kChoices = {1, 2, 4};
 };
 template <bool kIs16Bit, bool kExchangesInMemory>
 struct OnChipVectors<OnChipUse<512, kIs16Bit, kExchangesInMemory>> {
-  static constexpr std::array kChoices = {2, 4, 5, 8};  // a column of an mma each
+  static constexpr std::array kChoices = {2, 4, 5, 8};  // at most 8: each is a column of an mma
 };
 
 // By FFMA: as many lanes a row as leave each thread at most 128 weights in registers.
@@ -98,8 +99,8 @@ cudaError_t with_on_chip_tile(int vectors, Visit visit) {
 // The plan says how many sequences a block (or the blocks that share a matrix) takes side by side,
 // which chooses the tile; the launch takes both from there.
 
-/// A step's time by the number of sequences side by side, to no scale: what a step takes without
-/// any (the exchange, the sums over lanes or warps, the gates), in units of what each adds.
+/// A model of a step's time: kStepAlone (the exchange, the sums over lanes or warps, the gates) +
+/// the sequences side by side, in units of what one more of them adds.
 constexpr int64_t kStepAlone = 2;
 
 constexpr int kPortableCluster = 8;
@@ -196,7 +197,8 @@ cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const Gated
   using Use = OnChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  // All choices take a block's whole multiprocessor.
+  // With every choice a block fills its multiprocessor, so as many groups fit: the last is asked
+  // for all of them.
   int groups = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       (with_on_chip_tile<Use>(OnChipVectors<Use>::kChoices.back(), [&]<class Tile>() {

@@ -300,7 +300,7 @@ struct BackwardElement {
   float gamma, h0;
   BackwardBits next = {};  // of the token before that of `factors`
   TokenFactors factors;
-  Sum<float, true> bound_grad;  // dgamma
+  Sum<float, true> bound_grad;  // dgamma, of a whole sequence: precise whatever the data
 
   __device__ __forceinline__ void find(const ScanCall& call, const GatedRnnBackwardParams& params,
                                        const OwnedElement& element) {
@@ -326,9 +326,11 @@ struct BackwardElement {
     const TokenFactors found = next.factors(call.type, gamma, t > 0, h0);
     factors = own.has_token(t) ? found : TokenFactors{};
   }
-  __device__ __forceinline__ void write_token(const ScanCall& call,
-                                              const GatedRnnBackwardParams& params, int t,
-                                              float gate_grad, float& carry) {
+  /// Writes token t's gradients and takes the carry past it: it is multiplied by lambda_t, and the
+  /// product with the matrix is added by the caller.
+  __device__ __forceinline__ void finish_token(const ScanCall& call,
+                                               const GatedRnnBackwardParams& params, int t,
+                                               float gate_grad, float& carry) {
     if (!own.has_token(t)) return;
     if (own.writes) {
       const int64_t index = index_of(call, t);
@@ -379,7 +381,7 @@ __device__ void scan_backward(const GatedRnnBackwardParams& params, void* shared
     matrix.multiply(gate_grad, products, [&] {  // while they are on their way to other blocks
 #pragma unroll
       for (int e = 0; e < kOwn; ++e) {
-        element[e].write_token(call, params, t, gate_grad[e], carry[e]);
+        element[e].finish_token(call, params, t, gate_grad[e], carry[e]);
         element[e].compute_factors(call, t - 1);
         element[e].load_token(call, t - 2);
         element[e].prefetch_token(call, t - kTokensAhead);

@@ -84,9 +84,9 @@ int16_t plan_single_block(const ScanSize& size, const DeviceLimits& limits) {
   return static_cast<int16_t>(warps_that_fit<Op, ScanMode::kSingleBlock>(most, limits));
 }
 
-/// As many blocks a sequence as the device holds, or fewer that do with as many iterations;
-/// `iterations` of them at least, where the sequence is long enough. Leaves the plan alone where
-/// they do not fit.
+/// As many blocks a sequence as the device holds, or fewer that do with as many iterations; so few
+/// that each makes `iterations` of them, where the sequence is long enough. Leaves the plan alone
+/// where they do not fit.
 template <class Op>
 cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, int iterations,
                              ScanPlan* plan) {
@@ -198,7 +198,9 @@ struct ScanRecurrence {
     const auto& scan = recurrence_params(params);
     const SequenceLayout& layout = scan.layout;
     *plan = {};
-    // A step or two leave nothing to divide, and a step may update its state in place.
+    // A step or two leave nothing to divide, and a step may update its state in place. Both
+    // directions have to agree: wkv4's saved states are natural logarithms in a sequential scan,
+    // else binary.
     plan->sequential = sizeof(typename Sequential::Real) == 8 || layout.time <= 2;
     if (plan->sequential) {
       plan->partials = layout.sequences;

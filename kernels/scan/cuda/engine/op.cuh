@@ -20,7 +20,8 @@
 //   gather(source, k, last)        step k's inputs from a source (rows.cuh), always in one order,
 //                                  since it fills and reads a slot of the ring; last: the last step
 //   store_final_state(s)           the state after the last step
-//   reduce(row, scratch, ...)      partial sums over the steps seen by a block, if the op has any
+//   reduce(row, scratch, ...)      partial sums over the steps seen by a warp group, if the op has
+//   any
 // and, for WarpChunk<Op> (chunk_loops.cuh) and the sequential scan to call,
 //   Decoded, decode(raw)           the inputs prepared
 //   advance(raw, decoded, s, kept) the state s through one step; kept[kVec]: what emit needs of it

@@ -5,7 +5,9 @@
 //   decode             forward through the tokens again and, in a single-block scan, back with
 //                      nothing flowing in (Wkv4SingleBlockChunk, here)
 //   compose            what flows out of the chunk: its map
-//   advance_and_emit   what flows in adds to dk, dv, dw and du; rows leave by way of the ring
+//   advance_and_emit   what flows in adds to dk, dv and dw (du is complete without); rows leave by
+//   way
+//                      of the ring
 // In a multi-block scan composing keeps nothing, and the chunk is taken back when its state has
 // come (Wkv4MultiBlockChunk, wkv4_chunk_multi_block.cuh). Below: which kernels, of both directions,
 // wkv4 has for a data type. The barriers are the carry's (carry.cuh,
@@ -39,6 +41,7 @@ struct Wkv4SingleBlockChunk {
   // On the fast path, with nothing flowing in; and what a token gets of what does.
   Real dk[kSteps][kVec], dv[kSteps][kVec], share[kSteps][kVec];
   Real y_sum[kVec], z_sum[kVec];  // -dw of what flows in, per unit
+  // Step i of a scan from the end is i tokens before the chunk's last.
   Real exponent[kVec];
   Map map;
 
@@ -182,6 +185,8 @@ struct Wkv4SingleBlockChunk {
     }
     ring.store_outputs(stage, kSlotOfDk, op.dk, k, end);
     ring.store_outputs(stage, kSlotOfDv, op.dv, k, end);
+    // Outputs use what flowed in, so s has not been advanced: through the last chunk, which may be
+    // incomplete, it goes here, to be the gradient of the first state.
     if (end <= k + kSteps) {
 #pragma unroll
       for (int c = 0; c < kVec; ++c) {

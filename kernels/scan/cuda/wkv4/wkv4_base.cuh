@@ -5,9 +5,9 @@
 // Exponents, keys, rates and bonuses are binary logarithms here. Where a channel's weights in a
 // chunk and in the state that enters it lie within a factor of 2^kExponentRange, it takes the fast
 // path there: one exponent serves the whole chunk, sums decay by a product, and a token costs one
-// exponential and one reciprocal. Elsewhere, and in the incomplete chunk with which a sequence
-// ends, the slow path moves the exponent at every token (docs/kernels/wkv4.md). Each channel takes
-// its own path, whatever its neighbours hold.
+// exponential and one reciprocal. Elsewhere, and in the incomplete chunk with which a scan
+// ends (backward: a sequence's first tokens), the slow path moves the exponent at every token
+// (docs/kernels/wkv4.md). Each channel takes its own path, whatever its neighbours hold.
 
 #include "kernels/scan/cuda/engine/op.cuh"
 #include "kernels/scan/cuda/engine/rows.cuh"
@@ -264,7 +264,8 @@ struct Wkv4Base : OpDefaults {
     return Wkv4Weights<Real>::at_binary(log.whole - s.m, (log.rest - s.rest) + bonus);
   }
 
-  /// Rescales the sums to an exponent; false where they, or the bonus, lie too far from it.
+  /// Rescales the sums to an exponent; false where they, or the bonus, lie too far from it: s is
+  /// spoilt then.
   __device__ bool rescale_to(Number& s, Real exponent, int c) const {
     const Real scale = exp2_of(s.m - exponent, s.rest);
     const bool is_empty = s.y == Real(0) && s.z == Real(0);

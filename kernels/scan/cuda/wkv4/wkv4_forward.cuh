@@ -255,8 +255,9 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
       return out;
     }
 
-    /// Each channel at one exponent, as on the fast path, up to the first token that is out of its
-    /// range.
+    /// Token by token, where one of the thread's channels must or the chunk is incomplete. Each
+    /// channel stays at one exponent, with the bits of the fast path, up to the first token out of
+    /// its range.
     template <class Ring>
     __device__ static void slow_path(const Op& op, const Ring& ring, int stage, int k, int count,
                                      Number (&s)[kVec]) {

@@ -37,11 +37,12 @@ struct Wkv4Decay {
   }
 };
 
-/// Sums and their exponents, which are whole numbers, a channel each.
+/// Sums of the channels of a thread, or another pair of numbers a channel.
 template <int kVec>
 struct alignas(8 * kVec) Wkv4Sums {
   float y[kVec], z[kVec];
 };
+/// Their exponents, which are whole numbers.
 template <int kVec>
 struct alignas(4 * kVec) Wkv4Exponents {
   float m[kVec];
@@ -49,8 +50,8 @@ struct alignas(4 * kVec) Wkv4Exponents {
 
 /// A state, after a chunk with these sums that lowers exponents by whole + rest. Where the chunk is
 /// at the shared exponent the state moves there too, if that is near. Elsewhere the exponent
-/// follows the sums down: what carry records round a slow decay to is nothing. (A call, since
-/// inlined it would take registers of those who rarely need it.)
+/// follows sums that have decayed: a carry record keeps no rest of an exponent, so a slow decay
+/// goes into the sums. (A call, since inlined it would take registers of those who rarely need it.)
 __noinline__ __device__ inline Wkv4PackedState wkv4_state_after(Wkv4PackedState state, float whole,
                                                                 float rest, Wkv4PackedState chunk) {
   Wkv4State<float> s = unpack_state(state);

@@ -2,7 +2,7 @@
 
 // The state of RWKV-4's token mixing, what a token does to it, and how it crosses a chunk. Every
 // sum here scales two numbers by the larger of two weights, so that no exponential is taken of a
-// number above zero.
+// number above zero. At the end the sequential scan, which is also wkv4_step's.
 
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/launch.cuh"
@@ -50,8 +50,9 @@ struct Wkv4Weights {
   }
 };
 
-/// Sums scaled by exp(-m - rest). Inside a kernel the scaling exponent is a sum of two floats, so
-/// that slow decays stay exact beside large exponents; in memory it is one.
+/// Sums scaled by exp(-m - rest): natural logarithms in memory and in the sequential scan, binary
+/// ones in the parallel scans. Inside a kernel the scaling exponent is a sum of two floats, so that
+/// slow decays stay exact beside large exponents; in memory it is one.
 template <class Real>
 struct Wkv4State {
   Real y, z, m;
