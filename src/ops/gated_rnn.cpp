@@ -130,11 +130,9 @@ c10::SymInt check_gated_rnn(const Reference& data, const Op& op) {
 
 // ---- forward ----
 
-/// Both forward ops are called gated_rnn in messages: with a gradient, a caller of one reaches the
-/// other.
 template <class Op>
 GatedRnnResults gated_rnn_meta(const Op& op) {
-  const Reference data{kOpName<GatedRnn>, "x", op.x};
+  const Reference data{kOpName<Op>, "x", op.x};
   const c10::SymInt sequences = check_gated_rnn(data, op);
   const auto sizes = op.x.sym_sizes();
   check_gate(data, "z", op.z);
@@ -149,8 +147,8 @@ GatedRnnResults gated_rnn_meta(const Op& op) {
 template <class Op>
 GatedRnnResults gated_rnn_kernel(const Op& op) {
   GatedRnnResults results = gated_rnn_meta(op);
-  check_gated_rnn_values({kOpName<GatedRnn>, "x", op.x}, op.cu_seqlens, op.gamma);
-  run_gated_rnn(kOpName<GatedRnn>, op.z, op.x, GatedRnnInputs(op, op.x.scalar_type()), results);
+  check_gated_rnn_values({kOpName<Op>, "x", op.x}, op.cu_seqlens, op.gamma);
+  run_gated_rnn(kOpName<Op>, op.z, op.x, GatedRnnInputs(op, op.x.scalar_type()), results);
   return results;
 }
 
