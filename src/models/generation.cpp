@@ -28,7 +28,7 @@ at::Generator make_generator(at::Device device, int64_t seed) {
   return generator;
 }
 
-// Of a model that generates: in how many threads, and every module's mode before the first.
+// How many threads generate with a model, and every module's mode before the first of them did.
 struct Generating {
   int threads = 0;
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;

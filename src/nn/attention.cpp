@@ -1,5 +1,6 @@
 #include "tidegate/nn/attention.h"
 
+#include "kernels/attention/forgetting_attention.h"
 #include "src/nn/attention_switches.h"
 #include "src/nn/common.h"
 
@@ -40,8 +41,8 @@ void AttentionImpl::reset() {
 // With a window, attention is forgetting_attention with nothing forgotten: torch's would want a
 // mask of T x T. The op's heads have at most so many channels.
 bool AttentionImpl::has_window_op() const {
-  constexpr int64_t kMostChannels = 256;
-  return switches_.window && switches_.head_dim <= kMostChannels;
+  static_assert(kMaxAttentionHeadDim == kernels::attention::kMaxAttentionHeadDim);
+  return switches_.window && switches_.head_dim <= kMaxAttentionHeadDim;
 }
 
 // Log forget gates [B, T, H] of zero, which take no memory.

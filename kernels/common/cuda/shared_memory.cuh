@@ -119,8 +119,8 @@ __device__ inline void mbarrier_poll(uint64_t* barrier, int parity) {
   }
 }
 
-/// The same, asleep where the chip can: from compute capability 9.0 on the hardware suspends a warp
-/// that waits, and wakes it.
+/// Waits as mbarrier_poll does, but from compute capability 9.0 on the hardware suspends the warp
+/// until then (mbarrier.try_wait).
 __device__ inline void mbarrier_wait(uint64_t* barrier, int parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const unsigned address = shared_address(barrier);

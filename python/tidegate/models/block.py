@@ -245,12 +245,13 @@ def _umask() -> int:
 def _with_sorted_metadata(content: bytes) -> bytes:
     """A safetensors file whose metadata are in the order of their names: the library writes them in
     any, and one model is to be one file."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
+    values = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    header = json.loads(content[_LENGTH_BYTES:values])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(content)[8 + size :]])
+    length = len(text).to_bytes(_LENGTH_BYTES, "little")
+    return b"".join([length, text, memoryview(content)[values:]])
 
 
 def _read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-# For each model that generates: in how many threads, and the mode of every module before the first.
+# By model: how many threads generate with it, and every module's mode before the first of them did.
 _generating: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[nn.Module, bool]]]] = (
     weakref.WeakKeyDictionary()
 )

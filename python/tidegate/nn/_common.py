@@ -22,6 +22,8 @@ HGRN2_ACTIVATIONS = tuple(_CHOICES["hgrn2_activations"])
 OUTPUT_ACTIVATIONS = tuple(_CHOICES["output_activations"])
 # Channels of a key or a value that gated_linear_attention and hgrn2 take.
 MAX_HEAD_DIM: int = _CHOICES["max_head_dim"]
+# Channels of a head that forgetting_attention takes.
+MAX_ATTENTION_HEAD_DIM: int = _CHOICES["max_attention_head_dim"]
 # What a configuration may ask for: far above what any machine holds, and low enough that products
 # of sizes fit 64 bits, and that a loop over the layers ends.
 MAX_LAYERS: int = _CHOICES["max_layers"]

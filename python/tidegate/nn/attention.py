@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ._attention_base import Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
 from ._attention_state import AttentionState, longest
-
-_MOST_CHANNELS = 256  # of a head, for forgetting_attention
+from ._common import MAX_ATTENTION_HEAD_DIM
 
 
 class Attention(SoftmaxAttention):
@@ -112,7 +111,7 @@ class Attention(SoftmaxAttention):
 
     @property
     def _has_window_op(self) -> bool:
-        return self.window is not None and self.head_dim <= _MOST_CHANNELS
+        return self.window is not None and self.head_dim <= MAX_ATTENTION_HEAD_DIM
 
     def _nothing_forgotten(self, v: Tensor) -> Tensor:
         """Log forget gates ``[B, T, H]`` of zero, which take no memory."""

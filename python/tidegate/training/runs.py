@@ -58,20 +58,24 @@ class Run:
         model = self.trainer.model
         tensors = model.state_dict()
         try:
-            if (self.folder.model / MODEL_CONFIG).read_text() != model.config.to_json():
+            if (self.folder.model / MODEL_CONFIG).read_bytes() != model.config.to_json().encode():
                 return False
             with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
                 return (
                     (file.metadata() or {}).get("step") == self._step
                     and set(file.keys()) == set(tensors)
-                    and all(torch.equal(file.get_tensor(k), t.cpu()) for k, t in tensors.items())
+                    and all(_same(file.get_tensor(k), t.cpu()) for k, t in tensors.items())
                 )
-        except (OSError, UnicodeDecodeError, SafetensorError):
+        except (OSError, SafetensorError):
             return False
 
     @property
     def _step(self) -> str:
         return str(self.trainer.position.step)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)  # which refuses to compare two dtypes
 
 
 def prepare_run(
