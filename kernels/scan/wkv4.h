@@ -26,6 +26,17 @@ constexpr int64_t kWkv4SavedEvery = 8;
 /// token without weight.
 constexpr float kWkv4NoWeight = -1e30f;
 
+/// Beside an empty state a token is the whole mean, however small its weight: the logarithm of that
+/// weight, with its bonus, counts as at least this, from where no digit of the token is lost.
+constexpr float kWkv4LeastBesideEmpty = -40.0f;
+
+/// The gradient of an empty state, as it was given, is that at its first token's exponent times
+/// exp(m - that exponent), which no float holds for keys below -88. The logarithm of that factor
+/// counts as at most this, and the gradient as at most the largest number, so that it is not NaN
+/// where it overflows.
+template <class R>
+constexpr R kWkv4LargestGradientScale = sizeof(R) == 8 ? R(700) : R(86);
+
 /// Weighted means whose weights decay, the newest one with a bonus (RWKV-4, arXiv 2305.13048):
 ///   y_t = exp(-w) y_{t-1} + exp(k_t) v_t,   z_t = exp(-w) z_{t-1} + exp(k_t)
 ///   o_t = (y_{t-1} + exp(u + k_t) v_t) / (z_{t-1} + exp(u + k_t))

@@ -39,6 +39,15 @@ def test_every_regime(case: Wkv4Case, device: str) -> None:
     check(case, device)
 
 
+@pytest.mark.parametrize("time", [3, 300])
+@pytest.mark.parametrize("keys", wkv4_cases.KEYS)
+@pytest.mark.parametrize("case", wkv4_cases.KINDS, ids=str)
+def test_a_bonus_whose_exponential_overflows(
+    case: Wkv4Case, keys: str, time: int, device: str
+) -> None:
+    check(replace(case, time=time, channels=66, keys=keys, bonuses="large"), device)
+
+
 @pytest.mark.parametrize("case", wkv4_cases.every_layout(), ids=str)
 def test_every_layout(case: Wkv4Case, device: str) -> None:
     check(case, device)
@@ -257,6 +266,29 @@ def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
     for name, grad in zip(ARGUMENTS, found, strict=True):
         expected = exact[f"d{name}"], yardstick[f"d{name}"]
         error_rule.assert_within_rule(name, grad, *expected, exact.get(f"|d{name}|"))
+
+
+@pytest.mark.parametrize("u", [100.0, -100.0])
+@pytest.mark.parametrize("key", [80.0, -100.0, -1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_gradient_of_an_empty_state_is_finite(
+    dtype: torch.dtype, key: float, u: float, device: str
+) -> None:
+    """The true one is exp(-u - key) times something, beyond a float: then it is bounded."""
+    for time in (1, 40):
+        case = Wkv4Case(time=time, channels=64, dtype=dtype, grads="o")
+        made = on_device(case, device)
+        made |= {
+            "u": torch.full_like(made["u"], u),
+            "k": torch.full_like(made["k"], key),
+            "state": torch.zeros_like(made["state"]),
+        }
+        named = with_grad(made)
+        o, _ = call(named)
+        torch.testing.assert_close(o[:, 0], made["v"][:, 0])  # the first token is the whole mean
+        leaves = [named[n] for n in ARGUMENTS]
+        for name, grad in zip(ARGUMENTS, torch.autograd.grad(o, leaves, made["do"]), strict=True):
+            assert grad.isfinite().all(), name
 
 
 # What reaches what ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ LAYOUTS = cases.LAYOUTS
 #  high, low: near 80 and -80.  peak: one token at 80 among others at -80.
 KEYS = ("normal", "wide", "falling", "rising", "high", "low", "peak")
 RATES = ("spread", "slow", "fast")  # 1e-4 .. 20; 1e-7; 5 .. 50
+BONUSES = ("normal", "large")  # N(0, 1); 100 or -100, whose exponentials overflow a float
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Wkv4Case(cases.Named):
     layout: str = "contiguous"
     keys: str = "normal"
     rates: str = "spread"
+    bonuses: str = "normal"
     grads: str = "both"  # "both" | "o" | "final": which results the loss reads
     seed: int = 0
 
@@ -47,6 +49,8 @@ class Wkv4Case(cases.Named):
         state[:, 1] = state[:, 1].abs() + 0.2
         state[:, 2] = _keys(self.keys, (rows, 1, width), rng)[:, 0].to(torch.bfloat16)
         u = torch.randn(width, dtype=torch.float64, generator=rng)
+        if self.bonuses == "large":
+            u = 100 * u.sign()
         inputs = {
             "w": _rates(self.rates, width, rng).to(self.rate_dtype or wide),
             "u": u.to(self.rate_dtype or wide),
@@ -195,6 +199,7 @@ def vary(case: Wkv4Case, seed: int) -> Wkv4Case:
         layout=rng.choice(LAYOUTS),
         keys=rng.choice(KEYS),
         rates=rng.choice(RATES),
+        bonuses=rng.choice(("normal", "normal", "normal", "large")),
         grads=rng.choice(("both", "both", "o", "final")),
     )
 

@@ -3,6 +3,8 @@
 // RWKV-4's token mixing over one block of channels; the equations are in ../wkv4.h, the reasons in
 // docs/kernels/wkv4.md.
 
+#include <limits>
+
 #include "kernels/scan/cpu/block_rows.h"
 #include "kernels/scan/wkv4.h"
 
@@ -31,6 +33,14 @@ TIDEGATE_INLINE Vec<R> exp_of_any(Vec<R> x) {
   return x > 0 ? R(1) / smaller : smaller;
 }
 
+/// Infinity as the largest number; NaN stays NaN.
+template <class R>
+TIDEGATE_INLINE Vec<R> bounded(Vec<R> x) {
+  const Vec<R> largest = splat(std::numeric_limits<R>::max());
+  const Vec<R> below = x > largest ? largest : x;
+  return below < -largest ? -largest : below;
+}
+
 /// The state of some channels: sums scaled by exp(-m - rest). Inside the kernel the scaling
 /// exponent is a sum of two floats, so that slow decays stay exact beside large exponents; in
 /// memory it is one.
@@ -39,6 +49,8 @@ struct Wkv4State {
   using V = Vec<R>;
   V y, z, m;
   V rest = V{};
+
+  TIDEGATE_INLINE auto is_empty() const { return minus_abs(y) + minus_abs(z) == 0; }
 
   /// Adds a token; returns the weights of the old sums and of the token. The exponent is the
   /// largest weight of all tokens so far.
@@ -72,7 +84,10 @@ struct Wkv4Output {
   V o;
 
   static TIDEGATE_INLINE Wkv4Output of(const Wkv4State<R>& s, V u, V k, V v) {
-    const Wkv4Weights<R> weights = Wkv4Weights<R>::at(((k - s.m) - s.rest) + u);
+    V distance = ((k - s.m) - s.rest) + u;
+    const V least = s.is_empty() ? splat(R(kWkv4LeastBesideEmpty)) : splat(R(kWkv4NoWeight));
+    distance = distance < least && k > R(kWkv4NoWeight) ? least : distance;
+    const Wkv4Weights<R> weights = Wkv4Weights<R>::at(distance);
     const V scale = R(1) / fma(weights.first, s.z, weights.second);
     return {weights, scale, fma(weights.first, s.y, weights.second * v) * scale};
   }
@@ -124,8 +139,7 @@ struct Wkv4Block {
     Wkv4State<R> s = {V{}, V{}, k < lowest ? lowest : k};
     if (given.first != nullptr) {
       const Wkv4State<R> g = given.load_state(j, extent);
-      const V size = minus_abs(g.y) + minus_abs(g.z);
-      s = {g.y, g.z, size == 0 ? s.m : g.m};
+      s = {g.y, g.z, g.is_empty() ? s.m : g.m};
     }
     return s;
   }
@@ -268,9 +282,12 @@ struct Wkv4Block {
       // From the scan's exponent to that of the state as it was given.
       V back = splat(R(1));
       if (given.first != nullptr) {
-        back = exp_of_any<R>(given.load_state(j, extent).m - states[0].m);
+        const V largest = splat(kWkv4LargestGradientScale<R>);
+        const V distance = given.load_state(j, extent).m - states[0].m;
+        back = exp_of_any<R>(distance > largest ? largest : distance);
       }
-      state_rows(params.dstate, forward, block).store_state(j, {py * back, pz * back, V{}}, extent);
+      state_rows(params.dstate, forward, block)
+          .store_state(j, {bounded<R>(py * back), bounded<R>(pz * back), V{}}, extent);
     }
   }
 

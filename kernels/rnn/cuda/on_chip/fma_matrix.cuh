@@ -106,16 +106,18 @@ class FmaMatrix {
   __device__ int channel_of(int e) const { return first_output_ + own(e) % Tile::kOut; }
   __device__ bool is_first() const { return lane_ % Tile::kCopies == 0; }
 
-  /// A block that owns no channel has no part in the products: nobody waits for it.
+  /// A warp of a cluster that owns no channel has no part in the products. It sends nothing, so
+  /// nobody would wait for it, and a barrier could pass two phases while it waits for the first.
   __device__ bool takes_part() const {
-    return Tile::kCluster == 1 || owns_channels(cluster_rank());
+    const int first_group = static_cast<int>(threadIdx.x) % kWarpSize / Tile::kLanes;
+    return Tile::kCluster == 1 || first_output_ - first_group * Tile::kOut < padded_dim_;
   }
   /// All threads own elements.
   static __device__ constexpr bool owns() { return true; }
 
   /// The elements of the matrix times the vectors whose elements are `values`, zero past the last
   /// channel. `meanwhile` is called while the values are on their way, for what needs no product.
-  /// Called by all threads of all blocks that take part.
+  /// Called by all threads of all warps that take part.
   template <class Meanwhile>
   __device__ void multiply(const float (&values)[Tile::kOwn], float (&products)[Tile::kOwn],
                            Meanwhile meanwhile) {

@@ -277,8 +277,9 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
       if (this->state != nullptr) {
         set_binary_exponent(given, this->load_state(this->state, seq.index, c).m);
       }
-      const Real scale = exp2_of(given.m + s[c].m, given.rest + s[c].rest);
-      d[c] = {s[c].y * scale, s[c].z * scale, 0.0f, 0.0f};
+      const Real whole = at_most(given.m + s[c].m, binary(kWkv4LargestGradientScale<Real>));
+      const Real scale = exp2_of(whole, given.rest + s[c].rest);
+      d[c] = {bounded(s[c].y * scale), bounded(s[c].z * scale), 0.0f, 0.0f};
     }
     this->store_states(dstate, seq.index, d);
   }

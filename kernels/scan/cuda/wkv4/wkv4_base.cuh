@@ -259,16 +259,18 @@ struct Wkv4Base : OpDefaults {
   }
   /// The weights of a state's sums and of a token with its bonus.
   __device__ Wkv4Weights<Real> bonus_beside(const Number& s, Real key, int c) const {
-    const BinaryLog log(key);
-    const Real bonus = binary(static_cast<const Real*>(u)[channels.first + c]);
-    return Wkv4Weights<Real>::at_binary(log.whole - s.m, (log.rest - s.rest) + bonus);
+    const BinaryLog log(key), bonus(static_cast<const Real*>(u)[channels.first + c]);
+    // A large bonus has no power of two of its own; its whole part goes with the key's.
+    const Real whole =
+        beside_empty(s, (log.whole - s.m) + bonus.whole, binary(kWkv4LeastBesideEmpty));
+    return Wkv4Weights<Real>::at_binary(whole, (log.rest - s.rest) + bonus.rest);
   }
 
   /// Rescales the sums to an exponent; false where they, or the bonus, lie too far from it: s is
   /// spoilt then.
   __device__ bool rescale_to(Number& s, Real exponent, int c) const {
     const Real scale = exp2_of(s.m - exponent, s.rest);
-    const bool is_empty = s.y == Real(0) && s.z == Real(0);
+    const bool is_empty = s.is_empty();
     if (!is_empty) {
       s.y *= scale, s.z *= scale;
     }

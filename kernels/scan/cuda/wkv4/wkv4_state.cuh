@@ -4,6 +4,8 @@
 // sum here scales two numbers by the larger of two weights, so that no exponential is taken of a
 // number above zero. At the end the sequential scan, which is also wkv4_step's.
 
+#include <cfloat>
+
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/numeric.cuh"
@@ -24,6 +26,18 @@ __device__ inline double exp_of(double x) { return exp(x); }
 
 __device__ inline float reciprocal(float x) { return reciprocal_approx(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
+
+/// The smaller one; NaN stays NaN.
+template <class Real>
+__device__ inline Real at_most(Real x, Real largest) {
+  return x > largest ? largest : x;
+}
+/// Infinity as the largest number; NaN stays NaN.
+template <class Real>
+__device__ inline Real bounded(Real x) {
+  constexpr Real kLargest = sizeof(Real) == 8 ? Real(DBL_MAX) : Real(FLT_MAX);
+  return x < -kLargest ? -kLargest : at_most(x, kLargest);
+}
 
 __device__ inline float magnitude(float x) { return fabsf(x); }
 __device__ inline double magnitude(double x) { return fabs(x); }
@@ -58,6 +72,8 @@ struct Wkv4State {
   Real y, z, m;
   Real rest = Real(0);
 
+  __device__ bool is_empty() const { return y == Real(0) && z == Real(0); }
+
   /// Lets the sums decay.
   __device__ void lower_exponent(Real by) {
     const Real change = rest - by;
@@ -88,6 +104,13 @@ struct Wkv4State {
   }
 };
 
+/// The logarithm of a token's weight, with its bonus, beside a state: at least `least` where that
+/// is empty, unless the token has no weight at all.
+template <class Real>
+__device__ inline Real beside_empty(const Wkv4State<Real>& s, Real distance, Real least) {
+  return s.is_empty() && distance < least && distance > Real(kWkv4NoWeight) ? least : distance;
+}
+
 /// A token's output from the state before it.
 template <class Real>
 struct Wkv4Output {
@@ -95,11 +118,11 @@ struct Wkv4Output {
   Real scale;                 // 1 / the sum of the weights
   Real o;
 
-  /// `distance`: of the logarithms of the token's weight, with its bonus, and of the exponent.
-  __device__ static Wkv4Output at(Real distance, Real y, Real z, Real v) {
+  __device__ static Wkv4Output of(const Wkv4State<Real>& s, Real u, Real k, Real v) {
+    const Real distance = beside_empty(s, ((k - s.m) - s.rest) + u, Real(kWkv4LeastBesideEmpty));
     const Wkv4Weights<Real> weights = Wkv4Weights<Real>::at(distance);
-    const Real scale = reciprocal(fused(weights.first, z, weights.second));
-    return {weights, scale, fused(weights.first, y, weights.second * v) * scale};
+    const Real scale = reciprocal(fused(weights.first, s.z, weights.second));
+    return {weights, scale, fused(weights.first, s.y, weights.second * v) * scale};
   }
 };
 
@@ -130,7 +153,7 @@ __device__ inline Wkv4State<Real> initial_wkv4_state(const void* states, int64_t
   if (states != nullptr) {
     s = load_wkv4_state<Real>(states, n, channels, channel);
   }
-  if (s.y == Real(0) && s.z == Real(0)) {
+  if (s.is_empty()) {
     s.m = k < Real(kWkv4NoWeight) ? Real(kWkv4NoWeight) : k;
   }
   return s;
@@ -315,7 +338,7 @@ struct Wkv4Sequential {
         store_wkv4_state(p.saved, saved_row(p.layout, at.seq, step), p.channels, at.channel, s);
       }
       const Real k = at.read(p.k, step), v = at.read(p.v, step);
-      at.write(p.o, step, Wkv4Output<Real>::at(((k - s.m) - s.rest) + u, s.y, s.z, v).o);
+      at.write(p.o, step, Wkv4Output<Real>::of(s, u, k, v).o);
       s.add(w, k, v);
     }
     store_wkv4_state(p.final_state, n, p.channels, at.channel, s);
@@ -352,8 +375,7 @@ struct Wkv4Sequential {
       flow = {flow.y * scale, flow.z * scale, states[0].m};
       for (int i = end - first - 1; i >= 0; --i) {
         const Real k = at.read(f.k, first + i), v = at.read(f.v, first + i);
-        const auto output = Wkv4Output<Real>::at(((k - states[i].m) - states[i].rest) + u,
-                                                 states[i].y, states[i].z, v);
+        const auto output = Wkv4Output<Real>::of(states[i], u, k, v);
         const Real g = at.read(p.grad_o, first + i) * output.scale;
         const Real by_token = g * output.weights.second;
         const Real by_sums = g * output.weights.first;
@@ -372,8 +394,8 @@ struct Wkv4Sequential {
       if (first == 0 && f.state != nullptr) {
         // From the scan's exponent to that of the state as it was given.
         const Real given = load_wkv4_state<Real>(f.state, n, d, at.channel).m;
-        const Real back = exp_of(given - states[0].m);
-        flow = {flow.y * back, flow.z * back, Real(0)};
+        const Real back = exp_of(at_most(given - states[0].m, kWkv4LargestGradientScale<Real>));
+        flow = {bounded(flow.y * back), bounded(flow.z * back), Real(0)};
       }
     }
     flow.m = Real(0);
