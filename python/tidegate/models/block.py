@@ -230,16 +230,6 @@ def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     model.load_state_dict(tensors, strict=True, assign=True)
 
 
-def check_ids(owner: str, ids: Tensor) -> None:
-    """Raises ValueError unless ids is ``[B, T]`` of int32 or int64."""
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{owner}: ids: expected an int32 or int64 tensor [B, T]; got {ids!r}")
-    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{owner}: ids: expected int32 or int64 [B, T]; got {ids.dtype} {tuple(ids.shape)}"
-        )
-
-
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean of -log p(label) over the labels that are not -100; zero when there is none."""
     if logits.dtype in (torch.bfloat16, torch.float16):
