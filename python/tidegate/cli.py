@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 0
     except KeyboardInterrupt:
-        print("tidegate: interrupted", file=sys.stderr)
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C says nothing new
+            print("tidegate: interrupted", file=sys.stderr)
         return STOPPED
     except OSError as error:
         _drop_output()

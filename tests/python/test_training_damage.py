@@ -415,3 +415,61 @@ def test_fields_of_a_configuration_are_checked(part, name, value, message, run, 
         line = line_of(capsys, command, run)
         assert f"{path}: " in line
         assert message in line
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", ""], "out: expected the name of a run folder, got ''"),
+        (["--seed", str(2**65)], "train: seed: expected an integer of 64 bits"),
+        (["--vocab-size", "10" * 20], "LMConfig: vocab_size: expected at most"),
+        (["--batch-size", "10" * 20], "train: batch-size: expected an integer of 64 bits"),
+        (["--threads", "99999999"], "train: threads: expected at most 1024"),
+        (["--tokenizer", "bpe:1" + "0" * 20], "bpe:N needs N of at most"),
+    ],
+)
+def test_absurd_numbers_are_one_line(arguments, message, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in line_of(capsys, "train", text, "--out", "run", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), MemoryError("Unable to allocate 9 TiB")]
+)
+def test_a_disk_and_a_memory_that_refuse_are_one_line(error, run, capsys, monkeypatch):
+    def refuses(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tidegate.plots.write_atomically", refuses)
+    line = line_of(capsys, "plot", run, "--no-baselines")
+    assert line.endswith(str(error.args[-1]))
+
+
+def test_a_text_that_changed_is_not_scored_as_the_run_s(tmp_path, capsys):
+    text = write_text(tmp_path / "text.txt")
+    finish_run(tmp_path / "run", text)
+    write_text(text, seed=9)
+    line = line_of(capsys, "eval", tmp_path / "run")
+    assert "text.txt is not what" in line
+    assert cli.main(["eval", str(tmp_path / "run"), str(text)]) == 0
+
+
+def test_a_model_s_folder_holds_its_tokenizer(tmp_path, text, capsys):
+    run = finish_run(tmp_path / "run", text, tokenizer="bpe:300")
+    model = run.folder.model
+    assert (model / "tokenizer.json").read_bytes() == (
+        run.folder.path / "tokenizer.json"
+    ).read_bytes()
+    assert cli.main(["eval", str(model), str(text)]) == 0
+    saved = capsys.readouterr().out
+    assert cli.main(["eval", str(tmp_path / "run"), str(text)]) == 0
+    assert "bits/byte" in saved
+    assert saved.split()[0][:4] == capsys.readouterr().out.split()[0][:4]
+    (model / "tokenizer.json").unlink()
+    assert not run.is_exported()
+    for command in (["eval", model, text], ["generate", model]):
+        assert "tokenizer" in line_of(capsys, *command)
