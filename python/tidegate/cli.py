@@ -36,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 0
     except KeyboardInterrupt:
-        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C says nothing new
+        try:  # noqa: SIM105  (a second Ctrl-C may meet any function that is called here)
             print("tidegate: interrupted", file=sys.stderr)
+        except KeyboardInterrupt:
+            pass
         return STOPPED
     except OSError as error:
         _drop_output()
