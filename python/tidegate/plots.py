@@ -7,6 +7,7 @@ what, which way is better, and what the lines are.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import colors, pyplot
+
+from .models._files import write_atomically
 
 _UNTRAINED = "#555555"
 _TRAIN, _VALID, _BASELINES = "#9aa7b8", "#1f5fa8", ("#b5542c", "#3d8a4e", "#7a4fa3")
@@ -349,9 +352,10 @@ def _legend_below(figure, panels: Iterable[pyplot.Axes], title: str | None = Non
 
 
 def _save(figure, path: str | os.PathLike[str]) -> None:
-    """Writes the PNG beside its place and renames it, so that a kill leaves the earlier one."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=130, format="png")
-    pyplot.close(figure)
-    os.replace(partial, path)
+    """Writes the PNG at once, so that a kill leaves the earlier one."""
+    content = io.BytesIO()
+    try:
+        figure.savefig(content, dpi=130, format="png")
+    finally:
+        pyplot.close(figure)
+    write_atomically(Path(path), content.getbuffer())

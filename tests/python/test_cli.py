@@ -368,12 +368,11 @@ def test_set_refuses_what_a_field_or_option_does_not_take(capsys, text, tmp_path
 
 
 def test_files_that_are_not_utf8_are_named(capsys, trained, tmp_path):
-    for name, command in (("config.json", "eval"), ("metrics.jsonl", "plot")):
-        run = tmp_path / name
-        shutil.copytree(trained, run)
-        (run / name).write_bytes((run / name).read_bytes().replace(b"loss", b"lo\xff", 1) + b"\xff")
-        line = fails(capsys, command, run)
-        assert f"{run / name}: not UTF-8 text: byte " in line
+    """But for metrics.jsonl, whose lines are left out one by one."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "config.json").write_bytes((run / "config.json").read_bytes() + b"\xff")
+    assert f"{run / 'config.json'}: not UTF-8 text: byte " in fails(capsys, "eval", run)
     model = tmp_path / "model"
     shutil.copytree(trained / "model", model)
     (model / "config.json").write_bytes(b"\xff")

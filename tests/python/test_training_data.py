@@ -204,3 +204,40 @@ def test_too_short_and_too_large_ids_are_named(tmp_path):
         corpus.check_length(128)
     with pytest.raises(UserError, match="token ids up to 255, the model's vocabulary is 64"):
         vocabulary_fits(corpus, 64)
+
+
+def test_text_that_a_tokenizer_cannot_read_is_refused(tmp_path):
+    """It would be learnt as replacement characters."""
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("Füße und Bäume\n".encode("latin-1") * 200)
+    with pytest.raises(UserError, match=r"data: .*latin1.txt: not UTF-8 text: byte 1; convert it"):
+        load_corpus(str(path), tokenizer="bpe:300", workdir=tmp_path)
+    assert load_corpus(str(path)).vocab_size == 256  # bytes are bytes
+    path.write_bytes(np.random.default_rng(0).bytes(20_000))
+    with pytest.raises(UserError, match=r"latin1.txt: expected text, got a file with zero bytes"):
+        load_corpus(str(path))
+
+
+@pytest.mark.parametrize("character", ["é", "€", "🎈"])
+def test_text_is_cut_between_characters(character, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text((character * 997)[:997] + "\n", encoding="utf-8")
+    corpus = load_corpus(str(path), tokenizer="bpe:300", workdir=tmp_path)
+    parts = (corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.train, corpus.valid))
+    assert b"".join(parts) == path.read_bytes()
+
+
+@pytest.mark.parametrize("size", ["9" * 20, "9" * 5000, "100000000"])
+def test_a_vocabulary_that_cannot_be_learnt_is_refused(size, tmp_path):
+    path = str(write_text(tmp_path / "a.txt", 1000))
+    with pytest.raises(UserError, match="tokenizer: .*bpe:N"):
+        load_corpus(path, tokenizer=f"bpe:{size}", workdir=tmp_path)
+
+
+def test_japanese_survives_the_borders_of_pieces(tmp_path, monkeypatch):
+    text = "春はあけぼの。やうやう白くなりゆく山ぎは、" * 200
+    train_bpe(text.encode(), 400, tmp_path / "tokenizer.json")
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    for piece in (1000, 1001, 1002, 4097):
+        monkeypatch.setattr(tokenizers, "_PIECE", piece)
+        assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()

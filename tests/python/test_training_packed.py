@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from training_cases import prepare
 
 from tidegate import cli
 from tidegate.models import CausalLM, LMConfig
@@ -184,3 +185,26 @@ def test_a_packed_run_resumes_and_is_read(tmp_path, monkeypatch, capsys):
     assert "grad-accum: expected 1 with --packed, got 3" in capsys.readouterr().err
     assert cli.main(["train", "copying", "--packed", "--out", "other"]) == 2
     assert "packed: the task copying has no text; leave it out" in capsys.readouterr().err
+
+
+def test_documents_whose_bounds_moved_are_refused(tmp_path):
+    """The text is the same from end to end."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one two three four " * 30)
+    (folder / "b.txt").write_text("five six seven eight " * 30)
+    prepare(tmp_path / "run", folder, packed=True).trainer.run(quiet=True)
+    a, b = ((folder / name).read_text() for name in ("a.txt", "b.txt"))
+    (folder / "a.txt").write_text(a + b[:20])
+    (folder / "b.txt").write_text(b[20:])
+    with pytest.raises(UserError, match=r"the content of .*texts changed"):
+        prepare(tmp_path / "run", folder, packed=True)
+
+
+def test_files_of_one_byte_are_refused(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n in range(100):
+        (folder / f"{n:03}.txt").write_text("x")
+    with pytest.raises(UserError, match="packed: expected files of two tokens or more"):
+        prepare(tmp_path / "run", folder, packed=True)

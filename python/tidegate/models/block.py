@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +13,12 @@ from torch import Tensor, nn
 
 from ..nn import GLU, LowerBounds
 from ..nn._common import constant_, make_norm, normal_, reset_norm
-from ._json import JsonError, parse_json
+from ._files import read_tensors, read_text, write_atomically, write_tensors
 from .config import LMConfig
 from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-# A safetensors file begins with the length of its header, which is JSON. The library refuses longer
-# headers than this.
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
 
 
 class Output(NamedTuple):
@@ -185,20 +179,15 @@ class Model(nn.Module):
         self, directory: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
     ) -> None:
         """Writes config.json and model.safetensors into `directory` (made when missing); metadata:
-        what the latter says of itself, beside its format.
+        what the latter says of itself, beside its format and its checksum.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
         the earlier one.
         """
-        from safetensors.torch import save
-
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
-        content = save(tensors, metadata={"format": "pt", **(metadata or {})})
-        if metadata:
-            content = _with_sorted_metadata(content)
-        write_atomically(directory / WEIGHTS_FILE, content)
+        write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt", **(metadata or {})})
         write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
 
     @classmethod
@@ -207,85 +196,17 @@ class Model(nn.Module):
         CPU), in evaluation mode as far as dropout: call train() to train on.
 
         Raises FileNotFoundError when a file is missing, ValueError (one line) when it is
-        truncated, or belongs to another configuration.
+        truncated, damaged as far as its checksum tells, or of another configuration.
         """
         directory = Path(directory)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
-        config = LMConfig.from_json(_read_text(directory / CONFIG_FILE))
+        config = LMConfig.from_json(read_text(directory / CONFIG_FILE))
         model = cls(config, device="meta")
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
         load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
         return model.eval()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` to a temporary file of the same folder, flushes it to disk, renames it."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    """The process's umask (mkstemp ignores it); reading it means setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _with_sorted_metadata(content: bytes) -> bytes:
-    """A safetensors file whose metadata are in the order of their names: the library writes them in
-    any, and one model is to be one file."""
-    values = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-    header = json.loads(content[_LENGTH_BYTES:values])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    length = len(text).to_bytes(_LENGTH_BYTES, "little")
-    return b"".join([length, text, memoryview(content)[values:]])
-
-
-def _read_text(path: Path) -> str:
-    """A UTF-8 file, whatever the system's encoding is; ValueError, one line, when it is none."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: byte {error.start}") from error
-
-
-def _check_header(path: Path) -> None:
-    """Raises ValueError for a header that the safetensors library would take: with a name twice, of
-    which it keeps one tensor, or nested deeply. What it refuses itself, it is left to name."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > min(_MAX_HEADER_BYTES, path.stat().st_size - _LENGTH_BYTES):
-            return
-        header = file.read(length)
-    try:
-        parse_json(header.decode("utf-8"))
-    except (JsonError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: broken safetensors header: {error}") from error
-
-
-def read_tensors(path: Path, device: Any = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; ValueError when it is not a whole one."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    _check_header(path)
-    try:
-        return load_file(path, device="cpu" if device is None else str(device))
-    except SafetensorError as error:
-        raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from error
 
 
 def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -307,16 +228,6 @@ def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
             kind = str(given.dtype).removeprefix("torch.")
             raise ValueError(f"{source}: {name!r}: expected a floating-point dtype; got {kind}")
     model.load_state_dict(tensors, strict=True, assign=True)
-
-
-def check_ids(owner: str, ids: Tensor) -> None:
-    """Raises ValueError unless ids is ``[B, T]`` of int32 or int64."""
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{owner}: ids: expected an int32 or int64 tensor [B, T]; got {ids!r}")
-    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{owner}: ids: expected int32 or int64 [B, T]; got {ids.dtype} {tuple(ids.shape)}"
-        )
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

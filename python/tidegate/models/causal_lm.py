@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn._common import make_linear, normal_
-from .block import Model, Output, check_ids, embedding_std, mean_cross_entropy
+from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
+from .block import Model, Output, embedding_std, mean_cross_entropy
 from .config import LMConfig
 from .sampling import Sampler, evaluating
 
@@ -77,7 +78,7 @@ class CausalLM(Model):
         mean over the positions not ignored. state: the one returned for the tokens before.
         cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         """
-        check_ids("CausalLM", ids)
+        check_ids("CausalLM", ids, self.config.vocab_size)
         labels = self._labels(ids, labels, cu_seqlens)
         x, state = self._run(self._embed(ids), state, cu_seqlens)
         logits = self._logits(x)
@@ -93,22 +94,16 @@ class CausalLM(Model):
             if labels != "next":
                 raise ValueError(f"CausalLM: labels: expected a tensor or 'next'; got {labels!r}")
             return next_labels(ids, cu_seqlens)
-        if labels.shape != ids.shape:
-            raise ValueError(
-                f"CausalLM: labels: expected the shape of ids, {tuple(ids.shape)}; "
-                f"got {tuple(labels.shape)}"
-            )
+        end = self.config.vocab_size
+        check_labels("CausalLM", labels, ids.shape, "the shape of ids", end)
+        refuse_own_labels("CausalLM", ids, labels)
         return labels
 
     def logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits at some positions only: ids ``[B, T]``, positions int64 ``[B, P]`` ->
         ``[B, P, vocab]``; for tasks that ask at few places, where the head is most of the cost."""
-        check_ids("CausalLM.logits_at", ids)
-        if positions.dim() != 2 or positions.size(0) != ids.size(0):
-            raise ValueError(
-                f"CausalLM.logits_at: positions: expected [B={ids.size(0)}, P]; "
-                f"got {tuple(positions.shape)}"
-            )
+        check_ids("CausalLM.logits_at", ids, self.config.vocab_size)
+        check_positions("CausalLM.logits_at", positions, ids)
         x, _ = self._run(self._embed(ids), None, None)
         return self._logits(x.gather(1, positions[..., None].expand(-1, -1, x.size(-1))))
 
@@ -119,10 +114,24 @@ class CausalLM(Model):
     def step(self, ids: Tensor, state: tuple[Any, ...]) -> Tensor:
         """One token a sequence: ids ``[B]`` -> logits ``[B, vocab]``; the state is updated in
         place. Constant work a token. Call it under torch.no_grad()."""
+        check_ids("CausalLM.step", ids, self.config.vocab_size, "B")
+        self._check_states(state, ids.size(0))
         x = self._embed(ids)
         for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
             x = block.step(x, s, gamma)
         return self._logits(self.norm(x))
+
+    def _check_states(self, state: tuple[Any, ...], batch: int) -> None:
+        """Raises ValueError where a layer's cache has no room for a token, before the states of the
+        layers below it move."""
+        if len(state) != len(self.blocks):
+            raise ValueError(
+                f"CausalLM.step: state: expected one state for each of the {len(self.blocks)} "
+                f"layers; got {len(state)}"
+            )
+        for block, s in zip(self.blocks, state, strict=True):
+            if getattr(block.mixer, "keeps_tokens", False):
+                block.mixer.check_room(s, batch)
 
     def prefill(
         self, ids: Tensor, lengths: Tensor | None = None, *, capacity: int = 0
@@ -131,7 +140,7 @@ class CausalLM(Model):
         the state. Prompts shorter than T, padded on the right, have their lengths ``[B]`` in
         `lengths`; the padding is left out of the computation. capacity: tokens to come, for mixers
         that keep them."""
-        check_ids("CausalLM.prefill", ids)
+        check_ids("CausalLM.prefill", ids, self.config.vocab_size)
         empty = None
         if any(getattr(block.mixer, "keeps_tokens", False) for block in self.blocks):
             empty = self.init_state(ids.size(0), capacity=ids.size(1) + capacity)
@@ -165,7 +174,7 @@ class CausalLM(Model):
         with `eos`; generation ends when all rows have. seed: draws are repeatable on one device,
         and torch's own generators stay untouched. lengths: as in prefill().
         """
-        check_ids("CausalLM.generate", ids)
+        check_ids("CausalLM.generate", ids, self.config.vocab_size)
         check_positive_or_zero("max_new_tokens", max_new_tokens)
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
         with evaluating(self):
@@ -205,7 +214,7 @@ def check_positive_or_zero(name: str, value: int) -> None:
 
 def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Labels ``[B, T]`` that predict the next id; -100 at the end of every sequence."""
-    labels = torch.full_like(ids, -100, dtype=torch.int64)
+    labels = torch.full_like(ids, IGNORED, dtype=torch.int64)
     if ids.size(1) == 0:
         return labels
     labels[:, :-1] = ids[:, 1:]
@@ -213,7 +222,7 @@ def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         # Where sequences before the first token are empty, their last position is taken modulo
         # T: the last one, which is ignored anyway.
         last = (cu_seqlens[1:].to(ids.device).long() - 1).remainder(ids.size(1))
-        labels.index_fill_(1, last, -100)
+        labels.index_fill_(1, last, IGNORED)
     return labels
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn._common import make_linear, normal_, reset_linear, wide_dtype, widen
-from .block import Model, Output, check_ids, mean_cross_entropy
+from ._inputs import check_ids, check_labels
+from .block import Model, Output, mean_cross_entropy
 from .causal_lm import pack
 from .config import LMConfig
 
@@ -72,7 +73,7 @@ class SequenceClassifier(Model):
         N sequences that cu_seqlens ``[N+1]`` bounds in a B = 1 batch. labels: int64 ``[N]``.
         An empty sequence's pooled features are zeros.
         """
-        check_ids("SequenceClassifier", ids)
+        check_ids("SequenceClassifier", ids, self.config.vocab_size)
         if lengths is not None:
             if cu_seqlens is not None:
                 raise ValueError("SequenceClassifier: expected lengths or cu_seqlens; got both")
@@ -80,6 +81,9 @@ class SequenceClassifier(Model):
         x, _ = self._run(self.embedding(ids), None, cu_seqlens)
         pooled = mean_over_time(x) if cu_seqlens is None else mean_pool(x[0], cu_seqlens)
         logits = self.head(pooled)
+        if labels is not None:
+            count, classes = logits.shape
+            check_labels("SequenceClassifier", labels, (count,), "one a sequence", classes)
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         return Output(logits, loss, None)
 
@@ -127,5 +131,8 @@ class ImageClassifier(Model):
         ``[B]``. The pooled features of an image without patches are zeros."""
         x, _ = self._run(self.patch(self._patches(images)), None, None)
         logits = self.head(mean_over_time(x))
+        if labels is not None:
+            count, classes = logits.shape
+            check_labels("ImageClassifier", labels, (count,), "one an image", classes)
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         return Output(logits, loss, None)

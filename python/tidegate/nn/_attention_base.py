@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import ops
 from ._attention_state import (
     AttentionState,
+    check_room,
     empty_attention_state,
     longest,
     make_room_,
@@ -340,6 +341,11 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             return None
         return (state.lengths - (self.window - 1)).clamp(min=0)
 
+    def check_room(self, state: AttentionState, batch: int) -> None:
+        """Raises ValueError unless step() has room in `state` for a token of each of `batch`
+        sequences."""
+        check_room(self._owner, self._checked(state, batch), self._unreachable)
+
     def _check_gamma(self, gamma: Tensor | None) -> None:
         """Raises ValueError for a lower bound that the mixer does not take."""
         refuse_gamma(self._owner, gamma, ", since it has no lower bound")
@@ -361,7 +367,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         ``[num_heads]`` in [0, 1), only where the mixer takes one (`takes_gamma`); None = 0.
         cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         """
-        check_mixer_input(self._owner, x, self.dim)
+        check_mixer_input(self._owner, x, self.dim, weight=self.in_proj.weight)
         self._check_gamma(gamma)
         layout = Layout(self._owner, x, cu_seqlens)
         if state is not None:
@@ -381,7 +387,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
     def step(self, x: Tensor, state: AttentionState, gamma: Tensor | None = None) -> Tensor:
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Records no
         gradient. Work grows with the tokens held."""
-        check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
+        check_mixer_input(f"{self._owner}.step", x, self.dim, False, self.in_proj.weight)
         self._check_gamma(gamma)
         state = self._checked(state, x.size(0))
         make_room_(self._owner, state, self._unreachable)

@@ -102,18 +102,33 @@ def with_room(
         needed = longest(state.lengths + new)
     if needed <= capacity:
         return state
-    fixed = int(state.room[1])
-    if fixed != GROWS:
-        raise ValueError(
-            f"{owner}: state: expected room for {needed} tokens, which init_state() and prefill() "
-            f"make by their capacity; got {capacity}"
-        )
+    if int(state.room[1]) != GROWS:
+        raise _full(owner, needed, capacity)
     size = max(needed, 2 * capacity, _FIRST_CAPACITY)
     caches = (
         torch.cat([t, t.new_zeros(t.size(0), size - capacity, *t.shape[2:])], 1)
         for t in state.caches
     )
     return AttentionState(*caches, *state[3:])
+
+
+def _full(owner: str, needed: int, capacity: int) -> ValueError:
+    return ValueError(
+        f"{owner}: state: expected room for {needed} tokens, which init_state() and prefill() make "
+        f"by their capacity; got {capacity}"
+    )
+
+
+def check_room(owner: str, state: AttentionState, unreachable: Unreachable) -> None:
+    """Raises ValueError where make_room_() would. Looks at the device only where room may be
+    short."""
+    capacity = state.capacity
+    if int(state.room[1]) == GROWS or int(state.room[0]) < capacity:
+        return
+    count = unreachable(state)
+    needed = longest(state.lengths if count is None else state.lengths - count) + 1
+    if needed > capacity and longest(state.lengths) + 1 > capacity:
+        raise _full(owner, needed, capacity)
 
 
 def _dropped(state: AttentionState, count: Tensor) -> AttentionState:

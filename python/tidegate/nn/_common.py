@@ -69,11 +69,22 @@ def check_switches(owner: str, can_be_none: bool = False, **values: object) -> N
             check_switch(owner, option, value)
 
 
-def check_mixer_input(owner: str, x: Tensor, dim: int, time: bool = True) -> None:
-    """Raises ValueError unless x is ``[B, T, dim]``, or ``[B, dim]`` for one token."""
+def check_mixer_input(
+    owner: str, x: Tensor, dim: int, time: bool = True, weight: Tensor | None = None
+) -> None:
+    """Raises ValueError unless x is ``[B, T, dim]``, or ``[B, dim]`` for one token, and, without
+    autocast, which casts all but fp64, of the dtype of `weight`."""
+    shape = f"[B, T, dim={dim}]" if time else f"[B, dim={dim}]"
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{owner}: x: expected a tensor {shape}; got a {type(x).__name__}")
     if x.dim() != 2 + time or x.size(-1) != dim:
-        shape = f"[B, T, dim={dim}]" if time else f"[B, dim={dim}]"
         raise ValueError(f"{owner}: x: expected {shape}; got {tuple(x.shape)}")
+    if weight is None or x.dtype == weight.dtype:
+        return
+    wide = torch.float64 in (x.dtype, weight.dtype) or not x.is_floating_point()
+    if wide or not torch.is_autocast_enabled(x.device.type):
+        wanted, given = (str(t.dtype).removeprefix("torch.") for t in (weight, x))
+        raise ValueError(f"{owner}: x: expected {wanted}, as the module's weights; got {given}")
 
 
 def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:

@@ -43,6 +43,14 @@ def check_state_tensor(name: str, state: object, shape: Sequence[int], dtype: to
         raise ValueError(f"{name}: expected {wanted}; got {given}")
 
 
+def check_own_memory(name: str, state: Tensor) -> None:
+    """Raises ValueError for an expanded tensor, which cannot be written in place."""
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)
+    ):
+        raise ValueError(f"{name}: expected memory of its own; got an expanded tensor: clone() it")
+
+
 class TensorStateMixer(nn.Module):
     """A token mixer whose state is one tensor, its shape documented with the class.
 
@@ -68,7 +76,7 @@ class TensorStateMixer(nn.Module):
         bounds ``[N+1]`` of the sequences packed into a B = 1 batch. Where the mixer is
         bidirectional no state goes in, and None comes out.
         """
-        check_mixer_input(self._owner, x, self.dim)
+        check_mixer_input(self._owner, x, self.dim, weight=self._own_weight())
         self._check_gamma(gamma)
         if state is not None:
             self._refuse_bidirectional("a state")
@@ -79,9 +87,10 @@ class TensorStateMixer(nn.Module):
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
         self._refuse_bidirectional("step()")
-        check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
+        check_mixer_input(f"{self._owner}.step", x, self.dim, False, self._own_weight())
         self._check_gamma(gamma)
         self._check_state(state, x)
+        check_own_memory(f"{self._owner}.step: state", state)
         return self._step_checked(x, state, gamma)
 
     def _forward_checked(

@@ -27,7 +27,7 @@ from ._common import (
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._lower_bound import OptionalLowerBound
-from ._states import check_state_tensor, empty_state, sequence_count
+from ._states import check_own_memory, check_state_tensor, empty_state, sequence_count
 from ._token_mixing import head_mixing
 
 FEATURE_MAPS = ("elu+1", "relu", "exp")
@@ -248,7 +248,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         ``[num_heads]`` with gate="scalar", in [0, 1), only with lower_bound; None = 0. cu_seqlens:
         bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
         """
-        check_mixer_input(self._owner, x, self.dim)
+        check_mixer_input(self._owner, x, self.dim, weight=self.out_proj.weight)
         self._check_gamma(gamma)
         s, z = (None, None) if state is None else self._split_state(state, x, cu_seqlens)
         parts = self._project(x)
@@ -267,9 +267,10 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
     def step(self, x: Tensor, state: Tensor | GLAState, gamma: Tensor | None = None) -> Tensor:
         """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
         gradient: call it under torch.no_grad() or torch.inference_mode()."""
-        check_mixer_input(f"{self._owner}.step", x, self.dim, time=False)
+        check_mixer_input(f"{self._owner}.step", x, self.dim, False, self.out_proj.weight)
         self._check_gamma(gamma)
         s, z = self._split_state(state, x)
+        check_own_memory(f"{self._owner}.step: state", s)
         parts = self._project(x)
         q, k, v, log_f = self._operands(parts, x, gamma)
         o = ops.gated_linear_attention_step(q, k, v, log_f, s, scale=self.scale)

@@ -1,46 +1,43 @@
 """Run folders: config.json, metrics.jsonl, checkpoint.pt, model/.
 
 A file is written beside its place, flushed to disk and renamed, so that a kill at any moment leaves
-the earlier one whole. metrics.jsonl only grows; the checkpoint records how long it was, and a
-resumed run cuts it there, so that no step is in it twice.
+the earlier one whole. The checkpoint before the last is kept, for the case that a disk damages the
+last. metrics.jsonl only grows; the checkpoint records how long it was, and a resumed run cuts it
+there, so that no step is in it twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
 import os
+import sys
 import tempfile
 import weakref
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..models._files import clear_temporaries, write_atomically
+from .checkpoint_content import content_problem
 from .errors import UserError
+from .metrics import read_metrics
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINT_FILE = "checkpoint.pt"
+PREVIOUS_FILE = "checkpoint.previous.pt"
 LOSS_PLOT = "loss.png"
 MODEL_FOLDER = "model"
 FORMAT = 1
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Writes `data` to a temporary file of the same folder, flushes it to disk, renames it."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose bytes are not those that were written, or that is none."""
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -56,24 +53,38 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Reads a checkpoint.
+    """Reads a checkpoint, and compares every part of it with the checksum that its archive holds.
 
     Raises:
-        UserError: it is missing, truncated, damaged, or of another format.
+        DamagedCheckpoint: it is truncated or damaged, or a field is missing or of another type.
+        UserError: it is missing, cannot be read, or is of another format.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
-        content = torch.load(path, map_location=map_location, weights_only=True)
+        with path.open("rb") as file:
+            with zipfile.ZipFile(file) as archive:  # torch.load() looks at no checksum
+                broken = archive.testzip()
+            if broken is not None:
+                raise zipfile.BadZipFile(broken)
+            file.seek(0)
+            content = torch.load(file, map_location=map_location, weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # zip, pickle and storage errors of many types
         size = path.stat().st_size
-        raise UserError(
+        raise DamagedCheckpoint(
             f"{path}: the checkpoint is truncated or damaged ({size} bytes); nothing was changed: "
             "delete it to start over, or put a whole one in its place"
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    if type(found) is not int or found != FORMAT:
         raise UserError(f"{path}: expected a checkpoint of format {FORMAT}, got {found!r}")
+    if problem := content_problem(content):
+        raise DamagedCheckpoint(
+            f"{path}: not the checkpoint of a run: {problem}; nothing was changed: delete it to "
+            "start over, or put a whole one in its place"
+        )
     return content
 
 
@@ -110,25 +121,36 @@ class FolderLock:
 
 
 class RunFolder:
-    """A run's folder on disk."""
+    """A run's folder on disk; UserError where its name is empty, which would be the folder that the
+    process is in."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise UserError("out: expected the name of a run folder, got ''")
         self.path = Path(path)
         self.config = self.path / CONFIG_FILE
         self.metrics = self.path / METRICS_FILE
         self.checkpoint = self.path / CHECKPOINT_FILE
+        self.previous = self.path / PREVIOUS_FILE
         self.model = self.path / MODEL_FOLDER
+        self._is_whole = True  # checkpoint.pt, as far as anybody looked
 
     def make(self) -> None:
-        """Makes the folder and keeps other processes out of it as long as this object is there;
-        UserError when nothing can be written there, or another process trains in it."""
+        """Makes the folder, keeps other processes out of it as long as this object is there, and
+        clears what killed ones left half written.
+
+        Raises:
+            UserError: nothing can be written there, or another process trains in it.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock.take(self.path)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
-            for left_by_a_kill in self.path.glob(f".{CHECKPOINT_FILE}.*"):
-                left_by_a_kill.unlink()
+            for folder in (self.path, self.model):
+                clear_temporaries(folder)
+            for left in self.path.glob(f".{CHECKPOINT_FILE}.*"):  # earlier versions' name
+                left.unlink(missing_ok=True)
         except BlockingIOError as error:
             raise UserError(
                 f"out: another process is training in {self.path}: wait until it is done, or name "
@@ -143,34 +165,80 @@ class RunFolder:
         """Writes config.json atomically."""
         write_atomically(self.config, (json.dumps(values, indent=2) + "\n").encode())
 
+    def save(self, content: dict[str, Any]) -> None:
+        """Writes checkpoint.pt and keeps the one before beside it; UserError when the disk refuses,
+        which leaves the last one where it is."""
+        if self._is_whole and self.checkpoint.exists():
+            try:
+                self._keep_previous()
+            except OSError as error:
+                raise UserError(
+                    f"{self.previous}: cannot keep the checkpoint before: {error.strerror}; the "
+                    "last one is untouched"
+                ) from error
+        save_checkpoint(self.checkpoint, content)
+        self._is_whole = True
+
+    def _keep_previous(self) -> None:
+        """Gives the last checkpoint its second name; there is no moment without a checkpoint.pt."""
+        second = self.path / f".{PREVIOUS_FILE}.tmp"
+        second.unlink(missing_ok=True)
+        try:
+            os.link(self.checkpoint, second)
+        except OSError:  # a file system without links
+            write_atomically(self.previous, self.checkpoint.read_bytes())
+            return
+        os.replace(second, self.previous)
+        second.unlink(missing_ok=True)  # of two names of one file, replace() keeps both
+
+    def load(self) -> dict[str, Any]:
+        """The last checkpoint; where that is damaged, the one before, which stderr is told.
+
+        Raises:
+            UserError: there is none, or none that is whole.
+        """
+        try:
+            return load_checkpoint(self.checkpoint)
+        except DamagedCheckpoint as error:
+            try:
+                content = load_checkpoint(self.previous)
+            except UserError:
+                raise error from None
+            self._is_whole = False
+            problem = str(error).partition(";")[0]
+            step = content["position"]["step"]
+            print(f"{problem}; {self.previous}, of step {step}, is used instead", file=sys.stderr)
+            return content
+
     def append_metrics(self, values: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        """Appends one line to metrics.jsonl, or, where the disk refuses, none of it."""
+        line = memoryview((json.dumps(values) + "\n").encode())
+        before = self.metrics_size()
+        try:
+            with self.metrics.open("ab", buffering=0) as file:
+                while line:
+                    line = line[file.write(line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.cut_metrics(before)
+            raise UserError(
+                f"{self.metrics}: cannot be written: {error.strerror}; the last checkpoint is "
+                "untouched"
+            ) from error
 
     def metrics_size(self) -> int:
         """Bytes of metrics.jsonl."""
         return self.metrics.stat().st_size if self.metrics.exists() else 0
 
     def cut_metrics(self, size: int) -> None:
-        """Drops what was written to metrics.jsonl after it had `size` bytes."""
-        if self.metrics_size() > size:
-            with self.metrics.open("r+b") as file:
-                file.truncate(size)
+        """Drops what was written to metrics.jsonl after it had `size` bytes, and a line without an
+        end, which the next one would continue."""
+        if not self.metrics.exists():
+            return
+        with self.metrics.open("rb") as file:
+            kept = file.read(size).rfind(b"\n") + 1
+        if kept < self.metrics_size():
+            os.truncate(self.metrics, kept)
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line cut short by a kill is passed over."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: byte {error.start}") from error
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            if number + 1 == len(lines):
-                break
-            raise UserError(f"{path}: line {number + 1} is not JSON") from error
-    return rows
+__all__ = ["RunFolder", "load_checkpoint", "read_metrics", "save_checkpoint", "write_atomically"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models import LMConfig
+from ..models._files import read_text
+from ..models._json import JsonError, fits_64_bits, parse_json, shown
+from ..models.registry import type_problem
+from ..nn._common import is_number
 from .errors import UserError
 from .muon import Combined
 from .optim import DECAYS, OPTIMIZERS, build_optimizer
@@ -29,6 +33,9 @@ MAY_CHANGE = (
     "device",
     "threads",
 )
+
+# More than any machine runs, and few enough for a product of two to fit 64 bits.
+_MOST = {"batch_size": 1 << 24, "context": 1 << 32, "threads": 1 << 10}
 
 
 @dataclass
@@ -104,13 +111,16 @@ class TrainConfig:
     threads: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         self.betas = tuple(self.betas)
         if self.steps is None and self.seconds is None:
             raise UserError("train: expected --steps or --minutes, got neither")
         for name in ("batch_size", "context", "grad_accum", "eval_tokens"):
             self._require(name, getattr(self, name) >= 1, "1 or more")
+        for name, most in _MOST.items():
+            self._require(name, getattr(self, name) <= most, f"at most {most}")
         for name in ("checkpoint_every", "checkpoint_seconds", "eval_every", "eval_seconds"):
-            self._require(name, getattr(self, name) >= 0, "0 or more")
+            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
         for name in ("threads", "seed", "clip", "weight_decay", "eps"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
         for name in ("steps", "seconds", "lr", "muon_lr"):
@@ -140,6 +150,24 @@ class TrainConfig:
             raise UserError(f"train: {name.replace('_', '-')}:{problem}") from error
         if self.schedule == "inverse-sqrt":
             self._require("warmup_steps", self.warmup_steps > 0, "1 or more with inverse-sqrt")
+
+    def _check_types(self) -> None:
+        """UserError for the first field whose value is of another type, or a number that no file
+        or no library would take."""
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name == "betas":
+                are = isinstance(value, (list, tuple)) and all(map(is_number, value))
+                problem = "" if are else "two numbers from 0 to below 1"
+            elif f.name == "task_options":
+                are = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+                are = are and all(not _type_problem("int", number) for number in value.values())
+                problem = "" if are else "a dictionary of integers"
+            else:
+                problem = _type_problem(f.type, value)
+            if problem:
+                flag = f.name.replace("_", "-")
+                raise UserError(f"train: {flag}: expected {problem}, got {shown(value)}")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
@@ -201,13 +229,60 @@ def differences(old: dict[str, Any], new: dict[str, Any], skip: tuple[str, ...] 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; UserError when it is missing or damaged."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_text(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: byte {error.start}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
+    except JsonError as error:
+        raise UserError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
+
+
+# What a run's config.json says of its data, and what of itself.
+_DATA = {
+    "name": "str",
+    "fingerprint": "str",
+    "valid_tokens": "int | None",
+    "valid_bytes": "int | None",
+}
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """config.json of a run folder: model, train, data, parameters, machine.
+
+    Raises:
+        UserError: it is missing, damaged, or something else; the line names the field.
+    """
+    values = read_json(path)
+    for name in ("model", "train", "data"):
+        if not isinstance(values.get(name), dict):
+            raise UserError(f"{path}: not the configuration of a run: {name}: expected an object")
+    try:
+        TrainConfig.from_dict(values["train"])
+        LMConfig.from_dict(values["model"])
+    except (UserError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: {error}") from error
+    fields = {**{f"data: {name}": kind for name, kind in _DATA.items()}, "parameters": "int"}
+    found = {**{f"data: {name}": values["data"].get(name) for name in _DATA}, **values}
+    for name, kind in fields.items():
+        if problem := _type_problem(kind, found.get(name)):
+            raise UserError(f"{path}: {name}: expected {problem}, got {shown(found.get(name))}")
+    chance = values["data"].get("chance")
+    if chance is not None and not (is_number(chance) and 0 <= chance <= 1):
+        raise UserError(f"{path}: data: chance: expected 0 to 1, got {shown(chance)}")
+    return values
+
+
+def _type_problem(kind: str, value: object) -> str:
+    """What was expected of a field annotated `kind`; "" where the value is that."""
+    kind, _, other = kind.partition(" | ")
+    if other and value is None:
+        return ""
+    if kind == "int" and type(value) is int and not fits_64_bits(value):
+        return "an integer of 64 bits"
+    if kind == "float" and isinstance(value, float):
+        return ""  # its range is looked at where it is known
+    return type_problem(kind, value)

@@ -17,7 +17,7 @@ from .per_token import per_token_loss
 from .report import count_in_words, mixer_in_words
 from .runs import Trained, load_trained
 from .runtime import resolve_precision, set_products
-from .scoring import corpus_of_run
+from .scoring import check_has_text, corpus_of_run
 
 DEFAULT_CONTEXT = 512  # of a saved model, which does not say what it was trained on
 MAPS_PLOT, PER_TOKEN_PLOT, NEEDLE_PLOT = "attention_maps.png", "per_token.png", "needle.png"
@@ -28,6 +28,7 @@ def _opened(run: str, source: str | None, dtype: str, device: str) -> tuple[Trai
     trained = load_trained(run, device)
     if not isinstance(trained.model, CausalLM):
         raise UserError(f"{run} holds a classifier; expected a language model")
+    check_has_text(trained, run, source)
     corpus = corpus_of_run(run, source, dtype)
     if not isinstance(corpus, Corpus):
         raise UserError(f"{run} was trained on the task {corpus.name}; name a text to read")

@@ -12,15 +12,26 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ..models._files import decode_text
+from ..models._json import shown
 from . import stdlib_corpus
 from .baselines import baselines
 from .batches import PackedSampler, WindowSampler, windows_within
 from .errors import UserError
 from .evaluate import PIECE, Score, context_for, evaluate, evaluate_packed
-from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
+from .tokenizers import (
+    BYTES,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    character_start,
+    train_bpe,
+)
 
 ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _SPLIT_BY_FILE = 20
+_LONGEST_NUMBER = 40  # digits: Python itself refuses to read thousands
 _PIECE = 1 << 26  # memory-mapped arrays are read in pieces of so many ids
 
 
@@ -34,7 +45,8 @@ class Corpus:
         ids, whose text is unknown.
     tokenizer: None for arrays of ids.
     tokenizer_file: the tokenizer's file; None for bytes and for arrays of ids.
-    fingerprint: SHA-256 over both splits, in hexadecimal: a resumed run must see the same tokens.
+    fingerprint: SHA-256 over both splits, in hexadecimal: a resumed run must see the same tokens,
+        and, packed, the same documents.
     train_documents, valid_documents: where each document of the text begins, int64 ``[N]``, when
         they are to be kept apart; None: text is one stream.
     """
@@ -93,6 +105,15 @@ class Corpus:
                 raise UserError(
                     f"data: {self.name} is too short: its {split} part has {len(ids)} tokens, "
                     f"expected at least {needed} with a context of {context}"
+                )
+        for split, ids, documents in (
+            ("training", self.train, self.train_documents),
+            ("validation", self.valid, self.valid_documents),
+        ):
+            if documents is not None and len(documents) == len(ids):
+                raise UserError(
+                    f"packed: expected files of two tokens or more, got {self.name}, in whose "
+                    f"{split} part no file has a token that follows another"
                 )
 
     def sampler(
@@ -186,7 +207,8 @@ def load_corpus(
         if packed:
             raise UserError(f"packed: expected files of text, got token ids in {source}")
         return _array_corpus(source, valid, dtype)
-    train_files, valid_files = _read_text(source, valid)
+    is_utf8 = tokenizer != BYTES
+    train_files, valid_files = _read_text(source, valid, is_utf8)
     train_text, valid_text = b"".join(train_files), b"".join(valid_files)
     encoder, path = _make_tokenizer(tokenizer, train_text, workdir)
     documents = {}
@@ -204,7 +226,7 @@ def load_corpus(
         valid_bytes=len(valid_text),
         tokenizer=encoder,
         tokenizer_file=path,
-        fingerprint=_fingerprint(train_ids, valid_ids),
+        fingerprint=_fingerprint(train_ids, valid_ids, *documents.values()),
         **documents,
     )
 
@@ -216,8 +238,9 @@ def _encoded_apart(encoder: Tokenizer, files: list[bytes]) -> tuple[np.ndarray, 
     return np.concatenate(parts) if parts else encoder.encode(b""), starts
 
 
-def _read_text(source: str, valid: str | None) -> tuple[list[bytes], list[bytes]]:
-    """The files to train on and to validate on; a part of a file counts as one."""
+def _read_text(source: str, valid: str | None, is_utf8: bool) -> tuple[list[bytes], list[bytes]]:
+    """The files to train on and to validate on; a part of a file counts as one. is_utf8: a
+    tokenizer will read them as UTF-8, and anything else is refused."""
     if source == stdlib_corpus.NAME:
         return stdlib_corpus.load_stdlib()
     path = Path(source)
@@ -227,47 +250,73 @@ def _read_text(source: str, valid: str | None) -> tuple[list[bytes], list[bytes]
         other = Path(valid)
         if not other.exists():
             raise UserError(f"data: {valid}: no such file or folder")
-        return list(_texts(path).values()), list(_texts(other).values())
-    texts = _texts(path)
+        return list(_texts(path, is_utf8).values()), list(_texts(other, is_utf8).values())
+    texts = _texts(path, is_utf8)
     if len(texts) >= _SPLIT_BY_FILE:
         train, held_out = stdlib_corpus.split_files({k: len(v) for k, v in texts.items()})
         return [texts[k] for k in train], [texts[k] for k in held_out]
-    return _cut_apart(list(texts.values()))
+    return _cut_apart(list(texts.values()), is_utf8)
 
 
-def _cut_apart(files: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """The files up to nine tenths of their bytes, and what comes after."""
+def _cut_apart(files: list[bytes], is_utf8: bool) -> tuple[list[bytes], list[bytes]]:
+    """The files up to nine tenths of their bytes, and what comes after; UTF-8 is cut between
+    characters."""
     total = sum(map(len, files))
     left = total - total // 10
     train, valid = [], []
     for text in files:
-        train.append(text[:left])
-        valid.append(text[left:])
+        cut = left
+        if is_utf8 and 0 < cut < len(text):
+            cut = character_start(text, cut)
+        train.append(text[:cut])
+        valid.append(text[cut:])
         left = max(0, left - len(text))
     return [text for text in train if text], [text for text in valid if text]
 
 
-def _texts(path: Path) -> dict[str, bytes]:
+def _texts(path: Path, is_utf8: bool) -> dict[str, bytes]:
     """Contents by relative path: of the file, or of every text file below a folder.
 
     Files in a folder that are hidden or hold a zero byte in their first 8 kB are passed over.
     """
     if path.is_dir():
-        files = sorted(
-            file
-            for file in path.rglob("*")
+        files = {
+            file.relative_to(path).as_posix(): file
+            for file in sorted(path.rglob("*"))
             if file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
-        texts = {file.relative_to(path).as_posix(): _read_bytes(file) for file in files}
-        texts = {name: text for name, text in texts.items() if text and b"\0" not in text[:8192]}
+        }
+        texts = {name: _read_bytes(file) for name, file in files.items()}
+        texts = {name: text for name, text in texts.items() if text and not _is_binary(text)}
         if not texts:
             raise UserError(f"data: {path}: no text file in this folder")
-        return texts
-    text = _read_bytes(path)
-    if not text:
-        raise UserError(f"data: {path}: the file is empty")
-    return {path.name: text}
+    else:
+        files, texts = {path.name: path}, {path.name: _read_bytes(path)}
+        if not texts[path.name]:
+            raise UserError(f"data: {path}: the file is empty")
+        if _is_binary(texts[path.name]):
+            raise UserError(
+                f"data: {path}: expected text, got a file with zero bytes; token ids are read from "
+                ".npy and .bin files"
+            )
+    if is_utf8:
+        for name, text in texts.items():
+            _check_utf8(text, files[name])
+    return texts
+
+
+def _is_binary(text: bytes) -> bool:
+    return b"\0" in text[:8192]
+
+
+def _check_utf8(text: bytes, file: Path) -> None:
+    """UserError for text that a tokenizer would read as replacement characters."""
+    try:
+        decode_text(text, file)
+    except ValueError as error:
+        raise UserError(
+            f"data: {error}; convert it (iconv -t UTF-8), or train on bytes without --tokenizer"
+        ) from error
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -285,8 +334,8 @@ def _make_tokenizer(
     if not tokenizer.startswith("bpe:"):
         return FileTokenizer(tokenizer), Path(tokenizer)
     size = tokenizer.removeprefix("bpe:")
-    if not size.isdecimal():
-        raise UserError(f"tokenizer: expected bpe:N with a number N, got {tokenizer!r}")
+    if not size.isdecimal() or len(size) > _LONGEST_NUMBER:
+        raise UserError(f"tokenizer: expected bpe:N with a number N, got {shown(tokenizer)}")
     if workdir is None:
         raise ValueError("load_corpus: workdir: expected a folder for bpe:N, got None")
     path = workdir / TOKENIZER_FILE
@@ -347,9 +396,10 @@ def _extreme(ids: np.ndarray, pick) -> int:
     return int(pick([pick(ids[i : i + _PIECE]) for i in pieces])) if len(ids) else 0
 
 
-def _fingerprint(train: np.ndarray, valid: np.ndarray) -> str:
+def _fingerprint(*arrays: np.ndarray) -> str:
+    """SHA-256 of the token ids, and of where documents begin where they are kept apart."""
     digest = hashlib.sha256()
-    for ids in (train, valid):
+    for ids in arrays:
         digest.update(f"{ids.dtype.str}{len(ids)}".encode())
         for i in range(0, len(ids), _PIECE):
             digest.update(np.ascontiguousarray(ids[i : i + _PIECE]).tobytes())

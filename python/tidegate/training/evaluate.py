@@ -105,6 +105,10 @@ def evaluate_packed(
     spread over the whole; None = all.
     """
     starts = np.arange(0, len(tokens) - 1, context)
+    # A window in which every token begins a document asks for nothing.
+    ends = np.minimum(starts + context, len(tokens) - 1)
+    begun = np.searchsorted(documents, ends, "right") - np.searchsorted(documents, starts, "right")
+    starts = starts[begun < ends - starts]
     if limit is not None and limit < len(tokens):
         count = max(1, min(len(starts), limit // context))
         starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
@@ -117,8 +121,6 @@ def evaluate_packed(
             spans = [(int(s), min(int(s) + context, len(tokens))) for s in starts[first:][:rows]]
             batch = packed(tokens, documents, spans)
             count = int((batch.labels != IGNORED).sum())
-            if count == 0:
-                continue
             with autocast(device, precision):
                 output, _ = batch.run(model, device)
             total += output.loss.double() * count

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..models import CausalLM
+from ..models._files import write_atomically
 from .errors import UserError
 from .pieces import logits_in_pieces
 from .tokenizers import Tokenizer
@@ -54,7 +55,7 @@ class NeedleScores:
             "exact_match": np.round(self.exact, 6).tolist(),
             "answer_tokens": np.round(self.tokens, 6).tolist(),
         }
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())
         return path
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..models import CausalLM
+from ..models._files import write_atomically
 from .errors import UserError
 from .pieces import logits_in_pieces
 
@@ -57,7 +58,7 @@ class PerToken:
         table, summary = folder / "per_token.csv", folder / "per_token.json"
         rows = zip(range(1, len(self.losses) + 1), self.losses, self.perplexities, strict=True)
         lines = ["position,loss,perplexity", *(f"{i},{x:.6f},{p:.6f}" for i, x, p in rows)]
-        table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_atomically(table, ("\n".join(lines) + "\n").encode())
         lengths = [2**n for n in range(len(self.losses).bit_length()) if 2**n <= len(self.losses)]
         lengths += [] if lengths[-1] == len(self.losses) else [len(self.losses)]
         smooth = self.smoothed()
@@ -68,7 +69,7 @@ class PerToken:
             "loss": {str(n): round(float(smooth[n - 1]), 6) for n in lengths},
             "perplexity": {str(n): round(float(self.perplexities[n - 1]), 6) for n in lengths},
         }
-        summary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_atomically(summary, (json.dumps(values, indent=2) + "\n").encode())
         return [table, summary]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..models import CausalLM, SequenceClassifier
-from .checkpoint import LOSS_PLOT, METRICS_FILE, RunFolder, read_metrics
-from .config import read_json
+from .checkpoint import LOSS_PLOT, METRICS_FILE, RunFolder
+from .config import read_run
 from .errors import UserError
 from .evaluate import Score
+from .metrics import load_metrics, read_metrics
 from .probes import forget_gates, gate_parts, token_mixing, windows_of
 from .runs import Run, initial_model, load_trained
 from .scoring import corpus_of_run
@@ -44,7 +46,25 @@ def _recorded_score(run: Run) -> Score | None:
     last = (read_metrics(run.folder.metrics) or [{}])[-1]
     if last.get("kind") != "final" or last["step"] != run.trainer.position.step:
         return None
-    return Score(last["loss"], last["valid_tokens"], last["bits_per_byte"], last.get("accuracy"))
+    bits = last.get("bits_per_byte")
+    return Score(last["loss"], last["valid_tokens"], bits, last.get("accuracy"))
+
+
+def _metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that make sense; how many lines do not is said on stderr.
+
+    Raises:
+        UserError: no row is of a training step.
+    """
+    found = load_metrics(folder.metrics)
+    lines = "1 line makes" if found.left_out == 1 else f"{found.left_out} lines make"
+    problem = f"{lines} no sense, left out" if found.left_out else ""
+    if not any(row["kind"] == "train" for row in found.rows):
+        end = f": {problem}" if problem else ""
+        raise UserError(f"plot: {folder.metrics} has no training steps yet{end}")
+    if problem:
+        print(f"{folder.metrics}: {problem}", file=sys.stderr)
+    return found.rows
 
 
 def plot_run(
@@ -60,15 +80,14 @@ def plot_run(
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UserError(f"plot: {folder.path} holds no {METRICS_FILE}")
-    values = read_json(folder.config)
-    metrics = read_metrics(folder.metrics)
-    if not any(row["kind"] == "train" for row in metrics):
-        raise UserError(f"plot: {folder.metrics} has no training steps yet")
+    values = read_run(folder.config)
+    metrics = _metrics_of(folder)
     data = values["data"]
     name = _name_of(values)
     source = Path(data["name"]).name
     text = "the Python standard library's sources" if source == "stdlib" else source
-    bytes_per_token = data["valid_bytes"] / data["valid_tokens"] if data["valid_bytes"] else None
+    sizes = data["valid_bytes"], data.get("valid_tokens")
+    bytes_per_token = sizes[0] / sizes[1] if all(sizes) else None
     title = f"{name}, learning {text}"
     is_task = data.get("chance") is not None
     drawn = [folder.path / LOSS_PLOT]
@@ -80,7 +99,7 @@ def plot_run(
         bytes_per_token=bytes_per_token,
         asked="answer" if is_task else "token",
     )
-    if is_task:
+    if is_task and any("accuracy" in row for row in metrics):
         drawn.append(folder.path / ACCURACY_PLOT)
         plots.plot_accuracy(metrics, drawn[-1], title=title, chance=data["chance"])
     if folder.checkpoint.exists():
@@ -98,7 +117,7 @@ def plot_gates(path: str | Path, device: str = "auto") -> list[Path]:
     from .. import plots
 
     folder = _with_checkpoint(path)
-    values = read_json(folder.config)
+    values = read_run(folder.config)
     seen = _examined(folder, values, device)
     drawn = _plot_forget_gates(folder, values, seen)
     if not drawn:
@@ -131,7 +150,7 @@ def plot_token_mixing(
     from .. import plots
 
     folder = _with_checkpoint(path)
-    values = read_json(folder.config)
+    values = read_run(folder.config)
     model = load_trained(str(folder.path), device).model
     ids = _validation_ids(str(folder.path), values, rows=1, context=MIXING_LIMIT)[0]
     most = min(ids.size(1), MIXING_LIMIT)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..models import CausalLM, LMConfig, SequenceClassifier, presets
+from ..models._files import read_tensors, write_atomically
 from ..models.block import CONFIG_FILE as MODEL_CONFIG
 from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
-from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder, load_checkpoint
-from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_json
+from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder
+from .checkpoint_content import weights_problem
+from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_run
 from .data import vocabulary_fits
 from .errors import UserError
 from .recipe import recipe_named
@@ -28,7 +32,7 @@ from .runtime import (
 )
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
-from .tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from .trainer import Trainer, non_finite
 
 DEFAULT_STEPS = 1000
@@ -49,7 +53,11 @@ class Run:
 
     def export(self) -> None:
         """Writes model/: config.json and model.safetensors, which C++ reads too and which says of
-        which step it is."""
+        which step it is; tokenizer.json where tokens are not bytes."""
+        self.folder.model.mkdir(exist_ok=True)
+        if self.corpus.tokenizer_file is not None:
+            own = (self.folder.path / TOKENIZER_FILE).read_bytes()
+            write_atomically(self.folder.model / TOKENIZER_FILE, own)
         self.trainer.model.save(self.folder.model, metadata={"step": self._step})
 
     def is_exported(self) -> bool:
@@ -61,13 +69,18 @@ class Run:
             if (self.folder.model / MODEL_CONFIG).read_bytes() != model.config.to_json().encode():
                 return False
             with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
-                return (
-                    (file.metadata() or {}).get("step") == self._step
-                    and set(file.keys()) == set(tensors)
-                    and all(_same(file.get_tensor(k), t.cpu()) for k, t in tensors.items())
-                )
-        except (OSError, SafetensorError):
+                if (file.metadata() or {}).get("step") != self._step:
+                    return False
+            if self.corpus.tokenizer_file is not None:
+                folders = (self.folder.path, self.folder.model)
+                if len({(folder / TOKENIZER_FILE).read_bytes() for folder in folders}) > 1:
+                    return False
+            saved = read_tensors(self.folder.model / MODEL_WEIGHTS)
+        except (OSError, ValueError, SafetensorError):
             return False
+        return saved.keys() == tensors.keys() and all(
+            _same(saved[name], t.cpu()) for name, t in tensors.items()
+        )
 
     @property
     def _step(self) -> str:
@@ -99,7 +112,6 @@ def prepare_run(
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
     is_new = not folder.path.exists()
-    had_tokenizer = (folder.path / TOKENIZER_FILE).exists()
     folder.make()  # before anything in it is read: from here on it is ours alone
     try:
         recorded = _recorded(folder)
@@ -111,20 +123,35 @@ def prepare_run(
             )
         values = resolve_source({**base, **asked_train}, asked_train, base)
         config = _train_config(values, recorded)
-        corpus = open_source(config, workdir=folder.path)
-        corpus.check_length(config.context)
-        model_config = _model_config(asked_model, recorded, corpus)
-        _refuse_other(folder, recorded, config, model_config, corpus)
-        content = load_checkpoint(folder.checkpoint) if folder.checkpoint.exists() else None
-        run = _build(folder, model_config, config, corpus, content)
+        # A tokenizer that is learnt becomes the folder's with its first config.json: of a start
+        # that is refused or killed before, none stays for the next one to take.
+        with tempfile.TemporaryDirectory() as scratch:
+            kept = _kept_tokenizer(folder, recorded, config)
+            corpus = open_source(config, workdir=folder.path if kept else Path(scratch))
+            corpus.check_length(config.context)
+            model_config = _model_config(asked_model, recorded, corpus)
+            _refuse_other(folder, recorded, config, model_config, corpus)
+            content = folder.load() if folder.checkpoint.exists() else None
+            run = _build(folder, model_config, config, corpus, content)
         run.begins_anew = recorded is not None and content is None
     except BaseException:
         if is_new:
             shutil.rmtree(folder.path, ignore_errors=True)
-        elif not had_tokenizer:  # one learnt for settings that were refused is nobody's
-            (folder.path / TOKENIZER_FILE).unlink(missing_ok=True)
         raise
     return run
+
+
+def _kept_tokenizer(
+    folder: RunFolder, recorded: dict[str, Any] | None, config: TrainConfig
+) -> bool:
+    """Whether the folder holds its run's tokenizer; UserError where it holds somebody else's."""
+    kept = folder.path / TOKENIZER_FILE
+    if recorded is None and kept.exists() and config.tokenizer != os.path.abspath(kept):
+        raise UserError(
+            f"out: {folder.path} holds {TOKENIZER_FILE} but no {CONFIG_FILE}: the run would take "
+            "it for its own; name another --out"
+        )
+    return kept.exists()
 
 
 def _named(
@@ -173,10 +200,7 @@ def _recorded(folder: RunFolder) -> dict[str, Any] | None:
                 "overwrite what is not its own; name another --out"
             )
         return None
-    values = read_json(folder.config)
-    if not {"model", "train", "data"} <= set(values):
-        raise UserError(f"{folder.config}: not the configuration of a run; name another --out")
-    return values
+    return read_run(folder.config)
 
 
 def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> TrainConfig:
@@ -257,9 +281,7 @@ def _build(
         trainer.restore(content)
     else:
         folder.cut_metrics(0)
-    kept = folder.path / TOKENIZER_FILE
-    if corpus.tokenizer_file is not None and not kept.exists():
-        shutil.copyfile(corpus.tokenizer_file, kept)
+        folder.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
     if trainer.progress() < 1.0:  # of a finished run it says what was done, not what is asked for
         folder.write_config(
             {
@@ -270,6 +292,9 @@ def _build(
                 "machine": describe_machine(trainer.device),
             }
         )
+    kept = folder.path / TOKENIZER_FILE
+    if corpus.tokenizer_file is not None and not kept.exists():
+        write_atomically(kept, corpus.tokenizer_file.read_bytes())
     return Run(folder, model_config, config, corpus, trainer, content is not None)
 
 
@@ -312,20 +337,25 @@ def load_trained(path: str, device: str = "auto") -> Trained:
     target = resolve_device(device)
     if not folder.path.is_dir():
         raise UserError(f"checkpoint: {path}: no such run folder")
-    tokenizer_file = folder.path / TOKENIZER_FILE
-    tokenizer = load_tokenizer(tokenizer_file if tokenizer_file.exists() else None)
+    kept = folder.path / TOKENIZER_FILE
     if not folder.checkpoint.exists():
         model = _load_model_folder(folder.path)
         _refuse_non_finite(folder.path, model)
-        fits = tokenizer.vocab_size <= model.config.vocab_size
-        return Trained(model.to(target).eval(), tokenizer if fits else None, None)
-    values = read_json(folder.config)
-    content = load_checkpoint(folder.checkpoint)
+        tokenizer = load_tokenizer(kept if kept.exists() else None)
+        # Which ids are bytes is known of a vocabulary of 256 alone.
+        has_text = kept.exists() or tokenizer.vocab_size == model.config.vocab_size
+        if kept.exists():
+            _check_vocabulary(kept, tokenizer, model.config)
+        return Trained(model.to(target).eval(), tokenizer if has_text else None, None)
+    values = read_run(folder.config)
+    content = folder.load()
     try:
         model_config = LMConfig.from_dict(values["model"])
         config = TrainConfig.from_dict(values["train"])
         is_classifier = "head.bias" in content["model"]
         model = (SequenceClassifier if is_classifier else CausalLM)(model_config)
+        if problem := weights_problem(model, content["model"]):
+            raise ValueError(problem)
         model.load_state_dict(content["model"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         detail = str(error).splitlines()[-1].strip()
@@ -333,8 +363,19 @@ def load_trained(path: str, device: str = "auto") -> Trained:
             f"{folder.checkpoint}: does not fit {folder.config.name} beside it: {detail}"
         ) from error
     _refuse_non_finite(folder.checkpoint, model)
-    has_text = config.data not in TASKS and not config.data.endswith((".npy", ".bin"))
-    return Trained(model.to(target).eval(), tokenizer if has_text else None, config)
+    tokenizer = None
+    if config.data not in TASKS and not config.data.endswith((".npy", ".bin")):
+        tokenizer = load_tokenizer(None if config.tokenizer == BYTES else kept)
+        _check_vocabulary(kept, tokenizer, model_config)
+    return Trained(model.to(target).eval(), tokenizer, config)
+
+
+def _check_vocabulary(path: Path, tokenizer: Tokenizer, model: LMConfig) -> None:
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"{path}: it has {tokenizer.vocab_size} tokens, and the model's vocabulary is "
+            f"{model.vocab_size}"
+        )
 
 
 def _refuse_non_finite(path: Path, model: torch.nn.Module) -> None:

@@ -9,10 +9,12 @@ import numpy as np
 
 from ..models import CausalLM
 from ..models.block import WEIGHTS_FILE
+from .checkpoint import RunFolder
+from .config import TrainConfig, read_run
 from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
 from .evaluate import Score
-from .runs import load_trained
+from .runs import Trained, load_trained
 from .runtime import resolve_precision, set_products
 from .sources import Source, open_source
 from .stdlib_corpus import NAME as STDLIB
@@ -21,9 +23,6 @@ from .tokenizers import BYTES, TOKENIZER_FILE
 
 def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") -> Source:
     """The corpus that the run in folder `run` was trained on, or `source` under its tokenizer."""
-    from .checkpoint import RunFolder
-    from .config import TrainConfig, read_json
-
     folder = RunFolder(run)
     kept = folder.path / TOKENIZER_FILE
     tokenizer = str(kept) if kept.exists() else BYTES
@@ -34,11 +33,16 @@ def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") ->
         if (folder.path / WEIGHTS_FILE).exists():
             raise UserError(f"{run} is a saved model, which has no text of its own: name one")
         raise UserError(f"{run} is not a run folder: it holds no {folder.checkpoint.name}")
-    try:
-        config = TrainConfig.from_dict(read_json(folder.config)["train"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{folder.config}: not the configuration of a run") from error
-    return open_source(config, tokenizer=tokenizer)
+    values = read_run(folder.config)
+    config = TrainConfig.from_dict(values["train"])
+    tokenizer = BYTES if config.tokenizer == BYTES else str(kept)
+    corpus = open_source(config, tokenizer=tokenizer)
+    if corpus.fingerprint != values["data"]["fingerprint"]:
+        raise UserError(
+            f"data: the content of {corpus.name} is not what {run} was trained on; name a text to "
+            "score the model on that"
+        )
+    return corpus
 
 
 def score_run(
@@ -60,6 +64,7 @@ def score_run(
     trained = load_trained(run, device)
     if source is not None and not isinstance(trained.model, CausalLM):
         raise UserError(f"data: {run} holds a classifier, which scores its own task; leave it out")
+    check_has_text(trained, run, source)
     corpus = corpus_of_run(run, source, dtype)
     if source is not None and source != STDLIB:
         corpus = _whole(corpus, Path(source))
@@ -71,6 +76,17 @@ def score_run(
     resolved = resolve_precision(precision, target)
     set_products(resolved)
     return corpus.score(trained.model, target, resolved, trained=known)
+
+
+def check_has_text(trained: Trained, run: str, source: str | None) -> None:
+    """UserError for a text that nothing says how to turn into the model's ids."""
+    if source is None or source.endswith((".npy", ".bin")) or trained.tokenizer is not None:
+        return
+    raise UserError(
+        f"data: {run} has no {TOKENIZER_FILE}, and its vocabulary is "
+        f"{trained.model.config.vocab_size}, not that of bytes, or was trained without text: put "
+        "the file there, or name token ids in a .npy or .bin file"
+    )
 
 
 def _whole(corpus: Corpus, source: Path) -> Corpus:

@@ -9,10 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
+from ..models._files import write_atomically
+from ..models._json import shown
 from .errors import UserError
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
+LARGEST_BPE = 1 << 24  # tokens: more than any text teaches
 # A piece is encoded at once; cutting at line ends keeps memory small and loses no merge that
 # matters, because byte-level BPE does not merge across the whitespace that begins a word.
 _PIECE = 1 << 20
@@ -91,12 +94,12 @@ def _pieces(text: bytes) -> Iterator[str]:
         end = min(start + _PIECE, len(text))
         if end < len(text):
             newline = text.rfind(b"\n", start, end)
-            end = newline + 1 if newline >= start else _character_start(text, end)
+            end = newline + 1 if newline >= start else character_start(text, end)
         yield text[start:end].decode("utf-8", errors="replace")
         start = end
 
 
-def _character_start(text: bytes, end: int) -> int:
+def character_start(text: bytes, end: int) -> int:
     """Where the UTF-8 character that holds the byte at `end` begins; `end` itself where no byte of
     the three before it, which is as far as one reaches, could begin it."""
     for start in range(end, end - 4, -1):
@@ -109,10 +112,14 @@ def train_bpe(text: bytes, vocab_size: int, path: str | os.PathLike[str]) -> Non
     """Trains a byte-level BPE of `vocab_size` tokens on `text` and writes it to `path`.
 
     Raises:
-        UserError: vocab_size is below 257 (256 bytes and one merge).
+        UserError: vocab_size is below 257 (256 bytes and one merge) or above LARGEST_BPE.
     """
     if vocab_size < 257:
         raise UserError(f"tokenizer: bpe:N needs N of 257 or more, got {vocab_size}")
+    if vocab_size > LARGEST_BPE:
+        raise UserError(
+            f"tokenizer: bpe:N needs N of at most {LARGEST_BPE}, got {shown(vocab_size)}"
+        )
     library = _library()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -123,9 +130,7 @@ def train_bpe(text: bytes, vocab_size: int, path: str | os.PathLike[str]) -> Non
         show_progress=False,
     )
     inner.train_from_iterator(_pieces(text), trainer=trainer)
-    partial = Path(f"{path}.partial")
-    inner.save(str(partial))
-    os.replace(partial, path)
+    write_atomically(Path(path), inner.to_str(pretty=True).encode())
 
 
 def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:

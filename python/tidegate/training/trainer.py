@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -14,7 +15,8 @@ import torch
 
 from .batches import Batch, count_answers
 from .captured import CapturedStep
-from .checkpoint import RunFolder, save_checkpoint
+from .checkpoint import RunFolder
+from .checkpoint_content import optimizer_states, weights_problem
 from .config import TrainConfig
 from .errors import UserError
 from .evaluate import Score
@@ -256,7 +258,7 @@ class Trainer:
                 "tokens": position.tokens,
                 "seconds": round(position.seconds, 3),
                 "loss": score.nats,
-                "perplexity": score.perplexity,
+                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
                 "bits_per_byte": score.bits_per_byte,
                 **({} if score.accuracy is None else {"accuracy": score.accuracy}),
                 "valid_tokens": score.tokens,
@@ -276,8 +278,7 @@ class Trainer:
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        save_checkpoint(
-            self.folder.checkpoint,
+        self.folder.save(
             {
                 "position": dict(vars(self.position)),
                 "samples": self.sampler.position,
@@ -286,7 +287,7 @@ class Trainer:
                 "rng": rng,
                 "metrics_size": self.folder.metrics_size(),
                 "fingerprint": self.corpus.fingerprint,
-            },
+            }
         )
 
     def _refuse_non_finite(self) -> None:
@@ -308,21 +309,26 @@ class Trainer:
                 f"{path}: the checkpoint was trained on other data than {self.corpus.name} now "
                 "holds; name another --out"
             )
+        position = Position.from_dict(content["position"])
         try:
+            if problem := weights_problem(self.model, content["model"]):
+                raise ValueError(problem)
+            states = optimizer_states(self.optimizer, content["optimizer"], position.step > 0)
             self.model.load_state_dict(content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
+            self.optimizer.load_state_dict(states)
+            self._restore_generators(content["rng"])
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
             detail = str(error).splitlines()[-1].strip()
             raise UserError(f"{path}: the checkpoint is of another model: {detail}") from error
-        for group in self.optimizer.param_groups:
-            if "capturable" in group:  # the device may be another one now
-                group["capturable"] = self._captures
-        self.position = Position.from_dict(content["position"])
+        self.position = position
         self.sampler.position = content["samples"]
-        torch.set_rng_state(content["rng"]["cpu"].cpu())
-        if self.device.type == "cuda" and "cuda" in content["rng"]:
-            torch.cuda.set_rng_state(content["rng"]["cuda"].cpu(), self.device)
         self.folder.cut_metrics(content["metrics_size"])
+
+    def _restore_generators(self, states: dict[str, torch.Tensor]) -> None:
+        """Sets torch's generators; those of a device that is not there now are left out."""
+        torch.set_rng_state(states["cpu"].cpu())
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"].cpu(), self.device)
 
 
 class _StopOnSignal:
@@ -341,8 +347,9 @@ class _StopOnSignal:
         return self
 
     def _handle(self, number: int, _frame: Any) -> None:
-        print("\nstopping after this step ...", file=sys.stderr)
         self._trainer.stop()
+        with contextlib.suppress(RuntimeError, OSError):  # a print() may be what was interrupted
+            print("\nstopping after this step ...", file=sys.stderr)
         self._restore()
 
     def _restore(self) -> None:

@@ -1,0 +1,29 @@
+"""A minute of the campaign (tests/campaign.py): faults at file events, and broken files."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_cases import environment
+
+CAMPAIGN = Path(__file__).parents[1] / "campaign.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the faults' library")
+def test_a_minute_of_the_campaign():
+    result = subprocess.run(
+        [sys.executable, CAMPAIGN, "--seconds=45", "--seed=1"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts = result.stdout.splitlines()[-1]
+    assert counts.endswith("; 0 failures")
+    assert " file," in counts
