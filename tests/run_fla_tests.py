@@ -1,4 +1,4 @@
-"""flash-linear-attention's own tests of the ops that tidegate.compat.fla stands in for, run on them.
+"""flash-linear-attention's own tests of the ops that tidegate.compat.fla has, run on these.
 
     python tests/run_fla_tests.py FLA_CHECKOUT [--keep NAME ...] [PYTEST_ARGUMENT ...]
 

@@ -1,5 +1,8 @@
-"""tidegate.compat.fla beside the installed flash-linear-attention, which needs a GPU: layers with one
-state dict, and the ops that its own tests do not reach (tests/run_fla_tests.py runs those)."""
+"""tidegate.compat.fla beside the installed flash-linear-attention, which needs a GPU.
+
+Layers with one state dict, and the ops that its own tests do not reach; tests/run_fla_tests.py runs
+those.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """flash-linear-attention's ops and layers (the signatures of fla-core 0.6.0), backed by tidegate.
 
 ``from fla.ops.gla import chunk_gla`` becomes ``from tidegate.compat.fla import chunk_gla``, and
-``from fla.layers import HGRN2Attention`` as well ``from tidegate.compat.fla import HGRN2Attention``.
+``from fla.layers import HGRNAttention`` becomes ``from tidegate.compat.fla import HGRNAttention``.
 """
 
 from .layers import ForgettingAttention, GatedLinearAttention, HGRN2Attention, HGRNAttention
