@@ -141,7 +141,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
             return self.in_proj(x).chunk(3, dim=-1)
         mixed = [torch.lerp(before, x, mix.to(x.dtype)) for mix in self.mix]
         if type(self.in_proj) is not nn.Linear:
-            # An adapter (PEFT's LoRA) in the projection's place adds to what its weight gives: it is
+            # An adapter (PEFT's LoRA) in its place adds to what its weight gives: it is
             # called, at the price of rows that are dropped.
             return tuple(self.in_proj(m).chunk(3, dim=-1)[k] for k, m in enumerate(mixed))
         weights = self.in_proj.weight.chunk(3)
