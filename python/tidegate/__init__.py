@@ -7,6 +7,8 @@
 - :mod:`tidegate.nn`: token mixers, channel mixers, helpers;
 - :mod:`tidegate.models`: language models and classifiers;
 - :mod:`tidegate.training`: the loop behind the command line;
+- ``tidegate.compat``: other libraries' calls, backed by these (imported on its own);
+- ``tidegate.hf``: the models in Hugging Face's transformers (imported on its own);
 - ``tidegate.cpp``: the C++ modules, bound by pybind11 (imported on its own, where it was built).
 """
 

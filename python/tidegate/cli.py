@@ -1,4 +1,4 @@
-"""The command line: `tidegate train | eval | generate | plot | bench | info | demo`.
+"""The command line: `tidegate train | eval | generate | convert | plot | bench | info | demo`.
 
 Exit status: 0 = done; 2 = something the caller can put right, said in one line on stderr; 130 = a
 run stopped by Ctrl-C or SIGTERM, with a checkpoint.
@@ -76,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_eval(commands)
     _add_generate(commands)
+    _add_convert(commands)
     _add_plot(commands)
     bench = commands.add_parser("bench", help="run the benchmark binaries of a build tree")
     bench.add_argument("filter", nargs="?", default="", help="part of a benchmark's name")
@@ -253,6 +254,26 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="auto")
     parser.set_defaults(command=_generate)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="checkpoints of other implementations into ours, and back",
+        description="Folders with config.json and weights, whole or in shards. What cannot be said "
+        "in the other format is an error, and then nothing is written.",
+    )
+    formats = ("tidegate", "hf", "fla", "fox", "hgru2-pytorch")
+    parser.add_argument("source", help="folder of a checkpoint")
+    parser.add_argument("out", help="new folder")
+    parser.add_argument(
+        "--to", choices=formats, help="default: ours; from ours, where it came from"
+    )
+    parser.add_argument(
+        "--from", dest="given", choices=formats, help="default: what config.json says"
+    )
+    parser.add_argument("--shard-gb", type=float, help="the most that a file of weights holds")
+    parser.set_defaults(command=_convert)
 
 
 def _add_plot(commands: Any) -> None:
@@ -509,6 +530,12 @@ def _generate(options: argparse.Namespace) -> int:
     )
     print(text.decode("utf-8", errors="replace"))
     return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .convert import run
+
+    return run(options)
 
 
 def _refuse(options: argparse.Namespace, command: str, name: str, place: str, given: str) -> None:

@@ -123,6 +123,15 @@ def stacked_rows(linear: nn.Linear) -> list[int]:
     return list(getattr(linear, "stacked_rows", [linear.out_features]))
 
 
+def weight_of(linear: nn.Module) -> Tensor:
+    """The matrix that a linear layer without a bias multiplies by; of an adapter in its place
+    (PEFT's LoRA), which adds to what its weight gives, what it makes of unit vectors."""
+    if type(linear) is nn.Linear:
+        return linear.weight
+    weight = linear.weight
+    return linear(torch.eye(weight.size(1), dtype=weight.dtype, device=weight.device)).T
+
+
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm that, given 16-bit x beside fp32 weights (under autocast), computes in fp32
     as LayerNorm does there, instead of leaving torch's fused kernel."""

@@ -139,8 +139,12 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         """r, k, v, of the token x and the one before."""
         if before is None:
             return self.in_proj(x).chunk(3, dim=-1)
-        weights = self.in_proj.weight.chunk(3)
         mixed = [torch.lerp(before, x, mix.to(x.dtype)) for mix in self.mix]
+        if type(self.in_proj) is not nn.Linear:
+            # An adapter (PEFT's LoRA) in its place adds to what its weight gives: it is
+            # called, at the price of rows that are dropped.
+            return tuple(self.in_proj(m).chunk(3, dim=-1)[k] for k, m in enumerate(mixed))
+        weights = self.in_proj.weight.chunk(3)
         return tuple(F.linear(m, w) for m, w in zip(mixed, weights, strict=True))
 
     def _check_gamma(self, gamma: Tensor | None) -> None:

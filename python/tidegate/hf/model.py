@@ -1,0 +1,444 @@
+"""tidegate's language models as transformers' models: one class over all mixers.
+
+Parameters are `tidegate.models.CausalLM`'s, under ``model.``, but for the head, which is
+``lm_head``; what a seed draws is the same, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils.generic import can_return_tuple
+
+from ..models import CausalLM
+from ..models.block import Model, embedding_std
+from ..models.classifiers import mean_over_time, mean_pool
+from ..nn._common import KeepsFloat32, make_linear, normal_, reset_linear
+from .cache import adopt
+from .config import TidegateConfig
+from .packing import Tokens, bounds_from, lay_out
+
+# What transformers calls the cache in its outputs, which it renamed on the way through version 5.
+_CACHE = "cache"
+if _CACHE not in {f.name for f in dataclasses.fields(BaseModelOutputWithPast)}:
+    _CACHE = "past_key_values"
+
+
+class TidegatePreTrainedModel(PreTrainedModel):
+    """What the classes below share: the configuration, and how missing parameters are drawn."""
+
+    config_class = TidegateConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _is_stateful = True
+    _can_compile_fullgraph = False
+
+    def _finish(self) -> None:
+        """The last lines of a constructor. Parameters were drawn, but on the meta device, where
+        from_pretrained() fills them."""
+        self._is_drawn = all(not p.is_meta for p in self.parameters())
+        # Whole names, since transformers looks for them anywhere in a parameter's.
+        self._keep_in_fp32_modules_strict = [
+            f"{owner}.{name}".lstrip(".")
+            for owner, module in self.named_modules()
+            if isinstance(module, KeepsFloat32)
+            for name in module._float32_names
+        ]
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws those of a module's own parameters that no file had."""
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        missing = [n for n, t in own if not getattr(t, "_is_hf_initialized", False)]
+        if getattr(self, "_is_drawn", False) or not missing:
+            return
+        if isinstance(module, nn.Embedding):
+            normal_(module.weight, self.config.init_std or embedding_std(self.config.lm_config()))
+        elif isinstance(module, nn.Linear):
+            self._draw_linear(module)
+        else:
+            # reset_parameters() draws the children's as well, which have theirs already.
+            kept = {n: t.clone() for n, t in module.state_dict().items() if n not in missing}
+            module.reset_parameters()
+            module.load_state_dict(kept, strict=False)
+
+    def _draw_linear(self, linear: nn.Linear) -> None:
+        std = self.config.init_std
+        if std is None and linear is self.get_output_embeddings():
+            std = 0.02
+        if std is None:
+            reset_linear(linear)
+            return
+        normal_(linear.weight, std)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+class TidegateModel(TidegatePreTrainedModel):
+    """Embedding, blocks and final norm: what `CausalLM` is without its head."""
+
+    def __init__(self, config: TidegateConfig) -> None:
+        super().__init__(config)
+        lm = CausalLM(config.lm_config())
+        self.scale = lm.scale
+        self.embedding = lm.embedding
+        self.lower_bounds = lm.lower_bounds
+        self.blocks = lm.blocks
+        self.norm = lm.norm
+        self.dropout = lm.dropout
+        self._drawn_head = [lm.head]  # a list, so that it is no child
+        self.gradient_checkpointing = False
+        self._finish()
+
+    gammas = Model.gammas
+
+    def take_head(self) -> nn.Linear:
+        """The head that belongs to these parameters, drawn after them; once. A tied one is empty
+        until it is tied."""
+        head, self._drawn_head = self._drawn_head[0], [None]
+        if head is not None:
+            return head
+        weight = self.embedding.weight
+        vocab, dim = weight.shape
+        head = make_linear(dim, vocab, False, weight.device, weight.dtype)
+        if self.config.tie_word_embeddings:
+            head.weight = weight
+        elif not weight.is_meta:
+            normal_(head.weight, self.config.init_std or 0.02)
+        return head
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embedding = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """input_ids ``[B, T]`` or inputs_embeds ``[B, T, dim]`` -> the last hidden states
+        ``[B, T, dim]``, zeros at padding.
+
+        attention_mask ``[B, past + T]``: 1 for tokens, 0 for padding, on either side; padding
+        enters no state. position_ids that begin anew, or cu_seq_lens_q, bound sequences packed into
+        a row: no state passes from one to the next. cache, by its old name past_key_values: of the
+        tokens before, and these after it; packed sequences have none.
+        """
+        cache = past_key_values if cache is None else cache
+        x = self._embed(input_ids, inputs_embeds)
+        tokens = lay_out(x, attention_mask, position_ids, bounds_from(kwargs))
+        cache = self._checked_cache(cache, use_cache, tokens)
+        hidden = () if _asked(output_hidden_states, self.config) else None
+        if self._is_step(tokens, cache):
+            x, hidden = self._step(x, cache, hidden)
+        else:
+            x, hidden = self._sequences(x, tokens, cache, hidden)
+        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **{_CACHE: cache})
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("TidegateModel: expected either input_ids or inputs_embeds")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        return x * self.scale if self.scale != 1.0 else x
+
+    def _checked_cache(
+        self, cache: Cache | None, use_cache: bool | None, tokens: Tokens
+    ) -> Cache | None:
+        """The cache that these tokens go on from and into, or None."""
+        mixers = [block.mixer for block in self.blocks]
+        if cache is not None and use_cache is not False:
+            if tokens.packed:
+                raise ValueError(
+                    "TidegateModel: cache: expected none with packed sequences, which are not the "
+                    "batch's rows"
+                )
+            return adopt(cache, mixers)
+        if cache is not None and cache.layers and cache.get_seq_length() > 0:
+            raise ValueError("TidegateModel: use_cache: expected True with a cache; got False")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if not use_cache or tokens.packed or (self.gradient_checkpointing and self.training):
+            return None
+        return adopt(DynamicCache(), mixers)
+
+    def _is_step(self, tokens: Tokens, cache: Cache | None) -> bool:
+        """Whether each row goes on by one token, without a gradient: the mixers' step()."""
+        if cache is None or tokens.time != 1 or tokens.padded or torch.is_grad_enabled():
+            return False
+        return cache.layers[0].tokens > 0
+
+    def _step(
+        self, x: Tensor, cache: Cache, hidden: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        x = self.dropout(x[:, 0])
+        for block, gamma, layer in zip(self.blocks, self.gammas(), cache.layers, strict=True):
+            hidden = None if hidden is None else (*hidden, x[:, None])
+            state = layer.read(block.mixer, x.size(0))
+            x = block.step(x, state, gamma)
+            layer.write(state, 1)
+        x = self.norm(x)[:, None]
+        return x, None if hidden is None else (*hidden, x)
+
+    def _sequences(
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        cache: Cache | None,
+        hidden: tuple[Tensor, ...] | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        x = self.dropout(tokens.take(x))
+        for k, (block, gamma) in enumerate(zip(self.blocks, self.gammas(), strict=True)):
+            hidden = None if hidden is None else (*hidden, tokens.put(x))
+            if cache is None:
+                x = self._through(block, x, gamma, tokens.cu_seqlens)
+                continue
+            layer = cache.layers[k]
+            state = layer.read(block.mixer, tokens.batch)
+            x, state = block(x, state, gamma=gamma, cu_seqlens=tokens.cu_seqlens)
+            layer.write(state, tokens.time)
+        x = tokens.put(self.norm(x))
+        return x, None if hidden is None else (*hidden, x)
+
+    def _through(
+        self, block: nn.Module, x: Tensor, gamma: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """A block without a state; its activations computed again where checkpointing is on."""
+
+        def run(x: Tensor, gamma: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+            return block(x, gamma=gamma, cu_seqlens=cu_seqlens)[0]
+
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(run, x, gamma, cu_seqlens)
+        return run(x, gamma, cu_seqlens)
+
+
+def _asked(output_hidden_states: bool | None, config: TidegateConfig) -> bool:
+    if output_hidden_states is None:
+        return bool(getattr(config, "output_hidden_states", False))
+    return output_hidden_states
+
+
+class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
+    """A language model: `TidegateModel` and a head, the embedding's transpose where they are tied.
+
+    `from_causal_lm` and `to_causal_lm` go between this and `tidegate.models.CausalLM`, without
+    copies.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
+
+    def __init__(self, config: TidegateConfig) -> None:
+        super().__init__(config)
+        self.model = TidegateModel(config)
+        self.lm_head = self.model.take_head()
+        self.vocab_size = config.vocab_size
+        self._finish()
+
+    @classmethod
+    def from_causal_lm(cls, lm: CausalLM, **config: Any) -> TidegateForCausalLM:
+        """The same model, with the same parameters; config: what transformers has beside ours, such
+        as eos_token_id."""
+        with torch.device("meta"):
+            model = cls(TidegateConfig.from_lm_config(lm.config, **config))
+        tensors = {_their_name(name): t for name, t in _tensors(lm).items()}
+        if lm.head is None:
+            tensors["lm_head.weight"] = lm.embedding.weight
+        model.load_state_dict(tensors, strict=True, assign=True)
+        model.tie_weights()
+        return model.train(lm.training)
+
+    def to_causal_lm(self) -> CausalLM:
+        """The same model, with the same parameters."""
+        lm = CausalLM(self.config.lm_config(), device="meta")
+        mine = _tensors(self)
+        tensors = {name: mine[_their_name(name)] for name in lm.state_dict()}
+        lm.load_state_dict(tensors, strict=True, assign=True)
+        return lm.train(self.training)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: Cache | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `TidegateModel.forward`, and logits ``[B, T, vocab]``, of the last logits_to_keep
+        positions where that is not 0; labels ``[B, T]``, which are the ids themselves, -100 where
+        they are ignored, since transformers' loss shifts them."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            **{name: kwargs[name] for name in _PACKED if name in kwargs},
+        )
+        x = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, keep])
+        loss = None
+        if labels is not None:
+            rest = {name: value for name, value in kwargs.items() if name not in _PACKED}
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **rest
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{_CACHE: getattr(outputs, _CACHE)},
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """transformers' cache, with these layers in it before it is asked for its length."""
+        found = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, *args, **kwargs
+        )
+        if isinstance(model_kwargs.get(_CACHE), Cache):
+            adopt(model_kwargs[_CACHE], [block.mixer for block in self.model.blocks])
+        return found
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """transformers' inputs, without what costs a look at the device for nothing: positions,
+        which say no more than the mask does, and the mask of a step, whose tokens are all new."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs.pop("position_ids", None)
+        ids = inputs.get("input_ids")
+        if ids is not None and ids.size(1) == 1 and not kwargs.get("is_first_iteration", False):
+            inputs.pop("attention_mask", None)
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The mask as it is: nothing here takes one of four dimensions."""
+        return attention_mask
+
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, as parameters, and what else a state dict holds."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _their_name(name: str) -> str:
+    """Of a CausalLM's tensor, the name in `TidegateForCausalLM`."""
+    return "lm_head.weight" if name == "head.weight" else f"model.{name}"
+
+
+class TidegateForSequenceClassification(TidegatePreTrainedModel):
+    """Classifies sequences by the mean of their hidden states, padding left out, as
+    `SequenceClassifier` does. num_labels, problem_type and the loss are transformers'."""
+
+    def __init__(self, config: TidegateConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = TidegateModel(config)
+        weight = self.model.embedding.weight
+        self.score = make_linear(config.dim, config.num_labels, True, weight.device, weight.dtype)
+        reset_linear(self.score)
+        self._finish()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """input_ids ``[B, T]`` -> logits ``[N, num_labels]``: of N = B rows, padded by
+        attention_mask or, without one, by config.pad_token_id on either side, or of N packed
+        sequences."""
+        kwargs.pop("use_cache", None)
+        bounds = bounds_from(kwargs)
+        if attention_mask is None and bounds is None and input_ids is not None:
+            attention_mask = self._mask_of(input_ids)
+        given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
+        tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            cu_seq_lens_q=bounds,
+        )
+        x = outputs.last_hidden_state
+        if tokens.cu_seqlens is None:
+            pooled = mean_over_time(x)
+        else:
+            pooled = mean_pool(tokens.take(x)[0], tokens.cu_seqlens)
+        logits = self.score(pooled)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states
+        )
+
+    def _mask_of(self, input_ids: Tensor) -> Tensor | None:
+        """1 from a row's first token that is no padding to its last."""
+        pad = self.config.pad_token_id
+        if pad is None:
+            return None
+        real = (input_ids != pad).long()
+        return ((real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)).long()
+
+
+__all__ = [
+    "TidegateForCausalLM",
+    "TidegateForSequenceClassification",
+    "TidegateModel",
+    "TidegatePreTrainedModel",
+]

@@ -1,0 +1,278 @@
+"""tidegate.hf: the models themselves, their files, padding, packing, checkpointing, PEFT."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.hf_models import MIXERS, causal_lm, config, left_padded
+from torch import Tensor
+
+from tidegate.models import CausalLM, SequenceClassifier
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs tidegate[hf]")
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from tidegate import hf  # noqa: E402
+
+every_mixer = pytest.mark.parametrize("name", sorted(MIXERS))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+def ids_of(batch: int, time: int, seed: int = 2) -> Tensor:
+    return torch.randint(1, 40, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@every_mixer
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("init_std", [None, 0.02])
+def test_a_seed_gives_what_causal_lm_has(name: str, tied: bool, init_std: float | None) -> None:
+    wanted = config(name, tie_word_embeddings=tied, init_std=init_std)
+    torch.manual_seed(0)
+    lm = CausalLM(wanted.lm_config()).eval()
+    torch.manual_seed(0)
+    model = hf.TidegateForCausalLM(wanted).eval()
+    assert (model.lm_head.weight is model.model.embedding.weight) == tied
+    ids = ids_of(2, 9)
+    assert torch.equal(model(ids).logits, lm(ids).logits)
+    loss = lm(ids, labels="next").loss
+    torch.testing.assert_close(model(ids, labels=ids).loss, loss)
+
+
+@every_mixer
+@pytest.mark.parametrize("tied", [True, False])
+def test_to_and_from_causal_lm_share_parameters(name: str, tied: bool) -> None:
+    model = causal_lm(name, tie_word_embeddings=tied)
+    lm = model.to_causal_lm()
+    assert lm.embedding.weight is model.model.embedding.weight
+    ids = ids_of(2, 9)
+    close(lm(ids).logits, model(ids).logits)
+    back = hf.TidegateForCausalLM.from_causal_lm(lm, eos_token_id=3)
+    assert back.model.embedding.weight is lm.embedding.weight
+    assert (back.lm_head.weight is back.model.embedding.weight) == tied
+    assert back.config.eos_token_id == 3
+    close(back(ids).logits, model(ids).logits)
+
+
+@every_mixer
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load(name: str, tied: bool, tmp_path: Path) -> None:
+    model = causal_lm(name, tie_word_embeddings=tied).float()
+    ids = ids_of(2, 9)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(found) is hf.TidegateForCausalLM
+    assert (found.lm_head.weight is found.model.embedding.weight) == tied
+    assert torch.equal(found(ids).logits, model(ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path).lm_config() == model.config.lm_config()
+    body = AutoModel.from_pretrained(tmp_path)
+    assert type(body) is hf.TidegateModel
+    hidden = model.model(ids).last_hidden_state
+    assert torch.equal(body(ids).last_hidden_state, hidden)
+
+
+@pytest.mark.parametrize("name", ["lru", "hgrn", "rwkv4", "fox"])
+def test_loading_in_bf16_keeps_phases_and_bounds(name: str, tmp_path: Path) -> None:
+    model = causal_lm(name).float()
+    model.save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    wanted = copy.deepcopy(model).bfloat16().state_dict()
+    assert {n: t.dtype for n, t in found.state_dict().items()} == {
+        n: t.dtype for n, t in wanted.items()
+    }
+    assert all(torch.equal(t, wanted[n]) for n, t in found.state_dict().items())
+
+
+def test_missing_parameters_are_drawn(tmp_path: Path) -> None:
+    """A classifier from a language model's file: the body as it is there, the head new."""
+    model = causal_lm("hgrn2").float()
+    model.save_pretrained(tmp_path)
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert type(found) is hf.TidegateForSequenceClassification
+    body = model.model.state_dict()
+    assert all(torch.equal(t, body[n]) for n, t in found.model.state_dict().items())
+    assert found.score.weight.abs().max() <= 16**-0.5
+    assert found.score.weight.std() > 0.05
+    tensors = model.model.state_dict()
+    for lost in ("blocks.0.mixer.in_proj.weight", "lower_bounds.logits", "norm.weight"):
+        del tensors[lost]
+    partly = hf.TidegateModel.from_pretrained(None, config=model.config, state_dict=tensors)
+    assert (partly.norm.weight == 1).all()
+    assert (partly.lower_bounds.logits == 0).all()
+    assert 0 < partly.blocks[0].mixer.in_proj.weight.abs().max() <= 0.25
+    assert torch.equal(partly.norm.bias, model.model.norm.bias)
+
+
+@every_mixer
+def test_padding_enters_nothing(name: str) -> None:
+    model = causal_lm(name)
+    ids, mask = left_padded(9, 4, 1)
+    right, right_mask = ids.flip(1), mask.flip(1)
+    for given, kept in ((ids, mask), (right, right_mask)):
+        logits = model(given, attention_mask=kept).logits
+        for row in range(3):
+            real = kept[row].bool()
+            close(logits[row, real], model(given[row][real][None]).logits[0])
+        other = torch.where(kept.bool(), given, 7)
+        close(model(other, attention_mask=kept).logits, logits)
+
+
+@every_mixer
+def test_packed_sequences_do_not_leak(name: str) -> None:
+    model = causal_lm(name)
+    ids = ids_of(1, 9)
+    apart = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], 1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    close(model(ids, position_ids=positions).logits, apart)
+    close(model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=5).logits, apart)
+    outputs = model(ids, position_ids=positions, use_cache=True)
+    assert outputs.cache is None
+    close(model(ids, position_ids=torch.arange(9)[None]).logits, model(ids).logits)
+    two = ids_of(2, 6)
+    rows = torch.tensor([[0, 1, 0, 1, 2, 3], [5, 6, 7, 0, 1, 2]])  # the second goes on from before
+    logits = model(two, position_ids=rows).logits
+    for row, cut in enumerate((2, 3)):
+        parts = [model(two[row : row + 1, s]).logits for s in (slice(cut), slice(cut, None))]
+        close(logits[row : row + 1], torch.cat(parts, 1))
+
+
+def test_packed_sequences_have_no_cache() -> None:
+    model = causal_lm("hgrn2")
+    cache = model(ids_of(1, 3), use_cache=True).cache
+    with pytest.raises(ValueError, match="cache: expected none with packed sequences"):
+        model(ids_of(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]), cache=cache)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected a batch of 1; got 2"):
+        model(ids_of(2, 4), cu_seq_lens_q=torch.tensor([0, 8]))
+
+
+@every_mixer
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    model = causal_lm(name).train()
+    ids, mask = left_padded(9, 4)
+    gradients = []
+    for on in (False, True):
+        if on:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        outputs = model(ids, attention_mask=mask, labels=ids)
+        outputs.loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert outputs.cache is None
+    for a, b in zip(*gradients, strict=True):
+        close(a, b)
+
+
+@every_mixer
+def test_peft_finds_the_projections(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = causal_lm(name)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    ids = ids_of(2, 7)
+    tuned(input_ids=ids, labels=ids).loss.backward()
+    found = {n: p for n, p in tuned.named_parameters() if "lora_B" in n}
+    assert any("mixer.in_proj" in n for n in found)
+    assert any("glu.in_proj" in n for n in found)
+    idle = [n for n, p in found.items() if p.grad is None or p.grad.abs().sum() == 0]
+    assert idle == []
+
+
+def test_hidden_states() -> None:
+    model = causal_lm("fox")
+    ids, mask = left_padded(5, 3)
+    found = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert [tuple(h.shape) for h in found.hidden_states] == [(2, 5, 16)] * 3
+    close(model.lm_head(found.hidden_states[-1]), found.logits)
+    step = model(ids[:, :1], cache=found.cache, output_hidden_states=True)
+    assert len(step.hidden_states) == 3
+    embedded = model.model.embedding(ids)
+    close(model(inputs_embeds=embedded, attention_mask=mask).logits, found.logits)
+    last = model(ids, attention_mask=mask, logits_to_keep=2).logits
+    close(last, found.logits[:, -2:])
+
+
+def test_embeddings_can_be_resized() -> None:
+    for tied in (True, False):
+        model = causal_lm("hgrn", tie_word_embeddings=tied)
+        ids = ids_of(1, 5)
+        before = model(ids).logits
+        model.resize_token_embeddings(50)
+        assert model.config.vocab_size == 50
+        close(model(ids).logits[..., :40], before)
+        assert (model.lm_head.weight is model.model.embedding.weight) == tied
+
+
+@every_mixer
+def test_classifier_pools_what_is_real(name: str) -> None:
+    torch.manual_seed(0)
+    model = hf.TidegateForSequenceClassification(config(name, num_labels=3)).double().eval()
+    ids, mask = left_padded(9, 4, 1)
+    logits = model(ids, attention_mask=mask).logits
+    alone = [model(ids[r : r + 1, 9 - n :]).logits for r, n in enumerate((9, 4, 1))]
+    close(logits, torch.cat(alone))
+    close(model(ids).logits, logits)  # by pad_token_id
+    packed = torch.cat([ids[r, 9 - n :] for r, n in enumerate((9, 4, 1))])[None]
+    bounds = torch.tensor([0, 9, 13, 14])
+    close(model(packed, cu_seq_lens_q=bounds).logits, logits)
+    labels = torch.tensor([2, 0, 1])
+    loss = model(ids, attention_mask=mask, labels=labels).loss
+    close(loss, torch.nn.functional.cross_entropy(logits, labels))
+
+
+def test_classifier_is_sequence_classifier() -> None:
+    wanted = config("hgrn", tie_word_embeddings=False, num_labels=3)
+    ours = SequenceClassifier(wanted.lm_config().replace(num_classes=3)).eval()
+    model = hf.TidegateForSequenceClassification(wanted).eval()
+    body = {n: t for n, t in ours.state_dict().items() if not n.startswith("head")}
+    model.model.load_state_dict(body)
+    model.score.load_state_dict(ours.head.state_dict())
+    ids = ids_of(3, 8)
+    lengths = torch.tensor([8, 3, 5])
+    mask = (torch.arange(8) < lengths[:, None]).long()
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask).logits, ours(ids, lengths=lengths).logits
+    )
+
+
+def test_configuration_refuses_what_lm_config_does() -> None:
+    with pytest.raises(ValueError, match="LMConfig: mixer: 'mamba' is unknown"):
+        hf.TidegateConfig(mixer="mamba")
+    with pytest.raises(ValueError, match="dropout: expected 0 <= p < 1"):
+        hf.TidegateConfig(dropout=1.5)
+    given = hf.TidegateConfig(hidden_size=32, num_hidden_layers=3, mixer=["hgrn", "fox", "lru"])
+    assert (given.dim, given.layers, given.hidden_size) == (32, 3, 32)
+    assert given.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+    assert hf.TidegateConfig.from_lm_config(given.lm_config()).to_dict() == given.to_dict()
+
+
+def test_errors_name_the_argument() -> None:
+    model = causal_lm("hgrn")
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[B=1, T >= 4\]"):
+        model(ids_of(1, 4), attention_mask=torch.ones(1, 3))
+
+
+def test_importing_tidegate_imports_no_transformers() -> None:
+    code = "import sys, tidegate; assert 'transformers' not in sys.modules; print('fine')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "fine\n"
