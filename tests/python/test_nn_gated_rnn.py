@@ -205,7 +205,9 @@ def test_what_plots_of_gates_show_is_bounded():
             "GatedRNN: gamma: expected None with lower_bound=False; got a tensor",
         ),
         (
-            lambda _: make(lower_bound=True)(torch.zeros(2, 3, DIM, dtype=torch.float64), gamma=torch.zeros(3)),
+            lambda _: make(lower_bound=True)(
+                torch.zeros(2, 3, DIM, dtype=torch.float64), gamma=torch.zeros(3)
+            ),
             r"GatedRNN: gamma: expected \[dim=7\]; got \(3,\)",
         ),
     ],
