@@ -25,6 +25,9 @@ FAMILIES = {
     "gla_errors": "gla",
     "forgetting_attention": "attention",
     "gated_rnn": "rnn",
+    "norm": "norm",
+    "add_norm": "norm",
+    "glu": "norm",
 }
 
 

@@ -27,11 +27,14 @@
 #include <tidegate/ops/forgetting_attention.h>
 #include <tidegate/ops/gated_linear_attention.h>
 #include <tidegate/ops/gated_rnn.h>
+#include <tidegate/ops/glu.h>
 #include <tidegate/ops/hgrn2.h>
 #include <tidegate/ops/hgru.h>
 #include <tidegate/ops/init.h>
+#include <tidegate/ops/linear_cross_entropy.h>
 #include <tidegate/ops/linear_scan.h>
 #include <tidegate/ops/lru_scan.h>
+#include <tidegate/ops/norm.h>
 #include <tidegate/ops/rotary.h>
 #include <tidegate/ops/wkv4.h>
 #include <tidegate/version.h>

@@ -29,13 +29,15 @@ struct ScanPlan {
   // copied 16 bytes a thread where, moreover, all inputs' packs have four bytes (not an fp32 gate
   // beside 16-bit data).
   bool wide_rows = false;
-  bool one_block_per_sm = false;    // single-block: no multiprocessor has two blocks
-  int blocks_per_sequence = 1;      // 1 where single-block, and may be 1 where multi-block
-  int carry_group = 1;              // multi-block: warp groups that a state crosses at once
-  int16_t warps = 1;                // of a block; multi-block: compute warps of a warp group
-  int16_t channels_per_thread = 1;  // 1 also for 16-bit data with odd D or unaligned rows
-  int64_t partials = 0;             // P, rows of the partial sums that a backward kernel writes
-  int64_t workspace_bytes = 0;      // scratch memory, 16-byte aligned, contents irrelevant
+  bool one_block_per_sm = false;  // single-block: no multiprocessor has two blocks
+  int blocks_per_sequence = 1;    // 1 where single-block, and may be 1 where multi-block
+  int carry_group = 1;            // multi-block: warp groups that a state crosses at once
+  int16_t warps = 1;              // of a block; multi-block: compute warps of a warp group
+  // 16-bit data of which some row does not begin at a multiple of four bytes, or, where D makes a
+  // tile and rows would be copied 16 bytes a thread, of sixteen.
+  bool unaligned_rows = false;
+  int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
+  int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
 
 /// h_t = a_t * h_{t-1} + x_t, element by element over D channels, h_{-1} = h0.

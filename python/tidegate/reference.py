@@ -21,13 +21,17 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "add_norm",
     "forgetting_attention",
     "gated_linear_attention",
     "gated_rnn",
+    "glu",
     "hgrn2",
     "hgru",
+    "linear_cross_entropy",
     "linear_scan",
     "lru_scan",
+    "norm",
     "rotary",
     "wkv4",
 ]
@@ -278,6 +282,36 @@ def gated_rnn(
     return _result(h, x, dtype), final
 
 
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``lse - (1 - e) z_y - e mean(z) + z_loss lse^2``, where ``z = x weight^T + bias``, ``lse =
+    log sum exp(z)`` and e is label_smoothing.
+
+    x [..., D], weight [V, D], labels [...], bias [V]. Softmax's cross-entropy with label smoothing
+    (arXiv 1512.00567, section 7) and z-loss (arXiv 2204.02311, section 5).
+    """
+    wide, weight, bias = _cast(dtype, x, x, weight, bias)
+    z = torch.nn.functional.linear(wide, weight, bias)
+    kept = labels != ignore_index
+    y = torch.where(kept, labels, 0).long()[..., None]
+    lse = z.logsumexp(-1)
+    loss = lse - (1 - label_smoothing) * z.gather(-1, y)[..., 0] + z_loss * lse.square()
+    loss = torch.where(kept, loss - label_smoothing * z.mean(-1), 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / (kept.sum().clamp_min(1) if reduction == "mean" else 1)
+
+
 def rotary(
     x: Tensor,
     cos: Tensor,
@@ -296,6 +330,65 @@ def rotary(
     cos, sin = cos[:, :, None], -sin[:, :, None] if inverse else sin[:, :, None]
     a, b = wide.chunk(2, -1)
     return _result(torch.cat([a * cos - b * sin, b * cos + a * sin], -1), x, dtype)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    kind: str = "rms",
+    gate_activation: str = "silu",
+    gate_first: bool = False,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467) of the last dimension, its gate
+    before or after it. Unlike the op's, ``dtype`` is also what is computed in.
+
+    x, gate [..., D]; weight and bias [D], or [H, D] for x [..., H, D].
+    """
+    u, weight, bias, gate = _cast(dtype, x, x, weight, bias, gate)
+    act = None if gate is None else _ACTIVATIONS[gate_activation](gate)
+    if act is not None and gate_first:
+        u = act * u
+    if kind == "layer":
+        u = u - u.mean(-1, keepdim=True)
+    y = u / (u.square().mean(-1, keepdim=True) + eps).sqrt()
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return _result(y if act is None or gate_first else act * y, x, dtype)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    kind: str = "rms",
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A residual connection and the :func:`norm` of it. Returns (y, residual + x).
+
+    x, residual [..., D]. The sum is rounded to residual's dtype before it is normed.
+    """
+    wide, stream = _cast(dtype, x, x, residual)
+    total = _result(wide + stream, residual, dtype)
+    y = norm(total, weight, bias, kind=kind, eps=eps, dtype=dtype)
+    return _result(y, x, dtype), total
+
+
+def glu(x: Tensor, activation: str = "silu", *, dtype: torch.dtype | None = None) -> Tensor:
+    """The gated linear unit's product (arXiv 2002.05202): ``act(gate) * value``.
+
+    x [..., 2F], gates before values.
+    """
+    (wide,) = _cast(dtype, x, x)
+    gate, value = wide.chunk(2, -1)
+    return _result(_ACTIVATIONS[activation](gate) * value, x, dtype)
 
 
 # What they share ---------------------------------------------------------------------------------

@@ -93,15 +93,24 @@ Tensor BlockImpl::drop(const Tensor& x) const {
 std::tuple<Tensor, nn::MixerState> BlockImpl::forward(const Tensor& x, const nn::MixerState& state,
                                                       const std::optional<Tensor>& gamma,
                                                       const std::optional<Tensor>& cu_seqlens) {
-  auto [y, next] = mixer_->mix(mixer_norm->forward(x), state, gamma, cu_seqlens);
-  const Tensor mixed = x + drop(y);
-  return {mixed + drop(glu->forward(glu_norm->forward(mixed))), next};
+  const auto [added, residual, next] = forward_pair({}, x, state, gamma, cu_seqlens);
+  return {residual + added, next};
+}
+
+std::tuple<Tensor, Tensor, nn::MixerState> BlockImpl::forward_pair(
+    const Tensor& added, const Tensor& residual, const nn::MixerState& state,
+    const std::optional<Tensor>& gamma, const std::optional<Tensor>& cu_seqlens) {
+  const auto [x, sum] = mixer_norm->forward_added(added, residual);
+  auto [y, next] = mixer_->mix(x, state, gamma, cu_seqlens);
+  const auto [z, mixed] = glu_norm->forward_added(drop(y), sum);
+  return {drop(glu->forward(z)), mixed, next};
 }
 
 Tensor BlockImpl::step(const Tensor& x, const nn::MixerState& state,
                        const std::optional<Tensor>& gamma) {
-  const Tensor mixed = x + mixer_->mix_step(mixer_norm->forward(x), state, gamma);
-  return mixed + glu->forward(glu_norm->forward(mixed));
+  const Tensor y = mixer_->mix_step(mixer_norm->forward(x), state, gamma);
+  const auto [z, mixed] = glu_norm->forward_added(y, x);
+  return mixed + glu->forward(z);
 }
 
 Backbone::Backbone(LMConfig given, const nn::Placement& placement)
@@ -195,14 +204,15 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   TORCH_CHECK_VALUE(!state || state->size() == blocks->size(), owner,
                     ": state: expected one state for each of the ", blocks->size(), " layers; got ",
                     state ? state->size() : 0);
-  x = at::dropout(x, config.dropout, blocks->is_training());
+  Tensor added, residual = at::dropout(x, config.dropout, blocks->is_training());
   ModelState states(blocks->size());
   const auto bounds = gammas();
   for (size_t k = 0; k < blocks->size(); ++k) {
     const nn::MixerState before = state ? (*state)[k] : nn::MixerState{};
-    std::tie(x, states[k]) = block(k).forward(x, before, bounds[k], cu_seqlens);
+    std::tie(added, residual, states[k]) =
+        block(k).forward_pair(added, residual, before, bounds[k], cu_seqlens);
   }
-  return {norm.ptr()->forward(x), states};
+  return {std::get<0>(norm.ptr()->forward_added(added, residual)), states};
 }
 
 void save_model(const torch::nn::Module& model, const LMConfig& config,

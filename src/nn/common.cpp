@@ -3,7 +3,11 @@
 #include "tidegate/nn/glu.h"
 #include "tidegate/nn/lower_bounds.h"
 #include "tidegate/nn/norm.h"
+#include "tidegate/ops/glu.h"
 #include "tidegate/ops/init.h"
+#include "tidegate/ops/norm.h"
+
+#include <ATen/autocast_mode.h>
 
 #include <cmath>
 #include <limits>
@@ -25,6 +29,10 @@ torch::ScalarType dtype_of(const Placement& placement) {
 
 Placement placement_of(const torch::Tensor& tensor) {
   return {tensor.device(), tensor.scalar_type()};
+}
+
+bool is_autocast(const torch::Tensor& x) {
+  return (x.is_cpu() || x.is_cuda()) && at::autocast::is_autocast_enabled(x.device().type());
 }
 
 thread_local int undrawn_guards = 0;
@@ -231,20 +239,46 @@ void NormImpl::reset_parameters() {
   if (bias.defined()) init_constant_(bias, 0.0);
 }
 
-torch::Tensor NormImpl::forward(const torch::Tensor& x) {
-  if (options.kind() == "none") return x;
-  if (options.kind() == "layer") {
-    return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
-  }
-  // 16-bit x beside fp32 weights, as under autocast: in fp32, as layer_norm does there.
-  const bool is_mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
-  const torch::Tensor wide = is_mixed ? x.to(weight.scalar_type()) : x;
-  if (options.heads() == 1) {
-    return at::rms_norm(wide, {options.dim()}, optional(weight), options.eps());
-  }
-  return at::rms_norm(wide, {options.dim()}, std::nullopt, options.eps()) *
-         weight.view({options.heads(), options.dim()});
+// The weight as the ops take it: a row a head.
+std::optional<torch::Tensor> NormImpl::weight_rows() const {
+  if (options.heads() == 1) return optional(weight);
+  return weight.view({options.heads(), options.dim()});
 }
+
+torch::Tensor NormImpl::forward(const torch::Tensor& x) { return forward_gated(x, {}, "silu"); }
+
+torch::Tensor NormImpl::forward_gated(const torch::Tensor& x, const torch::Tensor& gate,
+                                      std::string_view activation, bool gate_first) {
+  if (options.kind() == "none") {
+    if (!gate.defined()) return x;
+    return x * (activation == "sigmoid" ? at::sigmoid(gate) : at::silu(gate));
+  }
+  // 16-bit x beside fp32 weights outside autocast: in fp32, in which what follows has its weights.
+  const bool is_mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
+  const bool widens = is_mixed && !is_autocast(x);
+  const torch::Tensor data =
+      widens ? x.to(c10::promoteTypes(x.scalar_type(), weight.scalar_type())) : x;
+  const auto given = gate.defined() ? optional(gate.to(data.scalar_type())) : std::nullopt;
+  return tidegate::norm(data, weight_rows(), optional(bias), given, op_kind(), activation,
+                        gate_first, options.eps());
+}
+
+std::tuple<torch::Tensor, torch::Tensor> NormImpl::forward_added(const torch::Tensor& x,
+                                                                 const torch::Tensor& residual) {
+  if (!x.defined()) return {forward(residual), residual};
+  // Whether add_norm returns what torch's own sum and norm would.
+  const bool has_weight = weight.defined();
+  const bool is_one_dtype = !has_weight || weight.scalar_type() == x.scalar_type();
+  const bool is_stream = residual.scalar_type() == x.scalar_type() ||
+                         residual.scalar_type() == wide_dtype(x.scalar_type());
+  if (options.kind() == "none" || !(is_autocast(x) || (is_one_dtype && is_stream))) {
+    const torch::Tensor sum = residual + x;
+    return {forward(sum), sum};
+  }
+  return tidegate::add_norm(x, residual, weight_rows(), optional(bias), op_kind(), options.eps());
+}
+
+const char* NormImpl::op_kind() const { return options.kind() == "layer" ? "layer" : "rms"; }
 
 GLUImpl::GLUImpl(const GLUOptions& given) : options(given) {
   check_positive("GLU", "dim", options.dim());
@@ -272,9 +306,7 @@ void GLUImpl::reset_parameters() {
 torch::Tensor GLUImpl::forward(const torch::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options.dim(),
                     "GLU: x: expected [..., dim=", options.dim(), "]; got ", shape_text(x));
-  const auto parts = apply_linear(in_proj, x).chunk(2, -1);
-  const auto gate = options.activation() == "silu" ? at::silu(parts[0]) : parts[0];
-  return apply_linear(out_proj, gate * parts[1]);
+  return apply_linear(out_proj, tidegate::glu(apply_linear(in_proj, x), options.activation()));
 }
 
 void GLUImpl::pretty_print(std::ostream& stream) const {

@@ -226,8 +226,8 @@ Tensor GatedLinearAttentionImpl::normalized_by(const Tensor& o, const Tensor& q,
 
 // Norm, gate and output projection of o [..., H, V].
 Tensor GatedLinearAttentionImpl::output(const Tensor& o, const Tensor& g) {
-  const Tensor y = norm->forward(o).flatten(-2);
-  return apply_linear(out_proj, g.defined() ? y * at::silu(g) : y);
+  const Tensor gate = g.defined() ? g.unflatten(-1, {o.size(-2), o.size(-1)}) : g;
+  return apply_linear(out_proj, norm->forward_gated(o, gate, "silu").flatten(-2));
 }
 
 void GatedLinearAttentionImpl::pretty_print(std::ostream& stream) const {

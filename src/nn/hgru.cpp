@@ -232,12 +232,9 @@ Tensor HGRUImpl::output(Tensor h, const Tensor& gate) {
   if (expansion) {
     if (gate.defined()) h = h * (options.preset() == "paper" ? at::sigmoid(gate) : at::silu(gate));
     h = norm->forward(h.unflatten(-1, {options.expand(), options.dim()}).sum(-2));
-  } else if (!gate.defined()) {
-    h = norm->forward(h);
-  } else if (options.preset() == "paper") {
-    h = norm->forward(at::sigmoid(gate) * h);
   } else {
-    h = norm->forward(h) * at::silu(gate);
+    const bool gate_first = options.preset() == "paper";
+    h = norm->forward_gated(h, gate, gate_first ? "sigmoid" : "silu", gate_first);
   }
   return apply_linear(out_proj, h);
 }

@@ -362,7 +362,11 @@ AttentionState SoftmaxAttention::extended(const AttentionState& before, const Op
 
 // Norm, gate and output projection of o [B, T, H, D].
 Tensor SoftmaxAttention::output(Tensor o, const Tensor& g) const {
-  if (output_norm) o = output_norm.ptr()->forward(o);
+  if (output_norm) {
+    const Tensor gate = g.defined() ? g.unflatten(-1, {o.size(-2), o.size(-1)}) : g;
+    o = output_norm.ptr()->forward_gated(o, gate, switches_.output_activation);
+    return apply_linear(out_proj, o.flatten(-2));
+  }
   o = o.flatten(-2);
   if (g.defined()) {
     o = o * (switches_.output_activation == "sigmoid" ? at::sigmoid(g) : at::silu(g));

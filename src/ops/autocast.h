@@ -10,6 +10,9 @@ class AutocastGuard {
  public:
   explicit AutocastGuard(at::Device device);
 
+  /// Autocast's type.
+  at::ScalarType dtype() const { return dtype_; }
+
   /// To autocast's type; fp64, complex and integer tensors stay as they are.
   at::Tensor cast(const at::Tensor& tensor) const;
 

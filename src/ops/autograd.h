@@ -12,6 +12,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -101,6 +102,10 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, ret
   }
 
   static Tensors backward(Context* context, const Tensors& gradients) {
+    if (std::none_of(gradients.begin(), gradients.end(),
+                     [](const at::Tensor& gradient) { return gradient.defined(); })) {
+      return Tensors(kArguments);  // zeros, as torch reads undefined tensors
+    }
     const Tensors saved = context->get_saved_variables();
     auto results = call_backward(context, saved, gradients, Indices<kBackwardArguments>());
     Tensors all(kArguments);

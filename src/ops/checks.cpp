@@ -140,6 +140,12 @@ void check_shape(const char* op, const char* name, const at::Tensor& tensor, con
               listed(sizes.vec()), note, ", got ", listed(tensor.sym_sizes()));
 }
 
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
+                 c10::SymIntArrayRef expected) {
+  TORCH_CHECK(has_shape(tensor, expected), op, ": ", name, " must have shape ", shape_name, " = ",
+              listed(expected), ", got ", listed(tensor.sym_sizes()));
+}
+
 void check_same_type(const Reference& data, const char* name, const at::Tensor& tensor) {
   check_device(data, name, tensor);
   TORCH_CHECK(tensor.scalar_type() == data.tensor.scalar_type(), data.op, ": ", name, " must be ",

@@ -73,6 +73,10 @@ void check_channel_parameter(const Reference& data, const char* name,
 void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
                  std::initializer_list<c10::SymInt> expected, std::string_view note = "");
 
+/// The same for any number of dimensions.
+void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
+                 c10::SymIntArrayRef expected);
+
 /// Device and dtype of `data`.
 /// "op: name must be bfloat16 like q, got float32".
 void check_same_type(const Reference& data, const char* name, const at::Tensor& tensor);

@@ -72,6 +72,9 @@ decltype(auto) cast_argument(const AutocastGuard& autocast, const Arguments& arg
     return static_cast<Argument<Op, index>>(argument);
   } else if constexpr (rule.cast == Cast::kLower) {
     return autocast.cast(argument);
+  } else if constexpr (rule.cast == Cast::kUnlessFloat &&
+                       std::is_same_v<std::decay_t<decltype(argument)>, OptionalTensor>) {
+    return is_given(argument) ? OptionalTensor(autocast.cast_unless_float(*argument)) : argument;
   } else if constexpr (rule.cast == Cast::kUnlessFloat) {
     return autocast.cast_unless_float(argument);
   } else {

@@ -98,12 +98,14 @@ enum class Kind {
   kOptionalInt,
   kString,
   kDtype,
+  kOptionalDtype,
   kUnknown
 };
 
 consteval Kind kind_of(std::string_view type) {
-  constexpr std::string_view kNames[] = {"Tensor", "Tensor(a!)", "Tensor?", "bool", "float",
-                                         "float?", "int",        "int?",    "str",  "ScalarType"};
+  constexpr std::string_view kNames[] = {"Tensor", "Tensor(a!)", "Tensor?",    "bool",
+                                         "float",  "float?",     "int",        "int?",
+                                         "str",    "ScalarType", "ScalarType?"};
   for (size_t i = 0; i < std::size(kNames); ++i) {
     if (type == kNames[i]) {
       return static_cast<Kind>(i);
@@ -153,6 +155,10 @@ struct CppType<Kind::kString> {
 template <>
 struct CppType<Kind::kDtype> {
   using type = at::ScalarType;
+};
+template <>
+struct CppType<Kind::kOptionalDtype> {
+  using type = std::optional<at::ScalarType>;
 };
 
 }  // namespace schema_detail

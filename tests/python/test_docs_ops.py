@@ -71,6 +71,7 @@ def test_index_lists_every_page() -> None:
 
 X, HEADS = torch.zeros(2, 7, 4), torch.zeros(2, 7, 2, 4)
 DECAYS = torch.zeros(4)
+LABELS = torch.zeros(2, 7, dtype=torch.int64)
 # What each row of the pages' tables of errors speaks of.
 MISTAKES: dict[str, list[Callable[[], object]]] = {
     "linear_scan": [
@@ -99,6 +100,24 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     ],
     "wkv4": [lambda: ops.wkv4(DECAYS, torch.zeros(3), X, X)],
     "gated_rnn": [lambda: ops.gated_rnn(X, X, torch.zeros(4, 3))],
+    "norm": [
+        lambda: ops.norm(X, torch.zeros(2, 4)),
+        lambda: ops.norm(X, gate=X, dtype=torch.bfloat16),
+        lambda: ops.norm(X, kind="batch"),
+    ],
+    "add_norm": [
+        lambda: ops.add_norm(X, X[..., :3]),
+        lambda: ops.add_norm(X, X.half()),
+    ],
+    "glu": [
+        lambda: ops.glu(torch.zeros(2, 7)),
+        lambda: ops.glu(X, "gelu"),
+    ],
+    "linear_cross_entropy": [
+        lambda: ops.linear_cross_entropy(X, torch.zeros(9, 3), LABELS),
+        lambda: ops.linear_cross_entropy(X, torch.zeros(9, 4), LABELS, reduction="max"),
+        lambda: ops.linear_cross_entropy(X, torch.zeros(9, 4), LABELS + 9),
+    ],
     "rotary": [
         lambda: ops.rotary(HEADS, torch.zeros(1, 7, 3), torch.zeros(1, 7, 3)),
         lambda: ops.rotary(HEADS, torch.zeros(1, 7, 2).half(), torch.zeros(1, 7, 2).half()),

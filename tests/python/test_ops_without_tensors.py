@@ -12,8 +12,9 @@ def arguments() -> dict[str, dict[str, torch.Tensor | None]]:
     """Per op, what it cannot do without: whoever adds an op adds a line here."""
     x, small = torch.randn(2, 5, 4), torch.rand(4)
     heads, gates = torch.randn(2, 5, 3, 16), -torch.rand(2, 5, 3)
-    angles = torch.rand(1, 5, 8)
+    angles, labels = torch.rand(1, 5, 8), torch.randint(7, (2, 5))
     return {
+        "linear_cross_entropy": {"x": x, "weight": torch.randn(7, 4), "labels": labels},
         "linear_scan": {"x": x, "a": x.sigmoid()},
         "hgru": {"c": x, "f": x},
         "lru_scan": {"x": x, "nu_log": small, "gamma_log": small, "theta_log": None},
@@ -23,6 +24,9 @@ def arguments() -> dict[str, dict[str, torch.Tensor | None]]:
         "hgrn2": {"q": heads, "f": heads, "v": heads},
         "gated_linear_attention": {"q": heads, "k": heads, "v": heads, "log_f": -heads.exp()},
         "forgetting_attention": {"q": heads, "k": heads, "v": heads, "log_f": gates},
+        "norm": {"x": x},
+        "add_norm": {"x": x, "residual": x},
+        "glu": {"x": x},
         "rotary": {"x": heads, "cos": angles.cos(), "sin": angles.sin()},
         **steps(x[:, 0], small, heads[:, 0]),
     }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import any_op, cases, gla_cases, rnn_cases, scan_cases, wkv4_cases
+from support import any_op, cases, gla_cases, norm_cases, rnn_cases, scan_cases, wkv4_cases
 from support import forgetting_attention_cases as attention_cases
 from support.any_op import AnyCase
 from support.forgetting_attention_cases import AttentionCase
@@ -106,12 +106,51 @@ def test_rotary(rows: int, inverse: bool, device: str) -> None:
     torch.testing.assert_close(expected.detach(), by_number, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    "form",
+    norm_cases.variants(
+        norm_cases.NormCase(bias=True, dtype=torch.float64),
+        kind=("layer", "rms"),
+        weight=("shared", "heads"),
+        gate=(None, "silu", "sigmoid"),
+        gate_first=(False, True),
+    )
+    + [
+        norm_cases.NormCase(op="add_norm", kind=kind, dtype=torch.float64)
+        for kind in ("layer", "rms")
+    ],
+    ids=str,
+)
+def test_norms(form: norm_cases.NormCase, device: str) -> None:
+    """Against the op, and against equations that go row by row."""
+    tensors = norm_cases.make(form, device)
+
+    def by_reference(case: norm_cases.NormCase, t: norm_cases.Tensors) -> tuple[torch.Tensor, ...]:
+        result = getattr(reference, case.op)(**t, **norm_cases.options(case))
+        return result if isinstance(result, tuple) else (result,)
+
+    found = norm_cases.run(form, tensors, by_reference)
+    for other in (norm_cases.by_op, norm_cases.by_equation):
+        for name, value in norm_cases.run(form, tensors, other).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "sigmoid"])
+def test_glu(activation: str, device: str) -> None:
+    x = torch.randn(5, 24, dtype=torch.float64, device=device).requires_grad_()
+    pair = (reference.glu(x, activation), ops.glu(x, activation))
+    torch.testing.assert_close(*pair, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in pair))
+
+
 @pytest.mark.parametrize("name", reference.__all__)
 def test_signature_is_the_op_s(name: str) -> None:
     """It has the op's parameters with their defaults and kinds, and dtype after them."""
     of_op = dict(inspect.signature(getattr(ops, name)).parameters)
     found = dict(inspect.signature(getattr(reference, name)).parameters)
-    assert found.pop("dtype").default is None
+    assert found["dtype"].default is None
+    if "dtype" not in of_op:  # norm has one itself
+        del found["dtype"]
     assert [(p.name, p.kind, p.default) for p in found.values()] == [
         (p.name, p.kind, p.default) for p in of_op.values()
     ]

@@ -45,6 +45,13 @@ class BlockImpl : public nn::Module<BlockImpl> {
       const std::optional<torch::Tensor>& gamma = std::nullopt,
       const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
 
+  /// The same for x = residual + added (undefined: zero), as (added, residual) again and the
+  /// mixer's state: the sum is made with the norm that follows it, in one pass over memory.
+  std::tuple<torch::Tensor, torch::Tensor, nn::MixerState> forward_pair(
+      const torch::Tensor& added, const torch::Tensor& residual, const nn::MixerState& state = {},
+      const std::optional<torch::Tensor>& gamma = std::nullopt,
+      const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+
   /// One token: x `[B, dim]` -> the same; the mixer's state is updated in place.
   torch::Tensor step(const torch::Tensor& x, const nn::MixerState& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt);

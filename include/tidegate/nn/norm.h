@@ -3,7 +3,10 @@
 
 #include "tidegate/nn/module.h"
 
+#include <optional>
 #include <string>
+#include <string_view>
+#include <tuple>
 
 namespace tidegate::nn {
 
@@ -33,11 +36,25 @@ class NormImpl : public Module<NormImpl> {
   void reset() override;
   /// Weight one, bias zero.
   void reset_parameters();
+  /// By the op `norm`, in one pass. Under autocast the result is in autocast's dtype, since
+  /// products follow, but a float32 x is not rounded before it is normed.
   torch::Tensor forward(const torch::Tensor& x);
+  /// forward(x) * act(gate), or forward(act(gate) * x) with `gate_first`, in one pass; gate: like
+  /// x. `activation`: "silu" or "sigmoid". An undefined gate is none.
+  torch::Tensor forward_gated(const torch::Tensor& x, const torch::Tensor& gate,
+                              std::string_view activation, bool gate_first = false);
+  /// forward(residual + x) and that sum, in one pass by the op `add_norm`. An undefined x adds
+  /// nothing.
+  std::tuple<torch::Tensor, torch::Tensor> forward_added(const torch::Tensor& x,
+                                                         const torch::Tensor& residual);
 
   NormOptions options;
   torch::Tensor weight;
   torch::Tensor bias;
+
+ private:
+  std::optional<torch::Tensor> weight_rows() const;
+  const char* op_kind() const;
 };
 
 TORCH_MODULE(Norm);

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import GLU, LowerBounds
-from ..nn._common import constant_, make_norm, normal_, reset_norm
+from ..nn._common import add_norm, constant_, make_norm, normal_, reset_norm
 from ._files import read_tensors, read_text, write_atomically, write_tensors
 from .config import LMConfig
 from .registry import make_mixer
@@ -61,21 +61,28 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor | None, Tensor],
         state: Any = None,
         *,
         gamma: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
-        """x ``[B, T, dim]`` -> the same, and the mixer's state."""
-        y, state = self.mixer(self.mixer_norm(x), state, gamma=gamma, cu_seqlens=cu_seqlens)
-        x = x + self.dropout(y)
-        return x + self.dropout(self.glu(self.glu_norm(x))), state
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Any]:
+        """x ``[B, T, dim]`` -> the same, and the mixer's state.
+
+        x may be a pair ``(added, residual)``, tensors whose sum it is (added: None for zero). So is
+        what comes back then: the sum is made with the norm that follows it, in one pass.
+        """
+        is_pair = not isinstance(x, Tensor)
+        h, x = add_norm(self.mixer_norm, *(x if is_pair else (None, x)))
+        y, state = self.mixer(h, state, gamma=gamma, cu_seqlens=cu_seqlens)
+        h, x = add_norm(self.glu_norm, self.dropout(y), x)
+        added = self.dropout(self.glu(h))
+        return (added, x) if is_pair else x + added, state
 
     def step(self, x: Tensor, state: Any, gamma: Tensor | None = None) -> Tensor:
         """One token: x ``[B, dim]`` -> the same; the mixer's state is updated in place."""
-        x = x + self.mixer.step(self.mixer_norm(x), state, gamma)
-        return x + self.glu(self.glu_norm(x))
+        h, x = add_norm(self.glu_norm, self.mixer.step(self.mixer_norm(x), state, gamma), x)
+        return x + self.glu(h)
 
 
 class Model(nn.Module):
@@ -169,11 +176,16 @@ class Model(nn.Module):
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
         x = self.dropout(x)
+        # Sums go to the norm of the next block, unless blocks are compiled one by one: of the first
+        # there is nothing to add, for which it would have a graph of its own.
+        is_compiled = any(block._compiled_call_impl is not None for block in self.blocks)
+        x = x if is_compiled else (None, x)
         states = []
         for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
             x, s = block(x, s, gamma=gamma, cu_seqlens=cu_seqlens)
             states.append(s)
-        return self.norm(x), tuple(states)
+        x = self.norm(x) if is_compiled else add_norm(self.norm, *x)[0]
+        return x, tuple(states)
 
     def save(
         self, directory: str | os.PathLike[str], *, metadata: dict[str, str] | None = None

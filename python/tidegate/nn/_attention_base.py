@@ -21,12 +21,14 @@ from ._attention_state import (
 from ._common import (
     OUTPUT_ACTIVATIONS,
     KeepsFloat32,
+    Norm,
     check_choice,
     check_eps,
     check_mixer_input,
     check_positive,
     check_switches,
     constant_,
+    gated_norm,
     is_number,
     make_linear,
     make_norm,
@@ -50,9 +52,11 @@ def rotary_angles(
     return angles.cos(), angles.sin()
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(Norm):
     """RMSNorm of every head by itself: x ``[..., heads, size]``. weight: ``[heads * size]``, each
     head its own."""
+
+    _kind = "rms"
 
     def __init__(self, heads: int, size: int, eps: float, device=None, dtype=None) -> None:
         super().__init__()
@@ -60,10 +64,8 @@ class HeadNorm(nn.Module):
         self.heads, self.size, self.eps = heads, size, eps
         self.weight = nn.Parameter(torch.empty(heads * size, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
-        normed = F.rms_norm(x, (self.size,), None, self.eps)
-        return normed * self.weight.view(self.heads, self.size)
+    def _parameters_for(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.weight.view(self.heads, self.size), None
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, size={self.size}, eps={self.eps}"
@@ -491,7 +493,10 @@ class SoftmaxAttention(KeepsFloat32, ABC):
     def _output(self, o: Tensor, g: Tensor | None) -> Tensor:
         """Norm, gate and output projection of o ``[B, T, H, D]``."""
         if self.output_norm is not None:
-            o = self.output_norm(o)
+            gate = None if g is None else g.unflatten(-1, o.shape[-2:])
+            return self.out_proj(
+                gated_norm(self.output_norm, o, gate, self.output_activation).flatten(-2)
+            )
         o = o.flatten(-2)
         if g is not None:
             o = o * (torch.sigmoid(g) if self.output_activation == "sigmoid" else F.silu(g))

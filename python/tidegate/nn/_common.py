@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
@@ -132,14 +133,96 @@ def weight_of(linear: nn.Module) -> Tensor:
     return linear(torch.eye(weight.size(1), dtype=weight.dtype, device=weight.device)).T
 
 
-class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm that, given 16-bit x beside fp32 weights (under autocast), computes in fp32
-    as LayerNorm does there, instead of leaving torch's fused kernel."""
+def _is_autocast(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.weight is not None and self.weight.dtype != x.dtype:
-            x = x.to(self.weight.dtype)
-        return super().forward(x)
+
+class Norm(nn.Module):
+    """What torch's norms become here: one pass by the op `norm`, with the gate before or after it
+    where one is given, or by `add_norm`, with the residual connection before it.
+
+    Under autocast the result is in autocast's dtype, since products follow; what is normed, x or
+    the residual stream, is not rounded before.
+    """
+
+    _kind: str
+
+    def forward(
+        self,
+        x: Tensor,
+        gate: Tensor | None = None,
+        *,
+        activation: str = "silu",
+        gate_first: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x ``[..., dim]`` -> the same; with a residual: also the sum of the two."""
+        weight, bias = self._parameters_for(x)
+        if residual is not None:
+            if not self._fits(x, residual):
+                x = residual + x
+                return self(x), x
+            return ops.add_norm(x, residual, weight, bias, kind=self._kind, eps=self.eps)
+        if weight is not None and weight.dtype != x.dtype and not _is_autocast(x):
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        if gate is not None:
+            gate = gate.to(x.dtype)
+        return ops.norm(
+            x,
+            weight,
+            bias,
+            gate,
+            kind=self._kind,
+            gate_activation=activation,
+            gate_first=gate_first,
+            eps=self.eps,
+        )
+
+    def _parameters_for(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias as the op takes them beside x ``[..., dim]``."""
+        return self.weight, getattr(self, "bias", None)
+
+    def _fits(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether add_norm returns what torch's own sum and norm would."""
+        if _is_autocast(x):
+            return True
+        same = self.weight is None or self.weight.dtype == x.dtype
+        return same and residual.dtype in (x.dtype, wide_dtype(x.dtype))
+
+
+class LayerNorm(Norm, nn.LayerNorm):
+    """torch.nn.LayerNorm, its parameters and their names; see `Norm`."""
+
+    _kind = "layer"
+
+
+class RMSNorm(Norm, nn.RMSNorm):
+    """torch.nn.RMSNorm, its parameter and its name; see `Norm`."""
+
+    _kind = "rms"
+
+
+def add_norm(norm: nn.Module, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(residual + x) and the sum; in one pass where `norm` can. None: nothing is added."""
+    if x is None:
+        return norm(residual), residual
+    if isinstance(norm, Norm):
+        return norm(x, residual=residual)
+    residual = residual + x
+    return norm(residual), residual
+
+
+def gated_norm(
+    norm: nn.Module, x: Tensor, gate: Tensor | None, activation: str, gate_first: bool = False
+) -> Tensor:
+    """norm(x) * act(gate), or norm(act(gate) * x), gate like x; in one pass where `norm` can.
+    Without a gate: norm(x)."""
+    if gate is None:
+        return norm(x)
+    if isinstance(norm, Norm):
+        return norm(x, gate, activation=activation, gate_first=gate_first)
+    gate = torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate)
+    return norm(gate * x) if gate_first else norm(x) * gate
 
 
 def check_eps(eps: float) -> None:
@@ -156,7 +239,7 @@ def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Mo
     if kind == "none":
         return nn.Identity()
     if kind == "layer":
-        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+        return LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     affine = kind == "rms"
     return RMSNorm(dim, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
 

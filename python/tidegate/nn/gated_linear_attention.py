@@ -18,6 +18,7 @@ from ._common import (
     check_mixer_input,
     check_positive,
     check_switch,
+    gated_norm,
     make_linear,
     make_norm,
     reset_linear,
@@ -358,8 +359,8 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
 
     def _output(self, o: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """Norm, gate and output projection of o ``[..., H, V]``."""
-        o = self.norm(o).flatten(-2)
-        return self.out_proj(o * F.silu(parts["g"]) if self.output_gate else o)
+        gate = parts["g"].unflatten(-1, o.shape[-2:]) if self.output_gate else None
+        return self.out_proj(gated_norm(self.norm, o, gate, "silu").flatten(-2))
 
     def extra_repr(self) -> str:
         return (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ._common import (
     GLU_ACTIVATIONS,
     check_choice,
@@ -63,10 +63,7 @@ class GLU(nn.Module):
         """x ``[..., dim]`` -> ``[..., dim]``."""
         if x.size(-1) != self.dim:
             raise ValueError(f"GLU: x: expected [..., dim={self.dim}]; got {tuple(x.shape)}")
-        gate, value = self.in_proj(x).chunk(2, dim=-1)
-        if self.activation == "silu":
-            gate = F.silu(gate)
-        return self.out_proj(gate * value)
+        return self.out_proj(ops.glu(self.in_proj(x), self.activation))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, hidden={self.hidden}, activation={self.activation!r}"

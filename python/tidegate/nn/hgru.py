@@ -19,6 +19,7 @@ from ._common import (
     check_gamma_width,
     check_positive,
     check_switches,
+    gated_norm,
     make_linear,
     make_norm,
     refuse_gamma,
@@ -384,12 +385,9 @@ class HGRU(KeepsFloat32, TensorStateMixer):
             if gate is not None:
                 h = h * (torch.sigmoid(gate) if self.gate_first else F.silu(gate))
             h = self.norm(h.unflatten(-1, (self.expand, self.dim)).sum(dim=-2))
-        elif gate is None:
-            h = self.norm(h)
-        elif self.gate_first:
-            h = self.norm(torch.sigmoid(gate) * h)
         else:
-            h = self.norm(h) * F.silu(gate)
+            activation = "sigmoid" if self.gate_first else "silu"
+            h = gated_norm(self.norm, h, gate, activation, self.gate_first)
         return self.out_proj(h)
 
     def _is_fused(self) -> bool:

@@ -8,6 +8,7 @@
 #include "kernels/scan/cuda/engine/carry.cuh"
 #include "kernels/scan/cuda/engine/multi_block.cuh"
 #include "kernels/scan/cuda/engine/ring.cuh"
+#include "kernels/scan/cuda/engine/unaligned_ring.cuh"
 
 namespace tidegate::kernels::scan {
 
@@ -25,30 +26,30 @@ struct WarpChunk {
   typename Op::Decoded decoded[Op::kSteps];
   Number kept[Op::kSteps][Op::kVec];
 
-  __device__ void decode(const Op& op, const Ring<Op>& ring, int stage, int, int) {
+  __device__ void decode(const Op& op, const Ring<Op>& ring, int stage, int k, int) {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
       if constexpr (Op::kInputsInRegisters) {
-        taken[i] = ring.take(op, stage, i);
+        taken[i] = ring.take(op, stage, i, k);
       }
-      decoded[i] = op.decode(raw(op, ring, stage, i));
+      decoded[i] = op.decode(raw(op, ring, stage, i, k));
     }
   }
 
-  __device__ Raw raw(const Op& op, const Ring<Op>& ring, int stage, int i) const {
+  __device__ Raw raw(const Op& op, const Ring<Op>& ring, int stage, int i, int k) const {
     if constexpr (Op::kInputsInRegisters) {
       return taken[i];
     } else {
-      return ring.take(op, stage, i);
+      return ring.take(op, stage, i, k);
     }
   }
 
   /// The chunk's steps as one map.
-  __device__ void compose(const Op& op, const Ring<Op>& ring, int stage,
+  __device__ void compose(const Op& op, const Ring<Op>& ring, int stage, int k, int,
                           AffineMap<Number, Op::kVec>& map) const {
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      op.compose(raw(op, ring, stage, i), decoded[i], map);
+      op.compose(raw(op, ring, stage, i, k), decoded[i], map);
     }
     op.finalize(map);
   }
@@ -60,13 +61,13 @@ struct WarpChunk {
     if (k + Op::kSteps <= end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
-        op.advance(raw(op, ring, stage, i), decoded[i], s, kept[i]);
+        op.advance(raw(op, ring, stage, i, k), decoded[i], s, kept[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
         if (k + i < end) {
-          op.advance(raw(op, ring, stage, i), decoded[i], s, kept[i]);
+          op.advance(raw(op, ring, stage, i, k), decoded[i], s, kept[i]);
         }
       }
     }
@@ -82,7 +83,7 @@ struct WarpChunk {
     if (k + Op::kSteps < end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
-        const Raw inputs = raw(op, ring, stage, i);
+        const Raw inputs = raw(op, ring, stage, i, k);
         op.advance(inputs, decoded[i], s, now);
         op.template emit<false>(k, i, inputs, decoded[i], now);
       }
@@ -90,7 +91,7 @@ struct WarpChunk {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
         if (k + i < end) {
-          const Raw inputs = raw(op, ring, stage, i);
+          const Raw inputs = raw(op, ring, stage, i, k);
           op.advance(inputs, decoded[i], s, now);
           op.template emit<true>(k, i, inputs, decoded[i], now);
         }
@@ -103,13 +104,13 @@ struct WarpChunk {
     if (k + Op::kSteps < end) {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
-        op.template emit<false>(k, i, raw(op, ring, stage, i), decoded[i], kept[i]);
+        op.template emit<false>(k, i, raw(op, ring, stage, i, k), decoded[i], kept[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < Op::kSteps; ++i) {
         if (k + i < end) {
-          op.template emit<true>(k, i, raw(op, ring, stage, i), decoded[i], kept[i]);
+          op.template emit<true>(k, i, raw(op, ring, stage, i, k), decoded[i], kept[i]);
         }
       }
     }
@@ -238,13 +239,13 @@ __device__ inline void scan_chunks(Op& op, const Ring<Op>& ring, ScanShared<Op, 
     }
     if constexpr (kMultiBlock) {
       Map map = Map::identity();
-      chunk.compose(op, ring, stage, map);
+      chunk.compose(op, ring, stage, k, end, map);
       shared.publish_map(at, iteration, map);
       shared.receive(at, iteration, s);
     } else if constexpr (Op::kCarryByMap) {
       const CarryChain<Op> carry{shared, at};
       Map map = Map::identity();
-      chunk.compose(op, ring, stage, map);
+      chunk.compose(op, ring, stage, k, end, map);
       carry.receive(iteration, s);
       typename Op::Number leaving[Op::kVec];
       copy_state(leaving, s);
@@ -289,7 +290,7 @@ __device__ inline void scan_with_staging_buffer(Op& op, const Ring<Op>& ring,
     ring.wait();
     next.decode(op, ring, stage, from, end);
     auto map = AffineMap<typename Op::Number, Op::kVec>::identity();
-    next.compose(op, ring, stage, map);
+    next.compose(op, ring, stage, from, end, map);
     shared.publish_map(at, iteration, map);
     if (base + Op::kStages * stride < end) {
       ring.fetch(op, stage, from + Op::kStages * stride, end);
@@ -319,7 +320,7 @@ template <bool kLast, class Op>
 __device__ inline void step_from_ring(Op& op, const SplitRing<Op>& ring, int iteration, int k,
                                       int i, typename Op::Number (&s)[Op::kVec]) {
   typename Op::Number now[Op::kVec];
-  const typename Op::Raw raw = ring.take(op, iteration, i);
+  const typename Op::Raw raw = ring.take(op, iteration, i, k);
   const typename Op::Decoded decoded = op.decode(raw);
   op.advance(raw, decoded, s, now);
   op.template emit<kLast>(k, i, raw, decoded, now);
@@ -329,11 +330,11 @@ __device__ inline void step_from_ring(Op& op, const SplitRing<Op>& ring, int ite
 template <class Op, class Shared>
 __device__ inline void scan_with_split_ring(Op& op, const SplitRing<Op>& ring, Shared& shared,
                                             const WarpPosition& at, int k, int end, int stride) {
-  const auto publish_next = [&](int iteration) {
+  const auto publish_next = [&](int iteration, int from) {
     auto map = AffineMap<typename Op::Number, Op::kVec>::identity();
 #pragma unroll
     for (int i = 0; i < Op::kSteps; ++i) {
-      const typename Op::Raw raw = ring.take_for_compose(op, iteration, i);
+      const typename Op::Raw raw = ring.take_for_compose(op, iteration, i, from);
       op.compose(raw, op.decode(raw), map);
     }
     op.finalize(map);
@@ -341,12 +342,12 @@ __device__ inline void scan_with_split_ring(Op& op, const SplitRing<Op>& ring, S
   };
   if (end > 0) {
     ring.wait();
-    publish_next(0);
+    publish_next(0, k);
   }
   for (int base = 0, iteration = 0; base < end; base += stride, k += stride, ++iteration) {
     ring.template wait<2>();
     if (base + stride < end) {
-      publish_next(iteration + 1);
+      publish_next(iteration + 1, k + stride);
     }
     typename Op::Number s[Op::kVec];
     shared.receive(at, iteration, s);

@@ -187,21 +187,24 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
 }
 
 /// Plans and launches one recurrence. `Recurrence` derives from this and has
-///   Op<kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a regime
-///   kVec                the pack that makes four bytes, for rows that are aligned to it; others,
-///                       and odd D, are scanned with packs of one
-///   tensors(params)     those with a time axis
+///   Op<Rowed, kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a
+///                              regime; its elements are Rowed<T>, Aligned or Unaligned
+///   kVec                       the pack that makes four bytes
+///   tensors(params)            those with a time axis
 template <class Recurrence, class Params>
 struct ScanRecurrence {
+  /// The Op of the sequential scan. (A template, since Recurrence is not yet complete here.)
+  template <class Of = Recurrence>
+  using SequentialOp = typename Of::template Op<Aligned, 1, Regime::kSeveralBlocksPerSm>;
+
   static cudaError_t plan(const Params& params, ScanPlan* plan) {
-    using Sequential = typename Recurrence::template Op<1, Regime::kSeveralBlocksPerSm>;
     const auto& scan = recurrence_params(params);
     const SequenceLayout& layout = scan.layout;
     *plan = {};
     // A step or two leave nothing to divide, and a step may update its state in place. Both
     // directions have to agree: wkv4's saved states are natural logarithms in a sequential scan,
     // else binary.
-    plan->sequential = sizeof(typename Sequential::Real) == 8 || layout.time <= 2;
+    plan->sequential = sizeof(typename SequentialOp<>::Real) == 8 || layout.time <= 2;
     if (plan->sequential) {
       plan->partials = layout.sequences;
       return cudaSuccess;
@@ -210,14 +213,19 @@ struct ScanRecurrence {
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
     const auto tensors = Recurrence::tensors(params);
     constexpr int kVec = Recurrence::kVec;
-    plan->channels_per_thread = packs_align(tensors, scan.channels, kVec) ? kVec : 1;
-    plan->wide_rows = scan.channels >= kWarpSize * plan->channels_per_thread &&
-                      packs_align(tensors, scan.channels, 4 * plan->channels_per_thread);
-    return with_pack(*plan, [&]<int kPack>() {
+    const bool makes_a_tile = scan.channels >= kWarpSize * kVec;
+    plan->wide_rows = makes_a_tile && packs_align(tensors, scan.channels, 4 * kVec);
+    // Rows of a tile that are not aligned to 16 bytes are copied thread by thread in their aligned
+    // form, which takes longer than their unaligned form does.
+    using Wide = typename Recurrence::template Op<Aligned, kVec, Regime::kSeveralBlocksPerSm>;
+    plan->unaligned_rows =
+        kVec > 1 && (!packs_align(tensors, scan.channels, kVec) ||
+                     (makes_a_tile && !plan->wide_rows && Ring<Wide>::kCanBeWide));
+    return with_rows(*plan, [&]<template <class> class Rowed>() {
       using SeveralBlocksPerSm =
-          typename Recurrence::template Op<kPack, Regime::kSeveralBlocksPerSm>;
-      using OneBlockPerSm = typename Recurrence::template Op<kPack, Regime::kOneBlockPerSm>;
-      using MultiBlock = typename Recurrence::template Op<kPack, Regime::kMultiBlock>;
+          typename Recurrence::template Op<Rowed, kVec, Regime::kSeveralBlocksPerSm>;
+      using OneBlockPerSm = typename Recurrence::template Op<Rowed, kVec, Regime::kOneBlockPerSm>;
+      using MultiBlock = typename Recurrence::template Op<Rowed, kVec, Regime::kMultiBlock>;
       return plan_split<SeveralBlocksPerSm, OneBlockPerSm, MultiBlock>(
           layout, scan.channels, scan.time_split, limits, plan);
     });
@@ -230,14 +238,14 @@ struct ScanRecurrence {
       return cudaSuccess;
     }
     if (plan.sequential) {
-      return launch_sequential<typename Recurrence::template Op<1, Regime::kSeveralBlocksPerSm>>(
-          params, stream);
+      return launch_sequential<SequentialOp<>>(params, stream);
     }
-    return with_pack(plan, [&]<int kPack>() {
+    return with_rows(plan, [&]<template <class> class Rowed>() {
+      constexpr int kVec = Recurrence::kVec;
       using SeveralBlocksPerSm =
-          typename Recurrence::template Op<kPack, Regime::kSeveralBlocksPerSm>;
-      using OneBlockPerSm = typename Recurrence::template Op<kPack, Regime::kOneBlockPerSm>;
-      using MultiBlock = typename Recurrence::template Op<kPack, Regime::kMultiBlock>;
+          typename Recurrence::template Op<Rowed, kVec, Regime::kSeveralBlocksPerSm>;
+      using OneBlockPerSm = typename Recurrence::template Op<Rowed, kVec, Regime::kOneBlockPerSm>;
+      using MultiBlock = typename Recurrence::template Op<Rowed, kVec, Regime::kMultiBlock>;
       const ScanLaunch launch = {channel_tiles<SeveralBlocksPerSm>(scan.channels, kWarpSize),
                                  plan.blocks_per_sequence, plan.carry_group, plan.wide_rows,
                                  scan.workspace};
@@ -251,18 +259,17 @@ struct ScanRecurrence {
   }
 
  private:
-  /// Calls `visit` with the plan's pack as a template argument. Double precision, which the
-  /// sequential scan takes, has no other kernels.
+  /// Calls `visit` with what the plan says of the rows as a template argument. Packs of one are
+  /// always aligned. Double precision, which the sequential scan takes, has no other kernels.
   template <class Visit>
-  static cudaError_t with_pack(const ScanPlan& plan, Visit visit) {
-    using Real = typename Recurrence::template Op<1, Regime::kSeveralBlocksPerSm>::Real;
-    if constexpr (sizeof(Real) == 8) {
+  static cudaError_t with_rows(const ScanPlan& plan, Visit visit) {
+    if constexpr (sizeof(typename SequentialOp<>::Real) == 8) {
       return cudaErrorInvalidValue;
     } else if constexpr (Recurrence::kVec == 1) {
-      return visit.template operator()<1>();
+      return visit.template operator()<Aligned>();
     } else {
-      return plan.channels_per_thread == 1 ? visit.template operator()<1>()
-                                           : visit.template operator()<Recurrence::kVec>();
+      return plan.unaligned_rows ? visit.template operator()<Unaligned>()
+                                 : visit.template operator()<Aligned>();
     }
   }
 };

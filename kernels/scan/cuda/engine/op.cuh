@@ -13,7 +13,10 @@
 //                                  advanced: emit then need not wait, and nothing is kept
 //   Number, Real                   state of one channel, real or complex; the real type under it
 //   kPackBytes                     bytes of a thread's elements of one input row; 0: they differ
+//   Data                           the elements of its rows; Unaligned<T> (unaligned.cuh): of T,
+//                                  rows begin anywhere
 //   Raw                            one step's inputs in memory
+//   kInputs                        how many rows these are
 //   Params                         the kernel's params
 //   Op(params, seq, channels)
 //   initial(s)                     the state before the first step
@@ -49,7 +52,7 @@
 //                                  where the chunk lies, and take(ring, stage) may do the second
 //                                  time what decode has made easy
 //   gather_for_compose(source, raw, k), gather_others(source, raw, k, last), kComposeBytes,
-//   kOtherBytes                    with Pipelining::kSplitRing: the inputs that compose reads, and
+//   kOtherBytes, kComposeInputs    with Pipelining::kSplitRing: the inputs that compose reads, and
 //                                  the rest
 //
 // kSharedExponent makes the multi-block carry wkv4's (wkv4/wkv4_multi_block.cuh).
@@ -101,6 +104,8 @@ struct OpDefaults {
   static constexpr int kChunkInputBytes = 0;
   /// Whether WarpChunk<Op> is Op::Chunk.
   static constexpr bool kHasOwnChunk = false;
+  /// Outputs of a step that leave by way of the ring.
+  static constexpr int kStagedOutputs = 0;
   static constexpr bool kSharedExponent = false;
   /// Whether the carry warp of a multi-block scan polls for its block's maps instead of sleeping:
   /// it is on its way sooner, and takes issue slots from the compute warps. Measured op by op.

@@ -21,8 +21,8 @@ class Ring {
   static constexpr int kBytes = kStageBytes * Op::kStages;
 
   // Wide copies are for inputs that are all packs of four bytes, a row of which is 128 bytes.
-  // Others (an fp32 gate beside 16-bit data; 16-bit data in packs of one) are copied thread by
-  // thread, whatever the plan's wide_rows says.
+  // Others (an fp32 gate beside 16-bit data) are copied thread by thread, whatever the plan's
+  // wide_rows says.
   using Wide = WideFetchSource<4, Op::kPrefetchNeighbourLine>;
   static constexpr bool kCanBeWide = Op::kPackBytes == 4 && Op::kSteps % Wide::kStepsAtOnce == 0;
 
@@ -60,7 +60,9 @@ class Ring {
     __syncwarp();
   }
 
-  __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
+  /// Step i of a chunk. Which step of the scan that chunk begins at is asked where rows are
+  /// unaligned (unaligned_ring.cuh).
+  __device__ typename Op::Raw take(const Op& op, int stage, int i, int = 0) const {
     return op.gather(SlotSource{slot(stage, i), lane_}, 0, 0);
   }
   /// What Op::fetch_chunk_inputs was given to fill.
@@ -163,16 +165,16 @@ class SplitRing {
     __syncwarp();
   }
 
-  /// What compose reads of step i of an iteration's chunk.
-  __device__ Raw take_for_compose(const Op& op, int iteration, int i) const {
+  /// What compose reads of step i of an iteration's chunk, which begins at step k.
+  __device__ Raw take_for_compose(const Op& op, int iteration, int i, int /*k*/) const {
     Raw raw;
     SlotSource from{compose_slot(iteration, i), lane_};
     op.gather_for_compose(from, raw, 0);
     return raw;
   }
   /// All inputs of the step.
-  __device__ Raw take(const Op& op, int iteration, int i) const {
-    Raw raw = take_for_compose(op, iteration, i);
+  __device__ Raw take(const Op& op, int iteration, int i, int k) const {
+    Raw raw = take_for_compose(op, iteration, i, k);
     SlotSource from{other_slot(iteration, i), lane_};
     op.gather_others(from, raw, 0, 0);
     return raw;

@@ -11,6 +11,7 @@
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/time_series.h"
 #include "kernels/scan/cuda/engine/op.cuh"
+#include "kernels/scan/cuda/engine/unaligned.cuh"
 
 namespace tidegate::kernels::scan {
 
@@ -21,6 +22,16 @@ namespace tidegate::kernels::scan {
 struct Channels {
   int64_t first;
   int64_t total;  // D
+  // What the engine knows more where rows are unaligned (unaligned.cuh).
+  int in_tile = 0;      // channels of the channel tile before the first
+  int tile = 0;         // channels of the tile
+  bool single = false;  // D is one, and kVec two
+
+  /// The channel whose parameters the thread's channel number v has, and whether that exists: what
+  /// is found for one that does not is never written.
+  __device__ int64_t at(int v) const { return first + offset(v); }
+  __device__ int offset(int v) const { return single ? 0 : v; }
+  __device__ bool exists(int v) const { return v == 0 || !single; }
 };
 
 template <int kVec>
@@ -56,7 +67,9 @@ class Rows {
 
   __device__ char* at(int k) const { return further(base_, k); }
 
- private:
+  __device__ Pack<T, kVec> load(int k) const { return load_streaming<T, kVec>(at(k)); }
+
+ protected:
   __device__ char* further(char* from, int rows) const {
     char* to;
     asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(rows), "r"(stride_), "l"(from));
@@ -139,7 +152,7 @@ __device__ inline void load_channels(Real (&out)[kVec], const void* data, const 
                                      Real missing) {
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
-    out[v] = data != nullptr ? static_cast<const Real*>(data)[channels.first + v] : missing;
+    out[v] = data != nullptr ? static_cast<const Real*>(data)[channels.at(v)] : missing;
   }
 }
 
@@ -152,18 +165,20 @@ template <class Number, int kVec>
 struct StateRow<Number, kVec, false> {
   static __device__ void load(Number (&out)[kVec], const void* data, int64_t n,
                               const Channels& channels) {
-    const int64_t at = n * channels.total + channels.first;
+    const int64_t row = n * channels.total;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      out[v] = data != nullptr ? static_cast<const Number*>(data)[at + v] : Number{};
+      out[v] = data != nullptr ? static_cast<const Number*>(data)[row + channels.at(v)] : Number{};
     }
   }
   static __device__ void store(void* data, int64_t n, const Channels& channels,
                                const Number (&x)[kVec]) {
-    const int64_t at = n * channels.total + channels.first;
+    const int64_t row = n * channels.total;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      static_cast<Number*>(data)[at + v] = x[v];
+      if (channels.exists(v)) {
+        static_cast<Number*>(data)[row + channels.at(v)] = x[v];
+      }
     }
   }
 };
@@ -175,7 +190,8 @@ struct StateRow<Complex<Real>, kVec, true> {
     const Real* re = static_cast<const Real*>(data) + 2 * n * channels.total + channels.first;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      out[v] = data != nullptr ? Complex<Real>{re[v], re[v + channels.total]} : Complex<Real>{};
+      const int at = channels.offset(v);
+      out[v] = data != nullptr ? Complex<Real>{re[at], re[at + channels.total]} : Complex<Real>{};
     }
   }
   static __device__ void store(void* data, int64_t n, const Channels& channels,
@@ -183,8 +199,11 @@ struct StateRow<Complex<Real>, kVec, true> {
     Real* re = static_cast<Real*>(data) + 2 * n * channels.total + channels.first;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      re[v] = x[v].re;
-      re[v + channels.total] = x[v].im;
+      if (channels.exists(v)) {
+        const int at = channels.offset(v);
+        re[at] = x[v].re;
+        re[at + channels.total] = x[v].im;
+      }
     }
   }
 };
@@ -261,8 +280,8 @@ __device__ inline void write_partial(const Number (&sum)[kVec], void* partial, i
                                      const Channels& channels) {
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
-    if (partial != nullptr) {
-      static_cast<Number*>(partial)[row * channels.total + channels.first + v] = sum[v];
+    if (partial != nullptr && channels.exists(v)) {
+      static_cast<Number*>(partial)[row * channels.total + channels.at(v)] = sum[v];
     }
   }
 }

@@ -150,6 +150,15 @@ __device__ __forceinline__ void scan_sequence(Op& op, const RingOf<Op>& ring,
   }
 }
 
+template <class Op>
+__device__ __forceinline__ Channels find_channels_of(int64_t tile, int lane, int64_t channels) {
+  if constexpr (kIsUnaligned<typename Op::Data>) {
+    return find_unaligned_channels<Op::kVec>(tile, lane, channels);
+  } else {
+    return find_channels<Op::kVec>(tile, lane, channels);
+  }
+}
+
 /// A block scans one channel tile of one sequence, or its part of one: fill the rings, prepare,
 /// scan or carry, reduce.
 template <class Op, ScanMode kMode>
@@ -168,7 +177,7 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   const int64_t n = chain / launch.channel_tiles;
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);
   const Channels channels =
-      find_channels<Op::kVec>(channel_tile, at.lane, recurrence_params(params).channels);
+      find_channels_of<Op>(channel_tile, at.lane, recurrence_params(params).channels);
   const int end = seq.length;
   Op op(params, seq, channels);
 

@@ -55,6 +55,7 @@ struct HgruBackward
     Pack<Data, kVec> c[kParts], h_before[kParts], dh[kParts];
     Pack<Gate, kVec> f;
   };
+  static constexpr int kInputs = 3 * kParts + 1;
   struct Decoded {
     Real lambda[kVec];  // where it is kept
     Gates gate[kVec];
@@ -110,6 +111,7 @@ struct HgruBackward
     return raw;
   }
   static constexpr int kComposeBytes = sizeof(Raw::dh) + sizeof(Raw::f);
+  static constexpr int kComposeInputs = kParts + 1;
   template <class Source>
   __device__ void gather_for_compose(Source& source, Raw& raw, int k) const {
     dh.gather(source, raw.dh, k);
@@ -250,15 +252,15 @@ struct HgruChoice {
 
   template <class Gate, bool kComplex>
   struct Forward : ScanRecurrence<Forward<Gate, kComplex>, HgruParams> {
-    template <int kPack, Regime kRegime>
-    using Op = HgruForward<Data, Gate, kComplex, kPack, kRegime>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = HgruForward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, kRegime>;
     static constexpr int kVec = HgruChoice::kVec;
     static auto tensors(const HgruParams& p) { return std::array{&p.c, &p.f, &p.h}; }
   };
   template <class Gate, bool kComplex>
   struct Backward : ScanRecurrence<Backward<Gate, kComplex>, HgruBackwardParams> {
-    template <int kPack, Regime kRegime>
-    using Op = HgruBackward<Data, Gate, kComplex, kPack, kRegime>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = HgruBackward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, kRegime>;
     static constexpr int kVec = HgruChoice::kVec;
     static auto tensors(const HgruBackwardParams& p) {
       return std::array{&p.forward.c, &p.forward.f, &p.forward.h, &p.dh, &p.dc, &p.df};

@@ -99,7 +99,7 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   }
 
   /// The angle of a step, of the thread's channel number v.
-  __device__ Real angle(int v) const { return static_cast<const Real*>(theta)[channels.first + v]; }
+  __device__ Real angle(int v) const { return static_cast<const Real*>(theta)[channels.at(v)]; }
   static __device__ Complex<Real> turn(Real angle, int steps) {
     return Rotation<Real, true>::turn(angle, steps);
   }
@@ -167,6 +167,7 @@ struct HgruForward
     Pack<Data, kVec> c[kParts];
     Pack<Gate, kVec> f;
   };
+  static constexpr int kInputs = kParts + 1;
   struct Decoded {
     Real lambda[kVec];
     Number in[kVec];

@@ -12,9 +12,10 @@
 
 namespace tidegate::kernels::scan {
 
-template <class Data, class Gate, int kVec_, Regime kRegime>
+template <class Data_, class Gate, int kVec_, Regime kRegime>
 struct LinearScanForward : OpDefaults,
                            TileConfig<OpKind::kLinearScan, Direction::kForward, kRegime> {
+  using Data = Data_;
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
@@ -31,6 +32,7 @@ struct LinearScanForward : OpDefaults,
     Pack<Data, kVec> x;
     Pack<Gate, kVec> a;
   };
+  static constexpr int kInputs = 2;
   struct Decoded {
     Number a[kVec], x[kVec];
   };
@@ -104,9 +106,10 @@ struct LinearScanForward : OpDefaults,
 /// Scans the other way with p_t = dL/dh_{t-1} along the recurrence:
 ///   g_t = dh_t + p_{t+1},  p_t = conj(a_t) * g_t,  dx_t = g_t,  da_t = g_t * conj(h_{t-1})
 /// For a constant decay, da is a sum over time.
-template <class Data, class Gate, bool kConstant, int kVec_, Regime kRegime>
+template <class Data_, class Gate, bool kConstant, int kVec_, Regime kRegime>
 struct LinearScanBackward : OpDefaults,
                             TileConfig<OpKind::kLinearScan, Direction::kBackward, kRegime> {
+  using Data = Data_;
   using Number = typename Register<Data>::type;
   using Real = RealOf<Number>;
   using State = StateRow<Number, kVec_, false>;
@@ -123,6 +126,7 @@ struct LinearScanBackward : OpDefaults,
     Pack<Data, kVec> h_before, dh;
     Pack<Gate, kVec> a;
   };
+  static constexpr int kInputs = 3;
   struct Decoded {};  // nothing prepared: compose and advance read raw
 
   Channels channels;
@@ -233,15 +237,16 @@ struct LinearScanChoice {
 
   template <class Gate>
   struct Forward : ScanRecurrence<Forward<Gate>, LinearScanParams> {
-    template <int kPack, Regime kRegime>
-    using Op = LinearScanForward<Data, Gate, kPack, kRegime>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = LinearScanForward<Rowed<Data>, Rowed<Gate>, kPack, kRegime>;
     static constexpr int kVec = LinearScanChoice::kVec;
     static auto tensors(const LinearScanParams& p) { return std::array{&p.x, &p.a, &p.h}; }
   };
   template <class Gate, bool kConstant>
   struct Backward : ScanRecurrence<Backward<Gate, kConstant>, LinearScanBackwardParams> {
-    template <int kPack, Regime kRegime>
-    using Op = LinearScanBackward<Data, Gate, kConstant, kPack, with_one_single_block(kRegime)>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = LinearScanBackward<Rowed<Data>, Rowed<Gate>, kConstant, kPack,
+                                  with_one_single_block(kRegime)>;
     static constexpr int kVec = LinearScanChoice::kVec;
     static auto tensors(const LinearScanBackwardParams& p) {
       return std::array{&p.forward.a, &p.forward.h, &p.dh, &p.dx, &p.da};

@@ -65,7 +65,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
     Real log_rate, log_angle, log_gamma;
   };
   __device__ Real parameter(const void* values, int v) const {
-    return static_cast<const Real*>(values)[channels.first + v];
+    return static_cast<const Real*>(values)[channels.at(v)];
   }
   /// Those of the thread's channel number v.
   __device__ Given given(int v) const {
@@ -187,6 +187,7 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kRegime>,
   struct Raw {
     Pack<Data, kVec> x[kParts];
   };
+  static constexpr int kInputs = kParts;
   struct Decoded {};  // nothing prepared: compose and advance read raw
 
   PartRows<Data, kVec, kParts> x, h;
@@ -283,6 +284,7 @@ struct LruBackward : LruBase<Data_, kComplex_, kVec_, kRegime>,
   struct Raw {
     Pack<Data, kVec> x[kParts], h_before[kParts], dh[kParts];
   };
+  static constexpr int kInputs = 3 * kParts;
   struct Decoded {};  // nothing prepared: compose and advance read raw
 
   PartRows<Data, kVec, kParts> x, h, dh, dx;
@@ -422,15 +424,15 @@ struct LruChoice {
 
   template <bool kComplex>
   struct Forward : ScanRecurrence<Forward<kComplex>, LruParams> {
-    template <int kPack, Regime kRegime>
-    using Op = LruForward<Data, kComplex, kPack, kRegime>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = LruForward<Rowed<Data>, kComplex, kPack, kRegime>;
     static constexpr int kVec = LruChoice::kVec;
     static auto tensors(const LruParams& p) { return std::array{&p.x, &p.h}; }
   };
   template <bool kComplex>
   struct Backward : ScanRecurrence<Backward<kComplex>, LruBackwardParams> {
-    template <int kPack, Regime kRegime>
-    using Op = LruBackward<Data, kComplex, kPack, kRegime>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = LruBackward<Rowed<Data>, kComplex, kPack, kRegime>;
     static constexpr int kVec = LruChoice::kVec;
     static auto tensors(const LruBackwardParams& p) {
       return std::array{&p.forward.x, &p.forward.h, &p.dh, &p.dx};

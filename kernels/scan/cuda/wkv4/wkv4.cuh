@@ -118,7 +118,7 @@ struct Wkv4SingleBlockChunk {
   }
 
   template <class Ring>
-  __device__ void compose(const Op& op, const Ring&, int, Map& to) const {
+  __device__ void compose(const Op& op, const Ring&, int, int, int, Map& to) const {
     to = map;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -218,6 +218,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
   struct Raw {
     Pack<Data, kVec> k, v, grad_o;
   };
+  static constexpr int kInputs = 3, kStagedOutputs = 2;
   /// The saved state that enters the chunk's tokens.
   struct SavedState {
     StatePack y, z, m;
@@ -308,7 +309,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
         char* to = place + (part * kWarpSize + lane) * sizeof(StatePack);
-        copy_async<sizeof(StatePack)>(to, from + part * channels.total);
+        this->copy_saved(to, from + part * channels.total);
       }
     }
   }
@@ -402,14 +403,14 @@ struct Wkv4Choice {
   static constexpr int kVec = sizeof(Data) == 2 ? 2 : 1;
 
   struct Forward : ScanRecurrence<Forward, Wkv4Params> {
-    template <int kPack, Regime kRegime>
-    using Op = Wkv4Forward<Data, kPack, kRegime>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = Wkv4Forward<Rowed<Data>, kPack, kRegime>;
     static constexpr int kVec = Wkv4Choice::kVec;
     static auto tensors(const Wkv4Params& p) { return std::array{&p.k, &p.v, &p.o}; }
   };
   struct Backward : ScanRecurrence<Backward, Wkv4BackwardParams> {
-    template <int kPack, Regime kRegime>
-    using Op = Wkv4Backward<Data, kPack, with_one_single_block(kRegime)>;
+    template <template <class> class Rowed, int kPack, Regime kRegime>
+    using Op = Wkv4Backward<Rowed<Data>, kPack, with_one_single_block(kRegime)>;
     static constexpr int kVec = Wkv4Choice::kVec;
     static auto tensors(const Wkv4BackwardParams& p) {
       return std::array{&p.forward.k, &p.forward.v, &p.grad_o, &p.dk, &p.dv};

@@ -53,6 +53,8 @@ template <>
 struct PairOf<__half> {
   using type = __half2;
 };
+template <class T>
+struct PairOf<Unaligned<T>> : PairOf<T> {};
 
 /// Two 16-bit keys are compared by one instruction.
 template <class Data>
@@ -181,7 +183,7 @@ struct Wkv4Base : OpDefaults {
   __device__ void find_shared_exponent() {
     Pack<Data, kVec> first = {};
     if (seq.length > 0) {
-      first = load_streaming<Data, kVec>(k.at(kBackwards ? seq.length - 1 : 0));
+      first = k.load(kBackwards ? seq.length - 1 : 0);
     }
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -195,24 +197,54 @@ struct Wkv4Base : OpDefaults {
   __device__ void store_states(void* states, int64_t row, const Number (&s)[kVec]) const {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      store_wkv4_state(states, row, channels.total, channels.first + c, s[c]);
+      if (channels.exists(c)) {
+        store_wkv4_state(states, row, channels.total, channels.at(c), s[c]);
+      }
     }
   }
   __device__ Number load_state(const void* states, int64_t row, int c) const {
-    return load_wkv4_state<Real>(states, row, channels.total, channels.first + c);
+    return load_wkv4_state<Real>(states, row, channels.total, channels.at(c));
   }
   /// The state that enters the first token, whose key is given.
   __device__ Number first_state(Real key, int c) const {
-    Number s = initial_wkv4_state<Real>(state, seq.index, channels.total, channels.first + c, key);
+    Number s = initial_wkv4_state<Real>(state, seq.index, channels.total, channels.at(c), key);
     set_binary_exponent(s, s.m);
     return s;
+  }
+
+  /// Stores one of the three parts of a saved state. Where rows are unaligned, so are those of the
+  /// saved states.
+  __device__ void store_saved(Real* to, const Real (&part)[kVec]) const {
+    if constexpr (kIsUnaligned<Data>) {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        if (channels.exists(c)) {
+          to[c] = part[c];
+        }
+      }
+    } else {
+      *reinterpret_cast<StatePack*>(to) = pack<Real, kVec>(part);
+    }
+  }
+  /// Starts the copy of one.
+  __device__ void copy_saved(char* to, const Real* from) const {
+    if constexpr (kIsUnaligned<Data>) {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        if (channels.exists(c)) {
+          copy_async<sizeof(Real)>(to + c * sizeof(Real), from + c);
+        }
+      }
+    } else {
+      copy_async<sizeof(StatePack)>(to, from);
+    }
   }
 
   /// How fast a channel decays on the slow path. (Multi-block scans have not the registers to keep
   /// that.)
   __device__ BinaryLog rate_of(int c) const {
     if constexpr (kSharedExponent) {
-      return BinaryLog(static_cast<const Real*>(w)[channels.first + c]);
+      return BinaryLog(static_cast<const Real*>(w)[channels.at(c)]);
     } else {
       return {w_whole[c], w_rest[c]};
     }
@@ -259,7 +291,7 @@ struct Wkv4Base : OpDefaults {
   }
   /// The weights of a state's sums and of a token with its bonus.
   __device__ Wkv4Weights<Real> bonus_beside(const Number& s, Real key, int c) const {
-    const BinaryLog log(key), bonus(static_cast<const Real*>(u)[channels.first + c]);
+    const BinaryLog log(key), bonus(static_cast<const Real*>(u)[channels.at(c)]);
     // A large bonus has no power of two of its own; its whole part goes with the key's.
     const Real whole =
         beside_empty(s, (log.whole - s.m) + bonus.whole, binary(kWkv4LeastBesideEmpty));

@@ -23,7 +23,6 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
   using typename Base::Real;
   using Params = Wkv4Params;
   using Map = AffineMap<Number, kVec>;
-  using typename Base::StatePack;
   using Tile = TileConfig<OpKind::kWkv4, Direction::kForward, kRegime>;
   static constexpr int kSteps = Tile::kSteps;
   static constexpr bool kEmitWhileAdvancing = true;
@@ -31,6 +30,7 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
   struct Raw {
     Pack<Data, kVec> k, v;
   };
+  static constexpr int kInputs = 2, kStagedOutputs = 1;
 
   static cudaError_t launch_sequential(const Params& p, cudaStream_t stream) {
     return launch_wkv4_sequential<Data>(p, stream);
@@ -53,7 +53,7 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
   __device__ void initial(Number (&s)[kVec]) const {
     Pack<Data, kVec> first = {};
     if (seq.length > 0) {
-      first = load_streaming<Data, kVec>(this->k.at(0));
+      first = this->k.load(0);
     }
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -89,9 +89,9 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
     for (int c = 0; c < kVec; ++c) {
       y[c] = s[c].y, z[c] = s[c].z, m[c] = s[c].m;
     }
-    *reinterpret_cast<StatePack*>(at) = pack<Real, kVec>(y);
-    *reinterpret_cast<StatePack*>(at + channels.total) = pack<Real, kVec>(z);
-    *reinterpret_cast<StatePack*>(at + 2 * channels.total) = pack<Real, kVec>(m);
+    this->store_saved(at, y);
+    this->store_saved(at + channels.total, z);
+    this->store_saved(at + 2 * channels.total, m);
   }
   __device__ bool saves_before(int step) const {
     return static_cast<unsigned>(seq.length - step) % unsigned{kWkv4SavedEvery} == 0 && step > 0;
@@ -132,7 +132,7 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
 
     /// The chunk's own sums after its last step.
     template <class Ring>
-    __device__ void compose(const Op& op, const Ring& ring, int stage, Map& map) const {
+    __device__ void compose(const Op& op, const Ring& ring, int stage, int, int, Map& map) const {
 #pragma unroll
       for (int c = 0; c < kVec; ++c) {
         const Real exponent = op.exponent_of(low[c], high[c], c);
@@ -150,11 +150,6 @@ struct Wkv4Forward : Wkv4Base<Data_, kVec_, kRegime, false>,
         }
         op.set_decay(map, kSteps, c);
       }
-    }
-
-    template <class Ring>
-    __device__ void compose(const Op& op, const Ring& ring, int stage, int, int, Map& map) const {
-      compose(op, ring, stage, map);
     }
 
     /// The chunk's sums on the slow path, scaled by the largest weight after the last step.

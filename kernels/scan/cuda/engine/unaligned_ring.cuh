@@ -1,0 +1,347 @@
+#pragma once
+
+// How rows travel that begin at any element (unaligned.cuh). A thread owns two channels as ever,
+// and a warp's row is 128 bytes. Copies of 16 bytes ask for addresses that are multiples of 16 in
+// both memories, so
+//   a warp copies the 16-byte pieces that cover its row, nine for 128 bytes, into a row of shared
+//     memory that is one piece longer; the last piece is cut where the channel tile ends;
+//   a thread finds its channels there at the row's own shift, which is its address modulo 16, and
+//     takes them one by one;
+//   outputs go straight to memory, as a pack where that happens to be aligned.
+
+#include <limits>
+
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/scan/cuda/engine/ring.cuh"
+#include "kernels/scan/cuda/engine/rows.cuh"
+
+namespace tidegate::kernels::scan {
+
+constexpr int kPieceBytes = 16;  // of a copy
+
+/// Copies the first `bytes` of sixteen, and writes zeros for the others, which are not read.
+__device__ inline void copy_piece_async(void* shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes)
+               : "memory");
+}
+
+template <class T, int kVec>
+class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
+  static_assert(kVec == 1 || kVec == 2);
+  using Base = Rows<T, kVec>;
+  using Bits = typename BitsOf<sizeof(T)>::type;
+  using Packed = Pack<Unaligned<T>, kVec>;
+
+ public:
+  /// Bytes of a row in a slot of shared memory.
+  static constexpr int kSlotRow = kWarpSize * kVec * sizeof(T) + kPieceBytes;
+
+  Rows() = default;
+
+  __device__ Rows(const TimeSeries& series, const Sequence& seq, bool backwards,
+                  const Channels& channels)
+      : Base(series, seq, backwards, channels),
+        in_tile_(channels.in_tile * static_cast<int>(sizeof(T))),
+        tile_(channels.tile * static_cast<int>(sizeof(T))),
+        single_(channels.single) {}
+
+  __device__ void store(int k, int i, const Packed& p, int shift = 0) const {
+    char* const to = Base::further(Base::at(k), i) + shift;
+    T elements[kVec];
+    memcpy(elements, &p.bits, sizeof(elements));
+    if constexpr (kVec == 1) {
+      *reinterpret_cast<T*>(to) = elements[0];
+    } else if (low_bits(to) % sizeof(p.bits) == 0 && !single_) {
+      *reinterpret_cast<typename Packed::Bits*>(to) = p.bits;
+    } else {
+      *reinterpret_cast<T*>(to) = elements[0];
+      if (!single_) {
+        reinterpret_cast<T*>(to)[1] = elements[1];
+      }
+    }
+  }
+
+  /// This thread's channels of row k, from device memory. A channel that does not exist is zero.
+  __device__ Packed load(int k) const {
+    const char* const from = Base::at(k);
+    T elements[kVec] = {};
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      if (v == 0 || !single_) {
+        elements[v] = reinterpret_cast<const T*>(from)[v];
+      }
+    }
+    return of(elements);
+  }
+
+  /// Starts the copy of the 16 bytes of row k that lie `piece` bytes after the first piece's begin.
+  /// Bytes past the channel tile are not read, and zero in shared memory. `shift`: bytes further on
+  /// in the row.
+  __device__ void copy_piece(char* to, int k, int piece, int shift) const {
+    const char* const at = Base::at(k) + (piece + shift - in_tile_);
+    const int phase = static_cast<int>(low_bits(at) % kPieceBytes);
+    const int bytes = min(max(phase + tile_ - piece, 0), kPieceBytes);
+    copy_piece_async(to, at - phase, bytes);
+  }
+
+  /// This thread's channels of row k from where copy_piece has put the row.
+  __device__ Packed take(const char* row, int k, int shift) const {
+    const unsigned start = low_bits(Base::base_) + static_cast<unsigned>(k * Base::stride_) +
+                           static_cast<unsigned>(shift - in_tile_);
+    const char* const from = row + start % kPieceBytes + in_tile_;
+    T elements[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      elements[v] = reinterpret_cast<const T*>(from)[v];
+    }
+    return of(elements);
+  }
+
+ private:
+  static __device__ unsigned low_bits(const void* p) {
+    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p));
+  }
+  static __device__ Packed of(const T (&elements)[kVec]) {
+    Packed p;
+    memcpy(&p.bits, elements, sizeof(elements));
+    return p;
+  }
+
+  int in_tile_ = 0, tile_ = 0;  // bytes
+  bool single_ = false;
+};
+
+/// The channels of a thread where rows are unaligned. D may be odd, so that the last threads of a
+/// narrow row share a channel; of a D of one, a thread's second channel does not exist.
+template <int kVec>
+__device__ inline Channels find_unaligned_channels(int64_t tile, int lane, int64_t channels) {
+  constexpr int64_t kTileChannels = kWarpSize * kVec;
+  const int64_t tile_first = min(tile * kTileChannels, max(channels - kTileChannels, int64_t{0}));
+  const int width = static_cast<int>(min(channels, kTileChannels));
+  const int in_tile = min(lane * kVec, max(width - kVec, 0));
+  return {tile_first + in_tile, channels, in_tile, width, width < kVec};
+}
+
+// Sources (rows.cuh): eight threads copy a step's row, four steps at once, but for the last piece
+// of each row; those pieces are copied by as many threads as there are steps, one each.
+
+/// Starts the copies of one thread of the eight. Thread by thread, `k` is the step that the thread
+/// copies for, and `slot` that step's slot.
+struct UnalignedFetchSource {
+  static constexpr int kThreadsARow = 8;
+  static constexpr int kStepsAtOnce = kWarpSize / kThreadsARow;
+  char* slot;
+  int lane;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
+    constexpr int kAtOnce = kThreadsARow * kPieceBytes;
+    const int offset = lane % kThreadsARow * kPieceBytes;
+#pragma unroll
+    for (int piece = 0; piece + kPieceBytes < rows.kSlotRow; piece += kAtOnce) {
+      rows.copy_piece(slot + piece + offset, k, piece + offset, shift);
+    }
+    slot += rows.kSlotRow;
+  }
+};
+
+/// Starts the copies of the last pieces of a step's rows.
+struct LastPieceSource {
+  char* slot;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
+    constexpr int kPiece = Rows<T, kVec>::kSlotRow - kPieceBytes;
+    rows.copy_piece(slot + kPiece, k, kPiece, shift);
+    slot += rows.kSlotRow;
+  }
+};
+
+/// Takes step k's inputs from its slot.
+struct UnalignedSlotSource {
+  const char* slot;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int k, int shift = 0) {
+    pack = rows.take(slot, k, shift);
+    slot += rows.kSlotRow;
+  }
+};
+/// What a gather for that source is told the last step was: a row further on (h_{t-1} backward) is
+/// then taken at the shift of the step after k, which is wrong for the last step alone, whose
+/// h_{t-1} is not read.
+constexpr int kNoLastStep = std::numeric_limits<int>::max();
+
+// ---- Rings ----
+
+/// Starts the copies of kSteps steps' rows into their slots. `copy(i, source)` gathers step i of
+/// the chunk.
+template <int kSteps, class Slot, class Copy>
+__device__ __forceinline__ void copy_unaligned_rows(int lane, const Slot& slot, const Copy& copy) {
+  using Source = UnalignedFetchSource;
+  static_assert(kSteps % Source::kStepsAtOnce == 0 && kSteps <= kWarpSize);
+  __syncwarp();  // the place is free only when all threads have taken what they need from it
+#pragma unroll
+  for (int first = 0; first < kSteps; first += Source::kStepsAtOnce) {
+    const int i = first + lane / Source::kThreadsARow;
+    copy(i, Source{slot(i), lane});
+  }
+  if (lane < kSteps) {
+    copy(lane, LastPieceSource{slot(lane)});
+  }
+}
+
+/// A warp's ring of chunks of unaligned rows (Ring, ring.cuh).
+template <class Op>
+  requires kIsUnaligned<typename Op::Data>
+class Ring<Op> {
+ public:
+  static constexpr int kSlotBytes =
+      static_cast<int>(sizeof(typename Op::Raw)) * kWarpSize + Op::kInputs * kPieceBytes;
+  static constexpr int kChunkInputBytesPerWarp = Op::kChunkInputBytes * kWarpSize;
+  static constexpr int kStageBytes = kSlotBytes * Op::kSteps + kChunkInputBytesPerWarp;
+  // Outputs that leave by way of the ring have a place of their own, where each thread's part is
+  // its own: threads that share a channel read the same bytes of a slot.
+  static constexpr int kOutputBytes = Op::kPackBytes * kWarpSize;
+  static constexpr int kStagedBytes = Op::kStagedOutputs * Op::kSteps * kOutputBytes;
+  static constexpr int kBytes = kStageBytes * Op::kStages + kStagedBytes;
+
+  __device__ Ring(char* shared, int warp, int lane, bool)
+      : base_(shared + warp * kBytes), lane_(lane) {}
+
+  __device__ void fetch(const Op& op, int stage, int k, int end) const {
+    if constexpr (kChunkInputBytesPerWarp > 0) {
+      op.fetch_chunk_inputs(chunk_inputs(stage), lane_, k, end);
+    }
+    copy_unaligned_rows<Op::kSteps>(
+        lane_, [&](int i) { return slot(stage, i); },
+        [&](int i, auto source) { op.gather(source, min(k + i, end - 1), end - 1); });
+  }
+
+  template <int kChunks = 1>
+  __device__ void wait() const {
+    wait_for_copies<Op::kStages - kChunks>();
+    __syncwarp();
+  }
+
+  /// Step i of the chunk that begins at step k, or at any multiple of as many steps as bring back
+  /// every shift, as all chunks of such a length do.
+  __device__ typename Op::Raw take(const Op& op, int stage, int i, int k) const {
+    return op.gather(UnalignedSlotSource{slot(stage, i)}, k + i, kNoLastStep);
+  }
+  __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
+    static_assert(Op::kSteps % (kPieceBytes / sizeof(typename Op::Data)) == 0);
+    int chunk = 0;
+    asm volatile("" : "+r"(chunk));  // or the shifts of all steps are found once, and spill
+    return take(op, stage, i, chunk);
+  }
+  __device__ char* chunk_inputs(int stage) const { return slot(stage, Op::kSteps); }
+  __device__ int lane() const { return lane_; }
+
+  /// Keeps step i's output number `output`, or one of its channels.
+  template <class T, int kVec>
+  __device__ void stage_output(int, int i, int output, const Pack<T, kVec>& p) const {
+    *reinterpret_cast<typename Pack<T, kVec>::Bits*>(staged(i, output)) = p.bits;
+  }
+  template <class T>
+  __device__ void stage_output_channel(int, int i, int output, int c, T x) const {
+    reinterpret_cast<T*>(staged(i, output))[c] = x;
+  }
+  /// Stores them, from step k of the scan on.
+  template <class T, int kVec>
+  __device__ void store_outputs(int, int output, const Rows<T, kVec>& rows, int k, int end) const {
+#pragma unroll
+    for (int i = 0; i < Op::kSteps; ++i) {
+      if (k + i < end) {
+        Pack<T, kVec> p;
+        p.bits = *reinterpret_cast<const typename Pack<T, kVec>::Bits*>(staged(i, output));
+        rows.store(k, i, p);
+      }
+    }
+  }
+
+ private:
+  __device__ char* slot(int stage, int i) const {
+    return base_ + stage * kStageBytes + i * kSlotBytes;
+  }
+  __device__ char* staged(int i, int output) const {
+    return base_ + kStageBytes * Op::kStages + (output * Op::kSteps + i) * kOutputBytes +
+           lane_ * Op::kPackBytes;
+  }
+
+  char* base_;
+  int lane_;
+};
+
+/// A warp's split ring of unaligned rows (SplitRing, ring.cuh).
+template <class Op>
+  requires kIsUnaligned<typename Op::Data>
+class SplitRing<Op> {
+  static constexpr int kOtherStages = Op::kStages - 1;
+  static constexpr int kComposeSlotBytes =
+      Op::kComposeBytes * kWarpSize + Op::kComposeInputs * kPieceBytes;
+  static constexpr int kOtherSlotBytes =
+      Op::kOtherBytes * kWarpSize + (Op::kInputs - Op::kComposeInputs) * kPieceBytes;
+  using Raw = typename Op::Raw;
+
+ public:
+  static constexpr int kBytes =
+      (kComposeSlotBytes * Op::kStages + kOtherSlotBytes * kOtherStages) * Op::kSteps;
+
+  __device__ SplitRing(char* shared, int warp, int lane, bool)
+      : base_(shared + warp * kBytes), lane_(lane) {}
+
+  __device__ void fetch(const Op& op, int iteration, int k, int end, int stride) const {
+    if (iteration * stride < end) {
+      copy_unaligned_rows<Op::kSteps>(
+          lane_, [&](int i) { return compose_slot(iteration, i); },
+          [&](int i, auto source) {
+            Raw raw;
+            op.gather_for_compose(source, raw, min(k + i, end - 1));
+          });
+    }
+    if (iteration > 0 && (iteration - 1) * stride < end) {
+      copy_unaligned_rows<Op::kSteps>(
+          lane_, [&](int i) { return other_slot(iteration - 1, i); },
+          [&](int i, auto source) {
+            Raw raw;
+            op.gather_others(source, raw, min(k - stride + i, end - 1), end - 1);
+          });
+    }
+  }
+
+  template <int kIterations = 1>
+  __device__ void wait() const {
+    wait_for_copies<Op::kStages - kIterations>();
+    __syncwarp();
+  }
+
+  __device__ Raw take_for_compose(const Op& op, int iteration, int i, int k) const {
+    Raw raw;
+    UnalignedSlotSource from{compose_slot(iteration, i)};
+    op.gather_for_compose(from, raw, k + i);
+    return raw;
+  }
+  __device__ Raw take(const Op& op, int iteration, int i, int k) const {
+    Raw raw = take_for_compose(op, iteration, i, k);
+    UnalignedSlotSource from{other_slot(iteration, i)};
+    op.gather_others(from, raw, k + i, kNoLastStep);
+    return raw;
+  }
+
+ private:
+  __device__ char* compose_slot(int iteration, int i) const {
+    return base_ + (iteration % Op::kStages * Op::kSteps + i) * kComposeSlotBytes;
+  }
+  __device__ char* other_slot(int iteration, int i) const {
+    return base_ + Op::kStages * Op::kSteps * kComposeSlotBytes +
+           (iteration % kOtherStages * Op::kSteps + i) * kOtherSlotBytes;
+  }
+
+  char* base_;
+  int lane_;
+};
+
+}  // namespace tidegate::kernels::scan

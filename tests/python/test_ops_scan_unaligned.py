@@ -1,0 +1,91 @@
+"""16-bit rows that begin anywhere: odd D, D that is no multiple of eight, views at an odd offset.
+
+On a GPU these are kernels of their own (kernels/scan/cuda/engine/unaligned_ring.cuh) in three
+regimes, so every kind of call is held against the oracle in each: many blocks a multiprocessor,
+one, and blocks that share a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import cases, wkv4_cases
+from support.scan_cases import ScanCase
+from support.wkv4_cases import Wkv4Case
+
+import tidegate
+
+KINDS = [
+    ScanCase("hgru", dtype=torch.bfloat16),
+    ScanCase("hgru", dtype=torch.float16, theta=True),
+    ScanCase("hgru", dtype=torch.bfloat16, gate_dtype=torch.float32),
+    ScanCase("linear_scan", dtype=torch.bfloat16),
+    ScanCase("linear_scan", dtype=torch.float16, constant=True),
+    ScanCase("lru_scan", dtype=torch.bfloat16),
+    ScanCase("lru_scan", dtype=torch.float16, theta=True),
+]
+# Sequences and their length: 400 chains of tiles, a block a multiprocessor, several blocks a
+# sequence. Backward, chunks of 4, 8 and 12 steps begin at every shift.
+REGIMES = {"many": (200, 37), "one": (70, 150), "shared": (1, 3001)}
+LENGTHS = (5, 0, 1001, 1, 64, 0, 930)
+
+
+def check(case: ScanCase | Wkv4Case, device: str) -> None:
+    if isinstance(case, Wkv4Case):
+        wkv4_cases.check(case, device)
+    else:
+        cases.check(case, device)
+
+
+@pytest.mark.parametrize("channels", [65, 127])
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_odd_widths_in_every_regime(
+    case: ScanCase, regime: str, channels: int, device: str
+) -> None:
+    batch, time = REGIMES[regime]
+    check(replace(case, batch=batch, time=time, channels=channels), device)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 63, 66, 68, 1001])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_any_width(case: ScanCase, channels: int, device: str) -> None:
+    check(replace(case, time=130, channels=channels, seed=channels), device)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "projection", "misaligned"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_packed_views(case: ScanCase, layout: str, reverse: bool, device: str) -> None:
+    case = replace(case, channels=77, lengths=LENGTHS, layout=layout, reverse=reverse, seed=2)
+    check(case, device)
+
+
+@pytest.mark.parametrize("channels", [7, 65, 70, 129])
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wkv4(dtype: torch.dtype, regime: str, channels: int, device: str) -> None:
+    batch, time = REGIMES[regime]
+    check(Wkv4Case(batch=batch, time=time, channels=channels, dtype=dtype), device)
+    check(Wkv4Case(channels=channels, dtype=dtype, lengths=LENGTHS, layout="misaligned"), device)
+
+
+@pytest.mark.parametrize(("batch", "time"), REGIMES.values())
+def test_wkv4_of_one_channel(batch: int, time: int, device: str) -> None:
+    """Its gradients are sums for one channel, of which the error rule is luck."""
+    case = Wkv4Case(batch=batch, time=time, channels=1, dtype=torch.bfloat16)
+    wkv4_cases.check(case, device, backward=False)
+
+
+@pytest.mark.parametrize(("batch", "time"), REGIMES.values())
+def test_a_channel_has_the_bits_of_its_aligned_self(batch: int, time: int, device: str) -> None:
+    """Which thread owns a channel, and beside which other, changes nothing of its outputs."""
+    rng = torch.Generator().manual_seed(3)
+    c, f = (torch.randn(batch, time, 128, generator=rng).bfloat16().to(device) for _ in range(2))
+    whole, final = tidegate.ops.hgru(c, f)
+    for first, last in ((0, 65), (1, 128), (63, 128)):
+        part, part_final = tidegate.ops.hgru(c[..., first:last], f[..., first:last])
+        assert torch.equal(part, whole[..., first:last])
+        assert torch.equal(part_final, final[..., first:last])
