@@ -12,7 +12,7 @@ import numpy as np
 
 # Small enough for a run to take a second; one thread, so that machines busy with other work do not
 # spend their time at OpenMP barriers.
-MODEL = {"mixer_options": {"complex": False}, "dim": 16, "layers": 2}
+MODEL = {"mixer": "hgrn", "mixer_options": {"complex": False}, "dim": 16, "layers": 2}
 TRAIN = {
     "steps": 6,
     "batch_size": 4,
@@ -32,6 +32,7 @@ COPYING = {
     "model": {"mixer": "gated-linear-rnn", "mixer_options": {}, "dim": 32},
 }
 FLAGS = [
+    "--mixer=hgrn",
     "--dim=16",
     "--layers=2",
     "--set=mixer_options.complex=false",

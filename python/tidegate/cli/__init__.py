@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 from .._memory import keep_freed_memory
 from ..training.errors import UserError
-from . import bench, convert, demo, evaluate, generate, info, plot, train
+from . import bench, convert, demo, evaluate, generate, info, listing, plot, train
 from .errors import STOPPED
 
-COMMANDS = (train, demo, evaluate, generate, convert, plot, bench, info)
+COMMANDS = (train, demo, evaluate, generate, convert, plot, bench, listing, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; needs neither torch nor numpy."""
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="tidegate", description="Train and use language models with gated linear recurrences."
     )

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from ..models import LMConfig
+from ..training.config import TrainConfig
 from ..training.errors import UserError
+from ..training.optim import DECAYS, OPTIMIZERS
+from ..training.runs import DEFAULT_STEPS, VALIDATIONS
+from ..training.schedules import SCHEDULES
 from .errors import STOPPED
 from .evaluate import describe_score
+from .listing import WholeNames, names
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model on text or a task, or go on with a run",
+        formatter_class=WholeNames,
         description="Started again on an --out that holds a checkpoint, it goes on from there; "
-        "flags left out keep the run's values.",
+        "flags left out keep the run's values. Defaults are those of a new run without --recipe "
+        "and --preset; `tidegate list` says what each name is.",
     )
     parser.set_defaults(command=run)
     # Flags that are not given leave no trace, so that a resumed run can tell what was asked for.
@@ -26,15 +36,11 @@ def add(commands: Any) -> None:
     add(
         "data",
         nargs="?",
-        help="text file or folder, `stdlib`, token ids in a .npy or .bin file, or a task: copying, "
-        "selective-copying, listops, mqar, digits, fashion-mnist; some recipes name their own",
+        help="text file or folder, `stdlib`, token ids in a .npy or .bin file, or a task: "
+        f"{names('tasks')}; some recipes name their own",
     )
     add("--out", default="runs/train", help="run folder (default: %(default)s)")
-    add(
-        "--recipe",
-        help="named settings: hgrn-wikitext103 (HGRN, Table 16), copying, mqar, "
-        "fox-757m, fox-360m, demo",
-    )
+    add("--recipe", help=f"named settings: {names('recipes')}")
     add("--quiet", action="store_true", default=False, help="no progress bar")
     _add_model_flags(parser)
     _add_data_flags(parser)
@@ -42,16 +48,39 @@ def add(commands: Any) -> None:
     _add_run_flags(parser)
 
 
+def _defaults(config: type, parser: argparse._ArgumentGroup) -> Callable[..., None]:
+    """A function that adds a flag for a field of `config` and tells its default."""
+    known = {field.name: field.default for field in dataclasses.fields(config)}
+
+    def add(flag: str, about: str = "", **options: Any) -> None:
+        default = known[options.get("dest", flag[2:].replace("-", "_"))]
+        if isinstance(default, tuple):
+            default = " ".join(map(str, default))
+        if default is not False:
+            about = f"{about} (default: {default})"
+        parser.add_argument(flag, help=about.strip(), **options)
+
+    return add
+
+
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     """The model that is trained."""
     model = parser.add_argument_group("model")
-    model.add_argument("--preset", help="a paper's configuration, e.g. hgrn-44m")
-    model.add_argument("--mixer", help="token mixer, e.g. hgrn; or one a layer: a,a,b")
-    model.add_argument("--dim", type=int, help="width")
-    model.add_argument("--layers", type=int)
-    model.add_argument("--glu-hidden", type=int, help="hidden width of the channel mixer")
-    model.add_argument("--vocab-size", type=int, help="default: the preset's or the tokenizer's")
-    model.add_argument("--dropout", type=float)
+    add = _defaults(LMConfig, model)
+    model.add_argument("--preset", help=f"a paper's configuration: {names('presets')}")
+    add("--mixer", f"token mixer, or one a layer (a,a,b): {names('mixers')}")
+    add("--dim", "width", type=int)
+    add("--layers", type=int)
+    model.add_argument(
+        "--glu-hidden", type=int, help="hidden width of the channel mixer (default: 2 * dim)"
+    )
+    model.add_argument(
+        "--vocab-size",
+        type=int,
+        help="default: the tokenizer's or the task's; of token ids the preset's, or one more than "
+        "the largest",
+    )
+    add("--dropout", type=float)
     model.add_argument(
         "--set",
         dest="fields",
@@ -59,67 +88,91 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=JSON",
         help="any other field of LMConfig, e.g. mixer_options.complex=false; repeatable",
     )
+    model.add_argument(
+        "--init-from",
+        metavar="FOLDER",
+        help="begin with the weights, and by default the configuration and the tokenizer, of this "
+        "saved model, run, or checkpoint from elsewhere (what `tidegate convert` reads)",
+    )
 
 
 def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     """What it is trained on."""
     data = parser.add_argument_group("data")
-    data.add_argument("--tokenizer", help="bytes (default), bpe:N, or a tokenizer.json")
-    data.add_argument("--valid", help="validate on this file instead of a tenth of the data")
-    data.add_argument("--token-dtype", help="of a .bin file (default: uint16)")
+    add = _defaults(TrainConfig, data)
+    add("--tokenizer", "bytes, bpe:N, or a tokenizer.json")
+    data.add_argument("--valid", help="validate on this file (default: a tenth of the data)")
+    add("--token-dtype", "of a .bin file")
     data.add_argument(
         "--task-option",
         "--task",
         dest="options",
         action="append",
         metavar="OPTION=N",
-        help="an option of the task, e.g. dummies=1000; repeatable",
+        help="an option of the task, e.g. dummies=1000; repeatable (`tidegate list tasks`)",
     )
-    data.add_argument("--context", type=int, help="tokens a sequence (tasks: their own)")
+    add("--context", "tokens a sequence; tasks have their own", type=int)
     data.add_argument(
         "--packed",
         action="store_true",
         help="keep files apart: sequences end where files do, and are packed end to end",
     )
-    data.add_argument("--batch-size", type=int, help="sequences an optimiser step")
-    data.add_argument("--grad-accum", type=int, help="parts a batch is computed in, to save memory")
+    add("--batch-size", "sequences an optimiser step", type=int)
+    add("--grad-accum", "parts a batch is computed in, to save memory", type=int)
 
 
 def _add_optimisation_flags(parser: argparse.ArgumentParser) -> None:
     """How it is trained."""
     train = parser.add_argument_group("optimisation")
-    train.add_argument("--steps", type=int, help="optimiser steps (default: 1000)")
-    train.add_argument("--minutes", type=float, help="wall-time budget of training")
-    train.add_argument("--optimizer", help="adamw, adam or muon")
-    train.add_argument("--lr", type=float, help="peak learning rate")
-    train.add_argument("--muon-lr", type=float, help="peak rate of the matrices under muon")
-    train.add_argument("--betas", type=float, nargs=2)
-    train.add_argument("--eps", type=float)
-    train.add_argument("--weight-decay", type=float)
-    train.add_argument("--decay", help="what decays: matrices or all")
-    train.add_argument("--clip", type=float, help="largest gradient norm; 0 = no clipping")
-    train.add_argument("--schedule", help="constant, linear, cosine or inverse-sqrt")
-    train.add_argument("--warmup-steps", type=int)
-    train.add_argument("--warmup-fraction", type=float, help="warm-up as a part of the run")
-    train.add_argument("--floor", type=float, help="last rate as a part of the peak")
+    add = _defaults(TrainConfig, train)
+    train.add_argument(
+        "--steps", type=int, help=f"optimiser steps (default: {DEFAULT_STEPS}, without --minutes)"
+    )
+    train.add_argument("--minutes", type=float, help="wall-time budget of training (default: none)")
+    add("--optimizer", ", ".join(OPTIMIZERS))
+    add("--lr", "peak learning rate", type=float)
+    add("--muon-lr", "peak rate of the matrices under muon", type=float)
+    add("--betas", "of the optimiser, as the next three", type=float, nargs=2)
+    add("--eps", type=float)
+    add("--weight-decay", type=float)
+    add("--decay", f"what decays: {' or '.join(DECAYS)}")
+    add("--clip", "largest gradient norm; 0 = no clipping", type=float)
+    add("--schedule", ", ".join(SCHEDULES))
+    add("--warmup-steps", "steps of a linear warm-up", type=int)
+    add("--warmup-fraction", "warm-up as a part of the run", type=float)
+    add("--floor", "last rate as a part of the peak", type=float)
     train.add_argument(
         "--cuda-graph", action="store_true", help="replay each step from a CUDA graph"
     )
     train.add_argument(
         "--compile", action="store_true", help="send the blocks through torch.compile"
     )
-    train.add_argument("--precision", help="auto, fp32, tf32 (matrix products) or bf16 (autocast)")
-    train.add_argument("--seed", type=int)
+    add(
+        "--precision",
+        "fp32, tf32 (matrix products), bf16 (autocast), or auto: bf16 where it is faster",
+    )
+    add("--seed", type=int)
 
 
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     """How often it is saved and scored, and where it runs."""
     run = parser.add_argument_group("run")
-    run.add_argument("--checkpoint-every", type=int, metavar="STEPS")
-    run.add_argument("--eval-every", type=int, metavar="STEPS")
-    run.add_argument("--eval-tokens", type=int, help="tokens a validation on the way reads")
-    run.add_argument("--device", help="auto, cpu, cuda or cuda:N")
-    run.add_argument("--threads", type=int, help="CPU threads of torch")
+    add = _defaults(TrainConfig, run)
+    run.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help=f"default: every {TrainConfig.checkpoint_seconds:g} seconds of training",
+    )
+    run.add_argument(
+        "--eval-every",
+        type=int,
+        metavar="STEPS",
+        help=f"validate every so many steps, 0 = at the end alone (default: {VALIDATIONS} times)",
+    )
+    add("--eval-tokens", "tokens a validation on the way reads", type=int)
+    add("--device", "auto (CUDA where there is one), cpu, cuda or cuda:N")
+    add("--threads", "CPU threads of torch, 0 = its own choice", type=int)
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -218,6 +271,10 @@ def _say_run(run: Any, out: str, recipe: str | None) -> None:
         f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
         file=sys.stderr,
     )
+    if run.config.init_from and not run.resumed:
+        print(f"it begins with the weights of {run.config.init_from}", file=sys.stderr)
+    if run.config.cuda_graph and trainer.device.type != "cuda":
+        print("without a CUDA device no step is replayed from a CUDA graph", file=sys.stderr)
     task = run.config.data
     if recipe is None and not run.resumed and task in recipes():
         print(
