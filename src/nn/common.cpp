@@ -7,6 +7,7 @@
 #include "tidegate/ops/init.h"
 #include "tidegate/ops/norm.h"
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
@@ -181,6 +182,8 @@ std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tens
 
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement) {
   const torch::Device device = placement.device.value_or(torch::Device(torch::kCPU));
+  TORCH_CHECK_VALUE(!device.is_cuda() || at::hasCUDA(),
+                    "device: expected cpu, since torch sees no CUDA device; got ", device);
   return at::empty(shape, at::TensorOptions(dtype_of(placement)).device(device));
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,15 +205,7 @@ class Model(nn.Module):
         the earlier one. Raises ValueError for parameters that are sharded.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
-        for name, t in tensors.items():
-            if hasattr(t, "device_mesh"):
-                raise ValueError(
-                    f"{type(self).__name__}.save: {name}: expected a whole tensor; got a sharded "
-                    "one (DTensor): gather them on every rank by get_model_state_dict(model, "
-                    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
-                    "torch.distributed.checkpoint.state_dict, then save(..., state_dict=them) on "
-                    "rank 0"
-                )
+        refuse_sharded(f"{type(self).__name__}.save", tensors.items(), "save(..., state_dict=them)")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
@@ -264,6 +257,19 @@ def _refuse_other_folders(owner: str, directory: Path) -> None:
             f"another library (model_type {kind!r}): `tidegate convert` or tidegate.models.loaders "
             "reads it, if it is one that tidegate knows"
         )
+
+
+def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str) -> None:
+    """Raises ValueError, naming the remedy and what is to be done then, for a tensor that is
+    sharded (DTensor), as FSDP2 makes them."""
+    for name, t in tensors:
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{owner}: {name}: expected a whole tensor; got a sharded one (DTensor): gather "
+                "them on every rank by get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
+                f"state_dict, then, on rank 0, {then}"
+            )
 
 
 def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
