@@ -57,8 +57,8 @@ Json head_of(const Flags& flags) {
 void attempt(Row& row, const char* what, const Setup& setup, const std::function<void()>& work) {
   try {
     work();
-  } catch (const c10::Error& error) {
-    const std::string message = error.what_without_backtrace();
+  } catch (const c10::Error& thrown) {
+    const std::string message = thrown.what_without_backtrace();
     const std::string error = std::string(what) + ": " + message.substr(0, message.find('\n'));
     const auto& known = row.errors;  // of the rounds before
     if (std::find(known.begin(), known.end(), error) == known.end()) row.errors.push_back(error);

@@ -195,6 +195,6 @@ def test_a_step_is_exported(which):
 def test_a_compiled_step_asks_for_a_capacity():
     torch._dynamo.reset()
     mixer = make("Attention")[0].requires_grad_(False)
-    compiled = torch.compile(mixer.step, backend="eager")
+    compiled = torch.compile(mixer.step, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="expected a capacity, which a compiled"):
         compiled(torch.randn(2, DIM), mixer.init_state(2))

@@ -155,7 +155,8 @@ def test_pip_says_at_once_that_there_is_no_torch(tmp_path: Path) -> None:
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', encoding="utf-8")
     bare.chmod(0o755)
     code = (
-        f"import sys; sys.path.insert(0, {str(SOURCE / 'scripts' / 'pip')!r})\nimport tidegate_build;"
+        f"import sys; sys.path.insert(0, {str(SOURCE / 'scripts' / 'pip')!r})\n"
+        "import tidegate_build;"
         "tidegate_build._check_torch(); print('there is one', flush=True);"
         f"sys.executable = {str(bare)!r}; tidegate_build.prepare_metadata_for_build_wheel('x')"
     )

@@ -20,6 +20,7 @@ TRAIN = {
     "precision": "fp32",
     "device": "cpu",
     "threads": 1,
+    "eval_every": 0,
 }
 # The copying task at a tiny size, for `prepare`; no checkpoint by the clock, which logs a line too.
 COPYING = {

@@ -34,7 +34,7 @@ from .runtime import (
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
 from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from .trainer import Trainer, non_finite
+from .trainer import LOG_EVERY, Trainer, non_finite
 
 DEFAULT_STEPS = 1000
 VALIDATIONS = 10  # of a run that nothing else is said of: enough for a curve
@@ -229,9 +229,14 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
     if values.get("steps") is None and values.get("seconds") is None:
         values["steps"] = DEFAULT_STEPS
     if recorded is None and not {"eval_every", "eval_seconds"} & set(values):
-        if values.get("steps") is not None:
-            values["eval_every"] = -(-values["steps"] // VALIDATIONS)
-        else:
+        steps = values.get("steps")
+        if type(steps) is int and steps > 0:
+            every = -(-steps // VALIDATIONS)
+            # In step with the rows of training, which a validation ends early.
+            values["eval_every"] = (
+                every if every < LOG_EVERY else -(-every // LOG_EVERY) * LOG_EVERY
+            )
+        elif steps is None:
             values["eval_seconds"] = values["seconds"] / VALIDATIONS
     config = TrainConfig.from_dict(values)
     if config.precision == "auto":
