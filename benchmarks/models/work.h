@@ -18,7 +18,7 @@ struct Setup {
   int64_t tokens = 0;    // of a training step, and held by the batch that decodes
   int64_t steps = 5;     // timed, after one that is not
   int64_t decode_tokens = 32;
-  double seconds = 20.0;  // of one measurement's steps: fewer are timed where they take longer
+  double seconds = 5.0;  // of one measurement's steps: fewer are timed where they take longer
 
   int64_t batch(int64_t context) const { return tokens / context; }
 };

@@ -67,6 +67,8 @@ class TrainConfig:
         precision: "fp32"; "tf32" = fp32, but matrix products on CUDA round what they multiply to
             ten bits of mantissa; "bf16" = autocast; "auto" = bf16 where the device multiplies it
             faster, else fp32.
+        init_from: folder of the model whose weights the run begins with (`open_initial`); None =
+            they are drawn from the seed.
         seed: of the initialisation, the order of the data, and dropout.
         checkpoint_every, eval_every: in steps; 0 = only at the end.
         checkpoint_seconds, eval_seconds: the same by wall time of training, for runs bounded by it.
@@ -101,6 +103,7 @@ class TrainConfig:
     cuda_graph: bool = False
     compile: bool = False
     precision: str = "auto"
+    init_from: str | None = None
     seed: int = 1
     checkpoint_every: int = 0
     checkpoint_seconds: float = 60.0

@@ -194,8 +194,8 @@ def _with_checkpoint(path: str | Path) -> RunFolder:
 
 def _name_of(values: dict) -> str:
     """Mixer and size of a run's model."""
-    mixer = mixer_in_words(values["model"]["mixer"]).upper()
-    return f"{mixer}, {count_in_words(values['parameters'])} parameters"
+    model = model_name(values["model"]["mixer"])
+    return f"{model}, {count_in_words(values['parameters'])} parameters"
 
 
 def _validation_ids(
@@ -251,6 +251,29 @@ def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list
 def _by_number(layers: Mapping[int, Any]) -> dict[int, Any]:
     """What belongs to layers counted from 0, by the number that people give them."""
     return {layer + 1: value for layer, value in layers.items()}
+
+
+# What the papers call a model over a mixer.
+_MODEL_NAMES = {
+    "hgrn": "HGRN",
+    "hgrn2": "HGRN2",
+    "gla": "GLA",
+    "lru": "LRU",
+    "slru": "SLRU",
+    "rwkv4": "RWKV-4",
+    "gated-linear-rnn": "gated linear RNN",
+    "gated-rnn": "gated RNN",
+    "fox": "FoT",
+    "fox-pro": "FoT (Pro)",
+    "transformer": "Transformer",
+    "transformer-pro": "Transformer (Pro)",
+}
+
+
+def model_name(mixer: str | list[str]) -> str:
+    """ "FoT" of the mixer "fox"; in titles."""
+    names = [mixer] if isinstance(mixer, str) else dict.fromkeys(mixer)
+    return " + ".join(_MODEL_NAMES.get(name, name) for name in names)
 
 
 def mixer_in_words(mixer: str | list[str]) -> str:

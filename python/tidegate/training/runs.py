@@ -20,8 +20,9 @@ from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
 from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder
 from .checkpoint_content import weights_problem
 from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_run
-from .data import vocabulary_fits
+from .data import Corpus, vocabulary_fits
 from .errors import UserError
+from .initial import Initial, open_initial
 from .recipe import recipe_named
 from .runtime import (
     describe_machine,
@@ -33,10 +34,12 @@ from .runtime import (
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
 from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from .trainer import Trainer, non_finite
+from .trainer import LOG_EVERY, Trainer, non_finite
 
 DEFAULT_STEPS = 1000
-DEFAULT_MODEL = {"mixer": "hgrn"}
+VALIDATIONS = 10  # of a run that nothing else is said of: enough for a curve
+# A preset's vocabulary may be a tokenizer's, rounded up by so small a part of it.
+_PADDING = 64
 
 
 @dataclass
@@ -111,6 +114,9 @@ def prepare_run(
     """
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
+    named_vocabulary = None if "vocab_size" in model else asked_model.pop("vocab_size", None)
+    if asked_train.get("init_from"):
+        asked_train["init_from"] = os.path.abspath(asked_train["init_from"])
     is_new = not folder.path.exists()
     folder.make()  # before anything in it is read: from here on it is ours alone
     try:
@@ -121,18 +127,32 @@ def prepare_run(
                 "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
                 "names one"
             )
-        values = resolve_source({**base, **asked_train}, asked_train, base)
+        values = {**base, **asked_train}
+        initial = None
+        if values.get("init_from") and not folder.checkpoint.exists():
+            initial = open_initial(values["init_from"])
+            if values["data"] not in TASKS:
+                initial.settle(values)
+        values = resolve_source(values, asked_train, base)
         config = _train_config(values, recorded)
+        if train.get("cuda_graph") and resolve_device(config.device).type != "cuda":
+            raise UserError(
+                "train: cuda-graph: expected a CUDA device, which steps are replayed on, got "
+                f"{resolve_device(config.device)}; leave it out"
+            )
         # A tokenizer that is learnt becomes the folder's with its first config.json: of a start
         # that is refused or killed before, none stays for the next one to take.
         with tempfile.TemporaryDirectory() as scratch:
             kept = _kept_tokenizer(folder, recorded, config)
             corpus = open_source(config, workdir=folder.path if kept else Path(scratch))
             corpus.check_length(config.context)
-            model_config = _model_config(asked_model, recorded, corpus)
+            start = recorded["model"] if recorded else initial and initial.config.to_dict()
+            if start is None:
+                asked_model["vocab_size"] = _vocabulary(asked_model, named_vocabulary, corpus)
+            model_config = _model_config({**(start or {}), **asked_model}, corpus)
             _refuse_other(folder, recorded, config, model_config, corpus)
             content = folder.load() if folder.checkpoint.exists() else None
-            run = _build(folder, model_config, config, corpus, content)
+            run = _build(folder, model_config, config, corpus, content, initial)
         run.begins_anew = recorded is not None and content is None
     except BaseException:
         if is_new:
@@ -208,6 +228,16 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
     values = dict(values)
     if values.get("steps") is None and values.get("seconds") is None:
         values["steps"] = DEFAULT_STEPS
+    if recorded is None and not {"eval_every", "eval_seconds"} & set(values):
+        steps = values.get("steps")
+        if type(steps) is int and steps > 0:
+            every = -(-steps // VALIDATIONS)
+            # In step with the rows of training, which a validation ends early.
+            values["eval_every"] = (
+                every if every < LOG_EVERY else -(-every // LOG_EVERY) * LOG_EVERY
+            )
+        elif steps is None:
+            values["eval_seconds"] = values["seconds"] / VALIDATIONS
     config = TrainConfig.from_dict(values)
     if config.precision == "auto":
         began = recorded["train"]["precision"] if recorded else None
@@ -216,13 +246,22 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
     return config
 
 
-def _model_config(
-    asked: dict[str, Any], recorded: dict[str, Any] | None, corpus: Source
-) -> LMConfig:
+def _vocabulary(asked: dict[str, Any], named: int | None, corpus: Source) -> int | None:
+    """The vocabulary of a new model: the one that was asked for; else that of the tokenizer or the
+    task, which a preset's `named` one may exceed by a little; of token ids, of which nobody knows
+    the largest to come, the preset's."""
+    if asked.get("vocab_size") is not None:
+        return asked["vocab_size"]
+    own = corpus.vocab_size
+    if isinstance(corpus, Corpus) and corpus.tokenizer is None:
+        return named
+    return named if named is not None and 0 <= named - own <= own // _PADDING else own
+
+
+def _model_config(values: dict[str, Any], corpus: Source) -> LMConfig:
     """The model's configuration; its vocabulary and classes are the corpus's unless something names
     others."""
-    base = recorded["model"] if recorded else DEFAULT_MODEL
-    values = {**base, **asked}
+    values = dict(values)
     if values.get("vocab_size") is None:
         values["vocab_size"] = corpus.vocab_size
     if corpus.num_classes is not None:
@@ -267,8 +306,10 @@ def _build(
     config: TrainConfig,
     corpus: Source,
     content: dict[str, Any] | None,
+    initial: Initial | None,
 ) -> Run:
-    """The model and its trainer, restored from `content` when there is a checkpoint."""
+    """The model and its trainer, restored from `content` when there is a checkpoint, else with the
+    weights of `initial`, if any."""
     set_threads(config.threads)
     set_products(config.precision)
     torch.manual_seed(config.seed)
@@ -276,6 +317,8 @@ def _build(
         model = _make_model(model_config, corpus)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if initial is not None:
+        initial.load_into(model)
     trainer = Trainer(model, corpus, config, folder)
     if content is not None:
         trainer.restore(content)
@@ -324,7 +367,10 @@ def initial_model(values: dict[str, Any], kind: type[torch.nn.Module]) -> torch.
     (CausalLM or SequenceClassifier). torch's own generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(values["train"]["seed"])
-        return kind(LMConfig.from_dict(values["model"]))
+        model = kind(LMConfig.from_dict(values["model"]))
+    if values["train"].get("init_from"):
+        open_initial(values["train"]["init_from"]).load_into(model)
+    return model
 
 
 def load_trained(path: str, device: str = "auto") -> Trained:
