@@ -189,7 +189,16 @@ def _add_optimisation_flags(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--compile", action="store_true", help="send the blocks through torch.compile"
     )
-    train.add_argument("--precision", help="auto, fp32, tf32 (matrix products) or bf16 (autocast)")
+    train.add_argument(
+        "--precision",
+        help="auto, fp32, tf32 (matrix products), bf16 (autocast) or bf16-weights (fp32 masters)",
+    )
+    train.add_argument("--residual", help="the residual stream under autocast: auto, fp32 or bf16")
+    train.add_argument(
+        "--recompute", help="what the backward pass computes again: none, norms or blocks"
+    )
+    train.add_argument("--label-smoothing", type=float)
+    train.add_argument("--z-loss", type=float, help="weight of the squared log-sum-exp in the loss")
     train.add_argument("--seed", type=int)
 
 
