@@ -47,8 +47,8 @@ def _kept(config: LMConfig, tokens: int, recompute: str, residual: torch.dtype |
 def bytes_a_token(
     config: LMConfig, recompute: str = "none", residual: torch.dtype | None = None
 ) -> float:
-    """Bytes that a layer of `config` keeps a token, in units of its width: what a layer more and 128
-    tokens more add, so that weights, embedding and head are out of it."""
+    """Bytes that a layer of `config` keeps a token, in units of its width: what a layer more and
+    128 tokens more add, so that weights, embedding and head are out of it."""
     deep, shallow = config.replace(layers=3), config.replace(layers=2)
     counts = [
         _kept(c, tokens, recompute, residual) for c in (deep, shallow) for tokens in (256, 128)
