@@ -61,7 +61,7 @@ def test_compiled_steps_train_alike(tmp_path, precision):
 
 @pytest.mark.parametrize("mixer", sorted(mixers()))
 def test_every_mixer_s_block_can_be_traced(tmp_path, text, mixer, monkeypatch):
-    """With torch's own code for the backward graph, which takes no compiler; once for all layers."""
+    """Once for all layers; with torch's own code for the backward graph, not a compiler's."""
     counter = CompileCounterWithBackend("aot_eager")
     compile_ = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend=counter))
