@@ -14,7 +14,7 @@ const char kUsage[] =
     R"(bench_models: training steps and decoding of every mixer beside Transformers of as many parameters.
 
   --device cpu|cuda        where (cuda where torch sees one)
-  --size tiny|small|125m|360m   (small on the CPU, 360m on a GPU)
+  --size tiny|small|125m|360m|756m   (small on the CPU, 360m on a GPU)
   --precision fp32|bf16    bf16: autocast in training, bf16 weights in decoding (bf16 on a GPU)
   --contexts 256,1024      context lengths, divisors of the tokens
   --tokens 4096            of a training step, and held by the batch that decodes
