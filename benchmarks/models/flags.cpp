@@ -14,7 +14,7 @@ const char kUsage[] =
     R"(bench_models: training steps and decoding of every mixer beside Transformers of as many parameters.
 
   --device cpu|cuda        where (cuda where torch sees one)
-  --size tiny|small|125m|360m   (small on the CPU, 360m on a GPU)
+  --size tiny|small|125m|360m|756m   (small on the CPU, 360m on a GPU)
   --dim 512, --layers 6    another width and depth than the size's
   --precision fp32|bf16    bf16: autocast in training, bf16 weights in decoding (bf16 on a GPU)
   --contexts 256,1024      context lengths, divisors of the tokens

@@ -48,6 +48,7 @@ Json head_of(const Flags& flags) {
             {"torch", TORCH_VERSION}}},
           {"size", flags.size.name},
           {"precision", setup.is_bf16 ? "bf16" : "fp32"},
+          {"optimizer", "AdamW, fused"},
           {"tokens", setup.tokens},
           {"decode_tokens", setup.decode_tokens},
           {"rounds", flags.rounds}};
@@ -68,7 +69,13 @@ void attempt(Row& row, const char* what, const Setup& setup, const std::function
 
 class Run {
  public:
-  explicit Run(Flags flags) : flags_(std::move(flags)), head_(head_of(flags_)) {}
+  explicit Run(Flags flags)
+      : flags_(std::move(flags)),
+        head_(head_of(flags_)),
+        speeds_(measure_speeds(flags_.setup.device, flags_.setup.is_bf16)) {
+    head_["product_operations_per_s"] = speeds_.operations;
+    head_["copy_bytes_per_s"] = speeds_.bytes;
+  }
 
   int all() {
     std::cout << head_["machine"]["name"].get<std::string>() << ", " << flags_.size.name << " ("
@@ -174,6 +181,11 @@ class Run {
     for (const Json& row : record["rows"]) {
       if (row["mixer"] == mixer) std::cout << table_line(row) << std::endl;
     }
+    for (const Json& row : record["rows"]) {
+      if (row["mixer"] == mixer && row.contains("train")) {
+        std::cout << split_line(row) << std::endl;
+      }
+    }
   }
 
   void print_pairs(const std::string& mixer) const {
@@ -186,7 +198,7 @@ class Run {
   void train(models::CausalLM& model, Row& row) {
     const Setup& setup = flags_.setup;
     attempt(row, "training", setup,
-            [&] { row.train.push_back(measure_training(model, setup, row.context)); });
+            [&] { row.train.push_back(measure_training(model, setup, row.context, speeds_)); });
     for (torch::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
     const bool is_attention = row.mixer.rfind("fox", 0) == 0 || row.mixer.rfind(kBaseline, 0) == 0;
     if (is_attention) {
@@ -211,6 +223,7 @@ class Run {
 
   Flags flags_;
   Json head_;
+  Speeds speeds_;
   std::vector<Row> rows_;
   int64_t turns_ = 0;  // that are done
 };

@@ -52,6 +52,12 @@ Json train_json(const Row& row, const Row* baseline) {
                {"peak_bytes", nullptr},
                {"speed_of_transformer", nullptr},
                {"memory_of_transformer", nullptr}};
+  const StepSplit& split = train.split;
+  json["split"] = {
+      {"products_ms", kMilli * split.products}, {"attention_ms", kMilli * split.attention},
+      {"ours_ms", kMilli * split.ours},         {"optimizer_ms", kMilli * split.optimizer},
+      {"rest_ms", kMilli * split.rest},         {"idle_ms", kMilli * split.idle},
+      {"floor_ms", kMilli * train.floor}};
   if (train.peak_bytes) json["peak_bytes"] = *train.peak_bytes;
   if (baseline == nullptr || baseline->train.empty()) return json;
   const TrainResult other = mean(baseline->train);
@@ -258,6 +264,18 @@ std::string table_line(const Json& row) {
     for (const Json& error : row["errors"]) line += "\n  " + error.get<std::string>();
   }
   return line;
+}
+
+std::string split_line(const Json& row) {
+  const Json& split = row["train"]["split"];
+  std::string line = "  " + row["mixer"].get<std::string>() + ", context " +
+                     std::to_string(row["context"].get<int64_t>()) + ":";
+  for (const char* kind : {"products", "attention", "ours", "optimizer", "rest", "idle"}) {
+    line += std::string(" ") + kind + " " +
+            number(split, (std::string(kind) + "_ms").c_str(), 1, "%.1f");
+  }
+  return line + " ms; products and optimizer at full speed " +
+         number(split, "floor_ms", 1, "%.1f ms");
 }
 
 std::string pair_line(const Json& pair) {

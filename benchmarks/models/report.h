@@ -36,6 +36,8 @@ nlohmann::ordered_json with_rows(nlohmann::ordered_json record, const std::vecto
 /// Column names, and a row of with_rows() under them.
 std::string table_head();
 std::string table_line(const nlohmann::ordered_json& row);
+/// Where a step's time goes, beside the floor.
+std::string split_line(const nlohmann::ordered_json& row);
 std::string pair_line(const nlohmann::ordered_json& pair);
 
 /// Written beside `path` and renamed into it: whoever is interrupted leaves the rows before.

@@ -37,4 +37,5 @@
 #include <tidegate/ops/norm.h>
 #include <tidegate/ops/rotary.h>
 #include <tidegate/ops/wkv4.h>
+#include <tidegate/optim/adamw.h>
 #include <tidegate/version.h>

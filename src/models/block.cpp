@@ -11,6 +11,7 @@
 #include "src/models/file_io.h"
 #include "src/models/json.h"
 #include "src/models/mixers.h"
+#include "src/models/recompute.h"
 #include "src/nn/common.h"
 #include "src/ops/checks.h"
 
@@ -204,11 +205,21 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   TORCH_CHECK_VALUE(!state || state->size() == blocks->size(), owner,
                     ": state: expected one state for each of the ", blocks->size(), " layers; got ",
                     state ? state->size() : 0);
+  nn::check_choice(owner, "recompute", recompute, {"none", "blocks"});
+  const bool again = recompute == "blocks" && torch::GradMode::is_enabled();
+  if (residual_dtype) x = x.to(*residual_dtype);
   Tensor added, residual = at::dropout(x, config.dropout, blocks->is_training());
   ModelState states(blocks->size());
   const auto bounds = gammas();
   for (size_t k = 0; k < blocks->size(); ++k) {
     const nn::MixerState before = state ? (*state)[k] : nn::MixerState{};
+    // A cache of tokens is written in place, which must not happen twice.
+    if (again && before.empty()) {
+      const Tensor sum = added.defined() ? residual + added : residual;
+      std::tie(residual, states[k]) = forward_recomputed(block(k), sum, bounds[k], cu_seqlens);
+      added = Tensor();
+      continue;
+    }
     std::tie(added, residual, states[k]) =
         block(k).forward_pair(added, residual, before, bounds[k], cu_seqlens);
   }

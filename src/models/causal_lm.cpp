@@ -1,5 +1,6 @@
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/ops/init.h"
+#include "tidegate/ops/linear_cross_entropy.h"
 
 #include <cmath>
 #include <utility>
@@ -91,19 +92,24 @@ Tensor CausalLMImpl::embed(const Tensor& ids) {
   return scale_ == 1.0 ? x : x * scale_;
 }
 
-Tensor CausalLMImpl::logits(const Tensor& x) const {
-  return at::linear(x, head ? head->weight : embedding->weight);
-}
+const Tensor& CausalLMImpl::head_weight() const { return head ? head->weight : embedding->weight; }
+
+Tensor CausalLMImpl::logits(const Tensor& x) const { return at::linear(x, head_weight()); }
 
 Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
                              const std::optional<ModelState>& state,
-                             const std::optional<Tensor>& cu_seqlens) {
+                             const std::optional<Tensor>& cu_seqlens, const LossOptions& options) {
   check_ids("CausalLM", ids, config.vocab_size);
   const Tensor targets = labels.resolve(ids, cu_seqlens, *config.vocab_size);
   const auto [x, next] = run("CausalLM", embed(ids), state, cu_seqlens);
-  const Tensor predictions = logits(x);
-  return {predictions, targets.defined() ? mean_cross_entropy(predictions, targets) : Tensor(),
-          next};
+  Tensor loss;
+  if (targets.defined()) {
+    const bool is_int = targets.scalar_type() == torch::kInt;
+    loss = linear_cross_entropy(x, head_weight(), is_int ? targets : targets.to(torch::kLong), {},
+                                -100, options.label_smoothing, options.z_loss);
+  }
+  const bool has_logits = options.return_logits.value_or(!targets.defined());
+  return {has_logits ? logits(x) : Tensor(), loss, next};
 }
 
 Tensor CausalLMImpl::logits_at(const Tensor& ids, const Tensor& positions) {

@@ -113,6 +113,25 @@ def test_forgetting_attention_is_split_in_attention_and_the_rest(everything):
     assert "fox - transformer, context 16: step " in printed
 
 
+def test_a_step_is_split_beside_its_floor(everything):
+    record, printed = everything
+    assert record["optimizer"] == "AdamW, fused"
+    assert min(record["product_operations_per_s"], record["copy_bytes_per_s"]) > 1e6
+    for row in record["rows"]:
+        split = row["train"]["split"]
+        parts = [split[f"{kind}_ms"] for kind in ("products", "ours", "optimizer", "rest")]
+        assert min(parts) > 0
+        assert split["idle_ms"] >= 0
+        attends = row["mixer"].startswith("transformer")
+        assert (split["attention_ms"] > 0) == attends
+        # Of matrices that every token meets, and of all parameters.
+        matrices = row["parameters"] - 64 * 32
+        floor = 6 * matrices * 64 / record["product_operations_per_s"]
+        floor += 28 * row["parameters"] / record["copy_bytes_per_s"]
+        assert split["floor_ms"] == pytest.approx(1e3 * floor, rel=0.2)
+    assert "transformer, context 16: products " in printed
+
+
 def test_ratios_need_the_transformer(tmp_path):
     path = tmp_path / "models.json"
     options = ("--mixers", "lru", "--contexts=16", "--steps=1", "--decode-tokens", 0)
@@ -153,7 +172,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path):
     ("arguments", "message"),
     [
         (("--mixers", "lru,mamba"), "--mixers: 'mamba' is unknown; available: transformer, fox"),
-        (("--size", "7b"), "--size: expected one of tiny, small, 125m, 360m; got '7b'"),
+        (("--size", "7b"), "--size: expected one of tiny, small, 125m, 360m, 756m; got '7b'"),
         (("--contexts", "48"), "--contexts: expected divisors of --tokens 64; got 48"),
         (("--steps", "0"), "--steps: expected an integer >= 1; got '0'"),
         (("--tokens", "many"), "--tokens: expected an integer >= 1; got 'many'"),
@@ -184,6 +203,8 @@ def test_the_report_shows_the_rows(everything, device, tmp_path):
         line = f"| `{row['mixer']}` | {row['context']} | 0.0M, {share:.1%} | "
         assert f"{line}{row['train']['tokens_per_s']:,.0f} |" in page
     assert "| `fox` - `transformer` | 16 |" in page
+    assert "training step is forward, backward and AdamW, fused, in C++" in page
+    assert "| a step's ms | context | matrix products |" in page
     # README's picture has a GPU's longest context.
     picture = tmp_path / "docs" / "speed_light.svg"
     assert picture.exists() == (device == "cuda")

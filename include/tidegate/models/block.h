@@ -19,8 +19,8 @@ namespace tidegate::models {
 /// One mixer's state a layer.
 using ModelState = std::vector<nn::MixerState>;
 
-/// What a model returns: logits; the mean loss, undefined without labels; one state a layer (empty
-/// for classifiers).
+/// What a model returns: logits (of a language model with labels undefined, unless LossOptions ask
+/// for them); the mean loss, undefined without labels; one state a layer (empty for classifiers).
 struct Output {
   torch::Tensor logits;
   torch::Tensor loss;
@@ -83,6 +83,12 @@ class Backbone {
   BlockImpl& block(size_t layer) const;
 
   LMConfig config;
+  /// What the backward pass computes again instead of keeping it: "none", or "blocks", all that
+  /// blocks compute but their inputs. How a model trains, and no part of what is saved; Python has
+  /// "norms" besides.
+  std::string recompute = "none";
+  /// Of the residual stream, inside autocast; unset: that of the embedding.
+  std::optional<torch::ScalarType> residual_dtype = std::nullopt;
   torch::nn::ModuleList blocks{nullptr};
   nn::LowerBounds lower_bounds{nullptr};
   nn::Norm norm{nullptr};

@@ -38,6 +38,17 @@ class Labels {
 torch::Tensor next_labels(const torch::Tensor& ids,
                           const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
 
+/// What CausalLM::forward does beside the plain loss.
+struct LossOptions {
+  /// Whether logits are returned; unset: where there are no labels. The loss does without them
+  /// (tidegate::linear_cross_entropy makes a chunk of rows at a time), so no tensor of tokens x
+  /// vocabulary exists in training unless it is asked for here, at a product with the head more.
+  std::optional<bool> return_logits = std::nullopt;
+  /// As tidegate::linear_cross_entropy takes them.
+  double label_smoothing = 0.0;
+  double z_loss = 0.0;
+};
+
 /// How CausalLM::generate continues a prompt.
 struct GenerateOptions {
   explicit GenerateOptions(int64_t max_new_tokens) : max_new_tokens_(max_new_tokens) {}
@@ -74,12 +85,14 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
   /// 0.02), in this order; after the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters();
 
-  /// ids int32 or int64 `[B, T]` -> logits `[B, T, vocab]`, the mean loss over the labels that are
-  /// not -100, and the state. state: the one returned for the tokens before. cu_seqlens: bounds
-  /// `[N+1]` of the sequences packed into a B = 1 batch.
+  /// ids int32 or int64 `[B, T]` -> logits `[B, T, vocab]` (with labels only where the options ask
+  /// for them, else undefined), the mean loss over the labels that are not -100, and the state.
+  /// state: the one returned for the tokens before. cu_seqlens: bounds `[N+1]` of the sequences
+  /// packed into a B = 1 batch.
   Output forward(const torch::Tensor& ids, const Labels& labels = {},
                  const std::optional<ModelState>& state = std::nullopt,
-                 const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+                 const std::optional<torch::Tensor>& cu_seqlens = std::nullopt,
+                 const LossOptions& options = {});
 
   /// Logits at some positions only: ids `[B, T]`, positions int64 `[B, P]` -> `[B, P, vocab]`; for
   /// tasks that ask at few places, where the head is most of the cost.
@@ -113,6 +126,7 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
 
  private:
   torch::Tensor embed(const torch::Tensor& ids);
+  const torch::Tensor& head_weight() const;
   torch::Tensor logits(const torch::Tensor& x) const;
   torch::Tensor continue_prompts(const torch::Tensor& ids, const GenerateOptions& options);
 

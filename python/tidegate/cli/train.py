@@ -149,8 +149,13 @@ def _add_optimisation_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--precision",
-        "fp32, tf32 (matrix products), bf16 (autocast), or auto: bf16 where it is faster",
+        "fp32, tf32 (matrix products), bf16 (autocast), bf16-weights (with fp32 masters), or auto: "
+        "bf16 where it is faster",
     )
+    add("--residual", "the residual stream under autocast: auto, fp32 or bf16")
+    add("--recompute", "what the backward pass computes again: none, norms or blocks")
+    add("--label-smoothing", type=float)
+    add("--z-loss", "weight of the squared log-sum-exp in the loss", type=float)
     add("--seed", type=int)
 
 

@@ -547,15 +547,19 @@ Tensor generate(tidegate::models::CausalLMImpl& model, const Tensor& ids, int64_
 void bind_causal_lm(py::module& m) {
   using tidegate::models::CausalLMImpl;
   const auto forward = [](CausalLMImpl& model, const Tensor& ids, const py::object& labels,
-                          const std::optional<ModelState>& state,
-                          const OptionalTensor& cu_seqlens) {
-    return to_tuple(model.forward(ids, to_labels(labels), state, cu_seqlens));
+                          const std::optional<ModelState>& state, const OptionalTensor& cu_seqlens,
+                          std::optional<bool> return_logits, double label_smoothing,
+                          double z_loss) {
+    return to_tuple(model.forward(ids, to_labels(labels), state, cu_seqlens,
+                                  {return_logits, label_smoothing, z_loss}));
   };
   const tidegate::models::GenerateOptions defaults(0);
   auto bound = bind_model<CausalLMImpl>(m, "CausalLM");
   bound
       .def("forward", forward, py::arg("ids"), py::arg("labels") = py::none(), py::kw_only(),
-           py::arg("state") = py::none(), py::arg("cu_seqlens") = py::none())
+           py::arg("state") = py::none(), py::arg("cu_seqlens") = py::none(),
+           py::arg("return_logits") = py::none(), py::arg("label_smoothing") = 0.0,
+           py::arg("z_loss") = 0.0)
       .def("logits_at", &CausalLMImpl::logits_at, py::arg("ids"), py::arg("positions"), Release())
       .def("init_state", &CausalLMImpl::init_state, py::arg("batch"), py::kw_only(),
            py::arg("capacity") = py::none())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable
@@ -11,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..nn import GLU, LowerBounds
-from ..nn._common import add_norm, constant_, make_norm, normal_, reset_norm
+from ..nn._common import add_norm, check_choice, constant_, make_norm, normal_, reset_norm
+from ..nn._recompute import recomputing
 from ._files import read_tensors, read_text, write_atomically, write_tensors
 from ._json import parse_json
 from .config import LMConfig
@@ -22,13 +25,15 @@ from .registry import make_mixer
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 _CHECKPOINT = "checkpoint.pt"  # of a run folder
+RECOMPUTE = ("none", "norms", "blocks")
 
 
 class Output(NamedTuple):
-    """What a model returns: logits; the mean loss, when labels were given; one state a layer
-    (None for classifiers)."""
+    """What a model returns: logits (of a language model with labels only where they were asked
+    for, else None); the mean loss, when labels were given; one state a layer (None for
+    classifiers)."""
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None
     state: tuple[Any, ...] | None
 
@@ -94,7 +99,16 @@ class Model(nn.Module):
     Children: lower_bounds (None where no mixer has a bound or the mode is "none"), blocks,
     norm. Children are made on the meta device, and given memory and numbers by _materialise(), so
     that each number is drawn once, in reset_parameters()'s order.
+
+    Two attributes say how a model trains, and are no part of what is saved; they may be set at any
+    time. `recompute`: what is not kept for the backward pass but computed again in it: "none";
+    "norms", the results of norms and the products of GLUs; "blocks", all that blocks compute but
+    their inputs (docs/training.md has the bytes). `residual_dtype`: of the residual stream, inside
+    autocast; None is that of the embedding.
     """
+
+    residual_dtype: torch.dtype | None = None
+    _recompute = "none"
 
     def __init__(self, config: LMConfig, *, dtype=None) -> None:
         super().__init__()
@@ -160,6 +174,16 @@ class Model(nn.Module):
             if hasattr(block.mixer, "reset_chosen_biases"):
                 block.mixer.reset_chosen_biases()
 
+    @property
+    def recompute(self) -> str:
+        """What the backward pass computes again: "none", "norms" or "blocks"."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: str) -> None:
+        check_choice(type(self).__name__, "recompute", value, RECOMPUTE)
+        self._recompute = value
+
     def gammas(self) -> tuple[Tensor | None, ...]:
         """Every layer's lower bound ``[S]``, or None."""
         if self.lower_bounds is None:
@@ -178,17 +202,41 @@ class Model(nn.Module):
                 f"{type(self).__name__}: state: expected one state for each of the "
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
-        x = self.dropout(x)
+        x = self.dropout(x if self.residual_dtype is None else x.to(self.residual_dtype))
+        recompute = self.recompute if torch.is_grad_enabled() else "none"
         # Sums go to the norm of the next block, unless blocks are compiled one by one: of the first
-        # there is nothing to add, for which it would have a graph of its own.
+        # there is nothing to add, for which it would have a graph of its own. Where a block's input
+        # is all that is kept of it, a sum is less than what it is the sum of.
         is_compiled = any(block._compiled_call_impl is not None for block in self.blocks)
-        x = x if is_compiled else (None, x)
+        is_sum = is_compiled or recompute == "blocks"
+        x = x if is_sum else (None, x)
         states = []
-        for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
-            x, s = block(x, s, gamma=gamma, cu_seqlens=cu_seqlens)
-            states.append(s)
-        x = self.norm(x) if is_compiled else add_norm(self.norm, *x)[0]
+        with self._recomputing_norms(recompute, is_compiled):
+            for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
+                # Caches of tokens are written in place, which must not happen twice.
+                run = self._again if recompute == "blocks" and s is None else _once
+                x, s = run(block, x, s, gamma=gamma, cu_seqlens=cu_seqlens)
+                states.append(s)
+            x = self.norm(x) if is_sum else add_norm(self.norm, *x)[0]
         return x, tuple(states)
+
+    def _recomputing_norms(
+        self, recompute: str, is_compiled: bool
+    ) -> contextlib.AbstractContextManager:
+        if recompute != "norms":
+            return contextlib.nullcontext()
+        if is_compiled or torch.compiler.is_compiling():
+            raise ValueError(
+                f"{type(self).__name__}: recompute: expected 'none' or 'blocks' under "
+                "torch.compile, which decides itself what it keeps; got 'norms'"
+            )
+        return recomputing()
+
+    def _again(self, block: nn.Module, x: Tensor, state: Any, **given: Any) -> tuple[Tensor, Any]:
+        """The block, whose activations are computed again in the backward pass."""
+        # Looking at the generators for nothing takes time, and CUDA graphs do not allow it.
+        draws = self.training and any(map(_draws, block.modules()))
+        return checkpoint(block, x, state, use_reentrant=False, preserve_rng_state=draws, **given)
 
     def save(
         self,
@@ -270,6 +318,16 @@ def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str)
                 "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
                 f"state_dict, then, on rank 0, {then}"
             )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether it draws numbers in training."""
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return dropout or getattr(module, "gumbel_gate", None) is not None
+
+
+def _once(block: nn.Module, *given: Any, **named: Any) -> tuple[Any, Any]:
+    return block(*given, **named)
 
 
 def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..nn._common import make_linear, normal_
 from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
-from .block import Model, Output, embedding_std, mean_cross_entropy, refuse_sharded
+from .block import Model, Output, embedding_std, refuse_sharded
 from .config import LMConfig
 from .sampling import Sampler, evaluating
 
@@ -59,9 +60,11 @@ class CausalLM(Model):
         x = self.embedding(ids)
         return x * self.scale if self.scale != 1.0 else x
 
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def _logits(self, x: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(x, weight)
+        return F.linear(x, self._head_weight())
 
     def forward(
         self,
@@ -70,20 +73,36 @@ class CausalLM(Model):
         *,
         state: tuple[Any, ...] | None = None,
         cu_seqlens: Tensor | None = None,
+        return_logits: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Output:
-        """ids int32 or int64 ``[B, T]`` -> Output(logits ``[B, T, vocab]``, loss, state).
+        """ids int32 or int64 ``[B, T]`` -> Output(logits ``[B, T, vocab]`` or None, loss, state).
 
         labels: what each position should predict, int64 ``[B, T]``, -100 = ignored; or "next":
         the next id of the same sequence (the last one of a sequence is ignored). The loss is the
         mean over the positions not ignored. state: the one returned for the tokens before.
         cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
+
+        return_logits: whether logits are returned; None: where there are no labels. The loss does
+        without them: `tidegate.ops.linear_cross_entropy` makes a chunk of rows at a time, so no
+        tensor of tokens x vocabulary exists in training unless it is asked for here, which costs a
+        product with the head more. label_smoothing, z_loss: as that op takes them.
         """
         check_ids("CausalLM", ids, self.config.vocab_size)
         labels = self._labels(ids, labels, cu_seqlens)
         x, state = self._run(self._embed(ids), state, cu_seqlens)
-        logits = self._logits(x)
-        loss = None if labels is None else mean_cross_entropy(logits, labels)
-        return Output(logits, loss, state)
+        loss = None
+        if labels is not None:
+            loss = ops.linear_cross_entropy(
+                x,
+                self._head_weight(),
+                labels if labels.dtype in (torch.int32, torch.int64) else labels.long(),
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+            )
+        has_logits = labels is None if return_logits is None else return_logits
+        return Output(self._logits(x) if has_logits else None, loss, state)
 
     def _labels(
         self, ids: Tensor, labels: Tensor | str | None, cu_seqlens: Tensor | None

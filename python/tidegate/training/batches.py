@@ -36,9 +36,20 @@ class Batch(NamedTuple):
         columns = [[None] * parts if x is None else x.chunk(parts) for x in self]
         return [Batch(*row) for row in zip(*columns, strict=True)]
 
-    def run(self, model: Callable[..., Any], device: torch.device) -> tuple[Any, Tensor]:
-        """The model's output for this batch on `device`, and the labels there."""
-        given: dict[str, Tensor] = {}
+    def run(
+        self,
+        model: Callable[..., Any],
+        device: torch.device,
+        *,
+        logits: bool = False,
+        **options: Any,
+    ) -> tuple[Any, Tensor]:
+        """The model's output for this batch on `device`, and the labels there. logits: whether a
+        language model returns them beside the loss; a classifier always does. options: further
+        ones of the model's."""
+        given: dict[str, Any] = dict(options)
+        if logits and self.labels.dim() == 2:
+            given["return_logits"] = True
         if self.lengths is not None:
             given["lengths"] = self.lengths
         if self.cu_seqlens is not None:

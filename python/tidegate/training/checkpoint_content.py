@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .masters import MasterWeights
 from .muon import Combined, Muon
 
 _COUNTS = ("step", "tokens")
@@ -76,7 +77,9 @@ def weights_problem(model: nn.Module, given: dict[str, Tensor]) -> str | None:
 
 
 def optimizer_states(
-    optimizer: torch.optim.Optimizer | Combined, given: dict[str, Any], stepped: bool
+    optimizer: torch.optim.Optimizer | Combined | MasterWeights,
+    given: dict[str, Any],
+    stepped: bool,
 ) -> dict[str, Any]:
     """A state_dict() for `optimizer`: the given one's states under its own settings, which are
     those that the run was started with. stepped: whether it made a step, and so has states.
@@ -84,6 +87,15 @@ def optimizer_states(
     Raises:
         ValueError: one line that names what is missing or does not fit.
     """
+    if isinstance(optimizer, MasterWeights):
+        masters = given.get("masters")
+        if not isinstance(masters, list) or len(masters) != len(optimizer.masters):
+            raise ValueError(f"optimizer: masters: expected {len(optimizer.masters)} tensors")
+        for number, (value, wanted) in enumerate(zip(masters, optimizer.masters, strict=True)):
+            if problem := _differs(value, wanted.detach()):
+                raise ValueError(f"optimizer: master {number}: {problem}")
+        states = optimizer_states(optimizer.optimizer, _dictionary(given, "optimizer"), stepped)
+        return {"optimizer": states, "masters": masters}
     if isinstance(optimizer, Combined):
         parts = {"muon": optimizer.muon, "adamw": optimizer.adamw}
         return {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from .batches import IGNORED, Batch, Streams, count_answers, packed
 from .runtime import autocast
@@ -70,11 +69,9 @@ def evaluate(
     try:
         for ids, labels in Streams(tokens, rows, context, limit):
             with autocast(device, precision):
-                output = model(ids.to(device), state=state)
+                output = model(ids.to(device), labels.to(device), state=state)
             state = output.state
-            logits = output.logits.float().flatten(0, 1)
-            loss = F.cross_entropy(logits, labels.to(device).flatten(), reduction="sum")
-            total += loss.double().cpu()
+            total += output.loss.double().cpu() * labels.numel()
             count += labels.numel()
     finally:
         model.train(training)
@@ -146,7 +143,7 @@ def evaluate_batches(
     try:
         for batch in batches:
             with autocast(device, precision):
-                output, labels = batch.run(model, device)
+                output, labels = batch.run(model, device, logits=True)
             found = count_answers(output.logits, labels).cpu()
             total += output.loss.double().cpu() * found[1]
             counts += found

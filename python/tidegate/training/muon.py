@@ -73,28 +73,37 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """One step for every parameter that has a gradient."""
         (group,) = self.param_groups
+        given = [
+            (parameter, rows)
+            for parameter, rows in zip(group["params"], self._splits, strict=True)
+            if parameter.grad is not None
+        ]
+        if not given:
+            return
+        parameters = [parameter for parameter, _ in given]
+        directions = self._momenta(parameters, group["momentum"])
+        torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for parameter, rows in zip(group["params"], self._splits, strict=True):
-            if parameter.grad is None:
-                continue
-            direction = self._momentum(parameter, group["momentum"])
-            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+        for (parameter, rows), direction in zip(given, directions, strict=True):
             pieces = zip(parameter.split(rows), direction.split(rows), strict=True)
             for weight, piece in pieces:
                 by_shape.setdefault(tuple(piece.shape), []).append((weight, piece))
         for (rows, columns), pairs in by_shape.items():
-            directions = orthogonalize(torch.stack([piece for _, piece in pairs]))
+            orthogonal = orthogonalize(torch.stack([piece for _, piece in pairs]))
             scale = max(1.0, rows / columns) ** 0.5
             weights = [weight for weight, _ in pairs]
-            torch._foreach_add_(weights, directions.unbind(0), alpha=-group["lr"] * scale)
+            torch._foreach_add_(weights, orthogonal.unbind(0), alpha=-group["lr"] * scale)
 
-    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Updates the moving mean of the gradient; returns Nesterov's look ahead."""
-        state = self.state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        state["momentum"].lerp_(parameter.grad, 1.0 - momentum)
-        return parameter.grad.lerp(state["momentum"], momentum)
+    def _momenta(self, parameters: list[Tensor], momentum: float) -> Sequence[Tensor]:
+        """Updates the moving means of the gradients; returns Nesterov's looks ahead."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(parameter)
+        means = [self.state[parameter]["momentum"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1.0 - momentum)
+        return torch._foreach_lerp(gradients, means, momentum)
 
 
 class Combined:

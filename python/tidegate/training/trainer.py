@@ -20,6 +20,7 @@ from .checkpoint_content import optimizer_states, weights_problem
 from .config import TrainConfig
 from .errors import UserError
 from .evaluate import Score
+from .masters import gradients_of
 from .optim import set_rates
 from .progress import Progress
 from .runtime import autocast, resolve_device
@@ -82,6 +83,7 @@ class Trainer:
         self.folder = folder
         self.device = resolve_device(config.device)
         self.model = model.to(self.device)
+        config.prepare(self.model)
         if config.compile:
             for block in self.model.blocks:
                 block.compile()
@@ -167,17 +169,21 @@ class Trainer:
         config = self.config
         loss = torch.zeros((), device=self.device)
         answers = torch.zeros(2, dtype=torch.int64, device=self.device)
+        is_task = isinstance(self.corpus, TaskCorpus)
         batch = Batch(**dict(zip(self._given, given, strict=True)))
         for share in batch.chunk(config.grad_accum):
             with autocast(self.device, config.precision):
-                output, labels = share.run(self.model, self.device)
+                output, labels = share.run(
+                    self.model, self.device, logits=is_task, **config.loss_options()
+                )
             share_loss = output.loss / config.grad_accum
             share_loss.backward()
             loss += share_loss.detach()
-            if isinstance(self.corpus, TaskCorpus):
+            if is_task:
                 answers += count_answers(output.logits.detach(), labels)
         largest = config.clip if config.clip > 0 else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        stepped = gradients_of(self.optimizer, self.model)
+        norm = torch.nn.utils.clip_grad_norm_(stepped, largest)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, answers
