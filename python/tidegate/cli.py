@@ -87,6 +87,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="instead, training and decoding of every mixer beside Transformers of as many "
         "parameters; the rest goes to that program (--models --help lists its flags)",
     )
+    bench.add_argument(
+        "--generate",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="instead, tokens/s of generation beside what the memory's speed allows; the rest are "
+        "flags of its own (--generate --help lists them)",
+    )
     bench.set_defaults(command=_bench)
     info = commands.add_parser("info", help="versions, devices, and which kernels were built")
     info.set_defaults(command=_info)
@@ -579,6 +586,10 @@ def _plot(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from ._system import run_benchmarks, run_model_benchmark
 
+    if options.generate is not None:
+        from .bench_generation import main as bench_generation
+
+        return bench_generation(options.generate)
     if options.models is not None:
         return run_model_benchmark(options.models)
     return run_benchmarks(options.filter)

@@ -7,6 +7,7 @@
 #include "src/models/generating.h"
 #include "src/models/generation.h"
 #include "src/nn/common.h"
+#include "src/nn/products.h"
 
 namespace tidegate::models {
 namespace {
@@ -93,7 +94,7 @@ Tensor CausalLMImpl::embed(const Tensor& ids) {
 }
 
 Tensor CausalLMImpl::logits(const Tensor& x) const {
-  return at::linear(x, head ? head->weight : embedding->weight);
+  return nn::linear(x, head ? head->weight : embedding->weight, std::nullopt);
 }
 
 Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,

@@ -120,7 +120,7 @@ Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
   asked.window = kDecoderWindow;
   asked.stops = options.max_stop_ids();
   asked.log_probs = options.log_probs();
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   engine.emplace(*model, asked);
   is_taken.resize(static_cast<size_t>(options.slots()), false);
 }
@@ -231,7 +231,7 @@ std::vector<int64_t> Decoder::add(const std::vector<Tensor>& prompts,
     check_sequence(kAdd, one, b.options.max_stop_ids());
   }
   b.check_room(static_cast<int64_t>(prompts.size()));
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   const c10::DeviceGuard guard(b.engine->device());
   std::vector<Tensor> there;
   for (const Tensor& prompt : prompts) there.push_back(prompt.to(b.engine->device()));
@@ -259,7 +259,7 @@ int64_t Decoder::add_saved(const TensorMap& saved, const Tensor& prompt,
   const auto ids = checked_prompt(kOwner, prompt, *b.model->config.vocab_size, true);
   check_sequence(kOwner, options, b.options.max_stop_ids());
   b.check_room(1);
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   const c10::DeviceGuard guard(b.engine->device());
   SavedState before = unpack_state(kOwner, saved, *b.model, b.engine->device());
   ReadPrompts read{0, before.logits, before.state};
@@ -278,7 +278,7 @@ int64_t Decoder::fork(int64_t slot, const SequenceOptions& options) {
   const auto from = static_cast<int64_t>(b.row_of(kOwner, slot, /*must_go_on=*/true));
   check_sequence(kOwner, options, b.options.max_stop_ids());
   b.check_room(1);
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   const RowSettings settings = row_settings(options);
   b.has_penalty = b.has_penalty || settings.penalty != 1.0;
   if (b.has_penalty) b.engine->ask_for_penalties();
@@ -293,7 +293,7 @@ int64_t Decoder::fork(int64_t slot, const SequenceOptions& options) {
 std::vector<DecodedToken> Decoder::step(int64_t steps) {
   TORCH_CHECK_VALUE(steps >= 1, "Decoder.step: steps: expected an integer >= 1; got ", steps);
   Batch& b = *batch_;
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   std::vector<DecodedToken> out;
   while (steps > 0 && !b.rows.empty()) {
     const int64_t now = std::min(steps, kDecoderWindow);
@@ -303,6 +303,10 @@ std::vector<DecodedToken> Decoder::step(int64_t steps) {
     steps -= now;
   }
   return out;
+}
+
+void Decoder::end(int64_t slot) {
+  batch_->leave(batch_->row_of("Decoder.end", slot, /*must_go_on=*/true));
 }
 
 void Decoder::remove(int64_t slot) {
@@ -315,7 +319,7 @@ void Decoder::remove(int64_t slot) {
 TensorMap Decoder::save(int64_t slot) const {
   const Batch& b = *batch_;
   const auto row = static_cast<int64_t>(b.row_of("Decoder.save", slot, /*must_go_on=*/true));
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   const auto [state, logits] = b.engine->read_row(row);
   return pack_state({state, logits, b.rows[static_cast<size_t>(row)].ids});
 }

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 
+#include "src/models/generation.h"
+#include "src/nn/products.h"
+
 namespace tidegate::models {
 namespace {
 
@@ -50,8 +53,7 @@ bool DecoderRows::fit(const CausalLMImpl& model, const RowsOptions& wanted) cons
 }
 
 void DecoderRows::refresh() {
-  const c10::InferenceMode inference(false);
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   const auto fresh = model_.gammas();
   bounds_.resize(fresh.size());
   for (size_t k = 0; k < fresh.size(); ++k) {
@@ -154,6 +156,7 @@ void DecoderRows::advance(int64_t count, int64_t steps) {
   const bool use_graph = uses_cuda_graphs(device_);
   const OwnStream::Scope scope(stream_);
   const c10::InferenceMode inference;
+  const nn::FewRowsGuard few_rows;
   for (int64_t i = 0; i < steps; ++i) {
     work.run(stream_, use_graph, [&, &state = views] { step(count, state); });
   }

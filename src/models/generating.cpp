@@ -73,7 +73,7 @@ Generation::Generation(CausalLMImpl& model, const Tensor& ids, const GenerateOpt
   is_done_ = count == 0 || batch == 0;
   if (is_done_) return;
   evaluating_.emplace(model);
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   const c10::DeviceGuard guard(ids.device());
   const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
   RowsOptions wanted;
@@ -130,7 +130,7 @@ void Generation::collect() {
 
 bool Generation::advance() {
   if (is_done_) return false;
-  const torch::NoGradGuard no_grad;
+  const Unrecorded unrecorded;
   if (launched_ < options_.max_new_tokens()) launch();
   const bool is_ahead = pending_.size() > 1 || ids_.is_cpu();
   if (is_ahead || launched_ == options_.max_new_tokens()) collect();

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/nn/module.h>
+#include <torch/utils.h>
 
 #include <cstdint>
 #include <tuple>
@@ -23,6 +25,13 @@ std::vector<int64_t> host_lengths(const at::Tensor& ids, const at::Tensor& lengt
 /// undefined.
 at::Tensor append(const at::Tensor& ids, const at::Tensor& lengths, const at::Tensor& tokens,
                   int64_t fill);
+
+/// While one lives nothing is recorded for gradients, also where the caller is in inference mode;
+/// what is made then can be written outside of it.
+struct Unrecorded {
+  const c10::InferenceMode normal{false};
+  const torch::NoGradGuard no_grad;
+};
 
 /// Dropout is off while one of these lives, also where threads generate with one model at a time:
 /// the first to come notes the modules' modes, and the last to go sets them again.

@@ -27,6 +27,7 @@ using torch::Tensor;
 struct SharedCausalLM : torch::CustomClassHolder {
   SharedCausalLM(const std::string& config, const std::vector<std::string>& names,
                  const std::vector<Tensor>& tensors) {
+    const Unrecorded unrecorded;
     const nn::UndrawnGuard undrawn;
     model = CausalLM(LMConfig::from_json(config), nn::Placement{torch::kCPU, std::nullopt});
     std::map<std::string, Tensor> own;
@@ -200,6 +201,8 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
              return self->decoder.fork(slot, RunningDecoder::options(numbers, integers));
            })
       .def("step", &RunningDecoder::step)
+      .def("end", [](const c10::intrusive_ptr<RunningDecoder>& self,
+                     int64_t slot) { self->decoder.end(slot); })
       .def("remove", [](const c10::intrusive_ptr<RunningDecoder>& self,
                         int64_t slot) { self->decoder.remove(slot); })
       .def("save", &RunningDecoder::save)

@@ -86,6 +86,8 @@ class Decoder {
   /// sequence's last one no more of it. The host waits once, for all of them.
   std::vector<DecodedToken> step(int64_t steps = 1);
 
+  /// Ends the sequence in `slot`, which stays taken.
+  void end(int64_t slot);
   /// Ends the sequence in `slot`, or only frees the slot where it has ended.
   void remove(int64_t slot);
 

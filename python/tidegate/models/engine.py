@@ -55,7 +55,8 @@ def _tensors(model: nn.Module) -> tuple[list[str], list[Tensor]] | None:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 continue
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
+            if not is_plain or tensor.layout != torch.strided:
                 return None
             names.append(f"{prefix}.{name}" if prefix else name)
             values.append(tensor)
