@@ -60,12 +60,13 @@ std::vector<RowSettings> settings_of(const GenerateOptions& options, int64_t row
 
 Generation::Generation(CausalLMImpl& model, const Tensor& ids, const GenerateOptions& options)
     : model_(model), ids_(ids), options_(options) {
+  const Unrecorded unrecorded;
+  check_ids("CausalLM.prefill", ids);
   const int64_t count = options.max_new_tokens(), batch = ids.size(0);
   TORCH_CHECK_VALUE(count >= 0, kGenerate, ": max_new_tokens: expected an integer >= 0; got ",
                     count);
   check_sampling(kGenerate, options.temperature(), options.top_k(), options.top_p(),
                  options.min_p(), options.repetition_penalty());
-  check_ids("CausalLM.prefill", ids);
   const std::vector<int64_t> lengths = host_lengths(ids, options.lengths(), /*minimum=*/1);
   TORCH_CHECK_VALUE(ids.size(1) > 0,
                     "CausalLM.prefill: ids: expected at least one token; got none");
@@ -73,7 +74,6 @@ Generation::Generation(CausalLMImpl& model, const Tensor& ids, const GenerateOpt
   is_done_ = count == 0 || batch == 0;
   if (is_done_) return;
   evaluating_.emplace(model);
-  const Unrecorded unrecorded;
   const c10::DeviceGuard guard(ids.device());
   const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
   RowsOptions wanted;

@@ -104,7 +104,7 @@ def test_what_only_python_knows_is_computed_by_python(device):
     """A module of another class, a hook, a forward of one's own."""
     ids = torch.stack(prompts(5)).to(device)
     for change in (
-        lambda m: setattr(m.blocks[0].mixer, "out_proj", Doubled(m.blocks[0].mixer.out_proj)),
+        lambda m: setattr(m.blocks[0], "glu", Doubled(m.blocks[0].glu)),
         lambda m: m.blocks[0].glu.register_forward_hook(lambda module, args, y: 2 * y),
         lambda m: setattr(m.blocks[1].glu, "forward", lambda x: -x),
     ):

@@ -36,7 +36,7 @@ def test_philox_is_the_published_one():
     )
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 31, 257, 5003])
+@pytest.mark.parametrize("vocab", [1, 3, 31, 257, 1001])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_draws_are_those_of_the_definition(settings, vocab, device):
     """Row by row and token by token, with what the row has seen; float32 and float64."""

@@ -23,7 +23,7 @@ CONFIGS = {
         },
     },
     "lru": {"mixer": "lru"},
-    "slru": {"mixer": "slru"},
+    "slru-tied": {"mixer": "slru", "tied": True},
     "rwkv4": {"mixer": "rwkv4"},
     "gated-linear-rnn": {"mixer": "gated-linear-rnn", "mixer_options": {"lower_bound": True}},
     "gated-rnn": {"mixer": "gated-rnn"},
@@ -41,18 +41,21 @@ CONFIGS = {
         "mixer": "transformer-pro",
         "mixer_options": {"num_heads": 4, "num_kv_heads": 1, "window": 5},
     },
-    "mixed": {"mixer": ["hgrn2", "transformer"], "tied": False},
+    "mixed": {"mixer": ["hgrn2", "transformer"]},
 }
 
 
 def make(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> CausalLM:
     """A model whose parameters are far from their start, so that its tokens vary."""
     torch.manual_seed(5)
-    config = LMConfig(vocab_size=VOCAB, dim=32, layers=2, **CONFIGS[name])
-    model = CausalLM(config)
+    sizes = {"vocab_size": VOCAB, "dim": 32, "layers": 2, "tied": False}
+    model = CausalLM(LMConfig(**{**sizes, **CONFIGS[name]}))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
+        model.embedding.weight.normal_()
+        if model.head is not None:
+            model.head.weight.normal_()
     return model.to(device, dtype).eval()
 
 
