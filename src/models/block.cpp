@@ -109,9 +109,17 @@ std::tuple<Tensor, Tensor, nn::MixerState> BlockImpl::forward_pair(
 
 Tensor BlockImpl::step(const Tensor& x, const nn::MixerState& state,
                        const std::optional<Tensor>& gamma) {
-  const Tensor y = mixer_->mix_step(mixer_norm->forward(x), state, gamma);
-  const auto [z, mixed] = glu_norm->forward_added(y, x);
-  return mixed + glu->forward(z);
+  const auto [added, residual] = step_pair({}, x, state, gamma);
+  return residual + added;
+}
+
+std::tuple<Tensor, Tensor> BlockImpl::step_pair(const Tensor& added, const Tensor& residual,
+                                                const nn::MixerState& state,
+                                                const std::optional<Tensor>& gamma) {
+  const auto [x, sum] = mixer_norm->forward_added(added, residual);
+  const Tensor y = mixer_->mix_step(x, state, gamma);
+  const auto [z, mixed] = glu_norm->forward_added(y, sum);
+  return {glu->forward(z), mixed};
 }
 
 Backbone::Backbone(LMConfig given, const nn::Placement& placement)

@@ -5,9 +5,11 @@
 #include <cmath>
 #include <utility>
 
+#include "src/models/generating.h"
 #include "src/models/generation.h"
 #include "src/models/inputs.h"
 #include "src/nn/common.h"
+#include "src/nn/products.h"
 
 namespace tidegate::models {
 namespace {
@@ -60,7 +62,8 @@ CausalLMImpl::CausalLMImpl(const LMConfig& config, const nn::Placement& placemen
     : Backbone(checked(config), placement),
       scale_(config.scale_embedding.value_or(config.tied)
                  ? std::sqrt(static_cast<double>(config.dim))
-                 : 1.0) {
+                 : 1.0),
+      kept_(std::make_shared<KeptRows>()) {
   reset();
 }
 
@@ -94,7 +97,9 @@ Tensor CausalLMImpl::embed(const Tensor& ids) {
 
 const Tensor& CausalLMImpl::head_weight() const { return head ? head->weight : embedding->weight; }
 
-Tensor CausalLMImpl::logits(const Tensor& x) const { return at::linear(x, head_weight()); }
+Tensor CausalLMImpl::logits(const Tensor& x) const {
+  return nn::linear(x, head_weight(), std::nullopt);
+}
 
 Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
                              const std::optional<ModelState>& state,
@@ -134,10 +139,16 @@ Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
                     " layers; got ", state.size());
   // A cache without room is refused before the states of the layers below it move.
   for (size_t k = 0; k < blocks->size(); ++k) block(k).mixer().check_room(state[k], ids.size(0));
-  Tensor x = embed(ids);
-  const auto bounds = gammas();
-  for (size_t k = 0; k < blocks->size(); ++k) x = block(k).step(x, state[k], bounds[k]);
-  return logits(norm->forward(x));
+  return advance(ids, state, gammas());
+}
+
+Tensor CausalLMImpl::advance(const Tensor& ids, const ModelState& state,
+                             const std::vector<std::optional<Tensor>>& bounds) {
+  Tensor added, residual = embed(ids);
+  for (size_t k = 0; k < blocks->size(); ++k) {
+    std::tie(added, residual) = block(k).step_pair(added, residual, state[k], bounds[k]);
+  }
+  return logits(std::get<0>(norm->forward_added(added, residual)));
 }
 
 std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
@@ -160,34 +171,11 @@ std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
 }
 
 Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options) {
-  check_ids("CausalLM.generate", ids, config.vocab_size);
-  TORCH_CHECK_VALUE(options.max_new_tokens() >= 0,
-                    "CausalLM.generate: max_new_tokens: expected an integer >= 0; got ",
-                    options.max_new_tokens());
   const torch::NoGradGuard no_grad;
-  const Evaluating evaluating(*this);
-  const Tensor fresh = continue_prompts(ids, options);
-  return append(ids, options.lengths(), fresh, options.eos().value_or(0));
-}
-
-// The new tokens [B, <= max_new_tokens]: a prefill, then steps.
-Tensor CausalLMImpl::continue_prompts(const Tensor& ids, const GenerateOptions& options) {
-  Sampler sampler(options.temperature(), options.top_k(), options.top_p(), options.seed(),
-                  ids.device());
-  auto [predictions, state] = prefill(ids, options.lengths(), options.max_new_tokens());
-  Tensor done = at::zeros({ids.size(0)}, ids.options().dtype(torch::kBool));
-  std::vector<Tensor> tokens;
-  while (static_cast<int64_t>(tokens.size()) < options.max_new_tokens()) {
-    if (!tokens.empty()) predictions = step(tokens.back(), state);
-    Tensor token = sampler(predictions);
-    if (options.eos()) {
-      token = token.masked_fill(done, *options.eos());
-      done = done | (token == *options.eos());
-    }
-    tokens.push_back(token);
-    if (options.eos() && done.all().item<bool>()) break;
+  Generation generation(*this, ids, options);
+  while (generation.advance()) {
   }
-  return tokens.empty() ? at::empty({ids.size(0), 0}, ids.options()) : at::stack(tokens, 1);
+  return append(ids, options.lengths(), generation.tokens(), options.eos().value_or(0));
 }
 
 void CausalLMImpl::save(const std::string& directory) const {

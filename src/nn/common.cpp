@@ -17,6 +17,7 @@
 #include <sstream>
 #include <utility>
 
+#include "src/nn/products.h"
 #include "src/nn/states.h"
 #include "src/ops/checks.h"
 
@@ -211,7 +212,7 @@ void reset_linear(const torch::nn::Linear& linear) {
 }
 
 torch::Tensor apply_linear(const torch::nn::Linear& linear, const torch::Tensor& x) {
-  return at::linear(x, linear->weight, optional(linear->bias));
+  return nn::linear(x, linear->weight, optional(linear->bias));
 }
 
 torch::Tensor widen(const torch::Tensor& x) {

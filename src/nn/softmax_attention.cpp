@@ -221,6 +221,18 @@ Tensor SoftmaxAttention::unreachable(const AttentionState& state) const {
   return (state.lengths - (*switches_.window - 1)).clamp_min(0);
 }
 
+bool SoftmaxAttention::drop_unreachable(const MixerState& tensors) const {
+  const AttentionState state(tensors);
+  const Tensor count = unreachable(state);
+  if (!count.defined()) return false;
+  const AttentionState left = dropped(state, count);
+  for (auto tensor :
+       {&AttentionState::k, &AttentionState::v, &AttentionState::gates, &AttentionState::lengths}) {
+    (state.*tensor).copy_(left.*tensor);
+  }
+  return true;
+}
+
 // The state, or a copy of it, with memory for `added` more tokens a sequence: where there is some
 // left, by dropping tokens that are unreachable, by growing.
 AttentionState SoftmaxAttention::with_room(const AttentionState& given, const Tensor& added) const {

@@ -224,6 +224,27 @@ def test_consumer_project_compiles_links_and_runs(prefix: Path, tmp_path: Path) 
     run_ok(cache_entry("CMAKE_COMMAND"), "--build", tmp_path)
     assert "forward and backward of HGRU" in run_ok(tmp_path / "consumer", LD_LIBRARY_PATH="")
     assert "found" in run_ok(tmp_path / "consumer_dispatcher", LD_LIBRARY_PATH="")
+    served_is_what_python_generates(tmp_path / "tidegate_serve", tmp_path / "model")
+
+
+def served_is_what_python_generates(program: Path, folder: Path) -> None:
+    """More prompts than the server has slots, greedily."""
+    config = tidegate.models.LMConfig(mixer="hgrn2", vocab_size=256, dim=32, layers=2)
+    model = tidegate.models.CausalLM(config)
+    with torch.no_grad():
+        model.embedding.weight.add_(torch.randn_like(model.embedding.weight))
+    model.save(folder)
+    prompts = [f"prompt {k}".encode() for k in range(11)]
+    served = subprocess.run(
+        [program, folder, "6", "0"],
+        input=b"\n".join(prompts),
+        capture_output=True,
+        check=True,
+        env={**os.environ, "LD_LIBRARY_PATH": ""},
+    ).stdout
+    for number, prompt in enumerate(prompts, start=1):
+        ids = model.generate(torch.tensor([list(prompt)]), 6, temperature=0.0)
+        assert b"%d: %s" % (number, bytes(ids[0].tolist())) in served
 
 
 def fake_torch(folder: Path, version: str, cuda: str | None) -> Path:

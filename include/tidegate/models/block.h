@@ -56,6 +56,11 @@ class BlockImpl : public nn::Module<BlockImpl> {
   torch::Tensor step(const torch::Tensor& x, const nn::MixerState& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt);
 
+  /// step() for x = residual + added (undefined: zero), as (added, residual) again.
+  std::tuple<torch::Tensor, torch::Tensor> step_pair(
+      const torch::Tensor& added, const torch::Tensor& residual, const nn::MixerState& state,
+      const std::optional<torch::Tensor>& gamma = std::nullopt);
+
   /// The child "mixer" as what it can do.
   nn::TokenMixer& mixer() const { return *mixer_; }
 

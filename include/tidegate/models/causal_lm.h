@@ -5,12 +5,16 @@
 #include <torch/nn/modules/linear.h>
 #include "tidegate/models/block.h"
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 namespace tidegate::models {
+
+class KeptRows;
 
 /// Labels of a language model: a tensor `[B, T]` of int64 aligned with the positions, -100 =
 /// ignored; "next": the next id of the same sequence; or none (the default).
@@ -62,11 +66,16 @@ struct GenerateOptions {
   TORCH_ARG(std::optional<double>, top_p) = std::nullopt;
   /// A row ends with this token; generation ends when all rows have.
   TORCH_ARG(std::optional<int64_t>, eos) = std::nullopt;
-  /// Draws come from a generator of their own with this seed, torch's stay untouched: the same
-  /// tokens on one device from C++ and from Python. Unset: torch's default generator.
+  /// What is drawn depends on this, the row's number and the token's alone, and torch's generators
+  /// stay untouched: the same tokens on one device from C++ and from Python. Unset: a seed from
+  /// torch's default generator.
   TORCH_ARG(std::optional<int64_t>, seed) = std::nullopt;
   /// `[B]` int32 or int64: prompts shorter than T, padded on the right; read on the host.
   TORCH_ARG(torch::Tensor, lengths) = {};
+  /// Draw from tokens that are at least so likely as this times the likeliest.
+  TORCH_ARG(std::optional<double>, min_p) = std::nullopt;
+  /// Logits of tokens that the row has are divided by this, negative ones multiplied.
+  TORCH_ARG(double, repetition_penalty) = 1.0;
 };
 
 /// A causal language model over one of the mixers [HGRN, section 3.1 and Figure 1]: embedding
@@ -125,12 +134,20 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
   torch::nn::Linear head{nullptr};
 
  private:
+  friend class DecoderRows;
+  friend class PromptReader;
+  friend class Generation;
+
   torch::Tensor embed(const torch::Tensor& ids);
   const torch::Tensor& head_weight() const;
   torch::Tensor logits(const torch::Tensor& x) const;
-  torch::Tensor continue_prompts(const torch::Tensor& ids, const GenerateOptions& options);
+  /// step() without its checks, of lower bounds that are known.
+  torch::Tensor advance(const torch::Tensor& ids, const ModelState& state,
+                        const std::vector<std::optional<torch::Tensor>>& bounds);
 
   double scale_;
+  /// What the last generate() left for the next one of as many rows.
+  std::shared_ptr<KeptRows> kept_;
 };
 
 class CausalLM : public torch::nn::ModuleHolder<CausalLMImpl> {

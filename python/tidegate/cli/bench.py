@@ -21,12 +21,23 @@ def add(commands: Any) -> None:
         "--dim, --layers, --contexts, --json ...), but for --plot PATH: speed and memory over "
         "the context",
     )
+    parser.add_argument(
+        "--generate",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="instead, tokens/s of generation beside what the memory's speed allows; the rest are "
+        "flags of its own (--generate --help lists them)",
+    )
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from .._benchmarks import list_benchmarks, run_benchmarks, run_model_benchmark
 
+    if options.generate is not None:
+        from ..bench_generation import main as bench_generation
+
+        return bench_generation(options.generate)
     if options.models is not None:
         return run_model_benchmark(options.models)
     if options.list:

@@ -534,14 +534,17 @@ void bind_block(py::module& m) {
 Tensor generate(tidegate::models::CausalLMImpl& model, const Tensor& ids, int64_t max_new_tokens,
                 double temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
                 std::optional<int64_t> eos, std::optional<int64_t> seed,
-                const OptionalTensor& lengths) {
+                const OptionalTensor& lengths, std::optional<double> min_p,
+                double repetition_penalty) {
   return model.generate(ids, tidegate::models::GenerateOptions(max_new_tokens)
                                  .temperature(temperature)
                                  .top_k(top_k)
                                  .top_p(top_p)
                                  .eos(eos)
                                  .seed(seed)
-                                 .lengths(lengths.value_or(Tensor())));
+                                 .lengths(lengths.value_or(Tensor()))
+                                 .min_p(min_p)
+                                 .repetition_penalty(repetition_penalty));
 }
 
 void bind_causal_lm(py::module& m) {
@@ -570,7 +573,8 @@ void bind_causal_lm(py::module& m) {
            py::arg("temperature") = defaults.temperature(), py::arg("top_k") = defaults.top_k(),
            py::arg("top_p") = defaults.top_p(), py::arg("eos") = defaults.eos(),
            py::arg("seed") = defaults.seed(), py::kw_only(), py::arg("lengths") = py::none(),
-           Release());
+           py::arg("min_p") = defaults.min_p(),
+           py::arg("repetition_penalty") = defaults.repetition_penalty(), Release());
   bind_files<tidegate::models::CausalLM>(bound);
 }
 

@@ -8,12 +8,15 @@ from .block import Block, Output
 from .causal_lm import CausalLM
 from .classifiers import ImageClassifier, SequenceClassifier
 from .config import LMConfig
+from .decoder import DecodedToken, Decoder
 from .presets import presets
 from .registry import mixers
 
 __all__ = [
     "Block",
     "CausalLM",
+    "DecodedToken",
+    "Decoder",
     "ImageClassifier",
     "LMConfig",
     "Output",

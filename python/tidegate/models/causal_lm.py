@@ -14,7 +14,8 @@ from ..nn._common import make_linear, normal_
 from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
 from .block import Model, Output, embedding_std, refuse_sharded
 from .config import LMConfig
-from .sampling import Sampler, evaluating
+from .generating import continued
+from .sampling import SamplingOptions
 
 
 class CausalLM(Model):
@@ -184,46 +185,29 @@ class CausalLM(Model):
         seed: int | None = None,
         *,
         lengths: Tensor | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
     ) -> Tensor:
         """Continues the prompts ids ``[B, T]``; returns ids ``[B, T + n]``, n <= max_new_tokens.
 
         Each row of the result is its prompt, then its new tokens, then `eos` (0 when there is
         none) up to the end. temperature 0 takes the likeliest token, otherwise tokens are drawn,
-        from the top_k likeliest, or from the fewest whose probabilities reach top_p. A row ends
-        with `eos`; generation ends when all rows have. seed: draws are repeatable on one device,
-        and torch's own generators stay untouched. lengths: as in prefill().
+        from the top_k likeliest, from the fewest whose probabilities reach top_p, and from those
+        at least so likely as min_p times the likeliest. repetition_penalty divides the logits of
+        tokens that the row has, or multiplies them where they are negative. A row ends with `eos`;
+        generation ends when all rows have. seed: what is drawn depends on it, on the row's number
+        and the token's, and torch's own generators stay untouched. lengths: as in prefill().
+
+        The library's decoding engine makes the steps, on a GPU as one CUDA graph each
+        (docs/generation.md).
         """
         check_ids("CausalLM.generate", ids, self.config.vocab_size)
         check_positive_or_zero("max_new_tokens", max_new_tokens)
         refuse_sharded("CausalLM.generate", self.named_parameters(), "load it whole to generate")
-        sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
-        with evaluating(self):
-            new = self._continue(ids, lengths, max_new_tokens, sampler, eos)
+        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        options.check("CausalLM.generate")
+        new = continued(self, ids, lengths, max_new_tokens, options, eos)
         return append(ids, lengths, new, 0 if eos is None else eos)
-
-    def _continue(
-        self,
-        ids: Tensor,
-        lengths: Tensor | None,
-        count: int,
-        sampler: Sampler,
-        eos: int | None,
-    ) -> Tensor:
-        """The new tokens ``[B, <= count]``: a prefill, then steps."""
-        logits, state = self.prefill(ids, lengths, capacity=count)
-        done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
-        new: list[Tensor] = []
-        while len(new) < count:
-            if new:
-                logits = self.step(new[-1], state)
-            token = sampler(logits)
-            if eos is not None:
-                token = torch.where(done, eos, token)
-                done = done | (token == eos)
-            new.append(token)
-            if eos is not None and bool(done.all()):
-                break
-        return torch.stack(new, dim=1) if new else ids.new_empty(ids.size(0), 0)
 
 
 def check_positive_or_zero(name: str, value: int) -> None:
