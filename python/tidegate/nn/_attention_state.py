@@ -94,6 +94,8 @@ def with_room(
     Memory is found, in this order, where there is some left, by dropping tokens that are
     unreachable, and by growing. ValueError where a fixed capacity is full.
     """
+    if torch.compiler.is_exporting():
+        return state  # nothing can be looked at: programs are given enough
     needed = longest(state.lengths + new)
     capacity = state.capacity
     count = unreachable(state) if needed > capacity else None
@@ -123,6 +125,8 @@ def check_room(owner: str, state: AttentionState, unreachable: Unreachable) -> N
     """Raises ValueError where make_room_() would. Looks at the device only where room may be
     short."""
     capacity = state.capacity
+    if torch.compiler.is_exporting():
+        return
     if int(state.room[1]) == GROWS or int(state.room[0]) < capacity:
         return
     count = unreachable(state)
@@ -141,7 +145,7 @@ def _dropped(state: AttentionState, count: Tensor) -> AttentionState:
 
 def make_room_(owner: str, state: AttentionState, unreachable: Unreachable) -> None:
     """with_room() for one token, in place. Looks at the device only where room may be short."""
-    if int(state.room[0]) < state.capacity:
+    if torch.compiler.is_exporting() or int(state.room[0]) < state.capacity:
         return
     found = with_room(owner, state, 1, unreachable)
     for mine, other in zip(state[:4], found[:4], strict=True):
