@@ -1,5 +1,5 @@
-// tidegate::nn::HGRU2 as a layer of a module of one's own: trained over whole sequences, then run one
-// sample at a time, as a controller or a filter is.
+// tidegate::nn::HGRU2 as a layer of a module of one's own: trained over whole sequences, then run
+// one sample at a time, as a controller or a filter is.
 //
 //   build/tidegate_embed [--steps 150]
 //
@@ -17,8 +17,8 @@ class FilterImpl : public torch::nn::Module {
   explicit FilterImpl(int64_t dim) {
     enter = register_module("enter", torch::nn::Linear(2, dim));
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({dim})));
-    mixer = register_module(
-        "mixer", tidegate::nn::HGRU2(tidegate::nn::HGRU2Options(dim).num_heads(2)));
+    mixer =
+        register_module("mixer", tidegate::nn::HGRU2(tidegate::nn::HGRU2Options(dim).num_heads(2)));
     leave = register_module("leave", torch::nn::Linear(dim, 1));
   }
 

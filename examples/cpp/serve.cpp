@@ -19,7 +19,8 @@ namespace {
 // The two programs of a package, and the state between their calls.
 class Server {
  public:
-  explicit Server(const std::string& package) : prefill_(package, "prefill"), step_(package, "step") {}
+  explicit Server(const std::string& package)
+      : prefill_(package, "prefill"), step_(package, "step") {}
 
   // Reads prompts int64 [B, T]: logits [B, vocab] of what comes next.
   at::Tensor begin(const at::Tensor& ids) {

@@ -57,9 +57,9 @@ torch::Tensor read_bytes(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw std::invalid_argument(path + ": cannot be read");
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  return torch::tensor(at::ArrayRef<uint8_t>(reinterpret_cast<const uint8_t*>(bytes.data()),
-                                             bytes.size()),
-                       torch::kUInt8);
+  return torch::tensor(
+      at::ArrayRef<uint8_t>(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()),
+      torch::kUInt8);
 }
 
 // `rows` pieces of `context` bytes, from anywhere in the text: int64 [rows, context].
@@ -103,7 +103,8 @@ std::string write(tidegate::models::CausalLM& model, const std::string& prompt, 
                   torch::Device device) {
   std::vector<int64_t> ids(prompt.size());
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<unsigned char>(prompt[i]);
-  const auto options = tidegate::models::GenerateOptions(count).temperature(0.8).top_p(0.95).seed(1);
+  const auto options =
+      tidegate::models::GenerateOptions(count).temperature(0.8).top_p(0.95).seed(1);
   const auto all = model->generate(torch::tensor(ids).unsqueeze(0).to(device), options).cpu();
   std::string text;
   for (int64_t i = 0; i < all.size(1); ++i) text += static_cast<char>(all[0][i].item<int64_t>());
@@ -127,8 +128,9 @@ int run(const Settings& settings) {
 
   model->save(settings.model);
   auto loaded = tidegate::models::CausalLM::load(settings.model, device);
-  std::printf("%s\n", write(loaded, settings.flags.at("--prompt"), settings.number("--new-bytes"),
-                            device).c_str());
+  std::printf(
+      "%s\n",
+      write(loaded, settings.flags.at("--prompt"), settings.number("--new-bytes"), device).c_str());
   return 0;
 }
 

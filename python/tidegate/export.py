@@ -137,9 +137,9 @@ def package(
     """Compiles the programs for the model's device and writes them into the file `path`, which must
     end in .pt2; each is in there under its name, with its own copy of the weights.
 
-    In C++: ``torch::inductor::AOTIModelPackageLoader(path, "step").run(tensors)``; in Python: load().
-    capacity: as of programs(). options: AOTInductor's. Needs g++, and takes some ten seconds a
-    program. A program for a GPU runs on that kind of GPU alone.
+    In C++ ``torch::inductor::AOTIModelPackageLoader(path, "step").run(tensors)`` runs one, in
+    Python what load() returns. capacity: as of programs(). options: AOTInductor's. Needs g++, some
+    twenty seconds a program. One for a GPU runs on that kind of GPU alone.
     """
     from torch._inductor import aot_compile
     from torch._inductor.package import package_aoti
@@ -151,7 +151,8 @@ def package(
     chosen = {"aot_inductor.package": True, **(options or {})}
     for name, program in programs(model, names, capacity=capacity).items():
         arguments, keywords = program.example_inputs
-        files[name] = aot_compile(program.module(), arguments, keywords, options=chosen)
+        with torch.no_grad():
+            files[name] = aot_compile(program.module(), arguments, keywords, options=chosen)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.stem + ".part.pt2")  # the whole file or none
     package_aoti(str(part), files)
@@ -160,8 +161,8 @@ def package(
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Callable[..., Any]]:
-    """The programs of a package by their names, in Python; each takes contiguous tensors and returns
-    what the table above says, in a list where it is more than one tensor."""
+    """The programs of a package by their names, in Python; each takes contiguous tensors and
+    returns what the table above says, in a list where it is more than one tensor."""
     from torch.export.pt2_archive._package import load_pt2
 
     return dict(load_pt2(str(path)).aoti_runners)

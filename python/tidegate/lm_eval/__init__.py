@@ -3,9 +3,9 @@
     python -m tidegate.lm_eval --model tidegate --model_args path=runs/mine --tasks wikitext
     python -m tidegate.lm_eval --model hf --model_args pretrained=my-model --tasks wikitext
 
-are lm_eval's own command, which knows no models but its own: the module registers ``tidegate``, and,
-where transformers is installed, imports `tidegate.hf` for ``--model hf``. Everything else is
-lm_eval's. From Python, importing this makes ``lm_eval.simple_evaluate(model="tidegate", ...)`` work.
+are lm_eval's own command, which knows no models but its own: the module registers ``tidegate``,
+and, where transformers is installed, imports `tidegate.hf` for ``--model hf``. Everything else is
+lm_eval's. In Python, importing this makes ``lm_eval.simple_evaluate(model="tidegate", ...)`` work.
 """
 
 try:

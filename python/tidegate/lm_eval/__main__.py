@@ -2,7 +2,7 @@
 
 import contextlib
 
-import tidegate.lm_eval  # noqa: F401  (registers "tidegate")
+import tidegate.lm_eval
 
 with contextlib.suppress(ImportError):  # without transformers there is no --model hf
     import tidegate.hf  # noqa: F401

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import lm_eval.models  # noqa: F401  (else lm_eval takes ours for all that there are)
 import torch
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
@@ -27,7 +28,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>")
 
 @register_model("tidegate")
 class TidegateLM(TemplateLM):
-    """``--model tidegate --model_args path=RUN``: a run folder of `tidegate train` or a saved model.
+    """``--model tidegate --model_args path=RUN``: a run of `tidegate train`, or a saved model.
 
     Args:
         path: the folder; `pretrained` is another name for it.
@@ -155,8 +156,8 @@ class TidegateLM(TemplateLM):
     def _log_probabilities(
         self, x: Tensor, places: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """log p of `targets` ``[P]`` after the hidden states x ``[T, dim]`` at `places`, and whether
-        each is the likeliest; a few positions at a time, since logits are the vocabulary wide."""
+        """log p of `targets` ``[P]`` after the hidden states x ``[T, dim]`` at `places`, and
+        whether each is the likeliest; a few positions at a time, since logits are wide."""
         logs, best = [], []
         for at, target in zip(places.split(PIECE), targets.split(PIECE), strict=True):
             logits = self.model._logits(x[at]).float()
@@ -202,8 +203,8 @@ class TidegateLM(TemplateLM):
 
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Of every (context, arguments) what the model writes, up to the first of arguments' `until`
-        or to the end of text."""
+        """Of every (context, arguments) what the model writes, up to the first of arguments'
+        `until` or to the end of text."""
         ids = [
             self._cut(self.tok_encode(request.args[0]) or [self.prefix_token_id])
             for request in requests
@@ -281,7 +282,7 @@ class TidegateLM(TemplateLM):
         return ids if self.max_length is None else ids[-(self.max_length + 1) :]
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Indices of sequences, longest first, in batches of `batch_size`, or of `TOKENS` tokens."""
+        """Indices of sequences, longest first, in batches of `batch_size`, or `TOKENS` tokens."""
         batch: list[int] = []
         tokens = 0
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

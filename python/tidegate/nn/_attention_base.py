@@ -379,7 +379,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         if state is None:
             return self._output(self._attend(q, k, v, log_f, layout), g), None
         after = self._extended(state, k, v, log_f, last, layout)
-        # Where nothing was read before, the keys are the new ones; exported programs read one prompt.
+        # Where nothing was read before, as in exported programs, the keys are the new ones.
         if torch.compiler.is_exporting() or int(state.room[0]) == 0:
             o = self._attend(q, k, v, log_f, layout)
         else:
