@@ -5,6 +5,7 @@
 //
 // The task: to say, at every step, the running mean of a noisy signal over all steps so far.
 #include <tidegate/tidegate.h>
+#include <torch/nn/modules/normalization.h>
 #include <torch/optim/adam.h>
 
 #include <cstdio>
