@@ -1,6 +1,9 @@
 # Two ways to install:
-#   cmake --install          library, headers and a package config, for C++ programs
-#   the component "package"  what pip puts into the Python package: libraries under tidegate/lib
+#   cmake --install   the component "cpp": library, headers and a package config, for C++ programs
+#   pip               the components "cpp" and "package" into the Python package's folder: C++ programs
+#                     find the former by tidegate.cmake_prefix_path; the latter is what Python loads
+# Nothing that is installed names a folder of this machine but as the last place to look for torch, so
+# either can be moved.
 include(CMakePackageConfigHelpers)
 
 install(TARGETS tidegate EXPORT tidegate-targets
@@ -20,12 +23,15 @@ install(FILES ${PROJECT_BINARY_DIR}/tidegate-config.cmake
   DESTINATION ${config_dir} COMPONENT cpp)
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/tidegate COMPONENT cpp)
 
+# The build tree is such a package as well, which C++ programs find by -DCMAKE_PREFIX_PATH=build.
+export(EXPORT tidegate-targets NAMESPACE tidegate:: FILE ${PROJECT_BINARY_DIR}/tidegate-targets.cmake)
+file(COPY_FILE ${CMAKE_CURRENT_LIST_DIR}/TidegateTorch.cmake ${PROJECT_BINARY_DIR}/TidegateTorch.cmake
+  ONLY_IF_DIFFERENT)
+
 add_custom_target(tidegate_package DEPENDS tidegate tidegate_build_info)
-set(package_targets tidegate)
 if(TARGET tidegate_cpp)
   add_dependencies(tidegate_package tidegate_cpp)
-  list(APPEND package_targets tidegate_cpp)
+  install(TARGETS tidegate_cpp LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT package EXCLUDE_FROM_ALL)
 endif()
-install(TARGETS ${package_targets} LIBRARY DESTINATION tidegate/lib COMPONENT package EXCLUDE_FROM_ALL)
 install(FILES ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/build_info.json
-  DESTINATION tidegate/lib COMPONENT package EXCLUDE_FROM_ALL)
+  DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT package EXCLUDE_FROM_ALL)

@@ -8,6 +8,7 @@
 - :mod:`tidegate.models`: language models and classifiers;
 - :mod:`tidegate.training`: the loop behind the command line;
 - ``tidegate.compat``: other libraries' calls, backed by these (imported on its own);
+- :mod:`tidegate.export`: language models as programs without Python (imported on its own);
 - ``tidegate.hf``: the models in Hugging Face's transformers (imported on its own);
 - ``tidegate.cpp``: the C++ modules, bound by pybind11 (imported on its own, where it was built).
 """
@@ -20,4 +21,6 @@ __path__.append(str(_library.library_dir()))  # tidegate._cpp lies beside libtid
 from tidegate import models, nn, ops, reference  # noqa: E402  (they call the ops that load() registers)
 
 __version__: str = _library.build_info()["version"]
-__all__ = ["__version__", "models", "nn", "ops", "reference"]
+# Where a C++ project finds the package: cmake -DCMAKE_PREFIX_PATH=$(python -c ...); docs/cpp.md.
+cmake_prefix_path: str = str(_library.library_dir().parent)
+__all__ = ["__version__", "cmake_prefix_path", "models", "nn", "ops", "reference"]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import _library
 from .training.errors import UserError
 
@@ -31,10 +33,29 @@ def _binaries() -> list[Path]:
     return found
 
 
+def _with_torch() -> dict[str, str]:
+    """The environment in which a program finds this torch's libraries: the package it comes with
+    may lie elsewhere than torch does."""
+    root = Path(torch.__file__).parent
+    folders = [
+        root / "lib",
+        *{file.parent for file in root.parent.glob("nvidia/*/lib/libcudart.so*")},
+    ]
+    known = os.environ.get("LD_LIBRARY_PATH")
+    paths = [*map(str, folders), *([known] if known else [])]
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+
+
+def _run(binary: Path, flags: Sequence[str]) -> int:
+    return subprocess.run([binary, *flags], check=False, env=_with_torch()).returncode
+
+
 def _names(binary: Path, name_filter: str) -> list[str]:
     """The benchmarks of a program that match."""
     flags = ["--benchmark_list_tests=true", f"--benchmark_filter={name_filter or '.'}"]
-    result = subprocess.run([binary, *flags], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [binary, *flags], capture_output=True, text=True, check=False, env=_with_torch()
+    )
     if result.returncode != 0:
         return []  # it says "Failed to match any benchmarks" on stderr, among other things
     return [line for line in result.stdout.splitlines() if line and " " not in line]
@@ -65,7 +86,7 @@ def list_benchmarks(name_filter: str = "") -> int:
     models = [path for path in _binaries() if path.name == _MODELS]
     if models and not name_filter:
         sys.stdout.flush()
-        return subprocess.run([models[0], "--list"], check=False).returncode
+        return _run(models[0], ["--list"])
     return 0
 
 
@@ -85,7 +106,7 @@ def run_benchmarks(name_filter: str = "", *, json_path: str | None, plot_path: s
             out = Path(scratch) / f"{binary.name}.json"
             flags = [f"--benchmark_out={out}", "--benchmark_out_format=json"]
             flags += [f"--benchmark_filter={name_filter}"] if name_filter else []
-            status = subprocess.run([binary, *flags], check=False).returncode
+            status = _run(binary, flags)
             if status != 0:
                 return status
             found = json.loads(out.read_text("utf-8"))
@@ -110,12 +131,12 @@ def run_model_benchmark(arguments: Sequence[str]) -> int:
         raise UserError(f"bench: {_MODELS} was not built (`make build` builds it)")
     flags, plot_path = _without(list(arguments), "--plot")
     if plot_path is None:
-        return subprocess.run([binary, *flags], check=False).returncode
+        return _run(binary, flags)
     _, json_path = _without(list(flags), "--json")
     with tempfile.TemporaryDirectory() as scratch:
         own = Path(scratch) / "models.json"
         given = flags if json_path is not None else [*flags, "--json", str(own)]
-        status = subprocess.run([binary, *given], check=False).returncode
+        status = _run(binary, given)
         written = own if json_path is None else Path(json_path)
         if status in (0, 1) and written.is_file():  # 1: a row failed
             from .plots_bench import plot_models

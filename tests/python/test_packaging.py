@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tidegate
-from tidegate import _library
+from tidegate import _library, export
 
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -128,24 +128,33 @@ tidegate.nn.RWKV4(4)(x)
 # ---------------------------------------------------------------- pip
 
 
-@in_build_tree
-def test_pip_installs_the_tree_that_is_built(tmp_path: Path) -> None:
-    """The wheel is made from the objects of this build tree; the torch that is here stays."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed the package into, from the objects of this build tree."""
     pytest.importorskip("scikit_build_core")
     pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
-    target = tmp_path / "site"
+    target = tmp_path_factory.mktemp("site")
     run_ok(*pip, "--no-index", "--target", target, f"--config-settings=build-dir={BUILD}", SOURCE)
+    return target
 
-    assert sorted(p.name for p in target.glob("tidegate/lib/libtidegate*")) == ["libtidegate.so"]
-    assert not (target / "tidegate" / "csrc").exists()
-    wheel = next(target.glob("tidegate-*.dist-info")) / "WHEEL"
+
+@in_build_tree
+def test_pip_installs_the_tree_that_is_built(site: Path) -> None:
+    """The torch that is here stays."""
+    assert sorted(p.name for p in site.glob("tidegate/lib/libtidegate*")) == ["libtidegate.so"]
+    assert not (site / "tidegate" / "csrc").exists()
+    wheel = next(site.glob("tidegate-*.dist-info")) / "WHEEL"
     assert "Tag: py3-none-linux" in wheel.read_text(encoding="utf-8")
     code = (
         "import tidegate, torch; x = torch.ones(1, 3, 4); h, s = tidegate.ops.hgru(x, x);"
-        "print(tidegate._library.build_info()['library'], tuple(h.shape))"
+        "print(tidegate._library.build_info()['library'], tuple(h.shape));"
+        "print(tidegate.cmake_prefix_path)"
     )
-    printed = run_ok(sys.executable, "-c", code, PYTHONPATH=str(target)).strip()
-    assert printed == f"{target}/tidegate/lib/libtidegate.so (1, 3, 4)"
+    printed = run_ok(sys.executable, "-c", code, PYTHONPATH=str(site)).splitlines()
+    assert printed == [f"{site}/tidegate/lib/libtidegate.so (1, 3, 4)", f"{site}/tidegate"]
+    if (BUILD / "bin" / "bench_models").exists():
+        code = "import sys, tidegate.cli as c; sys.exit(c.main(['bench', '--models', '--help']))"
+        assert "--mixers" in run_ok(sys.executable, "-c", code, PYTHONPATH=str(site))
 
 
 def test_pip_says_at_once_that_there_is_no_torch(tmp_path: Path) -> None:
@@ -172,10 +181,11 @@ def test_pip_says_at_once_that_there_is_no_torch(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `cmake --install` put the package, moved to another folder afterwards."""
     folder = tmp_path_factory.mktemp("prefix")
     cmake = cache_entry("CMAKE_COMMAND")
-    run_ok(cmake, "--install", BUILD, "--prefix", folder)
-    return folder
+    run_ok(cmake, "--install", BUILD, "--prefix", folder / "first")
+    return (folder / "first").rename(folder / "moved")
 
 
 def configure_consumer(prefix: Path, build: Path, *arguments: str) -> list[object]:
@@ -211,20 +221,45 @@ def test_run_paths_are_whole_and_the_same_after_installing(prefix: Path) -> None
     assert run_path(installed) == run_path(BUILD / "lib" / "libtidegate.so")
 
 
-@in_build_tree
-def test_consumer_project_compiles_links_and_runs(prefix: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def consumer(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the programs of examples/cpp, built against the installed package."""
+    build = tmp_path_factory.mktemp("consumer")
     as_needed = "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"  # Ubuntu's default
     # A debug build as a user's, but without debug information, which nothing here looks at.
     debug = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0")
-    run_ok(*configure_consumer(prefix, tmp_path, *debug, as_needed))
+    run_ok(*configure_consumer(prefix, build, *debug, as_needed))
+    run_ok(cache_entry("CMAKE_COMMAND"), "--build", build)
+    return build
+
+
+def run_programs(build: Path, folder: Path) -> None:
+    """Runs what needs no other file than a text, in `folder`."""
+    plain = {"LD_LIBRARY_PATH": "", "OMP_NUM_THREADS": "1"}
+    assert "forward and backward of HGRU" in run_ok(build / "tidegate_example", **plain)
+    assert "found" in run_ok(build / "consumer_dispatcher", **plain)
+    assert run_ok(build / "tidegate_embed", **plain).endswith("one sample at a time: the same\n")
+    text, model = folder / "tide.txt", folder / "model"
+    text.write_text("the tide turns twice a day. " * 40, encoding="utf-8")
+    small = ["--steps", 30, "--dim", 32, "--layers", 1, "--context", 32, "--lr", 0.02]
+    printed = run_ok(build / "tidegate_train", text, model, *small, "--prompt", "the ", **plain)
+    losses = [float(loss) for loss in re.findall(r"([\d.]+) nats a byte", printed)]
+    assert losses[-1] < 1.0
+    assert printed.splitlines()[-1].startswith("the ")
+    assert tidegate.models.CausalLM.load(model).config.dim == 32
+
+
+@in_build_tree
+def test_consumer_project_compiles_links_and_runs(consumer: Path, tmp_path: Path) -> None:
     # Debian 12's CMake is enough for a program, and for a library without CUDA kernels.
     for project in ("examples/cpp", "tests/consumer", "."):
         text = (SOURCE / project / "CMakeLists.txt").read_text(encoding="utf-8")
         assert "cmake_minimum_required(VERSION 3.25)" in text
-    run_ok(cache_entry("CMAKE_COMMAND"), "--build", tmp_path)
-    assert "forward and backward of HGRU" in run_ok(tmp_path / "consumer", LD_LIBRARY_PATH="")
-    assert "found" in run_ok(tmp_path / "consumer_dispatcher", LD_LIBRARY_PATH="")
-    served_is_what_python_generates(tmp_path / "tidegate_serve", tmp_path / "model")
+    run_programs(consumer, tmp_path)
+    served_is_what_python_generates(consumer / "tidegate_serve", tmp_path / "served")
+    result = run(consumer / "tidegate_train", tmp_path / "none.txt", tmp_path / "model")
+    assert result.returncode == 2
+    assert "none.txt: cannot be read" in result.stderr
 
 
 def served_is_what_python_generates(program: Path, folder: Path) -> None:
@@ -245,6 +280,51 @@ def served_is_what_python_generates(program: Path, folder: Path) -> None:
     for number, prompt in enumerate(prompts, start=1):
         ids = model.generate(torch.tensor([list(prompt)]), 6, temperature=0.0)
         assert b"%d: %s" % (number, bytes(ids[0].tolist())) in served
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same files."""
+    names = [sorted(p.relative_to(f) for p in f.rglob("*.h")) for f in (one, other)]
+    return names[0] == names[1] and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names[0]
+    )
+
+
+@in_build_tree
+def test_consumer_project_finds_what_pip_installed(
+    site: Path, prefix: Path, consumer: Path, tmp_path: Path
+) -> None:
+    """By tidegate.cmake_prefix_path. The headers are the same, so what was compiled with those of
+    the other install is linked."""
+    assert same_files(site / "tidegate" / "include", prefix / "include")
+    build = tmp_path / "build"
+    run_ok(*configure_consumer(site / "tidegate", build, f"-DOBJECTS_FROM={consumer}"))
+    run_ok(cache_entry("CMAKE_COMMAND"), "--build", build)
+    assert f"{site}/tidegate/lib" in run_path(build / "tidegate_example")
+    run_programs(build, tmp_path)
+
+
+@in_build_tree
+@pytest.mark.slow
+def test_an_exported_model_is_served_without_python(consumer: Path, tmp_path: Path) -> None:
+    """In tidegate_serve_exported, which says what the model does; a mixer of each kind
+    of state."""
+    torch.manual_seed(0)
+    config = tidegate.models.LMConfig(
+        ["rwkv4", "fox"], vocab_size=256, dim=32, layers=2, init_std=0.3
+    )
+    model = tidegate.models.CausalLM(config).eval()
+    package = export.package(model, tmp_path / "model.pt2", capacity=64)
+    served = subprocess.run(
+        [consumer / "tidegate_serve_exported", package, "the tide", "12"],
+        capture_output=True,
+        env={"PATH": "/nowhere", "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert served.returncode == 0, served.stderr
+    ids = torch.tensor([list(b"the tide")])
+    assert served.stdout[:-1] == bytes(model.generate(ids, 12, temperature=0.0)[0].tolist())
+    assert set(export.load(package)) == {"prefill", "step"}
 
 
 def fake_torch(folder: Path, version: str, cuda: str | None) -> Path:

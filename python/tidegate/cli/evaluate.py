@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from ..training.errors import UserError
@@ -35,17 +36,26 @@ def add(commands: Any) -> None:
         "several)",
     )
     context.add_argument("--sequences", type=int, help="of --per-token (64)")
-    context.add_argument("--batch-size", type=int, help="of --per-token (4)")
+    context.add_argument("--batch-size", type=int, help="of --per-token (4) and --tasks")
     context.add_argument("--depths", type=int, help="of --needle (11)")
     context.add_argument("--samples", type=int, help="of --needle, a cell (4)")
     context.add_argument("--out", help="folder to write to (default: the run's)")
+    tasks = parser.add_argument_group("tasks of lm-eval (docs/lm_eval.md)")
+    tasks.add_argument("--tasks", help="their names, with commas between; of the run's model")
+    tasks.add_argument("--num-fewshot", type=int, help="solved examples before each question")
+    tasks.add_argument("--limit", type=float, help="documents of a task, or a part of them below 1")
+    tasks.add_argument("--include-path", help="folder with tasks of your own")
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.tasks is not None:
+        return _eval_tasks(options)
+    for name in ("num_fewshot", "limit", "include_path"):
+        refuse(options, "eval", name, "--tasks", "neither")
     meant = {
         "sequences": (options.per_token, "--per-token"),
-        "batch_size": (options.per_token, "--per-token"),
+        "batch_size": (options.per_token, "--per-token and --tasks"),
         "depths": (options.needle, "--needle"),
         "samples": (options.needle, "--needle"),
         "length": (options.per_token or options.needle, "--per-token or --needle"),
@@ -81,6 +91,30 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         print(describe_score(score))
+    return 0
+
+
+def _eval_tasks(options: argparse.Namespace) -> int:
+    for name in ("data", "per_token", "needle", "length", "sequences", "depths", "samples"):
+        refuse(options, "eval", name, "text", "--tasks")
+    try:
+        from ..lm_eval.tasks import described, run_tasks, write_results
+    except ImportError as error:
+        raise UserError(f"eval: tasks: {error}") from error
+
+    results = run_tasks(
+        options.run,
+        options.tasks.split(","),
+        include_path=options.include_path,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        batch_size=options.batch_size,
+        device=options.device,
+        precision=options.precision,
+    )
+    print(described(results, options.json))
+    if options.out is not None:
+        print(write_results(results, options.out), file=sys.stderr)
     return 0
 
 

@@ -384,7 +384,8 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         if state is None:
             return self._output(self._attend(q, k, v, log_f, layout), g), None
         after = self._extended(state, k, v, log_f, last, layout)
-        if int(state.room[0]) == 0:  # nothing was read before: the keys are the new ones
+        # Where nothing was read before, as in exported programs, the keys are the new ones.
+        if torch.compiler.is_exporting() or int(state.room[0]) == 0:
             o = self._attend(q, k, v, log_f, layout)
         else:
             o = self._attend_state(q, after, layout)
@@ -496,7 +497,9 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         )
         lengths = state.lengths + layout.lengths.to(state.lengths.dtype)
         last = tuple(t.to(state.k.dtype) for t in last) or (state.last_k, state.last_v)
-        room = torch.stack([torch.tensor(longest(lengths)), state.room[1]])
+        room = state.room
+        if not torch.compiler.is_exporting():
+            room = torch.stack([torch.tensor(longest(lengths)), room[1]])
         return AttentionState(*caches, lengths, state.seen + layout.lengths, *last, room)
 
     def _output(self, o: Tensor, g: Tensor | None) -> Tensor:
@@ -524,8 +527,12 @@ class SoftmaxAttention(KeepsFloat32, ABC):
 def _shifted(x: Tensor, mix: Tensor, layout: Layout, carried: Tensor | None) -> Tensor:
     """``a_t x_{t-1} + (1 - a_t) x_t`` (Forgetting Transformer, eq. 14): x ``[B, T, H, D]``, a
     ``[B, T, H]``, x before each sequence's first token ``[N, H, D]``, None = zero."""
-    before = F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) if x.size(1) else x
-    if layout.is_packed or carried is not None:
+    if is_exported := torch.compiler.is_exporting():
+        # A slice of T - 1 tokens would make T = 2 a case of its own.
+        before = x[:, (layout.steps[0] - 1).clamp(min=0)]
+    else:
+        before = F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) if x.size(1) else x
+    if is_exported or layout.is_packed or carried is not None:
         is_first = (layout.steps == 0)[..., None, None]
         if carried is None:
             before = before.masked_fill(is_first, 0.0)

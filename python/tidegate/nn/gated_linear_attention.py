@@ -303,7 +303,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """S and z, checked."""
-        if isinstance(state, Tensor) == self.normalize or len(state) != 2 and self.normalize:
+        if isinstance(state, Tensor) == self.normalize or self.normalize and len(state) != 2:
             wanted = "a pair (s, z)" if self.normalize else "a tensor"
             given = "a tensor" if self.normalize else "a tuple"
             raise ValueError(
