@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # what the disk refuses is said here, not while Python shuts down
         return status
     except UserError as error:
-        problem = str(error)
+        problem, cause = str(error), error
     except BrokenPipeError:
         _drop_output()
         return 0
@@ -44,13 +44,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         where = error.filename if error.filename is not None else "the disk"
-        problem = f"{where}: cannot be read or written: {error.strerror or error}"
+        problem, cause = f"{where}: cannot be read or written: {error.strerror or error}", error
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
+            _tell_the_others(error)
             raise
-        problem = f"out of memory: {error}"
+        problem, cause = f"out of memory: {error}", error
+    except Exception as error:
+        _tell_the_others(error)
+        raise
+    if _is_one_of_several():
+        return _end_with_the_others(cause, problem, forces=arguments is None)
     print("tidegate:", " ".join(problem.split()), file=sys.stderr)
     return 2
+
+
+def _is_one_of_several() -> bool:
+    """Whether torchrun started this process beside others."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+def _end_with_the_others(cause: Exception, problem: str, *, forces: bool) -> int:
+    """Says what ended the run, once for all its processes; the exit status. forces: what waits for
+    other processes, threads that write among them, is left."""
+    from .training.distributed import complain, is_joined
+
+    complain(cause, problem)
+    if forces and is_joined():
+        sys.stdout.flush()
+        os._exit(2)
+    return 2
+
+
+def _tell_the_others(error: Exception) -> None:
+    """Before a traceback is printed that only this process has."""
+    if _is_one_of_several():
+        from .training.distributed import complain
+
+        complain(error, f"{type(error).__name__}: {error}: the traceback is this process's")
 
 
 def _drop_output() -> None:
@@ -163,7 +194,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         help="keep files apart: sequences end where files do, and are packed end to end",
     )
     data.add_argument("--batch-size", type=int, help="sequences an optimiser step")
-    data.add_argument("--grad-accum", type=int, help="parts a batch is computed in, to save memory")
+    data.add_argument("--grad-accum", type=int, help="parts a process's batch is computed in")
 
 
 def _add_optimisation_flags(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +231,19 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-every", type=int, metavar="STEPS")
     run.add_argument("--eval-tokens", type=int, help="tokens a validation on the way reads")
     run.add_argument("--device", help="auto, cpu, cuda or cuda:N")
-    run.add_argument("--threads", type=int, help="CPU threads of torch")
+    run.add_argument("--threads", type=int, help="CPU threads of torch, a process")
+    run.add_argument(
+        "--parallel",
+        metavar="ddp|fsdp",
+        help="under torchrun: every process holds the model (ddp), or a part of it (fsdp); they "
+        "share each batch",
+    )
+    run.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long a process waits for the others (default: 600)",
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -375,12 +418,17 @@ def _train(options: argparse.Namespace) -> int:
     given = vars(options)
     recipe = given.get("recipe")
     run = prepare_run(options.out, train, model, preset=given.get("preset"), recipe=recipe)
-    trainer = run.trainer
-    _say_run(run, options.out, recipe)
-    if not trainer.run(options.quiet):
+    trainer, group = run.trainer, run.trainer.group
+    if group.leads:
+        _say_run(run, options.out, recipe)
+    ended = trainer.run(options.quiet)
+    score = finish(run) if ended else None
+    group.leave()
+    if not group.leads:
+        return 0 if ended else STOPPED
+    if not ended:
         print(f"stopped at step {trainer.position.step}; the same command goes on from there")
         return STOPPED
-    score = finish(run)
     if not any(plot_run(options.out, baselines=run.corpus.baselines(), device=run.config.device)):
         return 1
     print(f"validation: {describe_score(score)}; everything is in {options.out}")
@@ -396,10 +444,12 @@ def _say_run(run: Any, out: str, recipe: str | None) -> None:
     trainer = run.trainer
     parameters = sum(p.numel() for p in trainer.model.parameters())
     config = run.model_config
+    shared = f" by {run.config.parallel} in {trainer.group.size} processes"
     print(
         f"{mixer_in_words(config.mixer)}, {config.layers} layers of {config.dim}, "
         f"{parameters:,} parameters, "
-        f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
+        f"{run.config.precision} on {trainer.device}"
+        f"{shared if trainer.group.mode != 'none' else ''}; {run.corpus.summary()}",
         file=sys.stderr,
     )
     task = run.config.data

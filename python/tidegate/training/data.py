@@ -17,6 +17,7 @@ from ..models._json import shown
 from . import stdlib_corpus
 from .baselines import baselines
 from .batches import PackedSampler, WindowSampler, windows_within
+from .distributed import ALONE, Group
 from .errors import UserError
 from .evaluate import PIECE, Score, context_for, evaluate, evaluate_packed
 from .tokenizers import (
@@ -153,9 +154,10 @@ class Corpus:
         precision: str,
         limit: int | None = None,
         trained: int | None = None,
+        group: Group = ALONE,
     ) -> Score:
         """The score on the validation split, or on about `limit` tokens of it. trained: the context
-        length of training, see `context_for`."""
+        length of training, see `context_for`. group: the processes that share the work."""
         if self.valid_documents is not None:
             return evaluate_packed(
                 model,
@@ -166,6 +168,7 @@ class Corpus:
                 precision=precision,
                 context=PIECE if trained is None else trained,
                 limit=limit,
+                group=group,
             )
         return evaluate(
             model,
@@ -175,6 +178,7 @@ class Corpus:
             precision=precision,
             context=context_for(model, trained),
             limit=limit,
+            group=group,
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_sharded, like_part, local, share_of, whole
 from .runtime import cpu_has_fast_bf16
 
 # Quintic Newton-Schulz iteration: steepest at zero, singular values end in about [0.7, 1.2].
@@ -47,6 +48,9 @@ class Muon(torch.optim.Optimizer):
 
     params: 2-D parameters. splits: for each of them, the row counts of the matrices stacked in it.
     A matrix moves by ``lr * sqrt(max(1, rows / columns))`` times the orthogonalised momentum.
+
+    Of sharded parameters (DTensors) the momentum is, too; what is orthogonalised is gathered, and
+    every process orthogonalises all of it and keeps its part.
     """
 
     def __init__(
@@ -74,12 +78,17 @@ class Muon(torch.optim.Optimizer):
         """One step for every parameter that has a gradient."""
         (group,) = self.param_groups
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        sharded: list[tuple[Tensor, Tensor]] = []  # and how far all of it moves
         for parameter, rows in zip(group["params"], self._splits, strict=True):
             if parameter.grad is None:
                 continue
-            direction = self._momentum(parameter, group["momentum"])
-            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-            pieces = zip(parameter.split(rows), direction.split(rows), strict=True)
+            direction = whole(self._momentum(parameter, group["momentum"]))
+            local(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
+            moved = parameter
+            if is_sharded(parameter):
+                moved = torch.zeros_like(direction)
+                sharded.append((parameter, moved))
+            pieces = zip(moved.split(rows), direction.split(rows), strict=True)
             for weight, piece in pieces:
                 by_shape.setdefault(tuple(piece.shape), []).append((weight, piece))
         for (rows, columns), pairs in by_shape.items():
@@ -87,14 +96,18 @@ class Muon(torch.optim.Optimizer):
             scale = max(1.0, rows / columns) ** 0.5
             weights = [weight for weight, _ in pairs]
             torch._foreach_add_(weights, directions.unbind(0), alpha=-group["lr"] * scale)
+        for parameter, moved in sharded:
+            local(parameter).add_(local(share_of(moved, parameter)))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Updates the moving mean of the gradient; returns Nesterov's look ahead."""
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        state["momentum"].lerp_(parameter.grad, 1.0 - momentum)
-        return parameter.grad.lerp(state["momentum"], momentum)
+        mean, gradient = local(state["momentum"]), local(parameter.grad)
+        mean.lerp_(gradient, 1.0 - momentum)
+        ahead = gradient.lerp(mean, momentum)
+        return like_part(ahead, parameter)
 
 
 class Combined:

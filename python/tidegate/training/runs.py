@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import shutil
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,12 @@ from ..models import CausalLM, LMConfig, SequenceClassifier, presets
 from ..models._files import read_tensors, write_atomically
 from ..models.block import CONFIG_FILE as MODEL_CONFIG
 from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
-from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder
+from ..nn._common import is_number
+from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, Choice, RunFolder
 from .checkpoint_content import weights_problem
 from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_run
 from .data import vocabulary_fits
+from .distributed import Group, is_launched, join
 from .errors import UserError
 from .recipe import recipe_named
 from .runtime import (
@@ -30,6 +36,7 @@ from .runtime import (
     set_products,
     set_threads,
 )
+from .sharded_folders import FOLDER as SEVERAL
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
 from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -52,21 +59,29 @@ class Run:
     begins_anew: bool = False  # in a folder whose run left no checkpoint
 
     def export(self) -> None:
-        """Writes model/: config.json and model.safetensors, which C++ reads too and which says of
-        which step it is; tokenizer.json where tokens are not bytes."""
+        """Writes model/, unless it holds these weights of this step: config.json and
+        model.safetensors, which C++ reads too and which says of which step it is; tokenizer.json
+        where tokens are not bytes. Of several processes all call it."""
+        tensors = self.trainer.placement.whole_state()
+        if not self.trainer.group.leads or self._is_exported(tensors):
+            return
         self.folder.model.mkdir(exist_ok=True)
         if self.corpus.tokenizer_file is not None:
             own = (self.folder.path / TOKENIZER_FILE).read_bytes()
             write_atomically(self.folder.model / TOKENIZER_FILE, own)
-        self.trainer.model.save(self.folder.model, metadata={"step": self._step})
+        model = type(self.trainer.model)(self.model_config, device="meta")
+        model.load_state_dict(tensors, assign=True)
+        model.save(self.folder.model, metadata={"step": self._step})
 
     def is_exported(self) -> bool:
         """Whether model/ holds these weights of this step, bit for bit. A write that failed, or a
         run that was killed or went on since, left another."""
-        model = self.trainer.model
-        tensors = model.state_dict()
+        return self._is_exported(self.trainer.placement.whole_state())
+
+    def _is_exported(self, tensors: dict[str, torch.Tensor]) -> bool:
         try:
-            if (self.folder.model / MODEL_CONFIG).read_bytes() != model.config.to_json().encode():
+            config = self.model_config.to_json().encode()
+            if (self.folder.model / MODEL_CONFIG).read_bytes() != config:
                 return False
             with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
                 if (file.metadata() or {}).get("step") != self._step:
@@ -105,40 +120,157 @@ def prepare_run(
     not there comes from the run recorded in `out`; in a new folder, from the recipe, the preset and
     the defaults.
 
+    Under torchrun every process calls it, with `parallel` among the settings; see `distributed`.
+
     Raises:
         UserError: data, settings, folder or checkpoint do not fit, or nothing names the data.
             Nothing on disk was changed.
     """
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
-    is_new = not folder.path.exists()
-    folder.make()  # before anything in it is read: from here on it is ours alone
-    try:
-        recorded = _recorded(folder)
-        base = current_names(recorded["train"]) if recorded else _data_of(recipe)
-        if "data" not in {**base, **asked_train}:
-            raise UserError(
-                "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
-                "names one"
-            )
-        values = resolve_source({**base, **asked_train}, asked_train, base)
-        config = _train_config(values, recorded)
-        # A tokenizer that is learnt becomes the folder's with its first config.json: of a start
-        # that is refused or killed before, none stays for the next one to take.
-        with tempfile.TemporaryDirectory() as scratch:
-            kept = _kept_tokenizer(folder, recorded, config)
-            corpus = open_source(config, workdir=folder.path if kept else Path(scratch))
-            corpus.check_length(config.context)
-            model_config = _model_config(asked_model, recorded, corpus)
-            _refuse_other(folder, recorded, config, model_config, corpus)
-            content = folder.load() if folder.checkpoint.exists() else None
-            run = _build(folder, model_config, config, corpus, content)
-        run.begins_anew = recorded is not None and content is None
-    except BaseException:
-        if is_new:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    return run
+    group = _join(folder, asked_train)
+    with group.watch(lambda: "while the run was prepared"):
+        is_new = group.leads and not folder.path.exists()
+        group.first(folder.make)  # before anything in it is read: from here on it is ours alone
+        try:
+            _find_folder(folder, group)
+            # A tokenizer that is learnt becomes the folder's with its first config.json: of a start
+            # that is refused or killed before, none stays for the next one to take.
+            with tempfile.TemporaryDirectory() as scratch:
+                asked = (asked_train, asked_model, recipe)
+                ready = _ready(group, folder, Path(scratch), *asked)
+                return _build(folder, ready, group)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+
+
+def _join(folder: RunFolder, asked: dict[str, Any]) -> Group:
+    """The processes that this one trains with; what is not asked for, the run's record says."""
+    values: dict[str, Any] = {}
+    if is_launched():
+        with contextlib.suppress(UserError):  # said where it is read again
+            values = read_run(folder.config)["train"]
+    values = {"parallel": "none", "device": "auto", "timeout": 600.0, **values, **asked}
+    timeout = values["timeout"]
+    if not is_number(timeout) or not 0 < timeout < math.inf:
+        raise UserError(f"train: timeout: expected more than 0, got {timeout!r}")
+    return join(values["parallel"], device=values["device"], timeout=timeout)
+
+
+def _find_folder(folder: RunFolder, group: Group) -> None:
+    """UserError where a process does not see the folder that rank 0 made."""
+
+    def mark() -> str:
+        handle, name = tempfile.mkstemp(prefix=".found.", suffix=".tmp", dir=folder.path)
+        os.close(handle)
+        return os.path.basename(name)
+
+    def look() -> None:
+        end = time.monotonic() + 10.0  # a network's file system may show it late
+        while not marker.exists():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"out: {folder.path.absolute()} is not the folder that rank 0 made: name one "
+                    "that all nodes share"
+                )
+            time.sleep(0.1)
+
+    if group.size == 1:
+        return
+    marker = folder.path / group.first(mark)
+    group.everywhere(look)
+    if group.leads:
+        marker.unlink()
+
+
+@dataclass
+class _Ready:
+    """What a run is made of. choice: the checkpoint that it goes on from. tokenizer: of a learnt
+    one the file's content, in a process that was told of it."""
+
+    recorded: dict[str, Any] | None
+    config: TrainConfig
+    model_config: LMConfig
+    choice: Choice | None
+    corpus: Source | None
+    fingerprint: str
+    tokenizer: bytes | None = None
+
+    def told(self) -> _Ready:
+        """For the other processes."""
+        file = self.corpus.tokenizer_file if self.config.tokenizer.startswith("bpe:") else None
+        return dataclasses.replace(
+            self,
+            choice=None if self.choice is None else self.choice.told(),
+            corpus=None,
+            tokenizer=None if file is None else file.read_bytes(),
+        )
+
+    def follow(self, scratch: Path) -> _Ready:
+        """In a process that was told: with the data read here."""
+        if self.tokenizer is not None:
+            (scratch / TOKENIZER_FILE).write_bytes(self.tokenizer)
+        corpus = open_source(self.config, workdir=scratch)
+        if corpus.fingerprint != self.fingerprint:
+            raise UserError(f"data: {corpus.name} does not hold here what it holds for rank 0")
+        return dataclasses.replace(self, corpus=corpus)
+
+
+def _ready(group: Group, folder: RunFolder, scratch: Path, *asked: Any) -> _Ready:
+    """Rank 0 goes first, so that what is wrong for all is said once; the others take from it what
+    it chose and made."""
+    own: list[_Ready] = []
+
+    def lead() -> _Ready:
+        own.append(_prepare(group, folder, scratch, *asked))
+        return own[0].told() if group.size > 1 else own[0]
+
+    told = group.first(lead)
+    return group.everywhere(lambda: own[0] if own else told.follow(scratch))
+
+
+def _prepare(
+    group: Group,
+    folder: RunFolder,
+    scratch: Path,
+    asked_train: dict[str, Any],
+    asked_model: dict[str, Any],
+    recipe: str | None,
+) -> _Ready:
+    """What prepare_run() finds before it builds anything."""
+    recorded = _recorded(folder)
+    base = current_names(recorded["train"]) if recorded else _data_of(recipe)
+    if "data" not in {**base, **asked_train}:
+        raise UserError(
+            "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
+            "names one"
+        )
+    values = resolve_source({**base, **asked_train}, asked_train, base)
+    values["parallel"] = group.mode
+    config = _train_config(values, recorded)
+    _check_share(config, asked_train, group)
+    kept = _kept_tokenizer(folder, recorded, config)
+    corpus = open_source(config, workdir=folder.path if kept else scratch)
+    corpus.check_length(config.context)
+    model_config = _model_config(asked_model, recorded, corpus)
+    _refuse_other(folder, recorded, config, model_config, corpus)
+    choice = folder.choose() if folder.has_checkpoint else None
+    return _Ready(recorded, config, model_config, choice, corpus, corpus.fingerprint)
+
+
+def _check_share(config: TrainConfig, asked: dict[str, Any], group: Group) -> None:
+    """UserError unless the processes can share every batch."""
+    if config.batch_size % (group.size * config.grad_accum):
+        raise UserError(
+            f"train: batch-size: expected a multiple of {group.size} processes times grad-accum "
+            f"{config.grad_accum}, got {config.batch_size}: it is the sequences of a step over all "
+            "processes"
+        )
+    if group.mode != "none" and config.cuda_graph:
+        problem = f"cuda-graph: steps with --parallel {group.mode} are not replayed from a graph"
+        print(f"{problem}: the run goes on without", file=sys.stderr)
 
 
 def _kept_tokenizer(
@@ -193,7 +325,8 @@ def _data_of(recipe: str | None) -> dict[str, Any]:
 def _recorded(folder: RunFolder) -> dict[str, Any] | None:
     """config.json of a run that is already in the folder."""
     if not folder.config.exists():
-        ours = (folder.metrics, folder.checkpoint, folder.model, folder.path / LOSS_PLOT)
+        ours = [folder.metrics, folder.checkpoint, folder.model, folder.path / LOSS_PLOT]
+        ours.append(folder.path / SEVERAL)
         if found := [path.name for path in ours if path.exists()]:
             raise UserError(
                 f"out: {folder.path} holds {', '.join(found)} but no {CONFIG_FILE}: a run would "
@@ -261,53 +394,67 @@ def _refuse_other(
         )
 
 
-def _build(
-    folder: RunFolder,
-    model_config: LMConfig,
-    config: TrainConfig,
-    corpus: Source,
-    content: dict[str, Any] | None,
-) -> Run:
-    """The model and its trainer, restored from `content` when there is a checkpoint."""
+def _build(folder: RunFolder, ready: _Ready, group: Group) -> Run:
+    """The model and its trainer, restored where there is a checkpoint."""
+    config, corpus, model_config = ready.config, ready.corpus, ready.model_config
     set_threads(config.threads)
     set_products(config.precision)
     torch.manual_seed(config.seed)
     try:
-        model = _make_model(model_config, corpus)
+        # A model that is cut into parts is drawn part by part.
+        model = _make_model(model_config, corpus, "meta" if group.mode == "fsdp" else None)
     except ValueError as error:
         raise UserError(str(error)) from error
-    trainer = Trainer(model, corpus, config, folder)
-    if content is not None:
-        trainer.restore(content)
-    else:
+    trainer = Trainer(model, corpus, config, folder, group)
+    if ready.choice is not None:
+        how: dict[str, Any] = {}
+        if group.mode != "none":
+            likes = (trainer.model.state_dict(), trainer.optimizer)
+            how = {"likes": likes, "group": group}
+        trainer.restore(folder.read(ready.choice, **how), ready.choice.path)
+    elif group.leads:
         folder.cut_metrics(0)
         folder.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
+    if group.leads:
+        _write_config(folder, trainer, model_config)
+    begins_anew = ready.recorded is not None and ready.choice is None
+    resumed = ready.choice is not None
+    return Run(folder, model_config, config, corpus, trainer, resumed, begins_anew)
+
+
+def _write_config(folder: RunFolder, trainer: Trainer, model_config: LMConfig) -> None:
+    """config.json, and the tokenizer beside it."""
+    corpus = trainer.corpus
     if trainer.progress() < 1.0:  # of a finished run it says what was done, not what is asked for
         folder.write_config(
             {
                 "model": model_config.to_dict(),
-                "train": config.to_dict(),
+                "train": trainer.config.to_dict(),
                 "data": corpus.describe(),
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "machine": describe_machine(trainer.device),
+                "parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "machine": {
+                    **describe_machine(trainer.device),
+                    "processes": trainer.group.size,
+                },
             }
         )
     kept = folder.path / TOKENIZER_FILE
     if corpus.tokenizer_file is not None and not kept.exists():
         write_atomically(kept, corpus.tokenizer_file.read_bytes())
-    return Run(folder, model_config, config, corpus, trainer, content is not None)
 
 
-def _make_model(config: LMConfig, corpus: Source) -> CausalLM | SequenceClassifier:
+def _make_model(
+    config: LMConfig, corpus: Source, device: str | None = None
+) -> CausalLM | SequenceClassifier:
     """A language model, or a classifier where the corpus has classes."""
     if corpus.num_classes is None:
-        return CausalLM(config)
+        return CausalLM(config, device=device)
     if (config.num_classes or 0) < corpus.num_classes:
         raise ValueError(
             f"LMConfig: num_classes: expected {corpus.num_classes} or more for {corpus.name}; "
             f"got {config.num_classes}"
         )
-    return SequenceClassifier(config)
+    return SequenceClassifier(config, device=device)
 
 
 @dataclass
@@ -338,7 +485,7 @@ def load_trained(path: str, device: str = "auto") -> Trained:
     if not folder.path.is_dir():
         raise UserError(f"checkpoint: {path}: no such run folder")
     kept = folder.path / TOKENIZER_FILE
-    if not folder.checkpoint.exists():
+    if not folder.has_checkpoint:
         model = _load_model_folder(folder.path)
         _refuse_non_finite(folder.path, model)
         tokenizer = load_tokenizer(kept if kept.exists() else None)
@@ -348,7 +495,8 @@ def load_trained(path: str, device: str = "auto") -> Trained:
             _check_vocabulary(kept, tokenizer, model.config)
         return Trained(model.to(target).eval(), tokenizer if has_text else None, None)
     values = read_run(folder.config)
-    content = folder.load()
+    choice = folder.choose()
+    content = folder.read(choice)
     try:
         model_config = LMConfig.from_dict(values["model"])
         config = TrainConfig.from_dict(values["train"])
@@ -360,9 +508,9 @@ def load_trained(path: str, device: str = "auto") -> Trained:
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         detail = str(error).splitlines()[-1].strip()
         raise UserError(
-            f"{folder.checkpoint}: does not fit {folder.config.name} beside it: {detail}"
+            f"{choice.path}: does not fit {folder.config.name} beside it: {detail}"
         ) from error
-    _refuse_non_finite(folder.checkpoint, model)
+    _refuse_non_finite(choice.path, model)
     tokenizer = None
     if config.data not in TASKS and not config.data.endswith((".npy", ".bin")):
         tokenizer = load_tokenizer(None if config.tokenizer == BYTES else kept)
