@@ -82,9 +82,6 @@ def free_port() -> int:
 
 
 def serve() -> None:
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
 
     import tidegate.plots
     import tidegate.training.report

@@ -123,7 +123,7 @@ class Saver:
         self._stager = BlockingAsyncStager(device.type == "cuda")
         self._pending: Future | None = None
         self._target: Path | None = None
-        self._committed: str | None = None  # what went wrong when it was renamed
+        self._renamed: Future[str | None] = Future()  # what went wrong then
 
     def prepare(self, model: dict[str, Tensor], optimizer: Any, rng: dict[str, Tensor]) -> None:
         """Takes the memory that save() copies into, before training begins: on a GPU the first
@@ -159,7 +159,7 @@ class Saver:
         kept = self._stager.state_dict_cache
         if kept is not None and kept.keys() != own.keys():
             self._stager.state_dict_cache = None
-        self._target, self._committed = target, None
+        self._target = target
         pending = dcp.async_save(
             own,
             storage_writer=dcp.FileSystemWriter(temporary),
@@ -167,7 +167,13 @@ class Saver:
             process_group=self._group.checkpoints,
         )
         if self._group.leads:
-            pending.add_done_callback(lambda done: self._commit(done, temporary, target, values))
+            self._renamed = renamed = Future()
+
+            def end(written: Future) -> None:  # in the thread that wrote
+                failed = written.exception() is not None
+                renamed.set_result(None if failed else self._commit(temporary, target, values))
+
+            pending.add_done_callback(end)
         self._pending = pending
 
     def _named(self, rng: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,17 +194,16 @@ class Saver:
                 own[name] = tensors[name]
         return own
 
-    def _commit(self, done: Future, temporary: Path, target: Path, values: dict[str, Any]) -> None:
-        """Gives a checkpoint that is written its name; in the thread that wrote it, of rank 0."""
-        if done.exception() is not None:
-            return
+    def _commit(self, temporary: Path, target: Path, values: dict[str, Any]) -> str | None:
+        """Gives a checkpoint that is written its name; what went wrong."""
         try:
             _write_run(temporary, values)
             os.rename(temporary, target)
             _sync(target.parent)
             self._prune()
         except Exception as error:
-            self._committed = _detail(error)
+            return _detail(error)
+        return None
 
     def wait(self) -> None:
         """Until what was begun is on the disk.
@@ -214,19 +219,12 @@ class Saver:
             pending.result()
         except dcp.CheckpointException as error:  # every process has the same one
             problem = _detail(_first_failure(error))
-        problem = problem or self._group.first(lambda: self._wait_for_commit(pending))
+        problem = problem or self._group.first(lambda: self._renamed.result())
         if problem is not None:
             raise OfAll(
                 f"{self._target}: cannot write the checkpoint: {problem}; the earlier one is "
                 "untouched"
             )
-
-    def _wait_for_commit(self, pending: Future) -> str | None:
-        # A future's result is there before its callbacks ran; one added now runs after them.
-        ran: Future = Future()
-        pending.add_done_callback(lambda _: ran.set_result(None))
-        ran.result()
-        return self._committed
 
     def close(self) -> None:
         """Gives up the memory that was kept."""

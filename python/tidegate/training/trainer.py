@@ -253,7 +253,8 @@ class Trainer:
         """Writes the mean loss of the steps since the last line."""
         if not self._losses:
             return
-        loss = (self.group.sum(torch.stack(self._losses).mean()) / self.group.size).item()
+        losses = self.group.sum(torch.stack(self._losses)) / self.group.size
+        loss = losses.mean().item()
         norm = torch.stack(self._norms).mean().item()
         accuracy = {}
         if self._answers:
