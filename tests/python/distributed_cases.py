@@ -29,3 +29,85 @@ def train(out: str, data: str, changes: dict[str, Any]) -> int:
 def train_all(runs: list[tuple[str, str, dict[str, Any]]]) -> int:
     """train() of each, one after the other."""
     return max(train(*each) for each in runs)
+
+
+def failing(how: str, rank: int, step: int, *arguments: str) -> int:
+    """command() in which something happens to a rank at a step."""
+    import os
+
+    from tidegate.training.trainer import Trainer
+
+    inner = Trainer._step
+
+    def step_or_fail(self: Any) -> None:
+        if self.group.rank == rank and self.position.step == step:
+            _FAILURES[how]()
+        inner(self)
+
+    if how.startswith("write-"):
+        _fail_at_write(_FAILURES[how.removeprefix("write-")], rank, step)
+    else:
+        Trainer._step = step_or_fail
+    if os.environ.get("ONLY_FIRST") and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        Trainer._step = inner
+    return command(*arguments)
+
+
+def _fail_at_write(failure: Any, rank: int, count: int) -> None:
+    """In the thread that writes a rank's part of the checkpoint number `count`."""
+    import os
+
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    inner, written = FileSystemWriter.write_data, []
+
+    def write_data(self: Any, *given: Any) -> Any:
+        written.append(None)
+        if os.environ["RANK"] == str(rank) and len(written) == count:
+            failure()
+        return inner(self, *given)
+
+    FileSystemWriter.write_data = write_data
+
+
+def _raise() -> None:
+    raise ValueError("boom")
+
+
+def _kill() -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _terminate() -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _hang() -> None:
+    import time
+
+    time.sleep(4)
+
+
+def _full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+_FAILURES = {
+    "raise": _raise,
+    "kill": _kill,
+    "terminate": _terminate,
+    "hang": _hang,
+    "full": _full,
+}
+
+if __name__ == "__main__":  # what torchrun starts
+    import sys
+
+    how, which, at, *rest = sys.argv[1:]
+    sys.exit(failing(how, int(which), int(at), *rest))

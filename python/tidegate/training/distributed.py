@@ -156,6 +156,7 @@ class Processes(Group):
         self._calls = 0
         self._last_meeting = time.monotonic()
         self._interval = 0.0
+        self._processes: list[int] = []
         kind = self.device(device)
         self._store = self._reach()
         _joined = self
@@ -196,13 +197,20 @@ class Processes(Group):
         """The store that all processes see, for this run alone."""
         global _joins
         _joins += 1
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        self.holds_store = self.leads and not _torchrun_holds_store()
         try:
-            waits = timedelta(seconds=self._timeout)
-            store, _, _ = next(dist.rendezvous("env://", timeout=waits))
+            store = dist.TCPStore(
+                host,
+                int(port),
+                is_master=self.holds_store,
+                timeout=timedelta(seconds=self._timeout),
+                wait_for_workers=False,  # the roll call says who is missing
+                multi_tenant=True,
+            )
         except (RuntimeError, ValueError, OSError) as error:
             raise Unreachable(
-                f"train: rank {self.rank} on {self._host} cannot reach {where} within "
+                f"train: rank {self.rank} on {self._host} cannot reach {host}:{port} within "
                 f"{self._timeout:g} s: start all {self.size} processes within that time, and look "
                 f"whether that host answers at that port"
             ) from error
@@ -212,7 +220,7 @@ class Processes(Group):
     def _roll_call(self) -> list[str]:
         """Every rank's host, once all are there."""
         keys = [f"here/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], self._host)
+        self._store.set(keys[self.rank], f"{os.getpid()} {self._host}")
         end = time.monotonic() + self._timeout
         while not self._store.check(keys):
             if time.monotonic() > end:
@@ -223,7 +231,9 @@ class Processes(Group):
                     "every node with the same --nnodes and --nproc-per-node"
                 )
             time.sleep(0.02)
-        return [self._store.get(key).decode() for key in keys]
+        told = [self._store.get(key).decode().partition(" ") for key in keys]
+        self._processes = [int(process) for process, _, _ in told]
+        return [host for _, _, host in told]
 
     # What rank 0 tells the others goes through the store, which waits as long as somebody is there:
     # rank 0 may train a tokenizer, or read a terabyte.
@@ -293,17 +303,21 @@ class Processes(Group):
 
     def _what_happened(self, text: str, where: str) -> UserError:
         """Why a collective failed: every process that gets here says so in the store, and those
-        that do not are gone or hang."""
+        that do not are gone or hang. Of its own host a process sees which are gone; they may keep
+        others, which wait for somebody that waits for them, from getting here."""
         hangs = "imeout" in text or "imed out" in text
         grace = min(2.0 + 2.0 * self._interval, _LONGEST_GRACE)
         keys = [f"failed/{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], b"")
             end = time.monotonic() + grace
-            while time.monotonic() < end and not self._store.check(keys):
+            gone: list[int] = []
+            while time.monotonic() < end and not gone and not self._store.check(keys):
                 self._refuse_to_wait()
                 time.sleep(0.05)
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                gone = self._find_gone()
+            missing = gone or [r for r, key in enumerate(keys) if not self._store.check([key])]
+            hangs = hangs and not gone
             self._refuse_to_wait()
         except Elsewhere as error:
             return error
@@ -320,11 +334,23 @@ class Processes(Group):
             )
         return OfAll(f"train: {names} is gone {where}, killed or crashed: {again}")
 
+    def _find_gone(self) -> list[int]:
+        """The ranks whose processes ended, as far as anybody saw."""
+        for rank, (process, host) in enumerate(zip(self._processes, self._hosts, strict=True)):
+            if host == self._host and not _is_running(process):
+                self._store.set(f"gone/{rank}", b"")
+        return [rank for rank in range(self.size) if self._store.check([f"gone/{rank}"])]
+
     def leave(self) -> None:
         global _joined
-        if _joined is self:
-            _joined = None
-            dist.destroy_process_group()
+        if _joined is not self:
+            return
+        key = self._key()
+        self._store.set(f"{key}/{self.rank}", b"")
+        if self.leads:  # it may hold the store, so it goes last
+            self._wait([f"{key}/{rank}" for rank in range(self.size)])
+        _joined = None
+        dist.destroy_process_group()
 
     def claim(self, problem: str) -> bool:
         """Whether this process is the first to fail, and so the one to say why."""
@@ -342,6 +368,19 @@ class Processes(Group):
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _torchrun_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this host has not ended; one that nobody asked about yet has."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _is_of_the_connection(error: Exception) -> bool:
@@ -364,8 +403,8 @@ def complain(error: BaseException, problem: str) -> None:
     if not isinstance(error, OfAll):
         line = f"tidegate: {_joined.name()}: {' '.join(problem.split())}"
     print(line, file=sys.stderr, flush=True)
-    if _joined.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        time.sleep(2.0)  # this process holds the store that the others look into
+    if _joined.holds_store:
+        time.sleep(2.0)  # the others look into it
 
 
 def is_joined() -> bool:
