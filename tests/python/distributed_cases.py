@@ -31,6 +31,15 @@ def train_all(runs: list[tuple[str, str, dict[str, Any]]]) -> int:
     return max(train(*each) for each in runs)
 
 
+def train_compiled(runs: list[tuple[str, str, dict[str, Any]]]) -> int:
+    """train_all() with blocks that are traced, but not compiled."""
+    import torch
+
+    inner = torch.compile  # which torch.nn.Module.compile calls
+    torch.compile = lambda *given, **how: inner(*given, **{**how, "backend": "aot_eager"})
+    return train_all(runs)
+
+
 def failing(how: str, rank: int, step: int, *arguments: str) -> int:
     """command() in which something happens to a rank at a step."""
     import os

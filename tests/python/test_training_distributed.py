@@ -3,6 +3,7 @@ any number of processes reads."""
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -38,6 +39,8 @@ def in_one(out: Path, data: Path | str, **changes) -> list[dict]:
     run = prepare(out, data, **{**ALIKE, **changes})
     assert run.trainer.run(quiet=True)
     finish(run)
+    del run
+    gc.collect()  # it has the folder's lock
     return metrics(out)
 
 
@@ -120,9 +123,25 @@ def test_every_mixer_s_curve_is_that_of_one_process(tmp_path, text, ranks):
             assert_alike(metrics(tmp_path / f"{mixer}-{mode}"), rows, 1e-4)
 
 
+@pytest.mark.parametrize("mixer", ["hgrn", "fox"])
+def test_compiled_blocks_and_bf16_train_alike(tmp_path, text, ranks, mixer):
+    """With torch's own code for the backward graph, which takes no compiler."""
+    model = {"mixer": mixer, "mixer_options": {}}
+    changes = {**ALIKE, "steps": 4, "eval_every": 2, "precision": "bf16", "model": model}
+    wanted = in_one(tmp_path / "one", text, **changes)
+    runs = [
+        (tmp_path / mode, text, {**changes, "compile": True, "parallel": mode})
+        for mode in ("ddp", "fsdp")
+    ]
+    ended = ranks.run(2, "distributed_cases:train_compiled", runs)
+    assert [each.status for each in ended] == [0, 0], ended
+    for out, _, _ in runs:
+        assert_alike(metrics(out), wanted, 1e-2)
+
+
 def test_a_run_goes_on_with_any_number_of_processes(tmp_path, text, ranks):
     """Two, four, one and two again, by either mode, and one reads what several wrote."""
-    changes = {**ALIKE, "schedule": "constant", "eval_every": 0, "optimizer": "muon"}
+    changes = {**ALIKE, "schedule": "constant", "eval_every": 0}
     wanted = in_one(tmp_path / "one", text, **changes)
     out = tmp_path / "run"
     in_several(ranks, 2, out, text, **{**changes, "steps": 3})
@@ -135,14 +154,15 @@ def test_a_run_goes_on_with_any_number_of_processes(tmp_path, text, ranks):
     assert [row["step"] for row in rows if row["kind"] == "train"] == [3, 6, 9, 10, 12]
     found, whole = weights(out), weights(tmp_path / "one")
     for name, value in whole.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=MUON_BOUND, msg=name)
-    assert rows[-1]["loss"] == pytest.approx(wanted[-1]["loss"], rel=MUON_BOUND)
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=BOUND, msg=name)
+    assert rows[-1]["loss"] == pytest.approx(wanted[-1]["loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_as_many_processes_go_on_bit_for_bit(tmp_path, text, ranks, mode):
+@pytest.mark.parametrize(("mode", "optimizer"), [("ddp", "adamw"), ("fsdp", "muon")])
+def test_as_many_processes_go_on_bit_for_bit(tmp_path, text, ranks, mode, optimizer):
     """Dropout included, of which every process draws its own."""
     changes = {**ALIKE, "schedule": "constant", "parallel": mode, "model": {"dropout": 0.1}}
+    changes["optimizer"] = optimizer
     runs = [
         (tmp_path / "whole", text, {**changes, "steps": 8}),
         (tmp_path / "parts", text, {**changes, "steps": 5}),
