@@ -1,4 +1,5 @@
-"""The command line: `tidegate train | eval | generate | convert | plot | bench | info | demo`.
+"""The command line: `tidegate train | eval | generate | export | convert | plot | bench | info |
+demo`.
 
 Exit status: 0 = done; 2 = something the caller can put right, said in one line on stderr; 130 = a
 run stopped by Ctrl-C or SIGTERM, with a checkpoint.
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._memory import keep_freed_memory
+from ._plot_command import add_plot, refuse
+from ._several import end_with_the_others, is_one_of_several, tell_the_others
 from .training.errors import UserError
 
 STOPPED = 130
@@ -47,41 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem, cause = f"{where}: cannot be read or written: {error.strerror or error}", error
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
-            _tell_the_others(error)
+            tell_the_others(error, forces=arguments is None)
             raise
         problem, cause = f"out of memory: {error}", error
     except Exception as error:
-        _tell_the_others(error)
+        tell_the_others(error, forces=arguments is None)
         raise
-    if _is_one_of_several():
-        return _end_with_the_others(cause, problem, forces=arguments is None)
+    if is_one_of_several():
+        return end_with_the_others(cause, problem, forces=arguments is None)
     print("tidegate:", " ".join(problem.split()), file=sys.stderr)
     return 2
-
-
-def _is_one_of_several() -> bool:
-    """Whether torchrun started this process beside others."""
-    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
-
-
-def _end_with_the_others(cause: Exception, problem: str, *, forces: bool) -> int:
-    """Says what ended the run, once for all its processes; the exit status. forces: what waits for
-    other processes, threads that write among them, is left."""
-    from .training.distributed import complain, is_joined
-
-    complain(cause, problem)
-    if forces and is_joined():
-        sys.stdout.flush()
-        os._exit(2)
-    return 2
-
-
-def _tell_the_others(error: Exception) -> None:
-    """Before a traceback is printed that only this process has."""
-    if _is_one_of_several():
-        from .training.distributed import complain
-
-        complain(error, f"{type(error).__name__}: {error}: the traceback is this process's")
 
 
 def _drop_output() -> None:
@@ -107,8 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_eval(commands)
     _add_generate(commands)
+    export = commands.add_parser(
+        "export", help="write the model of a run's last checkpoint as plain files"
+    )
+    export.add_argument("run", help="run folder")
+    export.add_argument("out", nargs="?", help="folder to write to (default: the run's model/)")
+    export.set_defaults(command=_export)
     _add_convert(commands)
-    _add_plot(commands)
+    add_plot(commands)
     bench = commands.add_parser("bench", help="run the benchmark binaries of a build tree")
     bench.add_argument("filter", nargs="?", default="", help="part of a benchmark's name")
     bench.add_argument(
@@ -319,36 +303,6 @@ def _add_convert(commands: Any) -> None:
     parser.set_defaults(command=_convert)
 
 
-def _add_plot(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plot",
-        help="draw a run's losses, accuracy, forget gates or token mixing as PNG",
-        description="`tidegate plot RUN` draws losses, a task's accuracy and forget gates; with a "
-        "name before RUN that picture alone: `gates`, the forget gates before and after training; "
-        "`token-mixing`, what every layer's state is made of; `attention`, forget-gate matrices "
-        "and attention maps of single heads.",
-    )
-    parser.add_argument(
-        "what", nargs="?", choices=("run", "gates", "token-mixing", "attention"), default="run"
-    )
-    parser.add_argument("run", metavar="RUN", help="run folder")
-    parser.add_argument("--no-baselines", action="store_true", help="leave order-2 and bz2 out")
-    parser.add_argument(
-        "--layers",
-        type=int,
-        nargs="+",
-        help="counted from 1 (token-mixing: default all; attention: four, spread over them)",
-    )
-    parser.add_argument("--heads", type=int, nargs="+", help="of attention, from 1 (default: 1)")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help="how many are read (token-mixing: 256, at most 2048; attention: the training context)",
-    )
-    parser.add_argument("--device", default="auto")
-    parser.set_defaults(command=_plot)
-
-
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _MODEL_FLAGS = ("mixer", "dim", "layers", "glu_hidden", "vocab_size", "dropout")
 _NOT_SETTINGS = {"command", "out", "recipe", "quiet", "preset", "fields", "options", "minutes"}
@@ -498,9 +452,9 @@ def _eval(options: argparse.Namespace) -> int:
     kinds = [f for f in ("--per-token", "--needle") if getattr(options, f[2:].replace("-", "_"))]
     for name, (has_meaning, place) in meant.items():
         if not has_meaning:
-            _refuse(options, "eval", name, place, " and ".join(kinds) or "neither")
+            refuse(options, "eval", name, place, " and ".join(kinds) or "neither")
     if kinds:
-        _refuse(options, "eval", "json", "neither --per-token nor --needle", " and ".join(kinds))
+        refuse(options, "eval", "json", "neither --per-token nor --needle", " and ".join(kinds))
         return _eval_context(options)
     from .training.scoring import score_run
 
@@ -567,7 +521,7 @@ def _eval_context(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     from .training.generate import generate_text
-    from .training.runs import load_trained
+    from .training.trained import load_trained
 
     text = generate_text(
         load_trained(options.run, options.device),
@@ -582,48 +536,17 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _export(options: argparse.Namespace) -> int:
+    from .training.trained import export_trained
+
+    print(export_trained(options.run, options.out))
+    return 0
+
+
 def _convert(options: argparse.Namespace) -> int:
     from .convert import run
 
     return run(options)
-
-
-def _refuse(options: argparse.Namespace, command: str, name: str, place: str, given: str) -> None:
-    """Raises UserError where an option that has no meaning here was given."""
-    if getattr(options, name) not in (None, False):
-        flag = "--" + name.replace("_", "-")
-        raise UserError(f"{command}: {flag}: expected with {place} only, got it with {given}")
-
-
-def _plot(options: argparse.Namespace) -> int:
-    from .training.report import plot_gates, plot_run, plot_token_mixing
-    from .training.scoring import corpus_of_run
-
-    meant = {
-        "layers": ("token-mixing", "attention"),
-        "heads": ("attention",),
-        "tokens": ("token-mixing", "attention"),
-        "no_baselines": ("run",),
-    }
-    for name, pictures in meant.items():
-        if options.what not in pictures:
-            _refuse(options, "plot", name, " and ".join(pictures), options.what)
-    if options.what == "gates":
-        drawn = plot_gates(options.run, options.device)
-    elif options.what == "token-mixing":
-        chosen = {"layers": options.layers, "tokens": options.tokens, "device": options.device}
-        drawn = [plot_token_mixing(options.run, **chosen)]
-    elif options.what == "attention":
-        from .training.context import maps_of_run
-
-        chosen = {"layers": options.layers, "heads": options.heads, "length": options.tokens}
-        drawn = [maps_of_run(options.run, **chosen, device=options.device)]
-    else:
-        lines = None if options.no_baselines else corpus_of_run(options.run).baselines()
-        drawn = plot_run(options.run, baselines=lines, device=options.device)
-    for path in drawn:
-        print(path)
-    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:

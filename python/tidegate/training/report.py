@@ -16,9 +16,10 @@ from .errors import UserError
 from .evaluate import Score
 from .metrics import load_metrics, read_metrics
 from .probes import forget_gates, gate_parts, token_mixing, windows_of
-from .runs import Run, initial_model, load_trained
+from .runs import Run
 from .scoring import corpus_of_run
 from .task_corpus import TaskCorpus
+from .trained import initial_model, load_trained
 
 ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"

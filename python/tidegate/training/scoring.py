@@ -14,11 +14,11 @@ from .config import TrainConfig, read_run
 from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
 from .evaluate import Score
-from .runs import Trained, load_trained
 from .runtime import resolve_precision, set_products
 from .sources import Source, open_source
 from .stdlib_corpus import NAME as STDLIB
 from .tokenizers import BYTES, TOKENIZER_FILE
+from .trained import Trained, load_trained
 
 
 def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") -> Source:
