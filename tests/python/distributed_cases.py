@@ -40,6 +40,17 @@ def train_compiled(runs: list[tuple[str, str, dict[str, Any]]]) -> int:
     return train_all(runs)
 
 
+def benchmark(*arguments: str) -> int:
+    """benchmarks/distributed.py with these arguments."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from distributed import main
+
+    return main(list(arguments))
+
+
 def failing(how: str, rank: int, step: int, *arguments: str) -> int:
     """command() in which something happens to a rank at a step."""
     import os

@@ -261,3 +261,16 @@ def test_a_budget_of_time_ends_all_at_one_step(tmp_path, text, ranks):
     rows = in_several(ranks, 2, tmp_path / "run", text, **{**changes, "eval_every": 0})
     assert rows[-1]["kind"] == "final"
     assert RunFolder(tmp_path / "run").choose().step == rows[-1]["step"]
+
+
+def test_the_benchmark_of_several_gpus_runs_on_cpus(tmp_path, ranks):
+    found = tmp_path / "found.json"
+    ended = ranks.run(2, "distributed_cases:benchmark", "--tiny", "--json", found)
+    assert [each.status for each in ended] == [0, 0], ended
+    results = json.loads(found.read_text())
+    assert [case["name"] for case in results["cases"]] == ["hgrn2-360m", "hgrn2-756m", "fox-757m"]
+    held = [case["held_ratio"] for case in results["cases"]]
+    assert held == pytest.approx([1.0, 0.5, 0.5], rel=0.05)
+    checkpoint = results["cases"][1]["many"]["checkpoint"]
+    assert len(checkpoint["stands_still_s"]) == 2
+    assert checkpoint["bytes"] > 3 * 4 * results["cases"][1]["one"]["parameters"]
