@@ -33,7 +33,7 @@ class Placement:
         return model.to(self.device)
 
     def connect(self) -> None:
-        """Called once, when the blocks are as they will run."""
+        """Called once, when blocks and parameters are as they will be."""
 
     def reducing(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """The context of one part of a batch, forward and backward: gradients are summed over the

@@ -41,6 +41,7 @@ from .tokenizers import TOKENIZER_FILE
 from .trainer import Trainer
 
 DEFAULT_STEPS = 1000
+SHARED_PRECISIONS = ("fp32", "tf32", "bf16")  # of several processes: weights are fp32
 DEFAULT_MODEL = {"mixer": "hgrn"}
 
 
@@ -265,6 +266,11 @@ def _check_share(config: TrainConfig, asked: dict[str, Any], group: Group) -> No
             f"train: batch-size: expected a multiple of {group.size} processes times grad-accum "
             f"{config.grad_accum}, got {config.batch_size}: it is the sequences of a step over all "
             "processes"
+        )
+    if group.mode != "none" and config.precision not in SHARED_PRECISIONS:
+        raise UserError(
+            f"train: precision: expected one of {', '.join(SHARED_PRECISIONS)} with --parallel "
+            f"{group.mode}, got {config.precision!r}"
         )
     if group.mode != "none" and config.cuda_graph:
         problem = f"cuda-graph: steps with --parallel {group.mode} are not replayed from a graph"

@@ -226,10 +226,6 @@ class Saver:
                 "untouched"
             )
 
-    def close(self) -> None:
-        """Gives up the memory that was kept."""
-        self._stager.close()
-
 
 def _detail(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error).partition("\n")[0] or repr(error)

@@ -108,11 +108,11 @@ class Trainer:
                 block.compile()
             norm = self.model.norm  # of a class of torch's, whose compile() does nothing
             norm.forward = torch.compile(norm.forward)
-        self.placement.connect()
         self._reseed(0)
         alone = group.mode == "none"
         self._captures = config.cuda_graph and self.device.type == "cuda" and alone
         self.optimizer = config.make_optimizer(self.model, capturable=self._captures)
+        self.placement.connect()
         # Either way a step's work on the device.
         update = self._update_by
         self._update = CapturedStep(update, self.device) if self._captures else update
