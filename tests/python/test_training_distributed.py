@@ -15,7 +15,7 @@ from test_training_runs import assert_same
 from training_cases import FLAGS, prepare, write_text
 
 from tidegate.models import CausalLM, mixers
-from tidegate.training import UserError, load_trained
+from tidegate.training import TrainConfig, UserError, load_trained
 from tidegate.training.checkpoint import RunFolder, read_metrics
 from tidegate.training.report import finish
 
@@ -137,6 +137,23 @@ def test_compiled_blocks_and_bf16_train_alike(tmp_path, text, ranks, mixer):
     assert [each.status for each in ended] == [0, 0], ended
     for out, _, _ in runs:
         assert_alike(metrics(out), wanted, 1e-2)
+
+
+@pytest.mark.parametrize("recompute", ["norms", "blocks"])
+def test_what_the_backward_pass_computes_again_is_the_same(tmp_path, text, ranks, recompute):
+    if "recompute" not in TrainConfig.__dataclass_fields__:
+        pytest.skip("there is no --recompute here yet")
+    changes = {**ALIKE, "steps": 4, "eval_every": 2, "model": {"mixer": "hgrn2"}}
+    changes["model"]["mixer_options"] = {"num_heads": 2}
+    wanted = in_one(tmp_path / "one", text, **changes)
+    runs = [
+        (tmp_path / mode, text, {**changes, "recompute": recompute, "parallel": mode})
+        for mode in ("ddp", "fsdp")
+    ]
+    ended = ranks.run(2, "distributed_cases:train_all", runs)
+    assert [each.status for each in ended] == [0, 0], ended
+    for out, _, _ in runs:
+        assert_alike(metrics(out), wanted)
 
 
 def test_a_run_goes_on_with_any_number_of_processes(tmp_path, text, ranks):
