@@ -12,6 +12,7 @@ namespace tidegate::benchmarks {
 
 const char kUsage[] =
     R"(bench_models: training steps and decoding of every mixer beside Transformers of as many parameters.
+On one device: training on several GPUs is Python's, benchmarks/distributed.py.
 
   --device cpu|cuda        where (cuda where torch sees one)
   --size tiny|small|125m|360m|756m   (small on the CPU, 360m on a GPU)

@@ -16,11 +16,12 @@ import sys
 from collections.abc import Sequence
 
 from .._memory import keep_freed_memory
+from .._several import end_with_the_others, is_one_of_several, tell_the_others
 from ..training.errors import UserError
-from . import bench, convert, demo, evaluate, generate, info, listing, plot, train
+from . import bench, convert, demo, evaluate, export, generate, info, listing, plot, train
 from .errors import STOPPED
 
-COMMANDS = (train, demo, evaluate, generate, convert, plot, bench, listing, info)
+COMMANDS = (train, demo, evaluate, generate, export, convert, plot, bench, listing, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # what the disk refuses is said here, not while Python shuts down
         return status
     except UserError as error:
-        problem = str(error)
+        problem, cause = str(error), error
     except BrokenPipeError:
         _drop_output()
         return 0
@@ -46,11 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         where = error.filename if error.filename is not None else "the disk"
-        problem = f"{where}: cannot be read or written: {error.strerror or error}"
+        problem, cause = f"{where}: cannot be read or written: {error.strerror or error}", error
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
+            tell_the_others(error, forces=arguments is None)
             raise
-        problem = f"out of memory: {error}"
+        problem, cause = f"out of memory: {error}", error
+    except Exception as error:
+        tell_the_others(error, forces=arguments is None)
+        raise
+    if is_one_of_several():
+        return end_with_the_others(cause, problem, forces=arguments is None)
     print("tidegate:", " ".join(problem.split()), file=sys.stderr)
     return 2
 

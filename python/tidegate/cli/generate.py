@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ..training.generate import generate_text
-    from ..training.runs import load_trained
+    from ..training.trained import load_trained
 
     text = generate_text(
         load_trained(options.run, options.device),

@@ -118,7 +118,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         help="keep files apart: sequences end where files do, and are packed end to end",
     )
     add("--batch-size", "sequences an optimiser step", type=int)
-    add("--grad-accum", "parts a batch is computed in, to save memory", type=int)
+    add("--grad-accum", "parts a process's batch is computed in, to save memory", type=int)
 
 
 def _add_optimisation_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +177,19 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--eval-tokens", "tokens a validation on the way reads", type=int)
     add("--device", "auto (CUDA where there is one), cpu, cuda or cuda:N")
-    add("--threads", "CPU threads of torch, 0 = its own choice", type=int)
+    add("--threads", "CPU threads of torch, a process; 0 = its own choice", type=int)
+    add(
+        "--parallel",
+        "under torchrun: every process holds the model (ddp), or a part of it (fsdp); they share "
+        "each batch",
+        metavar="none|ddp|fsdp",
+    )
+    add(
+        "--timeout",
+        "how long a process waits for the others",
+        type=float,
+        metavar="SECONDS",
+    )
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -249,12 +261,17 @@ def run(options: argparse.Namespace) -> int:
     given = vars(options)
     recipe = given.get("recipe")
     run = prepare_run(options.out, train, model, preset=given.get("preset"), recipe=recipe)
-    trainer = run.trainer
-    _say_run(run, options.out, recipe)
-    if not trainer.run(options.quiet):
+    trainer, group = run.trainer, run.trainer.group
+    if group.leads:
+        _say_run(run, options.out, recipe)
+    ended = trainer.run(options.quiet)
+    score = finish(run) if ended else None
+    group.leave()
+    if not group.leads:
+        return 0 if ended else STOPPED
+    if not ended:
         print(f"stopped at step {trainer.position.step}; the same command goes on from there")
         return STOPPED
-    score = finish(run)
     if not any(plot_run(options.out, baselines=run.corpus.baselines(), device=run.config.device)):
         return 1
     print(f"validation: {describe_score(score)}; everything is in {options.out}")
@@ -270,10 +287,12 @@ def _say_run(run: Any, out: str, recipe: str | None) -> None:
     trainer = run.trainer
     parameters = sum(p.numel() for p in trainer.model.parameters())
     config = run.model_config
+    shared = f" by {run.config.parallel} in {trainer.group.size} processes"
     print(
         f"{mixer_in_words(config.mixer)}, {config.layers} layers of {config.dim}, "
         f"{parameters:,} parameters, "
-        f"{run.config.precision} on {trainer.device}; {run.corpus.summary()}",
+        f"{run.config.precision} on {trainer.device}"
+        f"{shared if trainer.group.mode != 'none' else ''}; {run.corpus.summary()}",
         file=sys.stderr,
     )
     if run.config.init_from and not run.resumed:

@@ -15,9 +15,9 @@ from .maps import head_maps
 from .needle import needle_test
 from .per_token import per_token_loss
 from .report import count_in_words, model_name
-from .runs import Trained, load_trained
 from .runtime import resolve_precision, set_products
 from .scoring import check_has_text, corpus_of_run
+from .trained import Trained, load_trained
 
 DEFAULT_CONTEXT = 512  # of a saved model, which does not say what it was trained on
 MAPS_PLOT, PER_TOKEN_PLOT, NEEDLE_PLOT = "attention_maps.png", "per_token.png", "needle.png"

@@ -17,6 +17,7 @@ from ..models._json import shown
 from . import stdlib_corpus
 from .baselines import baselines
 from .batches import PackedSampler, WindowSampler, windows_within
+from .distributed import ALONE, Group
 from .errors import UserError
 from .evaluate import PIECE, Score, context_for, evaluate, evaluate_packed
 from .tokenizers import (
@@ -154,9 +155,10 @@ class Corpus:
         precision: str,
         limit: int | None = None,
         trained: int | None = None,
+        group: Group = ALONE,
     ) -> Score:
         """The score on the validation split, or on about `limit` tokens of it. trained: the context
-        length of training, see `context_for`."""
+        length of training, see `context_for`. group: the processes that share the work."""
         if self.valid_documents is not None:
             return evaluate_packed(
                 model,
@@ -167,6 +169,7 @@ class Corpus:
                 precision=precision,
                 context=PIECE if trained is None else trained,
                 limit=limit,
+                group=group,
             )
         return evaluate(
             model,
@@ -176,6 +179,7 @@ class Corpus:
             precision=precision,
             context=context_for(model, trained),
             limit=limit,
+            group=group,
         )
 
 

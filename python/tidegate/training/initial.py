@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._sharding import share_of
 from ..models import LMConfig
 from ..models.block import CONFIG_FILE
-from .checkpoint import CHECKPOINT_FILE
+from .checkpoint import RunFolder
 from .checkpoint_content import weights_problem
 from .errors import UserError
 from .tokenizers import BYTES, TOKENIZER_FILE, ByteTokenizer
@@ -41,15 +43,28 @@ class Initial(NamedTuple):
                 f"({BYTES} too, if you mean it), or train on token ids"
             )
 
+    def checksum(self) -> int:
+        """CRC-32 of the configuration and the weights, by which processes that read the same path
+        know that they read the same model."""
+        found = zlib.crc32(self.config.to_json().encode())
+        for name, t in sorted(self.tensors.items()):
+            found = zlib.crc32(name.encode(), found)
+            found = zlib.crc32(t.contiguous().flatten().view(torch.uint8).numpy(), found)
+        return found
+
     def load_into(self, model: torch.nn.Module) -> None:
-        """Copies the weights into `model`, in the model's dtypes.
+        """Copies the weights into `model`, in the model's dtypes; of one that is sharded, this
+        process's parts.
 
         Raises:
             UserError: a tensor is missing, has no place, or has another shape.
         """
         own = model.state_dict()
         given = {
-            name: t.to(own[name].dtype) if name in own else t for name, t in self.tensors.items()
+            name: share_of(t.to(own[name].dtype), own[name])
+            if name in own and t.shape == own[name].shape
+            else t
+            for name, t in self.tensors.items()
         }
         if problem := weights_problem(model, given):
             raise UserError(f"init-from: {self.name} does not fit the model: {problem}")
@@ -66,8 +81,8 @@ def open_initial(path: str) -> Initial:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"init-from: {path}: no such folder")
-    if (folder / CHECKPOINT_FILE).exists():
-        from .runs import load_trained
+    if RunFolder(path).has_checkpoint:
+        from .trained import load_trained
 
         model = load_trained(path, "cpu").model
     else:

@@ -16,9 +16,10 @@ from .errors import UserError
 from .evaluate import Score
 from .metrics import load_metrics, read_metrics
 from .probes import forget_gates, gate_parts, token_mixing, windows_of
-from .runs import Run, initial_model, load_trained
+from .runs import Run
 from .scoring import corpus_of_run
 from .task_corpus import TaskCorpus
+from .trained import initial_model, load_trained
 
 ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
@@ -30,13 +31,16 @@ MIXING_TOKENS, MIXING_LIMIT, MIXING_PIXELS, MIXING_HEADS = 256, 2048, 512, 4
 
 
 def finish(run: Run) -> Score:
-    """Scores the whole validation split and writes model/; once, however often it is called."""
-    score = _recorded_score(run)
-    if score is None:
-        score = run.trainer.validate()
-        run.trainer.save()
-    if not run.is_exported():
+    """Scores the whole validation split and writes model/; once, however often it is called, and by
+    all processes of a run together."""
+    group = run.trainer.group
+    with group.watch(lambda: "while the run was finished"):
+        score = group.first(lambda: _recorded_score(run))
+        if score is None:
+            score = run.trainer.validate()
+            run.trainer.save()
         run.export()
+        group.everywhere(lambda: None)
     return score
 
 
@@ -102,7 +106,7 @@ def plot_run(
     if is_task and any("accuracy" in row for row in metrics):
         drawn.append(folder.path / ACCURACY_PLOT)
         plots.plot_accuracy(metrics, drawn[-1], title=title, chance=data["chance"])
-    if folder.checkpoint.exists():
+    if folder.has_checkpoint:
         drawn += _plot_forget_gates(folder, values, _examined(folder, values, device))
     return drawn
 
@@ -187,7 +191,7 @@ def plot_token_mixing(
 
 def _with_checkpoint(path: str | Path) -> RunFolder:
     folder = RunFolder(path)
-    if not folder.checkpoint.exists():
+    if not folder.has_checkpoint:
         raise UserError(f"plot: {folder.path} holds no {folder.checkpoint.name}")
     return folder
 
