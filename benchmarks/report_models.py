@@ -13,7 +13,7 @@ MODELS_HEAD = (
     "of the Transformer's",
     "step: forward + backward + optimiser",
     "peak memory",
-    "decoding, tokens/s",
+    "decoding, tokens/s (batch)",
     "of the Transformer's",
     "prefill, tokens/s",
     "state, a sequence",
@@ -52,7 +52,7 @@ def models_row(row: Record) -> list[str]:
         return [*cells, "", "", "", ""]
     return [
         *cells,
-        f"{decode['tokens_per_s']:,.0f}",
+        f"{decode['tokens_per_s']:,.0f} ({row['batch']})",
         times_of(decode["speed_of_transformer"]),
         f"{decode['prefill_tokens_per_s']:,.0f}",
         size_of(decode["state_bytes"] / row["batch"]),

@@ -41,6 +41,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 CALLS = 200
+TURNS = ("fault", "calls", "file")
 KINDS = ("kill", "full", "broken", "interrupt", "interrupt-twice")
 TIMES = ("seconds", "tokens_per_second")
 LIMIT = 120  # seconds of a case
@@ -150,10 +151,10 @@ class Campaign:
         faults = [f"{kind}:{n}" for kind in KINDS for n in range(1, events + 1)]
         draw.shuffle(faults)
         number = 0
-        while time.monotonic() < end or case is not None:
+        # One of each, however busy the machine is.
+        while time.monotonic() < end or case is not None or number < len(TURNS):
             number += 1
-            kinds = ("calls", "file", "fault")
-            name = case or f"{kinds[number % len(kinds)]}:{draw.getrandbits(22)}"
+            name = case or f"{TURNS[number % len(TURNS)]}:{draw.getrandbits(22)}"
             if name.startswith("fault:"):
                 name = faults.pop() if faults else f"file:{draw.getrandbits(30)}"
             kind, _, value = name.partition(":")

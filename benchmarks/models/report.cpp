@@ -26,9 +26,11 @@ double mean_of(const std::vector<Result>& rounds, double Result::* number) {
   return sum / static_cast<double>(rounds.size());
 }
 
-// How far apart the rounds are: the longest less the shortest, of their mean.
+// How far apart the rounds are: the longest less the shortest, of their mean; null
+// of one round.
 template <typename Result>
-double spread_of(const std::vector<Result>& rounds, double Result::* number) {
+Json spread_of(const std::vector<Result>& rounds, double Result::* number) {
+  if (rounds.size() < 2) return nullptr;
   double least = rounds.front().*number, most = least;
   for (const Result& round : rounds) {
     least = std::min(least, round.*number);

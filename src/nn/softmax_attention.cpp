@@ -205,6 +205,8 @@ AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequen
   const auto data = k.scalar_type();
   const auto check = [&](const char* name, size_t place, at::IntArrayRef shape, auto dtype) {
     check_state_tensor(s.owner, name, state[place], shape, dtype);
+    TORCH_CHECK_VALUE(place == 7 || state[place].device() == k.device(), s.owner, ": state", name,
+                      ": expected ", k.device(), ", as its keys; got ", state[place].device());
   };
   check(": v", 1, k.sizes(), data);
   check(": gates", 2, {sequences, k.size(1), gate_heads()}, wide_dtype(data));

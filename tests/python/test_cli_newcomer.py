@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,84 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, text, begun, capsys):
     line = fails(capsys, "train", text, "--out", out, "--init-from", tmp_path / "bare")
     assert "has no tokenizer.json, and its vocabulary is 300, not that of bytes" in line
     assert not out.exists()
+
+
+GOOGLE = """#!{python}
+import json, re, sys
+given = dict(word.removeprefix("--benchmark_").split("=", 1) for word in sys.argv[1:])
+names = [n for n in {names} if re.search(given.get("filter", "."), n)]
+if not names:
+    print("Failed to match any benchmarks against regex", file=sys.stderr)
+    sys.exit(1 if "{kind}" == "strict" else 0)
+if "list_tests" in given:
+    print("\\n".join(names))
+    sys.exit()
+print("\\n".join(f"{{n}} 3 us" for n in names))
+rows = [{{"name": n, "real_time": 3.0, "time_unit": "us"}} for n in names]
+with open(given["out"], "w") as file:
+    json.dump({{"context": {{"host_name": "here"}}, "benchmarks": rows}}, file)
+"""
+
+
+@pytest.fixture
+def programs(request, tmp_path, monkeypatch) -> Path:
+    """A build tree with benchmark programs that measure nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    found = {"bench_kernels": ["scan/cpu", "gla/cpu"], "bench_ops": ["ops/cpu/hgru"]}
+    scripts = {
+        name: GOOGLE.format(
+            python=sys.executable, names=names, kind=getattr(request, "param", "strict")
+        )
+        for name, names in found.items()
+    }
+    scripts["bench_models"] = '#!/bin/sh\necho models/fox\necho "given $*"\n'
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr("tidegate._library.library_dir", lambda: tmp_path / "lib")
+    return tmp_path
+
+
+def test_bench_lists_filters_and_writes(programs, capfd, monkeypatch):
+    monkeypatch.chdir(programs)
+    assert cli.main(["bench", "--list"]) == 0
+    listed = capfd.readouterr().out.split()
+    assert listed[:4] == ["scan/cpu", "gla/cpu", "ops/cpu/hgru", "models/fox"]
+    assert cli.main(["bench", "--list", "hgru"]) == 0
+    assert capfd.readouterr().out.split() == ["ops/cpu/hgru"]
+    assert cli.main(["bench", "cpu", "--json=out.json", "--plot=out.svg"]) == 0
+    said = capfd.readouterr()
+    assert "3 benchmarks, about 4 s" in said.err
+    assert "== bench_kernels" in said.out
+    record = json.loads(Path("out.json").read_text())
+    assert [b["name"] for b in record["benchmarks"]] == ["scan/cpu", "gla/cpu", "ops/cpu/hgru"]
+    assert Path("out.svg").read_text().startswith("<?xml")
+    assert cli.main(["bench", "hgru"]) == 0
+    assert "bench_kernels" not in capfd.readouterr().out
+
+
+# As old and new versions of Google Benchmark end.
+@pytest.mark.parametrize("programs", ["lax", "strict"], indirect=True)
+def test_a_filter_that_matches_nothing_fails(programs, capsys):
+    line = fails(capsys, "bench", "mamba")
+    assert "bench: filter: expected part of a benchmark's name" in line
+    assert "got 'mamba', which none has" in line
+    assert "got 'mamba'" in fails(capsys, "bench", "--list", "mamba")
+
+
+def test_bench_of_models_draws_what_it_measured(programs, capfd):
+    row = {"mixer": "fox", "context": 256, "batch": 2, "decode": {"tokens_per_s": 5.0}}
+    row |= {"train": {"tokens_per_s": 9.0, "peak_bytes": 2**30}}
+    record = {"rows": [row], "machine": {"name": "a CPU"}, "size": "tiny", "precision": "fp32"}
+    (programs / "record.json").write_text(json.dumps({**record, "tokens": 512}))
+    script = f'#!/bin/sh\necho "given $*"\ncp {programs}/record.json "${{@: -1}}"\n'
+    (programs / "bin" / "bench_models").write_text(script.replace("/bin/sh", "/bin/bash"))
+    picture, kept = programs / "models.png", programs / "kept.json"
+    assert cli.main(["bench", "--models", "--dim", "8", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capfd.readouterr().out
+    assert out.startswith("given --dim 8 --json ")
+    assert cli.main(["bench", "--models", f"--plot={picture}", "--json", str(kept)]) == 0
+    assert capfd.readouterr().out.startswith(f"given --json {kept}\n")
+    assert cli.main(["bench", "--models", "--plot"]) == 2

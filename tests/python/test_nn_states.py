@@ -198,3 +198,17 @@ def test_a_compiled_step_asks_for_a_capacity():
     compiled = torch.compile(mixer.step, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="expected a capacity, which a compiled"):
         compiled(torch.randn(2, DIM), mixer.init_state(2))
+
+
+@pytest.mark.parametrize("which", ["Attention", "ForgettingAttention"])
+def test_a_state_on_two_devices_is_refused(which):
+    texts = []
+    for mixer in make(which):
+        state = mixer.init_state(2, capacity=9)
+        wrong = with_part(state, 3, state[3].to("meta"))
+        for call in (mixer.step, lambda x, s, mixer=mixer: mixer(x[:, None], s)):
+            message = ": state: lengths: expected cpu, as its keys; got meta"
+            with torch.no_grad(), pytest.raises(ValueError, match=message) as caught:
+                call(torch.randn(2, DIM), wrong)
+            texts.append(str(caught.value).splitlines()[0])
+    assert len(set(texts)) == 1

@@ -340,7 +340,10 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
         "rows": ({}, lambda m: m(x, m.init_state(3, capacity=5))),
         "tensors": ({}, lambda m: m(x, m.init_state(2, capacity=5)[:2])),
         "room": ({}, lambda m: m(x, m.init_state(2, capacity=2))),
-        "step-room": ({}, lambda m: m.step(x[:, 0], m.init_state(2, capacity=0))),
+        "step-room": (
+            {},
+            lambda m: m.requires_grad_(False).step(x[:, 0], m.init_state(2, capacity=0)),
+        ),
     }
     vector = {
         "x-rank": ({}, lambda m: m(x[0])),

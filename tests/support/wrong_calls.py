@@ -133,17 +133,21 @@ def _module_call(draw: random.Random) -> Call:
     return Call(function, given, (type(module).__name__, "CausalLM", *ops))
 
 
-def spoiled(value: Any, draw: random.Random) -> Any:
-    """The value as somebody might give it who has it wrong."""
+def spoiled(value: Any, draw: random.Random, is_state: bool = False) -> Any:
+    """The value as somebody might give it who has it wrong; not what a state counts, which only
+    its module writes."""
     if not isinstance(value, Tensor):
         if isinstance(value, tuple) and draw.random() < 0.8:  # a state of several tensors
             parts = list(value)
             place = draw.randrange(len(parts))
-            parts[place] = spoiled(parts[place], draw)
+            parts[place] = spoiled(parts[place], draw, is_state=True)
             return tuple(parts)
         return draw.choice(NOT_VALUES)
     ways = (_other_type, _other_dtype, _other_shape, _other_layout, _other_values)
-    return draw.choice(ways)(value, draw)
+    way = draw.choice(ways)
+    if is_state and way is _other_values and not value.is_floating_point():
+        way = _other_shape
+    return way(value, draw)
 
 
 def _other_type(t: Tensor, draw: random.Random) -> Any:

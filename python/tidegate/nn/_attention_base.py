@@ -339,7 +339,13 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             ("last_v", last, k.dtype),
             ("room", (2,), torch.int64),
         ):
-            check_state_tensor(f"{self._owner}: state: {name}", getattr(state, name), shape, dtype)
+            part = getattr(state, name)
+            check_state_tensor(f"{self._owner}: state: {name}", part, shape, dtype)
+            if name != "room" and part.device != k.device:
+                raise ValueError(
+                    f"{self._owner}: state: {name}: expected {k.device}, as its keys; got "
+                    f"{part.device}"
+                )
         return state
 
     def _unreachable(self, state: AttentionState) -> Tensor | None:
