@@ -71,7 +71,8 @@ class Trainer:
     """Trains a model on text or on a task and writes its run folder.
 
     model: called as ``model(ids, labels, ...)``, returning an object with logits, loss and state,
-    as `tidegate.models.CausalLM` and `SequenceClassifier` do. config.precision must be resolved
+    as `tidegate.models.CausalLM` and `SequenceClassifier` do; over a task whose labels are aligned
+    with positions it is called with ``return_logits=True``. config.precision must be resolved
     ("fp32", "tf32" or "bf16").
     """
 
