@@ -71,9 +71,10 @@ def make_model(config: LMConfig, device: torch.device) -> CausalLM:
     for part in (model.lower_bounds, model.blocks[0]):
         if part is not None:
             part.reset_parameters()
-    drawn = model.blocks[0].state_dict()
+    drawn = dict(model.blocks[0].named_parameters()) | dict(model.blocks[0].named_buffers())
     for block in model.blocks[1:]:
-        block.load_state_dict(drawn)
+        for name, t in (*block.named_parameters(), *block.named_buffers()):
+            t.copy_(drawn[name])
     torch.nn.init.ones_(model.norm.weight)
     if getattr(model.norm, "bias", None) is not None:
         torch.nn.init.zeros_(model.norm.bias)

@@ -73,7 +73,7 @@ class Trainer:
     model: called as ``model(ids, labels, ...)``, returning an object with logits, loss and state,
     as `tidegate.models.CausalLM` and `SequenceClassifier` do; over a task whose labels are aligned
     with positions it is called with ``return_logits=True``. config.precision must be resolved
-    ("fp32", "tf32" or "bf16").
+    (not "auto").
     """
 
     def __init__(
