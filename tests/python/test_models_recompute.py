@@ -137,6 +137,27 @@ def test_views_are_made_again() -> None:
     assert all(map(torch.equal, *grads))
 
 
+def test_the_cpp_model_has_the_same() -> None:
+    cpp = pytest.importorskip("tidegate.cpp")
+    torch.manual_seed(0)
+    model = cpp.CausalLM(small())
+    assert model.recompute == "none"
+    assert model.residual_dtype is None
+    wanted = gradients(model, "none")
+    assert all(map(torch.equal, gradients(model, "blocks"), wanted))
+    model.residual_dtype = torch.bfloat16
+    assert model.residual_dtype == torch.bfloat16
+    for one, two in zip(gradients(model, "blocks"), wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.1, atol=0.05)
+    assert not torch.equal(gradients(model, "blocks")[1], wanted[1])
+    with pytest.raises(ValueError, match="CausalLM: recompute: expected one of 'none', 'blocks'"):
+        model.recompute = "norms"
+    logits = model(torch.arange(9)[None]).logits
+    out = model(torch.arange(9)[None], "next", return_logits=True, label_smoothing=0.1)
+    assert torch.equal(out.logits, logits)
+    assert out.loss > model(torch.arange(9)[None], "next").loss
+
+
 def test_options_are_checked() -> None:
     model = CausalLM(small())
     with pytest.raises(ValueError, match="recompute: expected one of 'none', 'norms', 'blocks'; "):
