@@ -18,6 +18,8 @@ On one device: training on several GPUs is Python's, benchmarks/distributed.py.
   --size tiny|small|125m|360m|756m   (small on the CPU, 360m on a GPU)
   --dim 512, --layers 6    another width and depth than the size's
   --precision fp32|bf16    bf16: autocast in training, bf16 weights in decoding (bf16 on a GPU)
+  --recompute none|blocks  whether the backward pass computes blocks again (none)
+  --residual auto|bf16     the residual stream in training (auto: as the embedding)
   --contexts 256,1024      context lengths, divisors of the tokens
   --tokens 4096            of a training step, and held by the batch that decodes
   --mixers hgrn,fox        which; the ratios need "transformer" (all)
@@ -58,10 +60,10 @@ int64_t integer(const std::string& flag, const std::string& text, int64_t least)
 
 // "--name value" and "--name=value".
 Values values_of(const std::vector<std::string>& arguments) {
-  const std::vector<std::string> known = {"--device",    "--size",          "--dim",     "--layers",
-                                          "--precision", "--contexts",      "--tokens",  "--mixers",
-                                          "--steps",     "--decode-tokens", "--seconds", "--rounds",
-                                          "--json",      "--commit"};
+  const std::vector<std::string> known = {
+      "--device", "--size",   "--dim",       "--layers",        "--precision", "--contexts",
+      "--tokens", "--mixers", "--steps",     "--decode-tokens", "--seconds",   "--rounds",
+      "--json",   "--commit", "--recompute", "--residual"};
   Values values;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const size_t equals = arguments[i].find('=');
@@ -148,6 +150,10 @@ Flags parse_flags(const std::vector<std::string>& arguments) {
     setup.seconds = static_cast<double>(integer("--seconds", values.at("--seconds"), 0));
   }
   if (given("--rounds")) flags.rounds = integer("--rounds", values.at("--rounds"), 1);
+  setup.recompute = choice(values, "--recompute", {"none", "blocks"}, "none");
+  setup.has_narrow_residual = choice(values, "--residual", {"auto", "bf16"}, "auto") == "bf16";
+  TORCH_CHECK_VALUE(setup.is_bf16 || !setup.has_narrow_residual,
+                    "--residual: expected auto with --precision fp32; got 'bf16'");
   if (given("--json")) flags.json = values.at("--json");
   if (given("--commit")) flags.commit = values.at("--commit");
   return flags;

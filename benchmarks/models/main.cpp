@@ -48,6 +48,8 @@ Json head_of(const Flags& flags) {
             {"torch", TORCH_VERSION}}},
           {"size", flags.size.name},
           {"precision", setup.is_bf16 ? "bf16" : "fp32"},
+          {"recompute", setup.recompute},
+          {"residual", setup.has_narrow_residual ? "bf16" : "auto"},
           {"optimizer", "AdamW, fused"},
           {"tokens", setup.tokens},
           {"decode_tokens", setup.decode_tokens},

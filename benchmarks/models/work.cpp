@@ -183,6 +183,8 @@ TrainResult measure_training(CausalLM& model, const Setup& setup, int64_t contex
   std::vector<Tensor> losses;
   {
     model->train();
+    model->recompute = setup.recompute;
+    if (setup.has_narrow_residual) model->residual_dtype = torch::kBFloat16;
     auto optimizer = make_optimizer(model);
     const Tensor ids = random_ids(model->config, setup, context);
     const auto step = [&](Stopwatch& watch) {
@@ -212,6 +214,8 @@ TrainResult measure_training(CausalLM& model, const Setup& setup, int64_t contex
     });
     losses.pop_back();  // not one of the timed steps
     result.floor = floor_of(model, ids.numel(), speeds);
+    model->recompute = "none";
+    model->residual_dtype = std::nullopt;
   }
   result.first_loss = losses.front().item<double>();
   result.last_loss = losses.back().item<double>();

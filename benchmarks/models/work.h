@@ -20,6 +20,8 @@ struct Setup {
   int64_t tokens = 0;    // of a training step, and held by the batch that decodes
   int64_t steps = 5;     // timed, after one that is not
   int64_t decode_tokens = 32;
+  std::string recompute = "none";    // of training, as Backbone has it
+  bool has_narrow_residual = false;  // a residual stream of bf16 in training
   double seconds = 5.0;  // of one measurement's steps: fewer are timed where they take longer
 
   int64_t batch(int64_t context) const { return tokens / context; }

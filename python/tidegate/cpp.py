@@ -30,6 +30,7 @@ except ImportError as error:
     ) from error
 
 from .models import LMConfig, Output
+from .nn._common import check_choice
 
 __all__ = [
     "GLU",
@@ -390,7 +391,26 @@ class Block(_Configured):
 
 
 class _Model(_Configured):
-    """What the models add: Output tuples, files."""
+    """What the models add: Output tuples, files, how they train."""
+
+    @property
+    def recompute(self) -> str:
+        """What the backward pass computes again: "none" or "blocks"."""
+        return self.cpp_module.recompute
+
+    @recompute.setter
+    def recompute(self, value: str) -> None:
+        check_choice(type(self).__name__, "recompute", value, ("none", "blocks"))
+        self.cpp_module.recompute = value
+
+    @property
+    def residual_dtype(self) -> torch.dtype | None:
+        """Of the residual stream, inside autocast; None is that of the embedding."""
+        return self.cpp_module.residual_dtype
+
+    @residual_dtype.setter
+    def residual_dtype(self, value: torch.dtype | None) -> None:
+        self.cpp_module.residual_dtype = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         """See the Python class of this name."""

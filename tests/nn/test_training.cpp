@@ -1,10 +1,12 @@
 // What training in C++ has besides the modules: the loss's options, the fused optimiser, blocks
 // that are computed again.
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <tidegate/models/causal_lm.h>
 #include <tidegate/optim/adamw.h>
+#include <tidegate/version.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <string>
@@ -24,15 +26,23 @@ LMConfig three_layers(const std::string& mixer) {
   return config;
 }
 
-Tensor some_ids() { return at::arange(2 * 13, at::kLong).remainder(19).view({2, 13}); }
+Tensor some_ids(at::DeviceType device = at::kCPU) {
+  return at::arange(2 * 13, at::TensorOptions(device).dtype(at::kLong)).remainder(19).view({2, 13});
+}
+
+bool has_cuda() {
+  return at::globalContext().hasCUDA() &&
+         std::string(build_info()).find("cuda: off") == std::string::npos;
+}
 
 // The loss and all gradients, under autocast where it is asked for.
 std::vector<Tensor> gradients_of(CausalLM& model, bool is_bf16) {
+  const at::DeviceType device = model->embedding->weight.device().type();
   torch::manual_seed(7);
-  at::autocast::set_autocast_enabled(at::kCPU, is_bf16);
-  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  const Tensor loss = model->forward(some_ids(), "next").loss;
-  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::set_autocast_enabled(device, is_bf16);
+  at::autocast::set_autocast_dtype(device, at::kBFloat16);
+  const Tensor loss = model->forward(some_ids(device), "next").loss;
+  at::autocast::set_autocast_enabled(device, false);
   at::autocast::clear_cache();
   std::vector<Tensor> found = torch::autograd::grad({loss}, model->parameters());
   found.push_back(loss.detach());
@@ -61,12 +71,14 @@ TEST(Training, LogitsComeWhereTheyAreAskedFor) {
   EXPECT_TRUE(at::allclose(model->forward(ids, "next", {}, {}, smooth).loss, wanted, 1e-5, 1e-6));
 }
 
-TEST(Training, BlocksComputedAgainHaveTheSameGradients) {
-  for (const std::string mixer : {"hgrn", "hgrn2", "rwkv4", "fox", "transformer"}) {
+void expect_blocks_computed_again_to_be_the_same(const std::vector<std::string>& mixers,
+                                                 at::DeviceType device) {
+  for (const std::string& mixer : mixers) {
     LMConfig config = three_layers(mixer);
     config.dropout = mixer == "hgrn" ? 0.2 : 0.0;
     torch::manual_seed(1);
     CausalLM model(config);
+    model->to(device);
     for (const bool is_bf16 : {false, true}) {
       model->recompute = "none";
       const auto wanted = gradients_of(model, is_bf16);
@@ -74,6 +86,16 @@ TEST(Training, BlocksComputedAgainHaveTheSameGradients) {
       expect_equal(gradients_of(model, is_bf16), wanted);
     }
   }
+}
+
+TEST(Training, BlocksComputedAgainHaveTheSameGradients) {
+  expect_blocks_computed_again_to_be_the_same({"hgrn", "hgrn2", "rwkv4", "fox", "transformer"},
+                                              at::kCPU);
+}
+
+TEST(TrainingCuda, BlocksComputedAgainHaveTheSameGradients) {
+  if (!has_cuda()) GTEST_SKIP() << "no CUDA device";
+  expect_blocks_computed_again_to_be_the_same({"hgrn", "hgrn2", "rwkv4"}, at::kCUDA);
 }
 
 TEST(Training, TheResidualStreamMayBeNarrow) {
@@ -100,17 +122,18 @@ TEST(Training, AnUnknownChoiceIsNamed) {
   }
 }
 
-TEST(Training, TheFusedAdamWStepsAsTorchsDoes) {
+void expect_fused_adamw_to_step_as_torchs(at::DeviceType device) {
   for (const bool amsgrad : {false, true}) {
     const auto options =
         torch::optim::AdamWOptions(1e-2).weight_decay(0.1).betas({0.8, 0.95}).amsgrad(amsgrad);
     std::vector<Tensor> ours, theirs;
     torch::manual_seed(3);
     for (const int64_t rows : {1, 5, 300}) {
-      ours.push_back(at::randn({rows, 7}).requires_grad_());
+      ours.push_back(at::randn({rows, 7}, device).requires_grad_());
       theirs.push_back(ours.back().detach().clone().requires_grad_());
     }
-    ours.push_back(at::randn({4, 6}, at::kDouble).t().detach().requires_grad_());
+    const auto wide = at::TensorOptions(device).dtype(at::kDouble);
+    ours.push_back(at::randn({4, 6}, wide).t().detach().requires_grad_());
     theirs.push_back(ours.back().detach().clone().requires_grad_());
     optim::AdamW fused(ours, options);
     torch::optim::AdamW plain(theirs, options);
@@ -129,6 +152,13 @@ TEST(Training, TheFusedAdamWStepsAsTorchsDoes) {
     }
     EXPECT_EQ(fused.state().size(), ours.size());
   }
+}
+
+TEST(Training, TheFusedAdamWStepsAsTorchsDoes) { expect_fused_adamw_to_step_as_torchs(at::kCPU); }
+
+TEST(TrainingCuda, TheFusedAdamWStepsAsTorchsDoes) {
+  if (!has_cuda()) GTEST_SKIP() << "no CUDA device";
+  expect_fused_adamw_to_step_as_torchs(at::kCUDA);
 }
 
 }  // namespace

@@ -137,6 +137,19 @@ def test_a_step_is_split_beside_its_floor(everything):
     assert "transformer, context 16: products " in printed
 
 
+def test_memory_may_be_saved(tmp_path):
+    options = ("--mixers=hgrn2", "--contexts=64", "--steps=1", "--decode-tokens=0")
+    options += ("--precision=bf16", "--recompute=blocks", "--residual=bf16")
+    result = bench(*options, "--json", tmp_path / "models.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((tmp_path / "models.json").read_text(encoding="utf-8"))
+    assert (record["recompute"], record["residual"]) == ("blocks", "bf16")
+    assert record["rows"][0]["train"]["last_loss"] > 0
+    result = bench("--residual=bf16")
+    assert result.returncode == 2
+    assert "--residual: expected auto with --precision fp32; got 'bf16'" in result.stderr
+
+
 def test_ratios_need_the_transformer(tmp_path):
     path = tmp_path / "models.json"
     options = ("--mixers", "lru", "--contexts=16", "--steps=1", "--decode-tokens", 0)

@@ -7,7 +7,7 @@ import torch
 from test_training_runs import assert_same
 from training_cases import COPYING, prepare, write_text
 
-from tidegate.models import CausalLM
+from tidegate.models import CausalLM, LMConfig
 from tidegate.training import TrainConfig, UserError
 from tidegate.training.checkpoint import load_checkpoint
 from tidegate.training.report import finish
@@ -135,3 +135,6 @@ def test_models_that_have_no_such_thing_are_named():
     with pytest.raises(UserError, match="expected 0 for what is not a language model, got 0.1"):
         TrainConfig(steps=1, label_smoothing=0.1).prepare(linear)
     TrainConfig(steps=1).prepare(linear)
+    model = CausalLM(LMConfig(dim=8, layers=1, dropout=0.1))
+    with pytest.raises(UserError, match="whose numbers a graph cannot draw again, got 'blocks'"):
+        TrainConfig(steps=1, cuda_graph=True, recompute="blocks").prepare(model)

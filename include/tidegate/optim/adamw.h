@@ -14,7 +14,8 @@ namespace tidegate::optim {
 ///                                      torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
 ///
 /// Parameters are dense and floating-point, on the CPU or CUDA; step() throws c10::Error for a
-/// sparse gradient. Cost: reads four and writes three numbers a weight.
+/// sparse gradient. The host counts the steps, so that a CUDA graph cannot replay one. Cost: reads
+/// four and writes three numbers a weight.
 class AdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;

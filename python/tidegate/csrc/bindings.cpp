@@ -510,7 +510,8 @@ auto bind_model(py::module& m, const char* name) {
 template <typename Holder, typename Class>
 void bind_files(Class& bound) {
   using Impl = typename Holder::Impl;
-  bound
+  bound.def_readwrite("recompute", &Impl::recompute)
+      .def_readwrite("residual_dtype", &Impl::residual_dtype)
       .def(
           "save", [](const Impl& model, const std::string& folder) { model.save(folder); },
           py::arg("directory"))

@@ -235,8 +235,10 @@ class Model(nn.Module):
     def _again(self, block: nn.Module, x: Tensor, state: Any, **given: Any) -> tuple[Tensor, Any]:
         """The block, whose activations are computed again in the backward pass."""
         # Looking at the generators for nothing takes time, and CUDA graphs do not allow it.
-        draws = self.training and any(map(_draws, block.modules()))
-        return checkpoint(block, x, state, use_reentrant=False, preserve_rng_state=draws, **given)
+        is_random = self.training and any(map(draws, block.modules()))
+        return checkpoint(
+            block, x, state, use_reentrant=False, preserve_rng_state=is_random, **given
+        )
 
     def save(
         self,
@@ -320,7 +322,7 @@ def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str)
             )
 
 
-def _draws(module: nn.Module) -> bool:
+def draws(module: nn.Module) -> bool:
     """Whether it draws numbers in training."""
     dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     return dropout or getattr(module, "gumbel_gate", None) is not None

@@ -14,7 +14,7 @@ from torch import nn
 from ..models import CausalLM, LMConfig
 from ..models._files import read_text
 from ..models._json import JsonError, fits_64_bits, parse_json, shown
-from ..models.block import RECOMPUTE, Model
+from ..models.block import RECOMPUTE, Model, draws
 from ..models.registry import type_problem
 from ..nn._common import is_number
 from .distributed import PARALLEL
@@ -248,6 +248,12 @@ class TrainConfig:
                     f"tidegate.models, got {self.recompute!r}, {self.residual!r}"
                 )
             return
+        is_replayed = self.cuda_graph and self.recompute == "blocks"
+        if is_replayed and any(map(draws, model.modules())):
+            raise UserError(
+                "train: recompute: expected none or norms with --cuda-graph for a model with "
+                "dropout or a gumbel_gate, whose numbers a graph cannot draw again, got 'blocks'"
+            )
         model.recompute = self.recompute
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         model.residual_dtype = dtypes.get(self.residual) if self.precision in AUTOCAST else None

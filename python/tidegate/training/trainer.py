@@ -85,9 +85,10 @@ class Trainer:
     """Trains a model on text or on a task and writes its run folder.
 
     model: called as ``model(ids, labels, ...)``, returning an object with logits, loss and state,
-    as `tidegate.models.CausalLM` and `SequenceClassifier` do. config.precision must be resolved
-    (not "auto"). group: the processes that train together, each of which has such an object and
-    calls the same methods of it. initial: the weights to begin with; None = the model's own.
+    as `tidegate.models.CausalLM` and `SequenceClassifier` do; over a task whose labels are aligned
+    with positions it is called with ``return_logits=True``. config.precision must be resolved (not
+    "auto"). group: the processes that train together, each of which has such an object and calls
+    the same methods of it. initial: the weights to begin with; None = the model's own.
     """
 
     def __init__(
