@@ -286,7 +286,7 @@ def test_consumer_project_finds_what_pip_installed(
 @in_build_tree
 @pytest.mark.slow
 def test_an_exported_model_is_served_without_python(consumer: Path, tmp_path: Path) -> None:
-    """AOTInductor's package in tidegate_serve, which says what the model does; a mixer of each kind
+    """AOTInductor's package in tidegate_serve_exported, which says what the model does; a mixer of each kind
     of state."""
     torch.manual_seed(0)
     config = tidegate.models.LMConfig(
@@ -295,7 +295,7 @@ def test_an_exported_model_is_served_without_python(consumer: Path, tmp_path: Pa
     model = tidegate.models.CausalLM(config).eval()
     package = export.package(model, tmp_path / "model.pt2", capacity=64)
     served = subprocess.run(
-        [consumer / "tidegate_serve", package, "the tide", "12"],
+        [consumer / "tidegate_serve_exported", package, "the tide", "12"],
         capture_output=True,
         env={"PATH": "/nowhere", "OMP_NUM_THREADS": "1"},
         timeout=600,

@@ -3,7 +3,7 @@
 //
 //   python -c 'from tidegate import export, models
 //   export.package(models.CausalLM.load("MODEL"), "model.pt2")'
-//   build/tidegate_serve model.pt2 "The " [BYTES [cuda]]
+//   build/tidegate_serve_exported model.pt2 "The " [BYTES [cuda]]
 //
 // A byte-level model is asked here; of any other, map text to ids and back as its tokenizer does.
 #include <tidegate/tidegate.h>
@@ -47,7 +47,7 @@ class Server {
 
 int main(int count, char** words) {
   if (count < 3) {
-    std::fprintf(stderr, "usage: tidegate_serve MODEL.pt2 PROMPT [BYTES [cuda]]\n");
+    std::fprintf(stderr, "usage: tidegate_serve_exported MODEL.pt2 PROMPT [BYTES [cuda]]\n");
     return 2;
   }
   const std::string prompt = words[2];
@@ -67,7 +67,7 @@ int main(int count, char** words) {
     }
     std::printf("%s\n", text.c_str());
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "tidegate_serve: %s\n", error.what());
+    std::fprintf(stderr, "tidegate_serve_exported: %s\n", error.what());
     return 1;
   }
   return 0;
