@@ -3,7 +3,7 @@
 //
 //   python -c 'from tidegate import export, models
 //   export.package(models.CausalLM.load("MODEL"), "model.pt2")'
-//   build/tidegate_serve_exported model.pt2 "The " [BYTES]
+//   build/tidegate_serve_exported model.pt2 "The " [BYTES [cuda]]
 //
 // A byte-level model is asked here; of any other, map text to ids and back as its tokenizer does.
 #include <tidegate/tidegate.h>
@@ -47,17 +47,18 @@ class Server {
 
 int main(int count, char** words) {
   if (count < 3) {
-    std::fprintf(stderr, "usage: tidegate_serve_exported MODEL.pt2 PROMPT [BYTES]\n");
+    std::fprintf(stderr, "usage: tidegate_serve_exported MODEL.pt2 PROMPT [BYTES [cuda]]\n");
     return 2;
   }
   const std::string prompt = words[2];
   const int bytes = count > 3 ? std::atoi(words[3]) : 100;
+  const torch::Device device(count > 4 ? words[4] : "cpu");  // the one that it was compiled for
   try {
     c10::InferenceMode guard;
     Server server(words[1]);
     std::vector<int64_t> ids(prompt.begin(), prompt.end());
     for (auto& id : ids) id &= 255;
-    auto logits = server.begin(torch::tensor(ids).unsqueeze(0));
+    auto logits = server.begin(torch::tensor(ids).unsqueeze(0).to(device));
     std::string text = prompt;
     for (int i = 0; i < bytes; ++i) {
       const auto token = logits.argmax(-1);

@@ -71,9 +71,10 @@ def _major_minor(version: str) -> tuple[str, ...]:
 
 
 def check_torch(info: dict[str, str], version: str, cuda: str | None) -> None:
-    """Raises LibraryError unless the library that `info` describes fits this torch."""
+    """Raises LibraryError unless the library that `info` describes fits this torch: its version,
+    and, with CUDA kernels, its CUDA; without them nothing in it depends on that."""
     same_version = _major_minor(info["torch"]) == _major_minor(version)
-    if same_version and info["torch_variant"] == _variant(cuda):
+    if same_version and (info["torch_variant"] == _variant(cuda) or not info["architectures"]):
         return
     built = f"{info['torch']} ({info['torch_variant']})"
     found = f"{version.split('+')[0]} ({_variant(cuda)})"
