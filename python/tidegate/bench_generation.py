@@ -71,6 +71,8 @@ def main(arguments: list[str]) -> int:
         facts = {"device": _device_name(device), "torch": torch.__version__, "dtype": str(dtype)}
         content = {**facts, "copy_bytes_per_second": speed, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot:
+        _plot(rows, options.plot)
     return 0
 
 
@@ -85,7 +87,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--eager", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="tokens/s over the batch, as a picture")
     return parser
+
+
+def _plot(rows: list[Row], file: str) -> None:
+    """Tokens/s of all sequences over their number, one line a model."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("bench: --plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = [row for row in rows if row.model == model]
+        batches = [row.batch for row in mine]
+        (line,) = axes.loglog(
+            batches, [row.batch * row.tokens_per_second for row in mine], "o-", base=2, label=model
+        )
+        axes.loglog(
+            batches, [row.batch * row.bound for row in mine], ":", base=2, color=line.get_color()
+        )
+    axes.set_xlabel("sequences at a time")
+    axes.set_ylabel("tokens/s (dotted: by the memory's speed)")
+    axes.legend()
+    figure.savefig(file)
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:

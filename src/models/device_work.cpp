@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -121,8 +122,12 @@ void CapturedWork::run(OwnStream& stream, bool use_graph, const std::function<vo
   }
   if (!graph_) {
     auto captured = std::make_unique<Graph>();
-    // Other threads may go on with their own devices' work meanwhile.
-    captured->graph.capture_begin(stream.stream_->pool, cudaStreamCaptureModeThreadLocal);
+    {
+      // It may make tensors of torch's random generator, which others write outside of this mode.
+      const c10::InferenceMode normal(false);
+      // Other threads may go on with their own work meanwhile.
+      captured->graph.capture_begin(stream.stream_->pool, cudaStreamCaptureModeThreadLocal);
+    }
     try {
       work();
     } catch (...) {
