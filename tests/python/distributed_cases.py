@@ -13,14 +13,16 @@ def command(*arguments: str) -> int:
 
 
 def train(out: str, data: str, changes: dict[str, Any]) -> int:
-    """A run of `training_cases.prepare` to its end."""
+    """A run of `training_cases.prepare` to its end; without its last score, where "finishes" among
+    the changes is False."""
     from training_cases import prepare
 
     from tidegate.training.report import finish
 
+    finishes = changes.pop("finishes", True)
     run = prepare(out, data, **changes)
     ended = run.trainer.run(quiet=True)
-    if ended:
+    if ended and finishes:
         finish(run)
     run.trainer.group.leave()
     return 0 if ended else 130
@@ -38,6 +40,18 @@ def train_compiled(runs: list[tuple[str, str, dict[str, Any]]]) -> int:
     inner = torch.compile  # which torch.nn.Module.compile calls
     torch.compile = lambda *given, **how: inner(*given, **{**how, "backend": "aot_eager"})
     return train_all(runs)
+
+
+def wait_for_rank_0() -> int:
+    """Rank 0 works for longer than the timeout, which is for collectives."""
+    import time
+
+    from tidegate.training.distributed import join
+
+    group = join("ddp", device="cpu", timeout=1.0)
+    value = group.first(lambda: time.sleep(1.5) or 7)
+    group.leave()
+    return value
 
 
 def benchmark(*arguments: str) -> int:

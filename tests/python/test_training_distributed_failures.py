@@ -118,6 +118,11 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, te
     goes_on(ranks, tmp_path, text)
 
 
+def test_what_rank_0_takes_its_time_for_is_waited_for_in_silence(ranks):
+    ended = ranks.run(2, "distributed_cases:wait_for_rank_0")
+    assert [tuple(each) for each in ended] == [(7, "", 7)] * 2
+
+
 def test_a_process_that_does_not_come_is_named(tmp_path, text, ranks):
     more = {"WORLD_SIZE": "3", "seconds": 30}
     ended = ranks.run(2, COMMAND, *flags(text, tmp_path / "run", "--timeout=1"), **more)

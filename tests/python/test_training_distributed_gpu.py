@@ -21,18 +21,25 @@ MODELS = {
     "hgrn2": {"mixer": "hgrn2", "mixer_options": {"num_heads": 2}, "dim": 64},
     "fox": {"mixer": "fox", "mixer_options": {"num_heads": 2}, "dim": 64},
 }
+CURVES = {
+    "hgrn": {"model": MODELS["hgrn"]},
+    "hgrn2": {"model": MODELS["hgrn2"]},
+    "fox": {"model": MODELS["fox"]},
+    "muon": {"model": MODELS["hgrn2"], "optimizer": "muon", "precision": "bf16"},
+}
+PARTS = {**CUDA, "model": MODELS["hgrn2"], "schedule": "constant", "eval_every": 0}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gpus(ranks) -> Ranks:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"takes two GPUs, found {torch.cuda.device_count()}")
     return ranks
 
 
-@pytest.fixture
-def text(tmp_path) -> Path:
-    return write_text(tmp_path / "text.txt")
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def ran(gpus: Ranks, count: int, runs: list) -> None:
@@ -40,37 +47,39 @@ def ran(gpus: Ranks, count: int, runs: list) -> None:
     assert [each.status for each in ended] == [0] * count, ended
 
 
-def test_two_gpus_train_as_one_does(tmp_path, text, gpus):
-    ran(gpus, 1, [(tmp_path / n, text, {**CUDA, "model": m}) for n, m in MODELS.items()])
-    runs = [
-        (tmp_path / f"{name}-{mode}", text, {**CUDA, "model": model, "parallel": mode, **changes})
-        for name, model in MODELS.items()
-        for mode, changes in (("ddp", {"grad_accum": 2}), ("fsdp", {}))
+def runs_of(folder: Path, text: Path, modes: tuple[str, ...]) -> list:
+    """Every curve that is compared, by every mode."""
+    return [
+        (folder / f"{name}-{mode}", text, {**CUDA, **changes, "parallel": mode})
+        for name, changes in CURVES.items()
+        for mode in modes
     ]
-    ran(gpus, 2, runs)
-    for out, _, changes in runs:
-        assert_alike(metrics(out), metrics(tmp_path / changes["model"]["mixer"]), BOUND)
 
 
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_muon_and_bf16_on_two_gpus(tmp_path, text, gpus, precision):
-    changes = {**CUDA, "model": MODELS["hgrn2"], "optimizer": "muon", "precision": precision}
-    ran(gpus, 1, [(tmp_path / "one", text, changes)])
-    runs = [(tmp_path / mode, text, {**changes, "parallel": mode}) for mode in ("ddp", "fsdp")]
-    ran(gpus, 2, runs)
-    for out, _, _ in runs:
-        assert_alike(metrics(out), metrics(tmp_path / "one"), 1e-2)
+@pytest.fixture(scope="module")
+def curves(gpus, text, tmp_path_factory) -> Path:
+    """The runs of CURVES and the first part of PARTS, by as few processes as there can be: each
+    begins with a second or two of CUDA and NCCL."""
+    folder = tmp_path_factory.mktemp("curves")
+    ran(gpus, 1, [*runs_of(folder, text, ("none",)), (folder / "whole", text, PARTS)])
+    part = (folder / "parts", text, {**PARTS, "steps": 4, "parallel": "fsdp"})
+    ran(gpus, 2, [*runs_of(folder, text, ("ddp", "fsdp")), part])
+    return folder
 
 
-def test_one_gpu_goes_on_from_two_and_two_from_one(tmp_path, text, gpus):
-    changes = {**CUDA, "model": MODELS["hgrn2"], "schedule": "constant", "eval_every": 0}
-    ran(gpus, 1, [(tmp_path / "whole", text, changes)])
-    out = tmp_path / "parts"
-    ran(gpus, 2, [(out, text, {**changes, "steps": 4, "parallel": "fsdp"})])
-    ran(gpus, 1, [(out, text, {**changes, "steps": 8, "parallel": "none"})])
-    ran(gpus, 2, [(out, text, {**changes, "parallel": "ddp"})])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", sorted(CURVES))
+def test_two_gpus_train_as_one_does(curves, name, mode):
+    bound = 3e-2 if "precision" in CURVES[name] else BOUND
+    assert_alike(metrics(curves / f"{name}-{mode}"), metrics(curves / f"{name}-none"), bound)
+
+
+def test_one_gpu_goes_on_from_two_and_two_from_one(curves, text, gpus):
+    out = curves / "parts"
+    ran(gpus, 1, [(out, text, {**PARTS, "steps": 8})])
+    ran(gpus, 2, [(out, text, {**PARTS, "parallel": "ddp"})])
     found = weights(out)
-    for name, value in weights(tmp_path / "whole").items():
+    for name, value in weights(curves / "whole").items():
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=BOUND, msg=name)
 
 

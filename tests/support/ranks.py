@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         path = os.pathsep.join([str(HERE.parent / "python"), str(HERE.parent), *sys.path])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way rules out fork()
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -87,11 +89,40 @@ def serve() -> None:
     import tidegate.training.report
     import tidegate.training.sharded  # noqa: F401
 
+    start = _forked if _may_fork() else _spawned
     for line in sys.stdin:
-        print(json.dumps(_run(**json.loads(line))), flush=True)
+        print(json.dumps(_run(start, **json.loads(line))), flush=True)
+
+
+def _may_fork() -> bool:
+    """Whether a forked process can use the GPUs: not if an import here asked the driver."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if os.path.exists("/dev/nvidiactl"):
+                torch.zeros(1, device="cuda")
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _forked(*how: Any) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _child(*how)
+    return pid
+
+
+def _spawned(*how: Any) -> int:
+    arguments = json.dumps(how, default=str)
+    return subprocess.Popen([sys.executable, __file__, arguments]).pid
 
 
 def _run(
+    start: Callable[..., int],
     count: int,
     function: str,
     arguments: list[Any],
@@ -107,10 +138,7 @@ def _run(
             file.unlink(missing_ok=True)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
-        pid = os.fork()
-        if pid == 0:
-            _child(function, arguments, own, *files)
-        running[pid] = (rank, files)
+        running[start(function, arguments, own, *files)] = (rank, files)
     ended: list[Any] = [None] * count
     end = time.monotonic() + seconds
     while running:
@@ -129,7 +157,11 @@ def _run(
 
 
 def _child(
-    function: str, arguments: list[Any], variables: dict[str, str | None], err: Path, out: Path
+    function: str,
+    arguments: list[Any],
+    variables: dict[str, str | None],
+    err: Path | str,
+    out: Path | str,
 ) -> None:
     status = 99
     try:
@@ -138,7 +170,7 @@ def _child(
         os.environ.update({name: value for name, value in variables.items() if value is not None})
         module, _, name = function.partition(":")
         value = getattr(importlib.import_module(module), name)(*arguments)
-        out.write_text(json.dumps(value))
+        Path(out).write_text(json.dumps(value))
         status = value if isinstance(value, int) else 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -151,4 +183,4 @@ def _child(
 
 
 if __name__ == "__main__":
-    serve()
+    serve() if len(sys.argv) == 1 else _child(*json.loads(sys.argv[1]))

@@ -243,12 +243,13 @@ class Processes(Group):
         return f"call/{self._calls}"
 
     def _wait(self, keys: list[str]) -> None:
-        """Until all keys are there; Elsewhere when a process fails before."""
-        while True:
-            with contextlib.suppress(dist.DistStoreError):
-                self._store.wait(keys, timedelta(seconds=1))
-                return
+        """Until all keys are there; Elsewhere when a process fails before. The store's own wait()
+        warns of every second."""
+        pause = 0.001
+        while not self._store.check(keys):
             self._refuse_to_wait()
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.2)
 
     def _refuse_to_wait(self) -> None:
         if self._store.check([_FAILURE]):
