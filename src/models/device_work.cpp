@@ -65,8 +65,13 @@ c10::cuda::CUDAStream take_stream(c10::DeviceIndex device) {
 
 struct OwnStream::Stream {
   explicit Stream(c10::DeviceIndex device)
-      : stream(take_stream(device)), pool(at::cuda::graph_pool_handle()) {}
+      : stream(take_stream(device)), pool(at::cuda::graph_pool_handle()) {
+    // The allocator takes no pool up again that has gone out of use, as this one would whenever the
+    // last of its graphs is gone.
+    c10::cuda::CUDACachingAllocator::createOrIncrefPool(device, pool);
+  }
   ~Stream() {
+    c10::cuda::CUDACachingAllocator::releasePool(stream.device_index(), pool);
     const std::lock_guard<std::mutex> guard(free_streams_lock);
     free_streams()[stream.device_index()].push_back(stream);
   }

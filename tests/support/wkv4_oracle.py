@@ -48,10 +48,11 @@ def _plain_sequence(w, u, k, v, y, z):
 
 
 def _sums(decay, weight, v, y, z):
-    """[B, T, D] of y and of z before every token, then both after the last."""
+    """[B, T, D] of y and of z before every token, then both after the last. decay: [B, T, D], or
+    [2, B, T, D], a decay for each of the two."""
     entering = torch.stack([weight * v, weight]).unbind(2)
     sums, before = torch.stack([y, z]), []
-    for decay_t, entering_t in zip(decay.unbind(1), entering, strict=True):
+    for decay_t, entering_t in zip(decay.unbind(-2), entering, strict=True):
         before.append(sums)
         sums = decay_t * sums + entering_t
     return (*(torch.stack(before, 2) if before else v.new_zeros(2, *v.shape)), *sums)
@@ -87,14 +88,15 @@ def forward(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None,
     *, exact: bool, fused: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, final state), in the precision of the tensors; w and u [B, T, D] or [D]."""
+    """(o, final state), in the precision of the tensors; w and u [B, T, D] or [D]; exact: w also
+    [2, B, T, D], one for y and one for z."""
     batch, time, width = k.shape
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
     outputs, finals = [], []
     for order in recurrence.token_order(time, cu_seqlens, reverse=False):
         count = len(range(rows)[order.rows])
         at = slice(order.steps.start, order.steps.stop)
-        tokens = [x.expand_as(k)[:, at] for x in (w, u, k, v)]
+        tokens = [(x if x.dim() == 4 else x.expand_as(k))[..., at, :] for x in (w, u, k, v)]
         y, z, m = k.new_zeros(3, count, width)
         if state is not None:
             y, z, m = state[order.rows].unbind(1)
@@ -114,13 +116,15 @@ def forward(
 def reference(
     inputs: dict[str, Tensor | None], *, exact: bool, fused: bool = False
 ) -> dict[str, Tensor]:
-    """o, final (as `mean_and_log`) and the gradient of every input; |dw|, |du|: of their terms."""
+    """o, final (as `mean_and_log`) and the gradient of every input; |dw|, |du|: of their terms. A
+    token has two for dw, by y and by z, which may nearly cancel: roundings are relative to them."""
     k = inputs["k"]
     dtype = torch.float64 if exact else recurrence.state_dtype(k.dtype)
     given = {n: inputs[n] for n in ("w", "u", "k", "v", "state") if inputs[n] is not None}
     leaves = {n: t.detach().to(dtype).contiguous() for n, t in given.items()}
     for name in ("w", "u"):  # one for each token, so that there are terms to look at
-        leaves[name] = leaves[name].expand(k.shape[:2] + leaves[name].shape).contiguous()
+        sums = (2,) if exact and name == "w" else ()
+        leaves[name] = leaves[name].expand(sums + k.shape[:2] + leaves[name].shape).contiguous()
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     leaves = {"state": None} | leaves
     o, final = forward(**leaves, cu_seqlens=inputs["cu_seqlens"], exact=exact, fused=fused)
@@ -136,7 +140,8 @@ def reference(
     for (name, leaf), grad in zip(leaves.items(), found, strict=True):
         grad = torch.zeros_like(leaf) if grad is None else grad
         if name in ("w", "u"):
-            out[f"|d{name}|"] = torch.linalg.vector_norm(grad, dim=(0, 1))
-            grad = grad.sum((0, 1))
+            terms = tuple(range(grad.dim() - 1))
+            out[f"|d{name}|"] = torch.linalg.vector_norm(grad, dim=terms)
+            grad = grad.sum(terms)
         out[f"d{name}"] = grad if exact else grad.to(given[name].dtype)
     return {n: t.detach() for n, t in out.items()}

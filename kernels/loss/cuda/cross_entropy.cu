@@ -82,9 +82,12 @@ struct RowSums {
     }
   }
 
-  /// Relative to a maximum that is no smaller.
+  /// Relative to a maximum that is no smaller. (Where no logit above -inf was seen, the sum is zero
+  /// or NaN and stays so: 0 exp(0 - most) would be NaN where all logits are far below zero.)
   __device__ void move_to(Real most) {
-    sum *= exponential<E>(reference_of(max) - reference_of(most));
+    if (max > minus_infinity(Real())) {
+      sum *= exponential<E>(max - most);
+    }
     max = most;
   }
 };

@@ -18,7 +18,7 @@ from ..models import CausalLM
 from ..models.sampling import Sampler
 from ..training.errors import UserError
 from ..training.pieces import logits_in_pieces
-from ..training.runs import Trained, load_trained
+from ..training.trained import Trained, load_trained
 from ..training.runtime import autocast, resolve_precision, set_products
 
 TOKENS = 1 << 14  # of a batch, unless its size is said
