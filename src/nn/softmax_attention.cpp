@@ -205,8 +205,11 @@ AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequen
   const auto data = k.scalar_type();
   const auto check = [&](const char* name, size_t place, at::IntArrayRef shape, auto dtype) {
     check_state_tensor(s.owner, name, state[place], shape, dtype);
-    TORCH_CHECK_VALUE(place == 7 || state[place].device() == k.device(), s.owner, ": state", name,
-                      ": expected ", k.device(), ", as its keys; got ", state[place].device());
+    const bool is_room = place == 7;
+    const auto where = is_room ? torch::Device(torch::kCPU) : k.device();
+    TORCH_CHECK_VALUE(state[place].device() == where, s.owner, ": state", name, ": expected ",
+                      where, is_room ? ", where it is read" : ", as its keys", "; got ",
+                      state[place].device());
   };
   check(": v", 1, k.sizes(), data);
   check(": gates", 2, {sequences, k.size(1), gate_heads()}, wide_dtype(data));

@@ -205,10 +205,10 @@ def test_a_state_on_two_devices_is_refused(which):
     texts = []
     for mixer in make(which):
         state = mixer.init_state(2, capacity=9)
-        wrong = with_part(state, 3, state[3].to("meta"))
-        for call in (mixer.step, lambda x, s, mixer=mixer: mixer(x[:, None], s)):
-            message = ": state: lengths: expected cpu, as its keys; got meta"
-            with torch.no_grad(), pytest.raises(ValueError, match=message) as caught:
-                call(torch.randn(2, DIM), wrong)
-            texts.append(str(caught.value).splitlines()[0])
-    assert len(set(texts)) == 1
+        for place, said in ((3, "lengths: expected cpu, as its keys"), (7, "room: expected cpu")):
+            wrong = with_part(state, place, state[place].to("meta"))
+            for call in (mixer.step, lambda x, s, mixer=mixer: mixer(x[:, None], s)):
+                with torch.no_grad(), pytest.raises(ValueError, match=f": state: {said}") as caught:
+                    call(torch.randn(2, DIM), wrong)
+                texts.append(str(caught.value).splitlines()[0])
+    assert len(set(texts)) == 2

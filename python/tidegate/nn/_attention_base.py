@@ -341,10 +341,11 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         ):
             part = getattr(state, name)
             check_state_tensor(f"{self._owner}: state: {name}", part, shape, dtype)
-            if name != "room" and part.device != k.device:
+            where = torch.device("cpu") if name == "room" else k.device
+            if part.device != where:
                 raise ValueError(
-                    f"{self._owner}: state: {name}: expected {k.device}, as its keys; got "
-                    f"{part.device}"
+                    f"{self._owner}: state: {name}: expected {where}, "
+                    f"{'where it is read' if name == 'room' else 'as its keys'}; got {part.device}"
                 )
         return state
 
