@@ -11,6 +11,8 @@ from tidegate.models import CausalLM, LMConfig
 from tidegate.training import TrainConfig, UserError
 from tidegate.training.checkpoint import load_checkpoint
 from tidegate.training.report import finish
+from tidegate.training.runs import load_trained
+from tidegate.training.scoring import score_run
 
 LEAN = {"precision": "bf16-weights", "residual": "bf16", "recompute": "norms"}
 
@@ -62,8 +64,12 @@ def test_a_model_of_bf16_weights_is_saved_and_scored(tmp_path, text):
     finish(run)
     model = CausalLM.load(run.folder.model)
     assert {p.dtype for n, p in model.named_parameters() if "proj" in n} == {torch.bfloat16}
-    assert run.trainer.valid is not None
-    assert run.trainer.valid.nats < 6
+    trained = load_trained(str(run.folder.path), "cpu")
+    assert_same(trained.model.state_dict(), model.state_dict())
+    for precision in ("fp32", "bf16"):
+        score = score_run(str(run.folder.path), device="cpu", precision=precision)
+        assert score.nats == pytest.approx(run.trainer.valid.nats, rel=0.02)
+    assert model.generate(torch.arange(4)[None], 3).shape == (1, 7)
 
 
 def test_a_checkpoint_without_masters_is_refused(tmp_path, text):

@@ -258,6 +258,11 @@ class TrainConfig:
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         model.residual_dtype = dtypes.get(self.residual) if self.precision in AUTOCAST else None
 
+    def set_weights_dtype(self, model: nn.Module) -> None:
+        """Makes the weights of a model in fp32 what those of a run with these settings are."""
+        if self.precision == "bf16-weights":
+            model.bfloat16()
+
     def loss_options(self) -> dict[str, float]:
         """What a training step's loss has beside the cross-entropy, as `CausalLM.forward` takes
         it."""

@@ -69,6 +69,7 @@ def load_trained(path: str, device: str = "auto") -> Trained:
         config = TrainConfig.from_dict(values["train"])
         is_classifier = "head.bias" in content["model"]
         model = (SequenceClassifier if is_classifier else CausalLM)(model_config)
+        config.set_weights_dtype(model)
         if problem := weights_problem(model, content["model"]):
             raise ValueError(problem)
         model.load_state_dict(content["model"])
