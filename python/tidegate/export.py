@@ -18,8 +18,8 @@ long text piece by piece; models with attention have none, and of these the stat
 `capacity` tokens. A compiled program reads tensors as contiguous ones, whatever their strides are.
 
 :func:`package` writes programs into one file, compiled by AOTInductor, that C++ loads with libtorch
-and libtidegate (examples/cpp/serve_exported.cpp). Whatever loads or runs them must have loaded the library:
-in Python by ``import tidegate``, in C++ by linking ``tidegate::tidegate``.
+and libtidegate (examples/cpp/serve_exported.cpp). Whatever loads or runs them must have loaded the
+library: in Python by ``import tidegate``, in C++ by linking ``tidegate::tidegate``.
 """
 
 from __future__ import annotations
