@@ -13,7 +13,7 @@ MODELS_HEAD = (
     "of the Transformer's",
     "step: forward + backward + optimiser",
     "peak memory",
-    "decoding, tokens/s",
+    "decoding, tokens/s (batch)",
     "of the Transformer's",
     "prefill, tokens/s",
     "state, a sequence",
@@ -52,7 +52,7 @@ def models_row(row: Record) -> list[str]:
         return [*cells, "", "", "", ""]
     return [
         *cells,
-        f"{decode['tokens_per_s']:,.0f}",
+        f"{decode['tokens_per_s']:,.0f} ({row['batch']})",
         times_of(decode["speed_of_transformer"]),
         f"{decode['prefill_tokens_per_s']:,.0f}",
         size_of(decode["state_bytes"] / row["batch"]),
@@ -75,10 +75,12 @@ def models_where(record: Record) -> str:
 
 def models_page(record: Record) -> list[str]:
     where = record["machine"]["name"]
+    optimizer = record.get("optimizer", "libtorch's AdamW")
     lines = [f"## Models of equal size on {where}", "", models_where(record) + ".", ""]
     lines += [
         "`bench_models` (`tidegate bench --models`): a training step is forward, backward and "
-        "libtorch's AdamW, in C++, eager; medians. The batch that decodes holds as many tokens as "
+        f"{optimizer}, in C++, eager; medians. "
+        "The batch that decodes holds as many tokens as "
         "a training step reads; a step's logits are first held against the parallel form's. "
         "Parameters are counted; `fox` and the Transformers are the package's presets where there "
         "are any of this size, all others stand in the Transformer's frame with a GLU as wide as "
@@ -86,10 +88,31 @@ def models_page(record: Record) -> list[str]:
         "",
     ]
     lines += [*table(MODELS_HEAD, map(models_row, record["rows"])), ""]
+    if any("split" in row.get("train", {}) for row in record["rows"]):
+        lines += [*models_split(record), ""]
     if record["pairs"]:
         lines += [*models_pairs(record), ""]
     lines += [f"- {note}" for note in record.get("notes", [])]
     return [*lines, ""] if record.get("notes") else lines
+
+
+def models_split(record: Record) -> list[str]:
+    """Where the time of a step goes, in milliseconds."""
+    kinds = ("products", "attention", "ours", "optimizer", "rest", "idle", "floor")
+    rows = [
+        [f"`{row['mixer']}`", f"{row['context']}"]
+        + [f"{row['train']['split'][f'{kind}_ms']:.1f}" for kind in kinds]
+        for row in record["rows"]
+        if "split" in row.get("train", {})
+    ]
+    head = ("a step's ms", "context", "matrix products", "torch's attention", "our ops", "AdamW")
+    head += ("the rest", "between them", "floor")
+    note = (
+        "The floor: the products' operations at the speed of one large product "
+        f"({record['product_operations_per_s'] / 1e12:.2f} TFLOP/s in this run), and seven numbers "
+        f"a parameter for AdamW at that of a copy ({record['copy_bytes_per_s'] / 1e9:.0f} GB/s)."
+    )
+    return [note, "", *table(head, rows)]
 
 
 def models_pairs(record: Record) -> list[str]:

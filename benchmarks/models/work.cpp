@@ -7,7 +7,6 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <torch/autograd.h>
-#include <torch/optim/adamw.h>
 
 #include <algorithm>
 #include <chrono>
@@ -20,6 +19,7 @@
 #include "benchmarks/models/measure.h"
 #include "benchmarks/models/sizes.h"
 #include "tidegate/ops/forgetting_attention.h"
+#include "tidegate/optim/adamw.h"
 
 namespace tidegate::benchmarks {
 namespace {
@@ -98,7 +98,7 @@ double median_sum(const std::vector<std::vector<double>>& calls) {
 }
 
 // AdamW with decay on the matrices, as the papers' recipes have it.
-torch::optim::AdamW make_optimizer(CausalLM& model) {
+optim::AdamW make_optimizer(CausalLM& model) {
   std::vector<Tensor> matrices, others;
   for (const Tensor& parameter : model->parameters()) {
     (parameter.dim() >= 2 ? matrices : others).push_back(parameter);
@@ -111,7 +111,20 @@ torch::optim::AdamW make_optimizer(CausalLM& model) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::move(matrices), options(0.1));
   groups.emplace_back(std::move(others), options(0.0));
-  return torch::optim::AdamW(std::move(groups));
+  return optim::AdamW(std::move(groups));
+}
+
+// Seconds that a step takes at least: its products, of every weight with every token three times,
+// and the optimiser, which reads and writes seven numbers a parameter.
+double floor_of(const CausalLM& model, int64_t tokens, const Speeds& speeds) {
+  double weights = 0, all = 0;
+  for (const auto& item : model->named_parameters()) {
+    const auto count = static_cast<double>(item.value().numel());
+    all += count;
+    const bool is_read_by_rows = model->head && item.key() == "embedding.weight";
+    if (item.value().dim() == 2 && !is_read_by_rows) weights += count;
+  }
+  return 6 * weights * static_cast<double>(tokens) / speeds.operations + 28 * all / speeds.bytes;
 }
 
 int64_t bytes_of(const models::ModelState& state) {
@@ -163,15 +176,18 @@ CausalLM make_model(const LMConfig& config, const Setup& setup) {
   return model;
 }
 
-TrainResult measure_training(CausalLM& model, const Setup& setup, int64_t context) {
+TrainResult measure_training(CausalLM& model, const Setup& setup, int64_t context,
+                             const Speeds& speeds) {
   const PeakMemory peak(setup.device);
   TrainResult result;
   std::vector<Tensor> losses;
   {
     model->train();
+    model->recompute = setup.recompute;
+    if (setup.has_narrow_residual) model->residual_dtype = torch::kBFloat16;
     auto optimizer = make_optimizer(model);
     const Tensor ids = random_ids(model->config, setup, context);
-    const auto calls = repeated(setup, setup.steps, [&](Stopwatch& watch) {
+    const auto step = [&](Stopwatch& watch) {
       Tensor loss;
       {
         const Autocast autocast(setup);
@@ -184,13 +200,22 @@ TrainResult measure_training(CausalLM& model, const Setup& setup, int64_t contex
       optimizer.zero_grad(/*set_to_none=*/true);
       watch.mark();
       losses.push_back(loss.detach());
-    });
+    };
+    const auto calls = repeated(setup, setup.steps, step);
     result.step = median_sum(calls);
     result.forward = median_span(calls, 0);
     result.backward = median_span(calls, 1);
     result.optimizer = median_span(calls, 2);
     result.steps = static_cast<int64_t>(calls.size());
     result.peak_bytes = peak.bytes();
+    result.split = split_of(setup.device, result.step, [&] {
+      Stopwatch watch(setup.device);
+      step(watch);
+    });
+    losses.pop_back();  // not one of the timed steps
+    result.floor = floor_of(model, ids.numel(), speeds);
+    model->recompute = "none";
+    model->residual_dtype = std::nullopt;
   }
   result.first_loss = losses.front().item<double>();
   result.last_loss = losses.back().item<double>();

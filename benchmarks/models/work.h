@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 
+#include "benchmarks/models/split.h"
+
 namespace tidegate::benchmarks {
 
 /// How everything is measured.
@@ -18,7 +20,9 @@ struct Setup {
   int64_t tokens = 0;    // of a training step, and held by the batch that decodes
   int64_t steps = 5;     // timed, after one that is not
   int64_t decode_tokens = 32;
-  double seconds = 20.0;  // of one measurement's steps: fewer are timed where they take longer
+  std::string recompute = "none";    // of training, as Backbone has it
+  bool has_narrow_residual = false;  // a residual stream of bf16 in training
+  double seconds = 5.0;  // of one measurement's steps: fewer are timed where they take longer
 
   int64_t batch(int64_t context) const { return tokens / context; }
 };
@@ -28,6 +32,8 @@ struct TrainResult {
   int64_t steps = 0;
   double first_loss = 0, last_loss = 0;
   std::optional<int64_t> peak_bytes;
+  StepSplit split;   // of one step more
+  double floor = 0;  // seconds: see Speeds
 };
 
 struct DecodeResult {
@@ -40,9 +46,10 @@ struct DecodeResult {
 /// drawn, the other blocks have the same, since 360M numbers from one generator take seconds.
 models::CausalLM make_model(const models::LMConfig& config, const Setup& setup);
 
-/// Steps of AdamW on one batch [tokens / context, context] of random ids: forward, backward,
+/// Steps of fused AdamW on one batch [tokens / context, context] of random ids: forward, backward,
 /// optimiser. Throws c10::Error where the loss is not finite.
-TrainResult measure_training(models::CausalLM& model, const Setup& setup, int64_t context);
+TrainResult measure_training(models::CausalLM& model, const Setup& setup, int64_t context,
+                             const Speeds& speeds);
 
 /// Reads prompts [tokens / context, context], then goes on token by token. Throws c10::Error where
 /// steps do not give what the parallel form gives.

@@ -6,6 +6,7 @@
 #include <tidegate/models/causal_lm.h>
 #include <tidegate/models/classifiers.h>
 #include <tidegate/models/config.h>
+#include <tidegate/models/decoder.h>
 #include <tidegate/models/safetensors.h>
 #include <tidegate/nn/attention.h>
 #include <tidegate/nn/expansion.h>
@@ -37,4 +38,5 @@
 #include <tidegate/ops/norm.h>
 #include <tidegate/ops/rotary.h>
 #include <tidegate/ops/wkv4.h>
+#include <tidegate/optim/adamw.h>
 #include <tidegate/version.h>

@@ -505,6 +505,7 @@ def glu(x: Tensor, activation: str = "silu") -> Tensor:
         alone. Cost: one pass each way; backward reads x and dy and writes dx.
     """
     _check_tensor("glu", "x", x)
+    _check_text("glu", "activation", activation)
     return torch.ops.tidegate.glu(x, activation)
 
 
@@ -621,6 +622,7 @@ def add_norm(
         residual_out and the gradients of both, and writes one gradient (two where the dtypes
         differ).
     """
+    _check_text("add_norm", "kind", kind)
     _check_number("add_norm", "eps", eps)
     return torch.ops.tidegate.add_norm(x, residual, weight, bias, kind, eps)
 
@@ -762,6 +764,8 @@ def norm(
         dy and writes dx and dgate, and keeps nothing but them.
     """
     _check_tensor("norm", "x", x)
+    _check_text("norm", "kind", kind)
+    _check_text("norm", "gate_activation", gate_activation)
     _check_switch("norm", "gate_first", gate_first)
     _check_number("norm", "eps", eps)
     return torch.ops.tidegate.norm(

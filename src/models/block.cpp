@@ -11,6 +11,7 @@
 #include "src/models/file_io.h"
 #include "src/models/json.h"
 #include "src/models/mixers.h"
+#include "src/models/recompute.h"
 #include "src/nn/common.h"
 #include "src/ops/checks.h"
 
@@ -108,9 +109,17 @@ std::tuple<Tensor, Tensor, nn::MixerState> BlockImpl::forward_pair(
 
 Tensor BlockImpl::step(const Tensor& x, const nn::MixerState& state,
                        const std::optional<Tensor>& gamma) {
-  const Tensor y = mixer_->mix_step(mixer_norm->forward(x), state, gamma);
-  const auto [z, mixed] = glu_norm->forward_added(y, x);
-  return mixed + glu->forward(z);
+  const auto [added, residual] = step_pair({}, x, state, gamma);
+  return residual + added;
+}
+
+std::tuple<Tensor, Tensor> BlockImpl::step_pair(const Tensor& added, const Tensor& residual,
+                                                const nn::MixerState& state,
+                                                const std::optional<Tensor>& gamma) {
+  const auto [x, sum] = mixer_norm->forward_added(added, residual);
+  const Tensor y = mixer_->mix_step(x, state, gamma);
+  const auto [z, mixed] = glu_norm->forward_added(y, sum);
+  return {glu->forward(z), mixed};
 }
 
 Backbone::Backbone(LMConfig given, const nn::Placement& placement)
@@ -204,11 +213,21 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   TORCH_CHECK_VALUE(!state || state->size() == blocks->size(), owner,
                     ": state: expected one state for each of the ", blocks->size(), " layers; got ",
                     state ? state->size() : 0);
+  nn::check_choice(owner, "recompute", recompute, {"none", "blocks"});
+  const bool again = recompute == "blocks" && torch::GradMode::is_enabled();
+  if (residual_dtype) x = x.to(*residual_dtype);
   Tensor added, residual = at::dropout(x, config.dropout, blocks->is_training());
   ModelState states(blocks->size());
   const auto bounds = gammas();
   for (size_t k = 0; k < blocks->size(); ++k) {
     const nn::MixerState before = state ? (*state)[k] : nn::MixerState{};
+    // A cache of tokens is written in place, which must not happen twice.
+    if (again && before.empty()) {
+      const Tensor sum = added.defined() ? residual + added : residual;
+      std::tie(residual, states[k]) = forward_recomputed(block(k), sum, bounds[k], cu_seqlens);
+      added = Tensor();
+      continue;
+    }
     std::tie(added, residual, states[k]) =
         block(k).forward_pair(added, residual, before, bounds[k], cu_seqlens);
   }
@@ -240,13 +259,6 @@ void load_weights(torch::nn::Module& model, const std::string& directory, torch:
   const auto own = named_tensors(model);
   check_fit(own, tensors, path);
   for (const auto& [name, tensor] : own) tensor.set_data(tensors.at(name).to(device));
-}
-
-void check_ids(const char* owner, const Tensor& ids) {
-  const bool fits =
-      ids.dim() == 2 && (ids.scalar_type() == torch::kInt || ids.scalar_type() == torch::kLong);
-  TORCH_CHECK_VALUE(fits, owner, ": ids: expected int32 or int64 [B, T]; got ", ids.scalar_type(),
-                    " ", nn::shape_text(ids));
 }
 
 Tensor mean_cross_entropy(Tensor logits, const Tensor& labels) {

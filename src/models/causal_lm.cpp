@@ -1,11 +1,15 @@
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/ops/init.h"
+#include "tidegate/ops/linear_cross_entropy.h"
 
 #include <cmath>
 #include <utility>
 
+#include "src/models/generating.h"
 #include "src/models/generation.h"
+#include "src/models/inputs.h"
 #include "src/nn/common.h"
+#include "src/nn/products.h"
 
 namespace tidegate::models {
 namespace {
@@ -26,16 +30,16 @@ double embedding_std(const LMConfig& config) {
 
 }  // namespace
 
-Tensor Labels::resolve(const Tensor& ids, const std::optional<Tensor>& cu_seqlens) const {
+Tensor Labels::resolve(const Tensor& ids, const std::optional<Tensor>& cu_seqlens,
+                       int64_t vocab_size) const {
   if (!name_.empty()) {
     TORCH_CHECK_VALUE(name_ == "next", "CausalLM: labels: expected a tensor or 'next'; got '",
                       name_, "'");
     return next_labels(ids, cu_seqlens);
   }
   if (tensor_.defined()) {
-    TORCH_CHECK_VALUE(tensor_.sizes() == ids.sizes(),
-                      "CausalLM: labels: expected the shape of ids, ", nn::shape_text(ids),
-                      "; got ", nn::shape_text(tensor_));
+    check_labels("CausalLM", tensor_, ids.sizes(), "the shape of ids", vocab_size);
+    refuse_own_labels("CausalLM", ids, tensor_);
   }
   return tensor_;
 }
@@ -58,7 +62,8 @@ CausalLMImpl::CausalLMImpl(const LMConfig& config, const nn::Placement& placemen
     : Backbone(checked(config), placement),
       scale_(config.scale_embedding.value_or(config.tied)
                  ? std::sqrt(static_cast<double>(config.dim))
-                 : 1.0) {
+                 : 1.0),
+      kept_(std::make_shared<KeptRows>()) {
   reset();
 }
 
@@ -90,26 +95,31 @@ Tensor CausalLMImpl::embed(const Tensor& ids) {
   return scale_ == 1.0 ? x : x * scale_;
 }
 
+const Tensor& CausalLMImpl::head_weight() const { return head ? head->weight : embedding->weight; }
+
 Tensor CausalLMImpl::logits(const Tensor& x) const {
-  return at::linear(x, head ? head->weight : embedding->weight);
+  return nn::linear(x, head_weight(), std::nullopt);
 }
 
 Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
                              const std::optional<ModelState>& state,
-                             const std::optional<Tensor>& cu_seqlens) {
-  check_ids("CausalLM", ids);
-  const Tensor targets = labels.resolve(ids, cu_seqlens);
+                             const std::optional<Tensor>& cu_seqlens, const LossOptions& options) {
+  check_ids("CausalLM", ids, config.vocab_size);
+  const Tensor targets = labels.resolve(ids, cu_seqlens, *config.vocab_size);
   const auto [x, next] = run("CausalLM", embed(ids), state, cu_seqlens);
-  const Tensor predictions = logits(x);
-  return {predictions, targets.defined() ? mean_cross_entropy(predictions, targets) : Tensor(),
-          next};
+  Tensor loss;
+  if (targets.defined()) {
+    const bool is_int = targets.scalar_type() == torch::kInt;
+    loss = linear_cross_entropy(x, head_weight(), is_int ? targets : targets.to(torch::kLong), {},
+                                -100, options.label_smoothing, options.z_loss);
+  }
+  const bool has_logits = options.return_logits.value_or(!targets.defined());
+  return {has_logits ? logits(x) : Tensor(), loss, next};
 }
 
 Tensor CausalLMImpl::logits_at(const Tensor& ids, const Tensor& positions) {
-  check_ids("CausalLM.logits_at", ids);
-  TORCH_CHECK_VALUE(positions.dim() == 2 && positions.size(0) == ids.size(0),
-                    "CausalLM.logits_at: positions: expected [B=", ids.size(0), ", P]; got ",
-                    nn::shape_text(positions));
+  check_ids("CausalLM.logits_at", ids, config.vocab_size);
+  check_positions("CausalLM.logits_at", positions, ids);
   const auto [x, state] = run("CausalLM", embed(ids), std::nullopt, std::nullopt);
   return logits(x.gather(1, positions.unsqueeze(-1).expand({-1, -1, x.size(-1)})));
 }
@@ -123,19 +133,28 @@ ModelState CausalLMImpl::init_state(int64_t batch, std::optional<int64_t> capaci
 }
 
 Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
+  check_ids("CausalLM.step", ids, config.vocab_size, "B");
   TORCH_CHECK_VALUE(state.size() == blocks->size(),
-                    "CausalLM: state: expected one state for each of the ", blocks->size(),
+                    "CausalLM.step: state: expected one state for each of the ", blocks->size(),
                     " layers; got ", state.size());
-  Tensor x = embed(ids);
-  const auto bounds = gammas();
-  for (size_t k = 0; k < blocks->size(); ++k) x = block(k).step(x, state[k], bounds[k]);
-  return logits(norm->forward(x));
+  // A cache without room is refused before the states of the layers below it move.
+  for (size_t k = 0; k < blocks->size(); ++k) block(k).mixer().check_room(state[k], ids.size(0));
+  return advance(ids, state, gammas());
+}
+
+Tensor CausalLMImpl::advance(const Tensor& ids, const ModelState& state,
+                             const std::vector<std::optional<Tensor>>& bounds) {
+  Tensor added, residual = embed(ids);
+  for (size_t k = 0; k < blocks->size(); ++k) {
+    std::tie(added, residual) = block(k).step_pair(added, residual, state[k], bounds[k]);
+  }
+  return logits(std::get<0>(norm->forward_added(added, residual)));
 }
 
 std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
                                                      const std::optional<Tensor>& lengths,
                                                      int64_t capacity) {
-  check_ids("CausalLM.prefill", ids);
+  check_ids("CausalLM.prefill", ids, config.vocab_size);
   std::optional<ModelState> empty;
   for (size_t k = 0; k < blocks->size() && !empty; ++k) {
     if (block(k).mixer().keeps_tokens()) empty = init_state(ids.size(0), ids.size(1) + capacity);
@@ -152,33 +171,11 @@ std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
 }
 
 Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options) {
-  TORCH_CHECK_VALUE(options.max_new_tokens() >= 0,
-                    "CausalLM.generate: max_new_tokens: expected an integer >= 0; got ",
-                    options.max_new_tokens());
   const torch::NoGradGuard no_grad;
-  const Evaluating evaluating(*this);
-  const Tensor fresh = continue_prompts(ids, options);
-  return append(ids, options.lengths(), fresh, options.eos().value_or(0));
-}
-
-// The new tokens [B, <= max_new_tokens]: a prefill, then steps.
-Tensor CausalLMImpl::continue_prompts(const Tensor& ids, const GenerateOptions& options) {
-  Sampler sampler(options.temperature(), options.top_k(), options.top_p(), options.seed(),
-                  ids.device());
-  auto [predictions, state] = prefill(ids, options.lengths(), options.max_new_tokens());
-  Tensor done = at::zeros({ids.size(0)}, ids.options().dtype(torch::kBool));
-  std::vector<Tensor> tokens;
-  while (static_cast<int64_t>(tokens.size()) < options.max_new_tokens()) {
-    if (!tokens.empty()) predictions = step(tokens.back(), state);
-    Tensor token = sampler(predictions);
-    if (options.eos()) {
-      token = token.masked_fill(done, *options.eos());
-      done = done | (token == *options.eos());
-    }
-    tokens.push_back(token);
-    if (options.eos() && done.all().item<bool>()) break;
+  Generation generation(*this, ids, options);
+  while (generation.advance()) {
   }
-  return tokens.empty() ? at::empty({ids.size(0), 0}, ids.options()) : at::stack(tokens, 1);
+  return append(ids, options.lengths(), generation.tokens(), options.eos().value_or(0));
 }
 
 void CausalLMImpl::save(const std::string& directory) const {

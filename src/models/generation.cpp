@@ -1,12 +1,9 @@
 #include "src/models/generation.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,16 +14,6 @@
 
 namespace tidegate::models {
 namespace {
-
-// A generator of its own on `device`, which is how torch.Generator(device) makes one.
-at::Generator make_generator(at::Device device, int64_t seed) {
-  at::Generator generator = device.is_cpu() ? at::detail::createCPUGenerator()
-                                            : at::globalContext()
-                                                  .getAcceleratorHooksInterface(device.type())
-                                                  .getNewGenerator(device.index());
-  generator.set_current_seed(static_cast<uint64_t>(seed));
-  return generator;
-}
 
 // How many threads generate with a model, and every module's mode before the first of them did.
 struct Generating {
@@ -43,52 +30,27 @@ std::map<const torch::nn::Module*, Generating>& generating() {
 
 }  // namespace
 
-Sampler::Sampler(double temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
-                 std::optional<int64_t> seed, at::Device device)
-    : temperature_(temperature), top_k_(top_k), top_p_(top_p) {
-  TORCH_CHECK_VALUE(temperature >= 0.0, "CausalLM.generate: temperature: expected >= 0; got ",
-                    temperature);
-  TORCH_CHECK_VALUE(!top_k || *top_k >= 1,
-                    "CausalLM.generate: top_k: expected an integer >= 1; got ", top_k.value_or(0));
-  TORCH_CHECK_VALUE(!top_p || (*top_p > 0.0 && *top_p <= 1.0),
-                    "CausalLM.generate: top_p: expected in (0, 1]; got ", top_p.value_or(0.0));
-  if (seed) generator_ = make_generator(device, *seed);
-}
-
-at::Tensor Sampler::operator()(at::Tensor logits) {
-  if (temperature_ < std::numeric_limits<float>::min()) return logits.argmax(-1);
-  // The likeliest logit is zero, so that no temperature makes it overflow.
-  logits = logits.to(at::kFloat);
-  logits = (logits - logits.amax(-1, /*keepdim=*/true)) / temperature_;
-  if (top_k_ && *top_k_ < logits.size(-1)) {
-    const at::Tensor least = std::get<0>(logits.topk(*top_k_, -1)).narrow(-1, *top_k_ - 1, 1);
-    logits = logits.masked_fill(logits < least, -std::numeric_limits<double>::infinity());
-  }
-  at::Tensor probabilities = logits.softmax(-1);
-  if (top_p_ && *top_p_ < 1.0) {
-    auto [ordered, index] = probabilities.sort(-1, /*descending=*/true);
-    // A token stays while those before it have not reached top_p: the first always does.
-    const at::Tensor before = ordered.cumsum(-1) - ordered;
-    ordered = ordered.masked_fill(before >= *top_p_, 0.0);
-    probabilities = at::zeros_like(probabilities).scatter(-1, index, ordered);
-  }
-  return at::multinomial(probabilities, 1, /*replacement=*/false, generator_).squeeze(-1);
-}
-
-std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& ids, const at::Tensor& lengths,
-                                        int64_t minimum) {
+std::vector<int64_t> host_lengths(const at::Tensor& ids, const at::Tensor& lengths,
+                                  int64_t minimum) {
+  if (!lengths.defined()) return std::vector<int64_t>(ids.size(0), ids.size(1));
   const bool fits = lengths.dim() == 1 && lengths.size(0) == ids.size(0) &&
                     (lengths.scalar_type() == at::kInt || lengths.scalar_type() == at::kLong);
   TORCH_CHECK_VALUE(fits, "lengths: expected int32 or int64 [B=", ids.size(0), "]; got ",
                     lengths.scalar_type(), " ", nn::shape_text(lengths));
   const at::Tensor host = lengths.to(at::kCPU, at::kLong).contiguous();
-  const std::vector<int64_t> values(host.const_data_ptr<int64_t>(),
-                                    host.const_data_ptr<int64_t>() + host.numel());
+  std::vector<int64_t> values(host.const_data_ptr<int64_t>(),
+                              host.const_data_ptr<int64_t>() + host.numel());
   const bool all_fit = std::all_of(values.begin(), values.end(), [&](int64_t length) {
     return minimum <= length && length <= ids.size(1);
   });
   TORCH_CHECK_VALUE(all_fit, "lengths: expected ", minimum, " to T=", ids.size(1), "; got [",
                     c10::Join(", ", values), "]");
+  return values;
+}
+
+std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& ids, const at::Tensor& lengths,
+                                        int64_t minimum) {
+  const std::vector<int64_t> values = host_lengths(ids, lengths, minimum);
   std::vector<at::Tensor> rows;
   for (int64_t b = 0; b < ids.size(0); ++b) {
     rows.push_back(ids.select(0, b).narrow(0, 0, values[b]));

@@ -1,8 +1,10 @@
 #include "tidegate/nn/attention.h"
+#include "tidegate/ops/forgetting_attention.h"
 
 #include "kernels/attention/forgetting_attention.h"
 #include "src/nn/attention_switches.h"
 #include "src/nn/common.h"
+#include "src/nn/states.h"
 
 namespace tidegate::nn {
 namespace {
@@ -78,7 +80,18 @@ Tensor AttentionImpl::attend_state(const Tensor& q, const AttentionState& state,
 }
 
 Tensor AttentionImpl::attend_step(const Tensor& q, const AttentionState& state) const {
-  return scores(q, state.k, state.v, state.lengths.to(torch::kLong).unsqueeze(1) - 1);
+  if (switches_.head_dim > kMaxAttentionHeadDim) {
+    return scores(q, state.k, state.v, state.lengths.to(torch::kLong).unsqueeze(1) - 1);
+  }
+  // The op reads what a sequence holds; torch's attention would read all that there is room for,
+  // and a mask.
+  const Tensor nothing =
+      at::zeros({}, state.k.options().dtype(wide_dtype(state.k.scalar_type())))
+          .expand({state.k.size(0), state.k.size(1), switches_.num_heads});
+  return forgetting_attention_step(q.select(1, 0).to(state.k.scalar_type()), state.k, state.v,
+                                   nothing, state.lengths, /*scale=*/std::nullopt,
+                                   switches_.window)
+      .unsqueeze(1);
 }
 
 // Attention of q [N, P, H, D] over k, v [N, S, Hkv, D]. positions [N, P]: of the queries, where the

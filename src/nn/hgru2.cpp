@@ -27,6 +27,9 @@ constexpr Hgru2Preset kHgru2Presets[] = {
     {"fla", "silu", "none", false, "rms"},
 };
 
+// Narrower heads are nobody's choice but the caller's own.
+constexpr int64_t kMinDefaultHeadDim = 32;
+
 // Channels a head, by whichever of num_heads and expand_ratio is given.
 int64_t head_dim(const HGRU2Options& options) {
   const int64_t dim = options.dim();
@@ -40,8 +43,11 @@ int64_t head_dim(const HGRU2Options& options) {
   if (ratio) check_positive("HGRU2", "expand_ratio", *ratio);
   if (!ratio && !heads) {
     ratio = std::min<int64_t>(dim, 128);
-    TORCH_CHECK_VALUE(dim % *ratio == 0, "HGRU2: num_heads: expected a divisor of dim=", dim,
-                      ", or an expand_ratio, since heads of 128 channels do not fit; got neither");
+    while (dim % *ratio != 0) --*ratio;
+    TORCH_CHECK_VALUE(*ratio >= std::min(dim, kMinDefaultHeadDim),
+                      "HGRU2: num_heads: expected a divisor of dim=", dim,
+                      ", or an expand_ratio, since heads of ", kMinDefaultHeadDim,
+                      " to 128 channels do not fit; got neither");
   }
   if (!ratio) ratio = dim / *heads;
   TORCH_CHECK_VALUE(*ratio <= kMaxHeadDim, "HGRU2: expand_ratio: expected at most ", kMaxHeadDim,

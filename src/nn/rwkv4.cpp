@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "src/nn/common.h"
+#include "src/nn/products.h"
 #include "src/ops/checks.h"
 
 namespace tidegate::nn {
@@ -107,7 +108,7 @@ std::vector<Tensor> RWKV4Impl::project(const Tensor& x, const Tensor& before) co
   std::vector<Tensor> parts;
   for (int64_t i = 0; i < 3; ++i) {
     const Tensor mixed = at::lerp(before, x, mix.select(0, i).to(x.scalar_type()));
-    parts.push_back(at::linear(mixed, weights[i]));
+    parts.push_back(nn::linear(mixed, weights[i], std::nullopt));
   }
   return parts;
 }

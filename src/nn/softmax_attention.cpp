@@ -205,6 +205,8 @@ AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequen
   const auto data = k.scalar_type();
   const auto check = [&](const char* name, size_t place, at::IntArrayRef shape, auto dtype) {
     check_state_tensor(s.owner, name, state[place], shape, dtype);
+    TORCH_CHECK_VALUE(place == 7 || state[place].device() == k.device(), s.owner, ": state", name,
+                      ": expected ", k.device(), ", as its keys; got ", state[place].device());
   };
   check(": v", 1, k.sizes(), data);
   check(": gates", 2, {sequences, k.size(1), gate_heads()}, wide_dtype(data));
@@ -219,6 +221,18 @@ AttentionState SoftmaxAttention::checked(const MixerState& state, int64_t sequen
 Tensor SoftmaxAttention::unreachable(const AttentionState& state) const {
   if (!switches_.window) return {};
   return (state.lengths - (*switches_.window - 1)).clamp_min(0);
+}
+
+bool SoftmaxAttention::drop_unreachable(const MixerState& tensors) const {
+  const AttentionState state(tensors);
+  const Tensor count = unreachable(state);
+  if (!count.defined()) return false;
+  const AttentionState left = dropped(state, count);
+  for (auto tensor :
+       {&AttentionState::k, &AttentionState::v, &AttentionState::gates, &AttentionState::lengths}) {
+    (state.*tensor).copy_(left.*tensor);
+  }
+  return true;
 }
 
 // The state, or a copy of it, with memory for `added` more tokens a sequence: where there is some
@@ -238,6 +252,14 @@ AttentionState SoftmaxAttention::with_room(const AttentionState& given, const Te
   const int64_t size = std::max({needed, 2 * capacity, kFirstCapacity});
   for (Tensor* cache : {&state.k, &state.v, &state.gates}) *cache = enlarged(*cache, size);
   return state;
+}
+
+void SoftmaxAttention::check_room(const MixerState& tensors, int64_t batch) const {
+  const AttentionState state = checked(tensors, batch);
+  const int64_t capacity = state.capacity(), fixed = state.room[1].item<int64_t>();
+  if (fixed == kGrows || state.room[0].item<int64_t>() < capacity) return;
+  // Where no token can be dropped, the next one has no place.
+  with_room(state, at::ones({}, integers(state.lengths)));
 }
 
 // with_room() for one token, in place. Looks at the device only where room may be short.
@@ -293,7 +315,7 @@ SoftmaxAttention::Operands SoftmaxAttention::operands(
 std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const MixerState& state,
                                                          const OptionalTensor& gamma,
                                                          const OptionalTensor& cu_seqlens) {
-  check_mixer_input(switches_.owner, x, switches_.dim);
+  check_mixer_input(switches_.owner, x, switches_.dim, in_proj->weight);
   check_gamma(gamma);
   const TokenLayout layout(switches_.owner, x, normalized(cu_seqlens));
   std::optional<AttentionState> before;
@@ -310,11 +332,12 @@ std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const 
 
 Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
                               const OptionalTensor& gamma) {
-  const torch::NoGradGuard no_grad;
-  check_mixer_input((std::string(switches_.owner) + ".step").c_str(), given, switches_.dim,
-                    /*time=*/false);
+  const std::string name = std::string(switches_.owner) + ".step";
+  check_mixer_input(name.c_str(), given, switches_.dim, in_proj->weight, /*time=*/false);
   check_gamma(gamma);
   AttentionState state = checked(tensors, given.size(0));
+  for (const Tensor& part : tensors) check_own_memory(name + ": state", part);
+  refuse_gradients(name, dynamic_cast<const torch::nn::Module&>(*this), {given, state.k, state.v});
   make_room(state);
   const Tensor x = given.unsqueeze(1);
   const TokenLayout layout(switches_.owner, x, std::nullopt);

@@ -82,14 +82,17 @@ struct LinearCrossEntropyBackward {
 };
 
 /// The gradients of "mean" and "sum": those that the forward pass made times dloss and `scale`.
+/// x, weight and bias are not computed with: of weight and bias the gradients have the dtype, and
+/// through all three autograd sees that the gradients depend on them, so that a second derivative
+/// is refused and not silently zero.
 struct LinearCrossEntropyScaled {
   static constexpr std::string_view kSchema =
       "linear_cross_entropy_backward_scaled(Tensor dloss, Tensor scale, Tensor dx, Tensor dweight, "
-      "Tensor dbias, ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)";
+      "Tensor dbias, Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor, Tensor)";
   static constexpr std::string_view kData = "dx";
 
-  const at::Tensor &dloss, &scale, &dx, &dweight, &dbias;
-  at::ScalarType weight_dtype, bias_dtype;
+  const at::Tensor &dloss, &scale, &dx, &dweight, &dbias, &x, &weight;
+  const OptionalTensor& bias;
 
   TensorTuple<3> kernel() const;
   TensorTuple<3> meta() const;
@@ -245,7 +248,8 @@ TensorTuple<3> LinearCrossEntropyBackward::kernel() const {
 }
 
 TensorTuple<3> LinearCrossEntropyScaled::meta() const {
-  return {new_like(dx), new_like(dweight, weight_dtype), new_like(dbias, bias_dtype)};
+  const at::ScalarType bias_dtype = is_given(bias) ? bias->scalar_type() : dbias.scalar_type();
+  return {new_like(dx), new_like(dweight, weight.scalar_type()), new_like(dbias, bias_dtype)};
 }
 
 /// One pass over each gradient. The factor has a dimension, so that it takes part in the choice of
@@ -300,22 +304,16 @@ class ReducedLossFunction : public torch::autograd::Function<ReducedLossFunction
     const auto [loss, scale, dx, dweight, dbias] = Entry<LinearCrossEntropySaving>::call(
         x, weight, labels, bias, ignore_index, label_smoothing, z_loss, reduction, wanted.x,
         wanted.weight, wanted.bias);
-    ctx->save_for_backward({scale, dx, dweight, dbias});
-    const auto dtype_of = [](const at::Tensor& t) { return static_cast<int64_t>(t.scalar_type()); };
-    ctx->saved_data["weight_dtype"] = dtype_of(weight);
-    ctx->saved_data["bias_dtype"] = dtype_of(is_given(bias) ? *bias : dbias);
+    ctx->save_for_backward({scale, dx, dweight, dbias, x, weight, defined_or_none(bias)});
     save_wanted(ctx, wanted);
     return loss;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
-    const auto dtype = [&](const char* name) {
-      return static_cast<at::ScalarType>(ctx->saved_data[name].toInt());
-    };
     auto [dx, dweight, dbias] =
         Entry<LinearCrossEntropyScaled>::call(gradients[0], saved[0], saved[1], saved[2], saved[3],
-                                              dtype("weight_dtype"), dtype("bias_dtype"));
+                                              saved[4], saved[5], optional(saved[6]));
     const HeadGradients wanted = saved_wanted(ctx);
     return {if_wanted(wanted.x, dx),
             if_wanted(wanted.weight, dweight),

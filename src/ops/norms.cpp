@@ -97,14 +97,21 @@ kernels::HeadSeries row_series(KernelInputs* inputs, const at::Tensor& tensor) {
   if (!tensor.defined()) {
     return {};
   }
-  at::Tensor rows = in_rows(tensor);
+  const at::Tensor rows = inputs->keep(in_rows(tensor));
   if (rows.dim() > 4) {
-    rows = rows.flatten(0, rows.dim() - 4);
+    return head_series(inputs->keep(rows.flatten(0, rows.dim() - 4)));
   }
-  while (rows.dim() < 4) {
-    rows = rows.unsqueeze(0);
+  // head_series() of as many dimensions of one in front as are missing: decoding, whose rows are
+  // few, would spend much of its time on making these views.
+  int64_t strides[3] = {};  // of heads, time, batch
+  int64_t stride = rows.size(-1);
+  for (int64_t d = 0; d < 3; ++d) {
+    const bool is_there = d + 1 < rows.dim();
+    const int64_t size = is_there ? rows.size(-2 - d) : 1;
+    strides[d] = size > 1 ? rows.stride(-2 - d) : stride;
+    stride = strides[d] * size;
   }
-  return head_series(inputs->keep(rows));
+  return {rows.data_ptr(), strides[2], strides[1], strides[0], kernel_dtype(rows.scalar_type())};
 }
 
 kernels::norm::NormParams norm_params(KernelInputs* inputs, const at::Tensor& x,

@@ -324,9 +324,15 @@ def test_bad_options(cls, options, message):
         cls(DIM, **options)
 
 
+def test_widths_that_heads_of_128_do_not_fit():
+    """The widest head up to that fits is taken."""
+    sizes = {64: 64, 128: 128, 192: 96, 200: 100, 320: 80, 4: 4, 256: 128}
+    assert {dim: HGRU2(dim, device="meta").expand_ratio for dim in sizes} == sizes
+
+
 def test_widths_that_heads_do_not_fit():
-    with pytest.raises(ValueError, match=r"num_heads: expected a divisor of dim=192, or an expand"):
-        HGRU2(192)
+    with pytest.raises(ValueError, match=r"num_heads: expected a divisor of dim=131, or an expand"):
+        HGRU2(131)  # heads of one channel were not meant
     for heads in ({"num_heads": 1}, {"expand_ratio": 1024}):
         with pytest.raises(ValueError, match=r"expand_ratio: expected at most 512 .*; got 1024"):
             HGRU2(1024, **heads)

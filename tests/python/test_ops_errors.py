@@ -609,6 +609,10 @@ def test_words_and_switches_that_torch_would_take() -> None:
         r"linear_scan: reverse must be True or False, got None": lambda: ops.linear_scan(
             c, c, reverse=None
         ),
+        r"glu: activation must be a string, got b'silu'": lambda: ops.glu(c, activation=b"silu"),
+        r"norm: kind must be a string, got b'rms'": lambda: ops.norm(c, kind=b"rms"),
+        r"norm: gate_activation must be a string, got 1": lambda: ops.norm(c, gate_activation=1),
+        r"add_norm: kind must be a string, got b'rms'": lambda: ops.add_norm(c, c, kind=b"rms"),
         r"hgrn2: q_activation must be a string, got None": lambda: ops.hgrn2(
             Q, Q, Q, q_activation=None
         ),

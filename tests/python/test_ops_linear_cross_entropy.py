@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import require_cuda
 from torch import Tensor
 
 from tidegate import ops
@@ -90,12 +91,116 @@ def test_no_label_is_a_loss_of_zero(device):
     assert not w.grad.any()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="dx is not tied to x: the scaled backward op does not take x and weight"
-)
-def test_double_backward_is_refused(device):
+@pytest.mark.parametrize("of", ["x", "weight", "bias"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_double_backward_is_refused(reduction, of, device):
     x, w, b, y = make(5, 11, torch.float32, device)
-    loss = ops.linear_cross_entropy(x, w, y, b)
-    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss = ops.linear_cross_entropy(x, w, y, b, reduction=reduction).sum()
+    asked = {"x": x, "weight": w, "bias": b}[of]
+    (gradient,) = torch.autograd.grad(loss, asked, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_cross_entropy: double backward is not"):
-        dx.sum().backward()
+        gradient.sum().backward()
+
+
+def test_transforms_are_refused(device):
+    x, w, b, y = make(5, 11, torch.float32, device)
+    with pytest.raises(RuntimeError, match=r"linear_cross_entropy: torch.func transforms"):
+        torch.func.grad(lambda x: ops.linear_cross_entropy(x, w, y, b))(x)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: .*vmap"):
+        torch.vmap(lambda x, y: ops.linear_cross_entropy(x, w, y, b))(x, y)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_lowers_x_and_keeps_the_weight_s_gradient(reduction, device):
+    x, w, b, y = make(70, 50, torch.float32, device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = ops.linear_cross_entropy(x, w, y, b, reduction=reduction)
+    plain = ops.linear_cross_entropy(x.bfloat16(), w, y, b, reduction=reduction)
+    assert torch.equal(loss, plain)
+    assert loss.dtype == torch.float32
+    dx, dw, db = torch.autograd.grad(loss.sum(), (x, w, b))
+    assert (dx.dtype, dw.dtype, db.dtype) == (torch.float32,) * 3
+    half = w.detach().bfloat16().requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        loss = ops.linear_cross_entropy(x, half, y, None, reduction=reduction)
+    assert torch.autograd.grad(loss.sum(), half)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_whole(reduction, device):
+    torch._dynamo.reset()
+
+    def loss(x, w, y, b):
+        return ops.linear_cross_entropy(x * 2, w, y, b, z_loss=0.1, reduction=reduction).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (7, 12):
+        x, w, b, y = make(rows, 50, torch.float32, device)
+        found = [compiled(x, w, y, b), loss(x, w, y, b)]
+        grads = [torch.autograd.grad(value, (x, w, b)) for value in found]
+        torch.testing.assert_close(*found)
+        for one, two in zip(*grads, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_any_strides(device):
+    """Results do not depend on how x, weight, bias and labels lie in memory."""
+    x, w, b, y = make(9, 13, torch.float32, device)
+    wanted = ops.linear_cross_entropy(x, w, y, b)
+    grads = torch.autograd.grad(wanted, (x, w, b))
+    strided = [
+        lambda t: t.detach().mT.contiguous().mT,
+        lambda t: torch.stack([t.detach()] * 2, -1)[..., 0],
+        lambda t: torch.cat([t.detach()[..., :1], t.detach()], -1)[..., 1:],
+    ]
+    for lay in strided:
+        xs, ws = lay(x).requires_grad_(), lay(w).requires_grad_()
+        bs = torch.stack([b.detach()] * 2, -1)[:, 0].requires_grad_()
+        found = ops.linear_cross_entropy(xs, ws, lay(y).int(), bs)
+        torch.testing.assert_close(found, wanted)
+        for one, two in zip(torch.autograd.grad(found, (xs, ws, bs)), grads, strict=True):
+            torch.testing.assert_close(one, two)
+    row = x.detach()[:, :1].expand_as(x).requires_grad_()
+    same = ops.linear_cross_entropy(row, w, y, b)
+    torch.testing.assert_close(same, ops.linear_cross_entropy(row.contiguous(), w, y, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extreme_logits(dtype, device):
+    """Logits of a thousand neither overflow nor lose the loss; rows and classes may be few."""
+    w = torch.tensor([[1000.0], [-1000.0], [0.0]], device=device, dtype=dtype, requires_grad=True)
+    x = torch.tensor([[1.0], [1.0], [-1.0]], device=device, dtype=dtype, requires_grad=True)
+    y = torch.tensor([0, 1, 2], device=device)
+    loss = ops.linear_cross_entropy(x, w, y, reduction="none")
+    assert loss.tolist() == [0, 2000, 1000]
+    dx, dw = torch.autograd.grad(loss.sum(), (x, w))
+    assert dx.flatten().tolist() == [0, 2000, -1000]
+    assert dw.flatten().tolist() == [1, -2, 1]
+    one = ops.linear_cross_entropy(x, w[:1], torch.zeros_like(y))
+    assert one == 0
+    none = ops.linear_cross_entropy(x[:0], w, y[:0])
+    assert none == 0
+    assert torch.autograd.grad(none, w)[0].abs().sum() == 0
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_it():
+    require_cuda()
+    x, w, b, y = make(300, 257, torch.bfloat16, "cuda")
+    stream = torch.cuda.Stream()
+
+    def step():
+        loss = ops.linear_cross_entropy(x, w, y, b)
+        return loss, *torch.autograd.grad(loss, (x, w, b))
+
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    with torch.no_grad():
+        x.neg_()
+    graph.replay()
+    for one, two in zip(found, step(), strict=True):
+        assert torch.equal(one, two)

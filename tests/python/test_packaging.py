@@ -180,6 +180,25 @@ def test_pip_installs_the_tree_that_is_built(site: Path) -> None:
         assert "--mixers" in run_ok(sys.executable, "-c", code, PYTHONPATH=str(site))
 
 
+def test_pip_says_at_once_that_there_is_no_torch(tmp_path: Path) -> None:
+    """Before it downloads what tidegate depends on, torch among it, and fails then."""
+    pytest.importorskip("scikit_build_core")
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', encoding="utf-8")
+    bare.chmod(0o755)
+    code = (
+        f"import sys; sys.path.insert(0, {str(SOURCE / 'scripts' / 'pip')!r})\n"
+        "import tidegate_build;"
+        "tidegate_build._check_torch(); print('there is one', flush=True);"
+        f"sys.executable = {str(bare)!r}; tidegate_build.prepare_metadata_for_build_wheel('x')"
+    )
+    result = run(sys.executable, "-c", code)
+    assert result.stdout == "there is one\n"
+    assert result.returncode == 1
+    assert f"{bare} -m pip install torch" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 # ---------------------------------------------------------------- cmake --install
 
 
@@ -255,10 +274,35 @@ def run_programs(build: Path, folder: Path) -> None:
 
 @in_build_tree
 def test_consumer_project_compiles_links_and_runs(consumer: Path, tmp_path: Path) -> None:
+    # Debian 12's CMake is enough for a program, and for a library without CUDA kernels.
+    for project in ("examples/cpp", "tests/consumer", "."):
+        text = (SOURCE / project / "CMakeLists.txt").read_text(encoding="utf-8")
+        assert "cmake_minimum_required(VERSION 3.25)" in text
     run_programs(consumer, tmp_path)
+    served_is_what_python_generates(consumer / "tidegate_serve", tmp_path / "served")
     result = run(consumer / "tidegate_train", tmp_path / "none.txt", tmp_path / "model")
     assert result.returncode == 2
     assert "none.txt: cannot be read" in result.stderr
+
+
+def served_is_what_python_generates(program: Path, folder: Path) -> None:
+    """More prompts than the server has slots, greedily."""
+    config = tidegate.models.LMConfig(mixer="hgrn2", vocab_size=256, dim=32, layers=2)
+    model = tidegate.models.CausalLM(config)
+    with torch.no_grad():
+        model.embedding.weight.add_(torch.randn_like(model.embedding.weight))
+    model.save(folder)
+    prompts = [f"prompt {k}".encode() for k in range(11)]
+    served = subprocess.run(
+        [program, folder, "6", "0"],
+        input=b"\n".join(prompts),
+        capture_output=True,
+        check=True,
+        env={**os.environ, "LD_LIBRARY_PATH": ""},
+    ).stdout
+    for number, prompt in enumerate(prompts, start=1):
+        ids = model.generate(torch.tensor([list(prompt)]), 6, temperature=0.0)
+        assert b"%d: %s" % (number, bytes(ids[0].tolist())) in served
 
 
 def same_files(one: Path, other: Path) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import require_cuda
 from test_training_runs import assert_same
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from training_cases import COPYING, FLAGS, prepare, tidegate, write_text
 
 from tidegate.models import mixers
@@ -60,11 +61,10 @@ def test_compiled_steps_train_alike(tmp_path, precision):
 
 @pytest.mark.parametrize("mixer", sorted(mixers()))
 def test_every_mixer_s_block_can_be_traced(tmp_path, text, mixer, monkeypatch):
-    """With torch's own code for the backward graph, which takes no compiler."""
+    """Once for all layers; with torch's own code for the backward graph, not a compiler's."""
+    counter = CompileCounterWithBackend("aot_eager")
     compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager")
-    )
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend=counter))
     losses = []
     for name in ("eager", "compiled"):
         model = {"mixer": mixer, "mixer_options": {}, "dim": 16}
@@ -73,6 +73,18 @@ def test_every_mixer_s_block_can_be_traced(tmp_path, text, mixer, monkeypatch):
         run.trainer.run(quiet=True)
         losses.append(run.trainer.loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_one_compilation_serves_blocks_that_are_computed_again(tmp_path, text, monkeypatch):
+    counter = CompileCounter()
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend=counter))
+    settings = {"compile": True, "recompute": "blocks", "precision": "bf16"}
+    run = prepare(tmp_path / "run", text, model={"layers": 4}, **settings)
+    run.trainer._step()
+    run.trainer._step()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow

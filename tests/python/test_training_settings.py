@@ -27,7 +27,7 @@ from tidegate.training import TrainConfig, UserError
         ({"floor": 3.0}, "train: floor: expected a number from 0 to 1, got 3.0"),
         (
             {"precision": "fp8"},
-            "train: precision: expected one of auto, fp32, tf32, bf16, got 'fp8'",
+            "train: precision: expected one of auto, fp32, tf32, bf16, bf16-weights, got 'fp8'",
         ),
     ],
 )

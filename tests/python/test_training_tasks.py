@@ -255,7 +255,8 @@ class Solver(torch.nn.Module):
         super().__init__()
         self.task, self.probability = task, probability
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Output:
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, *, return_logits: bool) -> Output:
+        assert return_logits
         m, n = self.task.memorize, self.task.tokens
         told = torch.stack([row[:-m][row[:-m] > 0] for row in ids])
         p = torch.full((*ids.shape, n), (1 - self.probability) / (n - 1))

@@ -241,7 +241,7 @@ def _hgru2_arguments() -> list[Arguments]:
     presets = itertools.cycle(("paper", "fla", "official"))
     cases += [((4, 2), {**options, "preset": next(presets)}) for options in _gate_starts()]
     cases += [((4, 2), {"gate_init": "ugi", "bidirectional": True, "gumbel_gate": 0.9})]
-    sizes: list[Arguments] = [((4, 2), {}), ((192,), {}), ((0,), {}), ((1024, 1), {})]
+    sizes: list[Arguments] = [((4, 2), {}), ((192,), {}), ((131,), {}), ((0,), {}), ((1024, 1), {})]
     return [*cases, *sizes, *(((4,), o) for o in wrong)]
 
 
@@ -630,7 +630,7 @@ REGISTRY: dict[str, Entry] = {
         tidegate.nn.LowerBounds, _lower_bounds_arguments(), lambda *_: ([], {}), allowed=8
     ),
     "HGRU": Entry(tidegate.nn.HGRU, _hgru_arguments(), _mixer_inputs, allowed=436, variants=3),
-    "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=33, variants=3),
+    "HGRU2": Entry(tidegate.nn.HGRU2, _hgru2_arguments(), _mixer_inputs, allowed=34, variants=3),
     "GatedLinearAttention": Entry(
         tidegate.nn.GatedLinearAttention, _gla_arguments(), _mixer_inputs, allowed=28, variants=3
     ),

@@ -19,8 +19,8 @@ namespace tidegate::models {
 /// One mixer's state a layer.
 using ModelState = std::vector<nn::MixerState>;
 
-/// What a model returns: logits; the mean loss, undefined without labels; one state a layer (empty
-/// for classifiers).
+/// What a model returns: logits (of a language model with labels undefined, unless LossOptions ask
+/// for them); the mean loss, undefined without labels; one state a layer (empty for classifiers).
 struct Output {
   torch::Tensor logits;
   torch::Tensor loss;
@@ -56,6 +56,11 @@ class BlockImpl : public nn::Module<BlockImpl> {
   torch::Tensor step(const torch::Tensor& x, const nn::MixerState& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt);
 
+  /// step() for x = residual + added (undefined: zero), as (added, residual) again.
+  std::tuple<torch::Tensor, torch::Tensor> step_pair(
+      const torch::Tensor& added, const torch::Tensor& residual, const nn::MixerState& state,
+      const std::optional<torch::Tensor>& gamma = std::nullopt);
+
   /// The child "mixer" as what it can do.
   nn::TokenMixer& mixer() const { return *mixer_; }
 
@@ -83,6 +88,12 @@ class Backbone {
   BlockImpl& block(size_t layer) const;
 
   LMConfig config;
+  /// What the backward pass computes again instead of keeping it: "none", or "blocks", all that
+  /// blocks compute but their inputs. How a model trains, and no part of what is saved; Python has
+  /// "norms" besides.
+  std::string recompute = "none";
+  /// Of the residual stream, inside autocast; unset: that of the embedding.
+  std::optional<torch::ScalarType> residual_dtype = std::nullopt;
   torch::nn::ModuleList blocks{nullptr};
   nn::LowerBounds lower_bounds{nullptr};
   nn::Norm norm{nullptr};
@@ -122,8 +133,10 @@ LMConfig load_config(const char* owner, const std::string& directory);
 /// belongs to another configuration; the model is then unchanged.
 void load_weights(torch::nn::Module& model, const std::string& directory, torch::Device device);
 
-/// Throws c10::ValueError unless ids is `[B, T]` of int32 or int64.
-void check_ids(const char* owner, const torch::Tensor& ids);
+/// Throws c10::ValueError unless ids is `[B, T]` (`dims`) of int32 or int64, and, on the CPU, below
+/// vocab_size where that is given.
+void check_ids(const char* owner, const torch::Tensor& ids,
+               std::optional<int64_t> vocab_size = std::nullopt, const std::string& dims = "B, T");
 
 /// Mean of -log p(label) over the labels that are not -100; zero when there is none.
 torch::Tensor mean_cross_entropy(torch::Tensor logits, const torch::Tensor& labels);

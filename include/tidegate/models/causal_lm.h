@@ -5,12 +5,16 @@
 #include <torch/nn/modules/linear.h>
 #include "tidegate/models/block.h"
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 namespace tidegate::models {
+
+class KeptRows;
 
 /// Labels of a language model: a tensor `[B, T]` of int64 aligned with the positions, -100 =
 /// ignored; "next": the next id of the same sequence; or none (the default).
@@ -23,10 +27,11 @@ class Labels {
   Labels(std::string name) : name_(std::move(name)) {}  // NOLINT
   Labels(const char* name) : name_(name) {}             // NOLINT
 
-  /// What `ids` `[B, T]` should predict, or undefined. Throws c10::ValueError for another name or
-  /// shape.
-  torch::Tensor resolve(const torch::Tensor& ids,
-                        const std::optional<torch::Tensor>& cu_seqlens) const;
+  /// What `ids` `[B, T]`, below vocab_size, should predict, or undefined. Throws c10::ValueError
+  /// for another name, shape or dtype, for labels that are no ids, as far as the CPU can see, and
+  /// for the ids themselves.
+  torch::Tensor resolve(const torch::Tensor& ids, const std::optional<torch::Tensor>& cu_seqlens,
+                        int64_t vocab_size) const;
 
  private:
   torch::Tensor tensor_;
@@ -36,6 +41,17 @@ class Labels {
 /// Labels `[B, T]` that predict the next id; -100 at the end of every sequence.
 torch::Tensor next_labels(const torch::Tensor& ids,
                           const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+
+/// What CausalLM::forward does beside the plain loss.
+struct LossOptions {
+  /// Whether logits are returned; unset: where there are no labels. The loss does without them
+  /// (tidegate::linear_cross_entropy makes a chunk of rows at a time), so no tensor of tokens x
+  /// vocabulary exists in training unless it is asked for here, at a product with the head more.
+  std::optional<bool> return_logits = std::nullopt;
+  /// As tidegate::linear_cross_entropy takes them.
+  double label_smoothing = 0.0;
+  double z_loss = 0.0;
+};
 
 /// How CausalLM::generate continues a prompt.
 struct GenerateOptions {
@@ -50,11 +66,16 @@ struct GenerateOptions {
   TORCH_ARG(std::optional<double>, top_p) = std::nullopt;
   /// A row ends with this token; generation ends when all rows have.
   TORCH_ARG(std::optional<int64_t>, eos) = std::nullopt;
-  /// Draws come from a generator of their own with this seed, torch's stay untouched: the same
-  /// tokens on one device from C++ and from Python. Unset: torch's default generator.
+  /// What is drawn depends on this, the row's number and the token's alone, and torch's generators
+  /// stay untouched: the same tokens on one device from C++ and from Python. Unset: a seed from
+  /// torch's default generator.
   TORCH_ARG(std::optional<int64_t>, seed) = std::nullopt;
   /// `[B]` int32 or int64: prompts shorter than T, padded on the right; read on the host.
   TORCH_ARG(torch::Tensor, lengths) = {};
+  /// Draw from tokens that are at least so likely as this times the likeliest.
+  TORCH_ARG(std::optional<double>, min_p) = std::nullopt;
+  /// Logits of tokens that the row has are divided by this, negative ones multiplied.
+  TORCH_ARG(double, repetition_penalty) = 1.0;
 };
 
 /// A causal language model over one of the mixers [HGRN, section 3.1 and Figure 1]: embedding
@@ -73,12 +94,14 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
   /// 0.02), in this order; after the same torch::manual_seed bitwise Python's parameters.
   void reset_parameters();
 
-  /// ids int32 or int64 `[B, T]` -> logits `[B, T, vocab]`, the mean loss over the labels that are
-  /// not -100, and the state. state: the one returned for the tokens before. cu_seqlens: bounds
-  /// `[N+1]` of the sequences packed into a B = 1 batch.
+  /// ids int32 or int64 `[B, T]` -> logits `[B, T, vocab]` (with labels only where the options ask
+  /// for them, else undefined), the mean loss over the labels that are not -100, and the state.
+  /// state: the one returned for the tokens before. cu_seqlens: bounds `[N+1]` of the sequences
+  /// packed into a B = 1 batch.
   Output forward(const torch::Tensor& ids, const Labels& labels = {},
                  const std::optional<ModelState>& state = std::nullopt,
-                 const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
+                 const std::optional<torch::Tensor>& cu_seqlens = std::nullopt,
+                 const LossOptions& options = {});
 
   /// Logits at some positions only: ids `[B, T]`, positions int64 `[B, P]` -> `[B, P, vocab]`; for
   /// tasks that ask at few places, where the head is most of the cost.
@@ -111,11 +134,20 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
   torch::nn::Linear head{nullptr};
 
  private:
+  friend class DecoderRows;
+  friend class PromptReader;
+  friend class Generation;
+
   torch::Tensor embed(const torch::Tensor& ids);
+  const torch::Tensor& head_weight() const;
   torch::Tensor logits(const torch::Tensor& x) const;
-  torch::Tensor continue_prompts(const torch::Tensor& ids, const GenerateOptions& options);
+  /// step() without its checks, of lower bounds that are known.
+  torch::Tensor advance(const torch::Tensor& ids, const ModelState& state,
+                        const std::vector<std::optional<torch::Tensor>>& bounds);
 
   double scale_;
+  /// What the last generate() left for the next one of as many rows.
+  std::shared_ptr<KeptRows> kept_;
 };
 
 class CausalLM : public torch::nn::ModuleHolder<CausalLMImpl> {

@@ -23,7 +23,7 @@ struct HGRU2Options {
   /// H, a divisor of dim. Unset: dim / expand_ratio.
   TORCH_ARG(std::optional<int64_t>, num_heads) = std::nullopt;
   /// K, the state's channels per channel of x. Unset: dim / num_heads, or, where that is unset too,
-  /// 128 (dim, where that is smaller).
+  /// 128, or else dim's largest divisor below.
   TORCH_ARG(std::optional<int64_t>, expand_ratio) = std::nullopt;
   /// How the bias of the gate's logits starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax"
   /// or "gumbel-softmax:alpha:tau" (see init.h); unset: like the other biases. One is added where

@@ -3,20 +3,25 @@
 `tidegate.models.loaders` reads weights published for other implementations.
 """
 
+from . import loaders
 from .block import Block, Output
 from .causal_lm import CausalLM
 from .classifiers import ImageClassifier, SequenceClassifier
 from .config import LMConfig
+from .decoder import DecodedToken, Decoder
 from .presets import presets
 from .registry import mixers
 
 __all__ = [
     "Block",
     "CausalLM",
+    "DecodedToken",
+    "Decoder",
     "ImageClassifier",
     "LMConfig",
     "Output",
     "SequenceClassifier",
+    "loaders",
     "mixers",
     "presets",
 ]

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..nn import GLU, LowerBounds
-from ..nn._common import add_norm, constant_, make_norm, normal_, reset_norm
+from ..nn._common import add_norm, check_choice, constant_, make_norm, normal_, reset_norm
+from ..nn._recompute import recomputing
 from ._files import read_tensors, read_text, write_atomically, write_tensors
+from ._json import parse_json
 from .config import LMConfig
 from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+_CHECKPOINT = "checkpoint.pt"  # of a run folder
+RECOMPUTE = ("none", "norms", "blocks")
 
 
 class Output(NamedTuple):
-    """What a model returns: logits; the mean loss, when labels were given; one state a layer
-    (None for classifiers)."""
+    """What a model returns: logits (of a language model with labels only where they were asked
+    for, else None); the mean loss, when labels were given; one state a layer (None for
+    classifiers)."""
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None
     state: tuple[Any, ...] | None
 
@@ -91,7 +99,16 @@ class Model(nn.Module):
     Children: lower_bounds (None where no mixer has a bound or the mode is "none"), blocks,
     norm. Children are made on the meta device, and given memory and numbers by _materialise(), so
     that each number is drawn once, in reset_parameters()'s order.
+
+    Two attributes say how a model trains, and are no part of what is saved; they may be set at any
+    time. `recompute`: what is not kept for the backward pass but computed again in it: "none";
+    "norms", the results of norms and the products of GLUs; "blocks", all that blocks compute but
+    their inputs (docs/training.md has the bytes). `residual_dtype`: of the residual stream, inside
+    autocast; None is that of the embedding.
     """
+
+    residual_dtype: torch.dtype | None = None
+    _recompute = "none"
 
     def __init__(self, config: LMConfig, *, dtype=None) -> None:
         super().__init__()
@@ -157,6 +174,16 @@ class Model(nn.Module):
             if hasattr(block.mixer, "reset_chosen_biases"):
                 block.mixer.reset_chosen_biases()
 
+    @property
+    def recompute(self) -> str:
+        """What the backward pass computes again: "none", "norms" or "blocks"."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: str) -> None:
+        check_choice(type(self).__name__, "recompute", value, RECOMPUTE)
+        self._recompute = value
+
     def gammas(self) -> tuple[Tensor | None, ...]:
         """Every layer's lower bound ``[S]``, or None."""
         if self.lower_bounds is None:
@@ -175,30 +202,63 @@ class Model(nn.Module):
                 f"{type(self).__name__}: state: expected one state for each of the "
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
-        x = self.dropout(x)
+        x = self.dropout(x if self.residual_dtype is None else x.to(self.residual_dtype))
+        recompute = self.recompute if torch.is_grad_enabled() else "none"
         # Sums go to the norm of the next block, unless blocks are compiled one by one: of the first
-        # there is nothing to add, for which it would have a graph of its own.
+        # there is nothing to add, for which it would have a graph of its own. Where a block's input
+        # is all that is kept of it, a sum is less than what it is the sum of.
         is_compiled = any(block._compiled_call_impl is not None for block in self.blocks)
-        x = x if is_compiled else (None, x)
+        is_sum = is_compiled or recompute == "blocks"
+        x = x if is_sum else (None, x)
         states = []
-        for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
-            x, s = block(x, s, gamma=gamma, cu_seqlens=cu_seqlens)
-            states.append(s)
-        x = self.norm(x) if is_compiled else add_norm(self.norm, *x)[0]
+        with self._recomputing_norms(recompute, is_compiled):
+            for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
+                # Caches of tokens are written in place, which must not happen twice.
+                run = self._again if recompute == "blocks" and s is None else _once
+                x, s = run(block, x, s, gamma=gamma, cu_seqlens=cu_seqlens)
+                states.append(s)
+            x = self.norm(x) if is_sum else add_norm(self.norm, *x)[0]
         return x, tuple(states)
 
+    def _recomputing_norms(
+        self, recompute: str, is_compiled: bool
+    ) -> contextlib.AbstractContextManager:
+        if recompute != "norms":
+            return contextlib.nullcontext()
+        if is_compiled or torch.compiler.is_compiling():
+            raise ValueError(
+                f"{type(self).__name__}: recompute: expected 'none' or 'blocks' under "
+                "torch.compile, which decides itself what it keeps; got 'norms'"
+            )
+        return recomputing()
+
+    def _again(self, block: nn.Module, x: Tensor, state: Any, **given: Any) -> tuple[Tensor, Any]:
+        """The block, whose activations are computed again in the backward pass."""
+        # Looking at the generators for nothing takes time, and CUDA graphs do not allow it.
+        is_random = self.training and any(map(draws, block.modules()))
+        return checkpoint(
+            block, x, state, use_reentrant=False, preserve_rng_state=is_random, **given
+        )
+
     def save(
-        self, directory: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        metadata: dict[str, str] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
     ) -> None:
         """Writes config.json and model.safetensors into `directory` (made when missing); metadata:
-        what the latter says of itself, beside its format and its checksum.
+        what the latter says of itself, beside its format and its checksum. state_dict: whole
+        tensors to write in place of the model's own, for a model whose parameters are sharded.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
-        the earlier one.
+        the earlier one. Raises ValueError for parameters that are sharded.
         """
+        tensors = self.state_dict() if state_dict is None else state_dict
+        refuse_sharded(f"{type(self).__name__}.save", tensors.items(), "save(..., state_dict=them)")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
+        tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
         write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt", **(metadata or {})})
         write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
 
@@ -211,6 +271,7 @@ class Model(nn.Module):
         truncated, damaged as far as its checksum tells, or of another configuration.
         """
         directory = Path(directory)
+        _refuse_other_folders(cls.__name__, directory)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
@@ -219,6 +280,56 @@ class Model(nn.Module):
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
         load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
         return model.eval()
+
+
+def _refuse_other_folders(owner: str, directory: Path) -> None:
+    """Raises ValueError, naming the call that reads it, for a run folder and for a checkpoint of
+    transformers or of another library."""
+    if (directory / _CHECKPOINT).is_file():
+        raise ValueError(
+            f"{owner}.load: {directory}: expected a folder that save() wrote; got a run: its model "
+            f"is in {directory / 'model'}, and tidegate.training.load_trained() reads its last "
+            "checkpoint"
+        )
+    try:
+        values = parse_json(read_text(directory / CONFIG_FILE))
+    except (OSError, ValueError):
+        return  # what is missing or broken is said by who reads it
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind == "tidegate":
+        raise ValueError(
+            f"{owner}.load: {directory}: expected a folder that save() wrote; got one of "
+            "transformers: tidegate.hf.TidegateForCausalLM.from_pretrained() reads it"
+        )
+    if kind is not None or (isinstance(values, dict) and "architectures" in values):
+        raise ValueError(
+            f"{owner}.load: {directory}: expected a folder that save() wrote; got a checkpoint of "
+            f"another library (model_type {kind!r}): `tidegate convert` or tidegate.models.loaders "
+            "reads it, if it is one that tidegate knows"
+        )
+
+
+def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str) -> None:
+    """Raises ValueError, naming the remedy and what is to be done then, for a tensor that is
+    sharded (DTensor), as FSDP2 makes them."""
+    for name, t in tensors:
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{owner}: {name}: expected a whole tensor; got a sharded one (DTensor): gather "
+                "them on every rank by get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
+                f"state_dict, then, on rank 0, {then}"
+            )
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether it draws numbers in training."""
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return dropout or getattr(module, "gumbel_gate", None) is not None
+
+
+def _once(block: nn.Module, *given: Any, **named: Any) -> tuple[Any, Any]:
+    return block(*given, **named)
 
 
 def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..nn._common import make_linear, normal_
 from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
-from .block import Model, Output, embedding_std, mean_cross_entropy
+from .block import Model, Output, embedding_std, refuse_sharded
 from .config import LMConfig
-from .sampling import Sampler, evaluating
+from .generating import continued
+from .sampling import SamplingOptions
 
 
 class CausalLM(Model):
@@ -59,9 +61,11 @@ class CausalLM(Model):
         x = self.embedding(ids)
         return x * self.scale if self.scale != 1.0 else x
 
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def _logits(self, x: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(x, weight)
+        return F.linear(x, self._head_weight())
 
     def forward(
         self,
@@ -70,20 +74,36 @@ class CausalLM(Model):
         *,
         state: tuple[Any, ...] | None = None,
         cu_seqlens: Tensor | None = None,
+        return_logits: bool | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Output:
-        """ids int32 or int64 ``[B, T]`` -> Output(logits ``[B, T, vocab]``, loss, state).
+        """ids int32 or int64 ``[B, T]`` -> Output(logits ``[B, T, vocab]`` or None, loss, state).
 
         labels: what each position should predict, int64 ``[B, T]``, -100 = ignored; or "next":
         the next id of the same sequence (the last one of a sequence is ignored). The loss is the
         mean over the positions not ignored. state: the one returned for the tokens before.
         cu_seqlens: bounds ``[N+1]`` of the sequences packed into a B = 1 batch.
+
+        return_logits: whether logits are returned; None: where there are no labels. The loss does
+        without them: `tidegate.ops.linear_cross_entropy` makes a chunk of rows at a time, so no
+        tensor of tokens x vocabulary exists in training unless it is asked for here, which costs a
+        product with the head more. label_smoothing, z_loss: as that op takes them.
         """
         check_ids("CausalLM", ids, self.config.vocab_size)
         labels = self._labels(ids, labels, cu_seqlens)
         x, state = self._run(self._embed(ids), state, cu_seqlens)
-        logits = self._logits(x)
-        loss = None if labels is None else mean_cross_entropy(logits, labels)
-        return Output(logits, loss, state)
+        loss = None
+        if labels is not None:
+            loss = ops.linear_cross_entropy(
+                x,
+                self._head_weight(),
+                labels if labels.dtype in (torch.int32, torch.int64) else labels.long(),
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+            )
+        has_logits = labels is None if return_logits is None else return_logits
+        return Output(self._logits(x) if has_logits else None, loss, state)
 
     def _labels(
         self, ids: Tensor, labels: Tensor | str | None, cu_seqlens: Tensor | None
@@ -165,45 +185,29 @@ class CausalLM(Model):
         seed: int | None = None,
         *,
         lengths: Tensor | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
     ) -> Tensor:
         """Continues the prompts ids ``[B, T]``; returns ids ``[B, T + n]``, n <= max_new_tokens.
 
         Each row of the result is its prompt, then its new tokens, then `eos` (0 when there is
         none) up to the end. temperature 0 takes the likeliest token, otherwise tokens are drawn,
-        from the top_k likeliest, or from the fewest whose probabilities reach top_p. A row ends
-        with `eos`; generation ends when all rows have. seed: draws are repeatable on one device,
-        and torch's own generators stay untouched. lengths: as in prefill().
+        from the top_k likeliest, from the fewest whose probabilities reach top_p, and from those
+        at least so likely as min_p times the likeliest. repetition_penalty divides the logits of
+        tokens that the row has, or multiplies them where they are negative. A row ends with `eos`;
+        generation ends when all rows have. seed: what is drawn depends on it, on the row's number
+        and the token's, and torch's own generators stay untouched. lengths: as in prefill().
+
+        The library's decoding engine makes the steps, on a GPU as one CUDA graph each
+        (docs/generation.md).
         """
         check_ids("CausalLM.generate", ids, self.config.vocab_size)
         check_positive_or_zero("max_new_tokens", max_new_tokens)
-        sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
-        with evaluating(self):
-            new = self._continue(ids, lengths, max_new_tokens, sampler, eos)
+        refuse_sharded("CausalLM.generate", self.named_parameters(), "load it whole to generate")
+        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        options.check("CausalLM.generate")
+        new = continued(self, ids, lengths, max_new_tokens, options, eos)
         return append(ids, lengths, new, 0 if eos is None else eos)
-
-    def _continue(
-        self,
-        ids: Tensor,
-        lengths: Tensor | None,
-        count: int,
-        sampler: Sampler,
-        eos: int | None,
-    ) -> Tensor:
-        """The new tokens ``[B, <= count]``: a prefill, then steps."""
-        logits, state = self.prefill(ids, lengths, capacity=count)
-        done = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
-        new: list[Tensor] = []
-        while len(new) < count:
-            if new:
-                logits = self.step(new[-1], state)
-            token = sampler(logits)
-            if eos is not None:
-                token = torch.where(done, eos, token)
-                done = done | (token == eos)
-            new.append(token)
-            if eos is not None and bool(done.all()):
-                break
-        return torch.stack(new, dim=1) if new else ids.new_empty(ids.size(0), 0)
 
 
 def check_positive_or_zero(name: str, value: int) -> None:

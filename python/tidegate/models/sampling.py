@@ -6,15 +6,21 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from .._library import load
+
+load()
 
 # By model: how many threads generate with it, and every module's mode before the first of them did.
 _generating: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[nn.Module, bool]]]] = (
     weakref.WeakKeyDictionary()
 )
 _generating_lock = threading.Lock()
+_LARGEST_SEED = (1 << 63) - 1
 
 
 @contextlib.contextmanager
@@ -39,49 +45,67 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                     module.training = mode
 
 
-class Sampler:
-    """Draws one token a row from logits ``[B, vocab]``.
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen; see `CausalLM.generate`."""
 
-    temperature 0: the likeliest token. Otherwise softmax(logits / temperature), cut to the top_k
-    likeliest tokens, then to the fewest whose probabilities sum to top_p.
-    """
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def check(self, owner: str) -> None:
+        """Raises ValueError, beginning with `owner`, for numbers out of their ranges."""
+        if not self.temperature >= 0.0:
+            raise ValueError(f"{owner}: temperature: expected >= 0; got {self.temperature!r}")
+        top_k = self.top_k
+        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"{owner}: top_k: expected an integer >= 1; got {top_k!r}")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"{owner}: top_p: expected in (0, 1]; got {self.top_p!r}")
+        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"{owner}: min_p: expected in [0, 1]; got {self.min_p!r}")
+        if not self.repetition_penalty > 0.0:
+            raise ValueError(
+                f"{owner}: repetition_penalty: expected > 0; got {self.repetition_penalty!r}"
+            )
+
+    def seed_now(self) -> int:
+        """The seed, as 63 bits; one from torch's default generator where there is none."""
+        if self.seed is not None:
+            return self.seed & _LARGEST_SEED
+        return int(torch.randint(_LARGEST_SEED, ())) if self.temperature > 0 else 0
+
+
+class Sampler:
+    """Draws one token a row from logits ``[B, vocab]``, as the library's engine draws them: the
+    same tokens from the same logits and seed. The rows' first tokens are those of the prompts ids
+    ``[B, T]``, cut to `lengths` where these are given, which matters to a repetition penalty."""
 
     def __init__(
-        self,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int | None,
-        device: torch.device,
+        self, options: SamplingOptions, ids: Tensor, lengths: Tensor | None, vocab_size: int
     ) -> None:
-        if not temperature >= 0.0:
-            raise ValueError(f"CausalLM.generate: temperature: expected >= 0; got {temperature!r}")
-        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-            raise ValueError(f"CausalLM.generate: top_k: expected an integer >= 1; got {top_k!r}")
-        if top_p is not None and not 0.0 < top_p <= 1.0:
-            raise ValueError(f"CausalLM.generate: top_p: expected in (0, 1]; got {top_p!r}")
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
-        self.generator = None
-        if seed is not None:
-            self.generator = torch.Generator(device).manual_seed(seed)
+        seen = None
+        if options.repetition_penalty != 1.0:
+            seen = torch.zeros(ids.size(0), vocab_size, dtype=torch.uint8, device=ids.device)
+            for b, row in enumerate(ids):
+                row = row if lengths is None else row[: int(lengths[b])]
+                seen[b].index_fill_(0, row.long(), 1)
+        self._rows = torch.classes.tidegate.RowSampler(
+            ids.size(0),
+            vocab_size,
+            ids.device,
+            float(options.temperature),
+            options.top_k,
+            None if options.top_p is None else float(options.top_p),
+            None if options.min_p is None else float(options.min_p),
+            float(options.repetition_penalty),
+            options.seed_now(),
+            seen,
+        )
 
     def __call__(self, logits: Tensor) -> Tensor:
         """logits ``[B, vocab]`` -> int64 ``[B]``."""
-        if self.temperature < torch.finfo(torch.float32).tiny:
-            return logits.argmax(dim=-1)
-        # The likeliest logit is zero, so that no temperature makes it overflow.
-        logits = logits.float()
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
-        if self.top_k is not None and self.top_k < logits.size(-1):
-            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        probs = logits.softmax(dim=-1)
-        if self.top_p is not None and self.top_p < 1.0:
-            ordered, index = probs.sort(dim=-1, descending=True)
-            # A token stays while those before it have not reached top_p: the first always does.
-            before = ordered.cumsum(dim=-1) - ordered
-            ordered = ordered.masked_fill(before >= self.top_p, 0.0)
-            probs = torch.zeros_like(probs).scatter(-1, index, ordered)
-        return torch.multinomial(probs, 1, generator=self.generator).squeeze(-1)
+        return self._rows.sample(logits)

@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ._recompute import is_recomputing, remember
 
 # What options can be, and limits: the C++ library is built with the same file.
 _CHOICES = json.loads(Path(__file__).with_name("choices.json").read_text(encoding="utf-8"))
@@ -96,6 +98,9 @@ def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
 
 def check_gamma_width(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:
     """Raises ValueError unless gamma, where it is given, is ``[size]``, called `axis`."""
+    if gamma is not None and not isinstance(gamma, Tensor):
+        kind = type(gamma).__name__
+        raise ValueError(f"{owner}: gamma: expected a tensor [{axis}={size}]; got a {kind}")
     if gamma is not None and (gamma.dim() != 1 or gamma.size(0) != size):
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
 
@@ -162,21 +167,30 @@ class Norm(nn.Module):
             if not self._fits(x, residual):
                 x = residual + x
                 return self(x), x
-            return ops.add_norm(x, residual, weight, bias, kind=self._kind, eps=self.eps)
+            y, total = ops.add_norm(x, residual, weight, bias, kind=self._kind, eps=self.eps)
+            if is_recomputing():
+                self._remember(y, total, weight, bias)
+            return y, total
         if weight is not None and weight.dtype != x.dtype and not _is_autocast(x):
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         if gate is not None:
             gate = gate.to(x.dtype)
-        return ops.norm(
-            x,
-            weight,
-            bias,
-            gate,
-            kind=self._kind,
-            gate_activation=activation,
-            gate_first=gate_first,
-            eps=self.eps,
-        )
+        how = {"gate_activation": activation, "gate_first": gate_first}
+        y = ops.norm(x, weight, bias, gate, kind=self._kind, eps=self.eps, **how)
+        # Where autocast casts x beside a gate, the op keeps the copy, not x.
+        if is_recomputing() and (gate is None or x.dtype == y.dtype):
+            self._remember(y, x, weight, bias, gate, **how)
+        return y
+
+    def _remember(self, y: Tensor, *inputs: Tensor | None, **how: Any) -> None:
+        """Says how y follows from x, weight, bias and gate, in y's dtype, autocast or not."""
+        kind, eps, dtype, device = self._kind, self.eps, y.dtype, y.device.type
+
+        def make(*again: Tensor | None) -> Tensor:
+            with torch.autocast(device, enabled=False):
+                return ops.norm(*again, kind=kind, eps=eps, dtype=dtype, **how)
+
+        remember(y, inputs, make)
 
     def _parameters_for(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias as the op takes them beside x ``[..., dim]``."""

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from ._attention_base import Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
 from ._attention_state import AttentionState, longest
-from ._common import MAX_ATTENTION_HEAD_DIM
+from ._common import MAX_ATTENTION_HEAD_DIM, wide_dtype
 
 
 class Attention(SoftmaxAttention):
@@ -130,7 +131,20 @@ class Attention(SoftmaxAttention):
         return self._scores(q, state.k, state.v, places)[rows, steps][None]
 
     def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
-        return self._scores(q, state.k, state.v, state.lengths.long()[:, None] - 1)
+        if self.head_dim > MAX_ATTENTION_HEAD_DIM:
+            return self._scores(q, state.k, state.v, state.lengths.long()[:, None] - 1)
+        # The op reads what a sequence holds; torch's attention would read all that there is room
+        # for, and a mask.
+        nothing = state.k.new_zeros((), dtype=wide_dtype(state.k.dtype))
+        o = ops.forgetting_attention_step(
+            q[:, 0].to(state.k.dtype),
+            state.k,
+            state.v,
+            nothing.expand(*state.k.shape[:2], self.num_heads),
+            state.lengths,
+            window=self.window,
+        )
+        return o[:, None]
 
     def _scores(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
         """Attention of q ``[N, P, H, D]`` over k, v ``[N, S, Hkv, D]``. positions ``[N, P]``: of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -13,6 +14,7 @@ from ._common import (
     make_linear,
     reset_linear,
 )
+from ._recompute import is_recomputing, remember
 
 
 class GLU(nn.Module):
@@ -63,7 +65,15 @@ class GLU(nn.Module):
         """x ``[..., dim]`` -> ``[..., dim]``."""
         if x.size(-1) != self.dim:
             raise ValueError(f"GLU: x: expected [..., dim={self.dim}]; got {tuple(x.shape)}")
-        return self.out_proj(ops.glu(self.in_proj(x), self.activation))
+        projected = self.in_proj(x)
+        product = ops.glu(projected, self.activation)
+        if is_recomputing() and projected.dtype == product.dtype:
+            remember(product, [projected], self._product)
+        return self.out_proj(product)
+
+    def _product(self, projected: Tensor) -> Tensor:
+        with torch.autocast(projected.device.type, enabled=False):
+            return ops.glu(projected, self.activation)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, hidden={self.hidden}, activation={self.activation!r}"

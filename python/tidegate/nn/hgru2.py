@@ -39,6 +39,7 @@ class _Preset(NamedTuple):
     scaled: bool  # outputs times K^-0.5
 
 
+MIN_DEFAULT_HEAD_DIM = 32  # channels: narrower heads are nobody's choice but one's own
 PRESETS = {
     "paper": _Preset("sigmoid", "silu", bias=True, norm="layer", scaled=False),
     "official": _Preset("silu", "none", bias=False, norm="rms_no_weight", scaled=False),
@@ -58,11 +59,11 @@ def head_dim(owner: str, dim: int, num_heads: int | None, expand_ratio: int | No
     if expand_ratio is not None:
         check_positive(owner, "expand_ratio", expand_ratio)
     elif num_heads is None:
-        expand_ratio = min(dim, 128)
-        if dim % expand_ratio:
+        expand_ratio = next(k for k in range(min(dim, 128), 0, -1) if dim % k == 0)
+        if expand_ratio < min(dim, MIN_DEFAULT_HEAD_DIM):
             raise ValueError(
                 f"{owner}: num_heads: expected a divisor of dim={dim}, or an expand_ratio, since "
-                "heads of 128 channels do not fit; got neither"
+                f"heads of {MIN_DEFAULT_HEAD_DIM} to 128 channels do not fit; got neither"
             )
     if expand_ratio is None:
         expand_ratio = dim // num_heads
@@ -110,7 +111,7 @@ class HGRU2(TensorStateMixer):
         dim: width of x and y.
         num_heads: H, a divisor of dim. None: dim / expand_ratio.
         expand_ratio: K, the state's channels per channel of x, at most 512. None: dim / num_heads,
-            or, where that is None too, 128 (dim, where that is smaller).
+            or, where that is None too, 128, or else dim's largest divisor below.
         gate_init: how the bias of f starts: "standard", "ugi", "chrono:T_max", "gumbel-softmax" or
             "gumbel-softmax:alpha:tau" (see `tidegate.nn.init`); None: as the other biases. One is
             added where the preset has none.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .masters import MasterWeights
 from .muon import Combined, Muon
 
 _COUNTS = ("step", "tokens")
@@ -23,7 +24,12 @@ def content_problem(content: dict[str, Any]) -> str | None:
     return next(_problems(content), None)
 
 
-def _problems(content: dict[str, Any]) -> Iterator[str]:
+def run_problem(content: dict[str, Any]) -> str | None:
+    """content_problem() of what is no tensor."""
+    return next(_run_problems(content), None)
+
+
+def _run_problems(content: dict[str, Any]) -> Iterator[str]:
     position = content.get("position")
     if not isinstance(position, dict):
         yield f"position: expected a dictionary, got {_kind(position)}"
@@ -40,6 +46,13 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: expected an integer >= 0, got {_kind(content.get(name))}"
     if not isinstance(content.get("fingerprint"), str):
         yield f"fingerprint: expected a string, got {_kind(content.get('fingerprint'))}"
+
+
+def _problems(content: dict[str, Any]) -> Iterator[str]:
+    for problem in _run_problems(content):
+        yield problem
+        if problem.startswith("position: expected"):
+            return
     for name in ("model", "optimizer", "rng"):
         if not isinstance(content.get(name), dict):
             yield f"{name}: expected a dictionary, got {_kind(content.get(name))}"
@@ -76,7 +89,9 @@ def weights_problem(model: nn.Module, given: dict[str, Tensor]) -> str | None:
 
 
 def optimizer_states(
-    optimizer: torch.optim.Optimizer | Combined, given: dict[str, Any], stepped: bool
+    optimizer: torch.optim.Optimizer | Combined | MasterWeights,
+    given: dict[str, Any],
+    stepped: bool,
 ) -> dict[str, Any]:
     """A state_dict() for `optimizer`: the given one's states under its own settings, which are
     those that the run was started with. stepped: whether it made a step, and so has states.
@@ -84,6 +99,15 @@ def optimizer_states(
     Raises:
         ValueError: one line that names what is missing or does not fit.
     """
+    if isinstance(optimizer, MasterWeights):
+        masters = given.get("masters")
+        if not isinstance(masters, list) or len(masters) != len(optimizer.masters):
+            raise ValueError(f"optimizer: masters: expected {len(optimizer.masters)} tensors")
+        for number, (value, wanted) in enumerate(zip(masters, optimizer.masters, strict=True)):
+            if problem := _differs(value, wanted.detach()):
+                raise ValueError(f"optimizer: master {number}: {problem}")
+        states = optimizer_states(optimizer.optimizer, _dictionary(given, "optimizer"), stepped)
+        return {"optimizer": states, "masters": masters}
     if isinstance(optimizer, Combined):
         parts = {"muon": optimizer.muon, "adamw": optimizer.adamw}
         return {

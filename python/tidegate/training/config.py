@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import LMConfig
+from ..models import CausalLM, LMConfig
 from ..models._files import read_text
 from ..models._json import JsonError, fits_64_bits, parse_json, shown
+from ..models.block import RECOMPUTE, Model, draws
 from ..models.registry import type_problem
 from ..nn._common import is_number
+from .distributed import PARALLEL
 from .errors import UserError
+from .masters import MasterWeights
 from .muon import Combined
 from .optim import DECAYS, OPTIMIZERS, build_optimizer
-from .runtime import PRECISIONS
+from .runtime import AUTOCAST, PRECISIONS, RESIDUALS
 from .schedules import Schedule
 
 # What may differ when a run is started again on its folder: how long it goes on, how often it
@@ -32,6 +35,10 @@ MAY_CHANGE = (
     "eval_tokens",
     "device",
     "threads",
+    "recompute",
+    "grad_accum",
+    "parallel",
+    "timeout",
 )
 
 # More than any machine runs, and few enough for a product of two to fit 64 bits.
@@ -65,14 +72,27 @@ class TrainConfig:
         compile: the blocks and the final norm go through torch.compile in training steps, which
             fuses what is between the matrix products; validation runs them as they are written.
         precision: "fp32"; "tf32" = fp32, but matrix products on CUDA round what they multiply to
-            ten bits of mantissa; "bf16" = autocast; "auto" = bf16 where the device multiplies it
-            faster, else fp32.
+            ten bits of mantissa; "bf16" = autocast; "bf16-weights" = autocast over weights that are
+            bf16 themselves, with fp32 masters in the optimiser; "auto" = bf16 where the device
+            multiplies it faster, else fp32.
+        init_from: folder of the model whose weights the run begins with (`open_initial`); None =
+            they are drawn from the seed.
+        residual: dtype of the residual stream under autocast, "fp32" or "bf16"; "auto" = that of
+            the embedding's weight.
+        recompute: what the backward pass computes again instead of keeping it: "none", "norms"
+            (and the products of GLUs) or "blocks".
+        label_smoothing, z_loss: of a language model's training loss (see
+            `tidegate.ops.linear_cross_entropy`); validation is without them.
         seed: of the initialisation, the order of the data, and dropout.
         checkpoint_every, eval_every: in steps; 0 = only at the end.
         checkpoint_seconds, eval_seconds: the same by wall time of training, for runs bounded by it.
         eval_tokens: tokens that each validation on the way reads; the last one reads them all.
         device: "auto" = CUDA where there is one.
         threads: of torch on the CPU; 0 = torch's own choice.
+        parallel: how several processes share the model: "ddp" (each holds all of it), "fsdp" (each
+            holds a part); "none" = one process. batch_size is that of all, and grad_accum divides
+            the part of each.
+        timeout: seconds that a process waits for the others.
     """
 
     data: str = "stdlib"
@@ -101,6 +121,11 @@ class TrainConfig:
     cuda_graph: bool = False
     compile: bool = False
     precision: str = "auto"
+    init_from: str | None = None
+    residual: str = "auto"
+    recompute: str = "none"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     seed: int = 1
     checkpoint_every: int = 0
     checkpoint_seconds: float = 60.0
@@ -109,6 +134,8 @@ class TrainConfig:
     eval_tokens: int = 65536
     device: str = "auto"
     threads: int = 0
+    parallel: str = "none"
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -123,7 +150,7 @@ class TrainConfig:
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
         for name in ("threads", "seed", "clip", "weight_decay", "eps"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
-        for name in ("steps", "seconds", "lr", "muon_lr"):
+        for name in ("steps", "seconds", "lr", "muon_lr", "timeout"):
             value = getattr(self, name)
             self._require(name, value is None or 0 < value < math.inf, "more than 0")
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -137,10 +164,19 @@ class TrainConfig:
             ("optimizer", OPTIMIZERS),
             ("decay", DECAYS),
             ("precision", PRECISIONS),
+            ("residual", RESIDUALS),
+            ("recompute", RECOMPUTE),
+            ("parallel", PARALLEL),
         ):
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         if self.optimizer == "muon":
             self._require("cuda_graph", not self.cuda_graph, "False with --optimizer muon")
+        if self.precision in ("fp32", "tf32"):
+            self._require("residual", self.residual != "bf16", "auto or fp32 without autocast")
+        if self.compile:
+            self._require("recompute", self.recompute != "norms", "none or blocks with --compile")
+        self._require("label_smoothing", 0 <= self.label_smoothing <= 1, "0 to 1")
+        self._require("z_loss", 0 <= self.z_loss < math.inf, "0 or more")
         if self.packed:
             self._require("grad_accum", self.grad_accum == 1, "1 with --packed")
         try:
@@ -176,9 +212,10 @@ class TrainConfig:
 
     def make_optimizer(
         self, model: nn.Module, *, capturable: bool
-    ) -> torch.optim.Optimizer | Combined:
-        """The optimiser that these settings name; capturable: see `build_optimizer`."""
-        return build_optimizer(
+    ) -> torch.optim.Optimizer | Combined | MasterWeights:
+        """The optimiser that these settings name; capturable: see `build_optimizer`. Under
+        "bf16-weights" the model's weights become bf16."""
+        optimizer = build_optimizer(
             model,
             self.optimizer,
             lr=self.lr,
@@ -189,6 +226,43 @@ class TrainConfig:
             muon_lr=self.muon_lr,
             capturable=capturable,
         )
+        if self.precision == "bf16-weights":
+            return MasterWeights(model, optimizer)
+        return optimizer
+
+    def prepare(self, model: nn.Module) -> None:
+        """Tells a model how its training steps compute.
+
+        Raises:
+            UserError: these settings ask for what a model of its class has not.
+        """
+        if self.loss_options() and not isinstance(model, CausalLM):
+            raise UserError(
+                "train: label-smoothing, z-loss: expected 0 for what is not a language model, got "
+                f"{self.label_smoothing!r}, {self.z_loss!r}"
+            )
+        if not isinstance(model, Model):
+            if self.recompute != "none" or self.residual != "auto":
+                raise UserError(
+                    "train: recompute, residual: expected none and auto for a model that is not of "
+                    f"tidegate.models, got {self.recompute!r}, {self.residual!r}"
+                )
+            return
+        is_replayed = self.cuda_graph and self.recompute == "blocks"
+        if is_replayed and any(map(draws, model.modules())):
+            raise UserError(
+                "train: recompute: expected none or norms with --cuda-graph for a model with "
+                "dropout or a gumbel_gate, whose numbers a graph cannot draw again, got 'blocks'"
+            )
+        model.recompute = self.recompute
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        model.residual_dtype = dtypes.get(self.residual) if self.precision in AUTOCAST else None
+
+    def loss_options(self) -> dict[str, float]:
+        """What a training step's loss has beside the cross-entropy, as `CausalLM.forward` takes
+        it."""
+        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        return {name: value for name, value in options.items() if value}
 
     def learning_rate(self) -> Schedule:
         """The schedule that these settings name."""

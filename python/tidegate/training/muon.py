@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_sharded, like_part, local, share_of, whole
 from .runtime import cpu_has_fast_bf16
 
 # Quintic Newton-Schulz iteration: steepest at zero, singular values end in about [0.7, 1.2].
@@ -47,6 +48,9 @@ class Muon(torch.optim.Optimizer):
 
     params: 2-D parameters. splits: for each of them, the row counts of the matrices stacked in it.
     A matrix moves by ``lr * sqrt(max(1, rows / columns))`` times the orthogonalised momentum.
+
+    Of sharded parameters (DTensors) the momentum is, too; what is orthogonalised is gathered, and
+    every process orthogonalises all of it and keeps its part.
     """
 
     def __init__(
@@ -73,28 +77,47 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """One step for every parameter that has a gradient."""
         (group,) = self.param_groups
+        given = [
+            (parameter, rows)
+            for parameter, rows in zip(group["params"], self._splits, strict=True)
+            if parameter.grad is not None
+        ]
+        if not given:
+            return
+        parameters = [parameter for parameter, _ in given]
+        directions = [whole(ahead) for ahead in self._momenta(parameters, group["momentum"])]
+        own = [local(parameter) for parameter in parameters]
+        torch._foreach_mul_(own, 1.0 - group["lr"] * group["weight_decay"])
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for parameter, rows in zip(group["params"], self._splits, strict=True):
-            if parameter.grad is None:
-                continue
-            direction = self._momentum(parameter, group["momentum"])
-            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-            pieces = zip(parameter.split(rows), direction.split(rows), strict=True)
+        sharded: list[tuple[Tensor, Tensor]] = []  # and how far all of it moves
+        for (parameter, rows), direction in zip(given, directions, strict=True):
+            moved = parameter
+            if is_sharded(parameter):
+                moved = torch.zeros_like(direction)
+                sharded.append((parameter, moved))
+            pieces = zip(moved.split(rows), direction.split(rows), strict=True)
             for weight, piece in pieces:
                 by_shape.setdefault(tuple(piece.shape), []).append((weight, piece))
         for (rows, columns), pairs in by_shape.items():
-            directions = orthogonalize(torch.stack([piece for _, piece in pairs]))
+            orthogonal = orthogonalize(torch.stack([piece for _, piece in pairs]))
             scale = max(1.0, rows / columns) ** 0.5
             weights = [weight for weight, _ in pairs]
-            torch._foreach_add_(weights, directions.unbind(0), alpha=-group["lr"] * scale)
+            torch._foreach_add_(weights, orthogonal.unbind(0), alpha=-group["lr"] * scale)
+        for parameter, moved in sharded:
+            local(parameter).add_(local(share_of(moved, parameter)))
 
-    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Updates the moving mean of the gradient; returns Nesterov's look ahead."""
-        state = self.state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        state["momentum"].lerp_(parameter.grad, 1.0 - momentum)
-        return parameter.grad.lerp(state["momentum"], momentum)
+    def _momenta(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
+        """Updates the moving means of the gradients; returns Nesterov's looks ahead, of sharded
+        parameters this process's parts of them."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(parameter)
+        means = [local(self.state[parameter]["momentum"]) for parameter in parameters]
+        gradients = [local(parameter.grad) for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1.0 - momentum)
+        ahead = torch._foreach_lerp(gradients, means, momentum)
+        return [like_part(a, p) for a, p in zip(ahead, parameters, strict=True)]
 
 
 class Combined:

@@ -9,7 +9,11 @@ import torch
 
 from .errors import UserError
 
-PRECISIONS = ("auto", "fp32", "tf32", "bf16")
+# "bf16" is autocast over fp32 weights, "bf16-weights" over bf16 ones, whose fp32 masters the
+# optimiser has.
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "bf16-weights")
+AUTOCAST = ("bf16", "bf16-weights")
+RESIDUALS = ("auto", "fp32", "bf16")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -49,7 +53,7 @@ def resolve_precision(name: str, device: torch.device) -> str:
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
     """The context that forward passes run in; backward passes run outside of it."""
-    if precision == "bf16":
+    if precision in AUTOCAST:
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
 

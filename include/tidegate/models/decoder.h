@@ -1,0 +1,108 @@
+// A running batch that sequences enter and leave at any step: what a server needs.
+#pragma once
+
+#include "tidegate/models/causal_lm.h"
+#include "tidegate/models/safetensors.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tidegate::models {
+
+/// What a Decoder has room for.
+struct DecoderOptions {
+  explicit DecoderOptions(int64_t slots) : slots_(slots) {}
+
+  /// Sequences at a time.
+  TORCH_ARG(int64_t, slots);
+  /// Tokens of a sequence, prompt included, that layers which keep them have room for at first.
+  /// Memory grows where more come, and the steps are captured anew.
+  TORCH_ARG(int64_t, capacity) = 1024;
+  /// Ids of a sequence that end it, at most.
+  TORCH_ARG(int64_t, max_stop_ids) = 8;
+  /// Tokens that are read at once of prompts: a bound on the memory that takes.
+  TORCH_ARG(int64_t, prompt_chunk) = 8192;
+  /// Whether tokens come with their log-probabilities.
+  TORCH_ARG(bool, log_probs) = false;
+};
+
+/// How one sequence goes on. The numbers mean what GenerateOptions says.
+struct SequenceOptions {
+  TORCH_ARG(double, temperature) = 1.0;
+  TORCH_ARG(std::optional<int64_t>, top_k) = std::nullopt;
+  TORCH_ARG(std::optional<double>, top_p) = std::nullopt;
+  TORCH_ARG(std::optional<double>, min_p) = std::nullopt;
+  TORCH_ARG(double, repetition_penalty) = 1.0;
+  /// A sequence's tokens depend on its prompt, its options and this alone, not on what else is in
+  /// the batch (but for the rounding of products of other sizes). Unset: one from torch's default
+  /// generator.
+  TORCH_ARG(std::optional<int64_t>, seed) = std::nullopt;
+  /// Which of several samples of one seed it is.
+  TORCH_ARG(int64_t, stream) = 0;
+  /// The sequence ends after so many tokens; unset: with a stop id alone.
+  TORCH_ARG(std::optional<int64_t>, max_new_tokens) = std::nullopt;
+  /// The sequence ends with any of these.
+  TORCH_ARG(std::vector<int64_t>, stop_ids) = {};
+};
+
+/// A token of the sequence in `slot`, and whether it is its last.
+struct DecodedToken {
+  int64_t slot;
+  int64_t token;
+  double log_prob;  // by the logits as they are; zero without DecoderOptions::log_probs
+  bool is_last;
+};
+
+/// A running batch of sequences, which enter by add() and leave by remove() at any step. A step
+/// draws a token for every sequence and reads it; on a GPU it is one CUDA graph, captured for every
+/// number of sequences that comes up (TIDEGATE_CUDA_GRAPHS=0: none). Work is that of the sequences
+/// that go on. Not for several threads at a time.
+///
+/// Throws c10::ValueError for wrong arguments, before anything changes; for states of `slots`
+/// sequences that need more memory than there is, before anything is allocated.
+class Decoder {
+ public:
+  /// The model is in evaluation mode for as long as the decoder lives.
+  Decoder(CausalLM model, const DecoderOptions& options);
+  ~Decoder();
+  Decoder(Decoder&&) noexcept;
+  Decoder& operator=(Decoder&&) noexcept;
+
+  /// Reads a prompt, int32 or int64 `[length]`, and returns the slot of its sequence.
+  int64_t add(const torch::Tensor& prompt, const SequenceOptions& options = {});
+  /// Several prompts, read together; options: one, or one a prompt.
+  std::vector<int64_t> add(const std::vector<torch::Tensor>& prompts,
+                           const std::vector<SequenceOptions>& options);
+  /// Goes on from what save() wrote of another sequence, with more prompt, which may be empty.
+  int64_t add_saved(const TensorMap& saved, const torch::Tensor& prompt,
+                    const SequenceOptions& options = {});
+  /// Another sequence that goes on from where the one in `slot` is: its state is copied.
+  int64_t fork(int64_t slot, const SequenceOptions& options = {});
+
+  /// So many tokens of every sequence that goes on, in the order in which they were drawn; after a
+  /// sequence's last one no more of it. The host waits once, for all of them.
+  std::vector<DecodedToken> step(int64_t steps = 1);
+
+  /// Ends the sequence in `slot`, which stays taken.
+  void end(int64_t slot);
+  /// Ends the sequence in `slot`, or only frees the slot where it has ended.
+  void remove(int64_t slot);
+
+  /// What the sequence in `slot`, which has not ended, has read: its state and logits, on the CPU,
+  /// for add_saved(), here or, by save_safetensors(), in another process.
+  TensorMap save(int64_t slot) const;
+
+  /// Sequences that go on, and those whose slots are taken.
+  int64_t active() const;
+  int64_t taken() const;
+  int64_t slots() const;
+
+ private:
+  struct Batch;
+  std::unique_ptr<Batch> batch_;
+};
+
+}  // namespace tidegate::models

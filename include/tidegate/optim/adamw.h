@@ -1,0 +1,26 @@
+// AdamW that steps all parameters of a group in a few launches.
+#pragma once
+
+#include <torch/optim/adamw.h>
+
+namespace tidegate::optim {
+
+/// torch::optim::AdamW with its options, states and files, whose step() is one fused pass over
+/// weight, gradient and moments for all parameters of a device and dtype (torch's own kernel behind
+/// Python's `torch.optim.AdamW(fused=True)`), where torch::optim::AdamW launches a dozen kernels a
+/// parameter. The bits of a step are those of Python's fused one.
+///
+///     tidegate::optim::AdamW optimizer(model->parameters(),
+///                                      torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
+///
+/// Parameters are dense and floating-point, on the CPU or CUDA; step() throws c10::Error for a
+/// sparse gradient. The host counts the steps, so that a CUDA graph cannot replay one. Cost: reads
+/// four and writes three numbers a weight.
+class AdamW : public torch::optim::AdamW {
+ public:
+  using torch::optim::AdamW::AdamW;
+
+  torch::Tensor step(LossClosure closure = nullptr) override;
+};
+
+}  // namespace tidegate::optim

@@ -1,0 +1,226 @@
+"""`tidegate bench --generate`: how fast models generate, beside what the memory's speed allows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from .models import CausalLM, presets
+from .training.errors import UserError
+
+_GRAPHS = "TIDEGATE_CUDA_GRAPHS"
+_DEFAULT = {
+    "cuda": ["hgrn2-385m", "hgrn-379m", "fox-360m", "transformer-360m"],
+    "cpu": ["demo"],
+}
+
+
+@dataclass
+class Row:
+    """One model at one batch size. Speeds are tokens/s a sequence."""
+
+    model: str
+    batch: int
+    prompt: int
+    new: int
+    tokens_per_second: float
+    eager: float | None
+    bound: float  # the weights read, the states read and written, at the speed of a copy
+    first_token_ms: float  # reading the prompts, and one token
+
+
+def main(arguments: list[str]) -> int:
+    """Measures, prints the table and, where asked, writes it as JSON."""
+    options = _parser().parse_args(arguments)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    known = presets()
+    names = options.models or _DEFAULT[device.type]
+    for name in names:
+        if name not in known:
+            raise UserError(f"bench: --models: no preset {name!r}; there are {', '.join(known)}")
+    rows = []
+    speed = copy_speed(device)
+    print(f"{_device_name(device)}, {options.dtype or dtype}, a copy {speed / 1e9:,.0f} GB/s")
+    print(f"prompt {options.prompt}, {options.new} new tokens; tokens/s a sequence")
+    print(f"{'model':<18}{'batch':>6}{'tokens/s':>10}{'eager':>9}{'bound':>9}{'of it':>7}"
+          f"{'in all':>10}{'prompt ms':>11}")  # fmt: skip
+    for name in names:
+        model = random_model(name, device, dtype)
+        for batch in options.batches:
+            row = measure(name, model, batch, options, speed)
+            rows.append(row)
+            eager = "" if row.eager is None else f"{row.eager:,.0f}"
+            print(
+                f"{name:<18}{batch:>6}{row.tokens_per_second:>10,.0f}{eager:>9}{row.bound:>9,.0f}"
+                f"{row.tokens_per_second / row.bound:>7.0%}"
+                f"{row.tokens_per_second * batch:>10,.0f}{row.first_token_ms:>11,.1f}",
+                flush=True,
+            )
+        del model
+    if options.json:
+        facts = {"device": _device_name(device), "torch": torch.__version__, "dtype": str(dtype)}
+        content = {**facts, "copy_bytes_per_second": speed, "rows": [asdict(row) for row in rows]}
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot:
+        _plot(rows, options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tidegate bench --generate", description=__doc__)
+    parser.add_argument("--models", nargs="+", metavar="PRESET")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 64])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=256, help="tokens that are generated")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the median counts")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--eager", action="store_true", help="also without CUDA graphs")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="tokens/s over the batch, as a picture")
+    return parser
+
+
+def _plot(rows: list[Row], file: str) -> None:
+    """Tokens/s of all sequences over their number, one line a model."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("bench: --plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = [row for row in rows if row.model == model]
+        batches = [row.batch for row in mine]
+        (line,) = axes.loglog(
+            batches, [row.batch * row.tokens_per_second for row in mine], "o-", base=2, label=model
+        )
+        axes.loglog(
+            batches, [row.batch * row.bound for row in mine], ":", base=2, color=line.get_color()
+        )
+    axes.set_xlabel("sequences at a time")
+    axes.set_ylabel("tokens/s (dotted: by the memory's speed)")
+    axes.legend()
+    figure.savefig(file)
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """The preset's model with numbers that were drawn on the device, which is fast."""
+    model = CausalLM(presets()[name], device="meta").to_empty(device=device).to(dtype).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+        for buffer in model.buffers():
+            buffer.zero_()
+    return model
+
+
+def measure(
+    name: str, model: CausalLM, batch: int, options: argparse.Namespace, speed: float
+) -> Row:
+    """One row of the table; the prompts' time is taken off."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.randint(model.config.vocab_size, (batch, options.prompt), generator=generator).to(
+        device
+    )
+    first, seconds = _seconds(model, ids, options.new, options.repeats)
+    eager = None
+    if options.eager and device.type == "cuda":
+        with _graphs_off():
+            eager = 1 / _seconds(model, ids, min(options.new, 64), 1)[1]
+    return Row(
+        name, batch, options.prompt, options.new, 1 / seconds, eager,
+        speed / step_bytes(model, batch, options.prompt + options.new // 2), first * 1e3,
+    )  # fmt: skip
+
+
+def _seconds(model: CausalLM, ids: torch.Tensor, new: int, repeats: int) -> tuple[float, float]:
+    """Of the prompts and their first tokens, and of every token after these."""
+
+    def timed(count: int) -> float:
+        _wait(ids.device)
+        start = time.perf_counter()
+        model.generate(ids, count, temperature=0.8, top_p=0.95, seed=1)
+        _wait(ids.device)
+        return time.perf_counter() - start
+
+    timed(new + 1)  # captures what later calls replay
+    first = statistics.median(timed(1) for _ in range(repeats))
+    whole = statistics.median(timed(new + 1) for _ in range(repeats))
+    return first, max(whole - first, 1e-9) / new
+
+
+def step_bytes(model: CausalLM, batch: int, held: int) -> int:
+    """What a step must move: the weights, read once (of an embedding that is no head a row a
+    sequence); recurrent states, read and written; what attention holds of `held` tokens, read."""
+    tied = model.head is None
+    total = sum(p.nbytes for p in model.parameters())
+    if not tied:
+        weight = model.embedding.weight
+        total -= weight.nbytes - batch * weight[0].nbytes
+    for block in model.blocks:
+        mixer = block.mixer
+        if getattr(mixer, "keeps_tokens", False):
+            state = mixer.init_state(1, device="meta", capacity=held)
+            total += batch * sum(t.nbytes for t in state.caches)
+        else:
+            state = mixer.init_state(batch, device="meta")
+            parts = [state] if isinstance(state, torch.Tensor) else state
+            total += 2 * sum(t.nbytes for t in parts)
+    return total
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes/s that a large copy reads and writes."""
+    size = 1 << (30 if device.type == "cuda" else 28)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    times = []
+    for _ in range(10):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size / min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    from .training.runtime import cpu_name
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _graphs_off() -> Iterator[None]:
+    before = os.environ.get(_GRAPHS)
+    os.environ[_GRAPHS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_GRAPHS]
+        else:
+            os.environ[_GRAPHS] = before

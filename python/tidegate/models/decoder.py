@@ -1,0 +1,266 @@
+"""A running batch that sequences enter and leave at any step: what a server needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._files import read_tensors, write_tensors
+from .causal_lm import CausalLM
+from .engine import engine_of
+from .sampling import SamplingOptions
+
+Prompt = Tensor | Sequence[int]
+
+
+class DecodedToken(NamedTuple):
+    """A token of the sequence in `slot`; `log_prob` by the logits as they are (zero unless the
+    decoder was asked for them); whether it is the sequence's last."""
+
+    slot: int
+    token: int
+    log_prob: float
+    is_last: bool
+
+
+class _StopStrings:
+    """Looks for strings in the text of the tokens that arrive, where a string may begin in one
+    token and end in another."""
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str | bytes]) -> None:
+        self._strings = [s.encode() for s in strings]
+        self._decode = decode
+        # Every token adds a byte or more, but for a few at most.
+        self._most = max(map(len, self._strings)) + 8
+        self._ids: list[int] = []
+
+    def found(self, token: int) -> bool:
+        self._ids = [*self._ids, token][-self._most :]
+        text = self._decode(self._ids)
+        data = text.encode() if isinstance(text, str) else text
+        return any(string in data for string in self._strings)
+
+
+class Decoder:
+    """A running batch of sequences of a `CausalLM`, which enter by add() and leave by remove() at
+    any step.
+
+    A step draws a token for every sequence and reads it. On a GPU it is one CUDA graph, captured
+    for every number of sequences that comes up; ``TIDEGATE_CUDA_GRAPHS=0`` switches that off. The
+    states of all `slots` sequences are in memory from the start. Not for several threads at a time.
+
+    Args:
+        model: of tidegate's own modules, without hooks and adapters. The decoder uses its
+            parameters where they are: make a new one after model.to() or load().
+        slots: sequences at a time.
+        capacity: tokens of a sequence, prompt included, that layers which keep them have room for
+            at first. Memory grows where more come.
+        max_stop_ids: ids of a sequence that end it, at most.
+        prompt_chunk: tokens of prompts that are read at once: a bound on the memory that takes.
+        log_probs: whether tokens come with their log-probabilities.
+        decode: the text of a list of ids, for stop strings.
+
+    Raises ValueError for wrong arguments, here and in every method, before anything changes.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        slots: int,
+        *,
+        capacity: int = 1024,
+        max_stop_ids: int = 8,
+        prompt_chunk: int = 8192,
+        log_probs: bool = False,
+        decode: Callable[[list[int]], str | bytes] | None = None,
+    ) -> None:
+        engine = engine_of(model) if isinstance(model, CausalLM) else None
+        if engine is None:
+            raise ValueError(
+                "Decoder: model: expected a CausalLM of tidegate's own modules, without hooks and "
+                f"adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
+            )
+        self.model = model
+        self.slots = slots
+        self._decode = decode
+        self._stops: dict[int, _StopStrings] = {}
+        self._decoder = torch.classes.tidegate.Decoder(
+            engine, slots, capacity, max_stop_ids, prompt_chunk, log_probs
+        )
+
+    @property
+    def active(self) -> int:
+        """How many sequences go on."""
+        return self._decoder.active()
+
+    @property
+    def taken(self) -> int:
+        """How many slots are taken: by sequences that go on, or that ended and were not removed."""
+        return self._decoder.taken()
+
+    def add(self, prompt: Prompt, **options: Any) -> int:
+        """Reads a prompt, ids ``[length]``, and returns the slot of its sequence.
+
+        options: temperature, top_k, top_p, min_p, repetition_penalty and seed, as
+        `CausalLM.generate` takes them; a sequence's tokens depend on its prompt, its options and
+        its seed alone, but for the rounding of products of other sizes. max_new_tokens: the
+        sequence ends after so many; None: with a stop alone. stop_ids: it ends with any of these;
+        stop_strings: or with the token that completes one of these in its text. stream: which of
+        several samples of one seed it is.
+        """
+        return self.add_all([prompt], **options)[0]
+
+    def add_all(self, prompts: Sequence[Prompt], **options: Any) -> list[int]:
+        """Several prompts, read together, end to end: their slots. options: as in add()."""
+        asked = _Options(self, "Decoder.add", options)
+        ids = [_ids("Decoder.add", prompt) for prompt in prompts]
+        lists = [asked.lists() for _ in ids]
+        slots = self._decoder.add(ids, [n for n, _ in lists], [i for _, i in lists])
+        for slot in slots:
+            asked.watch(slot)
+        return slots
+
+    def add_samples(self, prompt: Prompt, samples: int, **options: Any) -> list[int]:
+        """So many sequences of one prompt, which is read once: the state is copied on the device.
+        Each draws its own tokens. options: as in add()."""
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ValueError(
+                f"Decoder.add_samples: samples: expected an integer >= 1; got {samples!r}"
+            )
+        free = self.slots - self.taken
+        if samples > free:
+            raise ValueError(
+                f"Decoder.add_samples: samples: expected at most {free}, as many as slots are free;"
+                f" got {samples}"
+            )
+        first = self.add(prompt, **options)
+        others = (self.fork(first, **{**options, "stream": stream}) for stream in range(1, samples))
+        return [first, *others]
+
+    def fork(self, slot: int, **options: Any) -> int:
+        """Another sequence that goes on from where the one in `slot` is: its slot. options: as in
+        add(); they are not those of the other one."""
+        asked = _Options(self, "Decoder.fork", options)
+        other = self._decoder.fork(slot, *asked.lists())
+        asked.watch(other)
+        return other
+
+    def step(self, steps: int = 1) -> list[DecodedToken]:
+        """So many tokens of every sequence that goes on, in the order in which they were drawn;
+        after a sequence's last one no more of it. The host waits once for all of them: a few at a
+        time cost less than one by one."""
+        integers, log_probs = self._decoder.step(steps)
+        tokens = []
+        ended: set[int] = set()
+        for (slot, token, is_last), log_prob in zip(
+            integers.tolist(), log_probs.tolist(), strict=True
+        ):
+            if slot in ended:
+                continue
+            stops = self._stops.get(slot)
+            if stops is not None and stops.found(token):
+                ended.add(slot)
+                if not _has_ended(integers, slot):
+                    self._decoder.end(slot)
+                is_last = True
+            tokens.append(DecodedToken(slot, token, log_prob, bool(is_last)))
+        return tokens
+
+    def remove(self, slot: int) -> None:
+        """Ends the sequence in `slot`, or only frees the slot where it has ended."""
+        self._decoder.remove(slot)
+        self._stops.pop(slot, None)
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[DecodedToken]:
+        """The tokens of one sequence as they are drawn, for a decoder without others; the sequence
+        is removed at the end, also where nobody asks for the rest. options: as in add()."""
+        if self.active:
+            raise ValueError(
+                f"Decoder.stream: expected no other sequence that goes on; got {self.active}: "
+                "step() has the tokens of all"
+            )
+        slot = self.add(prompt, **options)
+        try:
+            while self.active:
+                yield from self.step()
+        finally:
+            self.remove(slot)
+
+    def save(self, slot: int, path: str | os.PathLike[str]) -> None:
+        """Writes what the sequence in `slot`, which has not ended, has read: its state, as a
+        safetensors file. Right after add() it is the prompt's: a prefix cache of one file a
+        prefix."""
+        tensors = self._decoder.save(slot)
+        write_tensors(Path(path), dict(tensors), {"format": "pt"})
+
+    def load(self, path: str | os.PathLike[str], prompt: Prompt = (), **options: Any) -> int:
+        """Goes on from what save() wrote, as if its tokens had been read, with more prompt, if any:
+        the slot. options: as in add()."""
+        asked = _Options(self, "Decoder.load", options)
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"Decoder.load: {path}: no such file")
+        tensors = read_tensors(Path(path), None)
+        ids = _ids("Decoder.load", prompt)
+        slot = self._decoder.add_saved(tensors, ids, *asked.lists())
+        asked.watch(slot)
+        return slot
+
+
+class _Options:
+    """The options of add(), checked as far as the library's own checks do not: by `owner`."""
+
+    def __init__(self, decoder: Decoder, owner: str, options: dict[str, Any]) -> None:
+        options = dict(options)
+        self._decoder = decoder
+        self._max_new_tokens = options.pop("max_new_tokens", None)
+        self._stop_ids = [int(i) for i in options.pop("stop_ids", ())]
+        self._stop_strings = list(options.pop("stop_strings", ()))
+        self._stream = int(options.pop("stream", 0))
+        unknown = sorted(set(options) - set(SamplingOptions.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"{owner}: unknown option {unknown[0]!r}")
+        self._sampling = SamplingOptions(**options)
+        self._sampling.check(owner)
+        most = self._max_new_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ValueError(f"{owner}: max_new_tokens: expected an integer >= 1; got {most!r}")
+        if self._stop_strings and decoder._decode is None:
+            raise ValueError(
+                f"{owner}: stop_strings: expected a Decoder with decode=, which makes text of ids"
+            )
+        if not all(self._stop_strings):
+            raise ValueError(f"{owner}: stop_strings: expected strings that are not empty")
+
+    def lists(self) -> tuple[list[float], list[int]]:
+        """The options of one sequence as the library's class takes them."""
+        s = self._sampling
+        top_p, min_p = s.top_p, s.min_p
+        numbers = [s.temperature, 1.0 if top_p is None else top_p, min_p or 0.0]
+        integers = [s.top_k or 0, s.seed_now(), self._stream, self._max_new_tokens or 0]
+        numbers = [float(n) for n in (*numbers, s.repetition_penalty)]
+        return numbers, [*integers, *self._stop_ids]
+
+    def watch(self, slot: int) -> None:
+        """The sequence in `slot` ends with one of the stop strings."""
+        if self._stop_strings:
+            self._decoder._stops[slot] = _StopStrings(self._stop_strings, self._decoder._decode)
+
+
+def _has_ended(integers: Tensor, slot: int) -> bool:
+    """Whether the sequence's last token is among these."""
+    return bool(integers[integers[:, 0] == slot][-1, 2])
+
+
+def _ids(owner: str, prompt: Prompt) -> Tensor:
+    """A prompt as a tensor."""
+    if isinstance(prompt, Tensor):
+        return prompt
+    if isinstance(prompt, (str, bytes)) or not all(isinstance(i, int) for i in prompt):
+        given = " ".join(repr(prompt).split())[:80]
+        raise ValueError(f"{owner}: prompt: expected ids, a tensor or a list; got {given}")
+    return torch.tensor(list(prompt), dtype=torch.int64)

@@ -1,0 +1,213 @@
+#include "src/models/decoder_rows.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+#include "src/models/generation.h"
+#include "src/nn/products.h"
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+// Rows that are kept for the next generate() are at most this part of the device's memory.
+constexpr int64_t kKeptPart = 16;
+// Caches grow by half, and by so many tokens at least.
+constexpr int64_t kLeastGrowth = 256;
+
+const Tensor& head_weight(const CausalLMImpl& model) {
+  return model.head ? model.head->weight : model.embedding->weight;
+}
+
+std::vector<std::pair<const void*, at::ScalarType>> places_of(const CausalLMImpl& model) {
+  std::vector<std::pair<const void*, at::ScalarType>> places;
+  for (const Tensor& t : model.parameters())
+    places.emplace_back(t.const_data_ptr(), t.scalar_type());
+  for (const Tensor& t : model.buffers()) places.emplace_back(t.const_data_ptr(), t.scalar_type());
+  return places;
+}
+
+}  // namespace
+
+DecoderRows::DecoderRows(CausalLMImpl& model, const RowsOptions& options)
+    : model_(model),
+      options_(options),
+      device_(head_weight(model).device()),
+      parameters_(places_of(model)),
+      stream_(device_),
+      states_(model, options.rows, options.capacity),
+      sampled_(options.rows, *model.config.vocab_size, options.stops, options.window,
+               options.log_probs, device_),
+      lengths_(static_cast<size_t>(options.rows), 0) {
+  refresh();
+}
+
+bool DecoderRows::fit(const CausalLMImpl& model, const RowsOptions& wanted) const {
+  return &model == &model_ && wanted.rows == options_.rows && wanted.stops == options_.stops &&
+         wanted.window == options_.window && wanted.log_probs == options_.log_probs &&
+         (!keeps_tokens() || wanted.capacity <= capacity()) && places_of(model) == parameters_;
+}
+
+void DecoderRows::refresh() {
+  const Unrecorded unrecorded;
+  const auto fresh = model_.gammas();
+  bounds_.resize(fresh.size());
+  for (size_t k = 0; k < fresh.size(); ++k) {
+    if (!fresh[k]) continue;
+    if (bounds_[k]) {
+      bounds_[k]->copy_(*fresh[k]);
+    } else {
+      bounds_[k] = fresh[k]->detach().clone();
+      stream_.uses(*bounds_[k]);
+    }
+  }
+}
+
+void DecoderRows::begin(int64_t first, const Tensor& logits, const ModelState& state,
+                        const std::vector<int64_t>& lengths,
+                        const std::vector<RowSettings>& settings, const Tensor& seen) {
+  const c10::DeviceGuard guard(device_);
+  if (!logits_.defined() || logits_.scalar_type() != logits.scalar_type()) {
+    forget_graphs();
+    logits_ = at::zeros({options_.rows, logits.size(1)}, logits.options());
+    stream_.uses(logits_);
+  }
+  std::copy(lengths.begin(), lengths.end(), lengths_.begin() + first);
+  if (const int64_t most = *std::max_element(lengths.begin(), lengths.end());
+      keeps_tokens() && most > capacity()) {
+    states_.grow(most + kLeastGrowth);
+    forget_graphs();
+  }
+  states_.write(first, state);
+  logits_.narrow(0, first, logits.size(0)).copy_(logits);
+  sampled_.write(first, settings, seen);
+}
+
+void DecoderRows::copy_row(int64_t from, int64_t to) {
+  const c10::DeviceGuard guard(device_);
+  states_.copy_row(from, to);
+  logits_.select(0, to).copy_(logits_.select(0, from));
+  sampled_.copy_row(from, to);
+  lengths_[static_cast<size_t>(to)] = lengths_[static_cast<size_t>(from)];
+}
+
+void DecoderRows::end_row(int64_t row) {
+  const c10::DeviceGuard guard(device_);
+  sampled_.end_row(row);
+  states_.clear_row(row);
+  lengths_[static_cast<size_t>(row)] = 0;
+}
+
+std::pair<ModelState, Tensor> DecoderRows::read_row(int64_t row) const {
+  return {states_.read(row), logits_.narrow(0, row, 1).clone()};
+}
+
+void DecoderRows::restart_row(int64_t row, const RowSettings& settings) {
+  const c10::DeviceGuard guard(device_);
+  const Tensor& seen = sampled_.seen;
+  sampled_.write(row, {settings}, seen.defined() ? seen.narrow(0, row, 1).clone() : seen);
+}
+
+void DecoderRows::ask_for_penalties() {
+  if (!sampled_.make_seen()) return;
+  stream_.uses(sampled_.seen);
+  forget_graphs();
+}
+
+void DecoderRows::forget_graphs() { steps_.clear(); }
+
+// Room for `steps` more tokens in each of the first rows: an idle one begins anew; what nobody can
+// see is dropped; memory grows.
+void DecoderRows::make_room(int64_t count, int64_t steps) {
+  if (!keeps_tokens()) return;
+  const auto longest = [&] {
+    return *std::max_element(lengths_.begin(), lengths_.begin() + count) + steps;
+  };
+  if (longest() <= capacity()) return;
+  int64_t most = 0;
+  if (states_.drop_unreachable(count, &most)) {
+    for (int64_t row = 0; row < count; ++row) {
+      int64_t& length = lengths_[static_cast<size_t>(row)];
+      length = std::min(length, most);
+    }
+  }
+  // A window's worth stays free: to drop a token at every step would cost more than the step.
+  if (const int64_t needed = longest(); needed > capacity() - options_.window) {
+    states_.grow(std::max({needed, capacity() + capacity() / 2, capacity() + kLeastGrowth}));
+    forget_graphs();
+  }
+}
+
+void DecoderRows::advance(int64_t count, int64_t steps) {
+  const c10::DeviceGuard guard(device_);
+  make_room(count, steps);
+  auto& [views, work] = steps_[count];
+  if (views.empty()) {
+    views = states_.first(count);
+    for (const nn::MixerState& layer : states_.all()) {
+      for (const Tensor& t : layer) stream_.uses(t);
+    }
+    for (const Tensor* t : {&sampled_.ids, &sampled_.tokens}) stream_.uses(*t);
+  }
+  const bool use_graph = uses_cuda_graphs(device_);
+  const OwnStream::Scope scope(stream_);
+  const c10::InferenceMode inference;
+  const nn::FewRowsGuard few_rows;
+  for (int64_t i = 0; i < steps; ++i) {
+    work.run(stream_, use_graph, [&, &state = views] { step(count, state); });
+  }
+  for (int64_t row = 0; row < count; ++row) lengths_[static_cast<size_t>(row)] += steps;
+}
+
+void DecoderRows::step(int64_t count, const ModelState& state) {
+  sampled_.sample(logits_, count);
+  RowStates::allow_step(state);
+  logits_.narrow(0, 0, count)
+      .copy_(model_.advance(sampled_.ids.narrow(0, 0, count), state, bounds_));
+}
+
+RowTokens DecoderRows::fetch(int64_t count, int64_t steps) const {
+  const c10::DeviceGuard guard(device_);
+  RowTokens out{count, steps, HostCopy(sampled_.tokens.narrow(0, 0, count)), HostCopy()};
+  if (options_.log_probs) out.log_probs = HostCopy(sampled_.log_probs.narrow(0, 0, count));
+  return out;
+}
+
+int64_t DecoderRows::bytes() const {
+  const int64_t logits = logits_.defined() ? static_cast<int64_t>(logits_.nbytes()) : 0;
+  return states_.bytes() + sampled_.bytes() + logits;
+}
+
+std::unique_ptr<DecoderRows> KeptRows::take(const CausalLMImpl& model, const RowsOptions& options) {
+  std::unique_ptr<DecoderRows> rows;
+  {
+    const std::lock_guard<std::mutex> guard(lock_);
+    rows = std::move(rows_);
+  }
+  if (rows && rows->fit(model, options)) {
+    rows->refresh();
+    return rows;
+  }
+  return nullptr;
+}
+
+void KeptRows::put(std::unique_ptr<DecoderRows> rows) {
+  const auto all = all_bytes(rows->device());
+  if (!all || rows->bytes() > *all / kKeptPart) return;
+  const std::lock_guard<std::mutex> guard(lock_);
+  rows_ = std::move(rows);
+}
+
+void check_memory(const char* owner, const CausalLMImpl& model, int64_t rows, int64_t capacity) {
+  const int64_t needed = RowStates::bytes_of(model, rows, capacity);
+  const auto free = free_bytes(head_weight(model).device());
+  TORCH_CHECK_VALUE(!free || needed <= *free, owner, ": capacity: expected states of ", rows,
+                    " sequences that fit the ", *free, " bytes that are free; got ", capacity,
+                    " tokens a sequence, which need ", needed);
+}
+
+}  // namespace tidegate::models

@@ -1,0 +1,137 @@
+#include "src/models/row_states.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+constexpr int64_t kGrowing = -1;  // in place of a fixed capacity
+
+int64_t bytes_in(const nn::MixerState& state) {
+  int64_t total = 0;
+  for (const Tensor& t : state) total += static_cast<int64_t>(t.nbytes());
+  return total;
+}
+
+Tensor enlarged(const Tensor& cache, int64_t size) {
+  std::vector<int64_t> shape = cache.sizes().vec();
+  shape[1] = size;
+  Tensor out = at::zeros(shape, cache.options());
+  out.narrow(1, 0, cache.size(1)).copy_(cache);
+  return out;
+}
+
+}  // namespace
+
+RowStates::RowStates(const CausalLMImpl& model, int64_t rows, int64_t capacity)
+    : model_(model), state_(model.init_state(rows, capacity)), capacity_(capacity) {
+  for (size_t k = 0; k < state_.size(); ++k) keeps_tokens_ = keeps_tokens_ || keeps(k);
+}
+
+int64_t RowStates::bytes_of(const CausalLMImpl& model, int64_t rows, int64_t capacity) {
+  int64_t total = 0;
+  for (size_t k = 0; k < model.blocks->size(); ++k) {
+    total += bytes_in(
+        model.block(k).mixer().make_state(rows, at::Device(at::kMeta), std::nullopt, capacity));
+  }
+  return total;
+}
+
+ModelState RowStates::first(int64_t count) const {
+  ModelState views(state_.size());
+  for (size_t k = 0; k < state_.size(); ++k) {
+    for (size_t i = 0; i < state_[k].size(); ++i) {
+      const Tensor& whole = state_[k][i];
+      views[k].push_back(i == kRoomPlace ? whole.clone() : whole.narrow(0, 0, count));
+    }
+  }
+  return views;
+}
+
+void RowStates::allow_step(const ModelState& state) {
+  for (const nn::MixerState& layer : state) {
+    if (layer.size() > kRoomPlace) layer[kRoomPlace].data_ptr<int64_t>()[0] = 0;
+  }
+}
+
+void RowStates::write(int64_t first, const ModelState& state) {
+  for (size_t k = 0; k < state_.size(); ++k) {
+    for (size_t i = 0; i < state_[k].size(); ++i) {
+      if (i == kRoomPlace) continue;
+      const Tensor& source = state[k][i];
+      Tensor target = state_[k][i].narrow(0, first, source.size(0));
+      if (keeps(k) && i < kCaches) {
+        const int64_t held = std::min(source.size(1), capacity_);
+        target.narrow(1, 0, held).copy_(source.narrow(1, 0, held));
+      } else {
+        target.copy_(source);
+      }
+    }
+  }
+}
+
+ModelState RowStates::read(int64_t row) const {
+  ModelState state(state_.size());
+  for (size_t k = 0; k < state_.size(); ++k) {
+    int64_t held = 0;
+    if (keeps(k)) held = state_[k][kLengthsPlace].select(0, row).item<int64_t>();
+    for (size_t i = 0; i < state_[k].size(); ++i) {
+      if (i == kRoomPlace) {
+        state[k].push_back(at::tensor({held, kGrowing}, at::kLong));
+      } else {
+        const Tensor one = state_[k][i].narrow(0, row, 1);
+        state[k].push_back((keeps(k) && i < kCaches ? one.narrow(1, 0, held) : one).clone());
+      }
+    }
+  }
+  return state;
+}
+
+void RowStates::copy_row(int64_t from, int64_t to) {
+  for (const nn::MixerState& layer : state_) {
+    for (size_t i = 0; i < layer.size(); ++i) {
+      if (i != kRoomPlace) layer[i].select(0, to).copy_(layer[i].select(0, from));
+    }
+  }
+}
+
+void RowStates::clear_row(int64_t row) {
+  for (size_t k = 0; k < state_.size(); ++k) {
+    if (!keeps(k)) continue;
+    for (const size_t place : {kLengthsPlace, kSeenPlace}) state_[k][place].select(0, row).zero_();
+  }
+}
+
+void RowStates::grow(int64_t capacity) {
+  for (size_t k = 0; k < state_.size(); ++k) {
+    if (!keeps(k)) continue;
+    for (size_t i = 0; i < kCaches; ++i) state_[k][i] = enlarged(state_[k][i], capacity);
+    state_[k][kRoomPlace].select(0, 1).fill_(capacity);
+  }
+  capacity_ = capacity;
+}
+
+bool RowStates::drop_unreachable(int64_t count, int64_t* most) {
+  const ModelState views = first(count);
+  bool drops = false;
+  *most = 0;
+  for (size_t k = 0; k < state_.size(); ++k) {
+    if (!keeps(k)) continue;
+    drops = model_.block(k).mixer().drop_unreachable(views[k]) || drops;
+    const Tensor& lengths = views[k][kLengthsPlace];
+    *most = std::max(*most, lengths.numel() > 0 ? lengths.max().item<int64_t>() : 0);
+  }
+  return drops;
+}
+
+int64_t RowStates::bytes() const {
+  int64_t total = 0;
+  for (const nn::MixerState& layer : state_) total += bytes_in(layer);
+  return total;
+}
+
+}  // namespace tidegate::models

@@ -1,0 +1,98 @@
+#include "src/nn/products.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "kernels/product/product.h"
+#include "src/ops/launch.h"
+#include "src/ops/views.h"
+
+#ifdef TIDEGATE_WITH_CUDA
+#include "kernels/product/product_cuda.h"
+#endif
+
+namespace tidegate::nn {
+namespace {
+
+thread_local int few_rows_guards = 0;
+
+bool has_unit_rows(const at::Tensor& t) { return t.stride(-1) == 1 || t.size(-1) <= 1; }
+
+/// On CUDA the kernel waits for its first measurement beside cuBLAS: TIDEGATE_FEW_ROWS=1 asks for
+/// it.
+bool is_asked_for(at::Device device) {
+  if (device.is_cpu()) return true;
+  const char* const set = std::getenv("TIDEGATE_FEW_ROWS");
+  return device.is_cuda() && set != nullptr && std::strcmp(set, "1") == 0;
+}
+
+kernels::product::FewRowsParams few_rows_params(const at::Tensor& x, const at::Tensor& weight,
+                                                const std::optional<at::Tensor>& bias) {
+  kernels::product::FewRowsParams params;
+  params.rows = x.size(0);
+  params.inner = weight.size(1);
+  params.outer = weight.size(0);
+  params.dtype = ops::kernel_dtype(x.scalar_type());
+  params.x = x.const_data_ptr();
+  params.stride_x = x.stride(0);
+  params.w = weight.const_data_ptr();
+  params.stride_w = weight.stride(0);
+  params.bias = bias ? bias->const_data_ptr() : nullptr;
+  params.stride_y = weight.size(0);
+  return params;
+}
+
+/// The rows of x by the kernel; undefined where it is not made for them.
+at::Tensor few_rows(const at::Tensor& given, const at::Tensor& weight,
+                    const std::optional<at::Tensor>& bias) {
+  const int64_t inner = weight.size(1);
+  if (given.dim() < 2 || given.size(-1) != inner || inner == 0 || given.numel() == 0 ||
+      given.numel() > kernels::product::kFewRows * inner || !is_asked_for(given.device()) ||
+      at::autocast::is_autocast_enabled(given.device().type())) {
+    return {};
+  }
+  const bool is_one_type = given.scalar_type() == weight.scalar_type() &&
+                           (!bias || bias->scalar_type() == given.scalar_type());
+  const bool is_flat = given.dim() == 2 || given.is_contiguous();
+  if (!is_one_type || !is_flat || !has_unit_rows(given) || !has_unit_rows(weight)) return {};
+  if (bias && !bias->is_contiguous()) return {};
+  auto params = few_rows_params(given.dim() == 2 ? given : given.view({-1, inner}), weight, bias);
+#ifdef TIDEGATE_WITH_CUDA
+  if (given.is_cuda() && !kernels::product::few_rows_fit(params)) return {};
+#endif
+  std::vector<int64_t> shape = given.sizes().vec();
+  shape.back() = weight.size(0);
+  at::Tensor y = at::empty(shape, given.options());
+  params.y = y.data_ptr();
+#ifdef TIDEGATE_WITH_CUDA
+  if (given.is_cuda()) {
+    const c10::DeviceGuard guard(given.device());
+    ops::check_launch("linear", "launch",
+                      kernels::product::few_rows_cuda(params, ops::current_stream(given.device())));
+    return y;
+  }
+#endif
+  kernels::product::few_rows_cpu(params, ops::torch_threads());
+  return y;
+}
+
+}  // namespace
+
+FewRowsGuard::FewRowsGuard() { ++few_rows_guards; }
+FewRowsGuard::~FewRowsGuard() { --few_rows_guards; }
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias) {
+  if (few_rows_guards > 0) {
+    if (const at::Tensor y = few_rows(x, weight, bias); y.defined()) return y;
+  }
+  return at::linear(x, weight, bias);
+}
+
+}  // namespace tidegate::nn

@@ -1,0 +1,99 @@
+#include "tidegate/optim/adamw.h"
+
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <map>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+namespace tidegate::optim {
+namespace {
+
+using torch::Tensor;
+using torch::optim::AdamWOptions;
+using torch::optim::AdamWParamState;
+
+/// What one call of the fused kernel steps: parameters of one device and dtype that have made
+/// equally many steps.
+struct Batch {
+  std::vector<Tensor> parameters, gradients, means, squares, largest, steps;
+};
+
+using BatchKey = std::tuple<c10::DeviceType, int, at::ScalarType, int64_t>;
+
+AdamWParamState& state_of(
+    ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>& states,
+    const Tensor& parameter, bool amsgrad) {
+  auto& state = states[parameter.unsafeGetTensorImpl()];
+  if (state == nullptr) {
+    auto fresh = std::make_unique<AdamWParamState>();
+    fresh->step(0);
+    fresh->exp_avg(at::zeros_like(parameter, at::MemoryFormat::Preserve));
+    fresh->exp_avg_sq(at::zeros_like(parameter, at::MemoryFormat::Preserve));
+    if (amsgrad) {
+      fresh->max_exp_avg_sq(at::zeros_like(parameter, at::MemoryFormat::Preserve));
+    }
+    state = std::move(fresh);
+  }
+  return static_cast<AdamWParamState&>(*state);
+}
+
+/// The kernel reads all tensors of a parameter in the order in which they lie in memory.
+Tensor laid_out_like(const Tensor& gradient, const Tensor& parameter) {
+  if (gradient.strides() == parameter.strides()) return gradient;
+  return at::empty_like(parameter, at::MemoryFormat::Preserve).copy_(gradient);
+}
+
+void add_to(Batch& batch, const Tensor& parameter, const AdamWParamState& state, bool amsgrad) {
+  batch.parameters.push_back(parameter);
+  batch.gradients.push_back(laid_out_like(parameter.grad(), parameter));
+  batch.means.push_back(state.exp_avg());
+  batch.squares.push_back(state.exp_avg_sq());
+  if (amsgrad) batch.largest.push_back(state.max_exp_avg_sq());
+}
+
+void step_batch(Batch& batch, const AdamWOptions& options, int64_t step) {
+  const auto [first, second] = options.betas();
+  const Tensor& any = batch.parameters.front();
+  // The kernel reads the count on the device; one number serves all parameters.
+  const Tensor count =
+      at::full({}, static_cast<double>(step), any.options().dtype(at::kFloat).requires_grad(false));
+  batch.steps.assign(batch.parameters.size(), count);
+  at::_fused_adamw_(batch.parameters, batch.gradients, batch.means, batch.squares, batch.largest,
+                    batch.steps, options.lr(), first, second, options.weight_decay(), options.eps(),
+                    options.amsgrad(), /*maximize=*/false);
+}
+
+}  // namespace
+
+Tensor AdamW::step(LossClosure closure) {
+  const torch::NoGradGuard no_grad;
+  Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  for (auto& group : param_groups_) {
+    const auto& options = static_cast<const AdamWOptions&>(group.options());
+    std::map<BatchKey, Batch> batches;
+    for (const Tensor& parameter : group.params()) {
+      const Tensor& gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      TORCH_CHECK(!gradient.is_sparse(), "AdamW: expected dense gradients; got a sparse one");
+      AdamWParamState& state = state_of(state_, parameter, options.amsgrad());
+      state.step(state.step() + 1);
+      const BatchKey key{parameter.device().type(), parameter.device().index(),
+                         parameter.scalar_type(), state.step()};
+      add_to(batches[key], parameter, state, options.amsgrad());
+    }
+    for (auto& [key, batch] : batches) step_batch(batch, options, std::get<int64_t>(key));
+  }
+  return loss;
+}
+
+}  // namespace tidegate::optim

@@ -1,0 +1,88 @@
+// The decoding engine from C++: Decoder beside generate(), its slots and its errors.
+
+#include "tidegate/models/decoder.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <vector>
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+CausalLM made(const char* mixer) {
+  torch::manual_seed(3);
+  LMConfig config;
+  config.mixer = std::string(mixer);
+  config.vocab_size = 23;
+  config.dim = 16;
+  config.layers = 2;
+  CausalLM model(config, nn::Placement{torch::kCPU, torch::kDouble});
+  const torch::NoGradGuard no_grad;
+  for (Tensor& p : model->parameters()) p.add_(at::randn_like(p));
+  return model;
+}
+
+std::map<int64_t, std::vector<int64_t>> decoded(Decoder& decoder, int64_t steps) {
+  std::map<int64_t, std::vector<int64_t>> tokens;
+  while (decoder.active() > 0) {
+    for (const DecodedToken& one : decoder.step(steps)) tokens[one.slot].push_back(one.token);
+  }
+  return tokens;
+}
+
+TEST(Decoder, GivesWhatGenerateGives) {
+  for (const char* mixer : {"hgrn", "hgrn2", "rwkv4", "fox-pro", "transformer"}) {
+    CausalLM model = made(mixer);
+    const Tensor ids = at::randint(0, 23, {3, 5}, at::kLong);
+    const Tensor wanted =
+        model->generate(ids, GenerateOptions(20).seed(4).top_k(9).repetition_penalty(1.3));
+    Decoder decoder(model, DecoderOptions(3).capacity(4).prompt_chunk(3));
+    std::vector<Tensor> prompts;
+    std::vector<SequenceOptions> options;
+    for (int64_t b = 0; b < 3; ++b) {
+      prompts.push_back(ids[b]);
+      options.push_back(
+          SequenceOptions().max_new_tokens(20).seed(4).stream(b).top_k(9).repetition_penalty(1.3));
+    }
+    const auto slots = decoder.add(prompts, options);
+    auto tokens = decoded(decoder, 7);
+    for (int64_t b = 0; b < 3; ++b) {
+      const Tensor found = at::tensor(tokens[slots[static_cast<size_t>(b)]], at::kLong);
+      EXPECT_TRUE(at::equal(found, wanted[b].narrow(0, 5, 20))) << mixer << " row " << b;
+    }
+  }
+}
+
+TEST(Decoder, SavedStatesAreAsGoodAsReading) {
+  CausalLM model = made("fox-pro");
+  const Tensor ids = at::randint(0, 23, {9}, at::kLong);
+  const auto options = SequenceOptions().temperature(0.0).max_new_tokens(10);
+  Decoder decoder(model, DecoderOptions(2));
+  const int64_t whole = decoder.add(ids, options);
+  const int64_t prefix = decoder.add(ids.narrow(0, 0, 6), options);
+  const TensorMap saved = decoder.save(prefix);
+  decoder.remove(prefix);
+  const int64_t other = decoder.add_saved(saved, ids.narrow(0, 6, 3), options);
+  auto tokens = decoded(decoder, 3);
+  EXPECT_EQ(tokens[whole], tokens[other]);
+}
+
+TEST(Decoder, RefusesWhatDoesNotFit) {
+  CausalLM model = made("hgrn2");
+  Decoder decoder(model, DecoderOptions(1));
+  const Tensor ids = at::zeros({2}, at::kLong);
+  EXPECT_THROW(decoder.add(at::zeros({0}, at::kLong)), c10::ValueError);
+  EXPECT_THROW(decoder.add(ids, SequenceOptions().temperature(-1.0)), c10::ValueError);
+  EXPECT_THROW(decoder.remove(0), c10::ValueError);
+  const int64_t slot = decoder.add(ids);
+  EXPECT_THROW(decoder.add(ids), c10::ValueError);
+  decoder.remove(slot);
+  EXPECT_THROW(decoder.remove(slot), c10::ValueError);
+  EXPECT_THROW(Decoder(model, DecoderOptions(0)), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace tidegate::models

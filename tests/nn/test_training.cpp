@@ -1,0 +1,165 @@
+// What training in C++ has besides the modules: the loss's options, the fused optimiser, blocks
+// that are computed again.
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <tidegate/models/causal_lm.h>
+#include <tidegate/optim/adamw.h>
+#include <tidegate/version.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <string>
+#include <vector>
+
+namespace tidegate::models {
+namespace {
+
+using torch::Tensor;
+
+LMConfig three_layers(const std::string& mixer) {
+  LMConfig config;
+  config.mixer = mixer;
+  config.vocab_size = 19;
+  config.dim = 16;
+  config.layers = 3;
+  return config;
+}
+
+Tensor some_ids(at::DeviceType device = at::kCPU) {
+  return at::arange(2 * 13, at::TensorOptions(device).dtype(at::kLong)).remainder(19).view({2, 13});
+}
+
+bool has_cuda() {
+  return at::globalContext().hasCUDA() &&
+         std::string(build_info()).find("cuda: off") == std::string::npos;
+}
+
+// The loss and all gradients, under autocast where it is asked for.
+std::vector<Tensor> gradients_of(CausalLM& model, bool is_bf16) {
+  const at::DeviceType device = model->embedding->weight.device().type();
+  torch::manual_seed(7);
+  at::autocast::set_autocast_enabled(device, is_bf16);
+  at::autocast::set_autocast_dtype(device, at::kBFloat16);
+  const Tensor loss = model->forward(some_ids(device), "next").loss;
+  at::autocast::set_autocast_enabled(device, false);
+  at::autocast::clear_cache();
+  std::vector<Tensor> found = torch::autograd::grad({loss}, model->parameters());
+  found.push_back(loss.detach());
+  return found;
+}
+
+void expect_equal(const std::vector<Tensor>& one, const std::vector<Tensor>& two) {
+  ASSERT_EQ(one.size(), two.size());
+  for (size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], two[i])) << i;
+}
+
+TEST(Training, LogitsComeWhereTheyAreAskedFor) {
+  torch::manual_seed(0);
+  CausalLM model(three_layers("hgrn2"));
+  const Tensor ids = some_ids();
+  const Tensor logits = model->forward(ids).logits;
+  const Output plain = model->forward(ids, "next");
+  EXPECT_FALSE(plain.logits.defined());
+  const Output both = model->forward(ids, "next", {}, {}, {.return_logits = true});
+  EXPECT_TRUE(at::equal(both.logits, logits));
+  EXPECT_TRUE(at::equal(both.loss, plain.loss));
+  const Tensor flat = logits.slice(1, 0, -1).flatten(0, 1);
+  const Tensor wanted =
+      at::cross_entropy_loss(flat, ids.slice(1, 1).flatten(), {}, at::Reduction::Mean, -100, 0.1);
+  const LossOptions smooth{.label_smoothing = 0.1};
+  EXPECT_TRUE(at::allclose(model->forward(ids, "next", {}, {}, smooth).loss, wanted, 1e-5, 1e-6));
+}
+
+void expect_blocks_computed_again_to_be_the_same(const std::vector<std::string>& mixers,
+                                                 at::DeviceType device) {
+  for (const std::string& mixer : mixers) {
+    LMConfig config = three_layers(mixer);
+    config.dropout = mixer == "hgrn" ? 0.2 : 0.0;
+    torch::manual_seed(1);
+    CausalLM model(config);
+    model->to(device);
+    for (const bool is_bf16 : {false, true}) {
+      model->recompute = "none";
+      const auto wanted = gradients_of(model, is_bf16);
+      model->recompute = "blocks";
+      expect_equal(gradients_of(model, is_bf16), wanted);
+    }
+  }
+}
+
+TEST(Training, BlocksComputedAgainHaveTheSameGradients) {
+  expect_blocks_computed_again_to_be_the_same({"hgrn", "hgrn2", "rwkv4", "fox", "transformer"},
+                                              at::kCPU);
+}
+
+TEST(TrainingCuda, BlocksComputedAgainHaveTheSameGradients) {
+  if (!has_cuda()) GTEST_SKIP() << "no CUDA device";
+  expect_blocks_computed_again_to_be_the_same({"hgrn", "hgrn2", "rwkv4"}, at::kCUDA);
+}
+
+TEST(Training, TheResidualStreamMayBeNarrow) {
+  torch::manual_seed(2);
+  CausalLM model(three_layers("hgrn2"));
+  const auto wide = gradients_of(model, true);
+  model->residual_dtype = at::kBFloat16;
+  const auto narrow = gradients_of(model, true);
+  EXPECT_FALSE(at::equal(narrow[0], wide[0]));
+  for (size_t i = 0; i < wide.size(); ++i) {
+    EXPECT_TRUE(at::allclose(narrow[i], wide[i], 0.1, 0.05)) << i;
+  }
+}
+
+TEST(Training, AnUnknownChoiceIsNamed) {
+  CausalLM model(three_layers("hgrn2"));
+  model->recompute = "norms";
+  try {
+    model->forward(some_ids());
+    FAIL();
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("recompute: expected one of 'none', 'blocks'"),
+              std::string::npos);
+  }
+}
+
+void expect_fused_adamw_to_step_as_torchs(at::DeviceType device) {
+  for (const bool amsgrad : {false, true}) {
+    const auto options =
+        torch::optim::AdamWOptions(1e-2).weight_decay(0.1).betas({0.8, 0.95}).amsgrad(amsgrad);
+    std::vector<Tensor> ours, theirs;
+    torch::manual_seed(3);
+    for (const int64_t rows : {1, 5, 300}) {
+      ours.push_back(at::randn({rows, 7}, device).requires_grad_());
+      theirs.push_back(ours.back().detach().clone().requires_grad_());
+    }
+    const auto wide = at::TensorOptions(device).dtype(at::kDouble);
+    ours.push_back(at::randn({4, 6}, wide).t().detach().requires_grad_());
+    theirs.push_back(ours.back().detach().clone().requires_grad_());
+    optim::AdamW fused(ours, options);
+    torch::optim::AdamW plain(theirs, options);
+    for (int step = 0; step < 4; ++step) {
+      for (size_t i = 0; i < ours.size(); ++i) {
+        const bool is_left_out = i == 1 && step == 0;  // and so is a step behind
+        const Tensor gradient = at::randn_like(ours[i]).contiguous();
+        ours[i].mutable_grad() = is_left_out ? Tensor() : gradient;
+        theirs[i].mutable_grad() = is_left_out ? Tensor() : gradient.clone();
+      }
+      fused.step();
+      plain.step();
+    }
+    for (size_t i = 0; i < ours.size(); ++i) {
+      EXPECT_TRUE(at::allclose(ours[i], theirs[i], 1e-5, 1e-6)) << i;
+    }
+    EXPECT_EQ(fused.state().size(), ours.size());
+  }
+}
+
+TEST(Training, TheFusedAdamWStepsAsTorchsDoes) { expect_fused_adamw_to_step_as_torchs(at::kCPU); }
+
+TEST(TrainingCuda, TheFusedAdamWStepsAsTorchsDoes) {
+  if (!has_cuda()) GTEST_SKIP() << "no CUDA device";
+  expect_fused_adamw_to_step_as_torchs(at::kCUDA);
+}
+
+}  // namespace
+}  // namespace tidegate::models

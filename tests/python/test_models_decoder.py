@@ -1,0 +1,395 @@
+"""The decoding engine: generate() by it, and Decoder, whose sequences come and go."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from support.generating_models import CONFIGS, VOCAB, make, prompts
+from torch import nn
+
+from tidegate.models import CausalLM, Decoder, LMConfig
+from tidegate.models import generating as generating_module
+from tidegate.models.engine import engine_of
+
+SAMPLED = {"seed": 3, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2}
+FEW = ["hgrn2", "rwkv4", "fox-pro-grouped", "transformer-window", "mixed"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tokens_of(decoder: Decoder, steps: int = 1) -> dict[int, list[int]]:
+    """What each sequence draws until all have ended."""
+    found: dict[int, list[int]] = {}
+    while decoder.active:
+        for token in decoder.step(steps):
+            found.setdefault(token.slot, []).append(token.token)
+    return found
+
+
+def alone(model: CausalLM, prompt: torch.Tensor, count: int, **options) -> list[int]:
+    decoder = Decoder(model, 1)
+    slot = decoder.add(prompt, max_new_tokens=count, **options)
+    return tokens_of(decoder)[slot]
+
+
+# generate()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate_is_what_the_models_own_steps_give(name, device, monkeypatch):
+    """Greedy ids, prompts of unequal length; ids drawn by seed under every filter."""
+    model = make(name, device=device)
+    ids = torch.stack(prompts(7, 7, 7)).to(device)
+    lengths = torch.tensor([3, 7, 1])
+    assert engine_of(model) is not None
+    greedy = model.generate(ids, 21, temperature=0.0, lengths=lengths)
+    drawn = model.generate(ids, 21, **SAMPLED)
+    again = model.generate(ids, 21, **SAMPLED)
+    monkeypatch.setattr(generating_module, "engine_of", lambda model: None)
+    assert torch.equal(greedy, model.generate(ids, 21, temperature=0.0, lengths=lengths))
+    assert torch.equal(drawn, model.generate(ids, 21, **SAMPLED))
+    assert torch.equal(drawn, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_captured_steps_give_what_eager_ones_do(name, dtype, device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("the CPU has no graphs")
+    model = make(name, dtype, device)
+    ids = torch.stack(prompts(9, 9, 9)).to(device)
+    calls = ({"temperature": 0.0}, SAMPLED, {"seed": 8, "eos": 3})
+    for batch in (1, 3):
+        captured = [model.generate(ids[:batch], 40, **call) for call in calls]
+        monkeypatch.setenv("TIDEGATE_CUDA_GRAPHS", "0")
+        eager = [model.generate(ids[:batch], 40, **call) for call in calls]
+        monkeypatch.delenv("TIDEGATE_CUDA_GRAPHS")
+        for one, other in zip(captured, eager, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_generate_sees_the_parameters_of_now(device):
+    """Changed in place, given new memory, cast."""
+    model = make("hgrn", device=device)
+    ids = torch.stack(prompts(4, 4)).to(device)
+    before = model.generate(ids, 30, temperature=0.0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-1.3)
+    after = model.generate(ids, 30, temperature=0.0)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, copy.deepcopy(model).generate(ids, 30, temperature=0.0))
+    with torch.no_grad():
+        model.lower_bounds.logits.add_(torch.randn_like(model.lower_bounds.logits))
+    bounded = copy.deepcopy(model).generate(ids, 30, temperature=0.0)
+    assert torch.equal(model.generate(ids, 30, temperature=0.0), bounded)
+    half = model.float()
+    assert torch.equal(
+        half.generate(ids, 30, seed=1), copy.deepcopy(half).generate(ids, 30, seed=1)
+    )
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+def test_what_only_python_knows_is_computed_by_python(device):
+    """A module of another class, a hook, a forward of one's own."""
+    ids = torch.stack(prompts(5)).to(device)
+    for change in (
+        lambda m: setattr(m.blocks[0], "glu", Doubled(m.blocks[0].glu)),
+        lambda m: m.blocks[0].glu.register_forward_hook(lambda module, args, y: 2 * y),
+        lambda m: setattr(m.blocks[1].glu, "forward", lambda x: -x),
+    ):
+        model = make("hgrn2", device=device)
+        plain = model.generate(ids, 25, temperature=0.0)
+        change(model)
+        assert engine_of(model) is None
+        changed = model.generate(ids, 25, temperature=0.0)
+        assert not torch.equal(plain, changed)
+        with pytest.raises(ValueError, match="Decoder: model: expected a CausalLM of tidegate's"):
+            Decoder(model, 1)
+
+
+def test_generate_under_inference_mode_and_in_threads(device):
+    model = make("fox", device=device)
+    ids = torch.stack(prompts(6, 6)).to(device)
+    wanted = model.generate(ids, 20, seed=4)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(ids, 20, seed=4), wanted)
+    assert torch.equal(model.generate(ids, 20, seed=4), wanted)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(model.generate(ids, 20, seed=4)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(one, wanted) for one in found)
+
+
+def test_a_seed_none_draws_from_torchs_generator():
+    model = make("hgrn2")
+    ids = torch.stack(prompts(3))
+    torch.manual_seed(1)
+    one = model.generate(ids, 20)
+    two = model.generate(ids, 20)
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(ids, 20), one)
+    assert not torch.equal(one, two)
+
+
+# Decoder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sequences_come_and_go(name, device):
+    """Each gets the tokens that it gets alone, and that generate() gives it, whatever enters or
+    leaves beside it."""
+    model = make(name, device=device)
+    options = (SAMPLED, {"temperature": 0.0}, {"seed": 1}, SAMPLED, {"seed": 2, "top_k": 3})
+    asks = list(zip(prompts(3, 11, 1, 6, 8), (9, 30, 14, 3, 12), options, strict=True))
+    wanted = [alone(model, prompt, count, **options) for prompt, count, options in asks]
+    decoder = Decoder(model, 3, capacity=8, prompt_chunk=4)
+    owner: dict[int, int] = {}
+    found: list[list[int]] = [[] for _ in asks]
+    waiting = list(range(len(asks)))
+    while waiting or decoder.active:
+        while waiting and decoder.taken < 3:
+            one = waiting.pop(0)
+            prompt, count, options = asks[one]
+            slot = decoder.add(prompt.to(device), max_new_tokens=count, **options)
+            owner[slot] = one
+        for token in decoder.step(2):
+            found[owner[token.slot]].append(token.token)
+            if token.is_last:
+                decoder.remove(token.slot)
+    assert found == wanted
+    assert decoder.taken == 0
+    prompt, count, options = asks[0]
+    made = model.generate(prompt[None].to(device), count, **options)
+    assert made[0, 3:].tolist() == wanted[0]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_removed_sequences_leave_the_others_as_they_are(name, device):
+    model = make(name, device=device)
+    first, second, third = prompts(5, 2, 9)
+    wanted = [alone(model, p, 20, temperature=0.0) for p in (second, third)]
+    decoder = Decoder(model, 3)
+    slots = decoder.add_all([first, second, third], temperature=0.0, max_new_tokens=20)
+    start = [t for t in decoder.step(4) if t.slot != slots[0]]
+    decoder.remove(slots[0])
+    rest = [*start, *decoder.step(16)]
+    for slot, tokens in zip(slots[1:], wanted, strict=True):
+        assert [t.token for t in rest if t.slot == slot] == tokens
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_samples_of_one_prompt(name, device):
+    """The state is copied: as many prompts read one by one would give the same."""
+    model = make(name, device=device)
+    (prompt,) = prompts(7)
+    decoder = Decoder(model, 4)
+    slots = decoder.add_samples(prompt, 4, seed=6, max_new_tokens=15)
+    found = tokens_of(decoder, 5)
+    wanted = model.generate(prompt.expand(4, 7).to(device), 15, seed=6)
+    assert [found[slot] for slot in slots] == wanted[:, 7:].tolist()
+    assert len({tuple(row) for row in found.values()}) > 1
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_fork_goes_on_from_where_the_other_is(name):
+    model = make(name)
+    (prompt,) = prompts(7)
+    decoder = Decoder(model, 2)
+    slot = decoder.add(prompt, temperature=0.0, max_new_tokens=12)
+    head = [t.token for t in decoder.step(5)]
+    other = decoder.fork(slot, temperature=0.0, max_new_tokens=7)
+    found = tokens_of(decoder)
+    assert found[slot] == found[other]
+    assert head + found[slot] == alone(model, prompt, 12, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_states_are_as_good_as_reading(name, device, tmp_path):
+    model = make(name, device=device)
+    prefix, more = prompts(9, 4)
+    decoder = Decoder(model, 3)
+    decoder.save(decoder.add(prefix), tmp_path / "prefix")
+    there = Decoder(model, 2)
+    options = {**SAMPLED, "max_new_tokens": 12}
+    one = there.load(tmp_path / "prefix", more, **options)
+    two = there.load(tmp_path / "prefix", **options)
+    found = tokens_of(there)
+    whole = torch.cat([prefix, more])
+    assert found[one] == alone(model, whole, 12, **SAMPLED)
+    assert found[two] == alone(model, prefix, 12, **SAMPLED)
+
+
+def test_a_sequence_ends_with_a_stop(device):
+    model = make("hgrn2", device=device)
+    (prompt,) = prompts(6)
+    free = alone(model, prompt, 30, temperature=0.0)
+    stop = free[11]
+    end = free.index(stop) + 1
+    decoder = Decoder(model, 2, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    by_id = decoder.add(prompt, temperature=0.0, stop_ids=[VOCAB - 1, stop])
+    text = f"{free[4]}><{free[5]}>"
+    by_text = decoder.add(prompt, temperature=0.0, stop_strings=["nowhere", text])
+    found: dict[int, list] = {by_id: [], by_text: []}
+    for token in decoder.step(25):
+        found[token.slot].append(token)
+    assert [t.token for t in found[by_id]] == free[:end]
+    assert [t.is_last for t in found[by_id]] == [False] * (end - 1) + [True]
+    last = next(n for n in range(31) if text in "".join(f"<{i}>" for i in free[:n]))
+    assert [t.token for t in found[by_text]] == free[:last]
+    assert found[by_text][-1].is_last
+    assert decoder.active == 0
+    assert decoder.taken == 2
+    for slot in (by_id, by_text):
+        decoder.remove(slot)
+    assert decoder.taken == 0
+
+
+def test_log_probs(device):
+    """By the logits as they are, whatever the temperature and the filters."""
+    model = make("fox", device=device)
+    (prompt,) = prompts(5)
+    decoder = Decoder(model, 1, log_probs=True)
+    decoder.add(prompt, max_new_tokens=10, temperature=0.5, top_k=4, seed=1)
+    tokens = decoder.step(10)
+    ids = torch.cat([prompt, torch.tensor([t.token for t in tokens])]).to(device)
+    logits = model(ids[None]).logits[0, 4:-1].log_softmax(-1)
+    wanted = logits.gather(1, ids[5:, None])[:, 0]
+    found = torch.tensor([t.log_prob for t in tokens], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted.detach().cpu(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8192])
+@pytest.mark.parametrize("name", FEW)
+def test_prompts_in_chunks(name, chunk):
+    model = make(name)
+    asked = prompts(10, 4, 1, 2)
+    decoder = Decoder(model, 4, prompt_chunk=chunk)
+    slots = decoder.add_all(asked, temperature=0.0, max_new_tokens=8)
+    found = tokens_of(decoder)
+    for slot, prompt in zip(slots, asked, strict=True):
+        assert found[slot] == alone(model, prompt, 8, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", ["fox", "fox-pruned", "transformer-window", "transformer"])
+def test_caches_grow(name, device):
+    """Beyond their first capacity, in a batch whose sequences are of unequal length."""
+    model = make(name, device=device)
+    asked = prompts(3, 40)
+    decoder = Decoder(model, 2, capacity=16)
+    slots = decoder.add_all(asked, temperature=0.0, max_new_tokens=330)
+    found = tokens_of(decoder, 32)
+    ids = torch.nn.utils.rnn.pad_sequence(asked, batch_first=True).to(device)
+    wanted = model.generate(ids, 330, temperature=0.0, lengths=torch.tensor([3, 40]))
+    assert found[slots[0]] == wanted[0, 3:333].tolist()
+    assert found[slots[1]] == wanted[1, 40:].tolist()
+
+
+def test_streaming():
+    model = make("hgrn2")
+    (prompt,) = prompts(4)
+    decoder = Decoder(model, 1)
+    wanted = alone(model, prompt, 12, temperature=0.0)
+    stream = decoder.stream(prompt.tolist(), max_new_tokens=12, temperature=0.0)
+    assert [next(stream).token for _ in range(3)] == wanted[:3]
+    stream.close()
+    assert decoder.taken == 0
+    whole = [t.token for t in decoder.stream(prompt, max_new_tokens=12, temperature=0.0)]
+    assert whole == wanted
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d, p: d.add([]), "Decoder.add: prompt: expected at least one token; got none"),
+        (lambda d, p: d.add("text"), "Decoder.add: prompt: expected ids, a tensor or a list; got"),
+        (
+            lambda d, p: d.add([1, VOCAB]),
+            f"expected ids from 0 to below vocab_size={VOCAB}; got 37",
+        ),
+        (lambda d, p: d.add(p.float()), r"prompt: expected int32 or int64 \[length\]; got Float"),
+        (
+            lambda d, p: d.add(p, temperature=-1.0),
+            "Decoder.add: temperature: expected >= 0; got -1",
+        ),
+        (lambda d, p: d.add(p, top_p=0.0), r"Decoder.add: top_p: expected in \(0, 1\]; got 0.0"),
+        (lambda d, p: d.add(p, min_p=2.0), r"Decoder.add: min_p: expected in \[0, 1\]; got 2.0"),
+        (lambda d, p: d.add(p, repetition_penalty=0.0), "repetition_penalty: expected > 0; got 0"),
+        (
+            lambda d, p: d.add(p, max_new_tokens=0),
+            "max_new_tokens: expected an integer >= 1; got 0",
+        ),
+        (lambda d, p: d.add(p, stop_ids=range(9)), "stop_ids: expected at most 8, .*; got 9"),
+        (lambda d, p: d.add(p, stop_strings=["x"]), "stop_strings: expected a Decoder with decode"),
+        (lambda d, p: d.add(p, best=1), "Decoder.add: unknown option 'best'"),
+        (lambda d, p: d.add_all([p] * 3), "expected 3 free of the 2 slots; got 2: remove"),
+        (lambda d, p: [d.add(p) for _ in range(3)], "expected 1 free of the 2 slots; got 0"),
+        (lambda d, p: d.add_samples(p, 0), "samples: expected an integer >= 1; got 0"),
+        (lambda d, p: d.add_samples(p, 3), "samples: expected at most 2, .*; got 3"),
+        (lambda d, p: [d.remove(d.add(p)), d.remove(0)], "Decoder.remove: slot: expected one .* 0"),
+        (lambda d, p: d.remove(5), "Decoder.remove: slot: expected one that add.* gave .*; got 5"),
+        (lambda d, p: d.fork(0), "Decoder.fork: slot: expected one that add.*; got 0"),
+        (
+            lambda d, p: [d.add(p, max_new_tokens=1), d.step(), d.fork(0)],
+            "Decoder.fork: slot: expected a sequence that goes on; got 0, which has ended",
+        ),
+        (lambda d, p: d.step(0), "Decoder.step: steps: expected an integer >= 1; got 0"),
+        (
+            lambda d, p: [d.add(p), next(d.stream(p))],
+            "Decoder.stream: expected no other sequence that goes on; got 1",
+        ),
+    ],
+)
+def test_bad_calls(call, message):
+    decoder = Decoder(make("hgrn2"), 2)
+    with pytest.raises(ValueError, match=message):
+        call(decoder, prompts(3)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "Decoder: slots: expected an integer >= 1; got 0"),
+        ({"capacity": 0}, "Decoder: capacity: expected an integer >= 1; got 0"),
+        ({"prompt_chunk": 0}, "Decoder: prompt_chunk: expected an integer >= 1; got 0"),
+        (
+            {"slots": 1000, "capacity": 10**10},
+            "Decoder: capacity: expected states of 1000 sequences that fit the .* bytes that are "
+            "free; got 10000000000 tokens a sequence, which need",
+        ),
+    ],
+)
+def test_bad_decoders(options, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(make("fox"), **{"slots": 2, **options})
+
+
+def test_states_of_another_model(tmp_path):
+    decoder = Decoder(make("hgrn2"), 1)
+    decoder.save(decoder.add(prompts(3)[0]), tmp_path / "prefix")
+    torch.manual_seed(0)
+    wider = CausalLM(LMConfig(mixer="hgrn2", vocab_size=VOCAB, dim=64, layers=2))
+    with pytest.raises(ValueError, match=r"saved: 'layers.0.0': expected float32 .* got float64"):
+        Decoder(wider, 1).load(tmp_path / "prefix")
+    deeper = make("fox")
+    with pytest.raises(ValueError, match=r"Decoder.add_saved: saved: "):
+        Decoder(deeper, 1).load(tmp_path / "prefix")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        decoder.load(tmp_path / "nothing")
