@@ -37,6 +37,11 @@ function(tidegate_compile_quickly target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
 endfunction()
 
+# Where torch and its CUDA runtime (13's, 12's package) lie beside the Python package, from a folder of
+# that package.
+set(TIDEGATE_PACKAGE_RPATH
+  "$ORIGIN/../../torch/lib;$ORIGIN/../../nvidia/cu13/lib;$ORIGIN/../../nvidia/cuda_runtime/lib")
+
 # Warnings, and a run path that is transitive (DT_RPATH): with DT_RUNPATH a program would find
 # libtidegate.so but not what it needs in turn. A library has one path for the build tree, an
 # installed prefix and the Python package alike, so nothing is rewritten when it is installed: CMake
@@ -53,7 +58,7 @@ function(tidegate_target_defaults target)
     set_target_properties(${target} PROPERTIES
       BUILD_WITH_INSTALL_RPATH ON
       INSTALL_RPATH_USE_LINK_PATH ON
-      INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;$ORIGIN/../../nvidia/cu13/lib;${TIDEGATE_TORCH_RPATH}")
+      INSTALL_RPATH "$ORIGIN;${TIDEGATE_PACKAGE_RPATH};${TIDEGATE_TORCH_RPATH}")
   endif()
 endfunction()
 

@@ -27,7 +27,7 @@ if [[ ! -x $tools/bin/auditwheel ]]; then
 fi
 
 say "building the $kind wheel"
-rm -rf "$build/raw" "$build/edited" "$build/unpacked"
+rm -rf "$build/raw" "$build/edited" "$build/unpacked" "$build/repaired"
 arguments=(-C "build-dir=$build/tree" -C 'build.targets=tidegate_package;bench_models'
   -C cmake.define.TIDEGATE_BUILD_TESTS=OFF -C cmake.define.TIDEGATE_BUILD_BENCHMARKS=ON
   -C "cmake.define.TIDEGATE_CUDA=$([[ $kind == cuda ]] && echo ON || echo OFF)")
@@ -55,7 +55,7 @@ mkdir -p "$build/edited"
 "$tools/bin/wheel" pack --dest-dir "$build/edited" --local-version "$local_version" \
   "$build"/unpacked/tidegate-* >/dev/null
 
-rm -f wheelhouse/tidegate-*"$kind"*.whl
+rm -f wheelhouse/tidegate-*+"$local_version"-*.whl
 excluded=()
 for name in libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.so libtorch_python.so \
   'libcudart.so.*' libgomp.so.1; do
@@ -63,9 +63,9 @@ for name in libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.s
 done
 PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat auto --only-plat --wheel-dir "$build/repaired" "${excluded[@]}" \
   "$build"/edited/tidegate-*.whl
-wheel=$(ls -t "$build"/repaired/tidegate-*.whl | head -n 1)
-mv "$wheel" wheelhouse/
-wheel=wheelhouse/${wheel##*/}
+wheel=$(basename "$build"/repaired/tidegate-*.whl)
+mv "$build/repaired/$wheel" wheelhouse/
+wheel=wheelhouse/$wheel
 size=$(($(stat -c %s "$wheel") / 1000000))
 ((size <= most_mb)) || die "$wheel is $size MB, more than $most_mb"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -276,3 +277,26 @@ def test_importing_tidegate_imports_no_transformers() -> None:
     code = "import sys, tidegate; assert 'transformers' not in sys.modules; print('fine')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "fine\n"
+
+
+def test_a_program_that_knows_only_transformers_loads_it(tmp_path: Path) -> None:
+    """By trust_remote_code, as lm_eval does; and what is saved again is loaded again."""
+    model = hf.TidegateForCausalLM(config("hgrn2", layers=1))
+    model.save_pretrained(tmp_path / "one")
+    code = f"""
+import sys
+from transformers import AutoModelForCausalLM
+assert "tidegate" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "one")!r}, trust_remote_code=True)
+assert type(model).__module__ == "tidegate.hf.model", type(model).__module__
+model.save_pretrained({str(tmp_path / "two")!r})
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    names = [sorted(p.name for p in (tmp_path / f).iterdir()) for f in ("one", "two")]
+    assert names[0] == names[1]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)

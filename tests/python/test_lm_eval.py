@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from tidegate.cli import main
 from tidegate.models import CausalLM, LMConfig
 from tidegate.training.errors import UserError
-from tidegate.training.trained import Trained
 from tidegate.training.tokenizers import ByteTokenizer
+from tidegate.training.trained import Trained
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-hf.txt)")
 

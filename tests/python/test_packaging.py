@@ -330,8 +330,7 @@ def test_consumer_project_finds_what_pip_installed(
 @in_build_tree
 @pytest.mark.slow
 def test_an_exported_model_is_served_without_python(consumer: Path, tmp_path: Path) -> None:
-    """In tidegate_serve_exported, which says what the model does; a mixer of each kind
-    of state."""
+    """In tidegate_serve_exported, which says what the model does; a mixer of each kind of state."""
     torch.manual_seed(0)
     config = tidegate.models.LMConfig(
         ["rwkv4", "fox"], vocab_size=256, dim=32, layers=2, init_std=0.3

@@ -9,6 +9,15 @@ from transformers import PretrainedConfig
 from ..models import LMConfig
 from ..models.registry import mixer_class
 
+# What a saved model's folder says to a transformers that has not imported tidegate.hf, with
+# trust_remote_code=True: the file of this name there imports it.
+STUB = "modeling_tidegate"
+AUTO_MAP = {
+    "AutoConfig": f"{STUB}.TidegateConfig",
+    "AutoModel": f"{STUB}.TidegateModel",
+    "AutoModelForCausalLM": f"{STUB}.TidegateForCausalLM",
+    "AutoModelForSequenceClassification": f"{STUB}.TidegateForSequenceClassification",
+}
 # Fields of LMConfig under the names that transformers has for them.
 _THEIR_NAMES = {"hidden_size": "dim", "num_hidden_layers": "layers"}
 
@@ -71,6 +80,7 @@ class TidegateConfig(PretrainedConfig):
         self.init_std = init_std
         self.use_cache = use_cache
         kwargs.pop("layer_types", None)  # the mixers say them
+        self.auto_map = kwargs.pop("auto_map", None) or dict(AUTO_MAP)
         super().__init__(
             tie_word_embeddings=tie_word_embeddings,
             pad_token_id=pad_token_id,
@@ -79,6 +89,10 @@ class TidegateConfig(PretrainedConfig):
             **kwargs,
         )
         self.lm_config()  # raises for what cannot be
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: transformers would copy this file, which is a package's, beside the weights."""
 
     @property
     def layer_types(self) -> list[str]:

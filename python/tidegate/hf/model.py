@@ -7,6 +7,8 @@ Parameters are `tidegate.models.CausalLM`'s, under ``model.``, but for the head,
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +27,24 @@ from ..models.block import Model, embedding_std
 from ..models.classifiers import mean_over_time, mean_pool
 from ..nn._common import KeepsFloat32, make_linear, normal_, reset_linear
 from .cache import adopt
-from .config import TidegateConfig
+from .config import STUB, TidegateConfig
 from .packing import Tokens, bounds_from, lay_out
 
 # What transformers calls the cache in its outputs, which it renamed on the way through version 5.
 _CACHE = "cache"
 if _CACHE not in {f.name for f in dataclasses.fields(BaseModelOutputWithPast)}:
     _CACHE = "past_key_values"
+
+
+_STUB_TEXT = '''"""For from_pretrained(..., trust_remote_code=True): pip install 'tidegate[hf]'."""
+
+from tidegate.hf import (  # noqa: F401
+    TidegateConfig,
+    TidegateForCausalLM,
+    TidegateForSequenceClassification,
+    TidegateModel,
+)
+'''
 
 
 class TidegatePreTrainedModel(PreTrainedModel):
@@ -56,6 +69,18 @@ class TidegatePreTrainedModel(PreTrainedModel):
             for name in module._float32_names
         ]
         self.post_init()
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        """transformers' own, and beside it the file that config.json's auto_map names."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / f"{STUB}.py").write_text(_STUB_TEXT, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: transformers would copy this file, which is a package's, beside the weights."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

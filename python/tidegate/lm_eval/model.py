@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..models import CausalLM
-from ..models.sampling import Sampler
+from ..models.sampling import Sampler, SamplingOptions
 from ..training.errors import UserError
 from ..training.pieces import logits_in_pieces
-from ..training.trained import Trained, load_trained
 from ..training.runtime import autocast, resolve_precision, set_products
+from ..training.trained import Trained, load_trained
 
 TOKENS = 1 << 14  # of a batch, unless its size is said
 PIECE = 2048  # tokens of a long text that are read at once
@@ -234,17 +234,17 @@ class TidegateLM(TemplateLM):
         count = int(
             arguments.get("max_gen_toks", arguments.get("max_new_tokens", self.max_gen_toks))
         )
-        sampler = self._sampler(arguments)
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
+        sampler = Sampler(_sampling(arguments), ids, lengths, self.model.config.vocab_size)
         end = self.eot_token_id
         new: list[list[int]] = [[] for _ in rows]
         texts: list[str | None] = [None] * len(rows)
         with autocast(self._device, self.precision):
             logits, state = self.model.prefill(ids, lengths, capacity=count)
             for step in range(count):
-                token = sampler(logits)
+                token = sampler(logits.float())
                 for i, one in enumerate(token.tolist()):
                     if texts[i] is None:
                         new[i].append(one)
@@ -266,14 +266,6 @@ class TidegateLM(TemplateLM):
         if longest == 0 or not any(s in self.tok_decode(tokens[-longest - 4 :]) for s in until):
             return None
         return _cut_at(self.tok_decode(tokens), until)
-
-    def _sampler(self, arguments: dict[str, Any]) -> Sampler:
-        """Greedy unless arguments ask for draws."""
-        draws = arguments.get("do_sample", float(arguments.get("temperature") or 0.0) > 0.0)
-        temperature = float(arguments.get("temperature", 1.0)) if draws else 0.0
-        top_p = arguments.get("top_p") if draws else None
-        top_k = (arguments.get("top_k") or None) if draws else None
-        return Sampler(temperature, top_k, top_p, arguments.get("seed"), self._device)
 
     # Batches
 
@@ -297,6 +289,23 @@ class TidegateLM(TemplateLM):
             tokens += lengths[i]
         if batch:
             yield batch
+
+
+def _sampling(arguments: dict[str, Any]) -> SamplingOptions:
+    """Greedy unless arguments, which have transformers' names, ask for draws."""
+    draws = arguments.get("do_sample", float(arguments.get("temperature") or 0.0) > 0.0)
+    if not draws:
+        return SamplingOptions(temperature=0.0)
+    options = SamplingOptions(
+        temperature=float(arguments.get("temperature", 1.0)),
+        top_k=arguments.get("top_k") or None,  # 0 is transformers' word for none
+        top_p=arguments.get("top_p"),
+        min_p=arguments.get("min_p"),
+        repetition_penalty=float(arguments.get("repetition_penalty", 1.0)),
+        seed=arguments.get("seed"),
+    )
+    options.check("lm_eval: generation_kwargs")
+    return options
 
 
 def _batch_size(given: int | str | None) -> int | str:
