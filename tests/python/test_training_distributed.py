@@ -256,6 +256,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert "checkpoints/step-4, of step 4, is used instead" in said
 
 
+def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_whole_one(
+    tmp_path, text, sharded, ranks
+):
+    out = shutil.copytree(sharded, tmp_path / "run")
+    (out / "checkpoints" / "step-4.1" / ".metadata").write_bytes(b"")
+    changes = {"steps": 6, "schedule": "constant", "checkpoint_every": 5, "parallel": "fsdp"}
+    in_several(ranks, 2, out, text, **{**changes, "finishes": False})
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step-5", "step-6"]
+    (out / "checkpoints" / "step-6" / ".metadata").write_bytes(b"")
+    in_several(ranks, 2, out, text, **{**changes, "checkpoint_every": 0, "finishes": False})
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step-5", "step-6.1"]
+    assert RunFolder(out).choose().step == 6
+
+
 def test_where_every_checkpoint_is_damaged_the_last_is_named(tmp_path, sharded):
     out = shutil.copytree(sharded, tmp_path / "run")
     for path in (out / "checkpoints").iterdir():

@@ -23,9 +23,18 @@ COMMAND = "distributed_cases:command"
 AGAIN = "the same command goes on from the last checkpoint"
 
 
-@pytest.fixture
-def text(tmp_path) -> Path:
-    return write_text(tmp_path / "text.txt")
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text, ranks) -> Path:
+    """A run that nothing happens to."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    ended = ranks.run(2, COMMAND, *flags(text, out))
+    assert [each.status for each in ended] == [0, 0], ended
+    return out
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
@@ -40,25 +49,24 @@ def lines(ended: list[Ended]) -> list[str]:
     return [line.removeprefix("tidegate: ") for line in said if line.startswith("tidegate: ")]
 
 
-def goes_on(ranks: Ranks, tmp_path: Path, text: Path, *more: str) -> None:
-    """The run in tmp_path / "run", started again, ends as one that nothing happened to."""
-    for name in ("run", "whole"):
-        ended = ranks.run(2, COMMAND, *flags(text, tmp_path / name, *more))
-        assert [each.status for each in ended] == [0, 0], ended
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")]
-    assert [row["loss"] for row in rows[0]][-1] == [row["loss"] for row in rows[1]][-1]
-    assert not list((tmp_path / "run").rglob("*.tmp"))
+def goes_on(ranks: Ranks, out: Path, whole: Path, text: Path, *more: str) -> None:
+    """The run in `out`, started again, ends as `whole`, one that nothing happened to."""
+    ended = ranks.run(2, COMMAND, *flags(text, out, *more))
+    assert [each.status for each in ended] == [0, 0], ended
+    assert_same(weights(out), weights(whole))
+    rows = [read_metrics(folder / "metrics.jsonl")[-1] for folder in (out, whole)]
+    assert rows[0]["loss"] == rows[1]["loss"]
+    assert not list(out.rglob("*.tmp"))
 
 
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path, text, ranks):
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path, text, whole, ranks):
     ended = ranks.run(2, FAILING, "kill", 1, 8, *flags(text, tmp_path / "run"))
     assert [each.status for each in ended] == [2, -9]
     (said,) = lines(ended)
     assert said.startswith("train: rank 1 of 2 on ")
     assert said.endswith(f" is gone at step 8, killed or crashed: {AGAIN}")
     assert RunFolder(tmp_path / "run").choose().step in (3, 6)  # 6 may not have been whole yet
-    goes_on(ranks, tmp_path, text)
+    goes_on(ranks, tmp_path / "run", whole, text)
 
 
 def test_one_of_four_that_is_killed_is_named(tmp_path, text, ranks):
@@ -109,13 +117,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, text, ranks):
     assert RunFolder(tmp_path / "run").choose().step == 3
 
 
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, text, ranks):
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, text, whole, ranks):
     ended = ranks.run(2, FAILING, "write-kill", 1, 2, *flags(text, tmp_path / "run"))
     assert [each.status for each in ended] == [2, -9]
     assert len(lines(ended)) == 1
     assert RunFolder(tmp_path / "run").choose().step == 3
     assert (tmp_path / "run" / "checkpoints" / ".step-6.tmp").exists()
-    goes_on(ranks, tmp_path, text)
+    goes_on(ranks, tmp_path / "run", whole, text)
 
 
 def test_what_rank_0_takes_its_time_for_is_waited_for_in_silence(ranks):

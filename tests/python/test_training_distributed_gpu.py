@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.ranks import Ranks
 from test_training_distributed import ALIKE, assert_alike, metrics, weights
-from test_training_distributed_failures import FAILING, flags, goes_on, lines
+from test_training_distributed_failures import COMMAND, FAILING, flags, goes_on, lines
 from training_cases import write_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
@@ -92,4 +92,7 @@ def test_a_process_that_is_gone_or_hangs_is_named(tmp_path, text, gpus, how, sai
     assert line.startswith("train: rank 1 of 2 on ")
     assert said in line
     if how == "kill":
-        goes_on(gpus, tmp_path, text, "--device=cuda", "--parallel=fsdp")
+        more = ("--device=cuda", "--parallel=fsdp")
+        ended = gpus.run(2, COMMAND, *flags(text, tmp_path / "whole", *more))
+        assert [each.status for each in ended] == [0, 0], ended
+        goes_on(gpus, tmp_path / "run", tmp_path / "whole", text, *more)

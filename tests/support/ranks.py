@@ -57,7 +57,7 @@ class Ranks:
         self._server.wait(timeout=30)
 
     def run(
-        self, count: int, function: str, *arguments: Any, seconds: float = 60.0, **variables: str
+        self, count: int, function: str, *arguments: Any, seconds: float = 240.0, **variables: str
     ) -> list[Ended]:
         """`function` ("module:name") of as many ranks with the arguments, which JSON can say.
 

@@ -169,6 +169,7 @@ class RunFolder:
         self.model = self.path / MODEL_FOLDER
         self._is_whole = True  # checkpoint.pt, as far as anybody looked
         self._is_last = False  # and known to be newer than what several processes wrote
+        self._damaged: list[Path] = []  # that choose() found
 
     @property
     def has_checkpoint(self) -> bool:
@@ -223,17 +224,16 @@ class RunFolder:
         self._is_whole = True
         self._is_last = True
 
-    def prune(self) -> None:
-        """After several processes wrote a checkpoint: removes all but it and the one before."""
+    def prune(self, last: Path) -> None:
+        """After several processes wrote the checkpoint `last`: removes all but it and the one
+        before. Later ones are of a run that went on from an earlier step, as they were damaged."""
         several = sharded_folders.found_in(self.path)
-        sharded_folders.remove(several[2:])
+        whole = [path for path in several if path not in self._damaged]
+        kept = whole[whole.index(last) :][:2]
+        sharded_folders.remove([path for path in several if path not in kept])
         self.previous.unlink(missing_ok=True)
-        if len(several) > 1:
+        if len(kept) > 1:
             self.checkpoint.unlink(missing_ok=True)
-
-    def forget(self) -> None:
-        """Removes the checkpoints of a run that begins anew."""
-        self.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
 
     def _is_older(self, others: list[Path]) -> bool:
         """Whether the last checkpoint is one of `others`, which several processes wrote."""
@@ -270,6 +270,7 @@ class RunFolder:
                 if problem is None and not isinstance(error, DamagedCheckpoint):
                     raise
                 problem = problem or error
+                self._damaged.append(path)
                 continue
             found = Choice(path, values["position"]["step"], values)
             self._is_last = path == self.checkpoint

@@ -105,8 +105,6 @@ class Group:
 
 ALONE = Group()
 _joined: Processes | None = None  # the group of this process, for complain()
-
-
 _joins = 0  # every process of a run joins as often
 
 
@@ -349,7 +347,10 @@ class Processes(Group):
         key = self._key()
         self._store.set(f"{key}/{self.rank}", b"")
         if self.leads:  # it may hold the store, so it goes last
-            self._wait([f"{key}/{rank}" for rank in range(self.size)])
+            end = time.monotonic() + self._timeout
+            keys = [f"{key}/{rank}" for rank in range(self.size)]
+            while not self._store.check(keys) and time.monotonic() < end:
+                time.sleep(0.01)
         _joined = None
         dist.destroy_process_group()
 

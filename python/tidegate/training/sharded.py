@@ -109,12 +109,12 @@ def _nested(tensors: dict[str, Tensor], groups: dict[str, list[list[int]]]) -> d
 class Saver:
     """Writes a run's checkpoints beside the training that goes on.
 
-    group: every process calls the same methods at the same steps. prune: removes what is older than
-    the last and the one before.
+    group: every process calls the same methods at the same steps. prune: given the last checkpoint,
+    removes all but it and the one before.
     """
 
     def __init__(
-        self, folder: Path, group: Group, device: torch.device, prune: Callable[[], None]
+        self, folder: Path, group: Group, device: torch.device, prune: Callable[[Path], None]
     ) -> None:
         self._folder = folder
         self._prune = prune
@@ -200,7 +200,7 @@ class Saver:
             _write_run(temporary, values)
             os.rename(temporary, target)
             _sync(target.parent)
-            self._prune()
+            self._prune(target)
         except Exception as error:
             return _detail(error)
         return None
