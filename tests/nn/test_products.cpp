@@ -32,7 +32,7 @@ void expect_product(const Tensor& x, const Tensor& weight, const std::optional<T
   Tensor y;
   {
     const FewRowsGuard guard;
-    y = linear(x, weight, bias);
+    y = nn::linear(x, weight, bias);
   }
   ASSERT_EQ(y.sizes(), exact.sizes()) << what;
   EXPECT_EQ(y.scalar_type(), x.scalar_type()) << what;
@@ -76,9 +76,9 @@ TEST(Products, OfARowDoNotDependOnTheOthers) {
   const torch::NoGradGuard no_grad;
   const FewRowsGuard guard;
   const Tensor weight = at::randn({129, 515}), x = at::randn({4, 515});
-  const Tensor whole = linear(x, weight, std::nullopt);
+  const Tensor whole = nn::linear(x, weight, std::nullopt);
   for (int64_t count = 1; count < 4; ++count) {
-    const Tensor some = linear(x.narrow(0, 4 - count, count), weight, std::nullopt);
+    const Tensor some = nn::linear(x.narrow(0, 4 - count, count), weight, std::nullopt);
     EXPECT_TRUE(at::equal(some, whole.narrow(0, 4 - count, count))) << count << " rows";
   }
 }
