@@ -88,10 +88,12 @@ struct Decoder::Batch {
   Batch(CausalLM given, const DecoderOptions& options);
 
   void check_room(int64_t count) const;
+  void check_capacity(const char* owner, int64_t tokens) const;
   int64_t take_slot();
   size_t row_of(const char* owner, int64_t slot, bool must_go_on) const;
   void begin(const ReadPrompts& read, const std::vector<RowSettings>& settings,
              const std::vector<std::vector<int64_t>>& ids);
+  Tensor seen_by(const std::vector<std::vector<int64_t>>& ids) const;
   void leave(size_t row);
   void collect(RowTokens tokens, std::vector<DecodedToken>* out);
 
@@ -131,6 +133,14 @@ void Decoder::Batch::check_room(int64_t count) const {
                     " slots; got ", free, ": remove() ends a sequence");
 }
 
+// Throws where a sequence of so many tokens asks for more than a capacity that is a limit.
+void Decoder::Batch::check_capacity(const char* owner, int64_t tokens) const {
+  const bool has_limit = options.invariant() && engine->keeps_tokens();
+  TORCH_CHECK_VALUE(
+      !has_limit || tokens <= options.capacity(), owner, ": capacity: expected at least ", tokens,
+      " tokens a sequence, since invariant=True keeps it as it is; got ", options.capacity());
+}
+
 int64_t Decoder::Batch::take_slot() {
   const auto found = std::find(is_taken.begin(), is_taken.end(), false);
   *found = true;
@@ -154,19 +164,23 @@ void Decoder::Batch::begin(const ReadPrompts& read, const std::vector<RowSetting
   for (const RowSettings& one : settings) has_penalty = has_penalty || one.penalty != 1.0;
   if (has_penalty) engine->ask_for_penalties();
   std::vector<int64_t> lengths;
-  Tensor seen;
-  if (has_penalty) seen = at::zeros(read.logits.sizes(), at::kByte);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    lengths.push_back(static_cast<int64_t>(ids[i].size()));
-    if (has_penalty) {
-      seen.select(0, static_cast<int64_t>(i)).index_fill_(0, at::tensor(ids[i], at::kLong), 1);
-    }
-  }
+  for (const auto& one : ids) lengths.push_back(static_cast<int64_t>(one.size()));
   engine->begin(static_cast<int64_t>(rows.size()), read.logits, read.state, lengths, settings,
-                seen);
+                seen_by(ids));
   for (size_t i = 0; i < settings.size(); ++i) {
     rows.push_back({take_slot(), 0, settings[i].limit, settings[i].stops, ids[i]});
   }
+}
+
+// 1 where a sequence has a token, `[ids.size(), vocab]`; undefined where nobody has a penalty.
+Tensor Decoder::Batch::seen_by(const std::vector<std::vector<int64_t>>& ids) const {
+  if (!has_penalty) return {};
+  const Tensor seen =
+      at::zeros({static_cast<int64_t>(ids.size()), *model->config.vocab_size}, at::kByte);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    seen.select(0, static_cast<int64_t>(i)).index_fill_(0, at::tensor(ids[i], at::kLong), 1);
+  }
+  return seen;
 }
 
 // The row is no more; the last one takes its place.
@@ -226,6 +240,7 @@ std::vector<int64_t> Decoder::add(const std::vector<Tensor>& prompts,
   std::vector<std::vector<int64_t>> ids;
   for (const Tensor& prompt : prompts) {
     ids.push_back(checked_prompt(kAdd, prompt, *b.model->config.vocab_size, false));
+    b.check_capacity(kAdd, prompt.size(0));
   }
   for (const SequenceOptions& one : options) {
     check_sequence(kAdd, one, b.options.max_stop_ids());
@@ -236,7 +251,8 @@ std::vector<int64_t> Decoder::add(const std::vector<Tensor>& prompts,
   std::vector<Tensor> there;
   for (const Tensor& prompt : prompts) there.push_back(prompt.to(b.engine->device()));
   std::vector<int64_t> slots;
-  PromptReader(*b.model, b.options.prompt_chunk()).read(there, [&](const ReadPrompts& read) {
+  const PromptReader reader(*b.model, b.options.prompt_chunk(), b.options.invariant());
+  reader.read(there, [&](const ReadPrompts& read) {
     std::vector<RowSettings> settings;
     std::vector<std::vector<int64_t>> mine;
     for (int64_t i = read.first; i < read.first + read.logits.size(0); ++i) {
@@ -262,12 +278,13 @@ int64_t Decoder::add_saved(const TensorMap& saved, const Tensor& prompt,
   const Unrecorded unrecorded;
   const c10::DeviceGuard guard(b.engine->device());
   SavedState before = unpack_state(kOwner, saved, *b.model, b.engine->device());
+  before.tokens.insert(before.tokens.end(), ids.begin(), ids.end());
+  b.check_capacity(kOwner, static_cast<int64_t>(before.tokens.size()));
   ReadPrompts read{0, before.logits, before.state};
   if (!ids.empty()) {
     read = PromptReader(*b.model, b.options.prompt_chunk())
                .read_after(prompt.to(b.engine->device()), before.state);
   }
-  before.tokens.insert(before.tokens.end(), ids.begin(), ids.end());
   b.begin(read, {row_settings(options)}, {before.tokens});
   return b.rows.back().slot;
 }
@@ -283,22 +300,29 @@ int64_t Decoder::fork(int64_t slot, const SequenceOptions& options) {
   b.has_penalty = b.has_penalty || settings.penalty != 1.0;
   if (b.has_penalty) b.engine->ask_for_penalties();
   const auto to = static_cast<int64_t>(b.rows.size());
+  const std::vector<int64_t> ids = b.rows[static_cast<size_t>(from)].ids;
   b.engine->copy_row(from, to);
-  b.engine->restart_row(to, settings);
-  b.rows.push_back(
-      {b.take_slot(), 0, settings.limit, settings.stops, b.rows[static_cast<size_t>(from)].ids});
+  b.engine->restart_row(to, settings, b.seen_by({ids}));
+  b.rows.push_back({b.take_slot(), 0, settings.limit, settings.stops, ids});
   return b.rows.back().slot;
 }
 
 std::vector<DecodedToken> Decoder::step(int64_t steps) {
   TORCH_CHECK_VALUE(steps >= 1, "Decoder.step: steps: expected an integer >= 1; got ", steps);
   Batch& b = *batch_;
+  for (const Batch::Row& row : b.rows) {
+    b.check_capacity("Decoder.step", static_cast<int64_t>(row.ids.size()) + steps);
+  }
   const Unrecorded unrecorded;
   std::vector<DecodedToken> out;
   while (steps > 0 && !b.rows.empty()) {
     const int64_t now = std::min(steps, kDecoderWindow);
     const auto count = static_cast<int64_t>(b.rows.size());
-    b.engine->advance(count, now);
+    if (b.options.invariant()) {
+      b.engine->advance(slots(), now, count);
+    } else {
+      b.engine->advance(count, now, count);
+    }
     b.collect(b.engine->fetch(count, now), &out);
     steps -= now;
   }

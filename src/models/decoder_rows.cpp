@@ -46,6 +46,14 @@ DecoderRows::DecoderRows(CausalLMImpl& model, const RowsOptions& options)
   refresh();
 }
 
+DecoderRows::~DecoderRows() {
+  try {
+    forget_graphs();
+  } catch (const std::exception& error) {
+    TORCH_WARN("generation: ", error.what());
+  }
+}
+
 bool DecoderRows::fit(const CausalLMImpl& model, const RowsOptions& wanted) const {
   return &model == &model_ && wanted.rows == options_.rows && wanted.stops == options_.stops &&
          wanted.window == options_.window && wanted.log_probs == options_.log_probs &&
@@ -95,21 +103,13 @@ void DecoderRows::copy_row(int64_t from, int64_t to) {
   lengths_[static_cast<size_t>(to)] = lengths_[static_cast<size_t>(from)];
 }
 
-void DecoderRows::end_row(int64_t row) {
-  const c10::DeviceGuard guard(device_);
-  sampled_.end_row(row);
-  states_.clear_row(row);
-  lengths_[static_cast<size_t>(row)] = 0;
-}
-
 std::pair<ModelState, Tensor> DecoderRows::read_row(int64_t row) const {
   return {states_.read(row), logits_.narrow(0, row, 1).clone()};
 }
 
-void DecoderRows::restart_row(int64_t row, const RowSettings& settings) {
+void DecoderRows::restart_row(int64_t row, const RowSettings& settings, const Tensor& seen) {
   const c10::DeviceGuard guard(device_);
-  const Tensor& seen = sampled_.seen;
-  sampled_.write(row, {settings}, seen.defined() ? seen.narrow(0, row, 1).clone() : seen);
+  sampled_.write(row, {settings}, seen);
 }
 
 void DecoderRows::ask_for_penalties() {
@@ -118,12 +118,21 @@ void DecoderRows::ask_for_penalties() {
   forget_graphs();
 }
 
-void DecoderRows::forget_graphs() { steps_.clear(); }
+// Graphs, and the memory that they work in, are given back once none of them runs any more.
+void DecoderRows::forget_graphs() {
+  if (!steps_.empty()) stream_.wait();
+  steps_.clear();
+}
 
 // Room for `steps` more tokens in each of the first rows: an idle one begins anew; what nobody can
 // see is dropped; memory grows.
-void DecoderRows::make_room(int64_t count, int64_t steps) {
+void DecoderRows::make_room(int64_t count, int64_t steps, int64_t active) {
   if (!keeps_tokens()) return;
+  for (int64_t row = active; row < count; ++row) {
+    if (lengths_[static_cast<size_t>(row)] + steps <= capacity()) continue;
+    states_.clear_row(row);
+    lengths_[static_cast<size_t>(row)] = 0;
+  }
   const auto longest = [&] {
     return *std::max_element(lengths_.begin(), lengths_.begin() + count) + steps;
   };
@@ -142,9 +151,9 @@ void DecoderRows::make_room(int64_t count, int64_t steps) {
   }
 }
 
-void DecoderRows::advance(int64_t count, int64_t steps) {
+void DecoderRows::advance(int64_t count, int64_t steps, int64_t active) {
   const c10::DeviceGuard guard(device_);
-  make_room(count, steps);
+  make_room(count, steps, active);
   auto& [views, work] = steps_[count];
   if (views.empty()) {
     views = states_.first(count);

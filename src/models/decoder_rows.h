@@ -38,6 +38,9 @@ struct RowTokens {
 class DecoderRows {
  public:
   DecoderRows(CausalLMImpl& model, const RowsOptions& options);
+  ~DecoderRows();
+  DecoderRows(const DecoderRows&) = delete;
+  DecoderRows& operator=(const DecoderRows&) = delete;
 
   /// Whether these serve for what `options` ask, by graphs that are still true: of the model's
   /// parameters of now.
@@ -52,19 +55,17 @@ class DecoderRows {
              const torch::Tensor& seen);
   /// Row `to` becomes what row `from` is.
   void copy_row(int64_t from, int64_t to);
-  /// The row stands idle.
-  void end_row(int64_t row);
   /// The row's state and logits `[1, vocab]`, memory of their own.
   std::pair<ModelState, torch::Tensor> read_row(int64_t row) const;
   /// The row goes on from where it is, by other settings.
-  void restart_row(int64_t row, const RowSettings& settings);
+  void restart_row(int64_t row, const RowSettings& settings, const torch::Tensor& seen);
 
   /// Makes a row of tokens seen before part of every step.
   void ask_for_penalties();
 
-  /// So many steps of the first `count` rows, at most `window` between two fetches. Returns before
-  /// the device is done.
-  void advance(int64_t count, int64_t steps);
+  /// So many steps of the first `count` rows, at most `window` between two fetches, of which those
+  /// from `active` on are idle. Returns before the device is done.
+  void advance(int64_t count, int64_t steps, int64_t active);
   RowTokens fetch(int64_t count, int64_t steps) const;
 
   int64_t capacity() const { return states_.capacity(); }
@@ -80,7 +81,7 @@ class DecoderRows {
   };
 
   void step(int64_t count, const ModelState& state);
-  void make_room(int64_t count, int64_t steps);
+  void make_room(int64_t count, int64_t steps, int64_t active);
   void forget_graphs();
 
   CausalLMImpl& model_;

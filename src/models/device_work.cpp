@@ -108,6 +108,10 @@ OwnStream::OwnStream(at::Device device) {
   stream_ = std::make_unique<Stream>(c10::cuda::current_device());
 }
 
+void OwnStream::wait() const {
+  if (stream_) stream_->stream.synchronize();
+}
+
 void OwnStream::uses(const at::Tensor& tensor) const {
   if (stream_ && tensor.is_cuda()) tensor.record_stream(stream_->stream.unwrap());
 }
@@ -203,6 +207,7 @@ struct CapturedWork::Graph {};
 struct HostCopy::Event {};
 
 OwnStream::OwnStream(at::Device) {}
+void OwnStream::wait() const {}
 void OwnStream::uses(const at::Tensor&) const {}
 OwnStream::Scope::Scope(OwnStream&) {}
 

@@ -20,6 +20,9 @@ class OwnStream {
   OwnStream(const OwnStream&) = delete;
   OwnStream& operator=(const OwnStream&) = delete;
 
+  /// Until all of the stream's work is done.
+  void wait() const;
+
   /// The stream reads or writes `tensor`, which was allocated on another: its memory is not given
   /// to anyone else before that is done.
   void uses(const at::Tensor& tensor) const;

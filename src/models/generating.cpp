@@ -114,7 +114,7 @@ void Generation::launch() {
   // The CPU waits for nothing by looking at every token.
   const int64_t at_once = ids_.is_cpu() && options_.eos() ? 1 : kTokensAtOnce;
   const int64_t steps = std::min(at_once, options_.max_new_tokens() - launched_);
-  rows_->advance(ids_.size(0), steps);
+  rows_->advance(ids_.size(0), steps, ids_.size(0));
   pending_.push_back(rows_->fetch(ids_.size(0), steps));
   launched_ += steps;
 }

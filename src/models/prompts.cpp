@@ -57,7 +57,8 @@ void PromptReader::read(const std::vector<Tensor>& prompts,
   for (size_t next = 0; next < prompts.size();) {
     const size_t first = next;
     int64_t total = 0;
-    while (next < prompts.size() && (next == first || total + prompts[next].size(0) <= chunk_)) {
+    const auto has_room = [&] { return !is_alone_ && total + prompts[next].size(0) <= chunk_; };
+    while (next < prompts.size() && (next == first || has_room())) {
       total += prompts[next++].size(0);
     }
     if (total > chunk_) {

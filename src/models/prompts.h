@@ -19,8 +19,9 @@ struct ReadPrompts {
 
 class PromptReader {
  public:
-  /// chunk: tokens of a pass.
-  PromptReader(CausalLMImpl& model, int64_t chunk) : model_(model), chunk_(chunk) {}
+  /// chunk: tokens of a pass. is_alone: whether a pass has one prompt only.
+  PromptReader(CausalLMImpl& model, int64_t chunk, bool is_alone = false)
+      : model_(model), chunk_(chunk), is_alone_(is_alone) {}
 
   /// Prompts `[length]` each, none empty: short ones together, laid end to end, those of more than
   /// a chunk in pieces, one by one. `take` gets the passes' results in order.
@@ -35,6 +36,7 @@ class PromptReader {
 
   CausalLMImpl& model_;
   int64_t chunk_;
+  bool is_alone_;
 };
 
 }  // namespace tidegate::models

@@ -119,8 +119,6 @@ void SampledRows::copy_row(int64_t from, int64_t to) {
   }
 }
 
-void SampledRows::end_row(int64_t row) { table.select(0, row).select(0, sampling::kDone).fill_(1); }
-
 bool SampledRows::make_seen() {
   if (seen.defined()) return false;
   seen = at::zeros({ids.size(0), vocab_}, ids.options().dtype(at::kByte));

@@ -43,9 +43,6 @@ class SampledRows {
   void write(int64_t first, const std::vector<RowSettings>& rows, const at::Tensor& seen);
   /// Row `to` becomes what row `from` is.
   void copy_row(int64_t from, int64_t to);
-  /// Rows that stand idle: they draw nothing.
-  void end_row(int64_t row);
-
   /// Memory for `seen`; whether there was none before.
   bool make_seen();
 

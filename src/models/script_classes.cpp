@@ -111,13 +111,14 @@ struct RunningDecoder : torch::CustomClassHolder {
   using Integers = std::vector<int64_t>;
 
   RunningDecoder(c10::intrusive_ptr<SharedCausalLM> given, int64_t slots, int64_t capacity,
-                 int64_t max_stop_ids, int64_t prompt_chunk, bool log_probs)
+                 int64_t max_stop_ids, int64_t prompt_chunk, bool log_probs, bool invariant)
       : model(std::move(given)),
         decoder(model->model, DecoderOptions(slots)
                                   .capacity(capacity)
                                   .max_stop_ids(max_stop_ids)
                                   .prompt_chunk(prompt_chunk)
-                                  .log_probs(log_probs)) {}
+                                  .log_probs(log_probs)
+                                  .invariant(invariant)) {}
 
   static SequenceOptions options(const Numbers& numbers, const Integers& integers) {
     SequenceOptions out;
@@ -191,7 +192,7 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
         return self->sample(logits);
       });
   m.class_<RunningDecoder>("Decoder")
-      .def(torch::init<c10::intrusive_ptr<SharedCausalLM>, int64_t, int64_t, int64_t, int64_t,
+      .def(torch::init<c10::intrusive_ptr<SharedCausalLM>, int64_t, int64_t, int64_t, int64_t, bool,
                        bool>())
       .def("add", &RunningDecoder::add)
       .def("add_saved", &RunningDecoder::add_saved)

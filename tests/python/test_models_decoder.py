@@ -221,6 +221,17 @@ def test_a_fork_goes_on_from_where_the_other_is(name):
     assert head + found[slot] == alone(model, prompt, 12, temperature=0.0)
 
 
+def test_a_fork_with_a_penalty_knows_what_was_read():
+    model = make("hgrn2")
+    (prompt,) = prompts(7)
+    decoder = Decoder(model, 2)
+    slot = decoder.add(prompt, temperature=0.0, max_new_tokens=20)
+    other = decoder.fork(slot, temperature=0.0, repetition_penalty=3.0, max_new_tokens=20)
+    found = tokens_of(decoder)
+    assert found[other] == alone(model, prompt, 20, temperature=0.0, repetition_penalty=3.0)
+    assert found[slot] == alone(model, prompt, 20, temperature=0.0)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_states_are_as_good_as_reading(name, device, tmp_path):
     model = make(name, device=device)
@@ -300,6 +311,40 @@ def test_caches_grow(name, device):
     wanted = model.generate(ids, 330, temperature=0.0, lengths=torch.tensor([3, 40]))
     assert found[slots[0]] == wanted[0, 3:333].tolist()
     assert found[slots[1]] == wanted[1, 40:].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["hgrn", *FEW])
+def test_invariant_batches(name, dtype, device):
+    """Alone or in company, the same bits."""
+    model = make(name, dtype, device)
+    asked = prompts(3, 5, 2, 9, 4, 1)
+    options = {"max_new_tokens": 12, "seed": 1, "temperature": 0.9}
+
+    def log_probs(company: list[torch.Tensor]) -> list[tuple[int, float]]:
+        decoder = Decoder(model, 6, capacity=16, log_probs=True, invariant=True)
+        decoder.add_all(company[:-1], max_new_tokens=7)
+        slot = decoder.add(company[-1], **options)
+        tokens = []
+        while decoder.active:
+            tokens += decoder.step(3)
+        return [(t.token, t.log_prob) for t in tokens if t.slot == slot]
+
+    assert log_probs(asked[:1]) == log_probs([*asked[1:], asked[0]])
+
+
+def test_an_invariant_decoders_capacity_is_a_limit():
+    decoder = Decoder(make("fox"), 2, capacity=8, invariant=True)
+    decoder.add(prompts(5)[0])
+    with pytest.raises(
+        ValueError, match="Decoder.step: capacity: expected at least 9 tokens .*; got 8"
+    ):
+        decoder.step(4)
+    with pytest.raises(
+        ValueError, match="Decoder.add: capacity: expected at least 9 tokens .*; got 8"
+    ):
+        decoder.add(prompts(9)[0])
+    assert len(decoder.step(3)) == 3
 
 
 def test_streaming():

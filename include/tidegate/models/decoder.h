@@ -27,6 +27,9 @@ struct DecoderOptions {
   TORCH_ARG(int64_t, prompt_chunk) = 8192;
   /// Whether tokens come with their log-probabilities.
   TORCH_ARG(bool, log_probs) = false;
+  /// Whether a sequence's logits have the same bits whatever else is in the batch. Costs: a step
+  /// always computes all slots, prompts are read one by one, and capacity is a limit.
+  TORCH_ARG(bool, invariant) = false;
 };
 
 /// How one sequence goes on. The numbers mean what GenerateOptions says.

@@ -63,6 +63,9 @@ class Decoder:
         max_stop_ids: ids of a sequence that end it, at most.
         prompt_chunk: tokens of prompts that are read at once: a bound on the memory that takes.
         log_probs: whether tokens come with their log-probabilities.
+        invariant: whether a sequence's logits have the same bits whatever else is in the batch.
+            Costs: a step always computes all slots, prompts are read one by one, and capacity is a
+            limit.
         decode: the text of a list of ids, for stop strings.
 
     Raises ValueError for wrong arguments, here and in every method, before anything changes.
@@ -77,6 +80,7 @@ class Decoder:
         max_stop_ids: int = 8,
         prompt_chunk: int = 8192,
         log_probs: bool = False,
+        invariant: bool = False,
         decode: Callable[[list[int]], str | bytes] | None = None,
     ) -> None:
         engine = engine_of(model) if isinstance(model, CausalLM) else None
@@ -90,7 +94,7 @@ class Decoder:
         self._decode = decode
         self._stops: dict[int, _StopStrings] = {}
         self._decoder = torch.classes.tidegate.Decoder(
-            engine, slots, capacity, max_stop_ids, prompt_chunk, log_probs
+            engine, slots, capacity, max_stop_ids, prompt_chunk, log_probs, invariant
         )
 
     @property
