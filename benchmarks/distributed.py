@@ -252,7 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
 def table(results: dict[str, Any]) -> str:
     """A line a case, and one of the checkpoint."""
     count = results["processes"]
-    lines = [f"{count} processes; {results['machine'].get('name', 'CPU')}; {results['commit']}"]
+    lines = [
+        f"{count} processes; {results['machine'].get('gpu', {}).get('name', 'CPU')}; {results['commit']}"
+    ]
     for case in results["cases"]:
         one, many = case["one"], case["many"]
         lines.append(

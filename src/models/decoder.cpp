@@ -88,7 +88,9 @@ struct Decoder::Batch {
   Batch(CausalLM given, const DecoderOptions& options);
 
   void check_room(int64_t count) const;
+  bool has_limit() const { return options.invariant() && engine->keeps_tokens(); }
   void check_capacity(const char* owner, int64_t tokens) const;
+  int64_t room() const;
   int64_t take_slot();
   size_t row_of(const char* owner, int64_t slot, bool must_go_on) const;
   void begin(const ReadPrompts& read, const std::vector<RowSettings>& settings,
@@ -135,10 +137,17 @@ void Decoder::Batch::check_room(int64_t count) const {
 
 // Throws where a sequence of so many tokens asks for more than a capacity that is a limit.
 void Decoder::Batch::check_capacity(const char* owner, int64_t tokens) const {
-  const bool has_limit = options.invariant() && engine->keeps_tokens();
   TORCH_CHECK_VALUE(
-      !has_limit || tokens <= options.capacity(), owner, ": capacity: expected at least ", tokens,
+      !has_limit() || tokens <= options.capacity(), owner, ": capacity: expected at least ", tokens,
       " tokens a sequence, since invariant=True keeps it as it is; got ", options.capacity());
+}
+
+// Tokens that every sequence has room for.
+int64_t Decoder::Batch::room() const {
+  if (!has_limit()) return std::numeric_limits<int64_t>::max();
+  size_t longest = 0;
+  for (const Row& row : rows) longest = std::max(longest, row.ids.size());
+  return options.capacity() - static_cast<int64_t>(longest);
 }
 
 int64_t Decoder::Batch::take_slot() {
@@ -311,12 +320,15 @@ std::vector<DecodedToken> Decoder::step(int64_t steps) {
   TORCH_CHECK_VALUE(steps >= 1, "Decoder.step: steps: expected an integer >= 1; got ", steps);
   Batch& b = *batch_;
   for (const Batch::Row& row : b.rows) {
-    b.check_capacity("Decoder.step", static_cast<int64_t>(row.ids.size()) + steps);
+    const int64_t drawn = std::min(steps, row.limit - row.drawn);
+    b.check_capacity("Decoder.step", static_cast<int64_t>(row.ids.size()) + drawn);
   }
   const Unrecorded unrecorded;
   std::vector<DecodedToken> out;
   while (steps > 0 && !b.rows.empty()) {
-    const int64_t now = std::min(steps, kDecoderWindow);
+    // All rows make every step of a window, though one may end within it: no further than the
+    // longest has room, where there is no other.
+    const int64_t now = std::min({steps, kDecoderWindow, b.room()});
     const auto count = static_cast<int64_t>(b.rows.size());
     if (b.options.invariant()) {
       b.engine->advance(slots(), now, count);

@@ -64,21 +64,26 @@ c10::cuda::CUDAStream take_stream(c10::DeviceIndex device) {
 }  // namespace
 
 struct OwnStream::Stream {
-  explicit Stream(c10::DeviceIndex device)
-      : stream(take_stream(device)), pool(at::cuda::graph_pool_handle()) {
-    // The allocator takes no pool up again that has gone out of use, as this one would whenever the
-    // last of its graphs is gone.
-    c10::cuda::CUDACachingAllocator::createOrIncrefPool(device, pool);
-  }
+  explicit Stream(c10::DeviceIndex device) : stream(take_stream(device)) {}
   ~Stream() {
-    c10::cuda::CUDACachingAllocator::releasePool(stream.device_index(), pool);
     const std::lock_guard<std::mutex> guard(free_streams_lock);
     free_streams()[stream.device_index()].push_back(stream);
   }
 
+  /// The pool that all graphs of the stream share, none of which leaves anything in it. Torch's
+  /// allocators take no pool up again that has gone out of use: when the last graph is gone, the
+  /// next one gets another.
+  std::shared_ptr<at::cuda::MempoolId_t> shared_pool() {
+    std::shared_ptr<at::cuda::MempoolId_t> found = pool.lock();
+    if (!found) {
+      found = std::make_shared<at::cuda::MempoolId_t>(at::cuda::graph_pool_handle());
+      pool = found;
+    }
+    return found;
+  }
+
   c10::cuda::CUDAStream stream;
-  /// Shared by all graphs of the stream, none of which leaves anything in it.
-  at::cuda::MempoolId_t pool;
+  std::weak_ptr<at::cuda::MempoolId_t> pool;
 };
 
 struct OwnStream::Scope::Streams {
@@ -121,6 +126,9 @@ OwnStream::Scope::Scope(OwnStream& stream) {
 }
 
 struct CapturedWork::Graph {
+  explicit Graph(std::shared_ptr<at::cuda::MempoolId_t> pool) : pool(std::move(pool)) {}
+
+  std::shared_ptr<at::cuda::MempoolId_t> pool;  // lives longer than the graph
   at::cuda::CUDAGraph graph;
 };
 
@@ -130,12 +138,12 @@ void CapturedWork::run(OwnStream& stream, bool use_graph, const std::function<vo
     return;
   }
   if (!graph_) {
-    auto captured = std::make_unique<Graph>();
+    auto captured = std::make_unique<Graph>(stream.stream_->shared_pool());
     {
       // It may make tensors of torch's random generator, which others write outside of this mode.
       const c10::InferenceMode normal(false);
       // Other threads may go on with their own work meanwhile.
-      captured->graph.capture_begin(stream.stream_->pool, cudaStreamCaptureModeThreadLocal);
+      captured->graph.capture_begin(*captured->pool, cudaStreamCaptureModeThreadLocal);
     }
     try {
       work();
