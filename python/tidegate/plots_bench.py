@@ -55,11 +55,10 @@ def plot_models(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
                         label=model_name(mixer),
                     )
             panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
+            _scale(panel)
             contexts = sorted({row["context"] for row in rows})
             panel.xaxis.set_major_locator(ticker.FixedLocator(contexts))
             panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
-            panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,g}"))
             panel.set_xlabel("context, tokens")
             panel.set_ylabel(label)
         handles, labels = max((p.get_legend_handles_labels() for p in axes.flat), key=len)
@@ -68,6 +67,18 @@ def plot_models(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
         what = f"{record['size']}, {record['precision']}, {record['tokens']:,} tokens a step"
         figure.suptitle(f"Models of equal size ({what}) on {machine}", x=0.01, ha="left")
         _save_any(figure, path)
+
+
+def _scale(panel: Any) -> None:
+    """From zero, or on a logarithmic scale where the largest number is many times the least."""
+    values = [value for line in panel.get_lines() for value in line.get_ydata() if value > 0]
+    if values and max(values) > 4 * min(values):
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.yaxis.set_minor_locator(ticker.NullLocator())
+    else:
+        panel.set_ylim(0.0, 1.08 * max(values, default=1.0))
+    panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,g}"))
 
 
 def _point(row: dict[str, Any], value_of: Any) -> tuple[int, float] | None:
