@@ -249,7 +249,7 @@ def _prepare(
     values = resolve_source({**base, **asked_train}, asked_train, base)
     values["parallel"] = group.mode
     config = _train_config(values, recorded)
-    _check_share(config, asked_train, group)
+    _check_share(config, group)
     kept = _kept_tokenizer(folder, recorded, config)
     corpus = open_source(config, workdir=folder.path if kept else scratch)
     corpus.check_length(config.context)
@@ -259,7 +259,7 @@ def _prepare(
     return _Ready(recorded, config, model_config, choice, corpus, corpus.fingerprint)
 
 
-def _check_share(config: TrainConfig, asked: dict[str, Any], group: Group) -> None:
+def _check_share(config: TrainConfig, group: Group) -> None:
     """UserError unless the processes can share every batch."""
     if config.batch_size % (group.size * config.grad_accum):
         raise UserError(
