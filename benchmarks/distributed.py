@@ -252,9 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
 def table(results: dict[str, Any]) -> str:
     """A line a case, and one of the checkpoint."""
     count = results["processes"]
-    lines = [
-        f"{count} processes; {results['machine'].get('gpu', {}).get('name', 'CPU')}; {results['commit']}"
-    ]
+    device = results["machine"].get("gpu", {}).get("name", "CPU")
+    lines = [f"{count} processes; {device}; {results['commit']}"]
     for case in results["cases"]:
         one, many = case["one"], case["many"]
         lines.append(

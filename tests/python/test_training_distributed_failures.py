@@ -103,9 +103,13 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path, text, ranks):
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path, text, ranks):
-    ended = ranks.run(2, FAILING, "terminate", 1, 4, *flags(text, tmp_path / "run"))
+    more = flags(text, tmp_path / "run", "--cuda-graph")
+    ended = ranks.run(2, FAILING, "terminate", 1, 4, *more)
     assert [each.status for each in ended] == [130, 130]
     assert not lines(ended)
+    (said,) = [line for line in ended[0].stderr.splitlines() if "cuda-graph" in line]
+    assert said.endswith(" are not replayed from a graph: the run goes on without")
+    assert "cuda-graph" not in ended[1].stderr
     assert RunFolder(tmp_path / "run").choose().step == 5
 
 
