@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.ranks import Ended, Ranks, free_port
 from test_training_distributed import weights
 from test_training_runs import assert_same
 from training_cases import FLAGS, environment, write_text
 
-from tidegate.training import UserError, prepare_run
+from tidegate.training import UserError, prepare_run, runs
 from tidegate.training.checkpoint import RunFolder, read_metrics
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -103,14 +105,19 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path, text, ranks):
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path, text, ranks):
-    more = flags(text, tmp_path / "run", "--cuda-graph")
-    ended = ranks.run(2, FAILING, "terminate", 1, 4, *more)
+    ended = ranks.run(2, FAILING, "terminate", 1, 4, *flags(text, tmp_path / "run"))
     assert [each.status for each in ended] == [130, 130]
     assert not lines(ended)
-    (said,) = [line for line in ended[0].stderr.splitlines() if "cuda-graph" in line]
-    assert said.endswith(" are not replayed from a graph: the run goes on without")
-    assert "cuda-graph" not in ended[1].stderr
     assert RunFolder(tmp_path / "run").choose().step == 5
+
+
+def test_cuda_graph_with_several_processes_is_said(capsys):
+    """By rank 0, which alone prepares a run. (On CPUs the flag is refused.)"""
+    group = SimpleNamespace(mode="ddp", device=lambda _: torch.device("cuda"))
+    config = SimpleNamespace(device="auto", cuda_graph=True)
+    runs._check_graph(config, SimpleNamespace(cuda_graph=True), group)
+    said = capsys.readouterr().err
+    assert said.endswith(" --parallel ddp are not replayed from a graph: the run goes on without\n")
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, text, ranks):
