@@ -50,8 +50,8 @@ def wait_for_rank_0() -> int:
 
     from tidegate.training.distributed import join
 
-    group = join("ddp", device="cpu", timeout=1.0)
-    value = group.first(lambda: time.sleep(1.5) or 7)
+    group = join("ddp", device="cpu", timeout=2.0)
+    value = group.first(lambda: time.sleep(3.0) or 7)
     group.leave()
     return value
 
@@ -127,7 +127,7 @@ def _terminate() -> None:
 def _hang() -> None:
     import time
 
-    time.sleep(4)
+    time.sleep(9)
 
 
 def _full() -> None:

@@ -97,11 +97,11 @@ def test_a_rank_that_raises_says_so_and_ends_the_others(tmp_path, text, ranks):
 
 
 def test_a_rank_that_hangs_is_named_in_time(tmp_path, text, ranks):
-    ended = ranks.run(2, FAILING, "hang", 1, 5, *flags(text, tmp_path / "run", "--timeout=1"))
+    ended = ranks.run(2, FAILING, "hang", 1, 5, *flags(text, tmp_path / "run", "--timeout=3"))
     assert [each.status for each in ended] == [2, 2]
     (said,) = lines(ended)
     assert said.startswith("train: rank 1 of 2 on ")
-    assert " did not answer for 1 s (--timeout) at step 5: " in said
+    assert " did not answer for 3 s (--timeout) at step 5: " in said
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path, text, ranks):
@@ -144,10 +144,10 @@ def test_what_rank_0_takes_its_time_for_is_waited_for_in_silence(ranks):
 
 def test_a_process_that_does_not_come_is_named(tmp_path, text, ranks):
     more = {"WORLD_SIZE": "3", "seconds": 30}
-    ended = ranks.run(2, COMMAND, *flags(text, tmp_path / "run", "--timeout=1"), **more)
+    ended = ranks.run(2, COMMAND, *flags(text, tmp_path / "run", "--timeout=3"), **more)
     assert [each.status for each in ended] == [2, 2]
     (said,) = lines(ended)
-    assert said.startswith("train: rank 2 of 3 did not come within 1 s: start all processes")
+    assert said.startswith("train: rank 2 of 3 did not come within 3 s: start all processes")
     assert not (tmp_path / "run").exists()
 
 
