@@ -247,13 +247,13 @@ def _all_to_python(state: list[list[Tensor]]) -> tuple[Any, ...]:
 class GLU(CppModule):
     """tidegate::nn::GLU; see `tidegate.nn.GLU`."""
 
-    _native = _cpp.cpp.GLU
+    _native = _cpp.GLU
 
 
 class LowerBounds(CppModule):
     """tidegate::nn::LowerBounds; see `tidegate.nn.LowerBounds`."""
 
-    _native = _cpp.cpp.LowerBounds
+    _native = _cpp.LowerBounds
 
 
 class _Mixer(CppModule):
@@ -292,25 +292,25 @@ class _TupleStateMixer(_Mixer):
 class GatedLinearRNN(_Mixer):
     """tidegate::nn::GatedLinearRNN; see `tidegate.nn.GatedLinearRNN`."""
 
-    _native = _cpp.cpp.GatedLinearRNN
+    _native = _cpp.GatedLinearRNN
 
 
 class GatedRNN(_Mixer):
     """tidegate::nn::GatedRNN; see `tidegate.nn.GatedRNN`."""
 
-    _native = _cpp.cpp.GatedRNN
+    _native = _cpp.GatedRNN
 
 
 class RWKV4(_Mixer):
     """tidegate::nn::RWKV4; see `tidegate.nn.RWKV4`."""
 
-    _native = _cpp.cpp.RWKV4
+    _native = _cpp.RWKV4
 
 
 class HGRU(_Mixer):
     """tidegate::nn::HGRU; see `tidegate.nn.HGRU`."""
 
-    _native = _cpp.cpp.HGRU
+    _native = _cpp.HGRU
 
     @property
     def channels(self) -> int:
@@ -326,37 +326,37 @@ class HGRU(_Mixer):
 class HGRU2(_Mixer):
     """tidegate::nn::HGRU2; see `tidegate.nn.HGRU2`."""
 
-    _native = _cpp.cpp.HGRU2
+    _native = _cpp.HGRU2
 
 
 class LRU(_Mixer):
     """tidegate::nn::LRU; see `tidegate.nn.LRU`."""
 
-    _native = _cpp.cpp.LRU
+    _native = _cpp.LRU
 
 
 class SLRU(_Mixer):
     """tidegate::nn::SLRU; see `tidegate.nn.SLRU`."""
 
-    _native = _cpp.cpp.SLRU
+    _native = _cpp.SLRU
 
 
 class Attention(_TupleStateMixer):
     """tidegate::nn::Attention; see `tidegate.nn.Attention`."""
 
-    _native = _cpp.cpp.Attention
+    _native = _cpp.Attention
 
 
 class ForgettingAttention(_TupleStateMixer):
     """tidegate::nn::ForgettingAttention; see `tidegate.nn.ForgettingAttention`."""
 
-    _native = _cpp.cpp.ForgettingAttention
+    _native = _cpp.ForgettingAttention
 
 
 class GatedLinearAttention(_TupleStateMixer):
     """tidegate::nn::GatedLinearAttention; see `tidegate.nn.GatedLinearAttention`."""
 
-    _native = _cpp.cpp.GatedLinearAttention
+    _native = _cpp.GatedLinearAttention
 
 
 class _Configured(CppModule):
@@ -377,7 +377,7 @@ class _Configured(CppModule):
 class Block(_Configured):
     """tidegate::models::Block; see `tidegate.models.Block`."""
 
-    _native = _cpp.cpp.Block
+    _native = _cpp.Block
 
     def forward(self, x: Tensor, state: Any = None, **keywords: Any) -> tuple[Tensor, Any]:
         """x ``[B, T, dim]`` -> the same, and the mixer's state."""
@@ -416,7 +416,7 @@ class _Model(_Configured):
 class CausalLM(_Model):
     """tidegate::models::CausalLM; see `tidegate.models.CausalLM`."""
 
-    _native = _cpp.cpp.CausalLM
+    _native = _cpp.CausalLM
 
     def logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits at some positions only."""
@@ -445,13 +445,13 @@ class CausalLM(_Model):
 class SequenceClassifier(_Model):
     """tidegate::models::SequenceClassifier; see `tidegate.models.SequenceClassifier`."""
 
-    _native = _cpp.cpp.SequenceClassifier
+    _native = _cpp.SequenceClassifier
 
 
 class ImageClassifier(_Model):
     """tidegate::models::ImageClassifier; see `tidegate.models.ImageClassifier`."""
 
-    _native = _cpp.cpp.ImageClassifier
+    _native = _cpp.ImageClassifier
 
 
 def mixers() -> list[str]:

@@ -49,6 +49,13 @@ void translate(std::exception_ptr error) {
   }
 }
 
+// A module's class. torch has bound nn::Module itself, with the methods that all modules share, so
+// they are inherited; torch::python::bind_module would compile them once more for every class.
+template <typename Impl>
+auto bind_module(py::module& m, const char* name) {
+  return py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>>(m, name);
+}
+
 py::tuple to_tuple(const Output& output) {
   return py::make_tuple(output.logits, output.loss, output.state);
 }
@@ -72,7 +79,7 @@ void bind_glu(py::module& m) {
                                          .dtype(dtype));
   };
   const tidegate::nn::GLUOptions defaults(1);
-  torch::python::bind_module<GLUImpl, true>(m, "GLU")
+  bind_module<GLUImpl>(m, "GLU")
       .def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("hidden") = defaults.hidden(),
            py::arg("activation") = defaults.activation(), py::arg("bias") = defaults.bias(),
            py::arg("device") = defaults.device(), py::arg("dtype") = defaults.dtype())
@@ -88,7 +95,7 @@ void bind_lower_bounds(py::module& m) {
         tidegate::nn::LowerBoundsOptions(layers, dim).mode(mode).device(device).dtype(dtype));
   };
   const tidegate::nn::LowerBoundsOptions defaults(1, 1);
-  torch::python::bind_module<LowerBoundsImpl, true>(m, "LowerBounds")
+  bind_module<LowerBoundsImpl>(m, "LowerBounds")
       .def(py::init(make), py::arg("layers"), py::arg("dim"), py::kw_only(),
            py::arg("mode") = defaults.mode(), py::arg("device") = defaults.device(),
            py::arg("dtype") = defaults.dtype())
@@ -147,7 +154,7 @@ void bind_mixer(Class& bound) {
 void bind_hgru(py::module& m) {
   using tidegate::nn::HGRUImpl;
   const tidegate::nn::HGRUOptions defaults(1);
-  auto bound = torch::python::bind_module<HGRUImpl, true>(m, "HGRU");
+  auto bound = bind_module<HGRUImpl>(m, "HGRU");
   bound
       .def(py::init(&make_hgru), py::arg("dim"), py::kw_only(),
            py::arg("complex") = defaults.complex(), py::arg("theta") = defaults.theta(),
@@ -191,7 +198,7 @@ std::shared_ptr<tidegate::nn::HGRU2Impl> make_hgru2(
 void bind_hgru2(py::module& m) {
   using tidegate::nn::HGRU2Impl;
   const tidegate::nn::HGRU2Options defaults(1);
-  auto bound = torch::python::bind_module<HGRU2Impl, true>(m, "HGRU2");
+  auto bound = bind_module<HGRU2Impl>(m, "HGRU2");
   bound.def(
       py::init(&make_hgru2), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
       py::kw_only(), py::arg("expand_ratio") = defaults.expand_ratio(),
@@ -234,8 +241,7 @@ std::shared_ptr<tidegate::nn::GatedLinearAttentionImpl> make_gla(
 void bind_gla(py::module& m) {
   using tidegate::nn::GatedLinearAttentionImpl;
   const tidegate::nn::GatedLinearAttentionOptions defaults(1);
-  auto bound =
-      torch::python::bind_module<GatedLinearAttentionImpl, true>(m, "GatedLinearAttention");
+  auto bound = bind_module<GatedLinearAttentionImpl>(m, "GatedLinearAttention");
   bound.def(
       py::init(&make_gla), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
       py::kw_only(), py::arg("gate") = defaults.gate(), py::arg("normalize") = defaults.normalize(),
@@ -307,7 +313,7 @@ std::shared_ptr<tidegate::nn::AttentionImpl> make_attention(
 void bind_attention(py::module& m) {
   using tidegate::nn::AttentionImpl;
   const tidegate::nn::AttentionOptions defaults(1);
-  auto bound = torch::python::bind_module<AttentionImpl, true>(m, "Attention");
+  auto bound = bind_module<AttentionImpl>(m, "Attention");
   bound.def(
       py::init(&make_attention), py::arg("dim"), py::arg("num_heads") = defaults.num_heads(),
       py::kw_only(), py::arg("preset") = defaults.preset(),
@@ -358,7 +364,7 @@ std::shared_ptr<tidegate::nn::ForgettingAttentionImpl> make_forgetting_attention
 void bind_forgetting_attention(py::module& m) {
   using tidegate::nn::ForgettingAttentionImpl;
   const tidegate::nn::ForgettingAttentionOptions defaults(1);
-  auto bound = torch::python::bind_module<ForgettingAttentionImpl, true>(m, "ForgettingAttention");
+  auto bound = bind_module<ForgettingAttentionImpl>(m, "ForgettingAttention");
   bound.def(
       py::init(&make_forgetting_attention), py::arg("dim"),
       py::arg("num_heads") = defaults.num_heads(), py::kw_only(),
@@ -389,7 +395,7 @@ void bind_gated_linear_rnn(py::module& m) {
                                                     .dtype(dtype));
   };
   const tidegate::nn::GatedLinearRNNOptions defaults(1);
-  auto bound = torch::python::bind_module<GatedLinearRNNImpl, true>(m, "GatedLinearRNN");
+  auto bound = bind_module<GatedLinearRNNImpl>(m, "GatedLinearRNN");
   bound.def(py::init(make), py::arg("dim"), py::kw_only(),
             py::arg("gate_init") = defaults.gate_init(),
             py::arg("gumbel_gate") = defaults.gumbel_gate(),
@@ -418,7 +424,7 @@ void bind_lru(py::module& m) {
                                          .dtype(dtype));
   };
   const tidegate::nn::LRUOptions defaults(1);
-  auto bound = torch::python::bind_module<LRUImpl, true>(m, "LRU");
+  auto bound = bind_module<LRUImpl>(m, "LRU");
   bound.def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("state") = defaults.state(),
             py::arg("skip") = defaults.skip(), py::arg("r_min") = defaults.r_min(),
             py::arg("r_max") = defaults.r_max(), py::arg("max_phase") = defaults.max_phase(),
@@ -442,7 +448,7 @@ void bind_slru(py::module& m) {
                                           .dtype(dtype));
   };
   const tidegate::nn::SLRUOptions defaults(1);
-  auto bound = torch::python::bind_module<SLRUImpl, true>(m, "SLRU");
+  auto bound = bind_module<SLRUImpl>(m, "SLRU");
   bound.def(py::init(make), py::arg("dim"), py::kw_only(), py::arg("state") = defaults.state(),
             py::arg("skip") = defaults.skip(), py::arg("r_min") = defaults.r_min(),
             py::arg("r_max") = defaults.r_max(), py::arg("device") = defaults.device(),
@@ -462,7 +468,7 @@ void bind_gated_rnn(py::module& m) {
                                               .dtype(dtype));
   };
   const tidegate::nn::GatedRNNOptions defaults(1);
-  auto bound = torch::python::bind_module<GatedRNNImpl, true>(m, "GatedRNN");
+  auto bound = bind_module<GatedRNNImpl>(m, "GatedRNN");
   bound.def(py::init(make), py::arg("dim"), py::kw_only(),
             py::arg("gate_init") = defaults.gate_init(),
             py::arg("gumbel_gate") = defaults.gumbel_gate(),
@@ -483,7 +489,7 @@ void bind_rwkv4(py::module& m) {
                                            .dtype(dtype));
   };
   const tidegate::nn::RWKV4Options defaults(1);
-  auto bound = torch::python::bind_module<RWKV4Impl, true>(m, "RWKV4");
+  auto bound = bind_module<RWKV4Impl>(m, "RWKV4");
   bound.def(py::init(make), py::arg("dim"), py::kw_only(),
             py::arg("time_shift") = defaults.time_shift(),
             py::arg("decay_init") = defaults.decay_init(), py::arg("depth") = defaults.depth(),
@@ -494,7 +500,7 @@ void bind_rwkv4(py::module& m) {
 // A model from the JSON of its configuration, with what all of them have.
 template <typename Impl>
 auto bind_model(py::module& m, const char* name) {
-  return torch::python::bind_module<Impl, true>(m, name)
+  return bind_module<Impl>(m, name)
       .def(py::init(&make_model<Impl>), py::arg("config"), py::kw_only(),
            py::arg("device") = py::none(), py::arg("dtype") = py::none())
       .def("reset_parameters", &Impl::reset_parameters)
