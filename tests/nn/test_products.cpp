@@ -37,7 +37,7 @@ void expect_product(const Tensor& x, const Tensor& weight, const std::optional<T
   ASSERT_EQ(y.sizes(), exact.sizes()) << what;
   EXPECT_EQ(y.scalar_type(), x.scalar_type()) << what;
   const double floor =
-      exact.norm().item<double>() * (x.scalar_type() == at::kDouble ? 1e-15 : 1e-7);
+      exact.norm().item<double>() * (x.scalar_type() == at::kDouble ? 1e-14 : 1e-7);
   EXPECT_LE(error(y), 2 * theirs + floor) << what;
 }
 

@@ -322,7 +322,7 @@ def test_invariant_batches(name, dtype, device):
     options = {"max_new_tokens": 12, "seed": 1, "temperature": 0.9}
 
     def log_probs(company: list[torch.Tensor]) -> list[tuple[int, float]]:
-        decoder = Decoder(model, 6, capacity=16, log_probs=True, invariant=True)
+        decoder = Decoder(model, 6, capacity=32, log_probs=True, invariant=True)
         decoder.add_all(company[:-1], max_new_tokens=7)
         slot = decoder.add(company[-1], **options)
         tokens = []
