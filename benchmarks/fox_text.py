@@ -44,8 +44,9 @@ from tidegate.training.maps import head_maps
 from tidegate.training.per_token import PerToken
 from tidegate.training.probes import mixer_inputs
 from tidegate.training.report import finish, plot_gates
-from tidegate.training.runs import load_trained, prepare_run
+from tidegate.training.runs import prepare_run
 from tidegate.training.scoring import corpus_of_run
+from tidegate.training.trained import load_trained
 
 NAMES = {
     "fot-pro": "FoT (Pro)",

@@ -36,9 +36,9 @@ from tidegate.models import CausalLM
 from tidegate.training.checkpoint import RunFolder, read_metrics
 from tidegate.training.config import read_json
 from tidegate.training.probes import forget_gates
-from tidegate.training.runs import initial_model, load_trained
 from tidegate.training.scoring import corpus_of_run
 from tidegate.training.tasks import make_task
+from tidegate.training.trained import initial_model, load_trained
 
 GUMBEL_FIRST = 'layer_options=[{"gate_init": "gumbel-softmax"}]'
 METHODS = {  # name -> flags of `tidegate train`, with the task's length

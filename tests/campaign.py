@@ -1,4 +1,4 @@
-"""The campaign: faults at every file event of a training run, and broken files of every kind.
+"""The campaign: faults at every file event of a training run, broken files, and wrong calls.
 
     python tests/campaign.py --seconds 45 --seed 1     # what CI does (test_campaign.py)
     python tests/campaign.py --seconds 14400 --seed 7  # hours
@@ -10,7 +10,13 @@ line; started again, it must end with the bits of a run that nothing happened to
 the metrics once, and leave no temporary file.
 
 Broken files: bits flipped, bytes cut, added and overwritten in any file of a finished run. Every
-command must end well or with one line. Each case runs in a child of a process that has everything
+command must end well or with one line.
+
+Wrong calls: ops and modules with arguments of another type, dtype, shape, stride or value
+(tests/support/wrong_calls.py). They must be refused in a message that names the op, or compute what
+contiguous copies and the reference do; 200 are a case.
+
+Each case runs in a child of a process that has everything
 imported, so a crash ends the case alone; what fails is printed with the arguments that repeat it.
 """
 
@@ -33,6 +39,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+CALLS = 200
 KINDS = ("kill", "full", "broken", "interrupt", "interrupt-twice")
 TIMES = ("seconds", "tokens_per_second")
 LIMIT = 120  # seconds of a case
@@ -43,7 +51,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--case", help="one case again, as a failure names it: KIND:N or file:N")
+    parser.add_argument(
+        "--case", help="one case again, as a failure names it: KIND:N, file:N, calls:N or call:SEED"
+    )
     options = parser.parse_args()
     if _REEXEC not in os.environ:
         return _with_shim()
@@ -76,14 +86,26 @@ class Campaign:
 
     def train(self, out: Path) -> list[str]:
         """The arguments of the run that faults meet."""
-        flags = "--dim=16 --layers=1 --set=mixer_options.complex=false --batch-size=2 --context=16"
-        flags += " --precision=fp32 --device=cpu --threads=1 --steps=6 --checkpoint-every=2"
-        flags += " --eval-every=3 --eval-tokens=64 --tokenizer=bpe:300 --quiet"
+        flags = "--mixer=hgrn --set=mixer_options.complex=false --dim=16 --layers=1"
+        flags += " --batch-size=2 --context=16 --precision=fp32 --device=cpu --threads=1"
+        flags += " --steps=6 --checkpoint-every=2 --eval-every=3 --eval-tokens=64"
+        flags += " --tokenizer=bpe:300 --quiet"
         return ["train", str(self.text), "--out", str(out), *flags.split()]
 
-    def child(self, arguments: list[str], arm: Callable[[], object] = lambda: None) -> tuple:
-        """A command in a child: its status, a negative one for a signal, what it wrote to stderr,
-        and, on a good end, how many events there were."""
+    def command(self, arguments: list[str], arm: Callable[[], object] = lambda: None) -> tuple:
+        """What child() says of a command."""
+
+        def work() -> int:
+            from tidegate.cli import main as command
+
+            arm()
+            return command(arguments)
+
+        return self.child(work)
+
+    def child(self, work: Callable[[], int]) -> tuple:
+        """Work in a child: its status, a negative one for a signal, what it wrote to stderr, and,
+        on a good end, how many events there were."""
         said, events = self.folder / "stderr", self.folder / "events"
         events.unlink(missing_ok=True)
         pid = os.fork()
@@ -94,10 +116,7 @@ class Campaign:
                 signal.alarm(LIMIT)
                 for number, path in ((1, os.devnull), (2, str(said))):
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-                from tidegate.cli import main as command
-
-                arm()
-                status = command(arguments)
+                status = work()
                 count = self.shim.fault_events()
                 self.shim.fault_arm(b"", 0, 0)
                 events.write_text(str(count))
@@ -120,7 +139,7 @@ class Campaign:
 
         whole = self.folder / "whole"
         below = str(self.folder / "whole").encode()
-        status, said, events = self.child(
+        status, said, events = self.command(
             self.train(whole), lambda: self.shim.fault_arm(below, 0, 0)
         )
         if status != 0:
@@ -133,13 +152,16 @@ class Campaign:
         number = 0
         while time.monotonic() < end or case is not None:
             number += 1
-            name = case or (
-                faults.pop() if faults and number % 2 else f"file:{draw.getrandbits(30)}"
-            )
+            kinds = ("calls", "file", "fault")
+            name = case or f"{kinds[number % len(kinds)]}:{draw.getrandbits(22)}"
+            if name.startswith("fault:"):
+                name = faults.pop() if faults else f"file:{draw.getrandbits(30)}"
             kind, _, value = name.partition(":")
             before = len(self.failures)
             if kind == "file":
                 self.broken_file(int(value), whole)
+            elif kind in ("call", "calls"):
+                self.wrong_calls(int(value), 1 if kind == "call" else CALLS)
             else:
                 self.fault(kind, int(value), whole)
             self.count[kind] += 1
@@ -167,9 +189,11 @@ class Campaign:
         shutil.rmtree(out, ignore_errors=True)
         number = KINDS.index(kind) + 1
         below = str(out).encode()
-        status, said, _ = self.child(self.train(out), lambda: self.shim.fault_arm(below, n, number))
+        status, said, _ = self.command(
+            self.train(out), lambda: self.shim.fault_arm(below, n, number)
+        )
         self.expect_one_line(status, said, (-signal.SIGKILL,) if kind == "kill" else (0, 2, 130))
-        status, said, _ = self.child(self.train(out))
+        status, said, _ = self.command(self.train(out))
         self.expect(status == 0, f"started again: status {status}: {said[-1500:]}")
         if status == 0:
             self.compare(out, whole)
@@ -189,6 +213,27 @@ class Campaign:
             if row["kind"] != "train":
                 self.expect(row in rows, f"no row {row}")
 
+    def wrong_calls(self, number: int, count: int) -> None:
+        """The calls of `count` seeds; `calls:N` stands for those from N * CALLS on."""
+        first = number * count
+        begun = self.folder / "call"
+
+        def work() -> int:
+            from support import wrong_calls
+
+            status = 0
+            for seed in range(first, first + count):
+                begun.write_text(str(seed))
+                if problem := wrong_calls.check(seed):
+                    print(f"call:{seed}: {problem}", file=sys.stderr)
+                    status = 1
+            return status
+
+        status, said, _ = self.child(work)
+        if status not in (0, 1):
+            said = f"call:{begun.read_text()}: ended with {status}: {said[-1500:]}"
+        self.expect(status == 0, said.strip())
+
     def broken_file(self, seed: int, whole: Path) -> None:
         draw = random.Random(seed)
         out = self.folder / "run"
@@ -204,7 +249,7 @@ class Campaign:
             ["plot", str(out)],
             self.train(out),
         ):
-            status, said, _ = self.child(command)
+            status, said, _ = self.command(command)
             before = len(self.failures)
             self.expect_one_line(status, said, (0, 2))
             if len(self.failures) > before:

@@ -91,3 +91,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Starts processes that train together; see `support.ranks`."""
+    from support.ranks import Ranks
+
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    with Ranks(tmp_path_factory.mktemp("ranks")) as started:
+        yield started

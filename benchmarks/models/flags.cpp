@@ -12,20 +12,24 @@ namespace tidegate::benchmarks {
 
 const char kUsage[] =
     R"(bench_models: training steps and decoding of every mixer beside Transformers of as many parameters.
+On one device: training on several GPUs is Python's, benchmarks/distributed.py.
 
   --device cpu|cuda        where (cuda where torch sees one)
   --size tiny|small|125m|360m|756m   (small on the CPU, 360m on a GPU)
+  --dim 512, --layers 6    another width and depth than the size's
   --precision fp32|bf16    bf16: autocast in training, bf16 weights in decoding (bf16 on a GPU)
   --recompute none|blocks  whether the backward pass computes blocks again (none)
   --residual auto|bf16     the residual stream in training (auto: as the embedding)
   --contexts 256,1024      context lengths, divisors of the tokens
   --tokens 4096            of a training step, and held by the batch that decodes
   --mixers hgrn,fox        which; the ratios need "transformer" (all)
-  --steps 5                timed steps of training, after one that is not timed
+  --rounds 2               times that every mixer has its turn, every second time in reverse order
+  --steps 5                timed steps of training in a round, after one that is not timed
   --decode-tokens 32       tokens decoded a sequence; 0: no decoding
-  --seconds 20             of one measurement; where steps take longer, fewer are timed
+  --seconds 5              of one measurement; where steps take longer, fewer are timed
   --json PATH              the results, written anew after every row
   --commit ID              for the JSON
+  --list                   prints the mixers and the sizes
 )";
 
 namespace {
@@ -56,10 +60,10 @@ int64_t integer(const std::string& flag, const std::string& text, int64_t least)
 
 // "--name value" and "--name=value".
 Values values_of(const std::vector<std::string>& arguments) {
-  const std::vector<std::string> known = {"--device",  "--size",   "--precision", "--contexts",
-                                          "--tokens",  "--mixers", "--steps",     "--decode-tokens",
-                                          "--seconds", "--json",   "--commit",    "--recompute",
-                                          "--residual"};
+  const std::vector<std::string> known = {
+      "--device", "--size",   "--dim",       "--layers",        "--precision", "--contexts",
+      "--tokens", "--mixers", "--steps",     "--decode-tokens", "--seconds",   "--rounds",
+      "--json",   "--commit", "--recompute", "--residual"};
   Values values;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const size_t equals = arguments[i].find('=');
@@ -99,10 +103,12 @@ std::vector<std::string> chosen_mixers(const std::string& text) {
 
 Flags parse_flags(const std::vector<std::string>& arguments) {
   Flags flags;
-  if (std::find(arguments.begin(), arguments.end(), "--help") != arguments.end()) {
-    flags.help = true;
-    return flags;
-  }
+  const auto has = [&](const char* flag) {
+    return std::find(arguments.begin(), arguments.end(), flag) != arguments.end();
+  };
+  flags.help = has("--help");
+  flags.list = has("--list");
+  if (flags.help || flags.list) return flags;
   const Values values = values_of(arguments);
   const auto given = [&](const char* flag) { return values.count(flag) == 1; };
   const bool has_cuda = torch::cuda::is_available();
@@ -115,6 +121,13 @@ Flags parse_flags(const std::vector<std::string>& arguments) {
   setup.is_bf16 =
       choice(values, "--precision", {"fp32", "bf16"}, is_cuda ? "bf16" : "fp32") == "bf16";
   flags.size = find_size(given("--size") ? values.at("--size") : is_cuda ? "360m" : "small");
+  if (given("--dim") || given("--layers")) {
+    flags.size.name = "custom";  // no preset has it
+    if (given("--dim")) flags.size.dim = integer("--dim", values.at("--dim"), 8);
+    if (given("--layers")) flags.size.layers = integer("--layers", values.at("--layers"), 1);
+    TORCH_CHECK_VALUE(flags.size.dim % 8 == 0, "--dim: expected a multiple of 8; got ",
+                      flags.size.dim);
+  }
   setup.tokens =
       given("--tokens") ? integer("--tokens", values.at("--tokens"), 1) : flags.size.tokens;
   flags.contexts = flags.size.contexts;
@@ -136,6 +149,7 @@ Flags parse_flags(const std::vector<std::string>& arguments) {
   if (given("--seconds")) {
     setup.seconds = static_cast<double>(integer("--seconds", values.at("--seconds"), 0));
   }
+  if (given("--rounds")) flags.rounds = integer("--rounds", values.at("--rounds"), 1);
   setup.recompute = choice(values, "--recompute", {"none", "blocks"}, "none");
   setup.has_narrow_residual = choice(values, "--residual", {"auto", "bf16"}, "auto") == "bf16";
   TORCH_CHECK_VALUE(setup.is_bf16 || !setup.has_narrow_residual,

@@ -15,10 +15,12 @@ extern const char kUsage[];
 
 struct Flags {
   bool help = false;
+  bool list = false;
   Setup setup;
   Size size;
   std::vector<int64_t> contexts;
   std::vector<std::string> mixers;
+  int64_t rounds = 2;
   std::string json;    // a path; empty: none is written
   std::string commit;  // for the JSON
 };

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <string>
@@ -17,11 +18,31 @@ using Json = nlohmann::ordered_json;
 
 constexpr double kMilli = 1e3;
 
+// The mean of one of the numbers of a result.
+template <typename Result>
+double mean_of(const std::vector<Result>& rounds, double Result::* number) {
+  double sum = 0;
+  for (const Result& round : rounds) sum += round.*number;
+  return sum / static_cast<double>(rounds.size());
+}
+
+// How far apart the rounds are: the longest less the shortest, of their mean.
+template <typename Result>
+double spread_of(const std::vector<Result>& rounds, double Result::* number) {
+  double least = rounds.front().*number, most = least;
+  for (const Result& round : rounds) {
+    least = std::min(least, round.*number);
+    most = std::max(most, round.*number);
+  }
+  return (most - least) / mean_of(rounds, number);
+}
+
 Json train_json(const Row& row, const Row* baseline) {
-  const TrainResult& train = *row.train;
+  const TrainResult train = mean(row.train);
   const double tokens = static_cast<double>(row.batch * row.context);
   Json json = {{"tokens_per_s", tokens / train.step},
                {"step_ms", kMilli * train.step},
+               {"step_spread", spread_of(row.train, &TrainResult::step)},
                {"forward_ms", kMilli * train.forward},
                {"backward_ms", kMilli * train.backward},
                {"optimizer_ms", kMilli * train.optimizer},
@@ -38,34 +59,38 @@ Json train_json(const Row& row, const Row* baseline) {
       {"rest_ms", kMilli * split.rest},         {"idle_ms", kMilli * split.idle},
       {"floor_ms", kMilli * train.floor}};
   if (train.peak_bytes) json["peak_bytes"] = *train.peak_bytes;
-  if (baseline == nullptr || !baseline->train) return json;
-  json["speed_of_transformer"] = baseline->train->step / train.step;
-  if (train.peak_bytes && baseline->train->peak_bytes) {
+  if (baseline == nullptr || baseline->train.empty()) return json;
+  const TrainResult other = mean(baseline->train);
+  json["speed_of_transformer"] = other.step / train.step;
+  if (train.peak_bytes && other.peak_bytes) {
     json["memory_of_transformer"] =
-        static_cast<double>(*train.peak_bytes) / static_cast<double>(*baseline->train->peak_bytes);
+        static_cast<double>(*train.peak_bytes) / static_cast<double>(*other.peak_bytes);
   }
   return json;
 }
 
 Json decode_json(const Row& row, const Row* baseline) {
-  const DecodeResult& decode = *row.decode;
+  const DecodeResult decode = mean(row.decode);
   const double batch = static_cast<double>(row.batch);
   Json json = {{"tokens_per_s", batch / decode.token},
                {"token_ms", kMilli * decode.token},
+               {"token_spread", spread_of(row.decode, &DecodeResult::token)},
                {"prefill_ms", kMilli * decode.prefill},
                {"prefill_tokens_per_s", batch * static_cast<double>(row.context) / decode.prefill},
                {"state_bytes", decode.state_bytes},
                {"error", decode.error},
                {"speed_of_transformer", nullptr},
                {"prefill_speed_of_transformer", nullptr}};
-  if (baseline == nullptr || !baseline->decode) return json;
-  json["speed_of_transformer"] = baseline->decode->token / decode.token;
-  json["prefill_speed_of_transformer"] = baseline->decode->prefill / decode.prefill;
+  if (baseline == nullptr || baseline->decode.empty()) return json;
+  const DecodeResult other = mean(baseline->decode);
+  json["speed_of_transformer"] = other.token / decode.token;
+  json["prefill_speed_of_transformer"] = other.prefill / decode.prefill;
   return json;
 }
 
 double attention_of_step(const Row& row) {
-  return static_cast<double>(row.layers) * (row.attention->forward + row.attention->backward);
+  const AttentionResult attention = mean(row.attention);
+  return static_cast<double>(row.layers) * (attention.forward + attention.backward);
 }
 
 Json row_json(const Row& row, const Row* baseline) {
@@ -80,14 +105,15 @@ Json row_json(const Row& row, const Row* baseline) {
     json["parameters_of_transformer"] =
         static_cast<double>(row.parameters) / static_cast<double>(baseline->parameters);
   }
-  if (row.train) json["train"] = train_json(row, baseline);
-  if (row.decode) json["decode"] = decode_json(row, baseline);
-  if (row.attention) {
-    json["attention"] = {{"op", row.attention->op},
-                         {"heads", row.attention->heads},
-                         {"head_dim", row.attention->head_dim},
-                         {"forward_ms", kMilli * row.attention->forward},
-                         {"backward_ms", kMilli * row.attention->backward},
+  if (!row.train.empty()) json["train"] = train_json(row, baseline);
+  if (!row.decode.empty()) json["decode"] = decode_json(row, baseline);
+  if (!row.attention.empty()) {
+    const AttentionResult attention = mean(row.attention);
+    json["attention"] = {{"op", attention.op},
+                         {"heads", attention.heads},
+                         {"head_dim", attention.head_dim},
+                         {"forward_ms", kMilli * attention.forward},
+                         {"backward_ms", kMilli * attention.backward},
                          {"all_layers_ms", kMilli * attention_of_step(row)}};
   }
   if (!row.errors.empty()) json["errors"] = row.errors;
@@ -104,9 +130,9 @@ const Row* find_row(const std::vector<Row>& rows, const std::string& mixer, int6
 // How much longer a step with forgetting attention takes than its Transformer's, and how much of
 // that is not attention.
 Json pair_json(const Row& gated, const Row& transformer) {
-  const double step = transformer.train->step;
+  const double step = mean(transformer.train).step;
   const double attention = attention_of_step(gated) - attention_of_step(transformer);
-  const double all = gated.train->step - step;
+  const double all = mean(gated.train).step - step;
   return {{"mixers", {gated.mixer, transformer.mixer}},
           {"context", gated.context},
           {"step_ms", kMilli * all},
@@ -133,10 +159,11 @@ struct Column {
   size_t width;
 };
 constexpr Column kColumns[] = {
-    {"mixer", 16},   {"context", 7},   {"batch", 5},   {"params", 7},    {"of T", 6},
-    {"tok/s", 9},    {"of T", 5},      {"step ms", 8}, {"fwd", 7},       {"bwd", 7},
-    {"optim", 6},    {"peak GiB", 8},  {"of T", 5},    {"decode/s", 9},  {"of T", 5},
-    {"token ms", 8}, {"prefill/s", 9}, {"of T", 5},    {"state MiB", 9},
+    {"mixer", 16},    {"context", 7},  {"batch", 5},    {"params", 7},    {"of T", 6},
+    {"tok/s", 9},     {"of T", 5},     {"step ms", 8},  {"spread", 6},    {"fwd", 7},
+    {"bwd", 7},       {"optim", 6},    {"peak GiB", 8}, {"of T", 5},      {"decode/s", 9},
+    {"of T", 5},      {"token ms", 8}, {"spread", 6},   {"prefill/s", 9}, {"of T", 5},
+    {"state MiB", 9},
 };
 
 std::string aligned(const std::vector<std::string>& cells) {
@@ -149,14 +176,44 @@ std::string aligned(const std::vector<std::string>& cells) {
 
 }  // namespace
 
+TrainResult mean(const std::vector<TrainResult>& rounds) {
+  TrainResult result = rounds.back();
+  for (const auto number : {&TrainResult::step, &TrainResult::forward, &TrainResult::backward,
+                            &TrainResult::optimizer}) {
+    result.*number = mean_of(rounds, number);
+  }
+  for (const TrainResult& round : rounds) {
+    if (round.peak_bytes) {
+      result.peak_bytes = std::max(result.peak_bytes.value_or(0), *round.peak_bytes);
+    }
+  }
+  return result;
+}
+
+DecodeResult mean(const std::vector<DecodeResult>& rounds) {
+  DecodeResult result = rounds.back();
+  result.prefill = mean_of(rounds, &DecodeResult::prefill);
+  result.token = mean_of(rounds, &DecodeResult::token);
+  return result;
+}
+
+AttentionResult mean(const std::vector<AttentionResult>& rounds) {
+  AttentionResult result = rounds.back();
+  result.forward = mean_of(rounds, &AttentionResult::forward);
+  result.backward = mean_of(rounds, &AttentionResult::backward);
+  return result;
+}
+
 Json with_rows(Json record, const std::vector<Row>& rows) {
   record["rows"] = Json::array();
   record["pairs"] = Json::array();
   for (const Row& row : rows) {
-    const bool is_begun = row.train || row.decode || !row.errors.empty();
+    const bool is_begun = !(row.train.empty() && row.decode.empty() && row.errors.empty());
     if (is_begun) record["rows"].push_back(row_json(row, find_row(rows, kBaseline, row.context)));
   }
-  const auto is_whole = [](const Row* row) { return row && row->train && row->attention; };
+  const auto is_whole = [](const Row* row) {
+    return row && !row->train.empty() && !row->attention.empty();
+  };
   for (const char* suffix : {"", "-pro"}) {
     for (const Row& row : rows) {
       if (row.mixer != std::string("fox") + suffix) continue;
@@ -189,6 +246,7 @@ std::string table_line(const Json& row) {
       number(train, "tokens_per_s", 1, "%.0f"),
       number(train, "speed_of_transformer", 1, "%.2f"),
       number(train, "step_ms", 1, "%.1f"),
+      number(train, "step_spread", 100, "%.0f%%"),
       number(train, "forward_ms", 1, "%.1f"),
       number(train, "backward_ms", 1, "%.1f"),
       number(train, "optimizer_ms", 1, "%.1f"),
@@ -197,6 +255,7 @@ std::string table_line(const Json& row) {
       number(decode, "tokens_per_s", 1, "%.0f"),
       number(decode, "speed_of_transformer", 1, "%.2f"),
       number(decode, "token_ms", 1, "%.2f"),
+      number(decode, "token_spread", 100, "%.0f%%"),
       number(decode, "prefill_tokens_per_s", 1, "%.0f"),
       number(decode, "prefill_speed_of_transformer", 1, "%.2f"),
       number(decode, "state_bytes", kMebi, "%.2f"),

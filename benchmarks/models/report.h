@@ -12,15 +12,21 @@
 
 namespace tidegate::benchmarks {
 
-/// One model at one context; what failed has an error instead.
+/// One model at one context, a result a round; what failed has an error instead.
 struct Row {
   std::string mixer;
   int64_t context = 0, batch = 0, layers = 0, glu_hidden = 0, parameters = 0;
-  std::optional<TrainResult> train;
-  std::optional<DecodeResult> decode;
-  std::optional<AttentionResult> attention;
+  std::vector<TrainResult> train;
+  std::vector<DecodeResult> decode;
+  std::vector<AttentionResult> attention;
   std::vector<std::string> errors;
 };
+
+/// The mean over the rounds, which run to and fro so that a machine that gets slower or faster
+/// favours nobody; largest memory, errors and losses of the last round.
+TrainResult mean(const std::vector<TrainResult>& rounds);
+DecodeResult mean(const std::vector<DecodeResult>& rounds);
+AttentionResult mean(const std::vector<AttentionResult>& rounds);
 
 /// `record` with the rows that have begun, each beside the Transformer's of the same context, and
 /// "pairs": a forgetting attention's step against its Transformer's, split in attention and the

@@ -22,7 +22,7 @@ struct Setup {
   int64_t decode_tokens = 32;
   std::string recompute = "none";    // of training, as Backbone has it
   bool has_narrow_residual = false;  // a residual stream of bf16 in training
-  double seconds = 20.0;  // of one measurement's steps: fewer are timed where they take longer
+  double seconds = 5.0;  // of one measurement's steps: fewer are timed where they take longer
 
   int64_t batch(int64_t context) const { return tokens / context; }
 };

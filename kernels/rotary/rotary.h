@@ -20,7 +20,7 @@ struct RotaryParams {
   bool inverse = false;        // turns back
 };
 
-/// Reads x and writes y once. float32 and float64.
+/// Reads x and writes y once, in any real dtype.
 void rotary_cpu(const RotaryParams& params, const ParallelFor& parallel);
 
 }  // namespace tidegate::kernels::rotary

@@ -1,22 +1,17 @@
-"""What `tidegate info` and `tidegate bench` say about this machine and this build."""
+"""What `tidegate info` says about this machine and this build."""
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from pathlib import Path
 
 import torch
 
 from . import _library
-from .training.errors import UserError
 from .training.runtime import cpu_has_fast_bf16, cpu_name
 
 # The portable CUDA kernels use cp.async and mma.sync, which begin with Ampere.
 _LOWEST_CAPABILITY = (8, 0)
-# Training steps beside the Transformer; takes flags of its own.
-_MODELS = "bench_models"
 
 
 def info_lines() -> list[str]:
@@ -53,43 +48,3 @@ def _cuda_lines(info: dict[str, str]) -> list[str]:
             line += ": not used: the kernels need 8.0 or later"
         lines.append(line)
     return lines
-
-
-def _benchmark_binaries() -> list[Path]:
-    """The benchmark binaries of the build tree this package came from, by name."""
-    folder = Path(_library.library_dir()).parent / "bin"
-    binaries = sorted(path for path in folder.glob("bench_*") if os.access(path, os.X_OK))
-    if not binaries:
-        raise UserError(
-            f"bench: no benchmark binary in {folder}: they are built in a checkout (`make build`, "
-            "then `make bench`)"
-        )
-    return binaries
-
-
-def run_benchmarks(name_filter: str = "") -> int:
-    """Runs the kernels' and ops' benchmark binaries.
-
-    name_filter: a regular expression on the benchmarks' names. Returns the first exit status that
-    is not 0. Raises UserError where there are no binaries, as in an installed package or without
-    Google Benchmark.
-    """
-    binaries = [path for path in _benchmark_binaries() if path.name != _MODELS]
-    if not binaries:
-        raise UserError("bench: built without Google Benchmark (Debian: libbenchmark-dev)")
-    for binary in binaries:
-        print(f"== {binary.name}", flush=True)
-        arguments = [f"--benchmark_filter={name_filter}"] if name_filter else []
-        status = subprocess.run([str(binary), *arguments], check=False).returncode
-        if status != 0:
-            return status
-    return 0
-
-
-def run_model_benchmark(arguments: list[str]) -> int:
-    """Runs bench_models: training and decoding of every mixer beside Transformers of as many
-    parameters. Returns its exit status."""
-    for binary in _benchmark_binaries():
-        if binary.name == _MODELS:
-            return subprocess.run([str(binary), *arguments], check=False).returncode
-    raise UserError(f"bench: {_MODELS} was not built (`make build` builds it)")

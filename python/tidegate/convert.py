@@ -60,7 +60,7 @@ def convert(
     nothing is written; otherwise `out` appears whole.
     """
     source, out = Path(source), Path(out)
-    config = _read_json(source / CONFIG_FILE)
+    config = read_json(source / CONFIG_FILE)
     given = given or format_of(config)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out}: expected an empty or new folder")
@@ -114,7 +114,7 @@ def read(folder: Path, config: Mapping[str, Any], given: str) -> Checkpoint:
         model = CausalLM(ours, device="meta")
         load_exactly(model, _without_prefix(tensors, ours.tied, given), str(folder))
         remembered = folder / SOURCE_FILE
-        return Checkpoint(model, _read_json(remembered) if remembered.is_file() else {})
+        return Checkpoint(model, read_json(remembered) if remembered.is_file() else {})
     model = import_tensors(LAYOUTS[given], config, tensors, str(folder))
     dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
     return Checkpoint(model, {"format": given, "config": dict(config), "tensors": dtypes})
@@ -137,7 +137,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, Tensor]:
-    places = _read_json(index).get("weight_map")
+    places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index}: weight_map: expected an object")
     found: dict[str, Tensor] = {}
@@ -232,7 +232,8 @@ def _copy_rest(source: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; FileNotFoundError or ValueError, each of one line."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:

@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import colors, pyplot
+from matplotlib import colors, pyplot, ticker
 
 from .models._files import write_atomically
 
@@ -123,7 +123,7 @@ def plot_accuracy(
         if chance is not None:
             label = f"guessing ({chance:.1%})"
             axes.axhline(100 * chance, color=_BASELINES[0], linestyle="--", label=label)
-        axes.set_ylim(0.0, 103.0)
+        axes.set_ylim(0.0, 106.0)  # the star of 100 % is whole
         axes.set_xlim(left=0.0)
         axes.set_xlabel("optimiser steps")
         axes.set_ylabel("answers that are right, % (higher is better)")
@@ -159,13 +159,20 @@ def _token_unit(largest: int) -> tuple[str, float]:
 
 
 def _limit_losses(axes, losses: np.ndarray, baselines: list[float]) -> None:
-    """Cuts off the first steep drop, which would flatten all that follows it."""
+    """Shows all of every curve; on a logarithmic scale where the first steep drop would flatten
+    what follows it."""
     values = [*losses[np.isfinite(losses)], *baselines]
-    low = min(values)
-    typical = np.quantile(losses[np.isfinite(losses)], 0.9)
-    high = max([typical, *baselines])
+    low, high = min(values), max(values)
+    if low > 0 and high > 2 * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+        room = (high / low) ** 0.06
+        axes.set_ylim(low / room, high * room)
+        return
     margin = 0.08 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + 3 * margin)
+    axes.set_ylim(low - margin, high + margin)
 
 
 def plot_forget_gates(
@@ -202,7 +209,8 @@ def plot_forget_gates(
         for axes, (layer, values) in zip(panels.flat, gates.items(), strict=False):
             flat = np.asarray(values, dtype=np.float64).ravel()
             share = np.histogram(flat, edges)[0] * (100.0 / flat.size)
-            axes.bar(edges[:-1], share, width=np.diff(edges), align="edge", color=_VALID)
+            bars = {"align": "edge", "color": _VALID, "label": "trained"}
+            axes.bar(edges[:-1], share, width=np.diff(edges), **bars)
             if before is not None:
                 first = np.asarray(before[layer], dtype=np.float64).ravel()
                 outline = np.histogram(first, edges)[0] * (100.0 / first.size)

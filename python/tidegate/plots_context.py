@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .plots import _STYLE, _save, pyplot
+from .plots import _STYLE, _save, colors, pyplot
 
 if TYPE_CHECKING:
     from .training.maps import HeadMap
@@ -114,26 +114,29 @@ def plot_head_maps(maps: Sequence[HeadMap], path: str | os.PathLike[str], *, tit
             squeeze=False,
             layout="constrained",
         )
+        images = {}
         for column, found in enumerate(maps):
             tokens = found.tile * len(found.attention)
             kinds = [("attention", found.attention)]
             if has_gates:
                 kinds.insert(0, ("F", found.forget))
-            for axes, (kind, values) in zip(panels[:, column], kinds, strict=True):
+            for row, (kind, values) in enumerate(kinds):
+                axes = panels[row, column]
                 if values is None:
                     axes.set_visible(False)
                     continue
                 hidden = np.ma.masked_where(np.triu(np.ones_like(values), 1) > 0, values)
-                # Weights of far keys are small: their root is what is drawn.
-                drawn = hidden if kind == "F" else np.sqrt(hidden)
+                # Weights of far keys are small: colours go by their root.
+                norm = colors.PowerNorm(1.0 if kind == "F" else 0.5, vmin=0, vmax=1)
                 extent = (0, tokens, tokens, 0)
-                image = axes.imshow(drawn, vmin=0, vmax=1, cmap="viridis", extent=extent)
+                images[row] = axes.imshow(hidden, norm=norm, cmap="viridis", extent=extent)
                 name = f"{kind}: layer {found.layer}, head {found.head}"
                 axes.set_title(name, fontsize=9)
                 axes.tick_params(labelsize=7)
         figure.supxlabel("key, token", fontsize=9)
         figure.supylabel("query, token", fontsize=9)
-        label = "largest F, and root of the largest weight, of a tile"
-        figure.colorbar(image, ax=panels, label=label, shrink=0.8)
+        labels = ["largest F of a tile"] * has_gates + ["largest weight of a tile"]
+        for row, image in images.items():  # each has a scale of its own
+            figure.colorbar(image, ax=panels[row], label=labels[row], shrink=0.8)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         _save(figure, path)

@@ -253,13 +253,6 @@ void load_weights(torch::nn::Module& model, const std::string& directory, torch:
   for (const auto& [name, tensor] : own) tensor.set_data(tensors.at(name).to(device));
 }
 
-void check_ids(const char* owner, const Tensor& ids) {
-  const bool fits =
-      ids.dim() == 2 && (ids.scalar_type() == torch::kInt || ids.scalar_type() == torch::kLong);
-  TORCH_CHECK_VALUE(fits, owner, ": ids: expected int32 or int64 [B, T]; got ", ids.scalar_type(),
-                    " ", nn::shape_text(ids));
-}
-
 Tensor mean_cross_entropy(Tensor logits, const Tensor& labels) {
   if (logits.scalar_type() == torch::kBFloat16 || logits.scalar_type() == torch::kHalf) {
     logits = logits.to(torch::kFloat);

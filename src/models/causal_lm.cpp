@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "src/models/generation.h"
+#include "src/models/inputs.h"
 #include "src/nn/common.h"
 
 namespace tidegate::models {
@@ -27,16 +28,16 @@ double embedding_std(const LMConfig& config) {
 
 }  // namespace
 
-Tensor Labels::resolve(const Tensor& ids, const std::optional<Tensor>& cu_seqlens) const {
+Tensor Labels::resolve(const Tensor& ids, const std::optional<Tensor>& cu_seqlens,
+                       int64_t vocab_size) const {
   if (!name_.empty()) {
     TORCH_CHECK_VALUE(name_ == "next", "CausalLM: labels: expected a tensor or 'next'; got '",
                       name_, "'");
     return next_labels(ids, cu_seqlens);
   }
   if (tensor_.defined()) {
-    TORCH_CHECK_VALUE(tensor_.sizes() == ids.sizes(),
-                      "CausalLM: labels: expected the shape of ids, ", nn::shape_text(ids),
-                      "; got ", nn::shape_text(tensor_));
+    check_labels("CausalLM", tensor_, ids.sizes(), "the shape of ids", vocab_size);
+    refuse_own_labels("CausalLM", ids, tensor_);
   }
   return tensor_;
 }
@@ -98,8 +99,8 @@ Tensor CausalLMImpl::logits(const Tensor& x) const { return at::linear(x, head_w
 Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
                              const std::optional<ModelState>& state,
                              const std::optional<Tensor>& cu_seqlens, const LossOptions& options) {
-  check_ids("CausalLM", ids);
-  const Tensor targets = labels.resolve(ids, cu_seqlens);
+  check_ids("CausalLM", ids, config.vocab_size);
+  const Tensor targets = labels.resolve(ids, cu_seqlens, *config.vocab_size);
   const auto [x, next] = run("CausalLM", embed(ids), state, cu_seqlens);
   Tensor loss;
   if (targets.defined()) {
@@ -112,10 +113,8 @@ Output CausalLMImpl::forward(const Tensor& ids, const Labels& labels,
 }
 
 Tensor CausalLMImpl::logits_at(const Tensor& ids, const Tensor& positions) {
-  check_ids("CausalLM.logits_at", ids);
-  TORCH_CHECK_VALUE(positions.dim() == 2 && positions.size(0) == ids.size(0),
-                    "CausalLM.logits_at: positions: expected [B=", ids.size(0), ", P]; got ",
-                    nn::shape_text(positions));
+  check_ids("CausalLM.logits_at", ids, config.vocab_size);
+  check_positions("CausalLM.logits_at", positions, ids);
   const auto [x, state] = run("CausalLM", embed(ids), std::nullopt, std::nullopt);
   return logits(x.gather(1, positions.unsqueeze(-1).expand({-1, -1, x.size(-1)})));
 }
@@ -129,9 +128,12 @@ ModelState CausalLMImpl::init_state(int64_t batch, std::optional<int64_t> capaci
 }
 
 Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
+  check_ids("CausalLM.step", ids, config.vocab_size, "B");
   TORCH_CHECK_VALUE(state.size() == blocks->size(),
-                    "CausalLM: state: expected one state for each of the ", blocks->size(),
+                    "CausalLM.step: state: expected one state for each of the ", blocks->size(),
                     " layers; got ", state.size());
+  // A cache without room is refused before the states of the layers below it move.
+  for (size_t k = 0; k < blocks->size(); ++k) block(k).mixer().check_room(state[k], ids.size(0));
   Tensor x = embed(ids);
   const auto bounds = gammas();
   for (size_t k = 0; k < blocks->size(); ++k) x = block(k).step(x, state[k], bounds[k]);
@@ -141,7 +143,7 @@ Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
 std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
                                                      const std::optional<Tensor>& lengths,
                                                      int64_t capacity) {
-  check_ids("CausalLM.prefill", ids);
+  check_ids("CausalLM.prefill", ids, config.vocab_size);
   std::optional<ModelState> empty;
   for (size_t k = 0; k < blocks->size() && !empty; ++k) {
     if (block(k).mixer().keeps_tokens()) empty = init_state(ids.size(0), ids.size(1) + capacity);
@@ -158,6 +160,7 @@ std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,
 }
 
 Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options) {
+  check_ids("CausalLM.generate", ids, config.vocab_size);
   TORCH_CHECK_VALUE(options.max_new_tokens() >= 0,
                     "CausalLM.generate: max_new_tokens: expected an integer >= 0; got ",
                     options.max_new_tokens());

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "src/models/generation.h"
+#include "src/models/inputs.h"
 #include "src/nn/common.h"
 #include "src/nn/states.h"
 
@@ -35,8 +36,11 @@ Tensor mean_over_time(const Tensor& x) {
   return (x.sum(1, /*keepdim=*/false, wide) / std::max<int64_t>(x.size(1), 1)).to(x.scalar_type());
 }
 
-Output classified(const Tensor& logits, const std::optional<Tensor>& labels) {
+// like: what there is a label of, "one an image".
+Output classified(const char* owner, const Tensor& logits, const std::optional<Tensor>& labels,
+                  const char* like) {
   const bool has_labels = labels && labels->defined();
+  if (has_labels) check_labels(owner, *labels, logits.sizes().slice(0, 1), like, logits.size(1));
   return {logits, has_labels ? mean_cross_entropy(logits, *labels) : Tensor(), {}};
 }
 
@@ -79,7 +83,7 @@ void SequenceClassifierImpl::reset_parameters() {
 Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optional<Tensor>& labels,
                                        const std::optional<Tensor>& lengths,
                                        const std::optional<Tensor>& given_bounds) {
-  check_ids("SequenceClassifier", given_ids);
+  check_ids("SequenceClassifier", given_ids, config.vocab_size);
   Tensor ids = given_ids;
   Tensor cu_seqlens = given_bounds.value_or(Tensor());
   if (lengths && lengths->defined()) {
@@ -91,7 +95,7 @@ Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optio
       run("SequenceClassifier", embedding->forward(ids), std::nullopt, cu_seqlens);
   const Tensor pooled =
       cu_seqlens.defined() ? mean_pool(x.squeeze(0), cu_seqlens) : mean_over_time(x);
-  return classified(nn::apply_linear(head, pooled), labels);
+  return classified("SequenceClassifier", nn::apply_linear(head, pooled), labels, "one a sequence");
 }
 
 void SequenceClassifierImpl::save(const std::string& directory) const {
@@ -142,7 +146,8 @@ Tensor ImageClassifierImpl::patches(const Tensor& images) const {
 Output ImageClassifierImpl::forward(const Tensor& images, const std::optional<Tensor>& labels) {
   const auto [x, state] =
       run("ImageClassifier", nn::apply_linear(patch, patches(images)), std::nullopt, std::nullopt);
-  return classified(nn::apply_linear(head, mean_over_time(x)), labels);
+  return classified("ImageClassifier", nn::apply_linear(head, mean_over_time(x)), labels,
+                    "one an image");
 }
 
 void ImageClassifierImpl::save(const std::string& directory) const {

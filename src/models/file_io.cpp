@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -53,6 +54,26 @@ void sync_folder(const std::string& path) {
   ::close(descriptor);
 }
 
+// tables[k][b]: what byte b, k bytes before the end of eight, adds to their checksum, so that eight
+// are taken at a time.
+using CrcTables = std::array<std::array<uint32_t, 256>, 8>;
+
+CrcTables make_crc_tables() {
+  constexpr uint32_t kPolynomial = 0xedb88320;
+  CrcTables tables;
+  for (uint32_t b = 0; b < 256; ++b) {
+    uint32_t crc = b;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? kPolynomial : 0);
+    tables[0][b] = crc;
+  }
+  for (size_t k = 1; k < tables.size(); ++k) {
+    for (size_t b = 0; b < 256; ++b) {
+      tables[k][b] = tables[k - 1][b] >> 8 ^ tables[0][tables[k - 1][b] & 0xff];
+    }
+  }
+  return tables;
+}
+
 }  // namespace
 
 AtomicFile::AtomicFile(const std::string& path)
@@ -77,6 +98,18 @@ void AtomicFile::write(const void* data, size_t size) {
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) fail("cannot write");
     bytes += written;
+    size -= static_cast<size_t>(written);
+  }
+}
+
+void AtomicFile::overwrite(uint64_t offset, const void* data, size_t size) {
+  const char* bytes = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t written = ::pwrite(descriptor_, bytes, size, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail("cannot write");
+    bytes += written;
+    offset += static_cast<uint64_t>(written);
     size -= static_cast<size_t>(written);
   }
 }
@@ -122,6 +155,21 @@ std::string read_text(const std::string& path) {
   text << file.rdbuf();
   TORCH_CHECK(!file.bad() && !text.fail(), "tidegate: ", path, ": cannot read");
   return text.str();
+}
+
+uint32_t crc32(uint32_t before, const void* data, size_t size) {
+  static const CrcTables tables = make_crc_tables();
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  uint32_t crc = ~before;
+  for (; size >= 8; size -= 8, bytes += 8) {
+    uint64_t word;
+    std::memcpy(&word, bytes, sizeof word);
+    word ^= crc;
+    crc = 0;
+    for (int i = 0; i < 8; ++i) crc ^= tables[7 - i][word >> (8 * i) & 0xff];
+  }
+  for (; size > 0; --size, ++bytes) crc = crc >> 8 ^ tables[0][(crc ^ *bytes) & 0xff];
+  return ~crc;
 }
 
 std::string printable(std::string text) {

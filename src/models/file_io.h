@@ -5,6 +5,7 @@
 // uses a newer libstdc++'s std::filesystem crashes, so neither this code nor its interface does.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -22,6 +23,8 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(const void* data, size_t size);
+  /// Replaces bytes that were written before.
+  void overwrite(uint64_t offset, const void* data, size_t size);
   void commit();
 
  private:
@@ -46,6 +49,10 @@ void write_text(const std::string& path, std::string_view text);
 
 /// The whole file as text; throws c10::Error that names it when it is missing or unreadable.
 std::string read_text(const std::string& path);
+
+/// The CRC-32 of zlib, PNG and Ethernet, of `size` bytes that follow those whose checksum `before`
+/// is (0: of nothing).
+uint32_t crc32(uint32_t before, const void* data, size_t size);
 
 /// `text` with every byte that is not printable ASCII replaced: parsers quote what they could not
 /// read, which may be any bytes, and messages are text.

@@ -27,6 +27,10 @@ constexpr uint64_t kLengthBytes = 8;
 // The reference implementation refuses longer headers too: a broken length must not allocate.
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr char kMetadata[] = "__metadata__";
+// The metadata that holds the file's checksum: the CRC-32 of all its bytes, in eight hexadecimal
+// digits, which count as zeros themselves. Python writes and compares it too.
+constexpr char kChecksum[] = "crc32";
+constexpr char kNoChecksum[] = "00000000";
 
 constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {
     {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf},  {"BF16", at::kBFloat16},
@@ -135,6 +139,36 @@ std::vector<Entry> parse_entries(const Json& header, uint64_t data_bytes, const 
   return entries;
 }
 
+// The checksum as the header has it.
+std::string checksum_entry(const std::string& digits) {
+  return std::string("\"") + kChecksum + "\":\"" + digits + '"';
+}
+
+std::string digits_of(uint32_t checksum) {
+  std::string digits = kNoChecksum;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    digits[digits.size() - 1 - i] = "0123456789abcdef"[checksum >> (4 * i) & 0xf];
+  }
+  return digits;
+}
+
+// The checksum that the header notes; empty where it notes none.
+std::string noted_checksum(const Json& header) {
+  const auto metadata = header.find(kMetadata);
+  if (metadata == header.end() || !metadata->is_object()) return "";
+  const auto noted = metadata->find(kChecksum);
+  return noted != metadata->end() && noted->is_string() ? noted->get<std::string>() : "";
+}
+
+// The checksum of length and header, in which the one that is noted counts as zeros.
+uint32_t header_checksum(uint64_t length, std::string text, const std::string& noted) {
+  const size_t place = text.find(checksum_entry(noted));
+  if (place != std::string::npos) {
+    text.replace(place, checksum_entry(noted).size(), checksum_entry(kNoChecksum));
+  }
+  return crc32(crc32(0, &length, kLengthBytes), text.data(), text.size());
+}
+
 void read_exactly(std::ifstream& stream, void* target, uint64_t size, const std::string& file) {
   stream.read(static_cast<char*>(target), static_cast<std::streamsize>(size));
   TORCH_CHECK(stream.good() && static_cast<uint64_t>(stream.gcount()) == size, file,
@@ -151,7 +185,8 @@ void save_safetensors(const TensorMap& tensors, const std::string& path,
     return a.second.element_size() > b.second.element_size();
   });
   nlohmann::json header = nlohmann::json::object();
-  if (!metadata.empty()) header[kMetadata] = metadata;
+  header[kMetadata] = metadata;
+  header[kMetadata][kChecksum] = kNoChecksum;
   uint64_t offset = 0;
   for (const auto& [name, tensor] : ordered) {
     TORCH_CHECK(name != kMetadata, "save_safetensors: '", name, "' is no name for a tensor");
@@ -166,10 +201,15 @@ void save_safetensors(const TensorMap& tensors, const std::string& path,
   AtomicFile file(path);
   file.write(&length, kLengthBytes);
   file.write(text.data(), text.size());
+  uint32_t checksum = header_checksum(length, text, kNoChecksum);
   for (const auto& [name, tensor] : ordered) {
     const at::Tensor values = tensor.detach().cpu().contiguous();
     file.write(values.const_data_ptr(), values.nbytes());
+    checksum = crc32(checksum, values.const_data_ptr(), values.nbytes());
   }
+  const std::string entry = checksum_entry(digits_of(checksum));
+  const size_t place = text.find(checksum_entry(kNoChecksum));
+  file.overwrite(kLengthBytes + place, entry.data(), entry.size());
   file.commit();
 }
 
@@ -192,13 +232,18 @@ TensorMap load_safetensors(const std::string& path) {
   std::string text(length, '\0');
   read_exactly(stream, text.data(), length, file);
   const Json header = parse_header(text, file);
+  const std::string noted = noted_checksum(header);
+  uint32_t checksum = header_checksum(length, text, noted);
   TensorMap tensors;
   for (const Entry& entry : parse_entries(header, size - kLengthBytes - length, file)) {
     at::Tensor tensor = at::empty(entry.shape, at::TensorOptions(entry.dtype));
     // Entries lie one after the other, so the stream is already where this one begins.
     read_exactly(stream, tensor.mutable_data_ptr(), tensor.nbytes(), file);
+    if (!noted.empty()) checksum = crc32(checksum, tensor.const_data_ptr(), tensor.nbytes());
     tensors.emplace(entry.name, std::move(tensor));
   }
+  TORCH_CHECK(noted.empty() || noted == digits_of(checksum), file, "damaged: its checksum is ",
+              digits_of(checksum), ", and ", shown(noted), " was noted when it was written");
   return tensors;
 }
 

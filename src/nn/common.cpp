@@ -7,8 +7,10 @@
 #include "tidegate/ops/init.h"
 #include "tidegate/ops/norm.h"
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -16,6 +18,7 @@
 #include <utility>
 
 #include "src/nn/states.h"
+#include "src/ops/checks.h"
 
 // Small modules live here together: a unit that includes torch's module headers costs twelve
 // seconds before its first own line.
@@ -118,17 +121,38 @@ void check_positive(const char* owner, const char* option, int64_t value) {
   TORCH_CHECK_VALUE(value >= 1, owner, ": ", option, ": expected a positive integer; got ", value);
 }
 
-std::string shape_text(const torch::Tensor& tensor) {
+std::string shape_text(torch::IntArrayRef sizes) {
   std::ostringstream text;
   text << "(";
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << (tensor.dim() == 1 ? ",)" : ")");
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
   return text.str();
 }
 
-void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time) {
-  TORCH_CHECK_VALUE(x.dim() == (time ? 3 : 2) && x.size(-1) == dim, owner, ": x: expected [B, ",
-                    time ? "T, " : "", "dim=", dim, "]; got ", shape_text(x));
+void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim,
+                       const torch::Tensor& weight, bool time) {
+  const char* const before = time ? "[B, T, dim=" : "[B, dim=";
+  TORCH_CHECK_VALUE(x.defined(), owner, ": x: expected a tensor ", before, dim,
+                    "]; got an undefined one");
+  TORCH_CHECK_VALUE(x.dim() == (time ? 3 : 2) && x.size(-1) == dim, owner, ": x: expected ", before,
+                    dim, "]; got ", shape_text(x));
+  if (x.scalar_type() == weight.scalar_type()) return;
+  const bool is_wide = x.scalar_type() == torch::kDouble || weight.scalar_type() == torch::kDouble;
+  const bool is_cast = x.is_floating_point() && !is_wide && is_autocast(x);
+  TORCH_CHECK_VALUE(is_cast, owner, ": x: expected ", ops::dtype_name(weight.scalar_type()),
+                    ", as the module's weights; got ", ops::dtype_name(x.scalar_type()));
+}
+
+void refuse_gradients(const std::string& owner, const torch::nn::Module& module,
+                      at::TensorList tensors) {
+  if (!torch::GradMode::is_enabled()) return;
+  const auto wants = [](const torch::Tensor& t) { return t.requires_grad(); };
+  const auto parameters = module.parameters();
+  TORCH_CHECK(std::none_of(tensors.begin(), tensors.end(), wants) &&
+                  std::none_of(parameters.begin(), parameters.end(), wants),
+              owner,
+              ": a step has no gradient, but one is recorded: call it under torch.no_grad(), or "
+              "forward() over whole sequences");
 }
 
 void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, const char* why) {
@@ -158,6 +182,8 @@ std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tens
 
 torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement) {
   const torch::Device device = placement.device.value_or(torch::Device(torch::kCPU));
+  TORCH_CHECK_VALUE(!device.is_cuda() || at::hasCUDA(),
+                    "device: expected cpu, since torch sees no CUDA device; got ", device);
   return at::empty(shape, at::TensorOptions(dtype_of(placement)).device(device));
 }
 

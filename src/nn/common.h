@@ -22,8 +22,15 @@ void check_choice(const char* owner, const char* option, const std::string& valu
 /// Throws c10::ValueError unless `value` is at least one.
 void check_positive(const char* owner, const char* option, int64_t value);
 
-/// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token.
-void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim, bool time = true);
+/// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token, and, without
+/// autocast, which casts all but fp64, of the dtype of `weight`.
+void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim,
+                       const torch::Tensor& weight, bool time = true);
+
+/// Throws c10::Error, beginning with `owner`, where gradients are recorded and one of `tensors` or
+/// of the module's parameters requires one: a step would lose it.
+void refuse_gradients(const std::string& owner, const torch::nn::Module& module,
+                      at::TensorList tensors);
 
 /// Throws c10::ValueError where a lower bound is given to a mixer that takes none.
 void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, const char* why);

@@ -135,7 +135,7 @@ std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
     const Tensor& x, const MixerState& state, const OptionalTensor& gamma,
     const OptionalTensor& given_bounds) {
   const OptionalTensor cu_seqlens = normalized(given_bounds);
-  check_mixer_input(kName, x, options.dim());
+  check_mixer_input(kName, x, options.dim(), out_proj->weight);
   check_gamma(gamma);
   if (!state.empty()) check_state(state, x, cu_seqlens);
   const Operands in = project(x, gamma, is_training() ? options.gumbel_gate() : std::nullopt);
@@ -152,9 +152,12 @@ std::tuple<Tensor, MixerState> GatedLinearAttentionImpl::forward(
 
 Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
                                       const OptionalTensor& gamma) {
-  check_mixer_input("GatedLinearAttention.step", x, options.dim(), /*time=*/false);
+  check_mixer_input("GatedLinearAttention.step", x, options.dim(), out_proj->weight,
+                    /*time=*/false);
   check_gamma(gamma);
   check_state(state, x, std::nullopt);
+  for (const Tensor& part : state) check_own_memory("GatedLinearAttention.step: state", part);
+  refuse_gradients("GatedLinearAttention.step", *this, {x, state[0]});
   const Operands in = project(x, gamma);
   Tensor o = gated_linear_attention_step(in.q, in.k, in.v, in.log_f, state[0], scale());
   if (options.normalize()) {

@@ -7,7 +7,8 @@
 
 namespace tidegate::nn {
 
-/// The tensor's shape as Python prints a tuple, so that both languages say the same.
-std::string shape_text(const at::Tensor& tensor);
+/// A shape as Python prints a tuple, so that both languages say the same.
+std::string shape_text(at::IntArrayRef sizes);
+inline std::string shape_text(const at::Tensor& tensor) { return shape_text(tensor.sizes()); }
 
 }  // namespace tidegate::nn

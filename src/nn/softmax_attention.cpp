@@ -240,6 +240,14 @@ AttentionState SoftmaxAttention::with_room(const AttentionState& given, const Te
   return state;
 }
 
+void SoftmaxAttention::check_room(const MixerState& tensors, int64_t batch) const {
+  const AttentionState state = checked(tensors, batch);
+  const int64_t capacity = state.capacity(), fixed = state.room[1].item<int64_t>();
+  if (fixed == kGrows || state.room[0].item<int64_t>() < capacity) return;
+  // Where no token can be dropped, the next one has no place.
+  with_room(state, at::ones({}, integers(state.lengths)));
+}
+
 // with_room() for one token, in place. Looks at the device only where room may be short.
 void SoftmaxAttention::make_room(AttentionState& state) const {
   if (state.room[0].item<int64_t>() < state.capacity()) return;
@@ -293,7 +301,7 @@ SoftmaxAttention::Operands SoftmaxAttention::operands(
 std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const MixerState& state,
                                                          const OptionalTensor& gamma,
                                                          const OptionalTensor& cu_seqlens) {
-  check_mixer_input(switches_.owner, x, switches_.dim);
+  check_mixer_input(switches_.owner, x, switches_.dim, in_proj->weight);
   check_gamma(gamma);
   const TokenLayout layout(switches_.owner, x, normalized(cu_seqlens));
   std::optional<AttentionState> before;
@@ -310,11 +318,12 @@ std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const 
 
 Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
                               const OptionalTensor& gamma) {
-  const torch::NoGradGuard no_grad;
-  check_mixer_input((std::string(switches_.owner) + ".step").c_str(), given, switches_.dim,
-                    /*time=*/false);
+  const std::string name = std::string(switches_.owner) + ".step";
+  check_mixer_input(name.c_str(), given, switches_.dim, in_proj->weight, /*time=*/false);
   check_gamma(gamma);
   AttentionState state = checked(tensors, given.size(0));
+  for (const Tensor& part : tensors) check_own_memory(name + ": state", part);
+  refuse_gradients(name, dynamic_cast<const torch::nn::Module&>(*this), {given, state.k, state.v});
   make_room(state);
   const Tensor x = given.unsqueeze(1);
   const TokenLayout layout(switches_.owner, x, std::nullopt);

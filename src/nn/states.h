@@ -6,6 +6,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <optional>
+#include <string>
 
 namespace tidegate::nn {
 
@@ -23,5 +24,9 @@ int64_t sequence_count(const at::Tensor& x, const std::optional<at::Tensor>& cu_
 /// what follows "state" in the text, for one tensor of several.
 void check_state_tensor(const char* owner, const char* part, const at::Tensor& state,
                         at::IntArrayRef shape, at::ScalarType dtype);
+
+/// Throws c10::ValueError, beginning with `name` (module and state), for an expanded tensor, which
+/// cannot be written in place.
+void check_own_memory(const std::string& name, const at::Tensor& state);
 
 }  // namespace tidegate::nn

@@ -51,13 +51,20 @@ void check_state_tensor(const char* owner, const char* part, const at::Tensor& s
                     ops::dtype_name(dtype), "; got ", ops::dtype_name(state.scalar_type()));
 }
 
+void check_own_memory(const std::string& name, const at::Tensor& state) {
+  for (int64_t i = 0; i < state.dim(); ++i) {
+    TORCH_CHECK_VALUE(state.stride(i) != 0 || state.size(i) <= 1, name,
+                      ": expected memory of its own; got an expanded tensor: clone() it");
+  }
+}
+
 std::tuple<at::Tensor, at::Tensor> TensorStateMixer::forward(
     const at::Tensor& x, const std::optional<at::Tensor>& given_state,
     const std::optional<at::Tensor>& given_gamma, const std::optional<at::Tensor>& given_bounds) {
   const auto state = normalized(given_state);
   const auto gamma = normalized(given_gamma);
   const auto cu_seqlens = normalized(given_bounds);
-  check_mixer_input(owner(), x, dim());
+  check_mixer_input(owner(), x, dim(), own_weight());
   check_gamma(gamma);
   if (state) {
     refuse_bidirectional("a state");
@@ -70,9 +77,12 @@ at::Tensor TensorStateMixer::step(const at::Tensor& x, const at::Tensor& state,
                                   const std::optional<at::Tensor>& given_gamma) {
   const auto gamma = normalized(given_gamma);
   refuse_bidirectional("step()");
-  check_mixer_input((std::string(owner()) + ".step").c_str(), x, dim(), /*time=*/false);
+  const std::string name = std::string(owner()) + ".step";
+  check_mixer_input(name.c_str(), x, dim(), own_weight(), /*time=*/false);
   check_gamma(gamma);
   check_state(state, x);
+  check_own_memory(name + ": state", state);
+  refuse_gradients(name, dynamic_cast<const torch::nn::Module&>(*this), {x, state});
   return step_checked(x, state, gamma);
 }
 

@@ -45,7 +45,7 @@ at::Tensor GatedRnnStep::kernel() const {
   } const recurrence{w_zh, state, std::nullopt, gamma};
   const GatedRnnInputs inputs(recurrence, x.scalar_type());
   run_gated_rnn(kOpName<GatedRnnStep>, gate, token, inputs, {h.unsqueeze(1), inputs.h0, {}});
-  write_back(inputs.h0, state);
+  write_back(kOpName<GatedRnnStep>, inputs.h0, state);
   return h;
 }
 

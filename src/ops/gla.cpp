@@ -252,7 +252,7 @@ at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
   token.q_activation = arguments.q_activation;
   token.v_activation = arguments.v_activation;
   run_gla(token, o.unsqueeze(1), *token.h0);
-  write_back(*token.h0, state);
+  write_back(arguments.op, *token.h0, state);
   return o;
 }
 

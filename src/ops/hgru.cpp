@@ -202,7 +202,7 @@ at::Tensor HgruStep::kernel() const {
   const Hgru op{token, gate, gamma, theta, own, activation, /*reverse=*/false, padded};
   KernelInputs read(c);
   run_scan(kOpName<HgruStep>, hgru_params(op, &read), h.unsqueeze(1), *own);
-  write_back(*own, state);
+  write_back(kOpName<HgruStep>, *own, state);
   return h;
 }
 

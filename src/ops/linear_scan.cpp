@@ -197,7 +197,7 @@ at::Tensor LinearScanStep::kernel() const {
   const OptionalTensor own = contiguous_as(state, state_dtype(x.scalar_type())), padded;
   const LinearScan op{token, decay, own, /*reverse=*/false, padded};
   run_linear_scan(kOpName<LinearScanStep>, op, h.unsqueeze(1), *own);
-  write_back(*own, state);
+  write_back(kOpName<LinearScanStep>, *own, state);
   return h;
 }
 

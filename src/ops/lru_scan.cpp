@@ -200,7 +200,7 @@ at::Tensor LruScanStep::kernel() const {
   const LruScan op{token, nu_log, theta_log, gamma_log, own, /*reverse=*/false, padded};
   KernelInputs read(x);
   run_scan(kOpName<LruScanStep>, lru_params(op, &read), h.unsqueeze(1), *own);
-  write_back(*own, state);
+  write_back(kOpName<LruScanStep>, *own, state);
   return h;
 }
 

@@ -52,10 +52,15 @@ at::Tensor parameter_gradient(const OptionalTensor& parameter, const at::Tensor&
   return sum.defined() ? sum.to(parameter->scalar_type()) : no_gradient(data);
 }
 
-void write_back(const at::Tensor& written, at::Tensor& state) {
-  if (!written.is_same(state)) {
-    state.copy_(written);
+void write_back(const char* op, const at::Tensor& written, at::Tensor& state) {
+  if (written.is_same(state)) {
+    return;
   }
+  for (int64_t i = 0; i < state.dim(); ++i) {
+    TORCH_CHECK(state.stride(i) != 0 || state.size(i) <= 1, op,
+                ": state must have memory of its own, got an expanded tensor: clone() it");
+  }
+  state.copy_(written);
 }
 
 }  // namespace tidegate::ops

@@ -47,7 +47,8 @@ at::Tensor parameter_gradient(const OptionalTensor& parameter, const at::Tensor&
                               const at::Tensor& data);
 
 /// The end of a step: where the kernel worked on a copy of `state`, as contiguous_as() makes one,
-/// what it has written there goes back.
-void write_back(const at::Tensor& written, at::Tensor& state);
+/// what it has written there goes back. Throws c10::Error, naming the op, for an expanded state,
+/// which cannot be written in place; it is left as it was.
+void write_back(const char* op, const at::Tensor& written, at::Tensor& state);
 
 }  // namespace tidegate::ops

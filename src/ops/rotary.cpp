@@ -92,26 +92,21 @@ kernels::rotary::RotaryParams rotary_params(const at::Tensor& x, const at::Tenso
   return params;
 }
 
-/// The CPU kernel knows float32 and float64, the CUDA kernel every type of data.
 at::Tensor Rotary::kernel() const {
   check_rotary(*this);
   const c10::DeviceGuard guard(x.device());
   const at::Tensor angles[] = {cos.contiguous(), sin.contiguous()};
+  const at::Tensor read = in_rows(x);
+  at::Tensor y = new_like(x);
+  const auto params = rotary_params(read, y, angles[0], angles[1], inverse);
 #ifdef TIDEGATE_WITH_CUDA
   if (x.is_cuda()) {
-    const at::Tensor read = in_rows(x);
-    at::Tensor y = new_like(x);
-    check_launch(kRotary, "launch",
-                 kernels::rotary::rotary(rotary_params(read, y, angles[0], angles[1], inverse),
-                                         current_stream(x.device())));
+    check_launch(kRotary, "launch", kernels::rotary::rotary(params, current_stream(x.device())));
     return y;
   }
 #endif
-  const at::Tensor read = in_rows(x.to(state_dtype(x.scalar_type())));
-  const at::Tensor y = new_like(read);
-  kernels::rotary::rotary_cpu(rotary_params(read, y, angles[0], angles[1], inverse),
-                              torch_threads());
-  return y.to(x.scalar_type());
+  kernels::rotary::rotary_cpu(params, torch_threads());
+  return y;
 }
 
 // ---- gradient ----

@@ -38,7 +38,7 @@ at::Tensor Wkv4Step::kernel() const {
     const OptionalTensor &state, &cu_seqlens;
   } token{w, u, key, value, own, padded};
   run_wkv4(kOpName<Wkv4Step>, token, o.unsqueeze(1), *own, at::Tensor());
-  write_back(*own, state);
+  write_back(kOpName<Wkv4Step>, *own, state);
   return o;
 }
 

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include <torch/cuda.h>
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/models/classifiers.h"
 #include "tidegate/models/safetensors.h"
@@ -204,6 +205,19 @@ TEST(Config, LayersOfDifferentKindsShareTheirBounds) {
             std::string::npos);
 }
 
+TEST(Config, FieldsChangeOneByOne) {
+  const LMConfig chained =
+      LMConfig().with_mixer("hgrn").with_vocab_size(11).with_dim(8).with_layers(2).with_glu_hidden(
+          12);
+  EXPECT_EQ(chained, small());
+  const LMConfig base = small();
+  const LMConfig other = base.with_mixer_options({{"complex", false}}).with_dropout(0.5);
+  EXPECT_EQ(base, small());
+  EXPECT_EQ(other.dropout, 0.5);
+  EXPECT_EQ(other.mixer_options.size(), 1u);
+  EXPECT_EQ(presets().at("demo").with_layers(1).layers, 1);
+}
+
 TEST(CausalLm, LearnsASequence) {
   torch::manual_seed(0);
   CausalLM model(small());
@@ -286,6 +300,26 @@ TEST(CausalLm, RefusesWhatCannotWork) {
   CausalLM model(small());
   EXPECT_NE(message_of([&] { model->forward(at::zeros({2, 3})); }).find("expected int32 or int64"),
             std::string::npos);
+}
+
+TEST(CausalLm, AFullCacheIsRefusedBeforeAnyStateMoves) {
+  LMConfig config = small().with_mixer(std::vector<std::string>{"hgrn", "transformer"});
+  CausalLM model(config.with_layer_options({{}, {{"num_heads", int64_t{2}}}}));
+  const torch::NoGradGuard no_grad;
+  const ModelState state = model->init_state(2, 1);
+  const Tensor ids = at::zeros({2}, at::kLong);
+  model->step(ids, state);
+  const Tensor before = state[0][0].clone();
+  EXPECT_NE(message_of([&] { model->step(ids, state); }).find("expected room for 2 tokens"),
+            std::string::npos);
+  EXPECT_TRUE(at::equal(state[0][0], before));
+}
+
+TEST(CausalLm, NoGpuIsOneLine) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "there is one";
+  const nn::Placement there{torch::Device(torch::kCUDA), std::nullopt};
+  EXPECT_EQ(message_of([&] { CausalLM model(small(), there); }),
+            "device: expected cpu, since torch sees no CUDA device; got cuda");
 }
 
 using Files = Folder;

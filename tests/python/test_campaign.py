@@ -1,4 +1,4 @@
-"""A minute of the campaign (tests/campaign.py): faults at file events, and broken files."""
+"""A minute of the campaign (tests/campaign.py): faults at file events, broken files, calls."""
 
 from __future__ import annotations
 
@@ -26,4 +26,5 @@ def test_a_minute_of_the_campaign():
     assert result.returncode == 0, result.stdout + result.stderr
     counts = result.stdout.splitlines()[-1]
     assert counts.endswith("; 0 failures")
+    assert " calls," in counts
     assert " file," in counts

@@ -13,6 +13,7 @@ import torch
 from training_cases import FLAGS, tidegate, write_text
 
 from tidegate import _library, cli
+from tidegate.cli.train import set_field
 from tidegate.training import stdlib_corpus
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -345,8 +346,8 @@ def test_another_mixer_than_the_recipes_has_its_own_options(tmp_path, text):
 )
 def test_set_takes_the_words_of_json_and_of_python(word, value):
     model: dict = {}
-    cli._set_field(model, f"mixer_options.x={word}")
-    cli._set_field(model, f"norm={word}")
+    set_field(model, f"mixer_options.x={word}")
+    set_field(model, f"norm={word}")
     assert model == {"mixer_options": {"x": value}, "norm": value}
     assert type(model["norm"]) is type(value)
 

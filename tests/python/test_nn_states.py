@@ -132,3 +132,69 @@ def test_an_absent_state_is_refused():
             mixer.step(torch.zeros(2, DIM), None)
         with pytest.raises(ValueError, match=rf"state: expected \[2, {shape}\]; got a tuple"):
             mixer.step(torch.zeros(2, DIM), (mixer.init_state(2),))
+
+
+@by_mixer
+def test_a_step_refuses_to_lose_a_gradient(which):
+    """In one sentence for every mixer, before the state moves."""
+    for mixer in make(which):
+        state = mixer.init_state(2, capacity=9)
+        before = [part.clone() for part in parts_of(state)]
+        x = torch.randn(2, DIM)
+        with pytest.raises(RuntimeError) as caught:
+            mixer.step(x, state)
+        assert str(caught.value).splitlines()[0] == (
+            f"{MIXERS[which][0]}.step: a step has no gradient, but one is recorded: call it under "
+            "torch.no_grad(), or forward() over whole sequences"
+        )
+        for part, kept in zip(parts_of(state), before, strict=True):
+            assert torch.equal(part, kept)
+        mixer.requires_grad_(False)
+        mixer.step(x, state)  # nothing asks for one
+        with pytest.raises(RuntimeError, match=r"\.step: a step has no gradient"):
+            mixer.step(x.requires_grad_(), state)
+        with torch.inference_mode():
+            mixer.step(x, mixer.init_state(2, capacity=9))
+
+
+@by_mixer
+def test_a_step_compiles_whole(which):
+    """Attention's too, where its capacity is fixed."""
+    torch._dynamo.reset()
+    mixer = make(which)[0].requires_grad_(False)
+    compiled = torch.compile(mixer.step, fullgraph=True, backend="aot_eager")
+    states = [mixer.init_state(2, capacity=9) for _ in range(2)]
+    with torch.no_grad():
+        for x in torch.randn(4, 2, DIM):
+            torch.testing.assert_close(compiled(x, states[0]), mixer.step(x, states[1]))
+    for part, other in zip(*map(parts_of, states), strict=True):
+        torch.testing.assert_close(part, other)
+
+
+@pytest.mark.parametrize("which", ["HGRU2", "Attention", "ForgettingAttention"])
+def test_a_step_is_exported(which):
+    mixer = make(which)[0].requires_grad_(False)
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = mixer
+
+        def forward(self, x: Tensor, *state: Tensor) -> Tensor:
+            return self.mixer.step(x, state[0] if len(state) == 1 else state)
+
+    state, other = (parts_of(mixer.init_state(2, capacity=9)) for _ in range(2))
+    with torch.no_grad():
+        exported = torch.export.export(Step(), (torch.randn(2, DIM), *state)).module()
+        for x in torch.randn(3, 2, DIM):
+            torch.testing.assert_close(exported(x, *state), Step()(x, *other))
+    for part, expected in zip(state, other, strict=True):
+        torch.testing.assert_close(part, expected)
+
+
+def test_a_compiled_step_asks_for_a_capacity():
+    torch._dynamo.reset()
+    mixer = make("Attention")[0].requires_grad_(False)
+    compiled = torch.compile(mixer.step, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="expected a capacity, which a compiled"):
+        compiled(torch.randn(2, DIM), mixer.init_state(2))

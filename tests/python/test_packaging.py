@@ -148,6 +148,25 @@ def test_pip_installs_the_tree_that_is_built(tmp_path: Path) -> None:
     assert printed == f"{target}/tidegate/lib/libtidegate.so (1, 3, 4)"
 
 
+def test_pip_says_at_once_that_there_is_no_torch(tmp_path: Path) -> None:
+    """Before it downloads what tidegate depends on, torch among it, and fails then."""
+    pytest.importorskip("scikit_build_core")
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', encoding="utf-8")
+    bare.chmod(0o755)
+    code = (
+        f"import sys; sys.path.insert(0, {str(SOURCE / 'scripts' / 'pip')!r})\n"
+        "import tidegate_build;"
+        "tidegate_build._check_torch(); print('there is one', flush=True);"
+        f"sys.executable = {str(bare)!r}; tidegate_build.prepare_metadata_for_build_wheel('x')"
+    )
+    result = run(sys.executable, "-c", code)
+    assert result.stdout == "there is one\n"
+    assert result.returncode == 1
+    assert f"{bare} -m pip install torch" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 # ---------------------------------------------------------------- cmake --install
 
 
@@ -198,6 +217,10 @@ def test_consumer_project_compiles_links_and_runs(prefix: Path, tmp_path: Path) 
     # A debug build as a user's, but without debug information, which nothing here looks at.
     debug = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0")
     run_ok(*configure_consumer(prefix, tmp_path, *debug, as_needed))
+    # Debian 12's CMake is enough for a program, and for a library without CUDA kernels.
+    for project in ("examples/cpp", "tests/consumer", "."):
+        text = (SOURCE / project / "CMakeLists.txt").read_text(encoding="utf-8")
+        assert "cmake_minimum_required(VERSION 3.25)" in text
     run_ok(cache_entry("CMAKE_COMMAND"), "--build", tmp_path)
     assert "forward and backward of HGRU" in run_ok(tmp_path / "consumer", LD_LIBRARY_PATH="")
     assert "found" in run_ok(tmp_path / "consumer_dispatcher", LD_LIBRARY_PATH="")

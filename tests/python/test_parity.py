@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import pickle
+import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -370,6 +371,13 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     shifted |= {
         f"offsets-{name}": ({"time_shift": True}, use) for name, use in offsets_misuses().items()
     }
+    everywhere = {
+        "double": ({}, lambda m: m(x.double())),
+        "half": ({}, lambda m: m(x.half())),
+        "integers": ({}, lambda m: m(x.long())),
+        "double-step": ({}, lambda m: m.step(x[:, 0].double(), m.init_state(2))),
+        "expanded-step": ({}, lambda m: m.step(x[:, 0], expanded(m.init_state(2, capacity=3)))),
+    }
     cases = {
         "HGRU": hgru,
         "HGRU2": hgru2,
@@ -387,7 +395,7 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     return {
         f"{name}-{case}": (name, ({"num_heads": 2} if name in with_heads else {}) | options, use)
         for name, found in cases.items()
-        for case, (options, use) in found.items()
+        for case, (options, use) in (found | everywhere).items()
     }
 
 
@@ -398,12 +406,41 @@ def test_mixer_errors_read_the_same(case):
     assert refusal(lambda: use(native)) == refusal(lambda: use(twin))
 
 
+def expanded(state: Any) -> Any:
+    """The state with all sequences in the memory of the first one."""
+    if isinstance(state, Tensor):
+        return state[:1].expand_as(state)
+    parts = [part[:1].expand_as(part) for part in state[:-1]]
+    return tuple(parts) + (state[-1],)
+
+
 def model_misuses() -> dict[str, tuple[str, Any]]:
     ids = torch.zeros(2, 3, dtype=torch.int64)
+    varied = torch.arange(6).view(2, 3)
     return {
         "ids-rank": ("CausalLM", lambda m: m(ids[0])),
         "labels-shape": ("CausalLM", lambda m: m(ids, ids[:1])),
         "labels-name": ("CausalLM", lambda m: m(ids, "previous")),
+        "ids-high": ("CausalLM", lambda m: m(ids + 11)),
+        "ids-low": ("CausalLM", lambda m: m(ids - 1, "next")),
+        "ids-float": ("CausalLM", lambda m: m(ids.float())),
+        "ids-of-a-step": ("CausalLM", lambda m: m.step(ids, m.init_state(2))),
+        "ids-of-a-prefill": ("CausalLM", lambda m: m.prefill(ids + 11)),
+        "ids-to-generate": ("CausalLM", lambda m: m.generate(ids + 11, 1)),
+        "ids-to-classify": ("SequenceClassifier", lambda m: m(ids + 11)),
+        "labels-high": ("CausalLM", lambda m: m(ids, ids + 11)),
+        "labels-low": ("CausalLM", lambda m: m(ids, ids - 5)),
+        "labels-float": ("CausalLM", lambda m: m(ids, ids.float())),
+        "labels-own": ("CausalLM", lambda m: m(varied, varied)),
+        "labels-equal": ("CausalLM", lambda m: m(varied, varied.clone())),
+        "positions-high": ("CausalLM", lambda m: m.logits_at(ids, ids + 3)),
+        "positions-float": ("CausalLM", lambda m: m.logits_at(ids, ids.float())),
+        "classes": ("SequenceClassifier", lambda m: m(ids, torch.tensor([0, 5]))),
+        "classes-count": ("SequenceClassifier", lambda m: m(ids, torch.tensor([0]))),
+        "classes-of-images": (
+            "ImageClassifier",
+            lambda m: m(torch.zeros(1, 3, 4, 4), torch.tensor([-1])),
+        ),
         "state-count": ("CausalLM", lambda m: m(ids, state=(torch.zeros(2, 8),))),
         "prefill-empty": ("CausalLM", lambda m: m.prefill(ids[:, :0])),
         "positions": ("CausalLM", lambda m: m.logits_at(ids, ids[:1])),
@@ -628,6 +665,48 @@ def test_safetensors_between_the_libraries(tmp_path):
             for key, value in tensors.items():
                 assert loaded[key].dtype == value.dtype
                 assert torch.equal(loaded[key], value)
+
+
+def test_one_checksum_for_both_languages(tmp_path):
+    """A flipped bit anywhere is noticed by both, in a file of either."""
+    tidegate.models.CausalLM(SMALL).save(tmp_path / "python")
+    cpp.CausalLM(SMALL).save(tmp_path / "cpp")
+    draw = random.Random(3)
+    for language in ("python", "cpp"):
+        folder = tmp_path / language
+        for cls in (tidegate.models.CausalLM, cpp.CausalLM):
+            cls.load(folder)
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        (noted,) = re.findall(rb'"crc32":"([0-9a-f]{8})"', data)
+        zeroed = data.replace(noted, b"00000000", 1)
+        assert int(noted, 16) == zlib.crc32(zeroed)
+        start = 8 + int.from_bytes(data[:8], "little")
+        for _ in range(20):
+            place = draw.randrange(start, len(data))
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            for cls in (tidegate.models.CausalLM, cpp.CausalLM):
+                with pytest.raises((ValueError, RuntimeError), match="damaged: its checksum is "):
+                    cls.load(folder)
+        path.write_bytes(data.replace(noted, b"12345678", 1))
+        for cls in (tidegate.models.CausalLM, cpp.CausalLM):
+            with pytest.raises((ValueError, RuntimeError), match="'12345678' was noted when"):
+                cls.load(folder)
+        path.write_bytes(data.replace(b'"crc32"', b'"crc33"', 1))  # a file without one is taken
+        for cls in (tidegate.models.CausalLM, cpp.CausalLM):
+            cls.load(folder)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])
+def test_the_checksum_is_that_of_zlib(size, tmp_path):
+    """Of any number of bytes: eight are taken at a time."""
+    path = tmp_path / "a.safetensors"
+    cpp.save_safetensors({"x": torch.arange(size, dtype=torch.uint8)}, path, {"about": "x"})
+    data = path.read_bytes()
+    (noted,) = re.findall(rb'"crc32":"([0-9a-f]{8})"', data)
+    assert int(noted, 16) == zlib.crc32(data.replace(noted, b"00000000", 1))
 
 
 def test_every_truncation_of_a_file_is_noticed(tmp_path):

@@ -66,19 +66,19 @@ PICTURES: dict[str, tuple[Callable[..., None], tuple, dict, list[str]]] = {
         plots.plot_forget_gates,
         (GATES,),
         {"bounds": {2: 0.25}, "before": GATES},
-        ["untrained", "median", "mean lower bound"],
+        ["untrained", "median", "trained", "mean lower bound"],
     ),
     "gates-of-six-layers": (
         plots.plot_forget_gates,
         (dict.fromkeys(range(1, 7), GATES[1]),),
         {},
-        ["median"],
+        ["median", "trained"],
     ),
     "gates-of-five-layers": (
         plots.plot_forget_gates,
         (dict.fromkeys(range(1, 6), GATES[1]),),
         {},
-        ["median"],
+        ["median", "trained"],
     ),
     "gate-parts": (plots.plot_gate_parts, (PARTS,), {}, ["from the input x", "from the state h"]),
     "token-mixing": (plots.plot_token_mixing, (mixing(1),), {}, ["weight (mean of channels)"] * 2),
@@ -105,7 +105,7 @@ PICTURES: dict[str, tuple[Callable[..., None], tuple, dict, list[str]]] = {
         plots_context.plot_head_maps,
         ([HeadMap(1, 1, 2, MAP, MAP), HeadMap(2, 3, 2, None, MAP)],),
         {},
-        ["largest F, and root of the largest weight, of a tile"],
+        ["largest F of a tile", "largest weight of a tile"],
     ),
 }
 
@@ -203,3 +203,64 @@ def test_nothing_to_draw_is_an_error(draw, given, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         draw(given, tmp_path / "picture.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_no_curve_is_cut_off(tmp_path, monkeypatch):
+    """Not even where the first steps fall from far above the rest."""
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    for first in (8.0, 80.0, 2.6):
+        losses = [first, *np.linspace(2.5, 2.2, 100)]
+        rows = [
+            {"kind": "train", "tokens": 1000 * (i + 1), "loss": loss, "step": i}
+            for i, loss in enumerate(losses)
+        ]
+        plots.plot_losses(rows, tmp_path / "loss.png", bytes_per_token=None)
+        (axes,) = figures.pop().axes
+        low, high = axes.get_ylim()
+        assert low < 2.2
+        assert first < high
+
+
+def test_models_are_named_as_in_their_papers():
+    from tidegate.models import mixers
+    from tidegate.training.report import model_name
+
+    names = {mixer: model_name(mixer) for mixer in mixers()}
+    assert names["fox"] == "FoT"
+    assert names["fox-pro"] == "FoT (Pro)"
+    assert model_name(["hgrn", "fox", "hgrn"]) == "HGRN + FoT"
+    assert len(set(names.values())) == len(names)
+
+
+def test_benchmarks_of_models_are_drawn(tmp_path):
+    from tidegate.plots_bench import plot_models, plot_times
+    from tidegate.training.errors import UserError
+
+    rows = [
+        {
+            "mixer": mixer,
+            "context": context,
+            "batch": 4096 // context,
+            "train": {"tokens_per_s": 1000.0 + context, "peak_bytes": 2**30},
+            "decode": {"tokens_per_s": 50.0, "state_bytes": 4096},
+        }
+        for mixer in ("transformer", "fox")
+        for context in (256, 1024)
+    ]
+    rows += [{"mixer": "lru", "context": 256, "batch": 16, "errors": ["training: no memory"]}]
+    record = {"rows": rows, "machine": {"name": "a CPU"}, "size": "tiny", "precision": "fp32"}
+    record["tokens"] = 4096
+    for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")):
+        plot_models(record, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+    with pytest.raises(UserError, match=r"a name that ends in .png, .svg or .pdf"):
+        plot_models(record, tmp_path / "a.txt")
+    with pytest.raises(UserError, match="rows that were measured"):
+        plot_models({**record, "rows": rows[-1:]}, tmp_path / "b.png")
+    times = {
+        "context": {"host_name": "here"},
+        "benchmarks": [{"name": "hgru/cpu", "real_time": 3.5, "time_unit": "ms"}],
+    }
+    plot_times(times, tmp_path / "times.png")
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")

@@ -344,7 +344,7 @@ def test_the_untrained_model_is_the_runs_own(runs):
 
     from tidegate.models import CausalLM
     from tidegate.training import load_trained
-    from tidegate.training.runs import initial_model
+    from tidegate.training.trained import initial_model
 
     values = json.loads((runs["hgrn2"] / "config.json").read_text())
     before = torch.get_rng_state()

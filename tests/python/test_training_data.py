@@ -147,6 +147,30 @@ def test_a_tokenizer_file_that_truncates_keeps_the_text(tmp_path):
     assert np.array_equal(FileTokenizer(path).encode(text), whole)
 
 
+def test_a_tokenizer_that_leaves_text_out_is_refused(tmp_path):
+    """One whose normaliser removes letters, say."""
+    tokenizers = pytest.importorskip("tokenizers")
+    text = tmp_path / "text.txt"
+    text.write_text("the tide turns twice a day " * 400)
+    train_bpe(text.read_bytes(), 300, tmp_path / "whole.json")
+    load_corpus(str(text), tokenizer=str(tmp_path / "whole.json"))
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "whole.json"))
+    inner.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex("[a-z]"), "")
+    inner.save(str(tmp_path / "spaces.json"))
+    with pytest.raises(UserError, match=r"spaces.json: expected tokens of the whole text, got "):
+        load_corpus(str(text), tokenizer=str(tmp_path / "spaces.json"))
+
+
+def test_a_tokenizer_that_lacks_a_word_says_so(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"tide": 0}))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "words.json"))
+    assert FileTokenizer(tmp_path / "words.json").encode(b"tide tide").tolist() == [0, 0]
+    with pytest.raises(UserError, match=r"words.json: cannot encode the text: .*UNK"):
+        FileTokenizer(tmp_path / "words.json").encode(b"the tide")
+
+
 @pytest.mark.parametrize("character", ["é", "€", "🎈"])
 def test_pieces_of_text_without_lines_end_between_characters(character, monkeypatch):
     """A character cut in two was two that cannot be read, and both of its halves were lost."""

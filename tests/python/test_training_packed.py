@@ -161,7 +161,7 @@ def test_a_packed_run_resumes_and_is_read(tmp_path, monkeypatch, capsys):
     write_files(tmp_path / "text", [30 + 40 * n for n in range(30)])
     command = ["train", "text", "--packed", "--mixer", "fox", "--dim", "16", "--layers", "1"]
     command += ["--context", "24", "--batch-size", "3", "--quiet", "--precision", "fp32"]
-    command += ["--device", "cpu", "--threads", "1", "--schedule", "constant"]
+    command += ["--device", "cpu", "--threads", "1", "--schedule", "constant", "--eval-every", "0"]
     assert cli.main([*command, "--steps", "20", "--out", "whole"]) == 0
     assert cli.main([*command, "--steps", "10", "--out", "parts"]) == 0
     assert cli.main(["train", "--steps", "20", "--out", "parts", "--quiet"]) == 0

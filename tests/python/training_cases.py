@@ -12,7 +12,7 @@ import numpy as np
 
 # Small enough for a run to take a second; one thread, so that machines busy with other work do not
 # spend their time at OpenMP barriers.
-MODEL = {"mixer_options": {"complex": False}, "dim": 16, "layers": 2}
+MODEL = {"mixer": "hgrn", "mixer_options": {"complex": False}, "dim": 16, "layers": 2}
 TRAIN = {
     "steps": 6,
     "batch_size": 4,
@@ -20,6 +20,7 @@ TRAIN = {
     "precision": "fp32",
     "device": "cpu",
     "threads": 1,
+    "eval_every": 0,
 }
 # The copying task at a tiny size, for `prepare`; no checkpoint by the clock, which logs a line too.
 COPYING = {
@@ -32,6 +33,7 @@ COPYING = {
     "model": {"mixer": "gated-linear-rnn", "mixer_options": {}, "dim": 32},
 }
 FLAGS = [
+    "--mixer=hgrn",
     "--dim=16",
     "--layers=2",
     "--set=mixer_options.complex=false",

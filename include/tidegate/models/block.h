@@ -128,8 +128,10 @@ LMConfig load_config(const char* owner, const std::string& directory);
 /// belongs to another configuration; the model is then unchanged.
 void load_weights(torch::nn::Module& model, const std::string& directory, torch::Device device);
 
-/// Throws c10::ValueError unless ids is `[B, T]` of int32 or int64.
-void check_ids(const char* owner, const torch::Tensor& ids);
+/// Throws c10::ValueError unless ids is `[B, T]` (`dims`) of int32 or int64, and, on the CPU, below
+/// vocab_size where that is given.
+void check_ids(const char* owner, const torch::Tensor& ids,
+               std::optional<int64_t> vocab_size = std::nullopt, const std::string& dims = "B, T");
 
 /// Mean of -log p(label) over the labels that are not -100; zero when there is none.
 torch::Tensor mean_cross_entropy(torch::Tensor logits, const torch::Tensor& labels);

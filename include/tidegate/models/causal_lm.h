@@ -23,10 +23,11 @@ class Labels {
   Labels(std::string name) : name_(std::move(name)) {}  // NOLINT
   Labels(const char* name) : name_(name) {}             // NOLINT
 
-  /// What `ids` `[B, T]` should predict, or undefined. Throws c10::ValueError for another name or
-  /// shape.
-  torch::Tensor resolve(const torch::Tensor& ids,
-                        const std::optional<torch::Tensor>& cu_seqlens) const;
+  /// What `ids` `[B, T]`, below vocab_size, should predict, or undefined. Throws c10::ValueError
+  /// for another name, shape or dtype, for labels that are no ids, as far as the CPU can see, and
+  /// for the ids themselves.
+  torch::Tensor resolve(const torch::Tensor& ids, const std::optional<torch::Tensor>& cu_seqlens,
+                        int64_t vocab_size) const;
 
  private:
   torch::Tensor tensor_;

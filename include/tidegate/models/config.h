@@ -24,6 +24,9 @@ using MixerNames = std::variant<std::string, std::vector<std::string>>;
 /// are those of tidegate.models.LMConfig in Python.
 ///
 ///     LMConfig config{.mixer = "hgrn", .dim = 512, .layers = 6, .glu_hidden = 1024};
+///     auto same =
+///     LMConfig().with_mixer("hgrn").with_dim(512).with_layers(6).with_glu_hidden(1024); auto
+///     longer = presets().at("hgrn-44m").with_layers(12);
 struct LMConfig {
   /// The token mixer's name, one of mixers(), or one name a layer.
   MixerNames mixer = "hgrn2";
@@ -68,6 +71,35 @@ struct LMConfig {
   /// Spread of the normal numbers that every projection, the embedding and the head start with,
   /// biases then zero; unset = each module's own start.
   std::optional<double> init_std = std::nullopt;
+
+  // Copies with one field changed, as LMConfig.replace() in Python makes them.
+#define TIDEGATE_WITH(type, name)          \
+  LMConfig with_##name(type value) const { \
+    LMConfig changed = *this;              \
+    changed.name = std::move(value);       \
+    return changed;                        \
+  }
+  TIDEGATE_WITH(MixerNames, mixer)
+  TIDEGATE_WITH(std::optional<int64_t>, vocab_size)
+  TIDEGATE_WITH(int64_t, dim)
+  TIDEGATE_WITH(int64_t, layers)
+  TIDEGATE_WITH(MixerOptions, mixer_options)
+  TIDEGATE_WITH(std::vector<MixerOptions>, layer_options)
+  TIDEGATE_WITH(std::optional<int64_t>, glu_hidden)
+  TIDEGATE_WITH(std::string, glu_activation)
+  TIDEGATE_WITH(bool, glu_bias)
+  TIDEGATE_WITH(std::string, norm)
+  TIDEGATE_WITH(std::optional<std::string>, final_norm)
+  TIDEGATE_WITH(double, norm_eps)
+  TIDEGATE_WITH(std::string, lower_bound)
+  TIDEGATE_WITH(double, dropout)
+  TIDEGATE_WITH(bool, tied)
+  TIDEGATE_WITH(std::optional<bool>, scale_embedding)
+  TIDEGATE_WITH(std::optional<int64_t>, num_classes)
+  TIDEGATE_WITH(std::optional<int64_t>, patch_size)
+  TIDEGATE_WITH(int64_t, image_channels)
+  TIDEGATE_WITH(std::optional<double>, init_std)
+#undef TIDEGATE_WITH
 
   /// Throws c10::ValueError, naming the field, for values that cannot be: out of range, more than
   /// tidegate builds (tidegate/nn/choices.json), or a mixer's option of another type. Models call

@@ -21,14 +21,16 @@ using TensorMap = std::map<std::string, at::Tensor>;
 /// `path` once it is complete and on disk: a reader, or a process killed in the middle, never
 /// leaves half a file under that name. Threads and processes may save to one path at a time: a
 /// whole file of one of them stays. Throws c10::Error when the folder cannot be written, the
-/// disk is full, or a dtype has no name in the format.
+/// disk is full, or a dtype has no name in the format. The metadata gets "crc32", the checksum of
+/// the whole file, as Python's files have it.
 void save_safetensors(const TensorMap& tensors, const std::string& path,
                       const std::map<std::string, std::string>& metadata = {});
 
 /// Reads every tensor of `path` to the CPU. Strict: a header that is not JSON or nested deeply, a
 /// name twice, an unknown dtype, a size that does not fit the shape, holes, overlaps, a truncated
-/// file or bytes after the last tensor are a c10::Error that names the file and what is wrong with
-/// it. Reads each value once, straight into its tensor.
+/// file, bytes after the last tensor, or other bytes than those that "crc32" in the metadata was
+/// made of, where it is there, are a c10::Error that names the file and what is wrong with it.
+/// Reads each value once, straight into its tensor.
 TensorMap load_safetensors(const std::string& path);
 
 }  // namespace tidegate::models

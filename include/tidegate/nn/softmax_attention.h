@@ -126,6 +126,7 @@ class SoftmaxAttention : public SeveralTensorMixer {
                      const std::optional<torch::Tensor>& gamma = std::nullopt) override;
 
   bool keeps_tokens() const override { return true; }
+  void check_room(const MixerState& state, int64_t batch) const override;
 
   /// Those that the options ask for; empty handles otherwise.
   torch::nn::Linear in_proj{nullptr}, shift_proj{nullptr}, gate_proj{nullptr}, out_proj{nullptr};

@@ -47,6 +47,9 @@ class TokenMixer {
   virtual bool needs_gamma() const { return false; }
   /// Whether its state grows with the tokens, so that decoding needs one with room for them.
   virtual bool keeps_tokens() const { return false; }
+  /// Throws c10::ValueError unless step() has room in `state` for a token of each of `batch`
+  /// sequences. Looks at the device only where room may be short.
+  virtual void check_room(const MixerState& /*state*/, int64_t /*batch*/) const {}
   /// Whether outputs depend on later tokens.
   virtual bool is_bidirectional() const { return false; }
 

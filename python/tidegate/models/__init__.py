@@ -3,6 +3,7 @@
 `tidegate.models.loaders` reads weights published for other implementations.
 """
 
+from . import loaders
 from .block import Block, Output
 from .causal_lm import CausalLM
 from .classifiers import ImageClassifier, SequenceClassifier
@@ -17,6 +18,7 @@ __all__ = [
     "LMConfig",
     "Output",
     "SequenceClassifier",
+    "loaders",
     "mixers",
     "presets",
 ]

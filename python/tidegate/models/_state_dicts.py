@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .block import load_exactly
+from .block import CONFIG_FILE, load_exactly
 from .config import LMConfig
+
+# A config.json's content, an object that has it (transformers' configurations), or its folder.
+Config = Mapping[str, Any] | str | os.PathLike[str] | Any
+
+
+def config_of(owner: str, config: Config) -> Mapping[str, Any]:
+    """A configuration as plain values."""
+    if isinstance(config, (str, os.PathLike)):
+        from ..convert import read_json  # which imports this package
+
+        path = Path(config)
+        return read_json(path / CONFIG_FILE if path.is_dir() else path)
+    if isinstance(config, nn.Module):
+        config = getattr(config, "config", None)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"{owner}: config: expected a folder, a dictionary or an object with to_dict(); got a "
+            f"{type(config).__name__}"
+        )
+    return config
+
+
+def tensors_of(owner: str, given: Mapping[str, Tensor] | nn.Module) -> Mapping[str, Tensor]:
+    """A state dict, or that of a module."""
+    if isinstance(given, nn.Module):
+        given = given.state_dict()
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{owner}: state_dict: expected tensors by name or a module; got a "
+            f"{type(given).__name__}"
+        )
+    return given
+
+
+def checkpoint_of(
+    owner: str, config: Config, state_dict: Mapping[str, Tensor] | nn.Module | None
+) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    """Configuration and tensors. state_dict None: `config` is a model, or a folder that holds both,
+    weights in model.safetensors or pytorch_model.bin, whole or in shards."""
+    values = config_of(owner, config)
+    if state_dict is None and isinstance(config, (str, os.PathLike)):
+        from ..convert import read_weights
+
+        return values, read_weights(Path(config))
+    return values, tensors_of(owner, config if state_dict is None else state_dict)
 
 
 class Source:
     """A state dict that remembers what was taken from it."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Tensor] | nn.Module) -> None:
         self.name = name
-        self.tensors = dict(tensors)
+        self.tensors = dict(tensors_of(name, tensors))
 
     def __contains__(self, key: str) -> bool:
         return key in self.tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,13 @@ from ..nn import GLU, LowerBounds
 from ..nn._common import add_norm, check_choice, constant_, make_norm, normal_, reset_norm
 from ..nn._recompute import recomputing
 from ._files import read_tensors, read_text, write_atomically, write_tensors
+from ._json import parse_json
 from .config import LMConfig
 from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+_CHECKPOINT = "checkpoint.pt"  # of a run folder
 RECOMPUTE = ("none", "norms", "blocks")
 
 
@@ -238,17 +241,24 @@ class Model(nn.Module):
         )
 
     def save(
-        self, directory: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        metadata: dict[str, str] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
     ) -> None:
         """Writes config.json and model.safetensors into `directory` (made when missing); metadata:
-        what the latter says of itself, beside its format and its checksum.
+        what the latter says of itself, beside its format and its checksum. state_dict: whole
+        tensors to write in place of the model's own, for a model whose parameters are sharded.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
-        the earlier one.
+        the earlier one. Raises ValueError for parameters that are sharded.
         """
+        tensors = self.state_dict() if state_dict is None else state_dict
+        refuse_sharded(f"{type(self).__name__}.save", tensors.items(), "save(..., state_dict=them)")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
+        tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
         write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt", **(metadata or {})})
         write_atomically(directory / CONFIG_FILE, self.config.to_json().encode())
 
@@ -261,6 +271,7 @@ class Model(nn.Module):
         truncated, damaged as far as its checksum tells, or of another configuration.
         """
         directory = Path(directory)
+        _refuse_other_folders(cls.__name__, directory)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
@@ -269,6 +280,46 @@ class Model(nn.Module):
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
         load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
         return model.eval()
+
+
+def _refuse_other_folders(owner: str, directory: Path) -> None:
+    """Raises ValueError, naming the call that reads it, for a run folder and for a checkpoint of
+    transformers or of another library."""
+    if (directory / _CHECKPOINT).is_file():
+        raise ValueError(
+            f"{owner}.load: {directory}: expected a folder that save() wrote; got a run: its model "
+            f"is in {directory / 'model'}, and tidegate.training.load_trained() reads its last "
+            "checkpoint"
+        )
+    try:
+        values = parse_json(read_text(directory / CONFIG_FILE))
+    except (OSError, ValueError):
+        return  # what is missing or broken is said by who reads it
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind == "tidegate":
+        raise ValueError(
+            f"{owner}.load: {directory}: expected a folder that save() wrote; got one of "
+            "transformers: tidegate.hf.TidegateForCausalLM.from_pretrained() reads it"
+        )
+    if kind is not None or (isinstance(values, dict) and "architectures" in values):
+        raise ValueError(
+            f"{owner}.load: {directory}: expected a folder that save() wrote; got a checkpoint of "
+            f"another library (model_type {kind!r}): `tidegate convert` or tidegate.models.loaders "
+            "reads it, if it is one that tidegate knows"
+        )
+
+
+def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str) -> None:
+    """Raises ValueError, naming the remedy and what is to be done then, for a tensor that is
+    sharded (DTensor), as FSDP2 makes them."""
+    for name, t in tensors:
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{owner}: {name}: expected a whole tensor; got a sharded one (DTensor): gather "
+                "them on every rank by get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
+                f"state_dict, then, on rank 0, {then}"
+            )
 
 
 def draws(module: nn.Module) -> bool:

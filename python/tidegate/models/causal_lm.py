@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..nn._common import make_linear, normal_
 from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
-from .block import Model, Output, embedding_std
+from .block import Model, Output, embedding_std, refuse_sharded
 from .config import LMConfig
 from .sampling import Sampler, evaluating
 
@@ -195,6 +195,7 @@ class CausalLM(Model):
         """
         check_ids("CausalLM.generate", ids, self.config.vocab_size)
         check_positive_or_zero("max_new_tokens", max_new_tokens)
+        refuse_sharded("CausalLM.generate", self.named_parameters(), "load it whole to generate")
         sampler = Sampler(temperature, top_k, top_p, seed, ids.device)
         with evaluating(self):
             new = self._continue(ids, lengths, max_new_tokens, sampler, eos)

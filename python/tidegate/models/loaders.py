@@ -5,10 +5,12 @@ Sources: the authors' modules in hgru-pytorch and hgru2-pytorch (`hgru_from_hgru
 language models (`hgru_from_fla`, `hgru2_from_fla`, `gla_from_fla`, `forgetting_attention_from_fla`,
 `attention_from_fla`, `causal_lm_from_fla`), and the Forgetting Transformer's own release
 (`forgetting_attention_from_forgetting_transformer`, `causal_lm_from_forgetting_transformer`). Each
-takes a state dict and returns a module that computes the same function; tensors are copied, in
-their dtype, but for phases, bounds and gates' biases, which are at least fp32. Whatever a state
-dict holds beyond what the mapping knows raises ValueError, as does anything it lacks: a model
-loaded in part is another model.
+takes a state dict, or the module that has it, and returns a module that computes the same function;
+those of language models take their configuration first (plain values, or an object of
+transformers), or alone a folder or a model that has both. Tensors are copied, in their dtype, but
+for phases, bounds and gates' biases, which are at least fp32. Whatever a state dict holds beyond
+what the mapping knows raises ValueError, as does anything it lacks: a model loaded in part is
+another model.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from torch import Tensor
 
 from ..nn import HGRU, HGRU2, GatedLinearAttention
 from ..nn._common import widen
-from ._state_dicts import Source, fill, fla_hidden, take_frame, take_head
+from ._state_dicts import (
+    Config,
+    Source,
+    checkpoint_of,
+    config_of,
+    fill,
+    fla_hidden,
+    take_frame,
+    take_head,
+)
 from .causal_lm import CausalLM
 from .config import LMConfig
 from .loaders_attention import (
@@ -149,9 +160,10 @@ def hgru2_from_hgru2_pytorch(
     return fill(module, tensors, source.name)
 
 
-def config_from_hgru2_pytorch(config: Mapping[str, Any]) -> LMConfig:
+def config_from_hgru2_pytorch(config: Config) -> LMConfig:
     """The LMConfig that equals the config.json of hgru2-pytorch's ``Hgrn2ForCausalLM``; ValueError
     for activations that have no equal here."""
+    config = config_of("config_from_hgru2_pytorch", config)
     names = {"q_activation": "out_act", "v_activation": "in_act", "glu": "glu_act"}
     defaults = {"out_act": "silu", "in_act": "none", "glu_act": "none"}
     activations = {ours: config.get(key, defaults[key]) for ours, key in names.items()}
@@ -186,9 +198,11 @@ def config_from_hgru2_pytorch(config: Mapping[str, Any]) -> LMConfig:
 
 
 def causal_lm_from_hgru2_pytorch(
-    config: Mapping[str, Any], state_dict: Mapping[str, Tensor]
+    config: Config, state_dict: Mapping[str, Tensor] | None = None
 ) -> CausalLM:
-    """A CausalLM from the config.json and state dict of hgru2-pytorch's ``Hgrn2ForCausalLM``."""
+    """A CausalLM from the config.json and state dict of hgru2-pytorch's ``Hgrn2ForCausalLM``, or
+    from a folder or a model that has both."""
+    config, state_dict = checkpoint_of("causal_lm_from_hgru2_pytorch", config, state_dict)
     ours = config_from_hgru2_pytorch(config)
     source = Source("causal_lm_from_hgru2_pytorch", state_dict)
     kinds = ("weight", "bias") if ours.glu_bias else ("weight",)
@@ -388,7 +402,7 @@ def _fla_gla_options(config: Mapping[str, Any], dim: int, norm: str) -> dict[str
     }
 
 
-def config_from_fla(config: Mapping[str, Any]) -> LMConfig:
+def config_from_fla(config: Config) -> LMConfig:
     """The LMConfig that equals the config.json of an ``HGRNForCausalLM``, ``HGRN2ForCausalLM``,
     ``GLAForCausalLM``, ``ForgettingTransformerForCausalLM`` or ``TransformerForCausalLM``, as its
     model_type says.
@@ -397,6 +411,7 @@ def config_from_fla(config: Mapping[str, Any]) -> LMConfig:
     another activation than "swish", a fractional state, GLA with fewer key heads than query heads,
     biases of q, k and v, a window of forgetting attention (theirs cuts decoding alone).
     """
+    config = config_of("config_from_fla", config)
     _refuse_fla(config, {})
     kind = _FLA_KINDS[config.get("model_type", "hgrn")]
     dim = config.get("hidden_size", 2048)
@@ -429,9 +444,10 @@ def config_from_fla(config: Mapping[str, Any]) -> LMConfig:
     )
 
 
-def causal_lm_from_fla(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> CausalLM:
+def causal_lm_from_fla(config: Config, state_dict: Mapping[str, Tensor] | None = None) -> CausalLM:
     """A CausalLM from the config.json and state dict of one of the models that `config_from_fla`
-    knows."""
+    knows, or from a folder or a model that has both."""
+    config, state_dict = checkpoint_of("causal_lm_from_fla", config, state_dict)
     ours = config_from_fla(config)
     source = Source("causal_lm_from_fla", state_dict)
     tensors = take_frame(source, ours.layers)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from ..nn import Attention, ForgettingAttention
 from ..nn._common import widen
-from ._state_dicts import Source, fill, fla_hidden, take_frame, take_head
+from ._state_dicts import (
+    Config,
+    Source,
+    checkpoint_of,
+    config_of,
+    fill,
+    fla_hidden,
+    take_frame,
+    take_head,
+)
 from .causal_lm import CausalLM
 from .config import LMConfig
 
@@ -158,7 +167,7 @@ def forgetting_attention_from_forgetting_transformer(
     )
 
 
-def config_from_forgetting_transformer(config: Mapping[str, Any]) -> LMConfig:
+def config_from_forgetting_transformer(config: Config) -> LMConfig:
     """The LMConfig that equals a config.json of the release, of its
     ``ForgettingTransformerForCausalLM`` or ``TransformerForCausalLM``.
 
@@ -166,6 +175,7 @@ def config_from_forgetting_transformer(config: Mapping[str, Any]) -> LMConfig:
     key heads than query heads, a shift of keys alone or of values alone, another activation of the
     channel mixer than "swish", a window of forgetting attention.
     """
+    config = config_of("config_from_forgetting_transformer", config)
     is_fox = config.get("model_type", "forgetting_transformer").startswith("forgetting")
     gate = _GATE_TYPES.get(config.get("fgate_type", "full")) if is_fox else "none"
     heads = config.get("num_heads", 32)
@@ -221,12 +231,15 @@ def config_from_forgetting_transformer(config: Mapping[str, Any]) -> LMConfig:
 
 
 def causal_lm_from_forgetting_transformer(
-    config: Mapping[str, Any], state_dict: Mapping[str, Tensor]
+    config: Config, state_dict: Mapping[str, Tensor] | None = None
 ) -> CausalLM:
     """A CausalLM from the config.json and state dict of the release's
-    ``ForgettingTransformerForCausalLM`` or ``TransformerForCausalLM``."""
+    ``ForgettingTransformerForCausalLM`` or ``TransformerForCausalLM``, or from a folder or a model
+    that has both."""
+    owner = "causal_lm_from_forgetting_transformer"
+    config, state_dict = checkpoint_of(owner, config, state_dict)
     ours = config_from_forgetting_transformer(config)
-    source = Source("causal_lm_from_forgetting_transformer", state_dict)
+    source = Source(owner, state_dict)
     tensors = take_frame(source, ours.layers)
     take_head(source, ours, tensors)
     for k in range(ours.layers):

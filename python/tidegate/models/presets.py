@@ -5,6 +5,7 @@ Papers: HGRN (NeurIPS 2023), HGRN2 (COLM 2024), FoT: Forgetting Transformer (ICL
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 from pathlib import Path
@@ -17,6 +18,19 @@ from .config import LMConfig
 def _fields() -> dict[str, dict[str, Any]]:
     """What presets.json says; the C++ library is built with the same file."""
     return json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+
+
+class _NoSuchPreset(KeyError):
+    __str__ = Exception.__str__  # a sentence; KeyError would quote it
+
+
+class _Presets(dict[str, LMConfig]):
+    """Says which names there are when asked for another."""
+
+    def __missing__(self, name: object) -> LMConfig:
+        near = difflib.get_close_matches(str(name).lower(), self, n=3)
+        expected = f"{' or '.join(map(repr, near))}" if near else f"one of {', '.join(self)}"
+        raise _NoSuchPreset(f"presets: expected {expected}; got {name!r}")
 
 
 def presets() -> dict[str, LMConfig]:
@@ -78,4 +92,4 @@ def presets() -> dict[str, LMConfig]:
     models are HGRN1 with an expanded state in the frame of HGRN2's 385M model: Table 3 prints n and
     the parameters; the ranks, like the projection in krp, follow from them.
     """
-    return {name: LMConfig.from_dict(fields) for name, fields in _fields().items()}
+    return _Presets({name: LMConfig.from_dict(fields) for name, fields in _fields().items()})

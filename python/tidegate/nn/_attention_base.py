@@ -37,7 +37,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
-from ._states import check_state_tensor
+from ._states import check_own_memory, check_state_tensor, refuse_gradients
 
 PRESETS = ("llama", "pro")
 
@@ -309,13 +309,18 @@ class SoftmaxAttention(KeepsFloat32, ABC):
 
     def _checked(self, state: tuple[Tensor, ...], sequences: int) -> AttentionState:
         wanted = len(AttentionState._fields)
-        if isinstance(state, Tensor) or len(state) != wanted:
-            count = 1 if isinstance(state, Tensor) else len(state)
+        if not isinstance(state, (tuple, list)) or len(state) != wanted:
+            is_tensor = isinstance(state, Tensor)
+            given = len(state) if isinstance(state, (tuple, list)) else f"a {type(state).__name__}"
             raise ValueError(
                 f"{self._owner}: state: expected the {wanted} tensors of an AttentionState; "
-                f"got {count}"
+                f"got {1 if is_tensor else given}"
             )
         k = state[0]
+        if not isinstance(k, Tensor):
+            raise ValueError(
+                f"{self._owner}: state: k: expected a tensor; got a {type(k).__name__}"
+            )
         heads = (self.num_kv_heads, self.head_dim)
         if k.dim() != 4 or k.size(0) != sequences or k.shape[2:] != heads:
             raise ValueError(
@@ -385,13 +390,17 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             o = self._attend_state(q, after, layout)
         return self._output(o, g), after
 
-    @torch.no_grad()
     def step(self, x: Tensor, state: AttentionState, gamma: Tensor | None = None) -> Tensor:
-        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Records no
-        gradient. Work grows with the tokens held."""
+        """One token: x ``[B, dim]`` -> y ``[B, dim]``; `state` is updated in place. Has no
+        gradient: call it under torch.no_grad() or torch.inference_mode(). Work grows with the
+        tokens held. Compiled or exported it takes the state's memory as it is: give init_state() a
+        capacity."""
         check_mixer_input(f"{self._owner}.step", x, self.dim, False, self.in_proj.weight)
         self._check_gamma(gamma)
         state = self._checked(state, x.size(0))
+        for part in state:
+            check_own_memory(f"{self._owner}.step: state", part)
+        refuse_gradients(f"{self._owner}.step", self, x, state.k, state.v)
         make_room_(self._owner, state, self._unreachable)
         x = x[:, None]
         layout = Layout(self._owner, x, None)

@@ -121,7 +121,9 @@ def _full(owner: str, needed: int, capacity: int) -> ValueError:
 
 def check_room(owner: str, state: AttentionState, unreachable: Unreachable) -> None:
     """Raises ValueError where make_room_() would. Looks at the device only where room may be
-    short."""
+    short, and nowhere while a compiler traces."""
+    if torch.compiler.is_compiling():
+        return
     capacity = state.capacity
     if int(state.room[1]) == GROWS or int(state.room[0]) < capacity:
         return
@@ -140,7 +142,18 @@ def _dropped(state: AttentionState, count: Tensor) -> AttentionState:
 
 
 def make_room_(owner: str, state: AttentionState, unreachable: Unreachable) -> None:
-    """with_room() for one token, in place. Looks at the device only where room may be short."""
+    """with_room() for one token, in place. Looks at the device only where room may be short.
+
+    While a compiler traces, nothing is looked at, and the memory that is there has to do: a token
+    beyond it is torch's error of an index that is out of bounds.
+    """
+    if torch.compiler.is_compiling():
+        if state.capacity == 0:
+            raise ValueError(
+                f"{owner}: state: expected a capacity, which a compiled step cannot enlarge: "
+                "init_state(batch, capacity=...); got 0"
+            )
+        return
     if int(state.room[0]) < state.capacity:
         return
     found = with_room(owner, state, 1, unreachable)

@@ -98,6 +98,9 @@ def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
 
 def check_gamma_width(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:
     """Raises ValueError unless gamma, where it is given, is ``[size]``, called `axis`."""
+    if gamma is not None and not isinstance(gamma, Tensor):
+        kind = type(gamma).__name__
+        raise ValueError(f"{owner}: gamma: expected a tensor [{axis}={size}]; got a {kind}")
     if gamma is not None and (gamma.dim() != 1 or gamma.size(0) != size):
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
 

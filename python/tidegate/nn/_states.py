@@ -51,6 +51,18 @@ def check_own_memory(name: str, state: Tensor) -> None:
         raise ValueError(f"{name}: expected memory of its own; got an expanded tensor: clone() it")
 
 
+def refuse_gradients(owner: str, module: nn.Module, *tensors: Tensor) -> None:
+    """Raises RuntimeError, beginning with `owner`, where gradients are recorded and one of
+    `tensors` or of the module's parameters requires one: a step would lose it."""
+    if torch.is_grad_enabled() and any(
+        t.requires_grad for group in (tensors, module.parameters()) for t in group
+    ):
+        raise RuntimeError(
+            f"{owner}: a step has no gradient, but one is recorded: call it under "
+            "torch.no_grad(), or forward() over whole sequences"
+        )
+
+
 class TensorStateMixer(nn.Module):
     """A token mixer whose state is one tensor, its shape documented with the class.
 
@@ -91,6 +103,7 @@ class TensorStateMixer(nn.Module):
         self._check_gamma(gamma)
         self._check_state(state, x)
         check_own_memory(f"{self._owner}.step: state", state)
+        refuse_gradients(f"{self._owner}.step", self, x, state)
         return self._step_checked(x, state, gamma)
 
     def _forward_checked(

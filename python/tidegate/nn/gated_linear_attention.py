@@ -28,7 +28,13 @@ from ._common import (
 )
 from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._lower_bound import OptionalLowerBound
-from ._states import check_own_memory, check_state_tensor, empty_state, sequence_count
+from ._states import (
+    check_own_memory,
+    check_state_tensor,
+    empty_state,
+    refuse_gradients,
+    sequence_count,
+)
 from ._token_mixing import head_mixing
 
 FEATURE_MAPS = ("elu+1", "relu", "exp")
@@ -271,7 +277,9 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         check_mixer_input(f"{self._owner}.step", x, self.dim, False, self.out_proj.weight)
         self._check_gamma(gamma)
         s, z = self._split_state(state, x)
-        check_own_memory(f"{self._owner}.step: state", s)
+        for part in (s,) if z is None else (s, z):
+            check_own_memory(f"{self._owner}.step: state", part)
+        refuse_gradients(f"{self._owner}.step", self, x, s)
         parts = self._project(x)
         q, k, v, log_f = self._operands(parts, x, gamma)
         o = ops.gated_linear_attention_step(q, k, v, log_f, s, scale=self.scale)

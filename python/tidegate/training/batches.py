@@ -86,6 +86,8 @@ class WindowOrder:
         self.context = context
         self.seed = seed
         self.position = 0
+        self.batch_tokens = batch * context
+        self._share = (0, 1)
         # One window fewer than fit leaves room for the phase.
         self.windows = max(1, (len(tokens) - 1) // context - 1)
         self._epoch = -1
@@ -100,15 +102,20 @@ class WindowOrder:
         self._starts = phase + self.context * generator.permutation(self.windows)
         self._epoch = epoch
 
+    def take_share(self, rank: int, size: int) -> None:
+        """From here on next() returns this process's part of every batch, which `size` read."""
+        self._share = (rank, size)
+
     def _next_starts(self) -> list[int]:
-        """Where the windows of the next batch begin."""
+        """Where the windows of this process's part of the next batch begin."""
         found = []
         for _ in range(self.batch):
             epoch, index = divmod(self.position, self.windows)
             self._load_epoch(epoch)
             found.append(int(self._starts[index]))
             self.position += 1
-        return found
+        rank, size = self._share
+        return found[rank * self.batch // size : (rank + 1) * self.batch // size]
 
 
 class WindowSampler(WindowOrder):
@@ -116,8 +123,9 @@ class WindowSampler(WindowOrder):
 
     def next(self) -> Batch:
         """ids and labels ``[batch, context]``; labels are the tokens that follow."""
-        rows = np.empty((self.batch, self.context + 1), dtype=np.int64)
-        for row, start in zip(rows, self._next_starts(), strict=True):
+        starts = self._next_starts()
+        rows = np.empty((len(starts), self.context + 1), dtype=np.int64)
+        for row, start in zip(rows, starts, strict=True):
             row[:] = self.tokens[start : start + self.context + 1]
         block = torch.from_numpy(rows)
         return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())
@@ -137,13 +145,14 @@ class PackedSampler(WindowOrder):
         # Every batch has as many bounds, for CUDA graphs: enough for any.
         ends = np.searchsorted(documents, documents + context)
         most = int((ends - np.arange(len(documents))).max(initial=0))
-        self._bounds = batch * (1 + min(most, context)) + 1
+        self._bounds = 1 + min(most, context)
 
     def next(self) -> Batch:
         """ids and labels ``[1, batch * context]``, with cu_seqlens, which is padded with empty
         sequences at its end."""
         spans = [(start, start + self.context) for start in self._next_starts()]
-        return packed(self.tokens, self.documents, spans, bounds=self._bounds)
+        bounds = len(spans) * self._bounds + 1
+        return packed(self.tokens, self.documents, spans, bounds=bounds)
 
 
 def packed(
@@ -212,6 +221,13 @@ class Streams:
         self.length = spacing if limit is None else max(1, min(spacing, limit // rows))
         starts = range(0, rows * spacing, spacing)
         self._rows = [tokens[start : start + self.length + 1] for start in starts]
+
+    def take_share(self, rank: int, size: int) -> bool:
+        """Leaves this process's part of the rows, where `size` read them. False: there is none, and
+        it reads a row that does not count, as all have to read as often."""
+        own = self._rows[rank::size]
+        self._rows = own or self._rows[:1]
+        return bool(own)
 
     def __len__(self) -> int:
         return -(-self.length // self.context)

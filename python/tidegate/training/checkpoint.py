@@ -1,9 +1,11 @@
-"""Run folders: config.json, metrics.jsonl, checkpoint.pt, model/.
+"""Run folders: config.json, metrics.jsonl, checkpoint.pt or checkpoints/, model/.
 
 A file is written beside its place, flushed to disk and renamed, so that a kill at any moment leaves
 the earlier one whole. The checkpoint before the last is kept, for the case that a disk damages the
 last. metrics.jsonl only grows; the checkpoint records how long it was, and a resumed run cuts it
 there, so that no step is in it twice.
+
+One process writes checkpoint.pt, several write checkpoints/ (`sharded`). Either reads both.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import tempfile
 import weakref
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..models._files import clear_temporaries, write_atomically
+from . import sharded_folders
 from .checkpoint_content import content_problem
-from .errors import UserError
+from .errors import DamagedCheckpoint, UserError
 from .metrics import read_metrics
 
 CONFIG_FILE = "config.json"
@@ -34,10 +37,6 @@ PREVIOUS_FILE = "checkpoint.previous.pt"
 LOSS_PLOT = "loss.png"
 MODEL_FOLDER = "model"
 FORMAT = 1
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint whose bytes are not those that were written, or that is none."""
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -120,6 +119,41 @@ class FolderLock:
         return lock
 
 
+class Choice(NamedTuple):
+    """A checkpoint that is whole. values: the content of checkpoint.pt, None in a process that did
+    not look at it; else of run.json."""
+
+    path: Path
+    step: int
+    values: dict[str, Any] | None
+
+    def told(self) -> Choice:
+        """What the other processes of a group need to know."""
+        return self._replace(values=None) if self.path.suffix == ".pt" else self
+
+
+def _looked_at(path: Path) -> dict[str, Any]:
+    """The values of a Choice."""
+    if path.suffix == ".pt":
+        return load_checkpoint(path)
+    from . import sharded
+
+    return sharded.check(path)
+
+
+def _is_newer(several: Path, file: Path) -> bool:
+    """Whether a checkpoint of several processes is of a later step than one of one process, or of
+    the same and written later."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        steps = sharded_folders.step_of(several), int(content["position"]["step"])
+    except Exception:  # damaged, which is said where it is read
+        steps = (0, 0)
+    if steps[0] != steps[1]:
+        return steps[0] > steps[1]
+    return several.stat().st_mtime_ns > file.stat().st_mtime_ns
+
+
 class RunFolder:
     """A run's folder on disk; UserError where its name is empty, which would be the folder that the
     process is in."""
@@ -134,6 +168,12 @@ class RunFolder:
         self.previous = self.path / PREVIOUS_FILE
         self.model = self.path / MODEL_FOLDER
         self._is_whole = True  # checkpoint.pt, as far as anybody looked
+        self._is_last = False  # and known to be newer than what several processes wrote
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint, of one process or of several."""
+        return self.checkpoint.exists() or bool(sharded_folders.found_in(self.path))
 
     def make(self) -> None:
         """Makes the folder, keeps other processes out of it as long as this object is there, and
@@ -149,6 +189,7 @@ class RunFolder:
                 pass
             for folder in (self.path, self.model):
                 clear_temporaries(folder)
+            sharded_folders.clear(self.path)
             for left in self.path.glob(f".{CHECKPOINT_FILE}.*"):  # earlier versions' name
                 left.unlink(missing_ok=True)
         except BlockingIOError as error:
@@ -168,7 +209,8 @@ class RunFolder:
     def save(self, content: dict[str, Any]) -> None:
         """Writes checkpoint.pt and keeps the one before beside it; UserError when the disk refuses,
         which leaves the last one where it is."""
-        if self._is_whole and self.checkpoint.exists():
+        before = sharded_folders.found_in(self.path)
+        if self._is_whole and self.checkpoint.exists() and not self._is_older(before):
             try:
                 self._keep_previous()
             except OSError as error:
@@ -176,8 +218,26 @@ class RunFolder:
                     f"{self.previous}: cannot keep the checkpoint before: {error.strerror}; the "
                     "last one is untouched"
                 ) from error
+            sharded_folders.remove(before)
         save_checkpoint(self.checkpoint, content)
         self._is_whole = True
+        self._is_last = True
+
+    def prune(self) -> None:
+        """After several processes wrote a checkpoint: removes all but it and the one before."""
+        several = sharded_folders.found_in(self.path)
+        sharded_folders.remove(several[2:])
+        self.previous.unlink(missing_ok=True)
+        if len(several) > 1:
+            self.checkpoint.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Removes the checkpoints of a run that begins anew."""
+        self.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
+
+    def _is_older(self, others: list[Path]) -> bool:
+        """Whether the last checkpoint is one of `others`, which several processes wrote."""
+        return bool(others) and not self._is_last
 
     def _keep_previous(self) -> None:
         """Gives the last checkpoint its second name; there is no moment without a checkpoint.pt."""
@@ -192,23 +252,53 @@ class RunFolder:
         second.unlink(missing_ok=True)  # of two names of one file, replace() keeps both
 
     def load(self) -> dict[str, Any]:
-        """The last checkpoint; where that is damaged, the one before, which stderr is told.
+        """The last checkpoint, whole and on the CPU; where that is damaged, the one before, which
+        stderr is told.
 
         Raises:
             UserError: there is none, or none that is whole.
         """
-        try:
-            return load_checkpoint(self.checkpoint)
-        except DamagedCheckpoint as error:
+        return self.read(self.choose())
+
+    def choose(self) -> Choice:
+        """The last checkpoint that is whole; see load()."""
+        problem: UserError | None = None
+        for path in self._by_age():
             try:
-                content = load_checkpoint(self.previous)
-            except UserError:
-                raise error from None
-            self._is_whole = False
-            problem = str(error).partition(";")[0]
-            step = content["position"]["step"]
-            print(f"{problem}; {self.previous}, of step {step}, is used instead", file=sys.stderr)
-            return content
+                values = _looked_at(path)
+            except UserError as error:
+                if problem is None and not isinstance(error, DamagedCheckpoint):
+                    raise
+                problem = problem or error
+                continue
+            found = Choice(path, values["position"]["step"], values)
+            self._is_last = path == self.checkpoint
+            if problem is not None:
+                self._is_whole = self._is_last
+                what = str(problem).partition(";")[0]
+                print(f"{what}; {path}, of step {found.step}, is used instead", file=sys.stderr)
+            return found
+        raise problem or UserError(f"{self.checkpoint}: no such checkpoint")
+
+    def _by_age(self) -> list[Path]:
+        """The checkpoints, the newest first."""
+        files = [self.checkpoint, self.previous] if self.checkpoint.exists() else []
+        files = [path for path in files if path.is_file()]
+        several, ordered = sharded_folders.found_in(self.path), []
+        while several and files:
+            ordered.append((several if _is_newer(several[0], files[0]) else files).pop(0))
+        return [*ordered, *several, *files]
+
+    def read(self, choice: Choice, **how: Any) -> dict[str, Any]:
+        """The content of a checkpoint that was chosen, here or in another process; how: see
+        `sharded.read`."""
+        if choice.path.suffix != ".pt":
+            from . import sharded
+
+            return sharded.read(choice.path, choice.values, **how)
+        if choice.values is not None:
+            return choice.values
+        return torch.load(choice.path, map_location="cpu", weights_only=True, mmap=True)
 
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, or, where the disk refuses, none of it."""

@@ -24,7 +24,12 @@ def content_problem(content: dict[str, Any]) -> str | None:
     return next(_problems(content), None)
 
 
-def _problems(content: dict[str, Any]) -> Iterator[str]:
+def run_problem(content: dict[str, Any]) -> str | None:
+    """content_problem() of what is no tensor."""
+    return next(_run_problems(content), None)
+
+
+def _run_problems(content: dict[str, Any]) -> Iterator[str]:
     position = content.get("position")
     if not isinstance(position, dict):
         yield f"position: expected a dictionary, got {_kind(position)}"
@@ -41,6 +46,13 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: expected an integer >= 0, got {_kind(content.get(name))}"
     if not isinstance(content.get("fingerprint"), str):
         yield f"fingerprint: expected a string, got {_kind(content.get('fingerprint'))}"
+
+
+def _problems(content: dict[str, Any]) -> Iterator[str]:
+    for problem in _run_problems(content):
+        yield problem
+        if problem.startswith("position: expected"):
+            return
     for name in ("model", "optimizer", "rng"):
         if not isinstance(content.get(name), dict):
             yield f"{name}: expected a dictionary, got {_kind(content.get(name))}"

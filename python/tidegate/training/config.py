@@ -17,6 +17,7 @@ from ..models._json import JsonError, fits_64_bits, parse_json, shown
 from ..models.block import RECOMPUTE, Model, draws
 from ..models.registry import type_problem
 from ..nn._common import is_number
+from .distributed import PARALLEL
 from .errors import UserError
 from .masters import MasterWeights
 from .muon import Combined
@@ -35,6 +36,9 @@ MAY_CHANGE = (
     "device",
     "threads",
     "recompute",
+    "grad_accum",
+    "parallel",
+    "timeout",
 )
 
 # More than any machine runs, and few enough for a product of two to fit 64 bits.
@@ -71,6 +75,8 @@ class TrainConfig:
             ten bits of mantissa; "bf16" = autocast; "bf16-weights" = autocast over weights that are
             bf16 themselves, with fp32 masters in the optimiser; "auto" = bf16 where the device
             multiplies it faster, else fp32.
+        init_from: folder of the model whose weights the run begins with (`open_initial`); None =
+            they are drawn from the seed.
         residual: dtype of the residual stream under autocast, "fp32" or "bf16"; "auto" = that of
             the embedding's weight.
         recompute: what the backward pass computes again instead of keeping it: "none", "norms"
@@ -83,6 +89,10 @@ class TrainConfig:
         eval_tokens: tokens that each validation on the way reads; the last one reads them all.
         device: "auto" = CUDA where there is one.
         threads: of torch on the CPU; 0 = torch's own choice.
+        parallel: how several processes share the model: "ddp" (each holds all of it), "fsdp" (each
+            holds a part); "none" = one process. batch_size is that of all, and grad_accum divides
+            the part of each.
+        timeout: seconds that a process waits for the others.
     """
 
     data: str = "stdlib"
@@ -111,6 +121,7 @@ class TrainConfig:
     cuda_graph: bool = False
     compile: bool = False
     precision: str = "auto"
+    init_from: str | None = None
     residual: str = "auto"
     recompute: str = "none"
     label_smoothing: float = 0.0
@@ -123,6 +134,8 @@ class TrainConfig:
     eval_tokens: int = 65536
     device: str = "auto"
     threads: int = 0
+    parallel: str = "none"
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -137,7 +150,7 @@ class TrainConfig:
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
         for name in ("threads", "seed", "clip", "weight_decay", "eps"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more")
-        for name in ("steps", "seconds", "lr", "muon_lr"):
+        for name in ("steps", "seconds", "lr", "muon_lr", "timeout"):
             value = getattr(self, name)
             self._require(name, value is None or 0 < value < math.inf, "more than 0")
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -153,6 +166,7 @@ class TrainConfig:
             ("precision", PRECISIONS),
             ("residual", RESIDUALS),
             ("recompute", RECOMPUTE),
+            ("parallel", PARALLEL),
         ):
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         if self.optimizer == "muon":

@@ -14,10 +14,10 @@ from .errors import UserError
 from .maps import head_maps
 from .needle import needle_test
 from .per_token import per_token_loss
-from .report import count_in_words, mixer_in_words
-from .runs import Trained, load_trained
+from .report import count_in_words, model_name
 from .runtime import resolve_precision, set_products
 from .scoring import check_has_text, corpus_of_run
+from .trained import Trained, load_trained
 
 DEFAULT_CONTEXT = 512  # of a saved model, which does not say what it was trained on
 MAPS_PLOT, PER_TOKEN_PLOT, NEEDLE_PLOT = "attention_maps.png", "per_token.png", "needle.png"
@@ -33,7 +33,7 @@ def _opened(run: str, source: str | None, dtype: str, device: str) -> tuple[Trai
     if not isinstance(corpus, Corpus):
         raise UserError(f"{run} was trained on the task {corpus.name}; name a text to read")
     vocabulary_fits(corpus, trained.model.config.vocab_size)
-    mixer = mixer_in_words(trained.model.config.mixer).upper()
+    mixer = model_name(trained.model.config.mixer)
     count = sum(p.numel() for p in trained.model.parameters())
     return trained, corpus, f"{mixer}, {count_in_words(count)} parameters"
 

@@ -17,6 +17,7 @@ from ..models._json import shown
 from . import stdlib_corpus
 from .baselines import baselines
 from .batches import PackedSampler, WindowSampler, windows_within
+from .distributed import ALONE, Group
 from .errors import UserError
 from .evaluate import PIECE, Score, context_for, evaluate, evaluate_packed
 from .tokenizers import (
@@ -32,6 +33,7 @@ from .tokenizers import (
 ARRAY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _SPLIT_BY_FILE = 20
 _LONGEST_NUMBER = 40  # digits: Python itself refuses to read thousands
+_SAMPLE = 1 << 16  # bytes of a text that show what a tokenizer makes of it
 _PIECE = 1 << 26  # memory-mapped arrays are read in pieces of so many ids
 
 
@@ -153,9 +155,10 @@ class Corpus:
         precision: str,
         limit: int | None = None,
         trained: int | None = None,
+        group: Group = ALONE,
     ) -> Score:
         """The score on the validation split, or on about `limit` tokens of it. trained: the context
-        length of training, see `context_for`."""
+        length of training, see `context_for`. group: the processes that share the work."""
         if self.valid_documents is not None:
             return evaluate_packed(
                 model,
@@ -166,6 +169,7 @@ class Corpus:
                 precision=precision,
                 context=PIECE if trained is None else trained,
                 limit=limit,
+                group=group,
             )
         return evaluate(
             model,
@@ -175,6 +179,7 @@ class Corpus:
             precision=precision,
             context=context_for(model, trained),
             limit=limit,
+            group=group,
         )
 
 
@@ -211,6 +216,8 @@ def load_corpus(
     train_files, valid_files = _read_text(source, valid, is_utf8)
     train_text, valid_text = b"".join(train_files), b"".join(valid_files)
     encoder, path = _make_tokenizer(tokenizer, train_text, workdir)
+    if path is not None:
+        _check_keeps_text(encoder, train_text, path)
     documents = {}
     if packed:
         train_ids, documents["train_documents"] = _encoded_apart(encoder, train_files)
@@ -342,6 +349,19 @@ def _make_tokenizer(
     if not path.is_file():
         train_bpe(text, int(size), path)
     return FileTokenizer(path), path
+
+
+def _check_keeps_text(tokenizer: Tokenizer, text: bytes, path: Path) -> None:
+    """UserError where most of the beginning of a text is not in its tokens: a model that reads what
+    is left has a low loss for every byte of the text, and learnt nothing of it."""
+    sample = text[: character_start(text, _SAMPLE) if len(text) > _SAMPLE else len(text)]
+    ids = tokenizer.encode(sample)
+    back = len(tokenizer.decode(ids.tolist()))
+    if 2 * back < len(sample):
+        raise UserError(
+            f"tokenizer: {path}: expected tokens of the whole text, got {len(ids):,} for its first "
+            f"{len(sample):,} bytes, which decode to {back:,}"
+        )
 
 
 def _array_corpus(source: str, valid: str | None, dtype: str) -> Corpus:

@@ -7,7 +7,8 @@ import sys
 from .baselines import baselines
 from .generate import generate_text
 from .report import finish, plot_run, table
-from .runs import load_trained, prepare_run
+from .runs import prepare_run
+from .trained import load_trained
 
 PROMPT = b"def "
 SAMPLE_TOKENS = 500

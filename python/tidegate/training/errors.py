@@ -12,3 +12,7 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose bytes are not those that were written, or that is none."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from .batches import IGNORED, Batch, Streams, count_answers, packed
+from .distributed import ALONE, Group
 from .runtime import autocast
 
 
@@ -30,6 +32,7 @@ class Score:
         return math.exp(self.nats) if self.nats < 700 else math.inf
 
 
+T = TypeVar("T")
 PIECE = 512  # of models that carry their state
 
 
@@ -52,6 +55,7 @@ def evaluate(
     context: int = PIECE,
     rows: int = 32,
     limit: int | None = None,
+    group: Group = ALONE,
 ) -> Score:
     """Mean cross-entropy of `tokens` (1-D integers, two or more).
 
@@ -59,23 +63,27 @@ def evaluate(
     from one piece to the next: every token is predicted from all that came before it in its row.
     Attention, whose state holds the tokens themselves, reads every piece by itself: its context
     should be that of training (`context_for`). limit: about how many tokens to read, spread over
-    the whole; None = all.
+    the whole; None = all. group: the processes that share the streams.
     """
     training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
     count = 0
     state = None
+    streams = Streams(tokens, rows, context, limit)
+    counts = streams.take_share(group.rank, group.size)
     try:
-        for ids, labels in Streams(tokens, rows, context, limit):
+        for ids, labels in streams:
+            group.meet()
             with autocast(device, precision):
                 output = model(ids.to(device), labels.to(device), state=state)
             state = output.state
-            total += output.loss.double().cpu() * labels.numel()
-            count += labels.numel()
+            total += output.loss.double().cpu() * labels.numel() * counts
+            count += labels.numel() * counts
     finally:
         model.train(training)
-    nats = float(total) / count
+    total, count = _summed(group, total, count)
+    nats = total / count
     bits = None
     if valid_bytes is not None:
         bits = nats / math.log(2) * len(tokens) / valid_bytes
@@ -94,12 +102,13 @@ def evaluate_packed(
     context: int,
     rows: int = 32,
     limit: int | None = None,
+    group: Group = ALONE,
 ) -> Score:
     """Mean cross-entropy of `tokens`, read as in training on packed documents: windows of `context`
     tokens, each by itself, whose sequences end where documents do; so every model sees as much.
 
     documents: where each begins, int64 ``[N]``. limit: about how many tokens to read, in windows
-    spread over the whole; None = all.
+    spread over the whole; None = all. group: the processes that share the windows.
     """
     starts = np.arange(0, len(tokens) - 1, context)
     # A window in which every token begins a document asks for nothing.
@@ -114,17 +123,19 @@ def evaluate_packed(
     total = torch.zeros((), dtype=torch.float64, device=device)
     asked = 0
     try:
-        for first in range(0, len(starts), rows):
+        for first, counts in _share_of(list(range(0, len(starts), rows)), group):
+            group.meet()
             spans = [(int(s), min(int(s) + context, len(tokens))) for s in starts[first:][:rows]]
             batch = packed(tokens, documents, spans)
-            count = int((batch.labels != IGNORED).sum())
+            count = int((batch.labels != IGNORED).sum()) * counts
             with autocast(device, precision):
                 output, _ = batch.run(model, device)
             total += output.loss.double() * count
             asked += count
     finally:
         model.train(training)
-    nats = total.item() / asked
+    total, asked = _summed(group, total.cpu(), asked)
+    nats = total / asked
     bits = None
     if valid_bytes is not None:
         bits = nats / math.log(2) * len(tokens) / valid_bytes
@@ -133,21 +144,48 @@ def evaluate_packed(
 
 @torch.no_grad()
 def evaluate_batches(
-    model: torch.nn.Module, batches: Iterable[Batch], *, device: torch.device, precision: str
+    model: torch.nn.Module,
+    batches: Iterable[Batch],
+    *,
+    device: torch.device,
+    precision: str,
+    group: Group = ALONE,
 ) -> Score:
-    """Mean cross-entropy and accuracy over the answers that `batches` ask for."""
+    """Mean cross-entropy and accuracy over the answers that `batches` ask for. group: the processes
+    that share the batches, each of which is given all."""
     training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
     counts = torch.zeros(2, dtype=torch.int64)
     try:
-        for batch in batches:
+        for batch, is_own in _share_of(batches, group):
+            group.meet()
             with autocast(device, precision):
                 output, labels = batch.run(model, device, logits=True)
-            found = count_answers(output.logits, labels).cpu()
+            found = count_answers(output.logits, labels).cpu() * is_own
             total += output.loss.double().cpu() * found[1]
             counts += found
     finally:
         model.train(training)
-    right, asked = counts.tolist()
-    return Score(float(total) / asked, asked, None, right / asked)
+    right, asked = group.sum(counts).tolist()
+    return Score(float(group.sum(total)) / asked, asked, None, right / asked)
+
+
+def _share_of(items: Iterable[T], group: Group) -> Iterator[tuple[T, bool]]:
+    """This process's part of the items, every `size`-th, and whether each counts. All processes get
+    as many: where they do not go round, some get the last one of their round again."""
+    part: list[T] = []
+    for item in items:
+        part.append(item)
+        if len(part) == group.size:
+            yield part[group.rank], True
+            part = []
+    if part:
+        has_own = group.rank < len(part)
+        yield part[group.rank if has_own else -1], has_own
+
+
+def _summed(group: Group, total: torch.Tensor, count: int) -> tuple[float, int]:
+    """What all processes found: a sum of losses, and of how many."""
+    counts = group.sum(torch.tensor(count))
+    return float(group.sum(total)), int(counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .errors import UserError
-from .runs import Trained
+from .trained import Trained
 
 
 def generate_text(

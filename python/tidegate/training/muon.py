@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_sharded, like_part, local, share_of, whole
 from .runtime import cpu_has_fast_bf16
 
 # Quintic Newton-Schulz iteration: steepest at zero, singular values end in about [0.7, 1.2].
@@ -47,6 +48,9 @@ class Muon(torch.optim.Optimizer):
 
     params: 2-D parameters. splits: for each of them, the row counts of the matrices stacked in it.
     A matrix moves by ``lr * sqrt(max(1, rows / columns))`` times the orthogonalised momentum.
+
+    Of sharded parameters (DTensors) the momentum is, too; what is orthogonalised is gathered, and
+    every process orthogonalises all of it and keeps its part.
     """
 
     def __init__(
@@ -81,11 +85,17 @@ class Muon(torch.optim.Optimizer):
         if not given:
             return
         parameters = [parameter for parameter, _ in given]
-        directions = self._momenta(parameters, group["momentum"])
-        torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+        directions = [whole(ahead) for ahead in self._momenta(parameters, group["momentum"])]
+        own = [local(parameter) for parameter in parameters]
+        torch._foreach_mul_(own, 1.0 - group["lr"] * group["weight_decay"])
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        sharded: list[tuple[Tensor, Tensor]] = []  # and how far all of it moves
         for (parameter, rows), direction in zip(given, directions, strict=True):
-            pieces = zip(parameter.split(rows), direction.split(rows), strict=True)
+            moved = parameter
+            if is_sharded(parameter):
+                moved = torch.zeros_like(direction)
+                sharded.append((parameter, moved))
+            pieces = zip(moved.split(rows), direction.split(rows), strict=True)
             for weight, piece in pieces:
                 by_shape.setdefault(tuple(piece.shape), []).append((weight, piece))
         for (rows, columns), pairs in by_shape.items():
@@ -93,17 +103,21 @@ class Muon(torch.optim.Optimizer):
             scale = max(1.0, rows / columns) ** 0.5
             weights = [weight for weight, _ in pairs]
             torch._foreach_add_(weights, orthogonal.unbind(0), alpha=-group["lr"] * scale)
+        for parameter, moved in sharded:
+            local(parameter).add_(local(share_of(moved, parameter)))
 
-    def _momenta(self, parameters: list[Tensor], momentum: float) -> Sequence[Tensor]:
-        """Updates the moving means of the gradients; returns Nesterov's looks ahead."""
+    def _momenta(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
+        """Updates the moving means of the gradients; returns Nesterov's looks ahead, of sharded
+        parameters this process's parts of them."""
         for parameter in parameters:
             state = self.state[parameter]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
-        means = [self.state[parameter]["momentum"] for parameter in parameters]
-        gradients = [parameter.grad for parameter in parameters]
+        means = [local(self.state[parameter]["momentum"]) for parameter in parameters]
+        gradients = [local(parameter.grad) for parameter in parameters]
         torch._foreach_lerp_(means, gradients, 1.0 - momentum)
-        return torch._foreach_lerp(gradients, means, momentum)
+        ahead = torch._foreach_lerp(gradients, means, momentum)
+        return [like_part(a, p) for a, p in zip(ahead, parameters, strict=True)]
 
 
 class Combined:

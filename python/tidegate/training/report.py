@@ -16,9 +16,10 @@ from .errors import UserError
 from .evaluate import Score
 from .metrics import load_metrics, read_metrics
 from .probes import forget_gates, gate_parts, token_mixing, windows_of
-from .runs import Run, initial_model, load_trained
+from .runs import Run
 from .scoring import corpus_of_run
 from .task_corpus import TaskCorpus
+from .trained import initial_model, load_trained
 
 ACCURACY_PLOT = "accuracy.png"
 GATES_PLOT = "forget_gates.png"
@@ -30,13 +31,16 @@ MIXING_TOKENS, MIXING_LIMIT, MIXING_PIXELS, MIXING_HEADS = 256, 2048, 512, 4
 
 
 def finish(run: Run) -> Score:
-    """Scores the whole validation split and writes model/; once, however often it is called."""
-    score = _recorded_score(run)
-    if score is None:
-        score = run.trainer.validate()
-        run.trainer.save()
-    if not run.is_exported():
+    """Scores the whole validation split and writes model/; once, however often it is called, and by
+    all processes of a run together."""
+    group = run.trainer.group
+    with group.watch(lambda: "while the run was finished"):
+        score = group.first(lambda: _recorded_score(run))
+        if score is None:
+            score = run.trainer.validate()
+            run.trainer.save()
         run.export()
+        group.everywhere(lambda: None)
     return score
 
 
@@ -102,7 +106,7 @@ def plot_run(
     if is_task and any("accuracy" in row for row in metrics):
         drawn.append(folder.path / ACCURACY_PLOT)
         plots.plot_accuracy(metrics, drawn[-1], title=title, chance=data["chance"])
-    if folder.checkpoint.exists():
+    if folder.has_checkpoint:
         drawn += _plot_forget_gates(folder, values, _examined(folder, values, device))
     return drawn
 
@@ -187,15 +191,15 @@ def plot_token_mixing(
 
 def _with_checkpoint(path: str | Path) -> RunFolder:
     folder = RunFolder(path)
-    if not folder.checkpoint.exists():
+    if not folder.has_checkpoint:
         raise UserError(f"plot: {folder.path} holds no {folder.checkpoint.name}")
     return folder
 
 
 def _name_of(values: dict) -> str:
     """Mixer and size of a run's model."""
-    mixer = mixer_in_words(values["model"]["mixer"]).upper()
-    return f"{mixer}, {count_in_words(values['parameters'])} parameters"
+    model = model_name(values["model"]["mixer"])
+    return f"{model}, {count_in_words(values['parameters'])} parameters"
 
 
 def _validation_ids(
@@ -251,6 +255,29 @@ def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list
 def _by_number(layers: Mapping[int, Any]) -> dict[int, Any]:
     """What belongs to layers counted from 0, by the number that people give them."""
     return {layer + 1: value for layer, value in layers.items()}
+
+
+# What the papers call a model over a mixer.
+_MODEL_NAMES = {
+    "hgrn": "HGRN",
+    "hgrn2": "HGRN2",
+    "gla": "GLA",
+    "lru": "LRU",
+    "slru": "SLRU",
+    "rwkv4": "RWKV-4",
+    "gated-linear-rnn": "gated linear RNN",
+    "gated-rnn": "gated RNN",
+    "fox": "FoT",
+    "fox-pro": "FoT (Pro)",
+    "transformer": "Transformer",
+    "transformer-pro": "Transformer (Pro)",
+}
+
+
+def model_name(mixer: str | list[str]) -> str:
+    """ "FoT" of the mixer "fox"; in titles."""
+    names = [mixer] if isinstance(mixer, str) else dict.fromkeys(mixer)
+    return " + ".join(_MODEL_NAMES.get(name, name) for name in names)
 
 
 def mixer_in_words(mixer: str | list[str]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +20,13 @@ from ..models import CausalLM, LMConfig, SequenceClassifier, presets
 from ..models._files import read_tensors, write_atomically
 from ..models.block import CONFIG_FILE as MODEL_CONFIG
 from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
-from .checkpoint import CHECKPOINT_FILE, CONFIG_FILE, LOSS_PLOT, RunFolder
-from .checkpoint_content import weights_problem
+from ..nn._common import is_number
+from .checkpoint import CONFIG_FILE, LOSS_PLOT, Choice, RunFolder
 from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_run
-from .data import vocabulary_fits
+from .data import Corpus, vocabulary_fits
+from .distributed import Group, is_launched, join
 from .errors import UserError
+from .initial import Initial, open_initial
 from .recipe import recipe_named
 from .runtime import (
     describe_machine,
@@ -30,13 +35,18 @@ from .runtime import (
     set_products,
     set_threads,
 )
+from .sharded_folders import FOLDER as SEVERAL
+from .sharded_folders import find_by_all
 from .sources import Source, open_source, resolve_source
 from .tasks import TASKS
-from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from .trainer import Trainer, non_finite
+from .tokenizers import TOKENIZER_FILE
+from .trainer import LOG_EVERY, Trainer
 
 DEFAULT_STEPS = 1000
-DEFAULT_MODEL = {"mixer": "hgrn"}
+VALIDATIONS = 10  # of a run that nothing else is said of: enough for a curve
+SHARED_PRECISIONS = ("fp32", "tf32", "bf16")  # of several processes: weights are fp32
+# A preset's vocabulary may be a tokenizer's, rounded up by so small a part of it.
+_PADDING = 64
 
 
 @dataclass
@@ -52,21 +62,29 @@ class Run:
     begins_anew: bool = False  # in a folder whose run left no checkpoint
 
     def export(self) -> None:
-        """Writes model/: config.json and model.safetensors, which C++ reads too and which says of
-        which step it is; tokenizer.json where tokens are not bytes."""
+        """Writes model/, unless it holds these weights of this step: config.json and
+        model.safetensors, which C++ reads too and which says of which step it is; tokenizer.json
+        where tokens are not bytes. Of several processes all call it."""
+        tensors = self.trainer.placement.whole_state()
+        if not self.trainer.group.leads or self._is_exported(tensors):
+            return
         self.folder.model.mkdir(exist_ok=True)
         if self.corpus.tokenizer_file is not None:
             own = (self.folder.path / TOKENIZER_FILE).read_bytes()
             write_atomically(self.folder.model / TOKENIZER_FILE, own)
-        self.trainer.model.save(self.folder.model, metadata={"step": self._step})
+        model = type(self.trainer.model)(self.model_config, device="meta")
+        model.load_state_dict(tensors, assign=True)
+        model.save(self.folder.model, metadata={"step": self._step})
 
     def is_exported(self) -> bool:
         """Whether model/ holds these weights of this step, bit for bit. A write that failed, or a
         run that was killed or went on since, left another."""
-        model = self.trainer.model
-        tensors = model.state_dict()
+        return self._is_exported(self.trainer.placement.whole_state())
+
+    def _is_exported(self, tensors: dict[str, torch.Tensor]) -> bool:
         try:
-            if (self.folder.model / MODEL_CONFIG).read_bytes() != model.config.to_json().encode():
+            config = self.model_config.to_json().encode()
+            if (self.folder.model / MODEL_CONFIG).read_bytes() != config:
                 return False
             with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
                 if (file.metadata() or {}).get("step") != self._step:
@@ -105,40 +123,182 @@ def prepare_run(
     not there comes from the run recorded in `out`; in a new folder, from the recipe, the preset and
     the defaults.
 
+    Under torchrun every process calls it, with `parallel` among the settings; see `distributed`.
+
     Raises:
         UserError: data, settings, folder or checkpoint do not fit, or nothing names the data.
             Nothing on disk was changed.
     """
     folder = RunFolder(out)
     asked_train, asked_model = _named(train, model, preset, recipe)
-    is_new = not folder.path.exists()
-    folder.make()  # before anything in it is read: from here on it is ours alone
-    try:
-        recorded = _recorded(folder)
-        base = current_names(recorded["train"]) if recorded else _data_of(recipe)
-        if "data" not in {**base, **asked_train}:
-            raise UserError(
-                "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
-                "names one"
-            )
-        values = resolve_source({**base, **asked_train}, asked_train, base)
-        config = _train_config(values, recorded)
-        # A tokenizer that is learnt becomes the folder's with its first config.json: of a start
-        # that is refused or killed before, none stays for the next one to take.
-        with tempfile.TemporaryDirectory() as scratch:
-            kept = _kept_tokenizer(folder, recorded, config)
-            corpus = open_source(config, workdir=folder.path if kept else Path(scratch))
-            corpus.check_length(config.context)
-            model_config = _model_config(asked_model, recorded, corpus)
-            _refuse_other(folder, recorded, config, model_config, corpus)
-            content = folder.load() if folder.checkpoint.exists() else None
-            run = _build(folder, model_config, config, corpus, content)
-        run.begins_anew = recorded is not None and content is None
-    except BaseException:
-        if is_new:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    return run
+    asked = _Asked(
+        asked_train,
+        asked_model,
+        recipe,
+        vocabulary=None if "vocab_size" in model else asked_model.pop("vocab_size", None),
+        cuda_graph=bool(train.get("cuda_graph")),
+    )
+    if asked.train.get("init_from"):
+        asked.train["init_from"] = os.path.abspath(asked.train["init_from"])
+    group = _join(folder, asked.train)
+    with group.watch(lambda: "while the run was prepared"):
+        is_new = group.leads and not folder.path.exists()
+        group.first(folder.make)  # before anything in it is read: from here on it is ours alone
+        try:
+            find_by_all(folder.path, group)
+            # A tokenizer that is learnt becomes the folder's with its first config.json: of a start
+            # that is refused or killed before, none stays for the next one to take.
+            with tempfile.TemporaryDirectory() as scratch:
+                ready = _ready(group, folder, Path(scratch), asked)
+                return _build(folder, ready, group)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+
+
+def _join(folder: RunFolder, asked: dict[str, Any]) -> Group:
+    """The processes that this one trains with; what is not asked for, the run's record says."""
+    values: dict[str, Any] = {}
+    if is_launched():
+        with contextlib.suppress(UserError):  # said where it is read again
+            values = read_run(folder.config)["train"]
+    values = {"parallel": "none", "device": "auto", "timeout": 600.0, **values, **asked}
+    timeout = values["timeout"]
+    if not is_number(timeout) or not 0 < timeout < math.inf:
+        raise UserError(f"train: timeout: expected more than 0, got {timeout!r}")
+    return join(values["parallel"], device=values["device"], timeout=timeout)
+
+
+@dataclass
+class _Asked:
+    """What prepare_run() was asked for, explicitly or by a name. vocabulary: of a preset that was
+    named. cuda_graph: whether it is asked for by itself."""
+
+    train: dict[str, Any]
+    model: dict[str, Any]
+    recipe: str | None
+    vocabulary: int | None
+    cuda_graph: bool
+
+
+@dataclass
+class _Ready:
+    """What a run is made of. choice: the checkpoint that it goes on from. initial: the weights that
+    it begins with instead, where init_from names some; initial_checksum: of these, in a process
+    that was told of them. tokenizer: of a learnt one the file's content, in such a process."""
+
+    recorded: dict[str, Any] | None
+    config: TrainConfig
+    model_config: LMConfig
+    choice: Choice | None
+    corpus: Source | None
+    fingerprint: str
+    initial: Initial | None = None
+    initial_checksum: int | None = None
+    tokenizer: bytes | None = None
+
+    def told(self) -> _Ready:
+        """For the other processes."""
+        file = self.corpus.tokenizer_file if self.config.tokenizer.startswith("bpe:") else None
+        return dataclasses.replace(
+            self,
+            choice=None if self.choice is None else self.choice.told(),
+            corpus=None,
+            initial=None,
+            initial_checksum=None if self.initial is None else self.initial.checksum(),
+            tokenizer=None if file is None else file.read_bytes(),
+        )
+
+    def follow(self, scratch: Path) -> _Ready:
+        """In a process that was told: with the data read here."""
+        if self.tokenizer is not None:
+            (scratch / TOKENIZER_FILE).write_bytes(self.tokenizer)
+        corpus = open_source(self.config, workdir=scratch)
+        if corpus.fingerprint != self.fingerprint:
+            raise UserError(f"data: {corpus.name} does not hold here what it holds for rank 0")
+        initial = None
+        if self.initial_checksum is not None:
+            initial = open_initial(self.config.init_from)
+            if initial.checksum() != self.initial_checksum:
+                raise UserError(
+                    f"init-from: {initial.name} does not hold here what it holds for rank 0"
+                )
+        return dataclasses.replace(self, corpus=corpus, initial=initial)
+
+
+def _ready(group: Group, folder: RunFolder, scratch: Path, asked: _Asked) -> _Ready:
+    """Rank 0 goes first, so that what is wrong for all is said once; the others take from it what
+    it chose and made."""
+    own: list[_Ready] = []
+
+    def lead() -> _Ready:
+        own.append(_prepare(group, folder, scratch, asked))
+        return own[0].told() if group.size > 1 else own[0]
+
+    told = group.first(lead)
+    return group.everywhere(lambda: own[0] if own else told.follow(scratch))
+
+
+def _prepare(group: Group, folder: RunFolder, scratch: Path, asked: _Asked) -> _Ready:
+    """What prepare_run() finds before it builds anything."""
+    recorded = _recorded(folder)
+    base = current_names(recorded["train"]) if recorded else _data_of(asked.recipe)
+    values = {**base, **asked.train}
+    if "data" not in values:
+        raise UserError(
+            "train: name a text file or folder to train on, `stdlib`, a task, or a recipe that "
+            "names one"
+        )
+    initial = None
+    if values.get("init_from") and not folder.has_checkpoint:
+        initial = open_initial(values["init_from"])
+        if values["data"] not in TASKS:
+            initial.settle(values)
+    values = resolve_source(values, asked.train, base)
+    values["parallel"] = group.mode
+    config = _train_config(values, recorded)
+    _check_graph(config, asked, group)
+    _check_share(config, group)
+    kept = _kept_tokenizer(folder, recorded, config)
+    corpus = open_source(config, workdir=folder.path if kept else scratch)
+    corpus.check_length(config.context)
+    start = recorded["model"] if recorded else initial and initial.config.to_dict()
+    fields = dict(asked.model)
+    if start is None:
+        fields["vocab_size"] = _vocabulary(fields, asked.vocabulary, corpus)
+    model_config = _model_config({**(start or {}), **fields}, corpus)
+    _refuse_other(folder, recorded, config, model_config, corpus)
+    choice = folder.choose() if folder.has_checkpoint else None
+    return _Ready(recorded, config, model_config, choice, corpus, corpus.fingerprint, initial)
+
+
+def _check_graph(config: TrainConfig, asked: _Asked, group: Group) -> None:
+    """UserError where a CUDA graph is asked for by itself and the device has none."""
+    device = group.device(config.device)
+    if asked.cuda_graph and device.type != "cuda":
+        raise UserError(
+            "train: cuda-graph: expected a CUDA device, which steps are replayed on, got "
+            f"{device}; leave it out"
+        )
+    if group.mode != "none" and config.cuda_graph:
+        problem = f"cuda-graph: steps with --parallel {group.mode} are not replayed from a graph"
+        print(f"{problem}: the run goes on without", file=sys.stderr)
+
+
+def _check_share(config: TrainConfig, group: Group) -> None:
+    """UserError unless the processes can share every batch, and the model."""
+    if config.batch_size % (group.size * config.grad_accum):
+        raise UserError(
+            f"train: batch-size: expected a multiple of {group.size} processes times grad-accum "
+            f"{config.grad_accum}, got {config.batch_size}: it is the sequences of a step over all "
+            "processes"
+        )
+    if group.mode != "none" and config.precision not in SHARED_PRECISIONS:
+        raise UserError(
+            f"train: precision: expected one of {', '.join(SHARED_PRECISIONS)} with --parallel "
+            f"{group.mode}, got {config.precision!r}"
+        )
 
 
 def _kept_tokenizer(
@@ -193,7 +353,8 @@ def _data_of(recipe: str | None) -> dict[str, Any]:
 def _recorded(folder: RunFolder) -> dict[str, Any] | None:
     """config.json of a run that is already in the folder."""
     if not folder.config.exists():
-        ours = (folder.metrics, folder.checkpoint, folder.model, folder.path / LOSS_PLOT)
+        ours = [folder.metrics, folder.checkpoint, folder.model, folder.path / LOSS_PLOT]
+        ours.append(folder.path / SEVERAL)
         if found := [path.name for path in ours if path.exists()]:
             raise UserError(
                 f"out: {folder.path} holds {', '.join(found)} but no {CONFIG_FILE}: a run would "
@@ -208,6 +369,16 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
     values = dict(values)
     if values.get("steps") is None and values.get("seconds") is None:
         values["steps"] = DEFAULT_STEPS
+    if recorded is None and not {"eval_every", "eval_seconds"} & set(values):
+        steps = values.get("steps")
+        if type(steps) is int and steps > 0:
+            every = -(-steps // VALIDATIONS)
+            # In step with the rows of training, which a validation ends early.
+            values["eval_every"] = (
+                every if every < LOG_EVERY else -(-every // LOG_EVERY) * LOG_EVERY
+            )
+        elif steps is None:
+            values["eval_seconds"] = values["seconds"] / VALIDATIONS
     config = TrainConfig.from_dict(values)
     if config.precision == "auto":
         began = recorded["train"]["precision"] if recorded else None
@@ -216,13 +387,22 @@ def _train_config(values: dict[str, Any], recorded: dict[str, Any] | None) -> Tr
     return config
 
 
-def _model_config(
-    asked: dict[str, Any], recorded: dict[str, Any] | None, corpus: Source
-) -> LMConfig:
+def _vocabulary(asked: dict[str, Any], named: int | None, corpus: Source) -> int | None:
+    """The vocabulary of a new model: the one that was asked for; else that of the tokenizer or the
+    task, which a preset's `named` one may exceed by a little; of token ids, of which nobody knows
+    the largest to come, the preset's."""
+    if asked.get("vocab_size") is not None:
+        return asked["vocab_size"]
+    own = corpus.vocab_size
+    if isinstance(corpus, Corpus) and corpus.tokenizer is None:
+        return named
+    return named if named is not None and 0 <= named - own <= own // _PADDING else own
+
+
+def _model_config(values: dict[str, Any], corpus: Source) -> LMConfig:
     """The model's configuration; its vocabulary and classes are the corpus's unless something names
     others."""
-    base = recorded["model"] if recorded else DEFAULT_MODEL
-    values = {**base, **asked}
+    values = dict(values)
     if values.get("vocab_size") is None:
         values["vocab_size"] = corpus.vocab_size
     if corpus.num_classes is not None:
@@ -261,136 +441,65 @@ def _refuse_other(
         )
 
 
-def _build(
-    folder: RunFolder,
-    model_config: LMConfig,
-    config: TrainConfig,
-    corpus: Source,
-    content: dict[str, Any] | None,
-) -> Run:
-    """The model and its trainer, restored from `content` when there is a checkpoint."""
+def _build(folder: RunFolder, ready: _Ready, group: Group) -> Run:
+    """The model and its trainer, restored where there is a checkpoint, else with the weights that
+    it begins with, if any."""
+    config, corpus, model_config = ready.config, ready.corpus, ready.model_config
     set_threads(config.threads)
     set_products(config.precision)
     torch.manual_seed(config.seed)
     try:
-        model = _make_model(model_config, corpus)
+        # A model that is cut into parts is drawn part by part.
+        model = _make_model(model_config, corpus, "meta" if group.mode == "fsdp" else None)
     except ValueError as error:
         raise UserError(str(error)) from error
-    trainer = Trainer(model, corpus, config, folder)
-    if content is not None:
-        trainer.restore(content)
-    else:
+    trainer = Trainer(model, corpus, config, folder, group, ready.initial)
+    if ready.choice is not None:
+        how: dict[str, Any] = {}
+        if group.mode != "none":
+            likes = (trainer.model.state_dict(), trainer.optimizer)
+            how = {"likes": likes, "group": group}
+        trainer.restore(folder.read(ready.choice, **how), ready.choice.path)
+    elif group.leads:
         folder.cut_metrics(0)
         folder.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
+    if group.leads:
+        _write_config(folder, trainer, model_config)
+    begins_anew = ready.recorded is not None and ready.choice is None
+    resumed = ready.choice is not None
+    return Run(folder, model_config, config, corpus, trainer, resumed, begins_anew)
+
+
+def _write_config(folder: RunFolder, trainer: Trainer, model_config: LMConfig) -> None:
+    """config.json, and the tokenizer beside it."""
+    corpus = trainer.corpus
     if trainer.progress() < 1.0:  # of a finished run it says what was done, not what is asked for
         folder.write_config(
             {
                 "model": model_config.to_dict(),
-                "train": config.to_dict(),
+                "train": trainer.config.to_dict(),
                 "data": corpus.describe(),
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "machine": describe_machine(trainer.device),
+                "parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "machine": {
+                    **describe_machine(trainer.device),
+                    "processes": trainer.group.size,
+                },
             }
         )
     kept = folder.path / TOKENIZER_FILE
     if corpus.tokenizer_file is not None and not kept.exists():
         write_atomically(kept, corpus.tokenizer_file.read_bytes())
-    return Run(folder, model_config, config, corpus, trainer, content is not None)
 
 
-def _make_model(config: LMConfig, corpus: Source) -> CausalLM | SequenceClassifier:
+def _make_model(
+    config: LMConfig, corpus: Source, device: str | None = None
+) -> CausalLM | SequenceClassifier:
     """A language model, or a classifier where the corpus has classes."""
     if corpus.num_classes is None:
-        return CausalLM(config)
+        return CausalLM(config, device=device)
     if (config.num_classes or 0) < corpus.num_classes:
         raise ValueError(
             f"LMConfig: num_classes: expected {corpus.num_classes} or more for {corpus.name}; "
             f"got {config.num_classes}"
         )
-    return SequenceClassifier(config)
-
-
-@dataclass
-class Trained:
-    """A model that was trained, ready to use, and what it was trained on (None: unknown)."""
-
-    model: CausalLM | SequenceClassifier
-    tokenizer: Tokenizer | None
-    train: TrainConfig | None
-
-
-def initial_model(values: dict[str, Any], kind: type[torch.nn.Module]) -> torch.nn.Module:
-    """The model of a run's config.json as it was before the first step: on the CPU, of class `kind`
-    (CausalLM or SequenceClassifier). torch's own generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(values["train"]["seed"])
-        return kind(LMConfig.from_dict(values["model"]))
-
-
-def load_trained(path: str, device: str = "auto") -> Trained:
-    """Loads a run folder (its last checkpoint) or a folder written by `CausalLM.save`.
-
-    Raises:
-        UserError: the folder is neither, or a file in it is damaged or does not fit.
-    """
-    folder = RunFolder(path)
-    target = resolve_device(device)
-    if not folder.path.is_dir():
-        raise UserError(f"checkpoint: {path}: no such run folder")
-    kept = folder.path / TOKENIZER_FILE
-    if not folder.checkpoint.exists():
-        model = _load_model_folder(folder.path)
-        _refuse_non_finite(folder.path, model)
-        tokenizer = load_tokenizer(kept if kept.exists() else None)
-        # Which ids are bytes is known of a vocabulary of 256 alone.
-        has_text = kept.exists() or tokenizer.vocab_size == model.config.vocab_size
-        if kept.exists():
-            _check_vocabulary(kept, tokenizer, model.config)
-        return Trained(model.to(target).eval(), tokenizer if has_text else None, None)
-    values = read_run(folder.config)
-    content = folder.load()
-    try:
-        model_config = LMConfig.from_dict(values["model"])
-        config = TrainConfig.from_dict(values["train"])
-        is_classifier = "head.bias" in content["model"]
-        model = (SequenceClassifier if is_classifier else CausalLM)(model_config)
-        config.set_weights_dtype(model)
-        if problem := weights_problem(model, content["model"]):
-            raise ValueError(problem)
-        model.load_state_dict(content["model"])
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        detail = str(error).splitlines()[-1].strip()
-        raise UserError(
-            f"{folder.checkpoint}: does not fit {folder.config.name} beside it: {detail}"
-        ) from error
-    _refuse_non_finite(folder.checkpoint, model)
-    tokenizer = None
-    if config.data not in TASKS and not config.data.endswith((".npy", ".bin")):
-        tokenizer = load_tokenizer(None if config.tokenizer == BYTES else kept)
-        _check_vocabulary(kept, tokenizer, model_config)
-    return Trained(model.to(target).eval(), tokenizer, config)
-
-
-def _check_vocabulary(path: Path, tokenizer: Tokenizer, model: LMConfig) -> None:
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"{path}: it has {tokenizer.vocab_size} tokens, and the model's vocabulary is "
-            f"{model.vocab_size}"
-        )
-
-
-def _refuse_non_finite(path: Path, model: torch.nn.Module) -> None:
-    if name := non_finite(model):
-        raise UserError(f"{path}: {name} holds numbers that are not finite: nothing comes of it")
-
-
-def _load_model_folder(path: Path) -> CausalLM:
-    try:
-        return CausalLM.load(path)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"checkpoint: {path} is neither a run folder (with {CHECKPOINT_FILE}) nor a saved "
-            "model (with config.json and model.safetensors)"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint: {error}") from error
+    return SequenceClassifier(config, device=device)

@@ -14,11 +14,11 @@ from .config import TrainConfig, read_run
 from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
 from .evaluate import Score
-from .runs import Trained, load_trained
 from .runtime import resolve_precision, set_products
 from .sources import Source, open_source
 from .stdlib_corpus import NAME as STDLIB
 from .tokenizers import BYTES, TOKENIZER_FILE
+from .trained import Trained, load_trained
 
 
 def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") -> Source:
@@ -29,7 +29,7 @@ def corpus_of_run(run: str, source: str | None = None, dtype: str = "uint16") ->
     if source is not None:
         tokenizer = BYTES if source.endswith((".npy", ".bin")) else tokenizer
         return load_corpus(source, tokenizer=tokenizer, dtype=dtype)
-    if not folder.checkpoint.exists():
+    if not folder.has_checkpoint:
         if (folder.path / WEIGHTS_FILE).exists():
             raise UserError(f"{run} is a saved model, which has no text of its own: name one")
         raise UserError(f"{run} is not a run folder: it holds no {folder.checkpoint.name}")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .batches import Batch
+from .distributed import ALONE, Group
 from .errors import UserError
 from .evaluate import Score, evaluate_batches
 from .tasks import Task
@@ -39,14 +40,24 @@ class TaskSampler:
         self.seed = seed
         self.device = device
         self.position = 0
+        self.batch_tokens = 0  # of the last batch
+        self._share = (0, 1)
+
+    def take_share(self, rank: int, size: int) -> None:
+        """From here on next() returns this process's part of every batch, which `size` draw whole:
+        so the examples are the same for any number of them."""
+        self._share = (rank, size)
 
     def next(self) -> Batch:
-        """The next batch, on the device."""
+        """The next batch, or this process's part of it, on the device."""
         index = self.position // self.size
         self.position += self.size
         if self.task.train_examples is not None:
             index %= max(1, self.task.train_examples // self.size)
-        return draw(self.task, self.size, self.device, self.seed, _TRAIN, index)
+        batch = draw(self.task, self.size, self.device, self.seed, _TRAIN, index)
+        self.batch_tokens = batch.tokens
+        rank, size = self._share
+        return batch.chunk(size)[rank]
 
 
 class TaskCorpus:
@@ -119,8 +130,9 @@ class TaskCorpus:
         precision: str,
         limit: int | None = None,
         trained: int | None = None,
+        group: Group = ALONE,
     ) -> Score:
         """Loss and accuracy over the validation examples, or about `limit` tokens of them. trained
-        is ignored: examples have the task's length."""
+        is ignored: examples have the task's length. group: the processes that share the work."""
         batches = self.valid_batches(device, limit)
-        return evaluate_batches(model, batches, device=device, precision=precision)
+        return evaluate_batches(model, batches, device=device, precision=precision, group=group)

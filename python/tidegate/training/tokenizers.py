@@ -54,6 +54,7 @@ class FileTokenizer:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         library = _library()
+        self._path = path
         if not Path(path).is_file():
             raise UserError(f"tokenizer: {path}: no such file")
         try:
@@ -66,10 +67,13 @@ class FileTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        parts = [
-            np.asarray(self._inner.encode(piece, add_special_tokens=False).ids, dtype=dtype)
-            for piece in _pieces(text)
-        ]
+        try:
+            parts = [
+                np.asarray(self._inner.encode(piece, add_special_tokens=False).ids, dtype=dtype)
+                for piece in _pieces(text)
+            ]
+        except Exception as error:  # plain Exception: of a word that has no token, say
+            raise UserError(f"tokenizer: {self._path}: cannot encode the text: {error}") from error
         return np.concatenate(parts) if parts else np.empty(0, dtype)
 
     def decode(self, ids: Iterable[int]) -> bytes:

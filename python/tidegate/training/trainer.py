@@ -8,24 +8,34 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
-from .batches import Batch, count_answers
+from .._sharding import local, whole
+from .batches import IGNORED, Batch, count_answers
 from .captured import CapturedStep
 from .checkpoint import RunFolder
 from .checkpoint_content import optimizer_states, weights_problem
 from .config import TrainConfig
+from .distributed import ALONE, Group
 from .errors import UserError
 from .evaluate import Score
 from .masters import gradients_of
 from .optim import set_rates
+from .parallel import place
 from .progress import Progress
-from .runtime import autocast, resolve_device
+from .runtime import autocast
 from .sources import Source
 from .task_corpus import TaskCorpus
+
+if TYPE_CHECKING:
+    from .initial import Initial
+    from .sharded import Saver
 
 LOG_EVERY = 10
 
@@ -58,12 +68,16 @@ class Position:
         return seconds > 0 and self.seconds - last >= seconds
 
 
-def non_finite(model: torch.nn.Module) -> str | None:
-    """The name of the first parameter that holds infinity or NaN, if one does."""
+def non_finite(
+    model: torch.nn.Module, agree: Callable[[torch.Tensor], torch.Tensor] = lambda found: found
+) -> str | None:
+    """The name of the first parameter that holds infinity or NaN, if one does; agree: makes what
+    this process found of its parts what all processes found."""
     parameters = dict(model.named_parameters())
     if not parameters:
         return None
-    finite = torch.stack([p.detach().isfinite().all() for p in parameters.values()]).tolist()
+    found = [local(p.detach()).isfinite().all() for p in parameters.values()]
+    finite = agree(torch.stack(found)).tolist()
     return next((name for name, fine in zip(parameters, finite, strict=True) if not fine), None)
 
 
@@ -72,31 +86,50 @@ class Trainer:
 
     model: called as ``model(ids, labels, ...)``, returning an object with logits, loss and state,
     as `tidegate.models.CausalLM` and `SequenceClassifier` do; over a task whose labels are aligned
-    with positions it is called with ``return_logits=True``. config.precision must be resolved
-    (not "auto").
+    with positions it is called with ``return_logits=True``. config.precision must be resolved (not
+    "auto"). group: the processes that train together, each of which has such an object and calls
+    the same methods of it. initial: the weights to begin with; None = the model's own.
     """
 
     def __init__(
-        self, model: torch.nn.Module, corpus: Source, config: TrainConfig, folder: RunFolder
+        self,
+        model: torch.nn.Module,
+        corpus: Source,
+        config: TrainConfig,
+        folder: RunFolder,
+        group: Group = ALONE,
+        initial: Initial | None = None,
     ) -> None:
         self.config = config
         self.corpus = corpus
         self.folder = folder
-        self.device = resolve_device(config.device)
-        self.model = model.to(self.device)
-        config.prepare(self.model)
+        self.group = group
+        self.device = group.device(config.device)
+        self.placement = place(model, self.device, group)
+        self.model = self.placement.model
+        try:
+            if initial is not None:
+                initial.load_into(self.model)
+            config.prepare(self.model)
+        except UserError as error:  # every process finds it
+            raise group.error(error) from error
         if config.compile:
             for block in self.model.blocks:
                 block.compile()
             norm = self.model.norm  # of a class of torch's, whose compile() does nothing
             norm.forward = torch.compile(norm.forward)
-        self._captures = config.cuda_graph and self.device.type == "cuda"
+        self._reseed(0)
+        alone = group.mode == "none"
+        self._captures = config.cuda_graph and self.device.type == "cuda" and alone
         self.optimizer = config.make_optimizer(self.model, capturable=self._captures)
+        self.placement.connect()
         # Either way a step's work on the device.
         update = self._update_by
         self._update = CapturedStep(update, self.device) if self._captures else update
         self.schedule = config.learning_rate()
         self.sampler = corpus.sampler(config.batch_size, config.context, config.seed, self.device)
+        self.sampler.take_share(group.rank, group.size)
+        self._saver = None if alone else self._make_saver()
         self.position = Position()
         self.loss = math.nan  # of the last logged steps
         self.valid: Score | None = None
@@ -104,7 +137,12 @@ class Trainer:
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._answers: list[torch.Tensor] = []  # right and asked, of tasks
-        self._stop = False
+        self._asked_to_stop = self._stop = False  # this process, and all by agreement
+
+    def _make_saver(self) -> Saver:
+        from .sharded import Saver
+
+        return Saver(self.folder.path, self.group, self.device, self.folder.prune)
 
     def progress(self) -> float:
         """The part of the run that is done, in [0, 1]."""
@@ -121,13 +159,19 @@ class Trainer:
         Either way a checkpoint of the last step is on disk when this returns.
         """
         self.model.train()
-        with _StopOnSignal(self), Progress(self, quiet) as progress:
+        watched = self.group.watch(lambda: f"at step {self.position.step}")
+        shown = Progress(self, quiet or not self.group.leads)
+        with watched, _StopOnSignal(self), shown as progress:
+            if self._saver is not None and self.progress() < 1.0:
+                self._saver.prepare(self.model.state_dict(), self.optimizer, self._generators())
             while self.progress() < 1.0 and not self._stop:
                 start = time.perf_counter()
                 self._step()
                 if self.position.step % LOG_EVERY == 0 and self.device.type == "cuda":
+                    self.group.meet()
                     torch.cuda.synchronize(self.device)  # steps that only wait in line have no time
-                self.position.seconds += time.perf_counter() - start
+                seconds = self.position.seconds + time.perf_counter() - start
+                self._stop, self.position.seconds = self.group.agree(self._asked_to_stop, seconds)
                 if self.position.step % LOG_EVERY == 0:
                     self._log()
                 progress.update()
@@ -136,12 +180,12 @@ class Trainer:
                     self.validate(self.config.eval_tokens)
                     progress.report()
                 if done or self._stop or self._checkpoint_is_due():
-                    self.save()
+                    self.save(wait=done or self._stop)
         return not self._stop
 
     def stop(self) -> None:
-        """Ends run() after the current step."""
-        self._stop = True
+        """Ends run() after the current step, in all processes."""
+        self._asked_to_stop = True
 
     def _step(self) -> None:
         """One optimiser step; its loss stays on the device until it is logged."""
@@ -161,7 +205,7 @@ class Trainer:
         if isinstance(self.corpus, TaskCorpus):
             self._answers.append(answers)
         position.step += 1
-        position.tokens += batch.tokens
+        position.tokens += self.sampler.batch_tokens
 
     def _update_by(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Updates the weights by the batch of the given tensors: its loss, the gradient's norm, and
@@ -172,22 +216,35 @@ class Trainer:
         answers = torch.zeros(2, dtype=torch.int64, device=self.device)
         is_task = isinstance(self.corpus, TaskCorpus)
         batch = Batch(**dict(zip(self._given, given, strict=True)))
-        for share in batch.chunk(config.grad_accum):
-            with autocast(self.device, config.precision):
-                output, labels = share.run(
-                    self.model, self.device, logits=is_task, **config.loss_options()
-                )
-            share_loss = output.loss / config.grad_accum
-            share_loss.backward()
+        shares = batch.chunk(config.grad_accum)
+        divisors = self._divisors(shares)
+        for number, (share, divisor) in enumerate(zip(shares, divisors, strict=True), 1):
+            with self.placement.reducing(number == len(shares)):
+                with autocast(self.device, config.precision):
+                    output, labels = share.run(
+                        self.placement.call, self.device, logits=is_task, **config.loss_options()
+                    )
+                share_loss = output.loss / divisor
+                share_loss.backward()
             loss += share_loss.detach()
             if is_task:
                 answers += count_answers(output.logits.detach(), labels)
         largest = config.clip if config.clip > 0 else math.inf
         stepped = gradients_of(self.optimizer, self.model)
-        norm = torch.nn.utils.clip_grad_norm_(stepped, largest)
+        norm = whole(torch.nn.utils.clip_grad_norm_(stepped, largest))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, answers
+
+    def _divisors(self, shares: list[Batch]) -> list[float] | torch.Tensor:
+        """What the losses of a batch's parts, means over what each asks for, are divided by so that
+        their sum, averaged over the processes, is the mean over all that the batch asks for."""
+        if not isinstance(self.corpus, TaskCorpus) and shares[0].cu_seqlens is None:
+            return [len(shares)] * len(shares)  # every position of every part is asked
+        asked = [(share.labels != IGNORED).sum() for share in shares]
+        asked = torch.stack(asked).to(self.device)
+        total = self.group.sum(asked.sum())
+        return total / (asked * self.group.size).clamp(min=1)
 
     def _eval_is_due(self) -> bool:
         """Whether a validation is due after this step."""
@@ -210,27 +267,28 @@ class Trainer:
         """Writes the mean loss of the steps since the last line."""
         if not self._losses:
             return
-        loss = torch.stack(self._losses).mean().item()
+        losses = self.group.sum(torch.stack(self._losses)) / self.group.size
+        loss = losses.mean().item()
         norm = torch.stack(self._norms).mean().item()
         accuracy = {}
         if self._answers:
-            right, asked = torch.stack(self._answers).sum(dim=0).tolist()
+            right, asked = self.group.sum(torch.stack(self._answers).sum(dim=0)).tolist()
             accuracy["accuracy"] = right / asked
         for kept in (self._losses, self._norms, self._answers):
             kept.clear()
         if not math.isfinite(loss):
-            raise UserError(
+            self._refuse(
                 f"train: the loss is {loss} at step {self.position.step}: lower --lr or clip the "
                 "gradient with --clip; the last checkpoint is untouched"
             )
         if not math.isfinite(norm):
-            raise UserError(
+            self._refuse(
                 f"train: the gradient's norm is {norm} at step {self.position.step}: lower --lr; "
                 "the last checkpoint is untouched"
             )
         self.loss = loss
         position = self.position
-        self.folder.append_metrics(
+        self._append_metrics(
             {
                 "kind": "train",
                 "step": position.step,
@@ -255,10 +313,15 @@ class Trainer:
         config = self.config
         with torch.compiler.set_stance("force_eager"):  # its shapes are not those of training
             score = self.corpus.score(
-                self.model, self.device, config.precision, limit, trained=config.context
+                self.model,
+                self.device,
+                config.precision,
+                limit,
+                trained=config.context,
+                group=self.group,
             )
         position = self.position
-        self.folder.append_metrics(
+        self._append_metrics(
             {
                 "kind": "valid" if limit is not None else "final",
                 "step": position.step,
@@ -274,43 +337,67 @@ class Trainer:
         self.valid = score
         return score
 
-    def save(self) -> None:
-        """Writes a checkpoint of this moment.
+    def save(self, wait: bool = True) -> None:
+        """Writes a checkpoint of this moment; several processes do so beside the training that goes
+        on, unless they are to wait.
 
         Raises:
             UserError: a weight is not finite; the checkpoint before is untouched.
         """
         self._log()
         self._refuse_non_finite()
-        rng = {"cpu": torch.get_rng_state()}
+        content = {
+            "position": dict(vars(self.position)),
+            "samples": self.sampler.position,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": self._generators(),
+            "metrics_size": self.folder.metrics_size(),
+            "fingerprint": self.corpus.fingerprint,
+        }
+        if self._saver is None:
+            self.folder.save(content)
+            return
+        self._saver.save(content)
+        if wait:
+            self._saver.wait()
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        """The states of torch's generators."""
+        states = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        self.folder.save(
-            {
-                "position": dict(vars(self.position)),
-                "samples": self.sampler.position,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "rng": rng,
-                "metrics_size": self.folder.metrics_size(),
-                "fingerprint": self.corpus.fingerprint,
-            }
-        )
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def _reseed(self, step: int) -> None:
+        """Other numbers for dropout in every process but the first, which draws what one by itself
+        would."""
+        if self.group.rank > 0:
+            mixed = np.random.SeedSequence([self.config.seed, self.group.rank, step])
+            torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+    def _append_metrics(self, values: dict[str, Any]) -> None:
+        if self.group.leads:
+            self.folder.append_metrics(values)
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Raises what all processes find."""
+        raise self.group.error(UserError(problem))
 
     def _refuse_non_finite(self) -> None:
-        if name := non_finite(self.model):
-            raise UserError(
+        if name := non_finite(self.model, self.placement.all_finite):
+            self._refuse(
                 f"train: {name} holds numbers that are not finite at step {self.position.step}: "
                 "lower --lr or clip the gradient with --clip; the last checkpoint is untouched"
             )
 
-    def restore(self, content: dict[str, Any]) -> None:
-        """Goes on from what save() wrote.
+    def restore(self, content: dict[str, Any], path: Path | None = None) -> None:
+        """Goes on from what save() wrote. path: where it lay, for errors.
 
         Raises:
             UserError: the checkpoint is of another model or of other data; nothing was changed.
         """
-        path = self.folder.checkpoint
+        path = self.folder.checkpoint if path is None else path
         if content["fingerprint"] != self.corpus.fingerprint:
             raise UserError(
                 f"{path}: the checkpoint was trained on other data than {self.corpus.name} now "
@@ -321,18 +408,24 @@ class Trainer:
             if problem := weights_problem(self.model, content["model"]):
                 raise ValueError(problem)
             states = optimizer_states(self.optimizer, content["optimizer"], position.step > 0)
+            content = self.placement.share_of_state({**content, "optimizer": states})
             self.model.load_state_dict(content["model"])
-            self.optimizer.load_state_dict(states)
-            self._restore_generators(content["rng"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            self._restore_generators(content["rng"], position.step)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             detail = str(error).splitlines()[-1].strip()
             raise UserError(f"{path}: the checkpoint is of another model: {detail}") from error
         self.position = position
         self.sampler.position = content["samples"]
-        self.folder.cut_metrics(content["metrics_size"])
+        if self.group.leads:
+            self.folder.cut_metrics(content["metrics_size"])
 
-    def _restore_generators(self, states: dict[str, torch.Tensor]) -> None:
-        """Sets torch's generators; those of a device that is not there now are left out."""
+    def _restore_generators(self, states: dict[str, torch.Tensor] | None, step: int) -> None:
+        """Sets torch's generators; those of a device that is not there now are left out. None: of
+        this process there are none."""
+        if states is None:
+            self._reseed(step)
+            return
         torch.set_rng_state(states["cpu"].cpu())
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"].cpu(), self.device)
@@ -356,7 +449,8 @@ class _StopOnSignal:
     def _handle(self, number: int, _frame: Any) -> None:
         self._trainer.stop()
         with contextlib.suppress(RuntimeError, OSError):  # a print() may be what was interrupted
-            print("\nstopping after this step ...", file=sys.stderr)
+            if self._trainer.group.leads:
+                print("\nstopping after this step ...", file=sys.stderr)
         self._restore()
 
     def _restore(self) -> None:

@@ -1,0 +1,135 @@
+"""`tidegate eval`: a score, or what a model makes of its context."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..training.errors import UserError
+from .errors import refuse
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="score a trained model on text or its task")
+    parser.add_argument("run", help="run folder or saved model")
+    parser.add_argument(
+        "data", nargs="?", help="score all of this text; default: the run's validation split"
+    )
+    parser.add_argument("--token-dtype", default="uint16", help="of a .bin file")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "tf32", "bf16"))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    context = parser.add_argument_group("use of the context; writes numbers and a plot")
+    context.add_argument(
+        "--per-token", action="store_true", help="loss by position and perplexity by length"
+    )
+    context.add_argument(
+        "--needle", action="store_true", help="find an answer in a long text, by depth and length"
+    )
+    context.add_argument(
+        "--length",
+        type=int,
+        nargs="+",
+        help="tokens of a sequence (--per-token: one, 4 times the training context; --needle: "
+        "several)",
+    )
+    context.add_argument("--sequences", type=int, help="of --per-token (64)")
+    context.add_argument("--batch-size", type=int, help="of --per-token (4)")
+    context.add_argument("--depths", type=int, help="of --needle (11)")
+    context.add_argument("--samples", type=int, help="of --needle, a cell (4)")
+    context.add_argument("--out", help="folder to write to (default: the run's)")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    meant = {
+        "sequences": (options.per_token, "--per-token"),
+        "batch_size": (options.per_token, "--per-token"),
+        "depths": (options.needle, "--needle"),
+        "samples": (options.needle, "--needle"),
+        "length": (options.per_token or options.needle, "--per-token or --needle"),
+        "out": (options.per_token or options.needle, "--per-token or --needle"),
+    }
+    kinds = [f for f in ("--per-token", "--needle") if getattr(options, f[2:].replace("-", "_"))]
+    for name, (has_meaning, place) in meant.items():
+        if not has_meaning:
+            refuse(options, "eval", name, place, " and ".join(kinds) or "neither")
+    if kinds:
+        refuse(options, "eval", "json", "neither --per-token nor --needle", " and ".join(kinds))
+        return _eval_context(options)
+    from ..training.scoring import score_run
+
+    score = score_run(
+        options.run,
+        options.data,
+        dtype=options.token_dtype,
+        device=options.device,
+        precision=options.precision,
+    )
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "bits_per_byte": score.bits_per_byte,
+                    "nats_per_token": score.nats,
+                    "perplexity": score.perplexity,
+                    "tokens": score.tokens,
+                    "accuracy": score.accuracy,
+                }
+            )
+        )
+    else:
+        print(describe_score(score))
+    return 0
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Those that were given; the others keep the function's defaults."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _eval_context(options: argparse.Namespace) -> int:
+    from ..training.context import needle_of_run, per_token_of_run
+
+    where = {
+        "dtype": options.token_dtype,
+        "device": options.device,
+        "precision": options.precision,
+        "out": options.out,
+    }
+    if options.per_token:
+        if options.length is not None and len(options.length) != 1:
+            raise UserError(f"eval: length: expected one with --per-token, got {options.length}")
+        files, lines = per_token_of_run(
+            options.run,
+            options.data,
+            length=options.length[0] if options.length else None,
+            **_given(sequences=options.sequences, batch=options.batch_size),
+            **where,
+        )
+        print("\n".join([*lines, *map(str, files)]))
+    if options.needle:
+        files, lines = needle_of_run(
+            options.run,
+            options.data,
+            lengths=options.length,
+            **_given(depths=options.depths, samples=options.samples),
+            **where,
+        )
+        print("\n".join([*lines, *map(str, files)]))
+    return 0
+
+
+def describe_score(score: Any) -> str:
+    """A score in words."""
+    if score.accuracy is not None:
+        return (
+            f"accuracy {score.accuracy:.2%}, {score.nats:.4f} nats/answer over {score.tokens:,} "
+            "answers"
+        )
+    bits = "" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f} bits/byte, "
+    return (
+        f"{bits}{score.nats:.4f} nats/token, perplexity {score.perplexity:.3f} "
+        f"over {score.tokens:,} tokens"
+    )

@@ -1,0 +1,165 @@
+"""What `tidegate train` does with what a newcomer types: defaults, names, weights to begin with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from training_cases import FLAGS, write_text
+
+from tidegate import cli
+from tidegate.models import CausalLM, LMConfig, mixers, presets
+from tidegate.training import TrainConfig, load_trained, recipes
+from tidegate.training.tasks import TASKS
+
+pytestmark = pytest.mark.xdist_group("cli newcomer")
+TINY = ["--dim=16", "--layers=1", "--batch-size=2", "--context=16", "--device=cpu", "--threads=1"]
+TINY += ["--precision=fp32", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def train(out: Path, data: Path | str, *flags: str) -> dict:
+    """Trains in a new folder; what its config.json says."""
+    assert cli.main(["train", str(data), *TINY, "--steps=2", "--out", str(out), *flags]) == 0
+    return json.loads((out / "config.json").read_text())
+
+
+def fails(capsys: pytest.CaptureFixture, *arguments: object) -> str:
+    """The one line that a command fails with."""
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_lists_have_every_name(capsys):
+    named = {"mixers": mixers(), "presets": presets(), "recipes": recipes(), "tasks": TASKS}
+    for what, expected in named.items():
+        assert cli.main(["list", what]) == 0
+        rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        assert [name for name, _ in rows] == list(expected)
+        assert all(about for _, about in rows)
+
+
+def test_help_shows_defaults_and_names(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for name in (*mixers(), *presets(), *recipes()):
+        assert re.search(rf"[ ,]{re.escape(name)}[ ,]", said), name
+    for flag, value in (
+        ("--mixer MIXER", LMConfig().mixer),
+        ("--dim DIM", LMConfig().dim),
+        ("--lr LR", TrainConfig.lr),
+        ("--betas BETAS BETAS", "0.9 0.98"),
+        ("--schedule SCHEDULE", TrainConfig.schedule),
+        ("--steps STEPS", "1000, without --minutes"),
+        ("--eval-tokens EVAL_TOKENS", TrainConfig.eval_tokens),
+    ):
+        about = said[said.rindex(f"{flag} ") :]
+        assert re.search(r"\(default: ([^)]*)\)", about).group(1) == str(value), flag
+
+
+def test_the_command_and_the_library_have_one_default_model(tmp_path, text):
+    config = train(tmp_path / "run", text)["model"]
+    assert config == LMConfig(dim=16, layers=1).to_dict()
+
+
+def test_a_presets_vocabulary_is_that_of_the_text(tmp_path, text):
+    """50,265 rows of which bytes use 256 would be five sixths of a small model."""
+    size = train(tmp_path / "bytes", text, "--preset=hgrn-44m")["model"]["vocab_size"]
+    assert size == 256
+    flags = ("--preset=hgrn-44m", "--tokenizer=bpe:300")
+    config = train(tmp_path / "bpe", text, *flags)
+    assert config["model"]["vocab_size"] == config["data"]["vocab_size"] <= 300
+    assert train(tmp_path / "bpe", text, *flags) == config  # the same command goes on with it
+    flags = ("--preset=hgrn-44m", "--vocab-size=1000")
+    assert train(tmp_path / "asked", text, *flags)["model"]["vocab_size"] == 1000
+
+
+def test_a_cuda_graph_on_a_cpu_is_refused(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    line = fails(capsys, "train", text, *TINY, "--cuda-graph", "--out", out)
+    assert "cuda-graph: expected a CUDA device, which steps are replayed on, got cpu" in line
+    assert not out.exists()
+
+
+def test_a_recipe_that_asks_for_cuda_graphs_says_so_on_a_cpu(tmp_path, capsys):
+    flags = ["--steps=1", "--dim=16", "--layers=1", "--set=mixer_options.expand_ratio=16"]
+    flags += ["--task-option=length=32", "--task-option=vocabulary=16", "--batch-size=2"]
+    flags += ["--task-option=train_examples=8", "--device=cpu", "--quiet", "--threads=1"]
+    assert cli.main(["train", "--recipe=mqar", *flags, "--out", str(tmp_path / "run")]) == 0
+    assert "without a CUDA device no step is replayed" in capsys.readouterr().err
+
+
+def test_runs_validate_on_the_way(tmp_path, text):
+    """Without it loss.png would have a point where a curve belongs."""
+
+    def kinds(folder: Path) -> list[tuple[str, int]]:
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [(row["kind"], row["step"]) for row in rows if row["kind"] != "train"]
+
+    train(tmp_path / "run", text, "--steps=20", "--eval-tokens=64")
+    assert kinds(tmp_path / "run") == [("valid", n) for n in range(2, 20, 2)] + [("final", 20)]
+    train(tmp_path / "end", text, "--steps=20", "--eval-every=0")
+    assert kinds(tmp_path / "end") == [("final", 20)]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run with a tokenizer, and its model/."""
+    out = tmp_path_factory.mktemp("begun") / "run"
+    train(out, text, "--tokenizer=bpe:300")
+    return out
+
+
+@pytest.mark.parametrize("place", [".", "model"])
+def test_a_run_begins_with_the_weights_of_another(tmp_path, text, begun, place, capsys):
+    source, out = begun / place, tmp_path / "run"
+    flags = ["--init-from", str(source), "--lr=1e-30", "--weight-decay=0"]
+    values = train(out, text, *flags)
+    assert f"it begins with the weights of {source.resolve()}" in capsys.readouterr().err
+    given, found = load_trained(str(source)), load_trained(str(out))
+    assert found.model.config == given.model.config
+    assert (out / "tokenizer.json").read_bytes() == (begun / "tokenizer.json").read_bytes()
+    for name, t in given.model.state_dict().items():
+        torch.testing.assert_close(found.model.state_dict()[name], t, msg=name)
+    assert values["train"]["init_from"] == str(source.resolve())
+    assert train(out, text, *flags) == values  # started again
+    assert train(out, text) == values
+
+
+def test_a_run_begins_with_a_checkpoint_from_elsewhere(tmp_path, text):
+    from tidegate.convert import convert
+
+    model = CausalLM(
+        LMConfig("transformer", dim=16, layers=1, norm="rms", glu_activation="silu", tied=False)
+    )
+    model.save(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="fla")
+    flags = ["--init-from", str(tmp_path / "theirs"), "--lr=1e-30", "--weight-decay=0"]
+    train(tmp_path / "run", text, *flags, "--tokenizer=bytes")
+    found = load_trained(str(tmp_path / "run")).model.state_dict()
+    for name, t in model.state_dict().items():
+        torch.testing.assert_close(found[name], t, msg=name)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path, text, begun, capsys):
+    out = tmp_path / "run"
+    command = ["train", text, *FLAGS, "--quiet", "--out", out, "--init-from"]
+    assert "init-from: " in (line := fails(capsys, *command, tmp_path / "none"))
+    assert line.endswith("none: no such folder")
+    assert "config.json: no such file" in fails(capsys, *command, tmp_path)
+    line = fails(capsys, "train", text, "--dim=32", "--out", out, "--init-from", begun)
+    assert "does not fit the model: " in line
+    CausalLM(LMConfig(dim=16, layers=1, vocab_size=300)).save(tmp_path / "bare")
+    line = fails(capsys, "train", text, "--out", out, "--init-from", tmp_path / "bare")
+    assert "has no tokenizer.json, and its vocabulary is 300, not that of bytes" in line
+    assert not out.exists()
