@@ -137,7 +137,7 @@ class Run {
       Setup setup = flags_.setup;
       setup.steps = 1;
       models::CausalLM model = make_model(config_of(flags_.size, flags_.mixers.front()), setup);
-      measure_training(model, setup, flags_.contexts.front());
+      measure_training(model, setup, flags_.contexts.front(), speeds_);
     } catch (const c10::Error&) {
       release_memory(flags_.setup.device);
     }
