@@ -11,8 +11,8 @@ from tidegate.models import CausalLM, LMConfig
 from tidegate.training import TrainConfig, UserError
 from tidegate.training.checkpoint import load_checkpoint
 from tidegate.training.report import finish
-from tidegate.training.runs import load_trained
 from tidegate.training.scoring import score_run
+from tidegate.training.trained import load_trained
 
 LEAN = {"precision": "bf16-weights", "residual": "bf16", "recompute": "norms"}
 
