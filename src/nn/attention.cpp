@@ -85,12 +85,10 @@ Tensor AttentionImpl::attend_step(const Tensor& q, const AttentionState& state) 
   }
   // The op reads what a sequence holds; torch's attention would read all that there is room for,
   // and a mask.
-  const Tensor nothing =
-      at::zeros({}, state.k.options().dtype(wide_dtype(state.k.scalar_type())))
-          .expand({state.k.size(0), state.k.size(1), switches_.num_heads});
+  const Tensor nothing = at::zeros({}, state.k.options().dtype(wide_dtype(state.k.scalar_type())))
+                             .expand({state.k.size(0), state.k.size(1), switches_.num_heads});
   return forgetting_attention_step(q.select(1, 0).to(state.k.scalar_type()), state.k, state.v,
-                                   nothing, state.lengths, /*scale=*/std::nullopt,
-                                   switches_.window)
+                                   nothing, state.lengths, /*scale=*/std::nullopt, switches_.window)
       .unsqueeze(1);
 }
 
