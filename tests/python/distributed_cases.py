@@ -127,7 +127,7 @@ def _terminate() -> None:
 def _hang() -> None:
     import time
 
-    time.sleep(9)
+    time.sleep(20)
 
 
 def _full() -> None:
