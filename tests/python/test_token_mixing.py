@@ -162,7 +162,7 @@ def runs(tmp_path_factory):
     for mixer, given in options.items():
         made[mixer] = folder / mixer
         more = [f"--set=mixer_options.{option}" for option in given]
-        arguments = ["train", str(text), "--mixer", mixer, "--steps=10", "--quiet", *flags, *more]
+        arguments = ["train", str(text), *flags, "--mixer", mixer, "--steps=10", "--quiet", *more]
         assert cli.main([*arguments, "--out", str(made[mixer])]) == 0
     return made
 
@@ -235,7 +235,7 @@ def test_plot_gates_of_layers_that_differ(tmp_path, monkeypatch):
         assert lines[0].get_xdata()[0] == pytest.approx(model.gammas()[layer].mean().item())
     assert dotted[0][0].get_xdata()[0] > dotted[2][0].get_xdata()[0] + 0.1
     named = [label.get_text() for label in figures[0].legends[0].get_texts()]
-    assert named == ["untrained", "median", "mean lower bound"]
+    assert named == ["untrained", "median", "trained", "mean lower bound"]
 
 
 def test_the_legend_names_what_any_panel_shows(tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_the_legend_names_what_any_panel_shows(tmp_path, monkeypatch):
     values = torch.rand(3, 5).numpy()
     plots.plot_forget_gates({2: values, 7: values}, tmp_path / "gates.png", bounds={7: 0.25})
     named = [label.get_text() for label in figures[0].legends[0].get_texts()]
-    assert named == ["median", "mean lower bound"]
+    assert named == ["median", "trained", "mean lower bound"]
 
 
 def test_gate_parts_add_up(runs):
