@@ -235,7 +235,7 @@ def test_plot_gates_of_layers_that_differ(tmp_path, monkeypatch):
         assert lines[0].get_xdata()[0] == pytest.approx(model.gammas()[layer].mean().item())
     assert dotted[0][0].get_xdata()[0] > dotted[2][0].get_xdata()[0] + 0.1
     named = [label.get_text() for label in figures[0].legends[0].get_texts()]
-    assert named == ["untrained", "median", "trained", "mean lower bound"]
+    assert named == ["untrained", "median", "mean lower bound", "trained"]
 
 
 def test_the_legend_names_what_any_panel_shows(tmp_path, monkeypatch):
