@@ -263,6 +263,7 @@ TEST(Mixers, RefuseWhatCannotWork) {
   expect_refused([] { ForgettingAttention bad(forgetting().gate_init("long:0:2")); }, "gate_init");
   ForgettingAttention softmax(forgetting());
   const auto full = softmax->init_state(2, {}, {}, 1);
+  const torch::NoGradGuard no_grad;
   softmax->step(randn({2, 8}), full);
   expect_refused([&] { softmax->step(randn({2, 8}), full); }, "expected room for 2 tokens");
   expect_refused([&] { softmax->forward(randn({2, 2, 8}), full); }, "expected room for 3 tokens");

@@ -81,12 +81,13 @@ def test_some_runs_go_on_and_the_others_are_taken_from_before(tmp_path):
 
 def test_every_method_names_settings_that_exist(gate_init, tmp_path):
     from tidegate import cli
+    from tidegate.cli import train
     from tidegate.models import LMConfig
 
     for method in gate_init.METHODS:
         arguments = gate_init.parse(["--dummies=4", "--out", str(tmp_path), "--device=cpu"])
         flags = gate_init.command(arguments, method, 1, "cpu")[3:]
-        _, model = cli.settings(cli.build_parser().parse_args(flags))
+        _, model = train.settings(cli.build_parser().parse_args(flags))
         LMConfig(**{"mixer": "gated-linear-rnn", "vocab_size": 10, "dim": 8, "layers": 2, **model})
 
 

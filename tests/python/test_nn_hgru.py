@@ -274,7 +274,7 @@ def test_bad_arguments():
 
 def test_step_has_no_gradient():
     mixer = HGRU(DIM)
-    with pytest.raises(RuntimeError, match="hgru_step"):
+    with pytest.raises(RuntimeError, match="HGRU.step: a step has no gradient"):
         mixer.step(torch.zeros(2, DIM), mixer.init_state(2))
 
 

@@ -118,10 +118,10 @@ def test_sequences_of_differing_lengths_are_refused(tmp_path, cuda):
         run.trainer.run(quiet=True)
 
 
-def test_the_cpu_ignores_the_flag(tmp_path):
+def test_the_cpu_refuses_the_flag(tmp_path):
     text = write_text(tmp_path / "text.txt")
-    run = prepare(tmp_path / "run", text, cuda_graph=True)
-    assert run.trainer.run(quiet=True)
+    with pytest.raises(UserError, match="cuda-graph: expected a CUDA device"):
+        prepare(tmp_path / "run", text, cuda_graph=True)
 
 
 def test_muon_is_refused():

@@ -14,6 +14,7 @@ from ._attention_state import (
     AttentionState,
     check_room,
     empty_attention_state,
+    is_exporting,
     longest,
     make_room_,
     with_room,
@@ -392,7 +393,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             return self._output(self._attend(q, k, v, log_f, layout), g), None
         after = self._extended(state, k, v, log_f, last, layout)
         # Where nothing was read before, as in exported programs, the keys are the new ones.
-        if torch.compiler.is_exporting() or int(state.room[0]) == 0:
+        if is_exporting() or int(state.room[0]) == 0:
             o = self._attend(q, k, v, log_f, layout)
         else:
             o = self._attend_state(q, after, layout)
@@ -505,7 +506,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         lengths = state.lengths + layout.lengths.to(state.lengths.dtype)
         last = tuple(t.to(state.k.dtype) for t in last) or (state.last_k, state.last_v)
         room = state.room
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             room = torch.stack([torch.tensor(longest(lengths)), room[1]])
         return AttentionState(*caches, lengths, state.seen + layout.lengths, *last, room)
 
@@ -534,7 +535,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
 def _shifted(x: Tensor, mix: Tensor, layout: Layout, carried: Tensor | None) -> Tensor:
     """``a_t x_{t-1} + (1 - a_t) x_t`` (Forgetting Transformer, eq. 14): x ``[B, T, H, D]``, a
     ``[B, T, H]``, x before each sequence's first token ``[N, H, D]``, None = zero."""
-    if is_exported := torch.compiler.is_exporting():
+    if is_exported := is_exporting():
         # A slice of T - 1 tokens would make T = 2 a case of its own.
         before = x[:, (layout.steps[0] - 1).clamp(min=0)]
     else:

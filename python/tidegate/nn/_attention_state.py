@@ -86,6 +86,11 @@ def longest(lengths: Tensor) -> int:
 Unreachable = Callable[[AttentionState], Tensor | None]
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. (While Dynamo compiles, torch's own function says so, too.)"""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def with_room(
     owner: str, state: AttentionState, new: Tensor | int, unreachable: Unreachable
 ) -> AttentionState:
@@ -94,7 +99,7 @@ def with_room(
     Memory is found, in this order, where there is some left, by dropping tokens that are
     unreachable, and by growing. ValueError where a fixed capacity is full.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return state  # nothing can be looked at: programs are given enough
     needed = longest(state.lengths + new)
     capacity = state.capacity
