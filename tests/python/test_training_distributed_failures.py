@@ -214,8 +214,11 @@ def test_torchrun_starts_a_killed_run_again(tmp_path, text):
     )
     assert ended.returncode == 0, ended.stderr
     said = [line for line in ended.stderr.splitlines() if line.startswith("tidegate: ")]
-    assert len(said) == 1
-    assert " is gone at step 8, killed or crashed" in said[0]
+    # The other process says it, unless torchrun, which says so itself, ends that one before.
+    assert len(said) <= 1
+    for line in said:
+        assert " is gone at step 8, killed or crashed" in line
+    assert said or "exitcode: -9" in ended.stderr, ended.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [10, 10] or rows[-1]["step"] == 10
     assert not os.path.exists(tmp_path / "run" / "checkpoints" / ".step-9.tmp")
