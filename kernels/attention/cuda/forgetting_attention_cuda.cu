@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/hopper/tiles.cuh"
 #include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -113,8 +114,9 @@ int64_t gate_sums_count(const ForgettingAttentionParams& p) {
   return count_of(p) + gate_totals_count(p);
 }
 
-cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream) {
-  return run(GateSumScan{p, c}, c + count_of(p), stream);
+cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream,
+                       unsigned* counter) {
+  return run(GateSumScan{p, c, counter}, c + count_of(p), stream);
 }
 
 cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& p, const double* row_sums,
@@ -130,6 +132,30 @@ constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 // Rows of a block, queries or keys, by which the blocks of a grid are bounded. S192 of
 // tile_configs.cuh has 32 queries: there launch_unless_empty refuses a grid that is too large.
 constexpr int64_t kLeastTile = 64;
+
+/// Plans' tiles of the forward pass.
+enum ForwardTiles : int { kUsualTiles = 0, kWideTiles = 1, kHopperTiles = 2 };
+
+/// Whether the Hopper kernel takes a forward pass. It has no tiles for small heads, and does not
+/// prune.
+template <class T>
+cudaError_t find_hopper(const ForgettingAttentionParams& p, const DeviceLimits& limits,
+                        bool* takes) {
+  *takes = false;
+  if (limits.major != 9 || p.prune > 0 || p.head_dim <= 32) {
+    return cudaSuccess;
+  }
+  return p.head_dim <= kLargestSmallHeadDim
+             ? HopperForwardUnit<T, HeadDims::kSmall>::takes(p.head_dim, limits, takes)
+             : HopperForwardUnit<T, HeadDims::kLarge>::takes(p.head_dim, limits, takes);
+}
+
+template <class T>
+cudaError_t launch_hopper(const HopperForwardWork& work, cudaStream_t stream) {
+  return work.attention.params.forward.head_dim <= kLargestSmallHeadDim
+             ? HopperForwardUnit<T, HeadDims::kSmall>::launch(work, stream)
+             : HopperForwardUnit<T, HeadDims::kLarge>::launch(work, stream);
+}
 
 template <class T>
 cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
@@ -190,7 +216,13 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  *plan = {.path = AttentionPath::kTensorCore, .tile = is_wide(p, limits) ? 1 : 0};
+  bool hopper = false;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_16_bit(
+      p.q.dtype, [&]<class T>() { return find_hopper<T>(p, limits, &hopper); }));
+  *plan = {.path = AttentionPath::kTensorCore,
+           .tile = hopper               ? kHopperTiles
+                   : is_wide(p, limits) ? kWideTiles
+                                        : kUsualTiles};
   plan->workspace_bytes = ForwardWorkspace(p).bytes;
   return cudaSuccess;
 }
@@ -200,7 +232,17 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   TensorAttention work;
   work.params.forward = p;
   work.gate_sums = workspace.gate_sums;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(p, workspace.gate_sums, stream));
+  const bool hopper = p.plan.tile == kHopperTiles;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      scan_gates(p, workspace.gate_sums, stream, hopper ? workspace.next_item : nullptr));
+  if (hopper) {
+    const cudaError_t status = dispatch_16_bit(p.q.dtype, [&]<class T>() {
+      return launch_hopper<T>({.attention = work, .next_item = workspace.next_item}, stream);
+    });
+    if (status != cudaErrorNotSupported) {  // a tensor that TMA cannot describe
+      return status;
+    }
+  }
   if (p.prune > 0) {
     work.score_bounds = workspace.score_bounds;
     TIDEGATE_RETURN_IF_CUDA_ERROR(
