@@ -136,13 +136,12 @@ constexpr int64_t kLeastTile = 64;
 /// Plans' tiles of the forward pass.
 enum ForwardTiles : int { kUsualTiles = 0, kWideTiles = 1, kHopperTiles = 2 };
 
-/// Whether the Hopper kernel takes a forward pass. It has no tiles for small heads, and does not
-/// prune.
+/// Whether the Hopper kernel takes a forward pass. It has no tiles for small heads.
 template <class T>
 cudaError_t find_hopper(const ForgettingAttentionParams& p, const DeviceLimits& limits,
                         bool* takes) {
   *takes = false;
-  if (limits.major != 9 || p.prune > 0 || p.head_dim <= 32) {
+  if (limits.major != 9 || p.head_dim <= 32) {
     return cudaSuccess;
   }
   return p.head_dim <= kLargestSmallHeadDim
@@ -217,8 +216,8 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   bool hopper = false;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(dispatch_16_bit(
-      p.q.dtype, [&]<class T>() { return find_hopper<T>(p, limits, &hopper); }));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      dispatch_16_bit(p.q.dtype, [&]<class T>() { return find_hopper<T>(p, limits, &hopper); }));
   *plan = {.path = AttentionPath::kTensorCore,
            .tile = hopper               ? kHopperTiles
                    : is_wide(p, limits) ? kWideTiles
@@ -235,6 +234,12 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   const bool hopper = p.plan.tile == kHopperTiles;
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       scan_gates(p, workspace.gate_sums, stream, hopper ? workspace.next_item : nullptr));
+  if (p.prune > 0) {
+    work.score_bounds = workspace.score_bounds;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(workspace.score_bounds, 0, score_bounds_bytes(p, false), stream));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
+  }
   if (hopper) {
     const cudaError_t status = dispatch_16_bit(p.q.dtype, [&]<class T>() {
       return launch_hopper<T>({.attention = work, .next_item = workspace.next_item}, stream);
@@ -242,12 +247,6 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
     if (status != cudaErrorNotSupported) {  // a tensor that TMA cannot describe
       return status;
     }
-  }
-  if (p.prune > 0) {
-    work.score_bounds = workspace.score_bounds;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(
-        cudaMemsetAsync(workspace.score_bounds, 0, score_bounds_bytes(p, false), stream));
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
   }
   return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(work, stream); });
 }

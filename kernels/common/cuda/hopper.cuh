@@ -38,10 +38,10 @@ __device__ inline void fence_barrier_init() {
 /// (mbarrier.arrive.expect_tx).
 __device__ inline void arrive_expecting(uint64_t* barrier, int bytes) {
 #if TIDEGATE_HOPPER_CODE
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 

@@ -46,10 +46,10 @@ cudaError_t tensor_map_of_rows(const HeadSeries& tensor, int64_t batch, int64_t 
     }
   }
   const cuuint32_t box[] = {64, 1, static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, tensor.data, sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, tensor.data, sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
 }
 

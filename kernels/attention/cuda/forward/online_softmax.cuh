@@ -54,6 +54,27 @@ struct OnlineSoftmax {
     }
   }
 
+  /// Scores that start from their keys' bias, (c_ref - c_j) / scale: `gates` are of the lane's
+  /// first two keys, twice. What is added up is then to be multiplied by the scale.
+  __device__ __forceinline__ void begin_with_bias(const float* gates) {
+    static_assert(kRowTiles == 1);
+#pragma unroll
+    for (int j = 0; j < kPart / 8; ++j) {
+      const float4 x = *reinterpret_cast<const float4*>(gates + 16 * j);
+      s[0][j][0] = x.x;
+      s[0][j][1] = x.y;
+      s[0][j][2] = x.z;
+      s[0][j][3] = x.w;
+    }
+  }
+  /// deferred_bias = c_i - c_ref. `rows`: of the lane's first row.
+  __device__ __forceinline__ void defer_row_bias(const float* rows) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      deferred_bias[i] = rows[8 * i];
+    }
+  }
+
   /// s = scale s + c_ref - c_j, and deferred_bias = c_i - c_ref. `gates`: of the lane's first two
   /// keys; `rows`: of its first row.
   __device__ __forceinline__ void add_bias(float scale, const float* gates, const float* rows) {
@@ -61,10 +82,7 @@ struct OnlineSoftmax {
     for (int j = 0; j < kPart / 8; ++j) {
       add_key_bias(scale, j, *reinterpret_cast<const float2*>(gates + 8 * j));
     }
-#pragma unroll
-    for (int i = 0; i < kStats; ++i) {
-      deferred_bias[i] = rows[8 * i];
-    }
+    defer_row_bias(rows);
   }
 
   /// Adds the bias relative to the warp's first row, whose own gates are `own`: for keys after the
@@ -115,8 +133,8 @@ struct OnlineSoftmax {
   /// Brings `row_max` and `sum` up to the tile's scores; the outputs are to be multiplied by
   /// `factor` where this returns true, for all lanes of the warp. While no row's largest score
   /// (log2) grows by more than 8, weights stay at most 2^8 and nothing is rescaled: every warp
-  /// would do so for one of its rows at most tiles.
-  __device__ __forceinline__ bool raise_row_max(float (&factor)[kStats]) {
+  /// would do so for one of its rows at most tiles. Scores are `unit` times what s has.
+  __device__ __forceinline__ bool raise_row_max(float (&factor)[kStats], float unit = 1.0f) {
     constexpr float kSlack = 8;
     float tile_max[kStats];
     bool grows = false;
@@ -127,7 +145,7 @@ struct OnlineSoftmax {
       for (int j = 0; j < kPart / 8; ++j) {
         x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
       }
-      tile_max[i] = quad_max(x) + deferred_bias[i];
+      tile_max[i] = fmaf(quad_max(x), unit, deferred_bias[i]);
       grows |= tile_max[i] > row_max[i] + kSlack;
     }
     grows = __any_sync(0xffffffffu, grows);
@@ -214,10 +232,18 @@ struct OnlineSoftmax {
     }
   }
 
-  __device__ __forceinline__ void compute_p() {
+  __device__ __forceinline__ void compute_p(float unit) {
 #pragma unroll
-    for (int chunk = 0; chunk < kPart / 16; ++chunk) {
-      compute_p(chunk);
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int j = 0; j < kPart / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i / 2][j][i % 2 * 2 + e];
+          x = exp2_approx(fmaf(x, unit, -row_offset[i]));
+          sum[i] += x;
+        }
+      }
     }
   }
   __device__ __forceinline__ void pack_p(uint32_t (&a)[kPart / 16][kRowTiles][4]) const {
@@ -235,8 +261,8 @@ struct OnlineSoftmax {
     for (int row = 0; row < kPart; ++row) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
-        const auto pair = *reinterpret_cast<const Pack<T, 2>*>(
-            tile + Tile::offset(row, j) + lane % 4 * 4);
+        const auto pair =
+            *reinterpret_cast<const Pack<T, 2>*>(tile + Tile::offset(row, j) + lane % 4 * 4);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float x = pair.get(e);

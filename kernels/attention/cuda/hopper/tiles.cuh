@@ -53,8 +53,8 @@ struct HopperForwardShape {
   // A multiprocessor has 65536 registers.
   static constexpr int kMathRegisters = kGroups == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kSharedBytes = kQueryBytes + 4 * kKeyBytes +
-                                      4 * (kKeys + kRows) * int{sizeof(float)} + 512;
+  static constexpr int kSharedBytes =
+      kQueryBytes + 4 * kKeyBytes + 4 * (kKeys + kRows) * int{sizeof(float)} + 512;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 

@@ -1,0 +1,277 @@
+#pragma once
+
+// The warps of the Hopper forward kernel that bring data: see hopper_forward.cuh.
+
+#include "kernels/attention/cuda/forward/online_softmax.cuh"
+#include "kernels/attention/cuda/hopper/forward_shared.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
+
+namespace tidegate::kernels::attention {
+
+/// Takes items from the launch's counter, and issues all copies.
+template <class Shape>
+struct ForwardLoader {
+  static constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
+  const HopperForwardWork& w;
+  const HopperForwardShared<Shape> shared;
+
+  /// The next item with queries, or one that says that there is none.
+  __device__ ForwardItem take(unsigned& next) const {
+    const ForgettingAttentionParams& p = w.attention.params.forward;
+    const auto items = static_cast<unsigned>(w.attention.tiles.count * p.heads);
+    while (next < items) {
+      const TileAndHead place(w.attention.tiles, p.heads, w.attention.side_by_side, next, true);
+      next = atomicAdd(w.next_item, 1u) + gridDim.x;
+      if (place.tile.tokens > 0) {
+        return describe(place);
+      }
+    }
+    ForwardItem none = {};
+    none.rows = -1;
+    return none;
+  }
+
+  __device__ ForwardItem describe(const TileAndHead& place) const {
+    const ForgettingAttentionParams& p = w.attention.params.forward;
+    const Sequence& queries = place.tile.sequence;
+    const Sequence keys = find_sequence(p.key_layout, queries.index);
+    ForwardItem item;
+    item.rows = place.tile.tokens;
+    item.head = place.head;
+    item.key_head = static_cast<int>(place.head / (p.heads / p.key_heads));
+    item.first = place.tile.first + keys.length - queries.length;
+    const KeyTileRange tiles =
+        KeyTileRange::of<kKeys>(item.first, item.first + item.rows - 1, static_cast<int>(p.window));
+    item.begin = tiles.begin;
+    item.end = tiles.end;
+    item.key_length = keys.length;
+    item.batch = static_cast<int>(queries.batch);
+    item.query_token = static_cast<int>(queries.start) + place.tile.first;
+    item.key_token = static_cast<int>(keys.start);
+    item.gates = GateSums(w.attention, keys, place.head).data();
+    return item;
+  }
+
+  __device__ void run() const {
+    ForwardBarriers& barriers = shared.barriers();
+    unsigned next = blockIdx.x;
+    RingPlace slot, stage;
+    for (int q_phase = 1;; q_phase ^= 1, slot.advance()) {
+      mbarrier_wait(&barriers.item_empty[slot.stage], slot.phase ^ 1);
+      const ForwardItem item = take(next);
+      shared.item(slot.stage) = item;
+      mbarrier_arrive(&barriers.item_known[slot.stage]);
+      if (item.rows < 0) {
+        return;
+      }
+      const int window = static_cast<int>(w.attention.params.forward.window);
+      const int last = item.first + item.rows - 1;
+      int begin = max(item.begin, item.end - 1);
+      for (int tile = item.end - 1; tile >= begin; --tile, stage.advance()) {
+        const int token = item.key_token + tile * kKeys;
+        mbarrier_wait(&barriers.k_empty[stage.stage], stage.phase ^ 1);
+        load(shared.keys(stage.stage), &w.k, &barriers.k_full[stage.stage], item, token);
+        if (tile == item.end - 1) {
+          load_queries(item, q_phase);
+        }
+        mbarrier_wait(&barriers.v_empty[stage.stage], stage.phase ^ 1);
+        const bool edge = is_edge<kKeys>(tile, item.first, last, window);
+        load(shared.values(stage.stage), &w.v,
+             edge ? &barriers.v_landed[stage.stage] : &barriers.v_full[stage.stage], item, token);
+        if (tile == item.end - 1) {
+          begin = first_tile(shared, slot, item.begin, w.attention.params.forward.prune > 0);
+        }
+      }
+      if (item.end <= item.begin) {
+        load_queries(item, q_phase);
+      }
+    }
+  }
+
+  __device__ void load_queries(const ForwardItem& item, int phase) const {
+    ForwardBarriers& barriers = shared.barriers();
+    mbarrier_wait(&barriers.q_empty, phase);
+    hopper::arrive_expecting(&barriers.q_full, Shape::kQueryBytes);
+    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(), &w.q, &barriers.q_full, item.head,
+                                          item.query_token, item.batch);
+  }
+  __device__ void load(unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
+                       const ForwardItem& item, int token) const {
+    hopper::arrive_expecting(barrier, Shape::kKeyBytes);
+    hopper::copy_tile<kKeys, Shape::kDim>(to, map, barrier, item.key_head, token, item.batch);
+  }
+};
+
+/// Brings the gates of an item's queries and of each tile of keys, and finds where pruning ends.
+template <class Shape>
+struct ForwardGates {
+  static constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
+  const TensorAttention& w;
+  const HopperForwardShared<Shape>& shared;
+  int lane;
+
+  /// c at a position of an item's keys, or at the nearest that there is.
+  static __device__ double read(const ForwardItem& item, int position) {
+    return item.key_length == 0 ? 0.0
+                                : __ldg(item.gates + max(0, min(position, item.key_length - 1)));
+  }
+
+  __device__ void store_rows(const ForwardItem& item, double reference, float* rows) const {
+#pragma unroll
+    for (int row = lane; row < kRows; row += 32) {
+      const SplitGate gate = SplitGate::of(read(item, item.first + row) - reference);
+      rows[row] = gate.high;
+      rows[kRows + row] = gate.low;
+    }
+  }
+
+  /// Of keys with sums c: see HopperForwardShared::key_gates.
+  __device__ void store_keys(const double (&c)[kKeys / 32], double reference, bool edge,
+                             float* to) const {
+    const double inverse_scale = 1 / w.params.forward.scale;
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i) {
+      const int key = 32 * i + lane;
+      if (edge) {
+        const SplitGate gate = SplitGate::of(reference - c[i]);
+        to[key] = gate.high;
+        to[kKeys + key] = gate.low;
+      } else {
+        float* const pair = to + 2 * key - lane % 2;
+        pair[0] = pair[2] = static_cast<float>((reference - c[i]) * inverse_scale);
+      }
+    }
+  }
+
+  /// The largest squared norm of the item's queries, which have landed. NaN is the largest.
+  __device__ float largest_query() const {
+    unsigned largest = 0;
+    for (int row = lane; row < kRows; row += 32) {
+      float square = 0;
+#pragma unroll
+      for (int piece = 0; piece < Shape::kDim / 8; ++piece) {
+        const auto x = *reinterpret_cast<const Pack<typename Shape::T, 8>*>(
+            shared.queries() + hopper::Panels<kRows>::offset(row, piece));
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          square = fmaf(x.get(e), x.get(e), square);
+        }
+      }
+      largest = max(largest, __float_as_uint(square) & 0x7fffffffu);
+    }
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, largest));
+  }
+
+  /// Leaves out the tiles whose keys all may be dropped: lse_i is at least the score of the key at
+  /// the query itself. Tells the others of the first tile left.
+  __device__ int prune(const ForwardItem& item, double reference, int slot, int q_phase) const {
+    const ForgettingAttentionParams& p = w.params.forward;
+    mbarrier_wait(&shared.barriers().q_full, q_phase);
+    int begin = item.begin;
+    if (item.first > 0) {
+      const Sequence keys{0, item.batch, item.key_token, item.key_length};
+      const GateSums gates(w, keys, item.head);
+      const float score =
+          largest_score(p, largest_query(), ScoreBounds::key(w, item.batch, item.head));
+      const double fall = largest_fall(p, item.key_length, 2 * score);
+      begin = max(begin, gates.first_not_above(reference + fall, item.first, lane) / kKeys);
+    }
+    if (lane == 0) {
+      shared.bound(slot) = begin;
+    }
+    hopper::arrive_from(&shared.barriers().item_bounded[slot], lane);
+    return begin;
+  }
+
+  __device__ void run() const {
+    ForwardBarriers& barriers = shared.barriers();
+    const ForgettingAttentionParams& p = w.params.forward;
+    RingPlace slot, stage;
+    for (int q_phase = 0;; q_phase ^= 1, slot.advance()) {
+      mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
+      const ForwardItem& item = shared.item(slot.stage);
+      if (item.rows < 0) {
+        hopper::arrive_from(&barriers.item_ready[slot.stage], lane);
+        return;
+      }
+      const int first = item.first, last = first + item.rows - 1, end = item.end;
+      const double reference = read(item, first);
+      store_rows(item, reference, shared.row_gates(slot.stage));
+      hopper::arrive_from(&barriers.item_ready[slot.stage], lane);
+      double c[kKeys / 32];
+      int begin = max(item.begin, end - 1);
+      for (int tile = end - 1; tile >= begin; --tile, stage.advance()) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 32; ++i) {  // on its way while the stage is waited for
+          c[i] = read(item, tile * kKeys + 32 * i + lane);
+        }
+        mbarrier_wait(&barriers.k_empty[stage.stage], stage.phase ^ 1);
+        store_keys(c, reference, is_edge<kKeys>(tile, first, last, static_cast<int>(p.window)),
+                   shared.key_gates(stage.stage));
+        hopper::arrive_from(&barriers.k_full[stage.stage], lane);
+        if (tile == end - 1) {
+          begin = p.prune > 0 ? prune(item, reference, slot.stage, q_phase) : item.begin;
+        }
+      }
+      hopper::arrive_from(&barriers.item_empty[slot.stage], lane);
+    }
+  }
+};
+
+/// Looks at the values of an edge tile: rows behind the sequence, which no query sees and which may
+/// be a neighbour's, become zeros where they are not finite; the math warps are told of others.
+template <class Shape>
+__device__ inline void inspect_tile(const HopperForwardShared<Shape>& shared, int stage, int rows,
+                                    int thread) {
+  using Tile = hopper::Panels<Shape::kKeys>;
+  unsigned char* const values = shared.values(stage);
+  bool reported = false;
+  for (int at = thread * 16; at < Shape::kKeyBytes; at += Shape::kInspectors * 16) {
+    if (non_finite_bits<typename Shape::T>(values + at) != 0) {
+      if (at % Tile::kPanelBytes / hopper::kPanelRowBytes >= rows) {
+        *reinterpret_cast<uint4*>(values + at) = uint4{};
+      } else {
+        reported = true;
+      }
+    }
+  }
+  if (reported) {
+    shared.not_finite(stage) = 1;
+  }
+  hopper::fence_async_proxy();
+  hopper::named_barrier_sync(kInspectorBarrier, Shape::kInspectors);
+  if (thread == 0) {
+    mbarrier_arrive(&shared.barriers().v_full[stage]);
+  }
+}
+
+template <class Shape>
+__device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, int window,
+                                      bool pruned, int thread) {
+  constexpr int kKeys = Shape::kKeys;
+  ForwardBarriers& barriers = shared.barriers();
+  RingPlace slot, stage;
+  int landed = 0;  // parities of v_landed, a bit a stage
+  for (;; slot.advance()) {
+    mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
+    const ForwardItem& item = shared.item(slot.stage);
+    if (item.rows < 0) {
+      return;
+    }
+    const int first = item.first, last = first + item.rows - 1, end = item.end;
+    int begin = max(item.begin, end - 1);
+    for (int tile = end - 1; tile >= begin; --tile, stage.advance()) {
+      if (is_edge<kKeys>(tile, first, last, window)) {
+        mbarrier_wait(&barriers.v_landed[stage.stage], landed >> stage.stage & 1);
+        landed ^= 1 << stage.stage;
+        inspect_tile(shared, stage.stage, item.key_length - tile * kKeys, thread);
+      }
+      if (tile == end - 1) {
+        begin = first_tile(shared, slot, item.begin, pruned);
+      }
+    }
+    hopper::arrive_from(&barriers.item_empty[slot.stage], thread % 32);
+  }
+}
+
+}  // namespace tidegate::kernels::attention
