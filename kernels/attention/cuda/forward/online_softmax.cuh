@@ -140,12 +140,13 @@ struct OnlineSoftmax {
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      float x = -INFINITY;
+      float x[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
-        x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
+        x[0] = fmaxf(x[0], s[i / 2][j][i % 2 * 2]);
+        x[1] = fmaxf(x[1], s[i / 2][j][i % 2 * 2 + 1]);
       }
-      tile_max[i] = fmaf(quad_max(x), unit, deferred_bias[i]);
+      tile_max[i] = fmaf(quad_max(fmaxf(x[0], x[1])), unit, deferred_bias[i]);
       grows |= tile_max[i] > row_max[i] + kSlack;
     }
     grows = __any_sync(0xffffffffu, grows);
@@ -232,18 +233,22 @@ struct OnlineSoftmax {
     }
   }
 
+  /// s = P = exp2(unit s - row_offset), adding up rows: of a row in two sums, whose additions do
+  /// not wait for each other.
   __device__ __forceinline__ void compute_p(float unit) {
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
+      float sums[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[i / 2][j][i % 2 * 2 + e];
           x = exp2_approx(fmaf(x, unit, -row_offset[i]));
-          sum[i] += x;
+          sums[e] += x;
         }
       }
+      sum[i] += sums[0] + sums[1];
     }
   }
   __device__ __forceinline__ void pack_p(uint32_t (&a)[kPart / 16][kRowTiles][4]) const {

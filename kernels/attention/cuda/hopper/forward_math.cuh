@@ -16,14 +16,28 @@ struct ForwardMath {
   using OutputProduct = hopper::Product<T, Shape::kDim>;
   static constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kRows = Shape::kRows;
   static constexpr int kChunks = kKeys / 16;
+  using Weights = uint32_t[kChunks][1][4];  // P of a tile, as operands
 
   const ForgettingAttentionParams& p;
   const HopperForwardShared<Shape>& shared;
+  ForwardBarriers& barriers;
+  PairMask mask;
   int group;  // of the math warpgroups
   int row;    // the warp's first, of the item's
   int lane;
   float scale;
+  RingPlace<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
+  int first = 0, last = 0;  // positions of the item's queries
+  int tile = 0;             // of the item's keys, at hand
+  int begin = 0, sure = 0;  // the first one, as far as it is known; see first_sure_tile
+  bool edge = false;        // whether the tile at hand needs masks
 
+  __device__ __forceinline__ RingPlace<Shape::kQueryStages> query_place() const {
+    return {slot.count};
+  }
+  __device__ __forceinline__ bool needs_mask(int tile) const {
+    return is_edge<kKeys>(tile, first, last, mask.window);
+  }
   __device__ __forceinline__ void wait_for_turn() const {
     if constexpr (Shape::kGroups > 1) {
       hopper::named_barrier_sync(kTurnBarrier + group, 256);
@@ -42,23 +56,23 @@ struct ForwardMath {
     }
   }
   __device__ __forceinline__ void issue_scores(Softmax& softmax, bool edge, int stage) const {
-    const auto q = hopper::Operand::rows_inner(shared_address(shared.queries()) +
-                                               group * 64 * hopper::kPanelRowBytes);
-    const auto k = hopper::Operand::rows_inner(shared_address(shared.keys(stage)));
+    const auto queries = hopper::Operand::rows_inner(shared_address(shared.queries(query_place().stage())) +
+                                                     group * 64 * hopper::kPanelRowBytes);
+    const auto keys = hopper::Operand::rows_inner(shared_address(shared.keys(stage)));
     hopper::fence_products();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       const int panel = step / 4, within = step % 4 * 32;
       ScoreProduct::shared(
-          softmax.s[0], q.advance(panel * hopper::Panels<kRows>::kPanelBytes + within),
-          k.advance(panel * hopper::Panels<kKeys>::kPanelBytes + within), step > 0 || !edge);
+          softmax.s[0], queries.advance(panel * hopper::Panels<kRows>::kPanelBytes + within),
+          keys.advance(panel * hopper::Panels<kKeys>::kPanelBytes + within), step > 0 || !edge);
     }
     hopper::commit_products();
   }
 
   /// o += P V of a stage, under way.
   __device__ __forceinline__ void issue_outputs(Softmax& softmax,
-                                                const uint32_t (&weights)[kChunks][1][4],
+                                                const Weights& weights,
                                                 int stage) const {
     const auto v = hopper::Operand::inner_rows(shared_address(shared.values(stage)),
                                                hopper::Panels<kKeys>::kPanelBytes);
@@ -72,9 +86,9 @@ struct ForwardMath {
   }
 
   /// The bias, and on edge tiles the mask.
-  __device__ __forceinline__ void add_bias(Softmax& softmax, bool edge, PairMask mask, int first,
-                                           int tile, int stage, int slot) const {
-    const float* const rows = shared.row_gates(slot) + row + lane / 4;
+  __device__ __forceinline__ void add_bias(Softmax& softmax, bool edge, int tile,
+                                           int stage) const {
+    const float* const rows = shared.row_gates(slot.stage()) + row + lane / 4;
     if (!edge) {
       softmax.defer_row_bias(rows);
       return;
@@ -86,8 +100,7 @@ struct ForwardMath {
 
   /// Values that are not finite are added to the rows that see them, and become zeros. All math
   /// warpgroups come here; the inspectors have found such a value.
-  __device__ __forceinline__ void move_non_finite(Softmax& softmax, PairMask mask, int first,
-                                                  int tile, int stage) const {
+  __device__ __forceinline__ void move_non_finite(Softmax& softmax, int tile, int stage) const {
     constexpr int kThreads = 128 * Shape::kGroups;
     unsigned char* const values = shared.values(stage);
     softmax.template add_non_finite<hopper::Panels<kKeys>>(values, mask, first + row + lane / 4,
@@ -142,90 +155,149 @@ struct ForwardMath {
     }
   }
 
-  /// All items of the block.
-  __device__ __forceinline__ void run() const;
+  __device__ __forceinline__ void compute_first_weights(Softmax& softmax, Weights& weights);
+  __device__ __forceinline__ bool wait_for_values(Softmax& softmax);
+  __device__ __forceinline__ void accumulate_tile(Softmax& softmax, const Weights& weights,
+                                                  Weights& next);
+  __device__ __forceinline__ void accumulate_last_tile(Softmax& softmax, const Weights& weights);
+  __device__ __forceinline__ void accumulate_tiles(Softmax& softmax);
+  __device__ __forceinline__ void run();
 };
 
+/// Weights of an item's last tile, with which it begins.
 template <class Shape>
-__device__ __forceinline__ void ForwardMath<Shape>::run() const {
-  ForwardBarriers& barriers = shared.barriers();
-  const PairMask mask{static_cast<int>(p.window)};
-  RingPlace slot, k, v;
-  Softmax softmax;
-  uint32_t weights[kChunks][1][4];
+__device__ __forceinline__ void ForwardMath<Shape>::compute_first_weights(Softmax& softmax,
+                                                                          Weights& weights) {
+  edge = needs_mask(tile);
+  mbarrier_wait(&barriers.k_full[tiles.stage()], tiles.phase());
+  begin_scores(softmax, edge, tiles.stage());
+  wait_for_turn();
+  issue_scores(softmax, edge, tiles.stage());
+  give_turn();
+  hopper::wait_for_products<0>();
+  hopper::keep(softmax.s[0]);
+  add_bias(softmax, edge, tile, tiles.stage());
+  hopper::arrive_from(&barriers.k_empty[tiles.stage()], lane);
   float factor[2];
+  softmax.raise_row_max(factor, edge ? 1.0f : scale);
+  softmax.compute_p(edge ? 1.0f : scale);
+  softmax.pack_p(weights);
+}
+
+/// Whether there is a tile after this one, once its values are there.
+template <class Shape>
+__device__ __forceinline__ bool ForwardMath<Shape>::wait_for_values(Softmax& softmax) {
+  if (tile == sure) {
+    begin = first_tile(shared, slot, p.prune > 0);
+  }
+  mbarrier_wait(&barriers.v_full[tiles.stage()], tiles.phase());
+  if (edge && shared.not_finite(tiles.stage()) != 0) {
+    move_non_finite(softmax, tile, tiles.stage());
+  }
+  return tile > begin;
+}
+
+/// o += P V of a tile, while the weights of the next one are computed.
+template <class Shape>
+__device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& softmax,
+                                                                    const Weights& weights,
+                                                                    Weights& next) {
+  --tile;
+  const RingPlace<> k = tiles.next();
+  edge = needs_mask(tile);
+  mbarrier_wait(&barriers.k_full[k.stage()], k.phase());
+  begin_scores(softmax, edge, k.stage());
+  wait_for_turn();
+  issue_scores(softmax, edge, k.stage());
+  issue_outputs(softmax, weights, tiles.stage());
+  give_turn();
+  hopper::wait_for_products<1>();
+  hopper::keep(softmax.s[0]);
+  add_bias(softmax, edge, tile, k.stage());
+  hopper::arrive_from(&barriers.k_empty[k.stage()], lane);
+  float factor[2];
+  const bool grew = softmax.raise_row_max(factor, edge ? 1.0f : scale);
+  softmax.compute_p(edge ? 1.0f : scale);
+  if constexpr (Shape::kPackEarly) {
+    softmax.pack_p(next);
+  }
+  hopper::wait_for_products<0>();
+  hopper::keep(softmax.o[0]);
+  hopper::arrive_from(&barriers.v_empty[tiles.stage()], lane);
+  tiles.advance();
+  if (grew) {
+    softmax.rescale(factor);
+  }
+  if constexpr (!Shape::kPackEarly) {
+    softmax.pack_p(next);
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void ForwardMath<Shape>::accumulate_last_tile(Softmax& softmax,
+                                                                         const Weights& weights) {
+  hopper::arrive_from(&barriers.q_empty[query_place().stage()], lane);
+  issue_outputs(softmax, weights, tiles.stage());
+  hopper::wait_for_products<0>();
+  hopper::keep(softmax.o[0]);
+  hopper::arrive_from(&barriers.v_empty[tiles.stage()], lane);
+  tiles.advance();
+}
+
+/// All tiles of an item. Weights that are packed early have two places.
+template <class Shape>
+__device__ __forceinline__ void ForwardMath<Shape>::accumulate_tiles(Softmax& softmax) {
+  if constexpr (Shape::kPackEarly) {
+    Weights weights[2];
+    compute_first_weights(softmax, weights[0]);
+    for (;;) {
+      if (!wait_for_values(softmax)) {
+        return accumulate_last_tile(softmax, weights[0]);
+      }
+      accumulate_tile(softmax, weights[0], weights[1]);
+      if (!wait_for_values(softmax)) {
+        return accumulate_last_tile(softmax, weights[1]);
+      }
+      accumulate_tile(softmax, weights[1], weights[0]);
+    }
+  } else {
+    Weights weights;
+    compute_first_weights(softmax, weights);
+    while (wait_for_values(softmax)) {
+      accumulate_tile(softmax, weights, weights);
+    }
+    accumulate_last_tile(softmax, weights);
+  }
+}
+
+/// All items of the block.
+template <class Shape>
+__device__ __forceinline__ void ForwardMath<Shape>::run() {
   if (group == Shape::kGroups - 1) {
     give_turn();  // the first warpgroup's
   }
-  for (int q_phase = 0;; q_phase ^= 1, slot.advance()) {
-    mbarrier_wait(&barriers.item_ready[slot.stage], slot.phase);
-    const ForwardItem item = shared.item(slot.stage);
-    if (item.rows < 0) {
+  Softmax softmax;
+  for (;; slot.advance()) {
+    mbarrier_wait(&barriers.item_ready[slot.stage()], slot.phase());
+    const ForwardItem& known = shared.item(slot.stage());
+    if (known.rows < 0) {
       return;
     }
-    const int first = item.first, last = first + item.rows - 1;
+    first = known.first;
+    last = first + known.rows - 1;
+    tile = known.end - 1;
+    begin = known.begin;
+    sure = first_sure_tile(known);
     softmax.start();
     softmax.clear_outputs();
-    mbarrier_wait(&barriers.q_full, q_phase);
-    int tile = item.end - 1;
-    int begin = item.begin;
-    bool edge = is_edge<kKeys>(tile, first, last, mask.window);
+    mbarrier_wait(&barriers.q_full[query_place().stage()], query_place().phase());
     if (tile >= begin) {
-      mbarrier_wait(&barriers.k_full[k.stage], k.phase);
-      begin_scores(softmax, edge, k.stage);
-      wait_for_turn();
-      issue_scores(softmax, edge, k.stage);
-      give_turn();
-      hopper::wait_for_products<0>();
-      hopper::keep(softmax.s[0]);
-      add_bias(softmax, edge, mask, first, tile, k.stage, slot.stage);
-      hopper::arrive_from(&barriers.k_empty[k.stage], lane);
-      k.advance();
-      softmax.raise_row_max(factor, edge ? 1.0f : scale);
-      softmax.compute_p(edge ? 1.0f : scale);
-      softmax.pack_p(weights);
-      begin = first_tile(shared, slot, begin, p.prune > 0);
+      accumulate_tiles(softmax);
+    } else {
+      hopper::arrive_from(&barriers.q_empty[query_place().stage()], lane);
     }
-    for (; tile >= begin; --tile, v.advance()) {
-      const bool more = tile > begin;
-      mbarrier_wait(&barriers.v_full[v.stage], v.phase);
-      if (edge && shared.not_finite(v.stage) != 0) {
-        move_non_finite(softmax, mask, first, tile, v.stage);
-      }
-      if (!more) {
-        break;
-      }
-      mbarrier_wait(&barriers.k_full[k.stage], k.phase);
-      edge = is_edge<kKeys>(tile - 1, first, last, mask.window);
-      begin_scores(softmax, edge, k.stage);
-      wait_for_turn();
-      issue_scores(softmax, edge, k.stage);
-      issue_outputs(softmax, weights, v.stage);
-      give_turn();
-      hopper::wait_for_products<1>();
-      hopper::keep(softmax.s[0]);
-      add_bias(softmax, edge, mask, first, tile - 1, k.stage, slot.stage);
-      hopper::arrive_from(&barriers.k_empty[k.stage], lane);
-      k.advance();
-      const bool grew = softmax.raise_row_max(factor, edge ? 1.0f : scale);
-      softmax.compute_p(edge ? 1.0f : scale);
-      hopper::wait_for_products<0>();
-      hopper::keep(softmax.o[0]);
-      hopper::arrive_from(&barriers.v_empty[v.stage], lane);
-      if (grew) {
-        softmax.rescale(factor);
-      }
-      softmax.pack_p(weights);
-    }
-    hopper::arrive_from(&barriers.q_empty, lane);
-    if (item.end > item.begin) {
-      issue_outputs(softmax, weights, v.stage);
-      hopper::wait_for_products<0>();
-      hopper::keep(softmax.o[0]);
-      hopper::arrive_from(&barriers.v_empty[v.stage], lane);
-      v.advance();
-    }
-    hopper::arrive_from(&barriers.item_empty[slot.stage], lane);
+    const ForwardItem item = known;
+    hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
     softmax.normalize();
     store_lse(softmax, item);
     store_o(softmax, item);

@@ -55,45 +55,47 @@ struct ForwardLoader {
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
     unsigned next = blockIdx.x;
-    RingPlace slot, stage;
-    for (int q_phase = 1;; q_phase ^= 1, slot.advance()) {
-      mbarrier_wait(&barriers.item_empty[slot.stage], slot.phase ^ 1);
+    RingPlace<> slot, stage;
+    RingPlace<Shape::kQueryStages> q;
+    for (;; slot.advance(), q.advance()) {
+      mbarrier_wait(&barriers.item_empty[slot.stage()], slot.phase() ^ 1);
       const ForwardItem item = take(next);
-      shared.item(slot.stage) = item;
-      mbarrier_arrive(&barriers.item_known[slot.stage]);
+      shared.item(slot.stage()) = item;
+      mbarrier_arrive(&barriers.item_known[slot.stage()]);
       if (item.rows < 0) {
         return;
       }
       const int window = static_cast<int>(w.attention.params.forward.window);
       const int last = item.first + item.rows - 1;
-      int begin = max(item.begin, item.end - 1);
-      for (int tile = item.end - 1; tile >= begin; --tile, stage.advance()) {
-        const int token = item.key_token + tile * kKeys;
-        mbarrier_wait(&barriers.k_empty[stage.stage], stage.phase ^ 1);
-        load(shared.keys(stage.stage), &w.k, &barriers.k_full[stage.stage], item, token);
-        if (tile == item.end - 1) {
-          load_queries(item, q_phase);
-        }
-        mbarrier_wait(&barriers.v_empty[stage.stage], stage.phase ^ 1);
-        const bool edge = is_edge<kKeys>(tile, item.first, last, window);
-        load(shared.values(stage.stage), &w.v,
-             edge ? &barriers.v_landed[stage.stage] : &barriers.v_full[stage.stage], item, token);
-        if (tile == item.end - 1) {
-          begin = first_tile(shared, slot, item.begin, w.attention.params.forward.prune > 0);
-        }
+      if (Shape::kQueryStages == 2 || item.end <= item.begin) {
+        load_queries(item, q);
       }
-      if (item.end <= item.begin) {
-        load_queries(item, q_phase);
+      const int sure = first_sure_tile(item);
+      for (int tile = item.end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
+        const int token = item.key_token + tile * kKeys;
+        mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
+        load(shared.keys(stage.stage()), &w.k, &barriers.k_full[stage.stage()], item, token);
+        if (Shape::kQueryStages == 1 && tile == item.end - 1) {
+          load_queries(item, q);  // must wait longest
+        }
+        mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
+        const bool edge = is_edge<kKeys>(tile, item.first, last, window);
+        load(shared.values(stage.stage()), &w.v,
+             edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item, token);
+        if (tile == sure) {
+          begin = first_tile(shared, slot, w.attention.params.forward.prune > 0);
+        }
       }
     }
   }
 
-  __device__ void load_queries(const ForwardItem& item, int phase) const {
+  __device__ void load_queries(const ForwardItem& item,
+                               RingPlace<Shape::kQueryStages> q) const {
     ForwardBarriers& barriers = shared.barriers();
-    mbarrier_wait(&barriers.q_empty, phase);
-    hopper::arrive_expecting(&barriers.q_full, Shape::kQueryBytes);
-    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(), &w.q, &barriers.q_full, item.head,
-                                          item.query_token, item.batch);
+    mbarrier_wait(&barriers.q_empty[q.stage()], q.phase() ^ 1);
+    hopper::arrive_expecting(&barriers.q_full[q.stage()], Shape::kQueryBytes);
+    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(q.stage()), &w.q, &barriers.q_full[q.stage()],
+                                          item.head, item.query_token, item.batch);
   }
   __device__ void load(unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
                        const ForwardItem& item, int token) const {
@@ -144,37 +146,50 @@ struct ForwardGates {
   }
 
   /// The largest squared norm of the item's queries, which have landed. NaN is the largest.
-  __device__ float largest_query() const {
-    unsigned largest = 0;
-    for (int row = lane; row < kRows; row += 32) {
-      float square = 0;
+  __device__ float largest_query(int stage) const {
+    constexpr int kLaneRows = kRows / 32;  // side by side, so that no sum waits for itself
+    float squares[kLaneRows] = {};
+#pragma unroll 2
+    for (int piece = 0; piece < Shape::kDim / 8; ++piece) {
 #pragma unroll
-      for (int piece = 0; piece < Shape::kDim / 8; ++piece) {
+      for (int i = 0; i < kLaneRows; ++i) {
         const auto x = *reinterpret_cast<const Pack<typename Shape::T, 8>*>(
-            shared.queries() + hopper::Panels<kRows>::offset(row, piece));
+            shared.queries(stage) + hopper::Panels<kRows>::offset(32 * i + lane, piece));
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          square = fmaf(x.get(e), x.get(e), square);
+          squares[i] = fmaf(x.get(e), x.get(e), squares[i]);
         }
       }
-      largest = max(largest, __float_as_uint(square) & 0x7fffffffu);
+    }
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      largest = max(largest, __float_as_uint(squares[i]) & 0x7fffffffu);
     }
     return __uint_as_float(__reduce_max_sync(0xffffffffu, largest));
   }
 
   /// Leaves out the tiles whose keys all may be dropped: lse_i is at least the score of the key at
-  /// the query itself. Tells the others of the first tile left.
-  __device__ int prune(const ForwardItem& item, double reference, int slot, int q_phase) const {
+  /// the query itself, and c falls, so that a tile may be dropped whose last key's c is too far up,
+  /// and all before it. 32 tiles are looked at together, and what takes long is on its way before
+  /// the queries have landed. Tells the others of the first tile left.
+  __device__ int prune(const ForwardItem& item, double reference, int slot,
+                       RingPlace<Shape::kQueryStages> q) const {
     const ForgettingAttentionParams& p = w.params.forward;
-    mbarrier_wait(&shared.barriers().q_full, q_phase);
-    int begin = item.begin;
-    if (item.first > 0) {
-      const Sequence keys{0, item.batch, item.key_token, item.key_length};
-      const GateSums gates(w, keys, item.head);
-      const float score =
-          largest_score(p, largest_query(), ScoreBounds::key(w, item.batch, item.head));
-      const double fall = largest_fall(p, item.key_length, 2 * score);
-      begin = max(begin, gates.first_not_above(reference + fall, item.first, lane) / kKeys);
+    int begin = first_sure_tile(item);
+    double last = read(item, (begin - lane) * kKeys - 1);  // c of the last key of tile begin - 1 - lane
+    const float key = ScoreBounds::key(w, item.batch, item.head);
+    const double fall = largest_fall(p, item.key_length, 0);
+    mbarrier_wait(&shared.barriers().q_full[q.stage()], q.phase());
+    const double bound = reference + fall + 2.0 * largest_score(p, largest_query(q.stage()), key);
+    for (;;) {
+      const unsigned dropped =
+          __ballot_sync(0xffffffffu, begin - lane > item.begin && last > bound);
+      begin = dropped != 0 ? begin - (__ffs(dropped) - 1) : max(item.begin, begin - 32);
+      if (dropped != 0 || begin == item.begin) {
+        break;
+      }
+      last = read(item, (begin - lane) * kKeys - 1);
     }
     if (lane == 0) {
       shared.bound(slot) = begin;
@@ -186,34 +201,39 @@ struct ForwardGates {
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
     const ForgettingAttentionParams& p = w.params.forward;
-    RingPlace slot, stage;
-    for (int q_phase = 0;; q_phase ^= 1, slot.advance()) {
-      mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
-      const ForwardItem& item = shared.item(slot.stage);
+    RingPlace<> slot, stage;
+    RingPlace<Shape::kQueryStages> q;
+    for (;; slot.advance(), q.advance()) {
+      mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
+      const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
-        hopper::arrive_from(&barriers.item_ready[slot.stage], lane);
+        mbarrier_arrive(&barriers.item_ready[slot.stage()]);
         return;
       }
       const int first = item.first, last = first + item.rows - 1, end = item.end;
       const double reference = read(item, first);
-      store_rows(item, reference, shared.row_gates(slot.stage));
-      hopper::arrive_from(&barriers.item_ready[slot.stage], lane);
+      store_rows(item, reference, shared.row_gates(slot.stage()));
+      mbarrier_arrive(&barriers.item_ready[slot.stage()]);
       double c[kKeys / 32];
-      int begin = max(item.begin, end - 1);
-      for (int tile = end - 1; tile >= begin; --tile, stage.advance()) {
+      const int sure = first_sure_tile(item);
+      const bool pruned = p.prune > 0 && item.begin < sure;
+      if (p.prune > 0 && !pruned) {  // nobody will ask, but phases are counted
+        hopper::arrive_from(&barriers.item_bounded[slot.stage()], lane);
+      }
+      for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
 #pragma unroll
         for (int i = 0; i < kKeys / 32; ++i) {  // on its way while the stage is waited for
           c[i] = read(item, tile * kKeys + 32 * i + lane);
         }
-        mbarrier_wait(&barriers.k_empty[stage.stage], stage.phase ^ 1);
+        mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
         store_keys(c, reference, is_edge<kKeys>(tile, first, last, static_cast<int>(p.window)),
-                   shared.key_gates(stage.stage));
-        hopper::arrive_from(&barriers.k_full[stage.stage], lane);
-        if (tile == end - 1) {
-          begin = p.prune > 0 ? prune(item, reference, slot.stage, q_phase) : item.begin;
+                   shared.key_gates(stage.stage()));
+        mbarrier_arrive(&barriers.k_full[stage.stage()]);
+        if (tile == sure) {
+          begin = pruned ? prune(item, reference, slot.stage(), q) : item.begin;
         }
       }
-      hopper::arrive_from(&barriers.item_empty[slot.stage], lane);
+      hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
     }
   }
 };
@@ -250,27 +270,27 @@ __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, 
                                       bool pruned, int thread) {
   constexpr int kKeys = Shape::kKeys;
   ForwardBarriers& barriers = shared.barriers();
-  RingPlace slot, stage;
+  RingPlace<> slot, stage;
   int landed = 0;  // parities of v_landed, a bit a stage
   for (;; slot.advance()) {
-    mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
-    const ForwardItem& item = shared.item(slot.stage);
+    mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
+    const ForwardItem& item = shared.item(slot.stage());
     if (item.rows < 0) {
       return;
     }
     const int first = item.first, last = first + item.rows - 1, end = item.end;
-    int begin = max(item.begin, end - 1);
-    for (int tile = end - 1; tile >= begin; --tile, stage.advance()) {
+    const int sure = first_sure_tile(item);
+    for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
       if (is_edge<kKeys>(tile, first, last, window)) {
-        mbarrier_wait(&barriers.v_landed[stage.stage], landed >> stage.stage & 1);
-        landed ^= 1 << stage.stage;
-        inspect_tile(shared, stage.stage, item.key_length - tile * kKeys, thread);
+        mbarrier_wait(&barriers.v_landed[stage.stage()], landed >> stage.stage() & 1);
+        landed ^= 1 << stage.stage();
+        inspect_tile(shared, stage.stage(), item.key_length - tile * kKeys, thread);
       }
-      if (tile == end - 1) {
-        begin = first_tile(shared, slot, item.begin, pruned);
+      if (tile == sure) {
+        begin = first_tile(shared, slot, pruned);
       }
     }
-    hopper::arrive_from(&barriers.item_empty[slot.stage], thread % 32);
+    hopper::arrive_from(&barriers.item_empty[slot.stage()], thread % 32);
   }
 }
 

@@ -23,13 +23,14 @@ struct ForwardItem {
   const double* gates;  // c of the sequence's keys
 };
 
-/// Two stages of everything, so that the next is brought while one is in use. Queries have one.
+/// Two stages, so that the next is brought while one is in use; of queries, where there is room.
 struct ForwardBarriers {
   // Known to the producers; with its gates; with the first tile that pruning leaves.
   uint64_t item_known[2], item_ready[2], item_bounded[2], item_empty[2];
-  uint64_t q_full, q_empty;
+  uint64_t q_full[2], q_empty[2];
   uint64_t k_full[2], k_empty[2];               // keys with their gates
-  uint64_t v_full[2], v_landed[2], v_empty[2];  // landed: values of an edge tile, to be inspected
+  // Landed: values of an edge tile, to be inspected.
+  uint64_t v_full[2], v_landed[2], v_empty[2];
 };
 
 /// The shared memory of a block.
@@ -38,15 +39,17 @@ class HopperForwardShared {
  public:
   __device__ explicit HopperForwardShared(unsigned char* base) : base_(base) {}
 
-  __device__ unsigned char* queries() const { return base_; }
+  __device__ unsigned char* queries(int stage) const {
+    return base_ + stage * Shape::kQueryBytes;
+  }
   __device__ unsigned char* keys(int stage) const {
-    return base_ + Shape::kQueryBytes + stage * Shape::kKeyBytes;
+    return queries(Shape::kQueryStages) + stage * Shape::kKeyBytes;
   }
   __device__ unsigned char* values(int stage) const { return keys(2 + stage); }
   /// Of an edge tile [2][kKeys]: c_ref - c_j, high and low parts. Of another [kKeys / 2][4]: pairs
   /// of keys' (c_ref - c_j) / scale, twice, as two rows of accumulators begin.
   __device__ float* key_gates(int stage) const {
-    return reinterpret_cast<float*>(keys(4)) + stage * 2 * kKeys;
+    return reinterpret_cast<float*>(values(2)) + stage * 2 * kKeys;
   }
   /// [2][kRows]: c_i - c_ref, high and low parts.
   __device__ float* row_gates(int slot) const { return key_gates(2) + slot * 2 * kRows; }
@@ -67,13 +70,15 @@ class HopperForwardShared {
   unsigned char* base_;
 };
 
-/// A place in a ring of two stages: which one, and the parity of its phase.
+/// A place in a ring of stages, by how many were taken before: which stage, and the parity of its
+/// phase.
+template <int kStages = 2>
 struct RingPlace {
-  int stage = 0, phase = 0;
-  __device__ void advance() {
-    phase ^= stage;
-    stage ^= 1;
-  }
+  unsigned count = 0;
+  __device__ int stage() const { return static_cast<int>(count % kStages); }
+  __device__ int phase() const { return static_cast<int>(count / kStages % 2); }
+  __device__ RingPlace next() const { return {count + 1}; }
+  __device__ void advance() { ++count; }
 };
 
 /// Whether a tile needs masks: queries begin at position `first`, `last` is the last of them.
@@ -82,16 +87,23 @@ __device__ inline bool is_edge(int tile, int first, int last, int window) {
   return tile * kKeys + kKeys - 1 > first || (window > 0 && tile * kKeys <= last - window);
 }
 
-/// The first tile of an item's keys. With pruning it is known only after the last tile has been
-/// brought and the queries have been looked at (bring_gates).
+/// The first of the tiles that an item takes whatever is pruned: two, so that the second is on its
+/// way while the queries are looked at.
+__device__ inline int first_sure_tile(const ForwardItem& item) {
+  return max(item.begin, item.end - 2);
+}
+
+/// The first tile of an item's keys, asked for when the sure ones have been dealt with. With pruning
+/// it is known when the queries have been looked at (ForwardGates::prune).
 template <class Shape>
-__device__ inline int first_tile(const HopperForwardShared<Shape>& shared, RingPlace slot,
-                                 int begin, bool pruned) {
-  if (!pruned || shared.item(slot.stage).end <= begin) {
-    return begin;
+__device__ inline int first_tile(const HopperForwardShared<Shape>& shared, RingPlace<> slot,
+                                 bool pruned) {
+  const ForwardItem& item = shared.item(slot.stage());
+  if (!pruned || first_sure_tile(item) == item.begin) {
+    return item.begin;
   }
-  mbarrier_wait(&shared.barriers().item_bounded[slot.stage], slot.phase);
-  return shared.bound(slot.stage);
+  mbarrier_wait(&shared.barriers().item_bounded[slot.stage()], slot.phase());
+  return shared.bound(slot.stage());
 }
 
 }  // namespace tidegate::kernels::attention

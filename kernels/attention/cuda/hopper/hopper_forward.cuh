@@ -12,9 +12,8 @@
 //              with pruning, finds the first tile that is left
 //   inspectors make V of an edge tile (the diagonal, the window's far end) safe to meet weights of
 //              zero: rows behind a sequence become zeros, others that are not finite are reported
-// The math warpgroups take turns: while one's products run the others compute weights. Each issues
-// S of the next tile and P V of the last one together, and computes weights of the one while the
-// other runs.
+// The math warpgroups take turns to issue products. Each issues S of the next tile and P V of the
+// last one together, and computes weights of the one while the other runs.
 //
 // Who waits for what: barriers of ForwardBarriers, all pairs of "full" (data is there; what
 // producers complete) and "empty" (all math warps are done with it).
@@ -35,17 +34,17 @@ __device__ inline void init_barriers(ForwardBarriers& barriers) {
   constexpr int kMathWarps = 4 * Shape::kGroups;
   for (int stage = 0; stage < 2; ++stage) {
     mbarrier_init(&barriers.item_known[stage], 1);
-    mbarrier_init(&barriers.item_ready[stage], 1);
+    mbarrier_init(&barriers.item_ready[stage], 32);
     mbarrier_init(&barriers.item_bounded[stage], 1);
     mbarrier_init(&barriers.item_empty[stage], kMathWarps + 1 + Shape::kInspectors / 32);
-    mbarrier_init(&barriers.k_full[stage], 2);  // the loader, the gates
+    mbarrier_init(&barriers.q_full[stage], 1);
+    mbarrier_init(&barriers.q_empty[stage], kMathWarps);
+    mbarrier_init(&barriers.k_full[stage], 1 + 32);  // the loader, the lanes that write gates
     mbarrier_init(&barriers.k_empty[stage], kMathWarps);
     mbarrier_init(&barriers.v_full[stage], 1);  // the loader, or the inspectors
     mbarrier_init(&barriers.v_landed[stage], 1);
     mbarrier_init(&barriers.v_empty[stage], kMathWarps);
   }
-  mbarrier_init(&barriers.q_full, 1);
-  mbarrier_init(&barriers.q_empty, kMathWarps);
   hopper::fence_barrier_init();
 }
 
@@ -57,7 +56,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const HopperForwardShared<Shape> shared(shared_bytes);
   if (threadIdx.x == 0) {
     init_barriers<Shape>(shared.barriers());
-    shared.not_finite(0) = shared.not_finite(1) = 0;
+    for (int stage = 0; stage < 2; ++stage) {
+      shared.not_finite(stage) = 0;
+    }
     hopper::prefetch_map(&w.q);
     hopper::prefetch_map(&w.k);
     hopper::prefetch_map(&w.v);
@@ -81,9 +82,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();
     const int group = warp / 4 - 1;
-    ForwardMath<Shape>{
-        p, shared, group, group * 64 + warp % 4 * 16, lane, static_cast<float>(p.scale) * kLog2E}
-        .run();
+    ForwardMath<Shape> math{p,
+                            shared,
+                            shared.barriers(),
+                            PairMask{static_cast<int>(p.window)},
+                            group,
+                            group * 64 + warp % 4 * 16,
+                            lane,
+                            static_cast<float>(p.scale) * kLog2E};
+    math.run();
   }
 #endif
 }

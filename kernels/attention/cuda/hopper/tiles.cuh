@@ -35,6 +35,7 @@ struct HopperForwardTile {
   int dim;     // D, padded
   int groups;  // math warpgroups, of 64 queries each
   int keys;    // of a stage
+  bool pack_early = false;  // weights have two places: packed before P V of the last tile has ended
 };
 
 template <class Data, HopperForwardTile kTile>
@@ -46,6 +47,7 @@ struct HopperForwardShape {
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kKeys = kTile.keys;
   static constexpr int kPart = kKeys;
+  static constexpr bool kPackEarly = kTile.pack_early;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kInspectors = 64;  // threads
   static constexpr int kQueryBytes = hopper::Panels<kRows>::bytes(kDim);
@@ -53,9 +55,14 @@ struct HopperForwardShape {
   // A multiprocessor has 65536 registers.
   static constexpr int kMathRegisters = kGroups == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kSharedBytes =
-      kQueryBytes + 4 * kKeyBytes + 4 * (kKeys + kRows) * int{sizeof(float)} + 512;
-  static_assert(kSharedBytes <= 227 * 1024);
+  static constexpr int kOtherBytes = 4 * (kKeys + kRows) * int{sizeof(float)} + 512;
+  static constexpr int kMostBytes = 227 * 1024;  // of a block on 9.0
+  // Where there is room for two items' queries, the second is looked at (see ForwardGates::prune)
+  // and there when the first ends.
+  static constexpr int kQueryStages =
+      2 * kQueryBytes + 4 * kKeyBytes + kOtherBytes <= kMostBytes ? 2 : 1;
+  static constexpr int kSharedBytes = kQueryStages * kQueryBytes + 4 * kKeyBytes + kOtherBytes;
+  static_assert(kSharedBytes <= kMostBytes);
 };
 
 /// Calls f.template operator()<Shape>() with the shape of a head dimension of the class.
@@ -64,7 +71,9 @@ cudaError_t with_hopper_forward_shape(int64_t dim, const F& f) {
   // clang-format off
   //                             dim groups keys
   if constexpr (kDims == HeadDims::kSmall) {
-    using D64  = HopperForwardShape<T, HopperForwardTile{ 64, 3, 128}>;
+    // More is exponentials than products: the next scores begin as soon as the weights of these
+    // are packed, which 96 keys leave registers for.
+    using D64  = HopperForwardShape<T, HopperForwardTile{ 64, 3,  96, true}>;
     using D96  = HopperForwardShape<T, HopperForwardTile{ 96, 2, 128}>;
     return dim <= 64 ? f.template operator()<D64>() : f.template operator()<D96>();
   } else {
