@@ -177,7 +177,7 @@ __device__ __forceinline__ void ForwardMath<Shape>::compute_first_weights(Softma
   hopper::wait_for_products<0>();
   hopper::keep(softmax.s[0]);
   add_bias(softmax, edge, tile, tiles.stage());
-  hopper::arrive_from(&barriers.k_empty[tiles.stage()], lane);
+  mbarrier_arrive(&barriers.k_empty[tiles.stage()]);
   float factor[2];
   softmax.raise_row_max(factor, edge ? 1.0f : scale);
   softmax.compute_p(edge ? 1.0f : scale);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& sof
   hopper::wait_for_products<1>();
   hopper::keep(softmax.s[0]);
   add_bias(softmax, edge, tile, k.stage());
-  hopper::arrive_from(&barriers.k_empty[k.stage()], lane);
+  mbarrier_arrive(&barriers.k_empty[k.stage()]);
   float factor[2];
   const bool grew = softmax.raise_row_max(factor, edge ? 1.0f : scale);
   softmax.compute_p(edge ? 1.0f : scale);
@@ -297,7 +297,7 @@ __device__ __forceinline__ void ForwardMath<Shape>::run() {
       hopper::arrive_from(&barriers.q_empty[query_place().stage()], lane);
     }
     const ForwardItem item = known;
-    hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
+    mbarrier_arrive(&barriers.item_empty[slot.stage()]);
     softmax.normalize();
     store_lse(softmax, item);
     store_o(softmax, item);

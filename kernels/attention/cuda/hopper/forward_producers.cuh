@@ -52,37 +52,49 @@ struct ForwardLoader {
     return item;
   }
 
+  /// Takes an item and tells the others of it. Its queries come at once where they have a place.
+  __device__ void begin_item(unsigned& next, RingPlace<> slot) const {
+    ForwardBarriers& barriers = shared.barriers();
+    mbarrier_wait(&barriers.item_empty[slot.stage()], slot.phase() ^ 1);
+    ForwardItem& item = shared.item(slot.stage());
+    item = take(next);
+    mbarrier_arrive(&barriers.item_known[slot.stage()]);
+    if (item.rows > 0 && (Shape::kQueryStages == 2 || item.end <= item.begin)) {
+      load_queries(item, {slot.count});
+    }
+  }
+
+  /// The next item begins while the sure tiles of one are on their way: what is to be found out of
+  /// its queries takes long.
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
+    const int window = static_cast<int>(w.attention.params.forward.window);
     unsigned next = blockIdx.x;
     RingPlace<> slot, stage;
-    RingPlace<Shape::kQueryStages> q;
-    for (;; slot.advance(), q.advance()) {
-      mbarrier_wait(&barriers.item_empty[slot.stage()], slot.phase() ^ 1);
-      const ForwardItem item = take(next);
-      shared.item(slot.stage()) = item;
-      mbarrier_arrive(&barriers.item_known[slot.stage()]);
+    begin_item(next, slot);
+    for (;; slot.advance()) {
+      const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
         return;
       }
-      const int window = static_cast<int>(w.attention.params.forward.window);
-      const int last = item.first + item.rows - 1;
-      if (Shape::kQueryStages == 2 || item.end <= item.begin) {
-        load_queries(item, q);
-      }
+      const int first = item.first, last = first + item.rows - 1, end = item.end;
       const int sure = first_sure_tile(item);
-      for (int tile = item.end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
+      if (end <= sure) {
+        begin_item(next, slot.next());
+      }
+      for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
         const int token = item.key_token + tile * kKeys;
         mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
         load(shared.keys(stage.stage()), &w.k, &barriers.k_full[stage.stage()], item, token);
-        if (Shape::kQueryStages == 1 && tile == item.end - 1) {
-          load_queries(item, q);  // must wait longest
+        if (Shape::kQueryStages == 1 && tile == end - 1) {
+          load_queries(item, {slot.count});  // must wait longest
         }
         mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
-        const bool edge = is_edge<kKeys>(tile, item.first, last, window);
+        const bool edge = is_edge<kKeys>(tile, first, last, window);
         load(shared.values(stage.stage()), &w.v,
              edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item, token);
         if (tile == sure) {
+          begin_item(next, slot.next());
           begin = first_tile(shared, slot, w.attention.params.forward.prune > 0);
         }
       }
@@ -104,28 +116,19 @@ struct ForwardLoader {
   }
 };
 
-/// Brings the gates of an item's queries and of each tile of keys, and finds where pruning ends.
+/// c at a position of an item's keys, or at the nearest that there is.
+__device__ inline double read_gate_sum(const ForwardItem& item, int position) {
+  return item.key_length == 0 ? 0.0
+                              : __ldg(item.gates + max(0, min(position, item.key_length - 1)));
+}
+
+/// Brings the gates of each tile of keys.
 template <class Shape>
-struct ForwardGates {
-  static constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
+struct ForwardKeyGates {
+  static constexpr int kKeys = Shape::kKeys;
   const TensorAttention& w;
   const HopperForwardShared<Shape>& shared;
   int lane;
-
-  /// c at a position of an item's keys, or at the nearest that there is.
-  static __device__ double read(const ForwardItem& item, int position) {
-    return item.key_length == 0 ? 0.0
-                                : __ldg(item.gates + max(0, min(position, item.key_length - 1)));
-  }
-
-  __device__ void store_rows(const ForwardItem& item, double reference, float* rows) const {
-#pragma unroll
-    for (int row = lane; row < kRows; row += 32) {
-      const SplitGate gate = SplitGate::of(read(item, item.first + row) - reference);
-      rows[row] = gate.high;
-      rows[kRows + row] = gate.low;
-    }
-  }
 
   /// Of keys with sums c: see HopperForwardShared::key_gates.
   __device__ void store_keys(const double (&c)[kKeys / 32], double reference, bool edge,
@@ -142,6 +145,54 @@ struct ForwardGates {
         float* const pair = to + 2 * key - lane % 2;
         pair[0] = pair[2] = static_cast<float>((reference - c[i]) * inverse_scale);
       }
+    }
+  }
+
+  __device__ void run() const {
+    ForwardBarriers& barriers = shared.barriers();
+    const ForgettingAttentionParams& p = w.params.forward;
+    RingPlace<> slot, stage;
+    for (;; slot.advance()) {
+      mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
+      const ForwardItem& item = shared.item(slot.stage());
+      if (item.rows < 0) {
+        return;
+      }
+      const int first = item.first, last = first + item.rows - 1, sure = first_sure_tile(item);
+      const double reference = read_gate_sum(item, first);
+      for (int tile = item.end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
+        double c[kKeys / 32];
+#pragma unroll
+        for (int i = 0; i < kKeys / 32; ++i) {  // on its way while the stage is waited for
+          c[i] = read_gate_sum(item, tile * kKeys + 32 * i + lane);
+        }
+        mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
+        store_keys(c, reference, is_edge<kKeys>(tile, first, last, static_cast<int>(p.window)),
+                   shared.key_gates(stage.stage()));
+        mbarrier_arrive(&barriers.k_full[stage.stage()]);
+        if (tile == sure) {
+          begin = first_tile(shared, slot, p.prune > 0);
+        }
+      }
+      hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
+    }
+  }
+};
+
+/// Brings the gates of an item's queries, and finds where pruning ends.
+template <class Shape>
+struct ForwardRowGates {
+  static constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
+  const TensorAttention& w;
+  const HopperForwardShared<Shape>& shared;
+  int lane;
+
+  __device__ void store_rows(const ForwardItem& item, double reference, float* rows) const {
+#pragma unroll
+    for (int row = lane; row < kRows; row += 32) {
+      const SplitGate gate = SplitGate::of(read_gate_sum(item, item.first + row) - reference);
+      rows[row] = gate.high;
+      rows[kRows + row] = gate.low;
     }
   }
 
@@ -173,11 +224,11 @@ struct ForwardGates {
   /// the query itself, and c falls, so that a tile may be dropped whose last key's c is too far up,
   /// and all before it. 32 tiles are looked at together, and what takes long is on its way before
   /// the queries have landed. Tells the others of the first tile left.
-  __device__ int prune(const ForwardItem& item, double reference, int slot,
+  __device__ void prune(const ForwardItem& item, double reference, int slot,
                        RingPlace<Shape::kQueryStages> q) const {
     const ForgettingAttentionParams& p = w.params.forward;
     int begin = first_sure_tile(item);
-    double last = read(item, (begin - lane) * kKeys - 1);  // c of the last key of tile begin - 1 - lane
+    double last = read_gate_sum(item, (begin - lane) * kKeys - 1);  // c of the last key of tile begin - 1 - lane
     const float key = ScoreBounds::key(w, item.batch, item.head);
     const double fall = largest_fall(p, item.key_length, 0);
     mbarrier_wait(&shared.barriers().q_full[q.stage()], q.phase());
@@ -189,19 +240,17 @@ struct ForwardGates {
       if (dropped != 0 || begin == item.begin) {
         break;
       }
-      last = read(item, (begin - lane) * kKeys - 1);
+      last = read_gate_sum(item, (begin - lane) * kKeys - 1);
     }
     if (lane == 0) {
       shared.bound(slot) = begin;
     }
     hopper::arrive_from(&shared.barriers().item_bounded[slot], lane);
-    return begin;
   }
 
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
-    const ForgettingAttentionParams& p = w.params.forward;
-    RingPlace<> slot, stage;
+    RingPlace<> slot;
     RingPlace<Shape::kQueryStages> q;
     for (;; slot.advance(), q.advance()) {
       mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
@@ -210,27 +259,14 @@ struct ForwardGates {
         mbarrier_arrive(&barriers.item_ready[slot.stage()]);
         return;
       }
-      const int first = item.first, last = first + item.rows - 1, end = item.end;
-      const double reference = read(item, first);
+      const double reference = read_gate_sum(item, item.first);
       store_rows(item, reference, shared.row_gates(slot.stage()));
       mbarrier_arrive(&barriers.item_ready[slot.stage()]);
-      double c[kKeys / 32];
-      const int sure = first_sure_tile(item);
-      const bool pruned = p.prune > 0 && item.begin < sure;
-      if (p.prune > 0 && !pruned) {  // nobody will ask, but phases are counted
-        hopper::arrive_from(&barriers.item_bounded[slot.stage()], lane);
-      }
-      for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
-#pragma unroll
-        for (int i = 0; i < kKeys / 32; ++i) {  // on its way while the stage is waited for
-          c[i] = read(item, tile * kKeys + 32 * i + lane);
-        }
-        mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
-        store_keys(c, reference, is_edge<kKeys>(tile, first, last, static_cast<int>(p.window)),
-                   shared.key_gates(stage.stage()));
-        mbarrier_arrive(&barriers.k_full[stage.stage()]);
-        if (tile == sure) {
-          begin = pruned ? prune(item, reference, slot.stage(), q) : item.begin;
+      if (w.params.forward.prune > 0) {
+        if (item.begin < first_sure_tile(item)) {
+          prune(item, reference, slot.stage(), q);
+        } else {  // nobody asks, but phases are counted
+          hopper::arrive_from(&barriers.item_bounded[slot.stage()], lane);
         }
       }
       hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
@@ -242,11 +278,12 @@ struct ForwardGates {
 /// be a neighbour's, become zeros where they are not finite; the math warps are told of others.
 template <class Shape>
 __device__ inline void inspect_tile(const HopperForwardShared<Shape>& shared, int stage, int rows,
-                                    int thread) {
+                                    int lane) {
   using Tile = hopper::Panels<Shape::kKeys>;
   unsigned char* const values = shared.values(stage);
   bool reported = false;
-  for (int at = thread * 16; at < Shape::kKeyBytes; at += Shape::kInspectors * 16) {
+  #pragma unroll 8
+  for (int at = lane * 16; at < Shape::kKeyBytes; at += 32 * 16) {
     if (non_finite_bits<typename Shape::T>(values + at) != 0) {
       if (at % Tile::kPanelBytes / hopper::kPanelRowBytes >= rows) {
         *reinterpret_cast<uint4*>(values + at) = uint4{};
@@ -259,15 +296,12 @@ __device__ inline void inspect_tile(const HopperForwardShared<Shape>& shared, in
     shared.not_finite(stage) = 1;
   }
   hopper::fence_async_proxy();
-  hopper::named_barrier_sync(kInspectorBarrier, Shape::kInspectors);
-  if (thread == 0) {
-    mbarrier_arrive(&shared.barriers().v_full[stage]);
-  }
+  hopper::arrive_from(&shared.barriers().v_full[stage], lane);
 }
 
 template <class Shape>
 __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, int window,
-                                      bool pruned, int thread) {
+                                      bool pruned, int lane) {
   constexpr int kKeys = Shape::kKeys;
   ForwardBarriers& barriers = shared.barriers();
   RingPlace<> slot, stage;
@@ -284,13 +318,13 @@ __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, 
       if (is_edge<kKeys>(tile, first, last, window)) {
         mbarrier_wait(&barriers.v_landed[stage.stage()], landed >> stage.stage() & 1);
         landed ^= 1 << stage.stage();
-        inspect_tile(shared, stage.stage(), item.key_length - tile * kKeys, thread);
+        inspect_tile(shared, stage.stage(), item.key_length - tile * kKeys, lane);
       }
       if (tile == sure) {
         begin = first_tile(shared, slot, pruned);
       }
     }
-    hopper::arrive_from(&barriers.item_empty[slot.stage()], thread % 32);
+    hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
   }
 }
 

@@ -8,9 +8,9 @@
 // Blocks stay and take items (a tile of 64 queries a math warpgroup, of one head) from a counter.
 // Warpgroup 0 brings data, each warp in a role of its own:
 //   loader     takes items; copies Q, and K and V of tiles of kKeys keys from the diagonal leftward
-//   gates      writes c_i - c_ref of the item's queries, and c_ref - c_j beside each tile of keys;
-//              with pruning, finds the first tile that is left
-//   inspectors make V of an edge tile (the diagonal, the window's far end) safe to meet weights of
+//   key gates  writes c_ref - c_j beside each tile of keys
+//   row gates  writes c_i - c_ref of the item's queries; with pruning, finds the first tile left
+//   inspector  makes V of an edge tile (the diagonal, the window's far end) safe to meet weights of
 //              zero: rows behind a sequence become zeros, others that are not finite are reported
 // The math warpgroups take turns to issue products. Each issues S of the next tile and P V of the
 // last one together, and computes weights of the one while the other runs.
@@ -36,11 +36,11 @@ __device__ inline void init_barriers(ForwardBarriers& barriers) {
     mbarrier_init(&barriers.item_known[stage], 1);
     mbarrier_init(&barriers.item_ready[stage], 32);
     mbarrier_init(&barriers.item_bounded[stage], 1);
-    mbarrier_init(&barriers.item_empty[stage], kMathWarps + 1 + Shape::kInspectors / 32);
+    mbarrier_init(&barriers.item_empty[stage], 32 * kMathWarps + 3);
     mbarrier_init(&barriers.q_full[stage], 1);
     mbarrier_init(&barriers.q_empty[stage], kMathWarps);
     mbarrier_init(&barriers.k_full[stage], 1 + 32);  // the loader, the lanes that write gates
-    mbarrier_init(&barriers.k_empty[stage], kMathWarps);
+    mbarrier_init(&barriers.k_empty[stage], 32 * kMathWarps);
     mbarrier_init(&barriers.v_full[stage], 1);  // the loader, or the inspectors
     mbarrier_init(&barriers.v_landed[stage], 1);
     mbarrier_init(&barriers.v_empty[stage], kMathWarps);
@@ -74,10 +74,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         ForwardLoader<Shape>{w, shared}.run();
       }
     } else if (warp == 1) {
-      ForwardGates<Shape>{w.attention, shared, lane}.run();
+      ForwardKeyGates<Shape>{w.attention, shared, lane}.run();
+    } else if (warp == 2) {
+      ForwardRowGates<Shape>{w.attention, shared, lane}.run();
     } else {
-      inspect_values<Shape>(shared, static_cast<int>(p.window), p.prune > 0,
-                            static_cast<int>(threadIdx.x) - 64);
+      inspect_values<Shape>(shared, static_cast<int>(p.window), p.prune > 0, lane);
     }
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();

@@ -27,8 +27,7 @@ struct HopperForwardUnit {
 
 // Named barriers of a block (0 is __syncthreads').
 constexpr int kTurnBarrier = 1;  // to 3: a math warpgroup's turn to issue products
-constexpr int kInspectorBarrier = 4;
-constexpr int kMathBarrier = 5;
+constexpr int kMathBarrier = 4;
 
 /// A row of the forward kernel's table.
 struct HopperForwardTile {
@@ -49,7 +48,6 @@ struct HopperForwardShape {
   static constexpr int kPart = kKeys;
   static constexpr bool kPackEarly = kTile.pack_early;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kInspectors = 64;  // threads
   static constexpr int kQueryBytes = hopper::Panels<kRows>::bytes(kDim);
   static constexpr int kKeyBytes = hopper::Panels<kKeys>::bytes(kDim);
   // A multiprocessor has 65536 registers.
