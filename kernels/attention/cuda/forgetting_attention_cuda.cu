@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/hopper/select.cuh"
 #include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -280,9 +281,20 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
 template <class T>
 cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
                    const DeviceLimits& limits, cudaStream_t stream) {
+  if (work.params.forward.plan.tile == kHopperTile) {
+    return HopperBackwardUnit<T>::launch(work, gates, limits, stream);
+  }
   return work.params.forward.head_dim <= kLargestSmallHeadDim
              ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, gates, limits, stream)
              : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, gates, limits, stream);
+}
+
+/// Whether the device runs code for 9.0a, and this build has it.
+cudaError_t has_hopper_code(const DeviceLimits& limits, bool* has_code) {
+  int version = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<&clear_kernel>(&version));
+  *has_code = limits.major == 9 && version == 90;
+  return cudaSuccess;
 }
 
 /// What the host must know of the shapes that a plan's tile stands for.
@@ -293,6 +305,12 @@ struct TileNeeds {
 
 cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const DeviceLimits& limits,
                        TileNeeds* needs) {
+  if (tile == kHopperTile) {
+    return with_hopper_backward_tile(p.head_dim, [&]<HopperBackwardTile kTile>() {
+      *needs = {kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
+      return cudaSuccess;
+    });
+  }
   const auto look = [&]<class Shapes>() {
     using Keys = typename Shapes::Keys;
     *needs = {Keys::kRows, Keys::kDim,
@@ -341,7 +359,14 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  for (const int tile : {0, 1}) {
+  bool on_hopper = false;
+  if (hopper_backward_takes(params)) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(has_hopper_code(limits, &on_hopper));
+  }
+  for (const int tile : {kHopperTile, 0, 1}) {
+    if (tile == kHopperTile && !on_hopper) {
+      continue;
+    }
     TileNeeds needs;
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, tile, limits, &needs));
     if (needs.shared_bytes <= limits.shared_bytes) {
