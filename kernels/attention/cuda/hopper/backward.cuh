@@ -8,13 +8,18 @@
 //
 // A block takes 128 keys of one key/value head and iterates over the tiles of queries that see
 // them, of every query head that shares the keys. Two warpgroups of math have 64 keys each, with
-// their dk and dv in registers; P and dS go from accumulators straight into the left operand of dv
-// and dk. For dq, which both need whole, dS passes through shared memory.
+// their dk and dv in registers, and take a tile 64 queries at a time. P and dS go from accumulators
+// straight into the left operand of dv and dk. For dq, of which each warpgroup makes a half, dS of
+// both passes through shared memory.
 //
 // The producer's first warp fills the stages of Q and dO (queries_full, d_o_full), its second adds
 // what the queries' scores need (queries_full, too); a warp of math frees them when its products
 // have read them. ds_full says that all eight have written dS of a stage. It needs no barrier that
 // frees it: who writes a stage has waited for all to have written the one between.
+//
+// Products are under way beside everything else: dP beside the exponentials, dv beside dS, dk
+// beside the sums over rows, dq and the next S beside the additions of dq. 240 registers hold two
+// accumulators of scores at a time beside dk and dv: dq takes the place of dP, dS that of P.
 
 #include "kernels/attention/cuda/backward/query_gradients.cuh"
 #include "kernels/attention/cuda/hopper/backward_tiles.cuh"
@@ -30,22 +35,20 @@ struct HopperKeyGradients {
   using RowPanels = typename Shape::RowPanels;
   using Shared = HopperBackwardShared<Shape>;
   using KeyTile = HopperKeyTile<Shape>;
-  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows, kKeys = Shape::kKeys;
-  static constexpr int kScores = kRows / 8;  // groups of 8 queries
+  static constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kPart = Shape::kPart;
+  using Stats = HopperRowStats<Shape::kRows>;
   using DimProduct = hopper::Product<T, kDim>;
-  using RowProduct = hopper::Product<T, kRows>;
-  using DqProduct = hopper::Product<T, 64>;
-
-  using Scores = float[kScores][4];
-  using ScoreOperand = uint32_t[kRows / 16][4];  // scores in 16 bits, a left operand
+  using PartProduct = hopper::Product<T, kPart>;
+  using Scores = float[kPart / 8][4];            // of the part's queries
+  using ScoreOperand = uint32_t[kPart / 16][4];  // in 16 bits, a left operand
 
   int group, warp, lane;  // of the warpgroup; the warp within it
   float scale;
   float dk[kDim / 8][4], dv[kDim / 8][4];
   Scores s, dp;
-  float key_high[2], key_low[2];    // c_ref - c_j of the lane's keys
-  float key_sums[2];                // of dS
-  float row_sums[2 * kScores];      // of dS over the lane's two keys
+  float key_high[2], key_low[2];  // c_ref - c_j of the lane's keys
+  float key_sums[2];              // of dS
+  float row_sums[kPart / 4];      // of dS over the lane's two keys
 
   __device__ __forceinline__ HopperKeyGradients(const ForgettingAttentionParams& p, int thread)
       : group(thread / 128 - 1),
@@ -75,7 +78,7 @@ struct HopperKeyGradients {
     }
   }
 
-  /// d = keys rows^T: S^T of K and Q, dP^T of V and dO.
+  /// d = keys rows^T: S^T of K and Q, dP^T of V and dO. `rows`: of the part, as everywhere.
   __device__ __forceinline__ void multiply_scores(Scores& d, const unsigned char* keys,
                                                   const unsigned char* rows) {
     using hopper::Operand;
@@ -84,20 +87,19 @@ struct HopperKeyGradients {
     hopper::fence_products();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      RowProduct::shared(d, a.advance(step / 4 * KeyPanels::kPanelBytes + step % 4 * 32),
-                         b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), step > 0);
+      PartProduct::shared(d, a.advance(step / 4 * KeyPanels::kPanelBytes + step % 4 * 32),
+                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), step > 0);
     }
     hopper::commit_products();
   }
 
-  /// s = P, from S^T. `row`: of the tile's first query, its position less that of the tile's first
-  /// key.
-  __device__ __forceinline__ void compute_p(const HopperRowStats<kRows>& stats, bool is_edge,
+  /// s = P, from S^T. `column`: the lane's first query; `row`: the position of the part's first
+  /// query less that of the block's first key.
+  __device__ __forceinline__ void compute_p(const Stats& stats, int column, bool is_edge,
                                             PairMask mask, int row) {
-    const int column = lane % 4 * 2;
     if (!is_edge) {
 #pragma unroll
-      for (int n = 0; n < kScores; ++n) {
+      for (int n = 0; n < kPart / 8; ++n) {
         const float2 offset = *reinterpret_cast<const float2*>(stats.offset + 8 * n + column);
         s[n][0] = fmaf(s[n][0], scale, key_high[0] + offset.x);
         s[n][1] = fmaf(s[n][1], scale, key_high[0] + offset.y);
@@ -106,7 +108,7 @@ struct HopperKeyGradients {
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < kScores; ++n) {
+      for (int n = 0; n < kPart / 8; ++n) {
         const float2 high = read_pair(stats.gate_high + 8 * n + column);
         const float2 low = read_pair(stats.gate_low + 8 * n + column);
         const float2 lse = read_pair(stats.lse + 8 * n + column);
@@ -115,13 +117,13 @@ struct HopperKeyGradients {
           const float gate = (key_high[e / 2] + (e % 2 == 0 ? high.x : high.y)) +
                              (key_low[e / 2] + (e % 2 == 0 ? low.x : low.y));
           const float x = fmaf(s[n][e], scale, gate) - (e % 2 == 0 ? lse.x : lse.y);
-          const bool sees = mask.sees(row + 8 * n + column + e % 2, key() + e / 2 * 8);
+          const bool sees = mask.sees(row + 8 * n + lane % 4 * 2 + e % 2, key() + e / 2 * 8);
           s[n][e] = sees ? x : -INFINITY;
         }
       }
     }
 #pragma unroll
-    for (int n = 0; n < kScores; ++n) {
+    for (int n = 0; n < kPart / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         s[n][e] = exp2_approx(s[n][e]);
@@ -130,10 +132,9 @@ struct HopperKeyGradients {
   }
 
   /// dp = dS, with its sums.
-  __device__ __forceinline__ void compute_ds(const HopperRowStats<kRows>& stats) {
-    const int column = lane % 4 * 2;
+  __device__ __forceinline__ void compute_ds(const Stats& stats, int column) {
 #pragma unroll
-    for (int n = 0; n < kScores; ++n) {
+    for (int n = 0; n < kPart / 8; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(stats.delta + 8 * n + column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -148,7 +149,7 @@ struct HopperKeyGradients {
   /// P^T or dS^T as the left operand of a product.
   static __device__ __forceinline__ void pack(ScoreOperand& operand, const Scores& x) {
 #pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
+    for (int step = 0; step < kPart / 16; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         operand[step][2 * half] = pack_pair<T>(x[2 * step + half][0], x[2 * step + half][1]);
@@ -163,7 +164,7 @@ struct HopperKeyGradients {
     const unsigned to = shared_address(ds) + group * RowPanels::kPanelBytes +
                         row * hopper::kPanelRowBytes + ((piece ^ lane % 8) << 4);
 #pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
+    for (int step = 0; step < kPart / 16; ++step) {
       hopper::store_matrices_transposed(to + step * 16 * hopper::kPanelRowBytes, operand[step]);
     }
   }
@@ -175,15 +176,14 @@ struct HopperKeyGradients {
     const auto b = hopper::Operand::inner_rows(shared_address(rows), RowPanels::kPanelBytes);
     hopper::fence_products();
 #pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
+    for (int step = 0; step < kPart / 16; ++step) {
       DimProduct::template registers<true>(gradient, operand[step], b.advance(step * 2048));
     }
     hopper::commit_products();
   }
 
-  /// dq = dS K, 64 rows and columns of it.
-  __device__ __forceinline__ void multiply_dq(float (&dq)[8][4], const unsigned char* ds,
-                                              const unsigned char* keys) {
+  /// dq = dS K of the tile, 64 rows and columns of it, in the place of dp.
+  __device__ __forceinline__ void multiply_dq(const unsigned char* ds, const unsigned char* keys) {
     using hopper::Operand;
     const Operand a =
         Operand::rows_inner(shared_address(ds) + (Shape::kDqByRows ? group * (64 * 128) : 0));
@@ -193,48 +193,42 @@ struct HopperKeyGradients {
     hopper::fence_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      DqProduct::template shared<true>(
-          dq, a.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), b.advance(step * 2048),
+      PartProduct::template shared<true>(
+          dp, a.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), b.advance(step * 2048),
           step > 0);
     }
     hopper::commit_products();
   }
 
-  /// Adds the sums of dS over the warp's keys to those of the queries' rows; `rows` there are.
+  /// Adds the sums of dS over the warp's keys to those of the part's queries; `rows` there are.
   __device__ __forceinline__ void add_row_sums(float* to, int rows) {
-    // The eight lanes of a column halve the columns three times, each exchanging what the other
-    // keeps: a lane ends with two neighbours of every 64.
+    // The eight lanes of a column halve their columns three times, each passing on what the other
+    // keeps: a lane ends with two neighbours.
 #pragma unroll
     for (int mask = 16, count = 8; mask >= 4; mask /= 2, count /= 2) {
       const bool upper = (lane & mask) != 0;
 #pragma unroll
-      for (int part = 0; part < kRows / 64; ++part) {
-        float* const x = row_sums + 16 * part;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (i < count) {
-            const float kept = upper ? x[i + count] : x[i], sent = upper ? x[i] : x[i + count];
-            x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
-          }
+      for (int i = 0; i < 8; ++i) {
+        if (i < count) {
+          float (&x)[kPart / 4] = row_sums;
+          const float kept = upper ? x[i + count] : x[i], sent = upper ? x[i] : x[i + count];
+          x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
         }
       }
     }
 #pragma unroll
-    for (int part = 0; part < kRows / 64; ++part) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = 64 * part + 2 * lane + e;
-        if (row < rows) {
-          atomicAdd(to + row, row_sums[16 * part + e]);
-        }
+    for (int e = 0; e < 2; ++e) {
+      if (2 * lane + e < rows) {
+        atomicAdd(to + 2 * lane + e, row_sums[e]);
       }
     }
   }
 
   /// Stores a head's sums of dS over queries.
   __device__ __forceinline__ void store_key_sums(const KeyTile& at, int head) {
-    float* const to = at.w.column_sums + (at.keys.batch * at.p.heads + head) * at.p.key_layout.time +
-                      at.keys.start + at.first_key;
+    float* const to = at.w.column_sums +
+                      (at.keys.batch * at.p.heads + head) * at.p.key_layout.time + at.keys.start +
+                      at.first_key;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = quad_sum(key_sums[i]);
@@ -286,13 +280,14 @@ template <class Shape>
 __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Shape>& at,
                                                          HopperBackwardShared<Shape>& shared,
                                                          int thread) {
-  constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
+  constexpr int kRows = Shape::kRows, kPart = Shape::kPart;
+  constexpr int kPartBytes = kPart * hopper::kPanelRowBytes;
   const ForgettingAttentionParams& p = at.p;
   const PairMask mask{static_cast<int>(p.window)};
   using Math = HopperKeyGradients<Shape>;
   Math math(p, thread);
   HopperStage<Shape::kStages> stage;
-  const auto free = [&](uint64_t* barrier) {
+  const auto arrive = [&](uint64_t* barrier) {
     if (math.lane == 0) {
       mbarrier_arrive(barrier);
     }
@@ -303,58 +298,78 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
     const auto range = at.range(head);
     math.start_head(at, head);
     const int64_t rows = (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
-    float* dq_sums = at.w.dq_sums +
-                     ((first_tile_index(at.w.query_tiles, static_cast<int>(at.queries.index)) +
-                       int64_t{range.begin}) *
-                          p.heads +
-                      head) *
-                         (kRows * Shape::kDqColumns) +
+    float* const row_sums =
+        at.w.row_sums + (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
+    const int64_t first_tile =
+        first_tile_index(at.w.query_tiles, static_cast<int>(at.queries.index)) + range.begin;
+    float* dq_sums = at.w.dq_sums + (first_tile * p.heads + head) * (kRows * Shape::kDqColumns) +
                      (thread - 128) / 32 * 1024 + thread % 32 * 4;
-    if (!has_values && range.begin < range.end) {
-      has_values = true;
-      mbarrier_wait(&shared.values_full, 0);
+    if (range.begin < range.end) {
+      mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
+      math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+      if (!has_values) {
+        has_values = true;
+        mbarrier_wait(&shared.values_full, 0);
+      }
+      hopper::wait_for_products<0>();
+      hopper::keep(math.s);
     }
 #pragma unroll 1
     for (int tile = range.begin; tile < range.end; ++tile) {
       const int i = stage.index;
-      const int first = tile * kRows + at.shift;  // position of the tile's first query
-      const bool is_edge = first < at.first_key + kKeys - 1 ||
-                           (mask.window > 0 && at.first_key <= first + kRows - 1 - mask.window);
-      mbarrier_wait(&shared.queries_full[i], stage.parity);
-      math.multiply_scores(math.s, shared.keys, shared.queries[i]);
       mbarrier_wait(&shared.d_o_full[i], stage.parity);
-      math.multiply_scores(math.dp, shared.values, shared.d_o[i]);
-      hopper::wait_for_products<1>();  // S
-      hopper::keep(math.s);
-      math.compute_p(shared.stats[i], is_edge, mask, first - at.first_key);
-      typename Math::ScoreOperand p_operand, ds_operand;
-      math.pack(p_operand, math.s);
-      math.accumulate(math.dv, p_operand, shared.d_o[i]);
-      hopper::wait_for_products<1>();  // dP
-      hopper::keep(math.dp);
-      math.compute_ds(shared.stats[i]);
-      math.pack(ds_operand, math.dp);
-      math.store_ds(shared.ds[i], ds_operand);
-      hopper::fence_async_proxy();
-      __syncwarp();
-      free(&shared.ds_full[i]);
-      math.accumulate(math.dk, ds_operand, shared.queries[i]);
-      hopper::wait_for_products<1>();  // dv
-      math.add_row_sums(at.w.row_sums + rows + tile * kRows, at.queries.length - tile * kRows);
-
+#pragma unroll
+      for (int part = 0; part < Shape::kParts; ++part) {
+        const int row = tile * kRows + part * kPart;
+        const unsigned char* const queries = shared.queries[i] + part * kPartBytes;
+        const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
+        const int column = part * kPart + math.lane % 4 * 2;
+        typename Math::ScoreOperand operand;  // P, then dS
+        math.multiply_scores(math.dp, shared.values, d_o);
+        math.compute_p(shared.stats[i], column, at.is_edge(row), mask,
+                       row + at.shift - at.first_key);
+        math.pack(operand, math.s);
+        math.accumulate(math.dv, operand, d_o);
+        hopper::wait_for_products<1>();  // dP
+        hopper::keep(math.dp);
+        math.compute_ds(shared.stats[i], column);
+        hopper::wait_for_products<0>();  // dv
+        math.pack(operand, math.dp);
+        math.store_ds(shared.ds[i] + part * kPartBytes, operand);
+        const bool is_last = part == Shape::kParts - 1;
+        if (is_last) {
+          hopper::fence_async_proxy();
+          __syncwarp();
+          arrive(&shared.ds_full[i]);
+        }
+        math.accumulate(math.dk, operand, queries);
+        math.add_row_sums(row_sums + row, at.queries.length - row);
+        if (!is_last) {
+          math.multiply_scores(math.s, shared.keys, queries + kPartBytes);
+          hopper::wait_for_products<0>();
+          hopper::keep(math.s);
+        }
+      }
       mbarrier_wait(&shared.ds_full[i], stage.parity);
-      float dq[8][4];
-      math.multiply_dq(dq, shared.ds[i], shared.keys);
+      math.multiply_dq(shared.ds[i], shared.keys);
       stage.next();
-      hopper::wait_for_products<0>();  // dk, dq
-      hopper::keep(dq);
-      free(&shared.queries_free[i]);
-      free(&shared.d_o_free[i]);
+      if (tile + 1 < range.end) {
+        mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
+        math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+        hopper::wait_for_products<1>();  // dk, dq
+      } else {
+        hopper::wait_for_products<0>();
+      }
+      hopper::keep(math.dp);
+      arrive(&shared.queries_free[i]);
+      arrive(&shared.d_o_free[i]);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        add_four(dq_sums + 128 * j, dq[j]);
+        add_four(dq_sums + 128 * j, math.dp[j]);
       }
       dq_sums += p.heads * (kRows * Shape::kDqColumns);
+      hopper::wait_for_products<0>();  // the next S
+      hopper::keep(math.s);
     }
     math.store_key_sums(at, head);
   }

@@ -16,6 +16,8 @@ struct HopperBackwardShape {
   static constexpr int kDim = kTile.dim;
   static constexpr int kRows = kTile.queries;
   static constexpr int kKeys = 128;
+  static constexpr int kPart = 64;  // queries of a tile whose scores are in registers at a time
+  static constexpr int kParts = kRows / kPart;
   static constexpr int kStages = 2;  // of Q, dO and dS
   static constexpr int kMathWarps = 8;
   static constexpr int kThreads = 384;
@@ -38,9 +40,7 @@ struct HopperBackwardShape {
     static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
     struct QueryGradPart {
       static constexpr int kRowTiles = 1, kColumnTiles = 8;
-      static __device__ int row(int warp) {
-        return kDqByRows ? 16 * warp : warp % 4 * 16;
-      }
+      static __device__ int row(int warp) { return kDqByRows ? 16 * warp : warp % 4 * 16; }
       static __device__ int column(int warp) { return kDqByRows ? 0 : warp / 4 * 64; }
     };
   };
@@ -114,7 +114,7 @@ struct HopperKeyTile {
   const ForgettingAttentionParams& p;
   Sequence keys, queries;
   int key_head, first_key, tokens;
-  int shift;            // from a query to its position
+  int shift;                 // from a query to its position
   int first_head, end_head;  // query heads that share the keys
 
   __device__ HopperKeyTile(const TensorAttention& work, const TileAndHead& at)
@@ -132,6 +132,14 @@ struct HopperKeyTile {
   }
   __device__ int last_key() const { return first_key + tokens - 1; }
 
+  /// Whether not all of the block's keys are seen by all of the part's queries, from `row` on: the
+  /// diagonal, and the far end of the window.
+  __device__ bool is_edge(int row) const {
+    const int first = row + shift, window = static_cast<int>(p.window);
+    return first < first_key + kKeys - 1 ||
+           (window > 0 && first_key <= first + Shape::kPart - 1 - window);
+  }
+
   struct Range {
     int begin, end;
   };
@@ -145,9 +153,8 @@ struct HopperKeyTile {
       r.end = last_row < 0 ? 0 : min(r.end, last_row / kRows + 1);
     }
     if (p.prune > 0) {
-      const int64_t tile_index =
-          first_tile_index(w.extents.keys, static_cast<int>(keys.index)) +
-          last_key() / KeyExtents::kKeys;
+      const int64_t tile_index = first_tile_index(w.extents.keys, static_cast<int>(keys.index)) +
+                                 last_key() / KeyExtents::kKeys;
       r.end = min(r.end, (w.extents.ends[tile_index * p.heads + head] + kRows - 1) / kRows);
     }
     return r;

@@ -28,10 +28,8 @@ cudaError_t launch_hopper_backward(const TensorAttention& attention,
   };
   TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.q, p.layout, p.heads, Shape::kRows, &work.q));
   TIDEGATE_RETURN_IF_CUDA_ERROR(describe(params.d_o, p.layout, p.heads, Shape::kRows, &work.d_o));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      describe(p.k, p.key_layout, p.key_heads, Shape::kKeys, &work.k));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      describe(p.v, p.key_layout, p.key_heads, Shape::kKeys, &work.v));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.k, p.key_layout, p.key_heads, Shape::kKeys, &work.k));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.v, p.key_layout, p.key_heads, Shape::kKeys, &work.v));
 
   TensorAttention& w = work.attention;
   w.tiles = time_tiles(p.key_layout, Shape::kKeys);
@@ -49,11 +47,9 @@ template <class Data>
 cudaError_t HopperBackwardUnit<Data>::launch(const TensorAttention& work,
                                              const GateGradientChunks& gates,
                                              const DeviceLimits& limits, cudaStream_t stream) {
-  return with_hopper_backward_tile(
-      work.params.forward.head_dim, [&]<HopperBackwardTile kTile>() {
-        return launch_hopper_backward<HopperBackwardShape<Data, kTile>>(work, gates, limits,
-                                                                        stream);
-      });
+  return with_hopper_backward_tile(work.params.forward.head_dim, [&]<HopperBackwardTile kTile>() {
+    return launch_hopper_backward<HopperBackwardShape<Data, kTile>>(work, gates, limits, stream);
+  });
 }
 
 }  // namespace tidegate::kernels::attention

@@ -27,7 +27,7 @@ struct HopperBackwardTile {
 /// Calls f.template operator()<kTile>() with that of a head dimension up to 128.
 template <class F>
 cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
-  return dim <= 64   ? f.template operator()<HopperBackwardTile{64, 64}>()
+  return dim <= 64   ? f.template operator()<HopperBackwardTile{64, 128}>()
          : dim <= 96 ? f.template operator()<HopperBackwardTile{96, 64}>()
                      : f.template operator()<HopperBackwardTile{128, 64}>();
 }
