@@ -51,7 +51,7 @@ struct HopperKeyGradients {
   float row_sums[kPart / 4];      // of dS over the lane's two keys
 
   __device__ __forceinline__ HopperKeyGradients(const ForgettingAttentionParams& p, int thread)
-      : group(thread / 128 - 1),
+      : group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)),  // known to be the same for a warp
         warp(thread % 128 / 32),
         lane(thread % 32),
         scale(static_cast<float>(p.scale) * kLog2E) {

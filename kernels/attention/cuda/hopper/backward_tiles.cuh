@@ -21,7 +21,7 @@ struct HopperBackwardShape {
   static constexpr int kStages = 2;  // of Q, dO and dS
   static constexpr int kMathWarps = 8;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = 32, kMathRegisters = 240;  // of a thread
+  static constexpr int kProducerRegisters = 24, kMathRegisters = 240;  // of a thread
 
   using KeyPanels = hopper::Panels<kKeys>;
   using RowPanels = hopper::Panels<kRows>;
