@@ -1,4 +1,10 @@
 #pragma once
+#ifndef INIT_DP
+#define INIT_DP 0
+#endif
+#ifndef INIT_S
+#define INIT_S 0
+#endif
 
 // dk, dv and, by additions, dq on Hopper: the five products of backward/key_gradient_kernel.cuh by
 // wgmma, with S and dP transposed, rows of keys:
@@ -80,7 +86,7 @@ struct HopperKeyGradients {
 
   /// d = keys rows^T: S^T of K and Q, dP^T of V and dO. `rows`: of the part, as everywhere.
   __device__ __forceinline__ void multiply_scores(Scores& d, const unsigned char* keys,
-                                                  const unsigned char* rows) {
+                                                  const unsigned char* rows, bool started = false) {
     using hopper::Operand;
     const Operand a = Operand::rows_inner(shared_address(keys) + group * (64 * 128));
     const Operand b = Operand::rows_inner(shared_address(rows));
@@ -88,11 +94,21 @@ struct HopperKeyGradients {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       PartProduct::shared(d, a.advance(step / 4 * KeyPanels::kPanelBytes + step % 4 * 32),
-                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), step > 0);
+                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), started || step > 0);
     }
     hopper::commit_products();
   }
 
+  __device__ __forceinline__ void start(Scores& d, const float4* from) {
+#pragma unroll
+    for (int n = 0; n < kPart / 8; ++n) {
+      const float4 x = from[4 * n + lane % 4];
+      d[n][0] = x.x;
+      d[n][1] = x.y;
+      d[n][2] = x.z;
+      d[n][3] = x.w;
+    }
+  }
   /// s = P, from S^T. `column`: the lane's first query; `row`: the position of the part's first
   /// query less that of the block's first key.
   __device__ __forceinline__ void compute_p(const Stats& stats, int column, bool is_edge,
@@ -100,6 +116,13 @@ struct HopperKeyGradients {
     if (!is_edge) {
 #pragma unroll
       for (int n = 0; n < kPart / 8; ++n) {
+        if (INIT_S) {
+          s[n][0] = fmaf(s[n][0], scale, key_high[0]);
+          s[n][1] = fmaf(s[n][1], scale, key_high[0]);
+          s[n][2] = fmaf(s[n][2], scale, key_high[1]);
+          s[n][3] = fmaf(s[n][3], scale, key_high[1]);
+          continue;
+        }
         const float2 offset = *reinterpret_cast<const float2*>(stats.offset + 8 * n + column);
         s[n][0] = fmaf(s[n][0], scale, key_high[0] + offset.x);
         s[n][1] = fmaf(s[n][1], scale, key_high[0] + offset.y);
@@ -135,10 +158,10 @@ struct HopperKeyGradients {
   __device__ __forceinline__ void compute_ds(const Stats& stats, int column) {
 #pragma unroll
     for (int n = 0; n < kPart / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(stats.delta + 8 * n + column);
+      const float2 delta = INIT_DP ? make_float2(0, 0) : *reinterpret_cast<const float2*>(stats.delta + 8 * n + column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        dp[n][e] = s[n][e] * (dp[n][e] + (e % 2 == 0 ? delta.x : delta.y));
+        dp[n][e] = s[n][e] * (INIT_DP ? dp[n][e] : dp[n][e] + (e % 2 == 0 ? delta.x : delta.y));
         key_sums[e / 2] += dp[n][e];
       }
       row_sums[2 * n] = dp[n][0] + dp[n][2];
@@ -306,7 +329,8 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
                      (thread - 128) / 32 * 1024 + thread % 32 * 4;
     if (range.begin < range.end) {
       mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-      math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+      if (INIT_S) math.start(math.s, shared.stats[stage.index].start_s);
+      math.multiply_scores(math.s, shared.keys, shared.queries[stage.index], INIT_S);
       if (!has_values) {
         has_values = true;
         mbarrier_wait(&shared.values_full, 0);
@@ -325,7 +349,8 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
         const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
         const int column = part * kPart + math.lane % 4 * 2;
         typename Math::ScoreOperand operand;  // P, then dS
-        math.multiply_scores(math.dp, shared.values, d_o);
+        if (INIT_DP) math.start(math.dp, shared.stats[i].start_dp + part * kPart / 2);
+        math.multiply_scores(math.dp, shared.values, d_o, INIT_DP);
         math.compute_p(shared.stats[i], column, at.is_edge(row), mask,
                        row + at.shift - at.first_key);
         math.pack(operand, math.s);
@@ -343,9 +368,12 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
           arrive(&shared.ds_full[i]);
         }
         math.accumulate(math.dk, operand, queries);
+#ifndef NOROW
         math.add_row_sums(row_sums + row, at.queries.length - row);
+#endif
         if (!is_last) {
-          math.multiply_scores(math.s, shared.keys, queries + kPartBytes);
+          if (INIT_S) math.start(math.s, shared.stats[i].start_s + (part + 1) * kPart / 2);
+          math.multiply_scores(math.s, shared.keys, queries + kPartBytes, INIT_S);
           hopper::wait_for_products<0>();
           hopper::keep(math.s);
         }
@@ -355,7 +383,8 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
       stage.next();
       if (tile + 1 < range.end) {
         mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-        math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+        if (INIT_S) math.start(math.s, shared.stats[stage.index].start_s);
+        math.multiply_scores(math.s, shared.keys, shared.queries[stage.index], INIT_S);
         hopper::wait_for_products<1>();  // dk, dq
       } else {
         hopper::wait_for_products<0>();
@@ -365,7 +394,9 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
       arrive(&shared.d_o_free[i]);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
+#ifndef NORED
         add_four(dq_sums + 128 * j, math.dp[j]);
+#endif
       }
       dq_sums += p.heads * (kRows * Shape::kDqColumns);
       hopper::wait_for_products<0>();  // the next S

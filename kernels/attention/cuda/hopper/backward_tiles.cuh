@@ -50,6 +50,7 @@ struct HopperBackwardShape {
 /// dlse - delta; and for edge tiles c_i - c_ref, high and low parts, and lse_i.
 template <int kRows>
 struct HopperRowStats {
+  float4 start_s[kRows / 2], start_dp[kRows / 2];
   float offset[kRows];
   float delta[kRows];
   float gate_high[kRows];
@@ -237,6 +238,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
                                       HopperBackwardShared<Shape>& shared, int lane) {
   constexpr int kRows = Shape::kRows;
   const ForgettingAttentionParams& p = at.p;
+  const float inverse_scale = 1 / (static_cast<float>(p.scale) * kLog2E);
   HopperStage<Shape::kStages> stage;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
@@ -263,6 +265,12 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         write_row_stats<1>(x, rows[i], reference);
         stats.offset[row] = x[0] - x[2];
         stats.delta[row] = x[3];
+        const int first = tile * kRows + row / Shape::kPart * Shape::kPart;
+        const float start = at.is_edge(first) ? 0.0f : (x[0] - x[2]) * inverse_scale;
+        float* const start_s = reinterpret_cast<float*>(stats.start_s + row / 2) + row % 2;
+        float* const start_dp = reinterpret_cast<float*>(stats.start_dp + row / 2) + row % 2;
+        start_s[0] = start_s[2] = start;
+        start_dp[0] = start_dp[2] = x[3];
         stats.gate_high[row] = x[0];
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
