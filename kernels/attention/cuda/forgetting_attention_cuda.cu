@@ -299,6 +299,7 @@ cudaError_t has_hopper_code(const DeviceLimits& limits, bool* has_code) {
 
 /// What the host must know of the shapes that a plan's tile stands for.
 struct TileNeeds {
+  bool adds = false;           // dq by additions
   int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
   int shared_bytes = 0;       // of a block
 };
@@ -307,13 +308,13 @@ cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const Devic
                        TileNeeds* needs) {
   if (tile == kHopperTile) {
     return with_hopper_backward_tile(p.head_dim, [&]<HopperBackwardTile kTile>() {
-      *needs = {kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
+      *needs = {true, kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
       return cudaSuccess;
     });
   }
   const auto look = [&]<class Shapes>() {
     using Keys = typename Shapes::Keys;
-    *needs = {Keys::kRows, Keys::kDim,
+    *needs = {!p.deterministic, Keys::kRows, Keys::kDim,
               std::max(Keys::shared_bytes(limits), Shapes::Queries::kSharedBytes)};
     return cudaSuccess;
   };
@@ -371,7 +372,7 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, tile, limits, &needs));
     if (needs.shared_bytes <= limits.shared_bytes) {
       *plan = {.path = AttentionPath::kTensorCore, .tile = tile};
-      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns).bytes;
+      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns, needs.adds).bytes;
       return cudaSuccess;
     }
   }
@@ -384,7 +385,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   TileNeeds needs;
   TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, p.plan.tile, limits, &needs));
-  const BackwardWorkspace workspace(p, needs.rows, needs.columns);
+  const BackwardWorkspace workspace(p, needs.rows, needs.columns, needs.adds);
 
   TensorAttention work;
   work.params = params;
@@ -394,6 +395,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.row_sums = workspace.row_sums;
   work.column_sums = workspace.column_sums;
   work.dq_sums = workspace.dq_sums;
+  work.turns = workspace.turns;
   const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
   TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
   if (p.prune > 0) {

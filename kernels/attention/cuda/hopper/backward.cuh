@@ -1,9 +1,9 @@
 #pragma once
 #ifndef INIT_DP
-#define INIT_DP 0
+#define INIT_DP 1
 #endif
 #ifndef INIT_S
-#define INIT_S 0
+#define INIT_S 1
 #endif
 
 // dk, dv and, by additions, dq on Hopper: the five products of backward/key_gradient_kernel.cuh by
@@ -94,7 +94,8 @@ struct HopperKeyGradients {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       PartProduct::shared(d, a.advance(step / 4 * KeyPanels::kPanelBytes + step % 4 * 32),
-                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), started || step > 0);
+                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32),
+                          started || step > 0);
     }
     hopper::commit_products();
   }
@@ -158,7 +159,8 @@ struct HopperKeyGradients {
   __device__ __forceinline__ void compute_ds(const Stats& stats, int column) {
 #pragma unroll
     for (int n = 0; n < kPart / 8; ++n) {
-      const float2 delta = INIT_DP ? make_float2(0, 0) : *reinterpret_cast<const float2*>(stats.delta + 8 * n + column);
+      const float2 delta = INIT_DP ? make_float2(0, 0)
+                                   : *reinterpret_cast<const float2*>(stats.delta + 8 * n + column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         dp[n][e] = s[n][e] * (INIT_DP ? dp[n][e] : dp[n][e] + (e % 2 == 0 ? delta.x : delta.y));
@@ -223,8 +225,8 @@ struct HopperKeyGradients {
     hopper::commit_products();
   }
 
-  /// Adds the sums of dS over the warp's keys to those of the part's queries; `rows` there are.
-  __device__ __forceinline__ void add_row_sums(float* to, int rows) {
+  /// Sums of dS over the warp's keys, of the part's queries.
+  __device__ __forceinline__ void store_row_sums(float* to) {
     // The eight lanes of a column halve their columns three times, each passing on what the other
     // keeps: a lane ends with two neighbours.
 #pragma unroll
@@ -239,11 +241,15 @@ struct HopperKeyGradients {
         }
       }
     }
+    *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(row_sums[0], row_sums[1]);
+  }
+
+  /// dq's half, in the order in which the warps hold it: see convert_dq_kernel.
+  __device__ __forceinline__ void store_dq(float* to) const {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (2 * lane + e < rows) {
-        atomicAdd(to + 2 * lane + e, row_sums[e]);
-      }
+    for (int j = 0; j < kPart / 8; ++j) {
+      *reinterpret_cast<float4*>(to + ((4 * group + warp) * 8 + j) * 128 + 4 * lane) =
+          make_float4(dp[j][0], dp[j][1], dp[j][2], dp[j][3]);
     }
   }
 
@@ -317,16 +323,10 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
   };
   mbarrier_wait(&shared.keys_full, 0);
   bool has_values = false;
+  int dq_parity = 0;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     math.start_head(at, head);
-    const int64_t rows = (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
-    float* const row_sums =
-        at.w.row_sums + (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
-    const int64_t first_tile =
-        first_tile_index(at.w.query_tiles, static_cast<int>(at.queries.index)) + range.begin;
-    float* dq_sums = at.w.dq_sums + (first_tile * p.heads + head) * (kRows * Shape::kDqColumns) +
-                     (thread - 128) / 32 * 1024 + thread % 32 * 4;
     if (range.begin < range.end) {
       mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
       if (INIT_S) math.start(math.s, shared.stats[stage.index].start_s);
@@ -368,9 +368,7 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
           arrive(&shared.ds_full[i]);
         }
         math.accumulate(math.dk, operand, queries);
-#ifndef NOROW
-        math.add_row_sums(row_sums + row, at.queries.length - row);
-#endif
+        math.store_row_sums(shared.row_sums[i][4 * math.group + math.warp] + part * kPart);
         if (!is_last) {
           if (INIT_S) math.start(math.s, shared.stats[i].start_s + (part + 1) * kPart / 2);
           math.multiply_scores(math.s, shared.keys, queries + kPartBytes, INIT_S);
@@ -392,13 +390,12 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
       hopper::keep(math.dp);
       arrive(&shared.queries_free[i]);
       arrive(&shared.d_o_free[i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-#ifndef NORED
-        add_four(dq_sums + 128 * j, math.dp[j]);
-#endif
-      }
-      dq_sums += p.heads * (kRows * Shape::kDqColumns);
+      mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
+      math.store_dq(shared.dq);
+      hopper::fence_async_proxy();
+      __syncwarp();
+      arrive(&shared.dq_full);
+      dq_parity ^= 1;
       hopper::wait_for_products<0>();  // the next S
       hopper::keep(math.s);
     }
@@ -417,15 +414,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char bytes[];
   auto& shared = HopperBackwardShared<Shape>::at(bytes);
   const TensorAttention& w = work.attention;
-  const TileAndHead place(w.tiles, w.params.forward.key_heads, w.side_by_side, blockIdx.x, false);
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool ordered = w.turns != nullptr;
+  if (thread == 0) {
+    shared.init_barriers();
+    // Who waits for turns must have been started after those it waits for.
+    shared.block = ordered ? atomicAdd(w.turns, 1) : static_cast<int>(blockIdx.x);
+  }
+  __syncthreads();
+  const TileAndHead place(w.tiles, w.params.forward.key_heads, w.side_by_side,
+                          static_cast<unsigned>(shared.block), ordered);
   if (place.tile.tokens == 0) {
     return;
   }
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    shared.init_barriers();
-  }
-  __syncthreads();
   const HopperKeyTile<Shape> at(w, place);
   if (thread < 128) {
     hopper::release_registers<Shape::kProducerRegisters>();
@@ -433,6 +434,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       load_tiles(work, at, shared, thread);
     } else if (thread < 64) {
       load_row_stats(at, shared, thread - 32);
+    } else if (thread < 96) {
+      add_query_sums(at, shared, thread - 64);
     }
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();

@@ -3,6 +3,7 @@
 // What the blocks of the Hopper backward kernel are made of: its shape, its shared memory with the
 // barriers, which tiles of queries see its keys, and how the producer's warps bring them.
 
+#include "kernels/attention/cuda/backward/query_gradients.cuh"
 #include "kernels/attention/cuda/backward/tiles.cuh"
 #include "kernels/attention/cuda/hopper/select.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -66,11 +67,16 @@ struct HopperBackwardShared {
   alignas(1024) unsigned char queries[kStages][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[kStages][Shape::kRowBytes];
   alignas(1024) unsigned char ds[kStages][Shape::kScoreBytes];
+  alignas(
+      128) float dq[Shape::kRows * Shape::kDqColumns];  // of a tile, as convert_dq_kernel has it
   HopperRowStats<Shape::kRows> stats[kStages];
-  uint64_t keys_full, values_full;                        // once
-  uint64_t queries_full[kStages], queries_free[kStages];  // with stats
+  float row_sums[kStages][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
+  int block;                                                 // which of the launch's
+  uint64_t keys_full, values_full;                           // once
+  uint64_t queries_full[kStages], queries_free[kStages];     // with stats
   uint64_t d_o_full[kStages], d_o_free[kStages];
   uint64_t ds_full[kStages];
+  uint64_t dq_full, dq_free;  // with row_sums
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
@@ -79,6 +85,8 @@ struct HopperBackwardShared {
   __device__ void init_barriers() {
     mbarrier_init(&keys_full, 1);
     mbarrier_init(&values_full, 1);
+    mbarrier_init(&dq_full, Shape::kMathWarps);
+    mbarrier_init(&dq_free, 1);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&queries_full[i], 2);  // the warp that loads them, that of their stats
       mbarrier_init(&d_o_full[i], 1);
@@ -141,6 +149,12 @@ struct HopperKeyTile {
            (window > 0 && first_key <= first + Shape::kPart - 1 - window);
   }
 
+  /// How many blocks add to a tile of queries before this one: those of later keys.
+  __device__ int turn(int tile) const {
+    const int last = min((tile + 1) * kRows, queries.length) - 1 + shift;
+    return last / kKeys - first_key / kKeys;
+  }
+
   struct Range {
     int begin, end;
   };
@@ -199,6 +213,18 @@ __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* ma
     }
   }
   __syncwarp();
+}
+
+/// Waits until `turn` blocks have ended their turns at a tile of queries, and sees what they added.
+__device__ inline void wait_for_turn(const int* turns, int turn) {
+  int ended = 0;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
+  } while (ended != turn);
+}
+__device__ inline void end_turn(int* turns) {
+  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns)
+               : "memory");
 }
 
 /// The producer's first warp: the block's keys and values, then every tile of Q and dO.
@@ -281,6 +307,70 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
       }
     }
   }
+}
+
+/// The producer's third warp: adds what the warps of math have made of a tile of queries, its dq
+/// and its sums of dS over keys, to the sums in device memory. In an ordered pass a tile of queries
+/// gets the additions of the last keys that see it first, and so on: the same bits from run to run.
+template <class Shape>
+__device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
+                                      HopperBackwardShared<Shape>& shared, int lane) {
+#if TIDEGATE_HOPPER_CODE
+  constexpr int kRows = Shape::kRows, kTileFloats = kRows * Shape::kDqColumns;
+  const ForgettingAttentionParams& p = at.p;
+  const TensorAttention& w = at.w;
+  int stage = 0, parity = 0;
+  for (int head = at.first_head; head < at.end_head; ++head) {
+    const auto range = at.range(head);
+    int64_t tile_index = (first_tile_index(w.query_tiles, static_cast<int>(at.queries.index)) +
+                          int64_t{range.begin}) *
+                             p.heads +
+                         head;
+    float* const row_sums =
+        w.row_sums + (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
+    for (int tile = range.begin; tile < range.end; ++tile, tile_index += p.heads) {
+      mbarrier_wait(&shared.dq_full, parity);
+      if (w.turns != nullptr) {
+        if (lane == 0) {
+          wait_for_turn(w.turns + 1 + tile_index, at.turn(tile));
+        }
+        __syncwarp();
+      }
+      if (lane == 0) {
+        add_bulk<kTileFloats* int{sizeof(float)}>(w.dq_sums + tile_index * kTileFloats, shared.dq);
+      }
+#pragma unroll 1
+      for (int row = lane; row < kRows; row += 32) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < Shape::kMathWarps; ++i) {
+          sum += shared.row_sums[stage][i][row];
+        }
+        if (tile * kRows + row < at.queries.length) {
+          atomicAdd(row_sums + tile * kRows + row, sum);
+        }
+      }
+      if (w.turns != nullptr) {
+        __threadfence();
+      }
+      __syncwarp();
+      if (lane == 0) {
+        wait_for_bulk_reads();
+        mbarrier_arrive(&shared.dq_free);
+        if (w.turns != nullptr) {
+          wait_for_bulk_additions();
+          end_turn(w.turns + 1 + tile_index);
+        }
+      }
+      __syncwarp();
+      stage ^= 1;
+      parity ^= 1;
+    }
+  }
+  if (lane == 0) {
+    wait_for_bulk_additions();
+  }
+#endif
 }
 
 }  // namespace tidegate::kernels::attention

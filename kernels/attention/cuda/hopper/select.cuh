@@ -47,13 +47,12 @@ inline bool repeats_rows(const HeadSeries& t, const SequenceLayout& layout, int6
 }
 
 /// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
-///   - a deterministic pass: this kernel adds dq up in any order;
 ///   - a pass that prunes: short-range heads are better off in smaller tiles;
 ///   - a head dimension above 128: dk and dv of 128 keys do not fit the registers;
 ///   - tensors that repeat rows.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
-  return !p.deterministic && p.prune == 0 && p.head_dim <= 128 && p.layout.time > 0 &&
+  return p.prune == 0 && p.head_dim <= 128 && p.layout.time > 0 &&
          !repeats_rows(p.q, p.layout, p.heads) && !repeats_rows(params.d_o, p.layout, p.heads) &&
          !repeats_rows(p.k, p.key_layout, p.key_heads) &&
          !repeats_rows(p.v, p.key_layout, p.key_heads);
