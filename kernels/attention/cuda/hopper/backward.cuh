@@ -1,10 +1,4 @@
 #pragma once
-#ifndef INIT_DP
-#define INIT_DP 1
-#endif
-#ifndef INIT_S
-#define INIT_S 1
-#endif
 
 // dk, dv and, by additions, dq on Hopper: the five products of backward/key_gradient_kernel.cuh by
 // wgmma, with S and dP transposed, rows of keys:
@@ -59,7 +53,7 @@ struct HopperKeyGradients {
   __device__ __forceinline__ HopperKeyGradients(const ForgettingAttentionParams& p, int thread)
       : group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)),  // known to be the same for a warp
         warp(thread % 128 / 32),
-        lane(thread % 32),
+        lane(__shfl_sync(0xffffffffu, thread % 32, thread % 32)),
         scale(static_cast<float>(p.scale) * kLog2E) {
 #pragma unroll
     for (int j = 0; j < kDim / 8; ++j) {
@@ -84,9 +78,9 @@ struct HopperKeyGradients {
     }
   }
 
-  /// d = keys rows^T: S^T of K and Q, dP^T of V and dO. `rows`: of the part, as everywhere.
+  /// d += keys rows^T: S^T of K and Q, dP^T of V and dO. `rows`: of the part, as everywhere.
   __device__ __forceinline__ void multiply_scores(Scores& d, const unsigned char* keys,
-                                                  const unsigned char* rows, bool started = false) {
+                                                  const unsigned char* rows) {
     using hopper::Operand;
     const Operand a = Operand::rows_inner(shared_address(keys) + group * (64 * 128));
     const Operand b = Operand::rows_inner(shared_address(rows));
@@ -94,22 +88,21 @@ struct HopperKeyGradients {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       PartProduct::shared(d, a.advance(step / 4 * KeyPanels::kPanelBytes + step % 4 * 32),
-                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32),
-                          started || step > 0);
+                          b.advance(step / 4 * RowPanels::kPanelBytes + step % 4 * 32), true);
     }
     hopper::commit_products();
   }
 
-  __device__ __forceinline__ void start(Scores& d, const float4* from) {
+  /// What S^T or dP^T start from, which is the same for all keys: two columns in four elements.
+  __device__ __forceinline__ void start(Scores& d, const float* from) const {
 #pragma unroll
     for (int n = 0; n < kPart / 8; ++n) {
-      const float4 x = from[4 * n + lane % 4];
-      d[n][0] = x.x;
-      d[n][1] = x.y;
-      d[n][2] = x.z;
-      d[n][3] = x.w;
+      const float2 x = *reinterpret_cast<const float2*>(from + 8 * n + lane % 4 * 2);
+      d[n][0] = d[n][2] = x.x;
+      d[n][1] = d[n][3] = x.y;
     }
   }
+
   /// s = P, from S^T. `column`: the lane's first query; `row`: the position of the part's first
   /// query less that of the block's first key.
   __device__ __forceinline__ void compute_p(const Stats& stats, int column, bool is_edge,
@@ -117,18 +110,10 @@ struct HopperKeyGradients {
     if (!is_edge) {
 #pragma unroll
       for (int n = 0; n < kPart / 8; ++n) {
-        if (INIT_S) {
-          s[n][0] = fmaf(s[n][0], scale, key_high[0]);
-          s[n][1] = fmaf(s[n][1], scale, key_high[0]);
-          s[n][2] = fmaf(s[n][2], scale, key_high[1]);
-          s[n][3] = fmaf(s[n][3], scale, key_high[1]);
-          continue;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[n][e] = fmaf(s[n][e], scale, key_high[e / 2]);
         }
-        const float2 offset = *reinterpret_cast<const float2*>(stats.offset + 8 * n + column);
-        s[n][0] = fmaf(s[n][0], scale, key_high[0] + offset.x);
-        s[n][1] = fmaf(s[n][1], scale, key_high[0] + offset.y);
-        s[n][2] = fmaf(s[n][2], scale, key_high[1] + offset.x);
-        s[n][3] = fmaf(s[n][3], scale, key_high[1] + offset.y);
       }
     } else {
 #pragma unroll
@@ -156,14 +141,12 @@ struct HopperKeyGradients {
   }
 
   /// dp = dS, with its sums.
-  __device__ __forceinline__ void compute_ds(const Stats& stats, int column) {
+  __device__ __forceinline__ void compute_ds() {
 #pragma unroll
     for (int n = 0; n < kPart / 8; ++n) {
-      const float2 delta = INIT_DP ? make_float2(0, 0)
-                                   : *reinterpret_cast<const float2*>(stats.delta + 8 * n + column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        dp[n][e] = s[n][e] * (INIT_DP ? dp[n][e] : dp[n][e] + (e % 2 == 0 ? delta.x : delta.y));
+        dp[n][e] *= s[n][e];
         key_sums[e / 2] += dp[n][e];
       }
       row_sums[2 * n] = dp[n][0] + dp[n][2];
@@ -329,8 +312,8 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
     math.start_head(at, head);
     if (range.begin < range.end) {
       mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-      if (INIT_S) math.start(math.s, shared.stats[stage.index].start_s);
-      math.multiply_scores(math.s, shared.keys, shared.queries[stage.index], INIT_S);
+      math.start(math.s, shared.stats[stage.index].start_s);
+      math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
       if (!has_values) {
         has_values = true;
         mbarrier_wait(&shared.values_full, 0);
@@ -349,15 +332,15 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
         const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
         const int column = part * kPart + math.lane % 4 * 2;
         typename Math::ScoreOperand operand;  // P, then dS
-        if (INIT_DP) math.start(math.dp, shared.stats[i].start_dp + part * kPart / 2);
-        math.multiply_scores(math.dp, shared.values, d_o, INIT_DP);
+        math.start(math.dp, shared.stats[i].start_dp + part * kPart);
+        math.multiply_scores(math.dp, shared.values, d_o);
         math.compute_p(shared.stats[i], column, at.is_edge(row), mask,
                        row + at.shift - at.first_key);
         math.pack(operand, math.s);
         math.accumulate(math.dv, operand, d_o);
         hopper::wait_for_products<1>();  // dP
         hopper::keep(math.dp);
-        math.compute_ds(shared.stats[i], column);
+        math.compute_ds();
         hopper::wait_for_products<0>();  // dv
         math.pack(operand, math.dp);
         math.store_ds(shared.ds[i] + part * kPartBytes, operand);
@@ -370,19 +353,23 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
         math.accumulate(math.dk, operand, queries);
         math.store_row_sums(shared.row_sums[i][4 * math.group + math.warp] + part * kPart);
         if (!is_last) {
-          if (INIT_S) math.start(math.s, shared.stats[i].start_s + (part + 1) * kPart / 2);
-          math.multiply_scores(math.s, shared.keys, queries + kPartBytes, INIT_S);
+          math.start(math.s, shared.stats[i].start_s + (part + 1) * kPart);
+          math.multiply_scores(math.s, shared.keys, queries + kPartBytes);
           hopper::wait_for_products<0>();
           hopper::keep(math.s);
         }
       }
-      mbarrier_wait(&shared.ds_full[i], stage.parity);
-      math.multiply_dq(shared.ds[i], shared.keys);
+      const int parity = stage.parity;
+      const bool more = tile + 1 < range.end;
       stage.next();
-      if (tile + 1 < range.end) {
+      if (more) {
         mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-        if (INIT_S) math.start(math.s, shared.stats[stage.index].start_s);
-        math.multiply_scores(math.s, shared.keys, shared.queries[stage.index], INIT_S);
+      }
+      mbarrier_wait(&shared.ds_full[i], parity);
+      math.multiply_dq(shared.ds[i], shared.keys);
+      if (more) {
+        math.start(math.s, shared.stats[stage.index].start_s);
+        math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
         hopper::wait_for_products<1>();  // dk, dq
       } else {
         hopper::wait_for_products<0>();

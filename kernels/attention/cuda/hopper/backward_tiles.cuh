@@ -47,16 +47,13 @@ struct HopperBackwardShape {
   };
 };
 
-/// What a tile of queries brings beside Q: of each query, in units of log2, c_i - c_ref - lse_i;
-/// dlse - delta; and for edge tiles c_i - c_ref, high and low parts, and lse_i.
+/// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
+/// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
+/// and for edges, in units of log2, c_i - c_ref, high and low parts, and lse_i.
 template <int kRows>
 struct HopperRowStats {
-  float4 start_s[kRows / 2], start_dp[kRows / 2];
-  float offset[kRows];
-  float delta[kRows];
-  float gate_high[kRows];
-  float gate_low[kRows];
-  float lse[kRows];
+  float start_s[kRows], start_dp[kRows];
+  float gate_high[kRows], gate_low[kRows], lse[kRows];
 };
 
 template <class Shape>
@@ -289,14 +286,9 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         const int row = 32 * i + lane;
         float x[4];
         write_row_stats<1>(x, rows[i], reference);
-        stats.offset[row] = x[0] - x[2];
-        stats.delta[row] = x[3];
-        const int first = tile * kRows + row / Shape::kPart * Shape::kPart;
-        const float start = at.is_edge(first) ? 0.0f : (x[0] - x[2]) * inverse_scale;
-        float* const start_s = reinterpret_cast<float*>(stats.start_s + row / 2) + row % 2;
-        float* const start_dp = reinterpret_cast<float*>(stats.start_dp + row / 2) + row % 2;
-        start_s[0] = start_s[2] = start;
-        start_dp[0] = start_dp[2] = x[3];
+        const bool is_edge = at.is_edge(tile * kRows + row / Shape::kPart * Shape::kPart);
+        stats.start_s[row] = is_edge ? 0.0f : (x[0] - x[2]) * inverse_scale;
+        stats.start_dp[row] = x[3];
         stats.gate_high[row] = x[0];
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
