@@ -38,10 +38,10 @@ __device__ inline void fence_barrier_init() {
 /// (mbarrier.arrive.expect_tx).
 __device__ inline void arrive_expecting(uint64_t* barrier, int bytes) {
 #if TIDEGATE_HOPPER_CODE
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 
@@ -51,6 +51,14 @@ __device__ inline void fence_async_proxy() {
 #if TIDEGATE_HOPPER_CODE
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
+}
+
+/// Arrives once for the warp, after all its lanes have come here. `lane`: the caller's.
+__device__ inline void arrive_from(uint64_t* barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) {
+    mbarrier_arrive(barrier);
+  }
 }
 
 /// Waits until `threads` threads have come to barrier `id` of the block, 1 to 15 (bar.sync).
@@ -166,6 +174,26 @@ __device__ __forceinline__ void keep(float (&d)[kCount][4]) {
     for (int e = 0; e < 4; ++e) {
       asm volatile("" : "+f"(d[j][e])::"memory");
     }
+  }
+}
+
+/// Transposes four by four: lane `part` of four neighbouring ones gets x[part] of each of them.
+__device__ inline void transpose_quad(uint32_t (&x)[4], int part) {
+  // Pairs of lanes, then pairs of pairs, exchange what lies off the diagonal.
+  const bool odd = part & 1, high = part & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t sent = odd ? x[i] : x[i + 1];
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, sent, 1);
+    x[i] = odd ? got : x[i];
+    x[i + 1] = odd ? x[i + 1] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t sent = high ? x[i] : x[i + 2];
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, sent, 2);
+    x[i] = high ? got : x[i];
+    x[i + 2] = high ? x[i + 2] : got;
   }
 }
 

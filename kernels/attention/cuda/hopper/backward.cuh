@@ -53,7 +53,7 @@ struct HopperKeyGradients {
   __device__ __forceinline__ HopperKeyGradients(const ForgettingAttentionParams& p, int thread)
       : group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)),  // known to be the same for a warp
         warp(thread % 128 / 32),
-        lane(__shfl_sync(0xffffffffu, thread % 32, thread % 32)),
+        lane(thread % 32),
         scale(static_cast<float>(p.scale) * kLog2E) {
 #pragma unroll
     for (int j = 0; j < kDim / 8; ++j) {
@@ -314,6 +314,9 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
       mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
       math.start(math.s, shared.stats[stage.index].start_s);
       math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+      if (Shape::kStartsEarly) {
+        math.start(math.dp, shared.stats[stage.index].start_dp);
+      }
       if (!has_values) {
         has_values = true;
         mbarrier_wait(&shared.values_full, 0);
@@ -332,7 +335,9 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
         const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
         const int column = part * kPart + math.lane % 4 * 2;
         typename Math::ScoreOperand operand;  // P, then dS
-        math.start(math.dp, shared.stats[i].start_dp + part * kPart);
+        if (!Shape::kStartsEarly) {
+          math.start(math.dp, shared.stats[i].start_dp + part * kPart);
+        }
         math.multiply_scores(math.dp, shared.values, d_o);
         math.compute_p(shared.stats[i], column, at.is_edge(row), mask,
                        row + at.shift - at.first_key);
@@ -355,6 +360,9 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
         if (!is_last) {
           math.start(math.s, shared.stats[i].start_s + (part + 1) * kPart);
           math.multiply_scores(math.s, shared.keys, queries + kPartBytes);
+          if (Shape::kStartsEarly) {
+            math.start(math.dp, shared.stats[i].start_dp + (part + 1) * kPart);
+          }
           hopper::wait_for_products<0>();
           hopper::keep(math.s);
         }
@@ -379,6 +387,9 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
       arrive(&shared.d_o_free[i]);
       mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
       math.store_dq(shared.dq);
+      if (Shape::kStartsEarly) {  // or what is there where no tile follows
+        math.start(math.dp, shared.stats[stage.index].start_dp);
+      }
       hopper::fence_async_proxy();
       __syncwarp();
       arrive(&shared.dq_full);

@@ -22,7 +22,11 @@ struct HopperBackwardShape {
   static constexpr int kStages = 2;  // of Q, dO and dS
   static constexpr int kMathWarps = 8;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = 24, kMathRegisters = 240;  // of a thread
+  // Whether dP's start is read while the S before it is under way: where registers are plenty.
+  static constexpr bool kStartsEarly = kDim <= 64;
+  // Of a thread: 65536 of a multiprocessor, less what setmaxnreg cannot hand out.
+  static constexpr int kMathRegisters = kDim > 96 ? 240 : 232;
+  static constexpr int kProducerRegisters = kDim > 96 ? 24 : 40;
 
   using KeyPanels = hopper::Panels<kKeys>;
   using RowPanels = hopper::Panels<kRows>;

@@ -6,9 +6,9 @@
 #include "kernels/attention/cuda/backward/query_gradients.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/hopper/backward.cuh"
-#include "kernels/attention/cuda/hopper/tensor_maps.cuh"
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/tensor_map.h"
 
 namespace tidegate::kernels::attention {
 
@@ -24,7 +24,7 @@ cudaError_t launch_hopper_backward(const TensorAttention& attention,
   HopperBackwardWork work = {attention, {}, {}, {}, {}};
   const auto describe = [&](const HeadSeries& t, const SequenceLayout& layout, int64_t heads,
                             int rows, CUtensorMap* map) {
-    return hopper::tensor_map_of_rows(t, layout.batch, layout.time, heads, p.head_dim, rows, map);
+    return tensor_map_of_rows(t, layout.batch, layout.time, heads, p.head_dim, rows, map);
   };
   TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.q, p.layout, p.heads, Shape::kRows, &work.q));
   TIDEGATE_RETURN_IF_CUDA_ERROR(describe(params.d_o, p.layout, p.heads, Shape::kRows, &work.d_o));
