@@ -223,6 +223,10 @@ __device__ inline void wait_for_turn(const int* turns, int turn) {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
   } while (ended != turn);
 }
+/// What the thread's bulk groups add has been added, but for the latest.
+__device__ inline void wait_for_bulk_additions_but_one() {
+  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
+}
 __device__ inline void end_turn(int* turns) {
   asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns)
                : "memory");
@@ -316,6 +320,7 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
   const ForgettingAttentionParams& p = at.p;
   const TensorAttention& w = at.w;
   int stage = 0, parity = 0;
+  int* turn_taken = nullptr;  // of the tile before: it ends when that has been added for sure
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     int64_t tile_index = (first_tile_index(w.query_tiles, static_cast<int>(at.queries.index)) +
@@ -325,13 +330,13 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
     float* const row_sums =
         w.row_sums + (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
     for (int tile = range.begin; tile < range.end; ++tile, tile_index += p.heads) {
-      mbarrier_wait(&shared.dq_full, parity);
       if (w.turns != nullptr) {
         if (lane == 0) {
           wait_for_turn(w.turns + 1 + tile_index, at.turn(tile));
         }
         __syncwarp();
       }
+      mbarrier_wait(&shared.dq_full, parity);
       if (lane == 0) {
         add_bulk<kTileFloats* int{sizeof(float)}>(w.dq_sums + tile_index * kTileFloats, shared.dq);
       }
@@ -354,8 +359,11 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
         wait_for_bulk_reads();
         mbarrier_arrive(&shared.dq_free);
         if (w.turns != nullptr) {
-          wait_for_bulk_additions();
-          end_turn(w.turns + 1 + tile_index);
+          if (turn_taken != nullptr) {
+            wait_for_bulk_additions_but_one();
+            end_turn(turn_taken);
+          }
+          turn_taken = w.turns + 1 + tile_index;
         }
       }
       __syncwarp();
@@ -365,6 +373,9 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
   }
   if (lane == 0) {
     wait_for_bulk_additions();
+    if (turn_taken != nullptr) {
+      end_turn(turn_taken);
+    }
   }
 #endif
 }
