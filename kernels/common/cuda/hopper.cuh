@@ -397,4 +397,18 @@ struct Product<T, 256> {
   // clang-format on
 };
 
+// ---- Accumulators to shared memory ----
+
+/// Stores four 8 x 8 matrices of 16-bit elements, each transposed: x[m] are two neighbours of a row
+/// of matrix m, as a lane has them of mma's operands; `address` is of a row of 16 bytes of matrix
+/// lane / 8 as it is stored (stmatrix.trans).
+__device__ inline void store_matrices_transposed(unsigned address, const uint32_t (&x)[4]) {
+#if TIDEGATE_HOPPER_CODE
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+#endif
+}
+
 }  // namespace tidegate::kernels::hopper

@@ -1,6 +1,6 @@
 #pragma once
 
-// The math warpgroups of the Hopper forward kernel: see hopper_forward.cuh.
+// The math warpgroups of the Hopper forward kernel: see forward.cuh.
 
 #include "kernels/attention/cuda/forward/online_softmax.cuh"
 #include "kernels/attention/cuda/hopper/forward_shared.cuh"
@@ -27,10 +27,10 @@ struct ForwardMath {
   int lane;
   float scale;
   RingPlace<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
-  int first = 0, last = 0;  // positions of the item's queries
-  int tile = 0;             // of the item's keys, at hand
-  int begin = 0, sure = 0;  // the first one, as far as it is known; see first_sure_tile
-  bool edge = false;        // whether the tile at hand needs masks
+  int first = 0, last = 0;            // positions of the item's queries
+  int tile = 0;                       // of the item's keys, at hand
+  int begin = 0, sure = 0;            // the first one, as far as it is known; see first_sure_tile
+  bool edge = false;                  // whether the tile at hand needs masks
 
   __device__ __forceinline__ RingPlace<Shape::kQueryStages> query_place() const {
     return {slot.count};
@@ -56,8 +56,9 @@ struct ForwardMath {
     }
   }
   __device__ __forceinline__ void issue_scores(Softmax& softmax, bool edge, int stage) const {
-    const auto queries = hopper::Operand::rows_inner(shared_address(shared.queries(query_place().stage())) +
-                                                     group * 64 * hopper::kPanelRowBytes);
+    const auto queries =
+        hopper::Operand::rows_inner(shared_address(shared.queries(query_place().stage())) +
+                                    group * 64 * hopper::kPanelRowBytes);
     const auto keys = hopper::Operand::rows_inner(shared_address(shared.keys(stage)));
     hopper::fence_products();
 #pragma unroll
@@ -71,8 +72,7 @@ struct ForwardMath {
   }
 
   /// o += P V of a stage, under way.
-  __device__ __forceinline__ void issue_outputs(Softmax& softmax,
-                                                const Weights& weights,
+  __device__ __forceinline__ void issue_outputs(Softmax& softmax, const Weights& weights,
                                                 int stage) const {
     const auto v = hopper::Operand::inner_rows(shared_address(shared.values(stage)),
                                                hopper::Panels<kKeys>::kPanelBytes);
@@ -86,8 +86,7 @@ struct ForwardMath {
   }
 
   /// The bias, and on edge tiles the mask.
-  __device__ __forceinline__ void add_bias(Softmax& softmax, bool edge, int tile,
-                                           int stage) const {
+  __device__ __forceinline__ void add_bias(Softmax& softmax, bool edge, int tile, int stage) const {
     const float* const rows = shared.row_gates(slot.stage()) + row + lane / 4;
     if (!edge) {
       softmax.defer_row_bias(rows);

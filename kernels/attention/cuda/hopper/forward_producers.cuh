@@ -1,6 +1,6 @@
 #pragma once
 
-// The warps of the Hopper forward kernel that bring data: see hopper_forward.cuh.
+// The warps of the Hopper forward kernel that bring data: see forward.cuh.
 
 #include "kernels/attention/cuda/forward/online_softmax.cuh"
 #include "kernels/attention/cuda/hopper/forward_shared.cuh"
@@ -92,7 +92,8 @@ struct ForwardLoader {
         mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
         const bool edge = is_edge<kKeys>(tile, first, last, window);
         load(shared.values(stage.stage()), &w.v,
-             edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item, token);
+             edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item,
+             token);
         if (tile == sure) {
           begin_item(next, slot.next());
           begin = first_tile(shared, slot, w.attention.params.forward.prune > 0);
@@ -101,13 +102,13 @@ struct ForwardLoader {
     }
   }
 
-  __device__ void load_queries(const ForwardItem& item,
-                               RingPlace<Shape::kQueryStages> q) const {
+  __device__ void load_queries(const ForwardItem& item, RingPlace<Shape::kQueryStages> q) const {
     ForwardBarriers& barriers = shared.barriers();
     mbarrier_wait(&barriers.q_empty[q.stage()], q.phase() ^ 1);
     hopper::arrive_expecting(&barriers.q_full[q.stage()], Shape::kQueryBytes);
-    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(q.stage()), &w.q, &barriers.q_full[q.stage()],
-                                          item.head, item.query_token, item.batch);
+    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(q.stage()), &w.q,
+                                          &barriers.q_full[q.stage()], item.head, item.query_token,
+                                          item.batch);
   }
   __device__ void load(unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
                        const ForwardItem& item, int token) const {
@@ -225,10 +226,11 @@ struct ForwardRowGates {
   /// and all before it. 32 tiles are looked at together, and what takes long is on its way before
   /// the queries have landed. Tells the others of the first tile left.
   __device__ void prune(const ForwardItem& item, double reference, int slot,
-                       RingPlace<Shape::kQueryStages> q) const {
+                        RingPlace<Shape::kQueryStages> q) const {
     const ForgettingAttentionParams& p = w.params.forward;
     int begin = first_sure_tile(item);
-    double last = read_gate_sum(item, (begin - lane) * kKeys - 1);  // c of the last key of tile begin - 1 - lane
+    double last = read_gate_sum(
+        item, (begin - lane) * kKeys - 1);  // c of the last key of tile begin - 1 - lane
     const float key = ScoreBounds::key(w, item.batch, item.head);
     const double fall = largest_fall(p, item.key_length, 0);
     mbarrier_wait(&shared.barriers().q_full[q.stage()], q.phase());
@@ -282,7 +284,7 @@ __device__ inline void inspect_tile(const HopperForwardShared<Shape>& shared, in
   using Tile = hopper::Panels<Shape::kKeys>;
   unsigned char* const values = shared.values(stage);
   bool reported = false;
-  #pragma unroll 8
+#pragma unroll 8
   for (int at = lane * 16; at < Shape::kKeyBytes; at += 32 * 16) {
     if (non_finite_bits<typename Shape::T>(values + at) != 0) {
       if (at % Tile::kPanelBytes / hopper::kPanelRowBytes >= rows) {

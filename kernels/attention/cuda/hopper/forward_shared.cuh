@@ -2,7 +2,7 @@
 
 // What the warps of the Hopper forward kernel share: items, stages and barriers.
 
-#include "kernels/attention/cuda/hopper/tiles.cuh"
+#include "kernels/attention/cuda/hopper/forward_tiles.cuh"
 #include "kernels/attention/cuda/work.cuh"
 #include "kernels/common/cuda/hopper.cuh"
 
@@ -28,7 +28,7 @@ struct ForwardBarriers {
   // Known to the producers; with its gates; with the first tile that pruning leaves.
   uint64_t item_known[2], item_ready[2], item_bounded[2], item_empty[2];
   uint64_t q_full[2], q_empty[2];
-  uint64_t k_full[2], k_empty[2];               // keys with their gates
+  uint64_t k_full[2], k_empty[2];  // keys with their gates
   // Landed: values of an edge tile, to be inspected.
   uint64_t v_full[2], v_landed[2], v_empty[2];
 };
@@ -39,9 +39,7 @@ class HopperForwardShared {
  public:
   __device__ explicit HopperForwardShared(unsigned char* base) : base_(base) {}
 
-  __device__ unsigned char* queries(int stage) const {
-    return base_ + stage * Shape::kQueryBytes;
-  }
+  __device__ unsigned char* queries(int stage) const { return base_ + stage * Shape::kQueryBytes; }
   __device__ unsigned char* keys(int stage) const {
     return queries(Shape::kQueryStages) + stage * Shape::kKeyBytes;
   }
@@ -93,8 +91,8 @@ __device__ inline int first_sure_tile(const ForwardItem& item) {
   return max(item.begin, item.end - 2);
 }
 
-/// The first tile of an item's keys, asked for when the sure ones have been dealt with. With pruning
-/// it is known when the queries have been looked at (ForwardGates::prune).
+/// The first tile of an item's keys, asked for when the sure ones have been dealt with. With
+/// pruning it is known when the queries have been looked at (ForwardGates::prune).
 template <class Shape>
 __device__ inline int first_tile(const HopperForwardShared<Shape>& shared, RingPlace<> slot,
                                  bool pruned) {

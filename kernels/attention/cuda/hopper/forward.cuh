@@ -18,11 +18,9 @@
 // Who waits for what: barriers of ForwardBarriers, all pairs of "full" (data is there; what
 // producers complete) and "empty" (all math warps are done with it).
 
-#include <algorithm>
-
 #include "kernels/attention/cuda/hopper/forward_math.cuh"
 #include "kernels/attention/cuda/hopper/forward_producers.cuh"
-#include "kernels/attention/cuda/hopper/tiles.cuh"
+#include "kernels/attention/cuda/hopper/forward_tiles.cuh"
 #include "kernels/common/cuda/launch.cuh"
 
 namespace tidegate::kernels::attention {
@@ -94,50 +92,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     math.run();
   }
 #endif
-}
-
-// ---- The launch ----
-
-template <class Shape>
-cudaError_t launch_hopper_forward(HopperForwardWork work, const DeviceLimits& limits,
-                                  cudaStream_t stream) {
-  constexpr auto* kKernel = &hopper_forward_kernel<Shape>;
-  const ForgettingAttentionParams& p = work.attention.params.forward;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
-  const auto describe = [&](const HeadSeries& tensor, const SequenceLayout& layout, int64_t heads,
-                            int rows, CUtensorMap* map) {
-    return tensor_map_of_rows(tensor, layout.batch, layout.time, heads, p.head_dim, rows, map);
-  };
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.q, p.layout, p.heads, Shape::kRows, &work.q));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.k, p.key_layout, p.key_heads, Shape::kKeys, &work.k));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.v, p.key_layout, p.key_heads, Shape::kKeys, &work.v));
-  work.attention.tiles = time_tiles(p.layout, Shape::kRows);
-  work.attention.side_by_side = heads_side_by_side(work.attention.tiles, limits.multiprocessors);
-  const int64_t items = work.attention.tiles.count * p.heads;
-  return launch_unless_empty(kKernel, std::min<int64_t>(items, limits.multiprocessors),
-                             Shape::kThreads, Shape::kSharedBytes, stream, work);
-}
-
-template <class Data, HeadDims kDims>
-cudaError_t HopperForwardUnit<Data, kDims>::takes(int64_t head_dim, const DeviceLimits& limits,
-                                                  bool* takes) {
-  return with_hopper_forward_shape<Data, kDims>(head_dim, [&]<class Shape>() {
-    constexpr auto* kKernel = &hopper_forward_kernel<Shape>;
-    int version = 0;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<kKernel>(&version));
-    *takes = version >= 90 && Shape::kSharedBytes <= limits.shared_bytes;
-    return cudaSuccess;
-  });
-}
-
-template <class Data, HeadDims kDims>
-cudaError_t HopperForwardUnit<Data, kDims>::launch(const HopperForwardWork& work,
-                                                   cudaStream_t stream) {
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  return with_hopper_forward_shape<Data, kDims>(
-      work.attention.params.forward.head_dim,
-      [&]<class Shape>() { return launch_hopper_forward<Shape>(work, limits, stream); });
 }
 
 }  // namespace tidegate::kernels::attention
