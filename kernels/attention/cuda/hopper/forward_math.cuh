@@ -36,7 +36,8 @@ struct ForwardMath {
     return {slot.count};
   }
   __device__ __forceinline__ bool needs_mask(int tile) const {
-    return is_edge<kKeys>(tile, first, last, mask.window);
+    const ForwardItem& item = shared.item(slot.stage());  // read anew: registers are short
+    return is_edge<kKeys>(tile, item.first, item.first + item.rows - 1, mask.window);
   }
   __device__ __forceinline__ void wait_for_turn() const {
     if constexpr (Shape::kGroups > 1) {
@@ -93,7 +94,8 @@ struct ForwardMath {
       return;
     }
     const float* const keys = shared.key_gates(stage) + lane % 4 * 2;
-    softmax.add_bias_and_mask(scale, keys, rows, mask, first + row + lane / 4,
+    softmax.add_bias_and_mask(scale, keys, rows, mask,
+                              shared.item(slot.stage()).first + row + lane / 4,
                               tile * kKeys + lane % 4 * 2);
   }
 
@@ -102,8 +104,8 @@ struct ForwardMath {
   __device__ __forceinline__ void move_non_finite(Softmax& softmax, int tile, int stage) const {
     constexpr int kThreads = 128 * Shape::kGroups;
     unsigned char* const values = shared.values(stage);
-    softmax.template add_non_finite<hopper::Panels<kKeys>>(values, mask, first + row + lane / 4,
-                                                           tile * kKeys, lane);
+    softmax.template add_non_finite<hopper::Panels<kKeys>>(
+        values, mask, shared.item(slot.stage()).first + row + lane / 4, tile * kKeys, lane);
     hopper::named_barrier_sync(kMathBarrier, kThreads);
     const int thread = group * 128 + static_cast<int>(threadIdx.x) % 128;
     zero_non_finite<T, kThreads>(values, Shape::kKeyBytes, thread);
@@ -282,8 +284,6 @@ __device__ __forceinline__ void ForwardMath<Shape>::run() {
     if (known.rows < 0) {
       return;
     }
-    first = known.first;
-    last = first + known.rows - 1;
     tile = known.end - 1;
     begin = known.begin;
     sure = first_sure_tile(known);

@@ -64,40 +64,46 @@ struct ForwardLoader {
     }
   }
 
+  __device__ void load_tile(const ForwardItem& item, int tile, RingPlace<> slot,
+                            RingPlace<> stage) const {
+    ForwardBarriers& barriers = shared.barriers();
+    const int token = item.key_token + tile * kKeys;
+    mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
+    load(shared.keys(stage.stage()), &w.k, &barriers.k_full[stage.stage()], item, token);
+    if (Shape::kQueryStages == 1 && tile == item.end - 1) {
+      load_queries(item, {slot.count});  // must wait longest
+    }
+    mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
+    const bool edge = is_edge<kKeys>(tile, item.first, item.first + item.rows - 1,
+                                     static_cast<int>(w.attention.params.forward.window));
+    load(shared.values(stage.stage()), &w.v,
+         edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item, token);
+  }
+
   /// The next item begins while the sure tiles of one are on their way: what is to be found out of
   /// its queries takes long.
   __device__ void run() const {
-    ForwardBarriers& barriers = shared.barriers();
-    const int window = static_cast<int>(w.attention.params.forward.window);
     unsigned next = blockIdx.x;
     RingPlace<> slot, stage;
-    begin_item(next, slot);
-    for (;; slot.advance()) {
+    for (int tile = 0, begin = 0, sure = 0;; slot.advance()) {
+      begin_item(next, slot);
+      if (slot.count > 0) {  // what is left of the item before
+        const RingPlace<> before{slot.count - 1};
+        const ForwardItem& item = shared.item(before.stage());
+        if (sure < item.end) {
+          begin = first_tile(shared, before, w.attention.params.forward.prune > 0);
+          for (; tile >= begin; --tile, stage.advance()) {
+            load_tile(item, tile, before, stage);
+          }
+        }
+      }
       const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
         return;
       }
-      const int first = item.first, last = first + item.rows - 1, end = item.end;
-      const int sure = first_sure_tile(item);
-      if (end <= sure) {
-        begin_item(next, slot.next());
-      }
-      for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
-        const int token = item.key_token + tile * kKeys;
-        mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
-        load(shared.keys(stage.stage()), &w.k, &barriers.k_full[stage.stage()], item, token);
-        if (Shape::kQueryStages == 1 && tile == end - 1) {
-          load_queries(item, {slot.count});  // must wait longest
-        }
-        mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
-        const bool edge = is_edge<kKeys>(tile, first, last, window);
-        load(shared.values(stage.stage()), &w.v,
-             edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item,
-             token);
-        if (tile == sure) {
-          begin_item(next, slot.next());
-          begin = first_tile(shared, slot, w.attention.params.forward.prune > 0);
-        }
+      sure = first_sure_tile(item);
+      for (tile = item.end - 1; tile >= sure; --tile, stage.advance()) {
+        load_tile(item, tile, slot, stage);
       }
     }
   }
