@@ -142,6 +142,7 @@ struct HopperKeyTile {
   }
   __device__ int last_key() const { return first_key + tokens - 1; }
 
+  __device__ PairMask mask() const { return {static_cast<int>(p.window)}; }
   /// Whether not all of the block's keys are seen by all of the part's queries, from `row` on: the
   /// diagonal, and the far end of the window.
   __device__ bool is_edge(int row) const {

@@ -39,23 +39,30 @@ struct HopperBackwardUnit {
                             const DeviceLimits& limits, cudaStream_t stream);
 };
 
-/// Whether rows of a tensor lie where others do already (a stride of zero): the copy engine takes
-/// no such tensor.
-inline bool repeats_rows(const HeadSeries& t, const SequenceLayout& layout, int64_t heads) {
-  return (t.stride_h == 0 && heads > 1) || (t.stride_t == 0 && layout.time > 1) ||
-         (t.stride_b == 0 && layout.batch > 1);
+/// Whether the copy engine takes a tensor: it steps by less than 2^40 bytes, and not by none, as
+/// from a row that is repeated to the next.
+inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout, int64_t heads) {
+  const auto takes = [](int64_t stride, int64_t count) {
+    return count <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
+  };
+  return takes(t.stride_h, heads) && takes(t.stride_t, layout.time) &&
+         takes(t.stride_b, layout.batch);
 }
 
 /// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
 ///   - a pass that prunes: short-range heads are better off in smaller tiles;
-///   - a head dimension above 128: dk and dv of 128 keys do not fit the registers;
-///   - tensors that repeat rows.
+///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
+///     dv of 128 keys do not fit the registers;
+///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
+///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
-  return p.prune == 0 && p.head_dim <= 128 && p.layout.time > 0 &&
-         !repeats_rows(p.q, p.layout, p.heads) && !repeats_rows(params.d_o, p.layout, p.heads) &&
-         !repeats_rows(p.k, p.key_layout, p.key_heads) &&
-         !repeats_rows(p.v, p.key_layout, p.key_heads);
+  constexpr double kLeastScale = 1e-20;
+  return p.prune == 0 && p.head_dim > 32 && p.head_dim <= 128 && p.layout.time > 0 &&
+         p.scale > kLeastScale && copy_engine_takes(p.q, p.layout, p.heads) &&
+         copy_engine_takes(params.d_o, p.layout, p.heads) &&
+         copy_engine_takes(p.k, p.key_layout, p.key_heads) &&
+         copy_engine_takes(p.v, p.key_layout, p.key_heads);
 }
 
 }  // namespace tidegate::kernels::attention
