@@ -299,7 +299,7 @@ cudaError_t has_hopper_code(const DeviceLimits& limits, bool* has_code) {
 
 /// What the host must know of the shapes that a plan's tile stands for.
 struct TileNeeds {
-  bool adds = false;           // dq by additions
+  bool adds = false;          // dq by additions
   int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
   int shared_bytes = 0;       // of a block
 };

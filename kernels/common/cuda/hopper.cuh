@@ -404,10 +404,10 @@ struct Product<T, 256> {
 /// lane / 8 as it is stored (stmatrix.trans).
 __device__ inline void store_matrices_transposed(unsigned address, const uint32_t (&x)[4]) {
 #if TIDEGATE_HOPPER_CODE
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
 #endif
 }
 

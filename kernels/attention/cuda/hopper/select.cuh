@@ -50,7 +50,9 @@ inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout,
 }
 
 /// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
-///   - a pass that prunes: short-range heads are better off in smaller tiles;
+///   - a pass that prunes, with a head dimension above 96, where short-range heads are better off
+///   in
+///     smaller tiles, or deterministic: a turn is counted by keys' order, which pruning may break;
 ///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
 ///     dv of 128 keys do not fit the registers;
 ///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
@@ -58,8 +60,10 @@ inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout,
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
   constexpr double kLeastScale = 1e-20;
-  return p.prune == 0 && p.head_dim > 32 && p.head_dim <= 128 && p.layout.time > 0 &&
-         p.scale > kLeastScale && copy_engine_takes(p.q, p.layout, p.heads) &&
+  const bool prunes = p.prune > 0;
+  return !(prunes && (p.deterministic || p.head_dim > 96)) && p.head_dim > 32 &&
+         p.head_dim <= 128 && p.layout.time > 0 && p.scale > kLeastScale &&
+         copy_engine_takes(p.q, p.layout, p.heads) &&
          copy_engine_takes(params.d_o, p.layout, p.heads) &&
          copy_engine_takes(p.k, p.key_layout, p.key_heads) &&
          copy_engine_takes(p.v, p.key_layout, p.key_heads);
