@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/hopper/forward_tiles.cuh"
 #include "kernels/attention/cuda/hopper/select.cuh"
 #include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
@@ -114,8 +115,9 @@ int64_t gate_sums_count(const ForgettingAttentionParams& p) {
   return count_of(p) + gate_totals_count(p);
 }
 
-cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream) {
-  return run(GateSumScan{p, c}, c + count_of(p), stream);
+cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream,
+                       unsigned* counter) {
+  return run(GateSumScan{p, c, counter}, c + count_of(p), stream);
 }
 
 cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& p, const double* row_sums,
@@ -131,6 +133,14 @@ constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 // Rows of a block, queries or keys, by which the blocks of a grid are bounded. S192 of
 // tile_configs.cuh has 32 queries: there launch_unless_empty refuses a grid that is too large.
 constexpr int64_t kLeastTile = 64;
+
+/// Whether the device runs code for 9.0a, this build has it, and a block may have what it needs.
+cudaError_t has_hopper_code(const DeviceLimits& limits, bool* has_code) {
+  int version = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<&gate_scan_kernel<GateSumScan>>(&version));
+  *has_code = limits.major == 9 && version == 90 && limits.shared_bytes >= kHopperSharedBytes;
+  return cudaSuccess;
+}
 
 template <class T>
 cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
@@ -191,7 +201,14 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  *plan = {.path = AttentionPath::kTensorCore, .tile = is_wide(p, limits) ? 1 : 0};
+  bool hopper = false;
+  if (hopper_forward_takes(p)) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(has_hopper_code(limits, &hopper));
+  }
+  *plan = {.path = AttentionPath::kTensorCore,
+           .tile = hopper               ? kHopperTile
+                   : is_wide(p, limits) ? 1
+                                        : 0};
   plan->workspace_bytes = ForwardWorkspace(p).bytes;
   return cudaSuccess;
 }
@@ -201,12 +218,20 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   TensorAttention work;
   work.params.forward = p;
   work.gate_sums = workspace.gate_sums;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(p, workspace.gate_sums, stream));
+  const bool hopper = p.plan.tile == kHopperTile;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      scan_gates(p, workspace.gate_sums, stream, hopper ? workspace.next_item : nullptr));
   if (p.prune > 0) {
     work.score_bounds = workspace.score_bounds;
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         cudaMemsetAsync(workspace.score_bounds, 0, score_bounds_bytes(p, false), stream));
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
+  }
+  if (hopper) {
+    return dispatch_16_bit(p.q.dtype, [&]<class T>() {
+      return HopperForwardUnit<T>::launch({.attention = work, .next_item = workspace.next_item},
+                                          stream);
+    });
   }
   return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(work, stream); });
 }
@@ -287,14 +312,6 @@ cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
   return work.params.forward.head_dim <= kLargestSmallHeadDim
              ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, gates, limits, stream)
              : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, gates, limits, stream);
-}
-
-/// Whether the device runs code for 9.0a, and this build has it.
-cudaError_t has_hopper_code(const DeviceLimits& limits, bool* has_code) {
-  int version = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<&clear_kernel>(&version));
-  *has_code = limits.major == 9 && version == 90;
-  return cudaSuccess;
 }
 
 /// What the host must know of the shapes that a plan's tile stands for.

@@ -10,6 +10,6 @@ foreach(type bf16=__nv_bfloat16 f16=__half)
 endforeach()
 # On Hopper, by types.
 foreach(type bf16=__nv_bfloat16 f16=__half)
-  tidegate_units(kernels/attention/cuda/hopper/backward_unit.cuh HopperBackwardUnit
-    "${type}")
+  tidegate_units(kernels/attention/cuda/hopper/forward_unit.cuh HopperForwardUnit "${type}")
+  tidegate_units(kernels/attention/cuda/hopper/backward_unit.cuh HopperBackwardUnit "${type}")
 endforeach()

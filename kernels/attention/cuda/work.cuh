@@ -237,11 +237,13 @@ int64_t score_bounds_bytes(const ForgettingAttentionParams& params, bool of_quer
 struct ForwardWorkspace {
   double* gate_sums;       // c, then the totals of its scan
   unsigned* score_bounds;  // where keys are pruned
+  unsigned* next_item;     // of the Hopper kernel's blocks
   int64_t bytes;
 
   explicit ForwardWorkspace(const ForgettingAttentionParams& p) {
     WorkspaceParts parts(p.workspace);
     gate_sums = parts.take<double>(gate_sums_count(p));
+    next_item = parts.take<unsigned>(1);
     score_bounds = parts.take<unsigned>(score_bounds_bytes(p, false) / 4);
     bytes = parts.bytes();
   }

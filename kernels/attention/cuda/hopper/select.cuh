@@ -39,34 +39,45 @@ struct HopperBackwardUnit {
                             const DeviceLimits& limits, cudaStream_t stream);
 };
 
-/// Whether the copy engine takes a tensor: it steps by less than 2^40 bytes, and not by none, as
-/// from a row that is repeated to the next.
-inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout, int64_t heads) {
-  const auto takes = [](int64_t stride, int64_t count) {
-    return count <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
+/// Whether the copy engine takes a tensor: not one whose rows share elements, as those of an
+/// expanded one do (a stride of zero), nor one that steps by 2^40 bytes.
+inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout, int64_t heads,
+                              int64_t head_dim) {
+  const auto takes = [&](int64_t stride, int64_t count) {
+    return count <= 1 || (stride >= head_dim && stride < (int64_t{1} << 39));
   };
   return takes(t.stride_h, heads) && takes(t.stride_t, layout.time) &&
          takes(t.stride_b, layout.batch);
 }
 
+/// Whether the copy engine takes the queries, keys and values.
+inline bool copies_inputs(const ForgettingAttentionParams& p) {
+  return copy_engine_takes(p.q, p.layout, p.heads, p.head_dim) &&
+         copy_engine_takes(p.k, p.key_layout, p.key_heads, p.head_dim) &&
+         copy_engine_takes(p.v, p.key_layout, p.key_heads, p.head_dim);
+}
+
+/// Whether a forward pass takes the Hopper kernel, where the device can. The portable ones keep
+/// heads of up to 32, for which half of the smallest tile would be padding.
+inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
+  return p.head_dim > 32 && copies_inputs(p);
+}
+
 /// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
-///   - a pass that prunes, with a head dimension above 96, where short-range heads are better off
-///   in
-///     smaller tiles, or deterministic: a turn is counted by keys' order, which pruning may break;
 ///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
 ///     dv of 128 keys do not fit the registers;
+///   - a pass that prunes where that has tiles for short-range heads, above 96, or where it is
+///     deterministic: turns are counted by the keys' order, which pruning may break;
 ///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
 ///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
   constexpr double kLeastScale = 1e-20;
   const bool prunes = p.prune > 0;
-  return !(prunes && (p.deterministic || p.head_dim > 96)) && p.head_dim > 32 &&
-         p.head_dim <= 128 && p.layout.time > 0 && p.scale > kLeastScale &&
-         copy_engine_takes(p.q, p.layout, p.heads) &&
-         copy_engine_takes(params.d_o, p.layout, p.heads) &&
-         copy_engine_takes(p.k, p.key_layout, p.key_heads) &&
-         copy_engine_takes(p.v, p.key_layout, p.key_heads);
+  return p.head_dim > 32 && p.head_dim <= 128 &&
+         !(prunes && (p.head_dim > 96 || p.deterministic)) && p.scale > kLeastScale &&
+         p.layout.time > 0 && copies_inputs(p) &&
+         copy_engine_takes(params.d_o, p.layout, p.heads, p.head_dim);
 }
 
 }  // namespace tidegate::kernels::attention
