@@ -14,7 +14,8 @@
 //
 // The producer's first warp fills the stages of Q and dO (queries_full, d_o_full), its second adds
 // what the queries' scores need (queries_full, too); a warp of math frees them when its products
-// have read them. ds_full says that all eight have written dS of a stage. It needs no barrier that
+// have read them. The third warp takes dq of a tile from shared memory (dq_full, dq_free), and adds
+// it. ds_full says that all warps of math have written dS of a stage. It needs no barrier that
 // frees it: who writes a stage has waited for all to have written the one between.
 //
 // Products are under way beside everything else: dP beside the exponentials, dv beside dS, dk
@@ -103,9 +104,9 @@ struct HopperKeyGradients {
     }
   }
 
-  /// s = P, from S^T. `column`: the lane's first query; `row`: the position of the part's first
-  /// query less that of the block's first key.
-  __device__ __forceinline__ void compute_p(const Stats& stats, int column, bool is_edge,
+  /// s = P, from S^T. `first`: the part's first query in the tile; `row`: its position less that of
+  /// the block's first key.
+  __device__ __forceinline__ void compute_p(const Stats& stats, int first, bool is_edge,
                                             PairMask mask, int row) {
     if (!is_edge) {
 #pragma unroll
@@ -118,9 +119,10 @@ struct HopperKeyGradients {
     } else {
 #pragma unroll
       for (int n = 0; n < kPart / 8; ++n) {
-        const float2 high = read_pair(stats.gate_high + 8 * n + column);
-        const float2 low = read_pair(stats.gate_low + 8 * n + column);
-        const float2 lse = read_pair(stats.lse + 8 * n + column);
+        const int column = first + 8 * n + lane % 4 * 2;
+        const float2 high = read_pair(stats.gate_high + column);
+        const float2 low = read_pair(stats.gate_low + column);
+        const float2 lse = read_pair(stats.lse + column);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float gate = (key_high[e / 2] + (e % 2 == 0 ? high.x : high.y)) +
@@ -287,115 +289,133 @@ struct HopperKeyGradients {
   }
 };
 
+/// The tiles of a warpgroup of math: the stages and barriers around the phases of its gradients.
+template <class Shape>
+struct HopperMathTiles {
+  static constexpr int kPart = Shape::kPart, kPartBytes = kPart * hopper::kPanelRowBytes;
+  const HopperKeyTile<Shape>& at;
+  HopperBackwardShared<Shape>& shared;
+  HopperKeyGradients<Shape> math;
+  HopperStage<Shape::kStages> stage;
+  int dq_parity = 0;
+
+  __device__ __forceinline__ HopperMathTiles(const HopperKeyTile<Shape>& block,
+                                             HopperBackwardShared<Shape>& memory, int thread)
+      : at(block), shared(memory), math(block.p, thread) {}
+
+  /// Begins S of a part of the stage's queries.
+  __device__ __forceinline__ void begin_s(int part) {
+    math.start(math.s, shared.stats[stage.index].start_s + part * kPart);
+    math.multiply_scores(math.s, shared.keys, shared.queries[stage.index] + part * kPartBytes);
+  }
+  /// What dP of a part of the stage's queries starts from.
+  __device__ __forceinline__ void start_dp(int part) {
+    math.start(math.dp, shared.stats[stage.index].start_dp + part * kPart);
+  }
+  __device__ __forceinline__ void wait_for_s() {
+    hopper::wait_for_products<0>();
+    hopper::keep(math.s);
+  }
+
+  /// From S of a part to its share of dv, and of dk, which is under way in the end. Its dS and the
+  /// sums of it are in shared memory then.
+  __device__ __forceinline__ void take_part(int tile, int part) {
+    const int i = stage.index, row = tile * Shape::kRows + part * kPart;
+    const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
+    typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
+    if (!Shape::kStartsEarly) {
+      start_dp(part);
+    }
+    math.multiply_scores(math.dp, shared.values, d_o);
+    math.compute_p(shared.stats[i], part * kPart, at.is_edge(row), at.mask(),
+                   row + at.shift - at.first_key);
+    math.pack(operand, math.s);
+    math.accumulate(math.dv, operand, d_o);
+    hopper::wait_for_products<1>();  // dP
+    hopper::keep(math.dp);
+    math.compute_ds();
+    hopper::wait_for_products<0>();  // dv
+    math.pack(operand, math.dp);
+    math.store_ds(shared.ds[i] + part * kPartBytes, operand);
+    if (part == Shape::kParts - 1) {
+      hopper::fence_async_proxy();
+      hopper::arrive_from(&shared.ds_full[i], math.lane);
+    }
+    math.accumulate(math.dk, operand, shared.queries[i] + part * kPartBytes);
+    math.store_row_sums(shared.row_sums[i][4 * math.group + math.warp] + part * kPart);
+  }
+
+  /// dq of the stage's queries, handed to the producer's third warp, and the next stage's S, if
+  /// there are `more`.
+  __device__ __forceinline__ void take_dq(bool more) {
+    const HopperStage<Shape::kStages> taken = stage;
+    stage.next();
+    if (more) {
+      mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
+    }
+    mbarrier_wait(&shared.ds_full[taken.index], taken.parity);
+    math.multiply_dq(shared.ds[taken.index], shared.keys);
+    if (more) {
+      begin_s(0);
+      hopper::wait_for_products<1>();  // dk, dq
+    } else {
+      hopper::wait_for_products<0>();
+    }
+    hopper::keep(math.dp);
+    hopper::arrive_from(&shared.queries_free[taken.index], math.lane);
+    hopper::arrive_from(&shared.d_o_free[taken.index], math.lane);
+    mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
+    math.store_dq(shared.dq);
+    if (Shape::kStartsEarly) {  // from whatever is there where no tile follows
+      start_dp(0);
+    }
+    hopper::fence_async_proxy();
+    hopper::arrive_from(&shared.dq_full, math.lane);
+    dq_parity ^= 1;
+  }
+};
+
 /// A warpgroup of math.
 template <class Shape>
 __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Shape>& at,
                                                          HopperBackwardShared<Shape>& shared,
                                                          int thread) {
-  constexpr int kRows = Shape::kRows, kPart = Shape::kPart;
-  constexpr int kPartBytes = kPart * hopper::kPanelRowBytes;
-  const ForgettingAttentionParams& p = at.p;
-  const PairMask mask{static_cast<int>(p.window)};
-  using Math = HopperKeyGradients<Shape>;
-  Math math(p, thread);
-  HopperStage<Shape::kStages> stage;
-  const auto arrive = [&](uint64_t* barrier) {
-    if (math.lane == 0) {
-      mbarrier_arrive(barrier);
-    }
-  };
+  HopperMathTiles<Shape> tiles(at, shared, thread);
+  auto& math = tiles.math;
+  const auto& stage = tiles.stage;
   mbarrier_wait(&shared.keys_full, 0);
   bool has_values = false;
-  int dq_parity = 0;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     math.start_head(at, head);
     if (range.begin < range.end) {
       mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-      math.start(math.s, shared.stats[stage.index].start_s);
-      math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+      tiles.begin_s(0);
       if (Shape::kStartsEarly) {
-        math.start(math.dp, shared.stats[stage.index].start_dp);
+        tiles.start_dp(0);
       }
       if (!has_values) {
         has_values = true;
         mbarrier_wait(&shared.values_full, 0);
       }
-      hopper::wait_for_products<0>();
-      hopper::keep(math.s);
+      tiles.wait_for_s();
     }
 #pragma unroll 1
     for (int tile = range.begin; tile < range.end; ++tile) {
-      const int i = stage.index;
-      mbarrier_wait(&shared.d_o_full[i], stage.parity);
+      mbarrier_wait(&shared.d_o_full[stage.index], stage.parity);
 #pragma unroll
       for (int part = 0; part < Shape::kParts; ++part) {
-        const int row = tile * kRows + part * kPart;
-        const unsigned char* const queries = shared.queries[i] + part * kPartBytes;
-        const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
-        const int column = part * kPart + math.lane % 4 * 2;
-        typename Math::ScoreOperand operand;  // P, then dS
-        if (!Shape::kStartsEarly) {
-          math.start(math.dp, shared.stats[i].start_dp + part * kPart);
-        }
-        math.multiply_scores(math.dp, shared.values, d_o);
-        math.compute_p(shared.stats[i], column, at.is_edge(row), mask,
-                       row + at.shift - at.first_key);
-        math.pack(operand, math.s);
-        math.accumulate(math.dv, operand, d_o);
-        hopper::wait_for_products<1>();  // dP
-        hopper::keep(math.dp);
-        math.compute_ds();
-        hopper::wait_for_products<0>();  // dv
-        math.pack(operand, math.dp);
-        math.store_ds(shared.ds[i] + part * kPartBytes, operand);
-        const bool is_last = part == Shape::kParts - 1;
-        if (is_last) {
-          hopper::fence_async_proxy();
-          __syncwarp();
-          arrive(&shared.ds_full[i]);
-        }
-        math.accumulate(math.dk, operand, queries);
-        math.store_row_sums(shared.row_sums[i][4 * math.group + math.warp] + part * kPart);
-        if (!is_last) {
-          math.start(math.s, shared.stats[i].start_s + (part + 1) * kPart);
-          math.multiply_scores(math.s, shared.keys, queries + kPartBytes);
+        tiles.take_part(tile, part);
+        if (part + 1 < Shape::kParts) {
+          tiles.begin_s(part + 1);
           if (Shape::kStartsEarly) {
-            math.start(math.dp, shared.stats[i].start_dp + (part + 1) * kPart);
+            tiles.start_dp(part + 1);
           }
-          hopper::wait_for_products<0>();
-          hopper::keep(math.s);
+          tiles.wait_for_s();
         }
       }
-      const int parity = stage.parity;
-      const bool more = tile + 1 < range.end;
-      stage.next();
-      if (more) {
-        mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-      }
-      mbarrier_wait(&shared.ds_full[i], parity);
-      math.multiply_dq(shared.ds[i], shared.keys);
-      if (more) {
-        math.start(math.s, shared.stats[stage.index].start_s);
-        math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
-        hopper::wait_for_products<1>();  // dk, dq
-      } else {
-        hopper::wait_for_products<0>();
-      }
-      hopper::keep(math.dp);
-      arrive(&shared.queries_free[i]);
-      arrive(&shared.d_o_free[i]);
-      mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
-      math.store_dq(shared.dq);
-      if (Shape::kStartsEarly) {  // or what is there where no tile follows
-        math.start(math.dp, shared.stats[stage.index].start_dp);
-      }
-      hopper::fence_async_proxy();
-      __syncwarp();
-      arrive(&shared.dq_full);
-      dq_parity ^= 1;
-      hopper::wait_for_products<0>();  // the next S
-      hopper::keep(math.s);
+      tiles.take_dq(tile + 1 < range.end);
+      tiles.wait_for_s();
     }
     math.store_key_sums(at, head);
   }

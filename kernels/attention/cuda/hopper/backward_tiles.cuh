@@ -142,6 +142,7 @@ struct HopperKeyTile {
   }
   __device__ int last_key() const { return first_key + tokens - 1; }
 
+  __device__ PairMask mask() const { return {static_cast<int>(p.window)}; }
   /// Whether not all of the block's keys are seen by all of the part's queries, from `row` on: the
   /// diagonal, and the far end of the window.
   __device__ bool is_edge(int row) const {
@@ -223,13 +224,10 @@ __device__ inline void wait_for_turn(const int* turns, int turn) {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
   } while (ended != turn);
 }
-/// What the thread's bulk groups add has been added, but for the latest.
-__device__ inline void wait_for_bulk_additions_but_one() {
-  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
-}
+/// Ends a turn: what the warp added before the last __syncwarp, and what this thread's bulk
+/// additions, which have ended, is seen by whoever waits.
 __device__ inline void end_turn(int* turns) {
-  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns)
-               : "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
 /// The producer's first warp: the block's keys and values, then every tile of Q and dO.
@@ -320,7 +318,6 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
   const ForgettingAttentionParams& p = at.p;
   const TensorAttention& w = at.w;
   int stage = 0, parity = 0;
-  int* turn_taken = nullptr;  // of the tile before: it ends when that has been added for sure
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     int64_t tile_index = (first_tile_index(w.query_tiles, static_cast<int>(at.queries.index)) +
@@ -351,19 +348,13 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
           atomicAdd(row_sums + tile * kRows + row, sum);
         }
       }
-      if (w.turns != nullptr) {
-        __threadfence();
-      }
       __syncwarp();
       if (lane == 0) {
         wait_for_bulk_reads();
         mbarrier_arrive(&shared.dq_free);
         if (w.turns != nullptr) {
-          if (turn_taken != nullptr) {
-            wait_for_bulk_additions_but_one();
-            end_turn(turn_taken);
-          }
-          turn_taken = w.turns + 1 + tile_index;
+          wait_for_bulk_additions();
+          end_turn(w.turns + 1 + tile_index);
         }
       }
       __syncwarp();
@@ -373,9 +364,6 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
   }
   if (lane == 0) {
     wait_for_bulk_additions();
-    if (turn_taken != nullptr) {
-      end_turn(turn_taken);
-    }
   }
 #endif
 }

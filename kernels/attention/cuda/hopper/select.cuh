@@ -39,19 +39,22 @@ struct HopperBackwardUnit {
                             const DeviceLimits& limits, cudaStream_t stream);
 };
 
-/// Whether rows of a tensor share elements, as those of an expanded one do (a stride of zero): the
-/// copy engine takes no such tensor.
-inline bool rows_overlap(const HeadSeries& t, const SequenceLayout& layout, int64_t heads,
-                         int64_t head_dim) {
-  return (t.stride_h < head_dim && heads > 1) || (t.stride_t < head_dim && layout.time > 1) ||
-         (t.stride_b < head_dim && layout.batch > 1);
+/// Whether the copy engine takes a tensor: not one whose rows share elements, as those of an
+/// expanded one do (a stride of zero), nor one that steps by 2^40 bytes.
+inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout, int64_t heads,
+                              int64_t head_dim) {
+  const auto takes = [&](int64_t stride, int64_t count) {
+    return count <= 1 || (stride >= head_dim && stride < (int64_t{1} << 39));
+  };
+  return takes(t.stride_h, heads) && takes(t.stride_t, layout.time) &&
+         takes(t.stride_b, layout.batch);
 }
 
 /// Whether the copy engine takes the queries, keys and values.
 inline bool copies_inputs(const ForgettingAttentionParams& p) {
-  return !rows_overlap(p.q, p.layout, p.heads, p.head_dim) &&
-         !rows_overlap(p.k, p.key_layout, p.key_heads, p.head_dim) &&
-         !rows_overlap(p.v, p.key_layout, p.key_heads, p.head_dim);
+  return copy_engine_takes(p.q, p.layout, p.heads, p.head_dim) &&
+         copy_engine_takes(p.k, p.key_layout, p.key_heads, p.head_dim) &&
+         copy_engine_takes(p.v, p.key_layout, p.key_heads, p.head_dim);
 }
 
 /// Whether a forward pass takes the Hopper kernel, where the device can. The portable ones keep
@@ -61,13 +64,20 @@ inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
 }
 
 /// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
-///   - a pass that prunes: short-range heads are better off in smaller tiles;
-///   - a head dimension above 128: dk and dv of 128 keys do not fit the registers;
-///   - tensors whose rows overlap.
+///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
+///     dv of 128 keys do not fit the registers;
+///   - a pass that prunes where that has tiles for short-range heads, above 96, or where it is
+///     deterministic: turns are counted by the keys' order, which pruning may break;
+///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
+///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
-  return p.prune == 0 && p.head_dim <= 128 && p.layout.time > 0 && copies_inputs(p) &&
-         !rows_overlap(params.d_o, p.layout, p.heads, p.head_dim);
+  constexpr double kLeastScale = 1e-20;
+  const bool prunes = p.prune > 0;
+  return p.head_dim > 32 && p.head_dim <= 128 &&
+         !(prunes && (p.head_dim > 96 || p.deterministic)) && p.scale > kLeastScale &&
+         p.layout.time > 0 && copies_inputs(p) &&
+         copy_engine_takes(params.d_o, p.layout, p.heads, p.head_dim);
 }
 
 }  // namespace tidegate::kernels::attention
