@@ -144,13 +144,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--verbose", action="store_true", help="print every case")
+    parser.add_argument(
+        "--attention",
+        action="store_true",
+        help="only forgetting attention in 16 bits and dimensions that tensor cores take",
+    )
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.seconds
     seeds = range(arguments.seed, arguments.seed + arguments.count) if arguments.count else None
-    done = 0
+    done = heads = 0
     for seed in seeds or count(arguments.seed):
         if seeds is None and time.monotonic() > end:
             break
+        if arguments.attention:
+            case = random_case(seed)
+            if not isinstance(case, AttentionCase) or not case.fits_tensor_cores():
+                continue
+            heads += case.heads * (len(case.lengths) if case.lengths else case.batch)
         try:
             case = check_seed(seed, arguments.device)
         except AssertionError as error:
@@ -159,6 +169,8 @@ def main() -> int:
         if arguments.verbose:
             print(seed, case)
         done += 1
+    if arguments.attention:
+        print(f"{heads} heads of sequences in")
     print(f"{done} cases on {arguments.device}, seeds from {arguments.seed}: all within the rule")
     return 0
 

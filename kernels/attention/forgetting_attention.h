@@ -23,8 +23,8 @@ enum class AttentionPath : uint8_t {
 /// into params.plan by the caller.
 struct ForgettingAttentionPlan {
   AttentionPath path = AttentionPath::kPlain;
-  int tile = 0;        // CUDA forward: 1 takes the wide tiles; backward: 1 takes the small ones
-                       // (cuda/tile_configs.cuh)
+  int tile = 0;        // CUDA forward: 1 takes the wide tiles, 2 those of the Hopper kernel;
+                       // backward: 1 takes the small ones (cuda/tile_configs.cuh)
   int64_t splits = 0;  // a step: splits of the cache, whose results are combined
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -91,19 +92,30 @@ void check(const AttentionShape& shape) {
 /// is stored is large in any implementation: of a handful of rows, their norm is chance.
 constexpr int64_t kRowsOfFewTokens = 64;
 
-class AttentionCuda : public ::testing::TestWithParam<std::tuple<DType, bool>> {
+/// By dtype; whether deterministic; whether the kernels for Hopper are left out where there are
+/// some: they want all of the 227 KB that a block may have there.
+class AttentionCuda : public ::testing::TestWithParam<std::tuple<DType, bool, bool>> {
  protected:
   void SetUp() override {
     if (no_device()) GTEST_SKIP() << "no CUDA device";
-    shape_.dtype = std::get<0>(GetParam());
-    shape_.deterministic = std::get<1>(GetParam());
+    const auto [dtype, deterministic, is_portable] = GetParam();
+    shape_.dtype = dtype;
+    shape_.deterministic = deterministic;
+    if (is_portable) {
+      kernels::DeviceLimits limits;
+      ASSERT_EQ(kernels::read_device_limits(&limits), cudaSuccess);
+      if (limits.major != 9) GTEST_SKIP() << "this device has the portable kernels only";
+      portable_.emplace(226 * 1024);
+    }
   }
   AttentionShape shape_;
+  std::optional<SharedBytesLimit> portable_;
 };
 
-std::string name_of(const ::testing::TestParamInfo<std::tuple<DType, bool>>& info) {
+std::string name_of(const ::testing::TestParamInfo<std::tuple<DType, bool, bool>>& info) {
   return std::string(dtype_name(std::get<0>(info.param))) +
-         (std::get<1>(info.param) ? "_deterministic" : "");
+         (std::get<1>(info.param) ? "_deterministic" : "") +
+         (std::get<2>(info.param) ? "_portable" : "");
 }
 
 TEST_P(AttentionCuda, EveryHeadDim) {
@@ -192,6 +204,24 @@ TEST_P(AttentionCuda, PackedSequences) {
   }
 }
 
+/// Many tiles of queries and keys, of which some are full and some are not, one or several heads.
+TEST_P(AttentionCuda, LongerThanTiles) {
+  uint32_t i = 0;
+  for (const int64_t dim : {64, 96, 128, 72, 40}) {
+    AttentionShape shape = shape_;
+    shape.queries = i % 2 == 0 ? 900 : 512;
+    shape.keys = i % 2 == 0 ? 1100 : 512;
+    shape.heads = 2;
+    shape.key_heads = i % 3 == 0 ? 1 : 2;
+    shape.window = i == 2 ? 300 : 0;
+    shape.head_dim = dim;
+    shape.gates = static_cast<ForgetGates>(i % 5);
+    shape.gap = i % 2 * 8;
+    shape.seed = ++i;
+    check(shape);
+  }
+}
+
 TEST_P(AttentionCuda, Pruned) {
   for (const ForgetGates gates : {ForgetGates::kStrong, ForgetGates::kMixed, ForgetGates::kWeak}) {
     AttentionShape shape = shape_;
@@ -234,7 +264,7 @@ TEST_P(AttentionCuda, LittleSharedMemory) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, AttentionCuda,
                          ::testing::Combine(::testing::Values(DType::kBFloat16, DType::kFloat16),
-                                            ::testing::Bool()),
+                                            ::testing::Bool(), ::testing::Bool()),
                          name_of);
 
 TEST(AttentionCudaWide, ManyKeys) {

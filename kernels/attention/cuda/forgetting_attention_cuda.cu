@@ -7,6 +7,8 @@
 #include <algorithm>
 
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/hopper/forward_tiles.cuh"
+#include "kernels/attention/cuda/hopper/select.cuh"
 #include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -113,8 +115,9 @@ int64_t gate_sums_count(const ForgettingAttentionParams& p) {
   return count_of(p) + gate_totals_count(p);
 }
 
-cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream) {
-  return run(GateSumScan{p, c}, c + count_of(p), stream);
+cudaError_t scan_gates(const ForgettingAttentionParams& p, double* c, cudaStream_t stream,
+                       unsigned* counter) {
+  return run(GateSumScan{p, c, counter}, c + count_of(p), stream);
 }
 
 cudaError_t gate_gradients(const ForgettingAttentionBackwardParams& p, const double* row_sums,
@@ -130,6 +133,14 @@ constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 // Rows of a block, queries or keys, by which the blocks of a grid are bounded. S192 of
 // tile_configs.cuh has 32 queries: there launch_unless_empty refuses a grid that is too large.
 constexpr int64_t kLeastTile = 64;
+
+/// Whether the device runs code for 9.0a, this build has it, and a block may have what it needs.
+cudaError_t has_hopper_code(const DeviceLimits& limits, bool* has_code) {
+  int version = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<&gate_scan_kernel<GateSumScan>>(&version));
+  *has_code = limits.major == 9 && version == 90 && limits.shared_bytes >= kHopperSharedBytes;
+  return cudaSuccess;
+}
 
 template <class T>
 cudaError_t launch(const TensorAttention& work, cudaStream_t stream) {
@@ -190,7 +201,14 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  *plan = {.path = AttentionPath::kTensorCore, .tile = is_wide(p, limits) ? 1 : 0};
+  bool hopper = false;
+  if (hopper_forward_takes(p)) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(has_hopper_code(limits, &hopper));
+  }
+  *plan = {.path = AttentionPath::kTensorCore,
+           .tile = hopper               ? kHopperTile
+                   : is_wide(p, limits) ? 1
+                                        : 0};
   plan->workspace_bytes = ForwardWorkspace(p).bytes;
   return cudaSuccess;
 }
@@ -200,12 +218,20 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   TensorAttention work;
   work.params.forward = p;
   work.gate_sums = workspace.gate_sums;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(scan_gates(p, workspace.gate_sums, stream));
+  const bool hopper = p.plan.tile == kHopperTile;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      scan_gates(p, workspace.gate_sums, stream, hopper ? workspace.next_item : nullptr));
   if (p.prune > 0) {
     work.score_bounds = workspace.score_bounds;
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         cudaMemsetAsync(workspace.score_bounds, 0, score_bounds_bytes(p, false), stream));
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_key_norms(work, stream));
+  }
+  if (hopper) {
+    return dispatch_16_bit(p.q.dtype, [&]<class T>() {
+      return HopperForwardUnit<T>::launch({.attention = work, .next_item = workspace.next_item},
+                                          stream);
+    });
   }
   return dispatch_16_bit(p.q.dtype, [&]<class T>() { return launch<T>(work, stream); });
 }
@@ -280,6 +306,9 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
 template <class T>
 cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
                    const DeviceLimits& limits, cudaStream_t stream) {
+  if (work.params.forward.plan.tile == kHopperTile) {
+    return HopperBackwardUnit<T>::launch(work, gates, limits, stream);
+  }
   return work.params.forward.head_dim <= kLargestSmallHeadDim
              ? AttentionBackwardUnit<T, HeadDims::kSmall>::launch(work, gates, limits, stream)
              : AttentionBackwardUnit<T, HeadDims::kLarge>::launch(work, gates, limits, stream);
@@ -287,15 +316,22 @@ cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
 
 /// What the host must know of the shapes that a plan's tile stands for.
 struct TileNeeds {
+  bool adds = false;          // dq by additions
   int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
   int shared_bytes = 0;       // of a block
 };
 
 cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const DeviceLimits& limits,
                        TileNeeds* needs) {
+  if (tile == kHopperTile) {
+    return with_hopper_backward_tile(p.head_dim, [&]<HopperBackwardTile kTile>() {
+      *needs = {true, kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
+      return cudaSuccess;
+    });
+  }
   const auto look = [&]<class Shapes>() {
     using Keys = typename Shapes::Keys;
-    *needs = {Keys::kRows, Keys::kDim,
+    *needs = {!p.deterministic, Keys::kRows, Keys::kDim,
               std::max(Keys::shared_bytes(limits), Shapes::Queries::kSharedBytes)};
     return cudaSuccess;
   };
@@ -341,12 +377,19 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  for (const int tile : {0, 1}) {
+  bool on_hopper = false;
+  if (hopper_backward_takes(params)) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(has_hopper_code(limits, &on_hopper));
+  }
+  for (const int tile : {kHopperTile, 0, 1}) {
+    if (tile == kHopperTile && !on_hopper) {
+      continue;
+    }
     TileNeeds needs;
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, tile, limits, &needs));
     if (needs.shared_bytes <= limits.shared_bytes) {
       *plan = {.path = AttentionPath::kTensorCore, .tile = tile};
-      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns).bytes;
+      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns, needs.adds).bytes;
       return cudaSuccess;
     }
   }
@@ -359,7 +402,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   TileNeeds needs;
   TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, p.plan.tile, limits, &needs));
-  const BackwardWorkspace workspace(p, needs.rows, needs.columns);
+  const BackwardWorkspace workspace(p, needs.rows, needs.columns, needs.adds);
 
   TensorAttention work;
   work.params = params;
@@ -369,6 +412,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.row_sums = workspace.row_sums;
   work.column_sums = workspace.column_sums;
   work.dq_sums = workspace.dq_sums;
+  work.turns = workspace.turns;
   const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
   TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
   if (p.prune > 0) {

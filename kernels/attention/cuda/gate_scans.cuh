@@ -20,6 +20,13 @@ struct GateSumScan {
   static constexpr bool kReverse = false;
   ForgettingAttentionParams p;
   double* c;
+  unsigned* counter = nullptr;  // of a launch that follows, to be zero by then
+
+  __device__ void begin() const {
+    if (counter != nullptr) {
+      *counter = 0;
+    }
+  }
 
   __device__ double load(const Sequence& keys, int token, int head) const {
     if (token == 0) {
@@ -43,6 +50,7 @@ struct GateGradientScan {
   const Real* row_sums;
   const Real* column_sums;
 
+  __device__ void begin() const {}
   __device__ double load(const Sequence& keys, int token, int head) const {
     const Sequence queries = find_sequence(p.layout, keys.index);
     const int64_t row = (keys.batch * p.heads + head);
@@ -150,6 +158,9 @@ struct GateChunks {
 template <class Scan>
 __global__ void __launch_bounds__(kGateChunk)
     gate_totals_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    chunks.scan.begin();
+  }
   chunks.add_up(blockIdx.x);
 }
 
@@ -168,7 +179,9 @@ int64_t gate_totals_count(const ForgettingAttentionParams& params);
 int64_t gate_sums_count(const ForgettingAttentionParams& params);
 
 /// c_j = sum of log_f over a sequence's tokens 1 .. j, each at least kLeastLogGate. NaN stays.
-cudaError_t scan_gates(const ForgettingAttentionParams& params, double* c, cudaStream_t stream);
+/// `counter`: set to zero, where there is one.
+cudaError_t scan_gates(const ForgettingAttentionParams& params, double* c, cudaStream_t stream,
+                       unsigned* counter = nullptr);
 
 /// dlog_f_u = sum over positions t >= u of (row sum of dS of the query at t, if there is one) -
 /// (column sum of key t); zero for a sequence's first token. Sums are [B, Hq, Tq] and [B, Hq, Tk].

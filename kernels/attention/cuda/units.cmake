@@ -8,3 +8,8 @@ foreach(type bf16=__nv_bfloat16 f16=__half)
       "small_${type}, HeadDims::kSmall" "large_${type}, HeadDims::kLarge")
   endforeach()
 endforeach()
+# On Hopper, by types.
+foreach(type bf16=__nv_bfloat16 f16=__half)
+  tidegate_units(kernels/attention/cuda/hopper/forward_unit.cuh HopperForwardUnit "${type}")
+  tidegate_units(kernels/attention/cuda/hopper/backward_unit.cuh HopperBackwardUnit "${type}")
+endforeach()

@@ -48,6 +48,7 @@ struct TensorAttention {
   float* row_sums = nullptr;          // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;       // backward: of dS, [B, Hq, Tk]
   float* dq_sums = nullptr;           // backward: dq in float, tile by tile
+  int* turns = nullptr;  // backward, where additions are ordered: see BackwardWorkspace
 };
 
 /// The classes of head dimensions, each compiled for itself: up to 96, and above.
@@ -236,18 +237,20 @@ int64_t score_bounds_bytes(const ForgettingAttentionParams& params, bool of_quer
 struct ForwardWorkspace {
   double* gate_sums;       // c, then the totals of its scan
   unsigned* score_bounds;  // where keys are pruned
+  unsigned* next_item;     // of the Hopper kernel's blocks
   int64_t bytes;
 
   explicit ForwardWorkspace(const ForgettingAttentionParams& p) {
     WorkspaceParts parts(p.workspace);
     gate_sums = parts.take<double>(gate_sums_count(p));
+    next_item = parts.take<unsigned>(1);
     score_bounds = parts.take<unsigned>(score_bounds_bytes(p, false) / 4);
     bytes = parts.bytes();
   }
 };
 
 /// The backward pass on tensor cores, with tiles of `tile_rows` queries whose dq sums have
-/// `tile_columns` columns.
+/// `tile_columns` columns. `adds`: dq by additions, which a deterministic pass puts in order.
 struct BackwardWorkspace {
   double* gate_sums;  // c, then the totals of its scan
   double* totals;     // of the gates' gradients: reuses gate_sums, as c is not read by then
@@ -258,12 +261,14 @@ struct BackwardWorkspace {
   unsigned*
       score_bounds;       // from here on, cleared together, all but a deterministic pass's row sums
   unsigned* long_range;   // where keys are pruned
-  float* row_sums;        // of a deterministic pass, query_gradient_kernel writes all of them
-  float* dq_sums;         // null in a deterministic pass
+  int* turns;             // where additions are ordered; see below
+  float* row_sums;        // without additions, query_gradient_kernel writes all of them
+  float* dq_sums;         // null without additions
   int64_t cleared_bytes;  // from score_bounds on
   int64_t bytes;
 
-  BackwardWorkspace(const ForgettingAttentionParams& p, int tile_rows, int tile_columns) {
+  BackwardWorkspace(const ForgettingAttentionParams& p, int tile_rows, int tile_columns,
+                    bool adds) {
     const bool pruned = p.prune > 0;
     WorkspaceParts parts(p.workspace);
     gate_sums = parts.take<double>(gate_sums_count(p));
@@ -277,11 +282,13 @@ struct BackwardWorkspace {
     score_bounds = parts.take<unsigned>(score_bounds_bytes(p, true) / 4);
     long_range = parts.take<unsigned>(pruned ? 2 : 0);
     cleared_bytes = parts.bytes() - cleared;
+    const int64_t row_tiles = time_tiles(p.layout, tile_rows).count * p.heads;
+    // How many blocks have taken a tile of keys; how many have added to each tile of queries.
+    turns = adds && p.deterministic ? parts.take<int>(1 + row_tiles) : nullptr;
     row_sums = parts.take<float>(query_rows(p));
     dq_sums = nullptr;
-    if (!p.deterministic) {
-      dq_sums = parts.take<float>(time_tiles(p.layout, tile_rows).count * p.heads * tile_rows *
-                                  tile_columns);
+    if (adds) {
+      dq_sums = parts.take<float>(row_tiles * tile_rows * tile_columns);
       cleared_bytes = parts.bytes() - cleared;
     }
     bytes = parts.bytes();

@@ -44,6 +44,37 @@ struct OnlineSoftmax {
     }
   }
 
+  __device__ __forceinline__ void clear_outputs() {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        o[i][j][0] = o[i][j][1] = o[i][j][2] = o[i][j][3] = 0;
+      }
+    }
+  }
+
+  /// Scores that start from their keys' bias, (c_ref - c_j) / scale: `gates` are of the lane's
+  /// first two keys, twice. What is added up is then to be multiplied by the scale.
+  __device__ __forceinline__ void begin_with_bias(const float* gates) {
+    static_assert(kRowTiles == 1);
+#pragma unroll
+    for (int j = 0; j < kPart / 8; ++j) {
+      const float4 x = *reinterpret_cast<const float4*>(gates + 16 * j);
+      s[0][j][0] = x.x;
+      s[0][j][1] = x.y;
+      s[0][j][2] = x.z;
+      s[0][j][3] = x.w;
+    }
+  }
+  /// deferred_bias = c_i - c_ref. `rows`: of the lane's first row.
+  __device__ __forceinline__ void defer_row_bias(const float* rows) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      deferred_bias[i] = rows[8 * i];
+    }
+  }
+
   /// s = scale s + c_ref - c_j, and deferred_bias = c_i - c_ref. `gates`: of the lane's first two
   /// keys; `rows`: of its first row.
   __device__ __forceinline__ void add_bias(float scale, const float* gates, const float* rows) {
@@ -51,10 +82,7 @@ struct OnlineSoftmax {
     for (int j = 0; j < kPart / 8; ++j) {
       add_key_bias(scale, j, *reinterpret_cast<const float2*>(gates + 8 * j));
     }
-#pragma unroll
-    for (int i = 0; i < kStats; ++i) {
-      deferred_bias[i] = rows[8 * i];
-    }
+    defer_row_bias(rows);
   }
 
   /// Adds the bias relative to the warp's first row, whose own gates are `own`: for keys after the
@@ -94,40 +122,58 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores. While no row's
-  /// largest score (log2) grows by more than 8, weights stay at most 2^8 and nothing is rescaled:
-  /// every warp would do so for one of its rows at most tiles.
+  /// Brings `row_max`, and with it the outputs so far, up to the tile's scores.
   __device__ __forceinline__ void update_row_max() {
+    float factor[kStats];
+    if (raise_row_max(factor)) {
+      rescale(factor);
+    }
+  }
+
+  /// Brings `row_max` and `sum` up to the tile's scores; the outputs are to be multiplied by
+  /// `factor` where this returns true, for all lanes of the warp. While no row's largest score
+  /// (log2) grows by more than 8, weights stay at most 2^8 and nothing is rescaled: every warp
+  /// would do so for one of its rows at most tiles. Scores are `unit` times what s has.
+  __device__ __forceinline__ bool raise_row_max(float (&factor)[kStats], float unit = 1.0f) {
     constexpr float kSlack = 8;
     float tile_max[kStats];
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
-      float x = -INFINITY;
+      float x[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int j = 0; j < kPart / 8; ++j) {
-        x = fmaxf(x, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
+        x[0] = fmaxf(x[0], s[i / 2][j][i % 2 * 2]);
+        x[1] = fmaxf(x[1], s[i / 2][j][i % 2 * 2 + 1]);
       }
-      tile_max[i] = quad_max(x) + deferred_bias[i];
+      tile_max[i] = fmaf(quad_max(fmaxf(x[0], x[1])), unit, deferred_bias[i]);
       grows |= tile_max[i] > row_max[i] + kSlack;
     }
-    if (__any_sync(0xffffffffu, grows)) {
+    grows = __any_sync(0xffffffffu, grows);
+    if (grows) {
 #pragma unroll
       for (int i = 0; i < kStats; ++i) {
         const float next = fmaxf(row_max[i], tile_max[i]);
-        const float factor = exp2_approx(row_max[i] - finite_or_zero(next));
+        factor[i] = exp2_approx(row_max[i] - finite_or_zero(next));
         row_max[i] = next;
-        sum[i] *= factor;
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          o[i / 2][j][i % 2 * 2] *= factor;
-          o[i / 2][j][i % 2 * 2 + 1] *= factor;
-        }
+        sum[i] *= factor[i];
       }
     }
 #pragma unroll
     for (int i = 0; i < kStats; ++i) {
       row_offset[i] = finite_or_zero(row_max[i]) - deferred_bias[i];
+    }
+    return grows;
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[kStats]) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        o[i / 2][j][i % 2 * 2] *= factor[i];
+        o[i / 2][j][i % 2 * 2 + 1] *= factor[i];
+      }
     }
   }
 
@@ -139,15 +185,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       compute_p(chunk);
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float (&x)[4] = s[i][2 * chunk + half];
-          a[chunk][i][2 * half] = pack_pair<T>(x[0], x[1]);
-          a[chunk][i][2 * half + 1] = pack_pair<T>(x[2], x[3]);
-        }
-      }
+      pack_p(a[chunk], chunk);
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -169,14 +207,67 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Adds the infinite and NaN elements of a tile of values to the rows that see them.
+  /// s = P for a chunk of 16 keys, adding up rows.
+  __device__ __forceinline__ void compute_p(int chunk) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        float& x = s[i / 2][2 * chunk + at / 2][i % 2 * 2 + at % 2];
+        x = exp2_approx(x - row_offset[i]);
+        sum[i] += x;
+      }
+    }
+  }
+
+  /// A chunk of P as the operand A of products.
+  __device__ __forceinline__ void pack_p(uint32_t (&a)[kRowTiles][4], int chunk) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float (&x)[4] = s[i][2 * chunk + half];
+        a[i][2 * half] = pack_pair<T>(x[0], x[1]);
+        a[i][2 * half + 1] = pack_pair<T>(x[2], x[3]);
+      }
+    }
+  }
+
+  /// s = P = exp2(unit s - row_offset), adding up rows: of a row in two sums, whose additions do
+  /// not wait for each other.
+  __device__ __forceinline__ void compute_p(float unit) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      float sums[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < kPart / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i / 2][j][i % 2 * 2 + e];
+          x = exp2_approx(fmaf(x, unit, -row_offset[i]));
+          sums[e] += x;
+        }
+      }
+      sum[i] += sums[0] + sums[1];
+    }
+  }
+  __device__ __forceinline__ void pack_p(uint32_t (&a)[kPart / 16][kRowTiles][4]) const {
+#pragma unroll
+    for (int chunk = 0; chunk < kPart / 16; ++chunk) {
+      pack_p(a[chunk], chunk);
+    }
+  }
+
+  /// Adds the infinite and NaN elements of a tile of values, laid out as Tile has it, to the rows
+  /// that see them.
+  template <class Tile = Tile16Bit<kDim>>
   __device__ __forceinline__ void add_non_finite(const unsigned char* tile, PairMask mask,
                                                  int position, int key, int lane) {
     for (int row = 0; row < kPart; ++row) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
-        const auto pair = *reinterpret_cast<const Pack<T, 2>*>(
-            tile + Tile16Bit<kDim>::offset(row, j) + lane % 4 * 4);
+        const auto pair =
+            *reinterpret_cast<const Pack<T, 2>*>(tile + Tile::offset(row, j) + lane % 4 * 4);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float x = pair.get(e);
@@ -234,34 +325,28 @@ struct OnlineSoftmax {
   }
 
   static __device__ float finite_or_zero(float x) { return x == -INFINITY ? 0.0f : x; }
-
-  /// s = P for a chunk of 16 keys, adding up rows.
-  __device__ __forceinline__ void compute_p(int chunk) {
-#pragma unroll
-    for (int i = 0; i < kStats; ++i) {
-#pragma unroll
-      for (int at = 0; at < 4; ++at) {
-        float& x = s[i / 2][2 * chunk + at / 2][i % 2 * 2 + at % 2];
-        x = exp2_approx(x - row_offset[i]);
-        sum[i] += x;
-      }
-    }
-  }
 };
+
+/// Not zero where 16 bytes hold an infinity or a NaN.
+template <class T>
+__device__ inline uint32_t non_finite_bits(const unsigned char* piece) {
+  constexpr uint32_t kExponents = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
+  constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
+  const uint4 x = *reinterpret_cast<const uint4*>(piece);
+  // An exponent of ones carries into the sign.
+  return (((x.x & kExponents) + kOne) | ((x.y & kExponents) + kOne) | ((x.z & kExponents) + kOne) |
+          ((x.w & kExponents) + kOne)) &
+         0x80008000u;
+}
 
 /// Whether a thread's share of a tile holds an infinity or a NaN.
 template <class T, int kThreads>
 __device__ inline bool has_non_finite(const unsigned char* tile, int bytes, int thread) {
-  constexpr uint32_t kExponents = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
-  constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
   uint32_t found = 0;
   for (int at = thread * 16; at < bytes; at += kThreads * 16) {
-    const uint4 x = *reinterpret_cast<const uint4*>(tile + at);
-    // An exponent of ones carries into the sign.
-    found |= ((x.x & kExponents) + kOne) | ((x.y & kExponents) + kOne) |
-             ((x.z & kExponents) + kOne) | ((x.w & kExponents) + kOne);
+    found |= non_finite_bits<T>(tile + at);
   }
-  return (found & 0x80008000u) != 0;
+  return found != 0;
 }
 
 template <class T, int kThreads>

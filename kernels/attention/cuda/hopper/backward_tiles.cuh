@@ -1,0 +1,371 @@
+#pragma once
+
+// What the blocks of the Hopper backward kernel are made of: its shape, its shared memory with the
+// barriers, which tiles of queries see its keys, and how the producer's warps bring them.
+
+#include "kernels/attention/cuda/backward/query_gradients.cuh"
+#include "kernels/attention/cuda/backward/tiles.cuh"
+#include "kernels/attention/cuda/hopper/select.cuh"
+#include "kernels/attention/cuda/work.cuh"
+#include "kernels/common/cuda/hopper.cuh"
+
+namespace tidegate::kernels::attention {
+
+template <class Data, HopperBackwardTile kTile>
+struct HopperBackwardShape {
+  using T = Data;
+  static constexpr int kDim = kTile.dim;
+  static constexpr int kRows = kTile.queries;
+  static constexpr int kKeys = 128;
+  static constexpr int kPart = 64;  // queries of a tile whose scores are in registers at a time
+  static constexpr int kParts = kRows / kPart;
+  static constexpr int kStages = 2;  // of Q, dO and dS
+  static constexpr int kMathWarps = 8;
+  static constexpr int kThreads = 384;
+  // Whether dP's start is read while the S before it is under way: where registers are plenty.
+  static constexpr bool kStartsEarly = kDim <= 64;
+  // Of a thread: 65536 of a multiprocessor, less what setmaxnreg cannot hand out.
+  static constexpr int kMathRegisters = kDim > 96 ? 240 : 232;
+  static constexpr int kProducerRegisters = kDim > 96 ? 24 : 40;
+
+  using KeyPanels = hopper::Panels<kKeys>;
+  using RowPanels = hopper::Panels<kRows>;
+  static constexpr int kKeyBytes = KeyPanels::bytes(kDim);
+  static constexpr int kRowBytes = RowPanels::bytes(kDim);
+  static constexpr int kScoreBytes = RowPanels::bytes(kKeys);
+  static constexpr bool kDqByRows = kTile.dq_by_rows();
+  static constexpr int kDqColumns = kTile.sum_columns();
+  static_assert(kDim <= kDqColumns);
+
+  // What convert_dq_kernel (query_gradients.cuh) wants to know of the sums' layout.
+  struct Sums {
+    using T = Data;
+    static constexpr int kDim = kDqColumns, kRows = HopperBackwardShape::kRows;
+    static constexpr int kThreads = 256;
+    static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
+    struct QueryGradPart {
+      static constexpr int kRowTiles = 1, kColumnTiles = 8;
+      static __device__ int row(int warp) { return kDqByRows ? 16 * warp : warp % 4 * 16; }
+      static __device__ int column(int warp) { return kDqByRows ? 0 : warp / 4 * 64; }
+    };
+  };
+};
+
+/// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
+/// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
+/// and for edges, in units of log2, c_i - c_ref, high and low parts, and lse_i.
+template <int kRows>
+struct HopperRowStats {
+  float start_s[kRows], start_dp[kRows];
+  float gate_high[kRows], gate_low[kRows], lse[kRows];
+};
+
+template <class Shape>
+struct HopperBackwardShared {
+  static constexpr int kStages = Shape::kStages;
+  alignas(1024) unsigned char keys[Shape::kKeyBytes];
+  alignas(1024) unsigned char values[Shape::kKeyBytes];
+  alignas(1024) unsigned char queries[kStages][Shape::kRowBytes];
+  alignas(1024) unsigned char d_o[kStages][Shape::kRowBytes];
+  alignas(1024) unsigned char ds[kStages][Shape::kScoreBytes];
+  alignas(
+      128) float dq[Shape::kRows * Shape::kDqColumns];  // of a tile, as convert_dq_kernel has it
+  HopperRowStats<Shape::kRows> stats[kStages];
+  float row_sums[kStages][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
+  int block;                                                 // which of the launch's
+  uint64_t keys_full, values_full;                           // once
+  uint64_t queries_full[kStages], queries_free[kStages];     // with stats
+  uint64_t d_o_full[kStages], d_o_free[kStages];
+  uint64_t ds_full[kStages];
+  uint64_t dq_full, dq_free;  // with row_sums
+
+  __device__ static HopperBackwardShared& at(unsigned char* bytes) {
+    return *reinterpret_cast<HopperBackwardShared*>(bytes);
+  }
+  /// By one thread, before a barrier of the block.
+  __device__ void init_barriers() {
+    mbarrier_init(&keys_full, 1);
+    mbarrier_init(&values_full, 1);
+    mbarrier_init(&dq_full, Shape::kMathWarps);
+    mbarrier_init(&dq_free, 1);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&queries_full[i], 2);  // the warp that loads them, that of their stats
+      mbarrier_init(&d_o_full[i], 1);
+      mbarrier_init(&queries_free[i], Shape::kMathWarps);
+      mbarrier_init(&d_o_free[i], Shape::kMathWarps);
+      mbarrier_init(&ds_full[i], Shape::kMathWarps);
+    }
+    hopper::fence_barrier_init();
+  }
+};
+
+/// What the kernel is told besides: descriptions of the tensors for the copy engine.
+struct HopperBackwardWork {
+  TensorAttention attention;
+  CUtensorMap q, d_o;  // boxes of kRows rows
+  CUtensorMap k, v;    // boxes of kKeys rows
+};
+
+/// The stage that comes next, and the parity of its barriers' phases.
+template <int kStages>
+struct HopperStage {
+  int index = 0, parity = 0;
+  __device__ void next() {
+    parity ^= index == kStages - 1 ? 1 : 0;
+    index = index == kStages - 1 ? 0 : index + 1;
+  }
+};
+
+/// The block's keys, and which tiles of queries see them.
+template <class Shape>
+struct HopperKeyTile {
+  static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
+  const TensorAttention& w;
+  const ForgettingAttentionParams& p;
+  Sequence keys, queries;
+  int key_head, first_key, tokens;
+  int shift;                 // from a query to its position
+  int first_head, end_head;  // query heads that share the keys
+
+  __device__ HopperKeyTile(const TensorAttention& work, const TileAndHead& at)
+      : w(work),
+        p(work.params.forward),
+        keys(at.tile.sequence),
+        queries(find_sequence(p.layout, keys.index)),
+        key_head(at.head),
+        first_key(at.tile.first),
+        tokens(at.tile.tokens),
+        shift(keys.length - queries.length) {
+    const int group = static_cast<int>(p.heads / p.key_heads);
+    first_head = key_head * group;
+    end_head = first_head + group;
+  }
+  __device__ int last_key() const { return first_key + tokens - 1; }
+
+  __device__ PairMask mask() const { return {static_cast<int>(p.window)}; }
+  /// Whether not all of the block's keys are seen by all of the part's queries, from `row` on: the
+  /// diagonal, and the far end of the window.
+  __device__ bool is_edge(int row) const {
+    const int first = row + shift, window = static_cast<int>(p.window);
+    return first < first_key + kKeys - 1 ||
+           (window > 0 && first_key <= first + Shape::kPart - 1 - window);
+  }
+
+  /// How many blocks add to a tile of queries before this one: those of later keys.
+  __device__ int turn(int tile) const {
+    const int last = min((tile + 1) * kRows, queries.length) - 1 + shift;
+    return last / kKeys - first_key / kKeys;
+  }
+
+  struct Range {
+    int begin, end;
+  };
+  /// Tiles of queries that see one of the keys: from that of the first query that sees the first
+  /// key to that of the last one that sees the last, or that pruning leaves.
+  __device__ Range range(int head) const {
+    const int window = static_cast<int>(p.window);
+    Range r = {max(0, first_key - shift) / kRows, (queries.length + kRows - 1) / kRows};
+    if (window > 0) {
+      const int last_row = last_key() + window - 1 - shift;
+      r.end = last_row < 0 ? 0 : min(r.end, last_row / kRows + 1);
+    }
+    if (p.prune > 0) {
+      const int64_t tile_index = first_tile_index(w.extents.keys, static_cast<int>(keys.index)) +
+                                 last_key() / KeyExtents::kKeys;
+      r.end = min(r.end, (w.extents.ends[tile_index * p.heads + head] + kRows - 1) / kRows);
+    }
+    return r;
+  }
+};
+
+/// Brings rows [first, first + kRows) of a sequence's head into a tile, all lanes of a warp calling
+/// it, and arrives once at the barrier for them. The copy engine writes zeros past a tensor's end
+/// only: a tile that reaches past its sequence's end is copied by the warp itself.
+template <int kRows, int kDim>
+__device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* map,
+                                        const HeadSeries& t, uint64_t* barrier,
+                                        const Sequence& sequence, int head, int first, int pieces,
+                                        int lane) {
+  using Panels = hopper::Panels<kRows>;
+  const int limit = sequence.length - first;
+  if (limit >= kRows) {
+    if (lane == 0) {
+      hopper::arrive_expecting(barrier, Panels::bytes(kDim));
+      hopper::copy_tile<kRows, kDim>(to, map, barrier, head,
+                                     static_cast<int>(sequence.start) + first,
+                                     static_cast<int>(sequence.batch));
+    }
+  } else {
+    constexpr int kPieces = Panels::bytes(kDim) / (16 * kRows);
+    const char* const from = row_address<2>(t, sequence, head, first);
+    const int stride = row_stride<2>(t);
+#pragma unroll 1
+    for (int at = lane; at < kRows * kPieces; at += 32) {
+      const int row = at / kPieces, piece = at % kPieces;
+      copy_async_or_zero(to + Panels::offset(row, piece),
+                         from + static_cast<int64_t>(row) * stride + piece * 16,
+                         row < limit && piece < pieces);
+    }
+    commit_copies();
+    wait_for_copies<0>();
+    hopper::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(barrier);
+    }
+  }
+  __syncwarp();
+}
+
+/// Waits until `turn` blocks have ended their turns at a tile of queries, and sees what they added.
+__device__ inline void wait_for_turn(const int* turns, int turn) {
+  int ended = 0;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(ended) : "l"(turns) : "memory");
+  } while (ended != turn);
+}
+/// Ends a turn: what the warp added before the last __syncwarp, and what this thread's bulk
+/// additions, which have ended, is seen by whoever waits.
+__device__ inline void end_turn(int* turns) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+}
+
+/// The producer's first warp: the block's keys and values, then every tile of Q and dO.
+template <class Shape>
+__device__ inline void load_tiles(const HopperBackwardWork& work, const HopperKeyTile<Shape>& at,
+                                  HopperBackwardShared<Shape>& shared, int lane) {
+  constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kDim = Shape::kDim;
+  const ForgettingAttentionParams& p = at.p;
+  const int pieces = static_cast<int>(p.head_dim / 8);
+  load_hopper_tile<kKeys, kDim>(shared.keys, &work.k, p.k, &shared.keys_full, at.keys, at.key_head,
+                                at.first_key, pieces, lane);
+  HopperStage<Shape::kStages> stage;
+  bool has_values = false;
+  for (int head = at.first_head; head < at.end_head; ++head) {
+    const auto range = at.range(head);
+    for (int tile = range.begin; tile < range.end; ++tile, stage.next()) {
+      mbarrier_wait(&shared.queries_free[stage.index], stage.parity ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.queries[stage.index], &work.q, p.q,
+                                    &shared.queries_full[stage.index], at.queries, head,
+                                    tile * kRows, pieces, lane);
+      if (!has_values) {  // after the queries, which are needed first
+        has_values = true;
+        load_hopper_tile<kKeys, kDim>(shared.values, &work.v, p.v, &shared.values_full, at.keys,
+                                      at.key_head, at.first_key, pieces, lane);
+      }
+      mbarrier_wait(&shared.d_o_free[stage.index], stage.parity ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.d_o[stage.index], &work.d_o, at.w.params.d_o,
+                                    &shared.d_o_full[stage.index], at.queries, head, tile * kRows,
+                                    pieces, lane);
+    }
+  }
+}
+
+/// The producer's second warp: what the queries' scores need. See HopperRowStats.
+template <class Shape>
+__device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
+                                      HopperBackwardShared<Shape>& shared, int lane) {
+  constexpr int kRows = Shape::kRows;
+  const ForgettingAttentionParams& p = at.p;
+  const float inverse_scale = 1 / (static_cast<float>(p.scale) * kLog2E);
+  HopperStage<Shape::kStages> stage;
+  for (int head = at.first_head; head < at.end_head; ++head) {
+    const auto range = at.range(head);
+    const GateSums gates(at.w, at.keys, head);
+    const double reference = gates.at(at.last_key());
+    const int64_t first_row =
+        (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
+    for (int tile = range.begin; tile < range.end; ++tile, stage.next()) {
+      RawRowStats rows[kRows / 32];
+#pragma unroll
+      for (int i = 0; i < kRows / 32; ++i) {
+        const int row = tile * kRows + 32 * i + lane;
+        const bool exists = row < at.queries.length;
+        rows[i] = {gates.at(row + at.shift),
+                   exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
+                   exists ? at.w.delta_minus_dlse[first_row + row] : 0.0f};
+      }
+      mbarrier_wait(&shared.queries_free[stage.index], stage.parity ^ 1);
+      HopperRowStats<kRows>& stats = shared.stats[stage.index];
+#pragma unroll
+      for (int i = 0; i < kRows / 32; ++i) {
+        const int row = 32 * i + lane;
+        float x[4];
+        write_row_stats<1>(x, rows[i], reference);
+        const bool is_edge = at.is_edge(tile * kRows + row / Shape::kPart * Shape::kPart);
+        stats.start_s[row] = is_edge ? 0.0f : (x[0] - x[2]) * inverse_scale;
+        stats.start_dp[row] = x[3];
+        stats.gate_high[row] = x[0];
+        stats.gate_low[row] = x[1];
+        stats.lse[row] = x[2];
+      }
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier_arrive(&shared.queries_full[stage.index]);
+      }
+    }
+  }
+}
+
+/// The producer's third warp: adds what the warps of math have made of a tile of queries, its dq
+/// and its sums of dS over keys, to the sums in device memory. In an ordered pass a tile of queries
+/// gets the additions of the last keys that see it first, and so on: the same bits from run to run.
+template <class Shape>
+__device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
+                                      HopperBackwardShared<Shape>& shared, int lane) {
+#if TIDEGATE_HOPPER_CODE
+  constexpr int kRows = Shape::kRows, kTileFloats = kRows * Shape::kDqColumns;
+  const ForgettingAttentionParams& p = at.p;
+  const TensorAttention& w = at.w;
+  int stage = 0, parity = 0;
+  for (int head = at.first_head; head < at.end_head; ++head) {
+    const auto range = at.range(head);
+    int64_t tile_index = (first_tile_index(w.query_tiles, static_cast<int>(at.queries.index)) +
+                          int64_t{range.begin}) *
+                             p.heads +
+                         head;
+    float* const row_sums =
+        w.row_sums + (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
+    for (int tile = range.begin; tile < range.end; ++tile, tile_index += p.heads) {
+      if (w.turns != nullptr) {
+        if (lane == 0) {
+          wait_for_turn(w.turns + 1 + tile_index, at.turn(tile));
+        }
+        __syncwarp();
+      }
+      mbarrier_wait(&shared.dq_full, parity);
+      if (lane == 0) {
+        add_bulk<kTileFloats* int{sizeof(float)}>(w.dq_sums + tile_index * kTileFloats, shared.dq);
+      }
+#pragma unroll 1
+      for (int row = lane; row < kRows; row += 32) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < Shape::kMathWarps; ++i) {
+          sum += shared.row_sums[stage][i][row];
+        }
+        if (tile * kRows + row < at.queries.length) {
+          atomicAdd(row_sums + tile * kRows + row, sum);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        wait_for_bulk_reads();
+        mbarrier_arrive(&shared.dq_free);
+        if (w.turns != nullptr) {
+          wait_for_bulk_additions();
+          end_turn(w.turns + 1 + tile_index);
+        }
+      }
+      __syncwarp();
+      stage ^= 1;
+      parity ^= 1;
+    }
+  }
+  if (lane == 0) {
+    wait_for_bulk_additions();
+  }
+#endif
+}
+
+}  // namespace tidegate::kernels::attention

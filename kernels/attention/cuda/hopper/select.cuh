@@ -1,0 +1,83 @@
+#pragma once
+
+// Which passes of forgetting attention take the kernels for Hopper (compute capability 9.0a), and
+// the shapes of these: the one place where that is decided.
+
+#include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/work.cuh"
+#include "kernels/common/cuda/device.h"
+
+namespace tidegate::kernels::attention {
+
+/// The tile of a plan that stands for the Hopper kernel.
+constexpr int kHopperTile = 2;
+
+/// What a block may use on Hopper. Tests that set shared_bytes_limit below it get the portable
+/// kernels.
+constexpr int kHopperSharedBytes = 227 * 1024;
+
+/// A row of the backward kernel's table: the head dimension, padded, and the queries of a tile.
+struct HopperBackwardTile {
+  int dim;
+  int queries;
+  // dq of a tile is divided among two warpgroups, by rows or, where there are 64, by columns.
+  [[nodiscard]] constexpr bool dq_by_rows() const { return queries == 128; }
+  [[nodiscard]] constexpr int sum_columns() const { return dq_by_rows() ? 64 : 128; }
+};
+/// Calls f.template operator()<kTile>() with that of a head dimension up to 128.
+template <class F>
+cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
+  return dim <= 64   ? f.template operator()<HopperBackwardTile{64, 128}>()
+         : dim <= 96 ? f.template operator()<HopperBackwardTile{96, 64}>()
+                     : f.template operator()<HopperBackwardTile{128, 64}>();
+}
+
+template <class Data>
+struct HopperBackwardUnit {
+  /// As AttentionBackwardUnit::launch, for heads of all ranges.
+  static cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
+                            const DeviceLimits& limits, cudaStream_t stream);
+};
+
+/// Whether the copy engine takes a tensor: not one whose rows share elements, as those of an
+/// expanded one do (a stride of zero), nor one that steps by 2^40 bytes.
+inline bool copy_engine_takes(const HeadSeries& t, const SequenceLayout& layout, int64_t heads,
+                              int64_t head_dim) {
+  const auto takes = [&](int64_t stride, int64_t count) {
+    return count <= 1 || (stride >= head_dim && stride < (int64_t{1} << 39));
+  };
+  return takes(t.stride_h, heads) && takes(t.stride_t, layout.time) &&
+         takes(t.stride_b, layout.batch);
+}
+
+/// Whether the copy engine takes the queries, keys and values.
+inline bool copies_inputs(const ForgettingAttentionParams& p) {
+  return copy_engine_takes(p.q, p.layout, p.heads, p.head_dim) &&
+         copy_engine_takes(p.k, p.key_layout, p.key_heads, p.head_dim) &&
+         copy_engine_takes(p.v, p.key_layout, p.key_heads, p.head_dim);
+}
+
+/// Whether a forward pass takes the Hopper kernel, where the device can. The portable ones keep
+/// heads of up to 32, for which half of the smallest tile would be padding.
+inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
+  return p.head_dim > 32 && copies_inputs(p);
+}
+
+/// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
+///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
+///     dv of 128 keys do not fit the registers;
+///   - a pass that prunes where that has tiles for short-range heads, above 96, or where it is
+///     deterministic: turns are counted by the keys' order, which pruning may break;
+///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
+///   - tensors that the copy engine does not take.
+inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
+  const ForgettingAttentionParams& p = params.forward;
+  constexpr double kLeastScale = 1e-20;
+  const bool prunes = p.prune > 0;
+  return p.head_dim > 32 && p.head_dim <= 128 &&
+         !(prunes && (p.head_dim > 96 || p.deterministic)) && p.scale > kLeastScale &&
+         p.layout.time > 0 && copies_inputs(p) &&
+         copy_engine_takes(params.d_o, p.layout, p.heads, p.head_dim);
+}
+
+}  // namespace tidegate::kernels::attention
