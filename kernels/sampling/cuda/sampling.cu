@@ -1,9 +1,13 @@
-// Drawing tokens on CUDA: one block has one row. What decides the order of kept tokens are sums of
+// Drawing tokens on CUDA: one block has one row, or the blocks of a cluster share it, where it is
+// long and the device has clusters: one multiprocessor would take longer to draw a token of 50,000
+// than it takes to read a layer's weights. What decides the order of kept tokens are sums of
 // integers, and what is summed in floating point goes in a fixed order: the same bits every time.
 
 #include <cfloat>
+#include <cstring>
 
-#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/sampling/draws.h"
@@ -15,6 +19,30 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kDigits = 256;
+// Of the sums a digit: warps that add to one would wait for each other.
+constexpr int kCopies = 8;
+constexpr int kClusterBlocks = 8;
+// Tokens that are worth a cluster: fewer take less time than its blocks need to meet.
+constexpr int64_t kLongRow = 4096;
+
+/// The variable at this address of a block of the cluster: address_in_block().
+template <class Value>
+__device__ Value load_remote(unsigned address) {
+  static_assert(sizeof(Value) == 4 || sizeof(Value) == 8);
+  Value value = {};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (sizeof(Value) == 4) {
+    unsigned bits;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");
+    memcpy(&value, &bits, sizeof(value));
+  } else {
+    unsigned long long bits;
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(bits) : "r"(address) : "memory");
+    memcpy(&value, &bits, sizeof(value));
+  }
+#endif
+  return value;
+}
 
 template <class Real>
 __device__ Real lowest() {
@@ -34,6 +62,45 @@ __device__ Best<Real> better(Best<Real> a, Best<Real> b) {
   const bool is_b = b.score > a.score || (b.score == a.score && b.token < a.token);
   return is_b ? b : a;
 }
+
+/// The blocks of a row: what their threads are to each other.
+template <int kBlocks>
+struct RowBlocks {
+  static constexpr int64_t kStride = int64_t{kBlocks} * kThreads;
+
+  int rank = kBlocks > 1 ? cluster_rank() : 0;
+  int turn = 0;
+
+  /// Of the row's tokens.
+  __device__ int64_t first() const { return static_cast<int64_t>(rank) * kThreads + threadIdx.x; }
+
+  __device__ void sync() const {
+    if constexpr (kBlocks > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  /// What `value` is in each block, in their order, for every thread. Between two calls with one
+  /// array another one must come, or the turn: who still reads is then not overtaken.
+  template <class Value, class Visit>
+  __device__ void exchange(Value (&parts)[2], Value value, Visit visit) {
+    if constexpr (kBlocks == 1) {
+      visit(value);
+      return;
+    }
+    turn ^= 1;
+    if (threadIdx.x == 0) parts[turn] = value;
+    sync();
+    const unsigned mine = shared_address(&parts[turn]);
+    Value all[kBlocks];
+#pragma unroll
+    for (int r = 0; r < kBlocks; ++r) all[r] = load_remote<Value>(address_in_block(mine, r));
+#pragma unroll
+    for (int r = 0; r < kBlocks; ++r) visit(all[r]);
+  }
+};
 
 /// The best over the block, which every thread gets.
 template <class Real>
@@ -75,6 +142,29 @@ __device__ Value block_sum(Value mine) {
   return sum;
 }
 
+/// The best over the row, and the sum over it.
+template <int kBlocks, class Real>
+__device__ Best<Real> row_best(RowBlocks<kBlocks>& blocks, Best<Real> mine) {
+  __shared__ Real scores[2];
+  __shared__ int64_t tokens[2];
+  mine = block_best(mine);
+  Real all[kBlocks];
+  int count = 0;
+  blocks.exchange(scores, mine.score, [&](Real score) { all[count++] = score; });
+  Best<Real> best{lowest<Real>(), INT64_MAX};
+  count = 0;
+  blocks.exchange(tokens, mine.token,
+                  [&](int64_t token) { best = better(best, Best<Real>{all[count++], token}); });
+  return best;
+}
+template <int kBlocks, class Value>
+__device__ Value row_sum(RowBlocks<kBlocks>& blocks, Value mine) {
+  __shared__ Value parts[2];
+  Value sum = 0;
+  blocks.exchange(parts, block_sum(mine), [&](Value part) { sum += part; });
+  return sum;
+}
+
 template <class E>
 struct Row {
   using Real = typename Register<E>::type;
@@ -107,14 +197,15 @@ struct Scaled {
   }
 };
 
-template <class E>
-__device__ Best<typename Register<E>::type> likeliest(const Row<E>& row) {
+template <int kBlocks, class E>
+__device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks,
+                                                      const Row<E>& row) {
   using Real = typename Register<E>::type;
   Best<Real> best{lowest<Real>(), row.vocab - 1};
-  for (int64_t v = threadIdx.x; v < row.vocab; v += kThreads) {
+  for (int64_t v = blocks.first(); v < row.vocab; v += blocks.kStride) {
     best = better(best, Best<Real>{row[v], v});
   }
-  return block_best(best);
+  return row_best(blocks, best);
 }
 
 /// Where the digits of a byte end: of those with weight the lowest with less than target above it.
@@ -152,34 +243,79 @@ __device__ void cut_digits(const unsigned long long* weights, unsigned long long
   }
 }
 
+/// Sums of 64 bits a digit, in two words: shared memory adds up to 32 bits in one instruction.
+struct DigitSums {
+  unsigned low[kCopies][kDigits], high[kCopies][kDigits];
+
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < kCopies * kDigits; i += kThreads) {
+      (&low[0][0])[i] = 0;
+      (&high[0][0])[i] = 0;
+    }
+  }
+  __device__ void add(uint32_t digit, unsigned long long weight) {
+    const int copy = static_cast<int>(threadIdx.x / 32) % kCopies;
+    const auto part = static_cast<unsigned>(weight);
+    const unsigned before = atomicAdd(&low[copy][digit], part);
+    const unsigned carry = before + part < before ? 1u : 0u;
+    const unsigned more = static_cast<unsigned>(weight >> 32) + carry;
+    if (more != 0) atomicAdd(&high[copy][digit], more);
+  }
+  __device__ unsigned long long sum(int digit) const {
+    unsigned long long total = 0;
+    for (int copy = 0; copy < kCopies; ++copy) {
+      total += low[copy][digit] + (static_cast<unsigned long long>(high[copy][digit]) << 32);
+    }
+    return total;
+  }
+};
+
 /// The smallest key among z with less than `target` of weight above it.
-template <class Numbers, class Weight>
-__device__ uint32_t last_kept(const Numbers& z, int64_t vocab, uint32_t least,
-                              unsigned long long target, Weight weight) {
+template <int kBlocks, class Numbers, class Weight>
+__device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab,
+                              uint32_t least, unsigned long long target, Weight weight) {
+  __shared__ DigitSums sums;
+  // By turns: a block that is ahead writes the next ones while others still read.
+  __shared__ unsigned long long of_block[2][kDigits];
   __shared__ unsigned long long weights[kDigits];
   __shared__ Cut cut;
   uint32_t prefix = 0, mask = 0;
   unsigned long long above = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     __syncthreads();
-    if (threadIdx.x < kDigits) {
-      weights[threadIdx.x] = 0;
-    }
+    sums.clear();
     if (threadIdx.x == 0) {
       cut = {0, above};
     }
     __syncthreads();
-    for (int64_t v = threadIdx.x; v < vocab; v += kThreads) {
+    for (int64_t v = blocks.first(); v < vocab; v += blocks.kStride) {
       const float number = z[v];
       const uint32_t key = key_of(number);
       if (key >= least && (key & mask) == prefix) {
         const unsigned long long adds = weight(number);
         if (adds > 0) {
-          atomicAdd(&weights[(key >> shift) & 255u], adds);
+          sums.add((key >> shift) & 255u, adds);
         }
       }
     }
     __syncthreads();
+    unsigned long long* const mine = of_block[shift / 8 % 2];
+    if (threadIdx.x < kDigits) {
+      (kBlocks > 1 ? mine : weights)[threadIdx.x] = sums.sum(static_cast<int>(threadIdx.x));
+    }
+    blocks.sync();
+    if constexpr (kBlocks > 1) {
+      if (threadIdx.x < kDigits) {
+        const unsigned address = shared_address(mine + threadIdx.x);
+        unsigned long long total = 0;
+#pragma unroll
+        for (int r = 0; r < kBlocks; ++r) {
+          total += load_remote<unsigned long long>(address_in_block(address, r));
+        }
+        weights[threadIdx.x] = total;
+      }
+      __syncthreads();
+    }
     if (threadIdx.x < 32) {
       cut_digits(weights, above, target, &cut);
     }
@@ -192,22 +328,23 @@ __device__ uint32_t last_kept(const Numbers& z, int64_t vocab, uint32_t least,
 }
 
 /// The smallest key that settings leave in.
-template <class Numbers>
-__device__ uint32_t threshold(const Numbers& z, int64_t vocab, const double* settings) {
+template <int kBlocks, class Numbers>
+__device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab,
+                              const double* settings) {
   uint32_t least = 0;
   const double top_k = settings[kTopK], top_p = settings[kTopP], min_p = settings[kMinP];
   if (top_k >= 1 && top_k < static_cast<double>(vocab)) {
-    least = last_kept(z, vocab, least, static_cast<unsigned long long>(top_k),
+    least = last_kept(blocks, z, vocab, least, static_cast<unsigned long long>(top_k),
                       [](float) { return 1ull; });
   }
   if (top_p < 1) {
     unsigned long long mine = 0;
-    for (int64_t v = threadIdx.x; v < vocab; v += kThreads) {
+    for (int64_t v = blocks.first(); v < vocab; v += blocks.kStride) {
       const float number = z[v];
       mine += key_of(number) >= least ? mass_of(number) : 0;
     }
-    const unsigned long long target = share_of(block_sum(mine), top_p);
-    least = last_kept(z, vocab, least, target,
+    const unsigned long long target = share_of(row_sum(blocks, mine), top_p);
+    least = last_kept(blocks, z, vocab, least, target,
                       [](float number) -> unsigned long long { return mass_of(number); });
   }
   if (min_p > 0) {
@@ -217,11 +354,11 @@ __device__ uint32_t threshold(const Numbers& z, int64_t vocab, const double* set
 }
 
 /// argmax of z + Gumbel numbers over the keys from `least`.
-template <class Numbers>
-__device__ int64_t draw(const Numbers& z, int64_t vocab, int64_t top, uint32_t least,
-                        const int64_t* table) {
+template <int kBlocks, class Numbers>
+__device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab, int64_t top,
+                        uint32_t least, const int64_t* table) {
   Best<float> best{lowest<float>(), top};
-  for (int64_t group = threadIdx.x; 4 * group < vocab; group += kThreads) {
+  for (int64_t group = blocks.first(); 4 * group < vocab; group += blocks.kStride) {
     const Philox4 words = words_of(table[kSeed], table[kStream], table[kDrawn], group);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -234,37 +371,41 @@ __device__ int64_t draw(const Numbers& z, int64_t vocab, int64_t top, uint32_t l
       }
     }
   }
-  return block_best(best).token;
+  return row_best(blocks, best).token;
 }
 
-template <class E>
-__device__ int64_t sampled(const Row<E>& row, const double* settings, const int64_t* table) {
+template <int kBlocks, class E>
+__device__ int64_t sampled(RowBlocks<kBlocks>& blocks, const Row<E>& row, const double* settings,
+                           const int64_t* table) {
   using Real = typename Register<E>::type;
-  const Best<Real> top = likeliest(row);
+  const Best<Real> top = likeliest(blocks, row);
   const double temperature = settings[kTemperature];
   if (temperature < FLT_MIN || isinf(top.score)) {
     return top.token;
   }
   const Scaled<E> z{row, top.score, static_cast<Real>(temperature)};
-  return draw(z, row.vocab, top.token, threshold(z, row.vocab, settings), table);
+  const uint32_t least = threshold(blocks, z, row.vocab, settings);
+  return draw(blocks, z, row.vocab, top.token, least, table);
 }
 
-template <class E>
-__device__ float log_prob(const Row<E>& row, int64_t token) {
+template <int kBlocks, class E>
+__device__ float log_prob(RowBlocks<kBlocks>& blocks, const Row<E>& row, int64_t token) {
   using Real = typename Register<E>::type;
-  const Real most = likeliest(row).score;
+  const Real most = likeliest(blocks, row).score;
   Real sum = 0;
-  for (int64_t v = threadIdx.x; v < row.vocab; v += kThreads) {
+  for (int64_t v = blocks.first(); v < row.vocab; v += blocks.kStride) {
     sum += exp(row[v] - most);
   }
-  return static_cast<float>(row[token] - most - log(block_sum(sum)));
+  return static_cast<float>(row[token] - most - log(row_sum(blocks, sum)));
 }
 
-template <class E>
+template <class E, int kBlocks>
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(const __grid_constant__ SamplingParams p) {
   using Real = typename Register<E>::type;
-  const auto b = static_cast<int64_t>(blockIdx.x);
+  wait_for_kernels_before();
+  const auto b = static_cast<int64_t>(blockIdx.x) / kBlocks;
+  RowBlocks<kBlocks> blocks;
   const double* const settings = p.settings + b * kSettings;
   const int64_t* const table = p.table + b * kColumns;
   const E* const logits = static_cast<const E*>(p.logits) + b * p.stride;
@@ -273,13 +414,13 @@ __global__ void __launch_bounds__(kThreads)
   float log_p = 0;
   if (table[kDone] == 0) {
     const Row<E> row{logits, seen, static_cast<Real>(settings[kPenalty]), p.vocab};
-    token = sampled(row, settings, table);
+    token = sampled(blocks, row, settings, table);
     if (p.log_probs != nullptr) {
-      log_p = log_prob(Row<E>{logits, nullptr, Real(1), p.vocab}, token);
+      log_p = log_prob(blocks, Row<E>{logits, nullptr, Real(1), p.vocab}, token);
     }
   }
-  __syncthreads();  // everyone has read the table
-  if (threadIdx.x == 0) {
+  blocks.sync();  // everyone has read the table, and other blocks' memory
+  if (blocks.rank == 0 && threadIdx.x == 0) {
     if (p.log_probs != nullptr) {
       p.log_probs[b * p.window + table[kDrawn] % p.window] = log_p;
     }
@@ -291,7 +432,17 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t sample_cuda(const SamplingParams& params, cudaStream_t stream) {
   return dispatch_real(params.dtype, [&]<class E>() {
-    return launch_unless_empty(&sample_kernel<E>, params.rows, dim3(kThreads), 0, stream, params);
+    constexpr auto* kShared = &sample_kernel<E, kClusterBlocks>;
+    bool can = false;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(can_cluster<kShared>(&can));
+    if (!can || params.vocab < kLongRow ||
+        params.rows > std::numeric_limits<int>::max() / kClusterBlocks) {
+      return launch_unless_empty(&sample_kernel<E, 1>, params.rows, dim3(kThreads), 0, stream,
+                                 params);
+    }
+    const auto blocks = static_cast<unsigned>(params.rows * kClusterBlocks);
+    return launch_early_in_clusters<kShared, kClusterBlocks>(dim3(blocks), dim3(kThreads), 0,
+                                                             stream, params);
   });
 }
 
