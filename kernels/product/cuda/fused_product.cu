@@ -40,6 +40,7 @@ struct Shape {
   int chunks = 0;         // of the inner channels
   int tile_channels = 0;  // of y
   int stages = 0;         // of a warp's ring that are used
+  int batch = 0;          // tiles whose sums the warps leave before they meet
   int x_stride = 0;       // bytes from a row of x to the next one in shared memory
   int ring_bytes = 0, x_bytes = 0, sums_bytes = 0;
 
@@ -53,13 +54,17 @@ Shape shape_of(const FusedProductParams& p, int multiprocessors) {
   shape.chunks = static_cast<int>(ceil_div(p.product.inner, kChunk));
   shape.tile_channels = p.is_glu ? kTile / 2 : kTile;
   const int64_t most = ceil_div(outer, static_cast<int64_t>(shape.blocks));
-  const int64_t items = ceil_div(most, shape.tile_channels) * ceil_div(shape.chunks, kWarps);
+  const int64_t tiles = ceil_div(most, shape.tile_channels);
+  const int64_t items = tiles * ceil_div(shape.chunks, kWarps);
   shape.stages = static_cast<int>(std::min<int64_t>(items, kStages));
   // Rows begin 16 bytes further round the banks than the one before.
   shape.x_stride = shape.chunks * kRowBytes + 16;
   shape.ring_bytes = kWarps * shape.stages * kItemBytes;
   shape.x_bytes = static_cast<int>(p.product.rows) * shape.x_stride;
-  shape.sums_bytes = 2 * kWarps * static_cast<int>(p.product.rows) * kTile * 4;
+  // A thread has an element of a batch of tiles at most: the fewer meetings, the better.
+  shape.batch =
+      static_cast<int>(std::clamp<int64_t>(kThreads / (p.product.rows * kTile), 1, tiles));
+  shape.sums_bytes = 2 * shape.batch * kWarps * static_cast<int>(p.product.rows) * kTile * 4;
   return shape;
 }
 
@@ -104,6 +109,28 @@ struct RowStager {
     const E* const at = static_cast<const E*>(from) + row * stride;
     return {*(reinterpret_cast<const typename Row::Bits*>(at) + pack)};
   }
+  /// So many packs of a row a thread keeps in registers; longer rows are read once more.
+  static constexpr int kKept = 2;
+  Row weights[kKept], biases[kKept];
+
+  __device__ bool is_kept() const { return packs() <= kKept * 32 * warps; }
+
+  /// Reads what no kernel writes.
+  __device__ void load_constants() {
+    if (!p.has_norm || !is_kept()) return;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int pack = thread + i * 32 * warps;
+      const bool exists = pack < packs();
+      weights[i] = constant(p.norm_weight, exists ? pack : 0);
+      biases[i] = constant(p.norm_bias, exists ? pack : 0);
+    }
+  }
+  __device__ Row constant(const void* from, int pack) const {
+    if (from == nullptr) return {};
+    return {__ldg(static_cast<const typename Row::Bits*>(from) + pack)};
+  }
+
   __device__ uint4* place(int row, int pack) const {
     return reinterpret_cast<uint4*>(x + row * shape.x_stride) + pack;
   }
@@ -135,6 +162,55 @@ struct RowStager {
     return sum;
   }
 
+  /// u - mean becomes y, which goes to its place.
+  __device__ void finish(int row, int pack, float (&u)[kPack], float factor, Row weight,
+                         Row bias) const {
+#pragma unroll
+    for (int v = 0; v < kPack; ++v) {
+      u[v] = fmaf(u[v] * factor, p.norm_weight != nullptr ? weight.get(v) : 1.0f,
+                  p.norm_bias != nullptr ? bias.get(v) : 0.0f);
+    }
+    if (p.gate != nullptr && !p.gate_first) gate(row, pack, u);
+    norm::store_eight(reinterpret_cast<E*>(place(row, pack)), u);
+  }
+
+  /// A row that its threads keep in registers.
+  __device__ void stage_kept(int row, bool exists) const {
+    const float channels = static_cast<float>(p.product.inner);
+    const int count = exists ? packs() : 0;
+    float u[kKept][kPack] = {}, sum = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (const int pack = thread + i * 32 * warps; pack < count) values(row, pack, u[i]);
+    }
+    if (p.norm_kind == norm::NormKind::kLayer) {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+#pragma unroll
+        for (int v = 0; v < kPack; ++v) sum += u[i][v];
+      }
+      const float mean = row_sum(sum) / channels;
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        const bool is_there = thread + i * 32 * warps < count;
+#pragma unroll
+        for (int v = 0; v < kPack; ++v) u[i][v] = is_there ? u[i][v] - mean : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+#pragma unroll
+      for (int v = 0; v < kPack; ++v) square = fmaf(u[i][v], u[i][v], square);
+    }
+    const float factor = rsqrtf(row_sum(square) / channels + static_cast<float>(p.eps));
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (const int pack = thread + i * 32 * warps; pack < count) {
+        finish(row, pack, u[i], factor, weights[i], biases[i]);
+      }
+    }
+  }
+
   __device__ void stage_raw(int row) const {
 #pragma unroll 8
     for (int pack = thread; pack < packs(); pack += 32 * warps) {
@@ -142,7 +218,7 @@ struct RowStager {
     }
   }
 
-  __device__ void stage_normed(int row, bool exists) const {
+  __device__ void stage_long(int row, bool exists) const {
     const float channels = static_cast<float>(p.product.inner);
     const int count = exists ? packs() : 0;
     float mean = 0.0f, square = 0.0f;
@@ -166,24 +242,12 @@ struct RowStager {
     const float factor = rsqrtf(row_sum(square) / channels + static_cast<float>(p.eps));
     // Read again, from the first-level cache.
     for (int pack = thread; pack < count; pack += 32 * warps) {
-      float u[kPack], w[kPack], b[kPack];
+      float u[kPack];
       values(row, pack, u);
-      constant(p.norm_weight, pack, 1.0f, w);
-      constant(p.norm_bias, pack, 0.0f, b);
 #pragma unroll
-      for (int v = 0; v < kPack; ++v) u[v] = fmaf((u[v] - mean) * factor, w[v], b[v]);
-      if (p.gate != nullptr && !p.gate_first) gate(row, pack, u);
-      norm::store_eight(reinterpret_cast<E*>(place(row, pack)), u);
+      for (int v = 0; v < kPack; ++v) u[v] -= mean;
+      finish(row, pack, u, factor, constant(p.norm_weight, pack), constant(p.norm_bias, pack));
     }
-  }
-
-  __device__ void constant(const void* from, int pack, float otherwise, float (&w)[kPack]) const {
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) w[v] = otherwise;
-    if (from == nullptr) return;
-    const Row bits{__ldg(static_cast<const typename Row::Bits*>(from) + pack)};
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) w[v] = bits.get(v);
   }
 
   /// The last chunk's rest is zero.
@@ -193,7 +257,7 @@ struct RowStager {
       const int row = first + team;
       const bool exists = row < rows;
       if (p.has_norm) {
-        stage_normed(row, exists);
+        is_kept() ? stage_kept(row, exists) : stage_long(row, exists);
       } else if (exists) {
         stage_raw(row);
       }
@@ -276,33 +340,35 @@ struct WeightRing {
 
 // ---- The products ----
 
-/// Adds up what the warps have of a tile and makes y of it: a thread an element.
+/// Adds up what the warps have of a batch of tiles and makes y of it: a thread an element.
 template <class E>
 struct Output {
   const FusedProductParams& p;
   const Shape& shape;
   const Work& work;
-  int row, channel;  // of the tile; row: -1 where the thread has none
+  int tile, row, channel;  // of the batch; of x; of the tile
   float bias[2], residual;
 
   __device__ Output(const FusedProductParams& p, const Shape& shape, const Work& work)
       : p(p), shape(shape), work(work) {
-    row = static_cast<int>(threadIdx.x) / shape.tile_channels;
     channel = static_cast<int>(threadIdx.x) % shape.tile_channels;
+    const int rows = static_cast<int>(threadIdx.x) / shape.tile_channels;
+    tile = rows / static_cast<int>(p.product.rows);
+    row = rows - tile * static_cast<int>(p.product.rows);
   }
 
-  __device__ bool exists(int tile) const {
-    return row < p.product.rows && tile * shape.tile_channels + channel < work.channels;
+  __device__ bool exists(int first) const {
+    return tile < shape.batch && (first + tile) * shape.tile_channels + channel < work.channels;
   }
-  __device__ int64_t column(int tile) const {
-    return work.first + tile * shape.tile_channels + channel;
+  __device__ int64_t column(int first) const {
+    return work.first + (first + tile) * shape.tile_channels + channel;
   }
 
-  /// Asks for what is added, before the products.
-  __device__ void fetch(int tile) {
+  /// Asks for what is added, before the products of the batch from tile `first` on.
+  __device__ void fetch(int first) {
     bias[0] = bias[1] = residual = 0.0f;
-    if (!exists(tile)) return;
-    const int64_t at = column(tile);
+    if (!exists(first)) return;
+    const int64_t at = column(first);
     if (p.product.bias != nullptr) {
       const E* const all = static_cast<const E*>(p.product.bias);
       bias[0] = widen(all[at]);
@@ -313,37 +379,42 @@ struct Output {
     }
   }
 
-  /// sums: [warp][row][channel of the tile].
+  /// sums: [tile of the batch][warp][row][channel of the tile].
   __device__ float sum(const float* sums, int at, float start) const {
     const int rows = static_cast<int>(p.product.rows);
-    const int count = min(shape.chunks, kWarps);
-    float total = 0.0f;
-    for (int w = 0; w < count; ++w) total += sums[(w * rows + row) * kTile + at];
+    float parts[kWarps], total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      parts[w] = w < shape.chunks ? sums[((tile * kWarps + w) * rows + row) * kTile + at] : 0.0f;
+    }
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += parts[w];
     return widen(narrow<E>(total + start));
   }
 
-  __device__ void store(const float* sums, int tile) const {
-    if (!exists(tile)) return;
+  __device__ void store(const float* sums, int first) const {
+    if (!exists(first)) return;
     float y = sum(sums, channel, bias[0]);
     if (p.is_glu) {
       using Math = GateMath<float, true>;
       y = norm::activated<Math>(p.activation, y) * sum(sums, channel + kTile / 2, bias[1]);
     }
     if (p.residual != nullptr) y = residual + widen(narrow<E>(y));
-    static_cast<E*>(p.product.y)[row * p.product.stride_y + column(tile)] = narrow<E>(y);
+    static_cast<E*>(p.product.y)[row * p.product.stride_y + column(first)] = narrow<E>(y);
   }
 };
 
 /// kGroups: of eight rows.
 template <class E, int kGroups>
 struct Products {
-  float d[kGroups][4];
+  // Two chains of sums, since each product waits for the one before.
+  float d[2][kGroups][4];
 
   __device__ void clear() {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) d[g][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) d[0][g][i] = d[1][g][i] = 0.0f;
     }
   }
 
@@ -366,8 +437,8 @@ struct Products {
         uint32_t right[4];
         load_matrices(right, x + static_cast<unsigned>((row < rows ? row : 0) * x_stride +
                                                        (4 * pair + matrix) * 16));
-        multiply<E>(d[g], left[0], right[0], right[1]);
-        multiply<E>(d[g], left[1], right[2], right[3]);
+        multiply<E>(d[0][g], left[0], right[0], right[1]);
+        multiply<E>(d[1][g], left[1], right[2], right[3]);
       }
     }
   }
@@ -379,17 +450,13 @@ struct Products {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = g * kColumns + work.lane % 4 * 2 + i % 2;
-        if (row < rows) sums[(work.warp * rows + row) * kTile + channel + i / 2 * 8] = d[g][i];
+        if (row < rows) {
+          sums[(work.warp * rows + row) * kTile + channel + i / 2 * 8] = d[0][g][i] + d[1][g][i];
+        }
       }
     }
   }
 };
-
-/// Brings what is read once, at the end, nearer.
-__device__ inline void prefetch(const void* from, int64_t bytes) {
-  const int64_t line = static_cast<int64_t>(threadIdx.x) * 128;
-  if (from != nullptr && line < bytes) prefetch_line(static_cast<const char*>(from) + line);
-}
 
 template <class E, int kGroups>
 __global__ void __launch_bounds__(kThreads)
@@ -415,37 +482,42 @@ __global__ void __launch_bounds__(kThreads)
       commit_copies();
     }
   }
-  prefetch(p.norm_weight, p.product.inner * 2);
-  prefetch(p.norm_bias, p.product.inner * 2);
+  RowStager<E> stager(p, shape, x, row_sums);
+  stager.load_constants();
   wait_for_kernels_before();
 
   Output<E> output(p, shape, work);
   output.fetch(0);
-  RowStager<E>(p, shape, x, row_sums).run();
+  stager.run();
 
   const unsigned x_base = shared_address(x);
-  int slot = 0;
-  for (int tile = 0; tile < work.tiles; ++tile) {
-    if (tile > 0) output.fetch(tile);
-    Products<E, kGroups> products;
-    products.clear();
-    for (int c = 0; c < work.chunks; ++c) {
-      // The ring has kStages groups under way where all its stages are in use, and where they are
-      // fewer all items were among the first: the oldest has landed either way.
-      wait_for_copies<kStages - 1>();
-      __syncwarp();
-      products.add(ring_base + static_cast<unsigned>(slot * kItemBytes),
-                   x_base + static_cast<unsigned>((c * kWarps + work.warp) * kRowBytes),
-                   shape.x_stride, rows, work.lane);
-      __syncwarp();
-      ring.ask();
-      slot = slot + 1 == shape.stages ? 0 : slot + 1;
+  const int tile_sums = kWarps * rows * kTile;
+  int slot = 0, turn = 0;
+  for (int first = 0; first < work.tiles; first += shape.batch) {
+    if (first > 0) output.fetch(first);
+    // Two buffers, so that one barrier a batch is enough.
+    float* const mine = sums + turn * shape.batch * tile_sums;
+    turn ^= 1;
+    const int tiles = min(shape.batch, work.tiles - first);
+    for (int t = 0; t < tiles; ++t) {
+      Products<E, kGroups> products;
+      products.clear();
+      for (int c = 0; c < work.chunks; ++c) {
+        // The ring has kStages groups under way where all its stages are in use, and where they are
+        // fewer all items were among the first: the oldest has landed either way.
+        wait_for_copies<kStages - 1>();
+        __syncwarp();
+        products.add(ring_base + static_cast<unsigned>(slot * kItemBytes),
+                     x_base + static_cast<unsigned>((c * kWarps + work.warp) * kRowBytes),
+                     shape.x_stride, rows, work.lane);
+        __syncwarp();
+        ring.ask();
+        slot = slot + 1 == shape.stages ? 0 : slot + 1;
+      }
+      products.leave(mine + t * tile_sums, rows, work);
     }
-    // Two buffers, so that one barrier a tile is enough.
-    float* const mine = sums + (tile & 1) * kWarps * rows * kTile;
-    products.leave(mine, rows, work);
     __syncthreads();
-    output.store(mine, tile);
+    output.store(mine, first);
   }
 }
 

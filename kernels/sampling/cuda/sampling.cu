@@ -10,6 +10,7 @@
 #include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/warp.cuh"
+#include "kernels/common/integers.h"
 #include "kernels/sampling/draws.h"
 #include "kernels/sampling/sampling_cuda.h"
 
@@ -21,7 +22,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kDigits = 256;
 // Of the sums a digit: warps that add to one would wait for each other.
 constexpr int kCopies = 8;
-constexpr int kClusterBlocks = 8;
+constexpr int kMostBlocks = 8, kFewBlocks = 2;  // of a cluster
 // Tokens that are worth a cluster: fewer take less time than its blocks need to meet.
 constexpr int64_t kLongRow = 4096;
 
@@ -184,16 +185,37 @@ struct Row {
   }
 };
 
-/// A row's numbers less their maximum, divided by the temperature.
-template <class E>
+/// A row's numbers less their maximum, divided by the temperature. A block keeps those of its own
+/// threads, each of which reads none but its own.
+template <class E, int kBlocks>
 struct Scaled {
   using Real = typename Register<E>::type;
 
   Row<E> row;
   Real most, temperature;
+  float* kept;  // in shared memory, or null
 
-  __device__ float operator[](int64_t v) const {
+  __device__ float made(int64_t v) const {
     return static_cast<float>((row[v] - most) / temperature);
+  }
+  __device__ void keep(const RowBlocks<kBlocks>& blocks) const {
+    if (kept == nullptr) return;
+    for_each(blocks, [&](int64_t v, int place) { kept[place] = made(v); });
+    __syncwarp();
+  }
+  template <class Visit>
+  __device__ void for_each(const RowBlocks<kBlocks>& blocks, Visit visit) const {
+    int place = static_cast<int>(threadIdx.x);
+    for (int64_t group = blocks.first(); 4 * group < row.vocab; group += blocks.kStride) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (4 * group + i < row.vocab) visit(4 * group + i, place);
+        place += kThreads;
+      }
+    }
+  }
+  __device__ float get(int64_t v, int place) const {
+    return kept != nullptr ? kept[place] : made(v);
   }
 };
 
@@ -272,8 +294,8 @@ struct DigitSums {
 
 /// The smallest key among z with less than `target` of weight above it.
 template <int kBlocks, class Numbers, class Weight>
-__device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab,
-                              uint32_t least, unsigned long long target, Weight weight) {
+__device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, uint32_t least,
+                              unsigned long long target, Weight weight) {
   __shared__ DigitSums sums;
   // By turns: a block that is ahead writes the next ones while others still read.
   __shared__ unsigned long long of_block[2][kDigits];
@@ -288,8 +310,8 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
       cut = {0, above};
     }
     __syncthreads();
-    for (int64_t v = blocks.first(); v < vocab; v += blocks.kStride) {
-      const float number = z[v];
+    z.for_each(blocks, [&](int64_t v, int place) {
+      const float number = z.get(v, place);
       const uint32_t key = key_of(number);
       if (key >= least && (key & mask) == prefix) {
         const unsigned long long adds = weight(number);
@@ -297,7 +319,7 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
           sums.add((key >> shift) & 255u, adds);
         }
       }
-    }
+    });
     __syncthreads();
     unsigned long long* const mine = of_block[shift / 8 % 2];
     if (threadIdx.x < kDigits) {
@@ -334,17 +356,17 @@ __device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int6
   uint32_t least = 0;
   const double top_k = settings[kTopK], top_p = settings[kTopP], min_p = settings[kMinP];
   if (top_k >= 1 && top_k < static_cast<double>(vocab)) {
-    least = last_kept(blocks, z, vocab, least, static_cast<unsigned long long>(top_k),
+    least = last_kept(blocks, z, least, static_cast<unsigned long long>(top_k),
                       [](float) { return 1ull; });
   }
   if (top_p < 1) {
     unsigned long long mine = 0;
-    for (int64_t v = blocks.first(); v < vocab; v += blocks.kStride) {
-      const float number = z[v];
+    z.for_each(blocks, [&](int64_t v, int place) {
+      const float number = z.get(v, place);
       mine += key_of(number) >= least ? mass_of(number) : 0;
-    }
+    });
     const unsigned long long target = share_of(row_sum(blocks, mine), top_p);
-    least = last_kept(blocks, z, vocab, least, target,
+    least = last_kept(blocks, z, least, target,
                       [](float number) -> unsigned long long { return mass_of(number); });
   }
   if (min_p > 0) {
@@ -355,37 +377,40 @@ __device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int6
 
 /// argmax of z + Gumbel numbers over the keys from `least`.
 template <int kBlocks, class Numbers>
-__device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab, int64_t top,
-                        uint32_t least, const int64_t* table) {
+__device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t top, uint32_t least,
+                        const int64_t* table) {
   Best<float> best{lowest<float>(), top};
-  for (int64_t group = blocks.first(); 4 * group < vocab; group += blocks.kStride) {
-    const Philox4 words = words_of(table[kSeed], table[kStream], table[kDrawn], group);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t v = 4 * group + i;
-      if (v < vocab) {
-        const float number = z[v];
-        if (key_of(number) >= least && number > lowest<float>()) {
-          best = better(best, Best<float>{number + gumbel(words.word[i]), v});
-        }
-      }
+  int64_t known = -1;
+  Philox4 words = {};
+  z.for_each(blocks, [&](int64_t v, int place) {
+    const float number = z.get(v, place);
+    // No Gumbel number is larger: most tokens cannot be the best any more, and need none.
+    if (key_of(number) < least || !(number > lowest<float>()) ||
+        number + kLargestGumbel < best.score) {
+      return;
     }
-  }
+    if (v / 4 != known) {
+      known = v / 4;
+      words = words_of(table[kSeed], table[kStream], table[kDrawn], known);
+    }
+    best = better(best, Best<float>{number + gumbel(words.word[v % 4]), v});
+  });
   return row_best(blocks, best).token;
 }
 
 template <int kBlocks, class E>
 __device__ int64_t sampled(RowBlocks<kBlocks>& blocks, const Row<E>& row, const double* settings,
-                           const int64_t* table) {
+                           const int64_t* table, float* kept) {
   using Real = typename Register<E>::type;
   const Best<Real> top = likeliest(blocks, row);
   const double temperature = settings[kTemperature];
   if (temperature < FLT_MIN || isinf(top.score)) {
     return top.token;
   }
-  const Scaled<E> z{row, top.score, static_cast<Real>(temperature)};
+  const Scaled<E, kBlocks> z{row, top.score, static_cast<Real>(temperature), kept};
+  z.keep(blocks);
   const uint32_t least = threshold(blocks, z, row.vocab, settings);
-  return draw(blocks, z, row.vocab, top.token, least, table);
+  return draw(blocks, z, top.token, least, table);
 }
 
 template <int kBlocks, class E>
@@ -401,7 +426,8 @@ __device__ float log_prob(RowBlocks<kBlocks>& blocks, const Row<E>& row, int64_t
 
 template <class E, int kBlocks>
 __global__ void __launch_bounds__(kThreads)
-    sample_kernel(const __grid_constant__ SamplingParams p) {
+    sample_kernel(const __grid_constant__ SamplingParams p, bool keeps) {
+  extern __shared__ float kept[];
   using Real = typename Register<E>::type;
   wait_for_kernels_before();
   const auto b = static_cast<int64_t>(blockIdx.x) / kBlocks;
@@ -414,7 +440,7 @@ __global__ void __launch_bounds__(kThreads)
   float log_p = 0;
   if (table[kDone] == 0) {
     const Row<E> row{logits, seen, static_cast<Real>(settings[kPenalty]), p.vocab};
-    token = sampled(blocks, row, settings, table);
+    token = sampled(blocks, row, settings, table, keeps ? kept : nullptr);
     if (p.log_probs != nullptr) {
       log_p = log_prob(blocks, Row<E>{logits, nullptr, Real(1), p.vocab}, token);
     }
@@ -428,21 +454,44 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// In clusters of kBlocks, or by one block a row.
+template <class E, int kBlocks>
+cudaError_t launch_sample(const SamplingParams& p, cudaStream_t stream) {
+  constexpr auto* kKernel = &sample_kernel<E, kBlocks>;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  const int64_t groups = ceil_div(ceil_div(p.vocab, int64_t{4}), RowBlocks<kBlocks>::kStride);
+  const int64_t wanted = groups * 4 * kThreads * static_cast<int64_t>(sizeof(float));
+  constexpr int kOther = 28 << 10;  // what the kernel has besides
+  const bool keeps = wanted + kOther <= limits.shared_bytes;
+  const int bytes = keeps ? static_cast<int>(wanted) : 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  if (p.rows > std::numeric_limits<int>::max() / kBlocks) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>(p.rows * kBlocks));
+  if constexpr (kBlocks == 1) {
+    return launch_early<kKernel>(grid, dim3(kThreads), bytes, stream, p, keeps);
+  } else {
+    return launch_early_in_clusters<kKernel, kBlocks>(grid, dim3(kThreads), bytes, stream, p,
+                                                      keeps);
+  }
+}
+
 }  // namespace
 
 cudaError_t sample_cuda(const SamplingParams& params, cudaStream_t stream) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   return dispatch_real(params.dtype, [&]<class E>() {
-    constexpr auto* kShared = &sample_kernel<E, kClusterBlocks>;
     bool can = false;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(can_cluster<kShared>(&can));
-    if (!can || params.vocab < kLongRow ||
-        params.rows > std::numeric_limits<int>::max() / kClusterBlocks) {
-      return launch_unless_empty(&sample_kernel<E, 1>, params.rows, dim3(kThreads), 0, stream,
-                                 params);
+    TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&sample_kernel<E, kMostBlocks>>(&can)));
+    // As many blocks as run at once: a multiprocessor holds one.
+    if (can && params.vocab >= kLongRow && params.rows * kMostBlocks <= limits.multiprocessors) {
+      return launch_sample<E, kMostBlocks>(params, stream);
     }
-    const auto blocks = static_cast<unsigned>(params.rows * kClusterBlocks);
-    return launch_early_in_clusters<kShared, kClusterBlocks>(dim3(blocks), dim3(kThreads), 0,
-                                                             stream, params);
+    if (can && params.vocab >= kLongRow && params.rows * kFewBlocks <= limits.multiprocessors) {
+      return launch_sample<E, kFewBlocks>(params, stream);
+    }
+    return launch_sample<E, 1>(params, stream);
   });
 }
 
