@@ -39,9 +39,20 @@ void few_rows_cpu(const FewRowsParams& params, const ParallelFor& parallel);
 ///   z = u w^T + bias, rounded
 ///   y = z, or act(z[:outer]) * z[outer:], and the residual added
 ///
-/// `product.outer` are the channels of y; w and the bias have twice as many rows with is_glu.
+/// `product.outer` are the channels of y; w and the bias have twice as many rows with is_glu. The
+/// last rows of w may lie elsewhere (`more`), where there is neither a GLU nor a bias: so several
+/// products of one x are one launch.
 struct FusedProductParams {
+  static constexpr int kMore = 2;
+
+  struct More {
+    const void* w = nullptr;  // null: none
+    int64_t stride_w = 0;
+    int64_t first = 0;  // the channel of y that its first row makes
+  };
+
   FewRowsParams product;
+  More more[kMore];  // in the order of their channels
   // NormParams says what each is; the norm's weights are [inner], in the dtype, or null.
   bool has_norm = false;
   norm::NormKind norm_kind = norm::NormKind::kRms;

@@ -370,12 +370,24 @@ Tensor SoftmaxAttention::advance(const Tensor& x, NormImpl* norm, const MixerSta
 Tensor SoftmaxAttention::append_by_kernel(const Tensor& x, NormImpl* norm, AttentionState& state,
                                           const OptionalTensor& gamma, Tensor* gate) {
   const auto& s = switches_;
-  const auto project = [&](const torch::nn::Linear& linear) {
-    return norm == nullptr ? apply_linear(linear, x) : step_product(x, linear, {.norm = norm});
-  };
+  StepProjection project = [&](const torch::nn::Linear& linear) { return apply_linear(linear, x); };
   AppendedToken token;
-  token.projected = project(in_proj);
-  if (s.kv_shift) token.mixes = project(shift_proj);
+  if (norm == nullptr) {
+    token.projected = project(in_proj);
+    if (s.kv_shift) token.mixes = project(shift_proj);
+  } else {  // all of them by one product
+    StepProduct around = {.norm = norm};
+    for (const torch::nn::Linear& linear : {shift_proj, gate_proj}) {
+      if (linear) around.more.push_back(linear->weight);
+    }
+    const Tensor all = step_product(x, in_proj, around);
+    const int64_t rows = in_proj->weight.size(0), mixes = 2 * s.num_kv_heads;
+    token.projected = all.narrow(1, 0, rows);
+    if (s.kv_shift) token.mixes = all.narrow(1, rows, mixes);
+    project = [all, first = rows + (s.kv_shift ? mixes : 0)](const torch::nn::Linear& linear) {
+      return all.narrow(1, first, linear->weight.size(0));
+    };
+  }
   if (s.qk_norm) {
     token.q_norm = q_norm.get();
     token.k_norm = k_norm.get();

@@ -29,6 +29,9 @@ using OptionalTensor = std::optional<torch::Tensor>;
 
 // Rows that the kernel takes at most.
 constexpr int64_t kMostRows = 16;
+constexpr int64_t kPack = 8;
+// So many take long enough that a second product costs less than it saves.
+constexpr int64_t kManyChannels = 4096;
 
 bool is_16_bit(const Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
@@ -53,6 +56,15 @@ bool are_like(const Tensor& x, std::initializer_list<Tensor> tensors) {
     if (!t.defined()) continue;
     if (t.scalar_type() != x.scalar_type() || t.device() != x.device()) return false;
     if (t.stride(-1) != 1 && t.size(-1) > 1) return false;
+  }
+  return true;
+}
+
+// Whether the further weights are as x and the kernel want them.
+bool are_apart(const Tensor& x, const StepProduct& around) {
+  if (around.more.size() > product::FusedProductParams::kMore) return false;
+  for (const Tensor& weight : around.more) {
+    if (!are_like(x, {weight}) || weight.size(1) != x.size(1)) return false;
   }
   return true;
 }
@@ -88,6 +100,12 @@ product::FusedProductParams params_of(const Tensor& x, const Tensor& weight, con
     params.gate_activation = activation_of(around.gate_activation);
     params.gate_first = around.gate_first;
   }
+  int64_t first = weight.size(0);
+  for (size_t i = 0; i < around.more.size(); ++i) {
+    params.more[i] = {around.more[i].const_data_ptr(), around.more[i].stride(0), first};
+    first += around.more[i].size(0);
+  }
+  if (!around.more.empty()) p.outer = first;
   if (around.residual.defined()) {
     params.residual = around.residual.const_data_ptr();
     params.stride_residual = around.residual.stride(0);
@@ -109,7 +127,8 @@ Tensor fused(const Tensor& x, const Tensor& weight, const OptionalTensor& given_
   const Tensor norm_weight = has_norm ? around.norm->weight : Tensor();
   const Tensor norm_bias = has_norm ? around.norm->bias : Tensor();
   if (!are_like(
-          x, {x, weight, bias, norm_weight, norm_bias, around.gate, around.residual, around.out})) {
+          x, {x, weight, bias, norm_weight, norm_bias, around.gate, around.residual, around.out}) ||
+      !are_apart(x, around)) {
     return {};
   }
   product::FusedProductParams params = params_of(x, weight, bias, around);
@@ -141,17 +160,30 @@ bool can_write(const Tensor& x, const Tensor& weight, const StepProduct& around)
          x.scalar_type() == out.scalar_type() && !at::autocast::is_autocast_enabled(at::kCUDA);
 }
 
+// x weight^T into `out`. Libraries have kernels for an even number of packs of 16 bytes that are
+// several times as fast as those for any other: the last few channels go apart.
+Tensor write_product(const Tensor& x, const Tensor& weight, Tensor out) {
+  const int64_t outer = weight.size(0), whole = outer - outer % kPack;
+  if (whole == outer || whole < kManyChannels) return at::mm_out(out, x, weight.t());
+  Tensor most = out.narrow(1, 0, whole), rest = out.narrow(1, whole, outer - whole);
+  at::mm_out(most, x, weight.narrow(0, 0, whole).t());
+  at::mm_out(rest, x, weight.narrow(0, whole, outer - whole).t());
+  return out;
+}
+
 Tensor composed(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                 const StepProduct& around) {
   const Tensor u =
       around.norm == nullptr
           ? x
           : around.norm->forward_gated(x, around.gate, around.gate_activation, around.gate_first);
-  if (!bias && can_write(u, weight, around)) {
-    Tensor out = around.out;
-    return at::mm_out(out, u, weight.t());
-  }
+  if (!bias && can_write(u, weight, around)) return write_product(u, weight, around.out);
   Tensor y = nn::linear(u, weight, bias);
+  if (!around.more.empty()) {
+    std::vector<Tensor> parts = {y};
+    for (const Tensor& more : around.more) parts.push_back(nn::linear(u, more, std::nullopt));
+    y = at::cat(parts, -1);
+  }
   if (around.glu != nullptr) y = tidegate::glu(y, around.glu);
   if (around.residual.defined()) y = around.residual + y;
   return around.out.defined() ? around.out.copy_(y) : y;

@@ -5,6 +5,7 @@
 #include "tidegate/nn/norm.h"
 
 #include <optional>
+#include <vector>
 
 namespace tidegate::nn {
 
@@ -17,6 +18,9 @@ struct StepProduct {
   const char* glu = nullptr;  // the activation, where y = act(z[:half]) * z[half:] of the product z
   torch::Tensor residual = {};  // added to y, where it is defined
   torch::Tensor out = {};       // where y goes; undefined: new memory
+  /// Weights without biases whose products' channels follow, at most two; without glu, residual and
+  /// out.
+  std::vector<torch::Tensor> more = {};
 };
 
 /// residual + glu(norm(x) weight^T + bias), x `[B, in]`: one launch where the kernel takes it

@@ -99,10 +99,15 @@ class Problem {
     return p;
   }
 
-  /// Whether the kernel took it.
-  bool run() {
+  /// Whether the kernel took it. more: where rows of w from a channel on are instead.
+  bool run(const std::vector<std::pair<TypedSeries*, int64_t>>& more = {}) {
     FusedProductParams p = params();
     DeviceMirror mirror;
+    for (size_t i = 0; i < more.size(); ++i) {
+      mirror.add(*more[i].first);
+      p.more[i] = {more[i].first->at(0, 0), more[i].first->series().stride_t, more[i].second};
+      mirror.translate(p.more[i].w);
+    }
     for (TypedSeries* t : {&x, &w, &bias, &weight, &shift, &gate, &residual, &y}) mirror.add(*t);
     for (const void** pointer : {&p.product.x, &p.product.w, &p.product.bias, &p.norm_weight,
                                  &p.norm_bias, &p.gate, &p.residual}) {
@@ -219,24 +224,24 @@ TEST(CudaFusedProduct, IsItsDefinition) {
   }
 }
 
-TEST(CudaFusedProduct, ARowHasTheSameBitsInAnyCompany) {
-  if (!has_device()) GTEST_SKIP() << "no CUDA device";
-  const auto made = [](int64_t rows) {
-    return Case{rows, 150, 264, "rms", "after", true, true, true};
+/// The first rows of `from` become those of `to`.
+void copy_rows(const TypedSeries& from, TypedSeries* to) {
+  for (int64_t r = 0; r < to->tokens(); ++r) {
+    for (int64_t k = 0; k < to->columns(); ++k) to->set(r, k, from.get(r, k));
+  }
+}
+
+void expect_rows_alone(int64_t inner) {
+  const auto made = [&](int64_t rows) {
+    return Case{rows, 150, inner, "rms", "after", true, true, true};
   };
   Problem all(made(16), DType::kBFloat16);
   ASSERT_TRUE(all.run());
-  for (const int64_t rows : {1, 5, 8, 11}) {
+  for (const int64_t rows : {1, 2, 3, 5, 8, 11}) {
     Problem some(made(rows), DType::kBFloat16);
-    for (auto tensor : {&Problem::x, &Problem::gate, &Problem::residual}) {
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t k = 0; k < (some.*tensor).columns(); ++k) {
-          (some.*tensor).set(r, k, (all.*tensor).get(r, k));
-        }
-      }
-    }
-    for (auto tensor : {&Problem::w, &Problem::bias, &Problem::weight}) {
-      some.*tensor = all.*tensor;
+    for (auto tensor : {&Problem::x, &Problem::gate, &Problem::residual, &Problem::w,
+                        &Problem::bias, &Problem::weight}) {
+      copy_rows(all.*tensor, &(some.*tensor));
     }
     ASSERT_TRUE(some.run());
     for (int64_t r = 0; r < rows; ++r) {
@@ -245,6 +250,31 @@ TEST(CudaFusedProduct, ARowHasTheSameBitsInAnyCompany) {
       }
     }
   }
+}
+
+TEST(CudaFusedProduct, ARowHasTheSameBitsInAnyCompany) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  for (const int64_t inner : {264, 1024, 4104}) {
+    SCOPED_TRACE(std::to_string(inner));
+    expect_rows_alone(inner);
+  }
+}
+
+TEST(CudaFusedProduct, TakesWeightsOfSeveralPlaces) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  Problem whole({3, 300, 264, "rms"}, DType::kBFloat16);
+  ASSERT_TRUE(whole.run());
+  // Rows 0 to 199, 200 to 291 and 292 to 299 of the weights in memory of their own.
+  Problem parts({3, 300, 264, "rms"}, DType::kBFloat16);
+  TypedSeries second(DType::kBFloat16, 1, 92, 264, 8), third(DType::kBFloat16, 1, 8, 264);
+  for (int64_t k = 0; k < 264; ++k) {
+    for (int64_t r = 200; r < 300; ++r) {
+      (r < 292 ? second : third).set(r < 292 ? r - 200 : r - 292, k, parts.w.get(r, k));
+      parts.w.set(r, k, NAN);
+    }
+  }
+  ASSERT_TRUE(parts.run({{&second, 200}, {&third, 292}}));
+  EXPECT_TRUE(parts.y.same_bits(whole.y));
 }
 
 TEST(CudaFusedProduct, NanStaysInItsRow) {

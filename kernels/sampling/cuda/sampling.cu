@@ -83,47 +83,51 @@ struct RowBlocks {
     }
   }
 
-  /// What `value` is in each block, in their order, for every thread. Between two calls with one
-  /// array another one must come, or the turn: who still reads is then not overtaken.
-  template <class Value, class Visit>
-  __device__ void exchange(Value (&parts)[2], Value value, Visit visit) {
+  /// What `value` is in each block, in their order, for every thread. By turns: who still reads the
+  /// values before is not overtaken.
+  template <class Value>
+  __device__ void exchange(Value (&parts)[2], Value value, Value (&all)[kBlocks]) {
     if constexpr (kBlocks == 1) {
-      visit(value);
-      return;
+      all[0] = value;
+    } else {
+      turn ^= 1;
+      if (threadIdx.x == 0) parts[turn] = value;
+      sync();
+      read(parts, all);
     }
-    turn ^= 1;
-    if (threadIdx.x == 0) parts[turn] = value;
-    sync();
+  }
+  template <class Value>
+  __device__ void read(const Value (&parts)[2], Value (&all)[kBlocks]) const {
     const unsigned mine = shared_address(&parts[turn]);
-    Value all[kBlocks];
 #pragma unroll
     for (int r = 0; r < kBlocks; ++r) all[r] = load_remote<Value>(address_in_block(mine, r));
-#pragma unroll
-    for (int r = 0; r < kBlocks; ++r) visit(all[r]);
   }
 };
 
 /// The best over the block, which every thread gets.
 template <class Real>
-__device__ Best<Real> block_best(Best<Real> mine) {
-  __shared__ Real scores[kWarps];
-  __shared__ int64_t tokens[kWarps];
+__device__ Best<Real> warp_best(Best<Real> mine) {
+#pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     const Best<Real> other{__shfl_xor_sync(~0u, mine.score, distance),
                            __shfl_xor_sync(~0u, mine.token, distance)};
     mine = better(mine, other);
   }
+  return mine;
+}
+template <class Real>
+__device__ Best<Real> block_best(Best<Real> mine) {
+  __shared__ Real scores[kWarps];
+  __shared__ int64_t tokens[kWarps];
+  mine = warp_best(mine);
   __syncthreads();  // the arrays' last readers are done
   if (threadIdx.x % 32 == 0) {
     scores[threadIdx.x / 32] = mine.score;
     tokens[threadIdx.x / 32] = mine.token;
   }
   __syncthreads();
-  Best<Real> best{scores[0], tokens[0]};
-  for (int warp = 1; warp < kWarps; ++warp) {
-    best = better(best, Best<Real>{scores[warp], tokens[warp]});
-  }
-  return best;
+  static_assert(kWarps == 32);
+  return warp_best(Best<Real>{scores[threadIdx.x % 32], tokens[threadIdx.x % 32]});
 }
 
 /// The sum over the block, which every thread gets.
@@ -149,20 +153,29 @@ __device__ Best<Real> row_best(RowBlocks<kBlocks>& blocks, Best<Real> mine) {
   __shared__ Real scores[2];
   __shared__ int64_t tokens[2];
   mine = block_best(mine);
-  Real all[kBlocks];
-  int count = 0;
-  blocks.exchange(scores, mine.score, [&](Real score) { all[count++] = score; });
-  Best<Real> best{lowest<Real>(), INT64_MAX};
-  count = 0;
-  blocks.exchange(tokens, mine.token,
-                  [&](int64_t token) { best = better(best, Best<Real>{all[count++], token}); });
+  Real all_scores[kBlocks];
+  int64_t all_tokens[kBlocks];
+  if constexpr (kBlocks > 1) {
+    if (threadIdx.x == 0) tokens[blocks.turn ^ 1] = mine.token;
+  }
+  blocks.exchange(scores, mine.score, all_scores);
+  if constexpr (kBlocks > 1) {
+    blocks.read(tokens, all_tokens);
+  } else {
+    all_tokens[0] = mine.token;
+  }
+  Best<Real> best{all_scores[0], all_tokens[0]};
+#pragma unroll
+  for (int r = 1; r < kBlocks; ++r) best = better(best, Best<Real>{all_scores[r], all_tokens[r]});
   return best;
 }
 template <int kBlocks, class Value>
 __device__ Value row_sum(RowBlocks<kBlocks>& blocks, Value mine) {
   __shared__ Value parts[2];
-  Value sum = 0;
-  blocks.exchange(parts, block_sum(mine), [&](Value part) { sum += part; });
+  Value all[kBlocks], sum = 0;
+  blocks.exchange(parts, block_sum(mine), all);
+#pragma unroll
+  for (int r = 0; r < kBlocks; ++r) sum += all[r];
   return sum;
 }
 
@@ -233,35 +246,44 @@ __device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks
 /// Where the digits of a byte end: of those with weight the lowest with less than target above it.
 struct Cut {
   uint32_t digit;
-  unsigned long long above;
+  unsigned long long above, target;
 };
 
-/// By the first warp, whose lane l looks at the digits from 255 - 8 l down.
-__device__ void cut_digits(const unsigned long long* weights, unsigned long long above,
-                           unsigned long long target, Cut* cut) {
+/// By the first warp, whose lane l looks at the digits from 255 - 8 l down. `target` of the sum of
+/// all weights: less than this may be above.
+template <class Target>
+__device__ void cut_digits(const unsigned long long* weights, bool is_first, Target target,
+                           Cut* cut) {
   const int lane = static_cast<int>(threadIdx.x);
-  unsigned long long own = 0;
+  unsigned long long mine[8], own = 0;
+#pragma unroll
   for (int i = 0; i < 8; ++i) {
-    own += weights[255 - 8 * lane - i];
+    mine[i] = weights[255 - 8 * lane - i];
+    own += mine[i];
   }
   unsigned long long through = own;
+#pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const unsigned long long before = __shfl_up_sync(~0u, through, distance);
     through += lane >= distance ? before : 0ull;
   }
-  unsigned long long before = above + through - own, kept_above = above;
+  const unsigned long long all = __shfl_sync(~0u, through, 31);
+  const unsigned long long most = is_first ? target(all) : cut->target;
+  unsigned long long before = cut->above + through - own, kept_above = before;
   int kept = -1;
+#pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int digit = 255 - 8 * lane - i;
-    if (weights[digit] > 0 && before < target) {
-      kept = digit;
+    if (mine[i] > 0 && before < most) {
+      kept = 255 - 8 * lane - i;
       kept_above = before;
     }
-    before += weights[digit];
+    before += mine[i];
   }
   const unsigned have = __ballot_sync(~0u, kept >= 0);
-  if (have != 0 && lane == 31 - __clz(static_cast<int>(have))) {
-    *cut = {static_cast<uint32_t>(kept), kept_above};
+  const int last = have == 0 ? 0 : 31 - __clz(static_cast<int>(have));
+  if (lane == last) {
+    *cut = {have == 0 ? 0u : static_cast<uint32_t>(kept), have == 0 ? cut->above : kept_above,
+            most};
   }
 }
 
@@ -292,22 +314,21 @@ struct DigitSums {
   }
 };
 
-/// The smallest key among z with less than `target` of weight above it.
-template <int kBlocks, class Numbers, class Weight>
+/// The smallest key among z, from `least` on, with less than target(sum of all weights) above it.
+template <int kBlocks, class Numbers, class Weight, class Target>
 __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, uint32_t least,
-                              unsigned long long target, Weight weight) {
+                              Weight weight, Target target) {
   __shared__ DigitSums sums;
   // By turns: a block that is ahead writes the next ones while others still read.
   __shared__ unsigned long long of_block[2][kDigits];
   __shared__ unsigned long long weights[kDigits];
   __shared__ Cut cut;
   uint32_t prefix = 0, mask = 0;
-  unsigned long long above = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     __syncthreads();
     sums.clear();
-    if (threadIdx.x == 0) {
-      cut = {0, above};
+    if (threadIdx.x == 0 && shift == 24) {
+      cut = {0, 0, 0};
     }
     __syncthreads();
     z.for_each(blocks, [&](int64_t v, int place) {
@@ -339,10 +360,9 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
       __syncthreads();
     }
     if (threadIdx.x < 32) {
-      cut_digits(weights, above, target, &cut);
+      cut_digits(weights, shift == 24, target, &cut);
     }
     __syncthreads();
-    above = cut.above;
     prefix |= cut.digit << shift;
     mask |= 255u << shift;
   }
@@ -356,18 +376,14 @@ __device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int6
   uint32_t least = 0;
   const double top_k = settings[kTopK], top_p = settings[kTopP], min_p = settings[kMinP];
   if (top_k >= 1 && top_k < static_cast<double>(vocab)) {
-    least = last_kept(blocks, z, least, static_cast<unsigned long long>(top_k),
-                      [](float) { return 1ull; });
+    least = last_kept(
+        blocks, z, least, [](float) { return 1ull; },
+        [&](unsigned long long) { return static_cast<unsigned long long>(top_k); });
   }
   if (top_p < 1) {
-    unsigned long long mine = 0;
-    z.for_each(blocks, [&](int64_t v, int place) {
-      const float number = z.get(v, place);
-      mine += key_of(number) >= least ? mass_of(number) : 0;
-    });
-    const unsigned long long target = share_of(row_sum(blocks, mine), top_p);
-    least = last_kept(blocks, z, least, target,
-                      [](float number) -> unsigned long long { return mass_of(number); });
+    least = last_kept(
+        blocks, z, least, [](float number) -> unsigned long long { return mass_of(number); },
+        [&](unsigned long long all) -> unsigned long long { return share_of(all, top_p); });
   }
   if (min_p > 0) {
     least = max(least, key_of(static_cast<float>(log(min_p))));

@@ -8,7 +8,8 @@
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/kernel_chain.cuh"
+#include "kernels/common/integers.h"
 
 namespace tidegate::kernels::attention {
 namespace {
@@ -21,6 +22,8 @@ template <class E>
 __global__ void __launch_bounds__(StepTile::kMaxDim)
     combine_kernel(const ForgettingAttentionStepParams p) {
   using Real = typename Register<E>::type;
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   const int64_t head = blockIdx.x, batch = blockIdx.y;
   const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
   const int lane = threadIdx.x % 32;
@@ -72,14 +75,18 @@ bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
          rows_aligned(p.v, 16);
 }
 
-/// As many splits as fill the device a few times, of 128 keys or more where the cache is full.
+/// As many splits as fill the device a few times, of 128 keys or more where the cache is full; of
+/// 64 where the device would otherwise be half empty, since a warp takes its keys one tile after
+/// another.
 cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int64_t* splits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t blocks = std::max<int64_t>(1, p.layout.batch * p.key_heads);
   const int64_t of_device = (warps ? 32 : 8) * limits.multiprocessors;
   const int64_t wanted = (of_device + blocks - 1) / blocks;
-  *splits = std::max<int64_t>(1, std::min(wanted, (p.capacity + 127) / 128));
+  const bool is_short = blocks * ceil_div(p.capacity, 128) < 4 * limits.multiprocessors;
+  const int64_t keys = warps && is_short ? kLeastSplit : 2 * kLeastSplit;
+  *splits = std::max<int64_t>(1, std::min(wanted, ceil_div(p.capacity, keys)));
   return cudaSuccess;
 }
 
@@ -116,8 +123,8 @@ cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
 template <class E>
 cudaError_t combine(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
   const dim3 heads(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.layout.batch));
-  combine_kernel<E><<<heads, static_cast<unsigned>((p.head_dim + 31) / 32 * 32), 0, stream>>>(p);
-  return cudaGetLastError();
+  const dim3 block(static_cast<unsigned>((p.head_dim + 31) / 32 * 32));
+  return launch_early<&combine_kernel<E>>(heads, block, 0, stream, p);
 }
 
 }  // namespace

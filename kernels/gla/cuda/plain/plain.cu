@@ -20,12 +20,16 @@ namespace tidegate::kernels::gla {
 // if h_final is h0.
 //
 // A block of threads has all rows of 32 * kVec columns of one head's state; each of its eight warps
-// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight. While
-// the first of them are on their way, all threads prepare q, k and the decays in shared memory.
-// Each warp adds up its own rows' part of the output; the warps' parts meet in shared memory.
+// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight or
+// more. While the first of them are on their way, all threads prepare q, k and the decays in shared
+// memory. Each warp adds up its own rows' part of the output; the warps' parts meet in shared
+// memory.
 
 constexpr int kStepWarps = 8;
-constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
+/// Rows of the state that a thread has in flight: 16 single floats where the columns are few, for a
+/// head of 128 at once.
+template <class Real, int kVec>
+constexpr int kStepRowsInFlight = kVec == 1 && sizeof(Real) == 4 ? 16 : 8;
 
 /// q, k and decays of the tokens, in shared memory: [token][K] each.
 template <class Real>
@@ -106,7 +110,8 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
 template <class Real, int kVec>
 __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
-  constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
+  constexpr int kColumns = 32 * kVec, kInFlight = kStepRowsInFlight<Real, kVec>;
+  constexpr int kRows = kStepWarps * kInFlight;
   extern __shared__ __align__(16) char shared[];
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
   const StepTokens<Real> tokens(shared, key_dim);
@@ -142,9 +147,9 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
 
   Real acc[kStepTokens][kVec] = {};
   for (int first = 0; first < key_dim; first += kRows) {
-    Pack state[kStepRowsInFlight];
+    Pack state[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kStepRowsInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       state[i] = {};
       if (p.h0 != nullptr && exists && row < key_dim) {
@@ -158,7 +163,7 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
     Real value[kStepTokens][kVec] = {};
     load_step_values(inputs, seq.length, column, exists, value);
 #pragma unroll
-    for (int i = 0; i < kStepRowsInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       if (!exists || row >= key_dim) {
         continue;
