@@ -92,54 +92,81 @@ struct Work {
 /// permuted so that no eight rows of one pack meet in a bank.
 template <class E>
 struct WeightRing {
+  static constexpr int kRows = kTile / 4;  // of an item, that a lane copies 16 bytes of
+
   const FusedProductParams& p;
   const Shape& shape;
   const Work& work;
   unsigned base;                                 // address of the warp's ring in shared memory
   int tile = 0, chunk = 0, slot = 0, asked = 0;  // of the next item to ask for
+  const char* rows[kRows];                       // where the lane's part of the tile's rows begins
+  bool exists[kRows];
+
+  __device__ WeightRing(const FusedProductParams& p, const Shape& shape, const Work& work,
+                        unsigned base)
+      : p(p), shape(shape), work(work), base(base) {
+    find_rows();
+  }
 
   __device__ static unsigned place(int row, int pack) {
     return static_cast<unsigned>(row * kRowBytes + ((pack ^ (row & 7)) * 16));
   }
 
-  __device__ const E* weights(int64_t channel) const {
+  __device__ const E* weights(int channel) const {
     const void* w = p.product.w;
-    int64_t stride = p.product.stride_w, first = 0;
+    int64_t stride = p.product.stride_w;
+    if (p.more[0].w != nullptr) {
+      int first = 0;
 #pragma unroll
-    for (int i = 0; i < FusedProductParams::kMore; ++i) {
-      if (p.more[i].w != nullptr && channel >= p.more[i].first) {
-        w = p.more[i].w;
-        stride = p.more[i].stride_w;
-        first = p.more[i].first;
+      for (int i = 0; i < FusedProductParams::kMore; ++i) {
+        if (p.more[i].w != nullptr && channel >= p.more[i].first) {
+          w = p.more[i].w;
+          stride = p.more[i].stride_w;
+          first = static_cast<int>(p.more[i].first);
+        }
       }
+      channel -= first;
     }
-    return static_cast<const E*>(w) + (channel - first) * stride;
+    return static_cast<const E*>(w) + channel * stride;
+  }
+
+  /// Once a tile: what an item costs before its copies are on their way is time that the memory
+  /// does not work.
+  __device__ void find_rows() {
+    const int left = work.channels - tile * shape.tile_channels;
+    const int first = static_cast<int>(work.first) + tile * shape.tile_channels;
+    const int inner = work.warp * kChunk + work.lane % 8 * kPack;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = i * 4 + work.lane / 8;
+      const int channel = p.is_glu ? row % (kTile / 2) : row;
+      const bool is_value = p.is_glu && row >= kTile / 2;
+      exists[i] = channel < left;
+      const int source = first + channel + (is_value ? static_cast<int>(p.product.outer) : 0);
+      rows[i] = reinterpret_cast<const char*>(weights(exists[i] ? source : first) + inner);
+    }
   }
 
   /// Asks for the next item, or for nothing past the last one: groups are counted.
   __device__ void ask() {
     if (asked < work.items) {
       const int pack = work.lane % 8;
-      const int64_t inner =
-          static_cast<int64_t>(chunk * kWarps + work.warp) * kChunk + pack * kPack;
-      const bool exists = inner < p.product.inner;
-      const int left = work.channels - tile * shape.tile_channels;
+      const int inner = (chunk * kWarps + work.warp) * kChunk + pack * kPack;
+      const bool is_inside = inner < static_cast<int>(p.product.inner);
       const unsigned item = base + static_cast<unsigned>(slot * kItemBytes);
+      const int along = is_inside ? chunk * kWarps * kRowBytes : 0;
 #pragma unroll
-      for (int i = 0; i < kTile / 4; ++i) {
-        const int row = i * 4 + work.lane / 8;
-        const int channel = p.is_glu ? row % (kTile / 2) : row;
-        if (channel >= left) continue;
-        const int64_t source = work.first + tile * shape.tile_channels + channel +
-                               (p.is_glu && row >= kTile / 2 ? p.product.outer : 0);
-        const E* const from = weights(source);
-        copy_async_or_zero(item + place(row, pack), exists ? from + inner : from, exists);
+      for (int i = 0; i < kRows; ++i) {
+        if (exists[i]) {
+          copy_async_or_zero(item + place(i * 4 + work.lane / 8, pack), rows[i] + along, is_inside);
+        }
       }
       ++asked;
       slot = slot + 1 == shape.stages ? 0 : slot + 1;
       if (++chunk == work.chunks) {
         chunk = 0;
         ++tile;
+        if (asked < work.items) find_rows();
       }
     }
     commit_copies();
@@ -306,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Work work(p, shape);
   const unsigned ring_base =
       shared_address(shared) + static_cast<unsigned>(work.warp * shape.stages * kItemBytes);
-  WeightRing<E> ring{p, shape, work, ring_base};
+  WeightRing<E> ring(p, shape, work, ring_base);
   for (int i = 0; i < shape.stages; ++i) ring.ask();
   RowStager<E> stager(p, shape, x, row_sums);
   stager.load_constants();
@@ -363,7 +390,8 @@ cudaError_t fused_product_fits(const FusedProductParams& p, bool* fits) {
   const FewRowsParams& f = p.product;
   *fits = is_16_bit(f.dtype) && f.rows >= 1 && f.rows <= kMostFusedRows && f.inner >= 1 &&
           f.inner % kPack == 0 && f.inner <= INT32_MAX / 2 && f.outer >= 1 &&
-          f.outer <= INT32_MAX && is_in_packs(f.x, f.stride_x) && is_in_packs(f.w, f.stride_w) &&
+          f.outer <= INT32_MAX / 2 && is_in_packs(f.x, f.stride_x) &&
+          is_in_packs(f.w, f.stride_w) &&
           (p.gate == nullptr || is_in_packs(p.gate, p.stride_gate)) &&
           is_aligned(p.norm_weight, 16) && is_aligned(p.norm_bias, 16);
   for (const FusedProductParams::More& more : p.more) {

@@ -107,8 +107,9 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
   }
 }
 
+// Four blocks a multiprocessor: the 512 of 64 sequences of 8 heads then run at once.
 template <class Real, int kVec>
-__global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
+__global__ void __launch_bounds__(32 * kStepWarps, 4) decode_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
   constexpr int kColumns = 32 * kVec, kInFlight = kStepRowsInFlight<Real, kVec>;
   constexpr int kRows = kStepWarps * kInFlight;
