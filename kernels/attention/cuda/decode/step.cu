@@ -16,17 +16,21 @@ namespace {
 
 static_assert(kLeastSplit % StepTile::kTile == 0 && kLeastSplit % TensorStepTile::kKeys == 0);
 
+constexpr int kCombineParts = 4;
+
 /// o of one query head, from the newest split to the oldest: a split's bias is the sum of the gates
-/// of all newer splits. A lane weighs a split, each thread sums one channel.
+/// of all newer splits. A lane weighs a split, each thread sums one channel of every fourth split;
+/// every warp weighs all of them, so that none waits for another.
 template <class E>
-__global__ void __launch_bounds__(StepTile::kMaxDim)
+__global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
     combine_kernel(const ForgettingAttentionStepParams p) {
   using Real = typename Register<E>::type;
   let_next_kernel_begin();
   wait_for_kernels_before();
   const int64_t head = blockIdx.x, batch = blockIdx.y;
   const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
-  const int lane = threadIdx.x % 32;
+  __shared__ double parts[kCombineParts][StepTile::kMaxDim];
+  const int lane = threadIdx.x % 32, part = threadIdx.y;
   const auto d = static_cast<int64_t>(threadIdx.x);
   const Real* const partials =
       static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * p.plan.splits * stride;
@@ -54,7 +58,7 @@ __global__ void __launch_bounds__(StepTile::kMaxDim)
     sum *= old;
     const int count = static_cast<int>(min(int64_t{32}, newest));
 #pragma unroll 4
-    for (int i = 0; i < count; ++i) {
+    for (int i = part; i < count; i += kCombineParts) {
       const double share = __shfl_sync(~0u, factor, i);
       if (d < dim) {
         sum += share * static_cast<double>(partials[(newest - 1 - i) * stride + d]);
@@ -63,7 +67,12 @@ __global__ void __launch_bounds__(StepTile::kMaxDim)
     maximum = best;
     gates += __shfl_sync(~0u, through, 31);
   }
-  if (d < dim) {
+  parts[part][d] = sum;
+  __syncthreads();
+  if (part == 0 && d < dim) {
+    for (int other = 1; other < kCombineParts; ++other) {
+      sum += parts[other][d];
+    }
     AttentionRows<E>(p.o, batch, 0, head).first[d] =
         narrow<E>(static_cast<Real>(total == 0 ? 0.0 : sum / total));
   }
@@ -123,7 +132,7 @@ cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
 template <class E>
 cudaError_t combine(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
   const dim3 heads(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.layout.batch));
-  const dim3 block(static_cast<unsigned>((p.head_dim + 31) / 32 * 32));
+  const dim3 block(static_cast<unsigned>((p.head_dim + 31) / 32 * 32), kCombineParts);
   return launch_early<&combine_kernel<E>>(heads, block, 0, stream, p);
 }
 
