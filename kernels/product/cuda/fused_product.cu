@@ -22,7 +22,6 @@
 namespace tidegate::kernels::product {
 namespace {
 
-constexpr int kLeastStages = 3;
 constexpr int kOtherBytes = 1280;  // of a block's shared memory: static, and the driver's
 
 Shape shape_of(const FusedProductParams& p, const DeviceLimits& limits) {
@@ -45,12 +44,14 @@ Shape shape_of(const FusedProductParams& p, const DeviceLimits& limits) {
       static_cast<int>(std::clamp<int64_t>(kThreads / (p.product.rows * kTile), 1, tiles));
   const int buffers = tiles > shape.batch ? 2 : 1;
   shape.sums_bytes = buffers * shape.batch * kWarps * static_cast<int>(p.product.rows) * kTile * 4;
-  // Two blocks have room on a multiprocessor, or else one.
+  // Two blocks have room on a multiprocessor, of many rows often only one.
   const int others = shape.x_bytes + shape.sums_bytes + kOtherBytes;
   constexpr int kStageBytes = kWarps * kItemBytes;
-  int stages = (shared_bytes / 2 - others) / kStageBytes;
-  if (stages < kLeastStages) stages = (shared_bytes - others) / kStageBytes;
-  shape.stages = static_cast<int>(std::min<int64_t>({items, kStages, std::max(stages, 0)}));
+  const auto has_room = [&](int stages, int64_t bytes) {
+    return others + std::min<int64_t>(items, stages) * kStageBytes <= bytes;
+  };
+  shape.most_stages = has_room(kManyStages, shared_bytes / 2) ? kManyStages : kFewStages;
+  shape.stages = static_cast<int>(std::min<int64_t>(items, shape.most_stages));
   shape.ring_bytes = shape.stages * kStageBytes;
   return shape;
 }
@@ -300,26 +301,7 @@ struct Products {
   }
 };
 
-/// Waits for the oldest of so many groups of copies.
-__device__ inline void wait_for_oldest(int groups) {
-  static_assert(kStages == 6);
-  switch (groups) {
-    case 6:
-      return wait_for_copies<5>();
-    case 5:
-      return wait_for_copies<4>();
-    case 4:
-      return wait_for_copies<3>();
-    case 3:
-      return wait_for_copies<2>();
-    case 2:
-      return wait_for_copies<1>();
-    default:
-      return wait_for_copies<0>();
-  }
-}
-
-template <class E, int kGroups>
+template <class E, int kGroups, int kStages>
 __global__ void __launch_bounds__(kThreads, 2)
     fused_product_kernel(const __grid_constant__ FusedProductParams p,
                          const __grid_constant__ Shape shape) {
@@ -334,7 +316,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   const unsigned ring_base =
       shared_address(shared) + static_cast<unsigned>(work.warp * shape.stages * kItemBytes);
   WeightRing<E> ring(p, shape, work, ring_base);
-  for (int i = 0; i < shape.stages; ++i) ring.ask();
+  // As many groups as the ring can have under way, some of them empty, so that the loop below
+  // counts one number.
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    if (i < shape.stages) {
+      ring.ask();
+    } else {
+      commit_copies();
+    }
+  }
   RowStager<E> stager(p, shape, x, row_sums);
   stager.load_constants();
   Output<E> output(p, shape, work);
@@ -356,7 +347,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       Products<E, kGroups> products;
       products.clear();
       for (int c = 0; c < work.chunks; ++c) {
-        wait_for_oldest(shape.stages);
+        // Where the ring has fewer stages than groups, all items were among the first.
+        wait_for_copies<kStages - 1>();
         __syncwarp();
         products.add(ring_base + static_cast<unsigned>(slot * kItemBytes),
                      x_base + static_cast<unsigned>((c * kWarps + work.warp) * kRowBytes),
@@ -372,9 +364,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <class E, int kGroups>
+template <class E, int kGroups, int kStages>
 cudaError_t launch(const FusedProductParams& p, const Shape& shape, cudaStream_t stream) {
-  constexpr auto* kKernel = &fused_product_kernel<E, kGroups>;
+  constexpr auto* kKernel = &fused_product_kernel<E, kGroups, kStages>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(shape.shared_bytes()));
   return launch_early<kKernel>(dim3(static_cast<unsigned>(shape.blocks)), dim3(kThreads),
                                shape.shared_bytes(), stream, p, shape);
@@ -414,8 +406,12 @@ cudaError_t fused_product_cuda(const FusedProductParams& p, cudaStream_t stream)
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const Shape shape = shape_of(p, limits);
   return dispatch_16_bit(p.product.dtype, [&]<class E>() {
-    return p.product.rows <= kColumns ? launch<E, 1>(p, shape, stream)
-                                      : launch<E, 2>(p, shape, stream);
+    if (p.product.rows > kColumns) {
+      return shape.most_stages == kManyStages ? launch<E, 2, kManyStages>(p, shape, stream)
+                                              : launch<E, 2, kFewStages>(p, shape, stream);
+    }
+    return shape.most_stages == kManyStages ? launch<E, 1, kManyStages>(p, shape, stream)
+                                            : launch<E, 1, kFewStages>(p, shape, stream);
   });
 }
 

@@ -19,9 +19,10 @@ constexpr int kChunk = 64;  // inner channels of a warp at a time: whole lines o
 constexpr int kPack = 8;    // elements of 16 bytes
 constexpr int kRowBytes = kChunk * 2;
 constexpr int kItemBytes = kTile * kRowBytes;
-// 12 KB a warp, 96 KB a block: three times what covers the memory's latency at its full speed, and
-// two kernels of the chain have room on a multiprocessor.
-constexpr int kStages = 6;
+// Of a warp's ring. 12 KB a warp, 96 KB a block: three times what covers the memory's latency at
+// its full speed, and two kernels of the chain have room on a multiprocessor; fewer where rows of x
+// take the room.
+constexpr int kManyStages = 6, kFewStages = 3;
 constexpr int kColumns = 8;  // rows of x: columns of an mma's right operand
 
 /// How a launch is cut.
@@ -30,7 +31,8 @@ struct Shape {
   int channels = 0, longer = 0;  // of y a block, and how many blocks have one more
   int chunks = 0;                // of the inner channels
   int tile_channels = 0;         // of y
-  int stages = 0;                // of a warp's ring that are used
+  int most_stages = 0;           // of a warp's ring
+  int stages = 0;                // that are used
   int batch = 0;                 // tiles whose sums the warps leave before they meet
   int x_stride = 0;              // bytes from a row of x to the next one in shared memory
   int ring_bytes = 0, x_bytes = 0, sums_bytes = 0;
@@ -72,8 +74,8 @@ struct RowStager {
     return {*(reinterpret_cast<const typename Row::Bits*>(at) + pack)};
   }
   /// So many packs of a row a thread keeps in registers; longer rows are read once more.
-  static constexpr int kKept = 2;
-  Row weights[kKept], biases[kKept];
+  static constexpr int kKept = 4;
+  Row weights[kKept];
 
   __device__ bool is_kept() const { return packs() <= kKept * 32 * warps; }
 
@@ -85,7 +87,6 @@ struct RowStager {
       const int pack = thread + i * 32 * warps;
       const bool exists = pack < packs();
       weights[i] = constant(p.norm_weight, exists ? pack : 0);
-      biases[i] = constant(p.norm_bias, exists ? pack : 0);
     }
   }
   __device__ Row constant(const void* from, int pack) const {
@@ -118,10 +119,9 @@ struct RowStager {
 
   __device__ int warp() const { return thread / 32; }
   __device__ int lane() const { return thread % 32; }
-  /// A warp's groups: warp(), and every warps-th from there on.
-  __device__ void leave(int group, float mine) const {
-    mine = warp_sum(mine);
-    if (lane() == 0) sums[(turn * kWarps + team) * kGroups + group] = mine;
+  /// A warp's groups are warp(), and every warps-th from there on.
+  __device__ void leave(int group, float sum) const {
+    if (lane() == 0) sums[(turn * kWarps + team) * kGroups + group] = sum;
   }
   /// By all threads of the block, once every group's sum was left. By turns in two arrays: who
   /// still reads the sums before is not overtaken.
@@ -135,17 +135,32 @@ struct RowStager {
     turn ^= 1;
     return sum;
   }
-  /// The sum of add(sum so far, i) over the kept packs i.
+  /// The sum of add(sum so far, i) over the kept packs i, of which those `own` apart, the number of
+  /// a warp's groups, are of one group.
   template <class Add>
   __device__ float sum_kept(Add add) {
-    static_assert(kKept == 2);
-    const float first = add(0.0f, 0);
-    // The second pack is of the same group where all warps share the row.
-    const bool is_one = warps == kWarps;
-    const float second = add(is_one ? first : 0.0f, 1);
-    leave(warp(), is_one ? second : first);
-    if (!is_one) leave(warp() + warps, second);
-    for (int group = warp() + 2 * warps; group < kGroups; group += warps) leave(group, 0.0f);
+    const int own = kGroups / warps;
+    float mine[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      float before = 0.0f;
+      if (i >= 1 && own == 1) before = mine[i - 1];
+      if (i >= 2 && own == 2) before = mine[i - 2];
+      mine[i] = add(before, i);
+    }
+    static_assert(kKept <= 4);  // four groups or more have a pack each
+    if (own == 1) {
+      leave(warp(), warp_sum(mine[kKept - 1]));
+      return total();
+    }
+    // Side by side, not one after another.
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) mine[i] = warp_sum(mine[i]);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (i + own >= kKept) leave((warp() + i * warps) % kGroups, mine[i]);
+    }
+    for (int group = warp() + kKept * warps; group < kGroups; group += warps) leave(group, 0.0f);
     return total();
   }
   /// The sum of add(sum so far, pack) over the thread's `count` packs or less.
@@ -157,7 +172,7 @@ struct RowStager {
       for (int pack = 32 * group + lane(); pack < count; pack += 32 * kGroups) {
         mine = add(mine, pack);
       }
-      leave(group, mine);
+      leave(group, warp_sum(mine));
     }
     return total();
   }
@@ -196,7 +211,7 @@ struct RowStager {
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if (const int pack = thread + i * 32 * warps; pack < count) {
-        finish(row, pack, u[i], factor, weights[i], biases[i]);
+        finish(row, pack, u[i], factor, weights[i], constant(p.norm_bias, pack));
       }
     }
   }

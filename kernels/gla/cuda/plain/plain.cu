@@ -20,16 +20,12 @@ namespace tidegate::kernels::gla {
 // if h_final is h0.
 //
 // A block of threads has all rows of 32 * kVec columns of one head's state; each of its eight warps
-// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight or
-// more. While the first of them are on their way, all threads prepare q, k and the decays in shared
-// memory. Each warp adds up its own rows' part of the output; the warps' parts meet in shared
-// memory.
+// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight. While
+// the first of them are on their way, all threads prepare q, k and the decays in shared memory.
+// Each warp adds up its own rows' part of the output; the warps' parts meet in shared memory.
 
 constexpr int kStepWarps = 8;
-/// Rows of the state that a thread has in flight: 16 single floats where the columns are few, for a
-/// head of 128 at once.
-template <class Real, int kVec>
-constexpr int kStepRowsInFlight = kVec == 1 && sizeof(Real) == 4 ? 16 : 8;
+constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
 
 /// q, k and decays of the tokens, in shared memory: [token][K] each.
 template <class Real>
@@ -107,12 +103,10 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
   }
 }
 
-// Four blocks a multiprocessor: the 512 of 64 sequences of 8 heads then run at once.
 template <class Real, int kVec>
-__global__ void __launch_bounds__(32 * kStepWarps, 4) decode_kernel(const GlaParams p) {
+__global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
-  constexpr int kColumns = 32 * kVec, kInFlight = kStepRowsInFlight<Real, kVec>;
-  constexpr int kRows = kStepWarps * kInFlight;
+  constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
   extern __shared__ __align__(16) char shared[];
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
   const StepTokens<Real> tokens(shared, key_dim);
@@ -125,8 +119,9 @@ __global__ void __launch_bounds__(32 * kStepWarps, 4) decode_kernel(const GlaPar
   const int column = first_column + lane * kVec;
   const bool exists = column < value_dim;
   let_next_kernel_begin();
-  if (p.h0 != nullptr) {
-    // Into the second-level cache, while the kernel before makes q, k and v.
+  if (kVec == 1 && p.h0 != nullptr) {
+    // Into the second-level cache, while the kernel before makes q, k and v. Of many blocks'
+    // states, the memory is busy anyway.
     const Real* const corner =
         static_cast<const Real*>(p.h0) + pair * key_dim * value_dim + first_column;
     constexpr int kLine = 128 / sizeof(Real), kLines = (kColumns + kLine - 1) / kLine;
@@ -148,9 +143,9 @@ __global__ void __launch_bounds__(32 * kStepWarps, 4) decode_kernel(const GlaPar
 
   Real acc[kStepTokens][kVec] = {};
   for (int first = 0; first < key_dim; first += kRows) {
-    Pack state[kInFlight];
+    Pack state[kStepRowsInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kStepRowsInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       state[i] = {};
       if (p.h0 != nullptr && exists && row < key_dim) {
@@ -164,7 +159,7 @@ __global__ void __launch_bounds__(32 * kStepWarps, 4) decode_kernel(const GlaPar
     Real value[kStepTokens][kVec] = {};
     load_step_values(inputs, seq.length, column, exists, value);
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kStepRowsInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       if (!exists || row >= key_dim) {
         continue;
