@@ -26,27 +26,41 @@ cudaError_t can_cluster(bool* can) {
   return cudaSuccess;
 }
 
-/// As launch_early(), in clusters of kBlocks, where can_cluster() says so.
-template <auto* kKernel, int kBlocks, class... Work>
-cudaError_t launch_early_in_clusters(dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
-                                     const Work&... work) {
+/// As launch_early(), in clusters of kBlocks (more than one only where can_cluster() says so), for
+/// kernels of a chain. A multiprocessor's memory is divided into shared memory and cache anew only
+/// when it is idle: so that a kernel finds room beside the one before, all have as much shared
+/// memory as there is, whatever they use of it.
+template <auto* kKernel, int kBlocks = 1, class... Work>
+cudaError_t launch_in_chain(dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
+                            const Work&... work) {
   if (is_empty(grid)) {
     return cudaSuccess;
   }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kBlocks;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
+  bool is_early = false;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(can_cluster<kKernel>(&is_early));
+  cudaLaunchAttribute attributes[3] = {};
+  unsigned count = 0;
+  if (is_early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+#if CUDART_VERSION >= 12080
+    attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+#endif
+  }
+  if (kBlocks > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = kBlocks;
+    attributes[count].val.clusterDim.y = 1;
+    attributes[count++].val.clusterDim.z = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = 2;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kKernel, work...);
 }
 

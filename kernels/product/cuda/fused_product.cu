@@ -368,8 +368,8 @@ template <class E, int kGroups, int kStages>
 cudaError_t launch(const FusedProductParams& p, const Shape& shape, cudaStream_t stream) {
   constexpr auto* kKernel = &fused_product_kernel<E, kGroups, kStages>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(shape.shared_bytes()));
-  return launch_early<kKernel>(dim3(static_cast<unsigned>(shape.blocks)), dim3(kThreads),
-                               shape.shared_bytes(), stream, p, shape);
+  return launch_in_chain<kKernel>(dim3(static_cast<unsigned>(shape.blocks)), dim3(kThreads),
+                                  shape.shared_bytes(), stream, p, shape);
 }
 
 bool is_in_packs(const void* data, int64_t stride) {

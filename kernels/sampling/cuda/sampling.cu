@@ -329,10 +329,9 @@ cudaError_t launch_sample(const SamplingParams& p, cudaStream_t stream) {
   if (p.rows > std::numeric_limits<int>::max() / kBlocks) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(p.rows * kBlocks));
   if constexpr (kBlocks == 1) {
-    return launch_early<kKernel>(grid, dim3(kThreads), bytes, stream, p, keeps);
+    return launch_in_chain<kKernel>(grid, dim3(kThreads), bytes, stream, p, keeps);
   } else {
-    return launch_early_in_clusters<kKernel, kBlocks>(grid, dim3(kThreads), bytes, stream, p,
-                                                      keeps);
+    return launch_in_chain<kKernel, kBlocks>(grid, dim3(kThreads), bytes, stream, p, keeps);
   }
 }
 

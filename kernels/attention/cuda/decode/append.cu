@@ -175,7 +175,7 @@ cudaError_t attention_append_cuda(const AttentionAppendParams& p, cudaStream_t s
   }
   const dim3 grid(static_cast<unsigned>(p.batch));
   const auto launch = [&]<class E>() {
-    return launch_early<&append_kernel<E>>(grid, dim3(kThreads), 0, stream, p);
+    return launch_in_chain<&append_kernel<E>>(grid, dim3(kThreads), 0, stream, p);
   };
   return p.dtype == DType::kFloat32 ? launch.template operator()<float>()
                                     : dispatch_16_bit(p.dtype, launch);

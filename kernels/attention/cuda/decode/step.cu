@@ -133,7 +133,7 @@ template <class E>
 cudaError_t combine(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
   const dim3 heads(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.layout.batch));
   const dim3 block(static_cast<unsigned>((p.head_dim + 31) / 32 * 32), kCombineParts);
-  return launch_early<&combine_kernel<E>>(heads, block, 0, stream, p);
+  return launch_in_chain<&combine_kernel<E>>(heads, block, 0, stream, p);
 }
 
 }  // namespace

@@ -303,7 +303,7 @@ cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStrea
   static_assert(kBytes <= 48 * 1024);
   const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));
-  return launch_early<&tensor_step_kernel<E, kDim>>(grid, dim3(32), kBytes, stream, p);
+  return launch_in_chain<&tensor_step_kernel<E, kDim>>(grid, dim3(32), kBytes, stream, p);
 }
 
 template <class E>

@@ -218,8 +218,8 @@ cudaError_t launch_step(const GlaParams& p, cudaStream_t stream) {
   const int64_t blocks = step_blocks(p, kVec);
   const int bytes = 3 * kStepTokens * static_cast<int>(p.key_dim * sizeof(Real));
   if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  return launch_early<&decode_kernel<Real, kVec>>(dim3(static_cast<unsigned>(blocks)),
-                                                  dim3(32 * kStepWarps), bytes, stream, p);
+  return launch_in_chain<&decode_kernel<Real, kVec>>(dim3(static_cast<unsigned>(blocks)),
+                                                     dim3(32 * kStepWarps), bytes, stream, p);
 }
 
 /// By packs of 16 bytes, or by single numbers where the states are not aligned, and where packs

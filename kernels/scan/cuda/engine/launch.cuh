@@ -183,8 +183,8 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
     const ScanLaunch launch = {.channel_tiles = channel_tiles<Op>(scan.channels, kThreads)};
     const int64_t blocks = scan.layout.sequences * launch.channel_tiles;
     if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-    return launch_early<&sequential_scan_kernel<Op>>(dim3(static_cast<unsigned>(blocks)),
-                                                     dim3(kThreads), 0, stream, params, launch);
+    return launch_in_chain<&sequential_scan_kernel<Op>>(dim3(static_cast<unsigned>(blocks)),
+                                                        dim3(kThreads), 0, stream, params, launch);
   }
 }
 
