@@ -22,37 +22,24 @@
 namespace tidegate::kernels::product {
 namespace {
 
-constexpr int kOtherBytes = 1280;  // of a block's shared memory: static, and the driver's
-
-Shape shape_of(const FusedProductParams& p, const DeviceLimits& limits) {
-  const int multiprocessors = limits.multiprocessors, shared_bytes = limits.shared_bytes;
+Shape shape_of(const FusedProductParams& p, int multiprocessors) {
   Shape shape;
   const int64_t outer = p.product.outer;
   shape.blocks = static_cast<int>(std::min<int64_t>(multiprocessors, outer));
   shape.chunks = static_cast<int>(ceil_div(p.product.inner, kChunk));
   shape.tile_channels = p.is_glu ? kTile / 2 : kTile;
   const int64_t most = ceil_div(outer, static_cast<int64_t>(shape.blocks));
-  shape.channels = static_cast<int>(outer / shape.blocks);
-  shape.longer = static_cast<int>(outer % shape.blocks);
   const int64_t tiles = ceil_div(most, shape.tile_channels);
   const int64_t items = tiles * ceil_div(shape.chunks, kWarps);
+  shape.stages = static_cast<int>(std::min<int64_t>(items, kStages));
   // Rows begin 16 bytes further round the banks than the one before.
   shape.x_stride = shape.chunks * kRowBytes + 16;
+  shape.ring_bytes = kWarps * shape.stages * kItemBytes;
   shape.x_bytes = static_cast<int>(p.product.rows) * shape.x_stride;
   // A thread has an element of a batch of tiles at most: the fewer meetings, the better.
   shape.batch =
       static_cast<int>(std::clamp<int64_t>(kThreads / (p.product.rows * kTile), 1, tiles));
-  const int buffers = tiles > shape.batch ? 2 : 1;
-  shape.sums_bytes = buffers * shape.batch * kWarps * static_cast<int>(p.product.rows) * kTile * 4;
-  // Two blocks have room on a multiprocessor, of many rows often only one.
-  const int others = shape.x_bytes + shape.sums_bytes + kOtherBytes;
-  constexpr int kStageBytes = kWarps * kItemBytes;
-  const auto has_room = [&](int stages, int64_t bytes) {
-    return others + std::min<int64_t>(items, stages) * kStageBytes <= bytes;
-  };
-  shape.most_stages = has_room(kManyStages, shared_bytes / 2) ? kManyStages : kFewStages;
-  shape.stages = static_cast<int>(std::min<int64_t>(items, shape.most_stages));
-  shape.ring_bytes = shape.stages * kStageBytes;
+  shape.sums_bytes = 2 * shape.batch * kWarps * static_cast<int>(p.product.rows) * kTile * 4;
   return shape;
 }
 
@@ -77,9 +64,9 @@ struct Work {
   int items;   // of the warp: its chunks of the first tile, then of the next one
 
   __device__ Work(const FusedProductParams& p, const Shape& shape) {
-    const int block = static_cast<int>(blockIdx.x);
-    first = static_cast<int64_t>(block) * shape.channels + min(block, shape.longer);
-    channels = shape.channels + (block < shape.longer ? 1 : 0);
+    const int64_t outer = p.product.outer;
+    first = outer * blockIdx.x / shape.blocks;
+    channels = static_cast<int>(outer * (blockIdx.x + 1) / shape.blocks - first);
     tiles = (channels + shape.tile_channels - 1) / shape.tile_channels;
     warp = static_cast<int>(threadIdx.x) / 32;
     lane = static_cast<int>(threadIdx.x) % 32;
@@ -89,85 +76,60 @@ struct Work {
   }
 };
 
-/// A warp's ring of weights: 16 channels by 64 inner ones, in rows of 128 bytes whose packs are
-/// permuted so that no eight rows of one pack meet in a bank.
-template <class E>
-struct WeightRing {
-  static constexpr int kRows = kTile / 4;  // of an item, that a lane copies 16 bytes of
+/// Where a pack of an item lies: packs are permuted so that no eight rows of one meet in a bank.
+__device__ inline unsigned place_in_item(int row, int pack) {
+  return static_cast<unsigned>(row * kRowBytes + ((pack ^ (row & 7)) * 16));
+}
 
+/// A warp's ring of weights: 16 channels by 64 inner ones, in rows of 128 bytes.
+template <class E, bool kMore>
+struct WeightRing {
   const FusedProductParams& p;
   const Shape& shape;
   const Work& work;
   unsigned base;                                 // address of the warp's ring in shared memory
   int tile = 0, chunk = 0, slot = 0, asked = 0;  // of the next item to ask for
-  const char* rows[kRows];                       // where the lane's part of the tile's rows begins
-  bool exists[kRows];
 
-  __device__ WeightRing(const FusedProductParams& p, const Shape& shape, const Work& work,
-                        unsigned base)
-      : p(p), shape(shape), work(work), base(base) {
-    find_rows();
-  }
-
-  __device__ static unsigned place(int row, int pack) {
-    return static_cast<unsigned>(row * kRowBytes + ((pack ^ (row & 7)) * 16));
-  }
-
-  __device__ const E* weights(int channel) const {
+  __device__ const E* weights(int64_t channel) const {
     const void* w = p.product.w;
-    int64_t stride = p.product.stride_w;
-    if (p.more[0].w != nullptr) {
-      int first = 0;
+    int64_t stride = p.product.stride_w, first = 0;
+    if constexpr (kMore) {
 #pragma unroll
       for (int i = 0; i < FusedProductParams::kMore; ++i) {
         if (p.more[i].w != nullptr && channel >= p.more[i].first) {
           w = p.more[i].w;
           stride = p.more[i].stride_w;
-          first = static_cast<int>(p.more[i].first);
+          first = p.more[i].first;
         }
       }
-      channel -= first;
     }
-    return static_cast<const E*>(w) + channel * stride;
-  }
-
-  /// Once a tile: what an item costs before its copies are on their way is time that the memory
-  /// does not work.
-  __device__ void find_rows() {
-    const int left = work.channels - tile * shape.tile_channels;
-    const int first = static_cast<int>(work.first) + tile * shape.tile_channels;
-    const int inner = work.warp * kChunk + work.lane % 8 * kPack;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = i * 4 + work.lane / 8;
-      const int channel = p.is_glu ? row % (kTile / 2) : row;
-      const bool is_value = p.is_glu && row >= kTile / 2;
-      exists[i] = channel < left;
-      const int source = first + channel + (is_value ? static_cast<int>(p.product.outer) : 0);
-      rows[i] = reinterpret_cast<const char*>(weights(exists[i] ? source : first) + inner);
-    }
+    return static_cast<const E*>(w) + (channel - first) * stride;
   }
 
   /// Asks for the next item, or for nothing past the last one: groups are counted.
   __device__ void ask() {
     if (asked < work.items) {
       const int pack = work.lane % 8;
-      const int inner = (chunk * kWarps + work.warp) * kChunk + pack * kPack;
-      const bool is_inside = inner < static_cast<int>(p.product.inner);
+      const int64_t inner =
+          static_cast<int64_t>(chunk * kWarps + work.warp) * kChunk + pack * kPack;
+      const bool exists = inner < p.product.inner;
+      const int left = work.channels - tile * shape.tile_channels;
       const unsigned item = base + static_cast<unsigned>(slot * kItemBytes);
-      const int along = is_inside ? chunk * kWarps * kRowBytes : 0;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (exists[i]) {
-          copy_async_or_zero(item + place(i * 4 + work.lane / 8, pack), rows[i] + along, is_inside);
-        }
+      for (int i = 0; i < kTile / 4; ++i) {
+        const int row = i * 4 + work.lane / 8;
+        const int channel = p.is_glu ? row % (kTile / 2) : row;
+        if (channel >= left) continue;
+        const int64_t source = work.first + tile * shape.tile_channels + channel +
+                               (p.is_glu && row >= kTile / 2 ? p.product.outer : 0);
+        const E* const from = weights(source);
+        copy_async_or_zero(item + place_in_item(row, pack), exists ? from + inner : from, exists);
       }
       ++asked;
       slot = slot + 1 == shape.stages ? 0 : slot + 1;
       if (++chunk == work.chunks) {
         chunk = 0;
         ++tile;
-        if (asked < work.items) find_rows();
       }
     }
     commit_copies();
@@ -183,7 +145,7 @@ struct Output {
   const Shape& shape;
   const Work& work;
   int tile, row, channel;  // of the batch; of x; of the tile
-  E bias[2], residual;     // as they come: to widen them would be to wait for them
+  float bias[2], residual;
 
   __device__ Output(const FusedProductParams& p, const Shape& shape, const Work& work)
       : p(p), shape(shape), work(work) {
@@ -202,16 +164,16 @@ struct Output {
 
   /// Asks for what is added, before the products of the batch from tile `first` on.
   __device__ void fetch(int first) {
-    bias[0] = bias[1] = residual = narrow<E>(0.0f);
+    bias[0] = bias[1] = residual = 0.0f;
     if (!exists(first)) return;
     const int64_t at = column(first);
     if (p.product.bias != nullptr) {
       const E* const all = static_cast<const E*>(p.product.bias);
-      bias[0] = all[at];
-      if (p.is_glu) bias[1] = all[at + p.product.outer];
+      bias[0] = widen(all[at]);
+      if (p.is_glu) bias[1] = widen(all[at + p.product.outer]);
     }
     if (p.residual != nullptr) {
-      residual = static_cast<const E*>(p.residual)[row * p.stride_residual + at];
+      residual = widen(static_cast<const E*>(p.residual)[row * p.stride_residual + at]);
     }
   }
 
@@ -230,12 +192,12 @@ struct Output {
 
   __device__ void store(const float* sums, int first) const {
     if (!exists(first)) return;
-    float y = sum(sums, channel, widen(bias[0]));
+    float y = sum(sums, channel, bias[0]);
     if (p.is_glu) {
       using Math = GateMath<float, true>;
-      y = norm::activated<Math>(p.activation, y) * sum(sums, channel + kTile / 2, widen(bias[1]));
+      y = norm::activated<Math>(p.activation, y) * sum(sums, channel + kTile / 2, bias[1]);
     }
-    if (p.residual != nullptr) y = widen(residual) + widen(narrow<E>(y));
+    if (p.residual != nullptr) y = residual + widen(narrow<E>(y));
     static_cast<E*>(p.product.y)[row * p.product.stride_y + column(first)] = narrow<E>(y);
   }
 };
@@ -259,29 +221,21 @@ struct Products {
   __device__ void add(unsigned item, unsigned x, int x_stride, int rows, int lane) {
     const int matrix = lane / 8, within = lane % 8;
     const int left_row = (matrix & 1) * 8 + within;
-    constexpr int kPairs = kChunk / 32;
-    uint32_t left[kPairs][2][4];
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
+    for (int pair = 0; pair < kChunk / 32; ++pair) {
+      uint32_t left[2][4];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        load_matrices(left[pair][k],
-                      item + WeightRing<E>::place(left_row, 4 * pair + 2 * k + matrix / 2));
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int row = g * kColumns + within;
-      const unsigned from = x + static_cast<unsigned>((row < rows ? row : 0) * x_stride);
-      uint32_t right[kPairs][4];
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        load_matrices(right[pair], from + static_cast<unsigned>((4 * pair + matrix) * 16));
+        load_matrices(left[k], item + place_in_item(left_row, 4 * pair + 2 * k + matrix / 2));
       }
 #pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        multiply<E>(d[0][g], left[pair][0], right[pair][0], right[pair][1]);
-        multiply<E>(d[1][g], left[pair][1], right[pair][2], right[pair][3]);
+      for (int g = 0; g < kGroups; ++g) {
+        const int row = g * kColumns + within;
+        uint32_t right[4];
+        load_matrices(right, x + static_cast<unsigned>((row < rows ? row : 0) * x_stride +
+                                                       (4 * pair + matrix) * 16));
+        multiply<E>(d[0][g], left[0], right[0], right[1]);
+        multiply<E>(d[1][g], left[1], right[2], right[3]);
       }
     }
   }
@@ -301,12 +255,12 @@ struct Products {
   }
 };
 
-template <class E, int kGroups, int kStages>
-__global__ void __launch_bounds__(kThreads, 2)
+template <class E, int kGroups, bool kMore>
+__global__ void __launch_bounds__(kThreads)
     fused_product_kernel(const __grid_constant__ FusedProductParams p,
                          const __grid_constant__ Shape shape) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ float row_sums[2 * kWarps * RowStager<E>::kGroups];
+  __shared__ float row_sums[kWarps * RowStager<E>::kGroups];
   char* const x = shared + shape.ring_bytes;
   float* const sums = reinterpret_cast<float*>(x + shape.x_bytes);
   const int rows = static_cast<int>(p.product.rows);
@@ -315,10 +269,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Work work(p, shape);
   const unsigned ring_base =
       shared_address(shared) + static_cast<unsigned>(work.warp * shape.stages * kItemBytes);
-  WeightRing<E> ring(p, shape, work, ring_base);
-  // As many groups as the ring can have under way, some of them empty, so that the loop below
-  // counts one number.
-#pragma unroll
+  WeightRing<E, kMore> ring{p, shape, work, ring_base};
+  // As many groups as a ring can have, some of them empty, so that the loop below counts one
+  // number.
   for (int i = 0; i < kStages; ++i) {
     if (i < shape.stages) {
       ring.ask();
@@ -328,9 +281,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   RowStager<E> stager(p, shape, x, row_sums);
   stager.load_constants();
-  Output<E> output(p, shape, work);
   wait_for_kernels_before();
 
+  Output<E> output(p, shape, work);
   output.fetch(0);
   stager.run();
 
@@ -347,7 +300,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       Products<E, kGroups> products;
       products.clear();
       for (int c = 0; c < work.chunks; ++c) {
-        // Where the ring has fewer stages than groups, all items were among the first.
+        // The ring has kStages groups under way where all its stages are in use, and where they are
+        // fewer all items were among the first: the oldest has landed either way.
         wait_for_copies<kStages - 1>();
         __syncwarp();
         products.add(ring_base + static_cast<unsigned>(slot * kItemBytes),
@@ -364,9 +318,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <class E, int kGroups, int kStages>
+template <class E, int kGroups, bool kMore>
 cudaError_t launch(const FusedProductParams& p, const Shape& shape, cudaStream_t stream) {
-  constexpr auto* kKernel = &fused_product_kernel<E, kGroups, kStages>;
+  constexpr auto* kKernel = &fused_product_kernel<E, kGroups, kMore>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(shape.shared_bytes()));
   return launch_in_chain<kKernel>(dim3(static_cast<unsigned>(shape.blocks)), dim3(kThreads),
                                   shape.shared_bytes(), stream, p, shape);
@@ -382,8 +336,7 @@ cudaError_t fused_product_fits(const FusedProductParams& p, bool* fits) {
   const FewRowsParams& f = p.product;
   *fits = is_16_bit(f.dtype) && f.rows >= 1 && f.rows <= kMostFusedRows && f.inner >= 1 &&
           f.inner % kPack == 0 && f.inner <= INT32_MAX / 2 && f.outer >= 1 &&
-          f.outer <= INT32_MAX / 2 && is_in_packs(f.x, f.stride_x) &&
-          is_in_packs(f.w, f.stride_w) &&
+          f.outer <= INT32_MAX && is_in_packs(f.x, f.stride_x) && is_in_packs(f.w, f.stride_w) &&
           (p.gate == nullptr || is_in_packs(p.gate, p.stride_gate)) &&
           is_aligned(p.norm_weight, 16) && is_aligned(p.norm_bias, 16);
   for (const FusedProductParams::More& more : p.more) {
@@ -393,25 +346,24 @@ cudaError_t fused_product_fits(const FusedProductParams& p, bool* fits) {
   if (!*fits) return cudaSuccess;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  // Before their size is counted in an int.
-  *fits = f.rows * f.inner * 2 < limits.shared_bytes;
-  if (!*fits) return cudaSuccess;
-  const Shape shape = shape_of(p, limits);
-  *fits = shape.stages >= 1 && shape.shared_bytes() + kOtherBytes <= limits.shared_bytes;
+  constexpr int64_t kStatic = 1024;  // what a block has beside it, and the driver's own
+  const Shape shape = shape_of(p, limits.multiprocessors);
+  *fits = f.rows * (ceil_div(f.inner, static_cast<int64_t>(kChunk)) * kRowBytes + 16) +
+              shape.ring_bytes + shape.sums_bytes + kStatic <=
+          limits.shared_bytes;
   return cudaSuccess;
 }
 
 cudaError_t fused_product_cuda(const FusedProductParams& p, cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const Shape shape = shape_of(p, limits);
+  const Shape shape = shape_of(p, limits.multiprocessors);
   return dispatch_16_bit(p.product.dtype, [&]<class E>() {
+    const bool is_more = p.more[0].w != nullptr;
     if (p.product.rows > kColumns) {
-      return shape.most_stages == kManyStages ? launch<E, 2, kManyStages>(p, shape, stream)
-                                              : launch<E, 2, kFewStages>(p, shape, stream);
+      return is_more ? launch<E, 2, true>(p, shape, stream) : launch<E, 2, false>(p, shape, stream);
     }
-    return shape.most_stages == kManyStages ? launch<E, 1, kManyStages>(p, shape, stream)
-                                            : launch<E, 1, kFewStages>(p, shape, stream);
+    return is_more ? launch<E, 1, true>(p, shape, stream) : launch<E, 1, false>(p, shape, stream);
   });
 }
 

@@ -19,22 +19,19 @@ constexpr int kChunk = 64;  // inner channels of a warp at a time: whole lines o
 constexpr int kPack = 8;    // elements of 16 bytes
 constexpr int kRowBytes = kChunk * 2;
 constexpr int kItemBytes = kTile * kRowBytes;
-// Of a warp's ring. 12 KB a warp, 96 KB a block: three times what covers the memory's latency at
-// its full speed, and two kernels of the chain have room on a multiprocessor; fewer where rows of x
-// take the room.
-constexpr int kManyStages = 6, kFewStages = 3;
+// 12 KB a warp, 96 KB a block: three times what covers the memory's latency at its full speed, and
+// two kernels of the chain have room on a multiprocessor.
+constexpr int kStages = 6;
 constexpr int kColumns = 8;  // rows of x: columns of an mma's right operand
 
 /// How a launch is cut.
 struct Shape {
   int blocks = 0;
-  int channels = 0, longer = 0;  // of y a block, and how many blocks have one more
-  int chunks = 0;                // of the inner channels
-  int tile_channels = 0;         // of y
-  int most_stages = 0;           // of a warp's ring
-  int stages = 0;                // that are used
-  int batch = 0;                 // tiles whose sums the warps leave before they meet
-  int x_stride = 0;              // bytes from a row of x to the next one in shared memory
+  int chunks = 0;         // of the inner channels
+  int tile_channels = 0;  // of y
+  int stages = 0;         // of a warp's ring that are used
+  int batch = 0;          // tiles whose sums the warps leave before they meet
+  int x_stride = 0;       // bytes from a row of x to the next one in shared memory
   int ring_bytes = 0, x_bytes = 0, sums_bytes = 0;
 
   int shared_bytes() const { return ring_bytes + x_bytes + sums_bytes; }
@@ -49,16 +46,13 @@ struct RowStager {
 
   const FusedProductParams& p;
   const Shape& shape;
-  char* x;        // in shared memory
-  float* sums;    // [2][kWarps][kGroups]
-  float inverse;  // 1 / inner
-  int turn = 0;
+  char* x;      // in shared memory
+  float* sums;  // [rows side by side][kGroups]
 
   int warps, side_by_side, team, thread;  // of a row; rows; which of them; in the team
 
   __device__ RowStager(const FusedProductParams& p, const Shape& shape, char* x, float* sums)
       : p(p), shape(shape), x(x), sums(sums) {
-    inverse = 1.0f / static_cast<float>(p.product.inner);
     side_by_side = 1;
     while (side_by_side < p.product.rows && side_by_side < kWarps) side_by_side *= 2;
     warps = kWarps / side_by_side;
@@ -73,11 +67,11 @@ struct RowStager {
     const E* const at = static_cast<const E*>(from) + row * stride;
     return {*(reinterpret_cast<const typename Row::Bits*>(at) + pack)};
   }
-  /// So many packs of a row a thread keeps in registers; longer rows are read once more.
-  static constexpr int kKept = 4;
-  Row weights[kKept];
+  /// So many packs a thread keeps in registers, of a row that all share; others are read once more.
+  static constexpr int kKept = 2;
+  Row weights[kKept], biases[kKept];
 
-  __device__ bool is_kept() const { return packs() <= kKept * 32 * warps; }
+  __device__ bool is_kept() const { return warps == kWarps && packs() <= kKept * kThreads; }
 
   /// Reads what no kernel writes.
   __device__ void load_constants() {
@@ -87,6 +81,7 @@ struct RowStager {
       const int pack = thread + i * 32 * warps;
       const bool exists = pack < packs();
       weights[i] = constant(p.norm_weight, exists ? pack : 0);
+      biases[i] = constant(p.norm_bias, exists ? pack : 0);
     }
   }
   __device__ Row constant(const void* from, int pack) const {
@@ -114,67 +109,39 @@ struct RowStager {
   }
 
   /// A sum over a row: of eight groups of packs, pack k in group k / 32 % 8, each added up lane by
-  /// lane and then over the lanes. So its bits do not depend on how many warps share the row.
+  /// lane and then over the lanes. So its bits do not depend on how many warps share the row: each
+  /// has a group, or several. All threads of the block come here.
   static constexpr int kGroups = 8;
 
-  __device__ int warp() const { return thread / 32; }
-  __device__ int lane() const { return thread % 32; }
-  /// A warp's groups are warp(), and every warps-th from there on.
-  __device__ void leave(int group, float sum) const {
-    if (lane() == 0) sums[(turn * kWarps + team) * kGroups + group] = sum;
-  }
-  /// By all threads of the block, once every group's sum was left. By turns in two arrays: who
-  /// still reads the sums before is not overtaken.
-  __device__ float total() {
+  /// Of what the lanes of every warp have of its own group, where all warps share the row.
+  __device__ float sum_over_warps(float mine) const {
+    static_assert(kWarps == kGroups);
+    mine = warp_sum(mine);
+    __syncthreads();  // for those who still read the sums before
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
     __syncthreads();
     float sum = 0.0f;
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      sum += sums[(turn * kWarps + team) * kGroups + group];
-    }
-    turn ^= 1;
+    for (int w = 0; w < kWarps; ++w) sum += sums[w];
     return sum;
   }
-  /// The sum of add(sum so far, i) over the kept packs i, of which those `own` apart, the number of
-  /// a warp's groups, are of one group.
+  /// Of add(sum so far, pack) over the row's packs, of which there are `count`.
   template <class Add>
-  __device__ float sum_kept(Add add) {
-    const int own = kGroups / warps;
-    float mine[kKept];
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      float before = 0.0f;
-      if (i >= 1 && own == 1) before = mine[i - 1];
-      if (i >= 2 && own == 2) before = mine[i - 2];
-      mine[i] = add(before, i);
-    }
-    static_assert(kKept <= 4);  // four groups or more have a pack each
-    if (own == 1) {
-      leave(warp(), warp_sum(mine[kKept - 1]));
-      return total();
-    }
-    // Side by side, not one after another.
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) mine[i] = warp_sum(mine[i]);
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      if (i + own >= kKept) leave((warp() + i * warps) % kGroups, mine[i]);
-    }
-    for (int group = warp() + kKept * warps; group < kGroups; group += warps) leave(group, 0.0f);
-    return total();
-  }
-  /// The sum of add(sum so far, pack) over the thread's `count` packs or less.
-  template <class Add>
-  __device__ float sum_long(int count, Add add) {
-    for (int group = warp(); group < kGroups; group += warps) {
+  __device__ float sum_over_packs(int count, Add add) const {
+    const int lane = thread % 32;
+    __syncthreads();
+    for (int group = thread / 32; group < kGroups; group += warps) {
       float mine = 0.0f;
 #pragma unroll 4
-      for (int pack = 32 * group + lane(); pack < count; pack += 32 * kGroups) {
+      for (int pack = 32 * group + lane; pack < count; pack += 32 * kGroups) {
         mine = add(mine, pack);
       }
-      leave(group, warp_sum(mine));
+      mine = warp_sum(mine);
+      if (lane == 0) sums[team * kGroups + group] = mine;
     }
-    return total();
+    __syncthreads();
+    float sum = 0.0f;
+    for (int group = 0; group < kGroups; ++group) sum += sums[team * kGroups + group];
+    return sum;
   }
 
   /// u - mean becomes y, which goes to its place.
@@ -189,16 +156,22 @@ struct RowStager {
     norm::store_eight(reinterpret_cast<E*>(place(row, pack)), u);
   }
 
-  /// A row that its threads keep in registers.
-  __device__ void stage_kept(int row, bool exists) {
+  /// A row that all threads keep in registers.
+  __device__ void stage_kept(int row, bool exists) const {
+    const float channels = static_cast<float>(p.product.inner);
     const int count = exists ? packs() : 0;
-    float u[kKept][kPack] = {};
+    float u[kKept][kPack] = {}, sum = 0.0f, square = 0.0f;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if (const int pack = thread + i * 32 * warps; pack < count) values(row, pack, u[i]);
     }
     if (p.norm_kind == norm::NormKind::kLayer) {
-      const float mean = inverse * sum_kept([&](float sum, int i) { return add_up(sum, u[i]); });
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+#pragma unroll
+        for (int v = 0; v < kPack; ++v) sum += u[i][v];
+      }
+      const float mean = sum_over_warps(sum) / channels;
 #pragma unroll
       for (int i = 0; i < kKept; ++i) {
         const bool is_there = thread + i * 32 * warps < count;
@@ -206,25 +179,18 @@ struct RowStager {
         for (int v = 0; v < kPack; ++v) u[i][v] = is_there ? u[i][v] - mean : 0.0f;
       }
     }
-    const float square = sum_kept([&](float sum, int i) { return add_squares(sum, u[i], 0.0f); });
-    const float factor = rsqrtf(square * inverse + static_cast<float>(p.eps));
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+#pragma unroll
+      for (int v = 0; v < kPack; ++v) square = fmaf(u[i][v], u[i][v], square);
+    }
+    const float factor = rsqrtf(sum_over_warps(square) / channels + static_cast<float>(p.eps));
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if (const int pack = thread + i * 32 * warps; pack < count) {
-        finish(row, pack, u[i], factor, weights[i], constant(p.norm_bias, pack));
+        finish(row, pack, u[i], factor, weights[i], biases[i]);
       }
     }
-  }
-
-  __device__ static float add_up(float sum, const float (&u)[kPack]) {
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) sum += u[v];
-    return sum;
-  }
-  __device__ static float add_squares(float sum, const float (&u)[kPack], float mean) {
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) sum = fmaf(u[v] - mean, u[v] - mean, sum);
-    return sum;
   }
 
   __device__ void stage_raw(int row) const {
@@ -234,22 +200,28 @@ struct RowStager {
     }
   }
 
-  __device__ void stage_long(int row, bool exists) {
+  __device__ void stage_long(int row, bool exists) const {
+    const float channels = static_cast<float>(p.product.inner);
     const int count = exists ? packs() : 0;
     float mean = 0.0f;
     if (p.norm_kind == norm::NormKind::kLayer) {
-      mean = inverse * sum_long(count, [&](float sum, int pack) {
-               float u[kPack];
-               values(row, pack, u);
-               return add_up(sum, u);
-             });
+      const float sum = sum_over_packs(count, [&](float before, int pack) {
+        float u[kPack];
+        values(row, pack, u);
+#pragma unroll
+        for (int v = 0; v < kPack; ++v) before += u[v];
+        return before;
+      });
+      mean = sum / channels;
     }
-    const float square = sum_long(count, [&](float sum, int pack) {
+    const float square = sum_over_packs(count, [&](float before, int pack) {
       float u[kPack];
       values(row, pack, u);
-      return add_squares(sum, u, mean);
+#pragma unroll
+      for (int v = 0; v < kPack; ++v) before = fmaf(u[v] - mean, u[v] - mean, before);
+      return before;
     });
-    const float factor = rsqrtf(square * inverse + static_cast<float>(p.eps));
+    const float factor = rsqrtf(square / channels + static_cast<float>(p.eps));
     // Read again, from the first-level cache.
     for (int pack = thread; pack < count; pack += 32 * warps) {
       float u[kPack];
@@ -261,7 +233,7 @@ struct RowStager {
   }
 
   /// The last chunk's rest is zero.
-  __device__ void run() {
+  __device__ void run() const {
     const int rows = static_cast<int>(p.product.rows);
     for (int first = 0; first < rows; first += side_by_side) {
       const int row = first + team;
