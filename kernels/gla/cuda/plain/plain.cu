@@ -20,12 +20,16 @@ namespace tidegate::kernels::gla {
 // if h_final is h0.
 //
 // A block of threads has all rows of 32 * kVec columns of one head's state; each of its eight warps
-// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight. While
-// the first of them are on their way, all threads prepare q, k and the decays in shared memory.
-// Each warp adds up its own rows' part of the output; the warps' parts meet in shared memory.
+// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows or more in
+// flight. While the first of them are on their way, all threads prepare q, k and the decays in
+// shared memory. Each warp adds up its own rows' part of the output; the warps' parts meet in
+// shared memory.
 
 constexpr int kStepWarps = 8;
-constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
+/// Rows of the state that a thread has in flight. Of single floats, as few blocks have them, as
+/// many as make a head's 128 rows at once.
+template <class Real, int kVec>
+constexpr int kStepRowsInFlight = kVec == 1 && sizeof(Real) == 4 ? 16 : 8;
 
 /// q, k and decays of the tokens, in shared memory: [token][K] each.
 template <class Real>
@@ -106,7 +110,8 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
 template <class Real, int kVec>
 __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
-  constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
+  constexpr int kColumns = 32 * kVec, kInFlight = kStepRowsInFlight<Real, kVec>;
+  constexpr int kRows = kStepWarps * kInFlight;
   extern __shared__ __align__(16) char shared[];
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
   const StepTokens<Real> tokens(shared, key_dim);
@@ -141,11 +146,12 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
   const Real* const before = static_cast<const Real*>(p.h0) + state_at;
   Real* const after = static_cast<Real*>(p.h_final) + state_at;
 
-  Real acc[kStepTokens][kVec] = {};
+  Real acc[kStepTokens][kVec] = {}, value[kStepTokens][kVec] = {};
+  load_step_values(inputs, seq.length, column, exists, value);
   for (int first = 0; first < key_dim; first += kRows) {
-    Pack state[kStepRowsInFlight];
+    Pack state[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kStepRowsInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       state[i] = {};
       if (p.h0 != nullptr && exists && row < key_dim) {
@@ -156,10 +162,8 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
       tokens.load(inputs, seq.length, key_dim);
       __syncthreads();
     }
-    Real value[kStepTokens][kVec] = {};
-    load_step_values(inputs, seq.length, column, exists, value);
 #pragma unroll
-    for (int i = 0; i < kStepRowsInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       if (!exists || row >= key_dim) {
         continue;
