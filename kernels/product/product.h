@@ -8,6 +8,7 @@
 
 #include "kernels/common/dtype.h"
 #include "kernels/common/parallel_for.h"
+#include "kernels/norm/norm.h"
 
 namespace tidegate::kernels::product {
 
@@ -31,5 +32,41 @@ constexpr int64_t kFewRows = 4;
 
 /// Bound by reading w. A row of y has the same bits whatever the other rows are, and however many.
 void few_rows_cpu(const FewRowsParams& params, const ParallelFor& parallel);
+
+/// What a layer does before and after a product of a few rows, in one launch with it:
+///
+///   u = norm(x), with its gate, rounded to the dtype; or x
+///   z = u w^T + bias, rounded
+///   y = z, or act(z[:outer]) * z[outer:], and the residual added
+///
+/// `product.outer` are the channels of y; w and the bias have twice as many rows with is_glu. The
+/// last rows of w may lie elsewhere (`more`), where there is neither a GLU nor a bias: so several
+/// products of one x are one launch.
+struct FusedProductParams {
+  static constexpr int kMore = 2;
+
+  struct More {
+    const void* w = nullptr;  // null: none
+    int64_t stride_w = 0;
+    int64_t first = 0;  // the channel of y that its first row makes
+  };
+
+  FewRowsParams product;
+  More more[kMore];  // in the order of their channels
+  // NormParams says what each is; the norm's weights are [inner], in the dtype, or null.
+  bool has_norm = false;
+  norm::NormKind norm_kind = norm::NormKind::kRms;
+  double eps = 0;
+  const void* norm_weight = nullptr;
+  const void* norm_bias = nullptr;
+  const void* gate = nullptr;  // [rows, inner], or null
+  int64_t stride_gate = 0;
+  norm::Activation gate_activation = norm::Activation::kSilu;
+  bool gate_first = false;
+  bool is_glu = false;
+  norm::Activation activation = norm::Activation::kSilu;
+  const void* residual = nullptr;  // [rows, outer], or null
+  int64_t stride_residual = 0;
+};
 
 }  // namespace tidegate::kernels::product

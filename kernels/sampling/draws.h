@@ -57,13 +57,13 @@ TIDEGATE_BOTH uint32_t key_of(float z) {
   if (!(z > -64.0f)) {
     return 0;
   }
-  const double scaled = (static_cast<double>(z) + 64.0) * 0x1p26;
-  return scaled >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(scaled);
+  const float below = ceilf(z * -0x1p26f);  // zero, in units of 2^-26: exact
+  return below < 1.0f ? 4294967295u : 0u - static_cast<uint32_t>(below);
 }
 
 /// exp(z) as an integer, so that sums do not depend on their order; 2^20 of them fit.
 TIDEGATE_BOTH uint64_t mass_of(float z) {
-  return z > -64.0f ? static_cast<uint64_t>(static_cast<double>(expf(z)) * 0x1p40) : 0;
+  return z > -64.0f ? static_cast<uint64_t>(expf(z) * 0x1p40f) : 0;
 }
 
 /// The logit of a token that was seen before (Keskar et al., arXiv 1909.05858).

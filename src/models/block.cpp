@@ -13,6 +13,7 @@
 #include "src/models/mixers.h"
 #include "src/models/recompute.h"
 #include "src/nn/common.h"
+#include "src/nn/step_products.h"
 #include "src/ops/checks.h"
 
 namespace tidegate::models {
@@ -120,6 +121,14 @@ std::tuple<Tensor, Tensor> BlockImpl::step_pair(const Tensor& added, const Tenso
   const Tensor y = mixer_->mix_step(x, state, gamma);
   const auto [z, mixed] = glu_norm->forward_added(y, sum);
   return {glu->forward(z), mixed};
+}
+
+Tensor BlockImpl::step_by_products(const Tensor& x, const nn::MixerState& state,
+                                   const std::optional<Tensor>& gamma) {
+  const Tensor mixed = mixer_->mix_residual_step(*mixer_norm, x, state, gamma);
+  const Tensor hidden = nn::step_product(
+      mixed, glu->in_proj, {.norm = glu_norm.get(), .glu = glu->options.activation().c_str()});
+  return nn::step_product(hidden, glu->out_proj, {.residual = mixed});
 }
 
 Backbone::Backbone(LMConfig given, const nn::Placement& placement)

@@ -10,6 +10,7 @@
 #include "src/models/inputs.h"
 #include "src/nn/common.h"
 #include "src/nn/products.h"
+#include "src/nn/step_products.h"
 
 namespace tidegate::models {
 namespace {
@@ -143,12 +144,20 @@ Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
 }
 
 Tensor CausalLMImpl::advance(const Tensor& ids, const ModelState& state,
-                             const std::vector<std::optional<Tensor>>& bounds) {
+                             const std::vector<std::optional<Tensor>>& bounds, const Tensor& out) {
   Tensor added, residual = embed(ids);
+  if (nn::makes_step_products(residual)) {
+    for (size_t k = 0; k < blocks->size(); ++k) {
+      residual = block(k).step_by_products(residual, state[k], bounds[k]);
+    }
+    return nn::step_product(residual, head_weight(), std::nullopt,
+                            {.norm = norm.get(), .out = out});
+  }
   for (size_t k = 0; k < blocks->size(); ++k) {
     std::tie(added, residual) = block(k).step_pair(added, residual, state[k], bounds[k]);
   }
-  return logits(std::get<0>(norm->forward_added(added, residual)));
+  const Tensor x = std::get<0>(norm->forward_added(added, residual));
+  return nn::step_product(x, head_weight(), std::nullopt, {.out = out});
 }
 
 std::tuple<Tensor, ModelState> CausalLMImpl::prefill(const Tensor& ids,

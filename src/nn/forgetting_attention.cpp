@@ -116,6 +116,16 @@ Tensor ForgettingAttentionImpl::log_gate(const Tensor& x, const OptionalTensor& 
   return bounded_log_gate(at::log_sigmoid(gate_logits(x)), gamma);
 }
 
+TokenGate ForgettingAttentionImpl::token_gate(const StepProjection& project,
+                                              const OptionalTensor& gamma) const {
+  TokenGate gate;
+  if (!gate_bias.defined()) return gate;
+  gate.bias = gate_bias;
+  if (gate_proj) gate.logits = project(gate_proj);
+  if (normalized(gamma)) gate.gamma = *gamma;
+  return gate;
+}
+
 Tensor ForgettingAttentionImpl::attend(const Operands& x, const TokenLayout& layout) const {
   return attend_by_op(x, layout, options.prune());
 }

@@ -7,6 +7,7 @@
 
 #include "src/nn/common.h"
 #include "src/nn/gate_init.h"
+#include "src/nn/step_products.h"
 
 namespace tidegate::nn {
 namespace {
@@ -188,11 +189,29 @@ std::tuple<Tensor, Tensor> HGRUImpl::forward_checked(const Tensor& x, const Opti
 
 Tensor HGRUImpl::step_checked(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
   const Parts parts = project(x);
-  if (is_fused()) {
-    return output(hgru_step(parts.c, parts.f, gamma, optional(rotation(parts, 0)), state), parts.g);
-  }
+  return output(advance(parts, state, gamma), parts.g);
+}
+
+Tensor HGRUImpl::residual_step_checked(NormImpl& before, const Tensor& x, const Tensor& state,
+                                       const OptionalTensor& gamma) {
+  if (expansion) return x + step_checked(before.forward(x), state, gamma);
+  const Parts parts = split(step_product(x, in_proj, {.norm = &before}));
+  const Tensor h = advance(parts, state, gamma);
+  const bool gate_first = options.preset() == "paper";
+  return step_product(h, out_proj,
+                      {.norm = norm.get(),
+                       .gate = parts.g,
+                       .gate_activation = gate_first ? "sigmoid" : "silu",
+                       .gate_first = gate_first,
+                       .residual = x});
+}
+
+// h of one token.
+Tensor HGRUImpl::advance(const Parts& parts, const Tensor& state,
+                         const OptionalTensor& gamma) const {
+  if (is_fused()) return hgru_step(parts.c, parts.f, gamma, optional(rotation(parts, 0)), state);
   const auto [u, a] = scan_operands(parts, gamma, 0);
-  return output(scan_step(u, a, state).to(x.scalar_type()), parts.g);
+  return scan_step(u, a, state).to(parts.c.scalar_type());
 }
 
 void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
@@ -203,9 +222,13 @@ void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
   check_gamma_width("HGRU", gamma, "expand*dim", channels());
 }
 
-// All projections by one matrix product; views of it.
+// All projections by one matrix product.
 HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
-  const Tensor all = expansion ? expansion->forward(x) : apply_linear(in_proj, x);
+  return split(expansion ? expansion->forward(x) : apply_linear(in_proj, x));
+}
+
+// Views of them.
+HGRUImpl::Parts HGRUImpl::split(const Tensor& all) const {
   int64_t next = 0;
   const auto take = [&](bool wanted, int64_t rows) {
     if (!wanted) return Tensor();

@@ -6,6 +6,7 @@
 
 #include "src/nn/common.h"
 #include "src/nn/gate_init.h"
+#include "src/nn/step_products.h"
 
 namespace tidegate::nn {
 namespace {
@@ -127,7 +128,7 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward_checked(const Tensor& x, const Opt
                                                       const OptionalTensor& given_gamma,
                                                       const OptionalTensor& cu_seqlens) {
   const OptionalTensor gamma = split_gamma(given_gamma);
-  auto qfv = project(x);
+  auto qfv = split(apply_linear(in_proj, x));
   if (options.gumbel_gate() && is_training()) qfv[1] = gumbel_gate(qfv[1], *options.gumbel_gate());
   if (options.bidirectional()) {
     const auto [ahead, first] = recur(qfv, gamma, std::nullopt, false, cu_seqlens);
@@ -139,9 +140,22 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward_checked(const Tensor& x, const Opt
 }
 
 Tensor HGRU2Impl::step_checked(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
-  const auto qfv = project(x);
-  return output(hgrn2_step(qfv[0], qfv[1], qfv[2], split_gamma(gamma), state, scale(),
-                           *options.q_activation(), *options.v_activation()));
+  return output(advance(apply_linear(in_proj, x), state, gamma));
+}
+
+Tensor HGRU2Impl::residual_step_checked(NormImpl& before, const Tensor& x, const Tensor& state,
+                                        const OptionalTensor& gamma) {
+  const Tensor projected = step_product(x, in_proj, {.norm = &before});
+  const Tensor o = advance(projected, state, gamma).flatten(-2);
+  return step_product(o, out_proj, {.norm = norm.get(), .residual = x});
+}
+
+// o [B, H, K] of one token.
+Tensor HGRU2Impl::advance(const Tensor& projected, const Tensor& state,
+                          const OptionalTensor& gamma) const {
+  const auto qfv = split(projected);
+  return hgrn2_step(qfv[0], qfv[1], qfv[2], split_gamma(gamma), state, scale(),
+                    *options.q_activation(), *options.v_activation());
 }
 
 void HGRU2Impl::check_gamma(const OptionalTensor& gamma) const {
@@ -155,8 +169,8 @@ OptionalTensor HGRU2Impl::split_gamma(const OptionalTensor& gamma) const {
 }
 
 // q, f, v [..., H, K]: views of one matrix product, but for an f with a bias of its own.
-std::vector<Tensor> HGRU2Impl::project(const Tensor& x) const {
-  auto qfv = apply_linear(in_proj, x).unflatten(-1, {3, num_heads(), expand_ratio()}).unbind(-3);
+std::vector<Tensor> HGRU2Impl::split(const Tensor& projected) const {
+  auto qfv = projected.unflatten(-1, {3, num_heads(), expand_ratio()}).unbind(-3);
   if (gate_bias.defined()) {
     qfv[1] = qfv[1] + gate_bias.view({num_heads(), expand_ratio()}).to(qfv[1].scalar_type());
   }

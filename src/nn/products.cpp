@@ -86,10 +86,11 @@ at::Tensor few_rows(const at::Tensor& given, const at::Tensor& weight,
 
 FewRowsGuard::FewRowsGuard() { ++few_rows_guards; }
 FewRowsGuard::~FewRowsGuard() { --few_rows_guards; }
+bool FewRowsGuard::is_active() { return few_rows_guards > 0; }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias) {
-  if (few_rows_guards > 0) {
+  if (FewRowsGuard::is_active()) {
     if (const at::Tensor y = few_rows(x, weight, bias); y.defined()) return y;
   }
   return at::linear(x, weight, bias);

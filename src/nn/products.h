@@ -19,6 +19,7 @@ class FewRowsGuard {
  public:
   FewRowsGuard();
   ~FewRowsGuard();
+  static bool is_active();
   FewRowsGuard(const FewRowsGuard&) = delete;
   FewRowsGuard& operator=(const FewRowsGuard&) = delete;
 };

@@ -7,8 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "src/nn/attention_append.h"
 #include "src/nn/common.h"
 #include "src/nn/states.h"
+#include "src/nn/step_products.h"
 #include "src/ops/checks.h"
 
 namespace tidegate::nn {
@@ -333,15 +335,74 @@ std::tuple<Tensor, MixerState> SoftmaxAttention::forward(const Tensor& x, const 
   return {output(o, parts.g), after.tensors()};
 }
 
-Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
+Tensor SoftmaxAttention::step(const Tensor& x, const MixerState& state,
                               const OptionalTensor& gamma) {
+  return advance(x, nullptr, state, gamma);
+}
+
+Tensor SoftmaxAttention::mix_residual_step(NormImpl& norm, const Tensor& x, const MixerState& state,
+                                           const OptionalTensor& gamma) {
+  return advance(x, &norm, state, gamma);
+}
+
+Tensor SoftmaxAttention::advance(const Tensor& x, NormImpl* norm, const MixerState& tensors,
+                                 const OptionalTensor& gamma) {
   const std::string name = std::string(switches_.owner) + ".step";
-  check_mixer_input(name.c_str(), given, switches_.dim, in_proj->weight, /*time=*/false);
+  check_mixer_input(name.c_str(), x, switches_.dim, in_proj->weight, /*time=*/false);
   check_gamma(gamma);
-  AttentionState state = checked(tensors, given.size(0));
+  AttentionState state = checked(tensors, x.size(0));
   for (const Tensor& part : tensors) check_own_memory(name + ": state", part);
-  refuse_gradients(name, dynamic_cast<const torch::nn::Module&>(*this), {given, state.k, state.v});
+  refuse_gradients(name, dynamic_cast<const torch::nn::Module&>(*this), {x, state.k, state.v});
   make_room(state);
+  Tensor g;
+  Tensor q = can_append_token(x, state) ? append_by_kernel(x, norm, state, gamma, &g) : Tensor();
+  if (!q.defined()) {
+    q = append_by_ops(norm == nullptr ? x : norm->forward(x), state, gamma, &g);
+  }
+  state.room[0].add_(1);
+  const Tensor o = attend_step(q, state);
+  if (norm == nullptr) return output(o, g).select(1, 0);
+  return step_product(gated(o, g).select(1, 0), out_proj, {.residual = x});
+}
+
+// The queries [B, 1, H, D] of the token that the state then holds, and the output gate's logits
+// [B, 1, dim]; undefined, with the state as it was, where the kernel does not take it.
+Tensor SoftmaxAttention::append_by_kernel(const Tensor& x, NormImpl* norm, AttentionState& state,
+                                          const OptionalTensor& gamma, Tensor* gate) {
+  const auto& s = switches_;
+  StepProjection project = [&](const torch::nn::Linear& linear) { return apply_linear(linear, x); };
+  AppendedToken token;
+  if (norm == nullptr) {
+    token.projected = project(in_proj);
+    if (s.kv_shift) token.mixes = project(shift_proj);
+  } else {  // all of them by one product
+    StepProduct around = {.norm = norm};
+    for (const torch::nn::Linear& linear : {shift_proj, gate_proj}) {
+      if (linear) around.more.push_back(linear->weight);
+    }
+    const Tensor all = step_product(x, in_proj, around);
+    const int64_t rows = in_proj->weight.size(0), mixes = 2 * s.num_kv_heads;
+    token.projected = all.narrow(1, 0, rows);
+    if (s.kv_shift) token.mixes = all.narrow(1, rows, mixes);
+    project = [all, first = rows + (s.kv_shift ? mixes : 0)](const torch::nn::Linear& linear) {
+      return all.narrow(1, first, linear->weight.size(0));
+    };
+  }
+  if (s.qk_norm) {
+    token.q_norm = q_norm.get();
+    token.k_norm = k_norm.get();
+  }
+  token.theta = s.rope.value_or(0.0);
+  token.gate = token_gate(project, normalized(gamma));
+  const Tensor q = append_token(token, state, s.num_heads);
+  if (q.defined() && s.output_gate) {
+    *gate = token.projected.narrow(-1, token.projected.size(-1) - s.dim, s.dim).unsqueeze(1);
+  }
+  return q.defined() ? q.unsqueeze(1) : q;
+}
+
+Tensor SoftmaxAttention::append_by_ops(const Tensor& given, AttentionState& state,
+                                       const OptionalTensor& gamma, Tensor* gate) {
   const Tensor x = given.unsqueeze(1);
   const TokenLayout layout(switches_.owner, x, std::nullopt);
   Operands parts = operands(x, layout, state);
@@ -360,8 +421,8 @@ Tensor SoftmaxAttention::step(const Tensor& given, const MixerState& tensors,
   }
   state.lengths.add_(1);
   state.seen.add_(1);
-  state.room[0].add_(1);
-  return output(attend_step(parts.q, state), parts.g).select(1, 0);
+  *gate = parts.g;
+  return parts.q;
 }
 
 // The state with the new tokens in it.
@@ -386,18 +447,23 @@ AttentionState SoftmaxAttention::extended(const AttentionState& before, const Op
   return state;
 }
 
-// Norm, gate and output projection of o [B, T, H, D].
-Tensor SoftmaxAttention::output(Tensor o, const Tensor& g) const {
+// Norm and gate of o [B, T, H, D], with its heads side by side.
+Tensor SoftmaxAttention::gated(Tensor o, const Tensor& g) const {
   if (output_norm) {
     const Tensor gate = g.defined() ? g.unflatten(-1, {o.size(-2), o.size(-1)}) : g;
     o = output_norm.ptr()->forward_gated(o, gate, switches_.output_activation);
-    return apply_linear(out_proj, o.flatten(-2));
+    return o.flatten(-2);
   }
   o = o.flatten(-2);
   if (g.defined()) {
     o = o * (switches_.output_activation == "sigmoid" ? at::sigmoid(g) : at::silu(g));
   }
-  return apply_linear(out_proj, o);
+  return o;
+}
+
+// These, and the output projection.
+Tensor SoftmaxAttention::output(const Tensor& o, const Tensor& g) const {
+  return apply_linear(out_proj, gated(o, g));
 }
 
 Tensor SoftmaxAttention::attend_by_op(const Operands& x, const TokenLayout& layout,

@@ -1,4 +1,5 @@
 #include "tidegate/nn/token_mixer.h"
+#include "tidegate/nn/norm.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
@@ -73,9 +74,8 @@ std::tuple<at::Tensor, at::Tensor> TensorStateMixer::forward(
   return forward_checked(x, state, gamma, cu_seqlens);
 }
 
-at::Tensor TensorStateMixer::step(const at::Tensor& x, const at::Tensor& state,
-                                  const std::optional<at::Tensor>& given_gamma) {
-  const auto gamma = normalized(given_gamma);
+void TensorStateMixer::check_step(const at::Tensor& x, const at::Tensor& state,
+                                  const std::optional<at::Tensor>& gamma) const {
   refuse_bidirectional("step()");
   const std::string name = std::string(owner()) + ".step";
   check_mixer_input(name.c_str(), x, dim(), own_weight(), /*time=*/false);
@@ -83,7 +83,33 @@ at::Tensor TensorStateMixer::step(const at::Tensor& x, const at::Tensor& state,
   check_state(state, x);
   check_own_memory(name + ": state", state);
   refuse_gradients(name, dynamic_cast<const torch::nn::Module&>(*this), {x, state});
+}
+
+at::Tensor TensorStateMixer::step(const at::Tensor& x, const at::Tensor& state,
+                                  const std::optional<at::Tensor>& given_gamma) {
+  const auto gamma = normalized(given_gamma);
+  check_step(x, state, gamma);
   return step_checked(x, state, gamma);
+}
+
+at::Tensor TensorStateMixer::mix_residual_step(NormImpl& norm, const at::Tensor& x,
+                                               const MixerState& state,
+                                               const std::optional<at::Tensor>& given_gamma) {
+  const auto gamma = normalized(given_gamma);
+  check_step(x, only(state), gamma);
+  return residual_step_checked(norm, x, only(state), gamma);
+}
+
+at::Tensor TensorStateMixer::residual_step_checked(NormImpl& norm, const at::Tensor& x,
+                                                   const at::Tensor& state,
+                                                   const std::optional<at::Tensor>& gamma) {
+  return x + step_checked(norm.forward(x), state, gamma);
+}
+
+at::Tensor TokenMixer::mix_residual_step(NormImpl& norm, const at::Tensor& x,
+                                         const MixerState& state,
+                                         const std::optional<at::Tensor>& gamma) {
+  return x + mix_step(norm.forward(x), state, gamma);
 }
 
 at::Tensor TensorStateMixer::init_state(int64_t batch, std::optional<at::Device> device,

@@ -61,6 +61,10 @@ class BlockImpl : public nn::Module<BlockImpl> {
       const torch::Tensor& added, const torch::Tensor& residual, const nn::MixerState& state,
       const std::optional<torch::Tensor>& gamma = std::nullopt);
 
+  /// step() as a chain of products with norms and sums in them, which few rows take on CUDA.
+  torch::Tensor step_by_products(const torch::Tensor& x, const nn::MixerState& state,
+                                 const std::optional<torch::Tensor>& gamma = std::nullopt);
+
   /// The child "mixer" as what it can do.
   nn::TokenMixer& mixer() const { return *mixer_; }
 

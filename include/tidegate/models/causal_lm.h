@@ -141,9 +141,10 @@ class CausalLMImpl : public nn::Module<CausalLMImpl>, public Backbone {
   torch::Tensor embed(const torch::Tensor& ids);
   const torch::Tensor& head_weight() const;
   torch::Tensor logits(const torch::Tensor& x) const;
-  /// step() without its checks, of lower bounds that are known.
+  /// step() without its checks, of lower bounds that are known; into `out`, where it is defined.
   torch::Tensor advance(const torch::Tensor& ids, const ModelState& state,
-                        const std::vector<std::optional<torch::Tensor>>& bounds);
+                        const std::vector<std::optional<torch::Tensor>>& bounds,
+                        const torch::Tensor& out = {});
 
   double scale_;
   /// What the last generate() left for the next one of as many rows.

@@ -86,6 +86,8 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
   void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   torch::Tensor training_log_gate(const torch::Tensor& x,
                                   const std::optional<torch::Tensor>& gamma) const override;
+  TokenGate token_gate(const StepProjection& project,
+                       const std::optional<torch::Tensor>& gamma) const override;
   int64_t gate_heads() const override { return switches_.num_heads; }
   torch::Tensor unreachable(const AttentionState& state) const override;
   torch::Tensor attend(const Operands& x, const TokenLayout& layout) const override;

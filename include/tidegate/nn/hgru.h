@@ -135,6 +135,9 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
       const std::optional<torch::Tensor>& cu_seqlens) override;
   torch::Tensor step_checked(const torch::Tensor& x, const torch::Tensor& state,
                              const std::optional<torch::Tensor>& gamma) override;
+  torch::Tensor residual_step_checked(NormImpl& before, const torch::Tensor& x,
+                                      const torch::Tensor& state,
+                                      const std::optional<torch::Tensor>& gamma) override;
   void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   const char* owner() const override { return "HGRU"; }
   int64_t dim() const override { return options.dim(); }
@@ -153,6 +156,9 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
   void draw_gates(const torch::Tensor& f, const torch::Tensor& i) const;
   void draw_phases(const torch::Tensor& phases) const;
   Parts project(const torch::Tensor& x);
+  Parts split(const torch::Tensor& all) const;
+  torch::Tensor advance(const Parts& parts, const torch::Tensor& state,
+                        const std::optional<torch::Tensor>& gamma) const;
   torch::Tensor output(torch::Tensor h, const torch::Tensor& gate);
   torch::Tensor rotation(const Parts& parts, int64_t direction) const;
   std::tuple<torch::Tensor, torch::Tensor> recur(const Parts& parts,

@@ -111,6 +111,9 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
       const std::optional<torch::Tensor>& cu_seqlens) override;
   torch::Tensor step_checked(const torch::Tensor& x, const torch::Tensor& state,
                              const std::optional<torch::Tensor>& gamma) override;
+  torch::Tensor residual_step_checked(NormImpl& before, const torch::Tensor& x,
+                                      const torch::Tensor& state,
+                                      const std::optional<torch::Tensor>& gamma) override;
   void check_gamma(const std::optional<torch::Tensor>& gamma) const override;
   const char* owner() const override { return "HGRU2"; }
   int64_t dim() const override { return options.dim(); }
@@ -119,12 +122,14 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
  private:
   void draw_gate(const torch::Tensor& bias) const;
   std::optional<torch::Tensor> split_gamma(const std::optional<torch::Tensor>& gamma) const;
-  std::vector<torch::Tensor> project(const torch::Tensor& x) const;
+  std::vector<torch::Tensor> split(const torch::Tensor& projected) const;
   std::tuple<torch::Tensor, torch::Tensor> recur(const std::vector<torch::Tensor>& qfv,
                                                  const std::optional<torch::Tensor>& gamma,
                                                  const std::optional<torch::Tensor>& state,
                                                  bool reverse,
                                                  const std::optional<torch::Tensor>& cu_seqlens);
+  torch::Tensor advance(const torch::Tensor& projected, const torch::Tensor& state,
+                        const std::optional<torch::Tensor>& gamma) const;
   torch::Tensor output(const torch::Tensor& o);
   double scale() const;
 };

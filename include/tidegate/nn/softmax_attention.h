@@ -6,6 +6,7 @@
 #include "tidegate/nn/norm.h"
 #include "tidegate/nn/token_mixer.h"
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -97,6 +98,17 @@ struct AttentionState {
   torch::Tensor room;            // int64 `[2]` on the CPU: bound on lengths; fixed capacity or -1
 };
 
+/// A projection of what a step reads: what step() and mix_residual_step() do differently.
+using StepProjection = std::function<torch::Tensor(const torch::nn::Linear&)>;
+
+/// The forget gates of a token of each of B sequences: log(gamma + (1 - gamma) sigmoid(logits +
+/// bias)). Without a bias they are one, without logits the bias's alone.
+struct TokenGate {
+  torch::Tensor logits = {};  // `[B, H]`
+  torch::Tensor bias = {};    // `[H]`
+  torch::Tensor gamma = {};   // `[H]`
+};
+
 /// Base of Attention and ForgettingAttention; no module itself. They say what it computes.
 class SoftmaxAttention : public SeveralTensorMixer {
  public:
@@ -124,6 +136,9 @@ class SoftmaxAttention : public SeveralTensorMixer {
   /// Work grows with the tokens held.
   torch::Tensor step(const torch::Tensor& x, const MixerState& state,
                      const std::optional<torch::Tensor>& gamma = std::nullopt) override;
+
+  torch::Tensor mix_residual_step(NormImpl& norm, const torch::Tensor& x, const MixerState& state,
+                                  const std::optional<torch::Tensor>& gamma) override;
 
   bool keeps_tokens() const override { return true; }
   void check_room(const MixerState& state, int64_t batch) const override;
@@ -153,6 +168,11 @@ class SoftmaxAttention : public SeveralTensorMixer {
   virtual void check_gamma(const std::optional<torch::Tensor>& gamma) const;
   /// log f `[B, T, H]`; undefined where there is no gate.
   virtual torch::Tensor log_gate(const torch::Tensor&, const std::optional<torch::Tensor>&) const {
+    return {};
+  }
+  /// What log_gate() is made of, for one token; undefined tensors where there is no gate.
+  virtual TokenGate token_gate(const StepProjection& /*project*/,
+                               const std::optional<torch::Tensor>& /*gamma*/) const {
     return {};
   }
   /// The log f that forward() takes: with noise where the options ask for it and the module trains.
@@ -189,7 +209,15 @@ class SoftmaxAttention : public SeveralTensorMixer {
   AttentionState extended(const AttentionState& state, const Operands& x,
                           const TokenLayout& layout) const;
   void make_room(AttentionState& state) const;
-  torch::Tensor output(torch::Tensor o, const torch::Tensor& g) const;
+  /// A step of x, or of norm(x) with x added, where there is a norm.
+  torch::Tensor advance(const torch::Tensor& x, NormImpl* norm, const MixerState& state,
+                        const std::optional<torch::Tensor>& gamma);
+  torch::Tensor append_by_kernel(const torch::Tensor& x, NormImpl* norm, AttentionState& state,
+                                 const std::optional<torch::Tensor>& gamma, torch::Tensor* gate);
+  torch::Tensor append_by_ops(const torch::Tensor& x, AttentionState& state,
+                              const std::optional<torch::Tensor>& gamma, torch::Tensor* gate);
+  torch::Tensor gated(torch::Tensor o, const torch::Tensor& g) const;
+  torch::Tensor output(const torch::Tensor& o, const torch::Tensor& g) const;
 };
 
 }  // namespace tidegate::nn

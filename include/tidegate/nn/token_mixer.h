@@ -15,6 +15,8 @@ namespace tidegate::nn {
 /// one returned.
 using MixerState = std::vector<at::Tensor>;
 
+class NormImpl;
+
 /// The interface of the token mixers: modules that move information between positions. Mixers are
 /// torch::nn::Modules that also derive from this class, which is no module itself. Each has the
 /// calls forward(), step() and init_state() besides, with a tensor for the state (TensorStateMixer)
@@ -34,6 +36,11 @@ class TokenMixer {
   /// no gradient.
   virtual at::Tensor mix_step(const at::Tensor& x, const MixerState& state,
                               const std::optional<at::Tensor>& gamma) = 0;
+
+  /// x + mix_step(norm(x)), for steps of decoding: mixers with projections make norm and sum part
+  /// of their products.
+  virtual at::Tensor mix_residual_step(NormImpl& norm, const at::Tensor& x, const MixerState& state,
+                                       const std::optional<at::Tensor>& gamma);
 
   /// init_state(): the empty state of `batch` sequences; capacity: tokens to come, for mixers that
   /// store them.
@@ -100,6 +107,8 @@ class TensorStateMixer : public TokenMixer {
                                          const std::optional<at::Tensor>& cu_seqlens) final;
   at::Tensor mix_step(const at::Tensor& x, const MixerState& state,
                       const std::optional<at::Tensor>& gamma) final;
+  at::Tensor mix_residual_step(NormImpl& norm, const at::Tensor& x, const MixerState& state,
+                               const std::optional<at::Tensor>& gamma) final;
   MixerState make_state(int64_t batch, std::optional<at::Device> device,
                         std::optional<at::ScalarType> dtype,
                         std::optional<int64_t> capacity) const final;
@@ -113,6 +122,10 @@ class TensorStateMixer : public TokenMixer {
   /// What step() returns, of arguments that were checked.
   virtual at::Tensor step_checked(const at::Tensor& x, const at::Tensor& state,
                                   const std::optional<at::Tensor>& gamma) = 0;
+  /// x + step_checked(norm(x)).
+  virtual at::Tensor residual_step_checked(NormImpl& norm, const at::Tensor& x,
+                                           const at::Tensor& state,
+                                           const std::optional<at::Tensor>& gamma);
   /// Throws c10::ValueError for a lower bound that the mixer does not take, or lacks.
   virtual void check_gamma(const std::optional<at::Tensor>& gamma) const = 0;
   /// The module's name in error messages.
@@ -125,6 +138,11 @@ class TensorStateMixer : public TokenMixer {
   void check_state(const at::Tensor& state, const at::Tensor& x,
                    const std::optional<at::Tensor>& cu_seqlens = std::nullopt) const;
   void refuse_bidirectional(const char* what) const;
+
+ private:
+  /// Throws for what step() does not take.
+  void check_step(const at::Tensor& x, const at::Tensor& state,
+                  const std::optional<at::Tensor>& gamma) const;
 };
 
 /// A token mixer whose state is several tensors, documented with the mixer.

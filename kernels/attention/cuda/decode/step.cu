@@ -8,22 +8,29 @@
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/kernel_chain.cuh"
+#include "kernels/common/integers.h"
 
 namespace tidegate::kernels::attention {
 namespace {
 
 static_assert(kLeastSplit % StepTile::kTile == 0 && kLeastSplit % TensorStepTile::kKeys == 0);
 
+constexpr int kCombineParts = 4;
+
 /// o of one query head, from the newest split to the oldest: a split's bias is the sum of the gates
-/// of all newer splits. A lane weighs a split, each thread sums one channel.
+/// of all newer splits. A lane weighs a split, each thread sums one channel of every fourth split;
+/// every warp weighs all of them, so that none waits for another.
 template <class E>
-__global__ void __launch_bounds__(StepTile::kMaxDim)
+__global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
     combine_kernel(const ForgettingAttentionStepParams p) {
   using Real = typename Register<E>::type;
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   const int64_t head = blockIdx.x, batch = blockIdx.y;
   const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
-  const int lane = threadIdx.x % 32;
+  __shared__ double parts[kCombineParts][StepTile::kMaxDim];
+  const int lane = threadIdx.x % 32, part = threadIdx.y;
   const auto d = static_cast<int64_t>(threadIdx.x);
   const Real* const partials =
       static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * p.plan.splits * stride;
@@ -51,7 +58,7 @@ __global__ void __launch_bounds__(StepTile::kMaxDim)
     sum *= old;
     const int count = static_cast<int>(min(int64_t{32}, newest));
 #pragma unroll 4
-    for (int i = 0; i < count; ++i) {
+    for (int i = part; i < count; i += kCombineParts) {
       const double share = __shfl_sync(~0u, factor, i);
       if (d < dim) {
         sum += share * static_cast<double>(partials[(newest - 1 - i) * stride + d]);
@@ -60,7 +67,12 @@ __global__ void __launch_bounds__(StepTile::kMaxDim)
     maximum = best;
     gates += __shfl_sync(~0u, through, 31);
   }
-  if (d < dim) {
+  parts[part][d] = sum;
+  __syncthreads();
+  if (part == 0 && d < dim) {
+    for (int other = 1; other < kCombineParts; ++other) {
+      sum += parts[other][d];
+    }
     AttentionRows<E>(p.o, batch, 0, head).first[d] =
         narrow<E>(static_cast<Real>(total == 0 ? 0.0 : sum / total));
   }
@@ -72,14 +84,18 @@ bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
          rows_aligned(p.v, 16);
 }
 
-/// As many splits as fill the device a few times, of 128 keys or more where the cache is full.
+/// As many splits as fill the device a few times, of 128 keys or more where the cache is full; of
+/// 64 where the device would otherwise be half empty, since a warp takes its keys one tile after
+/// another.
 cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int64_t* splits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t blocks = std::max<int64_t>(1, p.layout.batch * p.key_heads);
   const int64_t of_device = (warps ? 32 : 8) * limits.multiprocessors;
   const int64_t wanted = (of_device + blocks - 1) / blocks;
-  *splits = std::max<int64_t>(1, std::min(wanted, (p.capacity + 127) / 128));
+  const bool is_short = blocks * ceil_div(p.capacity, 128) < 4 * limits.multiprocessors;
+  const int64_t keys = warps && is_short ? kLeastSplit : 2 * kLeastSplit;
+  *splits = std::max<int64_t>(1, std::min(wanted, ceil_div(p.capacity, keys)));
   return cudaSuccess;
 }
 
@@ -116,8 +132,8 @@ cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
 template <class E>
 cudaError_t combine(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
   const dim3 heads(static_cast<unsigned>(p.heads), static_cast<unsigned>(p.layout.batch));
-  combine_kernel<E><<<heads, static_cast<unsigned>((p.head_dim + 31) / 32 * 32), 0, stream>>>(p);
-  return cudaGetLastError();
+  const dim3 block(static_cast<unsigned>((p.head_dim + 31) / 32 * 32), kCombineParts);
+  return launch_in_chain<&combine_kernel<E>>(heads, block, 0, stream, p);
 }
 
 }  // namespace

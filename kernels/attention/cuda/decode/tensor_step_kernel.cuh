@@ -16,6 +16,7 @@
 #include "kernels/attention/cuda/smem_tiles.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
@@ -266,6 +267,8 @@ template <class E, int kDim>
 __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttentionStepParams p) {
   constexpr int kStages = TensorStepTile::kStages;
   extern __shared__ __align__(128) unsigned char ring[];
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   const TensorStepWarp<E, kDim> at(p, ring);
   for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
        first_head += TensorStepTile::kHeads) {
@@ -300,8 +303,7 @@ cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStrea
   static_assert(kBytes <= 48 * 1024);
   const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));
-  tensor_step_kernel<E, kDim><<<grid, 32, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_in_chain<&tensor_step_kernel<E, kDim>>(grid, dim3(32), kBytes, stream, p);
 }
 
 template <class E>

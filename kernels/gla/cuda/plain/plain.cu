@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/common/cuda/device.h"
-#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/kernel_chain.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/plain/plain_backward.cuh"
 #include "kernels/gla/cuda/plain/plain_scan.cuh"
@@ -18,12 +20,16 @@ namespace tidegate::kernels::gla {
 // if h_final is h0.
 //
 // A block of threads has all rows of 32 * kVec columns of one head's state; each of its eight warps
-// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows in flight. While
-// the first of them are on their way, all threads prepare q, k and the decays in shared memory.
-// Each warp adds up its own rows' part of the output; the warps' parts meet in shared memory.
+// takes every eighth row, and a thread kVec neighbouring columns of it, eight rows or more in
+// flight. While the first of them are on their way, all threads prepare q, k and the decays in
+// shared memory. Each warp adds up its own rows' part of the output; the warps' parts meet in
+// shared memory.
 
 constexpr int kStepWarps = 8;
-constexpr int kStepRowsInFlight = 8;  // a thread's, of the state
+/// Rows of the state that a thread has in flight. Of single floats, as few blocks have them, as
+/// many as make a head's 128 rows at once.
+template <class Real, int kVec>
+constexpr int kStepRowsInFlight = kVec == 1 && sizeof(Real) == 4 ? 16 : 8;
 
 /// q, k and decays of the tokens, in shared memory: [token][K] each.
 template <class Real>
@@ -104,7 +110,8 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
 template <class Real, int kVec>
 __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
   using Pack = Pack<Real, kVec>;
-  constexpr int kColumns = 32 * kVec, kRows = kStepWarps * kStepRowsInFlight;
+  constexpr int kColumns = 32 * kVec, kInFlight = kStepRowsInFlight<Real, kVec>;
+  constexpr int kRows = kStepWarps * kInFlight;
   extern __shared__ __align__(16) char shared[];
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
   const StepTokens<Real> tokens(shared, key_dim);
@@ -116,6 +123,21 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
   const int first_column = static_cast<int>(blockIdx.x % column_tiles) * kColumns;
   const int column = first_column + lane * kVec;
   const bool exists = column < value_dim;
+  let_next_kernel_begin();
+  if (kVec == 1 && p.h0 != nullptr) {
+    // Into the second-level cache, while the kernel before makes q, k and v. Of many blocks'
+    // states, the memory is busy anyway.
+    const Real* const corner =
+        static_cast<const Real*>(p.h0) + pair * key_dim * value_dim + first_column;
+    constexpr int kLine = 128 / sizeof(Real), kLines = (kColumns + kLine - 1) / kLine;
+    for (int i = threadIdx.x; i < key_dim * kLines; i += 32 * kStepWarps) {
+      const int right = i % kLines * kLine;
+      if (first_column + right < value_dim) {
+        prefetch_line(corner + static_cast<int64_t>(i / kLines) * value_dim + right);
+      }
+    }
+  }
+  wait_for_kernels_before();
   const int64_t head = pair % p.heads;
   const Sequence seq = find_sequence(p.layout, pair / p.heads);
   const PlainInputs<Real> inputs(p, seq, p.layout.reverse, head);
@@ -124,11 +146,12 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
   const Real* const before = static_cast<const Real*>(p.h0) + state_at;
   Real* const after = static_cast<Real*>(p.h_final) + state_at;
 
-  Real acc[kStepTokens][kVec] = {};
+  Real acc[kStepTokens][kVec] = {}, value[kStepTokens][kVec] = {};
+  load_step_values(inputs, seq.length, column, exists, value);
   for (int first = 0; first < key_dim; first += kRows) {
-    Pack state[kStepRowsInFlight];
+    Pack state[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kStepRowsInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       state[i] = {};
       if (p.h0 != nullptr && exists && row < key_dim) {
@@ -139,10 +162,8 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
       tokens.load(inputs, seq.length, key_dim);
       __syncthreads();
     }
-    Real value[kStepTokens][kVec] = {};
-    load_step_values(inputs, seq.length, column, exists, value);
 #pragma unroll
-    for (int i = 0; i < kStepRowsInFlight; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       const int row = first + warp + i * kStepWarps;
       if (!exists || row >= key_dim) {
         continue;
@@ -192,12 +213,30 @@ cudaError_t launch_scan(PlainScan scan, cudaStream_t stream) {
                              bytes * scan.tile_time, stream, scan);
 }
 
+int64_t step_blocks(const GlaParams& p, int vec) {
+  return p.layout.sequences * p.heads * ceil_div(p.value_dim, 32 * vec);
+}
+
 template <class Real, int kVec>
 cudaError_t launch_step(const GlaParams& p, cudaStream_t stream) {
-  const int64_t blocks = p.layout.sequences * p.heads * ceil_div(p.value_dim, 32 * kVec);
+  const int64_t blocks = step_blocks(p, kVec);
   const int bytes = 3 * kStepTokens * static_cast<int>(p.key_dim * sizeof(Real));
-  return launch_unless_empty(&decode_kernel<Real, kVec>, blocks, dim3(32 * kStepWarps), bytes,
-                             stream, p);
+  if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+  return launch_in_chain<&decode_kernel<Real, kVec>>(dim3(static_cast<unsigned>(blocks)),
+                                                     dim3(32 * kStepWarps), bytes, stream, p);
+}
+
+/// By packs of 16 bytes, or by single numbers where the states are not aligned, and where packs
+/// would leave most multiprocessors without a block: one that has 64 KB of a state to itself takes
+/// three times as long as four that share it.
+template <class Real>
+cudaError_t launch_step(const GlaParams& p, cudaStream_t stream, bool is_aligned) {
+  constexpr int kVec = 16 / sizeof(Real);
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  return is_aligned && step_blocks(p, kVec) * 2 > limits.multiprocessors
+             ? launch_step<Real, kVec>(p, stream)
+             : launch_step<Real, 1>(p, stream);
 }
 
 bool states_aligned(const GlaParams& p) {
@@ -266,8 +305,7 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
 cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
   return dispatch_state(p.q.dtype, [&]<class Real>() {
     if (p.layout.time <= kStepTokens) {
-      return states_aligned(p) ? launch_step<Real, 16 / sizeof(Real)>(p, stream)
-                               : launch_step<Real, 1>(p, stream);
+      return launch_step<Real>(p, stream, states_aligned(p));
     }
     return launch_scan<Real, false>({p, {}, p.o, p.h0, p.h_final}, stream);
   });

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
@@ -180,9 +181,10 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
     constexpr int kThreads = 64;
     const auto& scan = recurrence_params(params);
     const ScanLaunch launch = {.channel_tiles = channel_tiles<Op>(scan.channels, kThreads)};
-    return launch_unless_empty(&sequential_scan_kernel<Op>,
-                               scan.layout.sequences * launch.channel_tiles, kThreads, 0, stream,
-                               params, launch);
+    const int64_t blocks = scan.layout.sequences * launch.channel_tiles;
+    if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+    return launch_in_chain<&sequential_scan_kernel<Op>>(dim3(static_cast<unsigned>(blocks)),
+                                                        dim3(kThreads), 0, stream, params, launch);
   }
 }
 

@@ -37,6 +37,7 @@
 //
 // The mathematics is an Op's (op.cuh).
 
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/scan/cuda/engine/chunk_loops.cuh"
 #include "kernels/scan/cuda/engine/op.cuh"
 #include "kernels/scan/scan.h"
@@ -227,6 +228,9 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
 template <class Op>
 __global__ void sequential_scan_kernel(const __grid_constant__ typename Op::Params params,
                                        const __grid_constant__ ScanLaunch launch) {
+  // A step of decoding has one before it and one after it, which both begin early.
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   const int64_t channel_tile = blockIdx.x % launch.channel_tiles;
   const int64_t n = blockIdx.x / launch.channel_tiles;
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);

@@ -1,0 +1,213 @@
+#include "src/nn/step_products.h"
+
+#include "tidegate/ops/glu.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+#include <vector>
+
+#include "kernels/product/product.h"
+#include "src/nn/common.h"
+#include "src/nn/products.h"
+#include "src/ops/launch.h"
+#include "src/ops/views.h"
+
+#ifdef TIDEGATE_WITH_CUDA
+#include "kernels/product/product_cuda.h"
+#endif
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+using OptionalTensor = std::optional<torch::Tensor>;
+
+// Rows that the kernel takes at most.
+constexpr int64_t kMostRows = 16;
+constexpr int64_t kPack = 8;
+// So many take long enough that a second product costs less than it saves.
+constexpr int64_t kManyChannels = 4096;
+
+bool is_16_bit(const Tensor& t) {
+  return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+}
+
+#ifdef TIDEGATE_WITH_CUDA
+
+namespace product = kernels::product;
+using kernels::norm::Activation;
+
+static_assert(kMostRows == product::kMostFusedRows);
+
+Activation activation_of(std::string_view name) {
+  return name == "sigmoid" ? Activation::kSigmoid
+         : name == "silu"  ? Activation::kSilu
+                           : Activation::kNone;
+}
+
+// Undefined tensors are none.
+bool are_like(const Tensor& x, std::initializer_list<Tensor> tensors) {
+  for (const Tensor& t : tensors) {
+    if (!t.defined()) continue;
+    if (t.scalar_type() != x.scalar_type() || t.device() != x.device()) return false;
+    if (t.stride(-1) != 1 && t.size(-1) > 1) return false;
+  }
+  return true;
+}
+
+// Whether the further weights are as x and the kernel want them.
+bool are_apart(const Tensor& x, const StepProduct& around) {
+  if (around.more.size() > product::FusedProductParams::kMore) return false;
+  for (const Tensor& weight : around.more) {
+    if (!are_like(x, {weight}) || weight.size(1) != x.size(1)) return false;
+  }
+  return true;
+}
+
+// What the kernel is to compute of tensors that are all of x's type and device; y is not there yet.
+product::FusedProductParams params_of(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                      const StepProduct& around) {
+  product::FusedProductParams params;
+  product::FewRowsParams& p = params.product;
+  params.is_glu = around.glu != nullptr;
+  p.rows = x.size(0);
+  p.inner = weight.size(1);
+  p.outer = params.is_glu ? weight.size(0) / 2 : weight.size(0);
+  p.dtype = ops::kernel_dtype(x.scalar_type());
+  p.x = x.const_data_ptr();
+  p.stride_x = x.stride(0);
+  p.w = weight.const_data_ptr();
+  p.stride_w = weight.stride(0);
+  p.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  if (params.is_glu) params.activation = activation_of(around.glu);
+  if (around.norm != nullptr && around.norm->options.kind() != "none") {
+    const NormImpl& norm = *around.norm;
+    params.has_norm = true;
+    params.norm_kind = norm.options.kind() == "layer" ? kernels::norm::NormKind::kLayer
+                                                      : kernels::norm::NormKind::kRms;
+    params.eps = norm.options.eps();
+    if (norm.weight.defined()) params.norm_weight = norm.weight.const_data_ptr();
+    if (norm.bias.defined()) params.norm_bias = norm.bias.const_data_ptr();
+  }
+  if (around.gate.defined()) {
+    params.gate = around.gate.const_data_ptr();
+    params.stride_gate = around.gate.stride(0);
+    params.gate_activation = activation_of(around.gate_activation);
+    params.gate_first = around.gate_first;
+  }
+  int64_t first = weight.size(0);
+  for (size_t i = 0; i < around.more.size(); ++i) {
+    params.more[i] = {around.more[i].const_data_ptr(), around.more[i].stride(0), first};
+    first += around.more[i].size(0);
+  }
+  if (!around.more.empty()) p.outer = first;
+  if (around.residual.defined()) {
+    params.residual = around.residual.const_data_ptr();
+    params.stride_residual = around.residual.stride(0);
+  }
+  return params;
+}
+
+// y by one launch; undefined where the kernel is not made for these tensors.
+Tensor fused(const Tensor& x, const Tensor& weight, const OptionalTensor& given_bias,
+             const StepProduct& around) {
+  if (!x.is_cuda() || !is_16_bit(x) || x.dim() != 2 || x.size(0) == 0 || x.size(0) > kMostRows ||
+      x.size(1) != weight.size(1) || at::autocast::is_autocast_enabled(at::kCUDA)) {
+    return {};
+  }
+  const Tensor bias = given_bias.value_or(Tensor());
+  const bool has_norm = around.norm != nullptr && around.norm->options.kind() != "none";
+  if (around.gate.defined() && !has_norm) return {};
+  if (has_norm && around.norm->options.heads() != 1) return {};
+  const Tensor norm_weight = has_norm ? around.norm->weight : Tensor();
+  const Tensor norm_bias = has_norm ? around.norm->bias : Tensor();
+  if (!are_like(
+          x, {x, weight, bias, norm_weight, norm_bias, around.gate, around.residual, around.out}) ||
+      !are_apart(x, around)) {
+    return {};
+  }
+  product::FusedProductParams params = params_of(x, weight, bias, around);
+  const c10::DeviceGuard guard(x.device());
+  bool fits = false;
+  ops::check_launch("step product", "plan", product::fused_product_fits(params, &fits));
+  if (!fits) return {};
+  Tensor y =
+      around.out.defined() ? around.out : at::empty({x.size(0), params.product.outer}, x.options());
+  params.product.y = y.data_ptr();
+  params.product.stride_y = y.stride(0);
+  ops::check_launch("step product", "launch",
+                    product::fused_product_cuda(params, ops::current_stream(x.device())));
+  return y;
+}
+
+#else
+
+Tensor fused(const Tensor&, const Tensor&, const OptionalTensor&, const StepProduct&) { return {}; }
+
+#endif
+
+// The library's product, into rows that it can write: `out` spares a copy of what may be a large
+// result.
+bool can_write(const Tensor& x, const Tensor& weight, const StepProduct& around) {
+  const Tensor& out = around.out;
+  return out.defined() && around.glu == nullptr && !around.residual.defined() && out.is_cuda() &&
+         x.dim() == 2 && out.stride(-1) == 1 && x.scalar_type() == weight.scalar_type() &&
+         x.scalar_type() == out.scalar_type() && !at::autocast::is_autocast_enabled(at::kCUDA);
+}
+
+// x weight^T into `out`. Libraries have kernels for an even number of packs of 16 bytes that are
+// several times as fast as those for any other: the last few channels go apart.
+Tensor write_product(const Tensor& x, const Tensor& weight, Tensor out) {
+  const int64_t outer = weight.size(0), whole = outer - outer % kPack;
+  if (whole == outer || whole < kManyChannels) return at::mm_out(out, x, weight.t());
+  Tensor most = out.narrow(1, 0, whole), rest = out.narrow(1, whole, outer - whole);
+  at::mm_out(most, x, weight.narrow(0, 0, whole).t());
+  at::mm_out(rest, x, weight.narrow(0, whole, outer - whole).t());
+  return out;
+}
+
+Tensor composed(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                const StepProduct& around) {
+  const Tensor u =
+      around.norm == nullptr
+          ? x
+          : around.norm->forward_gated(x, around.gate, around.gate_activation, around.gate_first);
+  if (!bias && can_write(u, weight, around)) return write_product(u, weight, around.out);
+  Tensor y = nn::linear(u, weight, bias);
+  if (!around.more.empty()) {
+    std::vector<Tensor> parts = {y};
+    for (const Tensor& more : around.more) parts.push_back(nn::linear(u, more, std::nullopt));
+    y = at::cat(parts, -1);
+  }
+  if (around.glu != nullptr) y = tidegate::glu(y, around.glu);
+  if (around.residual.defined()) y = around.residual + y;
+  return around.out.defined() ? around.out.copy_(y) : y;
+}
+
+}  // namespace
+
+Tensor step_product(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                    const StepProduct& around) {
+  const Tensor y = fused(x, weight, bias, around);
+  return y.defined() ? y : composed(x, weight, bias, around);
+}
+
+Tensor step_product(const Tensor& x, const torch::nn::Linear& linear, const StepProduct& around) {
+  return step_product(x, linear->weight, optional(linear->bias), around);
+}
+
+bool makes_step_products(const Tensor& x) {
+  const char* const set = std::getenv("TIDEGATE_STEP_PRODUCTS");
+  if (set != nullptr && (std::strcmp(set, "0") == 0 || std::strcmp(set, "1") == 0)) {
+    return set[0] == '1';
+  }
+  return FewRowsGuard::is_active() && x.is_cuda() && is_16_bit(x) && x.dim() == 2 &&
+         x.size(0) <= kMostRows && !at::autocast::is_autocast_enabled(at::kCUDA);
+}
+
+}  // namespace tidegate::nn

@@ -1,0 +1,39 @@
+// The products of a step of decoding, each with what a layer does around it.
+#pragma once
+
+#include <torch/nn/modules/linear.h>
+#include "tidegate/nn/norm.h"
+
+#include <optional>
+#include <vector>
+
+namespace tidegate::nn {
+
+/// What goes before and after a product.
+struct StepProduct {
+  NormImpl* norm = nullptr;  // of x; none: x itself
+  torch::Tensor gate = {};   // of the norm, as Norm::forward_gated() takes it; may be undefined
+  const char* gate_activation = "silu";
+  bool gate_first = false;
+  const char* glu = nullptr;  // the activation, where y = act(z[:half]) * z[half:] of the product z
+  torch::Tensor residual = {};  // added to y, where it is defined
+  torch::Tensor out = {};       // where y goes; undefined: new memory
+  /// Weights without biases whose products' channels follow, at most two; without glu, residual and
+  /// out.
+  std::vector<torch::Tensor> more = {};
+};
+
+/// residual + glu(norm(x) weight^T + bias), x `[B, in]`: one launch where the kernel takes it
+/// (kernels/product/product_cuda.h), the ops it is made of elsewhere, with the same roundings.
+/// Without gradients.
+torch::Tensor step_product(const torch::Tensor& x, const torch::Tensor& weight,
+                           const std::optional<torch::Tensor>& bias, const StepProduct& around);
+torch::Tensor step_product(const torch::Tensor& x, const torch::nn::Linear& linear,
+                           const StepProduct& around);
+
+/// Whether a step of rows like x `[B, dim]` is made of step products: on CUDA in 16 bits, for as
+/// many rows as the kernel has, while a FewRowsGuard lives. Elsewhere norms add the residual, and
+/// libraries make the products. TIDEGATE_STEP_PRODUCTS=0 or 1 decides instead.
+bool makes_step_products(const torch::Tensor& x);
+
+}  // namespace tidegate::nn

@@ -1,0 +1,193 @@
+// Products of a step of decoding with what a layer does around them: src/nn/step_products.h.
+
+#include "src/nn/step_products.h"
+#include "tidegate/models/causal_lm.h"
+#include "tidegate/ops/glu.h"
+
+#include <gtest/gtest.h>
+#include <torch/cuda.h>
+#include <torch/utils.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace tidegate::nn {
+namespace {
+
+using torch::Tensor;
+
+/// While it lives, steps are made of step products, or are not.
+class Switched {
+ public:
+  explicit Switched(bool on) { setenv("TIDEGATE_STEP_PRODUCTS", on ? "1" : "0", 1); }
+  ~Switched() { unsetenv("TIDEGATE_STEP_PRODUCTS"); }
+  Switched(const Switched&) = delete;
+  Switched& operator=(const Switched&) = delete;
+};
+
+double distance(const Tensor& a, const Tensor& b) {
+  return (a.to(at::kDouble) - b.to(at::kDouble)).norm().item<double>();
+}
+
+struct Around {
+  const char* norm;
+  const char* gate;  // "none", "before", "after"
+  const char* glu;   // or null
+  bool has_bias, has_residual, has_out;
+};
+
+constexpr Around kAll[] = {
+    {"none", "none", nullptr, false, false, false}, {"rms", "none", nullptr, true, false, false},
+    {"layer", "after", nullptr, true, true, true},  {"rms_no_weight", "before", "silu", true},
+    {"rms", "after", "none", false, true, true},    {"rms_no_weight", "none", nullptr, false, true},
+};
+
+/// The product by step_product() and by the ops it stands for, in one dtype and in double.
+void expect_step_product(const Around& a, int64_t rows, int64_t inner, at::TensorOptions where) {
+  const int64_t outer = 66, all = a.glu != nullptr ? 2 * outer : outer;
+  const auto drawn = [&](at::IntArrayRef shape, double scale = 1) {
+    return (scale * at::randn(shape, where.dtype(at::kFloat))).to(where.dtype());
+  };
+  const auto made_norm = [&](at::ScalarType dtype) {
+    Norm norm(NormOptions(inner).kind(a.norm).device(where.device()).dtype(dtype));
+    return norm;
+  };
+  const auto dtype = c10::typeMetaToScalarType(where.dtype());
+  Norm norm = made_norm(dtype), wide_norm = made_norm(at::kDouble);
+  for (const auto& [own, wide] :
+       {std::pair{&norm->weight, &wide_norm->weight}, {&norm->bias, &wide_norm->bias}}) {
+    if (!own->defined()) continue;
+    own->copy_(drawn({inner}));
+    wide->copy_(*own);
+  }
+  const Tensor x = drawn({rows, inner}), weight = drawn({all, inner}, 0.1);
+  const Tensor gate = std::string(a.gate) == "none" ? Tensor() : drawn({rows, inner});
+  const std::optional<Tensor> bias = a.has_bias ? std::optional(drawn({all})) : std::nullopt;
+  const Tensor residual = a.has_residual ? drawn({rows, outer}) : Tensor();
+  const bool is_first = std::string(a.gate) == "before";
+  const char* const activation = is_first ? "sigmoid" : "silu";
+
+  const auto by_ops = [&](Norm& by, at::ScalarType to) {
+    const auto as = [&](const Tensor& t) { return t.defined() ? t.to(to) : t; };
+    const Tensor u = by->forward_gated(as(x), as(gate), activation, is_first);
+    Tensor y = at::linear(u, as(weight), bias ? std::optional(as(*bias)) : std::nullopt);
+    if (a.glu != nullptr) y = tidegate::glu(y, a.glu);
+    return residual.defined() ? as(residual) + y : y;
+  };
+  const Tensor exact = by_ops(wide_norm, at::kDouble);
+  const double theirs = distance(by_ops(norm, dtype), exact);
+
+  StepProduct around = {.norm = norm.get(), .gate = gate, .gate_activation = activation};
+  around.gate_first = is_first;
+  around.glu = a.glu;
+  around.residual = residual;
+  const Tensor memory = drawn({rows, outer + 3});
+  if (a.has_out) around.out = memory.narrow(1, 0, outer);
+  const Tensor beside = memory.narrow(1, outer, 3).clone();
+  const Tensor y = step_product(x, weight, bias, around);
+  if (a.has_out) {
+    EXPECT_EQ(y.data_ptr(), memory.data_ptr());
+    EXPECT_TRUE(at::equal(memory.narrow(1, outer, 3), beside));
+  }
+  EXPECT_EQ(y.scalar_type(), dtype);
+  EXPECT_LE(distance(y, exact), 1.5 * theirs + 1e-6 * exact.norm().item<double>());
+}
+
+void expect_step_products(at::Device device) {
+  torch::manual_seed(1);
+  const torch::NoGradGuard no_grad;
+  const auto where = at::TensorOptions(device);
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const int64_t rows : {1, 3, 16, 17}) {
+      for (const int64_t inner : {64, 40, 13}) {
+        for (const Around& a : kAll) {
+          SCOPED_TRACE(std::string(at::toString(dtype)) + " " + std::to_string(rows) + "x" +
+                       std::to_string(inner) + " norm " + a.norm + " gate " + a.gate);
+          expect_step_product(a, rows, inner, where.dtype(dtype));
+        }
+      }
+    }
+  }
+}
+
+TEST(StepProducts, AreTheOpsTheyStandFor) { expect_step_products(at::kCPU); }
+
+TEST(StepProducts, CudaAreTheOpsTheyStandFor) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  expect_step_products(at::kCUDA);
+}
+
+void expect_several(at::Device device) {
+  const torch::NoGradGuard no_grad;
+  const auto where = at::TensorOptions(device).dtype(at::kBFloat16);
+  const Tensor x = at::randn({3, 64}, where), weight = at::randn({70, 64}, where);
+  const auto part = [&](int64_t first, int64_t count) { return weight.narrow(0, first, count); };
+  StepProduct around;
+  around.more = {part(40, 24), part(64, 6)};
+  const Tensor y = step_product(x, part(0, 40), std::nullopt, around);
+  const Tensor exact = at::linear(x.to(at::kDouble), weight.to(at::kDouble));
+  EXPECT_LE(distance(y, exact), 1.5 * distance(at::linear(x, weight), exact));
+}
+
+TEST(StepProducts, TakeSeveralWeights) {
+  expect_several(at::kCPU);
+  if (torch::cuda::is_available()) expect_several(at::kCUDA);
+}
+
+// ---- Steps that are made of them ----
+
+models::CausalLM made_of(const std::string& mixer, at::Device device, at::ScalarType dtype) {
+  torch::manual_seed(3);
+  models::LMConfig config;
+  config.mixer = mixer;
+  config.vocab_size = 29;
+  config.dim = 32;
+  config.layers = 2;
+  models::CausalLM model(config, Placement{device, dtype});
+  const torch::NoGradGuard no_grad;
+  for (Tensor& p : model->parameters()) p.add_(0.2 * at::randn_like(p));
+  model->eval();
+  return model;
+}
+
+/// The logits of a few steps, one after another.
+Tensor stepped(models::CausalLM& model, const Tensor& ids, bool by_products) {
+  const torch::NoGradGuard no_grad;
+  const Switched switched(by_products);
+  const models::ModelState state = model->init_state(ids.size(0), ids.size(1));
+  std::vector<Tensor> logits;
+  for (const Tensor& one : ids.unbind(1)) logits.push_back(model->step(one, state).clone());
+  return at::stack(logits);
+}
+
+void expect_steps(at::Device device, at::ScalarType dtype) {
+  for (const std::string& mixer : models::mixers()) {
+    SCOPED_TRACE(mixer + " " + at::toString(dtype));
+    models::CausalLM model = made_of(mixer, device, dtype),
+                     wide = made_of(mixer, at::kCPU, at::kDouble);
+    const torch::NoGradGuard no_grad;
+    const auto own = model->named_parameters();
+    for (auto& item : wide->named_parameters()) item.value().copy_(own[item.key()]);
+    const Tensor ids = at::randint(29, {3, 6}, at::kLong);
+    const Tensor exact = stepped(wide, ids, false);
+    const Tensor there = ids.to(device);
+    const auto error = [&](bool by_products) {
+      return distance(stepped(model, there, by_products).cpu(), exact);
+    };
+    const double floor = 1e-5 * exact.norm().item<double>();
+    EXPECT_LE(error(true), 1.5 * error(false) + floor);
+  }
+}
+
+TEST(StepProducts, MakeTheStepsOfEveryMixer) {
+  expect_steps(at::kCPU, at::kFloat);
+  expect_steps(at::kCPU, at::kDouble);
+}
+
+TEST(StepProducts, CudaMakeTheStepsOfEveryMixer) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) expect_steps(at::kCUDA, dtype);
+}
+
+}  // namespace
+}  // namespace tidegate::nn
