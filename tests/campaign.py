@@ -135,8 +135,8 @@ class Campaign:
 
     def run(self, seconds: float, case: str | None) -> int:
         end = time.monotonic() + seconds
-        # What every child would import by itself: torch.optim's first optimiser takes torch._dynamo.
-        import torch._dynamo
+        # What every child would import by itself (torch._dynamo: its first optimiser).
+        import torch._dynamo  # noqa: F401
 
         import tidegate.cli
         import tidegate.plots

@@ -34,13 +34,13 @@ def test_a_tiny_sweep_and_one_that_goes_on_with_a_part_of_it(tmp_path):
     table, picture, gates = (tmp_path / name for name in ("sweep.json", "sweep.png", "gates.png"))
     few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
     few += ("--out", tmp_path / "runs", "--commit", "fedcba")
-    few += ("--methods", "ugi", "gumbel-ugi", "chrono")
+    few += ("--methods", "standard", "ugi", "gumbel-ugi")
     done = run(*few, "--steps", 4, "--json", table, "--plot", picture, "--gates-plot", gates, *TINY)
     assert done.returncode == 0, done.stderr
     result = json.loads(table.read_text(encoding="utf-8"))
     assert (result["task"], result["dummies"], result["left_out"]) == ("copying", 4, 0)
     assert (result["precision"], result["compiled"]) == ("fp32", False)
-    assert [row["method"] for row in result["runs"]] == ["ugi", "gumbel-ugi", "chrono"]
+    assert [row["method"] for row in result["runs"]] == ["standard", "ugi", "gumbel-ugi"]
     for row in result["runs"]:
         check_row(row, 4)
     for path in (picture, gates):
@@ -49,16 +49,16 @@ def test_a_tiny_sweep_and_one_that_goes_on_with_a_part_of_it(tmp_path):
     assert model["mixer_options"]["gate_init"] == "ugi"
     assert model["layer_options"] == [{"gate_init": "gumbel-softmax"}]
 
-    shutil.rmtree(tmp_path / "runs" / "gumbel-ugi-1")
-    (tmp_path / "runs" / "chrono-1" / "checkpoint.pt").unlink()
+    shutil.rmtree(tmp_path / "runs" / "ugi-1")
+    (tmp_path / "runs" / "gumbel-ugi-1" / "checkpoint.pt").unlink()
     second = tmp_path / "second.json"
     done = run(*few, "--steps", 6, "--resume-only", "--add", table, "--json", second, *TINY)
     assert done.returncode == 0, done.stderr
     rows = json.loads(second.read_text(encoding="utf-8"))["runs"]
-    assert [row["method"] for row in rows] == ["ugi", "gumbel-ugi", "chrono"]
+    assert [row["method"] for row in rows] == ["standard", "ugi", "gumbel-ugi"]
     check_row(rows[0], 6)
     assert rows[1:] == result["runs"][1:]
-    assert not (tmp_path / "runs" / "gumbel-ugi-1").exists()
+    assert not (tmp_path / "runs" / "ugi-1").exists()
 
 
 def check_row(row: dict, steps: int) -> None:
