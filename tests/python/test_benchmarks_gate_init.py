@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import run_here
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SWEEP = BENCHMARKS / "gate_init.py"
 TINY = ("--train", "--dim=16", "--layers=2", "--batch-size=2", "--threads=1")
 
 
@@ -24,7 +26,7 @@ def gate_init(monkeypatch):
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "gate_init.py"), *map(str, options)]
+    command = [sys.executable, str(SWEEP), *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -52,7 +54,8 @@ def test_a_tiny_sweep_and_one_that_goes_on_with_a_part_of_it(tmp_path):
     shutil.rmtree(tmp_path / "runs" / "ugi-1")
     (tmp_path / "runs" / "gumbel-ugi-1" / "checkpoint.pt").unlink()
     second = tmp_path / "second.json"
-    done = run(*few, "--steps", 6, "--resume-only", "--add", table, "--json", second, *TINY)
+    more = ("--steps", 6, "--resume-only", "--add", table, "--json", second)
+    done = run_here(SWEEP, *few, *more, *TINY)
     assert done.returncode == 0, done.stderr
     rows = json.loads(second.read_text(encoding="utf-8"))["runs"]
     assert [row["method"] for row in rows] == ["standard", "ugi", "gumbel-ugi"]
