@@ -393,6 +393,7 @@ class Processes(Group):
         global _joined
         if _joined is not self:
             return
+        self._watch.stop()
         key = self._key()
         self._store.set(f"{key}/{self.rank}", b"")
         if self.leads:  # it may hold the store, so it goes last
@@ -401,7 +402,6 @@ class Processes(Group):
             while not self._store.check(keys) and time.monotonic() < end:
                 time.sleep(0.01)
         _joined = None
-        self._watch.stop()
         dist.destroy_process_group()
 
     def claim(self, problem: str) -> bool:

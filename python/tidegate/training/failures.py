@@ -46,8 +46,11 @@ class Unreachable(UserError):
     """This process does not reach the others, so it has to say so itself."""
 
 
-class NoStore(Exception):
+class NoStore(RuntimeError):
     """Whoever held a store is gone."""
+
+    def __init__(self) -> None:
+        super().__init__("no connection to a process that holds a store")
 
 
 def connect(host: str, port: int, seconds: float, *, holds: bool = False) -> dist.TCPStore:
