@@ -100,21 +100,14 @@ def test_a_rank_that_raises_says_so_and_ends_the_others(tmp_path, text, ranks, r
     assert 'raise ValueError("boom")' in failed.stderr
 
 
-def test_a_rank_that_hangs_is_named_and_ended(tmp_path, text, ranks):
-    """One that would sleep for ten minutes."""
-    ended = ranks.run(2, FAILING, "hang", 1, 5, *flags(text, tmp_path / "run", "--timeout=5"))
+@pytest.mark.parametrize(("how", "rank"), [("hang", 1), ("stop", 0)])
+def test_a_rank_that_hangs_is_named_and_ended(tmp_path, text, ranks, how, rank):
+    """One that would sleep for ten minutes; one that is stopped, with its threads and the store that
+    all met at, and adds nothing when it wakes after the other has ended."""
+    ended = ranks.run(2, FAILING, how, rank, 5, *flags(text, tmp_path / "run", "--timeout=5"))
     assert [each.status for each in ended] == [2, 2]
     (said,) = lines(ended)
-    assert said.startswith("train: rank 1 of 2 on ")
-    assert " did not answer for 5 s (--timeout) at step 5: " in said
-
-
-def test_a_rank_that_wakes_when_all_have_ended_adds_nothing(tmp_path, text, ranks):
-    """It was stopped, with its threads and the store that it held."""
-    ended = ranks.run(2, FAILING, "stop", 0, 5, *flags(text, tmp_path / "run", "--timeout=5"))
-    assert [each.status for each in ended] == [2, 2]
-    (said,) = lines(ended)
-    assert said.startswith("train: rank 0 of 2 on ")
+    assert said.startswith(f"train: rank {rank} of 2 on ")
     assert " did not answer for 5 s (--timeout) at step 5: " in said
 
 
