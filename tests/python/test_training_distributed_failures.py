@@ -102,8 +102,8 @@ def test_a_rank_that_raises_says_so_and_ends_the_others(tmp_path, text, ranks, r
 
 @pytest.mark.parametrize(("how", "rank"), [("hang", 1), ("stop", 0)])
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path, text, ranks, how, rank):
-    """One that would sleep for ten minutes; one that is stopped, with its threads and the store that
-    all met at, and adds nothing when it wakes after the other has ended."""
+    """One that would sleep for ten minutes; one that is stopped, with its threads and the store
+    that all met at, and adds nothing when it wakes after the other has ended."""
     ended = ranks.run(2, FAILING, how, rank, 5, *flags(text, tmp_path / "run", "--timeout=5"))
     assert [each.status for each in ended] == [2, 2]
     (said,) = lines(ended)
