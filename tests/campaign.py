@@ -1,6 +1,6 @@
 """The campaign: faults at every file event of a training run, broken files, and wrong calls.
 
-    python tests/campaign.py --seconds 45 --seed 1     # what CI does (test_campaign.py)
+    python tests/campaign.py --seconds 20 --seed 1     # what CI does (test_campaign.py)
     python tests/campaign.py --seconds 14400 --seed 7  # hours
 
 Faults: a run of a few steps is killed (SIGKILL), finds its disk full or broken (ENOSPC, EIO), or is
@@ -135,6 +135,10 @@ class Campaign:
 
     def run(self, seconds: float, case: str | None) -> int:
         end = time.monotonic() + seconds
+        # What every child would import by itself (torch._dynamo: its first optimiser).
+        import torch._dynamo  # noqa: F401
+
+        import tidegate.cli
         import tidegate.plots
         import tidegate.training.report  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Code that torch.compile makes for a CPU is not vectorised: to find what the CPU can do, inductor
+# starts six Pythons with torch in every process that compiles. (The kernels here are our own.)
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 _MARKERS = {
     "gpu": "needs a CUDA device (skipped elsewhere)",
@@ -37,6 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not any(item.get_closest_marker(name) for name in ("slow", "xdist_group"))
 
     items.sort(key=later)
+    _show_groups(items)
+
+
+def _show_groups(items: list[pytest.Item]) -> None:
+    """In a worker of pytest-xdist 3.8: the ids that it gives items, with their groups, are what
+    pytest 9.2 shows its scheduler. That has ids of its own, and no group would hold together."""
+    for item in items:
+        named = getattr(item, "_nodeid", item.nodeid)
+        if named != item.nodeid:
+            item._id = type(item._id).parse(named)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -74,6 +74,10 @@ def failing(how: str, rank: int, step: int, *arguments: str) -> int:
     from tidegate.training.trainer import Trainer
 
     inner = Trainer._step
+    if how == "stop":
+        from tidegate.training import distributed, failures
+
+        distributed.STAYS = failures.STAYS = failures.ANSWER = 1.0
 
     def step_or_fail(self: Any) -> None:
         if self.group.rank == rank and self.position.step == step:
@@ -127,7 +131,20 @@ def _terminate() -> None:
 def _hang() -> None:
     import time
 
-    time.sleep(20)
+    time.sleep(600)
+
+
+def _stop() -> None:
+    """Stands still, with all its threads, until a child wakes it when the others have ended."""
+    import os
+    import signal
+    import time
+
+    if os.fork() == 0:
+        time.sleep(12)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _full() -> None:
@@ -139,6 +156,7 @@ _FAILURES = {
     "kill": _kill,
     "terminate": _terminate,
     "hang": _hang,
+    "stop": _stop,
     "full": _full,
 }
 

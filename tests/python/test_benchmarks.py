@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 from benchmarks_cases import BENCHMARKS, fill_checkout, page_of, run_report
+from support.programs import run_here
 
 import tidegate
 
@@ -61,14 +61,7 @@ def test_aims_are_percents_or_milliseconds(scripts):
 
 
 def run_on_cpu(script: str, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), "--device", "cpu", "--tiny"]
-    return subprocess.run(
-        [*command, *map(str, options)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    return run_here(BENCHMARKS / script, "--device", "cpu", "--tiny", *options)
 
 
 def test_attention_dry_runs_write_results_that_the_report_reads(checkout):
@@ -276,8 +269,9 @@ def test_gated_rnn_dry_run_writes_a_result_that_the_report_reads(checkout):
 
 def test_copying_step_dry_run_writes_a_result_that_the_report_reads(checkout):
     out = checkout / "benchmarks" / "results" / "copying_step_h200.json"
-    command = [sys.executable, str(BENCHMARKS / "copying_step.py"), "--device=cpu", "--dummies=5"]
-    command += ["--batch=2", "--rounds=1", "--budget=0.01", "--commit=fedcba", f"--out={out}"]
+    options = ["--device=cpu", "--dummies=5", "--batch=2", "--rounds=1", "--budget=0.01"]
+    options += ["--commit=fedcba", f"--out={out}"]
+    command = [sys.executable, BENCHMARKS / "copying_step.py", *options]  # one as a user runs it
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads(out.read_text(encoding="utf-8"))

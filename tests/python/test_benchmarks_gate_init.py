@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.programs import run_here
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SWEEP = BENCHMARKS / "gate_init.py"
 TINY = ("--train", "--dim=16", "--layers=2", "--batch-size=2", "--threads=1")
 
 
@@ -24,59 +26,54 @@ def gate_init(monkeypatch):
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "gate_init.py"), *map(str, options)]
+    command = [sys.executable, str(SWEEP), *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.slow
-def test_a_tiny_sweep_and_its_second_part(tmp_path):
+def test_a_tiny_sweep_and_one_that_goes_on_with_a_part_of_it(tmp_path):
     table, picture, gates = (tmp_path / name for name in ("sweep.json", "sweep.png", "gates.png"))
     few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
-    few += ("--out", tmp_path / "runs", "--commit", "fedcba", "--methods", "ugi", "gumbel-ugi")
-    for steps in (4, 6):
-        drawn = ("--json", table, "--plot", picture, "--gates-plot", gates)
-        done = run(*few, "--steps", steps, *drawn, *TINY)
-        assert done.returncode == 0, done.stderr
-        result = json.loads(table.read_text(encoding="utf-8"))
-        assert (result["task"], result["dummies"], result["left_out"]) == ("copying", 4, 0)
-        assert [row["method"] for row in result["runs"]] == ["ugi", "gumbel-ugi"]
-        for row in result["runs"]:
-            assert (row["steps"], row["of_steps"]) == (steps, steps)
-            assert row["curve"][-1][0] == steps
-            assert row["accuracy"] == row["curve"][-1][1]
-            assert not {"machine", "config"} & set(row)
-            before, after = (np.array(row["gates"][when]) for when in ("before", "after"))
-            assert before.sum() == pytest.approx(100.0, abs=0.05)
-            assert after.sum() == pytest.approx(100.0, abs=0.05)
-            assert 0 < np.abs(before - after).sum() < 50.0  # few steps: the same model
-        assert (result["precision"], result["compiled"]) == ("fp32", False)
-        for path in (picture, gates):
-            assert path.read_bytes().startswith(b"\x89PNG")
+    few += ("--out", tmp_path / "runs", "--commit", "fedcba")
+    few += ("--methods", "standard", "ugi", "gumbel-ugi")
+    done = run(*few, "--steps", 4, "--json", table, "--plot", picture, "--gates-plot", gates, *TINY)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(table.read_text(encoding="utf-8"))
+    assert (result["task"], result["dummies"], result["left_out"]) == ("copying", 4, 0)
+    assert (result["precision"], result["compiled"]) == ("fp32", False)
+    assert [row["method"] for row in result["runs"]] == ["standard", "ugi", "gumbel-ugi"]
+    for row in result["runs"]:
+        check_row(row, 4)
+    for path in (picture, gates):
+        assert path.read_bytes().startswith(b"\x89PNG")
     model = json.loads((tmp_path / "runs" / "gumbel-ugi-1" / "config.json").read_text())["model"]
     assert model["mixer_options"]["gate_init"] == "ugi"
     assert model["layer_options"] == [{"gate_init": "gumbel-softmax"}]
 
-
-@pytest.mark.slow
-def test_some_runs_go_on_and_the_others_are_taken_from_before(tmp_path):
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
-    few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
-    few += ("--out", tmp_path / "runs", "--methods", "standard", "ugi", "chrono")
-    done = run(*few, "--steps", 2, "--json", first, *TINY)
-    assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "runs" / "ugi-1")
-    (tmp_path / "runs" / "chrono-1" / "checkpoint.pt").unlink()
-    done = run(*few, "--steps", 4, "--resume-only", "--add", first, "--json", second, *TINY)
+    (tmp_path / "runs" / "gumbel-ugi-1" / "checkpoint.pt").unlink()
+    second = tmp_path / "second.json"
+    more = ("--steps", 6, "--resume-only", "--add", table, "--json", second)
+    done = run_here(SWEEP, *few, *more, *TINY)
     assert done.returncode == 0, done.stderr
     rows = json.loads(second.read_text(encoding="utf-8"))["runs"]
-    assert [(row["method"], row["steps"]) for row in rows] == [
-        ("standard", 4),
-        ("ugi", 2),
-        ("chrono", 2),
-    ]
-    assert rows[1] == json.loads(first.read_text(encoding="utf-8"))["runs"][1]
+    assert [row["method"] for row in rows] == ["standard", "ugi", "gumbel-ugi"]
+    check_row(rows[0], 6)
+    assert rows[1:] == result["runs"][1:]
     assert not (tmp_path / "runs" / "ugi-1").exists()
+
+
+def check_row(row: dict, steps: int) -> None:
+    """What the sweep records of a run that ended after so many steps."""
+    assert (row["steps"], row["of_steps"]) == (steps, steps)
+    assert row["curve"][-1][0] == steps
+    assert row["accuracy"] == row["curve"][-1][1]
+    assert not {"machine", "config"} & set(row)
+    before, after = (np.array(row["gates"][when]) for when in ("before", "after"))
+    assert before.sum() == pytest.approx(100.0, abs=0.05)
+    assert after.sum() == pytest.approx(100.0, abs=0.05)
+    assert 0 < np.abs(before - after).sum() < 50.0  # few steps: the same model
 
 
 def test_every_method_names_settings_that_exist(gate_init, tmp_path):

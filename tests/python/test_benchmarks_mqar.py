@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.programs import run_here
 from torch import Tensor
 
 from tidegate.models import CausalLM, LMConfig
 from tidegate.training.tasks import Mqar
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+MQAR = BENCHMARKS / "mqar.py"
 CPU = torch.device("cpu")
 
 
@@ -29,7 +31,7 @@ def mqar(monkeypatch):
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "mqar.py"), *map(str, options)]
+    command = [sys.executable, str(MQAR), *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -64,7 +66,7 @@ def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path):
         assert f"32 tokens, {mixer}: 64: {sum(found) / 2:.3f}" in done.stdout
     drawn = picture.read_bytes()
     assert drawn.startswith(b"\x89PNG")
-    again = run("--from-json", table, "--plot", tmp_path / "again.png")
+    again = run_here(MQAR, "--from-json", table, "--plot", tmp_path / "again.png")
     assert again.returncode == 0, again.stderr
     assert again.stdout == done.stdout
     assert (tmp_path / "again.png").read_bytes() == drawn
@@ -75,16 +77,16 @@ def test_runs_of_an_earlier_sweep_join(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     tiny = ("--device", "cpu", "--lengths", 16, "--widths", 64, "--rates", 1e-2, "--score-every", 1)
     tiny += ("--tokens", 32, "--examples", 4)
-    assert run(*tiny, "--seeds", 1, 2, "--steps", 1, "--json", first).returncode == 0
+    assert run_here(MQAR, *tiny, "--seeds", 1, 2, "--steps", 1, "--json", first).returncode == 0
     again = ("--seeds", 2, 3, "--steps", 2, "--add", first, "--json", second)
-    assert run(*tiny, *again).returncode == 0
+    assert run_here(MQAR, *tiny, *again).returncode == 0
     rows = json.loads(second.read_text(encoding="utf-8"))["runs"]
     assert [(row["seed"], row["steps"]) for row in rows] == [(1, 1), (2, 2), (3, 2)] * 2
 
 
 def test_a_sweep_without_time_says_so(tmp_path):
     table = tmp_path / "mqar.json"
-    done = run("--device", "cpu", "--limit-minutes", -1, "--json", table)
+    done = run_here(MQAR, "--device", "cpu", "--limit-minutes", -1, "--json", table)
     assert done.returncode == 1
     assert "no run was done within --limit-minutes" in done.stderr
     assert not table.exists()

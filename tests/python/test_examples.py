@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import run_here
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = {"train.py", "generate.py", "embed_mixer.py"}
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("examples")
 
 
 def run(program: str, *arguments: object) -> str:
-    """What the program prints."""
+    """What the program prints, in a process of its own."""
     command = [sys.executable, EXAMPLES / program, *arguments]
     result = subprocess.run(
         [str(word) for word in command],
@@ -28,6 +29,13 @@ def run(program: str, *arguments: object) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
+    assert result.returncode == 0, f"{program}: {result.stdout}{result.stderr}"
+    return result.stdout
+
+
+def run_printing(program: str, *arguments: object) -> str:
+    """What it prints in this process."""
+    result = run_here(EXAMPLES / program, *arguments)
     assert result.returncode == 0, f"{program}: {result.stdout}{result.stderr}"
     return result.stdout
 
@@ -55,18 +63,20 @@ def test_train(trained: tuple[Path, str]) -> None:
 
 def test_train_says_when_a_text_is_too_short(text: Path) -> None:
     with pytest.raises(AssertionError, match="has 1120 bytes: more than --context are needed"):
-        run("train.py", text, "--out", text.parent / "none", "--context", 5000)
+        run_printing("train.py", text, "--out", text.parent / "none", "--context", 5000)
 
 
 def test_generate(trained: tuple[Path, str]) -> None:
     folder, _ = trained
-    sampled, likeliest = run("generate.py", folder, "the tide", "--tokens", 12).splitlines()
+    sampled, likeliest = run_printing(
+        "generate.py", folder, "the tide", "--tokens", 12
+    ).splitlines()
     assert sampled.startswith("the tide")
     assert re.fullmatch(r"likeliest: the tide.{12}", likeliest)
 
 
 def test_embed_mixer() -> None:
-    printed = run("embed_mixer.py", "--time", 32)
+    printed = run_printing("embed_mixer.py", "--time", 32)
     errors = [float(error) for error in re.findall(r"squared error ([\d.]+)", printed)]
     assert errors[-1] < 0.02 < errors[0]
     assert printed.endswith("one token at a time gives the same predictions\n")

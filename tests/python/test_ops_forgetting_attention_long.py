@@ -34,13 +34,13 @@ def gates_of(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
 
 
 def gate_gradient_error(
-    gates: str, heads: int, key_heads: int, head_dim: int, device: str
+    gates: str, heads: int, key_heads: int, head_dim: int, device: str, time: int = 16384
 ) -> tuple[float, Tensor]:
-    """The relative error of dlog f over 16384 tokens of bfloat16 data, and dlog f."""
+    """The relative error of dlog f over so many tokens of bfloat16 data, and dlog f."""
     rng = torch.Generator().manual_seed(5)
-    shapes = [(1, 16384, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
+    shapes = [(1, time, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
     q, k, v, do = (torch.randn(s, generator=rng).bfloat16().to(device) for s in shapes)
-    log_f = gates_of(gates, (1, 16384, heads), rng).to(device)
+    log_f = gates_of(gates, (1, time, heads), rng).to(device)
     leaves = [t.requires_grad_() for t in (q, k, v, log_f)]
     o = ops.forgetting_attention(*leaves)
     found = torch.autograd.grad(o, leaves, do)[3]
@@ -52,8 +52,11 @@ def gate_gradient_error(
 @pytest.mark.slow
 @pytest.mark.parametrize("gates", ["weak", "strong", "mixed"])
 def test_gradient_of_the_gates_over_16384_tokens(gates: str, device: str) -> None:
-    """Sums over rows and columns of the same dS: at most 0.5 % from float64 with 16-bit data."""
-    error, found = gate_gradient_error(gates, 1, 1, 16, device)
+    """Sums over rows and columns of the same dS: at most 0.5 % from float64 with 16-bit data. On a
+    CPU, where the other gates take long, too, over a quarter as many: the sums of weak ones are the
+    longest."""
+    time = 4096 if device == "cpu" and gates != "weak" else 16384
+    error, found = gate_gradient_error(gates, 1, 1, 16, device, time)
     assert error <= 5e-3
     assert not found[:, 0].any()
 

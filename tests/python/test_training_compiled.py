@@ -7,7 +7,7 @@ import torch
 from conftest import require_cuda
 from test_training_runs import assert_same
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
-from training_cases import COPYING, FLAGS, prepare, tidegate, write_text
+from training_cases import COPYING, FLAGS, prepare, write_text
 
 from tidegate.models import mixers
 from tidegate.training import UserError
@@ -88,13 +88,18 @@ def test_one_compilation_serves_blocks_that_are_computed_again(tmp_path, text, m
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("inductor")
-def test_a_compiled_run_resumes_bit_for_bit(tmp_path, text):
+@pytest.mark.xdist_group("ranks")
+def test_a_compiled_run_resumes_bit_for_bit(tmp_path, text, ranks):
     """Dropout included, in processes of their own."""
+
+    def train(*arguments: object) -> None:
+        (ended,) = ranks.run(1, "distributed_cases:command", "train", *arguments)
+        assert ended.status == 0, ended
+
     flags = [*FLAGS, "--compile", "--dropout=0.1", "--schedule=constant", "--quiet"]
-    tidegate("train", text, *flags, "--steps=7", "--out", tmp_path / "whole")
-    tidegate("train", text, *flags, "--steps=4", "--out", tmp_path / "parts")
-    tidegate("train", "--steps=7", "--quiet", "--out", tmp_path / "parts")
+    train(text, *flags, "--steps=7", "--out", tmp_path / "whole")
+    train(text, *flags, "--steps=4", "--out", tmp_path / "parts")
+    train("--steps=7", "--quiet", "--out", tmp_path / "parts")
     whole, parts = (load_checkpoint(tmp_path / n / "checkpoint.pt") for n in ("whole", "parts"))
     assert_same(whole["model"], parts["model"])
     assert_same(whole["rng"], parts["rng"])

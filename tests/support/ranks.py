@@ -84,7 +84,12 @@ def free_port() -> int:
 
 
 def serve() -> None:
+    # What a process of a run needs, torch.optim's first optimiser included (torch._dynamo).
+    import numpy.random  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import torch._dynamo.backends.common  # noqa: F401
 
+    import tidegate.cli
     import tidegate.plots
     import tidegate.training.report
     import tidegate.training.sharded  # noqa: F401

@@ -8,6 +8,8 @@ same step, and when one fails, is killed or hangs, all of them end with one line
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import pickle
 import socket
@@ -15,36 +17,38 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import UserError
+from .failures import (
+    ANSWER,
+    STAYS,
+    Board,
+    Elsewhere,
+    NoStore,
+    OfAll,
+    Unreachable,
+    Watch,
+    connect,
+    is_running,
+    leave_without_a_word,
+    put_off_termination,
+    stay,
+)
 from .runtime import resolve_device
 
 T = TypeVar("T")
 
 PARALLEL = ("none", "ddp", "fsdp")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_FAILURE = "failure"
 # The device's collectives wait longer than those between hosts, which can name who is missing.
 _DEVICE_MARGIN = 60.0
 _CHECKPOINT_TIMEOUT = timedelta(hours=2)  # disks may be slow
 _LONGEST_GRACE = 20.0  # torchrun kills what has not ended 30 s after it was told to
-
-
-class OfAll(UserError):
-    """What every process of a run raises alike, or says about another: the line names none."""
-
-
-class Elsewhere(UserError):
-    """What ends this process happened in another one, which says so."""
-
-
-class Unreachable(UserError):
-    """This process does not reach the others, so it has to say so itself."""
 
 
 class Group:
@@ -141,6 +145,15 @@ def join(mode: str, *, device: str, timeout: float) -> Group:
     return Processes(mode, device, timeout)
 
 
+class _Present(NamedTuple):
+    """A process: where it is, and the port of its store."""
+
+    process: int
+    host: str
+    address: str
+    port: int
+
+
 class Processes(Group):
     """The processes that torchrun started."""
 
@@ -154,11 +167,16 @@ class Processes(Group):
         self._calls = 0
         self._last_meeting = time.monotonic()
         self._interval = 0.0
-        self._processes: list[int] = []
+        self._absent: list[int] = []  # of the roll call
+        self._watch: Watch | None = None
+        self._present: list[_Present] = []
         kind = self.device(device)
         self._store = self._reach()
+        self._own_store = connect("localhost", 0, timeout, holds=True)
         _joined = self
-        self._hosts = self._roll_call()
+        self._present = self._roll_call()
+        self._name_holders()
+        self._watch = Watch(self._board, self._hear, self._end)
         waits = timedelta(seconds=timeout)
         is_cuda = kind.type == "cuda"
         if is_cuda:
@@ -196,42 +214,53 @@ class Processes(Group):
         global _joins
         _joins += 1
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        self.holds_store = self.leads and not _torchrun_holds_store()
+        self._holds_first = self.leads and not _torchrun_holds_store()
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"tidegate/{restart}/{_joins}"
         try:
-            store = dist.TCPStore(
-                host,
-                int(port),
-                is_master=self.holds_store,
-                timeout=timedelta(seconds=self._timeout),
-                wait_for_workers=False,  # the roll call says who is missing
-                multi_tenant=True,
-            )
+            store = connect(host, int(port), self._timeout, holds=self._holds_first)
+            # By a connection of its own: the other may be busy with a wait.
+            asked = connect(host, int(port), self._timeout)
+            self._board = Board(dist.PrefixStore(prefix, asked))
         except (RuntimeError, ValueError, OSError) as error:
             raise Unreachable(
                 f"train: rank {self.rank} on {self._host} cannot reach {host}:{port} within "
                 f"{self._timeout:g} s: start all {self.size} processes within that time, and look "
                 f"whether that host answers at that port"
             ) from error
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"tidegate/{restart}/{_joins}", store)
+        return dist.PrefixStore(prefix, store)
 
-    def _roll_call(self) -> list[str]:
-        """Every rank's host, once all are there."""
+    def _name_holders(self) -> None:
+        """Tells the board whom to ask where the first store goes, perhaps with the whole host."""
+
+        def reach(rank: int) -> dist.Store:
+            if rank == self.rank:
+                return self._own_store
+            if self._has_ended(rank):
+                raise OSError
+            return connect(self._present[rank].address, self._present[rank].port, ANSWER)
+
+        hosts = [each.host for each in self._present]
+        order = sorted(range(1, self.size), key=lambda rank: hosts[rank] == hosts[0])
+        self._board.others = {rank: functools.partial(reach, rank) for rank in order}
+
+    def _roll_call(self) -> list[_Present]:
+        """Every rank, once all are there."""
         keys = [f"here/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], f"{os.getpid()} {self._host}")
+        own = _Present(os.getpid(), self._host, _own_address(), self._own_store.port)
+        self._store.set(keys[self.rank], json.dumps(own))
         end = time.monotonic() + self._timeout
         while not self._store.check(keys):
+            self._refuse_to_wait()
             if time.monotonic() > end:
-                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                self._absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 raise OfAll(
-                    f"train: {_ranks(missing)} of {self.size} did not come within "
+                    f"train: {_ranks(self._absent)} of {self.size} did not come within "
                     f"{self._timeout:g} s: start all processes within that time (--timeout), on "
                     "every node with the same --nnodes and --nproc-per-node"
                 )
             time.sleep(0.02)
-        told = [self._store.get(key).decode().partition(" ") for key in keys]
-        self._processes = [int(process) for process, _, _ in told]
-        return [host for _, _, host in told]
+        return [_Present(*json.loads(self._store.get(key))) for key in keys]
 
     # What rank 0 tells the others goes through the store, which waits as long as somebody is there:
     # rank 0 may train a tokenizer, or read a terabyte.
@@ -250,8 +279,8 @@ class Processes(Group):
             pause = min(1.5 * pause, 0.2)
 
     def _refuse_to_wait(self) -> None:
-        if self._store.check([_FAILURE]):
-            raise Elsewhere(f"train: {self._store.get(_FAILURE).decode()}")
+        if (problem := self._board.failure()) is not None:
+            raise Elsewhere(f"train: {problem}")
 
     def first(self, work: Callable[[], T]) -> T:
         key = self._key()
@@ -284,6 +313,7 @@ class Processes(Group):
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._control)
         now = time.monotonic()
         self._interval, self._last_meeting = now - self._last_meeting, now
+        self._watch.meet()
         return bool(told[0]), float(told[1])
 
     def meet(self) -> None:
@@ -297,53 +327,73 @@ class Processes(Group):
             raise
         except Exception as error:
             if _is_of_the_connection(error):
+                put_off_termination()
                 raise self._what_happened(str(error), where()) from error
             raise
 
     def _what_happened(self, text: str, where: str) -> UserError:
-        """Why a collective failed: every process that gets here says so in the store, and those
+        """Why a collective failed: every process that gets here says so on the board, and those
         that do not are gone or hang. Of its own host a process sees which are gone; they may keep
         others, which wait for somebody that waits for them, from getting here."""
-        hangs = "imeout" in text or "imed out" in text
         grace = min(2.0 + 2.0 * self._interval, _LONGEST_GRACE)
         keys = [f"failed/{rank}" for rank in range(self.size)]
+        was_still = self._watch.stillness()
+        is_late = was_still >= min(self._timeout, STAYS)
         try:
-            self._store.set(keys[self.rank], b"")
+            if is_late:
+                self._board.look_around()
+            if "imeout" in text or "imed out" in text:
+                self._board.note("waited")
+            self._board.note(keys[self.rank])
             end = time.monotonic() + grace
             gone: list[int] = []
-            while time.monotonic() < end and not gone and not self._store.check(keys):
+            while time.monotonic() < end and not gone and not self._board.has(*keys):
                 self._refuse_to_wait()
                 time.sleep(0.05)
                 gone = self._find_gone()
-            missing = gone or [r for r, key in enumerate(keys) if not self._store.check([key])]
-            hangs = hangs and not gone
+            missing = gone or [r for r, key in enumerate(keys) if not self._board.has(key)]
+            hangs = not gone and self._board.has("waited")
             self._refuse_to_wait()
+            is_late = is_late and len(gone) == self.size - 1
         except Elsewhere as error:
             return error
-        except RuntimeError:  # the store went with the process that holds it
+        except NoStore:
             missing, hangs = [0], False
+        if is_late:  # that it hangs is what the others have said, and ended
+            return Elsewhere(f"train: {self.name()} stood still for {was_still:.0f} s {where}")
         again = "the same command goes on from the last checkpoint"
         if not missing:
             return OfAll(f"train: the connection between the processes broke {where}: {text}")
-        names = ", ".join(f"{_ranks([r])} of {self.size} on {self._hosts[r]}" for r in missing)
+        names = ", ".join(
+            f"{_ranks([r])} of {self.size} on {self._present[r].host}" for r in missing
+        )
         if hangs:
             return OfAll(
                 f"train: {names} did not answer for {self._timeout:g} s (--timeout) {where}: end "
-                f"it where it hangs; {again}"
+                f"it if it still hangs; {again}"
             )
         return OfAll(f"train: {names} is gone {where}, killed or crashed: {again}")
 
     def _find_gone(self) -> list[int]:
         """The ranks whose processes ended, as far as anybody saw."""
-        for rank, (process, host) in enumerate(zip(self._processes, self._hosts, strict=True)):
-            if host == self._host and not _is_running(process):
-                self._store.set(f"gone/{rank}", b"")
-        return [rank for rank in range(self.size) if self._store.check([f"gone/{rank}"])]
+        for rank in range(self.size):
+            if self._has_ended(rank):
+                self._board.note(f"gone/{rank}")
+        return [rank for rank in range(self.size) if self._board.has(f"gone/{rank}")]
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank's process, of this host, is seen to have ended."""
+        if rank in self._absent:
+            return True
+        if not self._present or self._present[rank].host != self._host:
+            return False
+        return not is_running(self._present[rank].process)
 
     def leave(self) -> None:
         global _joined
         if _joined is not self:
             return
+        self._watch.stop()
         key = self._key()
         self._store.set(f"{key}/{self.rank}", b"")
         if self.leads:  # it may hold the store, so it goes last
@@ -358,10 +408,33 @@ class Processes(Group):
         """Whether this process is the first to fail, and so the one to say why."""
         own = f"{self.rank}: {problem}"
         try:
-            found = self._store.compare_set(_FAILURE, "", own).decode()
-        except RuntimeError:  # the store is gone, and whoever held it
+            return self._board.claim(own) == own
+        except NoStore:  # the process that held it has nothing more to say
             return True
-        return found == own
+
+    def end(self) -> None:
+        """Before this process ends because one failed: it hears of nothing more, and if it holds
+        the store, waits until the others have heard."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._hear()
+        self._stay()
+
+    def _hear(self) -> None:
+        with contextlib.suppress(NoStore):
+            self._board.note(f"heard/{self.rank}")
+
+    def _stay(self) -> None:
+        holds = self._holds_first if self._board.holder is None else self._board.holder == self.rank
+        if holds:
+            stay(
+                self._board,
+                lambda: [f"heard/{r}" for r in range(self.size) if not self._has_ended(r)],
+            )
+
+    def _end(self) -> None:
+        self._stay()
+        leave_without_a_word()
 
     def name(self) -> str:
         """This process, in words."""
@@ -376,13 +449,16 @@ def _torchrun_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _is_running(process: int) -> bool:
-    """Whether a process of this host has not ended; one that nobody asked about yet has."""
-    try:
-        with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def _own_address() -> str:
+    """This host's address on its way to rank 0's."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_DGRAM
+    ):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # which sends nothing
+            return probe.getsockname()[0]
+    return socket.gethostname()
 
 
 def _is_of_the_connection(error: Exception) -> bool:
@@ -400,13 +476,12 @@ def complain(error: BaseException, problem: str) -> None:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, Unreachable):
             print(line, file=sys.stderr, flush=True)
         return
-    if isinstance(error, Elsewhere) or not _joined.claim(problem):
-        return
-    if not isinstance(error, OfAll):
-        line = f"tidegate: {_joined.name()}: {' '.join(problem.split())}"
-    print(line, file=sys.stderr, flush=True)
-    if _joined.holds_store:
-        time.sleep(2.0)  # the others look into it
+    put_off_termination()
+    if not isinstance(error, Elsewhere) and _joined.claim(problem):
+        if not isinstance(error, OfAll):
+            line = f"tidegate: {_joined.name()}: {' '.join(problem.split())}"
+        print(line, file=sys.stderr, flush=True)
+    _joined.end()
 
 
 def is_joined() -> bool:
