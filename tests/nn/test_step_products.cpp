@@ -33,13 +33,16 @@ struct Around {
   const char* norm;
   const char* gate;  // "none", "before", "after"
   const char* glu;   // or null
-  bool has_bias, has_residual, has_out;
+  bool has_bias = false, has_residual = false, has_out = false;
 };
 
 constexpr Around kAll[] = {
-    {"none", "none", nullptr, false, false, false}, {"rms", "none", nullptr, true, false, false},
-    {"layer", "after", nullptr, true, true, true},  {"rms_no_weight", "before", "silu", true},
-    {"rms", "after", "none", false, true, true},    {"rms_no_weight", "none", nullptr, false, true},
+    {"none", "none", nullptr},
+    {"rms", "none", nullptr, true},
+    {"layer", "after", nullptr, true, true, true},
+    {"rms_no_weight", "before", "silu", true},
+    {"rms", "after", "none", false, true, true},
+    {"rms_no_weight", "none", nullptr, false, true},
 };
 
 /// The product by step_product() and by the ops it stands for, in one dtype and in double.
