@@ -14,8 +14,8 @@
 //
 // The producer's first warp fills the stages of Q and dO (queries_full, d_o_full), its second adds
 // what the queries' scores need (queries_full, too); a warp of math frees them when its products
-// have read them. The third warp takes dq of a tile from shared memory (dq_full, dq_free), and adds
-// it. ds_full says that all warps of math have written dS of a stage. It needs no barrier that
+// have read them. The third warp takes dq of a tile from shared memory (kDqBarrier, dq_free), and
+// adds it. ds_full says that all warps of math have written dS of a stage. It needs no barrier that
 // frees it: who writes a stage has waited for all to have written the one between.
 //
 // Products are under way beside everything else: dP beside the exponentials, dv beside dS, dk
@@ -266,7 +266,7 @@ struct HopperKeyGradients {
             pack_pair<T>(dv[j][2 * half], dv[j][2 * half + 1]);
       }
     }
-    hopper::named_barrier_sync(2 + group, 128);
+    hopper::named_barrier_sync(kGroupBarrier + group, 128);
     store_rows(at, at.w.params.dk, shared.keys);
     store_rows(at, at.w.params.dv, shared.values);
   }
@@ -366,11 +366,11 @@ struct HopperMathTiles {
     hopper::arrive_from(&shared.d_o_free[taken.index], math.lane);
     mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
     math.store_dq(shared.dq);
-    if (Shape::kStartsEarly) {  // from whatever is there where no tile follows
+    if (Shape::kStartsEarly && more) {
       start_dp(0);
     }
     hopper::fence_async_proxy();
-    hopper::arrive_from(&shared.dq_full, math.lane);
+    hopper::named_barrier_arrive(kDqBarrier, kDqBarrierThreads);
     dq_parity ^= 1;
   }
 };
@@ -421,7 +421,7 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
   }
   hopper::keep(math.dk);
   hopper::keep(math.dv);
-  hopper::named_barrier_sync(1, 256);  // all have read the keys
+  hopper::named_barrier_sync(kKeysReadBarrier, 256);  // all have read the keys
   math.store(at, shared);
 }
 

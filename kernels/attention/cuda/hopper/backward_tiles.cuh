@@ -51,6 +51,12 @@ struct HopperBackwardShape {
   };
 };
 
+// Named barriers of a block (0 is __syncthreads').
+constexpr int kKeysReadBarrier = 1;
+constexpr int kGroupBarrier = 2;  // and 3: of a math warpgroup
+constexpr int kDqBarrier = 4;     // dq and row_sums of a tile are in shared memory
+constexpr int kDqBarrierThreads = 256 + 32;
+
 /// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
 /// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
 /// and for edges, in units of log2, c_i - c_ref, high and low parts, and lse_i.
@@ -77,7 +83,7 @@ struct HopperBackwardShared {
   uint64_t queries_full[kStages], queries_free[kStages];     // with stats
   uint64_t d_o_full[kStages], d_o_free[kStages];
   uint64_t ds_full[kStages];
-  uint64_t dq_full, dq_free;  // with row_sums
+  uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
@@ -86,10 +92,10 @@ struct HopperBackwardShared {
   __device__ void init_barriers() {
     mbarrier_init(&keys_full, 1);
     mbarrier_init(&values_full, 1);
-    mbarrier_init(&dq_full, Shape::kMathWarps);
     mbarrier_init(&dq_free, 1);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&queries_full[i], 2);  // the warp that loads them, that of their stats
+      mbarrier_init(&queries_full[i],
+                    1 + 32);  // the warp that loads them, the lanes of their stats
       mbarrier_init(&d_o_full[i], 1);
       mbarrier_init(&queries_free[i], Shape::kMathWarps);
       mbarrier_init(&d_o_free[i], Shape::kMathWarps);
@@ -299,10 +305,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
       }
-      __syncwarp();
-      if (lane == 0) {
-        mbarrier_arrive(&shared.queries_full[stage.index]);
-      }
+      mbarrier_arrive(&shared.queries_full[stage.index]);
     }
   }
 }
@@ -317,7 +320,7 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
   constexpr int kRows = Shape::kRows, kTileFloats = kRows * Shape::kDqColumns;
   const ForgettingAttentionParams& p = at.p;
   const TensorAttention& w = at.w;
-  int stage = 0, parity = 0;
+  int stage = 0;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     int64_t tile_index = (first_tile_index(w.query_tiles, static_cast<int>(at.queries.index)) +
@@ -333,7 +336,7 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
         }
         __syncwarp();
       }
-      mbarrier_wait(&shared.dq_full, parity);
+      hopper::named_barrier_sync(kDqBarrier, kDqBarrierThreads);
       if (lane == 0) {
         add_bulk<kTileFloats* int{sizeof(float)}>(w.dq_sums + tile_index * kTileFloats, shared.dq);
       }
@@ -359,7 +362,6 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
       }
       __syncwarp();
       stage ^= 1;
-      parity ^= 1;
     }
   }
   if (lane == 0) {
