@@ -2,82 +2,96 @@
 
 // Norms of rows, forward: rows are read once, normed in registers and written once.
 
-#include "kernels/norm/cuda/row_tile.cuh"
+#include "kernels/norm/cuda/row_ring.cuh"
 
 namespace tidegate::kernels::norm {
 
-/// Registers of a thread, so few that 24 warps fit on a multiprocessor: loads under way are what
-/// memory's speed is made of.
-constexpr int kForwardRegisters = 80;
+/// Registers of a thread.
+constexpr int kForwardRegisters = 56;
 
-/// A thread's part of kRows rows. kOther: there is an addend, or a gate.
-template <class Data, class Stream, int kRows, bool kOther>
+/// A thread's part of a row. kGated: beside x there is a gate, otherwise an addend or nothing.
+template <class Data, class Stream, bool kGated>
 struct ForwardTile {
   static constexpr bool kFast = sizeof(Data) == 2;
   using Math = GateMath<float, kFast>;
+  using Ring = RowRing<kVec * (sizeof(Stream) + sizeof(Data))>;
+  // Where the parts lie in the ring, in units of 16 bytes.
+  static constexpr int kX = 0, kOther = Eight<Stream>::kParts;
 
   const NormParams& p;
-  const RowShape& shape;
-  int column;     // the thread's first
-  bool exists;    // whether it has columns at all: lanes are more than needed at times
-  bool is_gated;  // what the other tensor is
-  Eight<Stream> x[kRows];
-  Eight<Data> other[kOther ? kRows : 1];
-  RowPlace<unsigned> place[kRows];
-  float u[kRows][kVec];
+  Ring ring;
+  int column;   // the thread's first
+  bool exists;  // whether it has columns at all: lanes are more than needed at times
+  bool has_addend;
+  float u[kVec];
 
-  /// Asks for all that is read. Past the last row, the last one again.
-  __device__ void load(unsigned first) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      place[r] = row_place(p, min(first + r * shape.stride, shape.rows - 1));
-      x[r] = load_eight(place[r].template in<const Stream>(p.x) + column);
-      if constexpr (kOther) {
-        const HeadSeries& from = is_gated ? p.gate : p.addend;
-        other[r] = load_eight(place[r].template in<const Data>(from) + column);
-      }
+  /// Asks for a row.
+  __device__ void load(unsigned row) {
+    const RowPlace<unsigned> place = row_place(p, row);
+    const bool merged = is_merged(p);
+    ring.template copy<kX>(row_in<const Stream>(p.x, place, merged) + column);
+    if (kGated || has_addend) {
+      ring.template copy<kOther>(row_in<const Data>(kGated ? p.gate : p.addend, place, merged) +
+                                 column);
     }
   }
 
-  /// u, what is normed; zero where the thread has no columns.
-  __device__ void combine(int r) {
+  /// u, what is normed, of the row that has come; zero where the thread has no columns.
+  __device__ void combine() {
+    ring.template read<kX, Stream>(u);
+    if constexpr (kGated) {
+      if (p.gate_first) {
+        float gate[kVec];
+        ring.template read<kOther, Data>(gate);
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      float value = x[r].get(v);
-      if constexpr (kOther) {
-        if (!is_gated) {
-          value = widen(narrow<Stream>(value + other[r].get(v)));
-        } else if (p.gate_first) {
-          value = __fmul_rn(value, activated<Math>(p.activation, other[r].get(v)));
+        for (int v = 0; v < kVec; ++v) {
+          u[v] = __fmul_rn(u[v], activated<Math>(p.activation, gate[v]));
         }
       }
-      u[r][v] = exists ? value : 0.0f;
+    } else if (has_addend) {
+      float addend[kVec];
+      ring.template read<kOther, Data>(addend);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        u[v] = widen(narrow<Stream>(u[v] + addend[v]));
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      u[v] = exists ? u[v] : 0.0f;
     }
   }
 
   /// y from u - mean, of which `rest` is left in u, and its factor.
-  __device__ void store(int r, float rest, float factor, const float (&w)[kVec],
+  __device__ void store(unsigned row, float rest, float factor, const float (&w)[kVec],
                         const float (&b)[kVec]) {
     float y[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      y[v] = fmaf((u[r][v] - rest) * factor, w[v], b[v]);
-      if constexpr (kOther) {
-        if (is_gated && !p.gate_first) {
-          y[v] *= activated<Math>(p.activation, other[r].get(v));
+      y[v] = fmaf((u[v] - rest) * factor, w[v], b[v]);
+    }
+    if constexpr (kGated) {
+      if (!p.gate_first) {
+        float gate[kVec];
+        ring.template read<kOther, Data>(gate);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) {
+          y[v] *= activated<Math>(p.activation, gate[v]);
         }
       }
     }
-    store_eight(place[r].template in<Data>(p.y) + column, y);
+    store_eight(row_in<Data>(p.y, row_place(p, row), is_merged(p)) + column, y);
   }
 };
 
-template <class Data, class Stream, int kRows, bool kOther>
+template <class Data, class Stream, bool kGated>
 __global__ void __maxnreg__(kForwardRegisters)
     norm_forward_kernel(const __grid_constant__ NormParams p,
                         const __grid_constant__ RowShape shape) {
-  __shared__ RowSumsMemory<2 * kRows> memory;
-  RowReducer<2 * kRows> reducer(&memory, shape.lanes);
+  using Tile = ForwardTile<Data, Stream, kGated>;
+  __shared__ RowSumsMemory<2> memory;
+  extern __shared__ uint4 ring_memory[];
+  RowReducer<2> reducer(&memory, shape.lanes);
   const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
   const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
   const bool exists = lane * kVec < p.channels;
@@ -90,77 +104,86 @@ __global__ void __maxnreg__(kForwardRegisters)
   load_weights<Data>(p.weight, p.weight_dtype, of_head, 1.0f, w);
   load_weights<Data>(p.bias, p.bias_dtype, of_head, 0.0f, b);
 
-  ForwardTile<Data, Stream, kRows, kOther> tile{p, shape, column, exists, p.gate.data != nullptr};
-  for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += kRows * shape.stride) {
-    const unsigned first = base + (slot - blockIdx.x * shape.slots);
-    tile.load(first);
-    float sums[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      tile.combine(r);
-      if (kOther && !tile.is_gated && exists && first + r * shape.stride < shape.rows) {
-        store_eight(tile.place[r].template in<Stream>(p.sum) + column, tile.u[r]);
-      }
+  Tile tile{p, typename Tile::Ring(ring_memory), column, exists, p.addend.data != nullptr};
+  unsigned asked = slot;
+  const auto ask = [&] {
+    if (asked < shape.rows) {
+      tile.load(asked);
     }
+    tile.ring.next_filled();
+    asked += shape.stride;
+  };
+#pragma unroll
+  for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
+    ask();
+  }
+  unsigned row = slot;
+  for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
+    tile.ring.wait();
+    ask();
+    tile.combine();
+    const bool writes = exists && row < shape.rows;
+    if (!kGated && tile.has_addend && writes) {
+      store_eight(row_in<Stream>(p.sum, row_place(p, row), is_merged(p)) + column, tile.u);
+    }
+    float rest = 0.0f, squares = 0.0f;  // what the mean's rounding has left in u; sum of squares
     if (is_layer) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        sums[r] = 0.0f;
-#pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          sums[r] += tile.u[r][v];
-        }
-      }
-      reducer.sum(sums);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const float mean = sums[r] / channels;
-#pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          tile.u[r][v] = exists ? tile.u[r][v] - mean : 0.0f;
-        }
-      }
-    }
-    float moments[2 * kRows] = {};  // sums of squares, and what the mean's rounding has left
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+      float sum[1] = {};
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        moments[2 * r] = fmaf(tile.u[r][v], tile.u[r][v], moments[2 * r]);
-        moments[2 * r + 1] += tile.u[r][v];
+        sum[0] += tile.u[v];
       }
-    }
-    reducer.sum(moments);
+      reducer.sum(sum);
+      const float mean = sum[0] / channels;
+      float moments[2] = {};
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (exists && first + r * shape.stride < shape.rows) {
-        const float rest = is_layer ? moments[2 * r + 1] / channels : 0.0f;
-        const float variance = positive_part(fmaf(-rest, rest, moments[2 * r] / channels));
-        tile.store(r, rest, rsqrtf(variance + static_cast<float>(p.eps)), w, b);
+      for (int v = 0; v < kVec; ++v) {
+        tile.u[v] = exists ? tile.u[v] - mean : 0.0f;
+        moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
+        moments[1] += tile.u[v];
       }
+      reducer.sum(moments);
+      squares = moments[0], rest = moments[1] / channels;
+    } else {
+      float moments[1] = {};
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
+      }
+      reducer.sum(moments);
+      squares = moments[0];
     }
+    if (writes) {
+      const float variance = positive_part(fmaf(-rest, rest, squares / channels));
+      tile.store(row, rest, rsqrtf(variance + static_cast<float>(p.eps)), w, b);
+    }
+    tile.ring.next_read();
+    row += shape.stride;
   }
 }
 
-template <auto* kKernel>
-cudaError_t launch_forward(const NormParams& p, int rows, cudaStream_t stream, bool* fits) {
+template <class Data, class Stream, bool kGated>
+cudaError_t launch_forward(const NormParams& p, cudaStream_t stream, bool* fits) {
   RowShape shape = row_shape(p);
+  const int shared_bytes = ForwardTile<Data, Stream, kGated>::Ring::shared_bytes(shape);
+  constexpr auto* kKernel = &norm_forward_kernel<Data, Stream, kGated>;
   int64_t blocks = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, rows, &blocks));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, shared_bytes, &blocks));
   *fits = blocks > 0;
   shape.stride = static_cast<unsigned>(blocks * shape.slots);
-  return launch_unless_empty(kKernel, blocks, dim3(shape.threads()), 0, stream, p, shape);
+  return launch_unless_empty(kKernel, blocks, dim3(shape.threads()), shared_bytes, stream, p,
+                             shape);
 }
 
 template <class Data, class Stream>
 cudaError_t NormKernels<Data, Stream>::forward(const NormParams& p, cudaStream_t stream,
                                                bool* fits) {
-  constexpr int kRows = 2;
-  return p.addend.data != nullptr || p.gate.data != nullptr
-             ? launch_forward<&norm_forward_kernel<Data, Stream, kRows, true>>(p, kRows, stream,
-                                                                               fits)
-             : launch_forward<&norm_forward_kernel<Data, Stream, kRows, false>>(p, kRows, stream,
-                                                                                fits);
+  if constexpr (sizeof(Data) == sizeof(Stream)) {
+    if (p.gate.data != nullptr) {
+      return launch_forward<Data, Stream, true>(p, stream, fits);
+    }
+  }
+  return launch_forward<Data, Stream, false>(p, stream, fits);
 }
 
 }  // namespace tidegate::kernels::norm

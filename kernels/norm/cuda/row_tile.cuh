@@ -145,7 +145,7 @@ struct RowShape {
   unsigned rows = 0;    // of all
   unsigned stride = 0;  // from a slot's row to its next: slots of the whole grid
 
-  int threads() const { return lanes * slots; }
+  __host__ __device__ int threads() const { return lanes * slots; }
 };
 
 inline RowShape row_shape(const NormParams& p) {
@@ -174,13 +174,15 @@ inline int64_t greatest_common_divisor(int64_t a, int64_t b) {
 /// Blocks of the grid: what fits on the chip at once, or less where the work is less, and so many
 /// that a slot always meets rows of one head's weights. Zero where no such grid fits.
 template <auto* kKernel>
-cudaError_t count_blocks(const NormParams& p, const RowShape& shape, int rows, int64_t* blocks) {
+cudaError_t count_blocks(const NormParams& p, const RowShape& shape, int shared_bytes,
+                         int64_t* blocks) {
   DeviceLimits device;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(shared_bytes));
   int each = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kKernel, shape.threads(), 0));
-  const int64_t wanted = ceil_div(row_count(p), int64_t{shape.slots} * rows);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &each, kKernel, shape.threads(), static_cast<size_t>(shared_bytes)));
+  const int64_t wanted = ceil_div(row_count(p), int64_t{shape.slots});
   const int64_t unit = p.weight_heads / greatest_common_divisor(p.weight_heads, shape.slots);
   const int64_t at_once = int64_t{each} * device.multiprocessors;
   *blocks = std::min(ceil_div(wanted, unit), at_once / unit) * unit;
@@ -195,63 +197,5 @@ bool rows_fit(const NormParams& p, const Series&... series) {
          row_count(p) < (int64_t{1} << 30) && p.x.dtype != DType::kFloat64 &&
          ((series.data == nullptr || rows_aligned(series, 16)) && ...);
 }
-
-// ---- Sums over a row ----
-
-/// Memory for the sums of two reductions in turn, so that each takes one barrier.
-template <int kCount>
-struct RowSumsMemory {
-  float of_warp[2][kMaxThreads / kWarpSize][kCount];
-};
-
-/// Adds kCount numbers over the threads of a row; every thread of the block comes here.
-template <int kCount>
-class RowReducer {
- public:
-  __device__ RowReducer(RowSumsMemory<kCount>* memory, int lanes)
-      : memory_(memory), lanes_(lanes) {}
-
-  template <int kUsed>
-  __device__ void sum(float (&x)[kUsed]) {
-    static_assert(kUsed <= kCount);
-    const int within = lanes_ < kWarpSize ? lanes_ : kWarpSize;
-    for (int distance = within / 2; distance > 0; distance /= 2) {
-#pragma unroll
-      for (int i = 0; i < kUsed; ++i) {
-        x[i] += __shfl_xor_sync(0xffffffffu, x[i], distance);
-      }
-    }
-    if (lanes_ <= kWarpSize) {
-      return;
-    }
-    float (*const of_warp)[kCount] = memory_->of_warp[turn_];
-    turn_ ^= 1;
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread % kWarpSize == 0) {
-#pragma unroll
-      for (int i = 0; i < kUsed; ++i) {
-        of_warp[thread / kWarpSize][i] = x[i];
-      }
-    }
-    __syncthreads();
-    const int warps = lanes_ / kWarpSize;
-    const int first = thread / lanes_ * warps;
-#pragma unroll
-    for (int i = 0; i < kUsed; ++i) {
-      x[i] = of_warp[first][i];
-    }
-    for (int warp = 1; warp < warps; ++warp) {
-#pragma unroll
-      for (int i = 0; i < kUsed; ++i) {
-        x[i] += of_warp[first + warp][i];
-      }
-    }
-  }
-
- private:
-  RowSumsMemory<kCount>* memory_;
-  int lanes_;
-  int turn_ = 0;
-};
 
 }  // namespace tidegate::kernels::norm
