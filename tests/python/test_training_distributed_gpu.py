@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import re
 import pytest
 import torch
 from support.ranks import Ranks
@@ -98,7 +99,7 @@ def test_a_process_that_is_killed_is_named_and_the_run_goes_on(tmp_path, text, g
     assert [each.status for each in ended] == [2, -9]
     (line,) = lines(ended)
     assert line.startswith("train: rank 1 of 2 on ")
-    assert "is gone at step 8" in line
+    assert re.search(r"is gone at step [89],", line)  # the host runs ahead of its device
     for name in ("run", "whole"):
         ended = gpus.run(2, COMMAND, *flags(text, tmp_path / name, *more))
         assert [each.status for each in ended] == [0, 0], ended
