@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-import re
 import pytest
 import torch
 from support.ranks import Ranks
