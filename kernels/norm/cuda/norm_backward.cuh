@@ -153,7 +153,7 @@ __device__ inline void write_partials(const NormParams& p, const RowShape& shape
 }
 
 /// Registers of a thread.
-constexpr int kBackwardRegisters = 64;
+constexpr int kBackwardRegisters = 80;
 
 template <class Data, class Stream, bool kGated>
 __global__ void __maxnreg__(kGated ? 96 : kBackwardRegisters)

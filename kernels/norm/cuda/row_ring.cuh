@@ -33,33 +33,27 @@ __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& 
 /// copied itself, so that no barrier is needed. kBytes: of a row, a thread's part of all tensors.
 template <int kBytes>
 class RowRing {
-  static constexpr int kMostBytes = 96 * 1024;  // of a block, on the smallest chip
   static constexpr int kParts = kBytes / 16;
-  // Threads' parts lie side by side, an odd number of them where there is room: then eight threads
-  // read from all banks.
-  static constexpr int kOdd = kParts | 1;
-  static constexpr int kStride = 2 * 16 * kOdd * kMaxThreads <= kMostBytes ? kOdd : kParts;
+  static constexpr int kMostBytes = 96 * 1024;  // of a block, on the smallest chip
 
  public:
-  static constexpr int kStages = 3 * 16 * kStride * kMaxThreads <= kMostBytes ? 3 : 2;
+  static constexpr int kStages = 3 * kBytes * kMaxThreads <= kMostBytes ? 3 : 2;
 
-  static int shared_bytes(const RowShape& shape) {
-    return kStages * 16 * kStride * shape.threads();
-  }
+  static int shared_bytes(const RowShape& shape) { return kStages * kBytes * shape.threads(); }
 
-  __device__ explicit RowRing(uint4* memory) : mine_(memory + threadIdx.x * kStride) {}
+  __device__ explicit RowRing(uint4* memory) : mine_(memory + threadIdx.x) {}
 
   /// Copies eight numbers to the stage that is filled now, at 16 * kPart bytes of the thread's.
   template <int kPart, class T>
   __device__ void copy(const T* from) const {
-    uint4* const to = stage(filled_) + kPart;
 #pragma unroll
     for (int i = 0; i < Eight<T>::kParts; ++i) {
       if constexpr (Eight<T>::kParts == 1) {
-        copy_async<16>(to + i, from);
+        copy_async<16>(part(filled_, kPart + i), from);
       } else {
         // Through L1: half a sector each time, which L2 would be asked for twice.
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i)),
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
+                         shared_address(part(filled_, kPart + i))),
                      "l"(from + i * Eight<T>::kPart)
                      : "memory");
       }
@@ -78,9 +72,8 @@ class RowRing {
   /// Reads eight numbers.
   template <int kPart, class T>
   __device__ void read(float (&x)[kVec]) const {
-    const uint4* const from = stage(read_) + kPart;
     if constexpr (sizeof(T) == 2) {
-      const uint4 four = *from;
+      const uint4 four = *part(read_, kPart);
       const uint32_t words[kVec / 2] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
@@ -89,7 +82,7 @@ class RowRing {
     } else {
 #pragma unroll
       for (int i = 0; i < kVec / 4; ++i) {
-        const float4 four = reinterpret_cast<const float4*>(from)[i];
+        const float4 four = *reinterpret_cast<const float4*>(part(read_, kPart + i));
         x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
       }
     }
@@ -99,7 +92,10 @@ class RowRing {
 
  private:
   __device__ static unsigned after(unsigned stage) { return stage == kStages - 1 ? 0 : stage + 1; }
-  __device__ uint4* stage(unsigned number) const { return mine_ + number * blockDim.x * kStride; }
+  /// Threads' parts lie side by side: a warp's copy is one piece in shared memory too.
+  __device__ uint4* part(unsigned stage, int number) const {
+    return mine_ + (stage * kParts + number) * blockDim.x;
+  }
 
   uint4* mine_;
   unsigned filled_ = 0, read_ = 0;
