@@ -3,7 +3,7 @@
 // Instructions of compute capability 9.0a (Hopper), each behind a function of its name: barriers
 // that count bytes, copies of tiles by the copy engine (TMA), and products by a warpgroup (wgmma).
 // What each does is in the PTX ISA under the name given beside it; what is said here is how the
-// kernels use it. The bodies exist in code for 9.0a only: in_hopper_code() tells.
+// kernels use it. The bodies exist in code for 9.0a only (TIDEGATE_HOPPER_CODE).
 //
 // A warpgroup is four neighbouring warps, the first of them a multiple of four. Shared memory is
 // read by the copy engine and by wgmma in a way of their own ("the async proxy"): what threads

@@ -15,8 +15,8 @@
 // The math warpgroups take turns to issue products. Each issues S of the next tile and P V of the
 // last one together, and computes weights of the one while the other runs.
 //
-// Who waits for what: barriers of ForwardBarriers, all pairs of "full" (data is there; what
-// producers complete) and "empty" (all math warps are done with it).
+// Who waits for what: barriers of ForwardBarriers, "full" (data is there: what producers complete)
+// and "empty" (all math warps are done with it).
 
 #include "kernels/attention/cuda/hopper/forward_math.cuh"
 #include "kernels/attention/cuda/hopper/forward_producers.cuh"
@@ -27,6 +27,8 @@ namespace tidegate::kernels::attention {
 
 // ---- The kernel ----
 
+/// All lanes arrive where all have read or written shared memory that other threads then write or
+/// read: compute-sanitizer knows no other way. For what the copy engine writes, one of a warp does.
 template <class Shape>
 __device__ inline void init_barriers(ForwardBarriers& barriers) {
   constexpr int kMathWarps = 4 * Shape::kGroups;
@@ -34,12 +36,12 @@ __device__ inline void init_barriers(ForwardBarriers& barriers) {
     mbarrier_init(&barriers.item_known[stage], 1);
     mbarrier_init(&barriers.item_ready[stage], 32);
     mbarrier_init(&barriers.item_bounded[stage], 1);
-    mbarrier_init(&barriers.item_empty[stage], 32 * kMathWarps + 3);
+    mbarrier_init(&barriers.item_empty[stage], 32 * kMathWarps + 3);  // and the other producers
     mbarrier_init(&barriers.q_full[stage], 1);
     mbarrier_init(&barriers.q_empty[stage], kMathWarps);
     mbarrier_init(&barriers.k_full[stage], 1 + 32);  // the loader, the lanes that write gates
     mbarrier_init(&barriers.k_empty[stage], 32 * kMathWarps);
-    mbarrier_init(&barriers.v_full[stage], 1);  // the loader, or the inspectors
+    mbarrier_init(&barriers.v_full[stage], 1);  // the loader, or the inspector
     mbarrier_init(&barriers.v_landed[stage], 1);
     mbarrier_init(&barriers.v_empty[stage], kMathWarps);
   }

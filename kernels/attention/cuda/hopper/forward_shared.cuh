@@ -92,7 +92,7 @@ __device__ inline int first_sure_tile(const ForwardItem& item) {
 }
 
 /// The first tile of an item's keys, asked for when the sure ones have been dealt with. With
-/// pruning it is known when the queries have been looked at (ForwardGates::prune).
+/// pruning it is known when the queries have been looked at (ForwardRowGates::prune).
 template <class Shape>
 __device__ inline int first_tile(const HopperForwardShared<Shape>& shared, RingPlace<> slot,
                                  bool pruned) {

@@ -52,8 +52,8 @@ struct HopperForwardShape {
   static constexpr int kMathRegisters = kGroups == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kOtherBytes = 4 * (kKeys + kRows) * int{sizeof(float)} + 512;
-  // Where there is room for two items' queries, the second is looked at (see ForwardGates::prune)
-  // and there when the first ends.
+  // Where there is room for two items' queries, the second is looked at (see
+  // ForwardRowGates::prune) and there when the first ends.
   static constexpr int kQueryStages =
       2 * kQueryBytes + 4 * kKeyBytes + kOtherBytes <= kHopperSharedBytes ? 2 : 1;
   static constexpr int kSharedBytes = kQueryStages * kQueryBytes + 4 * kKeyBytes + kOtherBytes;
