@@ -24,18 +24,18 @@ struct AttentionAppendParams {
   DType dtype = DType::kFloat32;    // of all data; 64-bit is not taken
   const void* projected = nullptr;  // [B, heads + 2 key_heads heads of D]: q, k, v
   int64_t stride_projected = 0;     // elements from one row to the next, here and below
-  // Of KV-shift; null without.
+  // KV-shift: null pointers where the layer has none.
   const void* mixes = nullptr;  // [B, 2 key_heads]: of k, of v
   int64_t stride_mixes = 0;
   void* last_k = nullptr;  // [B, key_heads, D], contiguous
   void* last_v = nullptr;
-  // Of the norms; null without: [heads, D] or [D].
+  // Weights of the norms of q and k, [heads, D] or [D]: null where there are no norms.
   const void* q_weight = nullptr;
   const void* k_weight = nullptr;
   bool weights_a_head = false;
   double eps = 0;
   double theta = 0;  // zero: no rotary positions
-  // Of the gates; gate_heads is zero without.
+  // Forget gates: gate_heads is zero where the layer has none.
   int64_t gate_heads = 0;
   const void* gate_logits = nullptr;  // [B, gate_heads]; null: the bias alone
   int64_t stride_gate_logits = 0;

@@ -113,7 +113,7 @@ struct RowStager {
   /// has a group, or several. All threads of the block come here.
   static constexpr int kGroups = 8;
 
-  /// Of what the lanes of every warp have of its own group, where all warps share the row.
+  /// The sum over the row where all its warps share it: `mine` is a lane's sum over its own group.
   __device__ float sum_over_warps(float mine) const {
     static_assert(kWarps == kGroups);
     mine = warp_sum(mine);
@@ -124,7 +124,7 @@ struct RowStager {
     for (int w = 0; w < kWarps; ++w) sum += sums[w];
     return sum;
   }
-  /// Of add(sum so far, pack) over the row's packs, of which there are `count`.
+  /// The sum over the row's `count` packs: add(sum so far, pack) adds one pack.
   template <class Add>
   __device__ float sum_over_packs(int count, Add add) const {
     const int lane = thread % 32;

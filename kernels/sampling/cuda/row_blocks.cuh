@@ -62,7 +62,7 @@ struct RowBlocks {
   int rank = kBlocks > 1 ? cluster_rank() : 0;
   int turn = 0;
 
-  /// Of the row's tokens.
+  /// The first of the row's tokens that this thread takes.
   __device__ int64_t first() const { return static_cast<int64_t>(rank) * kThreads + threadIdx.x; }
 
   __device__ void sync() const {

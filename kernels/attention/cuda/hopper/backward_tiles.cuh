@@ -24,7 +24,7 @@ struct HopperBackwardShape {
   static constexpr int kThreads = 384;
   // Whether dP's start is read while the S before it is under way: where registers are plenty.
   static constexpr bool kStartsEarly = kDim <= 64;
-  // Of a thread: 65536 of a multiprocessor, less what setmaxnreg cannot hand out.
+  // Registers a thread. setmaxnreg hands out no more than the launch allotted, 168 x 384 threads.
   static constexpr int kMathRegisters = kDim > 96 ? 240 : 232;
   static constexpr int kProducerRegisters = kDim > 96 ? 24 : 40;
 

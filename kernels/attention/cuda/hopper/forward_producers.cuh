@@ -137,7 +137,7 @@ struct ForwardKeyGates {
   const HopperForwardShared<Shape>& shared;
   int lane;
 
-  /// Of keys with sums c: see HopperForwardShared::key_gates.
+  /// Writes the gates of keys whose sums are c, as HopperForwardShared::key_gates lays them out.
   __device__ void store_keys(const double (&c)[kKeys / 32], double reference, bool edge,
                              float* to) const {
     const double inverse_scale = 1 / w.params.forward.scale;

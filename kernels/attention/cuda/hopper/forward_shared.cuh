@@ -44,8 +44,9 @@ class HopperForwardShared {
     return queries(Shape::kQueryStages) + stage * Shape::kKeyBytes;
   }
   __device__ unsigned char* values(int stage) const { return keys(2 + stage); }
-  /// Of an edge tile [2][kKeys]: c_ref - c_j, high and low parts. Of another [kKeys / 2][4]: pairs
-  /// of keys' (c_ref - c_j) / scale, twice, as two rows of accumulators begin.
+  /// The keys' gates. An edge tile has c_ref - c_j in high and low parts, [2][kKeys]; any other
+  /// tile has (c_ref - c_j) / scale of pairs of keys, twice, as two rows of accumulators begin:
+  /// [kKeys / 2][4].
   __device__ float* key_gates(int stage) const {
     return reinterpret_cast<float*>(values(2)) + stage * 2 * kKeys;
   }
