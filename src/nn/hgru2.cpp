@@ -145,8 +145,14 @@ Tensor HGRU2Impl::step_checked(const Tensor& x, const Tensor& state, const Optio
 
 Tensor HGRU2Impl::residual_step_checked(NormImpl& before, const Tensor& x, const Tensor& state,
                                         const OptionalTensor& gamma) {
-  const Tensor projected = step_product(x, in_proj, {.norm = &before});
-  const Tensor o = advance(projected, state, gamma).flatten(-2);
+  Tensor o;
+  if (!gate_bias.defined()) {
+    o = hgrn2_token(x, in_proj, {.norm = &before}, split_gamma(gamma), state,
+                    {scale(), *options.q_activation(), *options.v_activation()});
+  }
+  if (!o.defined()) {
+    o = advance(step_product(x, in_proj, {.norm = &before}), state, gamma).flatten(-2);
+  }
   return step_product(o, out_proj, {.norm = norm.get(), .residual = x});
 }
 

@@ -14,10 +14,12 @@
 #include "kernels/product/product.h"
 #include "src/nn/common.h"
 #include "src/nn/products.h"
+#include "src/ops/gla.h"
 #include "src/ops/launch.h"
 #include "src/ops/views.h"
 
 #ifdef TIDEGATE_WITH_CUDA
+#include "kernels/gla/token_product_cuda.h"
 #include "kernels/product/product_cuda.h"
 #endif
 
@@ -28,7 +30,7 @@ using torch::Tensor;
 using OptionalTensor = std::optional<torch::Tensor>;
 
 // Rows that the kernel takes at most.
-constexpr int64_t kMostRows = 16;
+constexpr int64_t kMostRows = 64;
 constexpr int64_t kPack = 8;
 // So many take long enough that a second product costs less than it saves.
 constexpr int64_t kManyChannels = 4096;
@@ -113,41 +115,63 @@ product::FusedProductParams params_of(const Tensor& x, const Tensor& weight, con
   return params;
 }
 
-// y by one launch; undefined where the kernel is not made for these tensors.
-Tensor fused(const Tensor& x, const Tensor& weight, const OptionalTensor& given_bias,
-             const StepProduct& around) {
+// What the kernels would be given; none where they are not made for these tensors.
+std::optional<product::FusedProductParams> planned(const Tensor& x, const Tensor& weight,
+                                                   const OptionalTensor& given_bias,
+                                                   const StepProduct& around) {
   if (!x.is_cuda() || !is_16_bit(x) || x.dim() != 2 || x.size(0) == 0 || x.size(0) > kMostRows ||
       x.size(1) != weight.size(1) || at::autocast::is_autocast_enabled(at::kCUDA)) {
-    return {};
+    return std::nullopt;
   }
   const Tensor bias = given_bias.value_or(Tensor());
   const bool has_norm = around.norm != nullptr && around.norm->options.kind() != "none";
-  if (around.gate.defined() && !has_norm) return {};
-  if (has_norm && around.norm->options.heads() != 1) return {};
+  if (around.gate.defined() && !has_norm) return std::nullopt;
+  if (has_norm && around.norm->options.heads() != 1) return std::nullopt;
   const Tensor norm_weight = has_norm ? around.norm->weight : Tensor();
   const Tensor norm_bias = has_norm ? around.norm->bias : Tensor();
   if (!are_like(
           x, {x, weight, bias, norm_weight, norm_bias, around.gate, around.residual, around.out}) ||
       !are_apart(x, around)) {
-    return {};
+    return std::nullopt;
   }
-  product::FusedProductParams params = params_of(x, weight, bias, around);
+  return params_of(x, weight, bias, around);
+}
+
+// y by one launch; undefined where the kernel is not made for these tensors.
+Tensor fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+             const StepProduct& around) {
+  auto params = planned(x, weight, bias, around);
+  if (!params) return {};
   const c10::DeviceGuard guard(x.device());
   bool fits = false;
-  ops::check_launch("step product", "plan", product::fused_product_fits(params, &fits));
+  ops::check_launch("step product", "plan", product::fused_product_fits(*params, &fits));
   if (!fits) return {};
   Tensor y =
-      around.out.defined() ? around.out : at::empty({x.size(0), params.product.outer}, x.options());
-  params.product.y = y.data_ptr();
-  params.product.stride_y = y.stride(0);
+      around.out.defined() ? around.out : at::empty({x.size(0), params->product.outer}, x.options());
+  params->product.y = y.data_ptr();
+  params->product.stride_y = y.stride(0);
   ops::check_launch("step product", "launch",
-                    product::fused_product_cuda(params, ops::current_stream(x.device())));
+                    product::fused_product_cuda(*params, ops::current_stream(x.device())));
   return y;
+}
+
+// Rows that the kernels take on the device.
+int64_t most_rows(const Tensor& x) {
+  const c10::DeviceGuard guard(x.device());
+  int64_t rows = 0;
+  ops::check_launch("step product", "plan", product::most_fused_rows(&rows));
+  return rows;
+}
+
+bool is_state(const Tensor& t, const Tensor& x) {
+  return t.scalar_type() == at::kFloat && t.device() == x.device() && t.is_contiguous();
 }
 
 #else
 
 Tensor fused(const Tensor&, const Tensor&, const OptionalTensor&, const StepProduct&) { return {}; }
+
+int64_t most_rows(const Tensor&) { return 0; }
 
 #endif
 
@@ -207,7 +231,50 @@ bool makes_step_products(const Tensor& x) {
     return set[0] == '1';
   }
   return FewRowsGuard::is_active() && x.is_cuda() && is_16_bit(x) && x.dim() == 2 &&
-         x.size(0) <= kMostRows && !at::autocast::is_autocast_enabled(at::kCUDA);
+         x.size(0) <= most_rows(x) && !at::autocast::is_autocast_enabled(at::kCUDA);
 }
+
+#ifdef TIDEGATE_WITH_CUDA
+
+Tensor hgrn2_token(const Tensor& x, const torch::nn::Linear& in_proj, const StepProduct& around,
+                   const OptionalTensor& gamma, const Tensor& state, const Hgrn2Token& token) {
+  namespace gla = kernels::gla;
+  const auto product = planned(x, in_proj->weight, optional(in_proj->bias), around);
+  if (!product || !is_state(state, x) || (gamma && !is_state(*gamma, x))) return {};
+  const int64_t heads = state.size(1), dim = state.size(2);
+  gla::TokenProductParams params;
+  params.product = *product;
+  gla::GlaParams& p = params.step;
+  p.layout.batch = p.layout.sequences = x.size(0);
+  p.layout.time = 1;
+  p.heads = heads;
+  p.key_dim = dim;
+  p.value_dim = state.size(3);
+  p.channels = heads * dim;
+  p.scale = token.scale;
+  p.gate_kind = gla::GateKind::kLogit;
+  p.q_activation = ops::parse_input_activation("hgrn2_step", "q_activation", token.q_activation);
+  p.v_activation = ops::parse_input_activation("hgrn2_step", "v_activation", token.v_activation);
+  p.gamma = gamma ? gamma->const_data_ptr() : nullptr;
+  p.h0 = p.h_final = state.data_ptr();
+  const c10::DeviceGuard guard(x.device());
+  bool fits = false;
+  ops::check_launch("hgrn2_step", "plan", gla::token_product_fits(params, &fits));
+  if (!fits) return {};
+  Tensor o = at::empty({x.size(0), heads * dim}, x.options());
+  p.o = {o.data_ptr(), o.stride(0), o.stride(0), dim, product->product.dtype};
+  ops::check_launch("hgrn2_step", "launch",
+                    gla::token_product(params, ops::current_stream(x.device())));
+  return o;
+}
+
+#else
+
+Tensor hgrn2_token(const Tensor&, const torch::nn::Linear&, const StepProduct&,
+                   const OptionalTensor&, const Tensor&, const Hgrn2Token&) {
+  return {};
+}
+
+#endif
 
 }  // namespace tidegate::nn

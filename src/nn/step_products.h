@@ -5,6 +5,7 @@
 #include "tidegate/nn/norm.h"
 
 #include <optional>
+#include <string_view>
 #include <vector>
 
 namespace tidegate::nn {
@@ -31,8 +32,20 @@ torch::Tensor step_product(const torch::Tensor& x, const torch::Tensor& weight,
 torch::Tensor step_product(const torch::Tensor& x, const torch::nn::Linear& linear,
                            const StepProduct& around);
 
+/// What hgrn2_step is told beside its tensors.
+struct Hgrn2Token {
+  double scale;
+  std::string_view q_activation, v_activation;
+};
+
+/// o `[B, H*K]` of hgrn2_step of the q, f and v that in_proj makes of norm(x): product and step by
+/// one launch. Undefined where the kernel is not made for these (it is for a few rows).
+torch::Tensor hgrn2_token(const torch::Tensor& x, const torch::nn::Linear& in_proj,
+                          const StepProduct& around, const std::optional<torch::Tensor>& gamma,
+                          const torch::Tensor& state, const Hgrn2Token& token);
+
 /// Whether a step of rows like x `[B, dim]` is made of step products: on CUDA in 16 bits, for as
-/// many rows as the kernel has, while a FewRowsGuard lives. Elsewhere norms add the residual, and
+/// many rows as the device's kernels take, while a FewRowsGuard lives. Elsewhere norms add the residual, and
 /// libraries make the products. TIDEGATE_STEP_PRODUCTS=0 or 1 decides instead.
 bool makes_step_products(const torch::Tensor& x);
 

@@ -1,8 +1,10 @@
 // Products of a step of decoding with what a layer does around them: src/nn/step_products.h.
 
+#include "src/nn/products.h"
 #include "src/nn/step_products.h"
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/ops/glu.h"
+#include "tidegate/ops/hgrn2.h"
 
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
@@ -24,6 +26,12 @@ class Switched {
   Switched(const Switched&) = delete;
   Switched& operator=(const Switched&) = delete;
 };
+
+/// Whether the device has them: it makes steps of more than sixteen rows of step products.
+bool has_clusters() {
+  const FewRowsGuard few_rows;
+  return makes_step_products(at::empty({17, 8}, at::TensorOptions(at::kCUDA).dtype(at::kHalf)));
+}
 
 double distance(const Tensor& a, const Tensor& b) {
   return (a.to(at::kDouble) - b.to(at::kDouble)).norm().item<double>();
@@ -101,7 +109,7 @@ void expect_step_products(at::Device device) {
   const torch::NoGradGuard no_grad;
   const auto where = at::TensorOptions(device);
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    for (const int64_t rows : {1, 3, 16, 17}) {
+    for (const int64_t rows : {1, 3, 17}) {
       for (const int64_t inner : {64, 40, 13}) {
         for (const Around& a : kAll) {
           SCOPED_TRACE(std::string(at::toString(dtype)) + " " + std::to_string(rows) + "x" +
@@ -137,14 +145,77 @@ TEST(StepProducts, TakeSeveralWeights) {
   if (torch::cuda::is_available()) expect_several(at::kCUDA);
 }
 
+// ---- HGRN2's step with the product before it ----
+
+/// o and the state after, by one launch and by the ops, against double.
+void expect_token(int64_t rows, int64_t heads, int64_t dim, bool has_gamma, at::ScalarType dtype) {
+  const int64_t width = heads * dim;
+  const auto where = at::TensorOptions(at::kCUDA).dtype(dtype);
+  torch::nn::Linear in_proj(torch::nn::LinearOptions(width, 3 * width).bias(has_gamma));
+  in_proj->to(at::kCUDA, dtype);
+  Norm norm(NormOptions(width).kind("rms").device(where.device()).dtype(dtype));
+  norm->weight.copy_(at::randn({width}, where));
+  const Tensor x = at::randn({rows, width}, where);
+  const Tensor before = at::randn({rows, heads, dim, dim}, where.dtype(at::kFloat));
+  const std::optional<Tensor> gamma =
+      has_gamma ? std::optional(at::rand({heads, dim}, where.dtype(at::kFloat))) : std::nullopt;
+  Tensor state = before.clone();
+  const Tensor o =
+      hgrn2_token(x, in_proj, {.norm = norm.get()}, gamma, state, {0.25, "silu", "sigmoid"});
+  ASSERT_TRUE(o.defined());
+  const Tensor qfv = step_product(x, in_proj, {.norm = norm.get()});
+  const auto by_op = [&](at::ScalarType to, Tensor own) {
+    const auto parts = qfv.to(to).unflatten(-1, {3, heads, dim}).unbind(1);
+    const auto bound = gamma ? std::optional(gamma->to(own.scalar_type())) : std::nullopt;
+    return std::pair{hgrn2_step(parts[0], parts[1], parts[2], bound, own, 0.25, "silu", "sigmoid")
+                         .flatten(1),
+                     own};
+  };
+  const auto [exact, exact_state] = by_op(at::kDouble, before.to(at::kDouble));
+  const auto [theirs, their_state] = by_op(dtype, before.clone());
+  EXPECT_LE(distance(o, exact), 1.5 * distance(theirs, exact));
+  EXPECT_LE(distance(state, exact_state), 1.5 * distance(their_state, exact_state));
+}
+
+TEST(StepProducts, CudaHgrn2TokenIsProductAndStep) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  if (!has_clusters()) GTEST_SKIP() << "no clusters";
+  torch::manual_seed(5);
+  const torch::NoGradGuard no_grad;
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    for (const int64_t rows : {1, 2, 3, 4}) {
+      for (const int64_t dim : {64, 128}) expect_token(rows, 3, dim, rows % 2 == 0, dtype);
+    }
+    expect_token(1, 20, 128, true, dtype);  // more weights than the rings hold
+  }
+}
+
+TEST(StepProducts, LeaveOtherHgrn2TokensToTheOps) {
+  const torch::NoGradGuard no_grad;
+  const auto token = [](int64_t rows, int64_t dim, at::TensorOptions where) {
+    torch::nn::Linear in_proj(torch::nn::LinearOptions(2 * dim, 6 * dim).bias(false));
+    in_proj->to(where.device(), c10::typeMetaToScalarType(where.dtype()));
+    return hgrn2_token(at::randn({rows, 2 * dim}, where), in_proj, {}, std::nullopt,
+                       at::zeros({rows, 2, dim, dim}, where.dtype(at::kFloat)),
+                       {1.0, "silu", "none"});
+  };
+  EXPECT_FALSE(token(1, 64, at::kBFloat16).defined());
+  if (!torch::cuda::is_available()) return;
+  const auto cuda = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+  EXPECT_FALSE(token(1, 32, cuda).defined());
+  EXPECT_FALSE(token(5, 64, cuda).defined());
+  EXPECT_FALSE(token(1, 64, cuda.dtype(at::kFloat)).defined());
+}
+
 // ---- Steps that are made of them ----
 
-models::CausalLM made_of(const std::string& mixer, at::Device device, at::ScalarType dtype) {
+models::CausalLM made_of(const std::string& mixer, int64_t dim, at::Device device,
+                         at::ScalarType dtype) {
   torch::manual_seed(3);
   models::LMConfig config;
   config.mixer = mixer;
   config.vocab_size = 29;
-  config.dim = 32;
+  config.dim = dim;
   config.layers = 2;
   models::CausalLM model(config, Placement{device, dtype});
   const torch::NoGradGuard no_grad;
@@ -163,15 +234,15 @@ Tensor stepped(models::CausalLM& model, const Tensor& ids, bool by_products) {
   return at::stack(logits);
 }
 
-void expect_steps(at::Device device, at::ScalarType dtype) {
+void expect_steps(at::Device device, at::ScalarType dtype, int64_t rows = 3, int64_t dim = 32) {
   for (const std::string& mixer : models::mixers()) {
-    SCOPED_TRACE(mixer + " " + at::toString(dtype));
-    models::CausalLM model = made_of(mixer, device, dtype),
-                     wide = made_of(mixer, at::kCPU, at::kDouble);
+    SCOPED_TRACE(mixer + " " + at::toString(dtype) + " " + std::to_string(rows));
+    models::CausalLM model = made_of(mixer, dim, device, dtype),
+                     wide = made_of(mixer, dim, at::kCPU, at::kDouble);
     const torch::NoGradGuard no_grad;
     const auto own = model->named_parameters();
     for (auto& item : wide->named_parameters()) item.value().copy_(own[item.key()]);
-    const Tensor ids = at::randint(29, {3, 6}, at::kLong);
+    const Tensor ids = at::randint(29, {rows, 6}, at::kLong);
     const Tensor exact = stepped(wide, ids, false);
     const Tensor there = ids.to(device);
     const auto error = [&](bool by_products) {
@@ -190,6 +261,8 @@ TEST(StepProducts, MakeTheStepsOfEveryMixer) {
 TEST(StepProducts, CudaMakeTheStepsOfEveryMixer) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) expect_steps(at::kCUDA, dtype);
+  expect_steps(at::kCUDA, at::kBFloat16, 3, 128);
+  expect_steps(at::kCUDA, at::kBFloat16, 20);
 }
 
 }  // namespace

@@ -37,28 +37,26 @@ struct Shape {
   int shared_bytes() const { return ring_bytes + x_bytes + sums_bytes; }
 };
 
-/// The rows of x, normed, into shared memory. Eight warps share a row, or fewer each, so that up to
-/// eight rows are on their way at once.
-template <class E>
-struct RowStager {
+/// What a launch may have beside the product and its norm: code that is not there is not read.
+enum class With : uint8_t { kNothing, kMore, kGate };
+
+/// Where a pack lies among rows of 128 bytes: packs are permuted so that no eight rows of one meet
+/// in a bank. Of rows that begin at a multiple of 1024 bytes this is the order of wgmma's panels.
+__device__ inline unsigned place_in_item(int row, int pack) {
+  return static_cast<unsigned>(row * kRowBytes + ((pack ^ (row & 7)) * 16));
+}
+
+/// What is read of the rows of x, and what a norm makes of it: eight channels at a time. kGated:
+/// whether there may be a gate; most products have none, and are spared the reading of its
+/// instructions, which takes longer than what they do.
+template <class E, bool kGated>
+struct RowReader {
   using Math = GateMath<float, true>;
   using Row = Pack<E, kPack>;
 
   const FusedProductParams& p;
-  const Shape& shape;
-  char* x;      // in shared memory
-  float* sums;  // [rows side by side][kGroups]
 
-  int warps, side_by_side, team, thread;  // of a row; rows; which of them; in the team
-
-  __device__ RowStager(const FusedProductParams& p, const Shape& shape, char* x, float* sums)
-      : p(p), shape(shape), x(x), sums(sums) {
-    side_by_side = 1;
-    while (side_by_side < p.product.rows && side_by_side < kWarps) side_by_side *= 2;
-    warps = kWarps / side_by_side;
-    team = static_cast<int>(threadIdx.x) / (32 * warps);
-    thread = static_cast<int>(threadIdx.x) % (32 * warps);
-  }
+  __device__ explicit RowReader(const FusedProductParams& params) : p(params) {}
 
   __device__ int packs() const { return static_cast<int>(p.product.inner) / kPack; }
 
@@ -67,6 +65,68 @@ struct RowStager {
     const E* const at = static_cast<const E*>(from) + row * stride;
     return {*(reinterpret_cast<const typename Row::Bits*>(at) + pack)};
   }
+  /// What no kernel writes.
+  __device__ Row constant(const void* from, int pack) const {
+    if (from == nullptr) return {};
+    return {__ldg(static_cast<const typename Row::Bits*>(from) + pack)};
+  }
+
+  /// What is normed, of x and its gate.
+  __device__ void values(Row raw, int row, int pack, float (&u)[kPack]) const {
+#pragma unroll
+    for (int v = 0; v < kPack; ++v) u[v] = raw.get(v);
+    if (kGated && p.gate != nullptr && p.gate_first) gate(row, pack, u);
+  }
+  __device__ void values(int row, int pack, float (&u)[kPack]) const {
+    values(load(p.product.x, p.product.stride_x, row, pack), row, pack, u);
+  }
+  __device__ void gate(int row, int pack, float (&u)[kPack]) const {
+    const Row logits = load(p.gate, p.stride_gate, row, pack);
+#pragma unroll
+    for (int v = 0; v < kPack; ++v) {
+      u[v] *= norm::activated<Math>(p.gate_activation, logits.get(v));
+    }
+  }
+
+  /// u - mean becomes what is multiplied.
+  __device__ void finish(int row, int pack, float (&u)[kPack], float factor, Row weight,
+                         Row bias) const {
+#pragma unroll
+    for (int v = 0; v < kPack; ++v) {
+      u[v] = fmaf(u[v] * factor, p.norm_weight != nullptr ? weight.get(v) : 1.0f,
+                  p.norm_bias != nullptr ? bias.get(v) : 0.0f);
+    }
+    if (kGated && p.gate != nullptr && !p.gate_first) gate(row, pack, u);
+  }
+};
+
+/// The rows of x, normed, into shared memory. Eight warps share a row, or fewer each, so that up to
+/// eight rows are on their way at once.
+template <class E, bool kGated>
+struct RowStager : RowReader<E, kGated> {
+  using Reader = RowReader<E, kGated>;
+  using Row = typename Reader::Row;
+  using Reader::constant;
+  using Reader::load;
+  using Reader::p;
+  using Reader::packs;
+  using Reader::values;
+
+  const Shape& shape;
+  char* x;      // in shared memory
+  float* sums;  // [rows side by side][kGroups]
+
+  int warps, side_by_side, team, thread;  // of a row; rows; which of them; in the team
+
+  __device__ RowStager(const FusedProductParams& p, const Shape& shape, char* x, float* sums)
+      : Reader(p), shape(shape), x(x), sums(sums) {
+    side_by_side = 1;
+    while (side_by_side < p.product.rows && side_by_side < kWarps) side_by_side *= 2;
+    warps = kWarps / side_by_side;
+    team = static_cast<int>(threadIdx.x) / (32 * warps);
+    thread = static_cast<int>(threadIdx.x) % (32 * warps);
+  }
+
   /// So many packs a thread keeps in registers, of a row that all share; others are read once more.
   static constexpr int kKept = 2;
   Row weights[kKept], biases[kKept];
@@ -84,28 +144,9 @@ struct RowStager {
       biases[i] = constant(p.norm_bias, exists ? pack : 0);
     }
   }
-  __device__ Row constant(const void* from, int pack) const {
-    if (from == nullptr) return {};
-    return {__ldg(static_cast<const typename Row::Bits*>(from) + pack)};
-  }
 
   __device__ uint4* place(int row, int pack) const {
     return reinterpret_cast<uint4*>(x + row * shape.x_stride) + pack;
-  }
-
-  /// What is normed.
-  __device__ void values(int row, int pack, float (&u)[kPack]) const {
-    const Row raw = load(p.product.x, p.product.stride_x, row, pack);
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) u[v] = raw.get(v);
-    if (p.gate != nullptr && p.gate_first) gate(row, pack, u);
-  }
-  __device__ void gate(int row, int pack, float (&u)[kPack]) const {
-    const Row logits = load(p.gate, p.stride_gate, row, pack);
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) {
-      u[v] *= norm::activated<Math>(p.gate_activation, logits.get(v));
-    }
   }
 
   /// A sum over a row: of eight groups of packs, pack k in group k / 32 % 8, each added up lane by
@@ -144,15 +185,10 @@ struct RowStager {
     return sum;
   }
 
-  /// u - mean becomes y, which goes to its place.
+  /// u - mean becomes what is multiplied, which goes to its place.
   __device__ void finish(int row, int pack, float (&u)[kPack], float factor, Row weight,
                          Row bias) const {
-#pragma unroll
-    for (int v = 0; v < kPack; ++v) {
-      u[v] = fmaf(u[v] * factor, p.norm_weight != nullptr ? weight.get(v) : 1.0f,
-                  p.norm_bias != nullptr ? bias.get(v) : 0.0f);
-    }
-    if (p.gate != nullptr && !p.gate_first) gate(row, pack, u);
+    Reader::finish(row, pack, u, factor, weight, bias);
     norm::store_eight(reinterpret_cast<E*>(place(row, pack)), u);
   }
 

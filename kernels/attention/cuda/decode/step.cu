@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/attention/cuda/decode/cluster_step_kernel.cuh"
 #include "kernels/attention/cuda/decode/step_kernel.cuh"
 #include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
 #include "kernels/attention/cuda/rows.cuh"
@@ -17,10 +18,13 @@ namespace {
 static_assert(kLeastSplit % StepTile::kTile == 0 && kLeastSplit % TensorStepTile::kKeys == 0);
 
 constexpr int kCombineParts = 4;
+// Splits that are weighed at once, and partial results that a thread has under way.
+constexpr int kCombinedAtOnce = 32, kAhead = kCombinedAtOnce / kCombineParts;
 
 /// o of one query head, from the newest split to the oldest: a split's bias is the sum of the gates
 /// of all newer splits. A lane weighs a split, each thread sums one channel of every fourth split;
-/// every warp weighs all of them, so that none waits for another.
+/// every warp weighs all of them, so that none waits for another. What does not depend on weights
+/// is asked for before they are known.
 template <class E>
 __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
     combine_kernel(const ForgettingAttentionStepParams p) {
@@ -29,20 +33,27 @@ __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
   wait_for_kernels_before();
   const int64_t head = blockIdx.x, batch = blockIdx.y;
   const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
-  __shared__ double parts[kCombineParts][StepTile::kMaxDim];
+  __shared__ Real parts[kCombineParts][StepTile::kMaxDim];
   const int lane = threadIdx.x % 32, part = threadIdx.y;
   const auto d = static_cast<int64_t>(threadIdx.x);
   const Real* const partials =
       static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * p.plan.splits * stride;
-  double maximum = -INFINITY, total = 0, sum = 0, gates = 0;
-  for (int64_t newest = Splits(p, batch).used(); newest > 0; newest -= 32) {
+  Real maximum = -static_cast<Real>(INFINITY), total = 0, sum = 0;
+  double gates = 0;
+  for (int64_t newest = Splits(p, batch).used(); newest > 0; newest -= kCombinedAtOnce) {
     const int64_t split = newest - 1 - lane;
-    double top = -INFINITY, weight = 0, through = 0;
+    Real own_top = -static_cast<Real>(INFINITY), weight = 0, ahead[kAhead];
+    double through = 0;
     if (split >= 0) {
       const Real* const numbers = partials + split * stride + dim;
-      top = static_cast<double>(numbers[0]);
-      weight = static_cast<double>(numbers[1]);
+      own_top = numbers[0];
+      weight = numbers[1];
       through = static_cast<double>(numbers[2]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t from = newest - 1 - part - i * kCombineParts;
+      ahead[i] = from >= 0 && d < dim ? partials[from * stride + d] : Real(0);
     }
 #pragma unroll
     for (int s = 1; s < 32; s *= 2) {
@@ -50,19 +61,17 @@ __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
       through += lane >= s ? newer : 0.0;
     }
     const double newer = __shfl_up_sync(~0u, through, 1);
-    top += gates + (lane == 0 ? 0.0 : newer);
-    const double best = fmax(maximum, warp_max(top));
-    const double against = best == -INFINITY ? 0.0 : best;
-    const double old = exp(maximum - against), factor = split >= 0 ? exp(top - against) : 0.0;
-    total = total * old + warp_sum(factor * weight);
+    const double bias = gates + (lane == 0 ? 0.0 : newer);
+    const Real top = static_cast<Real>(static_cast<double>(own_top) + bias);
+    const Real best = larger(maximum, warp_max(top));
+    const Real against = best == -static_cast<Real>(INFINITY) ? Real(0) : best;
+    const Real old = exponential(maximum - against);
+    const Real factor = split >= 0 ? exponential(top - against) : Real(0);
+    total = fused(total, old, warp_sum(factor * weight));
     sum *= old;
-    const int count = static_cast<int>(min(int64_t{32}, newest));
-#pragma unroll 4
-    for (int i = part; i < count; i += kCombineParts) {
-      const double share = __shfl_sync(~0u, factor, i);
-      if (d < dim) {
-        sum += share * static_cast<double>(partials[(newest - 1 - i) * stride + d]);
-      }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      sum = fused(__shfl_sync(~0u, factor, part + i * kCombineParts), ahead[i], sum);
     }
     maximum = best;
     gates += __shfl_sync(~0u, through, 31);
@@ -74,7 +83,7 @@ __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
       sum += parts[other][d];
     }
     AttentionRows<E>(p.o, batch, 0, head).first[d] =
-        narrow<E>(static_cast<Real>(total == 0 ? 0.0 : sum / total));
+        narrow<E>(total == Real(0) ? Real(0) : sum / total);
   }
 }
 
@@ -96,6 +105,31 @@ cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int
   const bool is_short = blocks * ceil_div(p.capacity, 128) < 4 * limits.multiprocessors;
   const int64_t keys = warps && is_short ? kLeastSplit : 2 * kLeastSplit;
   *splits = std::max<int64_t>(1, std::min(wanted, ceil_div(p.capacity, keys)));
+  return cudaSuccess;
+}
+
+/// Blocks of a cluster that share a key/value head; zero where more splits are wanted than a cluster
+/// has warps: of long caches, many small blocks keep more keys under way.
+cudaError_t cluster_blocks(const ForgettingAttentionStepParams& p, int* blocks) {
+  bool can = false;
+  TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&cluster_step_kernel<__nv_bfloat16, 128>>(&can)));
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  *blocks = 0;
+  if (!can) return cudaSuccess;
+  constexpr int kMost = ClusterStepTile::kMostBlocks, kWarps = ClusterStepTile::kWarps;
+  const int64_t pairs = p.layout.batch * p.key_heads, chip = limits.multiprocessors;
+  const int64_t keys = p.window > 0 ? std::min(p.window, p.capacity) : p.capacity;
+  if (pairs < 3 * chip && keys > kMost * kWarps * 2 * kLeastSplit) return cudaSuccess;
+  // Enough of them for the chip, and some more, so that one loads keys while another one puts its
+  // results together, where there are keys for that.
+  const auto want_more = [&](int64_t now) {
+    const int64_t of_warp = keys / (2 * now * kWarps);
+    return pairs * now < chip / 2 ? of_warp * 2 > TensorStepTile::kKeys
+                                  : pairs * now < 3 * chip && of_warp >= kLeastSplit;
+  };
+  *blocks = 1;
+  while (*blocks < kMost && want_more(*blocks)) *blocks *= 2;
   return cudaSuccess;
 }
 
@@ -145,6 +179,15 @@ cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
     return cudaErrorNotSupported;
   }
   plan->path = tensor_cores ? AttentionPath::kTensorCore : AttentionPath::kPlain;
+  if (tensor_cores) {
+    int blocks = 0;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(cluster_blocks(params, &blocks));
+    if (blocks > 0) {
+      plan->splits = blocks;
+      plan->workspace_bytes = 0;
+      return cudaSuccess;
+    }
+  }
   TIDEGATE_RETURN_IF_CUDA_ERROR(count_splits(params, tensor_cores, &plan->splits));
   plan->workspace_bytes = params.layout.batch * params.heads * plan->splits *
                           partial_numbers(params.head_dim) *
@@ -161,6 +204,9 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
     constexpr int kVec = 16 / sizeof(E);
     if constexpr (sizeof(E) == 2) {
       if (params.plan.path == AttentionPath::kTensorCore) {
+        if (params.plan.workspace_bytes == 0) {
+          return launch_cluster_step<E>(params, static_cast<int>(params.plan.splits), stream);
+        }
         TIDEGATE_RETURN_IF_CUDA_ERROR(launch_tensor_step<E>(params, stream));
         return combine<E>(params, stream);
       }

@@ -97,27 +97,25 @@ struct TensorStepWarp {
   const ForgettingAttentionStepParams& p;
   unsigned ring;  // kStages tiles of keys and values
   int lane, row, c, dim;
-  int64_t batch, key_head, split;
-  Splits splits;
+  int64_t batch, key_head;
   int64_t begin, end;  // keys of the split
   int tiles;
   int64_t group;
   AttentionRows<const E> keys, values;
 
+  /// Of sequence blockIdx.z and head blockIdx.y, keys [first, last).
   __device__ __forceinline__ TensorStepWarp(const ForgettingAttentionStepParams& params,
-                                            const unsigned char* shared)
+                                            unsigned ring, int64_t first, int64_t last)
       : p(params),
-        ring(shared_address(shared)),
-        lane(threadIdx.x),
+        ring(ring),
+        lane(threadIdx.x % 32),
         row(lane / 4),
         c(lane % 4),
         dim(static_cast<int>(p.head_dim)),
         batch(blockIdx.z),
         key_head(blockIdx.y),
-        split(blockIdx.x),
-        splits(p, batch),
-        begin(splits.begin(split)),
-        end(splits.begin(split + 1)),
+        begin(first),
+        end(last),
         tiles(static_cast<int>((end - begin + kKeys - 1) / kKeys)),
         group(p.heads / p.key_heads),
         keys(p.k, batch, 0, key_head),
@@ -245,7 +243,7 @@ struct TensorStepHead {
     if (used) {
       float* const partial =
           static_cast<float*>(at.p.workspace) +
-          ((at.batch * at.p.heads + head) * gridDim.x + at.split) * partial_numbers(at.dim);
+          ((at.batch * at.p.heads + head) * gridDim.x + blockIdx.x) * partial_numbers(at.dim);
 #pragma unroll
       for (int n = 0; n < 2 * kSteps; ++n) {
         const int d = 8 * n + 2 * at.c;
@@ -263,35 +261,45 @@ struct TensorStepHead {
   }
 };
 
+/// The warp's keys, for the query heads from `first_head` on.
+template <class E, int kDim>
+__device__ __forceinline__ void step_through(const TensorStepWarp<E, kDim>& at,
+                                             TensorStepHead<E, kDim>& head,
+                                             TensorStepSoftmax& softmax) {
+  constexpr int kStages = TensorStepTile::kStages;
+  for (int tile = 0; tile < kStages - 1; ++tile) {
+    at.load_stage(tile);
+  }
+  head.load_gates(at, 0);
+  for (int tile = 0; tile < at.tiles; ++tile) {
+    wait_for_copies<kStages - 2>();
+    __syncwarp();  // every lane has waited, and has read the tile before this one
+    at.load_stage(tile + kStages - 1);
+    float dots[2][4] = {}, weights[4];
+    head.compute_scores(at, at.stage(tile), dots);
+    const float factor =
+        softmax.weigh(dots, head.gates, at.p.scale, head.missing_keys(at, tile), weights);
+    head.load_gates(at, tile + 1);
+    head.rescale(factor);
+    head.accumulate_pv(at, at.stage(tile), weights);
+  }
+  wait_for_copies<0>();
+  __syncwarp();
+}
+
 template <class E, int kDim>
 __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttentionStepParams p) {
-  constexpr int kStages = TensorStepTile::kStages;
   extern __shared__ __align__(128) unsigned char ring[];
   let_next_kernel_begin();
   wait_for_kernels_before();
-  const TensorStepWarp<E, kDim> at(p, ring);
+  const Splits splits(p, blockIdx.z);
+  const TensorStepWarp<E, kDim> at(p, shared_address(ring), splits.begin(blockIdx.x),
+                                   splits.begin(blockIdx.x + 1));
   for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
        first_head += TensorStepTile::kHeads) {
-    for (int tile = 0; tile < kStages - 1; ++tile) {
-      at.load_stage(tile);
-    }
     TensorStepHead<E, kDim> head(at, first_head);
-    head.load_gates(at, 0);
     TensorStepSoftmax softmax;
-    for (int tile = 0; tile < at.tiles; ++tile) {
-      wait_for_copies<kStages - 2>();
-      __syncwarp();  // every lane has waited, and has read the tile before this one
-      at.load_stage(tile + kStages - 1);
-      float dots[2][4] = {}, weights[4];
-      head.compute_scores(at, at.stage(tile), dots);
-      const float factor =
-          softmax.weigh(dots, head.gates, p.scale, head.missing_keys(at, tile), weights);
-      head.load_gates(at, tile + 1);
-      head.rescale(factor);
-      head.accumulate_pv(at, at.stage(tile), weights);
-    }
-    wait_for_copies<0>();
-    __syncwarp();
+    step_through(at, head, softmax);
     head.store_partial(at, softmax);
   }
 }

@@ -10,6 +10,7 @@
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/plain/plain_backward.cuh"
 #include "kernels/gla/cuda/plain/plain_scan.cuh"
+#include "kernels/gla/cuda/plain/token_step.cuh"
 #include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
@@ -303,6 +304,9 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
 }  // namespace
 
 cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
+  if (token_step_fits(p)) {
+    return launch_token_step(p, stream);
+  }
   return dispatch_state(p.q.dtype, [&]<class Real>() {
     if (p.layout.time <= kStepTokens) {
       return launch_step<Real>(p, stream, states_aligned(p));
