@@ -17,8 +17,8 @@ struct TokenProductParams {
   GlaParams step;
 };
 
-/// So many rows it takes at most: more are not bound by the way of a row through the kernels.
-constexpr int64_t kMostTokenRows = 4;
+/// So many rows it takes at most: more take less time by two kernels.
+constexpr int64_t kMostTokenRows = 2;
 
 /// Whether it takes them on the current device (compute capability 9.0): 16-bit data, K = V = 64
 /// or 128, rows in packs, and shared memory for the rows of x.

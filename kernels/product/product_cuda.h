@@ -17,7 +17,7 @@ bool few_rows_fit(const FewRowsParams& params);
 /// More than kPortableFusedRows need compute capability 9.0.
 constexpr int64_t kPortableFusedRows = 16, kMostFusedRows = 64;
 /// More rows go by another kernel, where it takes them.
-constexpr int64_t kFewFusedRows = 8;
+constexpr int64_t kFewFusedRows = 5;
 [[nodiscard]] cudaError_t fused_product_fits(const FusedProductParams& params, bool* fits);
 /// How many rows it takes on the current device.
 [[nodiscard]] cudaError_t most_fused_rows(int64_t* rows);

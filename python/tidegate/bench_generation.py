@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from . import _library
 from .models import CausalLM, presets
 from .training.errors import UserError
 
@@ -68,7 +70,13 @@ def main(arguments: list[str]) -> int:
             )
         del model
     if options.json:
-        facts = {"device": _device_name(device), "torch": torch.__version__, "dtype": str(dtype)}
+        facts = {
+            "date": datetime.date.today().isoformat(),
+            "commit": _library.build_info().get("commit", "unknown"),
+            "device": _device_name(device),
+            "torch": torch.__version__,
+            "dtype": str(dtype),
+        }
         content = {**facts, "copy_bytes_per_second": speed, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:

@@ -146,8 +146,8 @@ Tensor fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
   bool fits = false;
   ops::check_launch("step product", "plan", product::fused_product_fits(*params, &fits));
   if (!fits) return {};
-  Tensor y =
-      around.out.defined() ? around.out : at::empty({x.size(0), params->product.outer}, x.options());
+  Tensor y = around.out.defined() ? around.out
+                                  : at::empty({x.size(0), params->product.outer}, x.options());
   params->product.y = y.data_ptr();
   params->product.stride_y = y.stride(0);
   ops::check_launch("step product", "launch",

@@ -45,8 +45,8 @@ torch::Tensor hgrn2_token(const torch::Tensor& x, const torch::nn::Linear& in_pr
                           const torch::Tensor& state, const Hgrn2Token& token);
 
 /// Whether a step of rows like x `[B, dim]` is made of step products: on CUDA in 16 bits, for as
-/// many rows as the device's kernels take, while a FewRowsGuard lives. Elsewhere norms add the residual, and
-/// libraries make the products. TIDEGATE_STEP_PRODUCTS=0 or 1 decides instead.
+/// many rows as the device's kernels take, while a FewRowsGuard lives. Elsewhere norms add the
+/// residual, and libraries make the products. TIDEGATE_STEP_PRODUCTS=0 or 1 decides instead.
 bool makes_step_products(const torch::Tensor& x);
 
 }  // namespace tidegate::nn

@@ -167,9 +167,9 @@ void expect_token(int64_t rows, int64_t heads, int64_t dim, bool has_gamma, at::
   const auto by_op = [&](at::ScalarType to, Tensor own) {
     const auto parts = qfv.to(to).unflatten(-1, {3, heads, dim}).unbind(1);
     const auto bound = gamma ? std::optional(gamma->to(own.scalar_type())) : std::nullopt;
-    return std::pair{hgrn2_step(parts[0], parts[1], parts[2], bound, own, 0.25, "silu", "sigmoid")
-                         .flatten(1),
-                     own};
+    return std::pair{
+        hgrn2_step(parts[0], parts[1], parts[2], bound, own, 0.25, "silu", "sigmoid").flatten(1),
+        own};
   };
   const auto [exact, exact_state] = by_op(at::kDouble, before.to(at::kDouble));
   const auto [theirs, their_state] = by_op(dtype, before.clone());
@@ -183,8 +183,8 @@ TEST(StepProducts, CudaHgrn2TokenIsProductAndStep) {
   torch::manual_seed(5);
   const torch::NoGradGuard no_grad;
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
-    for (const int64_t rows : {1, 2, 3, 4}) {
-      for (const int64_t dim : {64, 128}) expect_token(rows, 3, dim, rows % 2 == 0, dtype);
+    for (const int64_t rows : {1, 2}) {
+      for (const int64_t dim : {64, 128}) expect_token(rows, 3, dim, rows == 2, dtype);
     }
     expect_token(1, 20, 128, true, dtype);  // more weights than the rings hold
   }
@@ -203,7 +203,7 @@ TEST(StepProducts, LeaveOtherHgrn2TokensToTheOps) {
   if (!torch::cuda::is_available()) return;
   const auto cuda = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
   EXPECT_FALSE(token(1, 32, cuda).defined());
-  EXPECT_FALSE(token(5, 64, cuda).defined());
+  EXPECT_FALSE(token(3, 64, cuda).defined());
   EXPECT_FALSE(token(1, 64, cuda.dtype(at::kFloat)).defined());
 }
 

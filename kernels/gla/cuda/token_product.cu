@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/hopper.cuh"
 #include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/integers.h"
@@ -77,6 +78,7 @@ template <class E, int kRows>
 __global__ void __launch_bounds__(kThreads, 2)
     token_product_kernel(const __grid_constant__ TokenProductParams params,
                          const __grid_constant__ product::Shape shape) {
+#if TIDEGATE_HOPPER_CODE  // elsewhere nobody launches it
   using Math = GateMath<float, false>;
   extern __shared__ __align__(128) char shared[];
   __shared__ float row_sums[kWarps * product::RowStager<E, false>::kGroups];
@@ -129,8 +131,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int pass = 0; pass < kPasses; ++pass) {
       states[r][pass] = {};
       if (step.h0 != nullptr && r < rows && tile.at(pass) < tile.dim) {
-        states[r][pass] = load_streaming<float, kVec>(
-            static_cast<const float*>(step.h0) + tile.offset(int64_t{r * heads + head}, pass));
+        states[r][pass] = load_streaming<float, kVec>(static_cast<const float*>(step.h0) +
+                                                      tile.offset(int64_t{r * heads + head}, pass));
       }
     }
   }
@@ -162,11 +164,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      total += w < shape.chunks ? sums[part * tile_sums + (w * rows + row) * kTile + channel] : 0.0f;
+      total +=
+          w < shape.chunks ? sums[part * tile_sums + (w * rows + row) * kTile + channel] : 0.0f;
     }
     if (p.product.bias != nullptr) {
-      total += widen(static_cast<const E*>(
-          p.product.bias)[part * heads * tile.dim + first_channel + channel]);
+      total += widen(
+          static_cast<const E*>(p.product.bias)[part * heads * tile.dim + first_channel + channel]);
     }
     const float z = widen(narrow<E>(total));
     if (part == 2) {
@@ -184,9 +187,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (part == 0) {
       give(0, static_cast<float>(step.scale) * activate<Math>(step.q_activation, z));
     } else {
-      const float gamma =
-          step.gamma == nullptr ? 0.0f
-                                : static_cast<const float*>(step.gamma)[first_channel + channel];
+      const float gamma = step.gamma == nullptr
+                              ? 0.0f
+                              : static_cast<const float*>(step.gamma)[first_channel + channel];
       const LogitGate<float> gate = logit_gate<Math>(z, gamma, 1.0f - gamma);
       give(1, gate.key);
       give(2, gate.decay);
@@ -236,9 +239,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += outputs[w][row][channel];
-    static_cast<E*>(step.o.data)[row * step.o.stride_b + head * step.o.stride_h +
-                                 tile.first_column + channel] = narrow<E>(sum);
+    static_cast<E*>(
+        step.o.data)[row * step.o.stride_b + head * step.o.stride_h + tile.first_column + channel] =
+        narrow<E>(sum);
   }
+#endif
 }
 
 template <class E, int kRows>
@@ -246,9 +251,9 @@ cudaError_t launch(const TokenProductParams& params, cudaStream_t stream) {
   constexpr auto* kKernel = &token_product_kernel<E, kRows>;
   const product::Shape shape = shape_of(params.product);
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(shape.shared_bytes()));
-  return launch_in_chain<kKernel, kBlocks>(
-      dim3(static_cast<unsigned>(params.step.heads * kBlocks)), dim3(kThreads),
-      shape.shared_bytes(), stream, params, shape);
+  return launch_in_chain<kKernel, kBlocks>(dim3(static_cast<unsigned>(params.step.heads * kBlocks)),
+                                           dim3(kThreads), shape.shared_bytes(), stream, params,
+                                           shape);
 }
 
 }  // namespace
@@ -258,13 +263,13 @@ cudaError_t token_product_fits(const TokenProductParams& params, bool* fits) {
   const GlaParams& step = params.step;
   const int64_t dim = step.key_dim;
   TIDEGATE_RETURN_IF_CUDA_ERROR(product::fused_product_fits(params.product, fits));
-  *fits = *fits && f.rows <= kMostTokenRows && (dim == 64 || dim == kMostDim) && step.value_dim == dim &&
-          f.outer == kParts * step.heads * dim && !params.product.is_glu &&
+  *fits = *fits && f.rows <= kMostTokenRows && (dim == 64 || dim == kMostDim) &&
+          step.value_dim == dim && f.outer == kParts * step.heads * dim && !params.product.is_glu &&
           params.product.residual == nullptr && params.product.more[0].w == nullptr &&
-          params.product.gate == nullptr &&
-          step.gate_kind == GateKind::kLogit && step.layout.time == 1 &&
-          step.layout.offsets == nullptr && step.layout.sequences == f.rows &&
-          is_aligned(step.h0, 16) && is_aligned(step.h_final, 16);
+          params.product.gate == nullptr && step.gate_kind == GateKind::kLogit &&
+          step.layout.time == 1 && step.layout.offsets == nullptr &&
+          step.layout.sequences == f.rows && is_aligned(step.h0, 16) &&
+          is_aligned(step.h_final, 16);
   if (!*fits) return cudaSuccess;
   TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&token_product_kernel<__nv_bfloat16, 1>>(fits)));
   if (!*fits) return cudaSuccess;
@@ -279,9 +284,8 @@ cudaError_t token_product_fits(const TokenProductParams& params, bool* fits) {
 
 cudaError_t token_product(const TokenProductParams& params, cudaStream_t stream) {
   return dispatch_16_bit(params.product.product.dtype, [&]<class E>() {
-    return params.product.product.rows == 1   ? launch<E, 1>(params, stream)
-           : params.product.product.rows == 2 ? launch<E, 2>(params, stream)
-                                              : launch<E, 4>(params, stream);
+    return params.product.product.rows == 1 ? launch<E, 1>(params, stream)
+                                            : launch<E, kMostTokenRows>(params, stream);
   });
 }
 

@@ -140,8 +140,9 @@ __global__ void __launch_bounds__(kThreads)
   const auto weights = [&](int tile, int row) -> const E* {
     const int channel = p.is_glu ? row % (kTile / 2) : row;
     if (channel >= work.channels - tile * shape.tile_channels) return nullptr;
-    return weight_row<E, kWith == With::kMore>(p, work.first + tile * shape.tile_channels + channel +
-                                       (p.is_glu && row >= kTile / 2 ? p.product.outer : 0));
+    return weight_row<E, kWith == With::kMore>(
+        p, work.first + tile * shape.tile_channels + channel +
+               (p.is_glu && row >= kTile / 2 ? p.product.outer : 0));
   };
   WeightRing<E, decltype(weights)> ring{p, shape, items, weights, ring_base};
   ring.fill();
@@ -206,7 +207,8 @@ cudaError_t fused_product_fits(const FusedProductParams& p, bool* fits) {
           (p.gate == nullptr || is_in_packs(p.gate, p.stride_gate)) &&
           is_aligned(p.norm_weight, 16) && is_aligned(p.norm_bias, 16);
   for (const FusedProductParams::More& more : p.more) {
-    const bool is_apart = !p.is_glu && f.bias == nullptr && p.gate == nullptr && is_in_packs(more.w, more.stride_w);
+    const bool is_apart =
+        !p.is_glu && f.bias == nullptr && p.gate == nullptr && is_in_packs(more.w, more.stride_w);
     *fits = *fits && (more.w == nullptr || is_apart);
   }
   if (!*fits) return cudaSuccess;
@@ -245,7 +247,7 @@ cudaError_t fused_product_cuda(const FusedProductParams& p, cudaStream_t stream)
       return p.product.rows > kColumns ? launch<E, 2, kWith>(p, shape, stream)
                                        : launch<E, 1, kWith>(p, shape, stream);
     };
-    return p.gate != nullptr         ? with.template operator()<With::kGate>()
+    return p.gate != nullptr        ? with.template operator()<With::kGate>()
            : p.more[0].w != nullptr ? with.template operator()<With::kMore>()
                                     : with.template operator()<With::kNothing>();
   });

@@ -1,6 +1,7 @@
 #pragma once
 
-// Products by a warpgroup (kernels/common/cuda/hopper.cuh) of fewer columns than other kernels want.
+// Products by a warpgroup (kernels/common/cuda/hopper.cuh) of fewer columns than other kernels
+// want.
 
 #include "kernels/common/cuda/hopper.cuh"
 

@@ -7,6 +7,7 @@
 
 #include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
 #include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/hopper.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -69,8 +70,7 @@ __device__ inline void weigh_splits(const SplitSums& all, int splits, int heads,
     const double newer = __shfl_up_sync(~0u, through, 1);
     top += lane == 0 ? 0.0 : newer;
     const double best = warp_max(top);
-    const float factor =
-        best == -INFINITY ? 0.0f : expf(static_cast<float>(top - best));
+    const float factor = best == -INFINITY ? 0.0f : expf(static_cast<float>(top - best));
     const float sum = warp_sum(factor * static_cast<float>(total));
     if (split >= 0) shares[split][head] = sum == 0.0f ? 0.0f : factor / sum;
   }
@@ -79,6 +79,7 @@ __device__ inline void weigh_splits(const SplitSums& all, int splits, int heads,
 template <class E, int kDim>
 __global__ void __launch_bounds__(ClusterStepTile::kThreads)
     cluster_step_kernel(const __grid_constant__ ForgettingAttentionStepParams p) {
+#if TIDEGATE_HOPPER_CODE  // elsewhere nobody launches it
   using T = ClusterStepTile;
   using Warp = TensorStepWarp<E, kDim>;
   constexpr int kRingBytes = TensorStepTile::kStages * 2 * Warp::kTileBytes;  // of a warp
@@ -121,10 +122,10 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
     const float total = quad_sum(softmax.total);
     for (int to = at.c; to < blocks; to += 4) {
       store_in_block(address_in_block(shared_address(&sums.maximum[own][at.row]), to),
-                   softmax.maximum);
+                     softmax.maximum);
       store_in_block(address_in_block(shared_address(&sums.total[own][at.row]), to), total);
       store_in_block(address_in_block(shared_address(&sums.gates[own][at.row]), to),
-                   static_cast<float>(softmax.gates));
+                     static_cast<float>(softmax.gates));
     }
     cluster_sync();
     weigh_splits(sums, splits, heads, shares);
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
     // What has been read may be written again; and no block ends that others still write to.
     if (first_head + T::kHeads < (at.key_head + 1) * at.group) cluster_sync();
   }
+#endif
 }
 
 template <class E, int kDim>

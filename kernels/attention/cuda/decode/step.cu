@@ -108,8 +108,8 @@ cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int
   return cudaSuccess;
 }
 
-/// Blocks of a cluster that share a key/value head; zero where more splits are wanted than a cluster
-/// has warps: of long caches, many small blocks keep more keys under way.
+/// Blocks of a cluster that share a key/value head; zero where more splits are wanted than a
+/// cluster has warps: of long caches, many small blocks keep more keys under way.
 cudaError_t cluster_blocks(const ForgettingAttentionStepParams& p, int* blocks) {
   bool can = false;
   TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&cluster_step_kernel<__nv_bfloat16, 128>>(&can)));

@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < T::kWarps; ++w) sum += sums[w][out];
-    E* const o =
-        static_cast<E*>(p.o.data) + sequence * p.o.stride_b + static_cast<int64_t>(head) * p.o.stride_h;
+    E* const o = static_cast<E*>(p.o.data) + sequence * p.o.stride_b +
+                 static_cast<int64_t>(head) * p.o.stride_h;
     o[first_column + out] = narrow<E>(sum);
   }
 }

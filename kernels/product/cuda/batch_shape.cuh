@@ -1,0 +1,143 @@
+#pragma once
+
+// How a fused product of a batch is cut: its blocks and clusters, and what a block has in shared
+// memory. See batch_product.cu.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/cuda/between_blocks.cuh"
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/integers.h"
+#include "kernels/product/cuda/fused_rows.cuh"
+
+namespace tidegate::kernels::product {
+
+constexpr int kBatchRows = 64;
+constexpr int kGroupThreads = 128;  // of a warpgroup
+constexpr int kWarpgroups = kThreads / kGroupThreads;
+constexpr int kPanelBytes = kBatchRows * kRowBytes;  // of a chunk of x
+constexpr int kMostBatchStages = 8;
+// So much shared memory a block, that the next kernel's has room beside it: unless that leaves some
+// of the block's weights to be asked for late, which takes longer.
+constexpr int kWantedBytes = (228 << 10) / 2 - (2 << 10);
+constexpr int kMostClusterBlocks = 8;  // of a cluster
+
+/// How a launch is cut. A tile is 16 rows of w.
+struct BatchShape {
+  int blocks = 0, log_blocks = 0;  // of a cluster
+  int clusters = 0;
+  int tiles = 0, least_tiles = 0;  // of all channels; of a cluster
+  int tile_channels = 0;           // of y
+  int chunks = 0;                  // of all inner channels
+  int columns = 0;                 // of w's rows that a warpgroup multiplies at once
+  int passes = 0;                  // that a cluster takes at most
+  int own_chunks = 0;              // of a block, at most
+  int stages = 0;
+  int x_bytes = 0, ring_bytes = 0, part_stride = 0, parts_bytes = 0;
+  int main_bytes = 0;  // of all of these
+  // Where the sums wait to be sent, and where those of the other blocks go, in shared memory.
+  int staged_at = 0, parts_at = 0;
+  bool is_aligned = false;  // four channels of y and of the residual lie as one access wants them
+  // A row's factor is applied to the sums: then nothing waits for it before the products.
+  bool scales_sums = false;
+
+  static constexpr int kOtherBytes = (2 * kMostClusterBlocks + 2) * kBatchRows * 4 + 64;
+  int constant_bytes() const { return 2 * own_chunks * kRowBytes; }
+  int shared_bytes() const { return 1024 + main_bytes + kOtherBytes + constant_bytes(); }
+  int most_tiles() const { return static_cast<int>(ceil_div(tiles, clusters)); }
+};
+
+inline BatchShape shape_of(const FusedProductParams& p, int blocks, const DeviceLimits& limits) {
+  BatchShape s;
+  s.blocks = blocks;
+  while (1 << s.log_blocks < blocks) ++s.log_blocks;
+  s.tile_channels = p.is_glu ? kTile / 2 : kTile;
+  s.tiles = static_cast<int>(ceil_div(p.product.outer, int64_t{s.tile_channels}));
+  s.chunks = static_cast<int>(ceil_div(p.product.inner, int64_t{kChunk}));
+  const int at_once = std::max(1, limits.multiprocessors / blocks);
+  const int each = static_cast<int>(ceil_div(s.tiles, at_once));
+  s.clusters = static_cast<int>(ceil_div(s.tiles, each));
+  s.least_tiles = s.tiles / s.clusters;
+  s.own_chunks = static_cast<int>(ceil_div(s.chunks, blocks));
+  s.columns = 96;
+  for (const int columns : {48, 32}) {
+    if (kWarpgroups * columns >= each * kTile) s.columns = columns;
+  }
+  const int item = kWarpgroups * s.columns * kRowBytes;
+  s.passes = static_cast<int>(ceil_div(each * kTile, kWarpgroups * s.columns));
+  s.x_bytes = s.own_chunks * kPanelBytes;
+  s.part_stride = std::min(each * kTile, kWarpgroups * s.columns) + 4;
+  s.parts_bytes = kBatchRows * s.part_stride * 4;
+  const int other = s.shared_bytes() + s.x_bytes + (s.passes > 1 ? 2 : 0) * s.parts_bytes;
+  const int items = s.passes * s.own_chunks;
+  int wanted = kWantedBytes;
+  if (s.passes == 1 && items <= kMostBatchStages && other + items * item > wanted &&
+      other + items * item + s.parts_bytes <= limits.shared_bytes) {
+    wanted = limits.shared_bytes;
+  }
+  s.stages = std::min(std::clamp((wanted - other) / item, 2, kMostBatchStages), items);
+  s.ring_bytes = s.stages * item;
+  // Where x and the weights were, once the block needs them no more; with several passes, it does.
+  const int loaded = s.x_bytes + s.ring_bytes;
+  s.staged_at = s.passes > 1 || loaded < s.parts_bytes ? loaded : 0;
+  // There, too, once no block does, which they have to tell each other: where room is short.
+  s.parts_at = std::max(loaded, s.staged_at + s.parts_bytes);
+  s.main_bytes = s.parts_at + s.parts_bytes;
+  if (s.staged_at == 0 && loaded >= 2 * s.parts_bytes && s.shared_bytes() > wanted) {
+    s.parts_at = s.parts_bytes;
+    s.main_bytes = loaded;
+  }
+  s.scales_sums = p.has_norm && p.norm_kind == norm::NormKind::kRms && p.norm_bias == nullptr &&
+                  !(p.gate != nullptr && p.gate_first) && p.product.dtype == DType::kBFloat16;
+  const auto in_fours = [](const void* data, int64_t stride) {
+    return is_aligned(data, 8) && stride % 4 == 0;
+  };
+  s.is_aligned = p.product.outer % 4 == 0 && in_fours(p.product.y, p.product.stride_y) &&
+                 (p.residual == nullptr || in_fours(p.residual, p.stride_residual));
+  return s;
+}
+
+/// Bytes that a block moves; twice those between blocks, and those that are asked for late.
+inline int64_t cost_of(const BatchShape& s) {
+  const int64_t columns = int64_t{s.most_tiles()} * kTile;
+  return s.own_chunks * int64_t{kRowBytes} * (columns + kBatchRows) +
+         2 * kBatchRows * columns * 4 * (s.blocks - 1) / s.blocks +
+         int64_t{s.passes * s.own_chunks - s.stages} * (s.ring_bytes / s.stages);
+}
+
+inline BatchShape shape_of(const FusedProductParams& p, const DeviceLimits& limits) {
+  BatchShape best;
+  for (const int blocks : {2, 4, 8}) {
+    const BatchShape s = shape_of(p, blocks, limits);
+    if (s.shared_bytes() > limits.shared_bytes) continue;
+    if (best.blocks == 0 || cost_of(s) < cost_of(best)) best = s;
+  }
+  return best;
+}
+
+/// A block's part of the work.
+struct BatchWork {
+  int rank, cluster;
+  int first_tile, tiles;    // of the cluster
+  int first_chunk, chunks;  // of the block
+  int thread, warp, lane, group;
+
+  __device__ explicit BatchWork(const BatchShape& s) {
+    rank = cluster_rank();
+    cluster = static_cast<int>(blockIdx.x) >> s.log_blocks;
+    // As equal as it gets: the first ones have one more.
+    const int more = s.tiles - s.least_tiles * s.clusters;
+    first_tile = cluster * s.least_tiles + min(cluster, more);
+    tiles = s.least_tiles + (cluster < more ? 1 : 0);
+    first_chunk = s.chunks * rank >> s.log_blocks;
+    chunks = (s.chunks * (rank + 1) >> s.log_blocks) - first_chunk;
+    thread = static_cast<int>(threadIdx.x);
+    warp = thread / 32;
+    lane = thread % 32;
+    group = thread / kGroupThreads;
+  }
+};
+
+}  // namespace tidegate::kernels::product
