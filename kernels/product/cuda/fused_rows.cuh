@@ -82,12 +82,9 @@ struct RowReader {
   }
   __device__ void gate(int row, int pack, float (&u)[kPack]) const {
     const Row logits = load(p.gate, p.stride_gate, row, pack);
-    const bool is_none = p.gate_activation == norm::Activation::kNone;
-    const bool is_sigmoid = p.gate_activation == norm::Activation::kSigmoid;
 #pragma unroll
-    for (int v = 0; v < kPack; ++v) {  // without branches: they would be most of the kernel
-      const float x = logits.get(v), s = sigmoids<Math>(x).pos;
-      u[v] *= (is_sigmoid ? 1.0f : x) * (is_none ? 1.0f : s);
+    for (int v = 0; v < kPack; ++v) {
+      u[v] *= norm::activated<Math>(p.gate_activation, logits.get(v));
     }
   }
 
@@ -169,14 +166,13 @@ struct RowStager : RowReader<E, kGated> {
     return sum;
   }
   /// The sum over the row's `count` packs: add(sum so far, pack) adds one pack.
-  static constexpr int kUnroll = kGated ? 1 : 4;
   template <class Add>
   __device__ float sum_over_packs(int count, Add add) const {
     const int lane = thread % 32;
     __syncthreads();
     for (int group = thread / 32; group < kGroups; group += warps) {
       float mine = 0.0f;
-#pragma unroll kUnroll
+#pragma unroll 4
       for (int pack = 32 * group + lane; pack < count; pack += 32 * kGroups) {
         mine = add(mine, pack);
       }
