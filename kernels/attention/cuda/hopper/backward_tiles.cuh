@@ -16,11 +16,14 @@ struct HopperBackwardShape {
   using T = Data;
   static constexpr int kDim = kTile.dim;
   static constexpr int kRows = kTile.queries;
-  static constexpr int kKeys = 128;
+  static constexpr int kKeys = kTile.keys;
   static constexpr int kPart = 64;  // queries of a tile whose scores are in registers at a time
   static constexpr int kParts = kRows / kPart;
-  static constexpr int kStages = 2;  // of Q, dO and dS
+  static constexpr bool kHasRoles = kTile.has_roles();
+  static constexpr int kStages = 2;  // of Q and dO
+  static constexpr int kScoreStages = kHasRoles ? 1 : 2;
   static constexpr int kMathWarps = 8;
+  static constexpr int kKeyWarps = kKeys / 16;  // warps that have dS, of 16 keys each
   static constexpr int kThreads = 384;
   // Whether dP's start is read while the S before it is under way: where registers are plenty.
   static constexpr bool kStartsEarly = kDim <= 64;
@@ -44,9 +47,9 @@ struct HopperBackwardShape {
     static constexpr int kThreads = 256;
     static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
     struct QueryGradPart {
-      static constexpr int kRowTiles = 1, kColumnTiles = 8;
+      static constexpr int kRowTiles = 1, kColumnTiles = kDqByRows ? 8 : kDqColumns / 16;
       static __device__ int row(int warp) { return kDqByRows ? 16 * warp : warp % 4 * 16; }
-      static __device__ int column(int warp) { return kDqByRows ? 0 : warp / 4 * 64; }
+      static __device__ int column(int warp) { return kDqByRows ? 0 : warp / 4 * (kDqColumns / 2); }
     };
   };
 };
@@ -66,6 +69,27 @@ struct HopperRowStats {
   float gate_high[kRows], gate_low[kRows], lse[kRows];
 };
 
+/// What passes between warpgroups with roles (backward_roles.cuh), besides dS: P in fp32, as the
+/// lanes hold it, each warp's for the one of the other warpgroup that has the same keys.
+template <bool kHasRoles>
+struct HopperExchange {
+  __device__ void init_barriers() {}
+};
+template <>
+struct HopperExchange<true> {
+  alignas(16) float weights[8][128][4];
+  uint64_t weights_full[4], weights_free[4];  // a warp's
+  uint64_t ds_free;
+
+  __device__ void init_barriers() {
+    for (int i = 0; i < 4; ++i) {
+      mbarrier_init(&weights_full[i], 32);
+      mbarrier_init(&weights_free[i], 32);
+    }
+    mbarrier_init(&ds_free, 8);
+  }
+};
+
 template <class Shape>
 struct HopperBackwardShared {
   static constexpr int kStages = Shape::kStages;
@@ -73,17 +97,18 @@ struct HopperBackwardShared {
   alignas(1024) unsigned char values[Shape::kKeyBytes];
   alignas(1024) unsigned char queries[kStages][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[kStages][Shape::kRowBytes];
-  alignas(1024) unsigned char ds[kStages][Shape::kScoreBytes];
+  alignas(1024) unsigned char ds[Shape::kScoreStages][Shape::kScoreBytes];
   alignas(
       128) float dq[Shape::kRows * Shape::kDqColumns];  // of a tile, as convert_dq_kernel has it
   HopperRowStats<Shape::kRows> stats[kStages];
-  float row_sums[kStages][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
+  float row_sums[kStages][Shape::kKeyWarps][Shape::kRows];   // of dS over a warp's keys
   int block;                                                 // which of the launch's
   uint64_t keys_full, values_full;                           // once
   uint64_t queries_full[kStages], queries_free[kStages];     // with stats
   uint64_t d_o_full[kStages], d_o_free[kStages];
-  uint64_t ds_full[kStages];
+  uint64_t ds_full[Shape::kScoreStages];
   uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
+  [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
@@ -99,8 +124,11 @@ struct HopperBackwardShared {
       mbarrier_init(&d_o_full[i], 1);
       mbarrier_init(&queries_free[i], Shape::kMathWarps);
       mbarrier_init(&d_o_free[i], Shape::kMathWarps);
-      mbarrier_init(&ds_full[i], Shape::kMathWarps);
     }
+    for (int i = 0; i < Shape::kScoreStages; ++i) {
+      mbarrier_init(&ds_full[i], Shape::kKeyWarps);
+    }
+    exchange.init_barriers();
     hopper::fence_barrier_init();
   }
 };
@@ -344,7 +372,7 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
       for (int row = lane; row < kRows; row += 32) {
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < Shape::kMathWarps; ++i) {
+        for (int i = 0; i < Shape::kKeyWarps; ++i) {
           sum += shared.row_sums[stage][i][row];
         }
         if (tile * kRows + row < at.queries.length) {
