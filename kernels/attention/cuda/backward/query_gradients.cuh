@@ -6,6 +6,7 @@
 
 #include "kernels/attention/cuda/backward/tiles.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -102,7 +103,8 @@ __device__ __forceinline__ void add_dq_tile(
 }
 
 /// dq from its sums, a block a tile of queries: they lie in the order in which the warps that made
-/// them hold accumulators. The first blocks add up chunks of gates' gradients.
+/// them hold accumulators. The first blocks add up chunks of gates' gradients. Heads are those of
+/// w.head_range.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
     convert_dq_kernel(const __grid_constant__ TensorAttention w,
@@ -119,7 +121,8 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const ForgettingAttentionParams& p = w.params.forward;
   // From the last head on, whose sums the L2 still has.
   const TileAndHead place(w.query_tiles, p.heads, 1, gridDim.x - 1 - blockIdx.x, false);
-  if (place.tile.tokens == 0) {
+  if (place.tile.tokens == 0 || !takes_head(w, place.tile.sequence.index,
+                                            place.head / static_cast<int>(p.heads / p.key_heads))) {
     return;
   }
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -148,6 +151,25 @@ __global__ void __launch_bounds__(Shape::kThreads)
       row_address<2>(w.params.dq, place.tile.sequence, place.head, place.tile.first),
       row_stride<2>(w.params.dq), rounded, place.tile.tokens, static_cast<int>(p.head_dim / 8),
       thread);
+}
+
+/// Clears the sums of w.head_range's heads, a block a tile of queries.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    clear_dq_kernel(const __grid_constant__ TensorAttention w) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const TileAndHead place(w.query_tiles, p.heads, 1, blockIdx.x, false);
+  if (place.tile.tokens == 0 || !takes_head(w, place.tile.sequence.index,
+                                            place.head / static_cast<int>(p.heads / p.key_heads))) {
+    return;
+  }
+  constexpr int kFloats = Shape::kRows * Shape::kDim;
+  auto* const to =
+      reinterpret_cast<float4*>(w.dq_sums + (place.tile_index * p.heads + place.head) * kFloats);
+#pragma unroll
+  for (int i = 0; i < kFloats / 4; i += Shape::kThreads) {
+    to[i + threadIdx.x] = float4{};
+  }
 }
 
 // ---- By a kernel of its own ----

@@ -25,6 +25,7 @@
 #include "kernels/attention/cuda/hopper/backward_math.cuh"
 #include "kernels/attention/cuda/hopper/backward_roles.cuh"
 #include "kernels/attention/cuda/hopper/backward_tiles.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
 
 namespace tidegate::kernels::attention {
 
@@ -164,6 +165,21 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
   math.store(at, shared);
 }
 
+/// A producer's warp: one of three roles.
+template <class Shape>
+__device__ __forceinline__ void bring_hopper_tiles(const HopperBackwardWork& work,
+                                                   const HopperKeyTile<Shape>& at,
+                                                   HopperBackwardShared<Shape>& shared,
+                                                   int thread) {
+  if (thread < 32) {
+    load_tiles(work, at, shared, thread);
+  } else if (thread < 64) {
+    load_row_stats(at, shared, thread - 32);
+  } else if (thread < 96) {
+    add_query_sums(at, shared, thread - 64);
+  }
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     hopper_backward_kernel(const __grid_constant__ HopperBackwardWork work) {
@@ -187,19 +203,79 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const HopperKeyTile<Shape> at(w, place);
   if (thread < 128) {
     hopper::release_registers<Shape::kProducerRegisters>();
-    if (thread < 32) {
-      load_tiles(work, at, shared, thread);
-    } else if (thread < 64) {
-      load_row_stats(at, shared, thread - 32);
-    } else if (thread < 96) {
-      add_query_sums(at, shared, thread - 64);
-    }
+    bring_hopper_tiles(work, at, shared, thread);
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();
     if constexpr (Shape::kHasRoles) {
       compute_hopper_gradients_by_roles(at, shared, thread);
     } else {
       compute_hopper_gradients(at, shared, thread);
+    }
+  }
+#endif
+}
+
+/// The next tile of keys of a long-range head, of blocks that stay; all threads call it, with
+/// barriers as at a launch's start. Negative: there is none.
+template <class Shape>
+__device__ inline int take_long_range_tile(const TensorAttention& w,
+                                           HopperBackwardShared<Shape>& shared, bool is_first) {
+  const auto heads = static_cast<unsigned>(w.params.forward.key_heads);
+  const auto blocks = static_cast<unsigned>(w.tiles.count) * heads;
+  hopper::fence_async_proxy();  // the copy engine writes where gradients were staged
+  __syncthreads();              // all are done with the tile before
+  if (threadIdx.x == 0) {
+    if (!is_first) {
+      shared.invalidate_barriers();
+    }
+    shared.init_barriers();
+    int taken = -1;
+    for (;;) {
+      const unsigned next = atomicAdd(w.extents.long_range + 1, 1u);
+      if (next >= blocks) {
+        break;
+      }
+      const TileAndHead place(w.tiles, heads, w.side_by_side, next, false);
+      if (place.tile.tokens > 0 && takes_head(w, place.tile.sequence.index, place.head)) {
+        taken = static_cast<int>(next);
+        break;
+      }
+    }
+    shared.block = taken;
+  }
+  __syncthreads();
+  return shared.block;
+}
+
+/// hopper_backward_kernel for long-range heads where others are taken by a kernel of their own:
+/// blocks stay and take tiles. Where there are no such heads, a block for every tile would take
+/// longer to start than these to leave.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    hopper_long_range_kernel(const __grid_constant__ HopperBackwardWork work) {
+#if TIDEGATE_HOPPER_CODE
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  auto& shared = HopperBackwardShared<Shape>::at(bytes);
+  const TensorAttention& w = work.attention;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (w.extents.long_range[0] == 0) {
+    return;
+  }
+  const auto tile_of = [&](int block) {
+    return HopperKeyTile<Shape>(w, TileAndHead(w.tiles, w.params.forward.key_heads, w.side_by_side,
+                                               static_cast<unsigned>(block), false));
+  };
+  if (thread < 128) {
+    hopper::release_registers<Shape::kProducerRegisters>();
+    int block = take_long_range_tile(w, shared, true);
+    for (; block >= 0; block = take_long_range_tile(w, shared, false)) {
+      bring_hopper_tiles(work, tile_of(block), shared, thread);
+    }
+  } else {
+    hopper::claim_registers<Shape::kMathRegisters>();
+    int block = take_long_range_tile(w, shared, true);
+    for (; block >= 0; block = take_long_range_tile(w, shared, false)) {
+      compute_hopper_gradients(tile_of(block), shared, thread);
     }
   }
 #endif

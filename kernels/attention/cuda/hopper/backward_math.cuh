@@ -33,12 +33,14 @@ struct HopperKeyGradients {
   float row_sums[kPart / 4];      // of dS over the lane's two keys
 
   __device__ __forceinline__ HopperKeyGradients(const ForgettingAttentionParams& p, int thread)
-      : group(Shape::kHasRoles  // otherwise known to be the same for a warp
-                  ? 0
-                  : __shfl_sync(0xffffffffu, thread / 128 - 1, 0)),
+      : group(kKeys == 64 ? 0  // otherwise known to be the same for a warp
+                          : __shfl_sync(0xffffffffu, thread / 128 - 1, 0)),
         warp(thread % 128 / 32),
         lane(thread % 32),
         scale(static_cast<float>(p.scale) * kLog2E) {
+    clear();
+  }
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int j = 0; j < kDim / 8; ++j) {
 #pragma unroll
@@ -233,9 +235,8 @@ struct HopperKeyGradients {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = kFirst + j, holder = warp + column / kWarpColumns * 4;
-      *reinterpret_cast<float4*>(
-          to + (holder * kWarpColumns + column % kWarpColumns) * 128 + 4 * lane) =
-          make_float4(dq[j][0], dq[j][1], dq[j][2], dq[j][3]);
+      *reinterpret_cast<float4*>(to + (holder * kWarpColumns + column % kWarpColumns) * 128 +
+                                 4 * lane) = make_float4(dq[j][0], dq[j][1], dq[j][2], dq[j][3]);
     }
   }
 

@@ -153,8 +153,7 @@ struct HopperGradientsRole : HopperRole<Shape> {
     mbarrier_wait(&shared.exchange.weights_full[math.warp], exchanged.parity);
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
-      const float4 x =
-          *reinterpret_cast<const float4*>(shared.exchange.weights[n][this->thread()]);
+      const float4 x = *reinterpret_cast<const float4*>(shared.exchange.weights[n][this->thread()]);
       math.s[n][0] = x.x;
       math.s[n][1] = x.y;
       math.s[n][2] = x.z;

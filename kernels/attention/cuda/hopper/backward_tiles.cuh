@@ -101,10 +101,10 @@ struct HopperBackwardShared {
   alignas(
       128) float dq[Shape::kRows * Shape::kDqColumns];  // of a tile, as convert_dq_kernel has it
   HopperRowStats<Shape::kRows> stats[kStages];
-  float row_sums[kStages][Shape::kKeyWarps][Shape::kRows];   // of dS over a warp's keys
-  int block;                                                 // which of the launch's
-  uint64_t keys_full, values_full;                           // once
-  uint64_t queries_full[kStages], queries_free[kStages];     // with stats
+  float row_sums[kStages][Shape::kKeyWarps][Shape::kRows];  // of dS over a warp's keys
+  int block;                                                // which of the launch's
+  uint64_t keys_full, values_full;                          // once
+  uint64_t queries_full[kStages], queries_free[kStages];    // with stats
   uint64_t d_o_full[kStages], d_o_free[kStages];
   uint64_t ds_full[Shape::kScoreStages];
   uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
@@ -115,21 +115,31 @@ struct HopperBackwardShared {
   }
   /// By one thread, before a barrier of the block.
   __device__ void init_barriers() {
-    mbarrier_init(&keys_full, 1);
-    mbarrier_init(&values_full, 1);
-    mbarrier_init(&dq_free, 1);
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&queries_full[i],
-                    1 + 32);  // the warp that loads them, the lanes of their stats
-      mbarrier_init(&d_o_full[i], 1);
-      mbarrier_init(&queries_free[i], Shape::kMathWarps);
-      mbarrier_init(&d_o_free[i], Shape::kMathWarps);
-    }
-    for (int i = 0; i < Shape::kScoreStages; ++i) {
-      mbarrier_init(&ds_full[i], Shape::kKeyWarps);
-    }
+    for_each_barrier([](uint64_t* barrier, int arrivals) { mbarrier_init(barrier, arrivals); });
     exchange.init_barriers();
     hopper::fence_barrier_init();
+  }
+  /// Before init_barriers() is called again.
+  __device__ void invalidate_barriers() {
+    static_assert(!Shape::kHasRoles);
+    for_each_barrier([](uint64_t* barrier, int) { mbarrier_invalidate(barrier); });
+  }
+
+ private:
+  template <class F>
+  __device__ void for_each_barrier(const F& f) {
+    f(&keys_full, 1);
+    f(&values_full, 1);
+    f(&dq_free, 1);
+    for (int i = 0; i < kStages; ++i) {
+      f(&queries_full[i], 1 + 32);  // the warp that loads them, the lanes of their stats
+      f(&d_o_full[i], 1);
+      f(&queries_free[i], Shape::kMathWarps);
+      f(&d_o_free[i], Shape::kMathWarps);
+    }
+    for (int i = 0; i < Shape::kScoreStages; ++i) {
+      f(&ds_full[i], Shape::kKeyWarps);
+    }
   }
 };
 
@@ -213,8 +223,9 @@ struct HopperKeyTile {
 };
 
 /// Brings rows [first, first + kRows) of a sequence's head into a tile, all lanes of a warp calling
-/// it, and arrives once at the barrier for them. The copy engine writes zeros past a tensor's end
-/// only: a tile that reaches past its sequence's end is copied by the warp itself.
+/// it, and arrives once at the barrier for them. Rows that are not there are zero. The copy engine
+/// writes zeros past a tensor's end only: a tile that reaches past its sequence's end, or before
+/// its first row, is copied by the warp itself.
 template <int kRows, int kDim>
 __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* map,
                                         const HeadSeries& t, uint64_t* barrier,
@@ -222,7 +233,7 @@ __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* ma
                                         int lane) {
   using Panels = hopper::Panels<kRows>;
   const int limit = sequence.length - first;
-  if (limit >= kRows) {
+  if (first >= 0 && limit >= kRows) {
     if (lane == 0) {
       hopper::arrive_expecting(barrier, Panels::bytes(kDim));
       hopper::copy_tile<kRows, kDim>(to, map, barrier, head,
@@ -238,7 +249,7 @@ __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* ma
       const int row = at / kPieces, piece = at % kPieces;
       copy_async_or_zero(to + Panels::offset(row, piece),
                          from + static_cast<int64_t>(row) * stride + piece * 16,
-                         row < limit && piece < pieces);
+                         first + row >= 0 && row < limit && piece < pieces);
     }
     commit_copies();
     wait_for_copies<0>();

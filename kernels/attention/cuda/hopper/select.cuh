@@ -23,7 +23,7 @@ struct HopperBackwardTile {
   int queries, keys;
   // dk and dv of 128 keys are divided among two warpgroups by keys. Above 128 they do not fit the
   // registers: of 64 keys, one warpgroup has dv and the other one dk.
-  [[nodiscard]] constexpr bool has_roles() const { return keys == 64; }
+  [[nodiscard]] constexpr bool has_roles() const { return dim > 128; }
   // dq of a tile is divided by rows or, where there are 64, by columns.
   [[nodiscard]] constexpr bool dq_by_rows() const { return queries == 128; }
   [[nodiscard]] constexpr int sum_columns() const {
@@ -37,6 +37,12 @@ cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
          : dim <= 96  ? f.template operator()<HopperBackwardTile{96, 64, 128}>()
          : dim <= 128 ? f.template operator()<HopperBackwardTile{128, 64, 128}>()
                       : f.template operator()<HopperBackwardTile{192, 64, 64}>();
+}
+
+/// Whether a backward pass on Hopper has a kernel of its own for short-range heads
+/// (short_range.cuh). Up to 64 the tiles of others are as good.
+inline bool hopper_walks(const ForgettingAttentionParams& p) {
+  return p.prune > 0 && p.head_dim > 64 && p.head_dim <= 128;
 }
 
 template <class Data>
@@ -81,9 +87,8 @@ inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& param
   const ForgettingAttentionParams& p = params.forward;
   constexpr double kLeastScale = 1e-20;
   const bool prunes = p.prune > 0;
-  return p.head_dim > 32 && p.head_dim <= 192 &&
-         !(prunes && p.deterministic) && p.scale > kLeastScale &&
-         p.layout.time > 0 && copies_inputs(p) &&
+  return p.head_dim > 32 && p.head_dim <= 192 && !(prunes && p.deterministic) &&
+         p.scale > kLeastScale && p.layout.time > 0 && copies_inputs(p) &&
          copy_engine_takes(params.d_o, p.layout, p.heads, p.head_dim);
 }
 

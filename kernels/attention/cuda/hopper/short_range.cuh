@@ -1,0 +1,230 @@
+#pragma once
+
+// The Hopper backward pass of short-range heads: those of which pruning leaves every tile of 64
+// keys only queries of the tile at the same positions and of the next one.
+//
+// A block walks along a sequence, a tile of queries at a step, and has all that it needs at hand:
+// the keys of the same positions and of the tile before. A warpgroup takes every second tile of
+// keys, with dk and dv in registers for two steps, first at the diagonal and then beside it; both
+// make dS of the step's queries, and half the columns of their dq. So everything leaves as it is,
+// rounded: there are no sums in device memory, nothing to clear or to convert, and the bits are the
+// same from run to run.
+//
+// A block owns tiles [begin, end), and makes two more pairs of tiles than it owns: at its first
+// step the queries also meet the keys before them, for their dq alone, and at step `end` the last
+// keys meet the queries after them, for their dk and dv alone.
+//
+// Roles of the producer's warps: keys, values, queries and dO (HopperWalkLoader); gates and
+// statistics (HopperWalkStats); sums of dS over a query's keys (HopperWalkRowSums). Barriers are as
+// in backward.cuh; keys_full is of keys and values, in a ring of three tiles.
+
+#include "kernels/attention/cuda/hopper/backward_math.cuh"
+#include "kernels/attention/cuda/hopper/short_range_tiles.cuh"
+
+namespace tidegate::kernels::attention {
+
+/// A math warpgroup.
+template <class Shape>
+struct HopperWalkMath {
+  using T = typename Shape::T;
+  using Shared = HopperWalkShared<Shape>;
+  static constexpr int kDim = Shape::kDim;
+
+  const TensorAttention& w;
+  Shared& shared;
+  const HopperWalk& at;
+  HopperKeyGradients<Shape> math;
+  int group;  // takes tiles of keys of this parity
+  HopperStage<2> stage = {};
+  HopperStage<3> older = {}, newer = {1, 0};  // tiles of keys: at the diagonal, and before
+
+  __device__ __forceinline__ HopperWalkMath(const TensorAttention& work, Shared& memory, int thread)
+      : w(work),
+        shared(memory),
+        at(memory.walk),
+        math(work.params.forward, thread),
+        group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)) {}
+
+  /// Stores 64 rows of so many pieces of 16 bytes, from accumulators: the four lanes of a row
+  /// exchange pairs of columns, until each has eight neighbouring ones. `first`: the sequence's row
+  /// that the first of them is; only rows [0, end) are there.
+  template <int kPieces>
+  __device__ __forceinline__ void store(const float (&x)[kPieces][4], float factor,
+                                        const HeadSeries& t, const Sequence& sequence, int head,
+                                        int first, int end, int first_piece) const {
+    const int pieces = static_cast<int>(w.params.forward.head_dim / 8), part = math.lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + math.key() + 8 * half;
+      char* const to = row_address<2>(t, sequence, head, row);
+#pragma unroll
+      for (int j = 0; j < kPieces; j += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          pairs[e] = pack_pair<T>(x[j + e][2 * half] * factor, x[j + e][2 * half + 1] * factor);
+        }
+        hopper::transpose_quad(pairs, part);
+        const int piece = first_piece + j + part;
+        if (row >= 0 && row < end && piece < pieces) {
+          *reinterpret_cast<uint4*>(to + piece * 16) =
+              uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
+      }
+    }
+  }
+
+  /// The step's queries of a head and the warpgroup's keys: their share of dk, dv and of the sums
+  /// of dS, and the warpgroup's columns of dq.
+  __device__ __forceinline__ void take_pair(int step, int head, bool diagonal) {
+    using hopper::Operand;
+    const int i = stage.index, slot = diagonal ? newer.index : older.index;
+    const bool edge = diagonal || at.is_far_edge(step);
+    typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
+    const HopperWalkStats<Shape>& stats = shared.stats[i];
+    mbarrier_wait(&shared.queries_full[i], stage.parity);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      math.key_high[half] = stats.key_high[group][math.key() + 8 * half];
+      math.key_low[half] = stats.key_low[group][math.key() + 8 * half];
+    }
+    math.start(math.s, edge ? shared.zeros : stats.rows.start_s);
+    math.multiply_scores(math.s, shared.keys[slot], shared.queries[i]);
+    mbarrier_wait(&shared.d_o_full[i], stage.parity);
+    hopper::wait_for_products<0>();
+    hopper::keep(math.s);
+    math.start(math.dp, stats.rows.start_dp);
+    math.multiply_scores(math.dp, shared.values[slot], shared.d_o[i]);
+    math.compute_p(stats.rows, 0, edge, PairMask{at.window}, diagonal ? 0 : Shape::kKeys);
+    math.pack(operand, math.s);
+    math.accumulate(math.dv, operand, shared.d_o[i]);
+    hopper::wait_for_products<1>();  // dP
+    hopper::keep(math.dp);
+    math.compute_ds();
+    hopper::wait_for_products<0>();  // dv
+    math.pack(operand, math.dp);
+    math.store_ds(shared.ds[i][group], operand);
+    hopper::fence_async_proxy();
+    hopper::arrive_from(&shared.ds_full[i], math.lane);
+    math.accumulate(math.dk, operand, shared.queries[i]);
+    math.store_row_sums(shared.row_sums[i][4 * group + math.warp]);
+    mbarrier_wait(&shared.ds_full[i], stage.parity);
+    hopper::fence_products();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // dq, of the keys of both warpgroups
+      const int keys = diagonal == (half == group) ? newer.index : older.index;
+      const Operand a = Operand::rows_inner(shared_address(shared.ds[i][half]));
+      const Operand b = Operand::inner_rows(
+          shared_address(shared.keys[keys]) + group * Shape::KeyPanels::kPanelBytes,
+          Shape::KeyPanels::kPanelBytes);
+#pragma unroll
+      for (int k = 0; k < Shape::kKeys / 16; ++k) {
+        hopper::Product<T, 64>::template shared<true>(math.dp, a.advance(k * 32),
+                                                      b.advance(k * 2048), half > 0 || k > 0);
+      }
+    }
+    hopper::commit_products();
+    hopper::wait_for_products<0>();
+    hopper::keep(math.dp);
+    mbarrier_arrive(&shared.row_sums_full[i]);
+    mbarrier_arrive(&shared.queries_free[i]);
+    hopper::arrive_from(&shared.d_o_free[i], math.lane);
+    stage.next();
+    if (step < at.end) {
+      store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
+            step * Shape::kRows - at.shift, at.queries.length, 8 * group);
+    }
+  }
+
+  /// A head's sums of dS over queries, of which a tile of keys meets two tiles, a step each.
+  __device__ __forceinline__ void store_key_sums(int tile, int head, bool diagonal) {
+    if (tile < at.begin || tile >= at.end) {
+      return;
+    }
+    float* const to =
+        w.column_sums +
+        (at.keys.batch * w.params.forward.heads + head) * w.params.forward.key_layout.time +
+        at.keys.start;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(math.key_sums[half]);
+      const int key = tile * Shape::kKeys + math.key() + 8 * half;
+      if (math.lane % 4 == 0 && key < at.keys.length) {
+        to[key] = diagonal ? sum : to[key] + sum;
+      }
+    }
+  }
+
+  /// dk and dv of the tile before the diagonal's, which has met all of its queries.
+  __device__ __forceinline__ void store_gradients(int tile) {
+    if (tile >= at.begin) {
+      const int first = tile * Shape::kKeys;
+      store(math.dk, static_cast<float>(w.params.forward.scale), w.params.dk, at.keys, at.key_head,
+            first, at.keys.length, 0);
+      store(math.dv, 1.0f, w.params.dv, at.keys, at.key_head, first, at.keys.length, 0);
+    }
+    math.clear();
+  }
+
+  __device__ __forceinline__ void run() {
+    mbarrier_wait(&shared.keys_full[0], 0);
+#pragma unroll 1
+    for (int step = at.begin; step <= at.last; ++step) {
+      const bool diagonal = step % 2 == group;
+      const int tile = diagonal ? step : step - 1;
+      mbarrier_wait(&shared.keys_full[newer.index], newer.parity);
+#pragma unroll 1
+      for (int head = at.first_head; head < at.end_head; ++head) {
+        math.key_sums[0] = math.key_sums[1] = 0;
+        if (at.has_queries(step)) {
+          take_pair(step, head, diagonal);
+        }
+        store_key_sums(tile, head, diagonal);
+      }
+      hopper::keep(math.dk);
+      hopper::keep(math.dv);
+      hopper::arrive_from(&shared.keys_free[older.index], math.lane);
+      if (!diagonal) {
+        store_gradients(tile);
+      }
+      older.next();
+      newer.next();
+    }
+    // The sequence's last keys meet no queries but their own.
+    if (at.last < at.end && at.last % 2 == group) {
+      store_gradients(at.last);
+    }
+  }
+};
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    hopper_short_range_kernel(const __grid_constant__ HopperBackwardWork work) {
+#if TIDEGATE_HOPPER_CODE
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<HopperWalkShared<Shape>*>(bytes);
+  const TensorAttention& w = work.attention;
+  const int thread = static_cast<int>(threadIdx.x);
+  const TileAndHead place(w.tiles, w.params.forward.key_heads, 1, blockIdx.x, false);
+  if (place.tile.tokens == 0 || !takes_head(w, place.tile.sequence.index, place.head)) {
+    return;
+  }
+  shared.init(w, place, thread);
+  __syncthreads();
+  if (thread < 128) {
+    hopper::release_registers<Shape::kProducerRegisters>();
+    if (thread < 32) {
+      load_walk_tiles(work, shared, thread);
+    } else if (thread < 64) {
+      load_walk_stats(w, shared, thread - 32);
+    } else if (thread < 96) {
+      store_walk_row_sums(w, shared, thread - 64);
+    }
+  } else {
+    hopper::claim_registers<Shape::kMathRegisters>();
+    HopperWalkMath<Shape>(w, shared, thread).run();
+  }
+#endif
+}
+
+}  // namespace tidegate::kernels::attention
