@@ -61,6 +61,17 @@ __device__ inline void arrive_from(uint64_t* barrier, int lane) {
   }
 }
 
+/// A place in a ring of stages, by how many were taken before: which stage, and the parity of its
+/// phase.
+template <int kStages = 2>
+struct RingPlace {
+  unsigned count = 0;
+  __device__ int stage() const { return static_cast<int>(count % kStages); }
+  __device__ int phase() const { return static_cast<int>(count / kStages % 2); }
+  __device__ RingPlace next() const { return {count + 1}; }
+  __device__ void advance() { ++count; }
+};
+
 /// Waits until `threads` threads have come to barrier `id` of the block, 1 to 15 (bar.sync).
 __device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -24,8 +24,8 @@ struct HopperRole {
   const HopperKeyTile<Shape>& at;
   HopperBackwardShared<Shape>& shared;
   HopperKeyGradients<Shape> math;
-  HopperStage<Shape::kStages> stage = {};
-  HopperStage<1> exchanged = {};  // of P and of dS
+  hopper::RingPlace<Shape::kStages> stage = {};
+  hopper::RingPlace<1> exchanged = {};  // of P and of dS
   int dq_parity = 0;
 
   __device__ __forceinline__ HopperRole(const HopperKeyTile<Shape>& block,
@@ -54,9 +54,9 @@ struct HopperWeightsRole : HopperRole<Shape> {
   int ds_parity = 0;
 
   __device__ __forceinline__ void begin_s() {
-    mbarrier_wait(&shared.queries_full[stage.index], stage.parity);
-    math.start(math.s, shared.stats[stage.index].start_s);
-    math.multiply_scores(math.s, shared.keys, shared.queries[stage.index]);
+    mbarrier_wait(&shared.queries_full[stage.stage()], stage.phase());
+    math.start(math.s, shared.stats[stage.stage()].start_s);
+    math.multiply_scores(math.s, shared.keys, shared.queries[stage.stage()]);
   }
   __device__ __forceinline__ void begin_dq() {
     mbarrier_wait(&shared.ds_full[0], ds_parity);
@@ -72,10 +72,10 @@ struct HopperWeightsRole : HopperRole<Shape> {
 
   /// P of a tile, from S.
   __device__ __forceinline__ void compute_weights(int tile) {
-    const int i = stage.index, row = tile * Shape::kRows;
+    const int i = stage.stage(), row = tile * Shape::kRows;
     math.compute_p(shared.stats[i], 0, at.is_edge(row), at.mask(), row + at.shift - at.first_key);
     hopper::arrive_from(&shared.queries_free[i], math.lane);
-    mbarrier_wait(&shared.exchange.weights_free[math.warp], exchanged.parity ^ 1);
+    mbarrier_wait(&shared.exchange.weights_free[math.warp], exchanged.phase() ^ 1);
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
       const float (&x)[4] = math.s[n];
@@ -83,17 +83,17 @@ struct HopperWeightsRole : HopperRole<Shape> {
           make_float4(x[0], x[1], x[2], x[3]);
     }
     mbarrier_arrive(&shared.exchange.weights_full[math.warp]);
-    exchanged.next();
+    exchanged.advance();
   }
 
   /// dv of a tile, and S of the next one.
   __device__ __forceinline__ void accumulate_dv(bool more) {
-    const int taken = stage.index;
+    const int taken = stage.stage();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;
     math.pack(operand, math.s);
-    mbarrier_wait(&shared.d_o_full[taken], stage.parity);
+    mbarrier_wait(&shared.d_o_full[taken], stage.phase());
     math.accumulate(math.dv, operand, shared.d_o[taken]);
-    stage.next();
+    stage.advance();
     if (more) {
       begin_s();
     }
@@ -142,15 +142,15 @@ struct HopperGradientsRole : HopperRole<Shape> {
   float dq[(Shape::kDim - kFirst) / 8][4];
 
   __device__ __forceinline__ void begin_dp() {
-    mbarrier_wait(&shared.queries_full[stage.index], stage.parity);  // what dP starts from
-    math.start(math.dp, shared.stats[stage.index].start_dp);
-    mbarrier_wait(&shared.d_o_full[stage.index], stage.parity);
-    math.multiply_scores(math.dp, shared.values, shared.d_o[stage.index]);
+    mbarrier_wait(&shared.queries_full[stage.stage()], stage.phase());  // what dP starts from
+    math.start(math.dp, shared.stats[stage.stage()].start_dp);
+    mbarrier_wait(&shared.d_o_full[stage.stage()], stage.phase());
+    math.multiply_scores(math.dp, shared.values, shared.d_o[stage.stage()]);
   }
 
   /// dS of a tile, from dP.
   __device__ __forceinline__ void compute_ds() {
-    mbarrier_wait(&shared.exchange.weights_full[math.warp], exchanged.parity);
+    mbarrier_wait(&shared.exchange.weights_full[math.warp], exchanged.phase());
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
       const float4 x = *reinterpret_cast<const float4*>(shared.exchange.weights[n][this->thread()]);
@@ -165,18 +165,18 @@ struct HopperGradientsRole : HopperRole<Shape> {
 
   /// dk of a tile, its share of dq, and dP of the next one.
   __device__ __forceinline__ void accumulate_dk(bool more) {
-    const int taken = stage.index;
+    const int taken = stage.stage();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;
     math.pack(operand, math.dp);
-    mbarrier_wait(&shared.exchange.ds_free, exchanged.parity ^ 1);
+    mbarrier_wait(&shared.exchange.ds_free, exchanged.phase() ^ 1);
     math.store_ds(shared.ds[0], operand);
     hopper::fence_async_proxy();
     hopper::arrive_from(&shared.ds_full[0], math.lane);
     math.accumulate(math.dk, operand, shared.queries[taken]);
-    const int taken_parity = exchanged.parity;
-    exchanged.next();
+    const int taken_parity = exchanged.phase();
+    exchanged.advance();
     hopper::arrive_from(&shared.d_o_free[taken], math.lane);
-    stage.next();
+    stage.advance();
     if (more) {
       begin_dp();
     }

@@ -150,16 +150,6 @@ struct HopperBackwardWork {
   CUtensorMap k, v;    // boxes of kKeys rows
 };
 
-/// The stage that comes next, and the parity of its barriers' phases.
-template <int kStages>
-struct HopperStage {
-  int index = 0, parity = 0;
-  __device__ void next() {
-    parity ^= index == kStages - 1 ? 1 : 0;
-    index = index == kStages - 1 ? 0 : index + 1;
-  }
-};
-
 /// The block's keys, and which tiles of queries see them.
 template <class Shape>
 struct HopperKeyTile {
@@ -284,23 +274,23 @@ __device__ inline void load_tiles(const HopperBackwardWork& work, const HopperKe
   const int pieces = static_cast<int>(p.head_dim / 8);
   load_hopper_tile<kKeys, kDim>(shared.keys, &work.k, p.k, &shared.keys_full, at.keys, at.key_head,
                                 at.first_key, pieces, lane);
-  HopperStage<Shape::kStages> stage;
+  hopper::RingPlace<Shape::kStages> stage;
   bool has_values = false;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
-    for (int tile = range.begin; tile < range.end; ++tile, stage.next()) {
-      mbarrier_wait(&shared.queries_free[stage.index], stage.parity ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.queries[stage.index], &work.q, p.q,
-                                    &shared.queries_full[stage.index], at.queries, head,
+    for (int tile = range.begin; tile < range.end; ++tile, stage.advance()) {
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage()], &work.q, p.q,
+                                    &shared.queries_full[stage.stage()], at.queries, head,
                                     tile * kRows, pieces, lane);
       if (!has_values) {  // after the queries, which are needed first
         has_values = true;
         load_hopper_tile<kKeys, kDim>(shared.values, &work.v, p.v, &shared.values_full, at.keys,
                                       at.key_head, at.first_key, pieces, lane);
       }
-      mbarrier_wait(&shared.d_o_free[stage.index], stage.parity ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.d_o[stage.index], &work.d_o, at.w.params.d_o,
-                                    &shared.d_o_full[stage.index], at.queries, head, tile * kRows,
+      mbarrier_wait(&shared.d_o_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage()], &work.d_o, at.w.params.d_o,
+                                    &shared.d_o_full[stage.stage()], at.queries, head, tile * kRows,
                                     pieces, lane);
     }
   }
@@ -313,14 +303,14 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
   constexpr int kRows = Shape::kRows;
   const ForgettingAttentionParams& p = at.p;
   const float inverse_scale = 1 / (static_cast<float>(p.scale) * kLog2E);
-  HopperStage<Shape::kStages> stage;
+  hopper::RingPlace<Shape::kStages> stage;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     const GateSums gates(at.w, at.keys, head);
     const double reference = gates.at(at.last_key());
     const int64_t first_row =
         (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
-    for (int tile = range.begin; tile < range.end; ++tile, stage.next()) {
+    for (int tile = range.begin; tile < range.end; ++tile, stage.advance()) {
       RawRowStats rows[kRows / 32];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
@@ -330,8 +320,8 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
                    exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
                    exists ? at.w.delta_minus_dlse[first_row + row] : 0.0f};
       }
-      mbarrier_wait(&shared.queries_free[stage.index], stage.parity ^ 1);
-      HopperRowStats<kRows>& stats = shared.stats[stage.index];
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      HopperRowStats<kRows>& stats = shared.stats[stage.stage()];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
         const int row = 32 * i + lane;
@@ -344,7 +334,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
       }
-      mbarrier_arrive(&shared.queries_full[stage.index]);
+      mbarrier_arrive(&shared.queries_full[stage.stage()]);
     }
   }
 }

@@ -21,14 +21,13 @@ cudaError_t describe_tensors(HopperBackwardWork* of) {
   HopperBackwardWork& work = *of;
   const ForgettingAttentionBackwardParams& params = work.attention.params;
   const ForgettingAttentionParams& p = params.forward;
-  const auto describe = [&](const HeadSeries& t, const SequenceLayout& layout, int64_t heads,
-                            int rows, CUtensorMap* map) {
-    return tensor_map_of_rows(t, layout.batch, layout.time, heads, p.head_dim, rows, map);
-  };
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.q, p.layout, p.heads, Shape::kRows, &work.q));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(params.d_o, p.layout, p.heads, Shape::kRows, &work.d_o));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.k, p.key_layout, p.key_heads, Shape::kKeys, &work.k));
-  return describe(p.v, p.key_layout, p.key_heads, Shape::kKeys, &work.v);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      tensor_map_of_rows(p.q, p.layout, p.heads, p.head_dim, Shape::kRows, &work.q));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      tensor_map_of_rows(params.d_o, p.layout, p.heads, p.head_dim, Shape::kRows, &work.d_o));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      tensor_map_of_rows(p.k, p.key_layout, p.key_heads, p.head_dim, Shape::kKeys, &work.k));
+  return tensor_map_of_rows(p.v, p.key_layout, p.key_heads, p.head_dim, Shape::kKeys, &work.v);
 }
 
 /// Short-range heads, whose gradients leave as they are.

@@ -35,8 +35,8 @@ struct HopperWalkMath {
   const HopperWalk& at;
   HopperKeyGradients<Shape> math;
   int group;  // takes tiles of keys of this parity
-  HopperStage<2> stage = {};
-  HopperStage<3> older = {}, newer = {1, 0};  // tiles of keys: at the diagonal, and before
+  hopper::RingPlace<2> stage = {};
+  hopper::RingPlace<3> older = {};  // the tile of keys before the diagonal's, which comes next
 
   __device__ __forceinline__ HopperWalkMath(const TensorAttention& work, Shared& memory, int thread)
       : w(work),
@@ -78,11 +78,12 @@ struct HopperWalkMath {
   /// of dS, and the warpgroup's columns of dq.
   __device__ __forceinline__ void take_pair(int step, int head, bool diagonal) {
     using hopper::Operand;
-    const int i = stage.index, slot = diagonal ? newer.index : older.index;
+    const int i = stage.stage();
+    const int slot = diagonal ? older.next().stage() : older.stage();
     const bool edge = diagonal || at.is_far_edge(step);
     typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
     const HopperWalkStats<Shape>& stats = shared.stats[i];
-    mbarrier_wait(&shared.queries_full[i], stage.parity);
+    mbarrier_wait(&shared.queries_full[i], stage.phase());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       math.key_high[half] = stats.key_high[group][math.key() + 8 * half];
@@ -90,7 +91,7 @@ struct HopperWalkMath {
     }
     math.start(math.s, edge ? shared.zeros : stats.rows.start_s);
     math.multiply_scores(math.s, shared.keys[slot], shared.queries[i]);
-    mbarrier_wait(&shared.d_o_full[i], stage.parity);
+    mbarrier_wait(&shared.d_o_full[i], stage.phase());
     hopper::wait_for_products<0>();
     hopper::keep(math.s);
     math.start(math.dp, stats.rows.start_dp);
@@ -108,11 +109,11 @@ struct HopperWalkMath {
     hopper::arrive_from(&shared.ds_full[i], math.lane);
     math.accumulate(math.dk, operand, shared.queries[i]);
     math.store_row_sums(shared.row_sums[i][4 * group + math.warp]);
-    mbarrier_wait(&shared.ds_full[i], stage.parity);
+    mbarrier_wait(&shared.ds_full[i], stage.phase());
     hopper::fence_products();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // dq, of the keys of both warpgroups
-      const int keys = diagonal == (half == group) ? newer.index : older.index;
+      const int keys = diagonal == (half == group) ? older.next().stage() : older.stage();
       const Operand a = Operand::rows_inner(shared_address(shared.ds[i][half]));
       const Operand b = Operand::inner_rows(
           shared_address(shared.keys[keys]) + group * Shape::KeyPanels::kPanelBytes,
@@ -129,7 +130,7 @@ struct HopperWalkMath {
     mbarrier_arrive(&shared.row_sums_full[i]);
     mbarrier_arrive(&shared.queries_free[i]);
     hopper::arrive_from(&shared.d_o_free[i], math.lane);
-    stage.next();
+    stage.advance();
     if (step < at.end) {
       store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
             step * Shape::kRows - at.shift, at.queries.length, 8 * group);
@@ -150,7 +151,11 @@ struct HopperWalkMath {
       const float sum = quad_sum(math.key_sums[half]);
       const int key = tile * Shape::kKeys + math.key() + 8 * half;
       if (math.lane % 4 == 0 && key < at.keys.length) {
-        to[key] = diagonal ? sum : to[key] + sum;
+        if (diagonal) {
+          to[key] = sum;
+        } else {
+          atomicAdd(to + key, sum);  // to what this thread stored; nothing waits for it
+        }
       }
     }
   }
@@ -172,7 +177,8 @@ struct HopperWalkMath {
     for (int step = at.begin; step <= at.last; ++step) {
       const bool diagonal = step % 2 == group;
       const int tile = diagonal ? step : step - 1;
-      mbarrier_wait(&shared.keys_full[newer.index], newer.parity);
+      const hopper::RingPlace<3> newer = older.next();
+      mbarrier_wait(&shared.keys_full[newer.stage()], newer.phase());
 #pragma unroll 1
       for (int head = at.first_head; head < at.end_head; ++head) {
         math.key_sums[0] = math.key_sums[1] = 0;
@@ -183,12 +189,11 @@ struct HopperWalkMath {
       }
       hopper::keep(math.dk);
       hopper::keep(math.dv);
-      hopper::arrive_from(&shared.keys_free[older.index], math.lane);
+      hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
       if (!diagonal) {
         store_gradients(tile);
       }
-      older.next();
-      newer.next();
+      older.advance();
     }
     // The sequence's last keys meet no queries but their own.
     if (at.last < at.end && at.last % 2 == group) {
