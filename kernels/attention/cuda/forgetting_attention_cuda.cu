@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kGateChunk)
 constexpr int kExtentWarps = 8;  // of a block
 
 /// Keys with fewer queries than this, on average over a sequence, are better off in small tiles;
-/// see also KeyExtents::walked.
+/// see also TensorAttention::walks.
 constexpr double kShortRangeTokens = 256;
 
 int64_t extent_blocks(const KeyExtents& extents, int64_t heads) {
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
   const int end = gates.first_known_not_above(last - fall, keys.length, lane) - shift;
   if (lane == 0) {
     w.extents.ends[at] = max(end, 0);
-    if (w.extents.walked) {
+    if (w.walks) {
       const int64_t windowed = p.window > 0 ? tile.end() + p.window - 1 : keys.length;
       if (shift < 0 || min(int64_t{end} + shift, windowed) > tile.first + 2 * KeyExtents::kKeys) {
         mark_long();
@@ -429,6 +429,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.column_sums = workspace.column_sums;
   work.dq_sums = workspace.dq_sums;
   work.turns = workspace.turns;
+  work.walks = needs.walks;
   const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
   TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
   if (p.prune > 0) {
@@ -438,7 +439,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   TIDEGATE_RETURN_IF_CUDA_ERROR(compute_delta(work, gates, workspace, stream));
   if (p.prune > 0) {
     work.extents = {time_tiles(p.key_layout, KeyExtents::kKeys), workspace.extent_ends,
-                    workspace.is_long, needs.walks, workspace.long_range};
+                    workspace.is_long, workspace.long_range};
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&key_extents_kernel,
                                                       extent_blocks(work.extents, p.heads),
                                                       kExtentWarps * 32, 0, stream, work));

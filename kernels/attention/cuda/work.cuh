@@ -30,9 +30,6 @@ struct KeyExtents {
   TimeTiles keys = {};
   int* ends = nullptr;     // [keys.count, Hq]
   int* is_long = nullptr;  // [sequences, Hq], zero before
-  // Short-range are heads whose tiles of kKeys keys are seen by the queries of the tile at the same
-  // positions and of the next one only; otherwise, those whose keys have few queries on average.
-  bool walked = false;
   // [2], zero before: whether there are such heads; how many of their tiles have been taken.
   unsigned* long_range = nullptr;
 };
@@ -47,6 +44,10 @@ struct TensorAttention {
   const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
   KeyExtents extents = {};                        // backward, where keys are pruned
   HeadRange head_range = HeadRange::kAll;         // backward: which heads this launch takes
+  // Backward on Hopper, where keys are pruned: short-range are heads whose tiles of 64 keys are
+  // seen by queries of the tile at the same positions and of the next one only
+  // (hopper/short_range.cuh).
+  bool walks = false;
   float* delta_minus_dlse = nullptr;  // backward: delta - dlse = do . o - dlse, [B, Hq, Tq]
   float* row_sums = nullptr;          // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;       // backward: of dS, [B, Hq, Tk]

@@ -34,6 +34,11 @@ __device__ inline void fence_barrier_init() {
 #endif
 }
 
+/// Makes a barrier ordinary memory again, which mbarrier_init may be called for (mbarrier.inval).
+__device__ inline void invalidate_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 /// Arrives once, and has the phase wait for so many bytes of copies besides
 /// (mbarrier.arrive.expect_tx).
 __device__ inline void arrive_expecting(uint64_t* barrier, int bytes) {

@@ -88,11 +88,6 @@ __device__ inline void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
 }
 
-/// Makes it ordinary memory again, which mbarrier_init may be called for.
-__device__ inline void mbarrier_invalidate(uint64_t* barrier) {
-  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 /// Arrives once. What this thread wrote, and what it saw before (through __syncwarp, too), is seen
 /// by those who wait.
 __device__ inline void mbarrier_arrive(uint64_t* barrier) {

@@ -93,6 +93,11 @@ struct HopperKeyGradients {
   /// the block's first key.
   __device__ __forceinline__ void compute_p(const Stats& stats, int first, bool is_edge,
                                             PairMask mask, int row) {
+    compute_exponents(stats, first, is_edge, mask, row);
+    exponentiate();
+  }
+  __device__ __forceinline__ void compute_exponents(const Stats& stats, int first, bool is_edge,
+                                                    PairMask mask, int row) {
     if (!is_edge) {
 #pragma unroll
       for (int n = 0; n < kPart / 8; ++n) {
@@ -118,6 +123,8 @@ struct HopperKeyGradients {
         }
       }
     }
+  }
+  __device__ __forceinline__ void exponentiate() {
 #pragma unroll
     for (int n = 0; n < kPart / 8; ++n) {
 #pragma unroll

@@ -122,7 +122,7 @@ struct HopperBackwardShared {
   /// Before init_barriers() is called again.
   __device__ void invalidate_barriers() {
     static_assert(!Shape::kHasRoles);
-    for_each_barrier([](uint64_t* barrier, int) { mbarrier_invalidate(barrier); });
+    for_each_barrier([](uint64_t* barrier, int) { hopper::invalidate_barrier(barrier); });
   }
 
  private:

@@ -70,7 +70,7 @@ cudaError_t launch_hopper_backward(const TensorAttention& attention,
   w.side_by_side = heads_side_by_side(w.tiles, limits.multiprocessors);
   const int64_t blocks = w.tiles.count * p.key_heads;
   const int64_t query_blocks = w.query_tiles.count * p.heads;
-  if (w.extents.walked) {
+  if (w.walks) {
     if constexpr (Shape::kDim > 64 && Shape::kDim <= 128) {
       constexpr auto* kKernel = &hopper_long_range_kernel<Shape>;
       w.head_range = HeadRange::kLong;
@@ -95,7 +95,7 @@ template <class Data>
 cudaError_t HopperBackwardUnit<Data>::launch(const TensorAttention& work,
                                              const GateGradientChunks& gates,
                                              const DeviceLimits& limits, cudaStream_t stream) {
-  if (work.extents.walked) {
+  if (work.walks) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch_hopper_short_range<Data>(work, limits, stream));
   }
   return with_hopper_backward_tile(work.params.forward.head_dim, [&]<HopperBackwardTile kTile>() {

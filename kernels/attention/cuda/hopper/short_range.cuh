@@ -35,6 +35,7 @@ struct HopperWalkMath {
   const HopperWalk& at;
   HopperKeyGradients<Shape> math;
   int group;  // takes tiles of keys of this parity
+  int step = 0;
   hopper::RingPlace<2> stage = {};
   hopper::RingPlace<3> older = {};  // the tile of keys before the diagonal's, which comes next
 
@@ -74,29 +75,69 @@ struct HopperWalkMath {
     }
   }
 
-  /// The step's queries of a head and the warpgroup's keys: their share of dk, dv and of the sums
-  /// of dS, and the warpgroup's columns of dq.
-  __device__ __forceinline__ void take_pair(int step, int head, bool diagonal) {
+  /// What the warpgroup's keys are at a step: the diagonal's, or those of the tile before.
+  __device__ __forceinline__ bool is_diagonal() const { return step % 2 == group; }
+  __device__ __forceinline__ int tile() const { return is_diagonal() ? step : step - 1; }
+  __device__ __forceinline__ int slot() const {
+    return is_diagonal() ? older.next().stage() : older.stage();
+  }
+  __device__ __forceinline__ bool is_edge() const { return is_diagonal() || at.is_far_edge(step); }
+
+  /// Begins S of a pair of tiles: the step's queries of a head and the warpgroup's keys.
+  __device__ __forceinline__ void begin_s() {
+    const int i = stage.stage();
+    mbarrier_wait(&shared.queries_full[i], stage.phase());
+    math.start(math.s, is_edge() ? shared.zeros : shared.stats[i].rows.start_s);
+    math.multiply_scores(math.s, shared.keys[slot()], shared.queries[i]);
+  }
+  __device__ __forceinline__ void wait_for_s() {
+    hopper::wait_for_products<0>();
+    hopper::keep(math.s);
+  }
+
+  /// As HopperKeyGradients::compute_exponents of the diagonal's tile without a window, in a third
+  /// of the instructions: here every second pair of tiles is one.
+  __device__ __forceinline__ void compute_diagonal_exponents(const HopperWalkStats<Shape>& stats) {
+    const int least = math.key() - math.lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < Shape::kPart / 8; ++n) {
+      const int column = 8 * n + math.lane % 4 * 2;
+      const float2 high = read_pair(stats.rows.gate_high + column);
+      const float2 low = read_pair(stats.gate_low_less_lse + column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float gate = (math.key_high[e / 2] + (e % 2 == 0 ? high.x : high.y)) +
+                           (math.key_low[e / 2] + (e % 2 == 0 ? low.x : low.y));
+        const float x = fmaf(math.s[n][e], math.scale, gate);
+        math.s[n][e] = 8 * n + e % 2 - e / 2 * 8 >= least ? x : -INFINITY;
+      }
+    }
+  }
+
+  /// From S of a pair to its share of dk, dv and of the sums of dS, and to the warpgroup's columns
+  /// of the queries' dq, in the place of dp.
+  __device__ __forceinline__ void take_pair() {
     using hopper::Operand;
     const int i = stage.stage();
-    const int slot = diagonal ? older.next().stage() : older.stage();
-    const bool edge = diagonal || at.is_far_edge(step);
+    const bool diagonal = is_diagonal();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
     const HopperWalkStats<Shape>& stats = shared.stats[i];
-    mbarrier_wait(&shared.queries_full[i], stage.phase());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       math.key_high[half] = stats.key_high[group][math.key() + 8 * half];
       math.key_low[half] = stats.key_low[group][math.key() + 8 * half];
+      math.key_sums[half] = 0;
     }
-    math.start(math.s, edge ? shared.zeros : stats.rows.start_s);
-    math.multiply_scores(math.s, shared.keys[slot], shared.queries[i]);
-    mbarrier_wait(&shared.d_o_full[i], stage.phase());
-    hopper::wait_for_products<0>();
-    hopper::keep(math.s);
     math.start(math.dp, stats.rows.start_dp);
-    math.multiply_scores(math.dp, shared.values[slot], shared.d_o[i]);
-    math.compute_p(stats.rows, 0, edge, PairMask{at.window}, diagonal ? 0 : Shape::kKeys);
+    mbarrier_wait(&shared.d_o_full[i], stage.phase());
+    math.multiply_scores(math.dp, shared.values[slot()], shared.d_o[i]);
+    if (diagonal && at.window == 0) {
+      compute_diagonal_exponents(stats);
+    } else {
+      math.compute_exponents(stats.rows, 0, is_edge(), PairMask{at.window},
+                             diagonal ? 0 : Shape::kKeys);
+    }
+    math.exponentiate();
     math.pack(operand, math.s);
     math.accumulate(math.dv, operand, shared.d_o[i]);
     hopper::wait_for_products<1>();  // dP
@@ -109,10 +150,11 @@ struct HopperWalkMath {
     hopper::arrive_from(&shared.ds_full[i], math.lane);
     math.accumulate(math.dk, operand, shared.queries[i]);
     math.store_row_sums(shared.row_sums[i][4 * group + math.warp]);
+    mbarrier_arrive(&shared.row_sums_full[i]);
     mbarrier_wait(&shared.ds_full[i], stage.phase());
     hopper::fence_products();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // dq, of the keys of both warpgroups
+    for (int half = 0; half < 2; ++half) {  // of the keys of both warpgroups
       const int keys = diagonal == (half == group) ? older.next().stage() : older.stage();
       const Operand a = Operand::rows_inner(shared_address(shared.ds[i][half]));
       const Operand b = Operand::inner_rows(
@@ -127,10 +169,11 @@ struct HopperWalkMath {
     hopper::commit_products();
     hopper::wait_for_products<0>();
     hopper::keep(math.dp);
-    mbarrier_arrive(&shared.row_sums_full[i]);
     mbarrier_arrive(&shared.queries_free[i]);
     hopper::arrive_from(&shared.d_o_free[i], math.lane);
-    stage.advance();
+  }
+
+  __device__ __forceinline__ void store_dq(int step, int head) const {
     if (step < at.end) {
       store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
             step * Shape::kRows - at.shift, at.queries.length, 8 * group);
@@ -171,29 +214,72 @@ struct HopperWalkMath {
     math.clear();
   }
 
+  /// The next step, when its keys are there.
+  __device__ __forceinline__ void begin_step() {
+    const hopper::RingPlace<3> newer = older.next();
+    mbarrier_wait(&shared.keys_full[newer.stage()], newer.phase());
+  }
+  /// Behind the last pair of a step.
+  __device__ __forceinline__ void end_step(int tile, bool was_diagonal, int oldest) {
+    hopper::keep(math.dk);
+    hopper::keep(math.dv);
+    hopper::arrive_from(&shared.keys_free[oldest], math.lane);
+    if (!was_diagonal) {
+      store_gradients(tile);
+    }
+  }
+
+  /// A step before all queries.
+  __device__ __forceinline__ void skip_step() {
+    begin_step();
+    math.key_sums[0] = math.key_sums[1] = 0;
+    for (int head = at.first_head; head < at.end_head; ++head) {
+      store_key_sums(tile(), head, is_diagonal());
+    }
+    end_step(tile(), is_diagonal(), older.stage());
+    ++step;
+    older.advance();
+  }
+
   __device__ __forceinline__ void run() {
+    step = at.begin;
     mbarrier_wait(&shared.keys_full[0], 0);
 #pragma unroll 1
-    for (int step = at.begin; step <= at.last; ++step) {
-      const bool diagonal = step % 2 == group;
-      const int tile = diagonal ? step : step - 1;
-      const hopper::RingPlace<3> newer = older.next();
-      mbarrier_wait(&shared.keys_full[newer.stage()], newer.phase());
+    while (step <= at.last && !at.has_queries(step)) {
+      skip_step();
+    }
+    if (step <= at.last) {
+      begin_step();
+      begin_s();
+      wait_for_s();
+    }
+    int head = at.first_head;
 #pragma unroll 1
-      for (int head = at.first_head; head < at.end_head; ++head) {
-        math.key_sums[0] = math.key_sums[1] = 0;
-        if (at.has_queries(step)) {
-          take_pair(step, head, diagonal);
+    while (step <= at.last) {
+      take_pair();
+      // S of the next pair is made while this one's gradients are stored.
+      const int taken = step, taken_head = head, taken_tile = tile(), oldest = older.stage();
+      const bool was_diagonal = is_diagonal();
+      stage.advance();
+      ++head;
+      const bool ends = head == at.end_head;
+      if (ends) {
+        head = at.first_head;
+        ++step;
+        older.advance();
+        if (step <= at.last) {
+          begin_step();
         }
-        store_key_sums(tile, head, diagonal);
       }
-      hopper::keep(math.dk);
-      hopper::keep(math.dv);
-      hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
-      if (!diagonal) {
-        store_gradients(tile);
+      if (step <= at.last) {
+        begin_s();
       }
-      older.advance();
+      store_dq(taken, taken_head);
+      store_key_sums(taken_tile, taken_head, was_diagonal);
+      if (ends) {
+        end_step(taken_tile, was_diagonal, oldest);
+      }
+      wait_for_s();
     }
     // The sequence's last keys meet no queries but their own.
     if (at.last < at.end && at.last % 2 == group) {

@@ -48,6 +48,7 @@ template <class Shape>
 struct HopperWalkStats {
   HopperRowStats<Shape::kRows> rows;
   float key_high[2][Shape::kKeys], key_low[2][Shape::kKeys];
+  float gate_low_less_lse[Shape::kRows];
 };
 
 template <class Shape>
@@ -178,6 +179,7 @@ __device__ inline void load_walk_stats(const TensorAttention& w, HopperWalkShare
         stats.rows.gate_high[row] = x[0];
         stats.rows.gate_low[row] = x[1];
         stats.rows.lse[row] = x[2];
+        stats.gate_low_less_lse[row] = x[1] - x[2];
       }
       mbarrier_arrive(&shared.queries_full[stage.stage()]);
     }
