@@ -398,4 +398,13 @@ __device__ inline void store_matrices_transposed(unsigned address, const uint32_
 #endif
 }
 
+/// As above, not transposed (stmatrix).
+__device__ inline void store_matrices(unsigned address, const uint32_t (&x)[4]) {
+#if TIDEGATE_HOPPER_CODE
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+#endif
+}
+
 }  // namespace tidegate::kernels::hopper

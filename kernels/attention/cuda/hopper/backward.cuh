@@ -102,7 +102,7 @@ struct HopperMathTiles {
       hopper::wait_for_products<0>();
     }
     hopper::keep(math.dp);
-    hopper::arrive_from(&shared.queries_free[taken.stage()], math.lane);
+    mbarrier_arrive(&shared.queries_free[taken.stage()]);
     hopper::arrive_from(&shared.d_o_free[taken.stage()], math.lane);
     mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
     math.store_dq(shared.dq);

@@ -74,7 +74,7 @@ struct HopperWeightsRole : HopperRole<Shape> {
   __device__ __forceinline__ void compute_weights(int tile) {
     const int i = stage.stage(), row = tile * Shape::kRows;
     math.compute_p(shared.stats[i], 0, at.is_edge(row), at.mask(), row + at.shift - at.first_key);
-    hopper::arrive_from(&shared.queries_free[i], math.lane);
+    mbarrier_arrive(&shared.queries_free[i]);
     mbarrier_wait(&shared.exchange.weights_free[math.warp], exchanged.phase() ^ 1);
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
@@ -187,7 +187,7 @@ struct HopperGradientsRole : HopperRole<Shape> {
     hopper::wait_for_products<0>();
     hopper::keep(math.dp);
     hopper::keep(dq);
-    hopper::arrive_from(&shared.queries_free[taken], math.lane);
+    mbarrier_arrive(&shared.queries_free[taken]);
     hopper::arrive_from(&shared.exchange.ds_free, math.lane);
     this->template store_dq<kFirst / 8>(dq);
   }

@@ -113,7 +113,9 @@ struct HopperBackwardShared {
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
   }
-  /// By one thread, before a barrier of the block.
+  /// By one thread, before a barrier of the block. Where lanes read or write what other threads
+  /// then write or read, all of them arrive: compute-sanitizer knows no other way. Where wgmma or
+  /// the copy engine does, one of a warp does.
   __device__ void init_barriers() {
     for_each_barrier([](uint64_t* barrier, int arrivals) { mbarrier_init(barrier, arrivals); });
     exchange.init_barriers();
@@ -130,11 +132,11 @@ struct HopperBackwardShared {
   __device__ void for_each_barrier(const F& f) {
     f(&keys_full, 1);
     f(&values_full, 1);
-    f(&dq_free, 1);
+    f(&dq_free, 32);
     for (int i = 0; i < kStages; ++i) {
       f(&queries_full[i], 1 + 32);  // the warp that loads them, the lanes of their stats
       f(&d_o_full[i], 1);
-      f(&queries_free[i], Shape::kMathWarps);
+      f(&queries_free[i], 32 * Shape::kMathWarps);
       f(&d_o_free[i], Shape::kMathWarps);
     }
     for (int i = 0; i < Shape::kScoreStages; ++i) {
@@ -380,10 +382,12 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
           atomicAdd(row_sums + tile * kRows + row, sum);
         }
       }
-      __syncwarp();
       if (lane == 0) {
         wait_for_bulk_reads();
-        mbarrier_arrive(&shared.dq_free);
+      }
+      mbarrier_arrive(&shared.dq_free);
+      __syncwarp();
+      if (lane == 0) {
         if (w.turns != nullptr) {
           wait_for_bulk_additions();
           end_turn(w.turns + 1 + tile_index);

@@ -46,31 +46,39 @@ struct HopperWalkMath {
         math(work.params.forward, thread),
         group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)) {}
 
-  /// Stores 64 rows of so many pieces of 16 bytes, from accumulators: the four lanes of a row
-  /// exchange pairs of columns, until each has eight neighbouring ones. `first`: the sequence's row
-  /// that the first of them is; only rows [0, end) are there.
+  /// Stores a warp's 16 rows of so many pieces of 16 bytes, by way of its rows of a tile in shared
+  /// memory. `first`: the sequence's row that the tile's first one is; rows [0, end) are there.
   template <int kPieces>
   __device__ __forceinline__ void store(const float (&x)[kPieces][4], float factor,
-                                        const HeadSeries& t, const Sequence& sequence, int head,
-                                        int first, int end, int first_piece) const {
-    const int pieces = static_cast<int>(w.params.forward.head_dim / 8), part = math.lane % 4;
+                                        unsigned char* tile, const HeadSeries& t,
+                                        const Sequence& sequence, int head, int first, int end,
+                                        int first_piece) const {
+    using Panels = typename Shape::KeyPanels;
+    const int lane = math.lane, own = 16 * math.warp;
+    __syncwarp();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first + math.key() + 8 * half;
-      char* const to = row_address<2>(t, sequence, head, row);
+    for (int j = 0; j < kPieces; j += 2) {
+      uint32_t pairs[4];
 #pragma unroll
-      for (int j = 0; j < kPieces; j += 4) {
-        uint32_t pairs[4];
+      for (int m = 0; m < 4; ++m) {
+        const float* const pair = x[j + m / 2] + m % 2 * 2;
+        pairs[m] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
+      }
+      const int row = own + lane / 8 % 2 * 8 + lane % 8;
+      hopper::store_matrices(shared_address(tile) + Panels::offset(row, j + lane / 16), pairs);
+    }
+    __syncwarp();
+    const int pieces = static_cast<int>(w.params.forward.head_dim / 8);
+    const int piece = lane % kPieces;
+    const int stride = row_stride<2>(t);
+    const int row = first + own + lane / kPieces;
+    char* const to = row_address<2>(t, sequence, head, row) + (first_piece + piece) * 16;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          pairs[e] = pack_pair<T>(x[j + e][2 * half] * factor, x[j + e][2 * half + 1] * factor);
-        }
-        hopper::transpose_quad(pairs, part);
-        const int piece = first_piece + j + part;
-        if (row >= 0 && row < end && piece < pieces) {
-          *reinterpret_cast<uint4*>(to + piece * 16) =
-              uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
-        }
+    for (int i = 0; i < 16; i += 32 / kPieces) {
+      const uint4 bits =
+          *reinterpret_cast<const uint4*>(tile + Panels::offset(own + i + lane / kPieces, piece));
+      if (row + i >= 0 && row + i < end && first_piece + piece < pieces) {
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(i) * stride) = bits;
       }
     }
   }
@@ -82,18 +90,6 @@ struct HopperWalkMath {
     return is_diagonal() ? older.next().stage() : older.stage();
   }
   __device__ __forceinline__ bool is_edge() const { return is_diagonal() || at.is_far_edge(step); }
-
-  /// Begins S of a pair of tiles: the step's queries of a head and the warpgroup's keys.
-  __device__ __forceinline__ void begin_s() {
-    const int i = stage.stage();
-    mbarrier_wait(&shared.queries_full[i], stage.phase());
-    math.start(math.s, is_edge() ? shared.zeros : shared.stats[i].rows.start_s);
-    math.multiply_scores(math.s, shared.keys[slot()], shared.queries[i]);
-  }
-  __device__ __forceinline__ void wait_for_s() {
-    hopper::wait_for_products<0>();
-    hopper::keep(math.s);
-  }
 
   /// As HopperKeyGradients::compute_exponents of the diagonal's tile without a window, in a third
   /// of the instructions: here every second pair of tiles is one.
@@ -114,22 +110,27 @@ struct HopperWalkMath {
     }
   }
 
-  /// From S of a pair to its share of dk, dv and of the sums of dS, and to the warpgroup's columns
-  /// of the queries' dq, in the place of dp.
+  /// A pair of tiles, the step's queries of a head and the warpgroup's keys: its share of dk, dv
+  /// and of the sums of dS, and the warpgroup's columns of the queries' dq, in the place of dp.
   __device__ __forceinline__ void take_pair() {
     using hopper::Operand;
     const int i = stage.stage();
     const bool diagonal = is_diagonal();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
     const HopperWalkStats<Shape>& stats = shared.stats[i];
+    mbarrier_wait(&shared.queries_full[i], stage.phase());
+    math.start(math.s, is_edge() ? shared.zeros : stats.rows.start_s);
+    math.multiply_scores(math.s, shared.keys[slot()], shared.queries[i]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       math.key_high[half] = stats.key_high[group][math.key() + 8 * half];
       math.key_low[half] = stats.key_low[group][math.key() + 8 * half];
       math.key_sums[half] = 0;
     }
-    math.start(math.dp, stats.rows.start_dp);
     mbarrier_wait(&shared.d_o_full[i], stage.phase());
+    hopper::wait_for_products<0>();
+    hopper::keep(math.s);
+    math.start(math.dp, stats.rows.start_dp);
     math.multiply_scores(math.dp, shared.values[slot()], shared.d_o[i]);
     if (diagonal && at.window == 0) {
       compute_diagonal_exponents(stats);
@@ -173,15 +174,16 @@ struct HopperWalkMath {
     hopper::arrive_from(&shared.d_o_free[i], math.lane);
   }
 
-  __device__ __forceinline__ void store_dq(int step, int head) const {
+  __device__ __forceinline__ void store_dq(int head) const {
     if (step < at.end) {
-      store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
-            step * Shape::kRows - at.shift, at.queries.length, 8 * group);
+      store(math.dp, static_cast<float>(w.params.forward.scale), shared.dq[group], w.params.dq,
+            at.queries, head, step * Shape::kRows - at.shift, at.queries.length, 8 * group);
     }
   }
 
   /// A head's sums of dS over queries, of which a tile of keys meets two tiles, a step each.
-  __device__ __forceinline__ void store_key_sums(int tile, int head, bool diagonal) {
+  __device__ __forceinline__ void store_key_sums(int head) {
+    const int tile = this->tile();
     if (tile < at.begin || tile >= at.end) {
       return;
     }
@@ -194,7 +196,7 @@ struct HopperWalkMath {
       const float sum = quad_sum(math.key_sums[half]);
       const int key = tile * Shape::kKeys + math.key() + 8 * half;
       if (math.lane % 4 == 0 && key < at.keys.length) {
-        if (diagonal) {
+        if (is_diagonal()) {
           to[key] = sum;
         } else {
           atomicAdd(to + key, sum);  // to what this thread stored; nothing waits for it
@@ -203,40 +205,54 @@ struct HopperWalkMath {
     }
   }
 
-  /// dk and dv of the tile before the diagonal's, which has met all of its queries.
-  __device__ __forceinline__ void store_gradients(int tile) {
+  /// dk and dv of a tile that has met all of its queries, by way of its values.
+  __device__ __forceinline__ void store_gradients(int tile, int slot) {
     if (tile >= at.begin) {
       const int first = tile * Shape::kKeys;
-      store(math.dk, static_cast<float>(w.params.forward.scale), w.params.dk, at.keys, at.key_head,
-            first, at.keys.length, 0);
-      store(math.dv, 1.0f, w.params.dv, at.keys, at.key_head, first, at.keys.length, 0);
+      unsigned char* const values = shared.values[slot];
+      store(math.dv, 1.0f, values, w.params.dv, at.keys, at.key_head, first, at.keys.length, 0);
+      store(math.dk, static_cast<float>(w.params.forward.scale), values, w.params.dk, at.keys,
+            at.key_head, first, at.keys.length, 0);
     }
     math.clear();
   }
 
-  /// The next step, when its keys are there.
+  /// Waits for the diagonal's keys.
   __device__ __forceinline__ void begin_step() {
     const hopper::RingPlace<3> newer = older.next();
     mbarrier_wait(&shared.keys_full[newer.stage()], newer.phase());
   }
   /// Behind the last pair of a step.
-  __device__ __forceinline__ void end_step(int tile, bool was_diagonal, int oldest) {
+  __device__ __forceinline__ void end_step() {
     hopper::keep(math.dk);
     hopper::keep(math.dv);
-    hopper::arrive_from(&shared.keys_free[oldest], math.lane);
-    if (!was_diagonal) {
-      store_gradients(tile);
+    if (!is_diagonal()) {
+      store_gradients(tile(), older.stage());
+      hopper::fence_async_proxy();
     }
+    hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
+    ++step;
+    older.advance();
   }
 
-  /// A step before all queries.
-  __device__ __forceinline__ void skip_step() {
+  /// A step before all queries: keys' gradients are zero.
+  __device__ void skip_step() {
     begin_step();
     math.key_sums[0] = math.key_sums[1] = 0;
     for (int head = at.first_head; head < at.end_head; ++head) {
-      store_key_sums(tile(), head, is_diagonal());
+      store_key_sums(head);
     }
-    end_step(tile(), is_diagonal(), older.stage());
+    if (!is_diagonal() && tile() >= at.begin) {
+      const int pieces = static_cast<int>(w.params.forward.head_dim / 8);
+      for (int i = 32 * math.warp + math.lane; i < Shape::kKeys * pieces; i += 128) {
+        const int key = tile() * Shape::kKeys + i / pieces;  // all are there: a tile follows
+        for (const HeadSeries* const t : {&w.params.dk, &w.params.dv}) {
+          reinterpret_cast<uint4*>(row_address<2>(*t, at.keys, at.key_head, key))[i % pieces] =
+              uint4{};
+        }
+      }
+    }
+    hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
     ++step;
     older.advance();
   }
@@ -248,42 +264,24 @@ struct HopperWalkMath {
     while (step <= at.last && !at.has_queries(step)) {
       skip_step();
     }
-    if (step <= at.last) {
-      begin_step();
-      begin_s();
-      wait_for_s();
-    }
     int head = at.first_head;
 #pragma unroll 1
     while (step <= at.last) {
+      if (head == at.first_head) {
+        begin_step();
+      }
       take_pair();
-      // S of the next pair is made while this one's gradients are stored.
-      const int taken = step, taken_head = head, taken_tile = tile(), oldest = older.stage();
-      const bool was_diagonal = is_diagonal();
+      store_dq(head);
+      store_key_sums(head);
       stage.advance();
-      ++head;
-      const bool ends = head == at.end_head;
-      if (ends) {
+      if (++head == at.end_head) {
         head = at.first_head;
-        ++step;
-        older.advance();
-        if (step <= at.last) {
-          begin_step();
-        }
+        end_step();
       }
-      if (step <= at.last) {
-        begin_s();
-      }
-      store_dq(taken, taken_head);
-      store_key_sums(taken_tile, taken_head, was_diagonal);
-      if (ends) {
-        end_step(taken_tile, was_diagonal, oldest);
-      }
-      wait_for_s();
     }
     // The sequence's last keys meet no queries but their own.
     if (at.last < at.end && at.last % 2 == group) {
-      store_gradients(at.last);
+      store_gradients(at.last, older.stage());
     }
   }
 };

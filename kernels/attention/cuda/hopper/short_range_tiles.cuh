@@ -58,6 +58,7 @@ struct HopperWalkShared {
   alignas(1024) unsigned char queries[2][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[2][Shape::kRowBytes];
   alignas(1024) unsigned char ds[2][2][Shape::kScoreBytes];  // by the parity of the tile of keys
+  alignas(1024) unsigned char dq[2][Shape::kScoreBytes];     // a warpgroup's columns, on their way
   HopperWalkStats<Shape> stats[2];
   float row_sums[2][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
   float zeros[Shape::kRows];
