@@ -69,25 +69,28 @@ cudaError_t launch_hopper_backward(const TensorAttention& attention,
   w.tiles = time_tiles(p.key_layout, Shape::kKeys);
   w.side_by_side = heads_side_by_side(w.tiles, limits.multiprocessors);
   const int64_t blocks = w.tiles.count * p.key_heads;
-  const int64_t query_blocks = w.query_tiles.count * p.heads;
-  if (w.walks) {
-    if constexpr (Shape::kDim > 64 && Shape::kDim <= 128) {
+  if constexpr (Shape::kDim > 64 && Shape::kDim <= 128) {
+    if (w.walks) {
       constexpr auto* kKernel = &hopper_long_range_kernel<Shape>;
+      const int64_t staying = int64_t{limits.multiprocessors} * 8;
       w.head_range = HeadRange::kLong;
-      TIDEGATE_RETURN_IF_CUDA_ERROR(
-          launch_unless_empty(&clear_dq_kernel<Sums>, query_blocks, Sums::kThreads, 0, stream, w));
+      TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&clear_long_range_dq_kernel<Sums>, staying,
+                                                        Sums::kThreads, 0, stream, w));
       TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(kSharedBytes));
       TIDEGATE_RETURN_IF_CUDA_ERROR(
           launch_unless_empty(kKernel, std::min<int64_t>(blocks, limits.multiprocessors),
                               Shape::kThreads, kSharedBytes, stream, work));
+      return launch_unless_empty(&convert_long_range_dq_kernel<Sums>,
+                                 staying + int64_t{gates.blocks()}, Sums::kThreads, Sums::kRowBytes,
+                                 stream, w, gates);
     }
-  } else {
-    constexpr auto* kKernel = &hopper_backward_kernel<Shape>;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(kSharedBytes));
-    TIDEGATE_RETURN_IF_CUDA_ERROR(
-        launch_unless_empty(kKernel, blocks, Shape::kThreads, kSharedBytes, stream, work));
   }
-  return launch_unless_empty(&convert_dq_kernel<Sums>, query_blocks + int64_t{gates.blocks()},
+  constexpr auto* kKernel = &hopper_backward_kernel<Shape>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(kSharedBytes));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      launch_unless_empty(kKernel, blocks, Shape::kThreads, kSharedBytes, stream, work));
+  return launch_unless_empty(&convert_dq_kernel<Sums>,
+                             w.query_tiles.count * p.heads + int64_t{gates.blocks()},
                              Sums::kThreads, Sums::kRowBytes, stream, w, gates);
 }
 
