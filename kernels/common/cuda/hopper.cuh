@@ -66,15 +66,33 @@ __device__ inline void arrive_from(uint64_t* barrier, int lane) {
   }
 }
 
-/// A place in a ring of stages, by how many were taken before: which stage, and the parity of its
-/// phase.
+/// Arrivals of a warp by arrive_as_warp. compute-sanitizer's racecheck does not see that __syncwarp
+/// orders what all lanes did before one lane's arrival; built with TIDEGATE_EVERY_LANE_ARRIVES, all
+/// of them arrive.
+#ifdef TIDEGATE_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+__device__ inline void arrive_as_warp(uint64_t* barrier, int lane) {
+  if constexpr (kWarpArrivals == 1) {
+    arrive_from(barrier, lane);
+  } else {
+    mbarrier_arrive(barrier);
+  }
+}
+
+/// A place in a ring of stages: which stage, and the parity of its phase.
 template <int kStages = 2>
 struct RingPlace {
-  unsigned count = 0;
-  __device__ int stage() const { return static_cast<int>(count % kStages); }
-  __device__ int phase() const { return static_cast<int>(count / kStages % 2); }
-  __device__ RingPlace next() const { return {count + 1}; }
-  __device__ void advance() { ++count; }
+  int stage = 0, phase = 0;
+  __device__ RingPlace next() const {
+    return stage == kStages - 1 ? RingPlace{0, phase ^ 1} : RingPlace{stage + 1, phase};
+  }
+  __device__ void advance() {
+    phase ^= stage == kStages - 1 ? 1 : 0;
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
 };
 
 /// Waits until `threads` threads have come to barrier `id` of the block, 1 to 15 (bar.sync).

@@ -186,17 +186,17 @@ struct HopperKeyGradients {
 
   /// dq = dS K of the tile, 64 rows and columns of it, in the place of dp.
   __device__ __forceinline__ void multiply_dq(const unsigned char* ds, const unsigned char* keys) {
-    multiply_dq_columns(dp, ds + (Shape::kDqByRows ? group * (64 * 128) : 0),
-                        keys + (Shape::kDqByRows ? 0 : group * KeyPanels::kPanelBytes));
+    multiply_dq_columns(
+        dp, shared_address(ds) + (Shape::kDqByRows ? group * (64 * 128) : 0),
+        shared_address(keys) + (Shape::kDqByRows ? 0 : group * KeyPanels::kPanelBytes));
   }
-  /// dq = dS K of 64 rows, and so many columns, from a panel of the keys' on.
+  /// dq = dS K of 64 rows, and so many columns, from a panel of the keys' on. Shared addresses.
   template <int kColumns>
-  static __device__ __forceinline__ void multiply_dq_columns(float (&dq)[kColumns][4],
-                                                             const unsigned char* ds,
-                                                             const unsigned char* keys) {
+  static __device__ __forceinline__ void multiply_dq_columns(float (&dq)[kColumns][4], unsigned ds,
+                                                             unsigned keys) {
     using hopper::Operand;
-    const Operand a = Operand::rows_inner(shared_address(ds));
-    const Operand b = Operand::inner_rows(shared_address(keys), KeyPanels::kPanelBytes);
+    const Operand a = Operand::rows_inner(ds);
+    const Operand b = Operand::inner_rows(keys, KeyPanels::kPanelBytes);
     hopper::fence_products();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {

@@ -115,7 +115,8 @@ struct HopperBackwardShared {
   }
   /// By one thread, before a barrier of the block. Where lanes read or write what other threads
   /// then write or read, all of them arrive: compute-sanitizer knows no other way. Where wgmma or
-  /// the copy engine does, one of a warp does.
+  /// the copy engine does, and where it would cost registers in the hottest loop (queries_free up
+  /// to 128), one of a warp does.
   __device__ void init_barriers() {
     for_each_barrier([](uint64_t* barrier, int arrivals) { mbarrier_init(barrier, arrivals); });
     exchange.init_barriers();
@@ -136,7 +137,7 @@ struct HopperBackwardShared {
     for (int i = 0; i < kStages; ++i) {
       f(&queries_full[i], 1 + 32);  // the warp that loads them, the lanes of their stats
       f(&d_o_full[i], 1);
-      f(&queries_free[i], 32 * Shape::kMathWarps);
+      f(&queries_free[i], (Shape::kHasRoles ? 32 : hopper::kWarpArrivals) * Shape::kMathWarps);
       f(&d_o_free[i], Shape::kMathWarps);
     }
     for (int i = 0; i < Shape::kScoreStages; ++i) {
@@ -281,18 +282,18 @@ __device__ inline void load_tiles(const HopperBackwardWork& work, const HopperKe
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     for (int tile = range.begin; tile < range.end; ++tile, stage.advance()) {
-      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage()], &work.q, p.q,
-                                    &shared.queries_full[stage.stage()], at.queries, head,
+      mbarrier_wait(&shared.queries_free[stage.stage], stage.phase ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage], &work.q, p.q,
+                                    &shared.queries_full[stage.stage], at.queries, head,
                                     tile * kRows, pieces, lane);
       if (!has_values) {  // after the queries, which are needed first
         has_values = true;
         load_hopper_tile<kKeys, kDim>(shared.values, &work.v, p.v, &shared.values_full, at.keys,
                                       at.key_head, at.first_key, pieces, lane);
       }
-      mbarrier_wait(&shared.d_o_free[stage.stage()], stage.phase() ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage()], &work.d_o, at.w.params.d_o,
-                                    &shared.d_o_full[stage.stage()], at.queries, head, tile * kRows,
+      mbarrier_wait(&shared.d_o_free[stage.stage], stage.phase ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage], &work.d_o, at.w.params.d_o,
+                                    &shared.d_o_full[stage.stage], at.queries, head, tile * kRows,
                                     pieces, lane);
     }
   }
@@ -322,8 +323,8 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
                    exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
                    exists ? at.w.delta_minus_dlse[first_row + row] : 0.0f};
       }
-      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
-      HopperRowStats<kRows>& stats = shared.stats[stage.stage()];
+      mbarrier_wait(&shared.queries_free[stage.stage], stage.phase ^ 1);
+      HopperRowStats<kRows>& stats = shared.stats[stage.stage];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
         const int row = 32 * i + lane;
@@ -336,7 +337,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
       }
-      mbarrier_arrive(&shared.queries_full[stage.stage()]);
+      mbarrier_arrive(&shared.queries_full[stage.stage]);
     }
   }
 }
