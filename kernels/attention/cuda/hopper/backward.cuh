@@ -45,12 +45,12 @@ struct HopperMathTiles {
 
   /// Begins S of a part of the stage's queries.
   __device__ __forceinline__ void begin_s(int part) {
-    math.start(math.s, shared.stats[stage.stage].start_s + part * kPart);
-    math.multiply_scores(math.s, shared.keys, shared.queries[stage.stage] + part * kPartBytes);
+    math.start(math.s, shared.stats[stage.stage()].start_s + part * kPart);
+    math.multiply_scores(math.s, shared.keys, shared.queries[stage.stage()] + part * kPartBytes);
   }
   /// What dP of a part of the stage's queries starts from.
   __device__ __forceinline__ void start_dp(int part) {
-    math.start(math.dp, shared.stats[stage.stage].start_dp + part * kPart);
+    math.start(math.dp, shared.stats[stage.stage()].start_dp + part * kPart);
   }
   __device__ __forceinline__ void wait_for_s() {
     hopper::wait_for_products<0>();
@@ -60,7 +60,7 @@ struct HopperMathTiles {
   /// From S of a part to its share of dv, and of dk, which is under way in the end. Its dS and the
   /// sums of it are in shared memory then.
   __device__ __forceinline__ void take_part(int tile, int part) {
-    const int i = stage.stage, row = tile * Shape::kRows + part * kPart;
+    const int i = stage.stage(), row = tile * Shape::kRows + part * kPart;
     const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;
     typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
     if (!Shape::kStartsEarly) {
@@ -91,10 +91,10 @@ struct HopperMathTiles {
     const hopper::RingPlace<Shape::kStages> taken = stage;
     stage.advance();
     if (more) {
-      mbarrier_wait(&shared.queries_full[stage.stage], stage.phase);
+      mbarrier_wait(&shared.queries_full[stage.stage()], stage.phase());
     }
-    mbarrier_wait(&shared.ds_full[taken.stage], taken.phase);
-    math.multiply_dq(shared.ds[taken.stage], shared.keys);
+    mbarrier_wait(&shared.ds_full[taken.stage()], taken.phase());
+    math.multiply_dq(shared.ds[taken.stage()], shared.keys);
     if (more) {
       begin_s(0);
       hopper::wait_for_products<1>();  // dk, dq
@@ -102,8 +102,8 @@ struct HopperMathTiles {
       hopper::wait_for_products<0>();
     }
     hopper::keep(math.dp);
-    hopper::arrive_as_warp(&shared.queries_free[taken.stage], math.lane);
-    hopper::arrive_from(&shared.d_o_free[taken.stage], math.lane);
+    hopper::arrive_as_warp(&shared.queries_free[taken.stage()], math.lane);
+    hopper::arrive_from(&shared.d_o_free[taken.stage()], math.lane);
     mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
     math.store_dq(shared.dq);
     if (Shape::kStartsEarly && more) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
     const auto range = at.range(head);
     math.start_head(at, head);
     if (range.begin < range.end) {
-      mbarrier_wait(&shared.queries_full[stage.stage], stage.phase);
+      mbarrier_wait(&shared.queries_full[stage.stage()], stage.phase());
       tiles.begin_s(0);
       if (Shape::kStartsEarly) {
         tiles.start_dp(0);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
     }
 #pragma unroll 1
     for (int tile = range.begin; tile < range.end; ++tile) {
-      mbarrier_wait(&shared.d_o_full[stage.stage], stage.phase);
+      mbarrier_wait(&shared.d_o_full[stage.stage()], stage.phase());
 #pragma unroll
       for (int part = 0; part < Shape::kParts; ++part) {
         tiles.take_part(tile, part);

@@ -54,9 +54,9 @@ struct HopperWeightsRole : HopperRole<Shape> {
   int ds_parity = 0;
 
   __device__ __forceinline__ void begin_s() {
-    mbarrier_wait(&shared.queries_full[stage.stage], stage.phase);
-    math.start(math.s, shared.stats[stage.stage].start_s);
-    math.multiply_scores(math.s, shared.keys, shared.queries[stage.stage]);
+    mbarrier_wait(&shared.queries_full[stage.stage()], stage.phase());
+    math.start(math.s, shared.stats[stage.stage()].start_s);
+    math.multiply_scores(math.s, shared.keys, shared.queries[stage.stage()]);
   }
   __device__ __forceinline__ void begin_dq() {
     mbarrier_wait(&shared.ds_full[0], ds_parity);
@@ -72,10 +72,10 @@ struct HopperWeightsRole : HopperRole<Shape> {
 
   /// P of a tile, from S.
   __device__ __forceinline__ void compute_weights(int tile) {
-    const int i = stage.stage, row = tile * Shape::kRows;
+    const int i = stage.stage(), row = tile * Shape::kRows;
     math.compute_p(shared.stats[i], 0, at.is_edge(row), at.mask(), row + at.shift - at.first_key);
     mbarrier_arrive(&shared.queries_free[i]);
-    mbarrier_wait(&shared.exchange.weights_free[math.warp], exchanged.phase ^ 1);
+    mbarrier_wait(&shared.exchange.weights_free[math.warp], exchanged.phase() ^ 1);
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
       const float (&x)[4] = math.s[n];
@@ -88,10 +88,10 @@ struct HopperWeightsRole : HopperRole<Shape> {
 
   /// dv of a tile, and S of the next one.
   __device__ __forceinline__ void accumulate_dv(bool more) {
-    const int taken = stage.stage;
+    const int taken = stage.stage();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;
     math.pack(operand, math.s);
-    mbarrier_wait(&shared.d_o_full[taken], stage.phase);
+    mbarrier_wait(&shared.d_o_full[taken], stage.phase());
     math.accumulate(math.dv, operand, shared.d_o[taken]);
     stage.advance();
     if (more) {
@@ -142,16 +142,16 @@ struct HopperGradientsRole : HopperRole<Shape> {
   float dq[(Shape::kDim - kFirst) / 8][4];
 
   __device__ __forceinline__ void begin_dp() {
-    mbarrier_wait(&shared.queries_full[stage.stage], stage.phase);  // what dP starts from
-    math.start(math.dp, shared.stats[stage.stage].start_dp);
-    mbarrier_wait(&shared.d_o_full[stage.stage], stage.phase);
-    math.multiply_scores(math.dp, shared.values, shared.d_o[stage.stage]);
+    mbarrier_wait(&shared.queries_full[stage.stage()], stage.phase());  // what dP starts from
+    math.start(math.dp, shared.stats[stage.stage()].start_dp);
+    mbarrier_wait(&shared.d_o_full[stage.stage()], stage.phase());
+    math.multiply_scores(math.dp, shared.values, shared.d_o[stage.stage()]);
   }
 
   /// dS of a tile, from dP.
   __device__ __forceinline__ void compute_ds() {
-    hopper::arrive_from(&shared.d_o_free[stage.stage], math.lane);
-    mbarrier_wait(&shared.exchange.weights_full[math.warp], exchanged.phase);
+    hopper::arrive_from(&shared.d_o_free[stage.stage()], math.lane);
+    mbarrier_wait(&shared.exchange.weights_full[math.warp], exchanged.phase());
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
       const float4 x = *reinterpret_cast<const float4*>(shared.exchange.weights[n][this->thread()]);
@@ -166,16 +166,16 @@ struct HopperGradientsRole : HopperRole<Shape> {
 
   /// dk of a tile, its share of dq, and dP of the next one.
   __device__ __forceinline__ void accumulate_dk(bool more) {
-    const int taken = stage.stage;
+    const int taken = stage.stage();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;
     math.pack(operand, math.dp);
-    mbarrier_wait(&shared.exchange.ds_free, exchanged.phase ^ 1);
+    mbarrier_wait(&shared.exchange.ds_free, exchanged.phase() ^ 1);
     math.store_ds(shared.ds[0], operand);
     hopper::fence_async_proxy();
     hopper::arrive_from(&shared.ds_full[0], math.lane);
     math.accumulate(math.dk, operand, shared.queries[taken]);
     math.store_row_sums(shared.row_sums[taken][math.warp]);
-    mbarrier_wait(&shared.ds_full[0], exchanged.phase);
+    mbarrier_wait(&shared.ds_full[0], exchanged.phase());
     math.multiply_dq_columns(
         dq, shared_address(shared.ds[0]),
         shared_address(shared.keys) + kFirst / 64 * Shape::KeyPanels::kPanelBytes);

@@ -217,16 +217,16 @@ struct HopperKeyTile {
 
 /// Brings rows [first, first + kRows) of a sequence's head into a tile, all lanes of a warp calling
 /// it, and arrives once at the barrier for them. Rows that are not there are zero. The copy engine
-/// writes zeros past a tensor's end only: a tile that reaches past its sequence's end, or before
-/// its first row, is copied by the warp itself.
-template <int kRows, int kDim>
+/// writes zeros past a tensor's end only: a tile that reaches past its sequence's end, or, where
+/// kMayPrecede, before its first row, is copied by the warp itself.
+template <int kRows, int kDim, bool kMayPrecede = false>
 __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* map,
                                         const HeadSeries& t, uint64_t* barrier,
                                         const Sequence& sequence, int head, int first, int pieces,
                                         int lane) {
   using Panels = hopper::Panels<kRows>;
   const int limit = sequence.length - first;
-  if (first >= 0 && limit >= kRows) {
+  if ((!kMayPrecede || first >= 0) && limit >= kRows) {
     if (lane == 0) {
       hopper::arrive_expecting(barrier, Panels::bytes(kDim));
       hopper::copy_tile<kRows, kDim>(to, map, barrier, head,
@@ -242,7 +242,7 @@ __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* ma
       const int row = at / kPieces, piece = at % kPieces;
       copy_async_or_zero(to + Panels::offset(row, piece),
                          from + static_cast<int64_t>(row) * stride + piece * 16,
-                         first + row >= 0 && row < limit && piece < pieces);
+                         (!kMayPrecede || first + row >= 0) && row < limit && piece < pieces);
     }
     commit_copies();
     wait_for_copies<0>();
@@ -282,18 +282,18 @@ __device__ inline void load_tiles(const HopperBackwardWork& work, const HopperKe
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     for (int tile = range.begin; tile < range.end; ++tile, stage.advance()) {
-      mbarrier_wait(&shared.queries_free[stage.stage], stage.phase ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage], &work.q, p.q,
-                                    &shared.queries_full[stage.stage], at.queries, head,
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage()], &work.q, p.q,
+                                    &shared.queries_full[stage.stage()], at.queries, head,
                                     tile * kRows, pieces, lane);
       if (!has_values) {  // after the queries, which are needed first
         has_values = true;
         load_hopper_tile<kKeys, kDim>(shared.values, &work.v, p.v, &shared.values_full, at.keys,
                                       at.key_head, at.first_key, pieces, lane);
       }
-      mbarrier_wait(&shared.d_o_free[stage.stage], stage.phase ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage], &work.d_o, at.w.params.d_o,
-                                    &shared.d_o_full[stage.stage], at.queries, head, tile * kRows,
+      mbarrier_wait(&shared.d_o_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage()], &work.d_o, at.w.params.d_o,
+                                    &shared.d_o_full[stage.stage()], at.queries, head, tile * kRows,
                                     pieces, lane);
     }
   }
@@ -323,8 +323,8 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
                    exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
                    exists ? at.w.delta_minus_dlse[first_row + row] : 0.0f};
       }
-      mbarrier_wait(&shared.queries_free[stage.stage], stage.phase ^ 1);
-      HopperRowStats<kRows>& stats = shared.stats[stage.stage];
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      HopperRowStats<kRows>& stats = shared.stats[stage.stage()];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
         const int row = 32 * i + lane;
@@ -337,7 +337,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
       }
-      mbarrier_arrive(&shared.queries_full[stage.stage]);
+      mbarrier_arrive(&shared.queries_full[stage.stage()]);
     }
   }
 }

@@ -26,17 +26,17 @@ struct ForwardMath {
   int row;    // the warp's first, of the item's
   int lane;
   float scale;
-  hopper::RingPlace<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
+  hopper::RingCount<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
   int first = 0, last = 0;                    // positions of the item's queries
   int tile = 0;                               // of the item's keys, at hand
   int begin = 0, sure = 0;  // the first one, as far as it is known; see first_sure_tile
   bool edge = false;        // whether the tile at hand needs masks
 
-  __device__ __forceinline__ hopper::RingPlace<Shape::kQueryStages> query_place() const {
-    return place_of_queries<Shape>(slot);
+  __device__ __forceinline__ hopper::RingCount<Shape::kQueryStages> query_place() const {
+    return {slot.count};
   }
   __device__ __forceinline__ bool needs_mask(int tile) const {
-    const ForwardItem& item = shared.item(slot.stage);  // read anew: registers are short
+    const ForwardItem& item = shared.item(slot.stage());  // read anew: registers are short
     return is_edge<kKeys>(tile, item.first, item.first + item.rows - 1, mask.window);
   }
   __device__ __forceinline__ void wait_for_turn() const {
@@ -57,8 +57,9 @@ struct ForwardMath {
     }
   }
   __device__ __forceinline__ void issue_scores(Softmax& softmax, bool edge, int stage) const {
-    const auto queries = hopper::Operand::rows_inner(
-        shared_address(shared.queries(query_place().stage)) + group * 64 * hopper::kPanelRowBytes);
+    const auto queries =
+        hopper::Operand::rows_inner(shared_address(shared.queries(query_place().stage())) +
+                                    group * 64 * hopper::kPanelRowBytes);
     const auto keys = hopper::Operand::rows_inner(shared_address(shared.keys(stage)));
     hopper::fence_products();
 #pragma unroll
@@ -87,14 +88,14 @@ struct ForwardMath {
 
   /// The bias, and on edge tiles the mask.
   __device__ __forceinline__ void add_bias(Softmax& softmax, bool edge, int tile, int stage) const {
-    const float* const rows = shared.row_gates(slot.stage) + row + lane / 4;
+    const float* const rows = shared.row_gates(slot.stage()) + row + lane / 4;
     if (!edge) {
       softmax.defer_row_bias(rows);
       return;
     }
     const float* const keys = shared.key_gates(stage) + lane % 4 * 2;
     softmax.add_bias_and_mask(scale, keys, rows, mask,
-                              shared.item(slot.stage).first + row + lane / 4,
+                              shared.item(slot.stage()).first + row + lane / 4,
                               tile * kKeys + lane % 4 * 2);
   }
 
@@ -104,7 +105,7 @@ struct ForwardMath {
     constexpr int kThreads = 128 * Shape::kGroups;
     unsigned char* const values = shared.values(stage);
     softmax.template add_non_finite<hopper::Panels<kKeys>>(
-        values, mask, shared.item(slot.stage).first + row + lane / 4, tile * kKeys, lane);
+        values, mask, shared.item(slot.stage()).first + row + lane / 4, tile * kKeys, lane);
     hopper::named_barrier_sync(kMathBarrier, kThreads);
     const int thread = group * 128 + static_cast<int>(threadIdx.x) % 128;
     zero_non_finite<T, kThreads>(values, Shape::kKeyBytes, thread);
@@ -169,15 +170,15 @@ template <class Shape>
 __device__ __forceinline__ void ForwardMath<Shape>::compute_first_weights(Softmax& softmax,
                                                                           Weights& weights) {
   edge = needs_mask(tile);
-  mbarrier_wait(&barriers.k_full[tiles.stage], tiles.phase);
-  begin_scores(softmax, edge, tiles.stage);
+  mbarrier_wait(&barriers.k_full[tiles.stage()], tiles.phase());
+  begin_scores(softmax, edge, tiles.stage());
   wait_for_turn();
-  issue_scores(softmax, edge, tiles.stage);
+  issue_scores(softmax, edge, tiles.stage());
   give_turn();
   hopper::wait_for_products<0>();
   hopper::keep(softmax.s[0]);
-  add_bias(softmax, edge, tile, tiles.stage);
-  mbarrier_arrive(&barriers.k_empty[tiles.stage]);
+  add_bias(softmax, edge, tile, tiles.stage());
+  mbarrier_arrive(&barriers.k_empty[tiles.stage()]);
   float factor[2];
   softmax.raise_row_max(factor, edge ? 1.0f : scale);
   softmax.compute_p(edge ? 1.0f : scale);
@@ -190,9 +191,9 @@ __device__ __forceinline__ bool ForwardMath<Shape>::wait_for_values(Softmax& sof
   if (tile == sure) {
     begin = first_tile(shared, slot, p.prune > 0);
   }
-  mbarrier_wait(&barriers.v_full[tiles.stage], tiles.phase);
-  if (edge && shared.not_finite(tiles.stage) != 0) {
-    move_non_finite(softmax, tile, tiles.stage);
+  mbarrier_wait(&barriers.v_full[tiles.stage()], tiles.phase());
+  if (edge && shared.not_finite(tiles.stage()) != 0) {
+    move_non_finite(softmax, tile, tiles.stage());
   }
   return tile > begin;
 }
@@ -203,18 +204,18 @@ __device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& sof
                                                                     const Weights& weights,
                                                                     Weights& next) {
   --tile;
-  const hopper::RingPlace<> k = tiles.next();
+  const hopper::RingCount<> k = tiles.next();
   edge = needs_mask(tile);
-  mbarrier_wait(&barriers.k_full[k.stage], k.phase);
-  begin_scores(softmax, edge, k.stage);
+  mbarrier_wait(&barriers.k_full[k.stage()], k.phase());
+  begin_scores(softmax, edge, k.stage());
   wait_for_turn();
-  issue_scores(softmax, edge, k.stage);
-  issue_outputs(softmax, weights, tiles.stage);
+  issue_scores(softmax, edge, k.stage());
+  issue_outputs(softmax, weights, tiles.stage());
   give_turn();
   hopper::wait_for_products<1>();
   hopper::keep(softmax.s[0]);
-  add_bias(softmax, edge, tile, k.stage);
-  mbarrier_arrive(&barriers.k_empty[k.stage]);
+  add_bias(softmax, edge, tile, k.stage());
+  mbarrier_arrive(&barriers.k_empty[k.stage()]);
   float factor[2];
   const bool grew = softmax.raise_row_max(factor, edge ? 1.0f : scale);
   softmax.compute_p(edge ? 1.0f : scale);
@@ -223,7 +224,7 @@ __device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& sof
   }
   hopper::wait_for_products<0>();
   hopper::keep(softmax.o[0]);
-  hopper::arrive_from(&barriers.v_empty[tiles.stage], lane);
+  hopper::arrive_from(&barriers.v_empty[tiles.stage()], lane);
   tiles.advance();
   if (grew) {
     softmax.rescale(factor);
@@ -236,11 +237,11 @@ __device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& sof
 template <class Shape>
 __device__ __forceinline__ void ForwardMath<Shape>::accumulate_last_tile(Softmax& softmax,
                                                                          const Weights& weights) {
-  hopper::arrive_from(&barriers.q_empty[query_place().stage], lane);
-  issue_outputs(softmax, weights, tiles.stage);
+  hopper::arrive_from(&barriers.q_empty[query_place().stage()], lane);
+  issue_outputs(softmax, weights, tiles.stage());
   hopper::wait_for_products<0>();
   hopper::keep(softmax.o[0]);
-  hopper::arrive_from(&barriers.v_empty[tiles.stage], lane);
+  hopper::arrive_from(&barriers.v_empty[tiles.stage()], lane);
   tiles.advance();
 }
 
@@ -278,8 +279,8 @@ __device__ __forceinline__ void ForwardMath<Shape>::run() {
   }
   Softmax softmax;
   for (;; slot.advance()) {
-    mbarrier_wait(&barriers.item_ready[slot.stage], slot.phase);
-    const ForwardItem& known = shared.item(slot.stage);
+    mbarrier_wait(&barriers.item_ready[slot.stage()], slot.phase());
+    const ForwardItem& known = shared.item(slot.stage());
     if (known.rows < 0) {
       return;
     }
@@ -288,14 +289,14 @@ __device__ __forceinline__ void ForwardMath<Shape>::run() {
     sure = first_sure_tile(known);
     softmax.start();
     softmax.clear_outputs();
-    mbarrier_wait(&barriers.q_full[query_place().stage], query_place().phase);
+    mbarrier_wait(&barriers.q_full[query_place().stage()], query_place().phase());
     if (tile >= begin) {
       accumulate_tiles(softmax);
     } else {
-      hopper::arrive_from(&barriers.q_empty[query_place().stage], lane);
+      hopper::arrive_from(&barriers.q_empty[query_place().stage()], lane);
     }
     const ForwardItem item = known;
-    mbarrier_arrive(&barriers.item_empty[slot.stage]);
+    mbarrier_arrive(&barriers.item_empty[slot.stage()]);
     softmax.normalize();
     store_lse(softmax, item);
     store_o(softmax, item);

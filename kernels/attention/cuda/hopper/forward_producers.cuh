@@ -53,43 +53,43 @@ struct ForwardLoader {
   }
 
   /// Takes an item and tells the others of it. Its queries come at once where they have a place.
-  __device__ void begin_item(unsigned& next, hopper::RingPlace<> slot) const {
+  __device__ void begin_item(unsigned& next, hopper::RingCount<> slot) const {
     ForwardBarriers& barriers = shared.barriers();
-    mbarrier_wait(&barriers.item_empty[slot.stage], slot.phase ^ 1);
-    ForwardItem& item = shared.item(slot.stage);
+    mbarrier_wait(&barriers.item_empty[slot.stage()], slot.phase() ^ 1);
+    ForwardItem& item = shared.item(slot.stage());
     item = take(next);
-    mbarrier_arrive(&barriers.item_known[slot.stage]);
+    mbarrier_arrive(&barriers.item_known[slot.stage()]);
     if (item.rows > 0 && (Shape::kQueryStages == 2 || item.end <= item.begin)) {
-      load_queries(item, place_of_queries<Shape>(slot));
+      load_queries(item, {slot.count});
     }
   }
 
-  __device__ void load_tile(const ForwardItem& item, int tile, hopper::RingPlace<> slot,
-                            hopper::RingPlace<> stage) const {
+  __device__ void load_tile(const ForwardItem& item, int tile, hopper::RingCount<> slot,
+                            hopper::RingCount<> stage) const {
     ForwardBarriers& barriers = shared.barriers();
     const int token = item.key_token + tile * kKeys;
-    mbarrier_wait(&barriers.k_empty[stage.stage], stage.phase ^ 1);
-    load(shared.keys(stage.stage), &w.k, &barriers.k_full[stage.stage], item, token);
+    mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
+    load(shared.keys(stage.stage()), &w.k, &barriers.k_full[stage.stage()], item, token);
     if (Shape::kQueryStages == 1 && tile == item.end - 1) {
-      load_queries(item, place_of_queries<Shape>(slot));  // must wait longest
+      load_queries(item, {slot.count});  // must wait longest
     }
-    mbarrier_wait(&barriers.v_empty[stage.stage], stage.phase ^ 1);
+    mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
     const bool edge = is_edge<kKeys>(tile, item.first, item.first + item.rows - 1,
                                      static_cast<int>(w.attention.params.forward.window));
-    load(shared.values(stage.stage), &w.v,
-         edge ? &barriers.v_landed[stage.stage] : &barriers.v_full[stage.stage], item, token);
+    load(shared.values(stage.stage()), &w.v,
+         edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item, token);
   }
 
   /// The next item begins while the sure tiles of one are on their way: what is to be found out of
   /// its queries takes long.
   __device__ void run() const {
     unsigned next = blockIdx.x;
-    hopper::RingPlace<> slot, before, stage;
-    bool is_first = true;
-    for (int tile = 0, begin = 0, sure = 0;; before = slot, slot.advance()) {
+    hopper::RingCount<> slot, stage;
+    for (int tile = 0, begin = 0, sure = 0;; slot.advance()) {
       begin_item(next, slot);
-      if (!is_first) {  // what is left of the item before
-        const ForwardItem& item = shared.item(before.stage);
+      if (slot.count > 0) {  // what is left of the item before
+        const hopper::RingCount<> before{slot.count - 1};
+        const ForwardItem& item = shared.item(before.stage());
         if (sure < item.end) {
           begin = first_tile(shared, before, w.attention.params.forward.prune > 0);
           for (; tile >= begin; --tile, stage.advance()) {
@@ -97,11 +97,10 @@ struct ForwardLoader {
           }
         }
       }
-      const ForwardItem& item = shared.item(slot.stage);
+      const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
         return;
       }
-      is_first = false;
       sure = first_sure_tile(item);
       for (tile = item.end - 1; tile >= sure; --tile, stage.advance()) {
         load_tile(item, tile, slot, stage);
@@ -110,12 +109,13 @@ struct ForwardLoader {
   }
 
   __device__ void load_queries(const ForwardItem& item,
-                               hopper::RingPlace<Shape::kQueryStages> q) const {
+                               hopper::RingCount<Shape::kQueryStages> q) const {
     ForwardBarriers& barriers = shared.barriers();
-    mbarrier_wait(&barriers.q_empty[q.stage], q.phase ^ 1);
-    hopper::arrive_expecting(&barriers.q_full[q.stage], Shape::kQueryBytes);
-    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(q.stage), &w.q, &barriers.q_full[q.stage],
-                                          item.head, item.query_token, item.batch);
+    mbarrier_wait(&barriers.q_empty[q.stage()], q.phase() ^ 1);
+    hopper::arrive_expecting(&barriers.q_full[q.stage()], Shape::kQueryBytes);
+    hopper::copy_tile<kRows, Shape::kDim>(shared.queries(q.stage()), &w.q,
+                                          &barriers.q_full[q.stage()], item.head, item.query_token,
+                                          item.batch);
   }
   __device__ void load(unsigned char* to, const CUtensorMap* map, uint64_t* barrier,
                        const ForwardItem& item, int token) const {
@@ -159,10 +159,10 @@ struct ForwardKeyGates {
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
     const ForgettingAttentionParams& p = w.params.forward;
-    hopper::RingPlace<> slot, stage;
+    hopper::RingCount<> slot, stage;
     for (;; slot.advance()) {
-      mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
-      const ForwardItem& item = shared.item(slot.stage);
+      mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
+      const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
         return;
       }
@@ -174,15 +174,15 @@ struct ForwardKeyGates {
         for (int i = 0; i < kKeys / 32; ++i) {  // on its way while the stage is waited for
           c[i] = read_gate_sum(item, tile * kKeys + 32 * i + lane);
         }
-        mbarrier_wait(&barriers.k_empty[stage.stage], stage.phase ^ 1);
+        mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
         store_keys(c, reference, is_edge<kKeys>(tile, first, last, static_cast<int>(p.window)),
-                   shared.key_gates(stage.stage));
-        mbarrier_arrive(&barriers.k_full[stage.stage]);
+                   shared.key_gates(stage.stage()));
+        mbarrier_arrive(&barriers.k_full[stage.stage()]);
         if (tile == sure) {
           begin = first_tile(shared, slot, p.prune > 0);
         }
       }
-      hopper::arrive_from(&barriers.item_empty[slot.stage], lane);
+      hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
     }
   }
 };
@@ -233,15 +233,15 @@ struct ForwardRowGates {
   /// and all before it. 32 tiles are looked at together, and what takes long is on its way before
   /// the queries have landed. Tells the others of the first tile left.
   __device__ void prune(const ForwardItem& item, double reference, int slot,
-                        hopper::RingPlace<Shape::kQueryStages> q) const {
+                        hopper::RingCount<Shape::kQueryStages> q) const {
     const ForgettingAttentionParams& p = w.params.forward;
     int begin = first_sure_tile(item);
     double last = read_gate_sum(
         item, (begin - lane) * kKeys - 1);  // c of the last key of tile begin - 1 - lane
     const float key = ScoreBounds::key(w, item.batch, item.head);
     const double fall = largest_fall(p, item.key_length, 0);
-    mbarrier_wait(&shared.barriers().q_full[q.stage], q.phase);
-    const double bound = reference + fall + 2.0 * largest_score(p, largest_query(q.stage), key);
+    mbarrier_wait(&shared.barriers().q_full[q.stage()], q.phase());
+    const double bound = reference + fall + 2.0 * largest_score(p, largest_query(q.stage()), key);
     for (;;) {
       const unsigned dropped =
           __ballot_sync(0xffffffffu, begin - lane > item.begin && last > bound);
@@ -259,26 +259,26 @@ struct ForwardRowGates {
 
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
-    hopper::RingPlace<> slot;
-    hopper::RingPlace<Shape::kQueryStages> q;
+    hopper::RingCount<> slot;
+    hopper::RingCount<Shape::kQueryStages> q;
     for (;; slot.advance(), q.advance()) {
-      mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
-      const ForwardItem& item = shared.item(slot.stage);
+      mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
+      const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
-        mbarrier_arrive(&barriers.item_ready[slot.stage]);
+        mbarrier_arrive(&barriers.item_ready[slot.stage()]);
         return;
       }
       const double reference = read_gate_sum(item, item.first);
-      store_rows(item, reference, shared.row_gates(slot.stage));
-      mbarrier_arrive(&barriers.item_ready[slot.stage]);
+      store_rows(item, reference, shared.row_gates(slot.stage()));
+      mbarrier_arrive(&barriers.item_ready[slot.stage()]);
       if (w.params.forward.prune > 0) {
         if (item.begin < first_sure_tile(item)) {
-          prune(item, reference, slot.stage, q);
+          prune(item, reference, slot.stage(), q);
         } else {  // nobody asks, but phases are counted
-          hopper::arrive_from(&barriers.item_bounded[slot.stage], lane);
+          hopper::arrive_from(&barriers.item_bounded[slot.stage()], lane);
         }
       }
-      hopper::arrive_from(&barriers.item_empty[slot.stage], lane);
+      hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
     }
   }
 };
@@ -313,11 +313,11 @@ __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, 
                                       bool pruned, int lane) {
   constexpr int kKeys = Shape::kKeys;
   ForwardBarriers& barriers = shared.barriers();
-  hopper::RingPlace<> slot, stage;
+  hopper::RingCount<> slot, stage;
   int landed = 0;  // parities of v_landed, a bit a stage
   for (;; slot.advance()) {
-    mbarrier_wait(&barriers.item_known[slot.stage], slot.phase);
-    const ForwardItem& item = shared.item(slot.stage);
+    mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
+    const ForwardItem& item = shared.item(slot.stage());
     if (item.rows < 0) {
       return;
     }
@@ -325,15 +325,15 @@ __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, 
     const int sure = first_sure_tile(item);
     for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
       if (is_edge<kKeys>(tile, first, last, window)) {
-        mbarrier_wait(&barriers.v_landed[stage.stage], landed >> stage.stage & 1);
-        landed ^= 1 << stage.stage;
-        inspect_tile(shared, stage.stage, item.key_length - tile * kKeys, lane);
+        mbarrier_wait(&barriers.v_landed[stage.stage()], landed >> stage.stage() & 1);
+        landed ^= 1 << stage.stage();
+        inspect_tile(shared, stage.stage(), item.key_length - tile * kKeys, lane);
       }
       if (tile == sure) {
         begin = first_tile(shared, slot, pruned);
       }
     }
-    hopper::arrive_from(&barriers.item_empty[slot.stage], lane);
+    hopper::arrive_from(&barriers.item_empty[slot.stage()], lane);
   }
 }
 

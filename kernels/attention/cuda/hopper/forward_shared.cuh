@@ -69,17 +69,6 @@ class HopperForwardShared {
   unsigned char* base_;
 };
 
-/// The place of an item's queries, which have two stages or one, by the item's.
-template <class Shape>
-__device__ inline hopper::RingPlace<Shape::kQueryStages> place_of_queries(
-    hopper::RingPlace<> slot) {
-  if constexpr (Shape::kQueryStages == 2) {
-    return slot;
-  } else {
-    return {0, slot.stage};
-  }
-}
-
 /// Whether a tile needs masks: queries begin at position `first`, `last` is the last of them.
 template <int kKeys>
 __device__ inline bool is_edge(int tile, int first, int last, int window) {
@@ -95,14 +84,14 @@ __device__ inline int first_sure_tile(const ForwardItem& item) {
 /// The first tile of an item's keys, asked for when the sure ones have been dealt with. With
 /// pruning it is known when the queries have been looked at (ForwardRowGates::prune).
 template <class Shape>
-__device__ inline int first_tile(const HopperForwardShared<Shape>& shared, hopper::RingPlace<> slot,
+__device__ inline int first_tile(const HopperForwardShared<Shape>& shared, hopper::RingCount<> slot,
                                  bool pruned) {
-  const ForwardItem& item = shared.item(slot.stage);
+  const ForwardItem& item = shared.item(slot.stage());
   if (!pruned || first_sure_tile(item) == item.begin) {
     return item.begin;
   }
-  mbarrier_wait(&shared.barriers().item_bounded[slot.stage], slot.phase);
-  return shared.bound(slot.stage);
+  mbarrier_wait(&shared.barriers().item_bounded[slot.stage()], slot.phase());
+  return shared.bound(slot.stage());
 }
 
 }  // namespace tidegate::kernels::attention

@@ -87,7 +87,7 @@ struct HopperWalkMath {
   __device__ __forceinline__ bool is_diagonal() const { return step % 2 == group; }
   __device__ __forceinline__ int tile() const { return is_diagonal() ? step : step - 1; }
   __device__ __forceinline__ int slot() const {
-    return is_diagonal() ? older.next().stage : older.stage;
+    return is_diagonal() ? older.next().stage() : older.stage();
   }
   __device__ __forceinline__ bool is_edge() const { return is_diagonal() || at.is_far_edge(step); }
 
@@ -114,11 +114,11 @@ struct HopperWalkMath {
   /// and of the sums of dS, and the warpgroup's columns of the queries' dq, in the place of dp.
   __device__ __forceinline__ void take_pair() {
     using hopper::Operand;
-    const int i = stage.stage;
+    const int i = stage.stage();
     const bool diagonal = is_diagonal();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
     const HopperWalkStats<Shape>& stats = shared.stats[i];
-    mbarrier_wait(&shared.queries_full[i], stage.phase);
+    mbarrier_wait(&shared.queries_full[i], stage.phase());
     math.start(math.s, is_edge() ? shared.zeros : stats.rows.start_s);
     math.multiply_scores(math.s, shared.keys[slot()], shared.queries[i]);
 #pragma unroll
@@ -127,7 +127,7 @@ struct HopperWalkMath {
       math.key_low[half] = stats.key_low[group][math.key() + 8 * half];
       math.key_sums[half] = 0;
     }
-    mbarrier_wait(&shared.d_o_full[i], stage.phase);
+    mbarrier_wait(&shared.d_o_full[i], stage.phase());
     hopper::wait_for_products<0>();
     hopper::keep(math.s);
     math.start(math.dp, stats.rows.start_dp);
@@ -152,11 +152,11 @@ struct HopperWalkMath {
     math.accumulate(math.dk, operand, shared.queries[i]);
     math.store_row_sums(shared.row_sums[i][4 * group + math.warp]);
     mbarrier_arrive(&shared.row_sums_full[i]);
-    mbarrier_wait(&shared.ds_full[i], stage.phase);
+    mbarrier_wait(&shared.ds_full[i], stage.phase());
     hopper::fence_products();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of the keys of both warpgroups
-      const int keys = diagonal == (half == group) ? older.next().stage : older.stage;
+      const int keys = diagonal == (half == group) ? older.next().stage() : older.stage();
       const Operand a = Operand::rows_inner(shared_address(shared.ds[i][half]));
       const Operand b = Operand::inner_rows(
           shared_address(shared.keys[keys]) + group * Shape::KeyPanels::kPanelBytes,
@@ -220,17 +220,17 @@ struct HopperWalkMath {
   /// Waits for the diagonal's keys.
   __device__ __forceinline__ void begin_step() {
     const hopper::RingPlace<3> newer = older.next();
-    mbarrier_wait(&shared.keys_full[newer.stage], newer.phase);
+    mbarrier_wait(&shared.keys_full[newer.stage()], newer.phase());
   }
   /// Behind the last pair of a step.
   __device__ __forceinline__ void end_step() {
     hopper::keep(math.dk);
     hopper::keep(math.dv);
     if (!is_diagonal()) {
-      store_gradients(tile(), older.stage);
+      store_gradients(tile(), older.stage());
       hopper::fence_async_proxy();
     }
-    hopper::arrive_from(&shared.keys_free[older.stage], math.lane);
+    hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
     ++step;
     older.advance();
   }
@@ -252,7 +252,7 @@ struct HopperWalkMath {
         }
       }
     }
-    hopper::arrive_from(&shared.keys_free[older.stage], math.lane);
+    hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
     ++step;
     older.advance();
   }
@@ -281,7 +281,7 @@ struct HopperWalkMath {
     }
     // The sequence's last keys meet no queries but their own.
     if (at.last < at.end && at.last % 2 == group) {
-      store_gradients(at.last, older.stage);
+      store_gradients(at.last, older.stage());
     }
   }
 };

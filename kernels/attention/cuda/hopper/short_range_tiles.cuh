@@ -105,26 +105,26 @@ __device__ inline void load_walk_tiles(const HopperBackwardWork& work,
   hopper::RingPlace<3> slot;
   hopper::RingPlace<2> stage;
   for (int step = at.begin - 1; step <= at.last; ++step, slot.advance()) {
-    mbarrier_wait(&shared.keys_free[slot.stage], slot.phase ^ 1);
-    load_hopper_tile<kRows, kDim>(shared.keys[slot.stage], &work.k, p.k,
-                                  &shared.keys_full[slot.stage], at.keys, at.key_head, step * kRows,
-                                  pieces, lane);
-    load_hopper_tile<kRows, kDim>(shared.values[slot.stage], &work.v, p.v,
-                                  &shared.keys_full[slot.stage], at.keys, at.key_head, step * kRows,
-                                  pieces, lane);
+    mbarrier_wait(&shared.keys_free[slot.stage()], slot.phase() ^ 1);
+    load_hopper_tile<kRows, kDim, true>(shared.keys[slot.stage()], &work.k, p.k,
+                                        &shared.keys_full[slot.stage()], at.keys, at.key_head,
+                                        step * kRows, pieces, lane);
+    load_hopper_tile<kRows, kDim, true>(shared.values[slot.stage()], &work.v, p.v,
+                                        &shared.keys_full[slot.stage()], at.keys, at.key_head,
+                                        step * kRows, pieces, lane);
     if (step < at.begin || !at.has_queries(step)) {
       continue;
     }
     for (int head = at.first_head; head < at.end_head; ++head, stage.advance()) {
       const int first = step * kRows - at.shift;
-      mbarrier_wait(&shared.queries_free[stage.stage], stage.phase ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage], &work.q, p.q,
-                                    &shared.queries_full[stage.stage], at.queries, head, first,
-                                    pieces, lane);
-      mbarrier_wait(&shared.d_o_free[stage.stage], stage.phase ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage], &work.d_o, work.attention.params.d_o,
-                                    &shared.d_o_full[stage.stage], at.queries, head, first, pieces,
-                                    lane);
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim, true>(shared.queries[stage.stage()], &work.q, p.q,
+                                          &shared.queries_full[stage.stage()], at.queries, head,
+                                          first, pieces, lane);
+      mbarrier_wait(&shared.d_o_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim, true>(
+          shared.d_o[stage.stage()], &work.d_o, work.attention.params.d_o,
+          &shared.d_o_full[stage.stage()], at.queries, head, first, pieces, lane);
     }
   }
 }
@@ -160,8 +160,8 @@ __device__ inline void load_walk_stats(const TensorAttention& w, HopperWalkShare
         rows[i] = {c[2 + i], exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
                    exists ? w.delta_minus_dlse[first_row + row] : 0.0f};
       }
-      mbarrier_wait(&shared.queries_free[stage.stage], stage.phase ^ 1);
-      HopperWalkStats<Shape>& stats = shared.stats[stage.stage];
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      HopperWalkStats<Shape>& stats = shared.stats[stage.stage()];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int parity = (step + 1 + i / 2) % 2, key = i % 2 * 32 + lane;
@@ -182,7 +182,7 @@ __device__ inline void load_walk_stats(const TensorAttention& w, HopperWalkShare
         stats.rows.lse[row] = x[2];
         stats.gate_low_less_lse[row] = x[1] - x[2];
       }
-      mbarrier_arrive(&shared.queries_full[stage.stage]);
+      mbarrier_arrive(&shared.queries_full[stage.stage()]);
     }
   }
 }
@@ -202,20 +202,20 @@ __device__ inline void store_walk_row_sums(const TensorAttention& w,
     for (int head = at.first_head; head < at.end_head; ++head, stage.advance()) {
       float* const to =
           w.row_sums + (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
-      mbarrier_wait(&shared.row_sums_full[stage.stage], stage.phase);
+      mbarrier_wait(&shared.row_sums_full[stage.stage()], stage.phase());
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float sum = 0;
 #pragma unroll
         for (int warp = 0; warp < Shape::kMathWarps; ++warp) {
-          sum += shared.row_sums[stage.stage][warp][32 * i + lane];
+          sum += shared.row_sums[stage.stage()][warp][32 * i + lane];
         }
         const int row = step * kRows + 32 * i + lane - at.shift;
         if (step < at.end && row >= 0 && row < at.queries.length) {
           to[row] = sum;
         }
       }
-      mbarrier_arrive(&shared.queries_free[stage.stage]);
+      mbarrier_arrive(&shared.queries_free[stage.stage()]);
     }
   }
 }
