@@ -223,7 +223,8 @@ __device__ inline int take_long_range_tile(const TensorAttention& w,
   const auto heads = static_cast<unsigned>(w.params.forward.key_heads);
   const auto blocks = static_cast<unsigned>(w.tiles.count) * heads;
   hopper::fence_async_proxy();  // the copy engine writes where gradients were staged
-  __syncthreads();              // all are done with the tile before
+  // Not __syncthreads: roles come here in branches of their own.
+  hopper::named_barrier_sync(kNextTileBarrier, Shape::kThreads);  // all are done with the tile
   if (threadIdx.x == 0) {
     if (!is_first) {
       shared.invalidate_barriers();
@@ -243,7 +244,7 @@ __device__ inline int take_long_range_tile(const TensorAttention& w,
     }
     shared.block = taken;
   }
-  __syncthreads();
+  hopper::named_barrier_sync(kNextTileBarrier, Shape::kThreads);
   return shared.block;
 }
 

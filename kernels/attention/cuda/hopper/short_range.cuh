@@ -46,15 +46,16 @@ struct HopperWalkMath {
         math(work.params.forward, thread),
         group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)) {}
 
-  /// Stores a warp's 16 rows of so many pieces of 16 bytes, by way of its rows of a tile in shared
-  /// memory. `first`: the sequence's row that the tile's first one is; rows [0, end) are there.
-  template <int kPieces>
-  __device__ __forceinline__ void store(const float (&x)[kPieces][4], float factor,
-                                        unsigned char* tile, const HeadSeries& t,
+  /// Stores 64 columns of a warp's 16 rows, from column 8 first_piece on, by way of its rows of
+  /// shared.staged. `first`: the sequence's row that the warpgroup's first one is; rows [0, end)
+  /// are there.
+  __device__ __forceinline__ void store(const float (*x)[4], float factor, const HeadSeries& t,
                                         const Sequence& sequence, int head, int first, int end,
                                         int first_piece) const {
-    using Panels = typename Shape::KeyPanels;
+    using Panel = hopper::Panels<64>;
+    constexpr int kPieces = 8;
     const int lane = math.lane, own = 16 * math.warp;
+    unsigned char* const staged = shared.staged[group];
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kPieces; j += 2) {
@@ -65,18 +66,17 @@ struct HopperWalkMath {
         pairs[m] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
       }
       const int row = own + lane / 8 % 2 * 8 + lane % 8;
-      hopper::store_matrices(shared_address(tile) + Panels::offset(row, j + lane / 16), pairs);
+      hopper::store_matrices(shared_address(staged) + Panel::offset(row, j + lane / 16), pairs);
     }
     __syncwarp();
     const int pieces = static_cast<int>(w.params.forward.head_dim / 8);
-    const int piece = lane % kPieces;
+    const int piece = lane % kPieces, row = first + own + lane / kPieces;
     const int stride = row_stride<2>(t);
-    const int row = first + own + lane / kPieces;
     char* const to = row_address<2>(t, sequence, head, row) + (first_piece + piece) * 16;
 #pragma unroll
     for (int i = 0; i < 16; i += 32 / kPieces) {
       const uint4 bits =
-          *reinterpret_cast<const uint4*>(tile + Panels::offset(own + i + lane / kPieces, piece));
+          *reinterpret_cast<const uint4*>(staged + Panel::offset(own + i + lane / kPieces, piece));
       if (row + i >= 0 && row + i < end && first_piece + piece < pieces) {
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(i) * stride) = bits;
       }
@@ -176,8 +176,8 @@ struct HopperWalkMath {
 
   __device__ __forceinline__ void store_dq(int head) const {
     if (step < at.end) {
-      store(math.dp, static_cast<float>(w.params.forward.scale), shared.dq[group], w.params.dq,
-            at.queries, head, step * Shape::kRows - at.shift, at.queries.length, 8 * group);
+      store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
+            step * Shape::kRows - at.shift, at.queries.length, 8 * group);
     }
   }
 
@@ -205,14 +205,16 @@ struct HopperWalkMath {
     }
   }
 
-  /// dk and dv of a tile that has met all of its queries, by way of its values.
-  __device__ __forceinline__ void store_gradients(int tile, int slot) {
+  /// dk and dv of a tile that has met all of its queries.
+  __device__ __forceinline__ void store_gradients(int tile) {
     if (tile >= at.begin) {
       const int first = tile * Shape::kKeys;
-      unsigned char* const values = shared.values[slot];
-      store(math.dv, 1.0f, values, w.params.dv, at.keys, at.key_head, first, at.keys.length, 0);
-      store(math.dk, static_cast<float>(w.params.forward.scale), values, w.params.dk, at.keys,
-            at.key_head, first, at.keys.length, 0);
+#pragma unroll
+      for (int j = 0; j < kDim / 8; j += 8) {
+        store(math.dv + j, 1.0f, w.params.dv, at.keys, at.key_head, first, at.keys.length, j);
+        store(math.dk + j, static_cast<float>(w.params.forward.scale), w.params.dk, at.keys,
+              at.key_head, first, at.keys.length, j);
+      }
     }
     math.clear();
   }
@@ -226,11 +228,10 @@ struct HopperWalkMath {
   __device__ __forceinline__ void end_step() {
     hopper::keep(math.dk);
     hopper::keep(math.dv);
-    if (!is_diagonal()) {
-      store_gradients(tile(), older.stage());
-      hopper::fence_async_proxy();
-    }
     hopper::arrive_from(&shared.keys_free[older.stage()], math.lane);
+    if (!is_diagonal()) {
+      store_gradients(tile());
+    }
     ++step;
     older.advance();
   }
@@ -281,7 +282,7 @@ struct HopperWalkMath {
     }
     // The sequence's last keys meet no queries but their own.
     if (at.last < at.end && at.last % 2 == group) {
-      store_gradients(at.last, older.stage());
+      store_gradients(at.last);
     }
   }
 };

@@ -57,8 +57,8 @@ struct HopperWalkShared {
   alignas(1024) unsigned char values[3][Shape::kKeyBytes];
   alignas(1024) unsigned char queries[2][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[2][Shape::kRowBytes];
-  alignas(1024) unsigned char ds[2][2][Shape::kScoreBytes];  // by the parity of the tile of keys
-  alignas(1024) unsigned char dq[2][Shape::kScoreBytes];     // a warpgroup's columns, on their way
+  alignas(1024) unsigned char ds[2][2][Shape::kScoreBytes];   // by the parity of the tile of keys
+  alignas(1024) unsigned char staged[2][Shape::kScoreBytes];  // a warpgroup's, on their way out
   HopperWalkStats<Shape> stats[2];
   float row_sums[2][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
   float zeros[Shape::kRows];
