@@ -40,9 +40,9 @@ cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
 }
 
 /// Whether a backward pass on Hopper has a kernel of its own for short-range heads
-/// (short_range.cuh). Up to 64 the tiles of others are as good.
+/// (short_range.cuh), with tiles of 128 columns.
 inline bool hopper_walks(const ForgettingAttentionParams& p) {
-  return p.prune > 0 && p.head_dim > 64 && p.head_dim <= 128;
+  return p.prune > 0 && p.head_dim <= 128;
 }
 
 template <class Data>
@@ -76,11 +76,11 @@ inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
   return p.head_dim > 32 && copies_inputs(p);
 }
 
-/// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
-///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
-///     dv of 128 keys do not fit the registers;
-///   - a pass that prunes where that has tiles for short-range heads, above 96, or where it is
-///     deterministic: turns are counted by the keys' order, which pruning may break;
+/// Whether a backward pass takes the Hopper kernels, where the device can. The portable ones keep:
+///   - a head dimension up to 32, of which half the products would be padding, or above 192: dk and
+///     dv of 64 keys leave no registers for scores, whatever the roles;
+///   - a deterministic pass that prunes: turns are counted by the keys' order, which pruning may
+///     break;
 ///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
 ///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {

@@ -14,9 +14,12 @@
 // step the queries also meet the keys before them, for their dq alone, and at step `end` the last
 // keys meet the queries after them, for their dk and dv alone.
 //
-// Roles of the producer's warps: keys, values, queries and dO (HopperWalkLoader); gates and
-// statistics (HopperWalkStats); sums of dS over a query's keys (HopperWalkRowSums). Barriers are as
-// in backward.cuh; keys_full is of keys and values, in a ring of three tiles.
+// Roles of the producer's warps: keys, values, queries and dO (load_walk_tiles); gates and
+// statistics (load_walk_stats); sums of dS over a query's keys (store_walk_row_sums). Barriers are
+// as in backward.cuh; keys_full is of keys and values, in a ring of three tiles.
+//
+// Instructions are what a step takes: it has no more products than 1.5 us, nor bytes than 3.5.
+// Between products, whatever is not one is written to be short.
 
 #include "kernels/attention/cuda/hopper/backward_math.cuh"
 #include "kernels/attention/cuda/hopper/short_range_tiles.cuh"
@@ -174,6 +177,7 @@ struct HopperWalkMath {
     hopper::arrive_from(&shared.d_o_free[i], math.lane);
   }
 
+  /// The warpgroup's columns of dq, which is whole: no other block adds to it.
   __device__ __forceinline__ void store_dq(int head) const {
     if (step < at.end) {
       store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
