@@ -216,13 +216,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 }
 
 /// The next tile of keys of a long-range head, of blocks that stay; all threads call it, each role
-/// in a branch of its own. `round`: how often it was called before. Negative: there is none.
+/// in a branch of its own. Negative: there is none.
 template <class Shape>
 __device__ inline int take_long_range_tile(const TensorAttention& w,
-                                           HopperBackwardShared<Shape>& shared, int round) {
+                                           HopperBackwardShared<Shape>& shared) {
   const auto heads = static_cast<unsigned>(w.params.forward.key_heads);
   const auto blocks = static_cast<unsigned>(w.tiles.count) * heads;
   hopper::fence_async_proxy();  // the copy engine writes where gradients were staged
+  const int round = shared.round;
   mbarrier_arrive(&shared.tile_done);
   if (threadIdx.x == 0) {
     mbarrier_wait(&shared.tile_done, round % 2);
@@ -243,6 +244,7 @@ __device__ inline int take_long_range_tile(const TensorAttention& w,
       }
     }
     shared.block = taken;
+    shared.round = round + 1;
     mbarrier_arrive(&shared.tile_taken);
   }
   mbarrier_wait(&shared.tile_taken, round % 2);
@@ -266,6 +268,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (thread == 0) {
     mbarrier_init(&shared.tile_done, Shape::kThreads);
     mbarrier_init(&shared.tile_taken, 1);
+    shared.round = 0;
   }
   __syncthreads();
   const auto tile_of = [&](int block) {
@@ -274,14 +277,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   };
   if (thread < 128) {
     hopper::release_registers<Shape::kProducerRegisters>();
-    int block = take_long_range_tile(w, shared, 0);
-    for (int round = 1; block >= 0; block = take_long_range_tile(w, shared, round++)) {
+    for (int block; (block = take_long_range_tile(w, shared)) >= 0;) {
       bring_hopper_tiles(work, tile_of(block), shared, thread);
     }
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();
-    int block = take_long_range_tile(w, shared, 0);
-    for (int round = 1; block >= 0; block = take_long_range_tile(w, shared, round++)) {
+    for (int block; (block = take_long_range_tile(w, shared)) >= 0;) {
       compute_hopper_gradients(tile_of(block), shared, thread);
     }
   }

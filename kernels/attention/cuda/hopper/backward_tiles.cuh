@@ -109,7 +109,9 @@ struct HopperBackwardShared {
   uint64_t ds_full[Shape::kScoreStages];
   uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
   [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
-  uint64_t tile_done, tile_taken;  // of blocks that stay: see take_long_range_tile
+  // Of blocks that stay: see take_long_range_tile.
+  uint64_t tile_done, tile_taken;
+  int round;  // how many tiles were taken
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
