@@ -249,7 +249,7 @@ TEST_P(AttentionCuda, PrunedByHead) {
   }
 }
 
-/// Gates that leave a key a few dozen queries: on Hopper, up to D = 128, a kernel of its own
+/// Gates that leave a key a few dozen queries: on Hopper, from D = 65 to 128, a kernel of its own
 /// walks along them, in parts of 256 tokens here.
 TEST_P(AttentionCuda, PrunedShortRange) {
   struct Part {

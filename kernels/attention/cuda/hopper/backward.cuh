@@ -215,19 +215,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-/// The next tile of keys of a long-range head, of blocks that stay; all threads call it, each role
-/// in a branch of its own. Negative: there is none.
+/// The next tile of keys of a long-range head, of blocks that stay; all threads call it, with
+/// barriers as at a launch's start. Negative: there is none.
 template <class Shape>
 __device__ inline int take_long_range_tile(const TensorAttention& w,
-                                           HopperBackwardShared<Shape>& shared) {
+                                           HopperBackwardShared<Shape>& shared, bool is_first) {
   const auto heads = static_cast<unsigned>(w.params.forward.key_heads);
   const auto blocks = static_cast<unsigned>(w.tiles.count) * heads;
   hopper::fence_async_proxy();  // the copy engine writes where gradients were staged
-  const int round = shared.round;
-  mbarrier_arrive(&shared.tile_done);
+  // Not __syncthreads: roles come here in branches of their own.
+  hopper::named_barrier_sync(kNextTileBarrier, Shape::kThreads);  // all are done with the tile
   if (threadIdx.x == 0) {
-    mbarrier_wait(&shared.tile_done, round % 2);
-    if (round > 0) {
+    if (!is_first) {
       shared.invalidate_barriers();
     }
     shared.init_barriers();
@@ -244,10 +243,8 @@ __device__ inline int take_long_range_tile(const TensorAttention& w,
       }
     }
     shared.block = taken;
-    shared.round = round + 1;
-    mbarrier_arrive(&shared.tile_taken);
   }
-  mbarrier_wait(&shared.tile_taken, round % 2);
+  hopper::named_barrier_sync(kNextTileBarrier, Shape::kThreads);
   return shared.block;
 }
 
@@ -265,24 +262,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (w.extents.long_range[0] == 0) {
     return;
   }
-  if (thread == 0) {
-    mbarrier_init(&shared.tile_done, Shape::kThreads);
-    mbarrier_init(&shared.tile_taken, 1);
-    shared.round = 0;
-  }
-  __syncthreads();
   const auto tile_of = [&](int block) {
     return HopperKeyTile<Shape>(w, TileAndHead(w.tiles, w.params.forward.key_heads, w.side_by_side,
                                                static_cast<unsigned>(block), false));
   };
   if (thread < 128) {
     hopper::release_registers<Shape::kProducerRegisters>();
-    for (int block; (block = take_long_range_tile(w, shared)) >= 0;) {
+    int block = take_long_range_tile(w, shared, true);
+    for (; block >= 0; block = take_long_range_tile(w, shared, false)) {
       bring_hopper_tiles(work, tile_of(block), shared, thread);
     }
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();
-    for (int block; (block = take_long_range_tile(w, shared)) >= 0;) {
+    int block = take_long_range_tile(w, shared, true);
+    for (; block >= 0; block = take_long_range_tile(w, shared, false)) {
       compute_hopper_gradients(tile_of(block), shared, thread);
     }
   }

@@ -59,6 +59,7 @@ constexpr int kKeysReadBarrier = 1;
 constexpr int kGroupBarrier = 2;  // and 3: of a math warpgroup
 constexpr int kDqBarrier = 4;     // dq and row_sums of a tile are in shared memory
 constexpr int kDqBarrierThreads = 256 + 32;
+constexpr int kNextTileBarrier = 5;  // of blocks that stay
 
 /// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
 /// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
@@ -109,9 +110,6 @@ struct HopperBackwardShared {
   uint64_t ds_full[Shape::kScoreStages];
   uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
   [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
-  // Of blocks that stay: see take_long_range_tile.
-  uint64_t tile_done, tile_taken;
-  int round;  // how many tiles were taken
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);

@@ -69,7 +69,7 @@ cudaError_t launch_hopper_backward(const TensorAttention& attention,
   w.tiles = time_tiles(p.key_layout, Shape::kKeys);
   w.side_by_side = heads_side_by_side(w.tiles, limits.multiprocessors);
   const int64_t blocks = w.tiles.count * p.key_heads;
-  if constexpr (Shape::kDim <= 128) {
+  if constexpr (Shape::kDim > 64 && Shape::kDim <= 128) {
     if (w.walks) {
       constexpr auto* kKernel = &hopper_long_range_kernel<Shape>;
       const int64_t staying = int64_t{limits.multiprocessors} * 8;

@@ -49,16 +49,16 @@ struct HopperWalkMath {
         math(work.params.forward, thread),
         group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)) {}
 
-  /// Stores a warp's 16 rows of so many pieces of 16 bytes, from column 8 first_piece on, by way of
-  /// its rows of `staged`. `first`: the sequence's row that the warpgroup's first one is; rows
-  /// [0, end) are there.
-  template <int kPieces>
-  __device__ __forceinline__ void store(const float (&x)[kPieces][4], float factor,
-                                        unsigned char* staged, const HeadSeries& t,
+  /// Stores 64 columns of a warp's 16 rows, from column 8 first_piece on, by way of its rows of
+  /// shared.staged. `first`: the sequence's row that the warpgroup's first one is; rows [0, end)
+  /// are there.
+  __device__ __forceinline__ void store(const float (*x)[4], float factor, const HeadSeries& t,
                                         const Sequence& sequence, int head, int first, int end,
                                         int first_piece) const {
-    using Panels = typename Shape::KeyPanels;
+    using Panel = hopper::Panels<64>;
+    constexpr int kPieces = 8;
     const int lane = math.lane, own = 16 * math.warp;
+    unsigned char* const staged = shared.staged[group];
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kPieces; j += 2) {
@@ -69,7 +69,7 @@ struct HopperWalkMath {
         pairs[m] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
       }
       const int row = own + lane / 8 % 2 * 8 + lane % 8;
-      hopper::store_matrices(shared_address(staged) + Panels::offset(row, j + lane / 16), pairs);
+      hopper::store_matrices(shared_address(staged) + Panel::offset(row, j + lane / 16), pairs);
     }
     __syncwarp();
     const int pieces = static_cast<int>(w.params.forward.head_dim / 8);
@@ -79,7 +79,7 @@ struct HopperWalkMath {
 #pragma unroll
     for (int i = 0; i < 16; i += 32 / kPieces) {
       const uint4 bits =
-          *reinterpret_cast<const uint4*>(staged + Panels::offset(own + i + lane / kPieces, piece));
+          *reinterpret_cast<const uint4*>(staged + Panel::offset(own + i + lane / kPieces, piece));
       if (row + i >= 0 && row + i < end && first_piece + piece < pieces) {
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(i) * stride) = bits;
       }
@@ -149,10 +149,9 @@ struct HopperWalkMath {
     math.compute_ds();
     hopper::wait_for_products<0>();  // dv
     math.pack(operand, math.dp);
-    hopper::named_barrier_sync(kGroupBarrier + group, 128);  // dq before has left this place
     math.store_ds(shared.ds[i][group], operand);
     hopper::fence_async_proxy();
-    mbarrier_arrive(&shared.ds_full[i]);
+    hopper::arrive_from(&shared.ds_full[i], math.lane);
     math.accumulate(math.dk, operand, shared.queries[i]);
     math.store_row_sums(shared.row_sums[i][4 * group + math.warp]);
     mbarrier_arrive(&shared.row_sums_full[i]);
@@ -178,12 +177,10 @@ struct HopperWalkMath {
     hopper::arrive_from(&shared.d_o_free[i], math.lane);
   }
 
-  /// The warpgroup's columns of dq, which is whole: no other block adds to it. They leave by way of
-  /// the warpgroup's dS of the pair before, which all have read.
+  /// The warpgroup's columns of dq, which is whole: no other block adds to it.
   __device__ __forceinline__ void store_dq(int head) const {
     if (step < at.end) {
-      store(math.dp, static_cast<float>(w.params.forward.scale),
-            shared.ds[stage.next().stage()][group], w.params.dq, at.queries, head,
+      store(math.dp, static_cast<float>(w.params.forward.scale), w.params.dq, at.queries, head,
             step * Shape::kRows - at.shift, at.queries.length, 8 * group);
     }
   }
@@ -212,15 +209,16 @@ struct HopperWalkMath {
     }
   }
 
-  /// dk and dv of a tile that has met all of its queries. The warpgroups come here in turns: a step
-  /// lies between.
+  /// dk and dv of a tile that has met all of its queries.
   __device__ __forceinline__ void store_gradients(int tile) {
     if (tile >= at.begin) {
       const int first = tile * Shape::kKeys;
-      store(math.dv, 1.0f, shared.staged, w.params.dv, at.keys, at.key_head, first, at.keys.length,
-            0);
-      store(math.dk, static_cast<float>(w.params.forward.scale), shared.staged, w.params.dk,
-            at.keys, at.key_head, first, at.keys.length, 0);
+#pragma unroll
+      for (int j = 0; j < kDim / 8; j += 8) {
+        store(math.dv + j, 1.0f, w.params.dv, at.keys, at.key_head, first, at.keys.length, j);
+        store(math.dk + j, static_cast<float>(w.params.forward.scale), w.params.dk, at.keys,
+              at.key_head, first, at.keys.length, j);
+      }
     }
     math.clear();
   }
@@ -287,11 +285,8 @@ struct HopperWalkMath {
       }
     }
     // The sequence's last keys meet no queries but their own.
-    if (at.last < at.end) {
-      hopper::named_barrier_sync(kKeysReadBarrier, 256);  // the other warpgroup's have left
-      if (at.last % 2 == group) {
-        store_gradients(at.last);
-      }
+    if (at.last < at.end && at.last % 2 == group) {
+      store_gradients(at.last);
     }
   }
 };

@@ -57,8 +57,8 @@ struct HopperWalkShared {
   alignas(1024) unsigned char values[3][Shape::kKeyBytes];
   alignas(1024) unsigned char queries[2][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[2][Shape::kRowBytes];
-  alignas(1024) unsigned char ds[2][2][Shape::kScoreBytes];  // by the parity of the tile of keys
-  alignas(1024) unsigned char staged[Shape::kKeyBytes];      // dk or dv, on their way out
+  alignas(1024) unsigned char ds[2][2][Shape::kScoreBytes];   // by the parity of the tile of keys
+  alignas(1024) unsigned char staged[2][Shape::kScoreBytes];  // a warpgroup's, on their way out
   HopperWalkStats<Shape> stats[2];
   float row_sums[2][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
   float zeros[Shape::kRows];
@@ -85,7 +85,7 @@ struct HopperWalkShared {
         mbarrier_init(&queries_free[i], 32 * Shape::kMathWarps + 32);
         mbarrier_init(&d_o_full[i], 1);
         mbarrier_init(&d_o_free[i], Shape::kMathWarps);
-        mbarrier_init(&ds_full[i], 32 * Shape::kMathWarps);
+        mbarrier_init(&ds_full[i], Shape::kMathWarps);
         mbarrier_init(&row_sums_full[i], 32 * Shape::kMathWarps);
       }
       hopper::fence_barrier_init();
