@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..nn import GLU, LowerBounds
-from ..nn._common import add_norm, check_choice, constant_, make_norm, normal_, reset_norm
+from ..nn._common import (
+    add_norm,
+    check_choice,
+    constant_,
+    make_norm,
+    normal_,
+    reset_norm,
+    with_memory,
+)
 from ..nn._recompute import recomputing
 from ._files import read_tensors, read_text, write_atomically, write_tensors
 from ._json import parse_json
@@ -143,7 +151,7 @@ class Model(nn.Module):
         """Moves the finished model to `device` and draws its parameters."""
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type != "meta":
-            self.to_empty(device=device)
+            with_memory(self, device)
         self.reset_parameters()
 
     def _reset_blocks(self) -> None:

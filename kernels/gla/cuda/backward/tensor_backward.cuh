@@ -273,9 +273,14 @@ cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaS
 }
 
 template <class T>
-cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& pass, cudaStream_t stream) {
+cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& given, cudaStream_t stream) {
+  StatePass pass = given;
   const GlaParams& p = pass.params;
-  const int bytes = StatePassShared(p.key_dim, p.value_dim).bytes();
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  const StatePassShared shared(p.key_dim, p.value_dim);
+  pass.stages = shared.stages_within(limits.shared_bytes);
+  const int bytes = shared.bytes(pass.stages);
   constexpr auto* kKernel = &state_pass_kernel<T>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const auto threads = static_cast<unsigned>(p.key_dim / kSlice * 32);
