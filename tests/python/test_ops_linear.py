@@ -108,7 +108,10 @@ def norm_arguments(case: NormCase, of_weight: torch.dtype, device: str) -> Tenso
             given[f"norm_{name}"] = given.pop(name)
     width = case.shape[-1]
     dy = draw(*case.shape[:-1], OUTPUTS).to(case.dtype)
-    weights = {"weight": draw(OUTPUTS, width, spread=0.3).to(of_weight), "bias": draw(OUTPUTS).to(of_weight)}
+    weights = {
+        "weight": draw(OUTPUTS, width, spread=0.3).to(of_weight),
+        "bias": draw(OUTPUTS).to(of_weight),
+    }
     return {k: v.to(device) for k, v in (given | weights | {"dy": dy}).items()}
 
 

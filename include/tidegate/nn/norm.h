@@ -1,6 +1,7 @@
 // The norms that the mixers and models choose from.
 #pragma once
 
+#include <torch/nn/modules/linear.h>
 #include "tidegate/nn/module.h"
 
 #include <optional>

@@ -402,7 +402,7 @@ cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int bytes =
       std::max(ChunkShared::bytes(p.key_dim, p.value_dim) + static_cast<int>(sizeof(ChunkRows)),
-               StatePassShared(p.key_dim, p.value_dim).bytes(2));
+               StatePassShared(p.key_dim, p.value_dim).bytes());
   *fits = limits.major >= 8 && bytes <= limits.shared_bytes;
   return cudaSuccess;
 }

@@ -74,9 +74,10 @@ struct BackwardTile {
     const RowPlace<unsigned> place = row_place(p.forward, row);
     const bool merged = is_merged(p.forward);
     float n[kVec], dx[kVec];
+    const float scaled_rest = rest * scale;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      n[v] = (kLayer ? c[v] - rest : c[v]) * scale;
+      n[v] = kLayer ? fmaf(c[v], scale, -scaled_rest) : c[v] * scale;
       dw[v] = fmaf(g[v], n[v], dw[v]);
       const float e = kLayer ? fmaf(g[v], w[v], -mean_e) : g[v] * w[v];
       dx[v] = fmaf(-n[v], mean_en, e) * scale;

@@ -60,9 +60,11 @@ struct ForwardTile {
   __device__ void store(unsigned row, float rest, float factor, const float (&w)[kVec],
                         const float (&b)[kVec]) {
     float y[kVec];
+    const float scaled_rest = rest * factor;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      y[v] = fmaf((kLayer ? u[v] - rest : u[v]) * factor, w[v], b[v]);
+      const float n = kLayer ? fmaf(u[v], factor, -scaled_rest) : u[v] * factor;
+      y[v] = fmaf(n, w[v], b[v]);
     }
     if constexpr (kGate == Gate::kAfter) {
       float gate[kVec];

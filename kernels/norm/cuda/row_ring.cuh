@@ -46,7 +46,9 @@ __device__ inline bool is_merged(const NormParams& p) { return p.time == 1 && p.
 template <class E>
 __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& place,
                             bool is_merged) {
-  int64_t offset = static_cast<int64_t>(place.head) * series.stride_h;
+  // One product: rows_fit() has seen that the stride fits 32 bits.
+  int64_t offset = static_cast<int64_t>(static_cast<uint64_t>(place.head) *
+                                        static_cast<uint32_t>(series.stride_h));
   if (!is_merged) {
     offset += static_cast<int64_t>(place.batch) * series.stride_b +
               static_cast<int64_t>(place.time) * series.stride_t;
@@ -144,11 +146,11 @@ template <int kCount>
 class RowReducer {
  public:
   __device__ RowReducer(RowSumsMemory<kCount>* memory, int lanes)
-      : memory_(memory),
-        lanes_(lanes),
-        places_((lanes / kWarpSize + 3) / 4 * 4),
-        first_(static_cast<int>(threadIdx.x) / lanes * places_),
-        mine_(first_ + static_cast<int>(threadIdx.x) % lanes / kWarpSize) {
+      : memory_(memory), lanes_(lanes), lane_(threadIdx.x % kWarpSize) {
+    const unsigned warps = static_cast<unsigned>(lanes) / kWarpSize;
+    places_ = warps <= 4 ? 4 : warps <= 8 ? 8 : 16;
+    first_ = threadIdx.x / static_cast<unsigned>(lanes) * places_;
+    mine_ = first_ + threadIdx.x % static_cast<unsigned>(lanes) / kWarpSize;
     // Places past a row's last warp stay zero.
     for (unsigned i = threadIdx.x; i < sizeof(*memory) / sizeof(float); i += blockDim.x) {
       memory->of_warp[0][0][i] = 0.0f;
@@ -168,33 +170,48 @@ class RowReducer {
       }
       return;
     }
-    constexpr int kLanes = kWarpSize / kUsed;  // that are left with the same number's sum
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    scatter_sums<kUsed, kWarpSize / 2>(x, lane);
+    constexpr unsigned kLanes = kWarpSize / kUsed;  // that are left with the same number's sum
+    scatter_sums<kUsed, kWarpSize / 2>(x, static_cast<int>(lane_));
     float (*const of_warp)[kMaxThreads / kWarpSize] = memory_->of_warp[turn_];
     turn_ ^= 1;
-    if (lane % kLanes == 0) {
-      of_warp[lane / kLanes][mine_] = x[0];
+    if (lane_ % kLanes == 0) {
+      of_warp[lane_ / kLanes][mine_] = x[0];
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kUsed; ++i) {
-      const float4* const from = reinterpret_cast<const float4*>(&of_warp[i][first_]);
-      x[i] = from->x + from->y + from->z + from->w;
-    }
-#pragma unroll 1
-    for (int place = 4; place < places_; place += 4) {
-#pragma unroll
-      for (int i = 0; i < kUsed; ++i) {
-        const float4 four = *reinterpret_cast<const float4*>(&of_warp[i][first_ + place]);
-        x[i] = x[i] + four.x + four.y + four.z + four.w;
-      }
+    if (places_ == 16) {
+      add_warps<kUsed, 16>(of_warp, x);
+    } else if (places_ == 8) {
+      add_warps<kUsed, 8>(of_warp, x);
+    } else {
+      add_warps<kUsed, 4>(of_warp, x);
     }
   }
 
  private:
+  /// A lane reads what one warp has left of one number, or of every kAtOnce-th; lanes with the same
+  /// number add theirs up, and every lane gets all sums. To read them all would take each lane ten
+  /// times the instructions.
+  template <int kUsed, int kPlaces>
+  __device__ void add_warps(const float (*of_warp)[kMaxThreads / kWarpSize], float (&x)[kUsed]) {
+    constexpr int kAtOnce = kWarpSize / kPlaces < kUsed ? kWarpSize / kPlaces : kUsed;
+    const unsigned number = lane_ / kPlaces % kAtOnce, place = first_ + lane_ % kPlaces;
+#pragma unroll
+    for (int from = 0; from < kUsed; from += kAtOnce) {
+      float value = of_warp[from + number][place];
+#pragma unroll
+      for (int distance = kPlaces / 2; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(0xffffffffu, value, distance);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        x[from + i] = kAtOnce == 1 ? value : __shfl_sync(0xffffffffu, value, i * kPlaces);
+      }
+    }
+  }
+
   RowSumsMemory<kCount>* memory_;
-  int lanes_, places_, first_, mine_;
+  int lanes_;
+  unsigned lane_, places_, first_, mine_;
   int turn_ = 0;
 };
 

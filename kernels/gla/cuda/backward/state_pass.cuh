@@ -12,8 +12,8 @@
 // The tile: a block of threads has one head of a segment and up to 128 columns of V; each of its
 // K / 16 warps keeps a K-slice of the state, 16 x 128, as fp32 accumulators from one end of time to
 // the other. What the scan meets at a chunk is rounded to bf16 for chunk_backward_kernel, and the
-// rounding does not accumulate. A chunk's operands arrive by cp.async in one of two or three
-// stages, a chunk or two ahead; one __syncthreads a chunk passes the stages on.
+// rounding does not accumulate. A chunk's operands arrive by cp.async in one of two stages, a chunk
+// ahead; one __syncthreads a chunk passes the stages on.
 //
 // Where sequences x heads are few, time is divided into segments: a first launch scans every
 // segment from zero (map_only), compose_segments puts the maps together in the order of time, and a
@@ -40,7 +40,6 @@ struct StatePass {
   TimeTiles segments = {};
   bool divided = false;   // segments start in segment_states instead of h0 and dh_final
   bool map_only = false;  // scan from zero and write segment_states and segment_decays
-  int stages = 2;         // see StatePassShared
   ChunkFactors factors = {};
   ChunkStates states[kDirections] = {};  // at the boundaries where the scan enters a chunk
   float* segment_states = nullptr;       // [direction][segment][H][K][V]
@@ -59,8 +58,7 @@ struct StatePass {
   }
 };
 
-/// Shared memory of a block of threads: stages of what a chunk needs. Two do; with three a chunk's
-/// copies have the time of two chunks to arrive, where two blocks still fit on a multiprocessor.
+/// Shared memory of a block of threads: two stages of what a chunk needs.
 struct StatePassShared {
   static constexpr int kSliceTiles = kSubChunks * kTileBytes;
   static constexpr int kSliceBytes = kSliceTiles + ChunkFactors::kSliceDecays * 4;
@@ -75,11 +73,7 @@ struct StatePassShared {
         value_bytes(kChunk * pitch),
         stage_bytes(value_bytes + static_cast<int>(key_dim) / kSlice * kSliceBytes) {}
 
-  __host__ __device__ int bytes(int stages) const { return stages * stage_bytes; }
-  int stages_within(int shared_bytes) const {
-    constexpr int kBlocks = 2, kReserved = 1024;  // bytes of a block that the system takes
-    return kBlocks * (bytes(3) + kReserved) <= shared_bytes ? 3 : 2;
-  }
+  __host__ __device__ int bytes() const { return 2 * stage_bytes; }
 
   __device__ RowTile values(char* memory, int stage) const {
     return {memory + stage * stage_bytes, pitch};
@@ -206,7 +200,7 @@ __device__ inline void load_start(const StatePass& pass, int segment_index, int 
   }
 }
 
-/// What a scan reads chunk by chunk, and the stages it arrives in.
+/// What a scan reads chunk by chunk, and the two stages it arrives in.
 template <bool kAdjoint>
 struct ScanInputs {
   const StatePass& pass;
@@ -240,6 +234,7 @@ struct ScanInputs {
       copy_async<16>(to + StatePassShared::kSliceTiles,
                      pass.factors.slice_decays(chunk_index, head, slice) + lane * 4);
     }
+    commit_copies();
   }
 };
 
@@ -268,41 +263,34 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
                                     shared);
   const int end = segment.first + segment.tokens;
   const auto chunk_of = [&](int i) { return kAdjoint ? chunks - 1 - i : i; };
-  const auto fetch = [&](int i, int stage) {
-    if (i < chunks) {
-      const int chunk = chunk_of(i), first = segment.first + chunk * kChunk;
-      inputs.fetch(stage, first_chunk + chunk, first, min(kChunk, end - first), head, slice, lane,
-                   column0, columns);
-    }
-    commit_copies();  // nothing is a group, too
+  const auto fetch = [&](int i) {
+    const int chunk = chunk_of(i), first = segment.first + chunk * kChunk;
+    inputs.fetch(i & 1, first_chunk + chunk, first, min(kChunk, end - first), head, slice, lane,
+                 column0, columns);
   };
-  const int ahead = pass.stages - 1;
-  fetch(0, 0);
-  if (ahead == 2) {
-    fetch(1, 1);
+
+  if (chunks > 0) {
+    fetch(0);
   }
   float2 total = {1.0f, 1.0f};  // decays of the lane's two rows
-  int at = 0;                   // the chunk's stage
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int chunk = chunk_of(i);
-    const RowTile stage = inputs.sh.values(shared, at);
-    if (ahead == 2) {
-      wait_for_copies<1>();
-    } else {
-      wait_for_copies<0>();
-    }
+    const RowTile stage = inputs.sh.values(shared, i & 1);
+    wait_for_copies<0>();
     finish_rows<T>(stage, kAdjoint ? InputActivation::kNone : p.v_activation,
                    min(kChunk, end - segment.first - chunk * kChunk), columns);
-    __syncthreads();  // the copies are seen, and nobody reads the stage before any more
-    fetch(i + ahead, at == 0 ? ahead : at - 1);
+    __syncthreads();  // the copies are seen, and nobody reads the other stage any more
+    if (i + 1 < chunks) {
+      fetch(i + 1);
+    }
     if (!pass.map_only) {
       sum.store_rounded(
           pass.states[kDirection].tile(first_chunk + chunk, head, slice, column0 / kSlice), columns,
           lane);
     }
-    sum.template advance<kAdjoint>(inputs.sh.slice(shared, at, slice), stage, columns, lane, total);
-    at = at == ahead ? 0 : at + 1;
+    sum.template advance<kAdjoint>(inputs.sh.slice(shared, i & 1, slice), stage, columns, lane,
+                                   total);
   }
 
   if (pass.map_only) {

@@ -273,14 +273,9 @@ cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaS
 }
 
 template <class T>
-cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& given, cudaStream_t stream) {
-  StatePass pass = given;
+cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& pass, cudaStream_t stream) {
   const GlaParams& p = pass.params;
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const StatePassShared shared(p.key_dim, p.value_dim);
-  pass.stages = shared.stages_within(limits.shared_bytes);
-  const int bytes = shared.bytes(pass.stages);
+  const int bytes = StatePassShared(p.key_dim, p.value_dim).bytes();
   constexpr auto* kKernel = &state_pass_kernel<T>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const auto threads = static_cast<unsigned>(p.key_dim / kSlice * 32);
