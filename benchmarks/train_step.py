@@ -212,7 +212,8 @@ def profile(step: Step, steps: int = 2) -> dict[str, Any]:
         milliseconds = event.device_time_total / 1e3 / steps
         found = (kind for kind, words in KINDS.items() if re.search(words, event.name, re.I))
         # A kernel of ours may be named after what it fuses.
-        kind = "ours" if "tidegate" in event.name else next(found, "rest")
+        is_ours = "tidegate" in event.name and "adamw" not in event.name
+        kind = "ours" if is_ours else next(found, "rest")
         kinds[kind] += milliseconds
         kernels[f"{kind}: {event.name[:110]}"] += milliseconds
     return {"kinds": dict(kinds), "kernels": dict(kernels.most_common(24))}

@@ -9,9 +9,10 @@
 namespace tidegate::ops {
 
 /// All float32 and of one device; per parameter its gradient and moments, like it, and the count of
-/// its steps with this one, []. lr_tensor: a rate on the device, [] float32, in the place of lr.
+/// its steps with this one, []. Gradients may all be bfloat16. rounded: where the new parameters go
+/// in bfloat16, too, or empty. lr_tensor: a rate on the device, [] float32, in the place of lr.
 struct AdamwArguments {
-  at::TensorList parameters, gradients, means, squares, steps;
+  at::TensorList parameters, gradients, means, squares, steps, rounded;
   const OptionalTensor& lr_tensor;
   double lr, beta1, beta2, weight_decay, eps;
 };

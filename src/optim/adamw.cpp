@@ -73,8 +73,18 @@ void step_batch(Batch& batch, const AdamWOptions& options, int64_t step) {
                   [](const Tensor& t) { return t.is_non_overlapping_and_dense(); });
   if (is_ours) {
     const std::optional<Tensor> no_tensor;
-    ops::adamw({batch.parameters, batch.gradients, batch.means, batch.squares, batch.steps,
-                no_tensor, options.lr(), first, second, options.weight_decay(), options.eps()});
+    ops::adamw({batch.parameters,
+                batch.gradients,
+                batch.means,
+                batch.squares,
+                batch.steps,
+                {},
+                no_tensor,
+                options.lr(),
+                first,
+                second,
+                options.weight_decay(),
+                options.eps()});
     return;
   }
   at::_fused_adamw_(batch.parameters, batch.gradients, batch.means, batch.squares, batch.largest,

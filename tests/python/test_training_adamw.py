@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tidegate.training.adamw import Adam, AdamW
+from tidegate.training.masters import MasterWeights
 
 raw = torch.ops.tidegate
 RATE, BETAS, EPS, DECAY = 0.01, (0.9, 0.98), 1e-8, 0.1
@@ -103,7 +104,8 @@ def test_states_go_on_from_files_of_torch(device: str) -> None:
 def operands(device: str) -> dict[str, list[Tensor]]:
     names = ("parameters", "gradients", "means", "squares")
     made = {name: [torch.ones(3, device=device), torch.ones(2, 2, device=device)] for name in names}
-    return made | {"steps": [torch.ones((), device=device)] * 2}
+    rounded = [t.bfloat16() for t in made["parameters"]]
+    return made | {"steps": [torch.ones((), device=device)] * 2, "rounded": rounded}
 
 
 NUMBERS = (None, RATE, *BETAS, DECAY, EPS)
@@ -118,7 +120,10 @@ def test_what_is_overwritten_is_noticed(device: str) -> None:
         "parameters",
         "means",
         "squares",
+        "rounded",
     }
+    for left, right in zip(given["parameters"], given["rounded"], strict=True):
+        assert torch.equal(left.bfloat16(), right)
     with pytest.raises(RuntimeError, match=r"^adamw_: a step is not differentiated: call it under"):
         raw.adamw_(*given.values(), *NUMBERS)
 
@@ -148,6 +153,24 @@ def test_errors(name: str, value: Tensor, message: str) -> None:
     given["squares"].pop()
     with torch.no_grad(), pytest.raises(RuntimeError, match="squares must have as many tensors as"):
         raw.adamw_(*given.values(), *NUMBERS)
+
+
+def test_masters_step_by_the_gradients_of_their_weights(device: str) -> None:
+    """In one pass, to the same bits as by wide copies of the gradients."""
+    stepped = []
+    for takes in (False, True):
+        model = nn.ParameterList(drawn(device))
+        optimizer = MasterWeights(model, AdamW(list(model), lr=RATE, fused=True))
+        for step in range(3):
+            gradients(step, optimizer.weights)
+            if takes:
+                optimizer.take_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        for weight, master in zip(optimizer.weights, optimizer.masters, strict=True):
+            assert torch.equal(weight, master.bfloat16())
+        stepped.append(optimizer.masters)
+    assert all(map(torch.equal, *stepped))
 
 
 def test_a_first_loss_waits_for_no_compiler() -> None:

@@ -19,7 +19,11 @@ template <class Data, class Stream, Gate kGate, bool kLayer>
 struct BackwardTile {
   static constexpr bool kFast = sizeof(Data) == 2, kGated = kGate != Gate::kNone;
   using Math = GateMath<float, kFast>;
-  using Ring = RowRing<kVec * (2 * sizeof(Stream) + sizeof(Data))>;
+  // The mean of a row can be found a row ahead, with the other sums of the row before it, where no
+  // gate comes first: one barrier a row instead of two.
+  using Ring =
+      RowRing<kVec * (2 * sizeof(Stream) + sizeof(Data)), kLayer && kGate != Gate::kFirst ? 2 : 1>;
+  static constexpr bool kMeanAhead = Ring::kRowsRead == 2;
   // Where the parts lie in the ring, in units of 16 bytes. A gate is in Data, which then is Stream.
   static constexpr int kX = 0, kOther = Eight<Stream>::kParts, kDy = 2 * kOther;
 
@@ -64,6 +68,17 @@ struct BackwardTile {
         }
       }
     }
+  }
+
+  /// The sum of this thread's numbers of the row, or of the one after it.
+  __device__ float row_part(bool is_next) const {
+    float x[kVec], sum = 0.0f;
+    ring.template read<kX, Stream>(x, is_next);
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      sum += x[v];
+    }
+    return sum;
   }
 
   /// `rest` is what the mean's rounding has left in c, `scale` 1 / sigma; `mean_e` and `mean_en`
@@ -203,9 +218,10 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
                          const __grid_constant__ RowShape shape) {
   using Tile = BackwardTile<Data, Stream, kGate, kLayer>;
   constexpr int kSums = kLayer ? 4 : 2;
-  __shared__ RowSumsMemory<kSums> memory;
+  constexpr int kAtOnce = Tile::kMeanAhead ? kSums + 1 : kSums;
+  __shared__ RowSumsMemory<kAtOnce> memory;
   extern __shared__ uint4 ring_memory[];
-  RowReducer<kSums> reducer(&memory, shape.lanes);
+  RowReducer<kAtOnce> reducer(&memory, shape.lanes);
   const NormParams& f = p.forward;
   const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
   const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
@@ -231,20 +247,30 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
   for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
     ask();
   }
+  float next_mean = 0.0f;
+  if constexpr (Tile::kMeanAhead) {
+    tile.ring.template wait<1>();
+    float sum[1] = {exists ? tile.row_part(/*is_next=*/false) : 0.0f};
+    reducer.sum(sum);
+    next_mean = sum[0] * per_channel;
+  }
   unsigned row = slot;
   for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
     tile.ring.wait();
     ask();
     tile.begin();
     if constexpr (kLayer) {
-      float sum[1] = {};
+      float mean = next_mean;
+      if constexpr (!Tile::kMeanAhead) {
+        float sum[1] = {};
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        sum[0] += tile.c[v];
+        for (int v = 0; v < kVec; ++v) {
+          sum[0] += tile.c[v];
+        }
+        sum[0] = exists ? sum[0] : 0.0f;
+        reducer.sum(sum);
+        mean = sum[0] * per_channel;
       }
-      sum[0] = exists ? sum[0] : 0.0f;
-      reducer.sum(sum);
-      const float mean = sum[0] * per_channel;
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         tile.c[v] -= mean;
@@ -266,7 +292,13 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
     for (float& sum : sums) {
       sum = exists ? sum : 0.0f;
     }
-    reducer.sum(sums);
+    if constexpr (Tile::kMeanAhead) {
+      float next = exists ? tile.row_part(/*is_next=*/true) : 0.0f;
+      reducer.sum(sums, &next);
+      next_mean = next * per_channel;
+    } else {
+      reducer.sum(sums);
+    }
     if (row < shape.rows && exists) {
       float rest = 0.0f, mean_e = 0.0f;
       float variance = sums[0] * per_channel, mean_ec = sums[1] * per_channel;

@@ -61,13 +61,17 @@ __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& 
 /// The rows that a thread reads next, in a ring in the block's shared memory: loads are under way
 /// while the rows before are summed and stored, and take no registers. A thread reads what it
 /// copied itself, so that no barrier is needed. kBytes: of a row, a thread's part of all tensors.
-template <int kBytes>
+/// kReads: the rows that are read at once, one after the other, where shared memory has room for as
+/// many more; otherwise one.
+template <int kBytes, int kReads = 1>
 class RowRing {
   static constexpr int kParts = kBytes / 16;
   static constexpr int kMostBytes = 96 * 1024;  // of a block, on the smallest chip
+  static constexpr bool fits(int stages) { return stages * kBytes * kMaxThreads <= kMostBytes; }
 
  public:
-  static constexpr int kStages = 3 * kBytes * kMaxThreads <= kMostBytes ? 3 : 2;
+  static constexpr int kRowsRead = fits(2 + kReads) ? kReads : 1;
+  static constexpr int kStages = fits(2 + kRowsRead) ? 2 + kRowsRead : 2;
 
   static int shared_bytes(const RowShape& shape) { return kStages * kBytes * shape.threads(); }
 
@@ -96,14 +100,19 @@ class RowRing {
     filled_ = after(filled_);
   }
 
-  /// Waits for the row that is to be read, where kStages - 1 rows are under way.
-  __device__ void wait() const { wait_for_copies<kStages - 2>(); }
+  /// Waits for the rows that are to be read, where kStages - 1 rows are under way; or, before the
+  /// first, for `kRows` of these.
+  template <int kRows = kRowsRead>
+  __device__ void wait() const {
+    wait_for_copies<kStages - 1 - kRows>();
+  }
 
-  /// Reads eight numbers.
+  /// Reads eight numbers of the row, or of the one after it.
   template <int kPart, class T>
-  __device__ void read(float (&x)[kVec]) const {
+  __device__ void read(float (&x)[kVec], bool is_next = false) const {
+    const unsigned stage = is_next ? after(read_) : read_;
     if constexpr (sizeof(T) == 2) {
-      const uint4 four = *part(read_, kPart);
+      const uint4 four = *part(stage, kPart);
       const uint32_t words[kVec / 2] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
@@ -112,7 +121,7 @@ class RowRing {
     } else {
 #pragma unroll
       for (int i = 0; i < kVec / 4; ++i) {
-        const float4 four = *reinterpret_cast<const float4*>(part(read_, kPart + i));
+        const float4 four = *reinterpret_cast<const float4*>(part(stage, kPart + i));
         x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
       }
     }
@@ -146,16 +155,38 @@ template <int kCount>
 class RowReducer {
  public:
   __device__ RowReducer(RowSumsMemory<kCount>* memory, int lanes)
-      : memory_(memory), lanes_(lanes), lane_(threadIdx.x % kWarpSize) {
-    const unsigned warps = static_cast<unsigned>(lanes) / kWarpSize;
-    places_ = warps <= 4 ? 4 : warps <= 8 ? 8 : 16;
-    first_ = threadIdx.x / static_cast<unsigned>(lanes) * places_;
-    mine_ = first_ + threadIdx.x % static_cast<unsigned>(lanes) / kWarpSize;
+      : memory_(memory),
+        lanes_(lanes),
+        places_((lanes / kWarpSize + 3) / 4 * 4),
+        first_(static_cast<int>(threadIdx.x) / lanes * places_),
+        mine_(first_ + static_cast<int>(threadIdx.x) % lanes / kWarpSize) {
     // Places past a row's last warp stay zero.
     for (unsigned i = threadIdx.x; i < sizeof(*memory) / sizeof(float); i += blockDim.x) {
       memory->of_warp[0][0][i] = 0.0f;
     }
     __syncthreads();
+  }
+
+  /// The sums of x and of `next`, with one barrier for both.
+  template <int kUsed>
+  __device__ void sum(float (&x)[kUsed], float* next) {
+    static_assert(kUsed < kCount);
+    if (lanes_ <= kWarpSize) {
+      float one[1] = {*next};
+      sum(x);
+      sum(one);
+      *next = one[0];
+      return;
+    }
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    float one[1] = {*next};
+    scatter_sums<1, kWarpSize / 2>(one, lane);
+    if (lane == 0) {
+      memory_->of_warp[turn_][kUsed][mine_] = one[0];
+    }
+    const int turn = turn_;
+    sum(x);
+    *next = row_sum(memory_->of_warp[turn][kUsed]);
   }
 
   template <int kUsed>
@@ -170,48 +201,36 @@ class RowReducer {
       }
       return;
     }
-    constexpr unsigned kLanes = kWarpSize / kUsed;  // that are left with the same number's sum
-    scatter_sums<kUsed, kWarpSize / 2>(x, static_cast<int>(lane_));
+    constexpr int kLanes = kWarpSize / kUsed;  // that are left with the same number's sum
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    scatter_sums<kUsed, kWarpSize / 2>(x, lane);
     float (*const of_warp)[kMaxThreads / kWarpSize] = memory_->of_warp[turn_];
     turn_ ^= 1;
-    if (lane_ % kLanes == 0) {
-      of_warp[lane_ / kLanes][mine_] = x[0];
+    if (lane % kLanes == 0) {
+      of_warp[lane / kLanes][mine_] = x[0];
     }
     __syncthreads();
-    if (places_ == 16) {
-      add_warps<kUsed, 16>(of_warp, x);
-    } else if (places_ == 8) {
-      add_warps<kUsed, 8>(of_warp, x);
-    } else {
-      add_warps<kUsed, 4>(of_warp, x);
+#pragma unroll
+    for (int i = 0; i < kUsed; ++i) {
+      x[i] = row_sum(of_warp[i]);
     }
   }
 
  private:
-  /// A lane reads what one warp has left of one number, or of every kAtOnce-th; lanes with the same
-  /// number add theirs up, and every lane gets all sums. To read them all would take each lane ten
-  /// times the instructions.
-  template <int kUsed, int kPlaces>
-  __device__ void add_warps(const float (*of_warp)[kMaxThreads / kWarpSize], float (&x)[kUsed]) {
-    constexpr int kAtOnce = kWarpSize / kPlaces < kUsed ? kWarpSize / kPlaces : kUsed;
-    const unsigned number = lane_ / kPlaces % kAtOnce, place = first_ + lane_ % kPlaces;
-#pragma unroll
-    for (int from = 0; from < kUsed; from += kAtOnce) {
-      float value = of_warp[from + number][place];
-#pragma unroll
-      for (int distance = kPlaces / 2; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, distance);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        x[from + i] = kAtOnce == 1 ? value : __shfl_sync(0xffffffffu, value, i * kPlaces);
-      }
+  /// The sum of what a row's warps have left.
+  __device__ float row_sum(const float* of_warp) const {
+    const float4 first = *reinterpret_cast<const float4*>(of_warp + first_);
+    float sum = first.x + first.y + first.z + first.w;
+#pragma unroll 1
+    for (int place = 4; place < places_; place += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(of_warp + first_ + place);
+      sum = sum + four.x + four.y + four.z + four.w;
     }
+    return sum;
   }
 
   RowSumsMemory<kCount>* memory_;
-  int lanes_;
-  unsigned lane_, places_, first_, mine_;
+  int lanes_, places_, first_, mine_;
   int turn_ = 0;
 };
 

@@ -4,6 +4,8 @@
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/numeric.cuh"
+#include "kernels/common/cuda/warp.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/optim/adamw_cuda.h"
 
@@ -46,6 +48,16 @@ __device__ inline Moments stepped(const AdamwParams& p, const StepFactors& f, fl
   return {m, v, fmaf(-f.step_size, m / root, w * f.decay)};
 }
 
+/// Four gradients, from 16 or 8 bytes.
+__device__ inline float4 load_four(const float* from) {
+  return __ldg(reinterpret_cast<const float4*>(from));
+}
+__device__ inline float4 load_four(const __nv_bfloat16* from) {
+  const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from));
+  const Pack<__nv_bfloat16, 2> low{bits.x}, high{bits.y};
+  return make_float4(low.get(0), low.get(1), high.get(0), high.get(1));
+}
+
 /// Weights `at` .. at + 3.
 __device__ inline void step_four(const AdamwParams& p, const StepFactors& f,
                                  const AdamwTensor& tensor, int64_t at, float4 w, float4 g,
@@ -63,13 +75,20 @@ __device__ inline void step_four(const AdamwParams& p, const StepFactors& f,
   store(tensor.parameter, parameter);
   store(tensor.mean, mean);
   store(tensor.square, square);
+  if (tensor.rounded != nullptr) {
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(tensor.rounded) + at) =
+        make_uint2(pack_bf16(parameter[0], parameter[1]), pack_bf16(parameter[2], parameter[3]));
+  }
 }
 
+template <class Gradient>
 __device__ inline void step_chunk(const AdamwParams& p, const StepFactors& f,
                                   const AdamwTensor& tensor, int64_t begin) {
+  const auto* const gradient = static_cast<const Gradient*>(tensor.gradient);
   const auto address =
       reinterpret_cast<uintptr_t>(tensor.parameter) | reinterpret_cast<uintptr_t>(tensor.gradient) |
-      reinterpret_cast<uintptr_t>(tensor.mean) | reinterpret_cast<uintptr_t>(tensor.square);
+      reinterpret_cast<uintptr_t>(tensor.mean) | reinterpret_cast<uintptr_t>(tensor.square) |
+      reinterpret_cast<uintptr_t>(tensor.rounded);
   if (begin + kChunk <= tensor.size && address % sizeof(float4) == 0) {
     float4 w[kPacks], g[kPacks], m[kPacks], v[kPacks];
     const int64_t first = begin + threadIdx.x * 4;
@@ -77,7 +96,7 @@ __device__ inline void step_chunk(const AdamwParams& p, const StepFactors& f,
     for (int i = 0; i < kPacks; ++i) {
       const int64_t at = first + i * kThreads * 4;
       w[i] = *reinterpret_cast<const float4*>(tensor.parameter + at);
-      g[i] = __ldg(reinterpret_cast<const float4*>(tensor.gradient + at));
+      g[i] = load_four(gradient + at);
       m[i] = *reinterpret_cast<const float4*>(tensor.mean + at);
       v[i] = *reinterpret_cast<const float4*>(tensor.square + at);
     }
@@ -89,14 +108,18 @@ __device__ inline void step_chunk(const AdamwParams& p, const StepFactors& f,
   }
   const int64_t end = begin + kChunk < tensor.size ? begin + kChunk : tensor.size;
   for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) {
-    const Moments next = stepped(p, f, tensor.parameter[at], tensor.gradient[at], tensor.mean[at],
+    const Moments next = stepped(p, f, tensor.parameter[at], widen(gradient[at]), tensor.mean[at],
                                  tensor.square[at]);
     tensor.parameter[at] = next.parameter;
+    if (tensor.rounded != nullptr) {
+      static_cast<__nv_bfloat16*>(tensor.rounded)[at] = narrow<__nv_bfloat16>(next.parameter);
+    }
     tensor.mean[at] = next.mean;
     tensor.square[at] = next.square;
   }
 }
 
+template <class Gradient>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     adamw_kernel(const __grid_constant__ AdamwParams p, const __grid_constant__ Chunks chunks) {
   const unsigned end = chunks.first[p.count];
@@ -110,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     const StepFactors factors(p, tensor);
     const unsigned first = chunks.first[index], last = chunks.first[index + 1];
     for (; chunk < last; chunk += gridDim.x) {
-      step_chunk(p, factors, tensor, static_cast<int64_t>(chunk - first) * kChunk);
+      step_chunk<Gradient>(p, factors, tensor, static_cast<int64_t>(chunk - first) * kChunk);
     }
   }
 }
@@ -131,8 +154,10 @@ cudaError_t adamw(const AdamwParams& params, cudaStream_t stream) {
   DeviceLimits device;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
   const int64_t most = int64_t{device.multiprocessors} * kBlocksPerMultiprocessor;
-  return launch_unless_empty(&adamw_kernel, total < most ? total : most, dim3(kThreads), 0, stream,
-                             params, chunks);
+  const auto kernel =
+      params.gradients == DType::kBFloat16 ? &adamw_kernel<__nv_bfloat16> : &adamw_kernel<float>;
+  return launch_unless_empty(kernel, total < most ? total : most, dim3(kThreads), 0, stream, params,
+                             chunks);
 }
 
 }  // namespace tidegate::kernels::optim
