@@ -19,11 +19,7 @@ template <class Data, class Stream, Gate kGate, bool kLayer>
 struct BackwardTile {
   static constexpr bool kFast = sizeof(Data) == 2, kGated = kGate != Gate::kNone;
   using Math = GateMath<float, kFast>;
-  // The mean of a row can be found a row ahead, with the other sums of the row before it, where no
-  // gate comes first: one barrier a row instead of two.
-  using Ring =
-      RowRing<kVec * (2 * sizeof(Stream) + sizeof(Data)), kLayer && kGate != Gate::kFirst ? 2 : 1>;
-  static constexpr bool kMeanAhead = Ring::kRowsRead == 2;
+  using Ring = RowRing<kVec * (2 * sizeof(Stream) + sizeof(Data))>;
   // Where the parts lie in the ring, in units of 16 bytes. A gate is in Data, which then is Stream.
   static constexpr int kX = 0, kOther = Eight<Stream>::kParts, kDy = 2 * kOther;
 
@@ -70,17 +66,6 @@ struct BackwardTile {
     }
   }
 
-  /// The sum of this thread's numbers of the row, or of the one after it.
-  __device__ float row_part(bool is_next) const {
-    float x[kVec], sum = 0.0f;
-    ring.template read<kX, Stream>(x, is_next);
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      sum += x[v];
-    }
-    return sum;
-  }
-
   /// `rest` is what the mean's rounding has left in c, `scale` 1 / sigma; `mean_e` and `mean_en`
   /// are the means of e and of e * n. All but `scale` and `mean_en` are zero but for kLayer.
   __device__ void store(unsigned row, float rest, float scale, float mean_e, float mean_en,
@@ -89,10 +74,9 @@ struct BackwardTile {
     const RowPlace<unsigned> place = row_place(p.forward, row);
     const bool merged = is_merged(p.forward);
     float n[kVec], dx[kVec];
-    const float scaled_rest = rest * scale;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      n[v] = kLayer ? fmaf(c[v], scale, -scaled_rest) : c[v] * scale;
+      n[v] = (kLayer ? c[v] - rest : c[v]) * scale;
       dw[v] = fmaf(g[v], n[v], dw[v]);
       const float e = kLayer ? fmaf(g[v], w[v], -mean_e) : g[v] * w[v];
       dx[v] = fmaf(-n[v], mean_en, e) * scale;
@@ -218,10 +202,9 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
                          const __grid_constant__ RowShape shape) {
   using Tile = BackwardTile<Data, Stream, kGate, kLayer>;
   constexpr int kSums = kLayer ? 4 : 2;
-  constexpr int kAtOnce = Tile::kMeanAhead ? kSums + 1 : kSums;
-  __shared__ RowSumsMemory<kAtOnce> memory;
+  __shared__ RowSumsMemory<kSums> memory;
   extern __shared__ uint4 ring_memory[];
-  RowReducer<kAtOnce> reducer(&memory, shape.lanes);
+  RowReducer<kSums> reducer(&memory, shape.lanes);
   const NormParams& f = p.forward;
   const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
   const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
@@ -247,30 +230,20 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
   for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
     ask();
   }
-  float next_mean = 0.0f;
-  if constexpr (Tile::kMeanAhead) {
-    tile.ring.template wait<1>();
-    float sum[1] = {exists ? tile.row_part(/*is_next=*/false) : 0.0f};
-    reducer.sum(sum);
-    next_mean = sum[0] * per_channel;
-  }
   unsigned row = slot;
   for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
     tile.ring.wait();
     ask();
     tile.begin();
     if constexpr (kLayer) {
-      float mean = next_mean;
-      if constexpr (!Tile::kMeanAhead) {
-        float sum[1] = {};
+      float sum[1] = {};
 #pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          sum[0] += tile.c[v];
-        }
-        sum[0] = exists ? sum[0] : 0.0f;
-        reducer.sum(sum);
-        mean = sum[0] * per_channel;
+      for (int v = 0; v < kVec; ++v) {
+        sum[0] += tile.c[v];
       }
+      sum[0] = exists ? sum[0] : 0.0f;
+      reducer.sum(sum);
+      const float mean = sum[0] * per_channel;
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         tile.c[v] -= mean;
@@ -292,13 +265,7 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
     for (float& sum : sums) {
       sum = exists ? sum : 0.0f;
     }
-    if constexpr (Tile::kMeanAhead) {
-      float next = exists ? tile.row_part(/*is_next=*/true) : 0.0f;
-      reducer.sum(sums, &next);
-      next_mean = next * per_channel;
-    } else {
-      reducer.sum(sums);
-    }
+    reducer.sum(sums);
     if (row < shape.rows && exists) {
       float rest = 0.0f, mean_e = 0.0f;
       float variance = sums[0] * per_channel, mean_ec = sums[1] * per_channel;

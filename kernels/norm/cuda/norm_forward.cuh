@@ -14,10 +14,7 @@ template <class Data, class Stream, Gate kGate, bool kLayer>
 struct ForwardTile {
   static constexpr bool kFast = sizeof(Data) == 2, kGated = kGate != Gate::kNone;
   using Math = GateMath<float, kFast>;
-  // As in the backward pass, the mean of a row is found a row ahead where no gate comes first.
-  using Ring =
-      RowRing<kVec * (sizeof(Stream) + sizeof(Data)), kLayer && kGate != Gate::kFirst ? 2 : 1>;
-  static constexpr bool kMeanAhead = Ring::kRowsRead == 2;
+  using Ring = RowRing<kVec * (sizeof(Stream) + sizeof(Data))>;
   // Where the parts lie in the ring, in units of 16 bytes.
   static constexpr int kX = 0, kOther = Eight<Stream>::kParts;
 
@@ -59,35 +56,13 @@ struct ForwardTile {
     }
   }
 
-  /// The sum of this thread's numbers of the row, or of the one after it.
-  __device__ float row_part(bool is_next) const {
-    float x[kVec], sum = 0.0f;
-    ring.template read<kX, Stream>(x, is_next);
-    if (!kGated && has_addend) {
-      float addend[kVec];
-      ring.template read<kOther, Data>(addend, is_next);
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        x[v] += addend[v];
-      }
-      store_rounded(static_cast<Stream*>(nullptr), false, x);
-    }
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      sum += x[v];
-    }
-    return sum;
-  }
-
   /// y from u - mean, of which `rest` is left in u for kLayer, and its factor.
   __device__ void store(unsigned row, float rest, float factor, const float (&w)[kVec],
                         const float (&b)[kVec]) {
     float y[kVec];
-    const float scaled_rest = rest * factor;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const float n = kLayer ? fmaf(u[v], factor, -scaled_rest) : u[v] * factor;
-      y[v] = fmaf(n, w[v], b[v]);
+      y[v] = fmaf((kLayer ? u[v] - rest : u[v]) * factor, w[v], b[v]);
     }
     if constexpr (kGate == Gate::kAfter) {
       float gate[kVec];
@@ -106,10 +81,9 @@ __global__ void __maxnreg__(kForwardRegisters)
     norm_forward_kernel(const __grid_constant__ NormParams p,
                         const __grid_constant__ RowShape shape) {
   using Tile = ForwardTile<Data, Stream, kGate, kLayer>;
-  constexpr int kAtOnce = kLayer ? 3 : 1;
-  __shared__ RowSumsMemory<kAtOnce> memory;
+  __shared__ RowSumsMemory<2> memory;
   extern __shared__ uint4 ring_memory[];
-  RowReducer<kAtOnce> reducer(&memory, shape.lanes);
+  RowReducer<2> reducer(&memory, shape.lanes);
   const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
   const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
   const bool exists = lane * kVec < p.channels;
@@ -134,13 +108,6 @@ __global__ void __maxnreg__(kForwardRegisters)
   for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
     ask();
   }
-  float next_mean = 0.0f;
-  if constexpr (Tile::kMeanAhead) {
-    tile.ring.template wait<1>();
-    float sum[1] = {exists ? tile.row_part(/*is_next=*/false) : 0.0f};
-    reducer.sum(sum);
-    next_mean = sum[0] * per_channel;
-  }
   unsigned row = slot;
   for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
     tile.ring.wait();
@@ -148,17 +115,14 @@ __global__ void __maxnreg__(kForwardRegisters)
     const bool writes = exists && row < shape.rows;
     tile.combine(row, writes);
     if constexpr (kLayer) {
-      float mean = next_mean;
-      if constexpr (!Tile::kMeanAhead) {
-        float sum[1] = {};
+      float sum[1] = {};
 #pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          sum[0] += tile.u[v];
-        }
-        sum[0] = exists ? sum[0] : 0.0f;
-        reducer.sum(sum);
-        mean = sum[0] * per_channel;
+      for (int v = 0; v < kVec; ++v) {
+        sum[0] += tile.u[v];
       }
+      sum[0] = exists ? sum[0] : 0.0f;
+      reducer.sum(sum);
+      const float mean = sum[0] * per_channel;
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         tile.u[v] -= mean;
@@ -176,13 +140,7 @@ __global__ void __maxnreg__(kForwardRegisters)
     for (float& moment : moments) {
       moment = exists ? moment : 0.0f;
     }
-    if constexpr (Tile::kMeanAhead) {
-      float next = exists ? tile.row_part(/*is_next=*/true) : 0.0f;
-      reducer.sum(moments, &next);
-      next_mean = next * per_channel;
-    } else {
-      reducer.sum(moments);
-    }
+    reducer.sum(moments);
     if (writes) {
       float rest = 0.0f, variance = moments[0] * per_channel;
       if constexpr (kLayer) {

@@ -46,9 +46,7 @@ __device__ inline bool is_merged(const NormParams& p) { return p.time == 1 && p.
 template <class E>
 __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& place,
                             bool is_merged) {
-  // One product: rows_fit() has seen that the stride fits 32 bits.
-  int64_t offset = static_cast<int64_t>(static_cast<uint64_t>(place.head) *
-                                        static_cast<uint32_t>(series.stride_h));
+  int64_t offset = static_cast<int64_t>(place.head) * series.stride_h;
   if (!is_merged) {
     offset += static_cast<int64_t>(place.batch) * series.stride_b +
               static_cast<int64_t>(place.time) * series.stride_t;
@@ -61,17 +59,13 @@ __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& 
 /// The rows that a thread reads next, in a ring in the block's shared memory: loads are under way
 /// while the rows before are summed and stored, and take no registers. A thread reads what it
 /// copied itself, so that no barrier is needed. kBytes: of a row, a thread's part of all tensors.
-/// kReads: the rows that are read at once, one after the other, where shared memory has room for as
-/// many more; otherwise one.
-template <int kBytes, int kReads = 1>
+template <int kBytes>
 class RowRing {
   static constexpr int kParts = kBytes / 16;
   static constexpr int kMostBytes = 96 * 1024;  // of a block, on the smallest chip
-  static constexpr bool fits(int stages) { return stages * kBytes * kMaxThreads <= kMostBytes; }
 
  public:
-  static constexpr int kRowsRead = fits(2 + kReads) ? kReads : 1;
-  static constexpr int kStages = fits(2 + kRowsRead) ? 2 + kRowsRead : 2;
+  static constexpr int kStages = 3 * kBytes * kMaxThreads <= kMostBytes ? 3 : 2;
 
   static int shared_bytes(const RowShape& shape) { return kStages * kBytes * shape.threads(); }
 
@@ -100,19 +94,14 @@ class RowRing {
     filled_ = after(filled_);
   }
 
-  /// Waits for the rows that are to be read, where kStages - 1 rows are under way; or, before the
-  /// first, for `kRows` of these.
-  template <int kRows = kRowsRead>
-  __device__ void wait() const {
-    wait_for_copies<kStages - 1 - kRows>();
-  }
+  /// Waits for the row that is to be read, where kStages - 1 rows are under way.
+  __device__ void wait() const { wait_for_copies<kStages - 2>(); }
 
-  /// Reads eight numbers of the row, or of the one after it.
+  /// Reads eight numbers.
   template <int kPart, class T>
-  __device__ void read(float (&x)[kVec], bool is_next = false) const {
-    const unsigned stage = is_next ? after(read_) : read_;
+  __device__ void read(float (&x)[kVec]) const {
     if constexpr (sizeof(T) == 2) {
-      const uint4 four = *part(stage, kPart);
+      const uint4 four = *part(read_, kPart);
       const uint32_t words[kVec / 2] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
@@ -121,7 +110,7 @@ class RowRing {
     } else {
 #pragma unroll
       for (int i = 0; i < kVec / 4; ++i) {
-        const float4 four = *reinterpret_cast<const float4*>(part(stage, kPart + i));
+        const float4 four = *reinterpret_cast<const float4*>(part(read_, kPart + i));
         x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
       }
     }
@@ -167,28 +156,6 @@ class RowReducer {
     __syncthreads();
   }
 
-  /// The sums of x and of `next`, with one barrier for both.
-  template <int kUsed>
-  __device__ void sum(float (&x)[kUsed], float* next) {
-    static_assert(kUsed < kCount);
-    if (lanes_ <= kWarpSize) {
-      float one[1] = {*next};
-      sum(x);
-      sum(one);
-      *next = one[0];
-      return;
-    }
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    float one[1] = {*next};
-    scatter_sums<1, kWarpSize / 2>(one, lane);
-    if (lane == 0) {
-      memory_->of_warp[turn_][kUsed][mine_] = one[0];
-    }
-    const int turn = turn_;
-    sum(x);
-    *next = row_sum(memory_->of_warp[turn][kUsed]);
-  }
-
   template <int kUsed>
   __device__ void sum(float (&x)[kUsed]) {
     static_assert(kUsed <= kCount);
@@ -212,23 +179,20 @@ class RowReducer {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kUsed; ++i) {
-      x[i] = row_sum(of_warp[i]);
+      const float4* const from = reinterpret_cast<const float4*>(&of_warp[i][first_]);
+      x[i] = from->x + from->y + from->z + from->w;
+    }
+#pragma unroll 1
+    for (int place = 4; place < places_; place += 4) {
+#pragma unroll
+      for (int i = 0; i < kUsed; ++i) {
+        const float4 four = *reinterpret_cast<const float4*>(&of_warp[i][first_ + place]);
+        x[i] = x[i] + four.x + four.y + four.z + four.w;
+      }
     }
   }
 
  private:
-  /// The sum of what a row's warps have left.
-  __device__ float row_sum(const float* of_warp) const {
-    const float4 first = *reinterpret_cast<const float4*>(of_warp + first_);
-    float sum = first.x + first.y + first.z + first.w;
-#pragma unroll 1
-    for (int place = 4; place < places_; place += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(of_warp + first_ + place);
-      sum = sum + four.x + four.y + four.z + four.w;
-    }
-    return sum;
-  }
-
   RowSumsMemory<kCount>* memory_;
   int lanes_, places_, first_, mine_;
   int turn_ = 0;

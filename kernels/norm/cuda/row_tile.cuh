@@ -215,8 +215,7 @@ bool rows_fit(const NormParams& p, const Series&... series) {
   // Rows of a launch are counted in 32 bits, with room for a stride past the last.
   return p.channels % kVec == 0 && p.channels <= kMaxChannels && p.channels > 0 &&
          row_count(p) < (int64_t{1} << 30) && p.x.dtype != DType::kFloat64 &&
-         ((series.data == nullptr || (rows_aligned(series, 16) && series.stride_h >> 32 == 0)) &&
-          ...);
+         ((series.data == nullptr || rows_aligned(series, 16)) && ...);
 }
 
 }  // namespace tidegate::kernels::norm
