@@ -40,7 +40,6 @@ from tidegate.training.runtime import autocast
 KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "attention": r"flash|fmha|cudnn",
-    "ours": r"tidegate",
     "optimiser": r"adam",
 }
 COLUMNS = ("products", "attention", "ours", "optimiser", "rest", "idle")
@@ -196,6 +195,14 @@ def fastest_attention(config: LMConfig, shape: tuple[int, int], device: torch.de
     return min(seconds, key=seconds.__getitem__)
 
 
+def kind_of(kernel: str) -> str:
+    """Which of COLUMNS a kernel's time belongs to. One of ours may be named after what it fuses."""
+    if "tidegate" in kernel:
+        return "optimiser" if "adamw" in kernel else "ours"
+    found = (kind for kind, words in KINDS.items() if re.search(words, kernel, re.I))
+    return next(found, "rest")
+
+
 def profile(step: Step, steps: int = 2) -> dict[str, Any]:
     """Milliseconds of a step by kind of kernel, and the kernels that take most of it."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -210,10 +217,7 @@ def profile(step: Step, steps: int = 2) -> dict[str, Any]:
         if not is_kernel or event.name.startswith(("Optimizer.", "ProfilerStep")):  # a span's name
             continue
         milliseconds = event.device_time_total / 1e3 / steps
-        found = (kind for kind, words in KINDS.items() if re.search(words, event.name, re.I))
-        # A kernel of ours may be named after what it fuses.
-        is_ours = "tidegate" in event.name and "adamw" not in event.name
-        kind = "ours" if is_ours else next(found, "rest")
+        kind = kind_of(event.name)
         kinds[kind] += milliseconds
         kernels[f"{kind}: {event.name[:110]}"] += milliseconds
     return {"kinds": dict(kinds), "kernels": dict(kernels.most_common(24))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Iterable
@@ -33,6 +34,8 @@ from .registry import make_mixer
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 _CHECKPOINT = "checkpoint.pt"  # of a run folder
+# Outside torch.compile: torch's own wrapper, made for it, imports all of it at the first call.
+_checkpoint = inspect.unwrap(checkpoint)
 RECOMPUTE = ("none", "norms", "blocks")
 
 
@@ -244,9 +247,8 @@ class Model(nn.Module):
         """The block, whose activations are computed again in the backward pass."""
         # Looking at the generators for nothing takes time, and CUDA graphs do not allow it.
         is_random = self.training and any(map(draws, block.modules()))
-        return checkpoint(
-            block, x, state, use_reentrant=False, preserve_rng_state=is_random, **given
-        )
+        run = checkpoint if torch.compiler.is_compiling() else _checkpoint
+        return run(block, x, state, use_reentrant=False, preserve_rng_state=is_random, **given)
 
     def save(
         self,
