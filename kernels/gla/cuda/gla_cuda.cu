@@ -101,7 +101,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostScans = 2;
-constexpr int kMapsAhead = 6;  // of segments, whose loads are under way at once
 
 struct Scans {
   SegmentCarries of[kMostScans];
@@ -128,28 +127,16 @@ __global__ void __launch_bounds__(kThreads)
     s = static_cast<const float4*>(scan.initial)[(n * scan.heads + head) * fours + at];
   }
   const int steps = kPlace == CarryPlace::kBefore ? segments : segments - 1;
-  // Maps are read some segments ahead of the stores, which else would hold them up.
-  for (int begin = 0; begin < steps; begin += kMapsAhead) {
-    float4* places[kMapsAhead];
-    float4 own[kMapsAhead];
-    float decays[kMapsAhead];
-#pragma unroll
-    for (int i = 0; i < kMapsAhead; ++i) {
-      const int step = min(begin + i, steps - 1);
-      const int64_t index = first + (scan.adjoint ? segments - 1 - step : step);
-      places[i] = reinterpret_cast<float4*>(scan.states) + (index * scan.heads + head) * fours + at;
-      own[i] = *places[i];
-      decays[i] = scan.decays[(index * scan.heads + head) * scan.rows + row];
-    }
-#pragma unroll
-    for (int i = 0; i < kMapsAhead; ++i) {
-      if (begin + i < steps) {
-        const float4 before = s;
-        s = {fmaf(decays[i], s.x, own[i].x), fmaf(decays[i], s.y, own[i].y),
-             fmaf(decays[i], s.z, own[i].z), fmaf(decays[i], s.w, own[i].w)};
-        *places[i] = kPlace == CarryPlace::kBefore ? before : s;
-      }
-    }
+#pragma unroll 4
+  for (int i = 0; i < steps; ++i) {
+    const int64_t index = first + (scan.adjoint ? segments - 1 - i : i);
+    float4* const place =
+        reinterpret_cast<float4*>(scan.states) + (index * scan.heads + head) * fours + at;
+    const float decay = scan.decays[(index * scan.heads + head) * scan.rows + row];
+    const float4 own = *place, before = s;
+    s = {fmaf(decay, s.x, own.x), fmaf(decay, s.y, own.y), fmaf(decay, s.z, own.z),
+         fmaf(decay, s.w, own.w)};
+    *place = kPlace == CarryPlace::kBefore ? before : s;
   }
 }
 
