@@ -48,63 +48,58 @@ __device__ inline void swap_if(bool condition, float& a, float& b) {
   b = y;
 }
 
-/// The factors of a level's halves: Q in lanes of the later one, K in those of the earlier.
-struct DyadicLevel {
-  uint32_t factor[2][2];   // [n][i]
-  float own[4], other[4];  // decays of the lane's half and of the other
-};
+/// Products of decays of a lane's four channels: of its own two tokens, and of the other half of
+/// its group of 4, 8 and 16 tokens (levels 0 to 2).
+struct LaneDecays {
+  float own[4], other[3][4];
 
-/// Levels 2, 4, 8 of dyadic.cuh: groups of 4, 8, 16 tokens and their halves.
-__device__ inline void compute_level_factors(const Quad& x, int lane, DyadicLevel (&levels)[3]) {
-  float q[2][4], k[2][4], total[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    k[0][j] = x.k[0][j] * x.f[1][j];
-    k[1][j] = x.k[1][j];
-    total[j] = x.f[0][j] * x.f[1][j];
-    q[0][j] = x.q[0][j] * x.f[0][j];
-    q[1][j] = x.q[1][j] * total[j];
-  }
-#pragma unroll
-  for (int l = 0; l < 3; ++l) {
-    const int bit = 4 << l;
-    const bool later = (lane & bit) != 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        levels[l].factor[n][i] =
-            pack_bf16(later ? q[i][2 * n] : k[i][2 * n], later ? q[i][2 * n + 1] : k[i][2 * n + 1]);
-      }
-    }
+  __device__ LaneDecays(const Quad& x) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float other = __shfl_xor_sync(~0u, total[j], bit);
-      levels[l].own[j] = total[j];
-      levels[l].other[j] = other;
-      if (l < 2) {
-        total[j] *= other;
+      float total = own[j] = x.f[0][j] * x.f[1][j];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          multiply_if(later, q[i][j], other);
-          multiply_if(!later, k[i][j], other);
-        }
+      for (int l = 0; l < 3; ++l) {
+        other[l][j] = __shfl_xor_sync(~0u, total, 4 << l);
+        total *= other[l][j];
       }
     }
   }
-}
+};
 
-/// Which of a lane's two elements of a register of `pairs` are of level l. r and 2c + e count pairs
-/// of tokens.
+/// A level's factors, Q in lanes of the later half and K in those of the earlier, and the decays of
+/// the lane's half and of the other. They are made for one level at a time, to save registers.
+struct DyadicLevel {
+  float factor[2][4];  // [token][channel]
+  float own[4], other[4];
+
+  __device__ DyadicLevel(const Quad& x, const LaneDecays& decays, int l, int lane) {
+    const auto is_later = [lane](int level) { return (lane & 4 << level) != 0; };
+    const bool later = is_later(l);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      own[j] = decays.own[j];
+      other[j] = decays.other[l][j];
+      factor[0][j] = later ? x.q[0][j] * x.f[0][j] : x.k[0][j] * x.f[1][j];
+      factor[1][j] = later ? x.q[1][j] * own[j] : x.k[1][j];
+      float between = 1.0f;  // tokens of the half, on this lane's way to the boundary
+#pragma unroll
+      for (int below = 0; below < l; ++below) {
+        own[j] *= decays.other[below][j];
+        multiply_if(is_later(below) == later, between, decays.other[below][j]);
+      }
+      if (l > 0) {
+        factor[0][j] *= between;
+        factor[1][j] *= between;
+      }
+    }
+  }
+};
+
+/// Which registers of `pairs` are of level l, 1 or 2, all bits or none. r and 2c + e count pairs of
+/// tokens.
 __device__ inline uint32_t level_mask(int l, int lane) {
-  const int apart = lane / 4 ^ lane % 4 * 2;
-  if (l == 2) {
-    return apart >= 4 ? ~0u : 0;
-  }
-  if (l == 1) {
-    return apart / 2 == 1 ? ~0u : 0;
-  }
-  return apart == 0 ? 0xffff0000u : apart == 1 ? 0x0000ffffu : 0;
+  const int apart = (lane / 4 ^ lane % 4 * 2) / 2;
+  return (l == 2 ? apart >= 2 : apart == 1) ? ~0u : 0;
 }
 
 /// sum += over this lane's tokens of tile * x, column by column.
@@ -145,29 +140,70 @@ __device__ inline void change_sides(int lane, int bit, SubChunkSums& sums) {
   }
 }
 
-/// From a group of L tokens to its halves of L / 2: `through` gains what starts or ends in the
-/// other half, `active` is decayed by the other half and gains the pairs of tokens on both sides.
-__device__ inline void descend_level(const DyadicLevel& level, int l, const uint4& pairs, int lane,
-                                     SubChunkSums& sums) {
-  float to_other[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    to_other[j] = level.own[j] * sums.through[j];
-  }
-  add_products(to_other, level.factor[0][0], level.factor[0][1], level.factor[1][0],
-               level.factor[1][1], sums.active);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    sums.through[j] =
-        fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other[j], 4 << l));
-  }
-  scale_columns(sums.active, level.other);
-  const uint32_t mask = level_mask(l, lane);
-  const uint32_t left[4] = {pairs.x & mask, pairs.y & mask, pairs.z & mask, pairs.w & mask};
+/// `through` gains what starts or ends in the other half, and `active` is decayed by it.
+__device__ inline void pass_half(const DyadicLevel& level, int l, SubChunkSums& sums) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    mma_bf16(sums.active[n], left, transpose_matrix(level.factor[n][0]),
-             transpose_matrix(level.factor[n][1]));
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int j = 2 * n + e;
+      float to_other = level.own[j] * sums.through[j];
+      to_other = fmaf(level.factor[0][j], sums.active[n][e], to_other);
+      to_other = fmaf(level.factor[1][j], sums.active[n][2 + e], to_other);
+      sums.through[j] =
+          fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other, 4 << l));
+    }
+  }
+  scale_columns(sums.active, level.other);
+}
+
+/// From a group of L = 8 or 16 tokens to its halves: `active` gains the pairs of tokens on both
+/// sides. dA is a sum of two of bf16, and between fours of tokens the factor is, too, of which the
+/// smallest product is left out. (With single bf16, these pairs made most of the gates' error.)
+template <int l>
+__device__ inline void descend_level(const DyadicLevel& level, const PairGradients& pairs, int lane,
+                                     SubChunkSums& sums) {
+  pass_half(level, l, sums);
+  const uint32_t mask = level_mask(l, lane);
+  const uint32_t high[4] = {pairs.high.x & mask, pairs.high.y & mask, pairs.high.z & mask,
+                            pairs.high.w & mask};
+  const uint32_t low[4] = {pairs.low.x & mask, pairs.low.y & mask, pairs.low.z & mask,
+                           pairs.low.w & mask};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    SplitPair factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      factor[i] = split_bf16(level.factor[i][2 * n], level.factor[i][2 * n + 1]);
+      factor[i].high = transpose_matrix(factor[i].high);
+      factor[i].low = l == 1 ? transpose_matrix(factor[i].low) : 0;
+    }
+    if (l == 1) {
+      mma_bf16(sums.active[n], high, factor[0].low, factor[1].low);
+    }
+    mma_bf16(sums.active[n], low, factor[0].high, factor[1].high);
+    mma_bf16(sums.active[n], high, factor[0].high, factor[1].high);
+  }
+}
+
+/// From a group of four tokens to its halves, each with a lane of its own: in fp32. `pairs` is dA
+/// of the later two tokens with the earlier, {(0, 0), (0, 1), (1, 0), (1, 1)}.
+__device__ inline void descend_to_pairs(const DyadicLevel& level, const float4& pairs, int lane,
+                                        SubChunkSums& sums) {
+  pass_half(level, 0, sums);
+  const bool later = (lane & 4) != 0;
+  const float across0 = later ? pairs.y : pairs.z, across1 = later ? pairs.z : pairs.y;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float first = __shfl_xor_sync(~0u, level.factor[0][2 * n + e], 4);
+      const float second = __shfl_xor_sync(~0u, level.factor[1][2 * n + e], 4);
+      float& even = sums.active[n][e];
+      float& odd = sums.active[n][2 + e];
+      even = fmaf(across0, second, fmaf(pairs.x, first, even));
+      odd = fmaf(pairs.w, second, fmaf(across1, first, odd));
+    }
   }
 }
 
@@ -196,21 +232,36 @@ __device__ inline void descend_to_tokens(const Quad& x, const SubChunkSums& sums
   }
 }
 
-/// The gradients of a lane's two tokens and four channels. `pairs` and `near` are ChunkShared's
-/// pairs and neighbours of this sub-chunk and lane.
-__device__ inline void compute_token_gradients(const Quad& x, SubChunkSums& sums,
-                                               const uint4& pairs, const float4& near, int lane,
+/// The sums that a lane needs first, from where store_sums left them.
+__device__ inline void load_active(const float4* from, bool later, SubChunkSums& sums) {
+  const float4* active = from + (later ? 0 : 64);
+  *reinterpret_cast<float4*>(sums.active[0]) = active[0];
+  *reinterpret_cast<float4*>(sums.active[1]) = active[32];
+  *reinterpret_cast<float4*>(sums.through) = from[128];
+}
+
+__device__ inline void load_passive(const float4* from, bool later, SubChunkSums& sums) {
+  const float4* passive = from + (later ? 64 : 0);
+  *reinterpret_cast<float4*>(sums.passive[0]) = passive[0];
+  *reinterpret_cast<float4*>(sums.passive[1]) = passive[32];
+}
+
+/// The gradients of a lane's two tokens and four channels, by ChunkShared's pairs, fours and
+/// neighbours of this sub-chunk and lane.
+__device__ inline void compute_token_gradients(const Quad& x, const float4* from,
+                                               const ChunkShared& sh, int sub_chunk, int lane,
                                                TokenGradients& g) {
-  DyadicLevel levels[3];
-  compute_level_factors(x, lane, levels);
-#pragma unroll
-  for (int l = 2; l >= 0; --l) {
-    if (l < 2) {
-      change_sides(lane, 4 << l, sums);
-    }
-    descend_level(levels[l], l, pairs, lane, sums);
-  }
-  descend_to_tokens(x, sums, near, lane, g);
+  SubChunkSums sums;
+  load_active(from, lane >= 16, sums);
+  const LaneDecays decays(x);
+  const PairGradients& pairs = sh.pairs[sub_chunk * 32 + lane];
+  descend_level<2>(DyadicLevel(x, decays, 2, lane), pairs, lane, sums);
+  load_passive(from, lane >= 16, sums);
+  change_sides(lane, 8, sums);
+  descend_level<1>(DyadicLevel(x, decays, 1, lane), pairs, lane, sums);
+  change_sides(lane, 4, sums);
+  descend_to_pairs(DyadicLevel(x, decays, 0, lane), sh.fours(sub_chunk, lane / 8), lane, sums);
+  descend_to_tokens(x, sums, sh.neighbours(sub_chunk, lane / 4), lane, g);
 }
 
 // ---- What reaches the sub-chunks ----
@@ -243,8 +294,22 @@ struct BoundaryFetch {
   }
 };
 
+/// Multiplies column by column with the units of a K-slice.
+__device__ inline void scale_by_units(SubChunkSum (&x)[kSubChunks], const char* units, int pitch,
+                                      int lane) {
+  units += lane % 4 * 4;
+  const float2 low = unpack_pair<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(units));
+  const float2 high = unpack_pair<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(units + pitch));
+  const float all[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+  for (int b = 0; b < kSubChunks; ++b) {
+    scale_columns(x[b], all);
+  }
+}
+
 /// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start * D_end, element
-/// by element.
+/// by element. kOneTile: V is one column tile.
+template <bool kOneTile>
 __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
                                              BoundaryFetch& fetch, ChunkSums& sums,
                                              float (&through)[4]) {
@@ -262,51 +327,74 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
   const char* d_o = sh.d_o.at(0, 0, l);
   const char* values = sh.values.at(0, 0, l);
   const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
-  // S_start D_end^T, of which the diagonal is wanted. Each product has the same 8 channels twice as
-  // rows, with columns 0-7 and 8-15 of V; only the half that meets its own columns of V is used.
-  float ends[2][4] = {}, other_ends[2][4] = {};
+  // S_start D_end^T, of which the diagonal is wanted, of the slice's columns 0-7 and 8-15.
+  constexpr int kTileSlices = kStateColumns / kSlice;
+  float ends[2][4] = {};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    through[j] = 0;
+  }
 #pragma unroll 1
-  for (int first = 0; first < at.value_slices; first += 2) {
-    fetch.states += 64;
-    fetch.grads += 64;
+  for (int tile = 0; tile < (kOneTile ? 1 : at.value_slices); tile += kTileSlices) {
+    const uint2 units = sh.row_units(sh.slice_units(at, false, tile, at.warp), at.lane);
+    const uint2 gradient_units = sh.row_units(sh.slice_units(at, true, tile, at.warp), at.lane);
+    const int end = min(at.value_slices, tile + kTileSlices);
+#pragma unroll 1
+    for (int first = tile; first < end; first += 2) {
+      fetch.states += 64;
+      fetch.grads += 64;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (first + i < at.value_slices) {
-        uint4 &s = fetch.s[i], &d = fetch.d[i];
-        const bool more = first + i + 2 < at.value_slices;
-        uint32_t m[4];
-        mma_bf16(ends[0], s.x, s.y, d.x);
-        mma_bf16(other_ends[0], s.x, s.y, d.y);
-        mma_bf16(ends[1], s.z, s.w, d.z);
-        mma_bf16(other_ends[1], s.z, s.w, d.w);
+      for (int i = 0; i < 2; ++i) {
+        if (first + i < end) {
+          uint4 &next_s = fetch.s[i], &next_d = fetch.d[i];
+          const bool more = first + i + 2 < at.value_slices;
+          uint32_t m[4];
+          const uint32_t rows[4] = {next_s.x, next_s.z, next_s.y, next_s.w};
+          mma_f16(ends[0], rows, next_d.x, next_d.y);
+          mma_f16(ends[1], rows, next_d.z, next_d.w);
+          const uint4 s = kOneTile ? state_tile(next_s) : state_tile(next_s, units.x, units.y);
+          if (more) {
+            next_s = __ldg(fetch.states + i * 32);
+          }
 #pragma unroll
-        for (int b = 0; b < kSubChunks; ++b) {
-          load_matrices(m, d_o + b * sub_chunk_bytes);
-          mma_bf16(sums.before[b][0], m, s.x, s.y);
-          mma_bf16(sums.before[b][1], m, s.z, s.w);
-        }
-        if (more) {
-          s = __ldg(fetch.states + i * 32);
-        }
+          for (int b = 0; b < kSubChunks; ++b) {
+            load_matrices(m, d_o + b * sub_chunk_bytes);
+            mma_bf16(sums.before[b][0], m, s.x, s.y);
+            mma_bf16(sums.before[b][1], m, s.z, s.w);
+          }
+          const uint4 d = kOneTile ? state_tile(next_d)
+                                   : state_tile(next_d, gradient_units.x, gradient_units.y);
+          if (more) {
+            next_d = __ldg(fetch.grads + i * 32);
+          }
 #pragma unroll
-        for (int b = 0; b < kSubChunks; ++b) {
-          load_matrices(m, values + b * sub_chunk_bytes);
-          mma_bf16(sums.after[b][0], m, d.x, d.y);
-          mma_bf16(sums.after[b][1], m, d.z, d.w);
+          for (int b = 0; b < kSubChunks; ++b) {
+            load_matrices(m, values + b * sub_chunk_bytes);
+            mma_bf16(sums.after[b][0], m, d.x, d.y);
+            mma_bf16(sums.after[b][1], m, d.z, d.w);
+          }
+          d_o += kSlice * 2;
+          values += kSlice * 2;
         }
-        if (more) {
-          d = __ldg(fetch.grads + i * 32);
-        }
-        d_o += kSlice * 2;
-        values += kSlice * 2;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float unit = __uint_as_float((n == 0 ? units.x : units.y) << 16);
+      const float gradient_unit =
+          __uint_as_float((n == 0 ? gradient_units.x : gradient_units.y) << 16);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool diagonal = at.lane / 4 == at.lane % 4 * 2 + e;
+        float& sum = ends[n][2 * n + e];
+        through[2 * n + e] += diagonal ? sum * unit * gradient_unit : 0.0f;
+        sum = 0;
       }
     }
   }
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const bool diagonal = at.lane / 4 == at.lane % 4 * 2 + e;
-    through[e] = diagonal ? ends[0][e] + other_ends[0][2 + e] : 0.0f;
-    through[2 + e] = diagonal ? ends[1][e] + other_ends[1][2 + e] : 0.0f;
+  if constexpr (kOneTile) {
+    scale_by_units(sums.before, sh.slice_units(at, false, 0, at.warp), sh.d_o.pitch, at.lane);
+    scale_by_units(sums.after, sh.slice_units(at, true, 0, at.warp), sh.d_o.pitch, at.lane);
   }
 }
 
@@ -383,9 +471,16 @@ __device__ inline void descend_to_halves(const ChunkPlace& at, const ChunkShared
     half_through[0][j] = halves[1][j] * chunk_through[j];
     half_through[1][j] = halves[0][j] * chunk_through[j];
   }
+  // The factors across the halves are rounded twice; here their decays are applied in fp32.
+  float from_last[4] = {}, from_first[4] = {};
+  tiles.add_through(from_last, kQueryFactor + 2, sums.before[3]);
+  tiles.add_through(from_first, kKeyFactor, sums.after[0]);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    half_through[0][j] = fmaf(d[2][j], from_last[j], half_through[0][j]);
+    half_through[1][j] = fmaf(d[1][j], from_first[j], half_through[1][j]);
+  }
   tiles.add_through(half_through[0], kQueryFactor + 1, sums.before[2]);
-  tiles.add_through(half_through[0], kQueryHalfFactor, sums.before[3]);
-  tiles.add_through(half_through[1], kKeyHalfFactor, sums.after[0]);
   tiles.add_through(half_through[1], kKeyFactor + 1, sums.after[1]);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
