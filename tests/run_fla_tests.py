@@ -46,7 +46,8 @@ def main() -> int:
         importlib.import_module(module)
     print("replaced:", ", ".join(replace(options.keep)))
     files = [str(options.checkout / "tests" / "ops" / name) for name in FILES]
-    return pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", files[0], *files, *more])
+    own = ["-q", "-p", "no:cacheprovider", "--rootdir", str(options.checkout)]
+    return pytest.main([*own, *files, *more])
 
 
 if __name__ == "__main__":

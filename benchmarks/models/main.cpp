@@ -47,6 +47,8 @@ Json head_of(const Flags& flags) {
             {"threads", at::get_num_threads()},
             {"torch", TORCH_VERSION}}},
           {"size", flags.size.name},
+          {"dim", flags.size.dim},
+          {"vocab_size", flags.size.vocab_size},
           {"precision", setup.is_bf16 ? "bf16" : "fp32"},
           {"recompute", setup.recompute},
           {"residual", setup.has_narrow_residual ? "bf16" : "auto"},

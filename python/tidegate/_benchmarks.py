@@ -124,13 +124,18 @@ def run_benchmarks(name_filter: str = "", *, json_path: str | None, plot_path: s
 
 def run_model_benchmark(arguments: Sequence[str]) -> int:
     """Runs bench_models: training and decoding of every mixer beside Transformers of as many
-    parameters; `--plot PATH` among the arguments draws speed and memory over the context. Returns
-    its exit status."""
+    parameters, and after them flash-linear-attention's models of the same sizes where they are
+    installed (on a GPU; `--no-fla` among the arguments leaves them out). `--plot PATH` draws speed
+    and memory over the context. Returns the exit status: 1 where a row failed."""
+    from . import bench_fla
+
     binary = next((path for path in _binaries() if path.name == _MODELS), None)
     if binary is None:
         raise UserError(f"bench: {_MODELS} was not built (`make build` builds it)")
     flags, plot_path = _without(list(arguments), "--plot")
-    if plot_path is None:
+    has_fla = "--no-fla" not in flags and torch.cuda.is_available() and bench_fla.is_installed()
+    flags = [flag for flag in flags if flag != "--no-fla"]
+    if plot_path is None and not has_fla:
         return _run(binary, flags)
     _, json_path = _without(list(flags), "--json")
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,7 +143,11 @@ def run_model_benchmark(arguments: Sequence[str]) -> int:
         given = flags if json_path is not None else [*flags, "--json", str(own)]
         status = _run(binary, given)
         written = own if json_path is None else Path(json_path)
-        if status in (0, 1) and written.is_file():  # 1: a row failed
+        if status not in (0, 1) or not written.is_file():  # 1: a row failed
+            return status
+        if has_fla:
+            status |= bench_fla.add_fla(written)
+        if plot_path is not None:
             from .plots_bench import plot_models
 
             plot_models(json.loads(written.read_text("utf-8")), plot_path)

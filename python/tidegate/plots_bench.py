@@ -17,12 +17,16 @@ _MARKS = "osD^vPX*<>hd"
 
 def plot_models(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Speed and memory of models over the context, of what bench_models wrote: training and
-    decoding, tokens a second; memory of a training step, and of the state of a sequence.
+    decoding, tokens a second; memory of a training step, and of the state of a sequence. Models of
+    flash-linear-attention, where the record has them, are dashed.
 
     Raises:
         UserError: no row has a number.
     """
-    rows = [row for row in record["rows"] if "train" in row or "decode" in row]
+    peers = [
+        row | {"mixer": f"fla: {row['mixer']}"} for row in record.get("fla", {}).get("rows", [])
+    ]
+    rows = [row for row in [*record["rows"], *peers] if "train" in row or "decode" in row]
     if not rows:
         raise UserError("bench: plot: expected rows that were measured, got none")
     panels = (
@@ -49,6 +53,7 @@ def plot_models(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
                     panel.plot(
                         *zip(*points, strict=True),
                         marker=_MARKS[place % len(_MARKS)],
+                        linestyle="--" if mixer.startswith("fla: ") else "-",
                         color=colors(place % 20),
                         markersize=5,
                         linewidth=1.4,

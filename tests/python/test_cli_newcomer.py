@@ -234,11 +234,12 @@ def test_bench_of_models_draws_what_it_measured(programs, capfd):
     row = {"mixer": "fox", "context": 256, "batch": 2, "decode": {"tokens_per_s": 5.0}}
     row |= {"train": {"tokens_per_s": 9.0, "peak_bytes": 2**30}}
     record = {"rows": [row], "machine": {"name": "a CPU"}, "size": "tiny", "precision": "fp32"}
+    record["fla"] = {"version": "0.6.0", "rows": [row]}
     (programs / "record.json").write_text(json.dumps({**record, "tokens": 512}))
     script = f'#!/bin/sh\necho "given $*"\ncp {programs}/record.json "${{@: -1}}"\n'
     (programs / "bin" / "bench_models").write_text(script.replace("/bin/sh", "/bin/bash"))
     picture, kept = programs / "models.png", programs / "kept.json"
-    assert cli.main(["bench", "--models", "--dim", "8", "--plot", str(picture)]) == 0
+    assert cli.main(["bench", "--models", "--dim", "8", "--no-fla", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capfd.readouterr().out
     assert out.startswith("given --dim 8 --json ")

@@ -19,7 +19,8 @@ def add(commands: Any) -> None:
         help="instead, training and decoding of every mixer beside Transformers of as many "
         "parameters; what follows goes to that program (--models --help lists its flags: --mixers, "
         "--dim, --layers, --contexts, --json ...), but for --plot PATH: speed and memory over "
-        "the context",
+        "the context; flash-linear-attention's models of the same sizes follow where they are "
+        "installed, on a GPU, unless --no-fla is given",
     )
     parser.add_argument(
         "--generate",
