@@ -329,7 +329,7 @@ struct ChunkRows {
   }
 };
 static_assert(sizeof(ChunkRows) ==  // in the order of ChunkTensor
-              (kChunkTensors + kFactorSides) * sizeof(SpacedRows) + alignof(SpacedRows));
+              (int{kChunkTensors} + int{kFactorSides}) * sizeof(SpacedRows) + alignof(SpacedRows));
 
 /// A chunk, a head, and this thread's place in the block of threads.
 struct ChunkPlace {
