@@ -19,6 +19,7 @@
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/backward/chunk_factors.cuh"
 #include "kernels/gla/cuda/backward/chunk_scores.cuh"
+#include "kernels/gla/cuda/backward/chunk_sums.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
 #include "kernels/gla/gla_cuda.h"
