@@ -7,7 +7,9 @@
 The Transformer has whichever of torch's attentions is the fastest at its shape, which is named.
 A model a process, so that memory and the time to the first loss are its own. A step is forward,
 backward and fused AdamW on one batch of random ids, eager unless --compile; --precision, --residual
-and --recompute are those of `tidegate train`. "hgrn" is HGRN in the frame of the preset hgrn2-756m.
+and --recompute are those of `tidegate train`. "hgrn" is HGRN in the frame of the preset hgrn2-756m,
+"fla:hgrn2-756m" and "fla:fox-757m" are flash-linear-attention's models of these sizes, with all
+that it fuses (their first loss waits for Triton, which tunes itself for minutes).
 --profile splits two steps more by kernels: matrix products, torch's attention, our ops (kernels of
 this library), the optimiser, and the rest; idle is what of the step no kernel covers. The floor is
 the products' operations at the speed of one large product, measured in the same process.
@@ -30,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tidegate
 from tidegate.models import CausalLM, LMConfig, presets
+from tidegate.nn._common import with_memory
 from tidegate.training import TrainConfig
 from tidegate.training.masters import gradients_of
 from tidegate.training.runtime import autocast
@@ -37,7 +40,6 @@ from tidegate.training.runtime import autocast
 KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "attention": r"flash|fmha|cudnn",
-    "ours": r"tidegate",
     "optimiser": r"adam",
 }
 COLUMNS = ("products", "attention", "ours", "optimiser", "rest", "idle")
@@ -51,7 +53,8 @@ def process_seconds() -> float:
 
 
 def config_of(name: str, vocab: int, layers: int | None) -> LMConfig:
-    """The preset `name`, or "hgrn"."""
+    """The preset `name`, also of "fla:name", or "hgrn"."""
+    name = name.removeprefix("fla:")
     if name == "hgrn":
         config = presets()["hgrn2-756m"].replace(mixer="hgrn", mixer_options={"preset": "fla"})
     else:
@@ -64,7 +67,7 @@ def config_of(name: str, vocab: int, layers: int | None) -> LMConfig:
 def make_model(config: LMConfig, device: torch.device) -> CausalLM:
     """A model whose first block is drawn, with the others equal to it: hundreds of millions of
     numbers from the CPU's generator take longer than the steps."""
-    model = CausalLM(config, device="meta").to_empty(device=device)
+    model = with_memory(CausalLM(config, device="meta"), device)
     torch.nn.init.normal_(model.embedding.weight, std=0.02)
     if model.head is not None:
         torch.nn.init.normal_(model.head.weight, std=0.02)
@@ -81,6 +84,29 @@ def make_model(config: LMConfig, device: torch.device) -> CausalLM:
     return model
 
 
+def make_fla(config: LMConfig, device: torch.device) -> torch.nn.Module:
+    """flash-linear-attention's model of such a configuration."""
+    from fla import models
+
+    names = {"hgrn2": "HGRN2", "fox": "ForgettingTransformer"}
+    if config.mixer not in names:
+        raise SystemExit(f"fla: expected a preset of {' or '.join(names)}; got {config.mixer}")
+    more = {"expand_ratio": None} if config.mixer == "hgrn2" else {}
+    made = getattr(models, f"{names[config.mixer]}Config")(
+        hidden_size=config.dim,
+        num_hidden_layers=config.layers,
+        num_heads=config.mixer_options["num_heads"],
+        intermediate_size=config.glu_hidden,
+        vocab_size=config.vocab_size,
+        fuse_cross_entropy=False,
+        fuse_linear_cross_entropy=True,
+        use_cache=False,
+        **more,
+    )
+    with device:
+        return getattr(models, f"{names[config.mixer]}ForCausalLM")(made)
+
+
 class Step:
     """A step of training; calling it returns the loss on the device."""
 
@@ -93,7 +119,8 @@ class Step:
             compile=options.compile,
         )
         config = config_of(options.model, options.vocab, options.layers)
-        self.model = make_model(config, device)
+        self.is_fla = options.model.startswith("fla:")
+        self.model = (make_fla if self.is_fla else make_model)(config, device)
         self.train.prepare(self.model)
         if options.compile:
             for block in self.model.blocks:
@@ -106,6 +133,8 @@ class Step:
 
     def forward(self) -> torch.Tensor:
         with autocast(self.device, self.train.precision):
+            if self.is_fla:  # its models shift labels themselves
+                return self.model(self.ids, labels=self.ids).loss
             return self.model(self.ids, "next").loss
 
     def __call__(self) -> torch.Tensor:
@@ -120,8 +149,10 @@ class Step:
     def products(self) -> float:
         """Floating-point operations of a step's matrix products with weights."""
         used = {id(p): p for p in self.model.parameters() if p.dim() == 2}
-        if self.model.head is not None:
-            used.pop(id(self.model.embedding.weight))
+        if self.is_fla or self.model.head is not None:
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    used.pop(id(module.weight))
         return 6.0 * self.ids.numel() * sum(p.numel() for p in used.values())
 
 
@@ -164,6 +195,14 @@ def fastest_attention(config: LMConfig, shape: tuple[int, int], device: torch.de
     return min(seconds, key=seconds.__getitem__)
 
 
+def kind_of(kernel: str) -> str:
+    """Which of COLUMNS a kernel's time belongs to. One of ours may be named after what it fuses."""
+    if "tidegate" in kernel:
+        return "optimiser" if "adamw" in kernel else "ours"
+    found = (kind for kind, words in KINDS.items() if re.search(words, kernel, re.I))
+    return next(found, "rest")
+
+
 def profile(step: Step, steps: int = 2) -> dict[str, Any]:
     """Milliseconds of a step by kind of kernel, and the kernels that take most of it."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -178,9 +217,7 @@ def profile(step: Step, steps: int = 2) -> dict[str, Any]:
         if not is_kernel or event.name.startswith(("Optimizer.", "ProfilerStep")):  # a span's name
             continue
         milliseconds = event.device_time_total / 1e3 / steps
-        found = (kind for kind, words in KINDS.items() if re.search(words, event.name, re.I))
-        # A kernel of ours may be named after what it fuses.
-        kind = "ours" if "tidegate" in event.name else next(found, "rest")
+        kind = kind_of(event.name)
         kinds[kind] += milliseconds
         kernels[f"{kind}: {event.name[:110]}"] += milliseconds
     return {"kinds": dict(kinds), "kernels": dict(kernels.most_common(24))}
@@ -271,12 +308,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="hgrn2-756m", help="a preset's name, or hgrn")
+    parser.add_argument(
+        "--model", default="hgrn2-756m", help="a preset's name, hgrn, or fla:preset"
+    )
     parser.add_argument("--layers", type=int, help="fewer than the preset's")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--vocab", type=int, default=50257)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--residual", default="auto")

@@ -86,7 +86,9 @@ StepSplit split_of_ops(const std::vector<KinetoEvent>& events) {
 }  // namespace
 
 Kind kind_of_kernel(const std::string& name) {
-  if (contains(name, {"tidegate"})) return Kind::kOurs;
+  if (contains(name, {"tidegate"})) {
+    return contains(name, {"adamw"}) ? Kind::kOptimizer : Kind::kOurs;
+  }
   if (contains(name, {"flash", "fmha", "cudnn"})) return Kind::kAttention;
   if (contains(name, {"gemm", "cutlass", "nvjet", "xmma", "cublas", "splitK"})) {
     return Kind::kProducts;
@@ -95,12 +97,12 @@ Kind kind_of_kernel(const std::string& name) {
 }
 
 Kind kind_of_op(const std::string& name) {
-  if (name.rfind("tidegate::", 0) == 0) return Kind::kOurs;
+  if (name.rfind("tidegate::", 0) == 0 && !contains(name, {"adamw_"})) return Kind::kOurs;
   for (const char* product : {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}) {
     if (name == product) return Kind::kProducts;
   }
   if (name.rfind("aten::_scaled_dot_product", 0) == 0) return Kind::kAttention;
-  return contains(name, {"_fused_adamw_"}) ? Kind::kOptimizer : Kind::kNone;
+  return contains(name, {"adamw_"}) ? Kind::kOptimizer : Kind::kNone;
 }
 
 StepSplit split_of(c10::Device device, double seconds, const std::function<void()>& step) {

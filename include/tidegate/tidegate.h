@@ -32,6 +32,7 @@
 #include <tidegate/ops/hgrn2.h>
 #include <tidegate/ops/hgru.h>
 #include <tidegate/ops/init.h>
+#include <tidegate/ops/linear.h>
 #include <tidegate/ops/linear_cross_entropy.h>
 #include <tidegate/ops/linear_scan.h>
 #include <tidegate/ops/lru_scan.h>

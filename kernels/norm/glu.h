@@ -17,7 +17,7 @@ struct GluParams {
 
 /// dx = [dgate | dvalue], from x and dy alone.
 struct GluBackwardParams {
-  GluParams forward;  // whose y is not looked at
+  GluParams forward;  // whose y is written again where it has data
   HeadSeries dy;      // [B, T, H, channels]
   HeadSeries dx;      // [B, T, H, 2 * channels]
 };

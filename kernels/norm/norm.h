@@ -50,7 +50,8 @@ struct NormBackwardPlan {
 };
 
 /// `forward`: its x is what was normed (the sum where there was an addend, which then is none
-/// here). Of forward.y only the dtype counts, forward.sum is not looked at.
+/// here). forward.y is written again where it has data, and otherwise only its dtype counts;
+/// forward.sum is not looked at.
 struct NormBackwardParams {
   NormParams forward;
   HeadSeries dy;       // Data

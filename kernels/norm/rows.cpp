@@ -54,8 +54,8 @@ NormParams with_merged_rows(NormParams p) {
 
 NormBackwardParams with_merged_rows(NormBackwardParams p) {
   NormParams& f = p.forward;
-  f.addend.data = f.y.data = f.sum.data = nullptr;
-  merge(f, {&f.x, &f.gate, &p.dy, &p.dsum, &p.dx, &p.daddend, &p.dgate});
+  f.addend.data = f.sum.data = nullptr;
+  merge(f, {&f.x, &f.gate, &f.y, &p.dy, &p.dsum, &p.dx, &p.daddend, &p.dgate});
   return p;
 }
 
@@ -65,8 +65,7 @@ GluParams with_merged_rows(GluParams p) {
 }
 
 GluBackwardParams with_merged_rows(GluBackwardParams p) {
-  p.forward.y.data = nullptr;
-  merge(p.forward, {&p.forward.x, &p.dy, &p.dx});
+  merge(p.forward, {&p.forward.x, &p.forward.y, &p.dy, &p.dx});
   return p;
 }
 

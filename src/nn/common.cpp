@@ -5,6 +5,7 @@
 #include "tidegate/nn/norm.h"
 #include "tidegate/ops/glu.h"
 #include "tidegate/ops/init.h"
+#include "tidegate/ops/linear.h"
 #include "tidegate/ops/norm.h"
 
 #include <ATen/Context.h>
@@ -37,6 +38,14 @@ Placement placement_of(const torch::Tensor& tensor) {
 
 bool is_autocast(const torch::Tensor& x) {
   return (x.is_cpu() || x.is_cuda()) && at::autocast::is_autocast_enabled(x.device().type());
+}
+
+/// Whether an op that makes rows like x and multiplies them by a linear layer's weight does what
+/// the two apart would, but for what is kept between them for the backward pass.
+bool can_project(const torch::nn::Linear& linear, const torch::Tensor& x) {
+  const torch::ScalarType dtype = linear->weight.scalar_type();
+  return torch::GradMode::is_enabled() &&
+         (dtype == x.scalar_type() || (is_autocast(x) && dtype == torch::kFloat));
 }
 
 thread_local int undrawn_guards = 0;
@@ -290,6 +299,19 @@ torch::Tensor NormImpl::forward_gated(const torch::Tensor& x, const torch::Tenso
                         gate_first, options.eps());
 }
 
+torch::Tensor NormImpl::forward_projected(const torch::nn::Linear& linear, const torch::Tensor& x,
+                                          const torch::Tensor& gate, std::string_view activation,
+                                          bool gate_first) {
+  const bool is_mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
+  if (options.kind() == "none" || (is_mixed && !is_autocast(x)) || !can_project(linear, x)) {
+    return apply_linear(linear, forward_gated(x, gate, activation, gate_first));
+  }
+  const auto given = gate.defined() ? optional(gate.to(x.scalar_type())) : std::nullopt;
+  return tidegate::norm_linear(x, linear->weight, optional(linear->bias), weight_rows(),
+                               optional(bias), given, op_kind(), activation, gate_first,
+                               options.eps());
+}
+
 std::tuple<torch::Tensor, torch::Tensor> NormImpl::forward_added(const torch::Tensor& x,
                                                                  const torch::Tensor& residual) {
   if (!x.defined()) return {forward(residual), residual};
@@ -333,7 +355,12 @@ void GLUImpl::reset_parameters() {
 torch::Tensor GLUImpl::forward(const torch::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options.dim(),
                     "GLU: x: expected [..., dim=", options.dim(), "]; got ", shape_text(x));
-  return apply_linear(out_proj, tidegate::glu(apply_linear(in_proj, x), options.activation()));
+  const torch::Tensor projected = apply_linear(in_proj, x);
+  if (can_project(out_proj, projected)) {
+    return tidegate::glu_linear(projected, out_proj->weight, optional(out_proj->bias),
+                                options.activation());
+  }
+  return apply_linear(out_proj, tidegate::glu(projected, options.activation()));
 }
 
 void GLUImpl::pretty_print(std::ostream& stream) const {

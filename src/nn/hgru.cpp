@@ -257,7 +257,7 @@ Tensor HGRUImpl::output(Tensor h, const Tensor& gate) {
     h = norm->forward(h.unflatten(-1, {options.expand(), options.dim()}).sum(-2));
   } else {
     const bool gate_first = options.preset() == "paper";
-    h = norm->forward_gated(h, gate, gate_first ? "sigmoid" : "silu", gate_first);
+    return norm->forward_projected(out_proj, h, gate, gate_first ? "sigmoid" : "silu", gate_first);
   }
   return apply_linear(out_proj, h);
 }

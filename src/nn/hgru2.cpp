@@ -128,8 +128,7 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward_checked(const Tensor& x, const Opt
                                                       const OptionalTensor& given_gamma,
                                                       const OptionalTensor& cu_seqlens) {
   const OptionalTensor gamma = split_gamma(given_gamma);
-  auto qfv = split(apply_linear(in_proj, x));
-  if (options.gumbel_gate() && is_training()) qfv[1] = gumbel_gate(qfv[1], *options.gumbel_gate());
+  const auto qfv = operands(x);
   if (options.bidirectional()) {
     const auto [ahead, first] = recur(qfv, gamma, std::nullopt, false, cu_seqlens);
     const auto [back, last] = recur(qfv, gamma, std::nullopt, true, cu_seqlens);
@@ -137,6 +136,19 @@ std::tuple<Tensor, Tensor> HGRU2Impl::forward_checked(const Tensor& x, const Opt
   }
   const auto [o, final_state] = recur(qfv, gamma, state, false, cu_seqlens);
   return {output(o), final_state};
+}
+
+// What the recurrence reads: the one product [B, T, 3, H, K] where nothing is done to its parts, or
+// q, f, v.
+std::vector<Tensor> HGRU2Impl::operands(const Tensor& x) {
+  const Tensor projected = apply_linear(in_proj, x);
+  const bool has_noise = options.gumbel_gate() && is_training();
+  if (!gate_bias.defined() && !has_noise) {
+    return {projected.unflatten(-1, {3, num_heads(), expand_ratio()})};
+  }
+  auto qfv = split(projected);
+  if (has_noise) qfv[1] = gumbel_gate(qfv[1], *options.gumbel_gate());
+  return qfv;
 }
 
 Tensor HGRU2Impl::step_checked(const Tensor& x, const Tensor& state, const OptionalTensor& gamma) {
@@ -181,13 +193,16 @@ std::tuple<Tensor, Tensor> HGRU2Impl::recur(const std::vector<Tensor>& qfv,
                                             const OptionalTensor& gamma,
                                             const OptionalTensor& state, bool reverse,
                                             const OptionalTensor& cu_seqlens) {
-  return hgrn2(qfv[0], qfv[1], qfv[2], gamma, state, scale(), *options.q_activation(),
-               *options.v_activation(), reverse, cu_seqlens);
+  const auto &q = *options.q_activation(), &v = *options.v_activation();
+  if (qfv.size() == 1) {
+    return hgrn2_qfv(qfv[0], gamma, state, scale(), q, v, reverse, cu_seqlens);
+  }
+  return hgrn2(qfv[0], qfv[1], qfv[2], gamma, state, scale(), q, v, reverse, cu_seqlens);
 }
 
 // Norm and output projection of o [..., H, K].
 Tensor HGRU2Impl::output(const Tensor& o) {
-  return apply_linear(out_proj, norm->forward(o.flatten(-2)));
+  return norm->forward_projected(out_proj, o.flatten(-2));
 }
 
 void HGRU2Impl::pretty_print(std::ostream& stream) const {

@@ -1,6 +1,7 @@
 #include "src/nn/products.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <c10/core/DeviceGuard.h>
@@ -12,6 +13,7 @@
 #include "kernels/product/product.h"
 #include "src/ops/launch.h"
 #include "src/ops/views.h"
+#include "tidegate/ops/linear.h"
 
 #ifdef TIDEGATE_WITH_CUDA
 #include "kernels/product/product_cuda.h"
@@ -92,6 +94,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias) {
   if (FewRowsGuard::is_active()) {
     if (const at::Tensor y = few_rows(x, weight, bias); y.defined()) return y;
+  }
+  // What autocast does, but for the gradient of an fp32 weight, which stays fp32.
+  if (x.is_cuda() && weight.scalar_type() == at::kFloat && at::GradMode::is_enabled() &&
+      at::autocast::is_autocast_enabled(at::kCUDA)) {
+    return tidegate::linear(x, weight, bias);
   }
   return at::linear(x, weight, bias);
 }

@@ -202,7 +202,7 @@ GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_f
 }
 
 GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh_final,
-                                 const GlaArguments& arguments) {
+                                 const GlaArguments& arguments, const GlaGradients& into) {
   const c10::SymInt sequences = check_gla_backward(d_o, dh_final, arguments);
   check_gla_values(arguments);
   if (wants_padding(arguments, d_o)) {
@@ -213,11 +213,13 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
   const at::Tensor &q = arguments.q, &v = arguments.v;
   const at::ScalarType wide = state_dtype(q.scalar_type());
 
-  GlaGradients grads;
-  grads.dq = new_like(q);
+  GlaGradients grads = into;
+  if (!grads.dq.defined()) {
+    grads.dq = new_like(q);
+    grads.dv = new_like(v);
+    grads.dgate = new_like(arguments.gate, gate_dtype(arguments.gate, q.scalar_type()));
+  }
   grads.dk = new_gradient(arguments.k, q);
-  grads.dv = new_like(v);
-  grads.dgate = new_like(arguments.gate, gate_dtype(arguments.gate, q.scalar_type()));
   grads.dh0 = new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)});
 
   KernelInputs read(q);
@@ -238,7 +240,9 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
   const at::Tensor sum = sum_rows(arguments.op, {dgamma})[0];
   grads.dgamma = parameter_gradient(arguments.gamma,
                                     sum.defined() ? sum.view(arguments.gamma->sizes()) : sum, q);
-  grads.dgate = in_type_of(arguments.gate, grads.dgate);
+  if (!into.dgate.defined()) {
+    grads.dgate = in_type_of(arguments.gate, grads.dgate);
+  }
   grads.dh0 = in_type_of(arguments.h0, grads.dh0);
   return grads;
 }

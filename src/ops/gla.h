@@ -41,8 +41,10 @@ kernels::gla::InputActivation parse_input_activation(const char* op, const char*
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments);
 std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments);
 
+/// `into`: where dq, dv and dgate go, if its own tensors of these names are defined: of their
+/// arguments' shapes and dtypes, any strides with a unit last one.
 GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh_final,
-                                 const GlaArguments& arguments);
+                                 const GlaArguments& arguments, const GlaGradients& into = {});
 GlaGradients gla_backward_meta(const at::Tensor& d_o, const OptionalTensor& dh_final,
                                const GlaArguments& arguments);
 

@@ -82,6 +82,104 @@ struct Hgrn2Backward {
   }
 };
 
+// ---- of one projection ----
+
+/// q, f and v, views of one tensor [B, T, 3, H, K].
+struct Hgrn2Parts {
+  at::Tensor q, f, v;
+
+  Hgrn2Parts(const char* op, const at::Tensor& qfv) {
+    const Reference data{op, "qfv", qfv};
+    check_data_dtype(data, ComplexData::kRefused);
+    check_rank(data, 5, "[B, T, 3, H, K]");
+    const auto sizes = qfv.sym_sizes();
+    check_shape(op, "qfv", qfv, "[B, T, 3, H, K]", {sizes[0], sizes[1], 3, sizes[3], sizes[4]});
+    q = qfv.select(2, 0);
+    f = qfv.select(2, 1);
+    v = qfv.select(2, 2);
+  }
+};
+
+template <class Op>
+GlaArguments hgrn2_arguments(const Op& op, const Hgrn2Parts& parts) {
+  constexpr const char* kOp = kOpName<Op>;
+  GlaArguments arguments{kOp,    kernels::gla::GateKind::kLogit, parts.q, std::nullopt, parts.v,
+                         parts.f};
+  arguments.gamma = op.gamma;
+  arguments.h0 = op.h0;
+  arguments.scale = op.scale;
+  arguments.q_activation = parse_input_activation(kOp, "q_activation", op.q_activation);
+  arguments.v_activation = parse_input_activation(kOp, "v_activation", op.v_activation);
+  arguments.reverse = op.reverse;
+  arguments.cu_seqlens = op.cu_seqlens;
+  return arguments;
+}
+
+/// hgrn2 of the three parts of one tensor, which the gradient is, too: what autograd makes of three
+/// gradients of views of a tensor is a copy of them.
+struct Hgrn2Qfv {
+  static constexpr std::string_view kSchema =
+      "hgrn2_qfv(Tensor qfv, Tensor? gamma=None, Tensor? h0=None, float scale=1.0, "
+      "str q_activation=\"none\", str v_activation=\"none\", bool reverse=False, "
+      "Tensor? cu_seqlens=None) -> (Tensor, Tensor)";
+  static constexpr std::string_view kResults[] = {"o", "h_final"};
+  static constexpr std::string_view kData = "qfv";
+  static constexpr CastRule kCasts[] = {{"qfv", Cast::kLower}};
+
+  const at::Tensor& qfv;
+  const OptionalTensor &gamma, &h0;
+  double scale;
+  std::string_view q_activation, v_activation;
+  bool reverse;
+  const OptionalTensor& cu_seqlens;
+
+  auto kernel() const {
+    const Hgrn2Parts parts(kOpName<Hgrn2Qfv>, qfv);
+    return gla_forward_kernel(hgrn2_arguments(*this, parts));
+  }
+  auto meta() const {
+    const Hgrn2Parts parts(kOpName<Hgrn2Qfv>, qfv);
+    return gla_forward_meta(hgrn2_arguments(*this, parts));
+  }
+};
+
+/// The gradients of qfv, gamma and h0.
+struct Hgrn2QfvBackward {
+  static constexpr std::string_view kSchema =
+      "hgrn2_qfv_backward(Tensor do, Tensor? dh_final, Tensor qfv, Tensor? gamma, Tensor? h0, "
+      "float scale, str q_activation, str v_activation, bool reverse, Tensor? cu_seqlens) -> "
+      "(Tensor, Tensor, Tensor)";
+  static constexpr std::string_view kGradientLike = "qfv";
+
+  const at::Tensor& d_o;
+  const OptionalTensor& dh_final;
+  const at::Tensor& qfv;
+  const OptionalTensor &gamma, &h0;
+  double scale;
+  std::string_view q_activation, v_activation;
+  bool reverse;
+  const OptionalTensor& cu_seqlens;
+
+  TensorTuple<3> kernel() const {
+    constexpr const char* kOp = kOpName<Hgrn2QfvBackward>;
+    const Hgrn2Parts parts(kOp, qfv);
+    const at::Tensor dqfv = new_like(qfv);
+    const Hgrn2Parts d_parts(kOp, dqfv);
+    GlaGradients into;
+    into.dq = d_parts.q;
+    into.dgate = d_parts.f;
+    into.dv = d_parts.v;
+    const GlaGradients grads =
+        gla_backward_kernel(d_o, dh_final, hgrn2_arguments(*this, parts), into);
+    return {dqfv, grads.dgamma, grads.dh0};
+  }
+  TensorTuple<3> meta() const {
+    const Hgrn2Parts parts(kOpName<Hgrn2QfvBackward>, qfv);
+    const GlaGradients grads = gla_backward_meta(d_o, dh_final, hgrn2_arguments(*this, parts));
+    return {new_like(qfv), grads.dgamma, grads.dh0};
+  }
+};
+
 struct Hgrn2Step {
   static constexpr std::string_view kSchema =
       "hgrn2_step(Tensor q, Tensor f, Tensor v, Tensor? gamma, Tensor(a!) state, "
@@ -105,6 +203,9 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   register_op<Hgrn2>(m);
   register_backward<Hgrn2Backward>(m);
   register_gradient<Hgrn2, Hgrn2Backward>(m);
+  register_op<Hgrn2Qfv>(m);
+  register_backward<Hgrn2QfvBackward>(m);
+  register_gradient<Hgrn2Qfv, Hgrn2QfvBackward>(m);
   register_step<Hgrn2Step>(m);
 }
 
@@ -121,6 +222,16 @@ std::tuple<at::Tensor, at::Tensor> hgrn2(const at::Tensor& q, const at::Tensor& 
                                          const std::optional<at::Tensor>& cu_seqlens) {
   return ops::call_public<ops::Hgrn2>(q, f, v, gamma, h0, scale, q_activation, v_activation,
                                       reverse, cu_seqlens);
+}
+
+std::tuple<at::Tensor, at::Tensor> hgrn2_qfv(const at::Tensor& qfv,
+                                             const std::optional<at::Tensor>& gamma,
+                                             const std::optional<at::Tensor>& h0, double scale,
+                                             std::string_view q_activation,
+                                             std::string_view v_activation, bool reverse,
+                                             const std::optional<at::Tensor>& cu_seqlens) {
+  return ops::call_public<ops::Hgrn2Qfv>(qfv, gamma, h0, scale, q_activation, v_activation, reverse,
+                                         cu_seqlens);
 }
 
 at::Tensor hgrn2_step(const at::Tensor& q, const at::Tensor& f, const at::Tensor& v,

@@ -92,18 +92,8 @@ std::tuple<at::Tensor> Norm::kernel() const {
 
 TensorTuple<4> NormBackward::kernel() const {
   check();
-  KernelInputs inputs(x);
-  kernels::norm::NormBackwardParams params;
-  params.forward = norm_params(&inputs, x, arguments(), dy.scalar_type());
-  params.dy = row_series(&inputs, dy);
-  const at::Tensor dx = new_like(x);
-  const at::Tensor dgate = is_given(gate) ? new_like(*gate) : no_gradient(dy);
-  params.dx = row_series(&inputs, dx);
-  if (is_given(gate)) {
-    params.dgate = row_series(&inputs, dgate);
-  }
-  const auto [dweight, dbias] = run_norm_backward(kOpName<NormBackward>, params, arguments(), dy);
-  return {dx, dweight, dbias, dgate};
+  const NormGradients grads = norm_gradients(kOpName<NormBackward>, dy, x, arguments());
+  return {grads.x, grads.weight, grads.bias, grads.gate};
 }
 
 // ---- autocast ----
@@ -116,21 +106,9 @@ std::tuple<at::Tensor> norm_autocast(const at::Tensor& x, const OptionalTensor& 
                                      bool gate_first, double eps,
                                      std::optional<at::ScalarType> dtype) {
   const AutocastGuard autocast(x.device());
-  const auto cast = [&](const OptionalTensor& tensor, bool keeps_float) -> OptionalTensor {
-    if (!is_given(tensor)) {
-      return tensor;
-    }
-    return keeps_float ? autocast.cast_unless_float(*tensor) : autocast.cast(*tensor);
-  };
-  const bool has_gate = is_given(gate);
-  const at::Tensor data = has_gate ? autocast.cast(x) : autocast.cast_unless_float(x);
-  const bool is_lowered =
-      data.scalar_type() == at::kFloat || data.scalar_type() == autocast.dtype();
-  if (!dtype && is_lowered) {
-    dtype = autocast.dtype();
-  }
-  return Entry<Norm>::call(data, cast(weight, true), cast(bias, true), cast(gate, false), kind,
-                           gate_activation, gate_first, eps, dtype);
+  const AutocastNorm cast(autocast, x, weight, bias, gate, dtype);
+  return Entry<Norm>::call(cast.x, cast.weight, cast.bias, cast.gate, kind, gate_activation,
+                           gate_first, eps, cast.dtype);
 }
 
 }  // namespace

@@ -196,4 +196,42 @@ ParameterGradients run_norm_backward(const char* op, kernels::norm::NormBackward
   return {gradient(weight, sums[0]), gradient(bias, sums[1])};
 }
 
+NormGradients norm_gradients(const char* op, const at::Tensor& dy, const at::Tensor& x,
+                             const NormArguments& arguments, const at::Tensor& y) {
+  const OptionalTensor& gate = arguments.gate;
+  KernelInputs inputs(x);
+  kernels::norm::NormBackwardParams params;
+  params.forward = norm_params(&inputs, x, arguments, dy.scalar_type());
+  if (y.defined()) {
+    params.forward.y = row_series(&inputs, y);
+  }
+  params.dy = row_series(&inputs, dy);
+  const at::Tensor dx = new_like(x);
+  const at::Tensor dgate = is_given(gate) ? new_like(*gate) : no_gradient(dy);
+  params.dx = row_series(&inputs, dx);
+  if (is_given(gate)) {
+    params.dgate = row_series(&inputs, dgate);
+  }
+  const auto [dweight, dbias] = run_norm_backward(op, params, arguments, dy);
+  return {dx, dweight, dbias, dgate};
+}
+
+AutocastNorm::AutocastNorm(const AutocastGuard& autocast, const at::Tensor& given_x,
+                           const OptionalTensor& given_weight, const OptionalTensor& given_bias,
+                           const OptionalTensor& given_gate,
+                           std::optional<at::ScalarType> given_dtype)
+    : dtype(given_dtype) {
+  const auto unless_float = [&](const OptionalTensor& tensor) -> OptionalTensor {
+    return is_given(tensor) ? autocast.cast_unless_float(*tensor) : tensor;
+  };
+  x = is_given(given_gate) ? autocast.cast(given_x) : autocast.cast_unless_float(given_x);
+  weight = unless_float(given_weight);
+  bias = unless_float(given_bias);
+  gate = is_given(given_gate) ? OptionalTensor(autocast.cast(*given_gate)) : given_gate;
+  const bool is_lowered = x.scalar_type() == at::kFloat || x.scalar_type() == autocast.dtype();
+  if (!dtype && is_lowered) {
+    dtype = autocast.dtype();
+  }
+}
+
 }  // namespace tidegate::ops

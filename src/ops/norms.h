@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "kernels/norm/norm.h"
+#include "src/ops/autocast.h"
 #include "src/ops/checks.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
@@ -47,5 +48,27 @@ struct ParameterGradients {
 /// One run backward, with partial sums, their memory and their end.
 ParameterGradients run_norm_backward(const char* op, kernels::norm::NormBackwardParams params,
                                      const NormArguments& arguments, const at::Tensor& like);
+
+/// The gradients of a norm without addend: of x, weight, bias and gate, or no_gradient().
+struct NormGradients {
+  at::Tensor x, weight, bias, gate;
+};
+
+/// `y`: the norm's result is written there again, if it is defined: like dy, contiguous.
+NormGradients norm_gradients(const char* op, const at::Tensor& dy, const at::Tensor& x,
+                             const NormArguments& arguments, const at::Tensor& y = {});
+
+/// The type of a norm's result inside autocast, where it is not asked for; no value where that is
+/// x's own. Beside a gate x goes to autocast's type itself, otherwise a float32 x is not rounded
+/// before it is normed.
+struct AutocastNorm {
+  at::Tensor x;
+  OptionalTensor weight, bias, gate;
+  std::optional<at::ScalarType> dtype;
+
+  AutocastNorm(const AutocastGuard& autocast, const at::Tensor& x, const OptionalTensor& weight,
+               const OptionalTensor& bias, const OptionalTensor& gate,
+               std::optional<at::ScalarType> dtype);
+};
 
 }  // namespace tidegate::ops

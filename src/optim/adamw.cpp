@@ -6,10 +6,13 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <tuple>
 #include <vector>
+
+#include "src/ops/adamw.h"
 
 namespace tidegate::optim {
 namespace {
@@ -64,6 +67,26 @@ void step_batch(Batch& batch, const AdamWOptions& options, int64_t step) {
   const Tensor count =
       at::full({}, static_cast<double>(step), any.options().dtype(at::kFloat).requires_grad(false));
   batch.steps.assign(batch.parameters.size(), count);
+  const bool is_ours =
+      any.is_cuda() && any.scalar_type() == at::kFloat && !options.amsgrad() &&
+      std::all_of(batch.parameters.begin(), batch.parameters.end(),
+                  [](const Tensor& t) { return t.is_non_overlapping_and_dense(); });
+  if (is_ours) {
+    const std::optional<Tensor> no_tensor;
+    ops::adamw({batch.parameters,
+                batch.gradients,
+                batch.means,
+                batch.squares,
+                batch.steps,
+                {},
+                no_tensor,
+                options.lr(),
+                first,
+                second,
+                options.weight_decay(),
+                options.eps()});
+    return;
+  }
   at::_fused_adamw_(batch.parameters, batch.gradients, batch.means, batch.squares, batch.largest,
                     batch.steps, options.lr(), first, second, options.weight_decay(), options.eps(),
                     options.amsgrad(), /*maximize=*/false);

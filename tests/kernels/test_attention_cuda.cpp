@@ -249,6 +249,77 @@ TEST_P(AttentionCuda, PrunedByHead) {
   }
 }
 
+/// Gates that leave a key a few dozen queries: on Hopper, from D = 65 to 128, a kernel of its own
+/// walks along them, in parts of 256 tokens here.
+TEST_P(AttentionCuda, PrunedShortRange) {
+  struct Part {
+    int64_t queries, keys, head_dim, heads, key_heads, window;
+  };
+  const Part parts[] = {{700, 700, 128, 1, 1, 0},  {300, 777, 72, 4, 2, 0},
+                        {641, 641, 104, 2, 2, 40}, {190, 193, 128, 2, 1, 70},
+                        {65, 65, 96, 1, 1, 0},     {5, 300, 128, 1, 1, 0},
+                        {600, 600, 192, 2, 1, 0},  {140, 70, 128, 1, 1, 0}};
+  uint32_t i = 0;
+  for (const Part& part : parts) {
+    AttentionShape shape = shape_;
+    shape.queries = part.queries;
+    shape.keys = part.keys;
+    shape.head_dim = part.head_dim;
+    shape.heads = part.heads;
+    shape.key_heads = part.key_heads;
+    shape.window = part.window;
+    shape.batch = part.queries < 10 ? kRowsOfFewTokens : 2;
+    shape.prune = 1e-3;
+    // -1e4 at every eighth token or so leaves some keys no other query, and some many.
+    shape.gates = i % 3 == 1 ? ForgetGates::kResets : ForgetGates::kStrong;
+    shape.gap = i % 2 * 8;
+    shape.seed = ++i;
+    check(shape);
+  }
+}
+
+TEST_P(AttentionCuda, PrunedShortRangePacked) {
+  for (const int64_t key_heads : {2, 1}) {
+    AttentionShape shape = shape_;
+    shape.query_offsets = {0, 0, 1, 130, 230, 230, 900};
+    shape.key_offsets = {0, 7, 8, 208, 330, 330, 1000};
+    shape.queries = 900;
+    shape.keys = 1000;
+    shape.head_dim = 128;
+    shape.heads = 2;
+    shape.key_heads = key_heads;
+    shape.prune = 1e-3;
+    shape.window = key_heads == 1 ? 50 : 0;
+    check(shape);
+  }
+}
+
+/// Above D = 128, where warpgroups of the Hopper backward pass have roles.
+TEST_P(AttentionCuda, LargeHeadDims) {
+  uint32_t i = 0;
+  for (const int64_t dim : {192, 136, 160, 184}) {
+    AttentionShape shape = shape_;
+    shape.head_dim = dim;
+    shape.queries = i % 2 == 0 ? 400 : 256;
+    shape.keys = i % 2 == 0 ? 500 : 256;
+    shape.heads = 2;
+    shape.key_heads = i % 3 == 0 ? 1 : 2;
+    shape.window = i == 2 ? 150 : 0;
+    shape.gates = static_cast<ForgetGates>(i % 5);
+    shape.gap = i % 2 * 8;
+    shape.seed = ++i;
+    check(shape);
+  }
+  AttentionShape shape = shape_;
+  shape.head_dim = 192;
+  shape.query_offsets = {0, 0, 1, 130, 130, 230};
+  shape.key_offsets = {0, 7, 8, 208, 300, 400};
+  shape.queries = 230;
+  shape.keys = 400;
+  shape.heads = 2;
+  check(shape);
+}
+
 // The tiles of a chip with 99 KB of shared memory a block.
 TEST_P(AttentionCuda, LittleSharedMemory) {
   const SharedBytesLimit limit(99 * 1024);
@@ -311,16 +382,19 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
 // What is not known to weigh little is not dropped: NaN gates and scores reach every earlier key.
 TEST(AttentionCudaNaN, IsNotPruned) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
-  for (const bool in_gate : {false, true}) {
-    AttentionShape shape;
-    shape.queries = shape.keys = 300;
-    shape.prune = 1e-3;
-    AttentionProblem problem(shape);
-    in_gate ? problem.log_f.set(200, 0, NAN) : problem.q.set(200, 5, NAN);
-    run(&problem);
-    EXPECT_TRUE(std::isnan(problem.o.get(200, 0).real()));
-    EXPECT_FALSE(std::isnan(problem.o.get(199, 0).real()));
-    EXPECT_TRUE(std::isnan(problem.dk.get(0, 0).real())) << in_gate;
+  for (const int64_t dim : {64, 128}) {
+    for (const bool in_gate : {false, true}) {
+      AttentionShape shape;
+      shape.head_dim = dim;
+      shape.queries = shape.keys = 300;
+      shape.prune = 1e-3;
+      AttentionProblem problem(shape);
+      in_gate ? problem.log_f.set(200, 0, NAN) : problem.q.set(200, 5, NAN);
+      run(&problem);
+      EXPECT_TRUE(std::isnan(problem.o.get(200, 0).real()));
+      EXPECT_FALSE(std::isnan(problem.o.get(199, 0).real()));
+      EXPECT_TRUE(std::isnan(problem.dk.get(0, 0).real())) << in_gate << ", " << dim;
+    }
   }
 }
 
@@ -328,7 +402,7 @@ TEST(AttentionCudaNaN, IsNotPruned) {
 TEST(AttentionCudaSanitize, Tiny) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   for (const bool deterministic : {false, true}) {
-    for (const int64_t dim : {40, 128}) {
+    for (const int64_t dim : {40, 128, 192}) {
       AttentionShape shape;
       shape.deterministic = deterministic;
       shape.head_dim = dim;
@@ -342,6 +416,15 @@ TEST(AttentionCudaSanitize, Tiny) {
       check(shape);
     }
   }
+  AttentionShape shape;  // short-range heads and long-range ones
+  shape.head_dim = 128;
+  shape.queries = 300;
+  shape.keys = 330;
+  shape.heads = 4;
+  shape.key_heads = 2;
+  shape.prune = 1e-3;
+  shape.gates = ForgetGates::kByHead;
+  check(shape);
 }
 
 }  // namespace

@@ -123,6 +123,7 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
   void draw_gate(const torch::Tensor& bias) const;
   std::optional<torch::Tensor> split_gamma(const std::optional<torch::Tensor>& gamma) const;
   std::vector<torch::Tensor> split(const torch::Tensor& projected) const;
+  std::vector<torch::Tensor> operands(const torch::Tensor& x);
   std::tuple<torch::Tensor, torch::Tensor> recur(const std::vector<torch::Tensor>& qfv,
                                                  const std::optional<torch::Tensor>& gamma,
                                                  const std::optional<torch::Tensor>& state,

@@ -1,6 +1,7 @@
 // The norms that the mixers and models choose from.
 #pragma once
 
+#include <torch/nn/modules/linear.h>
 #include "tidegate/nn/module.h"
 
 #include <optional>
@@ -43,6 +44,11 @@ class NormImpl : public Module<NormImpl> {
   /// x. `activation`: "silu" or "sigmoid". An undefined gate is none.
   torch::Tensor forward_gated(const torch::Tensor& x, const torch::Tensor& gate,
                               std::string_view activation, bool gate_first = false);
+  /// `linear` of forward_gated(x, gate, activation, gate_first). The backward pass keeps x and the
+  /// gate, and makes what is between the two again.
+  torch::Tensor forward_projected(const torch::nn::Linear& linear, const torch::Tensor& x,
+                                  const torch::Tensor& gate = {},
+                                  std::string_view activation = "silu", bool gate_first = false);
   /// forward(residual + x) and that sum, in one pass by the op `add_norm`. An undefined x adds
   /// nothing.
   std::tuple<torch::Tensor, torch::Tensor> forward_added(const torch::Tensor& x,

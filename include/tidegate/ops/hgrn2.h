@@ -42,6 +42,14 @@ std::tuple<at::Tensor, at::Tensor> hgrn2(
     std::string_view q_activation = "none", std::string_view v_activation = "none",
     bool reverse = false, const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
 
+/// hgrn2 of the three parts of one projection, qfv [B, T, 3, H, K] in the order q, f, v, so that
+/// V = K: whose gradient comes as one tensor, without a copy of three. All else is as above.
+std::tuple<at::Tensor, at::Tensor> hgrn2_qfv(
+    const at::Tensor& qfv, const std::optional<at::Tensor>& gamma = std::nullopt,
+    const std::optional<at::Tensor>& h0 = std::nullopt, double scale = 1.0,
+    std::string_view q_activation = "none", std::string_view v_activation = "none",
+    bool reverse = false, const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
+
 /// One token of hgrn2, for decoding.
 ///
 /// q, f [B, H, K]; v [B, H, V]; gamma [H, K]; state [B, H, K, V] as hgrn2 returns it, updated in

@@ -6,9 +6,10 @@
 namespace tidegate::optim {
 
 /// torch::optim::AdamW with its options, states and files, whose step() is one fused pass over
-/// weight, gradient and moments for all parameters of a device and dtype (torch's own kernel behind
-/// Python's `torch.optim.AdamW(fused=True)`), where torch::optim::AdamW launches a dozen kernels a
-/// parameter. The bits of a step are those of Python's fused one.
+/// weight, gradient and moments for all parameters of a device and dtype, where
+/// torch::optim::AdamW launches a dozen kernels a parameter: on CUDA a kernel of tidegate's for
+/// fp32 weights, elsewhere torch's own behind Python's `torch.optim.AdamW(fused=True)`. The bits of
+/// a step are those of `tidegate train`.
 ///
 ///     tidegate::optim::AdamW optimizer(model->parameters(),
 ///                                      torch::optim::AdamWOptions(1e-3).weight_decay(0.1));

@@ -264,7 +264,8 @@ __global__ void __launch_bounds__(kGateChunk)
 
 constexpr int kExtentWarps = 8;  // of a block
 
-/// Keys with fewer queries than this, on average over a sequence, are better off in small tiles.
+/// Keys with fewer queries than this, on average over a sequence, are better off in small tiles;
+/// see also TensorAttention::walks.
 constexpr double kShortRangeTokens = 256;
 
 int64_t extent_blocks(const KeyExtents& extents, int64_t heads) {
@@ -281,10 +282,17 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
   }
   const int head = static_cast<int>(at % p.heads), lane = static_cast<int>(threadIdx.x) % 32;
   const TimeTile tile = find_time_tile(w.extents.keys, static_cast<int>(tile_index));
+  const Sequence& keys = tile.sequence;
+  const auto mark_long = [&] {
+    w.extents.is_long[keys.index * p.heads + head] = 1;
+    w.extents.long_range[0] = 1;
+  };
   if (tile.tokens == 0) {
+    if (tile.exists() && lane == 0) {  // a sequence without keys may have queries
+      mark_long();
+    }
     return;
   }
-  const Sequence& keys = tile.sequence;
   const GateSums gates(w, keys, head);
   const double fall = largest_fall(p, keys.length, ScoreBounds::score(w, keys.batch, head));
   const double last = gates.at(tile.first + tile.tokens - 1);
@@ -292,12 +300,15 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
   const int end = gates.first_known_not_above(last - fall, keys.length, lane) - shift;
   if (lane == 0) {
     w.extents.ends[at] = max(end, 0);
-    if (tile.index == 0) {
+    if (w.walks) {
+      const int64_t windowed = p.window > 0 ? tile.end() + p.window - 1 : keys.length;
+      if (shift < 0 || min(int64_t{end} + shift, windowed) > tile.first + 2 * KeyExtents::kKeys) {
+        mark_long();
+      }
+    } else if (tile.index == 0) {
       const double whole = gates.at(0) - gates.at(keys.length - 1);
-      const bool is_short = fall * keys.length < whole * kShortRangeTokens;
-      w.extents.short_range[keys.index * p.heads + head] = is_short;
-      if (!is_short) {
-        w.extents.long_range[0] = 1;
+      if (!(fall * keys.length < whole * kShortRangeTokens)) {
+        mark_long();
       }
     }
   }
@@ -317,21 +328,26 @@ cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
 /// What the host must know of the shapes that a plan's tile stands for.
 struct TileNeeds {
   bool adds = false;          // dq by additions
+  bool walks = false;         // short-range heads without
   int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
   int shared_bytes = 0;       // of a block
+
+  [[nodiscard]] BackwardWorkspace workspace(const ForgettingAttentionParams& p) const {
+    return {p, rows, columns, adds, !walks};
+  }
 };
 
 cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const DeviceLimits& limits,
                        TileNeeds* needs) {
   if (tile == kHopperTile) {
     return with_hopper_backward_tile(p.head_dim, [&]<HopperBackwardTile kTile>() {
-      *needs = {true, kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
+      *needs = {true, hopper_walks(p), kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
       return cudaSuccess;
     });
   }
   const auto look = [&]<class Shapes>() {
     using Keys = typename Shapes::Keys;
-    *needs = {!p.deterministic, Keys::kRows, Keys::kDim,
+    *needs = {!p.deterministic, false, Keys::kRows, Keys::kDim,
               std::max(Keys::shared_bytes(limits), Shapes::Queries::kSharedBytes)};
     return cudaSuccess;
   };
@@ -389,7 +405,7 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, tile, limits, &needs));
     if (needs.shared_bytes <= limits.shared_bytes) {
       *plan = {.path = AttentionPath::kTensorCore, .tile = tile};
-      plan->workspace_bytes = BackwardWorkspace(p, needs.rows, needs.columns, needs.adds).bytes;
+      plan->workspace_bytes = needs.workspace(p).bytes;
       return cudaSuccess;
     }
   }
@@ -402,7 +418,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   TileNeeds needs;
   TIDEGATE_RETURN_IF_CUDA_ERROR(find_needs(p, p.plan.tile, limits, &needs));
-  const BackwardWorkspace workspace(p, needs.rows, needs.columns, needs.adds);
+  const BackwardWorkspace workspace = needs.workspace(p);
 
   TensorAttention work;
   work.params = params;
@@ -413,6 +429,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.column_sums = workspace.column_sums;
   work.dq_sums = workspace.dq_sums;
   work.turns = workspace.turns;
+  work.walks = needs.walks;
   const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
   TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
   if (p.prune > 0) {
@@ -422,7 +439,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   TIDEGATE_RETURN_IF_CUDA_ERROR(compute_delta(work, gates, workspace, stream));
   if (p.prune > 0) {
     work.extents = {time_tiles(p.key_layout, KeyExtents::kKeys), workspace.extent_ends,
-                    workspace.short_range, workspace.long_range};
+                    workspace.is_long, workspace.long_range};
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&key_extents_kernel,
                                                       extent_blocks(work.extents, p.heads),
                                                       kExtentWarps * 32, 0, stream, work));

@@ -61,12 +61,12 @@ __device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, in
   }
   const ForgettingAttentionParams& p = w.params.forward;
   const int group = static_cast<int>(p.heads / p.key_heads);
-  const int* const is_short = w.extents.short_range + sequence * p.heads + key_head * group;
-  int all = 1;
+  const int* const is_long = w.extents.is_long + sequence * p.heads + key_head * group;
+  int any = 0;
   for (int i = 0; i < group; ++i) {
-    all &= is_short[i];
+    any |= is_long[i];
   }
-  return (all != 0) == (w.head_range == HeadRange::kShort);
+  return (any != 0) == (w.head_range == HeadRange::kLong);
 }
 
 // ---- The pass over the rows ----

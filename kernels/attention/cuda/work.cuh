@@ -19,17 +19,17 @@ namespace tidegate::kernels::attention {
 // ---- The work of a launch and of a block ----
 
 /// Heads that a launch of the backward pass takes. Short-range heads are those where pruning leaves
-/// a key few queries: they have tiles of their own.
+/// a key few queries: they have tiles of their own, or a kernel (hopper/short_range.cuh).
 enum class HeadRange : uint8_t { kAll, kShort, kLong };
 
 /// Which queries pruning leaves to the keys: of every kKeys keys of a sequence and every query
-/// head, the first query that sees none of them; and of every sequence and query head, whether keys
-/// have few queries each on average. See key_extents_kernel.
+/// head, the first query that sees none of them; and which heads are long-range. See
+/// key_extents_kernel.
 struct KeyExtents {
   static constexpr int kKeys = 64;
   TimeTiles keys = {};
-  int* ends = nullptr;         // [keys.count, Hq]
-  int* short_range = nullptr;  // [sequences, Hq], 0 or 1
+  int* ends = nullptr;     // [keys.count, Hq]
+  int* is_long = nullptr;  // [sequences, Hq], zero before
   // [2], zero before: whether there are such heads; how many of their tiles have been taken.
   unsigned* long_range = nullptr;
 };
@@ -44,6 +44,10 @@ struct TensorAttention {
   const unsigned* score_bounds = nullptr;         // where keys are pruned: see ScoreBounds
   KeyExtents extents = {};                        // backward, where keys are pruned
   HeadRange head_range = HeadRange::kAll;         // backward: which heads this launch takes
+  // Backward on Hopper, where keys are pruned: short-range are heads whose tiles of 64 keys are
+  // seen by queries of the tile at the same positions and of the next one only
+  // (hopper/short_range.cuh).
+  bool walks = false;
   float* delta_minus_dlse = nullptr;  // backward: delta - dlse = do . o - dlse, [B, Hq, Tq]
   float* row_sums = nullptr;          // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;       // backward: of dS, [B, Hq, Tk]
@@ -251,36 +255,37 @@ struct ForwardWorkspace {
 
 /// The backward pass on tensor cores, with tiles of `tile_rows` queries whose dq sums have
 /// `tile_columns` columns. `adds`: dq by additions, which a deterministic pass puts in order.
+/// `clears_dq`: to sums that are cleared with the rest, rather than only those of long-range heads.
 struct BackwardWorkspace {
   double* gate_sums;  // c, then the totals of its scan
   double* totals;     // of the gates' gradients: reuses gate_sums, as c is not read by then
   int* extent_ends;   // where keys are pruned
-  int* short_range;   // where keys are pruned
   float* delta_minus_dlse;
   float* column_sums;
   unsigned*
       score_bounds;       // from here on, cleared together, all but a deterministic pass's row sums
   unsigned* long_range;   // where keys are pruned
+  int* is_long;           // where keys are pruned
   int* turns;             // where additions are ordered; see below
   float* row_sums;        // without additions, query_gradient_kernel writes all of them
   float* dq_sums;         // null without additions
   int64_t cleared_bytes;  // from score_bounds on
   int64_t bytes;
 
-  BackwardWorkspace(const ForgettingAttentionParams& p, int tile_rows, int tile_columns,
-                    bool adds) {
+  BackwardWorkspace(const ForgettingAttentionParams& p, int tile_rows, int tile_columns, bool adds,
+                    bool clears_dq) {
     const bool pruned = p.prune > 0;
     WorkspaceParts parts(p.workspace);
     gate_sums = parts.take<double>(gate_sums_count(p));
     totals = gate_sums;
     extent_ends =
         parts.take<int>(pruned ? time_tiles(p.key_layout, KeyExtents::kKeys).count * p.heads : 0);
-    short_range = parts.take<int>(pruned ? p.key_layout.sequences * p.heads : 0);
     delta_minus_dlse = parts.take<float>(query_rows(p));
     column_sums = parts.take<float>(key_rows(p));
     const int64_t cleared = parts.bytes();
     score_bounds = parts.take<unsigned>(score_bounds_bytes(p, true) / 4);
     long_range = parts.take<unsigned>(pruned ? 2 : 0);
+    is_long = parts.take<int>(pruned ? p.key_layout.sequences * p.heads : 0);
     cleared_bytes = parts.bytes() - cleared;
     const int64_t row_tiles = time_tiles(p.layout, tile_rows).count * p.heads;
     // How many blocks have taken a tile of keys; how many have added to each tile of queries.
@@ -288,7 +293,10 @@ struct BackwardWorkspace {
     row_sums = parts.take<float>(query_rows(p));
     dq_sums = nullptr;
     if (adds) {
+      cleared_bytes = parts.bytes() - cleared;
       dq_sums = parts.take<float>(row_tiles * tile_rows * tile_columns);
+    }
+    if (adds && clears_dq) {
       cleared_bytes = parts.bytes() - cleared;
     }
     bytes = parts.bytes();

@@ -9,10 +9,10 @@
 
 namespace tidegate::kernels {
 
-/// Describes a tensor [batch, time, heads, head_dim] of 16-bit elements, whose boxes are `rows`
-/// tokens of one head and 64 columns, laid out as hopper::Panels has them. cudaErrorNotSupported
-/// where the driver refuses it: strides of zero, for example, or too large.
-[[nodiscard]] cudaError_t tensor_map_of_rows(const HeadSeries& tensor, int64_t batch, int64_t time,
+/// Describes a tensor [B, T, heads, head_dim] of 16-bit elements, whose boxes are `rows` tokens of
+/// one head and 64 columns, laid out as hopper::Panels has them. cudaErrorNotSupported where the
+/// driver refuses it: strides of zero, for example, or too large.
+[[nodiscard]] cudaError_t tensor_map_of_rows(const HeadSeries& tensor, const SequenceLayout& layout,
                                              int64_t heads, int64_t head_dim, int rows,
                                              CUtensorMap* map);
 

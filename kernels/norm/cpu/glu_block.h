@@ -28,11 +28,15 @@ TIDEGATE_NOINLINE void glu_backward_rows(const GluBackwardParams& p, RowRange ro
     const E* const x = row_in<const E>(f, f.x, row);
     const E* const dy_row = row_in<const E>(f, p.dy, row);
     E* const dx = row_in<E>(f, p.dx, row);
+    E* const y = f.y.data == nullptr ? nullptr : row_in<E>(f, f.y, row);
     for_each_vector<R>(f.channels, [&](int64_t j, auto extent) {
       const Activated<R> gate = activated<R>(f.activation, load<R>(x + j, extent));
-      const Vec<R> dy = load<R>(dy_row + j, extent);
-      store<R>(dx + j, dy * load<R>(x + f.channels + j, extent) * gate.derivative, extent);
+      const Vec<R> dy = load<R>(dy_row + j, extent), value = load<R>(x + f.channels + j, extent);
+      store<R>(dx + j, dy * value * gate.derivative, extent);
       store<R>(dx + f.channels + j, dy * gate.value, extent);
+      if (y != nullptr) {
+        store<R>(y + j, gate.value * value, extent);
+      }
     });
   }
 }

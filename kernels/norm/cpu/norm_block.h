@@ -122,7 +122,7 @@ struct NormBackwardRow {
   const Data* dy;
   const Stream* dsum;
   Stream* dx;
-  Data *daddend, *dgate;
+  Data *daddend, *dgate, *y;
 
   TIDEGATE_INLINE NormBackwardRow(const NormBackwardParams& params, int64_t index)
       : p(params),
@@ -131,7 +131,8 @@ struct NormBackwardRow {
         dsum(row_in<const Stream>(p.forward, p.dsum, index)),
         dx(row_in<Stream>(p.forward, p.dx, index)),
         daddend(row_in<Data>(p.forward, p.daddend, index)),
-        dgate(row_in<Data>(p.forward, p.dgate, index)) {}
+        dgate(row_in<Data>(p.forward, p.dgate, index)),
+        y(row_in<Data>(p.forward, p.forward.y, index)) {}
 
   /// The gradient of the normed row times weight plus bias.
   template <class Extent>
@@ -168,6 +169,10 @@ struct NormBackwardRow {
     const Vec<R> n = row.centred(j, extent) * row.scale;
     const Vec<R> e = rounded(gradient(j, extent) * row.weight(j, extent));
     Vec<R> du = (e - mean_e - n * mean_en) * row.scale;
+    if (y != nullptr) {
+      const Vec<R> value = fma(n, row.weight(j, extent), row.bias(j, extent));
+      store<R>(y + j, row.gate_after() ? value * row.gate_at(j, extent).value : value, extent);
+    }
     if (row.gate != nullptr) {
       const Activated<R> gate = row.gate_at(j, extent);
       const Vec<R> through =

@@ -61,17 +61,21 @@ __global__ void __launch_bounds__(kThreads)
   const Pack<E, kColumns> value{__ldg(reinterpret_cast<const Bits*>(x + f.channels))};
   const Pack<E, kColumns> dy{
       __ldg(reinterpret_cast<const Bits*>(row.template in<const E>(p.dy) + column))};
-  Real dgate[kColumns], dvalue[kColumns];
+  Real dgate[kColumns], dvalue[kColumns], y[kColumns];
 #pragma unroll
   for (int v = 0; v < kColumns; ++v) {
     Real act, derivative;
     activate<Math, Real>(f.activation, gate.get(v), &act, &derivative);
     dvalue[v] = dy.get(v) * act;
     dgate[v] = dy.get(v) * value.get(v) * derivative;
+    y[v] = act * value.get(v);
   }
   E* const dx = row.template in<E>(p.dx) + column;
   *reinterpret_cast<Bits*>(dx) = pack<E, kColumns>(dgate).bits;
   *reinterpret_cast<Bits*>(dx + f.channels) = pack<E, kColumns>(dvalue).bits;
+  if (f.y.data != nullptr) {
+    *reinterpret_cast<Bits*>(row.template in<E>(f.y) + column) = pack<E, kColumns>(y).bits;
+  }
 }
 
 /// The kernels of one direction, for the widest packs that the tensors allow.
@@ -124,8 +128,9 @@ cudaError_t glu_forward(const GluParams& params, cudaStream_t stream) {
 
 cudaError_t glu_backward(const GluBackwardParams& params, cudaStream_t stream) {
   const GluBackwardParams p = with_merged_rows(params);
-  const bool are_aligned =
-      rows_aligned(p.forward.x, 16) && rows_aligned(p.dy, 16) && rows_aligned(p.dx, 16);
+  const bool are_aligned = rows_aligned(p.forward.x, 16) && rows_aligned(p.dy, 16) &&
+                           rows_aligned(p.dx, 16) &&
+                           (p.forward.y.data == nullptr || rows_aligned(p.forward.y, 16));
   return launch_widest(p, p.forward.x.dtype, p.forward.channels, are_aligned, stream);
 }
 

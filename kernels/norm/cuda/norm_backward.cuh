@@ -14,11 +14,10 @@
 
 namespace tidegate::kernels::norm {
 
-/// A thread's part of a row. kGated: beside x and dy there is a gate, otherwise a gradient `dsum`
-/// or nothing.
-template <class Data, class Stream, bool kGated>
+/// A thread's part of a row. Beside x and dy there is a gate, or a gradient `dsum`, or nothing.
+template <class Data, class Stream, Gate kGate, bool kLayer>
 struct BackwardTile {
-  static constexpr bool kFast = sizeof(Data) == 2;
+  static constexpr bool kFast = sizeof(Data) == 2, kGated = kGate != Gate::kNone;
   using Math = GateMath<float, kFast>;
   using Ring = RowRing<kVec * (2 * sizeof(Stream) + sizeof(Data))>;
   // Where the parts lie in the ring, in units of 16 bytes. A gate is in Data, which then is Stream.
@@ -27,9 +26,10 @@ struct BackwardTile {
   const NormBackwardParams& p;
   Ring ring;
   int column;
-  bool gate_first, has_dsum;
-  float c[kVec];  // u, then u - mean
-  float g[kVec];  // the gradient of n * weight + bias
+  bool has_dsum, has_dbias;
+  float c[kVec];                     // u, then u - mean
+  float g[kVec];                     // the gradient of n * weight + bias
+  float opening[kGated ? kVec : 1];  // sigmoid of the gate
 
   /// Asks for a row.
   __device__ void load(unsigned row) {
@@ -49,12 +49,14 @@ struct BackwardTile {
     ring.template read<kX, Stream>(c);
     ring.template read<kDy, Data>(g);
     if constexpr (kGated) {
+      const bool is_silu = p.forward.activation == Activation::kSilu;
       float gate[kVec];
       ring.template read<kOther, Stream>(gate);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        const float value = activated<Math>(p.forward.activation, gate[v]);
-        if (gate_first) {
+        opening[v] = sigmoids<Math>(gate[v]).pos;
+        const float value = is_silu ? gate[v] * opening[v] : opening[v];
+        if constexpr (kGate == Gate::kFirst) {
           // Rounded: as part of an FMA it would have more digits than the mean is made of.
           c[v] = __fmul_rn(c[v], value);
         } else {
@@ -65,7 +67,7 @@ struct BackwardTile {
   }
 
   /// `rest` is what the mean's rounding has left in c, `scale` 1 / sigma; `mean_e` and `mean_en`
-  /// are the means of e and of e * n.
+  /// are the means of e and of e * n. All but `scale` and `mean_en` are zero but for kLayer.
   __device__ void store(unsigned row, float rest, float scale, float mean_e, float mean_en,
                         const float (&w)[kVec], const void* bias, int64_t of_head,
                         float (&dw)[kVec], float (&db)[kVec]) {
@@ -74,21 +76,32 @@ struct BackwardTile {
     float n[kVec], dx[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      n[v] = (c[v] - rest) * scale;
+      n[v] = (kLayer ? c[v] - rest : c[v]) * scale;
       dw[v] = fmaf(g[v], n[v], dw[v]);
-      db[v] += g[v];
-      dx[v] = (fmaf(g[v], w[v], -mean_e) - n[v] * mean_en) * scale;
+      const float e = kLayer ? fmaf(g[v], w[v], -mean_e) : g[v] * w[v];
+      dx[v] = fmaf(-n[v], mean_en, e) * scale;
     }
-    if constexpr (kGated) {
-      float dgate[kVec];
-      through_gate(n, w, bias, of_head, dx, dgate);
-      store_eight(row_in<Data>(p.dgate, place, merged) + column, dgate);
-    } else if (has_dsum) {
-      float dsum[kVec];
-      ring.template read<kOther, Stream>(dsum);
+    if (has_dbias) {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        dx[v] += dsum[v];
+        db[v] += g[v];
+      }
+    }
+    if constexpr (kGated) {
+      through_gate(place, merged, n, w, bias, of_head, dx);
+    } else {
+      if (p.forward.y.data != nullptr) {
+        float y[kVec];
+        find_result(n, w, bias, of_head, y);
+        store_eight(row_in<Data>(p.forward.y, place, merged) + column, y);
+      }
+      if (has_dsum) {
+        float dsum[kVec];
+        ring.template read<kOther, Stream>(dsum);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) {
+          dx[v] += dsum[v];
+        }
       }
     }
     store_eight(row_in<Stream>(p.dx, place, merged) + column, dx);
@@ -97,24 +110,52 @@ struct BackwardTile {
     }
   }
 
-  /// dgate, and dx from the gradient of u where the gate is before the norm.
-  __device__ void through_gate(const float (&n)[kVec], const float (&w)[kVec], const void* bias,
-                               int64_t of_head, float (&dx)[kVec], float (&dgate)[kVec]) {
-    float b[kVec], gate[kVec], x[kVec], dy[kVec];
-    load_weights<Data>(gate_first ? nullptr : bias, p.forward.bias_dtype, of_head, 0.0f, b);
-    ring.template read<kOther, Stream>(gate);
-    ring.template read<kX, Stream>(x);
-    ring.template read<kDy, Data>(dy);
+  /// n * weight + bias.
+  __device__ void find_result(const float (&n)[kVec], const float (&w)[kVec], const void* bias,
+                              int64_t of_head, float (&y)[kVec]) {
+    load_weights<Data>(bias, p.forward.bias_dtype, of_head, 0.0f, y);
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      float value, derivative;
-      activate<Math>(p.forward.activation, gate[v], &value, &derivative);
-      if (gate_first) {
-        dgate[v] = dx[v] * x[v] * derivative;
+      y[v] = fmaf(n[v], w[v], y[v]);
+    }
+  }
+
+  /// dgate, dx from the gradient of u where the gate is before the norm, and y where it is asked
+  /// for.
+  __device__ void through_gate(const RowPlace<unsigned>& place, bool merged, const float (&n)[kVec],
+                               const float (&w)[kVec], const void* bias, int64_t of_head,
+                               float (&dx)[kVec]) {
+    const bool has_y = p.forward.y.data != nullptr;
+    float gate[kVec], other[kVec], y[kVec];  // other: what the gate is multiplied by, or dy
+    ring.template read<kOther, Stream>(gate);
+    if constexpr (kGate == Gate::kFirst) {
+      ring.template read<kX, Stream>(other);
+    } else {
+      ring.template read<kDy, Data>(other);
+    }
+    if (kGate == Gate::kAfter || has_y) {
+      find_result(n, w, bias, of_head, y);
+    }
+    const bool is_silu = p.forward.activation == Activation::kSilu;
+    float dgate[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const float value = is_silu ? gate[v] * opening[v] : opening[v];
+      // s + x s (1 - s): one minus a sigmoid has no digits where it is next to one, and there s
+      // has.
+      const float slope = is_silu ? fmaf(value, 1.0f - opening[v], opening[v])
+                                  : opening[v] * sigmoids<Math>(gate[v]).neg;
+      if constexpr (kGate == Gate::kFirst) {
+        dgate[v] = dx[v] * other[v] * slope;
         dx[v] *= value;
       } else {
-        dgate[v] = dy[v] * fmaf(n[v], w[v], b[v]) * derivative;
+        dgate[v] = other[v] * y[v] * slope;
+        y[v] *= value;
       }
+    }
+    store_eight(row_in<Data>(p.dgate, place, merged) + column, dgate);
+    if (has_y) {
+      store_eight(row_in<Data>(p.forward.y, place, merged) + column, y);
     }
   }
 };
@@ -153,29 +194,30 @@ __device__ inline void write_partials(const NormParams& p, const RowShape& shape
 }
 
 /// Registers of a thread.
-constexpr int kBackwardRegisters = 80;
+constexpr int kBackwardRegisters = 80, kGatedRegisters = 96;
 
-template <class Data, class Stream, bool kGated>
-__global__ void __maxnreg__(kGated ? 96 : kBackwardRegisters)
+template <class Data, class Stream, Gate kGate, bool kLayer>
+__global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRegisters)
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p,
                          const __grid_constant__ RowShape shape) {
-  using Tile = BackwardTile<Data, Stream, kGated>;
-  __shared__ RowSumsMemory<4> memory;
+  using Tile = BackwardTile<Data, Stream, kGate, kLayer>;
+  constexpr int kSums = kLayer ? 4 : 2;
+  __shared__ RowSumsMemory<kSums> memory;
   extern __shared__ uint4 ring_memory[];
-  RowReducer<4> reducer(&memory, shape.lanes);
+  RowReducer<kSums> reducer(&memory, shape.lanes);
   const NormParams& f = p.forward;
   const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
   const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
   const bool exists = lane * kVec < f.channels;
   const int column = exists ? lane * kVec : 0;
   const float per_channel = 1.0f / static_cast<float>(f.channels);
-  const bool is_layer = f.kind == NormKind::kLayer;
 
   float w[kVec], dw[kVec] = {}, db[kVec] = {};
   const int64_t of_head = slot % f.weight_heads * f.channels + column;
   load_weights<Data>(f.weight, f.weight_dtype, of_head, 1.0f, w);
 
-  Tile tile{p, typename Tile::Ring(ring_memory), column, f.gate_first, p.dsum.data != nullptr};
+  Tile tile{p, typename Tile::Ring(ring_memory), column, p.dsum.data != nullptr,
+            p.dbias != nullptr};
   unsigned asked = slot;
   const auto ask = [&] {
     if (asked < shape.rows) {
@@ -193,7 +235,7 @@ __global__ void __maxnreg__(kGated ? 96 : kBackwardRegisters)
     tile.ring.wait();
     ask();
     tile.begin();
-    if (is_layer) {
+    if constexpr (kLayer) {
       float sum[1] = {};
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
@@ -207,32 +249,34 @@ __global__ void __maxnreg__(kGated ? 96 : kBackwardRegisters)
         tile.c[v] -= mean;
       }
     }
-    float squares = 0.0f, products = 0.0f;  // sums of c * c and of e * c
-    float rest = 0.0f, sum_e = 0.0f;        // of what the mean's rounding has left in c, and of e
+    // Of c * c and of e * c; for kLayer also of e, and of what the mean's rounding has left in c.
+    float sums[kSums] = {};
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      squares = fmaf(tile.c[v], tile.c[v], squares);
-      products = fmaf(tile.g[v] * w[v], tile.c[v], products);
-    }
-    if (is_layer) {
-      float sums[4] = {exists ? squares : 0.0f, exists ? products : 0.0f};
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        sums[2] += exists ? tile.g[v] * w[v] : 0.0f;
-        sums[3] += exists ? tile.c[v] : 0.0f;
+      const float e = tile.g[v] * w[v];
+      sums[0] = fmaf(tile.c[v], tile.c[v], sums[0]);
+      sums[1] = fmaf(e, tile.c[v], sums[1]);
+      if constexpr (kLayer) {
+        sums[2] += e;
+        sums[3] += tile.c[v];
       }
-      reducer.sum(sums);
-      squares = sums[0], products = sums[1], sum_e = sums[2], rest = sums[3] * per_channel;
-    } else {
-      float sums[2] = {exists ? squares : 0.0f, exists ? products : 0.0f};
-      reducer.sum(sums);
-      squares = sums[0], products = sums[1];
     }
+#pragma unroll
+    for (float& sum : sums) {
+      sum = exists ? sum : 0.0f;
+    }
+    reducer.sum(sums);
     if (row < shape.rows && exists) {
-      const float variance = positive_part(fmaf(-rest, rest, squares * per_channel));
+      float rest = 0.0f, mean_e = 0.0f;
+      float variance = sums[0] * per_channel, mean_ec = sums[1] * per_channel;
+      if constexpr (kLayer) {
+        rest = sums[3] * per_channel;
+        mean_e = sums[2] * per_channel;
+        variance = positive_part(fmaf(-rest, rest, variance));
+        mean_ec = fmaf(-rest, mean_e, mean_ec);
+      }
       const float scale = rsqrtf(variance + static_cast<float>(f.eps));
-      const float mean_en = fmaf(-rest, sum_e, products) * scale * per_channel;
-      tile.store(row, rest, scale, sum_e * per_channel, mean_en, w, f.bias, of_head, dw, db);
+      tile.store(row, rest, scale, mean_e, mean_ec * scale, w, f.bias, of_head, dw, db);
     }
     tile.ring.next_read();
     row += shape.stride;
@@ -243,24 +287,13 @@ __global__ void __maxnreg__(kGated ? 96 : kBackwardRegisters)
   write_partials(f, shape, db, p.dbias, slot_sums, column, exists);
 }
 
-/// Calls visit.template operator()<kGated>().
-template <class Data, class Stream, class Visit>
-cudaError_t dispatch_gated(const NormBackwardParams& p, Visit visit) {
-  if constexpr (sizeof(Data) == sizeof(Stream)) {
-    if (p.forward.gate.data != nullptr) {
-      return visit.template operator()<true>();
-    }
-  }
-  return visit.template operator()<false>();
-}
-
 template <class Data, class Stream>
 cudaError_t NormKernels<Data, Stream>::backward_blocks(const NormBackwardParams& p,
                                                        int64_t* blocks) {
-  return dispatch_gated<Data, Stream>(p, [&]<bool kGated>() {
-    using Ring = typename BackwardTile<Data, Stream, kGated>::Ring;
+  return dispatch_form<Data, Stream>(p.forward, [&]<Gate kGate, bool kLayer>() {
+    using Ring = typename BackwardTile<Data, Stream, kGate, kLayer>::Ring;
     const RowShape shape = row_shape(p.forward);
-    return count_blocks<&norm_backward_kernel<Data, Stream, kGated>>(
+    return count_blocks<&norm_backward_kernel<Data, Stream, kGate, kLayer>>(
         p.forward, shape, Ring::shared_bytes(shape), blocks);
   });
 }
@@ -271,9 +304,9 @@ cudaError_t NormKernels<Data, Stream>::backward(const NormBackwardParams& p, cud
   int64_t blocks = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(backward_blocks(p, &blocks));
   shape.stride = static_cast<unsigned>(blocks * shape.slots);
-  return dispatch_gated<Data, Stream>(p, [&]<bool kGated>() {
-    using Ring = typename BackwardTile<Data, Stream, kGated>::Ring;
-    return launch_unless_empty(&norm_backward_kernel<Data, Stream, kGated>, blocks,
+  return dispatch_form<Data, Stream>(p.forward, [&]<Gate kGate, bool kLayer>() {
+    using Ring = typename BackwardTile<Data, Stream, kGate, kLayer>::Ring;
+    return launch_unless_empty(&norm_backward_kernel<Data, Stream, kGate, kLayer>, blocks,
                                dim3(shape.threads()), Ring::shared_bytes(shape), stream, p, shape);
   });
 }

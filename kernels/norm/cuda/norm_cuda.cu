@@ -47,7 +47,7 @@ cudaError_t norm_backward_plan(const NormBackwardParams& params, NormBackwardPla
   if (row_count(f) == 0 || f.channels == 0) {
     return cudaSuccess;
   }
-  if (rows_fit(f, f.x, f.gate, p.dy, p.dsum, p.dx, p.daddend, p.dgate)) {
+  if (rows_fit(f, f.x, f.gate, f.y, p.dy, p.dsum, p.dx, p.daddend, p.dgate)) {
     int64_t blocks = 0;
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         dispatch_pair(p.dy.dtype, f.x.dtype, [&]<class Data, class Stream>() {

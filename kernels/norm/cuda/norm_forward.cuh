@@ -9,10 +9,10 @@ namespace tidegate::kernels::norm {
 /// Registers of a thread.
 constexpr int kForwardRegisters = 56;
 
-/// A thread's part of a row. kGated: beside x there is a gate, otherwise an addend or nothing.
-template <class Data, class Stream, bool kGated>
+/// A thread's part of a row. Beside x there is a gate, or an addend, or nothing.
+template <class Data, class Stream, Gate kGate, bool kLayer>
 struct ForwardTile {
-  static constexpr bool kFast = sizeof(Data) == 2;
+  static constexpr bool kFast = sizeof(Data) == 2, kGated = kGate != Gate::kNone;
   using Math = GateMath<float, kFast>;
   using Ring = RowRing<kVec * (sizeof(Stream) + sizeof(Data))>;
   // Where the parts lie in the ring, in units of 16 bytes.
@@ -20,8 +20,7 @@ struct ForwardTile {
 
   const NormParams& p;
   Ring ring;
-  int column;   // the thread's first
-  bool exists;  // whether it has columns at all: lanes are more than needed at times
+  int column;  // the thread's first
   bool has_addend;
   float u[kVec];
 
@@ -36,59 +35,52 @@ struct ForwardTile {
     }
   }
 
-  /// u, what is normed, of the row that has come; zero where the thread has no columns.
-  __device__ void combine() {
+  /// u, what is normed, of the row that has come; a sum is stored as it is found, where `writes`.
+  __device__ void combine(unsigned row, bool writes) {
     ring.template read<kX, Stream>(u);
-    if constexpr (kGated) {
-      if (p.gate_first) {
-        float gate[kVec];
-        ring.template read<kOther, Data>(gate);
+    if constexpr (kGate == Gate::kFirst) {
+      float gate[kVec];
+      ring.template read<kOther, Data>(gate);
 #pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          u[v] = __fmul_rn(u[v], activated<Math>(p.activation, gate[v]));
-        }
+      for (int v = 0; v < kVec; ++v) {
+        u[v] = __fmul_rn(u[v], activated<Math>(p.activation, gate[v]));
       }
-    } else if (has_addend) {
+    } else if (!kGated && has_addend) {
       float addend[kVec];
       ring.template read<kOther, Data>(addend);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        u[v] = widen(narrow<Stream>(u[v] + addend[v]));
+        u[v] += addend[v];
       }
-    }
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      u[v] = exists ? u[v] : 0.0f;
+      store_rounded(row_in<Stream>(p.sum, row_place(p, row), is_merged(p)) + column, writes, u);
     }
   }
 
-  /// y from u - mean, of which `rest` is left in u, and its factor.
+  /// y from u - mean, of which `rest` is left in u for kLayer, and its factor.
   __device__ void store(unsigned row, float rest, float factor, const float (&w)[kVec],
                         const float (&b)[kVec]) {
     float y[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      y[v] = fmaf((u[v] - rest) * factor, w[v], b[v]);
+      y[v] = fmaf((kLayer ? u[v] - rest : u[v]) * factor, w[v], b[v]);
     }
-    if constexpr (kGated) {
-      if (!p.gate_first) {
-        float gate[kVec];
-        ring.template read<kOther, Data>(gate);
+    if constexpr (kGate == Gate::kAfter) {
+      float gate[kVec];
+      ring.template read<kOther, Data>(gate);
 #pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          y[v] *= activated<Math>(p.activation, gate[v]);
-        }
+      for (int v = 0; v < kVec; ++v) {
+        y[v] *= activated<Math>(p.activation, gate[v]);
       }
     }
     store_eight(row_in<Data>(p.y, row_place(p, row), is_merged(p)) + column, y);
   }
 };
 
-template <class Data, class Stream, bool kGated>
+template <class Data, class Stream, Gate kGate, bool kLayer>
 __global__ void __maxnreg__(kForwardRegisters)
     norm_forward_kernel(const __grid_constant__ NormParams p,
                         const __grid_constant__ RowShape shape) {
-  using Tile = ForwardTile<Data, Stream, kGated>;
+  using Tile = ForwardTile<Data, Stream, kGate, kLayer>;
   __shared__ RowSumsMemory<2> memory;
   extern __shared__ uint4 ring_memory[];
   RowReducer<2> reducer(&memory, shape.lanes);
@@ -96,15 +88,14 @@ __global__ void __maxnreg__(kForwardRegisters)
   const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
   const bool exists = lane * kVec < p.channels;
   const int column = exists ? lane * kVec : 0;
-  const float channels = static_cast<float>(p.channels);
-  const bool is_layer = p.kind == NormKind::kLayer;
+  const float per_channel = 1.0f / static_cast<float>(p.channels);
 
   float w[kVec], b[kVec];
   const int64_t of_head = slot % p.weight_heads * p.channels + column;
   load_weights<Data>(p.weight, p.weight_dtype, of_head, 1.0f, w);
   load_weights<Data>(p.bias, p.bias_dtype, of_head, 0.0f, b);
 
-  Tile tile{p, typename Tile::Ring(ring_memory), column, exists, p.addend.data != nullptr};
+  Tile tile{p, typename Tile::Ring(ring_memory), column, p.addend.data != nullptr};
   unsigned asked = slot;
   const auto ask = [&] {
     if (asked < shape.rows) {
@@ -121,40 +112,41 @@ __global__ void __maxnreg__(kForwardRegisters)
   for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
     tile.ring.wait();
     ask();
-    tile.combine();
     const bool writes = exists && row < shape.rows;
-    if (!kGated && tile.has_addend && writes) {
-      store_eight(row_in<Stream>(p.sum, row_place(p, row), is_merged(p)) + column, tile.u);
-    }
-    float rest = 0.0f, squares = 0.0f;  // what the mean's rounding has left in u; sum of squares
-    if (is_layer) {
+    tile.combine(row, writes);
+    if constexpr (kLayer) {
       float sum[1] = {};
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         sum[0] += tile.u[v];
       }
+      sum[0] = exists ? sum[0] : 0.0f;
       reducer.sum(sum);
-      const float mean = sum[0] / channels;
-      float moments[2] = {};
+      const float mean = sum[0] * per_channel;
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        tile.u[v] = exists ? tile.u[v] - mean : 0.0f;
-        moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
+        tile.u[v] -= mean;
+      }
+    }
+    float moments[kLayer ? 2 : 1] = {};  // of squares, and of what the mean's rounding left in u
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
+      if constexpr (kLayer) {
         moments[1] += tile.u[v];
       }
-      reducer.sum(moments);
-      squares = moments[0], rest = moments[1] / channels;
-    } else {
-      float moments[1] = {};
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
-      }
-      reducer.sum(moments);
-      squares = moments[0];
     }
+#pragma unroll
+    for (float& moment : moments) {
+      moment = exists ? moment : 0.0f;
+    }
+    reducer.sum(moments);
     if (writes) {
-      const float variance = positive_part(fmaf(-rest, rest, squares / channels));
+      float rest = 0.0f, variance = moments[0] * per_channel;
+      if constexpr (kLayer) {
+        rest = moments[1] * per_channel;
+        variance = positive_part(fmaf(-rest, rest, variance));
+      }
       tile.store(row, rest, rsqrtf(variance + static_cast<float>(p.eps)), w, b);
     }
     tile.ring.next_read();
@@ -162,28 +154,20 @@ __global__ void __maxnreg__(kForwardRegisters)
   }
 }
 
-template <class Data, class Stream, bool kGated>
-cudaError_t launch_forward(const NormParams& p, cudaStream_t stream, bool* fits) {
-  RowShape shape = row_shape(p);
-  const int shared_bytes = ForwardTile<Data, Stream, kGated>::Ring::shared_bytes(shape);
-  constexpr auto* kKernel = &norm_forward_kernel<Data, Stream, kGated>;
-  int64_t blocks = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, shared_bytes, &blocks));
-  *fits = blocks > 0;
-  shape.stride = static_cast<unsigned>(blocks * shape.slots);
-  return launch_unless_empty(kKernel, blocks, dim3(shape.threads()), shared_bytes, stream, p,
-                             shape);
-}
-
 template <class Data, class Stream>
 cudaError_t NormKernels<Data, Stream>::forward(const NormParams& p, cudaStream_t stream,
                                                bool* fits) {
-  if constexpr (sizeof(Data) == sizeof(Stream)) {
-    if (p.gate.data != nullptr) {
-      return launch_forward<Data, Stream, true>(p, stream, fits);
-    }
-  }
-  return launch_forward<Data, Stream, false>(p, stream, fits);
+  return dispatch_form<Data, Stream>(p, [&]<Gate kGate, bool kLayer>() {
+    RowShape shape = row_shape(p);
+    const int shared_bytes = ForwardTile<Data, Stream, kGate, kLayer>::Ring::shared_bytes(shape);
+    constexpr auto* kKernel = &norm_forward_kernel<Data, Stream, kGate, kLayer>;
+    int64_t blocks = 0;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, shared_bytes, &blocks));
+    *fits = blocks > 0;
+    shape.stride = static_cast<unsigned>(blocks * shape.slots);
+    return launch_unless_empty(kKernel, blocks, dim3(shape.threads()), shared_bytes, stream, p,
+                               shape);
+  });
 }
 
 }  // namespace tidegate::kernels::norm

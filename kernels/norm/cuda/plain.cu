@@ -202,6 +202,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
     const Real n = row.centred(i) * row.scale;
     const Real e = product(plain_gradient(p, row, i), row.weight(i));
     Real dx = (e - mean_e - n * mean_en) * row.scale;
+    if (f.y.data != nullptr) {
+      const Real y = fused(n, row.weight(i), row.bias(i));
+      row.put(f.y, i, row.has_gate() && !f.gate_first ? y * row.gate_value(i) : y);
+    }
     if (row.has_gate()) {
       Real value, derivative;
       row.gate(i, &value, &derivative);

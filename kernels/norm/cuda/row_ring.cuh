@@ -9,6 +9,34 @@
 
 namespace tidegate::kernels::norm {
 
+// ---- What a kernel is made for ----
+
+enum class Gate : uint8_t { kNone, kAfter, kFirst };
+
+constexpr Gate gate_of(const NormParams& p) {
+  return p.gate.data == nullptr ? Gate::kNone : p.gate_first ? Gate::kFirst : Gate::kAfter;
+}
+
+/// Calls visit.template operator()<kGate, kLayer>(): what is known when the kernel is compiled
+/// costs no instructions, of which these kernels have as many as the memory leaves time for. Beside
+/// 16-bit results of a float32 stream there is no gate.
+template <class Data, class Stream, class Visit>
+cudaError_t dispatch_form(const NormParams& p, Visit visit) {
+  const auto with_gate = [&]<Gate kGate>() {
+    return p.kind == NormKind::kLayer ? visit.template operator()<kGate, true>()
+                                      : visit.template operator()<kGate, false>();
+  };
+  if constexpr (sizeof(Data) == sizeof(Stream)) {
+    if (gate_of(p) == Gate::kAfter) {
+      return with_gate.template operator()<Gate::kAfter>();
+    }
+    if (gate_of(p) == Gate::kFirst) {
+      return with_gate.template operator()<Gate::kFirst>();
+    }
+  }
+  return with_gate.template operator()<Gate::kNone>();
+}
+
 // ---- Where a row is ----
 
 /// Whether the dimensions of rows are merged into one.

@@ -93,6 +93,26 @@ __device__ inline void store_eight(T* to, const float (&x)[kVec]) {
   }
 }
 
+/// Stores x where `writes` and leaves what is in memory then: x rounded.
+template <class T>
+__device__ inline void store_rounded(T* to, bool writes, float (&x)[kVec]) {
+  if constexpr (sizeof(T) == 2) {
+    uint32_t words[kVec / 2];
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) {
+      const float pair[2] = {x[2 * i], x[2 * i + 1]};
+      words[i] = pack<T, 2>(pair).bits;
+      x[2 * i] = Pack<T, 2>{words[i]}.get(0);
+      x[2 * i + 1] = Pack<T, 2>{words[i]}.get(1);
+    }
+    if (writes) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  } else if (writes) {
+    store_eight(to, x);
+  }
+}
+
 /// Eight of a weight's numbers, which come in `Data` or in float, or `otherwise` where there is
 /// none.
 template <class Data>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Iterable
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..nn import GLU, LowerBounds
-from ..nn._common import add_norm, check_choice, constant_, make_norm, normal_, reset_norm
+from ..nn._common import (
+    add_norm,
+    check_choice,
+    constant_,
+    make_norm,
+    normal_,
+    reset_norm,
+    with_memory,
+)
 from ..nn._recompute import recomputing
 from ._files import read_tensors, read_text, write_atomically, write_tensors
 from ._json import parse_json
@@ -25,6 +34,8 @@ from .registry import make_mixer
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 _CHECKPOINT = "checkpoint.pt"  # of a run folder
+# Outside torch.compile: torch's own wrapper, made for it, imports all of it at the first call.
+_checkpoint = inspect.unwrap(checkpoint)
 RECOMPUTE = ("none", "norms", "blocks")
 
 
@@ -143,7 +154,7 @@ class Model(nn.Module):
         """Moves the finished model to `device` and draws its parameters."""
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type != "meta":
-            self.to_empty(device=device)
+            with_memory(self, device)
         self.reset_parameters()
 
     def _reset_blocks(self) -> None:
@@ -236,9 +247,8 @@ class Model(nn.Module):
         """The block, whose activations are computed again in the backward pass."""
         # Looking at the generators for nothing takes time, and CUDA graphs do not allow it.
         is_random = self.training and any(map(draws, block.modules()))
-        return checkpoint(
-            block, x, state, use_reentrant=False, preserve_rng_state=is_random, **given
-        )
+        run = checkpoint if torch.compiler.is_compiling() else _checkpoint
+        return run(block, x, state, use_reentrant=False, preserve_rng_state=is_random, **given)
 
     def save(
         self,

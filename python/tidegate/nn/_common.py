@@ -105,10 +105,59 @@ def check_gamma_width(owner: str, gamma: Tensor | None, axis: str, size: int) ->
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
 
 
+class Linear(nn.Linear):
+    """torch.nn.Linear, its parameters and their names.
+
+    What autocast does to fp32 weights on a GPU, the op `linear` does here: their gradient stays in
+    the fp32 in which it is summed, where autocast would round it and then widen it again in a pass
+    of its own. Under torch.compile it is torch's own, which fuses the two.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., in_features]`` -> ``[..., out_features]``."""
+        if (
+            x.is_cuda
+            and _is_autocast(x)
+            and type(self.weight) is nn.Parameter
+            and self.weight.dtype == torch.float32
+            and is_recording()
+        ):
+            return ops.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+def is_recording() -> bool:
+    """Whether gradients are recorded, and not by torch.compile, which decides itself what is kept
+    for the backward pass."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether it is of one of these very classes, with parameters that are its own whole tensors
+    and nobody listening to its calls: then one op may do its work together with a neighbour's."""
+    return (
+        type(module) in classes
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and "forward" not in vars(module)  # what accelerate puts there
+        and all(p is None or type(p) is nn.Parameter for p in module._parameters.values())
+    )
+
+
+def can_project(linear: nn.Module, x: Tensor) -> bool:
+    """Whether an op that makes rows like x and multiplies them by the weight of `linear` does what
+    the two apart would, but for what is kept between them."""
+    if not (is_plain(linear, Linear) and is_recording()):
+        return False
+    return linear.weight.dtype == x.dtype or (
+        _is_autocast(x) and linear.weight.dtype == torch.float32
+    )
+
+
 def make_linear(
     in_features: int, rows: int | Sequence[int], bias: bool, device=None, dtype=None
-) -> nn.Linear:
-    """A torch.nn.Linear with uninitialised weights: its owner's reset_parameters() draws them,
+) -> Linear:
+    """A `Linear` with uninitialised weights: its owner's reset_parameters() draws them,
     so that constructing a module draws each number exactly once, in the documented order.
 
     rows: out_features, or those of each of several matrices that lie one below the other in the
@@ -116,12 +165,16 @@ def make_linear(
     a whole, Muon, has to take them one by one.
     """
     stacked = [rows] if isinstance(rows, int) else list(rows)
-    device = torch.get_default_device() if device is None else device
-    linear = nn.utils.skip_init(
-        nn.Linear, in_features, sum(stacked), bias=bias, device=device, dtype=dtype
-    )
+    device = torch.get_default_device() if device is None else torch.device(device)
+    linear = Linear(in_features, sum(stacked), bias=bias, device="meta", dtype=dtype)
     linear.stacked_rows = stacked
-    return linear
+    return linear if device.type == "meta" else with_memory(linear, device)
+
+
+def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
+    """``module.to_empty(device=device)``, without what torch imports at the first such call: sympy
+    and its own symbolic shapes, most of a second."""
+    return module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
 
 
 def stacked_rows(linear: nn.Linear) -> list[int]:
@@ -132,7 +185,7 @@ def stacked_rows(linear: nn.Linear) -> list[int]:
 def weight_of(linear: nn.Module) -> Tensor:
     """The matrix that a linear layer without a bias multiplies by; of an adapter in its place
     (PEFT's LoRA), which adds to what its weight gives, what it makes of unit vectors."""
-    if type(linear) is nn.Linear:
+    if type(linear) in (nn.Linear, Linear):
         return linear.weight
     weight = linear.weight
     return linear(torch.eye(weight.size(1), dtype=weight.dtype, device=weight.device)).T
@@ -237,6 +290,32 @@ def gated_norm(
         return norm(x, gate, activation=activation, gate_first=gate_first)
     gate = torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate)
     return norm(gate * x) if gate_first else norm(x) * gate
+
+
+def norm_and_project(
+    norm: nn.Module,
+    linear: nn.Module,
+    x: Tensor,
+    gate: Tensor | None = None,
+    activation: str = "silu",
+    gate_first: bool = False,
+) -> Tensor:
+    """linear(gated_norm(norm, x, ...)); of which x and the gate are kept for the backward pass, and
+    not what the norm makes of them, where both modules are as they are made here."""
+    is_one_dtype = getattr(norm, "weight", None) is None or norm.weight.dtype == x.dtype
+    if (
+        is_plain(norm, LayerNorm, RMSNorm)
+        and can_project(linear, x)
+        and (is_one_dtype or _is_autocast(x))
+    ):
+        weight, bias = norm._parameters_for(x)
+        gate = None if gate is None else gate.to(x.dtype)
+        how = {"gate_activation": activation, "gate_first": gate_first}
+        kind, eps = norm._kind, norm.eps
+        return ops.norm_linear(
+            x, linear.weight, linear.bias, weight, bias, gate, kind=kind, eps=eps, **how
+        )
+    return linear(gated_norm(norm, x, gate, activation, gate_first))
 
 
 def check_eps(eps: float) -> None:

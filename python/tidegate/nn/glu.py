@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import ops
 from ._common import (
     GLU_ACTIVATIONS,
+    can_project,
     check_choice,
     check_positive,
     check_switch,
@@ -66,6 +67,10 @@ class GLU(nn.Module):
         if x.size(-1) != self.dim:
             raise ValueError(f"GLU: x: expected [..., dim={self.dim}]; got {tuple(x.shape)}")
         projected = self.in_proj(x)
+        if can_project(self.out_proj, projected):
+            return ops.glu_linear(
+                projected, self.out_proj.weight, self.out_proj.bias, self.activation
+            )
         product = ops.glu(projected, self.activation)
         if is_recomputing() and projected.dtype == product.dtype:
             remember(product, [projected], self._product)

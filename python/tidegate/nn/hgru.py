@@ -19,9 +19,9 @@ from ._common import (
     check_gamma_width,
     check_positive,
     check_switches,
-    gated_norm,
     make_linear,
     make_norm,
+    norm_and_project,
     refuse_gamma,
     reset_linear,
     reset_norm,
@@ -387,7 +387,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
             h = self.norm(h.unflatten(-1, (self.expand, self.dim)).sum(dim=-2))
         else:
             activation = "sigmoid" if self.gate_first else "silu"
-            h = gated_norm(self.norm, h, gate, activation, self.gate_first)
+            return norm_and_project(self.norm, self.out_proj, h, gate, activation, self.gate_first)
         return self.out_proj(h)
 
     def _is_fused(self) -> bool:

@@ -21,6 +21,7 @@ from ._common import (
     check_switches,
     make_linear,
     make_norm,
+    norm_and_project,
     reset_linear,
     reset_norm,
     uniform_,
@@ -231,16 +232,22 @@ class HGRU2(TensorStateMixer):
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         gamma = self._split_gamma(gamma)
-        q, f, v = self._project(x)
-        if self.gumbel_gate is not None and self.training:
-            f = gumbel_gate(f, self.gumbel_gate)
-        qfv = (q, f, v)
+        qfv = self._operands(x)
         if self.bidirectional:
             ahead, _ = self._recur(qfv, gamma, None, False, cu_seqlens)
             back, _ = self._recur(qfv, gamma, None, True, cu_seqlens)
             return self._output(ahead + back), None
         o, state = self._recur(qfv, gamma, state, False, cu_seqlens)
         return self._output(o), state
+
+    def _operands(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What the recurrence reads: the one product ``[B, T, 3, H, K]`` where nothing is done to
+        its parts, or q, f, v."""
+        has_noise = self.gumbel_gate is not None and self.training
+        if self.gate_bias is None and not has_noise:
+            return self.in_proj(x).unflatten(-1, (3, self.num_heads, self.expand_ratio))
+        q, f, v = self._project(x)
+        return q, gumbel_gate(f, self.gumbel_gate) if has_noise else f, v
 
     def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         o = ops.hgrn2_step(
@@ -293,14 +300,16 @@ class HGRU2(TensorStateMixer):
 
     def _recur(
         self,
-        qfv: tuple[Tensor, ...],
+        qfv: Tensor | tuple[Tensor, ...],
         gamma: Tensor | None,
         state: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return ops.hgrn2(
-            *qfv,
+        is_whole = isinstance(qfv, Tensor)
+        op, operands = (ops.hgrn2_qfv, (qfv,)) if is_whole else (ops.hgrn2, qfv)
+        return op(
+            *operands,
             gamma,
             state,
             scale=self.scale,
@@ -312,7 +321,7 @@ class HGRU2(TensorStateMixer):
 
     def _output(self, o: Tensor) -> Tensor:
         """Norm and output projection of o ``[..., H, K]``."""
-        return self.out_proj(self.norm(o.flatten(-2)))
+        return norm_and_project(self.norm, self.out_proj, o.flatten(-2))
 
     def extra_repr(self) -> str:
         return (

@@ -20,7 +20,13 @@ from .. import _library
 from ._attention import forgetting_attention, forgetting_attention_step, rotary
 from ._between import add_norm, glu, linear_cross_entropy, norm
 from ._checks import packed_bounds  # noqa: F401 (the modules read it)
-from ._gla import gated_linear_attention, gated_linear_attention_step, hgrn2, hgrn2_step
+from ._gla import (
+    gated_linear_attention,
+    gated_linear_attention_step,
+    hgrn2,
+    hgrn2_qfv,  # noqa: F401 (the same)
+    hgrn2_step,
+)
 from ._init import (
     init_chrono_,
     init_constant_,
@@ -33,6 +39,7 @@ from ._init import (
     init_rope_theta_,
     init_uniform_,
 )
+from ._linear import glu_linear, linear, norm_linear  # noqa: F401 (the same)
 from ._rnn import gated_rnn, gated_rnn_step, gated_rnn_with_logits  # noqa: F401 (the same)
 from ._scan import hgru, hgru_step, linear_scan, linear_scan_step, lru_scan, lru_scan_step
 from ._wkv4 import wkv4, wkv4_step
@@ -71,4 +78,9 @@ __all__ = [
     "wkv4_step",
 ]
 
-globals().update(_library.stand_ins([*__all__, "gated_rnn_with_logits", "packed_bounds"]))
+# What the modules read beside these.
+_OF_MODULES = (
+    *("gated_rnn_with_logits", "glu_linear", "hgrn2_qfv", "linear", "norm_linear"),
+    "packed_bounds",
+)
+globals().update(_library.stand_ins([*__all__, *_OF_MODULES]))

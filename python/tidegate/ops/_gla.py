@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_number, check_switch, check_text, offsets_on
+from ._checks import check_number, check_switch, check_tensor, check_text, offsets_on
 
 
 def gated_linear_attention(
@@ -120,6 +120,36 @@ def hgrn2(
     cu_seqlens = offsets_on("hgrn2", cu_seqlens, q)
     return torch.ops.tidegate.hgrn2(
         q, f, v, gamma, h0, scale, q_activation, v_activation, reverse, cu_seqlens
+    )
+
+
+def hgrn2_qfv(
+    qfv: Tensor,
+    gamma: Tensor | None = None,
+    h0: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    q_activation: str = "none",
+    v_activation: str = "none",
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`hgrn2` of the three parts of one projection.
+
+    Args:
+        qfv: [B, T, 3, H, K]: q, f and v. Its gradient comes as one tensor, where that of three
+            slices would be copied together.
+
+    All else is as there.
+    """
+    check_tensor("hgrn2_qfv", "qfv", qfv)
+    check_number("hgrn2_qfv", "scale", scale)
+    check_text("hgrn2_qfv", "q_activation", q_activation)
+    check_text("hgrn2_qfv", "v_activation", v_activation)
+    check_switch("hgrn2_qfv", "reverse", reverse)
+    cu_seqlens = offsets_on("hgrn2_qfv", cu_seqlens, qfv)
+    return torch.ops.tidegate.hgrn2_qfv(
+        qfv, gamma, h0, scale, q_activation, v_activation, reverse, cu_seqlens
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adamw import AdamW
 from .muon import Combined
 
 
@@ -63,6 +64,10 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """A step of the optimiser, by the gradients that the masters or their weights have."""
+        if isinstance(self.optimizer, AdamW):
+            pairs = zip(self.masters, self.weights, strict=True)
+            if self.optimizer.step_masters(dict(pairs)):
+                return
         self.take_gradients()
         self.optimizer.step()
         if self.weights:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..nn import LowerBounds
 from ..nn._common import stacked_rows
+from .adamw import Adam, AdamW
 from .muon import Combined, Muon
 
 OPTIMIZERS = ("adamw", "adam", "muon")
@@ -71,7 +72,7 @@ def build_optimizer(
     """
     first, second = betas
     adam = {"betas": (first, second), "eps": eps, "fused": True, "capturable": capturable}
-    classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    classes = {"adamw": AdamW, "adam": Adam}
     if name in classes:
         optimizer = classes[name](parameter_groups(model, weight_decay, decay), lr=lr, **adam)
     elif name == "muon":
@@ -126,5 +127,5 @@ def _muon(
     splits = [rows[id(p)] for p in matrices]
     return Combined(
         Muon(matrices, splits, lr=muon_lr, weight_decay=weight_decay),
-        torch.optim.AdamW(groups, lr=lr, **adam),
+        AdamW(groups, lr=lr, **adam),
     )

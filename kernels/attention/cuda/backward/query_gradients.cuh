@@ -6,6 +6,7 @@
 
 #include "kernels/attention/cuda/backward/tiles.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"
+#include "kernels/attention/cuda/pruning.cuh"
 #include "kernels/attention/cuda/smem_tiles.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -101,27 +102,15 @@ __device__ __forceinline__ void add_dq_tile(
 #endif
 }
 
-/// dq from its sums, a block a tile of queries: they lie in the order in which the warps that made
-/// them hold accumulators. The first blocks add up chunks of gates' gradients.
+/// dq of a tile of queries from its sums: they lie in the order in which the warps that made them
+/// hold accumulators. `rounded`: Shape::kRowBytes of shared memory.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads)
-    convert_dq_kernel(const __grid_constant__ TensorAttention w,
-                      const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
-  static_assert(Shape::kThreads == kGateChunk);
-  if (blockIdx.x < gates.blocks()) {
-    gates.add_up(blockIdx.x);
-    return;
-  }
+__device__ __forceinline__ void convert_dq_tile(const TensorAttention& w, const TileAndHead& place,
+                                                unsigned char* rounded) {
   using T = typename Shape::T;
   using QueryGradPart = typename Shape::QueryGradPart;
   constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
-  extern __shared__ __align__(128) unsigned char rounded[];
   const ForgettingAttentionParams& p = w.params.forward;
-  // From the last head on, whose sums the L2 still has.
-  const TileAndHead place(w.query_tiles, p.heads, 1, gridDim.x - 1 - blockIdx.x, false);
-  if (place.tile.tokens == 0) {
-    return;
-  }
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const float scale = static_cast<float>(p.scale);
   constexpr int kParts = QueryGradPart::kRowTiles * QueryGradPart::kColumnTiles;
@@ -148,6 +137,79 @@ __global__ void __launch_bounds__(Shape::kThreads)
       row_address<2>(w.params.dq, place.tile.sequence, place.head, place.tile.first),
       row_stride<2>(w.params.dq), rounded, place.tile.tokens, static_cast<int>(p.head_dim / 8),
       thread);
+}
+
+/// dq from its sums, a block a tile of queries. The first blocks add up chunks of gates' gradients.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    convert_dq_kernel(const __grid_constant__ TensorAttention w,
+                      const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
+  static_assert(Shape::kThreads == kGateChunk);
+  if (blockIdx.x < gates.blocks()) {
+    gates.add_up(blockIdx.x);
+    return;
+  }
+  extern __shared__ __align__(128) unsigned char rounded[];
+  // From the last head on, whose sums the L2 still has.
+  const TileAndHead place(w.query_tiles, w.params.forward.heads, 1, gridDim.x - 1 - blockIdx.x,
+                          false);
+  if (place.tile.tokens > 0) {
+    convert_dq_tile<Shape>(w, place, rounded);
+  }
+}
+
+// Where a pass has sums for long-range heads alone (TensorAttention::walks), blocks stay: where
+// there are no such heads, a block for every tile would take longer to start than these to leave.
+
+/// Calls take(place) for the tiles of queries of long-range heads that are this block's, one of
+/// `blocks`.
+template <class F>
+__device__ __forceinline__ void for_each_long_range_tile(const TensorAttention& w, unsigned block,
+                                                         unsigned blocks, const F& take) {
+  const ForgettingAttentionParams& p = w.params.forward;
+  const auto count = static_cast<unsigned>(w.query_tiles.count * p.heads);
+  const int group = static_cast<int>(p.heads / p.key_heads);
+  if (w.extents.long_range[0] == 0) {
+    return;
+  }
+#pragma unroll 1
+  for (; block < count; block += blocks) {
+    const TileAndHead place(w.query_tiles, p.heads, 1, block, false);
+    if (place.tile.tokens > 0 && takes_head(w, place.tile.sequence.index, place.head / group)) {
+      take(place);
+    }
+  }
+}
+
+/// As convert_dq_kernel.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads) convert_long_range_dq_kernel(
+    const __grid_constant__ TensorAttention w,
+    const __grid_constant__ GateChunks<GateGradientScan<float>> gates) {
+  if (blockIdx.x < gates.blocks()) {
+    gates.add_up(blockIdx.x);
+    return;
+  }
+  extern __shared__ __align__(128) unsigned char rounded[];
+  for_each_long_range_tile(w, blockIdx.x - gates.blocks(), gridDim.x - gates.blocks(),
+                           [&](const TileAndHead& place) {
+                             convert_dq_tile<Shape>(w, place, rounded);
+                             __syncthreads();  // all have read what the next tile overwrites
+                           });
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads)
+    clear_long_range_dq_kernel(const __grid_constant__ TensorAttention w) {
+  constexpr int kFloats = Shape::kRows * Shape::kDim;
+  for_each_long_range_tile(w, blockIdx.x, gridDim.x, [&](const TileAndHead& place) {
+    auto* const to = reinterpret_cast<float4*>(
+        w.dq_sums + (place.tile_index * w.params.forward.heads + place.head) * kFloats);
+#pragma unroll
+    for (int i = 0; i < kFloats / 4; i += Shape::kThreads) {
+      to[i + threadIdx.x] = float4{};
+    }
+  });
 }
 
 // ---- By a kernel of its own ----

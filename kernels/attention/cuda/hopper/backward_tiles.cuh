@@ -16,11 +16,14 @@ struct HopperBackwardShape {
   using T = Data;
   static constexpr int kDim = kTile.dim;
   static constexpr int kRows = kTile.queries;
-  static constexpr int kKeys = 128;
+  static constexpr int kKeys = kTile.keys;
   static constexpr int kPart = 64;  // queries of a tile whose scores are in registers at a time
   static constexpr int kParts = kRows / kPart;
-  static constexpr int kStages = 2;  // of Q, dO and dS
+  static constexpr bool kHasRoles = kTile.has_roles();
+  static constexpr int kStages = 2;  // of Q and dO
+  static constexpr int kScoreStages = kHasRoles ? 1 : 2;
   static constexpr int kMathWarps = 8;
+  static constexpr int kKeyWarps = kKeys / 16;  // warps that have dS, of 16 keys each
   static constexpr int kThreads = 384;
   // Whether dP's start is read while the S before it is under way: where registers are plenty.
   static constexpr bool kStartsEarly = kDim <= 64;
@@ -44,9 +47,9 @@ struct HopperBackwardShape {
     static constexpr int kThreads = 256;
     static constexpr int kRowBytes = Tile16Bit<kDim>::bytes(kRows);
     struct QueryGradPart {
-      static constexpr int kRowTiles = 1, kColumnTiles = 8;
+      static constexpr int kRowTiles = 1, kColumnTiles = kDqByRows ? 8 : kDqColumns / 16;
       static __device__ int row(int warp) { return kDqByRows ? 16 * warp : warp % 4 * 16; }
-      static __device__ int column(int warp) { return kDqByRows ? 0 : warp / 4 * 64; }
+      static __device__ int column(int warp) { return kDqByRows ? 0 : warp / 4 * (kDqColumns / 2); }
     };
   };
 };
@@ -56,6 +59,7 @@ constexpr int kKeysReadBarrier = 1;
 constexpr int kGroupBarrier = 2;  // and 3: of a math warpgroup
 constexpr int kDqBarrier = 4;     // dq and row_sums of a tile are in shared memory
 constexpr int kDqBarrierThreads = 256 + 32;
+constexpr int kNextTileBarrier = 5;  // of blocks that stay
 
 /// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
 /// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
@@ -66,6 +70,27 @@ struct HopperRowStats {
   float gate_high[kRows], gate_low[kRows], lse[kRows];
 };
 
+/// What passes between warpgroups with roles (backward_roles.cuh), besides dS: P in fp32, as the
+/// lanes hold it, each warp's for the one of the other warpgroup that has the same keys.
+template <bool kHasRoles>
+struct HopperExchange {
+  __device__ void init_barriers() {}
+};
+template <>
+struct HopperExchange<true> {
+  alignas(16) float weights[8][128][4];
+  uint64_t weights_full[4], weights_free[4];  // a warp's
+  uint64_t ds_free;
+
+  __device__ void init_barriers() {
+    for (int i = 0; i < 4; ++i) {
+      mbarrier_init(&weights_full[i], 32);
+      mbarrier_init(&weights_free[i], 32);
+    }
+    mbarrier_init(&ds_free, 8);
+  }
+};
+
 template <class Shape>
 struct HopperBackwardShared {
   static constexpr int kStages = Shape::kStages;
@@ -73,35 +98,52 @@ struct HopperBackwardShared {
   alignas(1024) unsigned char values[Shape::kKeyBytes];
   alignas(1024) unsigned char queries[kStages][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[kStages][Shape::kRowBytes];
-  alignas(1024) unsigned char ds[kStages][Shape::kScoreBytes];
+  alignas(1024) unsigned char ds[Shape::kScoreStages][Shape::kScoreBytes];
   alignas(
       128) float dq[Shape::kRows * Shape::kDqColumns];  // of a tile, as convert_dq_kernel has it
   HopperRowStats<Shape::kRows> stats[kStages];
-  float row_sums[kStages][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
-  int block;                                                 // which of the launch's
-  uint64_t keys_full, values_full;                           // once
-  uint64_t queries_full[kStages], queries_free[kStages];     // with stats
+  float row_sums[kStages][Shape::kKeyWarps][Shape::kRows];  // of dS over a warp's keys
+  int block;                                                // which of the launch's
+  uint64_t keys_full, values_full;                          // once
+  uint64_t queries_full[kStages], queries_free[kStages];    // with stats
   uint64_t d_o_full[kStages], d_o_free[kStages];
-  uint64_t ds_full[kStages];
+  uint64_t ds_full[Shape::kScoreStages];
   uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
+  [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
   }
-  /// By one thread, before a barrier of the block.
+  /// By one thread, before a barrier of the block. Where lanes read or write what other threads
+  /// then write or read, all of them arrive: compute-sanitizer knows no other way. Where wgmma or
+  /// the copy engine does, and where it would cost registers in the hottest loop (queries_free up
+  /// to 128), one of a warp does.
   __device__ void init_barriers() {
-    mbarrier_init(&keys_full, 1);
-    mbarrier_init(&values_full, 1);
-    mbarrier_init(&dq_free, 1);
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&queries_full[i],
-                    1 + 32);  // the warp that loads them, the lanes of their stats
-      mbarrier_init(&d_o_full[i], 1);
-      mbarrier_init(&queries_free[i], Shape::kMathWarps);
-      mbarrier_init(&d_o_free[i], Shape::kMathWarps);
-      mbarrier_init(&ds_full[i], Shape::kMathWarps);
-    }
+    for_each_barrier([](uint64_t* barrier, int arrivals) { mbarrier_init(barrier, arrivals); });
+    exchange.init_barriers();
     hopper::fence_barrier_init();
+  }
+  /// Before init_barriers() is called again.
+  __device__ void invalidate_barriers() {
+    static_assert(!Shape::kHasRoles);
+    for_each_barrier([](uint64_t* barrier, int) { hopper::invalidate_barrier(barrier); });
+  }
+
+ private:
+  template <class F>
+  __device__ void for_each_barrier(const F& f) {
+    f(&keys_full, 1);
+    f(&values_full, 1);
+    f(&dq_free, 32);
+    for (int i = 0; i < kStages; ++i) {
+      f(&queries_full[i], 1 + 32);  // the warp that loads them, the lanes of their stats
+      f(&d_o_full[i], 1);
+      f(&queries_free[i], (Shape::kHasRoles ? 32 : hopper::kWarpArrivals) * Shape::kMathWarps);
+      f(&d_o_free[i], Shape::kMathWarps);
+    }
+    for (int i = 0; i < Shape::kScoreStages; ++i) {
+      f(&ds_full[i], Shape::kKeyWarps);
+    }
   }
 };
 
@@ -110,16 +152,6 @@ struct HopperBackwardWork {
   TensorAttention attention;
   CUtensorMap q, d_o;  // boxes of kRows rows
   CUtensorMap k, v;    // boxes of kKeys rows
-};
-
-/// The stage that comes next, and the parity of its barriers' phases.
-template <int kStages>
-struct HopperStage {
-  int index = 0, parity = 0;
-  __device__ void next() {
-    parity ^= index == kStages - 1 ? 1 : 0;
-    index = index == kStages - 1 ? 0 : index + 1;
-  }
 };
 
 /// The block's keys, and which tiles of queries see them.
@@ -185,16 +217,17 @@ struct HopperKeyTile {
 };
 
 /// Brings rows [first, first + kRows) of a sequence's head into a tile, all lanes of a warp calling
-/// it, and arrives once at the barrier for them. The copy engine writes zeros past a tensor's end
-/// only: a tile that reaches past its sequence's end is copied by the warp itself.
-template <int kRows, int kDim>
+/// it, and arrives once at the barrier for them. Rows that are not there are zero. The copy engine
+/// writes zeros past a tensor's end only: a tile that reaches past its sequence's end, or, where
+/// kMayPrecede, before its first row, is copied by the warp itself.
+template <int kRows, int kDim, bool kMayPrecede = false>
 __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* map,
                                         const HeadSeries& t, uint64_t* barrier,
                                         const Sequence& sequence, int head, int first, int pieces,
                                         int lane) {
   using Panels = hopper::Panels<kRows>;
   const int limit = sequence.length - first;
-  if (limit >= kRows) {
+  if ((!kMayPrecede || first >= 0) && limit >= kRows) {
     if (lane == 0) {
       hopper::arrive_expecting(barrier, Panels::bytes(kDim));
       hopper::copy_tile<kRows, kDim>(to, map, barrier, head,
@@ -210,7 +243,7 @@ __device__ inline void load_hopper_tile(unsigned char* to, const CUtensorMap* ma
       const int row = at / kPieces, piece = at % kPieces;
       copy_async_or_zero(to + Panels::offset(row, piece),
                          from + static_cast<int64_t>(row) * stride + piece * 16,
-                         row < limit && piece < pieces);
+                         (!kMayPrecede || first + row >= 0) && row < limit && piece < pieces);
     }
     commit_copies();
     wait_for_copies<0>();
@@ -245,23 +278,23 @@ __device__ inline void load_tiles(const HopperBackwardWork& work, const HopperKe
   const int pieces = static_cast<int>(p.head_dim / 8);
   load_hopper_tile<kKeys, kDim>(shared.keys, &work.k, p.k, &shared.keys_full, at.keys, at.key_head,
                                 at.first_key, pieces, lane);
-  HopperStage<Shape::kStages> stage;
+  hopper::RingPlace<Shape::kStages> stage;
   bool has_values = false;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
-    for (int tile = range.begin; tile < range.end; ++tile, stage.next()) {
-      mbarrier_wait(&shared.queries_free[stage.index], stage.parity ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.queries[stage.index], &work.q, p.q,
-                                    &shared.queries_full[stage.index], at.queries, head,
+    for (int tile = range.begin; tile < range.end; ++tile, stage.advance()) {
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.queries[stage.stage()], &work.q, p.q,
+                                    &shared.queries_full[stage.stage()], at.queries, head,
                                     tile * kRows, pieces, lane);
       if (!has_values) {  // after the queries, which are needed first
         has_values = true;
         load_hopper_tile<kKeys, kDim>(shared.values, &work.v, p.v, &shared.values_full, at.keys,
                                       at.key_head, at.first_key, pieces, lane);
       }
-      mbarrier_wait(&shared.d_o_free[stage.index], stage.parity ^ 1);
-      load_hopper_tile<kRows, kDim>(shared.d_o[stage.index], &work.d_o, at.w.params.d_o,
-                                    &shared.d_o_full[stage.index], at.queries, head, tile * kRows,
+      mbarrier_wait(&shared.d_o_free[stage.stage()], stage.phase() ^ 1);
+      load_hopper_tile<kRows, kDim>(shared.d_o[stage.stage()], &work.d_o, at.w.params.d_o,
+                                    &shared.d_o_full[stage.stage()], at.queries, head, tile * kRows,
                                     pieces, lane);
     }
   }
@@ -274,14 +307,14 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
   constexpr int kRows = Shape::kRows;
   const ForgettingAttentionParams& p = at.p;
   const float inverse_scale = 1 / (static_cast<float>(p.scale) * kLog2E);
-  HopperStage<Shape::kStages> stage;
+  hopper::RingPlace<Shape::kStages> stage;
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     const GateSums gates(at.w, at.keys, head);
     const double reference = gates.at(at.last_key());
     const int64_t first_row =
         (at.queries.batch * p.heads + head) * p.layout.time + at.queries.start;
-    for (int tile = range.begin; tile < range.end; ++tile, stage.next()) {
+    for (int tile = range.begin; tile < range.end; ++tile, stage.advance()) {
       RawRowStats rows[kRows / 32];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
@@ -291,8 +324,8 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
                    exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
                    exists ? at.w.delta_minus_dlse[first_row + row] : 0.0f};
       }
-      mbarrier_wait(&shared.queries_free[stage.index], stage.parity ^ 1);
-      HopperRowStats<kRows>& stats = shared.stats[stage.index];
+      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      HopperRowStats<kRows>& stats = shared.stats[stage.stage()];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
         const int row = 32 * i + lane;
@@ -305,7 +338,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
         stats.gate_low[row] = x[1];
         stats.lse[row] = x[2];
       }
-      mbarrier_arrive(&shared.queries_full[stage.index]);
+      mbarrier_arrive(&shared.queries_full[stage.stage()]);
     }
   }
 }
@@ -344,17 +377,19 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
       for (int row = lane; row < kRows; row += 32) {
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < Shape::kMathWarps; ++i) {
+        for (int i = 0; i < Shape::kKeyWarps; ++i) {
           sum += shared.row_sums[stage][i][row];
         }
         if (tile * kRows + row < at.queries.length) {
           atomicAdd(row_sums + tile * kRows + row, sum);
         }
       }
-      __syncwarp();
       if (lane == 0) {
         wait_for_bulk_reads();
-        mbarrier_arrive(&shared.dq_free);
+      }
+      mbarrier_arrive(&shared.dq_free);
+      __syncwarp();
+      if (lane == 0) {
         if (w.turns != nullptr) {
           wait_for_bulk_additions();
           end_turn(w.turns + 1 + tile_index);

@@ -26,13 +26,13 @@ struct ForwardMath {
   int row;    // the warp's first, of the item's
   int lane;
   float scale;
-  RingPlace<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
-  int first = 0, last = 0;            // positions of the item's queries
-  int tile = 0;                       // of the item's keys, at hand
-  int begin = 0, sure = 0;            // the first one, as far as it is known; see first_sure_tile
-  bool edge = false;                  // whether the tile at hand needs masks
+  hopper::RingCount<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
+  int first = 0, last = 0;                    // positions of the item's queries
+  int tile = 0;                               // of the item's keys, at hand
+  int begin = 0, sure = 0;  // the first one, as far as it is known; see first_sure_tile
+  bool edge = false;        // whether the tile at hand needs masks
 
-  __device__ __forceinline__ RingPlace<Shape::kQueryStages> query_place() const {
+  __device__ __forceinline__ hopper::RingCount<Shape::kQueryStages> query_place() const {
     return {slot.count};
   }
   __device__ __forceinline__ bool needs_mask(int tile) const {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& sof
                                                                     const Weights& weights,
                                                                     Weights& next) {
   --tile;
-  const RingPlace<> k = tiles.next();
+  const hopper::RingCount<> k = tiles.next();
   edge = needs_mask(tile);
   mbarrier_wait(&barriers.k_full[k.stage()], k.phase());
   begin_scores(softmax, edge, k.stage());

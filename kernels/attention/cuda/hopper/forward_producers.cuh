@@ -53,7 +53,7 @@ struct ForwardLoader {
   }
 
   /// Takes an item and tells the others of it. Its queries come at once where they have a place.
-  __device__ void begin_item(unsigned& next, RingPlace<> slot) const {
+  __device__ void begin_item(unsigned& next, hopper::RingCount<> slot) const {
     ForwardBarriers& barriers = shared.barriers();
     mbarrier_wait(&barriers.item_empty[slot.stage()], slot.phase() ^ 1);
     ForwardItem& item = shared.item(slot.stage());
@@ -64,8 +64,8 @@ struct ForwardLoader {
     }
   }
 
-  __device__ void load_tile(const ForwardItem& item, int tile, RingPlace<> slot,
-                            RingPlace<> stage) const {
+  __device__ void load_tile(const ForwardItem& item, int tile, hopper::RingCount<> slot,
+                            hopper::RingCount<> stage) const {
     ForwardBarriers& barriers = shared.barriers();
     const int token = item.key_token + tile * kKeys;
     mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
@@ -84,11 +84,11 @@ struct ForwardLoader {
   /// its queries takes long.
   __device__ void run() const {
     unsigned next = blockIdx.x;
-    RingPlace<> slot, stage;
+    hopper::RingCount<> slot, stage;
     for (int tile = 0, begin = 0, sure = 0;; slot.advance()) {
       begin_item(next, slot);
       if (slot.count > 0) {  // what is left of the item before
-        const RingPlace<> before{slot.count - 1};
+        const hopper::RingCount<> before{slot.count - 1};
         const ForwardItem& item = shared.item(before.stage());
         if (sure < item.end) {
           begin = first_tile(shared, before, w.attention.params.forward.prune > 0);
@@ -108,7 +108,8 @@ struct ForwardLoader {
     }
   }
 
-  __device__ void load_queries(const ForwardItem& item, RingPlace<Shape::kQueryStages> q) const {
+  __device__ void load_queries(const ForwardItem& item,
+                               hopper::RingCount<Shape::kQueryStages> q) const {
     ForwardBarriers& barriers = shared.barriers();
     mbarrier_wait(&barriers.q_empty[q.stage()], q.phase() ^ 1);
     hopper::arrive_expecting(&barriers.q_full[q.stage()], Shape::kQueryBytes);
@@ -158,7 +159,7 @@ struct ForwardKeyGates {
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
     const ForgettingAttentionParams& p = w.params.forward;
-    RingPlace<> slot, stage;
+    hopper::RingCount<> slot, stage;
     for (;; slot.advance()) {
       mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
       const ForwardItem& item = shared.item(slot.stage());
@@ -232,7 +233,7 @@ struct ForwardRowGates {
   /// and all before it. 32 tiles are looked at together, and what takes long is on its way before
   /// the queries have landed. Tells the others of the first tile left.
   __device__ void prune(const ForwardItem& item, double reference, int slot,
-                        RingPlace<Shape::kQueryStages> q) const {
+                        hopper::RingCount<Shape::kQueryStages> q) const {
     const ForgettingAttentionParams& p = w.params.forward;
     int begin = first_sure_tile(item);
     double last = read_gate_sum(
@@ -258,8 +259,8 @@ struct ForwardRowGates {
 
   __device__ void run() const {
     ForwardBarriers& barriers = shared.barriers();
-    RingPlace<> slot;
-    RingPlace<Shape::kQueryStages> q;
+    hopper::RingCount<> slot;
+    hopper::RingCount<Shape::kQueryStages> q;
     for (;; slot.advance(), q.advance()) {
       mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());
       const ForwardItem& item = shared.item(slot.stage());
@@ -312,7 +313,7 @@ __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, 
                                       bool pruned, int lane) {
   constexpr int kKeys = Shape::kKeys;
   ForwardBarriers& barriers = shared.barriers();
-  RingPlace<> slot, stage;
+  hopper::RingCount<> slot, stage;
   int landed = 0;  // parities of v_landed, a bit a stage
   for (;; slot.advance()) {
     mbarrier_wait(&barriers.item_known[slot.stage()], slot.phase());

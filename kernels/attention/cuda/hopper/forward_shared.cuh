@@ -69,17 +69,6 @@ class HopperForwardShared {
   unsigned char* base_;
 };
 
-/// A place in a ring of stages, by how many were taken before: which stage, and the parity of its
-/// phase.
-template <int kStages = 2>
-struct RingPlace {
-  unsigned count = 0;
-  __device__ int stage() const { return static_cast<int>(count % kStages); }
-  __device__ int phase() const { return static_cast<int>(count / kStages % 2); }
-  __device__ RingPlace next() const { return {count + 1}; }
-  __device__ void advance() { ++count; }
-};
-
 /// Whether a tile needs masks: queries begin at position `first`, `last` is the last of them.
 template <int kKeys>
 __device__ inline bool is_edge(int tile, int first, int last, int window) {
@@ -95,7 +84,7 @@ __device__ inline int first_sure_tile(const ForwardItem& item) {
 /// The first tile of an item's keys, asked for when the sure ones have been dealt with. With
 /// pruning it is known when the queries have been looked at (ForwardRowGates::prune).
 template <class Shape>
-__device__ inline int first_tile(const HopperForwardShared<Shape>& shared, RingPlace<> slot,
+__device__ inline int first_tile(const HopperForwardShared<Shape>& shared, hopper::RingCount<> slot,
                                  bool pruned) {
   const ForwardItem& item = shared.item(slot.stage());
   if (!pruned || first_sure_tile(item) == item.begin) {

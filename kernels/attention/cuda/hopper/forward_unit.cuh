@@ -17,13 +17,12 @@ cudaError_t launch_hopper_forward(HopperForwardWork work, const DeviceLimits& li
   constexpr auto* kKernel = &hopper_forward_kernel<Shape>;
   const ForgettingAttentionParams& p = work.attention.params.forward;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
-  const auto describe = [&](const HeadSeries& tensor, const SequenceLayout& layout, int64_t heads,
-                            int rows, CUtensorMap* map) {
-    return tensor_map_of_rows(tensor, layout.batch, layout.time, heads, p.head_dim, rows, map);
-  };
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.q, p.layout, p.heads, Shape::kRows, &work.q));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.k, p.key_layout, p.key_heads, Shape::kKeys, &work.k));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(describe(p.v, p.key_layout, p.key_heads, Shape::kKeys, &work.v));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      tensor_map_of_rows(p.q, p.layout, p.heads, p.head_dim, Shape::kRows, &work.q));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      tensor_map_of_rows(p.k, p.key_layout, p.key_heads, p.head_dim, Shape::kKeys, &work.k));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      tensor_map_of_rows(p.v, p.key_layout, p.key_heads, p.head_dim, Shape::kKeys, &work.v));
   work.attention.tiles = time_tiles(p.layout, Shape::kRows);
   work.attention.side_by_side = heads_side_by_side(work.attention.tiles, limits.multiprocessors);
   const int64_t items = work.attention.tiles.count * p.heads;

@@ -16,20 +16,33 @@ constexpr int kHopperTile = 2;
 /// kernels.
 constexpr int kHopperSharedBytes = 227 * 1024;
 
-/// A row of the backward kernel's table: the head dimension, padded, and the queries of a tile.
+/// A row of the backward kernel's table: the head dimension, padded, and the queries and keys of a
+/// tile.
 struct HopperBackwardTile {
   int dim;
-  int queries;
-  // dq of a tile is divided among two warpgroups, by rows or, where there are 64, by columns.
+  int queries, keys;
+  // dk and dv of 128 keys are divided among two warpgroups by keys. Above 128 they do not fit the
+  // registers: of 64 keys, one warpgroup has dv and the other one dk.
+  [[nodiscard]] constexpr bool has_roles() const { return dim > 128; }
+  // dq of a tile is divided by rows or, where there are 64, by columns.
   [[nodiscard]] constexpr bool dq_by_rows() const { return queries == 128; }
-  [[nodiscard]] constexpr int sum_columns() const { return dq_by_rows() ? 64 : 128; }
+  [[nodiscard]] constexpr int sum_columns() const {
+    return dq_by_rows() ? 64 : dim <= 128 ? 128 : dim;
+  }
 };
-/// Calls f.template operator()<kTile>() with that of a head dimension up to 128.
+/// Calls f.template operator()<kTile>() with that of a head dimension up to 192.
 template <class F>
 cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
-  return dim <= 64   ? f.template operator()<HopperBackwardTile{64, 128}>()
-         : dim <= 96 ? f.template operator()<HopperBackwardTile{96, 64}>()
-                     : f.template operator()<HopperBackwardTile{128, 64}>();
+  return dim <= 64    ? f.template operator()<HopperBackwardTile{64, 128, 128}>()
+         : dim <= 96  ? f.template operator()<HopperBackwardTile{96, 64, 128}>()
+         : dim <= 128 ? f.template operator()<HopperBackwardTile{128, 64, 128}>()
+                      : f.template operator()<HopperBackwardTile{192, 64, 64}>();
+}
+
+/// Whether a backward pass on Hopper has a kernel of its own for short-range heads
+/// (short_range.cuh), whose tiles have 128 columns.
+inline bool hopper_walks(const ForgettingAttentionParams& p) {
+  return p.prune > 0 && p.head_dim > 64 && p.head_dim <= 128;
 }
 
 template <class Data>
@@ -63,20 +76,19 @@ inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
   return p.head_dim > 32 && copies_inputs(p);
 }
 
-/// Whether a backward pass takes the Hopper kernel, where the device can. The portable ones keep:
-///   - a head dimension up to 32, of which half the products would be padding, or above 128: dk and
-///     dv of 128 keys do not fit the registers;
-///   - a pass that prunes where that has tiles for short-range heads, above 96, or where it is
-///     deterministic: turns are counted by the keys' order, which pruning may break;
+/// Whether a backward pass takes the Hopper kernels, where the device can. The portable ones keep:
+///   - a head dimension up to 32, of which half the products would be padding, or above 192: dk and
+///     dv of 64 keys leave no registers for scores, whatever the roles;
+///   - a deterministic pass that prunes: turns are counted by the keys' order, which pruning may
+///     break;
 ///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
 ///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
   constexpr double kLeastScale = 1e-20;
   const bool prunes = p.prune > 0;
-  return p.head_dim > 32 && p.head_dim <= 128 &&
-         !(prunes && (p.head_dim > 96 || p.deterministic)) && p.scale > kLeastScale &&
-         p.layout.time > 0 && copies_inputs(p) &&
+  return p.head_dim > 32 && p.head_dim <= 192 && !(prunes && p.deterministic) &&
+         p.scale > kLeastScale && p.layout.time > 0 && copies_inputs(p) &&
          copy_engine_takes(params.d_o, p.layout, p.heads, p.head_dim);
 }
 
