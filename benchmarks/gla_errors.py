@@ -33,7 +33,8 @@ SHIFTS = {"sigmoid(N)": 0.0, "sigmoid(N - 5)": -5.0, "sigmoid(N + 5)": 5.0}
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 HEADS, SIZE = 16, 128
 SAMPLED = (0, -1)  # heads
-AIM = 0.005  # of dlog f, at the longest
+AIM = 0.005  # of dlog f in bf16
+AIMS = {"sigmoid(N)": 8e-4, "sigmoid(N - 5)": 5e-4, "sigmoid(N + 5)": 2.5e-3}  # with fp32 gates
 
 ops = torch.ops.tidegate
 
@@ -137,6 +138,7 @@ def main() -> int:
         "versions": versions | {name: baseline.version for name, baseline in baselines.items()},
         "missing": missing,
         "aim": AIM,
+        "aims_fp32_gates": AIMS,
         "rows": rows,
     }
     lengths = (50, 130) if options.tiny else LENGTHS
@@ -151,7 +153,12 @@ def main() -> int:
                 options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     worst = max(row["errors"]["tidegate"] for row in rows)
     print(f"dlog f, worst: {100 * worst:.3g} %, aim {100 * AIM:g} %")
-    return int(not worst <= AIM)
+    reached = worst <= AIM
+    for name, aim in AIMS.items():
+        of_gate = [row["errors"]["tidegate, fp32 gates"] for row in rows if row["gate"] == name]
+        print(f"{name}, fp32 gates, worst: {100 * max(of_gate):.3g} %, aim {100 * aim:g} %")
+        reached = reached and max(of_gate) <= aim
+    return int(not reached)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Looks for cliffs: shapes at which an op takes longer a byte, or a FLOP, than at shapes beside it.
 
     python scripts/sweep_shapes.py [--count 200] [--seed 0] [--out sweep.json] [--fla] [--worst 20]
+        [--seconds 600]
 
 Draws random shapes (B 1 to 256, T 64 to 65536, any D from 64 to 4096; bf16, fp16, fp32) for the ops
 of the scan family, gated linear attention and forgetting attention, and times each beside tuned
@@ -20,6 +21,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -226,6 +228,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=16384, help="T of attention")
     parser.add_argument("--limit", type=float, default=2.0, help="largest ratio allowed")
     parser.add_argument("--worst", type=int, default=20, help="rows printed")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="draw no shape after these")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--fla", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -236,9 +239,17 @@ def main() -> int:
     rng = random.Random(arguments.seed)
     known: dict[Shape, dict[str, float]] = {}
     rows = []
+    begin = time.monotonic()
     for _ in range(arguments.count):
         shape = draw(rng, arguments.largest, arguments.longest)
-        rows.append(row_of(shape, known, arguments.device, arguments.fla))
+        if time.monotonic() - begin > arguments.seconds:
+            print(f"stopped after {len(rows)} shapes: {arguments.seconds:g} seconds are over")
+            break
+        row = row_of(shape, known, arguments.device, arguments.fla)
+        rows.append(row)
+        for way in DIRECTIONS:
+            if row[way]["ratio"] > arguments.limit:
+                print(f"cliff: {way} {shape}: {row[way]}", flush=True)
     flat = [(way, row["shape"], row[way]) for row in rows for way in DIRECTIONS]
     flat.sort(key=lambda entry: -entry[2]["ratio"])
     for way, shape, found in flat[: arguments.worst]:

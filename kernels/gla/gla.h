@@ -26,6 +26,13 @@ enum class GlaPath : uint8_t {
   kTensorCore,  // sub-chunks of 16 tokens on tensor cores (CUDA; 16-bit data)
 };
 
+/// Tensor cores take K and V that are multiples of this. Other sizes are slower by far; ops pad
+/// them with channels that add nothing.
+constexpr int64_t kTensorCoreDims = 16, kMostTensorCoreDim = 256;
+
+/// At most so many tokens go by the kernel of decoding, on CUDA.
+constexpr int kStepTokens = 2;
+
 /// What a launch needs besides its tensors. Found by the *_plan functions of gla_cuda.h (or
 /// gla_plan_cpu below) for one set of params, filled into params.plan by the caller.
 struct GlaPlan {

@@ -27,10 +27,6 @@ namespace tidegate::kernels::gla {
 //
 // Any dtype, K and V up to 512, token by token.
 
-/// A forward scan of at most so many tokens goes by the kernel of decoding, where the plan is
-/// plain.
-constexpr int kStepTokens = 2;
-
 /// At most kStepTokens tokens go by the kernel of decoding.
 cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
 

@@ -7,6 +7,7 @@
 #include <c10/core/SymBool.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "src/ops/attention.h"
@@ -106,6 +107,29 @@ void check_attention_values(const Op& a) {
   check_key_offsets_values({q.op, "k", a.k}, a.cu_seqlens, a.cu_seqlens_k);
 }
 
+// ---- sizes and rows that tensor cores do not take ----
+
+/// The head dimension that tensor cores take in the place of `head_dim`: tensor_cores_take of
+/// kernels/attention/cuda/ has the rule.
+int64_t padded_head_dim(int64_t head_dim) {
+  constexpr int64_t kStep = 8, kLeast = 16;
+  return std::max(kLeast, (head_dim + kStep - 1) / kStep * kStep);
+}
+
+/// Whether tensor cores would take the call if its tensors were padded with zeros, and their rows
+/// began aligned. The copies are little beside what the kernels that take any size would need.
+bool wants_padding(at::ArrayRef<at::Tensor> tensors) {
+  const at::Tensor& q = tensors[0];
+  const at::ScalarType type = q.scalar_type();
+  const int64_t head_dim = q.size(3);
+  if (!q.is_cuda() || (type != at::kBFloat16 && type != at::kHalf) ||
+      head_dim > kernels::attention::kMaxAttentionHeadDim) {
+    return false;
+  }
+  return head_dim != padded_head_dim(head_dim) ||
+         !std::all_of(tensors.begin(), tensors.end(), rows_begin_aligned);
+}
+
 // ---- forward ----
 
 /// In which dtype the kernels take log_f, and write its gradient: its own, but float64 beside
@@ -143,6 +167,17 @@ TensorTuple<2> ForgettingAttention::meta() const {
 }
 
 TensorTuple<2> ForgettingAttention::kernel() const {
+  if (wants_padding({q, k, v})) {
+    check_attention(*this);
+    const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
+    const at::Tensor queries = widened(q, wide), keys = widened(k, wide), values = widened(v, wide);
+    const auto [o, lse] =
+        ForgettingAttention{
+            queries, keys,       values,       log_f, attention_scale(scale, head_dim),
+            window,  cu_seqlens, cu_seqlens_k, prune}
+            .kernel();
+    return {narrowed(o, head_dim), lse};
+  }
   auto results = meta();
   check_attention_values(*this);
   const auto& [o, lse] = results;
@@ -169,6 +204,19 @@ TensorTuple<4> ForgettingAttentionBackward::meta() const {
 
 TensorTuple<4> ForgettingAttentionBackward::kernel() const {
   TensorTuple<4> gradients = meta();
+  if (wants_padding({q, k, v, o, d_o})) {
+    const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
+    const at::Tensor queries = widened(q, wide), keys = widened(k, wide), values = widened(v, wide),
+                     outputs = widened(o, wide), loss = widened(d_o, wide);
+    const auto [dq, dk, dv, dlog_f] =
+        ForgettingAttentionBackward{loss,    dlse,       queries,
+                                    keys,    values,     log_f,
+                                    outputs, lse,        attention_scale(scale, head_dim),
+                                    window,  cu_seqlens, cu_seqlens_k,
+                                    prune}
+            .kernel();
+    return {narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, head_dim), dlog_f};
+  }
   check_attention_values(*this);
   auto& [dq, dk, dv, dlog_f] = gradients;
   if (log_f_dtype(*this) != log_f.scalar_type()) {

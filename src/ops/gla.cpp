@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "src/ops/gla_padding.h"
 #include "src/ops/kernel_sets.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
@@ -174,6 +175,13 @@ std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& argument
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
   auto results = gla_forward_meta(arguments);
   check_gla_values(arguments);
+  if (wants_padding(arguments)) {
+    const PaddedGla padded(arguments);
+    const GlaArguments wide = padded.arguments();
+    const auto [o, h_final] = gla_forward_meta(wide);
+    run_gla(wide, o, h_final);
+    return {padded.narrow_values(o), padded.narrow_states(h_final)};
+  }
   run_gla(arguments, std::get<0>(results), std::get<1>(results));
   return results;
 }
@@ -197,6 +205,11 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
                                  const GlaArguments& arguments, const GlaGradients& into) {
   const c10::SymInt sequences = check_gla_backward(d_o, dh_final, arguments);
   check_gla_values(arguments);
+  if (wants_padding(arguments, d_o)) {
+    const PaddedGla padded(arguments);
+    const at::Tensor wide = padded.values(d_o);
+    return padded.narrow(gla_backward_kernel(wide, padded.states(dh_final), padded.arguments()));
+  }
   const at::Tensor &q = arguments.q, &v = arguments.v;
   const at::ScalarType wide = state_dtype(q.scalar_type());
 

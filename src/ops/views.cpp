@@ -1,6 +1,9 @@
 #include "src/ops/views.h"
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <c10/util/Exception.h>
+
+#include <cstdint>
 
 #include "kernels/common/limits.h"
 
@@ -47,6 +50,29 @@ at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {
 
 at::Tensor contiguous_or_none(const OptionalTensor& tensor) {
   return is_given(tensor) ? tensor->contiguous() : at::Tensor();
+}
+
+bool rows_begin_aligned(const at::Tensor& tensor) {
+  constexpr int64_t kBytes = 16;
+  if (tensor.dim() == 0 || tensor.stride(-1) != 1) {
+    return true;
+  }
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
+    aligned &= tensor.size(i) <= 1 || tensor.stride(i) * tensor.element_size() % kBytes == 0;
+  }
+  return aligned;
+}
+
+at::Tensor widened(const at::Tensor& tensor, int64_t size, double value) {
+  if (tensor.size(-1) != size) {
+    return at::constant_pad_nd(tensor, {0, size - tensor.size(-1)}, value);
+  }
+  return rows_begin_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor narrowed(const at::Tensor& tensor, int64_t size) {
+  return tensor.narrow(-1, 0, size).contiguous();
 }
 
 kernels::TimeSeries time_series(const at::Tensor& tensor) {

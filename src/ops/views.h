@@ -34,6 +34,16 @@ at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype);
 /// `tensor` contiguous; undefined if absent.
 at::Tensor contiguous_or_none(const OptionalTensor& tensor);
 
+/// Whether kernels that access 16 bytes at a time can read the rows of `tensor`, or of the copy
+/// that in_rows makes of it.
+bool rows_begin_aligned(const at::Tensor& tensor);
+
+/// `tensor` with `size` elements in its last dimension, of which those that it has not got are
+/// `value`, and with rows that begin aligned: itself where it is so already.
+at::Tensor widened(const at::Tensor& tensor, int64_t size, double value = 0);
+/// The first `size` elements of the last dimension, contiguous: the inverse.
+at::Tensor narrowed(const at::Tensor& tensor, int64_t size);
+
 /// A [B, T, channels] tensor with a unit last stride.
 kernels::TimeSeries time_series(const at::Tensor& tensor);
 

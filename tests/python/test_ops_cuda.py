@@ -457,3 +457,24 @@ def test_tiny_attention_steps_under_the_sanitizer(dtype: torch.dtype, head_dim: 
     o = ops.forgetting_attention_step(q, k, v, gates, lengths)
     assert o.isfinite().all()
     assert not o[1].count_nonzero()
+
+
+SIZES_OF_ALL_KINDS = [
+    GlaCase("hgrn2", time=100, key_dim=53, value_dim=41, dtype=torch.bfloat16),
+    GlaCase("gated_linear_attention", time=100, key_dim=88, value_dim=88, dtype=torch.float16),
+    AttentionCase(queries=100, head_dim=53, dtype=torch.bfloat16),
+    AttentionCase(queries=100, head_dim=92, dtype=torch.float16, window=40),
+    AttentionCase(queries=100, head_dim=9, dtype=torch.bfloat16, layout="misaligned"),
+]
+
+
+@pytest.mark.parametrize("case", SIZES_OF_ALL_KINDS, ids=str)
+def test_no_size_of_16_bit_data_takes_the_plain_path(case: AnyCase) -> None:
+    """It takes 10 to 200 times as long."""
+    inputs = inputs_of(case, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train(case, inputs)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "tidegate" in event.key]
+    assert kernels
+    assert not [name for name in kernels if "plain" in name]

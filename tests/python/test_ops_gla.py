@@ -97,14 +97,21 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("float64")
 
 
+# What the gradient of fp32 log decays may be off by, by the shift of the gates: a little more than
+# gla_errors.py's aims, which are for two heads.
+OF_WIDE_GATES = {0.0: 8.5e-4, -5.0: 5.5e-4, 5.0: 2.7e-3}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shift", [0.0, -5.0, 5.0])
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "fp32"])
+@pytest.mark.parametrize("shift", OF_WIDE_GATES)
 @pytest.mark.parametrize("op", gla_cases.OPS)
 def test_gradient_of_the_gates_over_16384_tokens(
-    op: str, shift: float, float64: ModuleType, device: str
+    op: str, shift: float, wide: bool, float64: ModuleType, device: str
 ) -> None:
-    """With data and gates of 16 bits, and a state at both ends: at most 0.5 % from float64. Gates
-    are sigmoid(N(0, 1) + shift), keys one minus them."""
+    """With data of 16 bits and a state at both ends. Where gates have 16 bits, too, their gradient
+    is rounded to as many, and may be 0.5 % from float64. Gates are sigmoid(N(0, 1) + shift), keys
+    one minus them."""
     rng = torch.Generator().manual_seed(7)
     size = 128 if device == "cuda" else 32
     shape = (1, 16384, 2, size)
@@ -112,6 +119,8 @@ def test_gradient_of_the_gates_over_16384_tokens(
     gates = (torch.randn(shape, generator=rng) + shift).bfloat16().to(device)
     h0, last = (torch.randn(1, 2, size, size, generator=rng).to(device) for _ in range(2))
     k = torch.sigmoid(-gates)
+    if wide:
+        gates = gates.float()
     if op == "gated_linear_attention":
         gates = F.logsigmoid(gates)
     gates.requires_grad_()
@@ -127,7 +136,8 @@ def test_gradient_of_the_gates_over_16384_tokens(
         keys, log_f = torch.sigmoid(-leaf), F.logsigmoid(leaf)
     results = float64.gated_linear_attention(wide[0], keys, wide[2], log_f, h0[0, head].double())
     (exact,) = torch.autograd.grad(results, leaf, (wide[3], last[0, head].double()))
-    assert float64.distance(found[0, :, head], exact) <= 5e-3
+    limit = OF_WIDE_GATES[shift] if wide and op == "gated_linear_attention" else 5e-3
+    assert float64.distance(found[0, :, head], exact) <= limit
 
 
 GRADCHECK = [

@@ -297,6 +297,7 @@ class BackwardWorkspace {
         key_slices_(slices(p.key_dim)),
         value_slices_(slices(p.value_dim)),
         states_(chunks * p.heads * p.key_dim * p.value_dim * 2),
+        units_(chunks * p.heads * p.key_dim * ChunkStates::column_tiles(slices(p.value_dim)) * 2),
         segment_states_(segments * p.heads * p.key_dim * p.value_dim * 4),
         segment_decays_(segments * p.heads * p.key_dim * 4) {
     const ChunkFactors of = {.heads = heads_, .key_slices = key_slices_};
@@ -307,7 +308,7 @@ class BackwardWorkspace {
 
   int64_t bytes() const {
     return tail_factors_ + decays_ + scores_ +
-           kDirections * (states_ + segment_states_ + segment_decays_);
+           kDirections * (states_ + units_ + segment_states_ + segment_decays_);
   }
 
   /// The pass's factors, states and segments, in this order.
@@ -326,7 +327,8 @@ class BackwardWorkspace {
     factors.key_slices = key_slices_;
     factors.piece = factors.piece_bits();
     for (ChunkStates& states : pass->states) {
-      states = {reinterpret_cast<uint4*>(take(states_)), heads_, key_slices_, value_slices_};
+      states = {reinterpret_cast<uint4*>(take(states_)), reinterpret_cast<uint16_t*>(take(units_)),
+                heads_, key_slices_, value_slices_};
     }
     pass->segment_states = reinterpret_cast<float*>(take(kDirections * segment_states_));
     pass->segment_decays = reinterpret_cast<float*>(take(kDirections * segment_decays_));
@@ -335,8 +337,9 @@ class BackwardWorkspace {
  private:
   int64_t heads_;
   int key_slices_, value_slices_;
-  int64_t tail_factors_, decays_, scores_;            // bytes
-  int64_t states_, segment_states_, segment_decays_;  // bytes, of one direction
+  int64_t tail_factors_, decays_, scores_;   // bytes
+  int64_t states_, units_;                   // bytes, of one direction
+  int64_t segment_states_, segment_decays_;  // likewise
 };
 
 /// The maps that segments make of their start states, in both directions, composed in the order of
@@ -387,9 +390,8 @@ cudaError_t tensor_backward_fits(const GlaBackwardParams& b, bool* fits) {
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int bytes =
-      std::max(ChunkShared::bytes(p.key_dim, p.value_dim) + static_cast<int>(sizeof(ChunkRows)),
-               StatePassShared(p.key_dim, p.value_dim).bytes());
+  const int bytes = std::max(ChunkShared::bytes(p.key_dim, p.value_dim),
+                             StatePassShared(p.key_dim, p.value_dim).bytes());
   *fits = limits.major >= 8 && bytes <= limits.shared_bytes;
   return cudaSuccess;
 }

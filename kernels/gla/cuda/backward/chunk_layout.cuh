@@ -8,6 +8,7 @@
 #include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
+#include "kernels/gla/cuda/backward/pairs.cuh"
 #include "kernels/gla/cuda/dyadic.cuh"
 #include "kernels/gla/cuda/head_inputs.cuh"
 
@@ -145,13 +146,28 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
   });
 }
 
-/// States at chunk boundaries, in bf16: [chunk][head][K / 16][V / 16][lane], the 16 bytes of a lane
-/// as it needs them for two B of (values x K-slice): {x, y} of the slice's columns 0-7, {z, w}
-/// of 8-15. As {x, z, y, w} they are A of (K-slice x values).
+/// Columns of a state that a block of threads of the state pass keeps.
+constexpr int kStateColumns = 128;
+
+/// States at chunk boundaries, in f16 and in units of a power of two for every channel and column
+/// tile (f16 has three more bits than bf16, which the row sums of S o D need, and too small a range
+/// without): [chunk][head][K / 16][V / 16][lane], the 16 bytes of a lane as it needs them for two B
+/// of (values x K-slice): {x, y} of the slice's columns 0-7, {z, w} of 8-15. As {x, z, y, w} they
+/// are A of (K-slice x values).
 struct ChunkStates {
   uint4* data = nullptr;
+  uint16_t* units = nullptr;  // bf16, [chunk][head][column tile][K], as channel_of_column has them
   int64_t heads = 0;
   int key_slices = 0, value_slices = 0;
+
+  __host__ __device__ static int column_tiles(int value_slices) {
+    constexpr int kSlices = kStateColumns / kSlice;
+    return (value_slices + kSlices - 1) / kSlices;
+  }
+  __device__ uint16_t* units_of(int64_t chunk, int64_t head, int column_tile) const {
+    return units + ((chunk * heads + head) * column_tiles(value_slices) + column_tile) *
+                       int64_t{key_slices * kSlice};
+  }
 
   __device__ uint4* tile(int64_t chunk, int64_t head, int key_slice, int value_slice) const {
     return data + (((chunk * heads + head) * key_slices + key_slice) * value_slices + value_slice) *
@@ -159,11 +175,17 @@ struct ChunkStates {
   }
 };
 
-/// Two elements of type T in a register.
-template <class T>
-__device__ inline float2 unpack_pair(uint32_t bits) {
-  const Pack<T, 2> both = {bits};
-  return {both.get(0), both.get(1)};
+/// A lane's part of a state's tile in bf16, still in the units of its two rows...
+__device__ inline uint4 state_tile(const uint4& tile) {
+  return make_uint4(rounded_bf16(tile.x), rounded_bf16(tile.y), rounded_bf16(tile.z),
+                    rounded_bf16(tile.w));
+}
+/// ... and without, given those of row lane / 4 and of the other.
+__device__ inline uint4 state_tile(const uint4& tile, unsigned unit, unsigned higher_unit) {
+  const uint32_t lower = unit * 0x10001u, higher = higher_unit * 0x10001u;
+  const uint4 x = state_tile(tile);
+  return make_uint4(multiply_bf16(x.x, lower), multiply_bf16(x.y, lower),
+                    multiply_bf16(x.z, higher), multiply_bf16(x.w, higher));
 }
 
 /// The tensors of a call, by the name of a chunk's rows.
@@ -275,11 +297,16 @@ struct ChunkBackward {
   ChunkStates gradients = {};  // of the state at every chunk's end
 };
 
+/// Rows behind a row of a RowTile of 64 columns each: the 16 bytes by which that is longer.
+struct SpacedRows : NearRows {
+  char columns[kChunk * 2];
+};
+
 /// Where the chunk's rows lie, found once for the whole block of threads: lane i of the first warp
 /// finds those of tensor i.
 struct ChunkRows {
-  NearRows q, k, v, gate, d_o, dq, dk, dv, dgate;
-  NearRows factors[kFactorSides];
+  SpacedRows q, k, v, gate, d_o, dq, dk, dv, dgate;
+  SpacedRows factors[kFactorSides];
   int tokens;  // of the chunk; 0: nothing to do
 
   __device__ void find(const ChunkBackward& a, int chunk, int head, int lane) {
@@ -289,10 +316,11 @@ struct ChunkRows {
     const TimeTile tile = find_time_tile(a.chunks, chunk);
     const bool backwards = a.chunks.layout.reverse;
     if (lane < kChunkTensors) {
-      (&q)[lane] = NearRows(HeadRows(a.tensors[lane], tile.sequence, backwards, head), tile.first);
+      static_cast<NearRows&>((&q)[lane]) =
+          NearRows(HeadRows(a.tensors[lane], tile.sequence, backwards, head), tile.first);
     } else {
       const auto side = static_cast<FactorSide>(lane - kChunkTensors);
-      factors[side] =
+      static_cast<NearRows&>(factors[side]) =
           a.factors.rows(side, tile.sequence, backwards, head).of_chunk(tile.first, tile.tokens);
     }
     if (lane == 0) {
@@ -300,7 +328,8 @@ struct ChunkRows {
     }
   }
 };
-static_assert(offsetof(ChunkRows, dgate) == kRowsDgate * sizeof(NearRows));
+static_assert(sizeof(ChunkRows) ==  // in the order of ChunkTensor
+              (int{kChunkTensors} + int{kFactorSides}) * sizeof(SpacedRows) + alignof(SpacedRows));
 
 /// A chunk, a head, and this thread's place in the block of threads.
 struct ChunkPlace {
@@ -322,10 +351,17 @@ struct ChunkPlace {
         value_slices(static_cast<int>(p.value_dim) / kSlice) {}
 };
 
+__device__ inline bool has_one_column_tile(const ChunkPlace& at) {
+  return at.value_slices <= kStateColumns / kSlice;
+}
+
 // ---- Shared memory ----
 //
-// That of a block of threads of chunk_backward_kernel: 96 KB at K = V = 128, so that 99
-// KB suffice and 227 KB hold two blocks. Values, do and tiles give way to the sums.
+// That of a block of threads of chunk_backward_kernel: 97 KB at K = V = 128, so that 99 KB suffice,
+// and two blocks take no more than 196 KB of a multiprocessor of compute capability 9.0, of which
+// 60 KB remain for its L1 cache: with a few bytes more, and 28 KB of L1, all took 3 % longer. So
+// what is small lies where rows are 16 bytes longer than their columns (RowTile). Values, do and
+// tiles give way to the sums.
 
 /// Warps of a block of threads: a multiple of four, at least one a K-slice.
 inline int chunk_warps(int64_t key_dim) {
@@ -347,15 +383,21 @@ enum ChunkTile : int {
 constexpr int kSumParts = 5;
 constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a K-slice
 
+/// A lane's part of an operand that is the sum of two of bf16, of which the second is what rounding
+/// left of the first.
+struct PairGradients {
+  uint4 high, low;
+};
+
 struct ChunkShared {
   RowTile d_o, values;  // [64][V]
   char* tiles;          // [K / 16][kChunkTiles]; then everything up to here gives way to the sums
   // [64][64] in blocks of two sub-chunks: scores of (i, j), i >= j, in block (i, j); dA of later i
   // and earlier j in block (j, i), not transposed: its rows are tokens of i.
   RowTile scores;
-  uint4* pairs;  // [4][32]: dA of a sub-chunk's pairs as A of mma_bf16, pair (t, s) also at (s, t)
-  float4* neighbours;  // [4][8]: dA of (2r, 2r), (2r+1, 2r+1) and (2r+1, 2r), in float
-  float* decay;        // [K / 16][4][16], of each sub-chunk
+  // [4][32]: dA of a sub-chunk's pairs as A of mma_bf16, pair (t, s) also at (s, t)
+  PairGradients* pairs;
+  float* decay;  // [K / 16][4][16], of each sub-chunk
 
   static __host__ __device__ int row_bytes(int64_t value_dim) {
     return 2 * kChunk * RowTile::pitch_of(static_cast<int>(value_dim));
@@ -368,7 +410,10 @@ struct ChunkShared {
   }
   static int bytes(int64_t key_dim, int64_t value_dim) {
     return front_bytes(key_dim, value_dim) + kChunk * RowTile::pitch_of(kChunk) +
-           kSubChunks * (kTileBytes + 8 * 16) + static_cast<int>(key_dim) * kSubChunks * 4;
+           kSubChunks * 2 * kTileBytes + static_cast<int>(key_dim) * kSubChunks * 4;
+  }
+  static __host__ __device__ int column_tiles(int64_t value_dim) {
+    return ChunkStates::column_tiles(static_cast<int>(value_dim) / kSlice);
   }
 
   __device__ ChunkShared(char* memory, int64_t key_dim, int64_t value_dim) {
@@ -377,16 +422,47 @@ struct ChunkShared {
     values = {memory + kChunk * pitch, pitch};
     tiles = memory + row_bytes(value_dim);
     scores = {memory + front_bytes(key_dim, value_dim), RowTile::pitch_of(kChunk)};
-    pairs = reinterpret_cast<uint4*>(scores.at(kChunk, 0));
-    neighbours = reinterpret_cast<float4*>(pairs + kSubChunks * 32);
-    decay = reinterpret_cast<float*>(neighbours + kSubChunks * 8);
+    pairs = reinterpret_cast<PairGradients*>(scores.at(kChunk, 0));
+    decay = reinterpret_cast<float*>(pairs + kSubChunks * 32);
   }
+
+  /// Behind the rows of scores: dA of (2r, 2r), (2r+1, 2r+1) and (2r+1, 2r), in float...
+  __device__ float4& neighbours(int sub_chunk, int r) const {
+    return *reinterpret_cast<float4*>(scores.at(sub_chunk * 8 + r, kChunk));
+  }
+  /// ... that of tokens 4g+2, 4g+3 with 4g, 4g+1, in float...
+  __device__ float4& fours(int sub_chunk, int g) const {
+    return *reinterpret_cast<float4*>(scores.at(kFirstFours + sub_chunk * 4 + g, kChunk));
+  }
+  /// ... and where the chunk's rows lie.
+  __device__ ChunkRows& rows() const {
+    return *reinterpret_cast<ChunkRows*>(scores.at(kFirstRows, kChunk));
+  }
+  static constexpr int kFirstFours = kSubChunks * 8, kFirstRows = kFirstFours + kSubChunks * 4;
+  static_assert(kFirstRows + sizeof(ChunkRows) / sizeof(SpacedRows) + 1 <= kChunk);
 
   __device__ char* tile(int slice, int which) const {
     return tiles + (slice * kChunkTiles + which) * kTileBytes;
   }
   __device__ float* decays(int slice, int sub_chunk) const {
     return decay + (slice * kSubChunks + sub_chunk) * kSlice;
+  }
+  /// Behind the rows of do and of values, eight in each: the units of ChunkStates, [state, its
+  /// gradient][column tile][K], in bf16. Where there is one column tile, sums over V are made in
+  /// units and multiplied in the end, and K_end holds those of D.
+  __device__ char* eight_units(int index) const { return d_o.at(index, 0) + d_o.pitch - 16; }
+  /// A K-slice's first eight in the column tile of a V-slice; the other eight are a row further.
+  __device__ const char* slice_units(const ChunkPlace& at, bool of_gradient, int value_slice,
+                                     int key_slice) const {
+    const int tile = value_slice / (kStateColumns / kSlice) +
+                     (of_gradient ? ChunkStates::column_tiles(at.value_slices) : 0);
+    return eight_units((tile * at.key_slices + key_slice) * 2);
+  }
+  /// A slice's units in bf16, of the row of a state's tile that the lane has, and of the other.
+  __device__ uint2 row_units(const char* units, int lane) const {
+    units += lane / 4 * 2;
+    return make_uint2(*reinterpret_cast<const uint16_t*>(units),
+                      *reinterpret_cast<const uint16_t*>(units + d_o.pitch));
   }
   /// Once the decays are no longer needed: sums over a K-slice, [64] tokens.
   __device__ float* head_sums(int slice) const { return decays(slice, 0); }

@@ -37,6 +37,13 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
                      a.factors.slice_decays(at.chunk, at.head, s) + at.lane * 4);
     }
   }
+  const int eights = ChunkStates::column_tiles(at.value_slices) * at.key_slices * 2;
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * eights; i += static_cast<int>(blockDim.x)) {
+    const bool of_gradient = i >= eights;
+    const ChunkStates& states = of_gradient ? a.gradients : a.states;
+    copy_async<16>(sh.eight_units(i),
+                   states.units_of(at.chunk, at.head, 0) + (i - (of_gradient ? eights : 0)) * 8);
+  }
   if (at.warp < kSubChunks) {
     copy_async<16>(
         sh.scores.at(at.warp * kSubChunk + at.lane % 16, at.warp * kSubChunk + at.lane / 16 * 8),
@@ -71,6 +78,18 @@ __device__ inline void load_decays(const float* from, float (&x)[8]) {
   *reinterpret_cast<float4*>(x + 4) = reinterpret_cast<const float4*>(from)[1];
 }
 
+/// Eight of their units.
+__device__ inline void load_units(const char* from, float (&x)[8]) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_pair<__nv_bfloat16>(pairs[i]);
+    x[2 * i] = pair.x;
+    x[2 * i + 1] = pair.y;
+  }
+}
+
 /// A row's half of a tile, times the decays of its columns.
 __device__ inline uint4 decayed(const uint4& bits, const float (&d)[8]) {
   const uint32_t in[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -84,9 +103,12 @@ __device__ inline uint4 decayed(const uint4& bits, const float (&d)[8]) {
 }
 
 /// The factors that need the decays of several sub-chunks: K of sub-chunks 0 to 2 up to the chunk's
-/// end, and across the boundary of the chunk's halves Q of sub-chunk 3 and K of sub-chunk 0.
+/// end, and across the boundary of the chunk's halves Q of sub-chunk 3 and K of sub-chunk 0. In
+/// K_end, which is K of sub-chunk 3 as well, the units of D are included, if there is one column
+/// tile.
 __device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkShared& sh) {
   const int columns = at.lane / kSubChunk * 8;
+  const bool in_units = has_one_column_tile(at);
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
     const auto tile = [&](int which) {
       return reinterpret_cast<uint4*>(sh.tile(s, which)) + at.lane;
@@ -94,7 +116,16 @@ __device__ inline void compute_half_factors(const ChunkPlace& at, const ChunkSha
     float d[8], more[8];
     load_decays(sh.decays(s, 2) + columns, d);
     *tile(kQueryHalfFactor) = decayed(*tile(kQueryFactor + 2), d);
+    float unit[8] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+    if (in_units) {
+      load_units(sh.slice_units(at, true, 0, s) + at.lane / kSubChunk * sh.d_o.pitch, unit);
+    }
     load_decays(sh.decays(s, 3) + columns, more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      more[i] *= unit[i];
+    }
+    *tile(kKeyFactor + 3) = decayed(*tile(kKeyFactor + 3), unit);
     *tile(kKeyEndFactor + 2) = decayed(*tile(kKeyFactor + 2), more);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -135,20 +166,11 @@ __device__ inline void compute_scores(const ChunkPlace& at, const ChunkShared& s
   store_tile(sh.scores, i, j, sum, at.lane);
 }
 
-/// dA of the tokens of one sub-chunk: in bf16, pair (t, s) at (s, t) too, and in float where no
-/// level of two tokens or more parts them.
-__device__ inline void store_own_pairs(const ChunkShared& sh, int sub_chunk,
-                                       const float (&dA)[2][4], int lane) {
+/// A sub-chunk's dA at (t, s) and at (s, t), from that at (t, s): registers of a 16 x 16 operand,
+/// [even or odd t][even or odd s].
+__device__ inline uint4 on_both_sides(const uint32_t (&own)[2][2], int lane) {
   const int r = lane / 4, c = lane % 4;
   const uint32_t below = (r > 2 * c ? 0x0000ffffu : 0) | (r > 2 * c + 1 ? 0xffff0000u : 0);
-  uint32_t own[2][2];  // [even or odd t][even or odd s]
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      own[i][j] = pack_bf16(dA[j][2 * i], dA[j][2 * i + 1]);
-    }
-  }
   uint32_t both[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -157,11 +179,32 @@ __device__ inline void store_own_pairs(const ChunkShared& sh, int sub_chunk,
       both[i][j] = (own[i][j] & below) | (transpose_matrix(own[j][i]) & ~below);
     }
   }
-  sh.pairs[sub_chunk * 32 + lane] = make_uint4(both[0][0], both[1][0], both[0][1], both[1][1]);
+  return make_uint4(both[0][0], both[1][0], both[0][1], both[1][1]);
+}
+
+/// dA of the tokens of one sub-chunk: as a sum of two of bf16, pair (t, s) at (s, t) too, and in
+/// float what no level of four tokens or more parts.
+__device__ inline void store_own_pairs(const ChunkShared& sh, int sub_chunk,
+                                       const float (&dA)[2][4], int lane) {
+  const int r = lane / 4, c = lane % 4;
+  uint32_t high[2][2], low[2][2];  // [even or odd t][even or odd s]
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const SplitPair split = split_bf16(dA[j][2 * i], dA[j][2 * i + 1]);
+      high[i][j] = split.high;
+      low[i][j] = split.low;
+    }
+  }
+  sh.pairs[sub_chunk * 32 + lane] = {on_both_sides(high, lane), on_both_sides(low, lane)};
   if (r / 2 == c) {
     const bool odd = r % 2 != 0;
-    sh.neighbours[sub_chunk * 8 + r] = make_float4(
-        odd ? dA[0][1] : dA[0][0], odd ? dA[1][3] : dA[1][2], odd ? dA[0][3] : dA[0][2], 0.0f);
+    sh.neighbours(sub_chunk, r) = make_float4(odd ? dA[0][1] : dA[0][0], odd ? dA[1][3] : dA[1][2],
+                                              odd ? dA[0][3] : dA[0][2], 0.0f);
+    if (odd) {
+      sh.fours(sub_chunk, c) = make_float4(dA[0][0], dA[1][0], dA[0][2], dA[1][2]);
+    }
   }
 }
 
@@ -261,13 +304,20 @@ using ValueSums = float[kSubChunks][2][4];
 
 /// sum += K_end D_end over some K-slices from `first` on, whose D_end is in registers.
 __device__ inline void add_state_term(const ChunkPlace& at, const ChunkShared& sh, int first,
-                                      const MatrixLane& l, const StateGradientFetch& fetch,
-                                      ValueSums& sum) {
+                                      int value_slice, const MatrixLane& l,
+                                      const StateGradientFetch& fetch, ValueSums& sum) {
+  const bool in_units = has_one_column_tile(at);
   const char* tiles = sh.tile(first, 0) + tile_offset(l.row, l.half);
 #pragma unroll
   for (int i = 0; i < StateGradientFetch::kSlices; ++i) {
     if (first + i < at.key_slices) {
-      const uint4& d = fetch.tiles[i];
+      uint4 d;
+      if (in_units) {
+        d = state_tile(fetch.tiles[i]);
+      } else {
+        const uint2 units = sh.row_units(sh.slice_units(at, true, value_slice, first + i), at.lane);
+        d = state_tile(fetch.tiles[i], units.x, units.y);
+      }
       const uint32_t b[4] = {transpose_matrix(d.x), transpose_matrix(d.z), transpose_matrix(d.y),
                              transpose_matrix(d.w)};
 #pragma unroll
@@ -329,7 +379,7 @@ __device__ inline void store_value_gradients(const ChunkBackward& a, const Chunk
       if (first > 0 || v > at.warp) {
         fetch.load(a, at, first, v);
       }
-      add_state_term(at, sh, first, l, fetch, sum);
+      add_state_term(at, sh, first, v, l, fetch, sum);
     }
     add_score_term(at, sh, v, l, across, sum);
     store_value_slice<T>(a, at, v, sum);

@@ -11,23 +11,20 @@
 //
 // The tile: a block of threads has one head of a segment and up to 128 columns of V; each of its
 // K / 16 warps keeps a K-slice of the state, 16 x 128, as fp32 accumulators from one end of time to
-// the other. What the scan meets at a chunk is rounded to bf16 for chunk_backward_kernel, and the
-// rounding does not accumulate. A chunk's operands arrive by cp.async in one of two stages, a chunk
-// ahead; one __syncthreads a chunk passes the stages on.
+// the other. What the scan meets at a chunk is rounded to f16, in units of its rows, for
+// chunk_backward_kernel, and the rounding does not accumulate. A chunk's operands arrive by
+// cp.async in one of two stages, a chunk ahead; one __syncthreads a chunk passes the stages on.
 //
 // Where sequences x heads are few, time is divided into segments: a first launch scans every
 // segment from zero (map_only), compose_segments puts the maps together in the order of time, and a
 // second launch scans again from the right states.
 
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 
 namespace tidegate::kernels::gla {
-
-/// Columns of a state that a block of threads keeps: 64 accumulators a lane. Of wider states other
-/// blocks keep the rest.
-constexpr int kStateColumns = 128;
 
 constexpr int kDirections = 2;  // 0: states, forward; 1: their gradients, adjoint
 
@@ -46,7 +43,7 @@ struct StatePass {
   float* segment_decays = nullptr;       // [direction][segment][H][K]
 
   __host__ __device__ int column_tiles() const {
-    return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
+    return ChunkStates::column_tiles(static_cast<int>(params.value_dim) / kSlice);
   }
   __device__ float* segment_state(int direction, int64_t segment_index, int64_t head) const {
     return segment_states + ((direction * segments.count + segment_index) * params.heads + head) *
@@ -131,14 +128,35 @@ class SliceState {
     }
   }
 
-  __device__ void store_rounded(uint4* tiles, int columns, int lane) const {
+  /// As ChunkStates has them: `units` are those of the K-slice.
+  __device__ void store_rounded(uint4* tiles, uint16_t* units, int columns, int lane) const {
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = 0;
+#pragma unroll
+      for (int n = 0; n < 2 * kTiles; ++n) {
+        if (n * 8 < columns) {
+          largest = fmaxf(largest, fmaxf(fabsf(sum_[n][2 * h]), fabsf(sum_[n][2 * h + 1])));
+        }
+      }
+      // The largest becomes 2^14 to 2^15; 2^126 is the largest scale whose inverse is normal.
+      const int exponent = __float_as_int(quad_max(largest)) >> 23;
+      const int scaling = min(127 + 14 + 127 - exponent, 253);
+      scale[h] = __int_as_float(scaling << 23);
+      if (lane % 4 == 0) {
+        units[lane / 4 + 8 * h] = static_cast<uint16_t>((254 - scaling) << 7);
+      }
+    }
 #pragma unroll
     for (int v = 0; v < kTiles; ++v) {
       if (v * kSlice < columns) {
         const float (&lo)[4] = sum_[2 * v];
         const float (&hi)[4] = sum_[2 * v + 1];
-        tiles[v * 32 + lane] = make_uint4(pack_bf16(lo[0], lo[1]), pack_bf16(hi[0], hi[1]),
-                                          pack_bf16(lo[2], lo[3]), pack_bf16(hi[2], hi[3]));
+        const auto pair = [&](const float (&x)[4], int h) {
+          return pack_f16(x[2 * h] * scale[h], x[2 * h + 1] * scale[h]);
+        };
+        tiles[v * 32 + lane] = make_uint4(pair(lo, 0), pair(hi, 0), pair(lo, 1), pair(hi, 1));
       }
     }
   }
@@ -285,9 +303,10 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
       fetch(i + 1);
     }
     if (!pass.map_only) {
-      sum.store_rounded(
-          pass.states[kDirection].tile(first_chunk + chunk, head, slice, column0 / kSlice), columns,
-          lane);
+      const ChunkStates& states = pass.states[kDirection];
+      sum.store_rounded(states.tile(first_chunk + chunk, head, slice, column0 / kSlice),
+                        states.units_of(first_chunk + chunk, head, column_tile) + slice * kSlice,
+                        columns, lane);
     }
     sum.template advance<kAdjoint>(inputs.sh.slice(shared, i & 1, slice), stage, columns, lane,
                                    total);
@@ -312,6 +331,7 @@ template <class T>
 __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     state_pass_kernel(const __grid_constant__ StatePass pass) {
   extern __shared__ __align__(16) char shared[];
+  wait_for_kernels_before();
   // All scans of one direction first: a multiprocessor then has one of each.
   const int heads = static_cast<int>(pass.params.heads);
   const int scans = static_cast<int>(gridDim.x) / kDirections;

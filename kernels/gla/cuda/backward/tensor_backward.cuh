@@ -19,6 +19,7 @@
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/backward/chunk_factors.cuh"
 #include "kernels/gla/cuda/backward/chunk_scores.cuh"
+#include "kernels/gla/cuda/backward/chunk_sums.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
 #include "kernels/gla/gla_cuda.h"
@@ -39,17 +40,6 @@ __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
     to[96] = make_float4(y[1][0], y[1][1], y[1][2], y[1][3]);
     to[128] = make_float4(through[b][0], through[b][1], through[b][2], through[b][3]);
   }
-}
-
-__device__ inline void load_sums(const float4* from, bool later, SubChunkSums& sums) {
-  const float4* active = from + (later ? 0 : 64);
-  const float4* passive = from + (later ? 64 : 0);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    *reinterpret_cast<float4*>(sums.active[n]) = active[n * 32];
-    *reinterpret_cast<float4*>(sums.passive[n]) = passive[n * 32];
-  }
-  *reinterpret_cast<float4*>(sums.through) = from[128];
 }
 
 /// Four adjacent channels of a token, in the data's type.
@@ -135,11 +125,8 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
     Quad x;
     QuadSlopes slopes;
     inputs.get(gamma, at.tokens - token, x, slopes);
-    SubChunkSums sums;
-    load_sums(sh.sums(at.warp, b, at.lane), at.lane >= 16, sums);
     TokenGradients g;
-    compute_token_gradients(x, sums, sh.pairs[b * 32 + at.lane], sh.neighbours[b * 8 + r], at.lane,
-                            g);
+    compute_token_gradients(x, sh.sums(at.warp, b, at.lane), sh, b, at.lane, g);
     if (b + 1 < kSubChunks) {
       inputs.move_to(token + kSubChunk);
       inputs.load(channel);
@@ -193,7 +180,9 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
     chunk_backward_kernel(const __grid_constant__ ChunkBackward a) {
   extern __shared__ __align__(16) char memory[];
   const GlaParams& p = a.backward.forward;
-  __shared__ ChunkRows rows;
+  const ChunkShared sh(memory, p.key_dim, p.value_dim);
+  ChunkRows& rows = sh.rows();
+  wait_for_kernels_before();
   const auto index = static_cast<int>(blockIdx.x), heads = static_cast<int>(p.heads);
   const int chunk = index / heads, head = index % heads;
   if (threadIdx.x < 32) {
@@ -207,7 +196,6 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
   }
 
   // Load.
-  const ChunkShared sh(memory, p.key_dim, p.value_dim);
   const auto columns = static_cast<int>(p.value_dim);
   copy_inputs(a, at, sh);
   StateGradientFetch gradients;
@@ -236,7 +224,11 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
   QuadInputs<T, kKind> inputs(p, rows);
   if (at.warp < at.key_slices) {
     float chunk_through[4];
-    accumulate_boundaries(at, sh, boundaries, sums, chunk_through);
+    if (has_one_column_tile(at)) {
+      accumulate_boundaries<true>(at, sh, boundaries, sums, chunk_through);
+    } else {
+      accumulate_boundaries<false>(at, sh, boundaries, sums, chunk_through);
+    }
     descend_to_sub_chunks(at, sh, sums, chunk_through, through);
     inputs.move_to(at.lane / 4 * 2);
     inputs.load(at.warp * kSlice + at.lane % 4 * 4);
@@ -280,7 +272,11 @@ cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& pass, cudaStream
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const auto threads = static_cast<unsigned>(p.key_dim / kSlice * 32);
   const int64_t blocks = pass.segments.count * p.heads * pass.column_tiles() * kDirections;
-  return launch_unless_empty(kKernel, blocks, dim3(threads), bytes, stream, pass);
+  if (blocks > std::numeric_limits<int>::max()) {
+    return cudaErrorInvalidConfiguration;
+  }
+  return launch_early<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(threads), bytes, stream,
+                               pass);
 }
 
 template <class T>
@@ -291,8 +287,8 @@ cudaError_t TensorBackwardUnit<T>::chunks(const ChunkBackward& work, cudaStream_
   const auto launch = [&]<GateKind kKind>() {
     constexpr auto* kKernel = &chunk_backward_kernel<T, kKind>;
     TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-    return launch_unless_empty(kKernel, work.chunks.count * p.heads, dim3(threads), bytes, stream,
-                               work);
+    return launch_early<kKernel>(dim3(static_cast<unsigned>(work.chunks.count * p.heads)),
+                                 dim3(threads), bytes, stream, work);
   };
   return p.gate_kind == GateKind::kLogit ? launch.template operator()<GateKind::kLogit>()
                                          : launch.template operator()<GateKind::kLogDecay>();
