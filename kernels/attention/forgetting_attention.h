@@ -23,8 +23,8 @@ enum class AttentionPath : uint8_t {
 /// into params.plan by the caller.
 struct ForgettingAttentionPlan {
   AttentionPath path = AttentionPath::kPlain;
-  int tile = 0;        // CUDA forward: 1 takes the wide tiles, 2 those of the Hopper kernel;
-                       // backward: 1 takes the small ones (cuda/tile_configs.cuh)
+  int tile = 0;        // CUDA forward: 1 takes the wide tiles, backward: the small ones
+                       // (cuda/tile_configs.cuh); 2: the Hopper kernels (cuda/hopper/select.cuh)
   int64_t splits = 0;  // a step: splits of the cache, whose results are combined
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
@@ -68,7 +68,8 @@ struct ForgettingAttentionParams {
 /// With P_ij = exp(s_ij - lse_i) and dS_ij = P_ij (do_i . v_j - do_i . o_i + dlse_i),
 /// dlog_f_u is the sum of dS_ij over j < u <= p. It is formed from sums of dS over rows and over
 /// columns, one scan over time at the end: see docs/numerics.md. In the default pass both are sums
-/// of the same values; on tensor cores, a deterministic pass computes dS twice, equal up to fp32
+/// of the same values, and so they are in a deterministic pass of the Hopper kernels, which puts
+/// additions in order. That of the portable tensor-core kernels computes dS twice, equal up to fp32
 /// rounding (pruned: up to what is dropped).
 struct ForgettingAttentionBackwardParams {
   ForgettingAttentionParams forward = {};  // inputs, o, lse; plan and workspace of this pass

@@ -32,10 +32,11 @@ namespace tidegate::kernels::attention {
 
 // ---- The paths that the entry points choose among ----
 
-// Tensor cores (forward/, backward/). The plans are cudaErrorNotSupported where these kernels do
-// not take the params on the current device: they take 16-bit data, D a multiple of 8 from 16 on,
-// rows of all tensors of D elements aligned to 16 bytes, a window below 2^31 - 1, at most that many
-// blocks; and need enough shared memory for a tile.
+// Tensor cores: portable kernels (forward/, backward/), and those for compute capability 9.0
+// (hopper/), which take some of the same params. The plans are cudaErrorNotSupported where none of
+// these kernels takes the params on the current device: they take 16-bit data, D a multiple of 8
+// from 16 on, rows of all tensors of D elements aligned to 16 bytes, a window below 2^31 - 1, at
+// most that many blocks; and need enough shared memory for a tile.
 
 /// Whether the tensor-core kernels take the inputs and o.
 bool tensor_cores_take(const ForgettingAttentionParams& params);

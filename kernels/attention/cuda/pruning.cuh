@@ -60,7 +60,7 @@ __device__ inline bool takes_head(const TensorAttention& w, int64_t sequence, in
     return true;
   }
   const ForgettingAttentionParams& p = w.params.forward;
-  const int group = static_cast<int>(p.heads / p.key_heads);
+  const int group = static_cast<int>(p.heads / p.key_heads);  // query heads that share a key head
   const int* const is_long = w.extents.is_long + sequence * p.heads + key_head * group;
   int any = 0;
   for (int i = 0; i < group; ++i) {

@@ -262,8 +262,9 @@ struct BackwardWorkspace {
   int* extent_ends;   // where keys are pruned
   float* delta_minus_dlse;
   float* column_sums;
-  unsigned*
-      score_bounds;       // from here on, cleared together, all but a deterministic pass's row sums
+  // From here on, cleared together: up to row_sums without additions, up to dq_sums without
+  // clears_dq, else to the end.
+  unsigned* score_bounds;
   unsigned* long_range;   // where keys are pruned
   int* is_long;           // where keys are pruned
   int* turns;             // where additions are ordered; see below

@@ -86,6 +86,11 @@ __device__ inline void arrive_as_warp(uint64_t* barrier, int lane) {
 // interface. RingCount is one register and has them worked out; RingPlace keeps both. Where
 // registers are short the one is faster, where instructions are the other: the forward kernels of
 // attention lose 1 to 3 % with RingPlace, the backward ones 1 to 2 % with RingCount.
+//
+// Whoever waits may skip no phase. A wait tells phases apart by their parity alone: it returns
+// while the last phase that has ended is of that parity, so also where that is the phase two
+// before. A thread therefore waits for every phase of a barrier in turn, or knows otherwise, from
+// another barrier that it has waited for, that the phase before the one it waits for has ended.
 
 template <int kStages = 2>
 struct RingCount {

@@ -52,7 +52,8 @@ def forgetting_attention(
     forward pass is bitwise deterministic; so is the backward pass on the CPU, and on CUDA under
     ``torch.use_deterministic_algorithms(True)``, while its default may add up dq and the row sums
     behind dlog_f with atomics. Training keeps the inputs, o and lse. Any strides with a unit last
-    one are read in place.
+    one are read in place, but on CUDA 16-bit rows are copied first where they do not begin at
+    multiples of 16 bytes, or where D is below 16 or no multiple of 8 (padded with zeros).
     """
     check_number("forgetting_attention", "scale", scale)
     check_number("forgetting_attention", "window", window)

@@ -1,8 +1,8 @@
 #pragma once
 
 // dq, which a backward pass makes in one of two ways: by additions of the key-gradient kernel to
-// sums in device memory, which are converted in the end, or, where the result must be
-// deterministic, by a kernel of its own.
+// sums in device memory, which are converted in the end, or, where the portable kernels must be
+// deterministic, by a kernel of its own. (On Hopper such a pass puts the additions in order.)
 
 #include "kernels/attention/cuda/backward/tiles.cuh"
 #include "kernels/attention/cuda/gate_scans.cuh"

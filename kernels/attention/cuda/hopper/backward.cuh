@@ -1,26 +1,34 @@
 #pragma once
 
 // dk, dv and, by additions, dq on Hopper: the five products of backward/key_gradient_kernel.cuh by
-// wgmma, with S and dP transposed, rows of keys:
+// wgmma, with S and dP transposed, rows of keys, in two kernels: hopper_backward_kernel, a block a
+// tile of keys, and hopper_long_range_kernel, whose blocks stay and take such tiles of long-range
+// heads where short_range.cuh has the others.
 //
 //   S^T = K Q^T   P = exp(S - lse)   dP^T = V dO^T   dS = P (dP - delta + dlse)
 //   dv += P^T dO      dk += dS^T Q      dq += dS K  (fp32 additions)
 //
-// A block takes 128 keys of one key/value head and iterates over the tiles of queries that see
-// them, of every query head that shares the keys. Two warpgroups of math have 64 keys each, with
-// their dk and dv in registers, and take a tile 64 queries at a time. P and dS go from accumulators
-// straight into the left operand of dv and dk. For dq, of which each warpgroup makes a half, dS of
-// both passes through shared memory.
+// A block takes a tile of keys of one key/value head and iterates over the tiles of queries that
+// see them, or that pruning leaves, of every query head that shares the keys. Up to a head
+// dimension of 128 it has 128 keys. Two warpgroups of math have 64 keys each, with their dk and dv
+// in registers, and take a tile 64 queries at a time (HopperMathTiles). P and dS go from
+// accumulators straight into the left operand of dv and dk. For dq, of which each warpgroup makes a
+// half, dS of both passes through shared memory. Above 128 a block has 64 keys and the math
+// warpgroups have roles: backward_roles.cuh says who waits for whom there, beside the producer's
+// warps, which are the same.
 //
 // The producer's first warp fills the stages of Q and dO (queries_full, d_o_full), its second adds
 // what the queries' scores need (queries_full, too); a warp of math frees them when its products
-// have read them. The third warp takes dq of a tile from shared memory (kDqBarrier, dq_free), and
-// adds it. ds_full says that all warps of math have written dS of a stage. It needs no barrier that
-// frees it: who writes a stage has waited for all to have written the one between.
+// have read them. The third warp takes dq of a tile and the sums of dS over its rows from shared
+// memory (kDqBarrier, dq_free), and adds them to those in device memory, in a deterministic pass
+// when the block's turn at the tile has come (add_query_sums). ds_full says that all warps of math
+// have written dS of a stage. It needs no barrier that frees it: who writes a stage has waited for
+// all to have written the one between.
 //
-// Products are under way beside everything else: dP beside the exponentials, dv beside dS, dk
-// beside the sums over rows, dq and the next S beside the additions of dq. 240 registers hold two
-// accumulators of scores at a time beside dk and dv: dq takes the place of dP, dS that of P.
+// Up to 128, products are under way beside everything else: dP beside the exponentials, dv beside
+// dS, dk beside the sums over rows, dq and the next S beside the additions of dq. A thread's
+// kMathRegisters hold two accumulators of scores at a time beside dk and dv: dq takes the place of
+// dP, dS that of P.
 
 #include "kernels/attention/cuda/hopper/backward_math.cuh"
 #include "kernels/attention/cuda/hopper/backward_roles.cuh"

@@ -24,7 +24,9 @@ struct HopperKeyGradients {
   using Scores = float[kPart / 8][4];            // of the part's queries
   using ScoreOperand = uint32_t[kPart / 16][4];  // in 16 bits, a left operand
 
-  int group, warp, lane;  // the warpgroup's 64 keys, of the tile's; the warp within it
+  // The math warpgroup, which has keys 64 group and on of the tile (0 for both warpgroups where the
+  // tile has 64 keys); the warp within it.
+  int group, warp, lane;
   float scale;
   float dk[kDim / 8][4], dv[kDim / 8][4];
   Scores s, dp;
@@ -269,6 +271,8 @@ struct HopperKeyGradients {
     store_rows(at, at.w.params.dk, shared.keys);
     store_rows(at, at.w.params.dv, shared.values);
   }
+  /// Write dk, scaled, and dv where the block's keys and values were, from where store_rows takes
+  /// them.
   __device__ __forceinline__ void stage_dk(const KeyTile& at, Shared& shared) const {
     stage(shared.keys, dk, static_cast<float>(at.p.scale));
   }
@@ -291,6 +295,8 @@ struct HopperKeyGradients {
   }
 
  private:
+  /// Writes a gradient, rounded, to a tile of shared memory on its way to device memory. (No stage
+  /// of a ring.)
   __device__ __forceinline__ void stage(unsigned char* tile, const float (&gradient)[kDim / 8][4],
                                         float factor) const {
 #pragma unroll

@@ -55,9 +55,9 @@ struct HopperBackwardShape {
 };
 
 // Named barriers of a block (0 is __syncthreads').
-constexpr int kKeysReadBarrier = 1;
-constexpr int kGroupBarrier = 2;  // and 3: of a math warpgroup
-constexpr int kDqBarrier = 4;     // dq and row_sums of a tile are in shared memory
+constexpr int kKeysReadBarrier = 1;  // all have read the keys and values
+constexpr int kGroupBarrier = 2;     // and 3: the four warps of one math warpgroup
+constexpr int kDqBarrier = 4;        // dq and row_sums of a tile are in shared memory
 constexpr int kDqBarrierThreads = 256 + 32;
 constexpr int kNextTileBarrier = 5;  // of blocks that stay
 
@@ -114,10 +114,11 @@ struct HopperBackwardShared {
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
   }
-  /// By one thread, before a barrier of the block. Where lanes read or write what other threads
-  /// then write or read, all of them arrive: compute-sanitizer knows no other way. Where wgmma or
-  /// the copy engine does, and where it would cost registers in the hottest loop (queries_free up
-  /// to 128), one of a warp does.
+  /// By one thread, before a barrier of the block. Where lanes read or write what lanes of other
+  /// warps then write or read, all of them arrive: compute-sanitizer's racecheck does not see that
+  /// __syncwarp orders them before one lane's arrival. One of a warp arrives where wgmma or the
+  /// copy engine is on the other side (d_o_free, and ds_full, dS being written by lanes and read by
+  /// wgmma), and where all lanes' arrivals would slow the hottest loop (queries_free up to 128).
   __device__ void init_barriers() {
     for_each_barrier([](uint64_t* barrier, int arrivals) { mbarrier_init(barrier, arrivals); });
     exchange.init_barriers();
@@ -174,7 +175,7 @@ struct HopperKeyTile {
         first_key(at.tile.first),
         tokens(at.tile.tokens),
         shift(keys.length - queries.length) {
-    const int group = static_cast<int>(p.heads / p.key_heads);
+    const int group = static_cast<int>(p.heads / p.key_heads);  // query heads of a key head
     first_head = key_head * group;
     end_head = first_head + group;
   }

@@ -1,7 +1,8 @@
 #pragma once
 
-// The launches of the Hopper backward pass, a unit a data type (units.cmake): the kernel, and the
-// one that rounds dq.
+// The launches of the Hopper backward pass between those that forgetting_attention_cuda.cu has for
+// every tensor-core pass, a unit a data type (units.cmake): the kernel and the one that rounds dq,
+// or, where the pass walks along short-range heads, that walk and three for the long-range ones.
 
 #include <algorithm>
 
@@ -44,8 +45,8 @@ cudaError_t launch_hopper_short_range(const TensorAttention& attention, const De
   TIDEGATE_RETURN_IF_CUDA_ERROR(describe_tensors<Shape>(&work));
   TensorAttention& w = work.attention;
   w.head_range = HeadRange::kShort;
-  // A block's first step is one more than it owns tiles: 32 of them, or as few as give each
-  // multiprocessor two blocks.
+  // A block owns 32 tiles, or as few, but at least 4, as give each multiprocessor two blocks; it
+  // takes one step more than it owns tiles, so the fewer, the dearer is each.
   const int64_t tiles = time_tiles(p.key_layout, Shape::kKeys).count * p.key_heads;
   const int64_t owned = std::clamp<int64_t>(
       (tiles + 2 * limits.multiprocessors - 1) / (2 * limits.multiprocessors), 4, 32);

@@ -27,8 +27,11 @@ namespace tidegate::kernels::attention {
 
 // ---- The kernel ----
 
-/// All lanes arrive where all have read or written shared memory that other threads then write or
-/// read: compute-sanitizer knows no other way. For what the copy engine writes, one of a warp does.
+/// In the math warps all lanes arrive where they have read what other threads then write, and so do
+/// the lanes that write gates: compute-sanitizer's racecheck does not see that __syncwarp orders
+/// them before one lane's arrival. One lane of a warp arrives for what wgmma has read (q_empty,
+/// v_empty), for a producer that has read the item (item_empty), and for values that the inspector
+/// has changed (v_full).
 template <class Shape>
 __device__ inline void init_barriers(ForwardBarriers& barriers) {
   constexpr int kMathWarps = 4 * Shape::kGroups;

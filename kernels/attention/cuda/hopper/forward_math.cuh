@@ -22,7 +22,7 @@ struct ForwardMath {
   const HopperForwardShared<Shape>& shared;
   ForwardBarriers& barriers;
   PairMask mask;
-  int group;  // of the math warpgroups
+  int group;  // which of the math warpgroups
   int row;    // the warp's first, of the item's
   int lane;
   float scale;

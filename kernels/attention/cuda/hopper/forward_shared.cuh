@@ -23,13 +23,15 @@ struct ForwardItem {
   const double* gates;  // c of the sequence's keys
 };
 
-/// Two stages, so that the next is brought while one is in use; of queries, where there is room.
+/// Two stages, so that the next is brought while one is in use; of queries, where there is room
+/// (HopperForwardShape::kQueryStages). No waiter may skip a phase (kernels/common/cuda/hopper.cuh).
 struct ForwardBarriers {
   // Known to the producers; with its gates; with the first tile that pruning leaves.
   uint64_t item_known[2], item_ready[2], item_bounded[2], item_empty[2];
   uint64_t q_full[2], q_empty[2];
   uint64_t k_full[2], k_empty[2];  // keys with their gates
-  // Landed: values of an edge tile, to be inspected.
+  // Landed: values of an edge tile, to be inspected before they are full. Its phases are those of
+  // edge tiles alone, so the inspector counts them itself.
   uint64_t v_full[2], v_landed[2], v_empty[2];
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// The tiles of the Hopper kernels, with the reason beside each, and what a launch of them is told.
+// The tiles of the Hopper forward kernel, with the reason beside each, and what a launch is told.
+// Those of the backward kernels are in select.cuh.
 
 #include "kernels/attention/cuda/hopper/select.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -52,8 +53,11 @@ struct HopperForwardShape {
   static constexpr int kMathRegisters = kGroups == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kOtherBytes = 4 * (kKeys + kRows) * int{sizeof(float)} + 512;
-  // Where there is room for two items' queries, the second is looked at (see
-  // ForwardRowGates::prune) and there when the first ends.
+  // Items whose queries have a place. Where there is room for two, the second item's queries are
+  // looked at (see ForwardRowGates::prune) and there when the first item ends. Above a head
+  // dimension of 128 there is none, and one place is enough: it is free as soon as the item's last
+  // scores are there, and the next queries are copied behind the next item's first keys while the
+  // last P V, the division by the sums and the stores of o go on.
   static constexpr int kQueryStages =
       2 * kQueryBytes + 4 * kKeyBytes + kOtherBytes <= kHopperSharedBytes ? 2 : 1;
   static constexpr int kSharedBytes = kQueryStages * kQueryBytes + 4 * kKeyBytes + kOtherBytes;

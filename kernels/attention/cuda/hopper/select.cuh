@@ -1,7 +1,10 @@
 #pragma once
 
-// Which passes of forgetting attention take the kernels for Hopper (compute capability 9.0a), and
-// the shapes of these: the one place where that is decided.
+// Which params of forgetting attention the kernels for Hopper (compute capability 9.0a) take, and
+// the tiles of the backward ones. What does not depend on the params, whether the device is of that
+// capability, the library has code for it and a block may have kHopperSharedBytes, is asked by
+// has_hopper_code (forgetting_attention_cuda.cu). The forward kernel's tiles are in
+// forward_tiles.cuh.
 
 #include "kernels/attention/cuda/gate_scans.cuh"
 #include "kernels/attention/cuda/work.cuh"
@@ -21,8 +24,8 @@ constexpr int kHopperSharedBytes = 227 * 1024;
 struct HopperBackwardTile {
   int dim;
   int queries, keys;
-  // dk and dv of 128 keys are divided among two warpgroups by keys. Above 128 they do not fit the
-  // registers: of 64 keys, one warpgroup has dv and the other one dk.
+  // Up to a head dimension of 128, dk and dv of 128 keys are divided among two warpgroups by keys.
+  // Above, not even those of 64 keys fit the registers of one: then one has dv, the other one dk.
   [[nodiscard]] constexpr bool has_roles() const { return dim > 128; }
   // dq of a tile is divided by rows or, where there are 64, by columns.
   [[nodiscard]] constexpr bool dq_by_rows() const { return queries == 128; }
@@ -79,8 +82,10 @@ inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
 /// Whether a backward pass takes the Hopper kernels, where the device can. The portable ones keep:
 ///   - a head dimension up to 32, of which half the products would be padding, or above 192: dk and
 ///     dv of 64 keys leave no registers for scores, whatever the roles;
-///   - a deterministic pass that prunes: turns are counted by the keys' order, which pruning may
-///     break;
+///   - a deterministic pass that prunes. A block's turn at a tile of queries is the number of tiles
+///     of later keys that the tile sees. Where c falls, pruning keeps that count: keys that are
+///     seen by a query leave no later ones unseen. With a NaN among the inputs, or a gate above 0,
+///     it may drop later keys and leave earlier ones, whose block would wait for a turn for ever;
 ///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
 ///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {

@@ -6,20 +6,33 @@
 // A block walks along a sequence, a tile of queries at a step, and has all that it needs at hand:
 // the keys of the same positions and of the tile before. A warpgroup takes every second tile of
 // keys, with dk and dv in registers for two steps, first at the diagonal and then beside it; both
-// make dS of the step's queries, and half the columns of their dq. So everything leaves as it is,
-// rounded: there are no sums in device memory, nothing to clear or to convert, and the bits are the
-// same from run to run.
+// make dS of the step's queries, and half the columns of their dq. So dq, dk and dv leave rounded,
+// and no fp32 sums of dq are cleared, added to or converted. Sums of dS over a query's keys are
+// stored whole. Those over a key's queries come in two parts, a step each, both from one thread,
+// which stores the first and adds the second. All bits are the same from run to run.
 //
-// A block owns tiles [begin, end), and makes two more pairs of tiles than it owns: at its first
-// step the queries also meet the keys before them, for their dq alone, and at step `end` the last
-// keys meet the queries after them, for their dk and dv alone.
+// A block owns tiles [begin, end), and takes a step more than it owns tiles. At step `begin` the
+// queries also meet the keys before them, which another block owns, for dq alone. At step `end` the
+// last keys owned meet the queries after them, for dk and dv alone; what that step's other pair
+// makes is another block's, and dropped.
 //
 // Roles of the producer's warps: keys, values, queries and dO (load_walk_tiles); gates and
-// statistics (load_walk_stats); sums of dS over a query's keys (store_walk_row_sums). Barriers are
-// as in backward.cuh; keys_full is of keys and values, in a ring of three tiles.
+// statistics (load_walk_stats); sums of dS over a query's keys (store_walk_row_sums). Barriers:
+//   keys_full, keys_free      keys and values of a tile, in a ring of three: those of a step, those
+//                             of the step before, and the next ones on their way
+//   queries_full, _free       Q and what its scores need, as in backward.cuh; the third warp, too,
+//                             frees a stage, of which it has read row_sums
+//   d_o_full, d_o_free        as in backward.cuh
+//   ds_full                   both warpgroups have written dS of a stage. Nothing frees it, as in
+//                             backward.cuh: who writes a stage has waited for the one between
+//   row_sums_full             row_sums of a stage are there, for the third warp
+// kDqBarrier and dq_free have no part here. Gradients leave through rows of shared.staged that are
+// a warp's own, so that __syncwarp is enough.
 //
-// Instructions are what a step takes: it has no more products than 1.5 us, nor bytes than 3.5.
-// Between products, whatever is not one is written to be short.
+// Instructions bound a step. Its five products of 64 x 64 x 128 for each of two pairs of tiles
+// would take a multiprocessor 1.5 us at the tensor cores' peak, and the 112 KB of its Q, K, V, dO,
+// dq, dk and dv 3.5 us at its share of a copy's speed; the step takes longer than both (measured in
+// docs/lab/attention.md). So whatever stands between products is written to be short.
 
 #include "kernels/attention/cuda/hopper/backward_math.cuh"
 #include "kernels/attention/cuda/hopper/short_range_tiles.cuh"
@@ -37,10 +50,12 @@ struct HopperWalkMath {
   Shared& shared;
   const HopperWalk& at;
   HopperKeyGradients<Shape> math;
-  int group;  // takes tiles of keys of this parity
+  int group;  // the math warpgroup, 0 or 1: it takes the tiles of keys whose number has this parity
   int step = 0;
   hopper::RingPlace<2> stage = {};
-  hopper::RingPlace<3> older = {};  // the tile of keys before the diagonal's, which comes next
+  // Where the tile of keys before the step's own is; that of the step's positions, whose pair is on
+  // the diagonal, is at older.next().
+  hopper::RingPlace<3> older = {};
 
   __device__ __forceinline__ HopperWalkMath(const TensorAttention& work, Shared& memory, int thread)
       : w(work),

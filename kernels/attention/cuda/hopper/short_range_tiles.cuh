@@ -23,7 +23,7 @@ struct HopperWalk {
     const ForgettingAttentionParams& p = w.params.forward;
     const Sequence keys = at.tile.sequence, queries = find_sequence(p.layout, keys.index);
     const int end = (at.tile.end() + kRows - 1) / kRows;
-    const int group = static_cast<int>(p.heads / p.key_heads);
+    const int group = static_cast<int>(p.heads / p.key_heads);  // query heads of a key head
     return {.keys = keys,
             .queries = queries,
             .key_head = at.head,
@@ -62,7 +62,8 @@ struct HopperWalkShared {
   HopperWalkStats<Shape> stats[2];
   float row_sums[2][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
   float zeros[Shape::kRows];
-  HopperWalk walk;                            // read where it is needed: registers are short
+  HopperWalk walk;  // read where it is needed: registers are short
+  // See short_range.cuh for who waits for whom.
   uint64_t keys_full[3], keys_free[3];        // with values
   uint64_t queries_full[2], queries_free[2];  // with stats, and freed with row_sums
   uint64_t d_o_full[2], d_o_free[2];
