@@ -70,10 +70,15 @@ inline bool copies_inputs(const ForgettingAttentionParams& p) {
          copy_engine_takes(p.v, p.key_layout, p.key_heads, p.head_dim);
 }
 
+/// Scores start from constants divided by the scale: below this one, their reciprocal would be near
+/// fp32's end.
+inline constexpr double kLeastScale = 1e-20;
+
 /// Whether a forward pass takes the Hopper kernel, where the device can. The portable ones keep
-/// heads of up to 32, for which half of the smallest tile would be padding.
+/// heads of up to 32, for which half of the smallest tile would be padding, scales below
+/// kLeastScale, and tensors that the copy engine does not take.
 inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
-  return p.head_dim > 32 && copies_inputs(p);
+  return p.head_dim > 32 && p.scale > kLeastScale && copies_inputs(p);
 }
 
 /// Whether a backward pass takes the Hopper kernels, where the device can. The portable ones keep:
@@ -81,11 +86,10 @@ inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
 ///     dv of 64 keys leave no registers for scores, whatever the roles;
 ///   - a deterministic pass that prunes: turns are counted by the keys' order, which pruning may
 ///     break;
-///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
+///   - a scale below kLeastScale;
 ///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
-  constexpr double kLeastScale = 1e-20;
   const bool prunes = p.prune > 0;
   return p.head_dim > 32 && p.head_dim <= 192 && !(prunes && p.deterministic) &&
          p.scale > kLeastScale && p.layout.time > 0 && copies_inputs(p) &&
