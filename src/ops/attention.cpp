@@ -55,6 +55,10 @@ double attention_scale(std::optional<double> scale, int64_t head_dim) {
   return scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
 }
 
+int64_t attention_window(std::optional<int64_t> window, int64_t keys) {
+  return window && *window < keys ? *window : 0;
+}
+
 kernels::HeadSeries attention_gates(const at::Tensor& gates) {
   return head_series(gates.unsqueeze(-1));
 }

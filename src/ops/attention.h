@@ -26,6 +26,10 @@ void check_attention_head_dim(const char* op, int64_t head_dim);
 /// The scale of the logits: 1 / sqrt(D) unless one is given.
 double attention_scale(std::optional<double> scale, int64_t head_dim);
 
+/// The window as kernels take it: 0, which is none, where it hides none of so many keys. Positions
+/// and windows are added up in 32 bits there.
+int64_t attention_window(std::optional<int64_t> window, int64_t keys);
+
 /// log_f [B, T, H]: any strides, so no row has to be contiguous.
 kernels::HeadSeries attention_gates(const at::Tensor& gates);
 

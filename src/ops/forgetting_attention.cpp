@@ -152,7 +152,7 @@ kernels::attention::ForgettingAttentionParams attention_params(const Op& a, Kern
   params.head_dim = a.q.size(3);
   params.channels = params.heads * params.head_dim;
   params.scale = attention_scale(a.scale, params.head_dim);
-  params.window = a.window.value_or(0);
+  params.window = attention_window(a.window, a.k.size(1));
   params.prune = a.prune.value_or(0);
   params.q = read->head_rows(a.q);
   params.k = read->head_rows(a.k);

@@ -81,7 +81,7 @@ at::Tensor ForgettingAttentionStep::kernel() const {
   params.channels = params.heads * params.head_dim;
   params.capacity = k_cache.size(1);
   params.scale = attention_scale(scale, params.head_dim);
-  params.window = window.value_or(0);
+  params.window = attention_window(window, params.capacity);
   params.q = read.head_rows(query);
   params.k = read.head_rows(k_cache);
   params.v = read.head_rows(v_cache);

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "support/attention_problem.h"
@@ -382,18 +383,20 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
 // What is not known to weigh little is not dropped: NaN gates and scores reach every earlier key.
 TEST(AttentionCudaNaN, IsNotPruned) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
-  for (const int64_t dim : {64, 128}) {
-    for (const bool in_gate : {false, true}) {
+  for (const int64_t dim : {64, 128, 192}) {
+    // In a query's channel; in a gate; in a gate behind keys that everything would drop.
+    for (const auto& [in_gate, falls] : {std::pair{false, false}, {true, false}, {true, true}}) {
       AttentionShape shape;
       shape.head_dim = dim;
       shape.queries = shape.keys = 300;
       shape.prune = 1e-3;
       AttentionProblem problem(shape);
+      for (int64_t token = 0; falls && token < 200; ++token) problem.log_f.set(token, 0, -1);
       in_gate ? problem.log_f.set(200, 0, NAN) : problem.q.set(200, 5, NAN);
       run(&problem);
       EXPECT_TRUE(std::isnan(problem.o.get(200, 0).real()));
       EXPECT_FALSE(std::isnan(problem.o.get(199, 0).real()));
-      EXPECT_TRUE(std::isnan(problem.dk.get(0, 0).real())) << in_gate << ", " << dim;
+      EXPECT_TRUE(std::isnan(problem.dk.get(0, 0).real())) << in_gate << falls << ", " << dim;
     }
   }
 }

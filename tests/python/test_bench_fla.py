@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from conftest import require_cuda
 
 from tidegate import bench_fla
 
@@ -52,6 +53,7 @@ def test_runs_on_a_cpu_and_of_other_mixers_stay_as_they_are(tmp_path):
 
 @pytest.mark.gpu
 def test_every_model_of_fla_trains_and_decodes(tmp_path, capsys):
+    require_cuda()
     for name in ("fla", "transformers"):
         pytest.importorskip(name)
     path = tmp_path / "models.json"
@@ -73,6 +75,7 @@ def test_every_model_of_fla_trains_and_decodes(tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_a_model_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
+    require_cuda()
     for name in ("fla", "transformers"):
         pytest.importorskip(name)
     monkeypatch.setattr(bench_fla, "_train", lambda *_: 1 / 0)

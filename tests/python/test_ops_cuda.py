@@ -478,3 +478,21 @@ def test_no_size_of_16_bit_data_takes_the_plain_path(case: AnyCase) -> None:
     kernels = [event.key for event in profile.key_averages() if "tidegate" in event.key]
     assert kernels
     assert not [name for name in kernels if "plain" in name]
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_pruning_sees_the_queries_of_its_own_tile(head_dim: int) -> None:
+    """Where a block takes many tiles of queries, one after another: what may be dropped depends on
+    the largest of a tile's queries, which those of another tile are much smaller than."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    q, k, v = torch.randn(3, 4, 640, 64, head_dim, **options)
+    q[:, :256] *= 1e-3
+    q[:, 256:] *= 8
+    log_f = torch.full((4, 640, 64), -0.2, device="cuda")
+    whole = ops.forgetting_attention(q, k, v, log_f)
+    first = ops.forgetting_attention(q, k, v, log_f, prune=1e-6)
+    assert (first - whole).norm() < 1e-2 * whole.norm()
+    for _ in range(20):
+        again = ops.forgetting_attention(q, k, v, log_f, prune=1e-6)
+        assert torch.equal(again, first)

@@ -221,6 +221,24 @@ def test_packed_equals_one_by_one(device: str) -> None:
 # Pruning ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("window", [70, 71, 2**31 - 2, 2**31, 2**62])
+def test_a_window_that_hides_nothing_is_none(window: int, device: str) -> None:
+    """Also where a position and a window together are more than 32 bits hold."""
+    a = inputs_of(AttentionCase(batch=1, queries=60, past=10, dtype=torch.bfloat16), device)
+    names = ("q", "k", "v", "log_f")
+    leaves = {name: a[name].detach().requires_grad_() for name in names}
+    found = []
+    for w in (None, window):
+        o, lse = ops.forgetting_attention(**leaves, window=w, return_lse=True)
+        found.append((o, lse, *torch.autograd.grad(o.sum(), list(leaves.values()))))
+    (o, lse, *grads), (other, other_lse, *other_grads) = found
+    assert equal_bits(o, other)
+    assert equal_bits(lse, other_lse)
+    for left, right in zip(grads, other_grads, strict=True):
+        assert left.count_nonzero()
+        assert relative(right, left) < 1e-6
+
+
 @pytest.mark.parametrize("eps", [1e-1, 1e-3, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gates", ["normal", "open", "log -1e4", "zero"])

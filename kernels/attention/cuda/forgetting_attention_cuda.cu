@@ -288,7 +288,8 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
     w.extents.long_range[0] = 1;
   };
   if (tile.tokens == 0) {
-    if (tile.exists() && lane == 0) {  // a sequence without keys may have queries
+    // A sequence without keys may have queries, which no walk along keys would reach.
+    if (tile.exists() && lane == 0 && find_sequence(p.layout, keys.index).length > 0) {
       mark_long();
     }
     return;

@@ -166,8 +166,12 @@ class GateSums {
   __device__ int first_not_above(double bound, int end, int lane) const {
     return first_past([&](double sum) { return sum > bound; }, end, lane);
   }
-  /// As first_not_above, but a sum that is NaN, or that a NaN bounds, is passed.
+  /// As first_not_above, but a sum that is NaN, or that a NaN bounds, is passed: where there is
+  /// one, the last sum is NaN too, and none is left out.
   __device__ int first_known_not_above(double bound, int end, int lane) const {
+    if (end > 0 && isnan(sums_[end - 1])) {
+      return end;
+    }
     return first_past([&](double sum) { return !(sum <= bound); }, end, lane);
   }
 

@@ -275,6 +275,12 @@ struct ForwardRowGates {
         if (item.begin < first_sure_tile(item)) {
           prune(item, reference, slot.stage(), q);
         } else {  // nobody asks, but phases are counted
+          // Whoever waits for a parity may skip no phase. With two stages of queries, the next
+          // item of this stage is not known before this one's queries have been used; with one
+          // stage they might still be on their way then.
+          if (Shape::kQueryStages == 1) {
+            mbarrier_wait(&barriers.q_full[q.stage()], q.phase());
+          }
           hopper::arrive_from(&barriers.item_bounded[slot.stage()], lane);
         }
       }

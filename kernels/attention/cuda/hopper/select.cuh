@@ -73,24 +73,28 @@ inline bool copies_inputs(const ForgettingAttentionParams& p) {
          copy_engine_takes(p.v, p.key_layout, p.key_heads, p.head_dim);
 }
 
+/// Scores start from constants divided by the scale: from this one down, its reciprocal would be
+/// near fp32's end.
+inline constexpr double kLeastScale = 1e-20;
+
 /// Whether a forward pass takes the Hopper kernel, where the device can. The portable ones keep
-/// heads of up to 32, for which half of the smallest tile would be padding.
+/// heads of up to 32, for which half of the smallest tile would be padding, scales of at
+/// most kLeastScale, and tensors that the copy engine does not take.
 inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
-  return p.head_dim > 32 && copies_inputs(p);
+  return p.head_dim > 32 && p.scale > kLeastScale && copies_inputs(p);
 }
 
 /// Whether a backward pass takes the Hopper kernels, where the device can. The portable ones keep:
 ///   - a head dimension up to 32, of which half the products would be padding, or above 192: dk and
 ///     dv of 64 keys leave no registers for scores, whatever the roles;
 ///   - a deterministic pass that prunes. A block's turn at a tile of queries is the number of tiles
-///     of later keys that the tile sees. Where c falls, pruning keeps that count: keys that are
-///     seen by a query leave no later ones unseen. With a NaN among the inputs, or a gate above 0,
-///     it may drop later keys and leave earlier ones, whose block would wait for a turn for ever;
-///   - a scale whose reciprocal is near fp32's end: scores start from constants divided by it;
+///     of later keys that the tile sees. While c falls, pruning keeps that count: where it leaves
+///     keys to a query, it leaves later ones too. With a gate above 0, which only debug mode
+///     refuses, it may leave earlier keys without later ones, and their block would wait for ever;
+///   - a scale of at most kLeastScale;
 ///   - tensors that the copy engine does not take.
 inline bool hopper_backward_takes(const ForgettingAttentionBackwardParams& params) {
   const ForgettingAttentionParams& p = params.forward;
-  constexpr double kLeastScale = 1e-20;
   const bool prunes = p.prune > 0;
   return p.head_dim > 32 && p.head_dim <= 192 && !(prunes && p.deterministic) &&
          p.scale > kLeastScale && p.layout.time > 0 && copies_inputs(p) &&
