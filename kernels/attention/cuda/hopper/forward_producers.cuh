@@ -59,7 +59,7 @@ struct ForwardLoader {
     ForwardItem& item = shared.item(slot.stage());
     item = take(next);
     mbarrier_arrive(&barriers.item_known[slot.stage()]);
-    if (item.rows > 0 && (Shape::kQueryStages == 2 || item.end <= item.begin)) {
+    if (Shape::kQueryStages == 2 && item.rows > 0) {
       load_queries(item, {slot.count});
     }
   }
@@ -100,6 +100,9 @@ struct ForwardLoader {
       const ForwardItem& item = shared.item(slot.stage());
       if (item.rows < 0) {
         return;
+      }
+      if (Shape::kQueryStages == 1 && item.end <= item.begin) {  // no tile of keys to come with
+        load_queries(item, {slot.count});
       }
       sure = first_sure_tile(item);
       for (tile = item.end - 1; tile >= sure; --tile, stage.advance()) {
