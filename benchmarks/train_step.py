@@ -34,7 +34,7 @@ import tidegate
 from tidegate.models import CausalLM, LMConfig, presets
 from tidegate.nn._common import with_memory
 from tidegate.training import TrainConfig
-from tidegate.training.masters import gradients_of
+from tidegate.training.masters import clip_gradients
 from tidegate.training.runtime import autocast
 
 KINDS = {
@@ -141,7 +141,7 @@ class Step:
         loss = self.forward()
         loss.backward()
         if self.clip > 0:
-            torch.nn.utils.clip_grad_norm_(gradients_of(self.optimizer, self.model), self.clip)
+            clip_gradients(self.optimizer, self.model, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

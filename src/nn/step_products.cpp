@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -265,6 +266,8 @@ Tensor hgrn2_token(const Tensor& x, const torch::nn::Linear& in_proj, const Step
   p.o = {o.data_ptr(), o.stride(0), o.stride(0), dim, product->product.dtype};
   ops::check_launch("hgrn2_step", "launch",
                     gla::token_product(params, ops::current_stream(x.device())));
+  // As hgrn2_step does: autograd would take the new state for the old one, where it has saved that.
+  torch::autograd::increment_version(state);
   return o;
 }
 

@@ -45,8 +45,19 @@ void check_count(const char* name, at::TensorList list, size_t count) {
               count, ", got ", list.size());
 }
 
+/// The kernel reads the rate on the device, as one float32.
+void check_rate(const at::Tensor& rate, const at::Tensor& parameter) {
+  TORCH_CHECK(
+      rate.device() == parameter.device() && rate.scalar_type() == at::kFloat && rate.numel() == 1,
+      kOp, ": lr_tensor must be one float32 number on ", parameter.device(), ", got ",
+      dtype_name(rate.scalar_type()), " ", rate.sym_sizes(), " on ", rate.device());
+}
+
 void check_adamw(const AdamwArguments& a) {
   const size_t count = a.parameters.size();
+  if (is_given(a.lr_tensor)) {
+    check_rate(*a.lr_tensor, a.parameters[0]);
+  }
   check_count("gradients", a.gradients, count);
   check_count("means", a.means, count);
   check_count("squares", a.squares, count);
@@ -77,8 +88,8 @@ void check_adamw(const AdamwArguments& a) {
 #ifdef TIDEGATE_WITH_CUDA
 /// A tensor's memory where its numbers lie in the order of the parameter's.
 void* data_like(const at::Tensor& t, const at::Tensor& parameter, const char* name) {
-  TORCH_CHECK(t.is_non_overlapping_and_dense() && t.strides() == parameter.strides(), kOp, ": ",
-              name, " must be dense and laid out as their parameters are");
+  TORCH_CHECK(t.is_non_overlapping_and_dense() && lies_like(t, parameter), kOp, ": ", name,
+              " must be dense and laid out as their parameters are");
   return t.data_ptr();
 }
 
@@ -178,6 +189,14 @@ void adamw_autograd(at::TensorList parameters, at::TensorList gradients, at::Ten
 }
 
 }  // namespace
+
+bool lies_like(const at::Tensor& t, const at::Tensor& parameter) {
+  if (t.sizes() != parameter.sizes()) return false;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) > 1 && t.stride(d) != parameter.stride(d)) return false;
+  }
+  return true;
+}
 
 void adamw(const AdamwArguments& a) {
   static const auto handle = c10::Dispatcher::singleton()

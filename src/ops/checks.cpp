@@ -116,8 +116,12 @@ void check_device(const Reference& data, const char* name, const at::Tensor& ten
 }
 
 void check_gate(const Reference& data, const char* name, const at::Tensor& tensor) {
+  check_gate(data, data.tensor.scalar_type(), name, tensor);
+}
+
+void check_gate(const Reference& data, at::ScalarType own, const char* name,
+                const at::Tensor& tensor) {
   check_device(data, name, tensor);
-  const at::ScalarType own = data.tensor.scalar_type();
   const at::ScalarType single = single_type(own);
   const at::ScalarType given = tensor.scalar_type();
   TORCH_CHECK(given == own || given == single, data.op, ": ", name, " must be ", dtype_name(own),

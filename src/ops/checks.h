@@ -65,6 +65,10 @@ void check_device(const Reference& data, const char* name, const at::Tensor& ten
 /// "op: name must be bfloat16 or float32 (c is bfloat16), got float64".
 void check_gate(const Reference& data, const char* name, const at::Tensor& tensor);
 
+/// The same beside what is made of `data` in the dtype `own`, and named by it.
+void check_gate(const Reference& data, at::ScalarType own, const char* name,
+                const at::Tensor& tensor);
+
 /// Where it is given, a gate's dtype and the shape [D], of `channels`.
 void check_channel_parameter(const Reference& data, const char* name,
                              const OptionalTensor& parameter, const c10::SymInt& channels);

@@ -113,6 +113,13 @@ void check_gla_head_dims(const char* op, int64_t key_dim, int64_t value_dim) {
               " and v with V = ", value_dim);
 }
 
+/// o and h_final without values.
+std::tuple<at::Tensor, at::Tensor> new_results(const GlaArguments& arguments,
+                                               const c10::SymInt& sequences) {
+  const at::Tensor &q = arguments.q, &v = arguments.v;
+  return {new_like(v), new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)})};
+}
+
 // ---- CPU and CUDA ----
 
 /// What both directions read.
@@ -167,21 +174,20 @@ kernels::gla::InputActivation parse_input_activation(const char* op, const char*
 // ---- forward ----
 
 std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& arguments) {
-  const c10::SymInt sequences = check_gla_arguments(arguments);
-  const at::Tensor &q = arguments.q, &v = arguments.v;
-  return {new_like(v), new_state(q, {sequences, q.sym_size(2), q.sym_size(3), v.sym_size(3)})};
+  return new_results(arguments, check_gla_arguments(arguments));
 }
 
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
-  auto results = gla_forward_meta(arguments);
+  const c10::SymInt sequences = check_gla_arguments(arguments);
   check_gla_values(arguments);
   if (wants_padding(arguments)) {
     const PaddedGla padded(arguments);
     const GlaArguments wide = padded.arguments();
-    const auto [o, h_final] = gla_forward_meta(wide);
+    const auto [o, h_final] = new_results(wide, sequences);
     run_gla(wide, o, h_final);
     return {padded.narrow_values(o), padded.narrow_states(h_final)};
   }
+  const auto results = new_results(arguments, sequences);
   run_gla(arguments, std::get<0>(results), std::get<1>(results));
   return results;
 }
@@ -208,7 +214,8 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
   if (wants_padding(arguments, d_o)) {
     const PaddedGla padded(arguments);
     const at::Tensor wide = padded.values(d_o);
-    return padded.narrow(gla_backward_kernel(wide, padded.states(dh_final), padded.arguments()));
+    return padded.narrow(gla_backward_kernel(wide, padded.states(dh_final), padded.arguments()),
+                         into);
   }
   const at::Tensor &q = arguments.q, &v = arguments.v;
   const at::ScalarType wide = state_dtype(q.scalar_type());

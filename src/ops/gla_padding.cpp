@@ -27,6 +27,14 @@ bool begins_aligned(const OptionalTensor& tensor) {
 /// One gate a head stays as it is.
 bool has_gate_a_channel(const GlaArguments& a) { return a.gate.size(3) == a.q.size(3); }
 
+/// The first columns of `padded`: written into `into` where that is defined, which has as many as
+/// `given`.
+at::Tensor narrowed_into(const at::Tensor& into, const at::Tensor& padded,
+                         const at::Tensor& given) {
+  return into.defined() ? into.copy_(padded.narrow(-1, 0, given.size(-1)))
+                        : narrowed(padded, given.size(-1));
+}
+
 }  // namespace
 
 bool wants_padding(const GlaArguments& a, const at::Tensor& d_o) {
@@ -99,22 +107,19 @@ at::Tensor PaddedGla::narrow_states(const at::Tensor& padded) const {
   return narrow_values(padded.narrow(2, 0, given_.q.size(3)));
 }
 
-GlaGradients PaddedGla::narrow(const GlaGradients& padded) const {
-  GlaGradients grads = padded;  // what was not given has [0]
-  grads.dq = narrow_keys(padded.dq);
-  grads.dv = narrow_values(padded.dv);
+GlaGradients PaddedGla::narrow(const GlaGradients& padded, const GlaGradients& into) const {
+  GlaGradients grads = padded;  // dk and dgamma of what was not given have [0]
+  grads.dq = narrowed_into(into.dq, padded.dq, given_.q);
+  grads.dv = narrowed_into(into.dv, padded.dv, given_.v);
+  grads.dgate = narrowed_into(into.dgate, padded.dgate, given_.gate);
   if (is_given(given_.k)) {
     grads.dk = narrow_keys(padded.dk);
-  }
-  if (has_gate_a_channel(given_)) {
-    grads.dgate = narrow_keys(padded.dgate);
   }
   if (is_given(given_.gamma)) {
     grads.dgamma = narrow_keys(padded.dgamma);
   }
-  if (is_given(given_.h0)) {
-    grads.dh0 = narrow_states(padded.dh0);
-  }
+  // Without an h0, too: there is a state's gradient in any case.
+  grads.dh0 = narrow_states(padded.dh0);
   return grads;
 }
 

@@ -26,7 +26,8 @@ class PaddedGla {
   OptionalTensor states(const OptionalTensor& tensor) const;
   at::Tensor narrow_values(const at::Tensor& padded) const;
   at::Tensor narrow_states(const at::Tensor& padded) const;
-  GlaGradients narrow(const GlaGradients& padded) const;
+  /// `into`: as that of gla_backward_kernel.
+  GlaGradients narrow(const GlaGradients& padded, const GlaGradients& into) const;
 
  private:
   at::Tensor narrow_keys(const at::Tensor& padded) const;

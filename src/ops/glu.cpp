@@ -180,14 +180,14 @@ std::tuple<at::Tensor> GluBackward::kernel() const {
 at::Tensor GluLinear::meta() const {
   constexpr const char* kOp = kOpName<GluLinear>;
   const c10::SymDimVector sizes = check_glu(kOp, x, activation);
-  check_linear({kOp, "x", x}, sizes.back(), weight, bias);
+  check_linear({kOp, "x", x}, x.scalar_type(), sizes.back(), weight, bias);
   return at::empty_symint(with_last_size(x, weight.sym_size(0)), x.options());
 }
 
 at::Tensor GluLinear::kernel() const {
   constexpr const char* kOp = kOpName<GluLinear>;
   const c10::SymDimVector sizes = check_glu(kOp, x, activation);
-  check_linear({kOp, "x", x}, sizes.back(), weight, bias);
+  check_linear({kOp, "x", x}, x.scalar_type(), sizes.back(), weight, bias);
   const at::Tensor product = at::empty_symint(sizes, x.options());
   run_glu(kOp, x, activation, product);
   return linear_product(product, weight, bias);

@@ -2,6 +2,8 @@
 
 #include "tidegate/ops/hgrn2.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <tuple>
 
 #include "src/ops/autograd.h"
@@ -143,15 +145,15 @@ struct Hgrn2Qfv {
   }
 };
 
-/// The gradients of qfv, gamma and h0.
+/// The gradients of qfv, gamma and h0. `do` may be absent, where o was not used: of the tensors
+/// that autograd keeps none has o's shape, so that it could not make zeros in its place.
 struct Hgrn2QfvBackward {
   static constexpr std::string_view kSchema =
-      "hgrn2_qfv_backward(Tensor do, Tensor? dh_final, Tensor qfv, Tensor? gamma, Tensor? h0, "
+      "hgrn2_qfv_backward(Tensor? do, Tensor? dh_final, Tensor qfv, Tensor? gamma, Tensor? h0, "
       "float scale, str q_activation, str v_activation, bool reverse, Tensor? cu_seqlens) -> "
       "(Tensor, Tensor, Tensor)";
-  static constexpr std::string_view kGradientLike = "qfv";
 
-  const at::Tensor& d_o;
+  const OptionalTensor& d_o;
   const OptionalTensor& dh_final;
   const at::Tensor& qfv;
   const OptionalTensor &gamma, &h0;
@@ -170,13 +172,17 @@ struct Hgrn2QfvBackward {
     into.dgate = d_parts.f;
     into.dv = d_parts.v;
     const GlaGradients grads =
-        gla_backward_kernel(d_o, dh_final, hgrn2_arguments(*this, parts), into);
+        gla_backward_kernel(d_o_or_zeros(parts), dh_final, hgrn2_arguments(*this, parts), into);
     return {dqfv, grads.dgamma, grads.dh0};
   }
   TensorTuple<3> meta() const {
     const Hgrn2Parts parts(kOpName<Hgrn2QfvBackward>, qfv);
-    const GlaGradients grads = gla_backward_meta(d_o, dh_final, hgrn2_arguments(*this, parts));
+    const GlaGradients grads =
+        gla_backward_meta(d_o_or_zeros(parts), dh_final, hgrn2_arguments(*this, parts));
     return {new_like(qfv), grads.dgamma, grads.dh0};
+  }
+  at::Tensor d_o_or_zeros(const Hgrn2Parts& parts) const {
+    return is_given(d_o) ? *d_o : at::zeros_symint(parts.v.sym_sizes(), parts.v.options());
   }
 };
 

@@ -67,15 +67,15 @@ at::Tensor matrix_of(const at::Tensor& t) {
 
 // ---- what the ops share ----
 
-void check_linear(const Reference& data, const c10::SymInt& channels, const at::Tensor& weight,
-                  const OptionalTensor& bias) {
-  check_gate(data, "weight", weight);
+void check_linear(const Reference& data, at::ScalarType dtype, const c10::SymInt& channels,
+                  const at::Tensor& weight, const OptionalTensor& bias) {
+  check_gate(data, dtype, "weight", weight);
   TORCH_CHECK(weight.dim() == 2, data.op, ": weight must have shape [N, K], got ",
               weight.sym_sizes());
   const c10::SymInt outputs = weight.sym_size(0);
   check_shape(data.op, "weight", weight, "[N, K]", {outputs, channels});
   if (is_given(bias)) {
-    check_gate(data, "bias", *bias);
+    check_gate(data, dtype, "bias", *bias);
     check_shape(data.op, "bias", *bias, "[N]", {outputs});
   }
 }
@@ -112,7 +112,11 @@ at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& rows,
   const c10::DeviceGuard guard(dy.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor left = matrix_of(dy).t(), right = matrix_of(rows);
-  if (dtype == right.scalar_type() || !right.is_cuda() || right.numel() == 0 || left.numel() == 0) {
+  // torch's product has a dtype of its own for the sums of 16-bit factors on CUDA alone: those of
+  // float64 rows are rounded to a float32 weight's.
+  const bool keeps_sums =
+      right.is_cuda() && c10::isReducedFloatingType(right.scalar_type()) && dtype == at::kFloat;
+  if (!keeps_sums || right.numel() == 0 || left.numel() == 0) {
     return at::mm(left, right).to(dtype);
   }
   at::Tensor sums = at::empty({left.size(0), right.size(1)}, right.options().dtype(dtype));
@@ -160,7 +164,7 @@ at::Tensor Linear::meta() const {
   const Reference data{kOpName<Linear>, "x", x};
   check_data_dtype(data, ComplexData::kRefused);
   TORCH_CHECK(x.dim() > 0, data.op, ": x must have shape [..., K], got []");
-  check_linear(data, x.sym_size(-1), weight, bias);
+  check_linear(data, x.scalar_type(), x.sym_size(-1), weight, bias);
   return at::empty_symint(with_last_size(x, weight.sym_size(0)), x.options());
 }
 
@@ -168,7 +172,7 @@ at::Tensor Linear::kernel() const {
   const Reference data{kOpName<Linear>, "x", x};
   check_data_dtype(data, ComplexData::kRefused);
   TORCH_CHECK(x.dim() > 0, data.op, ": x must have shape [..., K], got []");
-  check_linear(data, x.sym_size(-1), weight, bias);
+  check_linear(data, x.scalar_type(), x.sym_size(-1), weight, bias);
   return linear_product(x, weight, bias);
 }
 

@@ -4,7 +4,8 @@
 //
 // The weight may be float32 beside 16-bit rows. It is rounded once a call then, and its gradient
 // stays in the float32 in which products are summed: autograd of a rounded weight would round the
-// gradient as well, and widen it again in a pass of its own.
+// gradient as well, and widen it again in a pass of its own. (Beside float64 rows it is widened,
+// and its gradient is the float64 sum rounded.)
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -15,9 +16,10 @@
 
 namespace tidegate::ops {
 
-/// Weight [N, K] and bias [N] beside `data`, rows of whatever K = `channels` are made of.
-void check_linear(const Reference& data, const c10::SymInt& channels, const at::Tensor& weight,
-                  const OptionalTensor& bias);
+/// Weight [N, K] and bias [N] beside rows of whatever K = `channels`, which are made of `data` and
+/// have `dtype`.
+void check_linear(const Reference& data, at::ScalarType dtype, const c10::SymInt& channels,
+                  const at::Tensor& weight, const OptionalTensor& bias);
 
 /// The sizes of `rows` with another last one.
 c10::SymDimVector with_last_size(const at::Tensor& rows, const c10::SymInt& last);

@@ -75,9 +75,8 @@ void NormLinear::check() const {
   const Reference data{kOpName<NormLinear>, "x", x};
   check_norm(data, arguments(), result_dtype());
   const bool is_narrower = result_dtype() != x.scalar_type();
-  check_linear(
-      is_narrower ? Reference{data.op, "the norm of x", new_like(x, result_dtype())} : data,
-      x.sym_size(-1), weight, bias);
+  check_linear({data.op, is_narrower ? "the norm of x" : "x", x}, result_dtype(), x.sym_size(-1),
+               weight, bias);
 }
 
 at::Tensor NormLinear::meta() const {

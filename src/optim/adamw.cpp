@@ -46,13 +46,23 @@ AdamWParamState& state_of(
   return static_cast<AdamWParamState&>(*state);
 }
 
-/// The kernel reads all tensors of a parameter in the order in which they lie in memory.
-Tensor laid_out_like(const Tensor& gradient, const Tensor& parameter) {
-  if (gradient.strides() == parameter.strides()) return gradient;
-  return at::empty_like(parameter, at::MemoryFormat::Preserve).copy_(gradient);
+/// The kernel reads all tensors of a parameter in the order in which they lie in memory: t itself,
+/// or its copy. Torch's kernels compare every stride, of dimensions of size one, too.
+Tensor laid_out_like(const Tensor& t, const Tensor& parameter) {
+  if (t.strides() == parameter.strides() || t.sizes() != parameter.sizes()) return t;
+  if (ops::lies_like(t, parameter)) return t.as_strided(parameter.sizes(), parameter.strides());
+  return at::empty_like(parameter, at::MemoryFormat::Preserve).copy_(t);
 }
 
-void add_to(Batch& batch, const Tensor& parameter, const AdamWParamState& state, bool amsgrad) {
+/// Moments that a file laid out in another way stay as they are laid out here.
+void lay_out(AdamWParamState& state, const Tensor& parameter, bool amsgrad) {
+  state.exp_avg(laid_out_like(state.exp_avg(), parameter));
+  state.exp_avg_sq(laid_out_like(state.exp_avg_sq(), parameter));
+  if (amsgrad) state.max_exp_avg_sq(laid_out_like(state.max_exp_avg_sq(), parameter));
+}
+
+void add_to(Batch& batch, const Tensor& parameter, AdamWParamState& state, bool amsgrad) {
+  lay_out(state, parameter, amsgrad);
   batch.parameters.push_back(parameter);
   batch.gradients.push_back(laid_out_like(parameter.grad(), parameter));
   batch.means.push_back(state.exp_avg());

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <complex>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -101,19 +102,13 @@ class Problem {
 
   /// Whether the kernel took it. more: where rows of w from a channel on are instead.
   bool run(const std::vector<std::pair<TypedSeries*, int64_t>>& more = {}) {
-    FusedProductParams p = params();
     DeviceMirror mirror;
+    FusedProductParams p = on_device(&mirror);
     for (size_t i = 0; i < more.size(); ++i) {
       mirror.add(*more[i].first);
       p.more[i] = {more[i].first->at(0, 0), more[i].first->series().stride_t, more[i].second};
       mirror.translate(p.more[i].w);
     }
-    for (TypedSeries* t : {&x, &w, &bias, &weight, &shift, &gate, &residual, &y}) mirror.add(*t);
-    for (const void** pointer : {&p.product.x, &p.product.w, &p.product.bias, &p.norm_weight,
-                                 &p.norm_bias, &p.gate, &p.residual}) {
-      mirror.translate(*pointer);
-    }
-    mirror.translate(p.product.y);
     bool fits = false;
     check_cuda(kernels::product::fused_product_fits(p, &fits), "fits");
     if (!fits) return false;
@@ -121,6 +116,35 @@ class Problem {
     check_cuda(cudaDeviceSynchronize(), "kernel");
     mirror.download();
     return true;
+  }
+
+  /// How many of so many launches, one behind the other and each into memory of its own, make
+  /// another y than run() has made.
+  int wrong_in_chain(int launches) {
+    DeviceMirror mirror;
+    FusedProductParams p = on_device(&mirror);
+    const size_t row_bytes = static_cast<size_t>(c.outer) * sizeof(uint16_t);
+    const size_t bytes = static_cast<size_t>(c.rows) * row_bytes;
+    const DeviceBuffer all(static_cast<size_t>(launches) * bytes);
+    p.product.stride_y = c.outer;
+    for (int i = 0; i < launches; ++i) {
+      p.product.y = all.data() + static_cast<size_t>(i) * bytes;
+      check_cuda(kernels::product::fused_product_cuda(p, nullptr), "launch");
+    }
+    check_cuda(cudaDeviceSynchronize(), "kernels");
+    std::vector<unsigned char> found(static_cast<size_t>(launches) * bytes);
+    check_cuda(cudaMemcpy(found.data(), all.data(), found.size(), cudaMemcpyDeviceToHost), "y");
+    int wrong = 0;
+    for (int i = 0; i < launches; ++i) {
+      bool is_same = true;
+      for (int64_t r = 0; r < c.rows; ++r) {
+        const auto* const row =
+            found.data() + static_cast<size_t>(i) * bytes + static_cast<size_t>(r) * row_bytes;
+        is_same = is_same && std::memcmp(row, y.at(r, 0), row_bytes) == 0;
+      }
+      wrong += !is_same;
+    }
+    return wrong;
   }
 
   void check() {
@@ -154,6 +178,17 @@ class Problem {
 
  private:
   static constexpr double kEps = 1e-5;
+
+  FusedProductParams on_device(DeviceMirror* mirror) {
+    FusedProductParams p = params();
+    for (TypedSeries* t : {&x, &w, &bias, &weight, &shift, &gate, &residual, &y}) mirror->add(*t);
+    for (const void** pointer : {&p.product.x, &p.product.w, &p.product.bias, &p.norm_weight,
+                                 &p.norm_bias, &p.gate, &p.residual}) {
+      mirror->translate(*pointer);
+    }
+    mirror->translate(p.product.y);
+    return p;
+  }
 
   double gated(int64_t row, int64_t k, double value, bool first) const {
     if (c.gate != (first ? "before" : "after")) return value;
@@ -271,6 +306,20 @@ TEST(CudaFusedProduct, ARowHasTheSameBitsInAnyCompany) {
     SCOPED_TRACE(std::to_string(inner));
     expect_rows_alone(inner, 5, {1, 2, 3});
     expect_rows_alone(inner, most_rows(), {6, 9, 16});
+  }
+}
+
+/// The next product of a chain is launched early, and its blocks get the shared memory of those
+/// that have ended, as blocks that make none of 17 rows could before their sums are copied.
+TEST(CudaFusedProduct, BatchesOfAChainLeaveEachOtherSMemoryAlone) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  if (most_rows() < 17) GTEST_SKIP() << "no clusters";
+  for (const int64_t inner : {264, 2048}) {
+    for (const int64_t outer : {300, 2500}) {
+      Problem problem({17, outer, inner, "rms"}, DType::kBFloat16);
+      ASSERT_TRUE(problem.run());
+      EXPECT_EQ(problem.wrong_in_chain(200), 0) << inner << "x" << outer;
+    }
   }
 }
 

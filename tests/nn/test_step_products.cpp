@@ -160,9 +160,11 @@ void expect_token(int64_t rows, int64_t heads, int64_t dim, bool has_gamma, at::
   const std::optional<Tensor> gamma =
       has_gamma ? std::optional(at::rand({heads, dim}, where.dtype(at::kFloat))) : std::nullopt;
   Tensor state = before.clone();
+  const int64_t version = state._version();
   const Tensor o =
       hgrn2_token(x, in_proj, {.norm = norm.get()}, gamma, state, {0.25, "silu", "sigmoid"});
   ASSERT_TRUE(o.defined());
+  EXPECT_EQ(state._version(), version + 1) << "autograd knows that the state was overwritten";
   const Tensor qfv = step_product(x, in_proj, {.norm = norm.get()});
   const auto by_op = [&](at::ScalarType to, Tensor own) {
     const auto parts = qfv.to(to).unflatten(-1, {3, heads, dim}).unbind(1);

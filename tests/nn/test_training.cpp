@@ -161,5 +161,48 @@ TEST(TrainingCuda, TheFusedAdamWStepsAsTorchsDoes) {
   expect_fused_adamw_to_step_as_torchs(at::kCUDA);
 }
 
+/// As a file may have them that was written by a parameter that lay otherwise, or by a view.
+Tensor restored_otherwise(const Tensor& moment) {
+  if (moment.size(1) == 1) return moment.as_strided(moment.sizes(), {1, 7});
+  return moment.t().contiguous().t();
+}
+
+void expect_restored_moments_to_be_laid_out(at::DeviceType device) {
+  for (const bool amsgrad : {false, true}) {
+    const auto options = torch::optim::AdamWOptions(1e-2).amsgrad(amsgrad);
+    std::vector<Tensor> ours{at::ones({5, 1}, device), at::ones({3, 4}, device)}, theirs;
+    for (Tensor& t : ours) theirs.push_back(t.clone().requires_grad_());
+    for (Tensor& t : ours) t.requires_grad_();
+    optim::AdamW restored(ours, options), plain(theirs, options);
+    torch::manual_seed(3);
+    for (int step = 0; step < 3; ++step) {
+      for (size_t i = 0; i < ours.size(); ++i) {
+        ours[i].mutable_grad() = at::randn_like(ours[i]);
+        theirs[i].mutable_grad() = ours[i].grad().clone();
+      }
+      restored.step();
+      plain.step();
+      for (auto& [key, any] : restored.state()) {
+        auto& state = static_cast<torch::optim::AdamWParamState&>(*any);
+        state.exp_avg(restored_otherwise(state.exp_avg()));
+        state.exp_avg_sq(restored_otherwise(state.exp_avg_sq()));
+        if (amsgrad) state.max_exp_avg_sq(restored_otherwise(state.max_exp_avg_sq()));
+      }
+    }
+    for (size_t i = 0; i < ours.size(); ++i) {
+      EXPECT_TRUE(at::equal(ours[i], theirs[i])) << i;
+    }
+  }
+}
+
+TEST(Training, MomentsOfAFileAreLaidOutAsTheirWeight) {
+  expect_restored_moments_to_be_laid_out(at::kCPU);
+}
+
+TEST(TrainingCuda, MomentsOfAFileAreLaidOutAsTheirWeight) {
+  if (!has_cuda()) GTEST_SKIP() << "no CUDA device";
+  expect_restored_moments_to_be_laid_out(at::kCUDA);
+}
+
 }  // namespace
 }  // namespace tidegate::models

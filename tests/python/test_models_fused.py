@@ -9,7 +9,7 @@ from torch import nn
 
 from tidegate.models import Block, CausalLM, LMConfig
 from tidegate.nn import GLU
-from tidegate.nn._common import add_norm, gated_norm, make_norm
+from tidegate.nn._common import add_norm, gated_norm, make_linear, make_norm, norm_and_project
 
 KINDS = ["layer", "rms", "rms_no_weight"]
 
@@ -112,3 +112,51 @@ def test_a_model_compiles_whole(mixer: str, autocast: bool) -> None:
     for found, expected in zip(*grads, strict=True):
         tolerance = 0.05 if autocast else 1e-4
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def pair_of(device: str) -> tuple[nn.Module, nn.Module]:
+    """A GLU, and a norm with a projection after it, which one op each does."""
+    glu, projection = GLU(8, device=device), make_linear(8, 4, False, device)
+    nn.init.normal_(projection.weight)
+    return glu, nn.Sequential(make_norm("rms", 8, 1e-5, device), projection)
+
+
+def run_pair(pair: tuple[nn.Module, nn.Module], device: str) -> None:
+    """Forward and backward, by the path that modules take themselves."""
+    glu, (norm, projection) = pair
+    x = torch.randn(3, 5, 8, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = glu(x).sum() + norm_and_project(norm, projection, x).sum()
+    loss.backward()
+
+
+REGISTER = [
+    nn.modules.module.register_module_forward_hook,
+    nn.modules.module.register_module_forward_pre_hook,
+    nn.modules.module.register_module_full_backward_hook,
+    nn.modules.module.register_module_full_backward_pre_hook,
+]
+
+
+@pytest.mark.parametrize("register", REGISTER, ids=lambda f: f.__name__)
+def test_hooks_of_all_modules_hear_all_of_them(register, device) -> None:
+    pair = pair_of(device)
+    heard: list[nn.Module] = []
+    handle = register(lambda module, *_: heard.append(module))
+    try:
+        run_pair(pair, device)
+    finally:
+        handle.remove()
+    glu, (norm, projection) = pair
+    assert {glu, glu.in_proj, glu.out_proj, norm, projection} <= set(heard)
+
+
+def test_torch_counts_all_products(device) -> None:
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
+    with FlopCounterMode(display=False) as counter:
+        run_pair(pair := pair_of(device), device)
+    weights = [p for module in pair for p in module.parameters() if p.dim() == 2]
+    # Forward and gradients of weights, and those of rows where x is not what they are made of.
+    inner = pair[0].out_proj.weight.numel() + pair[1][1].weight.numel()
+    assert counter.get_total_flops() == 2 * 15 * (2 * sum(w.numel() for w in weights) + inner)

@@ -225,6 +225,17 @@ def test_gradient_through_state(cls, options):
     torch.testing.assert_close(one, two)
 
 
+@CAUSAL
+def test_gradient_of_the_state_alone(cls, options):
+    mixer = make(cls, options)
+    x = torch.randn(2, 8, DIM, dtype=torch.float64, requires_grad=True)
+    y, state = mixer(x)
+    loss = sum(part.pow(2).sum() for part in tensors(state))
+    (with_output,) = torch.autograd.grad(loss + 0.0 * y.sum(), x, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(found, with_output)
+
+
 @pytest.mark.parametrize("length", [0, 1])
 @CAUSAL
 def test_short(cls, options, length):

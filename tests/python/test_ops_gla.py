@@ -130,12 +130,14 @@ def test_gradient_of_the_gates_over_16384_tokens(
 
     head = 1
     leaf = gates.detach()[0, :, head].double().requires_grad_()
-    wide = [x[0, :, head].double() for x in (q, k, v, do)]
-    keys, log_f = wide[1], leaf
+    of_head = [x[0, :, head].double() for x in (q, k, v, do)]
+    keys, log_f = of_head[1], leaf
     if op == "hgrn2":
         keys, log_f = torch.sigmoid(-leaf), F.logsigmoid(leaf)
-    results = float64.gated_linear_attention(wide[0], keys, wide[2], log_f, h0[0, head].double())
-    (exact,) = torch.autograd.grad(results, leaf, (wide[3], last[0, head].double()))
+    results = float64.gated_linear_attention(
+        of_head[0], keys, of_head[2], log_f, h0[0, head].double()
+    )
+    (exact,) = torch.autograd.grad(results, leaf, (of_head[3], last[0, head].double()))
     limit = OF_WIDE_GATES[shift] if wide and op == "gated_linear_attention" else 5e-3
     assert float64.distance(found[0, :, head], exact) <= limit
 
@@ -480,3 +482,32 @@ def test_memory_of_both_passes(shape: tuple[int, int, int]) -> None:
     rows = batch * heads * -(-time // 64) * 64
     print(f"{shape}: {peak / rows:.0f} bytes a row and head")
     assert peak <= rows * 7424 // 2
+
+
+@pytest.mark.gpu
+def test_memory_of_a_padded_call() -> None:
+    """What the call takes that tensor cores take as it is, the widened inputs beside it, and the
+    results once."""
+    require_cuda()
+
+    def draw(width: int) -> list[Tensor]:
+        q, k, v, log_f = torch.randn(4, 1, 4096, 4, width, device="cuda").bfloat16().unbind()
+        return [q, k, v, -log_f.abs()]
+
+    def peak_of(inputs: list[Tensor]) -> tuple[int, int]:
+        """Of the call; of its results alone."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        results = ops.gated_linear_attention(*inputs)
+        torch.cuda.synchronize()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        return peak, sum(t.nbytes for t in results)
+
+    wide, narrow = draw(32), draw(24)
+    peak_of(narrow)  # what is made once
+    gc.collect()
+    wide_peak, wide_results = peak_of(wide)
+    peak, results = peak_of(narrow)
+    widened = sum(t.nbytes for t in wide)
+    assert peak <= widened + max(wide_peak, wide_results + results) + results // 2

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from tidegate.training import adamw
 from tidegate.training.adamw import Adam, AdamW
 from tidegate.training.masters import MasterWeights
 
@@ -90,6 +96,119 @@ def test_a_rate_on_the_device_and_another_form_of_adam(device: str) -> None:
             assert all(map(torch.equal, *pairs))
 
 
+@pytest.fixture
+def by_op(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The op steps on the CPU, too; how many tensors each of its calls had."""
+    monkeypatch.setattr(adamw, "_DEVICES", ("cpu", "cuda"))
+    calls: list[int] = []
+    step_some = AdamW._step_some
+
+    def counted(self: AdamW, group: dict, parameters: list, *more: object) -> None:
+        calls.append(len(parameters))
+        step_some(self, group, parameters, *more)
+
+    monkeypatch.setattr(AdamW, "_step_some", counted)
+    return calls
+
+
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_a_differentiable_step_is_recorded(cls: type, device: str) -> None:
+    weight = torch.ones(3, device=device, requires_grad=True)
+    optimizer = cls([weight], lr=0.5, weight_decay=0.5, eps=1.0, differentiable=True)
+    stepped = weight * 1  # no leaf: its step is part of a graph
+    stepped.retain_grad()
+    stepped.grad = torch.ones_like(weight)
+    optimizer.param_groups[0]["params"] = [stepped]
+    optimizer.step()
+    (found,) = torch.autograd.grad(stepped.sum(), weight)
+    # By the decay; or what it adds to the gradient g = 1.5 of a first step, g / (g + eps).
+    kept = 0.75 if cls is AdamW else 1 - 0.5 * 0.5 / 2.5**2
+    torch.testing.assert_close(found, torch.full_like(found, kept))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"betas": (torch.tensor(0.9), torch.tensor(0.98)), "capturable": True},
+        {"lr": torch.tensor(RATE, dtype=torch.float64)},
+    ],
+    ids=["betas", "lr"],
+)
+def test_numbers_in_tensors_that_the_op_does_not_read_are_torch_s(
+    options: dict, by_op: list[int], device: str
+) -> None:
+    options = {
+        k: tuple(t.to(device) for t in v) if isinstance(v, tuple) else v for k, v in options.items()
+    }
+    if device == "cpu" and "betas" in options:
+        pytest.skip("capturable is for CUDA")
+    parameters = [nn.Parameter(torch.ones(3, device=device))]
+    parameters[0].grad = torch.ones(3, device=device)
+    group = AdamW(parameters, **{"lr": RATE, "fused": True} | options).param_groups[0]
+    assert not adamw._fits(group, {}, {})
+    assert not by_op
+
+
+def test_gradients_that_a_closure_makes_are_looked_at(
+    by_op: list[int], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The op takes none that lie otherwise than their parameters."""
+    by_torch: list[AdamW] = []
+    monkeypatch.setattr(AdamW, "_step_by_torch", lambda self: by_torch.append(self))
+    weight = nn.Parameter(torch.ones(3, 4, device=device))
+    optimizer = AdamW([weight], lr=RATE, fused=True)
+    weight.grad = torch.ones_like(weight)
+
+    def closure() -> float:
+        weight.grad = torch.ones(4, 3, device=device).t()
+        return 2.0
+
+    assert optimizer.step(closure) == 2
+    assert by_torch == [optimizer]
+    assert not by_op
+
+
+def one_column(device: str, rows: int = 5) -> Tensor:
+    """[rows, 1] with a stride of its own in the dimension of size one."""
+    return torch.arange(1.0, rows + 1, device=device).as_strided((rows, 1), (1, rows))
+
+
+def test_strides_of_dimensions_of_one_say_nothing(by_op: list[int], device: str) -> None:
+    weight = nn.Parameter(torch.ones(5, 1, device=device))
+    optimizer = AdamW([weight], lr=RATE, fused=True)
+    weight.grad = one_column(device)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = one_column(device)
+    optimizer.step()
+    assert by_op.count(1) == 2
+    given = [[torch.ones(5, 1, device=device)], *([one_column(device)] for _ in range(3))]
+    rounded = [[one_column(device).bfloat16()]]
+    with torch.no_grad():
+        raw.adamw_(*given, [torch.ones((), device=device)], *rounded, *NUMBERS)
+    assert torch.equal(rounded[0][0], given[0][0].bfloat16())
+
+
+def test_moments_of_a_file_are_laid_out_as_their_weight(by_op: list[int], device: str) -> None:
+    """Once; and the numbers are those of moments that never lay otherwise."""
+    stepped = []
+    for transposes in (False, True):
+        weight = nn.Parameter(torch.ones(3, 4, device=device))
+        optimizer = AdamW([weight], lr=RATE, fused=True)
+        rng = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            weight.grad = torch.randn(3, 4, generator=rng).to(device)
+            optimizer.step()
+            if transposes:
+                states = optimizer.state_dict()
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moment = states["state"][0][name]
+                    states["state"][0][name] = moment.t().contiguous().t()
+                optimizer.load_state_dict(states)
+        stepped.append(weight)
+    assert torch.equal(*stepped)
+    assert by_op.count(1) == 6
+
+
 def test_states_go_on_from_files_of_torch(device: str) -> None:
     theirs = torch.optim.AdamW(drawn(device), lr=RATE, fused=True)
     ours = AdamW(drawn(device), lr=RATE, fused=True)
@@ -155,6 +274,18 @@ def test_errors(name: str, value: Tensor, message: str) -> None:
         raw.adamw_(*given.values(), *NUMBERS)
 
 
+@pytest.mark.parametrize(
+    "rate",
+    [torch.ones(2), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")],
+    ids=["two", "float64", "elsewhere"],
+)
+def test_a_rate_that_the_kernel_cannot_read(rate: Tensor, device: str) -> None:
+    rate = rate if rate.is_meta else rate.to(device)
+    message = "^adamw_: lr_tensor must be one float32 number on " + device
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        raw.adamw_(*operands(device).values(), rate, *NUMBERS[1:])
+
+
 def test_masters_step_by_the_gradients_of_their_weights(device: str) -> None:
     """In one pass, to the same bits as by wide copies of the gradients."""
     stepped = []
@@ -171,6 +302,92 @@ def test_masters_step_by_the_gradients_of_their_weights(device: str) -> None:
             assert torch.equal(weight, master.bfloat16())
         stepped.append(optimizer.masters)
     assert all(map(torch.equal, *stepped))
+
+
+def masters_of(device: str, **options: object) -> MasterWeights:
+    model = nn.ParameterList(drawn(device))
+    return MasterWeights(model, AdamW(list(model), lr=RATE, fused=True, **options))
+
+
+@pytest.mark.parametrize("where", ["op", "torch"])
+def test_a_loop_over_weights_may_leave_their_gradients(
+    where: str, device: str, request: pytest.FixtureRequest
+) -> None:
+    if where == "op":
+        request.getfixturevalue("by_op")
+    optimizer = masters_of(device)
+    for step in range(2):
+        gradients(step, optimizer.weights)
+        optimizer.step()
+        assert all(weight.grad is None for weight in optimizer.weights)
+
+
+def test_hooks_and_schedules_see_the_step_of_masters(by_op: list[int], device: str) -> None:
+    optimizer = masters_of(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 0.5**step)
+        for step in range(2):
+            gradients(step, optimizer.weights)
+            optimizer.step()
+            schedule.step()
+    assert by_op
+    with torch.profiler.profile(acc_events=True) as profile:
+        gradients(2, optimizer.weights)
+        optimizer.step()
+    assert "Optimizer.step#AdamW.step" in {event.name for event in profile.events()}
+    by_op.clear()
+    heard: list[bool] = []
+
+    def hook(stepped: torch.optim.Optimizer, *_: object) -> None:
+        heard.append(all(p.grad is not None for p in stepped.param_groups[0]["params"]))
+
+    handles = [
+        optimizer.optimizer.register_step_pre_hook(hook),
+        optimizer.optimizer.register_step_post_hook(hook),
+        register_optimizer_step_pre_hook(hook),
+        register_optimizer_step_post_hook(hook),
+    ]
+    for handle in handles:
+        try:
+            gradients(3, optimizer.weights)
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            handle.remove()
+    # Four hooks, then three, two, one.
+    assert heard == [True] * 10
+    gradients(4, optimizer.weights)
+    optimizer.step()
+    assert heard == [True] * 10
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e9, float("inf")])
+def test_gradients_of_masters_are_clipped_where_they_are(
+    largest: float, by_op: list[int], device: str
+) -> None:
+    """To the same norm and, but for the roundings of a factor and a product, the same numbers."""
+    stepped = []
+    for in_one_pass in (True, False):
+        optimizer = masters_of(device, eps=1.0)  # so that the scale of gradients is seen
+        gradients(0, optimizer.weights)
+        if not in_one_pass:
+            optimizer.take_gradients()
+        norm = optimizer.clip_gradients(largest)
+        assert norm.dtype == torch.float32
+        assert in_one_pass == all(weight.grad is not None for weight in optimizer.weights)
+        before = len(by_op)
+        optimizer.step()
+        assert len(by_op) > before
+        stepped.append((norm, optimizer.masters))
+    (norm, ours), (wanted, theirs) = stepped
+    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+    start = drawn(device)
+    for one, two, p in zip(ours, theirs, start, strict=True):
+        if largest > 1:
+            assert torch.equal(one, two)
+        kept = 1 - RATE * 0.01  # by the decay
+        torch.testing.assert_close(one - kept * p, two - kept * p, rtol=0.01, atol=1e-6)
 
 
 def test_a_first_loss_waits_for_no_compiler() -> None:

@@ -17,7 +17,7 @@ import torch
 from training_cases import FLAGS, command, environment, prepare, tidegate, write_text
 
 from tidegate.models import CausalLM
-from tidegate.training import UserError, load_trained
+from tidegate.training import UserError, adamw, load_trained
 from tidegate.training.checkpoint import RunFolder, load_checkpoint, read_metrics, save_checkpoint
 from tidegate.training.report import finish
 
@@ -130,6 +130,24 @@ def test_gradients_are_clipped_to_a_norm(tmp_path, text, clip):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-9)
     (row,) = [row for row in read_metrics(run.folder.metrics) if row["kind"] == "train"]
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_a_run_steps_masters_in_one_pass(tmp_path, text, clip, device, monkeypatch):
+    """The norm is that of the gradients where they are, so that none is moved to be looked at."""
+    monkeypatch.setattr(adamw, "_DEVICES", ("cpu", "cuda"))
+    run = prepare(
+        tmp_path / "run", text, precision="bf16-weights", clip=clip, steps=2, device=device
+    )
+    masters = run.trainer.optimizer
+    monkeypatch.setattr(masters, "take_gradients", pytest.fail)
+    before = [master.detach().clone() for master in masters.masters]
+    assert run.trainer.run(quiet=True)
+    for master, weight, start in zip(masters.masters, masters.weights, before, strict=True):
+        assert not torch.equal(master, start)
+        assert torch.equal(weight, master.bfloat16())
+    (row,) = [row for row in read_metrics(run.folder.metrics) if row["kind"] == "train"]
+    assert 0.05 < row["grad_norm"] < 1000
 
 
 @pytest.mark.parametrize(("precision", "seen"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

@@ -32,7 +32,8 @@ using product::kWarps;
 constexpr int kBlocks = 8;  // of a cluster
 constexpr int kParts = 3;   // q, f and v; or queries, keys and decays
 constexpr int kVec = 4;     // columns of a state that a thread has
-constexpr int kPasses = 2;  // rows of a state that a thread has
+// Rows of a state that a thread has. Code for a chip without clusters has no kernel that uses it.
+[[maybe_unused]] constexpr int kPasses = 2;
 constexpr int kMostDim = kBlocks * kTile;
 
 product::Shape shape_of(const product::FusedProductParams& p) {
@@ -69,10 +70,13 @@ struct StateTile {
     first_column = rank * columns;
   }
   __device__ int at(int pass) const { return row + pass * (kThreads / quads); }
-  __device__ int64_t offset(int64_t pair, int pass) const {
-    return (pair * dim + at(pass)) * dim + first_column + column;
-  }
 };
+
+/// Where, among all states, the thread's columns of a row begin. Unused where kPasses is.
+[[maybe_unused]] __device__ inline int64_t offset_of(const StateTile& tile, int64_t pair,
+                                                     int pass) {
+  return (pair * tile.dim + tile.at(pass)) * tile.dim + tile.first_column + tile.column;
+}
 
 template <class E, int kRows>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -131,8 +135,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int pass = 0; pass < kPasses; ++pass) {
       states[r][pass] = {};
       if (step.h0 != nullptr && r < rows && tile.at(pass) < tile.dim) {
-        states[r][pass] = load_streaming<float, kVec>(static_cast<const float*>(step.h0) +
-                                                      tile.offset(int64_t{r * heads + head}, pass));
+        states[r][pass] = load_streaming<float, kVec>(
+            static_cast<const float*>(step.h0) + offset_of(tile, int64_t{r * heads + head}, pass));
       }
     }
   }
@@ -217,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       if (step.h_final != nullptr) {
         __stcs(reinterpret_cast<float4*>(static_cast<float*>(step.h_final) +
-                                         tile.offset(int64_t{r * heads + head}, pass)),
+                                         offset_of(tile, int64_t{r * heads + head}, pass)),
                make_float4(s[0], s[1], s[2], s[3]));
       }
     }

@@ -208,10 +208,17 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (meets && pass == 0) cluster_wait();
     send_sums(p, s, work, shared_address(staged), shared_address(parts), sum_barrier);
-    output.run(parts, stager.factors,
-               [&] { wait_for_bytes(sum_barrier, static_cast<unsigned>(pass % 2)); });
+    output.run(parts, stager.factors, [&] {
+      wait_for_bytes(sum_barrier, static_cast<unsigned>(pass % 2));
+      if (pass + 1 == passes) cluster_arrive();  // the block has all that the others send it
+    });
   }
   wait_for_copies<0>();
+  // A block's sums are copied out of its shared memory, and only the barriers of those that they go
+  // to tell when that is done: if it ended before, as one without rows of its own would, the next
+  // kernel's blocks could write there what the others then take for its sums. All threads come
+  // here, and have arrived once, in the last pass.
+  cluster_wait();
 #endif
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as _modules
 
 from .. import ops
 from ._recompute import is_recomputing, remember
@@ -110,7 +111,8 @@ class Linear(nn.Linear):
 
     What autocast does to fp32 weights on a GPU, the op `linear` does here: their gradient stays in
     the fp32 in which it is summed, where autocast would round it and then widen it again in a pass
-    of its own. Under torch.compile it is torch's own, which fuses the two.
+    of its own. Under torch.compile it is torch's own, which fuses the two, and where all modules
+    are listened to: torch's FlopCounterMode does so, and knows torch's products by their names.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,6 +123,7 @@ class Linear(nn.Linear):
             and type(self.weight) is nn.Parameter
             and self.weight.dtype == torch.float32
             and is_recording()
+            and not are_all_listened_to()
         ):
             return ops.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
@@ -132,11 +135,17 @@ def is_recording() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def are_all_listened_to() -> bool:
+    """Whether somebody listens to the calls of every module, by torch's global hooks."""
+    return bool(_modules._has_any_global_hook())
+
+
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether it is of one of these very classes, with parameters that are its own whole tensors
     and nobody listening to its calls: then one op may do its work together with a neighbour's."""
     return (
         type(module) in classes
+        and not are_all_listened_to()
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in vars(module)  # what accelerate puts there

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as _optimizer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_DEVICES = ("cuda",)  # where the op is the faster step; tests look at the others, too
+
+
+def _without_compiler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of torch's, recorded only where the optimiser is differentiable, as torch's own
+    wrapper has it."""
+    plain = inspect.unwrap(step)
+
+    @functools.wraps(plain)
+    def recorded(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return plain(self, closure)
+
+    return recorded
 
 
 class Adam(torch.optim.Adam):
@@ -16,7 +34,7 @@ class Adam(torch.optim.Adam):
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    step = _without_compiler(torch.optim.Adam.step)
 
 
 class AdamW(torch.optim.AdamW):
@@ -28,48 +46,66 @@ class AdamW(torch.optim.AdamW):
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
-    _step_by_torch = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    _step_by_torch = _without_compiler(torch.optim.AdamW.step)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; closure: computes the loss anew and returns it."""
-        if not all(map(_fits, self.param_groups)) or hasattr(self, "grad_scale"):
-            return self._step_by_torch(closure)
-        self._accelerator_graph_capture_health_check()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weights: dict[nn.Parameter, Tensor] | None = None,
+    ) -> Any:
+        """One step; closure: computes the loss anew and returns it. weights: of masters, where
+        `fits_masters` says so: the step goes by the gradients that the weights have, which become
+        their masters rounded, in one pass and without wide copies of either; a parameter that is
+        not in it steps by its own gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_some(group, [p for p in group["params"] if p.grad is not None])
+        if weights is None and not self._fits():  # looks at the gradients that the closure left
+            self._step_by_torch()
+            return loss
+        self._accelerator_graph_capture_health_check()
+        weights = weights or {}
+        with torch.no_grad():
+            for group in self.param_groups:
+                given = [p for p in group["params"] if weights.get(p, p).grad is not None]
+                self._step_some(group, [p for p in given if p in weights], weights)
+                self._step_some(group, [p for p in given if p not in weights])
         return loss
 
-    @torch.no_grad()
-    def step_masters(self, weights: dict[nn.Parameter, Tensor]) -> bool:
-        """One step of masters, which become their bf16 weights' values rounded, by the gradients
-        that those have, in one pass and without wide copies of either. weights: per master; a
-        parameter without one steps by its own gradient. False where the op does not fit: nothing
-        has happened then."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        if not all(_fits(group, weights) for group in self.param_groups):
-            return False
-        if any(p in weights and p.grad is not None for p in every):  # somebody took gradients over
-            return False
-        self._accelerator_graph_capture_health_check()
-        for group in self.param_groups:
-            masters = [p for p in group["params"] if p in weights]
-            self._step_some(group, [p for p in masters if weights[p].grad is not None], weights)
-            own = [p for p in group["params"] if p not in weights]
-            self._step_some(group, [p for p in own if p.grad is not None])
-        return True
+    def fits_masters(self, weights: dict[nn.Parameter, Tensor]) -> bool:
+        """Whether `step` takes the weights of masters. Not where somebody has gradients of masters,
+        or listens to steps: hooks find them where the optimiser's parameters are."""
+        hooks = (
+            *(self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks),
+            *(_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks),
+        )
+        return (
+            not any(hooks)
+            and all(master.grad is None for master in weights)
+            and self._fits(weights)
+        )
+
+    def _fits(self, weights: dict[nn.Parameter, Tensor] | None = None) -> bool:
+        """Whether the op makes the step. A scaler of gradients has a say in torch's own alone."""
+        states = self.state
+        return not hasattr(self, "grad_scale") and all(
+            _fits(group, states, weights or {}) for group in self.param_groups
+        )
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """A parameter's state as torch's fused step keeps it."""
+        """A parameter's state as torch's fused step keeps it, laid out as the parameter is: a file
+        may have been written by one that lay otherwise."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in ("exp_avg", "exp_avg_sq"):
+        for name in _MOMENTS:
+            if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            elif not _lies_like(state[name], parameter):
+                laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format)
+                state[name] = laid_out.copy_(state[name])
         return state
 
     def _step_some(
@@ -83,28 +119,46 @@ class AdamW(torch.optim.AdamW):
         rounded = [] if weights is None else [weights[p] for p in parameters]
         gradients = [p.grad for p in (parameters if weights is None else rounded)]
         states = [self._state_of(p) for p in parameters]
-        steps, means, squares = (
-            [state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")
-        )
+        steps, means, squares = ([state[name] for state in states] for name in ("step", *_MOMENTS))
         torch._foreach_add_(steps, 1)
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        is_on_device = isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32
         torch.ops.tidegate.adamw_(
             *(parameters, gradients, means, squares, steps, rounded),
-            *((lr, 0.0) if is_on_device else (None, float(lr))),
+            *((lr, 0.0) if isinstance(lr, Tensor) else (None, float(lr))),
             *(beta1, beta2, group["weight_decay"], group["eps"]),
         )
 
 
-def _fits(group: dict[str, Any], weights: dict[nn.Parameter, Tensor] | None = None) -> bool:
+def _lies_like(t: Tensor, parameter: Tensor) -> bool:
+    """Whether the numbers of t lie in the order of the parameter's, of the same sizes. The stride
+    of a dimension of size one says nothing."""
+    if t.shape != parameter.shape:
+        return False
+    strides = t.stride(), parameter.stride()
+    return strides[0] == strides[1] or all(
+        a == b for size, a, b in zip(t.shape, *strides, strict=True) if size > 1
+    )
+
+
+def _fits(
+    group: dict[str, Any],
+    states: Mapping[nn.Parameter, dict[str, Tensor]],
+    weights: dict[nn.Parameter, Tensor],
+) -> bool:
     """Whether the op steps the group: as `build_optimizer` makes it, with gradients that lie as
-    their parameters do, all on one GPU. weights: as in `AdamW.step_masters`."""
+    their parameters do, all on one GPU. weights: as in `AdamW.step`."""
     if group["amsgrad"] or group["maximize"] or group["differentiable"] or not group["fused"]:
+        return False
+    numbers = (*group["betas"], group["weight_decay"], group["eps"])
+    if any(isinstance(number, Tensor) for number in numbers):
         return False
     device = group["params"][0].device if group["params"] else torch.device("cpu")
 
+    def is_number_like(t: Tensor) -> bool:
+        return t.numel() == 1 and t.dtype == torch.float32 and t.device == device
+
     def fits(p: nn.Parameter) -> bool:
-        weight = p if weights is None else weights.get(p, p)
+        weight = weights.get(p, p)
         gradient = weight.grad
         of_parameter = (
             type(p) is nn.Parameter
@@ -112,13 +166,27 @@ def _fits(group: dict[str, Any], weights: dict[nn.Parameter, Tensor] | None = No
             and p.dtype == torch.float32
             and p.device == device
             and p.is_contiguous()
-            and weight.stride() == p.stride()
+            and _lies_like(weight, p)
         )
         has_place = gradient is None or (
-            not gradient.is_sparse
-            and gradient.dtype == weight.dtype
-            and gradient.stride() == p.stride()
+            not gradient.is_sparse and gradient.dtype == weight.dtype and _lies_like(gradient, p)
         )
         return of_parameter and has_place and weight.dtype in (p.dtype, torch.bfloat16)
 
-    return device.type == "cuda" and all(map(fits, group["params"]))
+    def has_fitting_state(p: nn.Parameter) -> bool:
+        state = states.get(p)
+        return not state or (
+            is_number_like(state["step"])
+            and all(
+                (t.shape, t.dtype, t.device) == (p.shape, p.dtype, p.device)
+                for t in (state[name] for name in _MOMENTS)
+            )
+        )
+
+    lr = group["lr"]
+    return (
+        device.type in _DEVICES
+        and (is_number_like(lr) if isinstance(lr, Tensor) else True)
+        and all(map(fits, group["params"]))
+        and all(map(has_fitting_state, group["params"]))
+    )

@@ -8,6 +8,7 @@ that the backward pass keeps of them: 4 bytes a weight of 18 (docs/training.md).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,16 +63,47 @@ class MasterWeights:
         return [*self.masters, *self._own]
 
     @torch.no_grad()
+    def clip_gradients(self, largest: float) -> Tensor:
+        """Scales the gradients that the next step goes by down to a norm of `largest`; returns the
+        one that they had, in fp32. Where that step makes one pass, gradients are scaled where they
+        are, and so rounded to bf16 once more; elsewhere they are moved to the masters before."""
+        if self._weights_in_one_pass() is None:
+            return nn.utils.clip_grad_norm_(self.take_gradients(), largest)
+        every = (*self.weights, *self._own)
+        gradients = [p.grad for p in every if p.grad is not None]
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault(gradient.dtype, []).append(gradient)
+        if not kinds:
+            return torch.zeros(())
+        norms = [torch._foreach_norm(kind, 2, dtype=torch.float32) for kind in kinds.values()]
+        norm = torch.linalg.vector_norm(torch.stack([n for of_kind in norms for n in of_kind]))
+        if largest < math.inf:
+            factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+            for dtype, kind in kinds.items():
+                torch._foreach_mul_(kind, factor.to(dtype))
+        return norm
+
+    @torch.no_grad()
     def step(self) -> None:
-        """A step of the optimiser, by the gradients that the masters or their weights have."""
-        if isinstance(self.optimizer, AdamW):
-            pairs = zip(self.masters, self.weights, strict=True)
-            if self.optimizer.step_masters(dict(pairs)):
-                return
+        """A step of the optimiser, by the gradients that the masters or their weights have; the
+        weights have none after it."""
+        weights = self._weights_in_one_pass()
+        if weights is not None:
+            self.optimizer.step(weights=weights)
+            for weight in self.weights:
+                weight.grad = None
+            return
         self.take_gradients()
         self.optimizer.step()
         if self.weights:
             torch._foreach_copy_(self.weights, self.masters)
+
+    def _weights_in_one_pass(self) -> dict[nn.Parameter, Tensor] | None:
+        """The weights by master, where the optimiser steps both in one pass."""
+        weights = dict(zip(self.masters, self.weights, strict=True))
+        fits = isinstance(self.optimizer, AdamW) and self.optimizer.fits_masters(weights)
+        return weights if fits else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, of the weights, too."""
@@ -94,10 +126,11 @@ class MasterWeights:
             torch._foreach_copy_(self.weights, self.masters)
 
 
-def gradients_of(
-    optimizer: torch.optim.Optimizer | Combined | MasterWeights, model: nn.Module
-) -> list[Tensor]:
-    """The tensors whose gradients a step goes by, to be clipped."""
+def clip_gradients(
+    optimizer: torch.optim.Optimizer | Combined | MasterWeights, model: nn.Module, largest: float
+) -> Tensor:
+    """Scales the gradients that a step goes by down to a norm of `largest`; returns the one that
+    they had."""
     if isinstance(optimizer, MasterWeights):
-        return optimizer.take_gradients()
-    return list(model.parameters())
+        return optimizer.clip_gradients(largest)
+    return nn.utils.clip_grad_norm_(model.parameters(), largest)

@@ -25,7 +25,7 @@ from .config import TrainConfig
 from .distributed import ALONE, Group
 from .errors import UserError
 from .evaluate import Score
-from .masters import gradients_of
+from .masters import clip_gradients
 from .optim import set_rates
 from .parallel import place
 from .progress import Progress
@@ -230,8 +230,7 @@ class Trainer:
             if is_task:
                 answers += count_answers(output.logits.detach(), labels)
         largest = config.clip if config.clip > 0 else math.inf
-        stepped = gradients_of(self.optimizer, self.model)
-        norm = whole(torch.nn.utils.clip_grad_norm_(stepped, largest))
+        norm = whole(clip_gradients(self.optimizer, self.model, largest))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, answers

@@ -310,7 +310,7 @@ struct ChunkRows {
   int tokens;  // of the chunk; 0: nothing to do
 
   __device__ void find(const ChunkBackward& a, int chunk, int head, int lane) {
-    if (lane >= kChunkTensors + kFactorSides) {
+    if (lane >= int{kChunkTensors} + int{kFactorSides}) {
       return;
     }
     const TimeTile tile = find_time_tile(a.chunks, chunk);
