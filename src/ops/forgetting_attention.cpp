@@ -117,8 +117,11 @@ int64_t padded_head_dim(int64_t head_dim) {
 }
 
 /// Whether tensor cores would take the call if its tensors were padded with zeros, and their rows
-/// began aligned. The copies are little beside what the kernels that take any size would need.
+/// began aligned. The copies are little beside what the kernels that take any size would need. A
+/// tensor of another rank is for the checks, which come next.
 bool wants_padding(at::ArrayRef<at::Tensor> tensors) {
+  const auto has_rank = [](const at::Tensor& t) { return t.defined() && t.dim() == 4; };
+  if (!std::all_of(tensors.begin(), tensors.end(), has_rank)) return false;
   const at::Tensor& q = tensors[0];
   const at::ScalarType type = q.scalar_type();
   const int64_t head_dim = q.size(3);

@@ -131,7 +131,8 @@ def _module_call(draw: random.Random) -> Call:
         del ways["bounded"]
     function, given = ways[draw.choice(sorted(ways))]
     # A module leaves what only its op looks at to the op.
-    ops = tuple(f"{name}:" for name in arguments())
+    inner = ("hgrn2_qfv", "linear", "glu_linear", "norm_linear")  # of modules
+    ops = tuple(f"{name}:" for name in (*arguments(), *inner))
     names = (type(module).__name__, "CausalLM", *ops)
     return Call(function, given, names, is_typed=is_typed)
 
