@@ -251,7 +251,7 @@ TEST_P(AttentionCuda, PrunedByHead) {
 }
 
 /// Gates that leave a key a few dozen queries: on Hopper, from D = 65 to 128, a kernel of its own
-/// walks along them, in parts of 256 tokens here.
+/// iterates over them, in parts of 256 tokens here.
 TEST_P(AttentionCuda, PrunedShortRange) {
   struct Part {
     int64_t queries, keys, head_dim, heads, key_heads, window;

@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kGateChunk)
 constexpr int kExtentWarps = 8;  // of a block
 
 /// Keys with fewer queries than this, on average over a sequence, are better off in small tiles;
-/// see also TensorAttention::walks.
+/// see also TensorAttention::has_short_range.
 constexpr double kShortRangeTokens = 256;
 
 int64_t extent_blocks(const KeyExtents& extents, int64_t heads) {
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
     w.extents.long_range[0] = 1;
   };
   if (tile.tokens == 0) {
-    // A sequence without keys may have queries, which no walk along keys would reach.
+    // A sequence without keys may have queries, which iterating over tiles of keys would miss.
     if (tile.exists() && lane == 0 && find_sequence(p.layout, keys.index).length > 0) {
       mark_long();
     }
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
   const int end = gates.first_known_not_above(last - fall, keys.length, lane) - shift;
   if (lane == 0) {
     w.extents.ends[at] = max(end, 0);
-    if (w.walks) {
+    if (w.has_short_range) {
       const int64_t windowed = p.window > 0 ? tile.end() + p.window - 1 : keys.length;
       if (shift < 0 || min(int64_t{end} + shift, windowed) > tile.first + 2 * KeyExtents::kKeys) {
         mark_long();
@@ -328,13 +328,13 @@ cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
 
 /// What the host must know of the shapes that a plan's tile stands for.
 struct TileNeeds {
-  bool adds = false;          // dq by additions
-  bool walks = false;         // short-range heads without
-  int rows = 0, columns = 0;  // of a tile of queries, of its dq sums
-  int shared_bytes = 0;       // of a block
+  bool adds = false;             // dq by additions
+  bool has_short_range = false;  // short-range heads without
+  int rows = 0, columns = 0;     // of a tile of queries, of its dq sums
+  int shared_bytes = 0;          // of a block
 
   [[nodiscard]] BackwardWorkspace workspace(const ForgettingAttentionParams& p) const {
-    return {p, rows, columns, adds, !walks};
+    return {p, rows, columns, adds, !has_short_range};
   }
 };
 
@@ -342,7 +342,8 @@ cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const Devic
                        TileNeeds* needs) {
   if (tile == kHopperTile) {
     return with_hopper_backward_tile(p.head_dim, [&]<HopperBackwardTile kTile>() {
-      *needs = {true, hopper_walks(p), kTile.queries, kTile.sum_columns(), kHopperSharedBytes};
+      *needs = {true, hopper_takes_short_range(p), kTile.queries, kTile.sum_columns(),
+                kHopperSharedBytes};
       return cudaSuccess;
     });
   }
@@ -430,7 +431,7 @@ cudaError_t tensor_backward(const ForgettingAttentionBackwardParams& params, cud
   work.column_sums = workspace.column_sums;
   work.dq_sums = workspace.dq_sums;
   work.turns = workspace.turns;
-  work.walks = needs.walks;
+  work.has_short_range = needs.has_short_range;
   const GateChunks<GateSumScan> gates({p, workspace.gate_sums}, workspace.gate_sums + key_rows(p));
   TIDEGATE_RETURN_IF_CUDA_ERROR(clear_sums(workspace, gates, stream));
   if (p.prune > 0) {

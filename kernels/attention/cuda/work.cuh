@@ -47,7 +47,7 @@ struct TensorAttention {
   // Backward on Hopper, where keys are pruned: short-range are heads whose tiles of 64 keys are
   // seen by queries of the tile at the same positions and of the next one only
   // (hopper/short_range.cuh).
-  bool walks = false;
+  bool has_short_range = false;
   float* delta_minus_dlse = nullptr;  // backward: delta - dlse = do . o - dlse, [B, Hq, Tq]
   float* row_sums = nullptr;          // backward: of dS, [B, Hq, Tq]
   float* column_sums = nullptr;       // backward: of dS, [B, Hq, Tk]

@@ -158,8 +158,9 @@ __global__ void __launch_bounds__(Shape::kThreads)
   }
 }
 
-// Where a pass has sums for long-range heads alone (TensorAttention::walks), blocks stay: where
-// there are no such heads, a block for every tile would take longer to start than these to leave.
+// Where a pass has sums for long-range heads alone (TensorAttention::has_short_range), blocks stay:
+// where there are no such heads, a block for every tile would take longer to start than these to
+// leave.
 
 /// Calls take(place) for the tiles of queries of long-range heads that are this block's, one of
 /// `blocks`.

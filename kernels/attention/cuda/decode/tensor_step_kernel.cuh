@@ -103,7 +103,7 @@ struct TensorStepWarp {
   int64_t group;
   AttentionRows<const E> keys, values;
 
-  /// Of sequence blockIdx.z and head blockIdx.y, keys [first, last).
+  /// Takes keys [first, last) of sequence blockIdx.z and head blockIdx.y.
   __device__ __forceinline__ TensorStepWarp(const ForgettingAttentionStepParams& params,
                                             unsigned ring, int64_t first, int64_t last)
       : p(params),

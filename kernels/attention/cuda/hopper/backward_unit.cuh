@@ -2,7 +2,7 @@
 
 // The launches of the Hopper backward pass between those that forgetting_attention_cuda.cu has for
 // every tensor-core pass, a unit a data type (units.cmake): the kernel and the one that rounds dq,
-// or, where the pass walks along short-range heads, that walk and three for the long-range ones.
+// or, where there are short-range heads, one for these and three for the long-range ones.
 
 #include <algorithm>
 
@@ -38,7 +38,7 @@ cudaError_t launch_hopper_short_range(const TensorAttention& attention, const De
   using Shape = HopperBackwardShape<Data, HopperBackwardTile{128, 64, 64}>;
   static_assert(Shape::kKeys == KeyExtents::kKeys);
   constexpr auto* kKernel = &hopper_short_range_kernel<Shape>;
-  constexpr int kSharedBytes = sizeof(HopperWalkShared<Shape>);
+  constexpr int kSharedBytes = sizeof(HopperShortRangeShared<Shape>);
   static_assert(kSharedBytes <= kHopperSharedBytes);
   const ForgettingAttentionParams& p = attention.params.forward;
   HopperBackwardWork work = {attention, {}, {}, {}, {}};
@@ -71,7 +71,7 @@ cudaError_t launch_hopper_backward(const TensorAttention& attention,
   w.side_by_side = heads_side_by_side(w.tiles, limits.multiprocessors);
   const int64_t blocks = w.tiles.count * p.key_heads;
   if constexpr (Shape::kDim > 64 && Shape::kDim <= 128) {
-    if (w.walks) {
+    if (w.has_short_range) {
       constexpr auto* kKernel = &hopper_long_range_kernel<Shape>;
       const int64_t staying = int64_t{limits.multiprocessors} * 8;
       w.head_range = HeadRange::kLong;
@@ -99,7 +99,7 @@ template <class Data>
 cudaError_t HopperBackwardUnit<Data>::launch(const TensorAttention& work,
                                              const GateGradientChunks& gates,
                                              const DeviceLimits& limits, cudaStream_t stream) {
-  if (work.walks) {
+  if (work.has_short_range) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(launch_hopper_short_range<Data>(work, limits, stream));
   }
   return with_hopper_backward_tile(work.params.forward.head_dim, [&]<HopperBackwardTile kTile>() {

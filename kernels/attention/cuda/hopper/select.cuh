@@ -44,7 +44,7 @@ cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
 
 /// Whether a backward pass on Hopper has a kernel of its own for short-range heads
 /// (short_range.cuh), whose tiles have 128 columns.
-inline bool hopper_walks(const ForgettingAttentionParams& p) {
+inline bool hopper_takes_short_range(const ForgettingAttentionParams& p) {
   return p.prune > 0 && p.head_dim > 64 && p.head_dim <= 128;
 }
 

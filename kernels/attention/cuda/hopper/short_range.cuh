@@ -3,21 +3,22 @@
 // The Hopper backward pass of short-range heads: those of which pruning leaves every tile of 64
 // keys only queries of the tile at the same positions and of the next one.
 //
-// A block walks along a sequence, a tile of queries at a step, and has all that it needs at hand:
-// the keys of the same positions and of the tile before. A warpgroup takes every second tile of
-// keys, with dk and dv in registers for two steps, first at the diagonal and then beside it; both
-// make dS of the step's queries, and half the columns of their dq. So dq, dk and dv leave rounded,
-// and no fp32 sums of dq are cleared, added to or converted. Sums of dS over a query's keys are
-// stored whole. Those over a key's queries come in two parts, a step each, both from one thread,
-// which stores the first and adds the second. All bits are the same from run to run.
+// A block iterates over the query tiles of a sequence, one at a step, and has all that it needs at
+// hand: the keys of the same positions and of the tile before. A warpgroup takes every second tile
+// of keys, with dk and dv in registers for two steps, first at the diagonal and then beside it;
+// both make dS of the step's queries, and half the columns of their dq. So dq, dk and dv leave
+// rounded, and no fp32 sums of dq are cleared, added to or converted. Sums of dS over a query's
+// keys are stored whole. Those over a key's queries come in two parts, a step each, both from one
+// thread, which stores the first and adds the second. All bits are the same from run to run.
 //
 // A block owns tiles [begin, end), and takes a step more than it owns tiles. At step `begin` the
 // queries also meet the keys before them, which another block owns, for dq alone. At step `end` the
 // last keys owned meet the queries after them, for dk and dv alone; what that step's other pair
 // makes is another block's, and dropped.
 //
-// Roles of the producer's warps: keys, values, queries and dO (load_walk_tiles); gates and
-// statistics (load_walk_stats); sums of dS over a query's keys (store_walk_row_sums). Barriers:
+// Roles of the producer's warps: keys, values, queries and dO (load_short_range_tiles); gates and
+// statistics (load_short_range_stats); sums of dS over a query's keys (store_short_range_row_sums).
+// Barriers:
 //   keys_full, keys_free      keys and values of a tile, in a ring of three: those of a step, those
 //                             of the step before, and the next ones on their way
 //   queries_full, _free       Q and what its scores need, as in backward.cuh; the third warp, too,
@@ -41,14 +42,14 @@ namespace tidegate::kernels::attention {
 
 /// A math warpgroup.
 template <class Shape>
-struct HopperWalkMath {
+struct HopperShortRangeMath {
   using T = typename Shape::T;
-  using Shared = HopperWalkShared<Shape>;
+  using Shared = HopperShortRangeShared<Shape>;
   static constexpr int kDim = Shape::kDim;
 
   const TensorAttention& w;
   Shared& shared;
-  const HopperWalk& at;
+  const HopperShortRange& at;
   HopperKeyGradients<Shape> math;
   int group;  // the math warpgroup, 0 or 1: it takes the tiles of keys whose number has this parity
   int step = 0;
@@ -57,10 +58,11 @@ struct HopperWalkMath {
   // the diagonal, is at older.next().
   hopper::RingPlace<3> older = {};
 
-  __device__ __forceinline__ HopperWalkMath(const TensorAttention& work, Shared& memory, int thread)
+  __device__ __forceinline__ HopperShortRangeMath(const TensorAttention& work, Shared& memory,
+                                                  int thread)
       : w(work),
         shared(memory),
-        at(memory.walk),
+        at(memory.short_range),
         math(work.params.forward, thread),
         group(__shfl_sync(0xffffffffu, thread / 128 - 1, 0)) {}
 
@@ -111,7 +113,8 @@ struct HopperWalkMath {
 
   /// As HopperKeyGradients::compute_exponents of the diagonal's tile without a window, in a third
   /// of the instructions: here every second pair of tiles is one.
-  __device__ __forceinline__ void compute_diagonal_exponents(const HopperWalkStats<Shape>& stats) {
+  __device__ __forceinline__ void compute_diagonal_exponents(
+      const HopperShortRangeStats<Shape>& stats) {
     const int least = math.key() - math.lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < Shape::kPart / 8; ++n) {
@@ -135,7 +138,7 @@ struct HopperWalkMath {
     const int i = stage.stage();
     const bool diagonal = is_diagonal();
     typename HopperKeyGradients<Shape>::ScoreOperand operand;  // P, then dS
-    const HopperWalkStats<Shape>& stats = shared.stats[i];
+    const HopperShortRangeStats<Shape>& stats = shared.stats[i];
     mbarrier_wait(&shared.queries_full[i], stage.phase());
     math.start(math.s, is_edge() ? shared.zeros : stats.rows.start_s);
     math.multiply_scores(math.s, shared.keys[slot()], shared.queries[i]);
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     hopper_short_range_kernel(const __grid_constant__ HopperBackwardWork work) {
 #if TIDEGATE_HOPPER_CODE
   extern __shared__ __align__(1024) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<HopperWalkShared<Shape>*>(bytes);
+  auto& shared = *reinterpret_cast<HopperShortRangeShared<Shape>*>(bytes);
   const TensorAttention& w = work.attention;
   const int thread = static_cast<int>(threadIdx.x);
   const TileAndHead place(w.tiles, w.params.forward.key_heads, 1, blockIdx.x, false);
@@ -323,15 +326,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (thread < 128) {
     hopper::release_registers<Shape::kProducerRegisters>();
     if (thread < 32) {
-      load_walk_tiles(work, shared, thread);
+      load_short_range_tiles(work, shared, thread);
     } else if (thread < 64) {
-      load_walk_stats(w, shared, thread - 32);
+      load_short_range_stats(w, shared, thread - 32);
     } else if (thread < 96) {
-      store_walk_row_sums(w, shared, thread - 64);
+      store_short_range_row_sums(w, shared, thread - 64);
     }
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();
-    HopperWalkMath<Shape>(w, shared, thread).run();
+    HopperShortRangeMath<Shape>(w, shared, thread).run();
   }
 #endif
 }

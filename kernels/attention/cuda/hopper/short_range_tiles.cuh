@@ -9,7 +9,7 @@
 namespace tidegate::kernels::attention {
 
 /// The block's part of a sequence: a step is a tile of positions.
-struct HopperWalk {
+struct HopperShortRange {
   static constexpr int kRows = KeyExtents::kKeys;
   Sequence keys, queries;
   int key_head;
@@ -19,7 +19,7 @@ struct HopperWalk {
   int first_head, end_head;  // query heads that share the keys
   int window;
 
-  static __device__ HopperWalk of(const TensorAttention& w, const TileAndHead& at) {
+  static __device__ HopperShortRange of(const TensorAttention& w, const TileAndHead& at) {
     const ForgettingAttentionParams& p = w.params.forward;
     const Sequence keys = at.tile.sequence, queries = find_sequence(p.layout, keys.index);
     const int end = (at.tile.end() + kRows - 1) / kRows;
@@ -45,24 +45,24 @@ struct HopperWalk {
 /// What a step's queries of a head bring beside Q and dO: c_ref - c_j, high and low parts, of the
 /// two tiles of keys, by the parity of the tile; c_ref is c of the last key before the diagonal's.
 template <class Shape>
-struct HopperWalkStats {
+struct HopperShortRangeStats {
   HopperRowStats<Shape::kRows> rows;
   float key_high[2][Shape::kKeys], key_low[2][Shape::kKeys];
   float gate_low_less_lse[Shape::kRows];
 };
 
 template <class Shape>
-struct HopperWalkShared {
+struct HopperShortRangeShared {
   alignas(1024) unsigned char keys[3][Shape::kKeyBytes];
   alignas(1024) unsigned char values[3][Shape::kKeyBytes];
   alignas(1024) unsigned char queries[2][Shape::kRowBytes];
   alignas(1024) unsigned char d_o[2][Shape::kRowBytes];
   alignas(1024) unsigned char ds[2][2][Shape::kScoreBytes];   // by the parity of the tile of keys
   alignas(1024) unsigned char staged[2][Shape::kScoreBytes];  // a warpgroup's, on their way out
-  HopperWalkStats<Shape> stats[2];
+  HopperShortRangeStats<Shape> stats[2];
   float row_sums[2][Shape::kMathWarps][Shape::kRows];  // of dS over a warp's keys
   float zeros[Shape::kRows];
-  HopperWalk walk;  // read where it is needed: registers are short
+  HopperShortRange short_range;  // read where it is needed: registers are short
   // See short_range.cuh for who waits for whom.
   uint64_t keys_full[3], keys_free[3];        // with values
   uint64_t queries_full[2], queries_free[2];  // with stats, and freed with row_sums
@@ -76,7 +76,7 @@ struct HopperWalkShared {
       zeros[thread] = 0;
     }
     if (thread == 0) {
-      walk = HopperWalk::of(w, place);
+      short_range = HopperShortRange::of(w, place);
       for (int i = 0; i < 3; ++i) {
         mbarrier_init(&keys_full[i], 2);
         mbarrier_init(&keys_free[i], Shape::kMathWarps);
@@ -97,11 +97,11 @@ struct HopperWalkShared {
 /// The producer's first warp: keys and values of a tile, from the one before the block's first on,
 /// then the step's tiles of Q and dO.
 template <class Shape>
-__device__ inline void load_walk_tiles(const HopperBackwardWork& work,
-                                       HopperWalkShared<Shape>& shared, int lane) {
+__device__ inline void load_short_range_tiles(const HopperBackwardWork& work,
+                                              HopperShortRangeShared<Shape>& shared, int lane) {
   constexpr int kRows = Shape::kRows, kDim = Shape::kDim;
   const ForgettingAttentionParams& p = work.attention.params.forward;
-  const HopperWalk at = shared.walk;
+  const HopperShortRange at = shared.short_range;
   const int pieces = static_cast<int>(p.head_dim / 8);
   hopper::RingPlace<3> slot;
   hopper::RingPlace<2> stage;
@@ -132,11 +132,11 @@ __device__ inline void load_walk_tiles(const HopperBackwardWork& work,
 
 /// The producer's second warp: gates and what the queries' scores need. See HopperRowStats.
 template <class Shape>
-__device__ inline void load_walk_stats(const TensorAttention& w, HopperWalkShared<Shape>& shared,
-                                       int lane) {
+__device__ inline void load_short_range_stats(const TensorAttention& w,
+                                              HopperShortRangeShared<Shape>& shared, int lane) {
   constexpr int kRows = Shape::kRows;
   const ForgettingAttentionParams& p = w.params.forward;
-  const HopperWalk at = shared.walk;
+  const HopperShortRange at = shared.short_range;
   const float inverse_scale = 1 / (static_cast<float>(p.scale) * kLog2E);
   hopper::RingPlace<2> stage;
   for (int step = at.begin; step <= at.last; ++step) {
@@ -162,7 +162,7 @@ __device__ inline void load_walk_stats(const TensorAttention& w, HopperWalkShare
                    exists ? w.delta_minus_dlse[first_row + row] : 0.0f};
       }
       mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
-      HopperWalkStats<Shape>& stats = shared.stats[stage.stage()];
+      HopperShortRangeStats<Shape>& stats = shared.stats[stage.stage()];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int parity = (step + 1 + i / 2) % 2, key = i % 2 * 32 + lane;
@@ -190,11 +190,11 @@ __device__ inline void load_walk_stats(const TensorAttention& w, HopperWalkShare
 
 /// The producer's third warp: sums of dS over a query's keys.
 template <class Shape>
-__device__ inline void store_walk_row_sums(const TensorAttention& w,
-                                           HopperWalkShared<Shape>& shared, int lane) {
+__device__ inline void store_short_range_row_sums(const TensorAttention& w,
+                                                  HopperShortRangeShared<Shape>& shared, int lane) {
   constexpr int kRows = Shape::kRows;
   const ForgettingAttentionParams& p = w.params.forward;
-  const HopperWalk at = shared.walk;
+  const HopperShortRange at = shared.short_range;
   hopper::RingPlace<2> stage;
   for (int step = at.begin; step <= at.last; ++step) {
     if (!at.has_queries(step)) {
