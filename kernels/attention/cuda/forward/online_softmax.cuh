@@ -122,6 +122,23 @@ struct OnlineSoftmax {
     }
   }
 
+  /// The scores of keys behind a window's far end, of a tile whose keys are all before its queries,
+  /// become -infinity. `position`: of the lane's first row; `key`: the lane's first.
+  __device__ __forceinline__ void mask_far_end(int position, int window, int key) {
+#pragma unroll
+    for (int i = 0; i < kStats; ++i) {
+      const int oldest = position + 8 * i - window - key;
+#pragma unroll
+      for (int j = 0; j < kPart / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i / 2][j][i % 2 * 2 + e];
+          x = 8 * j + e > oldest ? x : -INFINITY;
+        }
+      }
+    }
+  }
+
   /// Brings `row_max`, and with it the outputs so far, up to the tile's scores.
   __device__ __forceinline__ void update_row_max() {
     float factor[kStats];

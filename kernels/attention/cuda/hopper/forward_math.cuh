@@ -29,16 +29,17 @@ struct ForwardMath {
   hopper::RingCount<> slot = {}, tiles = {};  // of items, and of tiles of keys and of values
   int first = 0, last = 0;                    // positions of the item's queries
   int tile = 0;                               // of the item's keys, at hand
-  int begin = 0, sure = 0;  // the first one, as far as it is known; see first_sure_tile
-  bool edge = false;        // whether the tile at hand needs masks
+  int begin = 0, sure = 0;          // the first one, as far as it is known; see first_sure_tile
+  TileEdge edge = TileEdge::kNone;  // of the tile at hand
 
   __device__ __forceinline__ hopper::RingCount<Shape::kQueryStages> query_place() const {
     return {slot.count};
   }
-  __device__ __forceinline__ bool needs_mask(int tile) const {
+  __device__ __forceinline__ TileEdge edge_of_tile() const {
     const ForwardItem& item = shared.item(slot.stage());  // read anew: registers are short
-    return is_edge<kKeys>(tile, item.first, item.first + item.rows - 1, mask.window);
+    return edge_of<kKeys>(tile, item.first, item.first + item.rows - 1, mask.window);
   }
+  __device__ __forceinline__ bool on_diagonal() const { return edge == TileEdge::kDiagonal; }
   __device__ __forceinline__ void wait_for_turn() const {
     if constexpr (Shape::kGroups > 1) {
       hopper::named_barrier_sync(kTurnBarrier + group, 256);
@@ -50,13 +51,13 @@ struct ForwardMath {
     }
   }
 
-  /// s = Q K^T of a stage, with the keys' bias unless that is an edge tile's.
-  __device__ __forceinline__ void begin_scores(Softmax& softmax, bool edge, int stage) const {
-    if (!edge) {
+  /// s = Q K^T of a stage, with the keys' bias unless the tile is on the diagonal.
+  __device__ __forceinline__ void begin_scores(Softmax& softmax, int stage) const {
+    if (!on_diagonal()) {
       softmax.begin_with_bias(shared.key_gates(stage) + lane % 4 * 4);
     }
   }
-  __device__ __forceinline__ void issue_scores(Softmax& softmax, bool edge, int stage) const {
+  __device__ __forceinline__ void issue_scores(Softmax& softmax, int stage) const {
     const auto queries =
         hopper::Operand::rows_inner(shared_address(shared.queries(query_place().stage())) +
                                     group * 64 * hopper::kPanelRowBytes);
@@ -65,9 +66,10 @@ struct ForwardMath {
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       const int panel = step / 4, within = step % 4 * 32;
-      ScoreProduct::shared(
-          softmax.s[0], queries.advance(panel * hopper::Panels<kRows>::kPanelBytes + within),
-          keys.advance(panel * hopper::Panels<kKeys>::kPanelBytes + within), step > 0 || !edge);
+      ScoreProduct::shared(softmax.s[0],
+                           queries.advance(panel * hopper::Panels<kRows>::kPanelBytes + within),
+                           keys.advance(panel * hopper::Panels<kKeys>::kPanelBytes + within),
+                           step > 0 || !on_diagonal());
     }
     hopper::commit_products();
   }
@@ -87,17 +89,23 @@ struct ForwardMath {
   }
 
   /// The bias, and on edge tiles the mask.
-  __device__ __forceinline__ void add_bias(Softmax& softmax, bool edge, int tile, int stage) const {
+  __device__ __forceinline__ void add_bias(Softmax& softmax, int stage) const {
     const float* const rows = shared.row_gates(slot.stage()) + row + lane / 4;
-    if (!edge) {
+    if (!on_diagonal()) {
       softmax.defer_row_bias(rows);
+      if (edge == TileEdge::kFarEnd) {
+        softmax.mask_far_end(first_position(), mask.window, first_key());
+      }
       return;
     }
     const float* const keys = shared.key_gates(stage) + lane % 4 * 2;
-    softmax.add_bias_and_mask(scale, keys, rows, mask,
-                              shared.item(slot.stage()).first + row + lane / 4,
-                              tile * kKeys + lane % 4 * 2);
+    softmax.add_bias_and_mask(scale, keys, rows, mask, first_position(), first_key());
   }
+  /// The lane's first row, and its first key of the tile at hand, as positions.
+  __device__ __forceinline__ int first_position() const {
+    return shared.item(slot.stage()).first + row + lane / 4;
+  }
+  __device__ __forceinline__ int first_key() const { return tile * kKeys + lane % 4 * 2; }
 
   /// Values that are not finite are added to the rows that see them, and become zeros. All math
   /// warpgroups come here; the inspectors have found such a value.
@@ -169,19 +177,19 @@ struct ForwardMath {
 template <class Shape>
 __device__ __forceinline__ void ForwardMath<Shape>::compute_first_weights(Softmax& softmax,
                                                                           Weights& weights) {
-  edge = needs_mask(tile);
+  edge = edge_of_tile();
   mbarrier_wait(&barriers.k_full[tiles.stage()], tiles.phase());
-  begin_scores(softmax, edge, tiles.stage());
+  begin_scores(softmax, tiles.stage());
   wait_for_turn();
-  issue_scores(softmax, edge, tiles.stage());
+  issue_scores(softmax, tiles.stage());
   give_turn();
   hopper::wait_for_products<0>();
   hopper::keep(softmax.s[0]);
-  add_bias(softmax, edge, tile, tiles.stage());
+  add_bias(softmax, tiles.stage());
   mbarrier_arrive(&barriers.k_empty[tiles.stage()]);
   float factor[2];
-  softmax.raise_row_max(factor, edge ? 1.0f : scale);
-  softmax.compute_p(edge ? 1.0f : scale);
+  softmax.raise_row_max(factor, on_diagonal() ? 1.0f : scale);
+  softmax.compute_p(on_diagonal() ? 1.0f : scale);
   softmax.pack_p(weights);
 }
 
@@ -192,7 +200,7 @@ __device__ __forceinline__ bool ForwardMath<Shape>::wait_for_values(Softmax& sof
     begin = first_tile(shared, slot, p.prune > 0);
   }
   mbarrier_wait(&barriers.v_full[tiles.stage()], tiles.phase());
-  if (edge && shared.not_finite(tiles.stage()) != 0) {
+  if (edge != TileEdge::kNone && shared.not_finite(tiles.stage()) != 0) {
     move_non_finite(softmax, tile, tiles.stage());
   }
   return tile > begin;
@@ -205,20 +213,20 @@ __device__ __forceinline__ void ForwardMath<Shape>::accumulate_tile(Softmax& sof
                                                                     Weights& next) {
   --tile;
   const hopper::RingCount<> k = tiles.next();
-  edge = needs_mask(tile);
+  edge = edge_of_tile();
   mbarrier_wait(&barriers.k_full[k.stage()], k.phase());
-  begin_scores(softmax, edge, k.stage());
+  begin_scores(softmax, k.stage());
   wait_for_turn();
-  issue_scores(softmax, edge, k.stage());
+  issue_scores(softmax, k.stage());
   issue_outputs(softmax, weights, tiles.stage());
   give_turn();
   hopper::wait_for_products<1>();
   hopper::keep(softmax.s[0]);
-  add_bias(softmax, edge, tile, k.stage());
+  add_bias(softmax, k.stage());
   mbarrier_arrive(&barriers.k_empty[k.stage()]);
   float factor[2];
-  const bool grew = softmax.raise_row_max(factor, edge ? 1.0f : scale);
-  softmax.compute_p(edge ? 1.0f : scale);
+  const bool grew = softmax.raise_row_max(factor, on_diagonal() ? 1.0f : scale);
+  softmax.compute_p(on_diagonal() ? 1.0f : scale);
   if constexpr (Shape::kPackEarly) {
     softmax.pack_p(next);
   }

@@ -74,8 +74,9 @@ struct ForwardLoader {
       load_queries(item, {slot.count});  // must wait longest
     }
     mbarrier_wait(&barriers.v_empty[stage.stage()], stage.phase() ^ 1);
-    const bool edge = is_edge<kKeys>(tile, item.first, item.first + item.rows - 1,
-                                     static_cast<int>(w.attention.params.forward.window));
+    const bool edge =
+        edge_of<kKeys>(tile, item.first, item.first + item.rows - 1,
+                       static_cast<int>(w.attention.params.forward.window)) != TileEdge::kNone;
     load(shared.values(stage.stage()), &w.v,
          edge ? &barriers.v_landed[stage.stage()] : &barriers.v_full[stage.stage()], item, token);
   }
@@ -142,13 +143,13 @@ struct ForwardKeyGates {
   int lane;
 
   /// Writes the gates of keys whose sums are c, as HopperForwardShared::key_gates lays them out.
-  __device__ void store_keys(const double (&c)[kKeys / 32], double reference, bool edge,
+  __device__ void store_keys(const double (&c)[kKeys / 32], double reference, bool diagonal,
                              float* to) const {
     const double inverse_scale = 1 / w.params.forward.scale;
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
       const int key = 32 * i + lane;
-      if (edge) {
+      if (diagonal) {
         const SplitGate gate = SplitGate::of(reference - c[i]);
         to[key] = gate.high;
         to[kKeys + key] = gate.low;
@@ -178,8 +179,8 @@ struct ForwardKeyGates {
           c[i] = read_gate_sum(item, tile * kKeys + 32 * i + lane);
         }
         mbarrier_wait(&barriers.k_empty[stage.stage()], stage.phase() ^ 1);
-        store_keys(c, reference, is_edge<kKeys>(tile, first, last, static_cast<int>(p.window)),
-                   shared.key_gates(stage.stage()));
+        const TileEdge edge = edge_of<kKeys>(tile, first, last, static_cast<int>(p.window));
+        store_keys(c, reference, edge == TileEdge::kDiagonal, shared.key_gates(stage.stage()));
         mbarrier_arrive(&barriers.k_full[stage.stage()]);
         if (tile == sure) {
           begin = first_tile(shared, slot, p.prune > 0);
@@ -333,7 +334,7 @@ __device__ inline void inspect_values(const HopperForwardShared<Shape>& shared, 
     const int first = item.first, last = first + item.rows - 1, end = item.end;
     const int sure = first_sure_tile(item);
     for (int tile = end - 1, begin = sure; tile >= begin; --tile, stage.advance()) {
-      if (is_edge<kKeys>(tile, first, last, window)) {
+      if (edge_of<kKeys>(tile, first, last, window) != TileEdge::kNone) {
         mbarrier_wait(&barriers.v_landed[stage.stage()], landed >> stage.stage() & 1);
         landed ^= 1 << stage.stage();
         inspect_tile(shared, stage.stage(), item.key_length - tile * kKeys, lane);

@@ -46,8 +46,8 @@ class HopperForwardShared {
     return queries(Shape::kQueryStages) + stage * Shape::kKeyBytes;
   }
   __device__ unsigned char* values(int stage) const { return keys(2 + stage); }
-  /// The keys' gates. An edge tile has c_ref - c_j in high and low parts, [2][kKeys]; any other
-  /// tile has (c_ref - c_j) / scale of pairs of keys, twice, as two rows of accumulators begin:
+  /// The keys' gates. A tile on the diagonal has c_ref - c_j in high and low parts, [2][kKeys]; any
+  /// other has (c_ref - c_j) / scale of pairs of keys, twice, as two rows of accumulators begin:
   /// [kKeys / 2][4].
   __device__ float* key_gates(int stage) const {
     return reinterpret_cast<float*>(values(2)) + stage * 2 * kKeys;
@@ -71,10 +71,15 @@ class HopperForwardShared {
   unsigned char* base_;
 };
 
-/// Whether a tile needs masks: queries begin at position `first`, `last` is the last of them.
+/// Whether a tile of keys needs masks. On the diagonal gates go pair by pair, since keys come after
+/// the first query; at the window's far end only the masks are more than any other tile needs.
+enum class TileEdge : uint8_t { kNone, kFarEnd, kDiagonal };
+/// Queries begin at position `first`, `last` is the last of them.
 template <int kKeys>
-__device__ inline bool is_edge(int tile, int first, int last, int window) {
-  return tile * kKeys + kKeys - 1 > first || (window > 0 && tile * kKeys <= last - window);
+__device__ inline TileEdge edge_of(int tile, int first, int last, int window) {
+  return tile * kKeys + kKeys - 1 > first              ? TileEdge::kDiagonal
+         : window > 0 && tile * kKeys <= last - window ? TileEdge::kFarEnd
+                                                       : TileEdge::kNone;
 }
 
 /// The first of the tiles that an item takes whatever is pruned: two, so that the second is on its
