@@ -351,7 +351,8 @@ TEST(AttentionCudaWide, ManyKeys) {
 
 TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
-  for (const int64_t window : {0, 50}) {
+  for (const auto& [window, in_key] :
+       {std::pair{0, false}, {0, true}, {50, false}, {50, true}}) {  // else in a value
     for (const int64_t dim : {64, 128, 256}) {
       AttentionShape shape;
       shape.head_dim = dim;
@@ -359,7 +360,7 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
       shape.window = window;
       AttentionProblem clean(shape), problem(shape);
       constexpr int64_t kToken = 70;
-      problem.v.set(kToken, 3, NAN);
+      (in_key ? problem.k : problem.v).set(kToken, 3, NAN);
       for (AttentionProblem* p : {&clean, &problem}) {
         AttentionOnDevice device(*p);
         device.forward();
@@ -369,7 +370,7 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
         const bool sees = i >= kToken && (window == 0 || i < kToken + window);
         for (int64_t d = 0; d < dim; ++d) {
           const double x = problem.o.get(i, d).real();
-          if (sees && d == 3) {
+          if (sees && (in_key || d == 3)) {
             EXPECT_TRUE(std::isnan(x)) << i;
           } else {
             EXPECT_EQ(x, clean.o.get(i, d).real()) << i << ", " << d;
@@ -381,7 +382,7 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
 }
 
 // What is not known to weigh little is not dropped: NaN gates and scores reach every earlier key.
-TEST(AttentionCudaNaN, IsNotPruned) {
+TEST(AttentionCudaSanitize, NaNIsNotPruned) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   for (const int64_t dim : {64, 128, 192}) {
     // In a query's channel; in a gate; in a gate behind keys that everything would drop.

@@ -137,6 +137,24 @@ struct KeyTileRange {
   }
 };
 
+/// Which queries may see one of the keys [first_key, last_key]: tiles [begin, end) of kRows, from
+/// that of the first query that sees the first key to that of the last one that sees the last.
+struct QueryTileRange {
+  int begin, end;
+
+  /// `shift`: from a query to its position.
+  template <int kRows>
+  static __device__ __forceinline__ QueryTileRange of(int first_key, int last_key, int shift,
+                                                      int queries, int window) {
+    QueryTileRange r = {max(0, first_key - shift) / kRows, (queries + kRows - 1) / kRows};
+    if (window > 0) {
+      const int last_row = last_key + window - 1 - shift;
+      r.end = last_row < 0 ? 0 : min(r.end, last_row / kRows + 1);
+    }
+    return r;
+  }
+};
+
 /// Two floats of shared memory, read where this stands and not kept: edge tiles are rare, and the
 /// registers that they would take are missed by all tiles.
 __device__ inline float2 read_pair(const float* p) {

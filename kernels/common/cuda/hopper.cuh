@@ -66,22 +66,6 @@ __device__ inline void arrive_from(uint64_t* barrier, int lane) {
   }
 }
 
-/// Arrivals of a warp by arrive_as_warp. compute-sanitizer's racecheck does not see that __syncwarp
-/// orders what all lanes did before one lane's arrival; built with TIDEGATE_EVERY_LANE_ARRIVES, all
-/// of them arrive.
-#ifdef TIDEGATE_EVERY_LANE_ARRIVES
-constexpr int kWarpArrivals = 32;
-#else
-constexpr int kWarpArrivals = 1;
-#endif
-__device__ inline void arrive_as_warp(uint64_t* barrier, int lane) {
-  if constexpr (kWarpArrivals == 1) {
-    arrive_from(barrier, lane);
-  } else {
-    mbarrier_arrive(barrier);
-  }
-}
-
 // A place in a ring of stages: which stage, and the parity of its phase. Two forms with one
 // interface. RingCount is one register and has them worked out; RingPlace keeps both. Where
 // registers are short the one is faster, where instructions are the other: the forward kernels of

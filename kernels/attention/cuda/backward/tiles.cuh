@@ -295,20 +295,16 @@ struct QueryTiles {
   int head;
   GateSums gates;
   double reference;
-  // [begin, end): from the tile of the first query that sees the first key to that of the last one
-  // that sees the last.
-  int begin, end;
+  int begin, end;  // see QueryTileRange
 
   __device__ __forceinline__ QueryTiles(const KeyTile<Shape>& block,
                                         const BackwardShared<Shape>& shared, int head)
       : at(block), shared(shared), head(head), gates(block.w, block.keys, head) {
     reference = gates.at(at.last_key);
-    begin = max(0, at.first_key - at.shift) / kRows;
-    end = (at.queries.length + kRows - 1) / kRows;
-    if (at.mask.window > 0) {
-      const int last_row = at.last_key + at.mask.window - 1 - at.shift;
-      end = last_row < 0 ? 0 : min(end, last_row / kRows + 1);
-    }
+    const auto range = QueryTileRange::of<kRows>(at.first_key, at.last_key, at.shift,
+                                                 at.queries.length, at.mask.window);
+    begin = range.begin;
+    end = range.end;
   }
 
   /// Where pruning leaves the keys fewer queries, the tiles end earlier.

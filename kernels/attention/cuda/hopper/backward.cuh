@@ -19,7 +19,8 @@
 //
 // The producer's first warp fills the stages of Q and dO (queries_full, d_o_full), its second adds
 // what the queries' scores need (queries_full, too); a warp of math frees them when its products
-// have read them. The third warp takes dq of a tile and the sums of dS over its rows from shared
+// have read them (queries_free, d_o_free), and tells the second warp so of what it has brought
+// (kStatsBarrier). The third warp takes dq of a tile and the sums of dS over its rows from shared
 // memory (kDqBarrier, dq_free), and adds them to those in device memory, in a deterministic pass
 // when the block's turn at the tile has come (add_query_sums). ds_full says that all warps of math
 // have written dS of a stage. It needs no barrier that frees it: who writes a stage has waited for
@@ -110,7 +111,7 @@ struct HopperMathTiles {
       hopper::wait_for_products<0>();
     }
     hopper::keep(math.dp);
-    hopper::arrive_as_warp(&shared.queries_free[taken.stage()], math.lane);
+    hopper::arrive_from(&shared.queries_free[taken.stage()], math.lane);
     hopper::arrive_from(&shared.d_o_free[taken.stage()], math.lane);
     mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
     math.store_dq(shared.dq);
@@ -118,7 +119,8 @@ struct HopperMathTiles {
       start_dp(0);
     }
     hopper::fence_async_proxy();
-    hopper::named_barrier_arrive(kDqBarrier, kDqBarrierThreads);
+    hopper::named_barrier_arrive(kDqBarrier, kMathAndWarp);
+    hopper::named_barrier_arrive(kStatsBarrier, kMathAndWarp);
     dq_parity ^= 1;
   }
 };
@@ -169,7 +171,7 @@ __device__ __forceinline__ void compute_hopper_gradients(const HopperKeyTile<Sha
   }
   hopper::keep(math.dk);
   hopper::keep(math.dv);
-  hopper::named_barrier_sync(kKeysReadBarrier, 256);  // all have read the keys
+  hopper::named_barrier_sync(kKeysReadBarrier, 256);
   math.store(at, shared);
 }
 
@@ -223,37 +225,44 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-/// The next tile of keys of a long-range head, of blocks that stay; all threads call it, with
-/// barriers as at a launch's start. Negative: there is none.
+/// The next tile of keys of a long-range head, of blocks that stay, with barriers as at a launch's
+/// start; negative: there is none. One thread takes it, by `take`, when all are done with the tile
+/// before. (No __syncthreads: roles come here in branches of their own.)
+template <class Shape, class Take>
+__device__ __forceinline__ int next_long_range_tile(HopperBackwardShared<Shape>& shared,
+                                                    const Take& take) {
+  hopper::fence_async_proxy();  // the copy engine writes where gradients were staged
+  const int parity = shared.tiles_taken % 2;
+  mbarrier_arrive(&shared.tile_done);
+  take();
+  mbarrier_wait(&shared.tile_taken, parity);
+  return __shfl_sync(0xffffffffu, shared.block, 0);  // known to be the same for a warp
+}
 template <class Shape>
-__device__ inline int take_long_range_tile(const TensorAttention& w,
-                                           HopperBackwardShared<Shape>& shared, bool is_first) {
+__device__ inline void take_long_range_tile(const TensorAttention& w,
+                                            HopperBackwardShared<Shape>& shared) {
   const auto heads = static_cast<unsigned>(w.params.forward.key_heads);
   const auto blocks = static_cast<unsigned>(w.tiles.count) * heads;
-  hopper::fence_async_proxy();  // the copy engine writes where gradients were staged
-  // Not __syncthreads: roles come here in branches of their own.
-  hopper::named_barrier_sync(kNextTileBarrier, Shape::kThreads);  // all are done with the tile
-  if (threadIdx.x == 0) {
-    if (!is_first) {
-      shared.invalidate_barriers();
-    }
-    shared.init_barriers();
-    int taken = -1;
-    for (;;) {
-      const unsigned next = atomicAdd(w.extents.long_range + 1, 1u);
-      if (next >= blocks) {
-        break;
-      }
-      const TileAndHead place(w.tiles, heads, w.side_by_side, next, false);
-      if (place.tile.tokens > 0 && takes_head(w, place.tile.sequence.index, place.head)) {
-        taken = static_cast<int>(next);
-        break;
-      }
-    }
-    shared.block = taken;
+  mbarrier_wait(&shared.tile_done, shared.tiles_taken % 2);
+  if (shared.tiles_taken > 0) {
+    shared.invalidate_barriers();
   }
-  hopper::named_barrier_sync(kNextTileBarrier, Shape::kThreads);
-  return shared.block;
+  shared.init_barriers();
+  int taken = -1;
+  for (;;) {
+    const unsigned next = atomicAdd(w.extents.long_range + 1, 1u);
+    if (next >= blocks) {
+      break;
+    }
+    const TileAndHead place(w.tiles, heads, w.side_by_side, next, false);
+    if (place.tile.tokens > 0 && takes_head(w, place.tile.sequence.index, place.head)) {
+      taken = static_cast<int>(next);
+      break;
+    }
+  }
+  shared.block = taken;
+  ++shared.tiles_taken;
+  mbarrier_arrive(&shared.tile_taken);
 }
 
 /// hopper_backward_kernel for long-range heads where others are taken by a kernel of their own:
@@ -270,20 +279,30 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (w.extents.long_range[0] == 0) {
     return;
   }
+  if (thread == 0) {
+    mbarrier_init(&shared.tile_done, Shape::kThreads);
+    mbarrier_init(&shared.tile_taken, 1);
+    shared.tiles_taken = 0;
+  }
+  __syncthreads();
   const auto tile_of = [&](int block) {
     return HopperKeyTile<Shape>(w, TileAndHead(w.tiles, w.params.forward.key_heads, w.side_by_side,
                                                static_cast<unsigned>(block), false));
   };
   if (thread < 128) {
     hopper::release_registers<Shape::kProducerRegisters>();
-    int block = take_long_range_tile(w, shared, true);
-    for (; block >= 0; block = take_long_range_tile(w, shared, false)) {
+    const auto take = [&] {
+      if (thread == 0) {
+        take_long_range_tile(w, shared);
+      }
+      __syncwarp();
+    };
+    for (int block; (block = next_long_range_tile(shared, take)) >= 0;) {
       bring_hopper_tiles(work, tile_of(block), shared, thread);
     }
   } else {
     hopper::claim_registers<Shape::kMathRegisters>();
-    int block = take_long_range_tile(w, shared, true);
-    for (; block >= 0; block = take_long_range_tile(w, shared, false)) {
+    for (int block; (block = next_long_range_tile(shared, [] {})) >= 0;) {
       compute_hopper_gradients(tile_of(block), shared, thread);
     }
   }

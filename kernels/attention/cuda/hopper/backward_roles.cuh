@@ -40,7 +40,7 @@ struct HopperRole {
     mbarrier_wait(&shared.dq_free, dq_parity ^ 1);
     math.template store_dq_columns<kFirst>(dq, shared.dq);
     hopper::fence_async_proxy();
-    hopper::named_barrier_arrive(kDqBarrier, kDqBarrierThreads);
+    hopper::named_barrier_arrive(kDqBarrier, kMathAndWarp);
     dq_parity ^= 1;
   }
 };
@@ -126,7 +126,8 @@ struct HopperWeightsRole : HopperRole<Shape> {
       end_dq();
     }
     hopper::keep(math.dv);
-    hopper::named_barrier_sync(kKeysReadBarrier, 256);  // all have read the values
+    hopper::named_barrier_arrive(kKeysReadBarrier, 256);
+    hopper::named_barrier_sync(kValuesReadBarrier, 256);
     math.stage_dv(shared);
     hopper::named_barrier_sync(kGroupBarrier, 128);
     math.store_rows(at, at.w.params.dv, shared.values);
@@ -218,7 +219,8 @@ struct HopperGradientsRole : HopperRole<Shape> {
       math.store_key_sums(at, head);
     }
     hopper::keep(math.dk);
-    hopper::named_barrier_sync(kKeysReadBarrier, 256);  // all have read the keys
+    hopper::named_barrier_arrive(kValuesReadBarrier, 256);
+    hopper::named_barrier_sync(kKeysReadBarrier, 256);
     math.stage_dk(at, shared);
     hopper::named_barrier_sync(kGroupBarrier + 1, 128);
     math.store_rows(at, at.w.params.dk, shared.keys);

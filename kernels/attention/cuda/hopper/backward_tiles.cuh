@@ -54,12 +54,14 @@ struct HopperBackwardShape {
   };
 };
 
-// Named barriers of a block (0 is __syncthreads').
-constexpr int kKeysReadBarrier = 1;  // all have read the keys and values
-constexpr int kGroupBarrier = 2;     // and 3: the four warps of one math warpgroup
-constexpr int kDqBarrier = 4;        // dq and row_sums of a tile are in shared memory
-constexpr int kDqBarrierThreads = 256 + 32;
-constexpr int kNextTileBarrier = 5;  // of blocks that stay
+// Named barriers of a block (0 is __syncthreads'). Those that wait at one do so at one place of the
+// code, others arrive: compute-sanitizer's synccheck calls anything else divergent.
+constexpr int kKeysReadBarrier = 1;     // all have read the keys and values
+constexpr int kGroupBarrier = 2;        // and 3: the four warps of one math warpgroup
+constexpr int kDqBarrier = 4;           // dq and row_sums of a tile are in shared memory
+constexpr int kStatsBarrier = 5;        // the stats of a tile's queries have been read (no roles)
+constexpr int kValuesReadBarrier = 6;   // with roles, beside kKeysReadBarrier
+constexpr int kMathAndWarp = 256 + 32;  // threads of the math warpgroups and of a producer's warp
 
 /// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
 /// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
@@ -105,11 +107,14 @@ struct HopperBackwardShared {
   float row_sums[kStages][Shape::kKeyWarps][Shape::kRows];  // of dS over a warp's keys
   int block;                                                // which of the launch's
   uint64_t keys_full, values_full;                          // once
-  uint64_t queries_full[kStages], queries_free[kStages];    // with stats
+  uint64_t queries_full[kStages], queries_free[kStages];    // with stats; but see kStatsBarrier
   uint64_t d_o_full[kStages], d_o_free[kStages];
   uint64_t ds_full[Shape::kScoreStages];
-  uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there
+  uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there. And see kStatsBarrier
   [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
+  // Of blocks that stay: see next_long_range_tile.
+  uint64_t tile_done, tile_taken;
+  int tiles_taken;
 
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
@@ -117,8 +122,9 @@ struct HopperBackwardShared {
   /// By one thread, before a barrier of the block. Where lanes read or write what lanes of other
   /// warps then write or read, all of them arrive: compute-sanitizer's racecheck does not see that
   /// __syncwarp orders them before one lane's arrival. One of a warp arrives where wgmma or the
-  /// copy engine is on the other side (d_o_free, and ds_full, dS being written by lanes and read by
-  /// wgmma), and where all lanes' arrivals would slow the hottest loop (queries_free up to 128).
+  /// copy engine is on the other side: d_o_free, ds_full (dS is written by lanes and read by
+  /// wgmma), and queries_free up to 128, where all lanes' arrivals for the stats that they have
+  /// read would slow the hottest loop, and a named barrier costs nothing (kStatsBarrier).
   __device__ void init_barriers() {
     for_each_barrier([](uint64_t* barrier, int arrivals) { mbarrier_init(barrier, arrivals); });
     exchange.init_barriers();
@@ -135,11 +141,11 @@ struct HopperBackwardShared {
   __device__ void for_each_barrier(const F& f) {
     f(&keys_full, 1);
     f(&values_full, 1);
-    f(&dq_free, 32);
+    f(&dq_free, Shape::kHasRoles ? 32 : 2 * 32);
     for (int i = 0; i < kStages; ++i) {
       f(&queries_full[i], 1 + 32);  // the warp that loads them, the lanes of their stats
       f(&d_o_full[i], 1);
-      f(&queries_free[i], (Shape::kHasRoles ? 32 : hopper::kWarpArrivals) * Shape::kMathWarps);
+      f(&queries_free[i], (Shape::kHasRoles ? 32 : 1) * Shape::kMathWarps);
       f(&d_o_free[i], Shape::kMathWarps);
     }
     for (int i = 0; i < Shape::kScoreStages; ++i) {
@@ -196,18 +202,11 @@ struct HopperKeyTile {
     return last / kKeys - first_key / kKeys;
   }
 
-  struct Range {
-    int begin, end;
-  };
-  /// Tiles of queries that see one of the keys: from that of the first query that sees the first
-  /// key to that of the last one that sees the last, or that pruning leaves.
-  __device__ Range range(int head) const {
+  /// Tiles of queries that see one of the keys, and that pruning leaves.
+  __device__ QueryTileRange range(int head) const {
     const int window = static_cast<int>(p.window);
-    Range r = {max(0, first_key - shift) / kRows, (queries.length + kRows - 1) / kRows};
-    if (window > 0) {
-      const int last_row = last_key() + window - 1 - shift;
-      r.end = last_row < 0 ? 0 : min(r.end, last_row / kRows + 1);
-    }
+    QueryTileRange r =
+        QueryTileRange::of<kRows>(first_key, last_key(), shift, queries.length, window);
     if (p.prune > 0) {
       const int64_t tile_index = first_tile_index(w.extents.keys, static_cast<int>(keys.index)) +
                                  last_key() / KeyExtents::kKeys;
@@ -301,6 +300,15 @@ __device__ inline void load_tiles(const HopperBackwardWork& work, const HopperKe
   }
 }
 
+/// The producer's second warp waits until math has read the next tile's stats. That it has come
+/// here is waited for, too, before math comes again (dq_free): a named barrier counts one phase
+/// only.
+template <class Shape>
+__device__ inline void wait_for_stats_read(HopperBackwardShared<Shape>& shared) {
+  hopper::named_barrier_sync(kStatsBarrier, kMathAndWarp);
+  mbarrier_arrive(&shared.dq_free);
+}
+
 /// The producer's second warp: what the queries' scores need. See HopperRowStats.
 template <class Shape>
 __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
@@ -309,6 +317,7 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
   const ForgettingAttentionParams& p = at.p;
   const float inverse_scale = 1 / (static_cast<float>(p.scale) * kLog2E);
   hopper::RingPlace<Shape::kStages> stage;
+  int written = 0;  // tiles
   for (int head = at.first_head; head < at.end_head; ++head) {
     const auto range = at.range(head);
     const GateSums gates(at.w, at.keys, head);
@@ -325,7 +334,14 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
                    exists ? static_cast<const float*>(p.lse)[first_row + row] : -INFINITY,
                    exists ? at.w.delta_minus_dlse[first_row + row] : 0.0f};
       }
-      mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      if constexpr (Shape::kHasRoles) {
+        mbarrier_wait(&shared.queries_free[stage.stage()], stage.phase() ^ 1);
+      } else {
+        if (written >= Shape::kStages) {
+          wait_for_stats_read(shared);
+        }
+        ++written;
+      }
       HopperRowStats<kRows>& stats = shared.stats[stage.stage()];
 #pragma unroll
       for (int i = 0; i < kRows / 32; ++i) {
@@ -341,6 +357,9 @@ __device__ inline void load_row_stats(const HopperKeyTile<Shape>& at,
       }
       mbarrier_arrive(&shared.queries_full[stage.stage()]);
     }
+  }
+  for (int left = min(written, Shape::kStages); left > 0; --left) {  // the last tiles'
+    wait_for_stats_read(shared);
   }
 }
 
@@ -370,7 +389,7 @@ __device__ inline void add_query_sums(const HopperKeyTile<Shape>& at,
         }
         __syncwarp();
       }
-      hopper::named_barrier_sync(kDqBarrier, kDqBarrierThreads);
+      hopper::named_barrier_sync(kDqBarrier, kMathAndWarp);
       if (lane == 0) {
         add_bulk<kTileFloats* int{sizeof(float)}>(w.dq_sums + tile_index * kTileFloats, shared.dq);
       }
