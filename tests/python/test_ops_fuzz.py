@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fuzz import check_seed, random_case
+from fuzz_attention import random_call
+from support import attention_batches, error_rule
+from support import forgetting_attention_cases as attention_cases
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -15,3 +19,38 @@ def test_fixed_seeds(block: int, device: str) -> None:
 def test_a_seed_always_draws_the_same_case() -> None:
     assert random_case(77) == random_case(77)
     assert len({random_case(seed) for seed in range(50)}) == 50
+
+
+def test_calls_of_attention_judged_together_are_judged_as_each_alone(device: str) -> None:
+    """Errors are the same numbers, and a wrong result is found in the call that has it."""
+    calls = [case for seed in range(1, 25) if (case := random_call(seed)).queries < 40]
+    batch = attention_batches.Batch(device)
+    for case in calls:
+        batch.add(case)
+    for case, found in zip(calls, batch.judge(), strict=True):
+        alone = attention_cases.verdicts(case, device, backward=True) if device == "cpu" else {}
+        for name, verdict in alone.items():
+            for measure, same in zip(found[name].measures, verdict.measures, strict=False):
+                assert measure.error == pytest.approx(same.error, rel=1e-6, abs=1e-12)
+                assert measure.floor == pytest.approx(same.floor)
+    wrong = len(calls) // 2
+    assert calls[wrong].queries > 0
+    batch.found[wrong]["dlog_f"][:, -1] += 0.1
+    failed = [i for i, found in enumerate(batch.judge()) if not found["dlog_f"].excess < 5]
+    assert failed == [wrong]
+
+
+def test_a_lucky_yardstick_is_not_held_against_a_result() -> None:
+    """Two queries, one gate that counts: this draw's yardstick happens to have hardly an error."""
+
+    def verdict(error: float, yardstick: float) -> error_rule.Verdict:
+        measure = error_rule.Measure(error, yardstick, 1e-7)
+        return error_rule.Verdict(measure.excess, "", (measure, measure))
+
+    first = verdict(1.3e-3, 5e-5)
+    assert not first
+    assert error_rule.hold_over(first, [verdict(5e-4, 4e-4)] * 12)
+    assert not error_rule.hold_over(first, [verdict(1e-3, 4e-4)] * 12)  # wrong every time
+    assert not error_rule.hold_over(verdict(1.0, 5e-5), [verdict(5e-4, 4e-4)] * 12)  # far off once
+    everything = error_rule.judge(torch.full((3,), torch.nan), torch.ones(3), torch.ones(3))
+    assert everything.excess == torch.inf

@@ -13,6 +13,7 @@ from support import forgetting_attention_oracle as attention_oracle
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GATES = (*cases.GATES, "log -1e4", "first shut")
+BY_HEAD = "by head"  # weak gates in every second head, strong ones in the others; not in GATES
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ def log_gates(kind: str, shape: tuple[int, int, int], rng: torch.Generator) -> T
         gates = -0.1 * torch.rand(shape, dtype=torch.float64, generator=rng)
         gates[:, :1] = -1e4
         return gates
+    if kind == BY_HEAD:
+        gates = torch.log(cases.decay("normal", shape, rng))
+        gates[..., ::2] *= 1e-3
+        return gates
     return torch.log(cases.decay(kind, shape, rng)).clamp_min(-1e4)
 
 
@@ -65,9 +70,14 @@ def _offsets(lengths: list[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
-def make_inputs(case: AttentionCase) -> dict[str, Tensor | None]:
-    """The op's tensors, on the CPU, laid out as the case says; then do and dlse."""
-    rng = torch.Generator().manual_seed(case.seed)
+def make_inputs(case: AttentionCase, device: str = "cpu") -> dict[str, Tensor | None]:
+    """The op's tensors, drawn on the device and laid out as the case says; then do and dlse. What
+    is drawn depends on the device."""
+    with torch.device(device):
+        return _make_inputs(case, torch.Generator(device).manual_seed(case.seed))
+
+
+def _make_inputs(case: AttentionCase, rng: torch.Generator) -> dict[str, Tensor | None]:
     batch, queries, keys = case.batch, case.queries, case.queries + case.past
     offsets: dict[str, Tensor | None] = {"cu_seqlens": None, "cu_seqlens_k": None}
     if case.lengths is not None:
@@ -101,9 +111,16 @@ def on_device(case: AttentionCase, device: str) -> dict[str, Tensor | None]:
 
 def run(case: AttentionCase, device: str, *, backward: bool) -> dict[str, Tensor]:
     """The op's results and gradients, named as the oracle names them, still on the device."""
+    return run_inputs(case, on_device(case, device), backward=backward)
+
+
+def run_inputs(
+    case: AttentionCase, inputs: dict[str, Tensor | None], *, backward: bool
+) -> dict[str, Tensor]:
+    """The results of inputs that are on the device."""
     import tidegate
 
-    placed = on_device(case, device)
+    placed = dict(inputs)
     offsets = {k: placed.pop(k) for k in ("cu_seqlens", "cu_seqlens_k")}
     loss = [placed.pop(k) for k in ("do", "dlse")]
     if backward:
