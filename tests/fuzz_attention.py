@@ -161,7 +161,7 @@ def main() -> int:
             report += future.result()
     print("\n".join(report.failures[:20]))
     print(
-        f"{report.calls} calls on {arguments.device}, seeds {seeds.start} to {seeds.stop - 1}: "
+        f"{report.calls} calls on {arguments.device} of seeds {seeds.start} to {seeds.stop - 1}: "
         f"{report.heads} heads of sequences, {report.tokens} rows; {len(report.failures)} beyond "
         f"the rule, {report.again} once, but not over {REDRAWS} draws; "
         f"{time.time() - begin:.0f} s"
