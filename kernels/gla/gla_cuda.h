@@ -41,8 +41,8 @@ cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t str
 
 struct TensorForward;
 
-/// Whether the tensor-core kernel takes these params: 16-bit data, K and V multiples of 16 up to
-/// 256, rows aligned to 16 bytes.
+/// Whether the tensor-core kernel takes these params: 16-bit data, K and V up to 256; up to 127
+/// where rows are not aligned to four bytes.
 bool tensor_forward_fits(const GlaParams& params);
 
 cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan);

@@ -30,6 +30,17 @@ SHORT_KINDS = [
 ]
 
 
+def check(case: GlaCase, device: str) -> None:
+    """By the error rule. On tensor cores errors are those of bf16 operands, whose size in a handful
+    of numbers is chance, the yardstick's as the kernel's: there `check_case` looks at more data
+    where one draw is beyond the rule. (A sum over time of ten numbers, dgamma, has seven times the
+    yardstick's error in one draw of 50, and 0.93 times in their root mean square.)"""
+    if case.ways(device)["chunks"]:
+        check_case(case, device, backward=True)
+    else:
+        cases.check(case, device)
+
+
 def over_time(arguments: dict[str, Tensor | None]) -> list[str]:
     """The names of the arguments that have a time axis."""
     return [k for k in ("q", "k", "f", "v", "log_f") if k in arguments]
@@ -40,22 +51,22 @@ def over_time(arguments: dict[str, Tensor | None]) -> list[str]:
 
 @pytest.mark.parametrize("case", gla_cases.every_length(), ids=str)
 def test_every_length(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_regime(), ids=str)
 def test_every_gate_regime(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_layout(), ids=str)
 def test_every_layout(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_mix(), ids=str)
 def test_every_mix_of_dtypes(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.on_tensor_cores(), ids=str)
@@ -80,7 +91,9 @@ def test_any_key_and_value_dimension(case: GlaCase, size: tuple[int, int], devic
 )
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_packed(case: GlaCase, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
-    properties.check_packed(case, device, lengths, reverse)
+    for offsets_dtype in (torch.int32, torch.int64):
+        packed = replace(case, lengths=lengths, reverse=reverse, offsets_dtype=offsets_dtype)
+        check(packed, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
@@ -243,7 +256,7 @@ def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: s
     case = replace(case, time=35, reverse=reverse)
     arguments, _ = placed(case, device)
     exact = cases.reference(case, backward=False, exact=True)
-    yardstick = cases.reference(case, backward=False, exact=False)
+    yardstick = cases.reference(case, backward=False, exact=False, **case.ways(device))
     for at in range(case.time + 1):
         parts = [slice(0, at), slice(at, None)]
         outputs, state = [], arguments["h0"]
@@ -298,7 +311,7 @@ def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
         case = replace(case, time=41)
         arguments, loss = placed(case, device)
         exact = cases.reference(case, backward=True, exact=True)
-        yardstick = cases.reference(case, backward=True, exact=False)
+        yardstick = cases.reference(case, backward=True, exact=False, **case.ways(device))
         named = {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
         parts, state = [], named["h0"]
         for part in (slice(0, 18), slice(18, 19), slice(19, 41)):

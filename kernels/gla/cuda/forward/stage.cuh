@@ -92,12 +92,19 @@ inline int64_t choose_forward_segment(const GlaParams& p, int multiprocessors) {
   return best == 1 ? 0 : rounded(ceil_div(p.layout.time, best));
 }
 
+/// The tensors whose rows the loader copies.
+enum ForwardRow : int { kForwardQ = 0, kForwardK, kForwardV, kForwardGate, kForwardRows };
+
 /// What a launch tells its kernel.
 struct TensorForward {
   GlaParams params = {};
   int first_key = 0, keys = 0;  // the key tile
   int value_tile = 0;           // columns of V a block, a multiple of 16
   int producers = 0, stages = 0;
+  // Of q, k, v, the gate: whether rows are copied word by word, since a piece of 16 bytes may begin
+  // or end between two of them.
+  bool in_words[kForwardRows] = {};
+  int output_bytes = 0;     // what a lane stores of o at once: 8, 4 or 2
   TimeTiles segments = {};  // a segment is a whole sequence where time is not divided
   // Where time is divided into segments: [segment index, H, K, V] and [segment index, H, K]. First
   // the map of each segment (the state it makes of zero, and the product of its decays), then in
@@ -109,6 +116,11 @@ struct TensorForward {
   float* sum_after = nullptr;
 
   bool is_partial() const { return sum_before != nullptr || sum_after != nullptr; }
+  /// Whether rows that begin one channel late would not fit the narrow key tile.
+  bool fills_late() const {
+    return keys == kNarrowKeyTile &&
+           (in_words[kForwardQ] || in_words[kForwardK] || in_words[kForwardGate]);
+  }
 };
 
 /// The parts of the workspace, in their order, in bytes.
@@ -138,7 +150,7 @@ struct WorkTile {
   TimeTile segment;
   int64_t head;
   int first_key, keys;      // channels of K: 128 at most
-  int first_value, values;  // columns of V: 128 at most
+  int first_value, values;  // columns of V: 128 at most; the last tile's are what is left
 };
 
 __device__ inline WorkTile find_work_tile(const TensorForward& w) {
@@ -328,28 +340,44 @@ __device__ inline uint4 activated_bf16(InputActivation activation, const Eight<T
 // stages. It does nothing else, so that no arithmetic waits for device memory, and whole rows are
 // asked for at once.
 
+/// Copies the first `bytes` of four, 0 to 4, and makes the rest zero without reading it.
+__device__ inline void copy_async_part(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
 /// Rows of one tensor, kPieces of 16 bytes each, into a tile: a lane has the same piece of every
-/// kRowsAtOnce-th row.
+/// kRowsAtOnce-th row. Channels past the last one become zero.
+///
+/// Rows that no piece divides come word by word, four bytes, from the word that they begin in: a
+/// row of 16-bit numbers that begins at an odd multiple of two bytes then lies one channel late in
+/// the tile (RowShifts).
 template <int kPieces>
 class TileRows {
  public:
   static constexpr int kRowsAtOnce = 32 / kPieces;
 
   __device__ TileRows(const HeadSeries& series, const WorkTile& work, bool backwards, int first,
-                      int channels, int element_bytes, int lane) {
+                      int channels, int element_bytes, bool in_words, int lane)
+      : in_words_(in_words) {
     const HeadRows rows(series, work.segment.sequence, backwards, work.head);
     piece_ = lane % kPieces;
     row_ = lane / kPieces;
     step_ = work.segment.first + row_;
     at_ = rows.row(step_) + static_cast<int64_t>(first) * element_bytes + piece_ * 16;
     stride_ = kRowsAtOnce * int64_t{rows.stride_bytes()};
-    // A piece past the last channel never exists.
-    end_ = piece_ * 16 < channels * element_bytes ? work.segment.end() : 0;
+    bytes_ = channels * element_bytes - piece_ * 16;
+    // A piece past the last channel never exists; with words, its bytes say so.
+    end_ = in_words || bytes_ > 0 ? work.segment.end() : 0;
   }
 
   /// The next 16 rows.
   template <class Tile>
   __device__ void copy(Tile& tile) {
+    if (in_words_) {
+      copy_words(tile);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kSubChunk / kRowsAtOnce; ++i) {
       copy_async_or_zero(tile.at(row_ + i * kRowsAtOnce, piece_), at_, step_ < end_);
@@ -359,10 +387,61 @@ class TileRows {
   }
 
  private:
+  template <class Tile>
+  __device__ void copy_words(Tile& tile) {
+#pragma unroll 2
+    for (int i = 0; i < kSubChunk / kRowsAtOnce; ++i) {
+      const int late = static_cast<int>(reinterpret_cast<uintptr_t>(at_) & 2);
+      const char* const from = at_ - late;
+      const int bytes = step_ < end_ ? bytes_ + late : 0;
+      const unsigned to = shared_address(tile.at(row_ + i * kRowsAtOnce, piece_));
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        copy_async_part(to + 4 * word, from + 4 * word, min(max(bytes - 4 * word, 0), 4));
+      }
+      at_ += stride_;
+      step_ += kRowsAtOnce;
+    }
+  }
+
+  const bool in_words_;
   const char* at_;
   int64_t stride_;
   int piece_, row_, step_, end_;
+  int bytes_;  // of the row, from the lane's piece on
 };
+
+/// Which rows of a tile TileRows has left one channel late: bit 0 for those of even number in a
+/// sub-chunk, bit 1 for those of odd. (Of float rows, none.)
+__device__ inline unsigned find_late_rows(const HeadSeries& series, const WorkTile& work,
+                                          bool backwards) {
+  if (series.data == nullptr) {
+    return 0;
+  }
+  const HeadRows rows(series, work.segment.sequence, backwards, work.head);
+  const auto late = [&rows](int step) {
+    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(rows.row(step)) >> 1 & 1);
+  };
+  return late(work.segment.first) | late(work.segment.first + 1) << 1;
+}
+
+/// Moves such rows to their place, by all lanes of a warp.
+template <class Tile>
+__device__ inline void move_late_rows(Tile& tile, unsigned late, int lane) {
+  constexpr int kPieces = Tile::kPieces;
+  const int piece = lane % kPieces;
+#pragma unroll 1
+  for (int row = lane / kPieces; row < kSubChunk; row += 32 / kPieces) {
+    uint4* const at = tile.at(row, piece);
+    const uint4 own = *at;
+    uint32_t next = __shfl_down_sync(~0u, own.x, 1, kPieces);
+    next = piece + 1 < kPieces ? next : 0;
+    if ((late >> row % 2 & 1) != 0) {
+      *at = {__funnelshift_r(own.x, own.y, 16), __funnelshift_r(own.y, own.z, 16),
+             __funnelshift_r(own.z, own.w, 16), __funnelshift_r(own.w, next, 16)};
+    }
+  }
+}
 
 /// What the loader copies into a stage. kMaps: no queries.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
@@ -372,13 +451,14 @@ class Loader {
   using Stage =
       std::conditional_t<kGateIsKey, SubChunkStage<kKeys>, SubChunkStageWithGate<Gate, kKeys>>;
 
-  __device__ Loader(const GlaParams& p, const WorkTile& work, int lane)
-      : per_head_(p.gate_per_head),
-        q_(p.q, work, p.layout.reverse, work.first_key, work.keys, sizeof(Data), lane),
-        k_(kKind == GateKind::kLogit ? p.gate : p.k, work, p.layout.reverse, work.first_key,
-           work.keys, sizeof(Data), lane),
-        v_(p.v, work, p.layout.reverse, work.first_value, work.values, sizeof(Data), lane),
-        gate_(p.gate, work, p.layout.reverse, work.first_key, work.keys, sizeof(Gate), lane) {}
+  __device__ Loader(const TensorForward& w, const WorkTile& work, int lane)
+      : per_head_(w.params.gate_per_head),
+        q_(rows_of_keys<Data>(w, kForwardQ, w.params.q, work, lane)),
+        k_(rows_of_keys<Data>(w, kGateIsKey ? kForwardGate : kForwardK,
+                              kGateIsKey ? w.params.gate : w.params.k, work, lane)),
+        v_(w.params.v, work, w.params.layout.reverse, work.first_value, work.values, sizeof(Data),
+           w.in_words[kForwardV], lane),
+        gate_(rows_of_keys<Gate>(w, kForwardGate, w.params.gate, work, lane)) {}
 
   /// Starts the copies of the next sub-chunk.
   __device__ void copy(Stage& stage) {
@@ -397,10 +477,21 @@ class Loader {
   }
 
  private:
+  template <class T>
+  using KeyRows = TileRows<GateTile<T, kKeys>::kPieces>;
+
+  template <class T>
+  static __device__ KeyRows<T> rows_of_keys(const TensorForward& w, ForwardRow which,
+                                            const HeadSeries& series, const WorkTile& work,
+                                            int lane) {
+    return {series,    work,      w.params.layout.reverse, work.first_key,
+            work.keys, sizeof(T), w.in_words[which],       lane};
+  }
+
   const bool per_head_;
-  TileRows<TokenTile<kKeys>::kPieces> q_, k_;
+  KeyRows<Data> q_, k_;
   TileRows<TokenTile<kValueTile>::kPieces> v_;
-  TileRows<GateTile<Gate, kKeys>::kPieces> gate_;
+  KeyRows<Gate> gate_;
 };
 
 }  // namespace tidegate::kernels::gla
