@@ -70,10 +70,10 @@ def gated_linear_attention_step(
     return torch.ops.tidegate.gated_linear_attention_step(q, k, v, log_f, state, scale)
 
 
-def _check_hgrn2_options(op: str, scale: object, q_activation: object, v_activation: object) -> None:
+def _check_hgrn2_options(op: str, scale: object, q_word: object, v_word: object) -> None:
     check_number(op, "scale", scale)
-    check_text(op, "q_activation", q_activation)
-    check_text(op, "v_activation", v_activation)
+    check_text(op, "q_activation", q_word)
+    check_text(op, "v_activation", v_word)
 
 
 def hgrn2(
@@ -144,7 +144,7 @@ def hgrn2_qfv(
         qfv: [B, T, 3, H, K]: q, f and v. Its gradient comes as one tensor, where that of three
             slices would be copied together.
 
-    All else is as there, and named so in errors: modules call this op, their users think of that one.
+    All else is as there, and its errors name that op: modules call this one, whose users do not.
     """
     check_tensor("hgrn2_qfv", "qfv", qfv)
     _check_hgrn2_options("hgrn2", scale, q_activation, v_activation)
