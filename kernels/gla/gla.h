@@ -27,9 +27,9 @@ enum class GlaPath : uint8_t {
 };
 
 /// Tensor cores take K and V up to kMostTensorCoreDim, backward only multiples of kTensorCoreDims:
-/// ops pad others with channels that add nothing. Forward, rows of 16-bit numbers that do not all
-/// begin at a multiple of four bytes are taken up to kMostDimOfLateRows.
-constexpr int64_t kTensorCoreDims = 16, kMostTensorCoreDim = 256, kMostDimOfLateRows = 127;
+/// ops pad others with channels that add nothing. Forward, any but rows that do not fit a tile
+/// (forward_rows.h).
+constexpr int64_t kTensorCoreDims = 16, kMostTensorCoreDim = 256;
 
 /// Up to so many tokens, sizes and rows that the backward pass would have to pad go by the plain
 /// kernels, in both directions: they take no longer there, and are exact to fp32.

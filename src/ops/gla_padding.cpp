@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstdint>
 
+#include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla.h"
 #include "src/ops/views.h"
 #include "src/ops/width_copies.h"
@@ -28,19 +28,17 @@ bool begins_aligned(const OptionalTensor& tensor) {
   return !is_given(tensor) || rows_begin_aligned(*tensor);
 }
 
-/// Whether the kernels see all rows begin at multiples of four bytes; in the copy that in_rows may
-/// make, their length decides.
-bool rows_of_words(const OptionalTensor& tensor) {
+/// Whether the forward kernel takes the rows as they are, or as in_rows copies them.
+bool fits_forward_tile(const OptionalTensor& tensor) {
   if (!is_given(tensor)) {
     return true;
   }
-  const int64_t size = tensor->element_size();
-  if (tensor->stride(-1) != 1) {
-    return tensor->size(-1) * size % 4 == 0;
+  const int64_t dim = tensor->size(-1), size = tensor->element_size();
+  if (tensor->stride(-1) == 1) {
+    return kernels::gla::rows_fit_tile(head_series(*tensor), dim);
   }
-  const kernels::HeadSeries rows = head_series(*tensor);
-  return reinterpret_cast<uintptr_t>(rows.data) % 4 == 0 && rows.stride_b * size % 4 == 0 &&
-         rows.stride_t * size % 4 == 0 && rows.stride_h * size % 4 == 0;
+  const int64_t late = kernels::gla::most_late_bytes(static_cast<uint64_t>(dim * size));
+  return kernels::gla::rows_fit_tile(late, size, dim);
 }
 
 /// One gate a head stays as it is.
@@ -59,9 +57,8 @@ bool is_for_tensor_cores(const GlaArguments& a) {
 
 bool forward_wants_padding(const GlaArguments& a) {
   return is_for_tensor_cores(a) &&
-         std::max(a.q.size(3), a.v.size(3)) > kernels::gla::kMostDimOfLateRows &&
-         !(rows_of_words(a.q) && rows_of_words(a.k) && rows_of_words(a.v) &&
-           (!has_gate_a_channel(a) || rows_of_words(a.gate)));
+         !(fits_forward_tile(a.q) && fits_forward_tile(a.k) && fits_forward_tile(a.v) &&
+           (!has_gate_a_channel(a) || fits_forward_tile(a.gate)));
 }
 
 bool backward_wants_padding(const GlaArguments& a, const at::Tensor& d_o) {

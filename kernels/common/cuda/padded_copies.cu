@@ -1,6 +1,6 @@
-// The kernel of padded_copies.h. A block of threads has some rows of one copy, a thread two
-// neighbouring elements of several of them, which it asks for before it writes any: of 16-bit
-// numbers a warp then reads and writes whole lines, whatever their rows' alignment is.
+// The kernel of padded_copies.h. A block of threads has some rows of one copy, a thread the same
+// word of several of them, all of which it asks for before it writes any. A word is as long as both
+// tensors' rows allow, 16 bytes or fewer: one element where a row has an odd number of them.
 
 #include "kernels/common/cuda/padded_copies.h"
 
@@ -13,15 +13,16 @@ namespace tidegate::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsAtOnce = 4;  // of a thread
+constexpr int kRowsAtOnce = 8;  // of a thread
 
-/// A copy, and what its blocks of threads are told beside it.
+/// A copy, and what its blocks of threads are told beside it; strides and widths in words.
 struct CopyWork {
   PaddedCopy copy;
-  int first_block;                // of the grid's
-  int pairs;                      // of elements, of a row; at most kThreads
-  int rows;                       // in all
-  bool aligned_from, aligned_to;  // pairs
+  int word_bytes;
+  int words;        // of a row of `to`; at most kThreads
+  int first_block;  // of the grid's
+  int rows;         // in all
+  bool even_rows;   // all rows of both tensors are equally far apart
 };
 
 struct Work {
@@ -29,74 +30,59 @@ struct Work {
   int count;
 };
 
+/// Where a row of both tensors begins, in words.
 struct RowPlace {
-  int i, j, r;
+  int64_t from, to;
+  bool exists;  // in `from`
+
+  __device__ RowPlace(const CopyWork& work, int row) {
+    const PaddedCopy& copy = work.copy;
+    if (work.even_rows) {
+      from = row * copy.from_strides[2];
+      to = row * copy.to_strides[2];
+      exists = true;
+      return;
+    }
+    const int rows = static_cast<int>(copy.sizes[2]), middle = static_cast<int>(copy.sizes[1]);
+    const int above = row / rows, r = row - above * rows;
+    const int i = above / middle, j = above - i * middle;
+    from = i * copy.from_strides[0] + j * copy.from_strides[1] + r * copy.from_strides[2];
+    to = i * copy.to_strides[0] + j * copy.to_strides[1] + r * copy.to_strides[2];
+    exists = r < copy.from_rows;
+  }
 };
 
-__device__ inline RowPlace find_row(const PaddedCopy& copy, int row) {
-  const int rows = static_cast<int>(copy.sizes[2]), middle = static_cast<int>(copy.sizes[1]);
-  const int above = row / rows;
-  return {above / middle, above % middle, row % rows};
+__device__ inline void fill_word(uint16_t& word, uint32_t fill) {
+  word = static_cast<uint16_t>(fill);
 }
+__device__ inline void fill_word(uint32_t& word, uint32_t fill) { word = fill; }
+__device__ inline void fill_word(uint2& word, uint32_t fill) { word = {fill, fill}; }
+__device__ inline void fill_word(uint4& word, uint32_t fill) { word = {fill, fill, fill, fill}; }
 
-__device__ inline int64_t offset_of(const int64_t (&strides)[3], const RowPlace& at) {
-  return at.i * strides[0] + at.j * strides[1] + at.r * strides[2];
-}
-
-/// Two elements in one access.
-template <class Bits>
-struct PairOf;
-template <>
-struct PairOf<uint16_t> {
-  using type = ushort2;
-};
-template <>
-struct PairOf<uint32_t> {
-  using type = uint2;
-};
-
-template <class Bits>
+template <class Word>
 __device__ inline void copy_rows(const CopyWork& work, int first_row, int column) {
-  using Pair = typename PairOf<Bits>::type;
   const PaddedCopy& copy = work.copy;
-  const auto fill = static_cast<Bits>(copy.fill);
-  const int step = kThreads / work.pairs;
-  Pair x[kRowsAtOnce];
+  const int step = kThreads / work.words;
+  const bool in_row = column < copy.from_width;
+  const auto* const from = static_cast<const Word*>(copy.from) + column;
+  auto* const to = static_cast<Word*>(copy.to) + column;
+  Word x[kRowsAtOnce];
+  int64_t places[kRowsAtOnce];
 #pragma unroll
   for (int n = 0; n < kRowsAtOnce; ++n) {
-    const int row = first_row + n * step;
-    x[n].x = x[n].y = fill;
-    if (row >= work.rows) {
-      continue;
-    }
-    const RowPlace at = find_row(copy, row);
-    const Bits* from =
-        static_cast<const Bits*>(copy.from) + offset_of(copy.from_strides, at) + column;
-    if (at.r >= copy.from_rows || column >= copy.from_width) {
-      continue;
-    }
-    if (work.aligned_from && column + 1 < copy.from_width) {
-      x[n] = *reinterpret_cast<const Pair*>(from);
-    } else {
-      x[n].x = from[0];
-      x[n].y = column + 1 < copy.from_width ? from[1] : fill;
+    fill_word(x[n], copy.fill);
+    if (const int row = first_row + n * step; row < work.rows) {
+      const RowPlace place(work, row);
+      places[n] = place.to;
+      if (in_row && place.exists) {
+        x[n] = from[place.from];
+      }
     }
   }
 #pragma unroll
   for (int n = 0; n < kRowsAtOnce; ++n) {
-    const int row = first_row + n * step;
-    if (row >= work.rows) {
-      continue;
-    }
-    Bits* to =
-        static_cast<Bits*>(copy.to) + offset_of(copy.to_strides, find_row(copy, row)) + column;
-    if (work.aligned_to && column + 1 < copy.to_width) {
-      *reinterpret_cast<Pair*>(to) = x[n];
-    } else {
-      to[0] = x[n].x;
-      if (column + 1 < copy.to_width) {
-        to[1] = x[n].y;
-      }
+    if (first_row + n * step < work.rows) {
+      to[places[n]] = x[n];
     }
   }
 }
@@ -107,20 +93,63 @@ __global__ void __launch_bounds__(kThreads) copy_padded_kernel(const __grid_cons
     ++which;
   }
   const CopyWork& work = all.of[which];
-  const int thread = static_cast<int>(threadIdx.x), step = kThreads / work.pairs;
-  if (thread >= step * work.pairs) {
+  const int thread = static_cast<int>(threadIdx.x), step = kThreads / work.words;
+  if (thread >= step * work.words) {
     return;
   }
   const int block = static_cast<int>(blockIdx.x) - work.first_block;
-  const int first_row = block * step * kRowsAtOnce + thread / work.pairs;
-  const int column = thread % work.pairs * 2;
-  work.copy.element_bytes == 2 ? copy_rows<uint16_t>(work, first_row, column)
-                               : copy_rows<uint32_t>(work, first_row, column);
+  const int row = block * step * kRowsAtOnce + thread / work.words, column = thread % work.words;
+  switch (work.word_bytes) {
+    case 16:
+      return copy_rows<uint4>(work, row, column);
+    case 8:
+      return copy_rows<uint2>(work, row, column);
+    case 4:
+      return copy_rows<uint32_t>(work, row, column);
+    default:
+      return copy_rows<uint16_t>(work, row, column);
+  }
 }
 
-bool in_pairs(const void* data, const int64_t (&strides)[3], int element_bytes) {
-  return is_aligned(data, 2 * element_bytes) && strides[0] % 2 == 0 && strides[1] % 2 == 0 &&
-         strides[2] % 2 == 0;
+/// The longest word in which rows of both tensors are whole, and aligned.
+int longest_word(const PaddedCopy& copy) {
+  uint64_t bits =
+      16 | reinterpret_cast<uintptr_t>(copy.from) | reinterpret_cast<uintptr_t>(copy.to);
+  const auto add = [&](int64_t elements) {
+    bits |= static_cast<uint64_t>(elements * copy.element_bytes);
+  };
+  for (int d = 0; d < 3; ++d) {
+    add(copy.from_strides[d]);
+    add(copy.to_strides[d]);
+  }
+  add(copy.from_width);
+  add(copy.to_width);
+  return static_cast<int>(bits & (~bits + 1));  // the lowest bit
+}
+
+bool rows_are_even(const int64_t (&sizes)[3], const int64_t (&strides)[3]) {
+  return (sizes[1] == 1 || strides[1] == sizes[2] * strides[2]) &&
+         (sizes[0] == 1 || strides[0] == sizes[1] * sizes[2] * strides[2]);
+}
+
+CopyWork in_words(PaddedCopy copy) {
+  CopyWork work = {};
+  work.word_bytes = longest_word(copy);
+  work.rows = static_cast<int>(copy.sizes[0] * copy.sizes[1] * copy.sizes[2]);
+  work.even_rows = copy.from_rows >= copy.sizes[2] &&
+                   rows_are_even(copy.sizes, copy.from_strides) &&
+                   rows_are_even(copy.sizes, copy.to_strides);
+  const int elements = work.word_bytes / copy.element_bytes;
+  for (int d = 0; d < 3; ++d) {
+    copy.from_strides[d] /= elements;
+    copy.to_strides[d] /= elements;
+  }
+  copy.from_width /= elements;
+  copy.to_width /= elements;
+  copy.fill = copy.element_bytes == 2 && elements > 1 ? copy.fill * 0x10001u : copy.fill;
+  work.words = static_cast<int>(copy.to_width);
+  work.copy = copy;
+  return work;
 }
 
 }  // namespace
@@ -131,21 +160,16 @@ cudaError_t copy_padded(const PaddedCopies& copies, cudaStream_t stream) {
   for (int n = 0; n < copies.count; ++n) {
     const PaddedCopy& copy = copies.copies[n];
     const int64_t rows = copy.sizes[0] * copy.sizes[1] * copy.sizes[2];
-    const int64_t pairs = ceil_div(copy.to_width, int64_t{2});
-    if (rows == 0 || pairs == 0) {
+    if (rows == 0 || copy.to_width == 0) {
       continue;
     }
     constexpr int64_t kMostRows = std::numeric_limits<int>::max() - kThreads * kRowsAtOnce;
-    if (pairs > kThreads || rows > kMostRows) {
+    if (copy.to_width > kThreads || rows > kMostRows) {
       return cudaErrorInvalidValue;
     }
-    all.of[all.count++] = {copy,
-                           static_cast<int>(blocks),
-                           static_cast<int>(pairs),
-                           static_cast<int>(rows),
-                           in_pairs(copy.from, copy.from_strides, copy.element_bytes),
-                           in_pairs(copy.to, copy.to_strides, copy.element_bytes)};
-    blocks += ceil_div(rows, kThreads / pairs * kRowsAtOnce);
+    CopyWork& work = all.of[all.count++] = in_words(copy);
+    work.first_block = static_cast<int>(blocks);
+    blocks += ceil_div(rows, kThreads / work.words * kRowsAtOnce);
   }
   return launch_unless_empty(&copy_padded_kernel, blocks, dim3(kThreads), 0, stream, all);
 }

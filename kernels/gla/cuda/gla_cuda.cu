@@ -14,6 +14,7 @@
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
+#include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
@@ -219,16 +220,26 @@ cudaError_t find_segment_states(const TensorForward& work, cudaStream_t stream) 
 
 }  // namespace
 
+namespace {
+
+/// Whether rows of `dim` numbers are whole pieces of 16 bytes, aligned to as many.
+bool is_whole(const HeadSeries& rows, int64_t dim) {
+  return rows_aligned(rows, 16) && dim * element_size(rows.dtype) % 16 == 0;
+}
+
+}  // namespace
+
 bool tensor_forward_fits(const GlaParams& p) {
-  const auto all_aligned = [&p](int64_t bytes) {
-    return rows_aligned(p.q, bytes) && (p.k.data == nullptr || rows_aligned(p.k, bytes)) &&
-           rows_aligned(p.v, bytes) && (p.gate_per_head || rows_aligned(p.gate, bytes));
-  };
+  if (!is_16_bit(p.q.dtype) || std::max(p.key_dim, p.value_dim) > kMostTensorCoreDim) {
+    return false;
+  }
   const bool whole =
-      p.key_dim % kTensorCoreDims == 0 && p.value_dim % kTensorCoreDims == 0 && all_aligned(16);
-  const int64_t largest = all_aligned(4) ? kMostTensorCoreDim : kMostDimOfLateRows;
-  return is_16_bit(p.q.dtype) && std::max(p.key_dim, p.value_dim) <= largest &&
-         (whole || p.layout.time > kMostUnpaddedTokens);
+      is_whole(p.q, p.key_dim) && (p.k.data == nullptr || is_whole(p.k, p.key_dim)) &&
+      is_whole(p.v, p.value_dim) && (p.gate_per_head || is_whole(p.gate, p.key_dim)) &&
+      p.key_dim % kTensorCoreDims == 0 && p.value_dim % kTensorCoreDims == 0;
+  return whole || (p.layout.time > kMostUnpaddedTokens && rows_fit_tile(p.q, p.key_dim) &&
+                   rows_fit_tile(p.k, p.key_dim) && rows_fit_tile(p.v, p.value_dim) &&
+                   (p.gate_per_head || rows_fit_tile(p.gate, p.key_dim)));
 }
 
 cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan) {
@@ -249,13 +260,10 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   TensorForward work;
   work.params = p;
   work.value_tile = value_tile(p);
-  const auto in_words = [](const HeadSeries& rows, int64_t dim) {
-    return !rows_aligned(rows, 16) || dim * element_size(rows.dtype) % 16 != 0;
-  };
-  work.in_words[kForwardQ] = in_words(p.q, p.key_dim);
-  work.in_words[kForwardK] = p.k.data != nullptr && in_words(p.k, p.key_dim);
-  work.in_words[kForwardV] = in_words(p.v, p.value_dim);
-  work.in_words[kForwardGate] = !p.gate_per_head && in_words(p.gate, p.key_dim);
+  work.whole_pieces[kForwardQ] = is_whole(p.q, p.key_dim);
+  work.whole_pieces[kForwardK] = is_whole(p.k, p.key_dim);
+  work.whole_pieces[kForwardV] = is_whole(p.v, p.value_dim);
+  work.whole_pieces[kForwardGate] = is_whole(p.gate, p.key_dim);
   const auto stored_by = [&p](int64_t bytes) {
     return rows_aligned(p.o, bytes) && p.value_dim * element_size(p.o.dtype) % bytes == 0;
   };

@@ -28,10 +28,12 @@ class Producer {
         work_(work),
         bounds_(bounds),
         lane_(lane),
-        late_q_(kMaps ? 0 : find_late_rows(p.q, work, p.layout.reverse)),
-        late_k_(find_late_rows(kKind == GateKind::kLogit ? p.gate : p.k, work, p.layout.reverse)),
-        late_v_(find_late_rows(p.v, work, p.layout.reverse)),
-        late_gate_(p.gate_per_head ? 0 : find_late_rows(p.gate, work, p.layout.reverse)) {
+        late_q_(p.q, work, p.layout.reverse),
+        late_k_(kKind == GateKind::kLogit ? p.gate : p.k, work, p.layout.reverse),
+        late_v_(p.v, work, p.layout.reverse),
+        late_gate_(p.gate, work, p.layout.reverse),
+        any_late_(late_q_.any() || late_k_.any() || late_v_.any() ||
+                  (!p.gate_per_head && late_gate_.any())) {
     if (kKind == GateKind::kLogDecay && p.gate_per_head) {
       head_gates_ = HeadRows(p.gate, work.segment.sequence, p.layout.reverse, work.head);
     }
@@ -39,7 +41,7 @@ class Producer {
 
   /// Makes sub-chunk b of the segment, whose copies have landed in the stage.
   __device__ void make(Stage& stage, int b) const {
-    if ((late_q_ | late_k_ | late_v_ | late_gate_) != 0) {
+    if (any_late_) {
       move_rows(stage);
     }
     float head_decay[2];
@@ -68,14 +70,16 @@ class Producer {
  private:
   __device__ void move_rows(Stage& stage) const {
     if constexpr (!kMaps) {
-      move_late_rows(stage.query, late_q_, lane_);
+      late_q_.move(stage.query, lane_);
     }
-    move_late_rows(stage.value, late_v_, lane_);
+    late_v_.move(stage.value, lane_);
     if constexpr (kKind == GateKind::kLogDecay || kGateIsKey) {
-      move_late_rows(stage.key, late_k_, lane_);
+      late_k_.move(stage.key, lane_);
     }
-    if constexpr (!kGateIsKey && sizeof(Gate) == 2) {
-      move_late_rows(stage.gate, late_gate_, lane_);
+    if constexpr (!kGateIsKey) {
+      if (!p_.gate_per_head) {
+        late_gate_.move(stage.gate, lane_);
+      }
     }
     __syncwarp();
   }
@@ -212,7 +216,8 @@ class Producer {
   const WorkTile& work_;
   const float* bounds_;  // gamma of the work's keys, in shared memory
   const int lane_;
-  const unsigned late_q_, late_k_, late_v_, late_gate_;  // find_late_rows
+  const LateRows late_q_, late_k_, late_v_, late_gate_;
+  const bool any_late_;
   HeadRows head_gates_;
 };
 

@@ -101,9 +101,8 @@ struct TensorForward {
   int first_key = 0, keys = 0;  // the key tile
   int value_tile = 0;           // columns of V a block, a multiple of 16
   int producers = 0, stages = 0;
-  // Of q, k, v, the gate: whether rows are copied word by word, since a piece of 16 bytes may begin
-  // or end between two of them.
-  bool in_words[kForwardRows] = {};
+  // Of q, k, v, the gate: whether all rows are whole pieces of 16 bytes, aligned to as many.
+  bool whole_pieces[kForwardRows] = {};
   int output_bytes = 0;     // what a lane stores of o at once: 8, 4 or 2
   TimeTiles segments = {};  // a segment is a whole sequence where time is not divided
   // Where time is divided into segments: [segment index, H, K, V] and [segment index, H, K]. First
@@ -116,11 +115,6 @@ struct TensorForward {
   float* sum_after = nullptr;
 
   bool is_partial() const { return sum_before != nullptr || sum_after != nullptr; }
-  /// Whether rows that begin one channel late would not fit the narrow key tile.
-  bool fills_late() const {
-    return keys == kNarrowKeyTile &&
-           (in_words[kForwardQ] || in_words[kForwardK] || in_words[kForwardGate]);
-  }
 };
 
 /// The parts of the workspace, in their order, in bytes.
@@ -340,26 +334,26 @@ __device__ inline uint4 activated_bf16(InputActivation activation, const Eight<T
 // stages. It does nothing else, so that no arithmetic waits for device memory, and whole rows are
 // asked for at once.
 
-/// Copies the first `bytes` of four, 0 to 4, and makes the rest zero without reading it.
-__device__ inline void copy_async_part(unsigned shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+/// Copies the first `bytes` of sixteen, and makes the rest zero without reading it.
+__device__ inline void copy_async_part(void* shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes)
                : "memory");
 }
 
 /// Rows of one tensor, kPieces of 16 bytes each, into a tile: a lane has the same piece of every
 /// kRowsAtOnce-th row. Channels past the last one become zero.
 ///
-/// Rows that no piece divides come word by word, four bytes, from the word that they begin in: a
-/// row of 16-bit numbers that begins at an odd multiple of two bytes then lies one channel late in
-/// the tile (RowShifts).
+/// A row that does not begin at a multiple of 16 bytes is copied from the one before, and lies late
+/// in the tile, by as many bytes, until a producer moves it (LateRows).
 template <int kPieces>
 class TileRows {
  public:
   static constexpr int kRowsAtOnce = 32 / kPieces;
 
   __device__ TileRows(const HeadSeries& series, const WorkTile& work, bool backwards, int first,
-                      int channels, int element_bytes, bool in_words, int lane)
-      : in_words_(in_words) {
+                      int channels, int element_bytes, bool whole_pieces, int lane)
+      : whole_pieces_(whole_pieces) {
     const HeadRows rows(series, work.segment.sequence, backwards, work.head);
     piece_ = lane % kPieces;
     row_ = lane / kPieces;
@@ -367,15 +361,15 @@ class TileRows {
     at_ = rows.row(step_) + static_cast<int64_t>(first) * element_bytes + piece_ * 16;
     stride_ = kRowsAtOnce * int64_t{rows.stride_bytes()};
     bytes_ = channels * element_bytes - piece_ * 16;
-    // A piece past the last channel never exists; with words, its bytes say so.
-    end_ = in_words || bytes_ > 0 ? work.segment.end() : 0;
+    // A whole piece past the last channel never exists; of others, their bytes say so.
+    end_ = !whole_pieces || bytes_ > 0 ? work.segment.end() : 0;
   }
 
   /// The next 16 rows.
   template <class Tile>
   __device__ void copy(Tile& tile) {
-    if (in_words_) {
-      copy_words(tile);
+    if (!whole_pieces_) {
+      copy_parts(tile);
       return;
     }
 #pragma unroll
@@ -388,60 +382,70 @@ class TileRows {
 
  private:
   template <class Tile>
-  __device__ void copy_words(Tile& tile) {
-#pragma unroll 2
+  __device__ void copy_parts(Tile& tile) {
+#pragma unroll 4
     for (int i = 0; i < kSubChunk / kRowsAtOnce; ++i) {
-      const int late = static_cast<int>(reinterpret_cast<uintptr_t>(at_) & 2);
-      const char* const from = at_ - late;
-      const int bytes = step_ < end_ ? bytes_ + late : 0;
-      const unsigned to = shared_address(tile.at(row_ + i * kRowsAtOnce, piece_));
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        copy_async_part(to + 4 * word, from + 4 * word, min(max(bytes - 4 * word, 0), 4));
-      }
+      const int late = static_cast<int>(reinterpret_cast<uintptr_t>(at_) & 15);
+      const int bytes = step_ < end_ ? min(max(bytes_ + late, 0), 16) : 0;
+      copy_async_part(tile.at(row_ + i * kRowsAtOnce, piece_), at_ - late, bytes);
       at_ += stride_;
       step_ += kRowsAtOnce;
     }
   }
 
-  const bool in_words_;
+  const bool whole_pieces_;
   const char* at_;
   int64_t stride_;
   int piece_, row_, step_, end_;
   int bytes_;  // of the row, from the lane's piece on
 };
 
-/// Which rows of a tile TileRows has left one channel late: bit 0 for those of even number in a
-/// sub-chunk, bit 1 for those of odd. (Of float rows, none.)
-__device__ inline unsigned find_late_rows(const HeadSeries& series, const WorkTile& work,
-                                          bool backwards) {
-  if (series.data == nullptr) {
-    return 0;
+/// By how many bytes TileRows leaves each row of a sub-chunk late in its tile.
+class LateRows {
+ public:
+  LateRows() = default;
+  __device__ LateRows(const HeadSeries& series, const WorkTile& work, bool backwards) {
+    const HeadRows rows(series, work.segment.sequence, backwards, work.head);
+    first_ = static_cast<int>(reinterpret_cast<uintptr_t>(rows.row(work.segment.first)) & 15);
+    stride_ = rows.stride_bytes() & 15;
   }
-  const HeadRows rows(series, work.segment.sequence, backwards, work.head);
-  const auto late = [&rows](int step) {
-    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(rows.row(step)) >> 1 & 1);
-  };
-  return late(work.segment.first) | late(work.segment.first + 1) << 1;
-}
 
-/// Moves such rows to their place, by all lanes of a warp.
-template <class Tile>
-__device__ inline void move_late_rows(Tile& tile, unsigned late, int lane) {
-  constexpr int kPieces = Tile::kPieces;
-  const int piece = lane % kPieces;
+  __device__ bool any() const { return (first_ | stride_) != 0; }
+
+  /// Moves the rows to their places, by all lanes of a warp.
+  template <class Tile>
+  __device__ void move(Tile& tile, int lane) const {
+    constexpr int kPieces = Tile::kPieces;
+    const int piece = lane % kPieces;
 #pragma unroll 1
-  for (int row = lane / kPieces; row < kSubChunk; row += 32 / kPieces) {
-    uint4* const at = tile.at(row, piece);
-    const uint4 own = *at;
-    uint32_t next = __shfl_down_sync(~0u, own.x, 1, kPieces);
-    next = piece + 1 < kPieces ? next : 0;
-    if ((late >> row % 2 & 1) != 0) {
-      *at = {__funnelshift_r(own.x, own.y, 16), __funnelshift_r(own.y, own.z, 16),
-             __funnelshift_r(own.z, own.w, 16), __funnelshift_r(own.w, next, 16)};
+    for (int row = lane / kPieces; row < kSubChunk; row += 32 / kPieces) {
+      uint4* const at = tile.at(row, piece);
+      const uint4 own = *at;
+      const uint4 next = piece + 1 < kPieces ? *tile.at(row, piece + 1) : uint4{};
+      __syncwarp();  // all lanes have read
+      *at = moved(own, next, (first_ + row * stride_) & 15);
     }
   }
-}
+
+ private:
+  /// Sixteen of 32 bytes, from byte `late`, an even number, on.
+  static __device__ uint4 moved(const uint4& own, const uint4& next, int late) {
+    uint32_t x[8] = {own.x, own.y, own.z, own.w, next.x, next.y, next.z, next.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) {
+      x[i] = (late & 8) != 0 ? x[i + 2] : x[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      x[i] = (late & 4) != 0 ? x[i + 1] : x[i];
+    }
+    const unsigned bits = (late & 2) * 8;
+    return {__funnelshift_r(x[0], x[1], bits), __funnelshift_r(x[1], x[2], bits),
+            __funnelshift_r(x[2], x[3], bits), __funnelshift_r(x[3], x[4], bits)};
+  }
+
+  int first_ = 0, stride_ = 0;
+};
 
 /// What the loader copies into a stage. kMaps: no queries.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
@@ -457,7 +461,7 @@ class Loader {
         k_(rows_of_keys<Data>(w, kGateIsKey ? kForwardGate : kForwardK,
                               kGateIsKey ? w.params.gate : w.params.k, work, lane)),
         v_(w.params.v, work, w.params.layout.reverse, work.first_value, work.values, sizeof(Data),
-           w.in_words[kForwardV], lane),
+           w.whole_pieces[kForwardV], lane),
         gate_(rows_of_keys<Gate>(w, kForwardGate, w.params.gate, work, lane)) {}
 
   /// Starts the copies of the next sub-chunk.
@@ -485,7 +489,7 @@ class Loader {
                                             const HeadSeries& series, const WorkTile& work,
                                             int lane) {
     return {series,    work,      w.params.layout.reverse, work.first_key,
-            work.keys, sizeof(T), w.in_words[which],       lane};
+            work.keys, sizeof(T), w.whole_pieces[which],   lane};
   }
 
   const bool per_head_;

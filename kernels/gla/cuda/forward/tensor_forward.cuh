@@ -19,6 +19,7 @@
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/forward/compute_warps.cuh"
+#include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
@@ -246,7 +247,12 @@ cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bo
     return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutput>(work, stream);
   };
   const auto with_gate = [&]<class Gate>() {
-    const bool narrow = work.keys <= kNarrowKeyTile && !work.is_partial() && !work.fills_late();
+    const GlaParams& p = work.params;
+    const auto fits = [&](const HeadSeries& rows) {
+      return rows_fit_tile(rows, work.keys, kNarrowKeyTile);
+    };
+    const bool narrow = work.keys <= kNarrowKeyTile && !work.is_partial() && fits(p.q) &&
+                        fits(p.k) && (p.gate_per_head || fits(p.gate));
     return narrow ? with_tile.template operator()<Gate, kNarrowKeyTile>()
                   : with_tile.template operator()<Gate, kKeyTile>();
   };
