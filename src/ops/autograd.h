@@ -109,8 +109,9 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, ret
       return Tensors(kArguments);  // zeros, as torch reads undefined tensors
     }
     const Tensors saved = context->get_saved_variables();
-    // Unless the gradients are to be differentiated, which the backward op's Autograd kernel refuses
-    // by name, that kernel has nothing to do, and as a boxed one takes longer than all checks.
+    // Unless the gradients are to be differentiated, which the backward op's Autograd kernel
+    // refuses by name, that kernel has nothing to do, and as a boxed one takes longer than all
+    // checks.
     std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
     if (!at::GradMode::is_enabled()) {
       below_autograd.emplace();

@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/gla/cuda/forward/loader.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {

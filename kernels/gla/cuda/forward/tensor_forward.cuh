@@ -3,7 +3,7 @@
 // The forward pass on tensor cores. A block of threads scans one head of a segment, 16 tokens (a
 // sub-chunk) at a time, through a ring of stages in shared memory:
 //
-//   loader warp      q, k or logits, and v of a sub-chunk into a free stage       stage.cuh
+//   loader warp      q, k or logits, and v of a sub-chunk into a free stage       loader.cuh
 //   producer warps   gates, scores, q~ = q pre and k~ = k suf, in place           compute_warps.cuh
 //   consumer warps   o = q~ S + scores v, then S = diag(total) S + k~^T v         compute_warps.cuh
 //
