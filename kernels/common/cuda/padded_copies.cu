@@ -13,7 +13,12 @@ namespace tidegate::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsAtOnce = 8;  // of a thread
+constexpr int kBlocksPerSm = 4;
+
+/// Rows of which a thread asks for a word at once: as many as make 32 to 64 bytes.
+__host__ __device__ constexpr int rows_at_once(int word_bytes) {
+  return word_bytes == 16 ? 4 : word_bytes == 8 ? 8 : 16;
+}
 
 /// A copy, and what its blocks of threads are told beside it; strides and widths in words.
 struct CopyWork {
@@ -61,33 +66,34 @@ __device__ inline void fill_word(uint4& word, uint32_t fill) { word = {fill, fil
 
 template <class Word>
 __device__ inline void copy_rows(const CopyWork& work, int first_row, int column) {
+  constexpr int kRows = rows_at_once(sizeof(Word));
   const PaddedCopy& copy = work.copy;
   const int step = kThreads / work.words;
   const bool in_row = column < copy.from_width;
   const auto* const from = static_cast<const Word*>(copy.from) + column;
   auto* const to = static_cast<Word*>(copy.to) + column;
-  Word x[kRowsAtOnce];
-  int64_t places[kRowsAtOnce];
+  Word x[kRows];
 #pragma unroll
-  for (int n = 0; n < kRowsAtOnce; ++n) {
+  for (int n = 0; n < kRows; ++n) {
     fill_word(x[n], copy.fill);
-    if (const int row = first_row + n * step; row < work.rows) {
+    if (const int row = first_row + n * step; in_row && row < work.rows) {
       const RowPlace place(work, row);
-      places[n] = place.to;
-      if (in_row && place.exists) {
+      if (place.exists) {
         x[n] = from[place.from];
       }
     }
   }
+  // Places are found again: to keep them would take more registers than the loads do.
 #pragma unroll
-  for (int n = 0; n < kRowsAtOnce; ++n) {
-    if (first_row + n * step < work.rows) {
-      to[places[n]] = x[n];
+  for (int n = 0; n < kRows; ++n) {
+    if (const int row = first_row + n * step; row < work.rows) {
+      to[RowPlace(work, row).to] = x[n];
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) copy_padded_kernel(const __grid_constant__ Work all) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    copy_padded_kernel(const __grid_constant__ Work all) {
   int which = 0;
   while (which + 1 < all.count && all.of[which + 1].first_block <= static_cast<int>(blockIdx.x)) {
     ++which;
@@ -98,7 +104,8 @@ __global__ void __launch_bounds__(kThreads) copy_padded_kernel(const __grid_cons
     return;
   }
   const int block = static_cast<int>(blockIdx.x) - work.first_block;
-  const int row = block * step * kRowsAtOnce + thread / work.words, column = thread % work.words;
+  const int row = block * step * rows_at_once(work.word_bytes) + thread / work.words;
+  const int column = thread % work.words;
   switch (work.word_bytes) {
     case 16:
       return copy_rows<uint4>(work, row, column);
@@ -163,13 +170,13 @@ cudaError_t copy_padded(const PaddedCopies& copies, cudaStream_t stream) {
     if (rows == 0 || copy.to_width == 0) {
       continue;
     }
-    constexpr int64_t kMostRows = std::numeric_limits<int>::max() - kThreads * kRowsAtOnce;
+    constexpr int64_t kMostRows = std::numeric_limits<int>::max() - 16 * kThreads;
     if (copy.to_width > kThreads || rows > kMostRows) {
       return cudaErrorInvalidValue;
     }
     CopyWork& work = all.of[all.count++] = in_words(copy);
     work.first_block = static_cast<int>(blocks);
-    blocks += ceil_div(rows, kThreads / work.words * kRowsAtOnce);
+    blocks += ceil_div(rows, kThreads / work.words * rows_at_once(work.word_bytes));
   }
   return launch_unless_empty(&copy_padded_kernel, blocks, dim3(kThreads), 0, stream, all);
 }
