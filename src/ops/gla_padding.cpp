@@ -34,7 +34,7 @@ bool fits_forward_tile(const OptionalTensor& tensor) {
     return true;
   }
   const int64_t dim = tensor->size(-1), size = tensor->element_size();
-  if (tensor->stride(-1) == 1) {
+  if (has_unit_rows(*tensor)) {
     return kernels::gla::rows_fit_tile(head_series(*tensor), dim);
   }
   const int64_t late = kernels::gla::most_late_bytes(static_cast<uint64_t>(dim * size));

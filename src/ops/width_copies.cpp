@@ -73,7 +73,7 @@ at::Tensor WidthCopies::narrowed(const at::Tensor& tensor, int64_t width) {
 
 void WidthCopies::add(const at::Tensor& from, const at::Tensor& to, double fill) {
   TORCH_INTERNAL_ASSERT(from.scalar_type() == to.scalar_type() && from.element_size() <= 4 &&
-                            from.dim() == to.dim() && from.dim() <= 4 && to.stride(-1) == 1,
+                            from.dim() == to.dim() && from.dim() <= 4 && has_unit_rows(to),
                         op_, ": a copy to another width of what it does not take");
   if (to.numel() == 0) {
     return;
@@ -81,7 +81,7 @@ void WidthCopies::add(const at::Tensor& from, const at::Tensor& to, double fill)
   if (work_.count == kernels::PaddedCopies::kMost) {
     run();
   }
-  const at::Tensor& source = kept_.emplace_back(from.stride(-1) == 1 ? from : from.contiguous());
+  const at::Tensor& source = kept_.emplace_back(has_unit_rows(from) ? from : from.contiguous());
   kernels::PaddedCopy& copy = work_.copies[work_.count++];
   copy.from = source.const_data_ptr();
   copy.to = to.data_ptr();
