@@ -1,28 +1,38 @@
 """Looks for cliffs: shapes at which an op takes longer a byte, or a FLOP, than at shapes beside it.
 
-    python scripts/sweep_shapes.py [--count 200] [--seed 0] [--out sweep.json] [--fla] [--worst 20]
-        [--seconds 600]
+    python scripts/sweep_shapes.py [--count 200] [--seed 0] [--out sweep.json] [--worst 20]
+        [--seconds 600] [--fla] [--fla-count 30] [--fla-only] [--tuners 14]
 
 Draws random shapes (B 1 to 256, T 64 to 65536, any D from 64 to 4096; bf16, fp16, fp32) for the ops
 of the scan family, gated linear attention and forgetting attention, and times each beside tuned
 shapes, whose sizes are powers of two. A row's ratio is its time a byte (scans) or a FLOP over that
 of the nearest tuned shape or of the largest that is not larger in any size, whichever is kinder:
 small shapes take as long as launches do. Forward is timed alone, and with the backward pass
-("train"), in CUDA graphs. --fla times flash-linear-attention's op beside each, where there is one
-and it is installed. Ends with 1 where a ratio is above --limit or a baseline is faster.
+("train"), in CUDA graphs. Ends with 1 where a ratio is above --limit or a baseline is faster.
+
+--fla times flash-linear-attention's op beside each, where there is one and it is installed. Triton
+compiles its kernels anew for every head dimension, a minute of a core each, so --tuners processes
+do that side by side first, and leave what they compiled in Triton's cache; the tuning itself, which
+is timing, happens again while nothing else runs. --fla-count bounds the shapes that have a
+baseline, as many of each op and type as possible; with --fla-only no others are timed, and no tuned
+ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,6 +180,39 @@ def fla_call(shape: Shape) -> Callable[..., Tensor] | None:
     return None
 
 
+def has_baseline(shape: Shape) -> bool:
+    kinds = {"hgru": DTYPES, "gated_linear_attention": DTYPES, "forgetting_attention": DTYPES[:2]}
+    return shape.dtype in kinds.get(shape.op, ())
+
+
+def beside_fla(shapes: list[Shape], count: int) -> list[Shape]:
+    """Up to `count` of the shapes that have a baseline, of every op and type in turn."""
+    kinds: dict[tuple[str, torch.dtype], list[Shape]] = {}
+    for shape in filter(has_baseline, shapes):
+        kinds.setdefault((shape.op, shape.dtype), []).append(shape)
+    in_turn = itertools.zip_longest(*kinds.values())
+    return [shape for each in in_turn for shape in each if shape is not None][:count]
+
+
+def compile_baseline(shape: Shape, device: str) -> str:
+    """Has Triton compile, and cache, what the baseline takes. Returns what went wrong."""
+    try:
+        inputs = inputs_of(shape, device)
+        fla_call(shape)(*inputs).sum().backward()
+        torch.cuda.synchronize()
+    except Exception as error:  # the other shapes go on
+        return f"{shape}: {type(error).__name__}: {error}"
+    return ""
+
+
+def compile_baselines(shapes: list[Shape], device: str, processes: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for problem in pool.map(compile_baseline, shapes, itertools.repeat(device)):
+            if problem:
+                print(f"not compiled: {problem}", flush=True)
+
+
 def seconds(shape: Shape, function: Callable[..., Tensor], device: str) -> dict[str, float]:
     """The median time of one call, forward alone and with its backward pass."""
     size = shape.batch * shape.time * shape.channels * shape.dtype.itemsize
@@ -195,28 +238,33 @@ def seconds(shape: Shape, function: Callable[..., Tensor], device: str) -> dict[
 
 
 def row_of(
-    shape: Shape, known: dict[Shape, dict[str, float]], device: str, fla: bool
+    shape: Shape,
+    known: dict[Shape, dict[str, float]],
+    device: str,
+    *,
+    beside_tuned: bool = True,
+    fla: bool = False,
 ) -> dict[str, object]:
     """The shape's times beside its tuned shapes' and the baseline's."""
-    for each in (shape, tuned(shape, round), tuned(shape, math.floor)):
+    neighbours = (tuned(shape, round), tuned(shape, math.floor)) if beside_tuned else ()
+    for each in (shape, *neighbours):
         if each not in known:
             known[each] = seconds(each, call(each), device)
     row: dict[str, object] = {"shape": str(shape)}
-    beside = fla_call(shape) if fla else None
-    baseline = seconds(shape, beside, device) if beside is not None else {}
     for way in DIRECTIONS:
-        rates = {
-            str(each): known[each][way] / each.work()
-            for each in (tuned(shape, round), tuned(shape, math.floor))
-        }
-        nearest = max(rates, key=lambda name: rates[name])
-        row[way] = {
-            "us": round(known[shape][way] * 1e6, 2),
-            "tuned": nearest,
-            "ratio": round(known[shape][way] / shape.work() / rates[nearest], 3),
-        }
-        if way in baseline:
-            row[way]["fla_us"] = round(baseline[way] * 1e6, 2)
+        row[way] = {"us": round(known[shape][way] * 1e6, 2)}
+        if neighbours:
+            rates = {str(each): known[each][way] / each.work() for each in neighbours}
+            nearest = max(rates, key=lambda name: rates[name])
+            ratio = known[shape][way] / shape.work() / rates[nearest]
+            row[way] |= {"tuned": nearest, "ratio": round(ratio, 3)}
+    if fla:
+        try:
+            for way, found in seconds(shape, fla_call(shape), device).items():
+                row[way]["fla_us"] = round(found * 1e6, 2)
+        except Exception as error:  # a shape that the baseline does not take
+            row["fla"] = f"{type(error).__name__}: {str(error)[:200]}"
+            torch.cuda.synchronize()
     return row
 
 
@@ -231,30 +279,47 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="draw no shape after these")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--fla", action="store_true")
+    parser.add_argument("--fla-count", type=int, default=sys.maxsize, help="shapes with a baseline")
+    parser.add_argument("--fla-only", action="store_true", help="time no other shapes")
+    parser.add_argument("--tuners", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    arguments.fla |= arguments.fla_only
     if arguments.fla and importlib.util.find_spec("fla") is None:
         sys.exit("sweep_shapes: --fla asks for flash-linear-attention, which is not installed")
 
     rng = random.Random(arguments.seed)
+    shapes = [draw(rng, arguments.largest, arguments.longest) for _ in range(arguments.count)]
+    with_fla = beside_fla(shapes, arguments.fla_count) if arguments.fla else []
+    if with_fla:
+        compile_baselines(with_fla, arguments.device, arguments.tuners)
     known: dict[Shape, dict[str, float]] = {}
     rows = []
     begin = time.monotonic()
-    for _ in range(arguments.count):
-        shape = draw(rng, arguments.largest, arguments.longest)
+    for shape in with_fla if arguments.fla_only else shapes:
         if time.monotonic() - begin > arguments.seconds:
             print(f"stopped after {len(rows)} shapes: {arguments.seconds:g} seconds are over")
             break
-        row = row_of(shape, known, arguments.device, arguments.fla)
+        row = row_of(
+            shape,
+            known,
+            arguments.device,
+            beside_tuned=not arguments.fla_only,
+            fla=shape in with_fla,
+        )
         rows.append(row)
+        if "fla" in row:
+            print(f"no baseline: {shape}: {row['fla']}", flush=True)
         for way in DIRECTIONS:
-            if row[way]["ratio"] > arguments.limit:
+            if row[way].get("ratio", 0) > arguments.limit:
                 print(f"cliff: {way} {shape}: {row[way]}", flush=True)
     flat = [(way, row["shape"], row[way]) for row in rows for way in DIRECTIONS]
-    flat.sort(key=lambda entry: -entry[2]["ratio"])
+    flat.sort(key=lambda entry: -entry[2].get("ratio", 0))
     for way, shape, found in flat[: arguments.worst]:
-        print(f"{found['ratio']:6.2f}  {way:7} {shape}: {found['us']} us, beside {found['tuned']}")
-    cliffs = sum(found["ratio"] > arguments.limit for _, _, found in flat)
+        if "ratio" in found:
+            beside = f"{found['us']} us, beside {found['tuned']}"
+            print(f"{found['ratio']:6.2f}  {way:7} {shape}: {beside}")
+    cliffs = sum(found.get("ratio", 0) > arguments.limit for _, _, found in flat)
     slower = [entry for entry in flat if entry[2].get("fla_us", math.inf) < entry[2]["us"]]
     for way, shape, found in slower:
         print(f"slower than fla: {way} {shape}: {found['us']} us, fla {found['fla_us']} us")

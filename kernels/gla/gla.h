@@ -26,9 +26,14 @@ enum class GlaPath : uint8_t {
   kTensorCore,  // sub-chunks of 16 tokens on tensor cores (CUDA; 16-bit data)
 };
 
-/// Tensor cores take K and V that are multiples of this. Other sizes are slower by far; ops pad
-/// them with channels that add nothing.
+/// Tensor cores take K and V up to kMostTensorCoreDim, backward only multiples of kTensorCoreDims:
+/// ops pad others with channels that add nothing. Forward, any but rows that do not fit a tile
+/// (forward_rows.h).
 constexpr int64_t kTensorCoreDims = 16, kMostTensorCoreDim = 256;
+
+/// Up to so many tokens, sizes and rows that the backward pass would have to pad go by the plain
+/// kernels, in both directions: they take no longer there, and are exact to fp32.
+constexpr int64_t kMostUnpaddedTokens = 8;
 
 /// At most so many tokens go by the kernel of decoding, on CUDA.
 constexpr int kStepTokens = 2;

@@ -41,8 +41,8 @@ cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t str
 
 struct TensorForward;
 
-/// Whether the tensor-core kernel takes these params: 16-bit data, K and V multiples of 16 up to
-/// 256, rows aligned to 16 bytes.
+/// Whether the tensor-core kernel takes these params: 16-bit data, K and V up to 256, and rows that
+/// fit a tile (forward_rows.h), in calls that are not so short that the plain kernels are as fast.
 bool tensor_forward_fits(const GlaParams& params);
 
 cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan);

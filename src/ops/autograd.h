@@ -10,9 +10,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -107,6 +109,13 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, ret
       return Tensors(kArguments);  // zeros, as torch reads undefined tensors
     }
     const Tensors saved = context->get_saved_variables();
+    // Unless the gradients are to be differentiated, which the backward op's Autograd kernel
+    // refuses by name, that kernel has nothing to do, and as a boxed one takes longer than all
+    // checks.
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+    if (!at::GradMode::is_enabled()) {
+      below_autograd.emplace();
+    }
     auto results = call_backward(context, saved, gradients, Indices<kBackwardArguments>());
     Tensors all(kArguments);
     give_out(saved, &results, &all, Indices<kArguments>());

@@ -180,12 +180,12 @@ std::tuple<at::Tensor, at::Tensor> gla_forward_meta(const GlaArguments& argument
 std::tuple<at::Tensor, at::Tensor> gla_forward_kernel(const GlaArguments& arguments) {
   const c10::SymInt sequences = check_gla_arguments(arguments);
   check_gla_values(arguments);
-  if (wants_padding(arguments)) {
+  if (forward_wants_padding(arguments)) {
     const PaddedGla padded(arguments);
     const GlaArguments wide = padded.arguments();
     const auto [o, h_final] = new_results(wide, sequences);
     run_gla(wide, o, h_final);
-    return {padded.narrow_values(o), padded.narrow_states(h_final)};
+    return padded.narrow_results(o, h_final);
   }
   const auto results = new_results(arguments, sequences);
   run_gla(arguments, std::get<0>(results), std::get<1>(results));
@@ -211,10 +211,9 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
                                  const GlaArguments& arguments, const GlaGradients& into) {
   const c10::SymInt sequences = check_gla_backward(d_o, dh_final, arguments);
   check_gla_values(arguments);
-  if (wants_padding(arguments, d_o)) {
-    const PaddedGla padded(arguments);
-    const at::Tensor wide = padded.values(d_o);
-    return padded.narrow(gla_backward_kernel(wide, padded.states(dh_final), padded.arguments()),
+  if (backward_wants_padding(arguments, d_o)) {
+    const PaddedGla padded(arguments, d_o, dh_final);
+    return padded.narrow(gla_backward_kernel(*padded.d_o(), padded.dh_final(), padded.arguments()),
                          into);
   }
   const at::Tensor &q = arguments.q, &v = arguments.v;

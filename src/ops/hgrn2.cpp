@@ -19,21 +19,27 @@ namespace {
 constexpr CastRule kHgrn2Casts[] = {
     {"q", Cast::kLower}, {"f", Cast::kAlong, "q"}, {"v", Cast::kAlong, "q"}};
 
-/// The arguments that all of the ops have; the step has neither of those that are tested for.
+/// The arguments that all of the ops have, which `name` stands for in errors; the step has neither
+/// of those that are tested for.
 template <class Op>
-GlaArguments hgrn2_arguments(const Op& op) {
-  constexpr const char* kOp = kOpName<Op>;
-  GlaArguments arguments{kOp, kernels::gla::GateKind::kLogit, op.q, std::nullopt, op.v, op.f};
+GlaArguments hgrn2_arguments(const Op& op, const char* name, const at::Tensor& q,
+                             const at::Tensor& f, const at::Tensor& v) {
+  GlaArguments arguments{name, kernels::gla::GateKind::kLogit, q, std::nullopt, v, f};
   arguments.gamma = op.gamma;
   arguments.scale = op.scale;
-  arguments.q_activation = parse_input_activation(kOp, "q_activation", op.q_activation);
-  arguments.v_activation = parse_input_activation(kOp, "v_activation", op.v_activation);
+  arguments.q_activation = parse_input_activation(name, "q_activation", op.q_activation);
+  arguments.v_activation = parse_input_activation(name, "v_activation", op.v_activation);
   if constexpr (requires { op.h0; }) {
     arguments.h0 = op.h0;
     arguments.reverse = op.reverse;
     arguments.cu_seqlens = op.cu_seqlens;
   }
   return arguments;
+}
+
+template <class Op>
+GlaArguments hgrn2_arguments(const Op& op) {
+  return hgrn2_arguments(op, kOpName<Op>, op.q, op.f, op.v);
 }
 
 struct Hgrn2 {
@@ -102,19 +108,11 @@ struct Hgrn2Parts {
   }
 };
 
+/// What the parts share with hgrn2 is hgrn2's in errors, too: modules call this op where their
+/// users think of that one.
 template <class Op>
 GlaArguments hgrn2_arguments(const Op& op, const Hgrn2Parts& parts) {
-  constexpr const char* kOp = kOpName<Op>;
-  GlaArguments arguments{kOp,    kernels::gla::GateKind::kLogit, parts.q, std::nullopt, parts.v,
-                         parts.f};
-  arguments.gamma = op.gamma;
-  arguments.h0 = op.h0;
-  arguments.scale = op.scale;
-  arguments.q_activation = parse_input_activation(kOp, "q_activation", op.q_activation);
-  arguments.v_activation = parse_input_activation(kOp, "v_activation", op.v_activation);
-  arguments.reverse = op.reverse;
-  arguments.cu_seqlens = op.cu_seqlens;
-  return arguments;
+  return hgrn2_arguments(op, "hgrn2", parts.q, parts.f, parts.v);
 }
 
 /// hgrn2 of the three parts of one tensor, which the gradient is, too: what autograd makes of three

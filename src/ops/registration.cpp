@@ -128,6 +128,10 @@ class NoDoubleBackward : public torch::autograd::Function<NoDoubleBackward> {
 };
 
 void no_double_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  if (!c10::GradMode::is_enabled()) {
+    redispatch_below_autograd(op, keys, stack);
+    return;
+  }
   variable_list inputs;
   for_each_tensor(op, *stack, [&](const c10::Argument&, const at::Tensor& tensor) {
     inputs.push_back(tensor);

@@ -4,6 +4,8 @@
 #include <ATen/ops/real.h>
 #include <c10/core/SymIntArrayRef.h>
 
+#include "src/ops/views.h"
+
 namespace tidegate::ops {
 namespace {
 
@@ -44,12 +46,13 @@ at::Tensor in_type_of(const OptionalTensor& argument, const at::Tensor& gradient
     return gradient;
   }
   const bool drop_imaginary = gradient.is_complex() && !argument->is_complex();
-  return (drop_imaginary ? at::real(gradient) : gradient).to(argument->scalar_type()).contiguous();
+  return in_dtype(drop_imaginary ? at::real(gradient) : gradient, argument->scalar_type())
+      .contiguous();
 }
 
 at::Tensor parameter_gradient(const OptionalTensor& parameter, const at::Tensor& sum,
                               const at::Tensor& data) {
-  return sum.defined() ? sum.to(parameter->scalar_type()) : no_gradient(data);
+  return sum.defined() ? in_dtype(sum, parameter->scalar_type()) : no_gradient(data);
 }
 
 void write_back(const char* op, const at::Tensor& written, at::Tensor& state) {

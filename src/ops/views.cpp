@@ -41,11 +41,11 @@ at::ScalarType gate_dtype(const at::Tensor& gate, at::ScalarType data) {
 }
 
 at::Tensor gate_in_rows(const at::Tensor& gate, at::ScalarType data) {
-  return in_rows(gate.to(gate_dtype(gate, data)));
+  return in_rows(in_dtype(gate, gate_dtype(gate, data)));
 }
 
 at::Tensor contiguous_as(const OptionalTensor& tensor, at::ScalarType dtype) {
-  return is_given(tensor) ? tensor->to(dtype).contiguous() : at::Tensor();
+  return is_given(tensor) ? in_dtype(*tensor, dtype).contiguous() : at::Tensor();
 }
 
 at::Tensor contiguous_or_none(const OptionalTensor& tensor) {

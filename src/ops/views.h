@@ -16,6 +16,11 @@ namespace tidegate::ops {
 
 kernels::DType kernel_dtype(at::ScalarType dtype);
 
+/// `tensor` in `dtype`. Where it is so already, asking torch for it would take half a microsecond.
+inline at::Tensor in_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
+}
+
 /// `tensor` itself, or a contiguous copy when its last stride is not one (or its rows are further
 /// apart than the kernels reach).
 at::Tensor in_rows(const at::Tensor& tensor);

@@ -232,6 +232,28 @@ TEST_P(GlaCudaTensorCore, EverySize) {
   }
 }
 
+// Rows that no 16 bytes divide: any K and V, and rows that begin anywhere.
+TEST_P(GlaCudaTensorCore, EveryRow) {
+  uint32_t i = 0;
+  for (const int64_t key_dim : {1, 7, 63, 64, 66, 105, 116, 121, 200}) {
+    for (const int64_t value_dim : {1, 20, 77, 120, 121}) {
+      GlaShape shape = vary(i++);
+      shape.heads = 1 + i % 2;
+      shape.batch = 1 + i / 2 % 2;
+      shape.time = 35;
+      shape.key_dim = key_dim;
+      shape.value_dim = value_dim;
+      shape.gap = i % 3;
+      shape.shift = i / 3 % 2;
+      if (key_dim >= 128) {  // a full tile has no room for rows that begin late
+        shape.gap = shape.shift = 0;
+      }
+      if (i % 4 == 0) pack(&shape, i / 4);
+      check(shape);
+    }
+  }
+}
+
 // Long enough for the planner to divide time, with more than a key tile of K.
 TEST_P(GlaCudaTensorCore, Segments) {
   for (uint32_t i = 0; i < 4; ++i) {
@@ -241,6 +263,7 @@ TEST_P(GlaCudaTensorCore, Segments) {
     shape.key_dim = i % 2 == 0 ? 32 : 144;
     shape.value_dim = 16;
     if (i >= 2) {
+      shape.value_dim = i == 2 ? 21 : 22;
       shape.offsets = {0, 0, 5, 600, 600, 1100};
     }
     GlaProblem problem(shape);

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import require_cuda
+from fuzz import check
 from support import any_op, cases, gla_cases, recurrence, rnn_cases, scan_cases, wkv4_cases
 from support import forgetting_attention_cases as attention_cases
 from support.any_op import AnyCase, inputs_of, train
@@ -396,9 +397,9 @@ SANITIZED_ATTENTION = [
 @pytest.mark.parametrize("case", [*scan_cases.KINDS, *gla_cases.KINDS], ids=str)
 def test_tiny_shapes_under_the_sanitizer(case: ScanCase | GlaCase) -> None:
     """Each kernel once or twice: forward, backward and step, padded and packed."""
-    cases.check(case.sized(2, 70, 8), "cuda")
-    cases.check(replace(case.sized(1, 0, 3), lengths=(3, 0, 60, 1), reverse=True), "cuda")
-    cases.check(replace(case, time=1), "cuda")
+    check(case.sized(2, 70, 8), "cuda")
+    check(replace(case.sized(1, 0, 3), lengths=(3, 0, 60, 1), reverse=True), "cuda")
+    check(replace(case, time=1), "cuda")
 
 
 @pytest.mark.sanitize

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import require_cuda
-from fuzz import check_case
+from fuzz import check, check_case, judge_again
 from support import cases, error_rule, gla_cases, recurrence
 from support import op_properties as properties
 from support.gla_cases import GlaCase
@@ -40,22 +40,22 @@ def over_time(arguments: dict[str, Tensor | None]) -> list[str]:
 
 @pytest.mark.parametrize("case", gla_cases.every_length(), ids=str)
 def test_every_length(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_regime(), ids=str)
 def test_every_gate_regime(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_layout(), ids=str)
 def test_every_layout(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.every_mix(), ids=str)
 def test_every_mix_of_dtypes(case: GlaCase, device: str) -> None:
-    cases.check(case, device)
+    check(case, device)
 
 
 @pytest.mark.parametrize("case", gla_cases.on_tensor_cores(), ids=str)
@@ -80,7 +80,9 @@ def test_any_key_and_value_dimension(case: GlaCase, size: tuple[int, int], devic
 )
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
 def test_packed(case: GlaCase, lengths: tuple[int, ...], reverse: bool, device: str) -> None:
-    properties.check_packed(case, device, lengths, reverse)
+    for offsets_dtype in (torch.int32, torch.int64):
+        packed = replace(case, lengths=lengths, reverse=reverse, offsets_dtype=offsets_dtype)
+        check(packed, device)
 
 
 @pytest.mark.parametrize("case", SHORT_KINDS, ids=str)
@@ -243,7 +245,7 @@ def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: s
     case = replace(case, time=35, reverse=reverse)
     arguments, _ = placed(case, device)
     exact = cases.reference(case, backward=False, exact=True)
-    yardstick = cases.reference(case, backward=False, exact=False)
+    yardstick = cases.reference(case, backward=False, exact=False, **case.ways(device))
     for at in range(case.time + 1):
         parts = [slice(0, at), slice(at, None)]
         outputs, state = [], arguments["h0"]
@@ -293,23 +295,37 @@ def test_step_writes_into_a_view_of_a_state(device: str) -> None:
         assert states[::2].eq(0.5).all()
 
 
+def gradients_in_parts(case: GlaCase, device: str) -> dict[str, error_rule.Verdict]:
+    """How gradients do that went through two states between parts of the sequence."""
+    arguments, loss = placed(case, device)
+    exact = cases.reference(case, backward=True, exact=True)
+    yardstick = cases.reference(case, backward=True, exact=False, **case.ways(device))
+    named = {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
+    parts, state = [], named["h0"]
+    for part in (slice(0, 18), slice(18, 19), slice(19, 41)):
+        sliced = {k: named[k][:, part] for k in over_time(arguments)}
+        o, state = call(case, {**arguments, **named, **sliced, "h0": state})
+        parts.append(o)
+    found = torch.autograd.grad((torch.cat(parts, 1), state), list(named.values()), loss)
+    return {
+        name: error_rule.judge(
+            grad, exact[f"d{name}"], yardstick[f"d{name}"], exact.get(f"|d{name}|")
+        )
+        for name, grad in zip(named, found, strict=True)
+    }
+
+
 def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
+    """On tensor cores one number of hundreds may be thrice as wrong as the yardstick's worst, and
+    so may another way of dividing time be by the yardstick itself: they are judged as by `check`.
+    """
     for case in SHORT_KINDS:
         case = replace(case, time=41)
-        arguments, loss = placed(case, device)
-        exact = cases.reference(case, backward=True, exact=True)
-        yardstick = cases.reference(case, backward=True, exact=False)
-        named = {k: v.detach().requires_grad_() for k, v in leaves(arguments).items()}
-        parts, state = [], named["h0"]
-        for part in (slice(0, 18), slice(18, 19), slice(19, 41)):
-            sliced = {k: named[k][:, part] for k in over_time(arguments)}
-            o, state = call(case, {**arguments, **named, **sliced, "h0": state})
-            parts.append(o)
-        found = torch.autograd.grad((torch.cat(parts, 1), state), list(named.values()), loss)
-        for name, grad in zip(named, found, strict=True):
-            size = exact.get(f"|d{name}|")
-            expected = exact[f"d{name}"], yardstick[f"d{name}"]
-            error_rule.assert_within_rule(name, grad, *expected, size)
+        verdicts = gradients_in_parts(case, device)
+        problems = {name: verdict.message for name, verdict in verdicts.items() if not verdict}
+        if problems:
+            assert case.ways(device)["chunks"], problems
+            judge_again(case, lambda drawn: gradients_in_parts(drawn, device), str(problems))
 
 
 # What reaches what ------------------------------------------------------------------------------
@@ -485,29 +501,22 @@ def test_memory_of_both_passes(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_of_a_padded_call() -> None:
-    """What the call takes that tensor cores take as it is, the widened inputs beside it, and the
-    results once."""
+def test_no_copies_of_odd_sizes() -> None:
+    """The forward pass reads rows that no 16 bytes divide where they are: it takes no more memory
+    than that of the next size does."""
     require_cuda()
 
-    def draw(width: int) -> list[Tensor]:
+    def peak_of(width: int) -> int:
         q, k, v, log_f = torch.randn(4, 1, 4096, 4, width, device="cuda").bfloat16().unbind()
-        return [q, k, v, -log_f.abs()]
-
-    def peak_of(inputs: list[Tensor]) -> tuple[int, int]:
-        """Of the call; of its results alone."""
+        log_f = -log_f.abs()
         torch.cuda.synchronize()
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        results = ops.gated_linear_attention(*inputs)
+        results = ops.gated_linear_attention(q, k, v, log_f)
         torch.cuda.synchronize()
-        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-        return peak, sum(t.nbytes for t in results)
+        del results
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
-    wide, narrow = draw(32), draw(24)
-    peak_of(narrow)  # what is made once
-    gc.collect()
-    wide_peak, wide_results = peak_of(wide)
-    peak, results = peak_of(narrow)
-    widened = sum(t.nbytes for t in wide)
-    assert peak <= widened + max(wide_peak, wide_results + results) + results // 2
+    peak_of(32)  # what is made once
+    assert peak_of(21) <= peak_of(32)

@@ -413,6 +413,14 @@ def test_compiles_whole(op, device) -> None:
             lambda: ops.hgrn2_qfv(torch.zeros(1, 4, 2, 8)),
             "hgrn2_qfv: qfv must have shape [B, T, 3, H, K], got [1, 4, 2, 8]",
         ),
+        (  # what a user of HGRU2 gave, who did not call this op
+            lambda: ops.hgrn2_qfv(torch.zeros(1, 4, 3, 2, 8), h0=torch.zeros(1, 2, 8, 9)),
+            "hgrn2: h0 must have shape [N, H, K, V] = [1, 2, 8, 8], got [1, 2, 8, 9]",
+        ),
+        (
+            lambda: ops.hgrn2_qfv(torch.zeros(1, 4, 3, 2, 8), scale=True),
+            "hgrn2: scale must be a number, got True",
+        ),
     ],
 )
 def test_errors(call, message) -> None:

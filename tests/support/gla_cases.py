@@ -65,8 +65,9 @@ class GlaCase(cases.Named):
         (docs/kernels/gla_cuda.md)."""
         half = self.dtype in (torch.bfloat16, torch.float16)
         sizes_fit = max(self.key_dim, self.value_dim) <= 256
+        whole = self.key_dim % 16 == self.value_dim % 16 == 0 and self.layout != "misaligned"
         time = self.time if self.lengths is None else sum(self.lengths)
-        return half and sizes_fit and time > 2
+        return half and sizes_fit and time > (2 if whole else 8)
 
     def sized(self, batch: int, time: int, width: int) -> GlaCase:
         return replace(self, batch=batch, time=time, key_dim=width, value_dim=width + 1)
@@ -256,6 +257,10 @@ def padded() -> list[GlaCase]:
         {"key_dim": 32, "value_dim": 64, "layout": "misaligned"},
         {"key_dim": 250, "value_dim": 8, "batch": 1, "heads": 1},
         {"key_dim": 20, "value_dim": 20, "q_activation": "sigmoid", "v_activation": "sigmoid"},
+        {"key_dim": 105, "value_dim": 105, "batch": 1},
+        {"key_dim": 116, "value_dim": 116, "batch": 1, "gate_dtype": torch.float32},
+        {"key_dim": 64, "value_dim": 127, "batch": 1, "layout": "misaligned", "reverse": True},
+        {"key_dim": 129, "value_dim": 15, "heads": 1},
     ]
     return [
         replace(kind, time=100, seed=11 + i, **way)

@@ -14,6 +14,7 @@
 #include "kernels/gla/cuda/backward/chunk_layout.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
+#include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
@@ -78,10 +79,10 @@ cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {
 // States of matrix recurrences across time segments that blocks scanned at the same time: what
 // each segment makes of a state, S -> decay * S + own a row, becomes the state itself.
 
-/// The maps of all segments of one scan. Everything is in fp32 and aligned to 16 bytes.
+/// The maps of all segments of one scan, in fp32.
 struct SegmentCarries {
   TimeTiles segments = {};
-  int64_t heads = 0, rows = 0, columns = 0;  // of a state; columns: a multiple of four
+  int64_t heads = 0, rows = 0, columns = 0;  // of a state
   const void* initial = nullptr;             // [N, H, rows, columns]; null: zero
   const float* decays = nullptr;             // [segment index, H, rows]
   float* states = nullptr;                   // [segment index, H, rows, columns]: own, then states
@@ -106,36 +107,45 @@ struct Scans {
   SegmentCarries of[kMostScans];
 };
 
-/// A thread takes four columns of a row of one head through all segments of a sequence.
-template <CarryPlace kPlace>
+__device__ inline float carried(float decay, float state, float own) {
+  return fmaf(decay, state, own);
+}
+__device__ inline float4 carried(float decay, const float4& s, const float4& own) {
+  return {fmaf(decay, s.x, own.x), fmaf(decay, s.y, own.y), fmaf(decay, s.z, own.z),
+          fmaf(decay, s.w, own.w)};
+}
+
+/// A thread takes four columns (a float4) or one of a row of one head through all segments of a
+/// sequence.
+template <class Columns, CarryPlace kPlace>
 __global__ void __launch_bounds__(kThreads)
     compose_segments_kernel(const __grid_constant__ Scans scans) {
+  constexpr int kColumns = sizeof(Columns) / sizeof(float);
   const SegmentCarries& scan = scans.of[blockIdx.y];
   const SequenceLayout& layout = scan.segments.layout;
-  const int64_t fours = scan.rows * scan.columns / 4;  // of a state
+  const int64_t parts = scan.rows * scan.columns / kColumns;  // of a state
   const int64_t item = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (item >= layout.sequences * scan.heads * fours) {
+  if (item >= layout.sequences * scan.heads * parts) {
     return;
   }
-  const int64_t n = item / fours / scan.heads, head = item / fours % scan.heads;
-  const int64_t at = item % fours, row = at * 4 / scan.columns;
+  const int64_t n = item / parts / scan.heads, head = item / parts % scan.heads;
+  const int64_t at = item % parts, row = at * kColumns / scan.columns;
   const Sequence seq = find_sequence(layout, n);
   const int64_t first = first_tile_index(scan.segments, static_cast<int>(n));
   const int segments = tiles_of(scan.segments, seq);
-  float4 s = {};
+  Columns s = {};
   if (scan.initial != nullptr) {
-    s = static_cast<const float4*>(scan.initial)[(n * scan.heads + head) * fours + at];
+    s = static_cast<const Columns*>(scan.initial)[(n * scan.heads + head) * parts + at];
   }
   const int steps = kPlace == CarryPlace::kBefore ? segments : segments - 1;
 #pragma unroll 4
   for (int i = 0; i < steps; ++i) {
     const int64_t index = first + (scan.adjoint ? segments - 1 - i : i);
-    float4* const place =
-        reinterpret_cast<float4*>(scan.states) + (index * scan.heads + head) * fours + at;
+    Columns* const place =
+        reinterpret_cast<Columns*>(scan.states) + (index * scan.heads + head) * parts + at;
     const float decay = scan.decays[(index * scan.heads + head) * scan.rows + row];
-    const float4 own = *place, before = s;
-    s = {fmaf(decay, s.x, own.x), fmaf(decay, s.y, own.y), fmaf(decay, s.z, own.z),
-         fmaf(decay, s.w, own.w)};
+    const Columns own = *place, before = s;
+    s = carried(decay, s, own);
     *place = kPlace == CarryPlace::kBefore ? before : s;
   }
 }
@@ -147,13 +157,22 @@ cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace 
   Scans all = {};
   std::copy_n(scans, count, all.of);
   const SegmentCarries& s = scans[0];
-  const int64_t items = s.segments.layout.sequences * s.heads * s.rows * s.columns / 4;
+  bool in_fours = s.columns % 4 == 0;
+  for (int i = 0; i < count; ++i) {
+    in_fours = in_fours && is_aligned(scans[i].initial, 16) && is_aligned(scans[i].states, 16);
+  }
+  const int64_t items =
+      s.segments.layout.sequences * s.heads * s.rows * s.columns / (in_fours ? 4 : 1);
   const dim3 grid(static_cast<unsigned>(ceil_div(items, kThreads)), static_cast<unsigned>(count));
-  return place == CarryPlace::kBefore
-             ? launch_unless_empty(&compose_segments_kernel<CarryPlace::kBefore>, grid, kThreads, 0,
-                                   stream, all)
-             : launch_unless_empty(&compose_segments_kernel<CarryPlace::kAfter>, grid, kThreads, 0,
-                                   stream, all);
+  const auto launch = [&](auto* kernel) {
+    return launch_unless_empty(kernel, grid, kThreads, 0, stream, all);
+  };
+  if (place == CarryPlace::kBefore) {  // the backward pass, whose states are in fours
+    return in_fours ? launch(&compose_segments_kernel<float4, CarryPlace::kBefore>)
+                    : cudaErrorInvalidValue;
+  }
+  return in_fours ? launch(&compose_segments_kernel<float4, CarryPlace::kAfter>)
+                  : launch(&compose_segments_kernel<float, CarryPlace::kAfter>);
 }
 
 // ---- The forward pass ----
@@ -201,12 +220,26 @@ cudaError_t find_segment_states(const TensorForward& work, cudaStream_t stream) 
 
 }  // namespace
 
+namespace {
+
+/// Whether rows of `dim` numbers are whole pieces of 16 bytes, aligned to as many.
+bool is_whole(const HeadSeries& rows, int64_t dim) {
+  return rows_aligned(rows, 16) && dim * element_size(rows.dtype) % 16 == 0;
+}
+
+}  // namespace
+
 bool tensor_forward_fits(const GlaParams& p) {
-  const auto dim_fits = [](int64_t dim) { return dim % kSubChunk == 0 && dim <= kMaxDim; };
-  return is_16_bit(p.q.dtype) && dim_fits(p.key_dim) && dim_fits(p.value_dim) &&
-         rows_aligned(p.q, 16) && (p.k.data == nullptr || rows_aligned(p.k, 16)) &&
-         rows_aligned(p.v, 16) && (p.gate_per_head || rows_aligned(p.gate, 16)) &&
-         rows_aligned(p.o, 8) && is_aligned(p.h0, 16) && is_aligned(p.h_final, 4);
+  if (!is_16_bit(p.q.dtype) || std::max(p.key_dim, p.value_dim) > kMostTensorCoreDim) {
+    return false;
+  }
+  const bool whole =
+      is_whole(p.q, p.key_dim) && (p.k.data == nullptr || is_whole(p.k, p.key_dim)) &&
+      is_whole(p.v, p.value_dim) && (p.gate_per_head || is_whole(p.gate, p.key_dim)) &&
+      p.key_dim % kTensorCoreDims == 0 && p.value_dim % kTensorCoreDims == 0;
+  return whole || (p.layout.time > kMostUnpaddedTokens && rows_fit_tile(p.q, p.key_dim) &&
+                   rows_fit_tile(p.k, p.key_dim) && rows_fit_tile(p.v, p.value_dim) &&
+                   (p.gate_per_head || rows_fit_tile(p.gate, p.key_dim)));
 }
 
 cudaError_t tensor_forward_plan(const GlaParams& params, GlaPlan* plan) {
@@ -227,6 +260,14 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   TensorForward work;
   work.params = p;
   work.value_tile = value_tile(p);
+  work.whole_pieces[kForwardQ] = is_whole(p.q, p.key_dim);
+  work.whole_pieces[kForwardK] = is_whole(p.k, p.key_dim);
+  work.whole_pieces[kForwardV] = is_whole(p.v, p.value_dim);
+  work.whole_pieces[kForwardGate] = is_whole(p.gate, p.key_dim);
+  const auto stored_by = [&p](int64_t bytes) {
+    return rows_aligned(p.o, bytes) && p.value_dim * element_size(p.o.dtype) % bytes == 0;
+  };
+  work.output_bytes = stored_by(8) ? 8 : stored_by(4) ? 4 : 2;
   work.segments = time_tiles(p.layout, divided ? p.plan.segment_time : p.layout.time + 1);
   work.states = space.states_in(p.workspace);
   work.products = space.products_in(p.workspace);

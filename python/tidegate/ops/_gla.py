@@ -70,6 +70,12 @@ def gated_linear_attention_step(
     return torch.ops.tidegate.gated_linear_attention_step(q, k, v, log_f, state, scale)
 
 
+def _check_hgrn2_options(op: str, scale: object, q_word: object, v_word: object) -> None:
+    check_number(op, "scale", scale)
+    check_text(op, "q_activation", q_word)
+    check_text(op, "v_activation", v_word)
+
+
 def hgrn2(
     q: Tensor,
     f: Tensor,
@@ -113,9 +119,7 @@ def hgrn2(
     either. Exact for any gate. Cost O(B T H K V). Accumulates in the state's dtype; bitwise
     deterministic; training keeps the inputs only and computes the states again.
     """
-    check_number("hgrn2", "scale", scale)
-    check_text("hgrn2", "q_activation", q_activation)
-    check_text("hgrn2", "v_activation", v_activation)
+    _check_hgrn2_options("hgrn2", scale, q_activation, v_activation)
     check_switch("hgrn2", "reverse", reverse)
     cu_seqlens = offsets_on("hgrn2", cu_seqlens, q)
     return torch.ops.tidegate.hgrn2(
@@ -140,14 +144,12 @@ def hgrn2_qfv(
         qfv: [B, T, 3, H, K]: q, f and v. Its gradient comes as one tensor, where that of three
             slices would be copied together.
 
-    All else is as there.
+    All else is as there, and its errors name that op: modules call this one, whose users do not.
     """
     check_tensor("hgrn2_qfv", "qfv", qfv)
-    check_number("hgrn2_qfv", "scale", scale)
-    check_text("hgrn2_qfv", "q_activation", q_activation)
-    check_text("hgrn2_qfv", "v_activation", v_activation)
-    check_switch("hgrn2_qfv", "reverse", reverse)
-    cu_seqlens = offsets_on("hgrn2_qfv", cu_seqlens, qfv)
+    _check_hgrn2_options("hgrn2", scale, q_activation, v_activation)
+    check_switch("hgrn2", "reverse", reverse)
+    cu_seqlens = offsets_on("hgrn2", cu_seqlens, qfv)
     return torch.ops.tidegate.hgrn2_qfv(
         qfv, gamma, h0, scale, q_activation, v_activation, reverse, cu_seqlens
     )
@@ -180,7 +182,5 @@ def hgrn2_step(
         o [B, H, V]. Has no gradient: raises when an argument requires one and gradients are
         recorded. Reads and writes the state once.
     """
-    check_number("hgrn2_step", "scale", scale)
-    check_text("hgrn2_step", "q_activation", q_activation)
-    check_text("hgrn2_step", "v_activation", v_activation)
+    _check_hgrn2_options("hgrn2_step", scale, q_activation, v_activation)
     return torch.ops.tidegate.hgrn2_step(q, f, v, gamma, state, scale, q_activation, v_activation)

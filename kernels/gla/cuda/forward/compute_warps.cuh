@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/gla/cuda/forward/loader.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 
 namespace tidegate::kernels::gla {
@@ -24,7 +25,16 @@ class Producer {
   static constexpr int kChannelGroups = kKeys / 32;  // of 32 channels, eight a lane
 
   __device__ Producer(const GlaParams& p, const WorkTile& work, const float* bounds, int lane)
-      : p_(p), work_(work), bounds_(bounds), lane_(lane) {
+      : p_(p),
+        work_(work),
+        bounds_(bounds),
+        lane_(lane),
+        late_q_(p.q, work, p.layout.reverse),
+        late_k_(kKind == GateKind::kLogit ? p.gate : p.k, work, p.layout.reverse),
+        late_v_(p.v, work, p.layout.reverse),
+        late_gate_(p.gate, work, p.layout.reverse),
+        any_late_(late_q_.any() || late_k_.any() || late_v_.any() ||
+                  (!p.gate_per_head && late_gate_.any())) {
     if (kKind == GateKind::kLogDecay && p.gate_per_head) {
       head_gates_ = HeadRows(p.gate, work.segment.sequence, p.layout.reverse, work.head);
     }
@@ -32,6 +42,9 @@ class Producer {
 
   /// Makes sub-chunk b of the segment, whose copies have landed in the stage.
   __device__ void make(Stage& stage, int b) const {
+    if (any_late_) {
+      move_rows(stage);
+    }
     float head_decay[2];
     if (kKind == GateKind::kLogDecay && p_.gate_per_head) {
 #pragma unroll
@@ -56,8 +69,24 @@ class Producer {
   }
 
  private:
-  // A logit that stands for no token or channel: no key, and a decay of one. (A log decay of zero
-  // is that already, with its key of zero.)
+  __device__ void move_rows(Stage& stage) const {
+    if constexpr (!kMaps) {
+      late_q_.move(stage.query, lane_);
+    }
+    late_v_.move(stage.value, lane_);
+    if constexpr (kKind == GateKind::kLogDecay || kGateIsKey) {
+      late_k_.move(stage.key, lane_);
+    }
+    if constexpr (!kGateIsKey) {
+      if (!p_.gate_per_head) {
+        late_gate_.move(stage.gate, lane_);
+      }
+    }
+    __syncwarp();
+  }
+
+  // A logit that stands for no token: no key, and a decay of one. (A log decay of zero is that
+  // already, with its key of zero; past the last channel, gamma is one.)
   static constexpr uint32_t kNoLogit = std::is_same_v<Gate, __half> ? 0x7bff7bffu : 0x7f7f7f7fu;
 
   __device__ int token(int i) const { return lane_ / 4 * 2 + i; }
@@ -78,11 +107,10 @@ class Producer {
       }
     }
     if constexpr (kKind == GateKind::kLogit) {
-      const bool whole = work_.segment.first + (b + 1) * kSubChunk <= work_.segment.end();
-      if (!whole || work_.keys < kKeys) {
+      if (work_.segment.first + (b + 1) * kSubChunk > work_.segment.end()) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (step_of(b, i) >= work_.segment.end() || channel(group) >= work_.keys) {
+          if (step_of(b, i) >= work_.segment.end()) {
             gate[i].fill(kNoLogit);
           }
         }
@@ -189,6 +217,8 @@ class Producer {
   const WorkTile& work_;
   const float* bounds_;  // gamma of the work's keys, in shared memory
   const int lane_;
+  const LateRows late_q_, late_k_, late_v_, late_gate_;
+  const bool any_late_;
   HeadRows head_gates_;
 };
 
@@ -260,14 +290,15 @@ class Consumer {
     }
   }
 
-  /// The warp's columns of rows [key][V] of a state; null is zero.
-  __device__ void load(const float* state, int keys, int64_t value_dim, bool exists) {
-    each(keys, exists, [&](int key, int column, float& x) {
+  /// The warp's columns, those that exist, of rows [key][V] of a state; null is zero.
+  __device__ void load(const float* state, int keys, int64_t value_dim, int columns) {
+    each(keys, columns, [&](int key, int column, float& x) {
       x = state == nullptr ? 0.0f : state[key * value_dim + column];
     });
   }
-  __device__ void store(float* state, int keys, int64_t value_dim, bool exists) {
-    each(keys, exists, [&](int key, int column, float& x) { state[key * value_dim + column] = x; });
+  __device__ void store(float* state, int keys, int64_t value_dim, int columns) {
+    each(keys, columns,
+         [&](int key, int column, float& x) { state[key * value_dim + column] = x; });
   }
 
   /// o of 16 tokens: o[tile][i] of tokens r, r + 8 and columns 8 tile + 2c, 2c + 1, without the
@@ -333,14 +364,14 @@ class Consumer {
   }
 
   template <class Visit>
-  __device__ void each(int keys, bool exists, Visit visit) {
+  __device__ void each(int keys, int columns, Visit visit) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int key = 8 * j + lane_ % 4 * 2 + i % 2;
-        if (exists && key < keys) {
-          visit(key, lane_ / 4 + i / 2 * 8, state_[j][i]);
+        const int key = 8 * j + lane_ % 4 * 2 + i % 2, column = lane_ / 4 + i / 2 * 8;
+        if (key < keys && column < columns) {
+          visit(key, column, state_[j][i]);
         }
       }
     }
@@ -354,6 +385,7 @@ class Consumer {
 
 /// The rows of o, 16 tokens after 16 tokens, of a warp's 16 columns. Two lanes exchange halves, so
 /// that each stores four neighbouring columns of two tokens, and four lanes a whole 32-byte sector.
+/// Where rows are not that aligned, or end within the four, they are stored by twos or one by one.
 template <class Data, bool kKeyTiles>
 class OutputRows {
  public:
@@ -364,8 +396,11 @@ class OutputRows {
         column_(work.first_value + first_column),
         step_(work.segment.first + lane / 4) {
     const HeadRows o(w.params.o, work.segment.sequence, w.params.layout.reverse, work.head);
-    at_ = o.row(step_) + (column_ + lane % 2 * 8 + lane % 4 / 2 * 4) * int{sizeof(Data)};
+    const int first = column_ + lane % 2 * 8 + lane % 4 / 2 * 4;
+    at_ = o.row(step_) + first * int{sizeof(Data)};
     stride_ = 8 * int64_t{o.stride_bytes()};
+    columns_ = static_cast<int>(w.params.value_dim) - first;
+    end_ = columns_ > 0 ? work.segment.end() : 0;
   }
 
   __device__ void store(float (&o)[2][4]) {
@@ -386,8 +421,8 @@ class OutputRows {
         const float right[2] = {o[1][2 * i] * scale, o[1][2 * i + 1] * scale};
         const uint32_t a = pack<Data, 2>(left).bits, b = pack<Data, 2>(right).bits;
         const uint32_t got = __shfl_xor_sync(~0u, odd ? a : b, 1);
-        if (step_ + 8 * i < work_.segment.end()) {
-          *reinterpret_cast<uint2*>(at_ + i * stride_) = odd ? uint2{got, b} : uint2{a, got};
+        if (step_ + 8 * i < end_) {
+          store_four(at_ + i * stride_, odd ? uint2{got, b} : uint2{a, got});
         }
       }
     }
@@ -396,6 +431,25 @@ class OutputRows {
   }
 
  private:
+  __device__ void store_four(char* to, const uint2& four) const {
+    if (w_.output_bytes == 8) {
+      *reinterpret_cast<uint2*>(to) = four;
+    } else if (w_.output_bytes == 4) {
+      *reinterpret_cast<uint32_t*>(to) = four.x;
+      if (columns_ > 2) {
+        *reinterpret_cast<uint32_t*>(to + 4) = four.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i < columns_) {
+          *reinterpret_cast<uint16_t*>(to + 2 * i) =
+              static_cast<uint16_t>((i < 2 ? four.x : four.y) >> 16 * (i % 2));
+        }
+      }
+    }
+  }
+
   /// Visits what this lane holds, as elements of [B, T, H, V].
   template <class Visit>
   __device__ void each(float (&o)[2][4], Visit visit) const {
@@ -404,12 +458,11 @@ class OutputRows {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int step = step_ + i % 4 / 2 * 8;
-      if (step < work_.segment.end()) {
+      const int column = column_ + i / 4 * 8 + lane_ % 4 * 2 + i % 2;
+      if (step < work_.segment.end() && column < p.value_dim) {
         const int64_t token = seq.batch * p.layout.time + seq.start +
                               (p.layout.reverse ? seq.length - 1 - step : step);
-        visit((token * p.heads + work_.head) * p.value_dim + column_ + i / 4 * 8 + lane_ % 4 * 2 +
-                  i % 2,
-              o[i / 4][i % 4]);
+        visit((token * p.heads + work_.head) * p.value_dim + column, o[i / 4][i % 4]);
       }
     }
   }
@@ -417,7 +470,9 @@ class OutputRows {
   const TensorForward& w_;
   const WorkTile& work_;
   const int lane_, column_;
-  int step_;  // of this lane's first token
+  int step_;     // of this lane's first token
+  int end_;      // of the segment; 0 where none of the lane's columns exists
+  int columns_;  // from the lane's first of four on
   char* at_;
   int64_t stride_;  // eight rows, in bytes
 };

@@ -2,7 +2,7 @@
 
 // How the forward pass on tensor cores divides its work, and the ring of stages in shared memory
 // through which that goes: tiles with their reasons, what a launch tells its kernel, the workspace;
-// the layout of a stage; and the warp that fills stages.
+// the layout of a stage.
 
 #include <algorithm>
 #include <type_traits>
@@ -92,12 +92,18 @@ inline int64_t choose_forward_segment(const GlaParams& p, int multiprocessors) {
   return best == 1 ? 0 : rounded(ceil_div(p.layout.time, best));
 }
 
+/// The tensors whose rows the loader copies.
+enum ForwardRow : int { kForwardQ = 0, kForwardK, kForwardV, kForwardGate, kForwardRows };
+
 /// What a launch tells its kernel.
 struct TensorForward {
   GlaParams params = {};
   int first_key = 0, keys = 0;  // the key tile
   int value_tile = 0;           // columns of V a block, a multiple of 16
   int producers = 0, stages = 0;
+  // Of q, k, v, the gate: whether all rows are whole pieces of 16 bytes, aligned to as many.
+  bool whole_pieces[kForwardRows] = {};
+  int output_bytes = 0;     // what a lane stores of o at once: 8, 4 or 2
   TimeTiles segments = {};  // a segment is a whole sequence where time is not divided
   // Where time is divided into segments: [segment index, H, K, V] and [segment index, H, K]. First
   // the map of each segment (the state it makes of zero, and the product of its decays), then in
@@ -138,7 +144,7 @@ struct WorkTile {
   TimeTile segment;
   int64_t head;
   int first_key, keys;      // channels of K: 128 at most
-  int first_value, values;  // columns of V: 128 at most
+  int first_value, values;  // columns of V: 128 at most; the last tile's are what is left
 };
 
 __device__ inline WorkTile find_work_tile(const TensorForward& w) {
@@ -321,86 +327,5 @@ __device__ inline uint4 activated_bf16(InputActivation activation, const Eight<T
   return {pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]), pack_bf16(high[0], high[1]),
           pack_bf16(high[2], high[3])};
 }
-
-// ---- The loader warp ----
-//
-// The loader warp copies sub-chunks from device to shared memory, as far ahead as there are free
-// stages. It does nothing else, so that no arithmetic waits for device memory, and whole rows are
-// asked for at once.
-
-/// Rows of one tensor, kPieces of 16 bytes each, into a tile: a lane has the same piece of every
-/// kRowsAtOnce-th row.
-template <int kPieces>
-class TileRows {
- public:
-  static constexpr int kRowsAtOnce = 32 / kPieces;
-
-  __device__ TileRows(const HeadSeries& series, const WorkTile& work, bool backwards, int first,
-                      int channels, int element_bytes, int lane) {
-    const HeadRows rows(series, work.segment.sequence, backwards, work.head);
-    piece_ = lane % kPieces;
-    row_ = lane / kPieces;
-    step_ = work.segment.first + row_;
-    at_ = rows.row(step_) + static_cast<int64_t>(first) * element_bytes + piece_ * 16;
-    stride_ = kRowsAtOnce * int64_t{rows.stride_bytes()};
-    // A piece past the last channel never exists.
-    end_ = piece_ * 16 < channels * element_bytes ? work.segment.end() : 0;
-  }
-
-  /// The next 16 rows.
-  template <class Tile>
-  __device__ void copy(Tile& tile) {
-#pragma unroll
-    for (int i = 0; i < kSubChunk / kRowsAtOnce; ++i) {
-      copy_async_or_zero(tile.at(row_ + i * kRowsAtOnce, piece_), at_, step_ < end_);
-      at_ += stride_;
-      step_ += kRowsAtOnce;
-    }
-  }
-
- private:
-  const char* at_;
-  int64_t stride_;
-  int piece_, row_, step_, end_;
-};
-
-/// What the loader copies into a stage. kMaps: no queries.
-template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
-class Loader {
- public:
-  static constexpr bool kGateIsKey = kKind == GateKind::kLogit && sizeof(Gate) == 2;
-  using Stage =
-      std::conditional_t<kGateIsKey, SubChunkStage<kKeys>, SubChunkStageWithGate<Gate, kKeys>>;
-
-  __device__ Loader(const GlaParams& p, const WorkTile& work, int lane)
-      : per_head_(p.gate_per_head),
-        q_(p.q, work, p.layout.reverse, work.first_key, work.keys, sizeof(Data), lane),
-        k_(kKind == GateKind::kLogit ? p.gate : p.k, work, p.layout.reverse, work.first_key,
-           work.keys, sizeof(Data), lane),
-        v_(p.v, work, p.layout.reverse, work.first_value, work.values, sizeof(Data), lane),
-        gate_(p.gate, work, p.layout.reverse, work.first_key, work.keys, sizeof(Gate), lane) {}
-
-  /// Starts the copies of the next sub-chunk.
-  __device__ void copy(Stage& stage) {
-    if constexpr (!kMaps) {
-      q_.copy(stage.query);
-    }
-    if constexpr (kKind == GateKind::kLogDecay || kGateIsKey) {
-      k_.copy(stage.key);
-    }
-    if constexpr (!kGateIsKey) {
-      if (!per_head_) {
-        gate_.copy(stage.gate);
-      }
-    }
-    v_.copy(stage.value);
-  }
-
- private:
-  const bool per_head_;
-  TileRows<TokenTile<kKeys>::kPieces> q_, k_;
-  TileRows<TokenTile<kValueTile>::kPieces> v_;
-  TileRows<GateTile<Gate, kKeys>::kPieces> gate_;
-};
 
 }  // namespace tidegate::kernels::gla

@@ -3,7 +3,7 @@
 // The forward pass on tensor cores. A block of threads scans one head of a segment, 16 tokens (a
 // sub-chunk) at a time, through a ring of stages in shared memory:
 //
-//   loader warp      q, k or logits, and v of a sub-chunk into a free stage       stage.cuh
+//   loader warp      q, k or logits, and v of a sub-chunk into a free stage       loader.cuh
 //   producer warps   gates, scores, q~ = q pre and k~ = k suf, in place           compute_warps.cuh
 //   consumer warps   o = q~ S + scores v, then S = diag(total) S + k~^T v         compute_warps.cuh
 //
@@ -19,6 +19,7 @@
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/forward/compute_warps.cuh"
+#include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
 namespace tidegate::kernels::gla {
@@ -44,15 +45,18 @@ struct RingBarriers {
   }
 };
 
-/// gamma of the key tile's channels; zero past its end.
+/// gamma of the key tile's channels. Past its end it is one, so that whatever logit lies there
+/// makes no key and a decay of one.
 template <int kKeys>
 __device__ inline void load_tile_gamma(const TensorForward& w, const WorkTile& work,
                                        float (&bounds)[kKeys]) {
   const GlaParams& p = w.params;
   for (int i = threadIdx.x; i < kKeys; i += blockDim.x) {
-    bounds[i] = p.gamma != nullptr && i < w.keys
-                    ? static_cast<const float*>(p.gamma)[work.head * p.key_dim + w.first_key + i]
-                    : 0.0f;
+    float gamma = i < w.keys ? 0.0f : 1.0f;
+    if (p.gamma != nullptr && i < w.keys) {
+      gamma = static_cast<const float*>(p.gamma)[work.head * p.key_dim + w.first_key + i];
+    }
+    bounds[i] = gamma;
   }
 }
 
@@ -61,7 +65,7 @@ template <class Load>
 __device__ inline void run_loader(const TensorForward& w, const WorkTile& work,
                                   typename Load::Stage* ring, const RingBarriers& barriers,
                                   int sub_chunks, int lane) {
-  Load loader(w.params, work, lane);
+  Load loader(w, work, lane);
   for (int b = 0, at = 0, phase = 1; b < sub_chunks; ++b) {
     if (b >= w.stages) {
       mbarrier_wait(&barriers.empty[at], phase);
@@ -129,11 +133,11 @@ __device__ inline void run_consumer(const TensorForward& w, const WorkTile& work
   constexpr bool kMaps = kPass == Pass::kMaps;
   const GlaParams& p = w.params;
   const int column = warp * kConsumerColumns;
-  const bool exists = column < work.values;
+  const int columns = work.values - column;  // of the warp's, those that exist
   const int64_t segment_index = find_segment_index(w);
   Consumer<kKeys> consumer(lane, warp * 2);
   if (!kMaps) {
-    consumer.load(start_state(w, work, segment_index, column), work.keys, p.value_dim, exists);
+    consumer.load(start_state(w, work, segment_index, column), work.keys, p.value_dim, columns);
   }
   [[maybe_unused]] float product[4] = {1, 1, 1, 1};  // of the decays of the lane's four channels
   OutputRows<Data, kPass == Pass::kOutputOfKeyTile> output(w, work, lane, column);
@@ -151,7 +155,7 @@ __device__ inline void run_consumer(const TensorForward& w, const WorkTile& work
     if (lane == 0) {
       mbarrier_arrive(&barriers.empty[at]);
     }
-    if (!kMaps && exists) {
+    if (!kMaps && columns > 0) {
       output.store(o);
     }
     if (++at == w.stages) {
@@ -161,14 +165,14 @@ __device__ inline void run_consumer(const TensorForward& w, const WorkTile& work
   }
   if constexpr (kMaps) {
     consumer.store(w.states + state_offset(p, work, segment_index) + column, work.keys, p.value_dim,
-                   exists);
+                   columns);
     if (warp == 0 && work.first_value == 0 && lane * 4 < kKeys) {
       store_products<kKeys>(w, work, segment_index, lane, product);
     }
   } else if (work.segment.last() && p.h_final != nullptr) {
     consumer.store(static_cast<float*>(p.h_final) +
                        state_offset(p, work, work.segment.sequence.index) + column,
-                   work.keys, p.value_dim, exists);
+                   work.keys, p.value_dim, columns);
   }
 }
 
@@ -243,7 +247,12 @@ cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bo
     return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kOutput>(work, stream);
   };
   const auto with_gate = [&]<class Gate>() {
-    const bool narrow = work.keys <= kNarrowKeyTile && !work.is_partial();
+    const GlaParams& p = work.params;
+    const auto fits = [&](const HeadSeries& rows) {
+      return rows_fit_tile(rows, work.keys, kNarrowKeyTile);
+    };
+    const bool narrow = work.keys <= kNarrowKeyTile && !work.is_partial() && fits(p.q) &&
+                        fits(p.k) && (p.gate_per_head || fits(p.gate));
     return narrow ? with_tile.template operator()<Gate, kNarrowKeyTile>()
                   : with_tile.template operator()<Gate, kKeyTile>();
   };

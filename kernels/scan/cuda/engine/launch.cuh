@@ -112,16 +112,13 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   return cudaSuccess;
 }
 
-/// One recurrence in the tile configurations of the three regimes. Rows that begin anywhere have
-/// one kernel for both regimes of a single-block scan: they are rare, and each kernel is compiled
-/// for seconds.
+/// One recurrence in the tile configurations of the three regimes.
 template <class Recurrence, template <class> class Rowed>
 struct OpsOfRegimes {
   template <Regime kRegime>
   using Op = typename Recurrence::template Op<Rowed, Recurrence::kVec, kRegime>;
   using SeveralBlocksPerSm = Op<Regime::kSeveralBlocksPerSm>;
-  using OneBlockPerSm =
-      Op<kIsUnaligned<Rowed<float>> ? Regime::kSeveralBlocksPerSm : Regime::kOneBlockPerSm>;
+  using OneBlockPerSm = Op<Regime::kOneBlockPerSm>;
   using MultiBlock = Op<Regime::kMultiBlock>;
 };
 
