@@ -8,6 +8,7 @@
 
 #include "src/models/generation.h"
 #include "src/nn/products.h"
+#include "src/ops/gla.h"
 
 namespace tidegate::models {
 namespace {
@@ -18,7 +19,8 @@ using torch::Tensor;
 constexpr int64_t kKeptPart = 16;
 // Logits of a row are padded to so many.
 constexpr int64_t kRowPack = 8;
-// Caches grow by half, and by so many tokens at least.
+// Caches grow by a quarter, and by so many tokens at least: nothing is copied, but steps are
+// captured anew.
 constexpr int64_t kLeastGrowth = 256;
 
 const Tensor& head_weight(const CausalLMImpl& model) {
