@@ -154,7 +154,7 @@ void DecoderRows::make_room(int64_t count, int64_t steps, int64_t active) {
   }
   // A window's worth stays free: to drop a token at every step would cost more than the step.
   if (const int64_t needed = longest(); needed > capacity() - options_.window) {
-    states_.grow(std::max({needed, capacity() + capacity() / 2, capacity() + kLeastGrowth}));
+    states_.grow(std::max({needed, capacity() + capacity() / 4, capacity() + kLeastGrowth}));
     forget_graphs();
   }
 }
@@ -174,6 +174,7 @@ void DecoderRows::advance(int64_t count, int64_t steps, int64_t active) {
   const OwnStream::Scope scope(stream_);
   const c10::InferenceMode inference;
   const nn::FewRowsGuard few_rows;
+  const ops::SettledStatesGuard settled;
   for (int64_t i = 0; i < steps; ++i) {
     work.run(stream_, use_graph, [&, &state = views] { step(count, state); });
   }

@@ -32,7 +32,7 @@ struct GrowingCache::Memory {
   virtual std::pair<int64_t, int64_t> strides() const = 0;
 };
 
-namespace {
+namespace memory {  // not anonymous: members of GrowingCache's own types are of these
 
 /// How much a token is, and how many there can be.
 struct Extent {
@@ -70,10 +70,10 @@ class HostMemory {
   void* data_;
 };
 
-}  // namespace
+}  // namespace memory
 
 struct GrowingCache::OfHost final : GrowingCache::Memory {
-  explicit OfHost(const Extent& given) : extent(given), memory(given) {}
+  explicit OfHost(const memory::Extent& given) : extent(given), pages(given) {}
 
   bool grow(int64_t wanted) override {
     const auto free = free_bytes(at::kCPU);
@@ -82,13 +82,13 @@ struct GrowingCache::OfHost final : GrowingCache::Memory {
     return true;
   }
   int64_t bytes() const override { return extent.bytes(tokens); }
-  void* data() const override { return memory.data(); }
+  void* data() const override { return pages.data(); }
   std::pair<int64_t, int64_t> strides() const override {
     return {extent.bound * extent.elements, extent.elements};
   }
 
-  Extent extent;
-  HostMemory memory;
+  memory::Extent extent;
+  memory::HostMemory pages;
   int64_t tokens = 0;
 };
 
@@ -96,44 +96,44 @@ struct GrowingCache::OfHost final : GrowingCache::Memory {
 
 /// Token by token, of all rows each: so that what they have is at the front.
 struct GrowingCache::OfDevice final : GrowingCache::Memory {
-  explicit OfDevice(const Extent& given) : extent(given) {}
+  explicit OfDevice(const memory::Extent& given) : extent(given) {}
 
   bool grow(int64_t tokens) override {
     const int64_t wanted = extent.bytes(tokens);
-    cudaError_t error = memory.grow(wanted);
+    cudaError_t error = pages.grow(wanted);
     if (error == cudaErrorMemoryAllocation) {
       // torch may hold memory that nobody uses.
       c10::cuda::CUDACachingAllocator::emptyCache();
-      error = memory.grow(wanted);
+      error = pages.grow(wanted);
     }
     TORCH_CHECK(error == cudaSuccess || error == cudaErrorMemoryAllocation,
                 "generation: the device's pages: ", cudaGetErrorString(error));
     return error == cudaSuccess;
   }
-  int64_t bytes() const override { return memory.bytes(); }
-  void* data() const override { return memory.data(); }
+  int64_t bytes() const override { return pages.bytes(); }
+  void* data() const override { return pages.data(); }
   std::pair<int64_t, int64_t> strides() const override {
     return {extent.elements, extent.rows * extent.elements};
   }
 
-  Extent extent;
-  kernels::ReservedMemory memory;
+  memory::Extent extent;
+  kernels::ReservedMemory pages;
 };
 
 #endif
 
 GrowingCache::GrowingCache(const Tensor& like, int64_t bound) : tensor_(like.narrow(1, 0, 0)) {
-  const Extent extent(like, bound);
+  const memory::Extent extent(like, bound);
   if (extent.bytes(1) == 0) return;  // nothing to keep
   if (like.is_cpu()) {
     auto host = std::make_shared<OfHost>(extent);
-    if (host->memory.is_there()) memory_ = std::move(host);
+    if (host->pages.is_there()) memory_ = std::move(host);
   }
 #ifdef TIDEGATE_WITH_CUDA
   if (like.is_cuda()) {
     const c10::DeviceGuard guard(like.device());
     auto device = std::make_shared<OfDevice>(extent);
-    const cudaError_t error = device->memory.reserve(like.get_device(), extent.bytes(bound));
+    const cudaError_t error = device->pages.reserve(like.get_device(), extent.bytes(bound));
     if (error == cudaSuccess) memory_ = std::move(device);
     // Elsewhere caches grow by copies.
   }
@@ -153,7 +153,7 @@ void GrowingCache::grow(int64_t tokens) {
     std::tie(strides[0], strides[1]) = memory_->strides();
     for (int64_t i = tensor_.dim() - 1, step = 1; i >= 2; step *= shape[i--]) strides[i] = step;
     larger = at::from_blob(
-        memory_->data(), shape, strides, [memory = memory_](void*) {}, tensor_.options(),
+        memory_->data(), shape, strides, [kept = memory_](void*) {}, tensor_.options(),
         tensor_.device());
     // Pages of the system are zero.
     if (!tensor_.is_cpu()) larger.narrow(1, before, tokens - before).zero_();

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
 
-#include <limits>
 #include <vector>
 
 #include "src/models/device_work.h"

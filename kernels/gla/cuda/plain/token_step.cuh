@@ -35,7 +35,7 @@ __device__ inline const T* token_row(const HeadSeries& series, int64_t sequence,
 template <class E, class Gate, GateKind kKind>
 __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
     token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
-                      const bool prefetches) {
+                      const bool h0_is_settled, const bool prefetches) {
   using T = TokenTile;
   using Math = GateMath<float, false>;
   extern __shared__ __align__(16) float token[];
@@ -57,13 +57,27 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
   const float* const before = static_cast<const float*>(p.h0) + corner + column;
   float* const after = static_cast<float*>(p.h_final) + corner + column;
   let_next_kernel_begin();
-  if (prefetches) {  // into the second-level cache, while the kernel before makes q, the gate and v
+  const auto ask = [&](int own) {
+    const float* from = before + own * value_dim;
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      const bool is_there = p.h0 != nullptr && exists && own + i < key_dim;
+      copy_async_or_zero(&states[i][threadIdx.x], is_there ? from : before, is_there);
+      from += value_dim;
+    }
+    commit_copies();
+  };
+  // While the kernel before makes q, the gate and v: the states, or into the second-level cache,
+  // where that kernel may still write them.
+  if (!h0_is_settled) {
     const float* const line = static_cast<const float*>(p.h0) + corner + first_column;
-    for (int row = threadIdx.x; row < key_dim; row += T::kThreads) {
+    for (int row = threadIdx.x; prefetches && row < key_dim; row += T::kThreads) {
       prefetch_line(line + row * value_dim);
     }
+    wait_for_kernels_before();
   }
-  wait_for_kernels_before();
+  ask(first_row);
+  if (h0_is_settled) wait_for_kernels_before();
 
   const E* const queries = token_row<E>(p.q, sequence, head);
   const Gate* const gates = token_row<Gate>(p.gate, sequence, head);
@@ -75,7 +89,7 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
     raw_value.bits = *reinterpret_cast<const typename Pack<E, T::kVec>::Bits*>(
         token_row<E>(p.v, sequence, head) + column);
   }
-  // The thread's first channel of the token, before the states in the queue.
+  // The thread's first channel of the token.
   const int channel = threadIdx.x;
   const bool has_channel = channel < key_dim;
   float raw_query = 0.0f, raw_gate = 0.0f, raw_key = 0.0f, bound = 0.0f;
@@ -94,14 +108,7 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
 #pragma unroll 1
   for (int first = 0; first < key_dim; first += T::kRowsAtOnce) {
     const int own = first + first_row;
-    const float* from = before + own * value_dim;
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
-      const bool is_there = p.h0 != nullptr && exists && own + i < key_dim;
-      copy_async_or_zero(&states[i][threadIdx.x], is_there ? from : before, is_there);
-      from += value_dim;
-    }
-    commit_copies();
+    if (first > 0) ask(own);
     if (first == 0) {
 #pragma unroll 1
       for (int at = channel; at < padded; at += T::kThreads) {
@@ -190,7 +197,7 @@ inline bool token_step_fits(const GlaParams& p) {
 }
 
 template <class E, class Gate, GateKind kKind>
-cudaError_t launch_token_step(const GlaParams& p, cudaStream_t stream) {
+cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t tiles = ceil_div(p.value_dim, int64_t{TokenTile::kColumns});
@@ -201,14 +208,14 @@ cudaError_t launch_token_step(const GlaParams& p, cudaStream_t stream) {
   return launch_in_chain<&token_step_kernel<E, Gate, kKind>>(
       dim3(static_cast<unsigned>(blocks)), dim3(TokenTile::kThreads),
       static_cast<int>(3 * padded * static_cast<int64_t>(sizeof(float))), stream, p,
-      static_cast<int>(tiles), prefetches);
+      static_cast<int>(tiles), h0_is_settled, prefetches);
 }
 
-inline cudaError_t launch_token_step(const GlaParams& p, cudaStream_t stream) {
+inline cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
   const auto launch = [&]<class E, class Gate>() {
     return p.gate_kind == GateKind::kLogit
-               ? launch_token_step<E, Gate, GateKind::kLogit>(p, stream)
-               : launch_token_step<E, Gate, GateKind::kLogDecay>(p, stream);
+               ? launch_token_step<E, Gate, GateKind::kLogit>(p, h0_is_settled, stream)
+               : launch_token_step<E, Gate, GateKind::kLogDecay>(p, h0_is_settled, stream);
   };
   return dispatch_16_bit(p.q.dtype, [&]<class E>() {
     return p.gate.dtype == DType::kFloat32 ? launch.template operator()<E, float>()
