@@ -23,12 +23,10 @@ namespace {
 
 constexpr int64_t kMostHeadDim = 256;
 
-bool has_unit_rows(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) <= 1; }
-
 // Undefined tensors are none.
 bool are_of(at::ScalarType dtype, std::initializer_list<Tensor> tensors) {
   for (const Tensor& t : tensors) {
-    if (t.defined() && (t.scalar_type() != dtype || !has_unit_rows(t))) return false;
+    if (t.defined() && (t.scalar_type() != dtype || !ops::has_unit_rows(t))) return false;
   }
   return true;
 }

@@ -44,6 +44,11 @@ at::Tensor widened(const at::Tensor& tensor, int64_t size, double value = 0);
 /// The first `size` elements of the last dimension, contiguous: the inverse.
 at::Tensor narrowed(const at::Tensor& tensor, int64_t size);
 
+/// Whether the elements of a row of `tensor`, which has at least one dimension, lie side by side.
+inline bool has_unit_rows(const at::Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1;
+}
+
 /// A [B, T, channels] tensor with a unit last stride.
 kernels::TimeSeries time_series(const at::Tensor& tensor);
 

@@ -112,11 +112,26 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   return cudaSuccess;
 }
 
-/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle. The three
-/// Ops are one recurrence in the tile configurations of the three regimes.
-template <class SeveralBlocksPerSm, class OneBlockPerSm, class MultiBlock>
+/// One recurrence in the tile configurations of the three regimes. Rows that begin anywhere have
+/// one kernel for both regimes of a single-block scan: they are rare, and each kernel is compiled
+/// for seconds.
+template <class Recurrence, template <class> class Rowed>
+struct OpsOfRegimes {
+  template <Regime kRegime>
+  using Op = typename Recurrence::template Op<Rowed, Recurrence::kVec, kRegime>;
+  using SeveralBlocksPerSm = Op<Regime::kSeveralBlocksPerSm>;
+  using OneBlockPerSm =
+      Op<kIsUnaligned<Rowed<float>> ? Regime::kSeveralBlocksPerSm : Regime::kOneBlockPerSm>;
+  using MultiBlock = Op<Regime::kMultiBlock>;
+};
+
+/// Splits time when (sequences x channel tiles) alone would leave multiprocessors idle.
+template <class Regimes>
 cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit request,
                        const DeviceLimits& limits, ScanPlan* plan) {
+  using SeveralBlocksPerSm = typename Regimes::SeveralBlocksPerSm;
+  using OneBlockPerSm = typename Regimes::OneBlockPerSm;
+  using MultiBlock = typename Regimes::MultiBlock;
   const ScanSize size = scan_size<OneBlockPerSm>(layout, channels);
   // With one block an SM there is one chain to wait for, and longer chunks make it shorter.
   plan->one_block_per_sm = size.chains <= limits.multiprocessors;
@@ -224,12 +239,8 @@ struct ScanRecurrence {
         kVec > 1 && (!packs_align(tensors, scan.channels, kVec) ||
                      (makes_a_tile && !plan->wide_rows && Ring<Wide>::kCanBeWide));
     return with_rows(*plan, [&]<template <class> class Rowed>() {
-      using SeveralBlocksPerSm =
-          typename Recurrence::template Op<Rowed, kVec, Regime::kSeveralBlocksPerSm>;
-      using OneBlockPerSm = typename Recurrence::template Op<Rowed, kVec, Regime::kOneBlockPerSm>;
-      using MultiBlock = typename Recurrence::template Op<Rowed, kVec, Regime::kMultiBlock>;
-      return plan_split<SeveralBlocksPerSm, OneBlockPerSm, MultiBlock>(
-          layout, scan.channels, scan.time_split, limits, plan);
+      using Regimes = OpsOfRegimes<Recurrence, Rowed>;
+      return plan_split<Regimes>(layout, scan.channels, scan.time_split, limits, plan);
     });
   }
 
@@ -243,19 +254,17 @@ struct ScanRecurrence {
       return launch_sequential<SequentialOp<>>(params, stream);
     }
     return with_rows(plan, [&]<template <class> class Rowed>() {
-      constexpr int kVec = Recurrence::kVec;
-      using SeveralBlocksPerSm =
-          typename Recurrence::template Op<Rowed, kVec, Regime::kSeveralBlocksPerSm>;
-      using OneBlockPerSm = typename Recurrence::template Op<Rowed, kVec, Regime::kOneBlockPerSm>;
-      using MultiBlock = typename Recurrence::template Op<Rowed, kVec, Regime::kMultiBlock>;
+      using Regimes = OpsOfRegimes<Recurrence, Rowed>;
+      using SeveralBlocksPerSm = typename Regimes::SeveralBlocksPerSm;
       const ScanLaunch launch = {channel_tiles<SeveralBlocksPerSm>(scan.channels, kWarpSize),
                                  plan.blocks_per_sequence, plan.carry_group, plan.wide_rows,
                                  scan.workspace};
       if (plan.split == TimeSplit::kMultiBlock) {
-        return launch_multi_block<MultiBlock>(params, launch, plan.warps, stream);
+        return launch_multi_block<typename Regimes::MultiBlock>(params, launch, plan.warps, stream);
       }
       return plan.one_block_per_sm
-                 ? launch_single_block<OneBlockPerSm>(params, launch, plan.warps, stream)
+                 ? launch_single_block<typename Regimes::OneBlockPerSm>(params, launch, plan.warps,
+                                                                        stream)
                  : launch_single_block<SeveralBlocksPerSm>(params, launch, plan.warps, stream);
     });
   }

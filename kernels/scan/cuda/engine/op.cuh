@@ -172,10 +172,8 @@ constexpr TileEntry kTiles[] = {
     // the identity.
     {OpKind::kHgruSplitRing, Direction::kBackward, Regime::kMultiBlock, 12, 3},
     // Twice the registers a channel. Chunks of 12 and rings of three were slower forward.
-    {OpKind::kComplexHgru, Direction::kForward, Regime::kSeveralBlocksPerSm, 8, 2},
     {OpKind::kComplexHgru, Direction::kForward, Regime::kOneBlockPerSm, 8, 2},
     {OpKind::kComplexHgru, Direction::kForward, Regime::kMultiBlock, 8, 2},
-    {OpKind::kComplexHgru, Direction::kBackward, Regime::kSeveralBlocksPerSm, 4, 3},
     {OpKind::kComplexHgru, Direction::kBackward, Regime::kOneBlockPerSm, 4, 3},
     {OpKind::kComplexHgru, Direction::kBackward, Regime::kMultiBlock, 4, 3},
 

@@ -253,14 +253,16 @@ struct HgruChoice {
   template <class Gate, bool kComplex>
   struct Forward : ScanRecurrence<Forward<Gate, kComplex>, HgruParams> {
     template <template <class> class Rowed, int kPack, Regime kRegime>
-    using Op = HgruForward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, kRegime>;
+    using Op =
+        HgruForward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, hgru_regime<kComplex>(kRegime)>;
     static constexpr int kVec = HgruChoice::kVec;
     static auto tensors(const HgruParams& p) { return std::array{&p.c, &p.f, &p.h}; }
   };
   template <class Gate, bool kComplex>
   struct Backward : ScanRecurrence<Backward<Gate, kComplex>, HgruBackwardParams> {
     template <template <class> class Rowed, int kPack, Regime kRegime>
-    using Op = HgruBackward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, kRegime>;
+    using Op =
+        HgruBackward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, hgru_regime<kComplex>(kRegime)>;
     static constexpr int kVec = HgruChoice::kVec;
     static auto tensors(const HgruBackwardParams& p) {
       return std::array{&p.forward.c, &p.forward.f, &p.forward.h, &p.dh, &p.dc, &p.df};

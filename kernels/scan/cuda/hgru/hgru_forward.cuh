@@ -62,6 +62,13 @@ __device__ inline void compose_decay(Precise<Complex<Real>>& a, Real decay) {
   a.lo.re = product.lo;
 }
 
+/// Complex hgru has one tile configuration for both regimes of a single-block scan, and so one
+/// kernel: that of one block an SM, whose warps find the turns together.
+template <bool kComplex>
+constexpr Regime hgru_regime(Regime regime) {
+  return kComplex && regime == Regime::kSeveralBlocksPerSm ? Regime::kOneBlockPerSm : regime;
+}
+
 /// What forward and backward share: the types of one instantiation, the per-channel parameters and
 /// the decay gate.
 template <class Data_, class Gate_, bool kComplex_, int kVec_, Regime kRegime>
@@ -112,11 +119,9 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
     }
   }
 
-  // All warps of a warp group scan the same channels: each turn is found by one of them. Where
-  // several blocks share a multiprocessor, every warp finds them for itself.
+  // All warps of a warp group scan the same channels: each turn is found by one of them.
   using Prepared = Complex<Real>[kVec][2][kWarpSize];
-  static constexpr int kPreparedBytes =
-      kComplex && kRegime != Regime::kSeveralBlocksPerSm ? sizeof(Prepared) : 0;
+  static constexpr int kPreparedBytes = kComplex ? sizeof(Prepared) : 0;
 
   /// The angle of the first turn that the thread's warp prepares.
   __device__ Real given(const WarpPosition& at) const { return angle(min(at.warp / 2, kVec - 1)); }
