@@ -22,6 +22,11 @@ struct TokenTile {
   static constexpr int kColumns = kVec * kLanes;
   static constexpr int kRows = 8;  // neighbouring rows that a thread has in flight
   static constexpr int kRowsAtOnce = kRows * kThreads / kLanes;
+  static constexpr int kStaticBytes = kRows * kThreads * 16 + kWarps * kColumns * 4;
+  // Of many, so many blocks share a multiprocessor at a time, which the shared memory that they ask
+  // for sees to: of ten, which would have room, all would read at first and all would write at
+  // last.
+  static constexpr int kBlocksAtOnce = 8;
 };
 
 /// Where the token of a sequence and head lies.
@@ -198,16 +203,22 @@ inline bool token_step_fits(const GlaParams& p) {
 
 template <class E, class Gate, GateKind kKind>
 cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
+  using T = TokenTile;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int64_t tiles = ceil_div(p.value_dim, int64_t{TokenTile::kColumns});
+  const int64_t tiles = ceil_div(p.value_dim, int64_t{T::kColumns});
   const int64_t blocks = p.layout.sequences * p.heads * tiles;
-  const int64_t padded = ceil_div(p.key_dim, int64_t{TokenTile::kRows}) * TokenTile::kRows;
+  const int64_t padded = ceil_div(p.key_dim, int64_t{T::kRows}) * T::kRows;
   // Of many blocks' states, the memory is busy anyway.
   const bool prefetches = p.h0 != nullptr && blocks <= 2 * int64_t{limits.multiprocessors};
+  int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float));
+  if (limits.major >= 9 && blocks > T::kBlocksAtOnce * int64_t{limits.multiprocessors}) {
+    constexpr int kOfDriver = 1024, kSpare = 128;
+    const int64_t share = limits.shared_bytes / T::kBlocksAtOnce;
+    bytes = std::max(bytes, (share - kOfDriver - kSpare - T::kStaticBytes) / 16 * 16);
+  }
   return launch_in_chain<&token_step_kernel<E, Gate, kKind>>(
-      dim3(static_cast<unsigned>(blocks)), dim3(TokenTile::kThreads),
-      static_cast<int>(3 * padded * static_cast<int64_t>(sizeof(float))), stream, p,
+      dim3(static_cast<unsigned>(blocks)), dim3(T::kThreads), static_cast<int>(bytes), stream, p,
       static_cast<int>(tiles), h0_is_settled, prefetches);
 }
 
