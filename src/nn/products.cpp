@@ -60,7 +60,8 @@ at::Tensor few_rows(const at::Tensor& given, const at::Tensor& weight,
   const bool is_one_type = given.scalar_type() == weight.scalar_type() &&
                            (!bias || bias->scalar_type() == given.scalar_type());
   const bool is_flat = given.dim() == 2 || given.is_contiguous();
-  if (!is_one_type || !is_flat || !ops::has_unit_rows(given) || !ops::has_unit_rows(weight)) return {};
+  if (!is_one_type || !is_flat || !ops::has_unit_rows(given) || !ops::has_unit_rows(weight))
+    return {};
   if (bias && !bias->is_contiguous()) return {};
   auto params = few_rows_params(given.dim() == 2 ? given : given.view({-1, inner}), weight, bias);
 #ifdef TIDEGATE_WITH_CUDA
