@@ -9,10 +9,10 @@ has every table, once; docs/lab/benchmarks.md has how each was measured, with ev
 times and their spread.
 
 Results are told apart by what they hold: baselines.py's runs, gla_cpu.py's, attention_cpu.py's,
-cpu_loops.py's, gla_errors.py's, gated_rnn.py's, copying_step.py's, fox_text.py's and bench_models'
-by their "kind", Google Benchmark files of the CPU kernels by "benchmarks", and the demo's
-comparison by "others". Results whose kernels have changed since their commit are warned of on
-stderr (report_age.py).
+cpu_loops.py's, gla_errors.py's, gated_rnn.py's, copying_step.py's, fox_text.py's, bench_models' and
+`tidegate bench --generate`'s by their "kind", Google Benchmark files of the CPU kernels by
+"benchmarks", and the demo's comparison by "others". Results whose kernels have changed since their
+commit are warned of on stderr (report_age.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import report_age
 from report_attention import attention_cpu_page
 from report_commands import commands_section
 from report_cpu import cpu_page, cpu_rows, gla_cpu_page
+from report_generation import generation_page
 from report_gpu import gpu_lab, gpu_page
 from report_headlines import Results, bars_of, gpu_name, headline_table
 from report_loops import loops_page
@@ -173,6 +174,7 @@ SECTIONS = {  # by kind, in the order of the pages
     "gated_rnn": Section(gated_rnn_page),
     "copying_step": Section(copying_step_page),
     "models": Section(models_page),
+    "generation": Section(generation_page),
     "fox_text": Section(fox_text_page),
     "demo": Section(demo_page),
 }

@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> int:
         del model
     if options.json:
         facts = {
+            "kind": "generation",
             "date": datetime.date.today().isoformat(),
             "commit": _library.build_info().get("commit", "unknown"),
             "device": _device_name(device),
@@ -78,6 +79,9 @@ def main(arguments: list[str]) -> int:
             "dtype": str(dtype),
         }
         content = {**facts, "copy_bytes_per_second": speed, "rows": [asdict(row) for row in rows]}
+        if options.before:
+            before = json.loads(Path(options.before).read_text(encoding="utf-8"))
+            content["before"] = {key: before[key] for key in ("commit", "rows")}
         Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
         _plot(rows, options.plot)
@@ -95,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--eager", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--before",
+        metavar="FILE",
+        help="JSON of an earlier library on this machine, to keep beside",
+    )
     parser.add_argument("--plot", metavar="FILE", help="tokens/s over the batch, as a picture")
     return parser
 

@@ -8,6 +8,7 @@
 
 #include "src/models/generation.h"
 #include "src/nn/products.h"
+#include "src/ops/gla.h"
 
 namespace tidegate::models {
 namespace {
@@ -18,7 +19,8 @@ using torch::Tensor;
 constexpr int64_t kKeptPart = 16;
 // Logits of a row are padded to so many.
 constexpr int64_t kRowPack = 8;
-// Caches grow by half, and by so many tokens at least.
+// Caches grow by a quarter, and by so many tokens at least: nothing is copied, but steps are
+// captured anew.
 constexpr int64_t kLeastGrowth = 256;
 
 const Tensor& head_weight(const CausalLMImpl& model) {
@@ -152,7 +154,7 @@ void DecoderRows::make_room(int64_t count, int64_t steps, int64_t active) {
   }
   // A window's worth stays free: to drop a token at every step would cost more than the step.
   if (const int64_t needed = longest(); needed > capacity() - options_.window) {
-    states_.grow(std::max({needed, capacity() + capacity() / 2, capacity() + kLeastGrowth}));
+    states_.grow(std::max({needed, capacity() + capacity() / 4, capacity() + kLeastGrowth}));
     forget_graphs();
   }
 }
@@ -172,6 +174,7 @@ void DecoderRows::advance(int64_t count, int64_t steps, int64_t active) {
   const OwnStream::Scope scope(stream_);
   const c10::InferenceMode inference;
   const nn::FewRowsGuard few_rows;
+  const ops::SettledStatesGuard settled;
   for (int64_t i = 0; i < steps; ++i) {
     work.run(stream_, use_graph, [&, &state = views] { step(count, state); });
   }

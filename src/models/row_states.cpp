@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "src/models/device_work.h"
+
 namespace tidegate::models {
 namespace {
 
@@ -17,19 +19,34 @@ int64_t bytes_in(const nn::MixerState& state) {
   return total;
 }
 
-Tensor enlarged(const Tensor& cache, int64_t size) {
-  std::vector<int64_t> shape = cache.sizes().vec();
-  shape[1] = size;
-  Tensor out = at::zeros(shape, cache.options());
-  out.narrow(1, 0, cache.size(1)).copy_(cache);
-  return out;
+// Bytes of one token of all rows, where there is room for one.
+int64_t token_bytes(const ModelState& state) {
+  int64_t total = 0;
+  for (const nn::MixerState& layer : state) {
+    for (size_t i = 0; layer.size() > kRoomPlace && i < kCaches; ++i) {
+      total += static_cast<int64_t>(layer[i].nbytes());
+    }
+  }
+  return total;
 }
 
 }  // namespace
 
 RowStates::RowStates(const CausalLMImpl& model, int64_t rows, int64_t capacity)
-    : model_(model), state_(model.init_state(rows, capacity)), capacity_(capacity) {
-  for (size_t k = 0; k < state_.size(); ++k) keeps_tokens_ = keeps_tokens_ || keeps(k);
+    : model_(model), state_(model.init_state(rows, 1)), capacity_(capacity) {
+  // No more tokens than the device could hold if it held nothing else.
+  int64_t bound = capacity;
+  if (const int64_t each = token_bytes(state_); each > 0) {
+    const Tensor& first = state_.front().front();
+    bound = std::max(bound, all_bytes(first.device()).value_or(0) / each);
+  }
+  caches_.resize(state_.size());
+  for (size_t k = 0; k < state_.size(); ++k) {
+    if (!keeps(k)) continue;
+    keeps_tokens_ = true;
+    for (size_t i = 0; i < kCaches; ++i) caches_[k].emplace_back(state_[k][i], bound);
+  }
+  grow_caches(capacity);
 }
 
 int64_t RowStates::bytes_of(const CausalLMImpl& model, int64_t rows, int64_t capacity) {
@@ -107,12 +124,20 @@ void RowStates::clear_row(int64_t row) {
 }
 
 void RowStates::grow(int64_t capacity) {
+  grow_caches(capacity);
+  capacity_ = capacity;
+}
+
+void RowStates::grow_caches(int64_t capacity) {
+  // All of them, or none where memory is out.
+  for (std::vector<GrowingCache>& layer : caches_) {
+    for (GrowingCache& cache : layer) cache.grow(capacity);
+  }
   for (size_t k = 0; k < state_.size(); ++k) {
     if (!keeps(k)) continue;
-    for (size_t i = 0; i < kCaches; ++i) state_[k][i] = enlarged(state_[k][i], capacity);
+    for (size_t i = 0; i < kCaches; ++i) state_[k][i] = caches_[k][i].tensor();
     state_[k][kRoomPlace].select(0, 1).fill_(capacity);
   }
-  capacity_ = capacity;
 }
 
 bool RowStates::drop_unreachable(int64_t count, int64_t* most) {
@@ -130,7 +155,12 @@ bool RowStates::drop_unreachable(int64_t count, int64_t* most) {
 
 int64_t RowStates::bytes() const {
   int64_t total = 0;
-  for (const nn::MixerState& layer : state_) total += bytes_in(layer);
+  for (size_t k = 0; k < state_.size(); ++k) {
+    for (size_t i = keeps(k) ? kCaches : 0; i < state_[k].size(); ++i) {
+      total += static_cast<int64_t>(state_[k][i].nbytes());
+    }
+    for (const GrowingCache& cache : caches_[k]) total += cache.bytes();
+  }
   return total;
 }
 

@@ -7,6 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "src/models/growing_cache.h"
+
 namespace tidegate::models {
 
 /// Where a tensor of a state that keeps tokens stands; the others have one row a sequence alone.
@@ -35,7 +37,8 @@ class RowStates {
   /// The row holds no tokens.
   void clear_row(int64_t row);
 
-  /// Room for `capacity` tokens; what is held is copied.
+  /// Room for `capacity` tokens, where what is held is (GrowingCache). Views of before stay true,
+  /// of as many tokens as they have. Throws c10::OutOfMemoryError.
   void grow(int64_t capacity);
   /// Drops what no token to come can see, where layers have a window or prune what they keep;
   /// whether there are such layers. `most`: tokens that a row still holds. Waits for the device.
@@ -49,8 +52,11 @@ class RowStates {
  private:
   bool keeps(size_t layer) const { return state_[layer].size() > kRoomPlace; }
 
+  void grow_caches(int64_t capacity);
+
   const CausalLMImpl& model_;
   ModelState state_;
+  std::vector<std::vector<GrowingCache>> caches_;  // of the layers that keep tokens, kCaches each
   int64_t capacity_;
   bool keeps_tokens_ = false;
 };

@@ -5,6 +5,15 @@
 #include "src/nn/attention_switches.h"
 #include "src/nn/common.h"
 #include "src/nn/states.h"
+#include "src/ops/capture.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
 
 namespace tidegate::nn {
 namespace {
@@ -25,6 +34,22 @@ Tensor packed(const Tensor& x, const TokenLayout& layout) {
 
 int64_t longest(const TokenLayout& layout) {
   return layout.count() > 0 ? layout.lengths().max().item<int64_t>() : 0;
+}
+
+// A zero like `like`, made once: a step of decoding has no kernel for it, which would stand between
+// two that are launched early.
+Tensor lasting_zero(const Tensor& like) {
+  static std::mutex lock;
+  static auto* const zeros = new std::map<std::pair<std::string, at::ScalarType>, Tensor>();
+  const at::ScalarType dtype = wide_dtype(like.scalar_type());
+  const std::lock_guard<std::mutex> guard(lock);
+  const auto key = std::pair(like.device().str(), dtype);
+  if (const auto found = zeros->find(key); found != zeros->end()) return found->second;
+  // The memory of a graph that is being captured is that graph's alone.
+  if (ops::is_capturing(like.device())) return at::zeros({}, like.options().dtype(dtype));
+  const c10::InferenceMode normal(false);
+  // The copy waits, so that every stream finds it there.
+  return zeros->emplace(key, at::zeros({}, dtype).to(like.device())).first->second;
 }
 
 }  // namespace
@@ -85,8 +110,8 @@ Tensor AttentionImpl::attend_step(const Tensor& q, const AttentionState& state) 
   }
   // The op reads what a sequence holds; torch's attention would read all that there is room for,
   // and a mask.
-  const Tensor nothing = at::zeros({}, state.k.options().dtype(wide_dtype(state.k.scalar_type())))
-                             .expand({state.k.size(0), state.k.size(1), switches_.num_heads});
+  const Tensor nothing =
+      lasting_zero(state.k).expand({state.k.size(0), state.k.size(1), switches_.num_heads});
   return forgetting_attention_step(q.select(1, 0).to(state.k.scalar_type()), state.k, state.v,
                                    nothing, state.lengths, /*scale=*/std::nullopt, switches_.window)
       .unsqueeze(1);

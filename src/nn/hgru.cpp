@@ -196,12 +196,19 @@ Tensor HGRUImpl::residual_step_checked(NormImpl& before, const Tensor& x, const 
                                        const OptionalTensor& gamma) {
   if (expansion) return x + step_checked(before.forward(x), state, gamma);
   const Parts parts = split(step_product(x, in_proj, {.norm = &before}));
-  const Tensor h = advance(parts, state, gamma);
   const bool gate_first = options.preset() == "paper";
+  const char* const activation = gate_first ? "sigmoid" : "silu";
+  if (is_fused()) {
+    const OptionalTensor theta = optional(rotation(parts, 0));
+    const Tensor y =
+        hgru_token({parts.c, parts.f, gamma, theta, *norm, parts.g, activation, gate_first}, state);
+    if (y.defined()) return step_product(y, out_proj, {.residual = x});
+  }
+  const Tensor h = advance(parts, state, gamma);
   return step_product(h, out_proj,
                       {.norm = norm.get(),
                        .gate = parts.g,
-                       .gate_activation = gate_first ? "sigmoid" : "silu",
+                       .gate_activation = activation,
                        .gate_first = gate_first,
                        .residual = x});
 }

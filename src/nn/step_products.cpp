@@ -22,6 +22,7 @@
 #ifdef TIDEGATE_WITH_CUDA
 #include "kernels/gla/token_product_cuda.h"
 #include "kernels/product/product_cuda.h"
+#include "kernels/scan/hgru_token_cuda.h"
 #endif
 
 namespace tidegate::nn {
@@ -35,6 +36,9 @@ constexpr int64_t kMostRows = 64;
 constexpr int64_t kPack = 8;
 // So many take long enough that a second product costs less than it saves.
 constexpr int64_t kManyChannels = 4096;
+// So many of a batch are the library's: they are heads, of which its kernels read the weights
+// faster than ours, which keep little of them under way at a time.
+constexpr int64_t kLibraryChannels = 16384;
 
 bool is_16_bit(const Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
@@ -143,6 +147,10 @@ Tensor fused(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
              const StepProduct& around) {
   auto params = planned(x, weight, bias, around);
   if (!params) return {};
+  const bool is_head = around.glu == nullptr && !around.residual.defined() && around.more.empty();
+  if (is_head && x.size(0) > product::kFewFusedRows && weight.size(0) >= kLibraryChannels) {
+    return {};
+  }
   const c10::DeviceGuard guard(x.device());
   bool fits = false;
   ops::check_launch("step product", "plan", product::fused_product_fits(*params, &fits));
@@ -271,7 +279,53 @@ Tensor hgrn2_token(const Tensor& x, const torch::nn::Linear& in_proj, const Step
   return o;
 }
 
+Tensor hgru_token(const HgruToken& token, const Tensor& state) {
+  namespace scan = kernels::scan;
+  const auto kind = token.norm.options.kind();
+  const Tensor &c = token.c, weight = token.norm.weight, bias = token.norm.bias;
+  if (!c.is_cuda() || !is_16_bit(c) || kind == "none" || token.norm.options.heads() != 1 ||
+      at::autocast::is_autocast_enabled(at::kCUDA) || !is_state(state, c) ||
+      !are_like(c, {c, token.f, token.gate, weight, bias}) ||
+      (token.gamma && !is_state(*token.gamma, c)) || (token.theta && !is_state(*token.theta, c))) {
+    return {};
+  }
+  scan::HgruTokenParams params;
+  const auto dtype = ops::kernel_dtype(c.scalar_type());
+  const auto row = [&](const Tensor& t) {
+    if (!t.defined()) return kernels::TimeSeries{};
+    return kernels::TimeSeries{t.data_ptr(), t.stride(0), t.stride(0), dtype};
+  };
+  Tensor y = at::empty(c.sizes(), c.options());
+  scan::HgruParams& p = params.step;
+  p.layout.batch = p.layout.sequences = c.size(0);
+  p.layout.time = 1;
+  p.channels = token.f.size(1);
+  p.c = row(c);
+  p.f = row(token.f);
+  p.gamma = token.gamma ? token.gamma->const_data_ptr() : nullptr;
+  p.theta = token.theta ? token.theta->const_data_ptr() : nullptr;
+  p.h0 = p.h_final = state.data_ptr();
+  params.norm_kind =
+      kind == "layer" ? kernels::norm::NormKind::kLayer : kernels::norm::NormKind::kRms;
+  params.eps = token.norm.options.eps();
+  if (weight.defined()) params.norm_weight = weight.const_data_ptr();
+  if (bias.defined()) params.norm_bias = bias.const_data_ptr();
+  params.gate = row(token.gate);
+  params.gate_activation = activation_of(token.gate_activation);
+  params.gate_first = token.gate_first;
+  params.y = row(y);
+  params.h0_is_settled = ops::SettledStatesGuard::is_active();
+  if (!scan::hgru_token_fits(params)) return {};
+  const c10::DeviceGuard guard(c.device());
+  ops::check_launch("hgru_step", "launch",
+                    scan::hgru_token_cuda(params, ops::current_stream(c.device())));
+  torch::autograd::increment_version(state);
+  return y;
+}
+
 #else
+
+Tensor hgru_token(const HgruToken&, const Tensor&) { return {}; }
 
 Tensor hgrn2_token(const Tensor&, const torch::nn::Linear&, const StepProduct&,
                    const OptionalTensor&, const Tensor&, const Hgrn2Token&) {

@@ -44,6 +44,22 @@ torch::Tensor hgrn2_token(const torch::Tensor& x, const torch::nn::Linear& in_pr
                           const StepProduct& around, const std::optional<torch::Tensor>& gamma,
                           const torch::Tensor& state, const Hgrn2Token& token);
 
+/// What goes into a step of HGRN's recurrence, `[B, D or 2D]`, and what comes after.
+struct HgruToken {
+  const torch::Tensor& c;
+  const torch::Tensor& f;
+  const std::optional<torch::Tensor>& gamma;
+  const std::optional<torch::Tensor>& theta;
+  NormImpl& norm;
+  torch::Tensor gate;  // may be undefined
+  const char* gate_activation;
+  bool gate_first;
+};
+
+/// The gated norm of hgru_step's h, whose state is updated in place, by one launch. Undefined, with
+/// the state as it was, where the kernel is not made for these.
+torch::Tensor hgru_token(const HgruToken& token, const torch::Tensor& state);
+
 /// Whether a step of rows like x `[B, dim]` is made of step products: on CUDA in 16 bits, for as
 /// many rows as the device's kernels take, while a FewRowsGuard lives. Elsewhere norms add the
 /// residual, and libraries make the products. TIDEGATE_STEP_PRODUCTS=0 or 1 decides instead.

@@ -7,6 +7,10 @@
 #include "src/ops/results.h"
 #include "src/ops/views.h"
 
+#ifdef TIDEGATE_WITH_CUDA
+#include "kernels/gla/token_step_cuda.h"
+#endif
+
 namespace tidegate::ops {
 namespace {
 
@@ -147,16 +151,32 @@ kernels::gla::GlaParams gla_params(const GlaArguments& a, KernelInputs* read) {
   return params;
 }
 
+thread_local int settled_states_guards = 0;
+
 /// `h_final` may be the arguments' h0 when T = 1.
 void run_gla(const GlaArguments& arguments, const at::Tensor& o, const at::Tensor& h_final) {
   KernelInputs read(arguments.q);
   kernels::gla::GlaParams params = gla_params(arguments, &read);
   params.o = head_series(o);
   params.h_final = h_final.data_ptr();
-  Launch(arguments.op, &params, o).run();
+  Launch launch(arguments.op, &params, o);
+#ifdef TIDEGATE_WITH_CUDA
+  namespace gla = kernels::gla;
+  if (arguments.h0_is_settled && o.is_cuda() && o.numel() > 0 &&
+      launch.plan().path == gla::GlaPath::kPlain && gla::token_step_takes(params)) {
+    check_launch(arguments.op, "launch",
+                 gla::token_step(params, /*h0_is_settled=*/true, current_stream(o.device())));
+    return;
+  }
+#endif
+  launch.run();
 }
 
 }  // namespace
+
+SettledStatesGuard::SettledStatesGuard() { ++settled_states_guards; }
+SettledStatesGuard::~SettledStatesGuard() { --settled_states_guards; }
+bool SettledStatesGuard::is_active() { return settled_states_guards > 0; }
 
 kernels::gla::InputActivation parse_input_activation(const char* op, const char* name,
                                                      std::string_view value) {
@@ -271,6 +291,7 @@ at::Tensor gla_step_kernel(const GlaArguments& arguments, at::Tensor& state) {
   }
   token.gamma = arguments.gamma;
   token.h0 = contiguous_as(state, state_dtype(q.scalar_type()));
+  token.h0_is_settled = SettledStatesGuard::is_active() && token.h0->is_same(state);
   token.scale = arguments.scale;
   token.q_activation = arguments.q_activation;
   token.v_activation = arguments.v_activation;

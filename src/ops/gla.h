@@ -28,6 +28,19 @@ struct GlaArguments {
   kernels::gla::InputActivation v_activation = kernels::gla::InputActivation::kNone;
   bool reverse = false;
   OptionalTensor cu_seqlens = {};
+  bool h0_is_settled = false;  // of a step: kernels/gla/token_step_cuda.h
+};
+
+/// While one lives, this thread's steps may read states before the kernel before them has ended: a
+/// promise of the caller that what wrote a state last has, which a whole step of a model keeps, in
+/// which the tokens' embedding waits for everything before it.
+class SettledStatesGuard {
+ public:
+  SettledStatesGuard();
+  ~SettledStatesGuard();
+  static bool is_active();
+  SettledStatesGuard(const SettledStatesGuard&) = delete;
+  SettledStatesGuard& operator=(const SettledStatesGuard&) = delete;
 };
 
 struct GlaGradients {

@@ -2,9 +2,11 @@
 
 #include "src/nn/products.h"
 #include "src/nn/step_products.h"
+#include "src/ops/gla.h"
 #include "tidegate/models/causal_lm.h"
 #include "tidegate/ops/glu.h"
 #include "tidegate/ops/hgrn2.h"
+#include "tidegate/ops/hgru.h"
 
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
@@ -207,6 +209,113 @@ TEST(StepProducts, LeaveOtherHgrn2TokensToTheOps) {
   EXPECT_FALSE(token(1, 32, cuda).defined());
   EXPECT_FALSE(token(3, 64, cuda).defined());
   EXPECT_FALSE(token(1, 64, cuda.dtype(at::kFloat)).defined());
+}
+
+/// Inside a whole step of a model, states may be read early; nothing else changes.
+TEST(StepProducts, CudaSettledStatesGiveTheSameBits) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  torch::manual_seed(6);
+  const torch::NoGradGuard no_grad;
+  const auto where = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+  for (const int64_t dim : {20, 128, 200}) {
+    const Tensor q = at::randn({5, 3, dim}, where), f = at::randn({5, 3, dim}, where),
+                 v = at::randn({5, 3, dim}, where);
+    const Tensor before = at::randn({5, 3, dim, dim}, where.dtype(at::kFloat));
+    const auto stepped = [&] {
+      Tensor state = before.clone();
+      std::vector<Tensor> all;
+      for (int i = 0; i < 3; ++i) {
+        all.push_back(hgrn2_step(q, f, v, std::nullopt, state, 0.5, "silu", "none"));
+        torch::cuda::synchronize();  // what wrote the states has ended
+      }
+      all.push_back(state);
+      return all;
+    };
+    const std::vector<Tensor> plain = stepped();
+    const ops::SettledStatesGuard settled;
+    const std::vector<Tensor> early = stepped();
+    for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(plain[i], early[i])) << dim;
+  }
+}
+
+// ---- HGRN's step with the norm and gate after it ----
+
+struct HgruCase {
+  int64_t rows, channels;
+  bool is_complex, has_gamma, gate_first;
+  const char* norm;
+  const char* gate;  // or null
+};
+
+/// y and the state after, by one launch and by the ops, against double.
+void expect_hgru_token(const HgruCase& c, at::ScalarType dtype) {
+  SCOPED_TRACE(std::string(c.norm) + " " + std::to_string(c.rows) + "x" +
+               std::to_string(c.channels) + (c.is_complex ? " complex" : ""));
+  const auto where = at::TensorOptions(at::kCUDA).dtype(dtype);
+  const int64_t width = c.is_complex ? 2 * c.channels : c.channels;
+  Norm norm(NormOptions(width).kind(c.norm).device(where.device()).dtype(dtype));
+  for (Tensor& p : norm->parameters()) p.copy_(at::randn({width}, where));
+  // Parts of one product, as a layer has them.
+  const Tensor all = 2 * at::randn({c.rows, 2 * width + c.channels}, where);
+  const Tensor x = all.narrow(1, 0, width), f = all.narrow(1, width, c.channels);
+  const Tensor g = c.gate != nullptr ? all.narrow(1, width + c.channels, width) : Tensor();
+  const auto fp32 = where.dtype(at::kFloat);
+  const std::optional<Tensor> none;
+  const auto gamma = c.has_gamma ? std::optional(at::rand({c.channels}, fp32)) : none;
+  const auto theta = c.is_complex ? std::optional(3 * at::rand({c.channels}, fp32)) : none;
+  const Tensor before = at::randn({c.rows, width}, fp32);
+  const char* const gate = c.gate != nullptr ? c.gate : "silu";
+  Tensor state = before.clone();
+  const int64_t version = state._version();
+  const Tensor y = hgru_token({x, f, gamma, theta, *norm, g, gate, c.gate_first}, state);
+  ASSERT_TRUE(y.defined());
+  EXPECT_EQ(y.scalar_type(), dtype);
+  EXPECT_EQ(state._version(), version + 1) << "autograd knows that the state was overwritten";
+  const auto by_ops = [&](at::ScalarType to, Tensor own) {
+    const auto wide = [&](const std::optional<Tensor>& t) {
+      return t ? std::optional(t->to(own.scalar_type())) : t;
+    };
+    Norm same(NormOptions(width).kind(c.norm).device(where.device()).dtype(to));
+    const auto from = norm->named_parameters();
+    for (auto& item : same->named_parameters()) item.value().copy_(from[item.key()]);
+    const Tensor h = hgru_step(x.to(to), f.to(to), wide(gamma), wide(theta), own);
+    return std::pair{same->forward_gated(h, g.defined() ? g.to(to) : g, gate, c.gate_first), own};
+  };
+  const auto [exact, exact_state] = by_ops(at::kDouble, before.to(at::kDouble));
+  const auto [theirs, their_state] = by_ops(dtype, before.clone());
+  EXPECT_LE(distance(y, exact), 1.5 * distance(theirs, exact));
+  EXPECT_LE(distance(state, exact_state), 1.5 * distance(their_state, exact_state) +
+                                              1e-6 * distance(exact_state, 0 * exact_state));
+}
+
+TEST(StepProducts, CudaHgruTokenIsStepAndNorm) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  torch::manual_seed(7);
+  const torch::NoGradGuard no_grad;
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    expect_hgru_token({1, 1024, true, true, false, "rms_no_weight", "silu"}, dtype);
+    expect_hgru_token({3, 1024, true, true, true, "layer", "sigmoid"}, dtype);
+    expect_hgru_token({70, 132, false, false, false, "rms", "silu"}, dtype);
+    expect_hgru_token({2, 4096, true, false, false, "layer", "silu"}, dtype);
+    expect_hgru_token({5, 4, false, true, false, "rms", nullptr}, dtype);
+  }
+}
+
+TEST(StepProducts, LeaveOtherHgruTokensToTheOps) {
+  const torch::NoGradGuard no_grad;
+  const auto token = [](int64_t channels, at::TensorOptions where) {
+    Norm norm(NormOptions(channels).kind("rms_no_weight").device(where.device()));
+    const Tensor x = at::randn({2, channels}, where), state = at::zeros({2, channels}, where);
+    const std::optional<Tensor> none;
+    return hgru_token({x, x, none, none, *norm, Tensor(), "silu", false}, state.to(at::kFloat));
+  };
+  EXPECT_FALSE(token(64, at::kBFloat16).defined());
+  if (!torch::cuda::is_available()) return;
+  const auto cuda = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+  EXPECT_TRUE(token(64, cuda).defined());
+  EXPECT_FALSE(token(63, cuda).defined());
+  EXPECT_FALSE(token(8192, cuda).defined());
+  EXPECT_FALSE(token(64, cuda.dtype(at::kFloat)).defined());
 }
 
 // ---- Steps that are made of them ----

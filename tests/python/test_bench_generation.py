@@ -19,3 +19,10 @@ def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
     (row,) = record["rows"]
     assert (row["model"], row["batch"], row["prompt"], row["new"]) == ("demo", 1, 3, 2)
     assert "demo" in capsys.readouterr().out
+    # An earlier library's figures stay beside those of now.
+    beside = tmp_path / "beside.json"
+    assert bench_generation.main([*what.split(), str(beside), "--before", str(path)]) == 0
+    assert json.loads(beside.read_text("utf-8"))["before"] == {
+        "commit": record["commit"],
+        "rows": record["rows"],
+    }

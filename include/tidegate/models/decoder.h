@@ -19,7 +19,7 @@ struct DecoderOptions {
   /// Sequences at a time.
   TORCH_ARG(int64_t, slots);
   /// Tokens of a sequence, prompt included, that layers which keep them have room for at first.
-  /// Memory grows where more come, and the steps are captured anew.
+  /// Memory grows in place where more come, and the steps are captured anew.
   TORCH_ARG(int64_t, capacity) = 1024;
   /// Ids of a sequence that end it, at most.
   TORCH_ARG(int64_t, max_stop_ids) = 8;
@@ -65,7 +65,8 @@ struct DecodedToken {
 /// that go on. Not for several threads at a time.
 ///
 /// Throws c10::ValueError for wrong arguments, before anything changes; for states of `slots`
-/// sequences that need more memory than there is, before anything is allocated.
+/// sequences that need more memory than there is, before anything is allocated. Throws
+/// c10::OutOfMemoryError where tokens come for which there is none; the sequences are as they were.
 class Decoder {
  public:
   /// The model is in evaluation mode for as long as the decoder lives.

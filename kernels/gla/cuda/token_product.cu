@@ -147,19 +147,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tile_sums = kWarps * rows * kTile;
   int slot = 0;
   for (int part = 0; part < kParts; ++part) {
-    product::Products<E, 1> products;
-    products.clear();
-    for (int c = 0; c < items.chunks; ++c) {
-      wait_for_copies<kStages - 1>();
-      __syncwarp();
-      products.add(ring_base + static_cast<unsigned>(slot * kItemBytes),
-                   x_base + static_cast<unsigned>((c * kWarps + items.warp) * kRowBytes),
-                   shape.x_stride, rows, items.lane);
-      __syncwarp();
-      ring.ask();
-      slot = slot + 1 == shape.stages ? 0 : slot + 1;
-    }
-    products.leave(sums + part * tile_sums, rows, items);
+    product::multiply_tile<1>(ring, items, x_base, rows, slot)
+        .leave(sums + part * tile_sums, rows, items);
   }
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < kParts * rows * kTile; i += kThreads) {

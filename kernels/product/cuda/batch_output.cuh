@@ -1,7 +1,7 @@
 #pragma once
 
-// The epilogue of a batch's fused product: the blocks' sums meet, and y is made of them. See
-// batch_product.cu.
+// The epilogue of a batch's fused product: a block reads all blocks' sums of its rows, from their
+// shared memory, and makes y of them. See batch_product.cu.
 
 #include "kernels/common/cuda/between_blocks.cuh"
 #include "kernels/common/cuda/hopper.cuh"
@@ -9,22 +9,47 @@
 
 namespace tidegate::kernels::product {
 
-/// Makes y of the rows whose sums the block gets, four channels of a row at a time.
+/// Numbers of another block of the cluster, at an address of address_in_block().
+__device__ inline float4 load_four_from(unsigned address) {
+  float4 four = {};
+#if TIDEGATE_HOPPER_CODE
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return four;
+}
+__device__ inline float load_from(unsigned address) {
+  float value = 0.0f;
+#if TIDEGATE_HOPPER_CODE
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+#endif
+  return value;
+}
+
+/// Makes y of the block's rows, four channels of a row at a time.
 template <class E>
 struct BatchOutput {
   const FusedProductParams& p;
   const BatchShape& s;
   const BatchWork& work;
-  int rows, first_row;     // of the block, that exist
-  int channel0, channels;  // of y, of the pass
-  int fours;               // of a row
+  unsigned parts, squares;  // addresses: [row][column], [row]
+  int rows, first_row;      // of the block, that exist
+  int channel0, channels;   // of y, of the pass
+  int fours;                // of a row
 
   static constexpr int kVec = 4;
   using Four = Pack<E, kVec>;
 
   __device__ BatchOutput(const FusedProductParams& params, const BatchShape& shape,
-                         const BatchWork& own, int first_tile, int tiles)
-      : p(params), s(shape), work(own) {
+                         const BatchWork& own, const float* parts, const float* squares,
+                         int first_tile, int tiles)
+      : p(params),
+        s(shape),
+        work(own),
+        parts(shared_address(parts)),
+        squares(shared_address(squares)) {
     const int each = kBatchRows >> s.log_blocks;
     first_row = work.rank * each;
     rows = max(0, min(each, static_cast<int>(p.product.rows) - first_row));
@@ -59,20 +84,30 @@ struct BatchOutput {
     return pack_elements(four);
   }
 
-  /// The sums of four columns, rounded.
-  __device__ void sum(const float* parts, int row, int column, float factor, const E* bias,
-                      int count, float (&total)[kVec]) const {
-    const float* from = parts + row * s.part_stride + column;
-    const int step = (kBatchRows >> s.log_blocks) * s.part_stride;
-    total[0] = total[1] = total[2] = total[3] = 0.0f;
-#pragma unroll 2
-    for (int rank = 0; rank < s.blocks; ++rank, from += step) {
-      const float4 part = *reinterpret_cast<const float4*>(from);
-      total[0] += part.x;
-      total[1] += part.y;
-      total[2] += part.z;
-      total[3] += part.w;
+  // So many blocks are read at once.
+  static constexpr int kAtOnce = 4;
+
+  /// Four columns of a row, of so many blocks.
+  __device__ void load(int row, int column, int first, float4 (&parts_of)[kAtOnce]) const {
+    const unsigned from =
+        parts + static_cast<unsigned>(((first_row + row) * s.part_stride + column) * 4);
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      parts_of[r] = float4{};
+      if (first + r < s.blocks) parts_of[r] = load_four_from(address_in_block(from, first + r));
     }
+  }
+  __device__ static void add(const float4 (&parts_of)[kAtOnce], float (&total)[kVec]) {
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      total[0] += parts_of[r].x;
+      total[1] += parts_of[r].y;
+      total[2] += parts_of[r].z;
+      total[3] += parts_of[r].w;
+    }
+  }
+  /// z of the sums over the blocks, rounded.
+  __device__ static void finish(float factor, const E* bias, int count, float (&total)[kVec]) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) total[v] *= factor;
     if (bias != nullptr) {
@@ -83,20 +118,42 @@ struct BatchOutput {
     for (int v = 0; v < kVec; ++v) total[v] = widen(narrow<E>(total[v]));
   }
 
-  __device__ void make(const float* parts, Place at, float factor, Four residual) const {
+  __device__ void make(Place at, Four residual) const {
     const int64_t channel = channel0 + at.channel;
     const int count = channels - at.channel;
     const E* const bias =
         p.product.bias == nullptr ? nullptr : static_cast<const E*>(p.product.bias) + channel;
     const int column =
         p.is_glu ? at.channel / (kTile / 2) * kTile + at.channel % (kTile / 2) : at.channel;
-    float y[kVec];
-    sum(parts, at.row, column, factor, bias, count, y);
+    // Sums over the blocks, in their order; what is read of several is on its way at once.
+    float y[kVec] = {}, value[kVec] = {}, square = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < s.blocks; first += kAtOnce) {
+      float4 gates[kAtOnce], values[kAtOnce];
+      float part[kAtOnce] = {};
+      load(at.row, column, first, gates);
+      if (p.is_glu) load(at.row, column + kTile / 2, first, values);
+      if (s.scales_sums) {
+        const unsigned from = squares + static_cast<unsigned>((first_row + at.row) * 4);
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+          if (first + r < s.blocks) part[r] = load_from(address_in_block(from, first + r));
+        }
+      }
+      add(gates, y);
+      if (p.is_glu) add(values, value);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) square += part[r];
+    }
+    // Of a norm, where it is applied to the sums.
+    const float factor =
+        s.scales_sums
+            ? rsqrtf(square / static_cast<float>(p.product.inner) + static_cast<float>(p.eps))
+            : 1.0f;
+    finish(factor, bias, count, y);
     if (p.is_glu) {
       using Math = GateMath<float, true>;
-      float value[kVec];
-      sum(parts, at.row, column + kTile / 2, factor,
-          bias == nullptr ? nullptr : bias + p.product.outer, count, value);
+      finish(factor, bias == nullptr ? nullptr : bias + p.product.outer, count, value);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) y[v] = norm::activated<Math>(p.activation, y[v]) * value[v];
     }
@@ -116,10 +173,9 @@ struct BatchOutput {
     }
   }
 
-  /// `wait()` between asking for the first residual and the sums. `factors`: of rows, where they
-  /// scale the sums.
+  /// `wait()` between asking for the first residual and the sums.
   template <class Wait>
-  __device__ void run(const float* parts, const float* factors, Wait wait) const {
+  __device__ void run(Wait wait) const {
     const unsigned over = inverse();
     const int items = rows * fours;
     Four residual = {};
@@ -131,17 +187,17 @@ struct BatchOutput {
     for (int item = work.thread; item < items; item += kThreads) {
       const Place at = place(item, over);
       if (p.residual != nullptr && item != work.thread) residual = residual_at(at);
-      make(parts, at, s.scales_sums ? factors[first_row + at.row] : 1.0f, residual);
+      make(at, residual);
     }
   }
 };
 
-/// Leaves a warp's sums of a pass where they are sent from: [row][column].
+/// Leaves a warp's sums of a pass where the blocks read them: [row][column].
 template <int kN>
 __device__ void leave_sums(const float (&d)[kN / 8][4], const BatchShape& s, const BatchWork& work,
-                           int columns, float* staged) {
+                           int columns, float* parts) {
   const int row = work.warp % 4 * 16 + work.lane / 4, first = work.group * kN;
-  float* const to = staged + row * s.part_stride + first + work.lane % 4 * 2;
+  float* const to = parts + row * s.part_stride + first + work.lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < kN / 8; ++j) {
     if (first + 8 * j < columns) {
@@ -161,32 +217,6 @@ __device__ inline void cluster_wait() {
 #if TIDEGATE_HOPPER_CODE
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-}
-
-/// Copies bytes of this block's shared memory into that of another one, whose barrier counts them.
-__device__ inline void send(unsigned to, unsigned from, unsigned bytes, unsigned barrier) {
-#if TIDEGATE_HOPPER_CODE
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(to),
-      "r"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-#endif
-}
-
-/// Sends each block the sums of its rows.
-__device__ inline void send_sums(const FusedProductParams& p, const BatchShape& s,
-                                 const BatchWork& work, unsigned staged, unsigned parts,
-                                 unsigned barrier) {
-  const int to = work.thread;
-  if (to >= s.blocks) return;
-  const int each = kBatchRows >> s.log_blocks;
-  const int rows = min(each, static_cast<int>(p.product.rows) - to * each);
-  if (rows <= 0) return;
-  const int block_bytes = each * s.part_stride * 4;
-  send(address_in_block(parts + static_cast<unsigned>(work.rank * block_bytes), to),
-       staged + static_cast<unsigned>(to * block_bytes),
-       static_cast<unsigned>(rows * s.part_stride * 4), address_in_block(barrier, to));
 }
 
 }  // namespace tidegate::kernels::product

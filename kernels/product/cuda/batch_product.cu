@@ -3,15 +3,16 @@
 // The blocks of a cluster share the inner channels of some channels of y: each has all rows of its
 // part of x in shared memory, normed, and asks for its part of the weights, in a ring, before it
 // waits for the kernel before. Two warpgroups multiply all 64 rows with half of the channels each
-// (wgmma). The blocks' sums then meet: each block gets all parts of some of the rows, stored right
-// into its shared memory, and makes y of them. What a norm sums over a row goes the same way
-// before. The order of every sum depends on the numbers of channels alone.
+// (wgmma), and leave the sums in shared memory. The blocks meet, and each reads all parts of some
+// of the rows and makes y of them. What a norm sums over a row goes the same way, or earlier where
+// it has to (batch_rows.cuh). The order of every sum depends on the numbers of channels alone.
 
 #include <algorithm>
 
 #include "kernels/common/cuda/between_blocks.cuh"
 #include "kernels/common/cuda/hopper.cuh"
 #include "kernels/common/cuda/kernel_chain.cuh"
+#include "kernels/common/cuda/narrow_products.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
@@ -21,7 +22,6 @@
 #include "kernels/product/cuda/batch_shape.cuh"
 #include "kernels/product/cuda/fused_rows.cuh"
 #include "kernels/product/cuda/fused_tiles.cuh"
-#include "kernels/product/cuda/narrow_products.cuh"
 #include "kernels/product/product_cuda.h"
 
 namespace tidegate::kernels::product {
@@ -119,40 +119,38 @@ __global__ void __launch_bounds__(kThreads, 2)
   char* const x = shared;
   float* const parts = reinterpret_cast<float*>(shared + s.parts_at);
   float* const exchanged = reinterpret_cast<float*>(shared + s.main_bytes);
-  auto* const barriers =
+  auto* const barrier =
       reinterpret_cast<uint64_t*>(exchanged + (2 * kMostClusterBlocks + 2) * kBatchRows);
-  const unsigned row_barrier = shared_address(barriers), sum_barrier = shared_address(barriers + 1);
   constexpr int kColumns = kWarpgroups * kN;  // of a pass
   const int passes = s.passes;
   const auto pass_tiles = [&](int pass) {
     return max(0, min(kColumns / kTile, work.tiles - pass * (kColumns / kTile)));
   };
-  const int each = kBatchRows >> s.log_blocks;
-  const int own_rows = max(0, min(each, static_cast<int>(p.product.rows) - work.rank * each));
-  const auto sum_bytes = static_cast<unsigned>((own_rows << s.log_blocks) * s.part_stride * 4);
-  if (work.thread == 0) {
-    mbarrier_init(barriers, 1);
-    mbarrier_init(barriers + 1, 1);
+  using Stager = BatchStager<E, kWith == With::kGate>;
+  const bool norms_before = p.has_norm && !s.scales_sums;
+  if (norms_before && work.thread == 0) {
+    mbarrier_init(barrier, 1);
     publish_barriers();
-    if (p.has_norm)
-      expect_bytes(row_barrier, BatchStager<E, false>::exchanged_bytes(p, s, own_rows));
-    expect_bytes(sum_barrier, sum_bytes);
+    expect_bytes(shared_address(barrier), Stager::exchanged_bytes(p, s));
   }
   BatchRing<E, kN, kWith == With::kMore> ring{p, s, work, shared_address(shared + s.x_bytes),
                                               passes * work.chunks};
 #pragma unroll 1
   for (int i = 0; i < s.stages; ++i) ring.ask();
-  char* const constants = reinterpret_cast<char*>(barriers + 2);
-  const BatchStager<E, kWith == With::kGate> stager(p, s, work, x, exchanged, constants,
-                                                    row_barrier);
+  char* const constants = reinterpret_cast<char*>(barrier + 2);
+  const Stager stager(p, s, work, x, exchanged, constants, shared_address(barrier));
   stager.load_constants(constants);
-  cluster_sync();  // all blocks run, and their barriers wait for bytes
+  if (norms_before) {
+    cluster_sync();  // all blocks run, and their barriers wait for bytes
+  } else {
+    __syncthreads();
+  }
   wait_for_kernels_before();
-  stager.run();
-  float* const staged = reinterpret_cast<float*>(shared + s.staged_at);
+  float square[Stager::kOwn] = {};
+  stager.run(square);
   // Mostly all weights are under way by now: then one barrier is enough.
   const bool is_all = ring.asked == ring.items;
-  if (is_all) wait_for_copies<0>();
+  wait_for_copies<0>();
   hopper::fence_async_proxy();
   __syncthreads();
 
@@ -187,38 +185,23 @@ __global__ void __launch_bounds__(kThreads, 2)
         ring.ask();
       }
     }
-    const BatchOutput<E> output(p, s, work, pass * (kColumns / kTile), pass_tiles(pass));
+    if (pass == 0) stager.add_squares_of_copies(square);
     hopper::wait_for_products<0>();
     hopper::keep(d);
-    // The blocks have read x and the weights, and the sums before, and wait for the next ones.
-    if (pass > 0 && work.thread == 0) expect_bytes(sum_barrier, sum_bytes);
-    const bool meets = pass > 0 || s.parts_at < s.x_bytes + s.ring_bytes;
-    if (meets) cluster_arrive();
-    if (pass == 0) {
-      __syncthreads();
+    if (pass > 0) {
+      cluster_wait();  // the others have read the sums before
     } else {
-      cluster_wait();
+      __syncthreads();  // nobody reads x and the weights, where the sums may go
+      stager.leave_squares(square);
     }
-    leave_sums<kN>(d, s, work, pass_tiles(pass) * kTile, staged);
-    if (s.scales_sums && pass == 0) {
-      wait_for_bytes(row_barrier, 0);
-      stager.find_factors();
-    }
-    hopper::fence_async_proxy();
-    __syncthreads();
-    if (meets && pass == 0) cluster_wait();
-    send_sums(p, s, work, shared_address(staged), shared_address(parts), sum_barrier);
-    output.run(parts, stager.factors, [&] {
-      wait_for_bytes(sum_barrier, static_cast<unsigned>(pass % 2));
-      if (pass + 1 == passes) cluster_arrive();  // the block has all that the others send it
-    });
+    leave_sums<kN>(d, s, work, pass_tiles(pass) * kTile, parts);
+    cluster_arrive();
+    BatchOutput<E>(p, s, work, parts, stager.squares, pass * (kColumns / kTile), pass_tiles(pass))
+        .run([] { cluster_wait(); });
+    cluster_arrive();
   }
   wait_for_copies<0>();
-  // A block's sums are copied out of its shared memory, and only the barriers of those that they go
-  // to tell when that is done: if it ended before, as one without rows of its own would, the next
-  // kernel's blocks could write there what the others then take for its sums. All threads come
-  // here, and have arrived once, in the last pass.
-  cluster_wait();
+  cluster_wait();  // no block ends whose sums others still read
 #endif
 }
 

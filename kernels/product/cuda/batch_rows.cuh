@@ -10,8 +10,12 @@
 namespace tidegate::kernels::product {
 
 /// The block's part of the rows of x, normed, into its panels. Eight lanes share a row's packs of a
-/// chunk, and have two rows; a warp has eight. Loops are kept rolled: of code that runs once, it is
-/// the reading of instructions that takes time.
+/// chunk, and have two rows; a warp has eight.
+///
+/// Where a norm's factor is applied to the sums, x is multiplied as it is, or times what the norm
+/// multiplies besides, and blocks need not meet before the products; the squares that the factor is
+/// made of are summed up meanwhile. Of other norms the blocks tell each other their sums, by stores
+/// into each other's shared memory.
 template <class E, bool kGated>
 struct BatchStager : RowReader<E, kGated> {
   using Reader = RowReader<E, kGated>;
@@ -23,11 +27,15 @@ struct BatchStager : RowReader<E, kGated> {
   const BatchShape& s;
   const BatchWork& work;
   char* x;
-  float *sums, *squares;   // [block][row], which the blocks fill
+  // [block][row], which the blocks fill; squares of a factor that is applied to the sums: [row]
+  float *sums, *squares;
   float *factors, *means;  // [row]
   const char* constants;   // of the norm: [weight or bias][pack of the block's part]
   unsigned barrier;
   int first_row, pack;  // of the lane; of a chunk
+  // The lane's packs of the block's first chunk: known before x is.
+  const E* from[kOwn];
+  unsigned to[kOwn];  // bytes into the panels
 
   __device__ BatchStager(const FusedProductParams& params, const BatchShape& shape,
                          const BatchWork& own, char* panels, float* exchanged, char* constants,
@@ -43,7 +51,15 @@ struct BatchStager : RowReader<E, kGated> {
         constants(constants),
         barrier(barrier),
         first_row(own.warp * 8 + own.lane / 8 * kOwn),
-        pack(own.lane % 8) {}
+        pack(own.lane % 8) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = first_row + i < p.product.rows ? first_row + i : 0;
+      from[i] = static_cast<const E*>(p.product.x) + row * p.product.stride_x;
+      from[i] += channels_pack(0) < this->packs() ? channels_pack(0) * kPack : 0;
+      to[i] = place_in_item(first_row + i, pack);
+    }
+  }
 
   __device__ int channels_pack(int chunk) const {
     return (work.first_chunk + chunk) * (kChunk / kPack) + pack;
@@ -82,19 +98,38 @@ struct BatchStager : RowReader<E, kGated> {
     sum += odd;
   }
 
-  /// As they are; zeros where there is nothing. Adds up their squares.
-  __device__ void copy(float (&square)[kOwn]) const {
+  /// As they are, by asynchronous copies; zeros where there is nothing.
+  __device__ void copy() const {
+    const unsigned panels = shared_address(x);
+#pragma unroll kInFlight
+    for (int chunk = 0; chunk < work.chunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const bool is_there = exists(i, chunk);
+        copy_async_or_zero(panels + to[i] + static_cast<unsigned>(chunk * kPanelBytes),
+                           from[i] + (is_there ? chunk * kChunk : 0), is_there);
+      }
+    }
+    commit_copies();
+  }
+
+  /// By way of registers, and what make(i, chunk, x, gate) makes of them. Adds up the squares of x.
+  template <class Make>
+  __device__ void stage(float (&square)[kOwn], Make make) const {
 #pragma unroll 1
     for (int first = 0; first < work.chunks; first += kInFlight) {
-      Row raw[kInFlight][kOwn];
+      Row raw[kInFlight][kOwn], gates[kInFlight][kOwn];
 #pragma unroll
       for (int c = 0; c < kInFlight; ++c) {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-          raw[c][i] = {};
+          raw[c][i] = gates[c][i] = {};
           if (first + c < work.chunks && exists(i, first + c)) {
-            raw[c][i] = this->load(p.product.x, p.product.stride_x, first_row + i,
-                                   channels_pack(first + c));
+            const int row = first_row + i, at = channels_pack(first + c);
+            raw[c][i] = Reader::load(p.product.x, p.product.stride_x, row, at);
+            if (kGated && s.scales_sums) {
+              gates[c][i] = Reader::load(p.gate, p.stride_gate, row, at);
+            }
           }
         }
       }
@@ -103,14 +138,25 @@ struct BatchStager : RowReader<E, kGated> {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           if (first + c >= work.chunks) continue;
-          *place(i, first + c) = raw[c][i].bits;
           float u[kPack];
 #pragma unroll
           for (int v = 0; v < kPack; ++v) u[v] = raw[c][i].get(v);
           add_squares(u, 0.0f, square[i]);
+          *place(i, first + c) = make(first + c, raw[c][i], gates[c][i]);
         }
       }
     }
+  }
+  /// Times what a norm multiplies but the row's factor.
+  __device__ uint4 weighed(int chunk, Row raw, Row logits) const {
+    const Row weight = constant_at(0, chunk);
+    float u[kPack];
+#pragma unroll
+    for (int v = 0; v < kPack; ++v) {
+      u[v] = raw.get(v) * (p.norm_weight != nullptr ? weight.get(v) : 1.0f);
+    }
+    if constexpr (kGated) this->gate(logits, u);
+    return kernels::pack<E, kPack>(u).bits;
   }
 
   /// visit(i, chunk, u) of each of the lane's packs, as they are normed.
@@ -134,25 +180,21 @@ struct BatchStager : RowReader<E, kGated> {
     return values[0];
   }
 
-  /// To the block that makes y of the row, or to all of them.
+  /// To all blocks.
   __device__ void exchange(float* at, float mine) const {
     if (work.lane % 4 != 0) return;
     const int row = first_row + work.lane / 4 % 2;
     if (row >= p.product.rows) return;
     const unsigned to = shared_address(at + work.rank * kBatchRows + row);
-    const int first = s.scales_sums ? row * s.blocks / kBatchRows : 0;
-    const int end = s.scales_sums ? first + 1 : s.blocks;
 #pragma unroll 1
-    for (int rank = first; rank < end; ++rank) {
+    for (int rank = 0; rank < s.blocks; ++rank) {
       store_remote(address_in_block(to, rank), mine, address_in_block(barrier, rank));
     }
   }
 
-  /// Which bytes of a block the others fill; `own_rows`: of y that it makes.
-  __device__ static unsigned exchanged_bytes(const FusedProductParams& p, const BatchShape& s,
-                                             int own_rows) {
-    const int rows = s.scales_sums ? own_rows : static_cast<int>(p.product.rows);
-    return static_cast<unsigned>((rows << s.log_blocks) *
+  /// Which bytes of a block the others fill.
+  __device__ static unsigned exchanged_bytes(const FusedProductParams& p, const BatchShape& s) {
+    return static_cast<unsigned>((static_cast<int>(p.product.rows) << s.log_blocks) *
                                  (p.norm_kind == norm::NormKind::kLayer ? 8 : 4));
   }
 
@@ -186,11 +228,10 @@ struct BatchStager : RowReader<E, kGated> {
     exchange(squares, summed(square));
   }
 
-  /// Of the parts of all blocks, in their order; of all rows, or of the block's own.
+  /// Of the parts of all blocks, in their order.
   __device__ void find_factors() const {
     const int row = work.thread;
     if (row >= p.product.rows) return;
-    if (s.scales_sums && row * s.blocks / kBatchRows != work.rank) return;
     const auto channels = static_cast<float>(p.product.inner);
     float mean = 0.0f, square = 0.0f;
     if (p.norm_kind == norm::NormKind::kLayer) {
@@ -222,28 +263,42 @@ struct BatchStager : RowReader<E, kGated> {
     });
   }
 
-  /// With what a norm multiplies but the row's factor.
-  __device__ void weigh() const {
-    if (p.norm_weight == nullptr && !(kGated && p.gate != nullptr)) return;
-    for_each([&](int i, int chunk, float (&u)[kPack]) {
-      this->finish(first_row + i, channels_pack(chunk), u, 1.0f, constant_at(0, chunk), Row{});
-      norm::store_eight(reinterpret_cast<E*>(place(i, chunk)), u);
-    });
-  }
-
-  __device__ void run() const {
-    float square[kOwn] = {};
-    copy(square);
-    if (!p.has_norm) return;
-    sum_rows(square);
+  /// Afterwards copies may be under way, and other threads' panels too. Squares: as leave_squares()
+  /// takes them.
+  __device__ void run(float (&square)[kOwn]) const {
+    if (s.copies_x) return copy();
     if (s.scales_sums) {
-      weigh();
-      return;
+      return stage(square,
+                   [&](int chunk, Row raw, Row logits) { return weighed(chunk, raw, logits); });
     }
+    stage(square, [](int, Row raw, Row) { return raw.bits; });
+    sum_rows(square);
     wait_for_bytes(barrier, 0);
     find_factors();
     __syncthreads();
     norm();
+  }
+
+  /// Where a factor is applied to the sums: the block's part of each row's squares, which others
+  /// read once the blocks have met.
+  __device__ void add_squares_of_copies(float (&square)[kOwn]) const {
+    if (!s.scales_sums || !s.copies_x) return;
+#pragma unroll kInFlight
+    for (int chunk = 0; chunk < work.chunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const Row raw{*reinterpret_cast<const uint4*>(x + to[i] + chunk * kPanelBytes)};
+        float u[kPack];
+#pragma unroll
+        for (int v = 0; v < kPack; ++v) u[v] = raw.get(v);
+        add_squares(u, 0.0f, square[i]);
+      }
+    }
+  }
+  __device__ void leave_squares(float (&square)[kOwn]) const {
+    if (!s.scales_sums) return;
+    const float mine = summed(square);
+    if (work.lane % 4 == 0) squares[first_row + work.lane / 4 % 2] = mine;
   }
 };
 

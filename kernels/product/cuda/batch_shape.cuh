@@ -36,12 +36,12 @@ struct BatchShape {
   int own_chunks = 0;              // of a block, at most
   int stages = 0;
   int x_bytes = 0, ring_bytes = 0, part_stride = 0, parts_bytes = 0;
-  int main_bytes = 0;  // of all of these
-  // Where the sums wait to be sent, and where those of the other blocks go, in shared memory.
-  int staged_at = 0, parts_at = 0;
+  int main_bytes = 0;       // of all of these
+  int parts_at = 0;         // where the block's sums lie in shared memory
   bool is_aligned = false;  // four channels of y and of the residual lie as one access wants them
   // A row's factor is applied to the sums: then nothing waits for it before the products.
   bool scales_sums = false;
+  bool copies_x = false;  // x goes to shared memory as it is
 
   static constexpr int kOtherBytes = (2 * kMostClusterBlocks + 2) * kBatchRows * 4 + 64;
   int constant_bytes() const { return 2 * own_chunks * kRowBytes; }
@@ -70,27 +70,22 @@ inline BatchShape shape_of(const FusedProductParams& p, int blocks, const Device
   s.x_bytes = s.own_chunks * kPanelBytes;
   s.part_stride = std::min(each * kTile, kWarpgroups * s.columns) + 4;
   s.parts_bytes = kBatchRows * s.part_stride * 4;
-  const int other = s.shared_bytes() + s.x_bytes + (s.passes > 1 ? 2 : 0) * s.parts_bytes;
+  const int other = s.shared_bytes() + s.x_bytes + (s.passes > 1 ? s.parts_bytes : 0);
   const int items = s.passes * s.own_chunks;
   int wanted = kWantedBytes;
   if (s.passes == 1 && items <= kMostBatchStages && other + items * item > wanted &&
-      other + items * item + s.parts_bytes <= limits.shared_bytes) {
+      other + items * item <= limits.shared_bytes) {
     wanted = limits.shared_bytes;
   }
   s.stages = std::min(std::clamp((wanted - other) / item, 2, kMostBatchStages), items);
   s.ring_bytes = s.stages * item;
   // Where x and the weights were, once the block needs them no more; with several passes, it does.
   const int loaded = s.x_bytes + s.ring_bytes;
-  s.staged_at = s.passes > 1 || loaded < s.parts_bytes ? loaded : 0;
-  // There, too, once no block does, which they have to tell each other: where room is short.
-  s.parts_at = std::max(loaded, s.staged_at + s.parts_bytes);
-  s.main_bytes = s.parts_at + s.parts_bytes;
-  if (s.staged_at == 0 && loaded >= 2 * s.parts_bytes && s.shared_bytes() > wanted) {
-    s.parts_at = s.parts_bytes;
-    s.main_bytes = loaded;
-  }
+  s.parts_at = s.passes > 1 || loaded < s.parts_bytes ? loaded : 0;
+  s.main_bytes = std::max(loaded, s.parts_at + s.parts_bytes);
   s.scales_sums = p.has_norm && p.norm_kind == norm::NormKind::kRms && p.norm_bias == nullptr &&
                   !(p.gate != nullptr && p.gate_first) && p.product.dtype == DType::kBFloat16;
+  s.copies_x = !p.has_norm || (s.scales_sums && p.gate == nullptr && p.norm_weight == nullptr);
   const auto in_fours = [](const void* data, int64_t stride) {
     return is_aligned(data, 8) && stride % 4 == 0;
   };

@@ -164,21 +164,8 @@ __global__ void __launch_bounds__(kThreads)
     turn ^= 1;
     const int tiles = min(shape.batch, work.tiles - first);
     for (int t = 0; t < tiles; ++t) {
-      Products<E, kGroups> products;
-      products.clear();
-      for (int c = 0; c < items.chunks; ++c) {
-        // The ring has kStages groups under way where all its stages are in use, and where they are
-        // fewer all items were among the first: the oldest has landed either way.
-        wait_for_copies<kStages - 1>();
-        __syncwarp();
-        products.add(ring_base + static_cast<unsigned>(slot * kItemBytes),
-                     x_base + static_cast<unsigned>((c * kWarps + items.warp) * kRowBytes),
-                     shape.x_stride, rows, items.lane);
-        __syncwarp();
-        ring.ask();
-        slot = slot + 1 == shape.stages ? 0 : slot + 1;
-      }
-      products.leave(mine + t * tile_sums, rows, items);
+      multiply_tile<kGroups>(ring, items, x_base, rows, slot)
+          .leave(mine + t * tile_sums, rows, items);
     }
     __syncthreads();
     output.store(mine, first);

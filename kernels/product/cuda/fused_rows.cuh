@@ -81,7 +81,9 @@ struct RowReader {
     values(load(p.product.x, p.product.stride_x, row, pack), row, pack, u);
   }
   __device__ void gate(int row, int pack, float (&u)[kPack]) const {
-    const Row logits = load(p.gate, p.stride_gate, row, pack);
+    gate(load(p.gate, p.stride_gate, row, pack), u);
+  }
+  __device__ void gate(Row logits, float (&u)[kPack]) const {
 #pragma unroll
     for (int v = 0; v < kPack; ++v) {
       u[v] *= norm::activated<Math>(p.gate_activation, logits.get(v));

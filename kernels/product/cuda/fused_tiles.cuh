@@ -80,7 +80,7 @@ struct WeightRing {
         copy_async_or_zero(item + place_in_item(row, pack), exists ? from + inner : from, exists);
       }
       ++asked;
-      slot = slot + 1 == shape.stages ? 0 : slot + 1;
+      slot = after(slot);
       if (++chunk == work.chunks) {
         chunk = 0;
         ++tile;
@@ -88,6 +88,8 @@ struct WeightRing {
     }
     commit_copies();
   }
+  /// The place after `at` in the ring.
+  __device__ int after(int at) const { return at + 1 == shape.stages ? 0 : at + 1; }
   /// As many groups as a ring can have, some of them empty, so that who waits counts one number.
   __device__ void fill() {
     for (int i = 0; i < kStages; ++i) {
@@ -152,5 +154,28 @@ struct Products {
     }
   }
 };
+
+/// A warp's products of a tile, as its items land, from place `slot` of the ring on, which moves
+/// on. `x`: address of the rows.
+template <int kGroups, class E, class Rows>
+__device__ __forceinline__ Products<E, kGroups> multiply_tile(WeightRing<E, Rows>& ring,
+                                                              const WarpItems& items, unsigned x,
+                                                              int rows, int& slot) {
+  Products<E, kGroups> products;
+  products.clear();
+  for (int c = 0; c < items.chunks; ++c) {
+    // The ring has kStages groups under way where all its stages are in use, and where they are
+    // fewer all items were among the first: the oldest has landed either way.
+    wait_for_copies<kStages - 1>();
+    __syncwarp();
+    products.add(ring.base + static_cast<unsigned>(slot * kItemBytes),
+                 x + static_cast<unsigned>((c * kWarps + items.warp) * kRowBytes),
+                 ring.shape.x_stride, rows, items.lane);
+    __syncwarp();
+    ring.ask();
+    slot = ring.after(slot);
+  }
+  return products;
+}
 
 }  // namespace tidegate::kernels::product

@@ -17,12 +17,17 @@ namespace tidegate::kernels::sampling {
 namespace {
 
 constexpr int kDigits = 256;
-// Of the sums a digit: warps that add to one would wait for each other.
-constexpr int kCopies = 8;
+// Of the sums a digit: lanes that add to one would wait for each other.
+constexpr int kCopies = 16;
+// So many masses fit two words of a copy, each of which has half of their digits.
+constexpr int kMassBits = 20, kMostOfCopy = 1 << (32 - kMassBits);
 constexpr int kMostBlocks = 8, kFewBlocks = 2;  // of a cluster
 // Tokens that are worth a cluster: fewer take less time than its blocks need to meet.
 constexpr int64_t kLongRow = 4096;
 
+/// A row of logits. Threads take its tokens four at a time. Loops over them are kept rolled where
+/// that costs nothing: of a kernel that runs once a step, the reading of instructions is what takes
+/// time.
 template <class E>
 struct Row {
   using Real = typename Register<E>::type;
@@ -33,59 +38,105 @@ struct Row {
   int64_t vocab;
 
   /// NaN and what is below everything come as -inf.
-  __device__ Real operator[](int64_t v) const {
-    Real logit = widen(logits[v]);
+  __device__ Real made(Real logit, int64_t v) const {
     if (seen != nullptr && seen[v] != 0) {
       logit = penalized(logit, penalty);
     }
     return logit == logit ? logit : lowest<Real>();
   }
+  __device__ Real operator[](int64_t v) const { return made(widen(logits[v]), v); }
+
+  /// Whether four logits lie as one access wants them.
+  __device__ bool is_aligned() const {
+    return reinterpret_cast<uintptr_t>(logits) % (4 * sizeof(E)) == 0;
+  }
+  /// Logits 4 * group to 4 * group + 3, -inf past the last one.
+  __device__ void load(int64_t group, bool aligned, Real (&four)[4]) const {
+    const int64_t first = 4 * group;
+    if constexpr (sizeof(E) <= 4) {
+      if (aligned && first + 4 <= vocab) {
+        using Four = Pack<E, 4>;
+        const Four pack{*reinterpret_cast<const typename Four::Bits*>(logits + first)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = made(pack.get(i), first + i);
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = first + i < vocab ? (*this)[first + i] : lowest<Real>();
+  }
 };
 
-/// A row's numbers less their maximum, divided by the temperature. A block keeps those of its own
-/// threads, each of which reads none but its own.
-template <class E, int kBlocks>
+/// Which tokens a thread takes: four neighbours at a time, `groups` times, the last ones of which
+/// may not exist. Of four and four tokens in a row of threads: number i is token(i).
+template <int kBlocks>
+struct OwnTokens {
+  int64_t first;
+  int groups;
+
+  __device__ OwnTokens(const RowBlocks<kBlocks>& blocks, int64_t vocab)
+      : first(blocks.first()),
+        groups(static_cast<int>((vocab + 4 * blocks.kStride - 1) / (4 * blocks.kStride))) {}
+  __device__ int64_t group(int g) const { return first + g * RowBlocks<kBlocks>::kStride; }
+  __device__ int64_t token(int i) const { return 4 * group(i / 4) + i % 4; }
+  __device__ int count() const { return 4 * groups; }
+};
+
+/// The most likely token. What a thread reads stays in `kept`, its column of shared memory, where
+/// that is not null: -inf for tokens that do not exist.
+template <int kBlocks, class E>
+__device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks, const Row<E>& row,
+                                                      float* kept) {
+  using Real = typename Register<E>::type;
+  const OwnTokens<kBlocks> own(blocks, row.vocab);
+  const bool aligned = row.is_aligned();
+  Best<Real> best{lowest<Real>(), min(4 * own.first, row.vocab - 1)};
+#pragma unroll 2
+  for (int g = 0; g < own.groups; ++g) {
+    Real four[4];
+    row.load(own.group(g), aligned, four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (kept != nullptr) kept[(4 * g + i) * kThreads] = static_cast<float>(four[i]);
+      if (four[i] > best.score) best = {four[i], 4 * own.group(g) + i};
+    }
+  }
+  return row_best(blocks, best);
+}
+
+/// A row's numbers less their maximum, divided by the temperature, of the tokens of a thread: by
+/// their number among these. kKept: in shared memory, once keep() has been called.
+template <class E, int kBlocks, bool kKept>
 struct Scaled {
   using Real = typename Register<E>::type;
 
   Row<E> row;
+  OwnTokens<kBlocks> own;
   Real most, temperature;
-  float* kept;  // in shared memory, or null
+  float* kept;
 
-  __device__ float made(int64_t v) const {
-    return static_cast<float>((row[v] - most) / temperature);
+  __device__ float scaled(Real number) const {
+    return static_cast<float>((number - most) / temperature);
   }
-  __device__ void keep(const RowBlocks<kBlocks>& blocks) const {
-    if (kept == nullptr) return;
-    for_each(blocks, [&](int64_t v, int place) { kept[place] = made(v); });
-    __syncwarp();
-  }
-  template <class Visit>
-  __device__ void for_each(const RowBlocks<kBlocks>& blocks, Visit visit) const {
-    int place = static_cast<int>(threadIdx.x);
-    for (int64_t group = blocks.first(); 4 * group < row.vocab; group += blocks.kStride) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (4 * group + i < row.vocab) visit(4 * group + i, place);
-        place += kThreads;
+  /// Of what likeliest() has kept, which is exact but for numbers of 64 bits.
+  __device__ void keep() const {
+    if constexpr (kKept) {
+#pragma unroll 2
+      for (int i = 0; i < own.count(); ++i) {
+        if constexpr (sizeof(Real) == 4) {
+          kept[i * kThreads] = scaled(kept[i * kThreads]);
+        } else if (const int64_t v = own.token(i); v < row.vocab) {
+          kept[i * kThreads] = scaled(row[v]);
+        }
       }
     }
   }
-  __device__ float get(int64_t v, int place) const {
-    return kept != nullptr ? kept[place] : made(v);
+  __device__ float get(int i) const {
+    if constexpr (kKept) return kept[i * kThreads];
+    const int64_t v = own.token(i);
+    return v < row.vocab ? scaled(row[v]) : lowest<float>();
   }
 };
-
-template <int kBlocks, class E>
-__device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks,
-                                                      const Row<E>& row) {
-  using Real = typename Register<E>::type;
-  Best<Real> best{lowest<Real>(), row.vocab - 1};
-  for (int64_t v = blocks.first(); v < row.vocab; v += blocks.kStride) {
-    best = better(best, Best<Real>{row[v], v});
-  }
-  return row_best(blocks, best);
-}
 
 /// Where the digits of a byte end: of those with weight the lowest with less than target above it.
 struct Cut {
@@ -131,9 +182,11 @@ __device__ void cut_digits(const unsigned long long* weights, bool is_first, Tar
   }
 }
 
-/// Sums of 64 bits a digit, in two words: shared memory adds up to 32 bits in one instruction.
+/// Sums of masses a digit, in two words each, since shared memory adds up to 32 bits at once: half
+/// of a mass's digits each, or, where many masses could overflow these, 64 bits with a carry. Lanes
+/// that add to one word wait for each other, so neighbours have words of their own, in other banks.
 struct DigitSums {
-  unsigned low[kCopies][kDigits], high[kCopies][kDigits];
+  unsigned low[kDigits][kCopies], high[kDigits][kCopies];
 
   __device__ void clear() {
     for (int i = threadIdx.x; i < kCopies * kDigits; i += kThreads) {
@@ -141,54 +194,104 @@ struct DigitSums {
       (&high[0][0])[i] = 0;
     }
   }
-  __device__ void add(uint32_t digit, unsigned long long weight) {
-    const int copy = static_cast<int>(threadIdx.x / 32) % kCopies;
+  __device__ void add(uint32_t digit, unsigned long long weight, bool are_many) {
+    const int copy = static_cast<int>(threadIdx.x) % kCopies;
+    if (!are_many) {
+      atomicAdd(&low[digit][copy], static_cast<unsigned>(weight) & ((1u << kMassBits) - 1));
+      const auto more = static_cast<unsigned>(weight >> kMassBits);
+      if (more != 0) atomicAdd(&high[digit][copy], more);
+      return;
+    }
     const auto part = static_cast<unsigned>(weight);
-    const unsigned before = atomicAdd(&low[copy][digit], part);
+    const unsigned before = atomicAdd(&low[digit][copy], part);
     const unsigned carry = before + part < before ? 1u : 0u;
     const unsigned more = static_cast<unsigned>(weight >> 32) + carry;
-    if (more != 0) atomicAdd(&high[copy][digit], more);
+    if (more != 0) atomicAdd(&high[digit][copy], more);
   }
-  __device__ unsigned long long sum(int digit) const {
+  __device__ unsigned long long sum(int digit, bool are_many) const {
     unsigned long long total = 0;
+#pragma unroll 4
     for (int copy = 0; copy < kCopies; ++copy) {
-      total += low[copy][digit] + (static_cast<unsigned long long>(high[copy][digit]) << 32);
+      total += low[digit][copy] +
+               (static_cast<unsigned long long>(high[digit][copy]) << (are_many ? 32 : kMassBits));
     }
     return total;
   }
 };
 
-/// The smallest key among z, from `least` on, with less than target(sum of all weights) above it.
-template <int kBlocks, class Numbers, class Weight, class Target>
+/// The smallest and the largest key with a digit: where these are one, no further digit decides.
+struct KeyRange {
+  uint32_t least, most;
+};
+
+/// What a search for the last token that is kept counts, and how much of it may be above.
+struct Share {
+  bool is_mass;  // masses; otherwise tokens
+  double most;   // the part of all mass; so many tokens
+
+  __device__ unsigned long long weight(float number) const {
+    return is_mass ? mass_of(number) : 1ull;
+  }
+  __device__ unsigned long long target(unsigned long long all) const {
+    return is_mass ? share_of(all, most) : static_cast<unsigned long long>(most);
+  }
+};
+
+/// Over the blocks of the cluster.
+template <int kBlocks>
+__device__ KeyRange range_over(const RowBlocks<kBlocks>&, const KeyRange* mine) {
+  const unsigned least = shared_address(&mine->least), most = shared_address(&mine->most);
+  KeyRange all = {~0u, 0u};
+#pragma unroll
+  for (int r = 0; r < kBlocks; ++r) {
+    all.least = min(all.least, load_remote<uint32_t>(address_in_block(least, r)));
+    all.most = max(all.most, load_remote<uint32_t>(address_in_block(most, r)));
+  }
+  return all;
+}
+
+/// The smallest key among z, from `least` on, with less than the share's target above it.
+template <int kBlocks, class Numbers>
 __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, uint32_t least,
-                              Weight weight, Target target) {
+                              Share share) {
   __shared__ DigitSums sums;
   // By turns: a block that is ahead writes the next ones while others still read.
   __shared__ unsigned long long of_block[2][kDigits];
   __shared__ unsigned long long weights[kDigits];
+  __shared__ KeyRange ranges[kDigits], all_ranges[kDigits];
   __shared__ Cut cut;
+  // Logits of 16 bits differ by more than the second digit does: the others are rarely needed.
+  constexpr int kRangeShift = 16;
   uint32_t prefix = 0, mask = 0;
+  const bool are_many = z.own.count() * (kThreads / kCopies) > kMostOfCopy;
+#pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
     __syncthreads();
     sums.clear();
     if (threadIdx.x == 0 && shift == 24) {
       cut = {0, 0, 0};
     }
+    const bool has_ranges = shift == kRangeShift;
+    if (has_ranges && threadIdx.x < kDigits) ranges[threadIdx.x] = {~0u, 0u};
     __syncthreads();
-    z.for_each(blocks, [&](int64_t v, int place) {
-      const float number = z.get(v, place);
+#pragma unroll 2
+    for (int i = 0; i < z.own.count(); ++i) {
+      const float number = z.get(i);
       const uint32_t key = key_of(number);
       if (key >= least && (key & mask) == prefix) {
-        const unsigned long long adds = weight(number);
-        if (adds > 0) {
-          sums.add((key >> shift) & 255u, adds);
+        const uint32_t digit = (key >> shift) & 255u;
+        sums.add(digit, share.weight(number), are_many);
+        if (has_ranges) {
+          atomicMin(&ranges[digit].least, key);
+          atomicMax(&ranges[digit].most, key);
         }
       }
-    });
+    }
     __syncthreads();
     unsigned long long* const mine = of_block[shift / 8 % 2];
     if (threadIdx.x < kDigits) {
-      (kBlocks > 1 ? mine : weights)[threadIdx.x] = sums.sum(static_cast<int>(threadIdx.x));
+      (kBlocks > 1 ? mine : weights)[threadIdx.x] =
+          sums.sum(static_cast<int>(threadIdx.x), are_many);
     }
     blocks.sync();
     if constexpr (kBlocks > 1) {
@@ -200,15 +303,21 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
           total += load_remote<unsigned long long>(address_in_block(address, r));
         }
         weights[threadIdx.x] = total;
+        if (has_ranges) all_ranges[threadIdx.x] = range_over(blocks, &ranges[threadIdx.x]);
       }
       __syncthreads();
     }
     if (threadIdx.x < 32) {
-      cut_digits(weights, shift == 24, target, &cut);
+      cut_digits(
+          weights, shift == 24, [&](unsigned long long all) { return share.target(all); }, &cut);
     }
     __syncthreads();
     prefix |= cut.digit << shift;
     mask |= 255u << shift;
+    if (has_ranges) {
+      const KeyRange found = (kBlocks > 1 ? all_ranges : ranges)[cut.digit];
+      if (found.least == found.most) return found.least;
+    }
   }
   return prefix;
 }
@@ -219,15 +328,10 @@ __device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int6
                               const double* settings) {
   uint32_t least = 0;
   const double top_k = settings[kTopK], top_p = settings[kTopP], min_p = settings[kMinP];
-  if (top_k >= 1 && top_k < static_cast<double>(vocab)) {
-    least = last_kept(
-        blocks, z, least, [](float) { return 1ull; },
-        [&](unsigned long long) { return static_cast<unsigned long long>(top_k); });
-  }
-  if (top_p < 1) {
-    least = last_kept(
-        blocks, z, least, [](float number) -> unsigned long long { return mass_of(number); },
-        [&](unsigned long long all) -> unsigned long long { return share_of(all, top_p); });
+#pragma unroll 1  // so that the search is there once
+  for (const bool is_mass : {false, true}) {
+    const bool is_asked = is_mass ? top_p < 1 : top_k >= 1 && top_k < static_cast<double>(vocab);
+    if (is_asked) least = last_kept(blocks, z, least, Share{is_mass, is_mass ? top_p : top_k});
   }
   if (min_p > 0) {
     least = max(least, key_of(static_cast<float>(log(min_p))));
@@ -235,40 +339,55 @@ __device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int6
   return least;
 }
 
-/// argmax of z + Gumbel numbers over the keys from `least`.
+/// No less than the Gumbel number of a word, which is -log E with E >= U, and U at least the power
+/// of two below it.
+__device__ float above_gumbel(uint32_t word) {
+  constexpr float kLog2 = 0.69315f, kRounding = 1e-3f;
+  return fmaf(kLog2, static_cast<float>(__clz(static_cast<int>(word)) + 1), kRounding);
+}
+
+/// argmax of z + Gumbel numbers over the keys from `least`. Most tokens cannot be the best any more
+/// of those that the warp has seen, and need no number, or not its logarithms.
 template <int kBlocks, class Numbers>
 __device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t top, uint32_t least,
                         const int64_t* table) {
   Best<float> best{lowest<float>(), top};
-  int64_t known = -1;
-  Philox4 words = {};
-  z.for_each(blocks, [&](int64_t v, int place) {
-    const float number = z.get(v, place);
-    // No Gumbel number is larger: most tokens cannot be the best any more, and need none.
-    if (key_of(number) < least || !(number > lowest<float>()) ||
-        number + kLargestGumbel < best.score) {
-      return;
+  const int64_t seed = table[kSeed], stream = table[kStream], drawn = table[kDrawn];
+#pragma unroll 1
+  for (int g = 0; g < z.own.groups; ++g) {
+    const float bar = warp_max(best.score);
+    const int64_t group = z.own.group(g);
+    bool is_known = false;
+    Philox4 words = {};
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const float number = z.get(4 * g + i);
+      if (!(number > lowest<float>()) || number + kLargestGumbel < bar || key_of(number) < least) {
+        continue;
+      }
+      if (!is_known) words = words_of(seed, stream, drawn, group);
+      is_known = true;
+      const uint32_t word = i < 2 ? (i == 0 ? words.word[0] : words.word[1])
+                                  : (i == 2 ? words.word[2] : words.word[3]);
+      if (number + above_gumbel(word) < bar) continue;
+      best = better(best, Best<float>{number + gumbel(word), 4 * group + i});
     }
-    if (v / 4 != known) {
-      known = v / 4;
-      words = words_of(table[kSeed], table[kStream], table[kDrawn], known);
-    }
-    best = better(best, Best<float>{number + gumbel(words.word[v % 4]), v});
-  });
+  }
   return row_best(blocks, best).token;
 }
 
-template <int kBlocks, class E>
+template <bool kKept, int kBlocks, class E>
 __device__ int64_t sampled(RowBlocks<kBlocks>& blocks, const Row<E>& row, const double* settings,
                            const int64_t* table, float* kept) {
   using Real = typename Register<E>::type;
-  const Best<Real> top = likeliest(blocks, row);
+  const Best<Real> top = likeliest(blocks, row, kKept ? kept + threadIdx.x : nullptr);
   const double temperature = settings[kTemperature];
   if (temperature < FLT_MIN || isinf(top.score)) {
     return top.token;
   }
-  const Scaled<E, kBlocks> z{row, top.score, static_cast<Real>(temperature), kept};
-  z.keep(blocks);
+  const Scaled<E, kBlocks, kKept> z{row, OwnTokens<kBlocks>(blocks, row.vocab), top.score,
+                                    static_cast<Real>(temperature), kept + threadIdx.x};
+  z.keep();
   const uint32_t least = threshold(blocks, z, row.vocab, settings);
   return draw(blocks, z, top.token, least, table);
 }
@@ -276,7 +395,7 @@ __device__ int64_t sampled(RowBlocks<kBlocks>& blocks, const Row<E>& row, const 
 template <int kBlocks, class E>
 __device__ float log_prob(RowBlocks<kBlocks>& blocks, const Row<E>& row, int64_t token) {
   using Real = typename Register<E>::type;
-  const Real most = likeliest(blocks, row).score;
+  const Real most = likeliest(blocks, row, nullptr).score;
   Real sum = 0;
   for (int64_t v = blocks.first(); v < row.vocab; v += blocks.kStride) {
     sum += exp(row[v] - most);
@@ -284,9 +403,10 @@ __device__ float log_prob(RowBlocks<kBlocks>& blocks, const Row<E>& row, int64_t
   return static_cast<float>(row[token] - most - log(row_sum(blocks, sum)));
 }
 
-template <class E, int kBlocks>
+/// kKept: the row's numbers fit the blocks' shared memory.
+template <class E, int kBlocks, bool kKept>
 __global__ void __launch_bounds__(kThreads)
-    sample_kernel(const __grid_constant__ SamplingParams p, bool keeps) {
+    sample_kernel(const __grid_constant__ SamplingParams p) {
   extern __shared__ float kept[];
   using Real = typename Register<E>::type;
   wait_for_kernels_before();
@@ -300,7 +420,7 @@ __global__ void __launch_bounds__(kThreads)
   float log_p = 0;
   if (table[kDone] == 0) {
     const Row<E> row{logits, seen, static_cast<Real>(settings[kPenalty]), p.vocab};
-    token = sampled(blocks, row, settings, table, keeps ? kept : nullptr);
+    token = sampled<kKept>(blocks, row, settings, table, kept);
     if (p.log_probs != nullptr) {
       log_p = log_prob(blocks, Row<E>{logits, nullptr, Real(1), p.vocab}, token);
     }
@@ -314,24 +434,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// What a block has beside its numbers.
+constexpr int kOtherBytes = 48 << 10;
+
+/// Shared memory for the numbers of one of so many blocks.
+int64_t kept_bytes(int64_t vocab, int blocks) {
+  return ceil_div(ceil_div(vocab, int64_t{4}), int64_t{blocks} * kThreads) * 4 * kThreads *
+         static_cast<int64_t>(sizeof(float));
+}
+
 /// In clusters of kBlocks, or by one block a row.
-template <class E, int kBlocks>
+template <class E, int kBlocks, bool kKept>
 cudaError_t launch_sample(const SamplingParams& p, cudaStream_t stream) {
-  constexpr auto* kKernel = &sample_kernel<E, kBlocks>;
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int64_t groups = ceil_div(ceil_div(p.vocab, int64_t{4}), RowBlocks<kBlocks>::kStride);
-  const int64_t wanted = groups * 4 * kThreads * static_cast<int64_t>(sizeof(float));
-  constexpr int kOther = 28 << 10;  // what the kernel has besides
-  const bool keeps = wanted + kOther <= limits.shared_bytes;
-  const int bytes = keeps ? static_cast<int>(wanted) : 0;
+  constexpr auto* kKernel = &sample_kernel<E, kBlocks, kKept>;
+  const int bytes = kKept ? static_cast<int>(kept_bytes(p.vocab, kBlocks)) : 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   if (p.rows > std::numeric_limits<int>::max() / kBlocks) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(p.rows * kBlocks));
   if constexpr (kBlocks == 1) {
-    return launch_in_chain<kKernel>(grid, dim3(kThreads), bytes, stream, p, keeps);
+    return launch_in_chain<kKernel>(grid, dim3(kThreads), bytes, stream, p);
   } else {
-    return launch_in_chain<kKernel, kBlocks>(grid, dim3(kThreads), bytes, stream, p, keeps);
+    return launch_in_chain<kKernel, kBlocks>(grid, dim3(kThreads), bytes, stream, p);
   }
 }
 
@@ -342,15 +465,26 @@ cudaError_t sample_cuda(const SamplingParams& params, cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   return dispatch_real(params.dtype, [&]<class E>() {
     bool can = false;
-    TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&sample_kernel<E, kMostBlocks>>(&can)));
+    TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&sample_kernel<E, kMostBlocks, true>>(&can)));
+    const bool is_long = can && params.vocab >= kLongRow;
+    const auto keeps = [&](int blocks) {
+      return kept_bytes(params.vocab, blocks) + kOtherBytes <= limits.shared_bytes;
+    };
     // As many blocks as run at once: a multiprocessor holds one.
-    if (can && params.vocab >= kLongRow && params.rows * kMostBlocks <= limits.multiprocessors) {
-      return launch_sample<E, kMostBlocks>(params, stream);
+    const auto run_at_once = [&](int blocks) {
+      return params.rows * blocks <= limits.multiprocessors;
+    };
+    if (is_long && run_at_once(kMostBlocks) && keeps(kMostBlocks)) {
+      return launch_sample<E, kMostBlocks, true>(params, stream);
     }
-    if (can && params.vocab >= kLongRow && params.rows * kFewBlocks <= limits.multiprocessors) {
-      return launch_sample<E, kFewBlocks>(params, stream);
+    if (is_long && run_at_once(kFewBlocks) && keeps(kFewBlocks)) {
+      return launch_sample<E, kFewBlocks, true>(params, stream);
     }
-    return launch_sample<E, 1>(params, stream);
+    if (is_long && run_at_once(kFewBlocks)) {
+      return launch_sample<E, kFewBlocks, false>(params, stream);
+    }
+    return keeps(1) ? launch_sample<E, 1, true>(params, stream)
+                    : launch_sample<E, 1, false>(params, stream);
   });
 }
 

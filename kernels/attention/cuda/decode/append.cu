@@ -1,8 +1,9 @@
-// Before attention, a step of decoding prepares one token of each sequence: a block has a sequence,
-// and a warp a head of q, k or v at a time. Nothing here is large; what counts is that it is one
-// launch.
+// Before attention, a step of decoding prepares one token of each sequence: a warp has a head of q,
+// k or v, and the blocks of a cluster have a sequence, as many as give each head a warp of its own.
+// Nothing here is large; what counts is a token's way through it.
 
 #include "kernels/attention/append_cuda.h"
+#include "kernels/common/cuda/between_blocks.cuh"
 #include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/numeric.cuh"
@@ -15,6 +16,7 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMostDim = 256;
 constexpr int kOwn = kMostDim / 32;  // elements of a lane
+constexpr int kMostBlocks = 4;       // of a sequence
 
 template <class E>
 __device__ float rounded(float x) {
@@ -33,6 +35,22 @@ __device__ float bounded(float log_gate, float gamma) {
   if (lost <= 0.5f) return log1pf(-lost);
   return kept < 1.17549435e-38f ? log_gate : logf(kept);
 }
+
+/// How far rotary positions turn a lane's elements with each token.
+struct Turns {
+  float speed[kOwn];
+
+  __device__ Turns(float theta, int dim, int lane) {
+    const int half = dim / 2;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = lane + 32 * i, pair = at < half ? at : at - half;
+      speed[i] = theta != 0.0f && at < dim
+                     ? powf(theta, static_cast<float>(pair) / -static_cast<float>(half))
+                     : 0.0f;
+    }
+  }
+};
 
 /// A head of one token: its elements lane, lane + 32 and so on in a lane's registers.
 template <class E>
@@ -73,7 +91,7 @@ struct Head {
   }
 
   /// By way of the warp's row of shared memory.
-  __device__ void turn(float position, float theta, float* row) {
+  __device__ void turn(float position, const Turns& turns, float* row) {
     const int half = dim / 2;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) row[lane + 32 * i] = x[i];
@@ -83,11 +101,8 @@ struct Head {
       const int at = lane + 32 * i;
       if (at >= dim) break;
       const bool is_low = at < half;
-      const int pair = is_low ? at : at - half;
-      const float angle =
-          position * powf(theta, static_cast<float>(pair) / -static_cast<float>(half));
-      const float cos = cosf(angle), sin = sinf(angle);
-      const float other = row[is_low ? at + half : pair];
+      const float angle = position * turns.speed[i], cos = cosf(angle), sin = sinf(angle);
+      const float other = row[is_low ? at + half : at - half];
       x[i] = rounded<E>(is_low ? fmaf(x[i], cos, -(other * sin)) : fmaf(x[i], cos, other * sin));
     }
     __syncwarp();
@@ -108,21 +123,23 @@ __device__ E* cache_row(const HeadSeries& cache, int64_t b, int64_t place, int64
          b * cache.stride_b + place * cache.stride_t + head * cache.stride_h;
 }
 
-template <class E>
+template <class E, int kBlocks>
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AttentionAppendParams p) {
   __shared__ float rows[kWarps][kMostDim];
   let_next_kernel_begin();
-  wait_for_kernels_before();
-  const int64_t b = blockIdx.x;
+  const int64_t b = blockIdx.x / kBlocks;
+  const int rank = static_cast<int>(blockIdx.x % kBlocks);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int dim = static_cast<int>(p.head_dim);
+  const Turns turns(static_cast<float>(p.theta), dim, lane);
+  wait_for_kernels_before();
   const int heads = static_cast<int>(p.heads), key_heads = static_cast<int>(p.key_heads);
   const int64_t place = p.lengths[b], position = p.seen[b];
   const bool has_room = place < p.capacity;
   const E* const projected = static_cast<const E*>(p.projected) + b * p.stride_projected;
 
-  for (int h = warp; h < heads + 2 * key_heads; h += kWarps) {
+  for (int h = rank * kWarps + warp; h < heads + 2 * key_heads; h += kBlocks * kWarps) {
     const bool is_q = h < heads, is_k = !is_q && h < heads + key_heads;
     const int own = is_q ? h : is_k ? h - heads : h - heads - key_heads;
     Head<E> head(projected + static_cast<int64_t>(h) * dim, dim, lane);
@@ -138,9 +155,7 @@ __global__ void __launch_bounds__(kThreads)
         head.norm(weight + (p.weights_a_head ? static_cast<int64_t>(own) * dim : 0),
                   static_cast<float>(p.eps));
       }
-      if (p.theta != 0) {
-        head.turn(static_cast<float>(position), static_cast<float>(p.theta), rows[warp]);
-      }
+      if (p.theta != 0) head.turn(static_cast<float>(position), turns, rows[warp]);
     }
     if (is_q) {
       head.store(static_cast<E*>(p.q) + (b * heads + own) * dim);
@@ -148,7 +163,9 @@ __global__ void __launch_bounds__(kThreads)
       head.store(cache_row<E>(is_k ? p.k : p.v, b, place, own));
     }
   }
-  for (int64_t h = threadIdx.x; has_room && h < p.gate_heads; h += kThreads) {
+  // By the last block, whose warps may have no head.
+  for (int64_t h = threadIdx.x; rank == kBlocks - 1 && has_room && h < p.gate_heads;
+       h += kThreads) {
     float log_f = 0.0f;
     if (p.gate_bias != nullptr) {
       float logit = p.gate_bias[h];
@@ -160,8 +177,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     *cache_row<float>(p.log_f, b, place, h) = log_f;
   }
-  __syncthreads();  // everyone has read the counts
-  if (threadIdx.x == 0) {
+  // Everyone has read the counts.
+  if constexpr (kBlocks > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  if (rank == 0 && threadIdx.x == 0) {
     p.lengths[b] += 1;
     p.seen[b] += 1;
   }
@@ -170,15 +192,23 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t attention_append_cuda(const AttentionAppendParams& p, cudaStream_t stream) {
-  if (p.batch > std::numeric_limits<int>::max() || p.head_dim > kMostDim) {
+  if (p.batch > std::numeric_limits<int>::max() / kMostBlocks || p.head_dim > kMostDim) {
     return cudaErrorInvalidConfiguration;
   }
-  const dim3 grid(static_cast<unsigned>(p.batch));
-  const auto launch = [&]<class E>() {
-    return launch_in_chain<&append_kernel<E>>(grid, dim3(kThreads), 0, stream, p);
+  const int64_t wanted = p.heads + 2 * p.key_heads;  // warps
+  const auto launch = [&]<class E, int kBlocks>() {
+    const dim3 grid(static_cast<unsigned>(p.batch * kBlocks));
+    return launch_in_chain<&append_kernel<E, kBlocks>, kBlocks>(grid, dim3(kThreads), 0, stream, p);
   };
-  return p.dtype == DType::kFloat32 ? launch.template operator()<float>()
-                                    : dispatch_16_bit(p.dtype, launch);
+  const auto choose = [&]<class E>() {
+    bool can = false;
+    TIDEGATE_RETURN_IF_CUDA_ERROR((can_cluster<&append_kernel<E, kMostBlocks>>(&can)));
+    if (!can || wanted <= kWarps) return launch.template operator()<E, 1>();
+    return wanted <= 2 * kWarps ? launch.template operator()<E, 2>()
+                                : launch.template operator()<E, kMostBlocks>();
+  };
+  return p.dtype == DType::kFloat32 ? choose.template operator()<float>()
+                                    : dispatch_16_bit(p.dtype, choose);
 }
 
 }  // namespace tidegate::kernels::attention

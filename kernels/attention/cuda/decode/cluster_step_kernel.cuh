@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
 #if TIDEGATE_HOPPER_CODE  // elsewhere nobody launches it
   using T = ClusterStepTile;
   using Warp = TensorStepWarp<E, kDim>;
-  constexpr int kRingBytes = TensorStepTile::kStages * 2 * Warp::kTileBytes;  // of a warp
+  constexpr int kRingBytes = Warp::kRingBytes;  // of a warp
   static_assert(kRingBytes >= T::kHeads * kDim * 4);
   extern __shared__ __align__(128) unsigned char rings[];
   __shared__ SplitSums sums;
@@ -109,7 +109,9 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
   cluster_sync();  // all blocks run
   wait_for_kernels_before();
   const ClusterSplit split(p, p.lengths[batch], own, splits);
-  const Warp at(p, shared_address(rings + warp * kRingBytes), split.begin, split.end);
+  float* const gates =
+      reinterpret_cast<float*>(rings + T::kWarps * kRingBytes + warp * Warp::kGateBytes);
+  const Warp at(p, shared_address(rings + warp * kRingBytes), gates, split.begin, split.end);
   float* const own_sums = reinterpret_cast<float*>(rings + warp * kRingBytes);
   const int slice = (at.dim + blocks - 1) / blocks;  // channels that a block makes of the result
   for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
@@ -175,7 +177,7 @@ cudaError_t launch_cluster_step(const ForgettingAttentionStepParams& p, int bloc
   using T = ClusterStepTile;
   constexpr auto* kKernel = &cluster_step_kernel<E, kDim>;
   constexpr int kBytes =
-      T::kWarps * TensorStepTile::kStages * 2 * Tile16Bit<kDim>::bytes(TensorStepTile::kKeys);
+      T::kWarps * (TensorStepWarp<E, kDim>::kRingBytes + TensorStepWarp<E, kDim>::kGateBytes);
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(kBytes));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));

@@ -21,10 +21,37 @@ constexpr int kCombineParts = 4;
 // Splits that are weighed at once, and partial results that a thread has under way.
 constexpr int kCombinedAtOnce = 32, kAhead = kCombinedAtOnce / kCombineParts;
 
+/// What a thread reads of kCombinedAtOnce splits: of one of them what weighs it, and its channel of
+/// every fourth one.
+template <class Real>
+struct SplitPart {
+  Real top, weight, ahead[kAhead];
+  double gates;
+
+  /// Of the splits before `newest`.
+  __device__ void load(const Real* partials, int64_t newest, int64_t dim) {
+    const int64_t stride = partial_numbers(dim), split = newest - 1 - threadIdx.x % 32;
+    top = -static_cast<Real>(INFINITY);
+    weight = 0;
+    gates = 0;
+    if (split >= 0) {
+      const Real* const numbers = partials + split * stride + dim;
+      top = numbers[0];
+      weight = numbers[1];
+      gates = static_cast<double>(numbers[2]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t from = newest - 1 - threadIdx.y - i * kCombineParts;
+      ahead[i] = from >= 0 && threadIdx.x < dim ? partials[from * stride + threadIdx.x] : Real(0);
+    }
+  }
+};
+
 /// o of one query head, from the newest split to the oldest: a split's bias is the sum of the gates
 /// of all newer splits. A lane weighs a split, each thread sums one channel of every fourth split;
-/// every warp weighs all of them, so that none waits for another. What does not depend on weights
-/// is asked for before they are known.
+/// every warp weighs all of them, so that none waits for another. What the next splits have is
+/// asked for while these are put together.
 template <class E>
 __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
     combine_kernel(const ForgettingAttentionStepParams p) {
@@ -32,29 +59,22 @@ __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
   let_next_kernel_begin();
   wait_for_kernels_before();
   const int64_t head = blockIdx.x, batch = blockIdx.y;
-  const int64_t stride = partial_numbers(p.head_dim), dim = p.head_dim;
+  const int64_t dim = p.head_dim;
   __shared__ Real parts[kCombineParts][StepTile::kMaxDim];
   const int lane = threadIdx.x % 32, part = threadIdx.y;
   const auto d = static_cast<int64_t>(threadIdx.x);
-  const Real* const partials =
-      static_cast<const Real*>(p.workspace) + (batch * p.heads + head) * p.plan.splits * stride;
+  const Real* const partials = static_cast<const Real*>(p.workspace) +
+                               (batch * p.heads + head) * p.plan.splits * partial_numbers(dim);
   Real maximum = -static_cast<Real>(INFINITY), total = 0, sum = 0;
   double gates = 0;
-  for (int64_t newest = Splits(p, batch).used(); newest > 0; newest -= kCombinedAtOnce) {
-    const int64_t split = newest - 1 - lane;
-    Real own_top = -static_cast<Real>(INFINITY), weight = 0, ahead[kAhead];
-    double through = 0;
-    if (split >= 0) {
-      const Real* const numbers = partials + split * stride + dim;
-      own_top = numbers[0];
-      weight = numbers[1];
-      through = static_cast<double>(numbers[2]);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t from = newest - 1 - part - i * kCombineParts;
-      ahead[i] = from >= 0 && d < dim ? partials[from * stride + d] : Real(0);
-    }
+  int64_t newest = Splits(p, batch).used();
+  SplitPart<Real> next;
+  next.load(partials, newest, dim);
+  for (; newest > 0; newest -= kCombinedAtOnce) {
+    const SplitPart<Real> now = next;
+    if (newest > kCombinedAtOnce) next.load(partials, newest - kCombinedAtOnce, dim);
+    const bool exists = newest - 1 - lane >= 0;
+    double through = now.gates;
 #pragma unroll
     for (int s = 1; s < 32; s *= 2) {
       const double newer = __shfl_up_sync(~0u, through, s);
@@ -62,16 +82,16 @@ __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
     }
     const double newer = __shfl_up_sync(~0u, through, 1);
     const double bias = gates + (lane == 0 ? 0.0 : newer);
-    const Real top = static_cast<Real>(static_cast<double>(own_top) + bias);
+    const Real top = static_cast<Real>(static_cast<double>(now.top) + bias);
     const Real best = larger(maximum, warp_max(top));
     const Real against = best == -static_cast<Real>(INFINITY) ? Real(0) : best;
     const Real old = exponential(maximum - against);
-    const Real factor = split >= 0 ? exponential(top - against) : Real(0);
-    total = fused(total, old, warp_sum(factor * weight));
+    const Real factor = exists ? exponential(top - against) : Real(0);
+    total = fused(total, old, warp_sum(factor * now.weight));
     sum *= old;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      sum = fused(__shfl_sync(~0u, factor, part + i * kCombineParts), ahead[i], sum);
+      sum = fused(__shfl_sync(~0u, factor, part + i * kCombineParts), now.ahead[i], sum);
     }
     maximum = best;
     gates += __shfl_sync(~0u, through, 31);

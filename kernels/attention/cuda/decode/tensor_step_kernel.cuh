@@ -93,9 +93,12 @@ struct TensorStepWarp {
   using Tile = Tile16Bit<kDim>;
   static constexpr int kKeys = TensorStepTile::kKeys, kStages = TensorStepTile::kStages;
   static constexpr int kTileBytes = Tile::bytes(kKeys);
+  static constexpr int kRingBytes = kStages * 2 * kTileBytes;
+  static constexpr int kGateBytes = kStages * 32 * 4 * 4;
 
   const ForgettingAttentionStepParams& p;
   unsigned ring;  // kStages tiles of keys and values
+  float* gates;   // kStages times four of each lane
   int lane, row, c, dim;
   int64_t batch, key_head;
   int64_t begin, end;  // keys of the split
@@ -105,9 +108,11 @@ struct TensorStepWarp {
 
   /// Takes keys [first, last) of sequence blockIdx.z and head blockIdx.y.
   __device__ __forceinline__ TensorStepWarp(const ForgettingAttentionStepParams& params,
-                                            unsigned ring, int64_t first, int64_t last)
+                                            unsigned ring, float* gates, int64_t first,
+                                            int64_t last)
       : p(params),
         ring(ring),
+        gates(gates),
         lane(threadIdx.x % 32),
         row(lane / 4),
         c(lane % 4),
@@ -158,7 +163,6 @@ struct TensorStepHead {
   bool used;
   AttentionRows<const float> log_f;
   uint32_t query[kSteps][2];
-  float gates[4];                  // of the lane's keys of a tile
   float sums[2 * kSteps][4] = {};  // [0..1]: of rounded weights, [2..3]: of the remainders
 
   __device__ __forceinline__ TensorStepHead(const Warp& at, int64_t first_head)
@@ -181,12 +185,22 @@ struct TensorStepHead {
     }
   }
 
-  __device__ __forceinline__ void load_gates(const Warp& at, int tile) {
+  /// The gates of the lane's keys of a tile come with it: from device memory, where one tile is too
+  /// short for their way.
+  __device__ __forceinline__ void copy_gates(const Warp& at, int tile) const {
+    float* const to = gates_of(at, tile);
     const int64_t first = at.first_key(tile) + 4 * at.c;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      gates[i] = used && tile < at.tiles && first + i >= at.begin ? *log_f.row(first + i) : 0.0f;
+      if (used && tile < at.tiles && first + i >= at.begin) {
+        copy_async<4>(to + i, log_f.row(first + i));
+      } else {
+        to[i] = 0.0f;
+      }
     }
+  }
+  __device__ __forceinline__ float* gates_of(const Warp& at, int tile) const {
+    return at.gates + (tile % Warp::kStages * 32 + at.lane) * 4;
   }
 
   /// dots = q . k of the lane's four keys.
@@ -268,18 +282,20 @@ __device__ __forceinline__ void step_through(const TensorStepWarp<E, kDim>& at,
                                              TensorStepSoftmax& softmax) {
   constexpr int kStages = TensorStepTile::kStages;
   for (int tile = 0; tile < kStages - 1; ++tile) {
+    head.copy_gates(at, tile);
     at.load_stage(tile);
   }
-  head.load_gates(at, 0);
   for (int tile = 0; tile < at.tiles; ++tile) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // every lane has waited, and has read the tile before this one
+    head.copy_gates(at, tile + kStages - 1);
     at.load_stage(tile + kStages - 1);
     float dots[2][4] = {}, weights[4];
     head.compute_scores(at, at.stage(tile), dots);
+    const float4 four = *reinterpret_cast<const float4*>(head.gates_of(at, tile));
+    const float gates[4] = {four.x, four.y, four.z, four.w};
     const float factor =
-        softmax.weigh(dots, head.gates, at.p.scale, head.missing_keys(at, tile), weights);
-    head.load_gates(at, tile + 1);
+        softmax.weigh(dots, gates, at.p.scale, head.missing_keys(at, tile), weights);
     head.rescale(factor);
     head.accumulate_pv(at, at.stage(tile), weights);
   }
@@ -293,8 +309,9 @@ __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttenti
   let_next_kernel_begin();
   wait_for_kernels_before();
   const Splits splits(p, blockIdx.z);
-  const TensorStepWarp<E, kDim> at(p, shared_address(ring), splits.begin(blockIdx.x),
-                                   splits.begin(blockIdx.x + 1));
+  using Warp = TensorStepWarp<E, kDim>;
+  const Warp at(p, shared_address(ring), reinterpret_cast<float*>(ring + Warp::kRingBytes),
+                splits.begin(blockIdx.x), splits.begin(blockIdx.x + 1));
   for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
        first_head += TensorStepTile::kHeads) {
     TensorStepHead<E, kDim> head(at, first_head);
@@ -306,12 +323,12 @@ __global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttenti
 
 template <class E, int kDim>
 cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
-  constexpr int kBytes =
-      TensorStepTile::kStages * 2 * Tile16Bit<kDim>::bytes(TensorStepTile::kKeys);
-  static_assert(kBytes <= 48 * 1024);
+  constexpr int kBytes = TensorStepWarp<E, kDim>::kRingBytes + TensorStepWarp<E, kDim>::kGateBytes;
+  constexpr auto* kKernel = &tensor_step_kernel<E, kDim>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(kBytes));
   const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));
-  return launch_in_chain<&tensor_step_kernel<E, kDim>>(grid, dim3(32), kBytes, stream, p);
+  return launch_in_chain<kKernel>(grid, dim3(32), kBytes, stream, p);
 }
 
 template <class E>

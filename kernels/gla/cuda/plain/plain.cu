@@ -12,6 +12,7 @@
 #include "kernels/gla/cuda/plain/plain_scan.cuh"
 #include "kernels/gla/cuda/plain/token_step.cuh"
 #include "kernels/gla/gla_cuda.h"
+#include "kernels/gla/token_step_cuda.h"
 
 namespace tidegate::kernels::gla {
 
@@ -303,9 +304,15 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
 
 }  // namespace
 
+bool token_step_takes(const GlaParams& p) { return token_step_fits(p); }
+
+cudaError_t token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
+  return launch_token_step(p, h0_is_settled, stream);
+}
+
 cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
   if (token_step_fits(p)) {
-    return launch_token_step(p, stream);
+    return launch_token_step(p, /*h0_is_settled=*/false, stream);
   }
   return dispatch_state(p.q.dtype, [&]<class Real>() {
     if (p.layout.time <= kStepTokens) {

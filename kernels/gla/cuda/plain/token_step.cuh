@@ -22,6 +22,11 @@ struct TokenTile {
   static constexpr int kColumns = kVec * kLanes;
   static constexpr int kRows = 8;  // neighbouring rows that a thread has in flight
   static constexpr int kRowsAtOnce = kRows * kThreads / kLanes;
+  static constexpr int kStaticBytes = kRows * kThreads * 16 + kWarps * kColumns * 4;
+  // Of many, so many blocks share a multiprocessor at a time, which the shared memory that they ask
+  // for sees to: of ten, which would have room, all would read at first and all would write at
+  // last.
+  static constexpr int kBlocksAtOnce = 8;
 };
 
 /// Where the token of a sequence and head lies.
@@ -35,7 +40,7 @@ __device__ inline const T* token_row(const HeadSeries& series, int64_t sequence,
 template <class E, class Gate, GateKind kKind>
 __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
     token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
-                      const bool prefetches) {
+                      const bool h0_is_settled, const bool prefetches) {
   using T = TokenTile;
   using Math = GateMath<float, false>;
   extern __shared__ __align__(16) float token[];
@@ -57,13 +62,27 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
   const float* const before = static_cast<const float*>(p.h0) + corner + column;
   float* const after = static_cast<float*>(p.h_final) + corner + column;
   let_next_kernel_begin();
-  if (prefetches) {  // into the second-level cache, while the kernel before makes q, the gate and v
+  const auto ask = [&](int own) {
+    const float* from = before + own * value_dim;
+#pragma unroll
+    for (int i = 0; i < T::kRows; ++i) {
+      const bool is_there = p.h0 != nullptr && exists && own + i < key_dim;
+      copy_async_or_zero(&states[i][threadIdx.x], is_there ? from : before, is_there);
+      from += value_dim;
+    }
+    commit_copies();
+  };
+  // While the kernel before makes q, the gate and v: the states, or into the second-level cache,
+  // where that kernel may still write them.
+  if (!h0_is_settled) {
     const float* const line = static_cast<const float*>(p.h0) + corner + first_column;
-    for (int row = threadIdx.x; row < key_dim; row += T::kThreads) {
+    for (int row = threadIdx.x; prefetches && row < key_dim; row += T::kThreads) {
       prefetch_line(line + row * value_dim);
     }
+    wait_for_kernels_before();
   }
-  wait_for_kernels_before();
+  ask(first_row);
+  if (h0_is_settled) wait_for_kernels_before();
 
   const E* const queries = token_row<E>(p.q, sequence, head);
   const Gate* const gates = token_row<Gate>(p.gate, sequence, head);
@@ -75,7 +94,7 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
     raw_value.bits = *reinterpret_cast<const typename Pack<E, T::kVec>::Bits*>(
         token_row<E>(p.v, sequence, head) + column);
   }
-  // The thread's first channel of the token, before the states in the queue.
+  // The thread's first channel of the token.
   const int channel = threadIdx.x;
   const bool has_channel = channel < key_dim;
   float raw_query = 0.0f, raw_gate = 0.0f, raw_key = 0.0f, bound = 0.0f;
@@ -94,14 +113,7 @@ __global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit
 #pragma unroll 1
   for (int first = 0; first < key_dim; first += T::kRowsAtOnce) {
     const int own = first + first_row;
-    const float* from = before + own * value_dim;
-#pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
-      const bool is_there = p.h0 != nullptr && exists && own + i < key_dim;
-      copy_async_or_zero(&states[i][threadIdx.x], is_there ? from : before, is_there);
-      from += value_dim;
-    }
-    commit_copies();
+    if (first > 0) ask(own);
     if (first == 0) {
 #pragma unroll 1
       for (int at = channel; at < padded; at += T::kThreads) {
@@ -190,25 +202,31 @@ inline bool token_step_fits(const GlaParams& p) {
 }
 
 template <class E, class Gate, GateKind kKind>
-cudaError_t launch_token_step(const GlaParams& p, cudaStream_t stream) {
+cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
+  using T = TokenTile;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int64_t tiles = ceil_div(p.value_dim, int64_t{TokenTile::kColumns});
+  const int64_t tiles = ceil_div(p.value_dim, int64_t{T::kColumns});
   const int64_t blocks = p.layout.sequences * p.heads * tiles;
-  const int64_t padded = ceil_div(p.key_dim, int64_t{TokenTile::kRows}) * TokenTile::kRows;
+  const int64_t padded = ceil_div(p.key_dim, int64_t{T::kRows}) * T::kRows;
   // Of many blocks' states, the memory is busy anyway.
   const bool prefetches = p.h0 != nullptr && blocks <= 2 * int64_t{limits.multiprocessors};
+  int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float));
+  if (limits.major >= 9 && blocks > T::kBlocksAtOnce * int64_t{limits.multiprocessors}) {
+    constexpr int kOfDriver = 1024, kSpare = 128;
+    const int64_t share = limits.shared_bytes / T::kBlocksAtOnce;
+    bytes = std::max(bytes, (share - kOfDriver - kSpare - T::kStaticBytes) / 16 * 16);
+  }
   return launch_in_chain<&token_step_kernel<E, Gate, kKind>>(
-      dim3(static_cast<unsigned>(blocks)), dim3(TokenTile::kThreads),
-      static_cast<int>(3 * padded * static_cast<int64_t>(sizeof(float))), stream, p,
-      static_cast<int>(tiles), prefetches);
+      dim3(static_cast<unsigned>(blocks)), dim3(T::kThreads), static_cast<int>(bytes), stream, p,
+      static_cast<int>(tiles), h0_is_settled, prefetches);
 }
 
-inline cudaError_t launch_token_step(const GlaParams& p, cudaStream_t stream) {
+inline cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
   const auto launch = [&]<class E, class Gate>() {
     return p.gate_kind == GateKind::kLogit
-               ? launch_token_step<E, Gate, GateKind::kLogit>(p, stream)
-               : launch_token_step<E, Gate, GateKind::kLogDecay>(p, stream);
+               ? launch_token_step<E, Gate, GateKind::kLogit>(p, h0_is_settled, stream)
+               : launch_token_step<E, Gate, GateKind::kLogDecay>(p, h0_is_settled, stream);
   };
   return dispatch_16_bit(p.q.dtype, [&]<class E>() {
     return p.gate.dtype == DType::kFloat32 ? launch.template operator()<E, float>()

@@ -1,7 +1,7 @@
 #pragma once
 
-// Products by a warpgroup (kernels/common/cuda/hopper.cuh) of fewer columns than other kernels
-// want.
+// Products by a warpgroup, as hopper.cuh has them, of 32 and 48 columns, which few kernels want:
+// those that do not are spared reading them.
 
 #include "kernels/common/cuda/hopper.cuh"
 
