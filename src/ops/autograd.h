@@ -108,6 +108,10 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, ret
                      [](const at::Tensor& gradient) { return gradient.defined(); })) {
       return Tensors(kArguments);  // zeros, as torch reads undefined tensors
     }
+    for (const at::Tensor& gradient : gradients) {
+      TORCH_CHECK(!gradient.defined() || !gradient._fw_grad(0).defined(), kOpName<Op>,
+                  ": forward-mode differentiation is not supported, nor through its gradients");
+    }
     const Tensors saved = context->get_saved_variables();
     // Unless the gradients are to be differentiated, which the backward op's Autograd kernel
     // refuses by name, that kernel has nothing to do, and as a boxed one takes longer than all

@@ -231,7 +231,7 @@ GlaGradients gla_backward_kernel(const at::Tensor& d_o, const OptionalTensor& dh
                                  const GlaArguments& arguments, const GlaGradients& into) {
   const c10::SymInt sequences = check_gla_backward(d_o, dh_final, arguments);
   check_gla_values(arguments);
-  if (backward_wants_padding(arguments, d_o)) {
+  if (backward_wants_padding(arguments, d_o, dh_final)) {
     const PaddedGla padded(arguments, d_o, dh_final);
     return padded.narrow(gla_backward_kernel(*padded.d_o(), padded.dh_final(), padded.arguments()),
                          into);

@@ -61,14 +61,16 @@ bool forward_wants_padding(const GlaArguments& a) {
            (!has_gate_a_channel(a) || fits_forward_tile(a.gate)));
 }
 
-bool backward_wants_padding(const GlaArguments& a, const at::Tensor& d_o) {
+bool backward_wants_padding(const GlaArguments& a, const at::Tensor& d_o,
+                            const OptionalTensor& dh_final) {
   if (!is_for_tensor_cores(a)) {
     return false;
   }
   const int64_t key_dim = a.q.size(3), value_dim = a.v.size(3);
   const bool aligned = rows_begin_aligned(a.q) && begins_aligned(a.k) && rows_begin_aligned(a.v) &&
                        (!has_gate_a_channel(a) || rows_begin_aligned(a.gate)) &&
-                       begins_aligned(a.h0) && rows_begin_aligned(d_o);
+                       begins_aligned(a.h0) && begins_aligned(a.gamma) && rows_begin_aligned(d_o) &&
+                       begins_aligned(dh_final);
   return !is_padded(key_dim) || !is_padded(value_dim) || !aligned;
 }
 

@@ -16,7 +16,8 @@ class WidthCopies;
 
 /// Whether tensor cores would take the call if it was padded, and not without.
 bool forward_wants_padding(const GlaArguments& arguments);
-bool backward_wants_padding(const GlaArguments& arguments, const at::Tensor& d_o);
+bool backward_wants_padding(const GlaArguments& arguments, const at::Tensor& d_o,
+                            const OptionalTensor& dh_final);
 
 /// The arguments, padded, and the gradients of the results where they are given; it owns their
 /// tensors.

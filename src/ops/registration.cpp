@@ -128,14 +128,17 @@ class NoDoubleBackward : public torch::autograd::Function<NoDoubleBackward> {
 };
 
 void no_double_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  if (!c10::GradMode::is_enabled()) {
+  variable_list inputs;
+  bool is_dual = false;
+  for_each_tensor(op, *stack, [&](const c10::Argument&, const at::Tensor& tensor) {
+    inputs.push_back(tensor);
+    is_dual = is_dual || tensor._fw_grad(0).defined();
+  });
+  // Without a graph there is nothing to refuse but a forward-mode derivative, which torch does.
+  if (!c10::GradMode::is_enabled() && !is_dual) {
     redispatch_below_autograd(op, keys, stack);
     return;
   }
-  variable_list inputs;
-  for_each_tensor(op, *stack, [&](const c10::Argument&, const at::Tensor& tensor) {
-    inputs.push_back(tensor);
-  });
   // Apart from the caller's stack, which may hold more than this op's arguments.
   const size_t count = op.schema().arguments().size();
   Stack own(std::make_move_iterator(stack->end() - static_cast<std::ptrdiff_t>(count)),

@@ -470,14 +470,20 @@ TEST(GlaCudaPlan, TakesTensorCoresWhereTheyFit) {
   using kernels::gla::GlaParams;
   EXPECT_EQ(path_of([](GlaParams&) {}), GlaPath::kTensorCore);
   EXPECT_EQ(path_of([](GlaParams& p) { p.path = GlaPath::kPlain; }), GlaPath::kPlain);
-  EXPECT_EQ(path_of([](GlaParams& p) { p.key_dim = 63; }), GlaPath::kPlain);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.key_dim = 63; }), GlaPath::kTensorCore);
   EXPECT_EQ(path_of([](GlaParams& p) { p.value_dim = 272; }), GlaPath::kPlain);
-  EXPECT_EQ(path_of([](GlaParams& p) { p.q.stride_t += 1; }), GlaPath::kPlain);
+  EXPECT_EQ(path_of([](GlaParams& p) { p.q.stride_t += 1; }), GlaPath::kTensorCore);
+  // Rows of 254 bytes that begin anywhere have no room in a tile of 256.
+  const auto outgrow_tile = [](GlaParams& p) {
+    p.key_dim = 127;
+    p.q.stride_t += 1;
+  };
+  EXPECT_EQ(path_of(outgrow_tile), GlaPath::kPlain);
   EXPECT_EQ(path_of([](GlaParams& p) { p.layout.time = 2; }), GlaPath::kPlain);
   GlaProblem problem(shape);
   auto params = problem.forward_params();
   params.path = GlaPath::kTensorCore;
-  params.key_dim = 63;
+  outgrow_tile(params);
   EXPECT_EQ(kernels::gla::gla_forward_plan(params, &params.plan), cudaErrorNotSupported);
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzz import check_seed, random_case
+from fuzz import check_seed, judge_again, random_case
 from fuzz_attention import random_call
 from support import attention_batches, error_rule
 from support import forgetting_attention_cases as attention_cases
@@ -52,5 +52,10 @@ def test_a_lucky_yardstick_is_not_held_against_a_result() -> None:
     assert error_rule.hold_over(first, [verdict(5e-4, 4e-4)] * 12)
     assert not error_rule.hold_over(first, [verdict(1e-3, 4e-4)] * 12)  # wrong every time
     assert not error_rule.hold_over(verdict(1.0, 5e-5), [verdict(5e-4, 4e-4)] * 12)  # far off once
+    once = verdict(1.0, 5e-5)
+    with pytest.raises(AssertionError, match="over 12 other draws"):  # though it is right again
+        judge_again(random_case(0), {"h": once}, lambda _: {"h": verdict(4e-4, 4e-4)}, "")
+    wide = error_rule.judge(torch.ones(3).double(), torch.ones(3), torch.ones(3))
+    assert not error_rule.hold_over(wide, [wide] * 12)  # of another dtype every time
     everything = error_rule.judge(torch.full((3,), torch.nan), torch.ones(3), torch.ones(3))
     assert everything.excess == torch.inf

@@ -246,6 +246,7 @@ def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: s
     arguments, _ = placed(case, device)
     exact = cases.reference(case, backward=False, exact=True)
     yardstick = cases.reference(case, backward=False, exact=False, **case.ways(device))
+    plain = cases.reference(case, backward=False, exact=False)
     for at in range(case.time + 1):
         parts = [slice(0, at), slice(at, None)]
         outputs, state = [], arguments["h0"]
@@ -253,6 +254,11 @@ def test_split_anywhere_equals_the_whole(case: GlaCase, reverse: bool, device: s
             sliced = {k: arguments[k][:, part] for k in over_time(arguments)}
             o, state = call(case, {**arguments, **sliced, "h0": state})
             outputs.append(o)
+        first = parts[-1] if reverse else parts[0]
+        length = len(range(case.time)[first])
+        if length > 0 and not replace(case, time=length).ways(device).get("chunks"):
+            rows = plain["h"][:, first]  # the plain kernels', which no part before has rounded
+            error_rule.assert_within_rule("first part", outputs[0], exact["h"][:, first], rows)
         joined = torch.cat(outputs[::-1] if reverse else outputs, 1)
         error_rule.assert_within_rule(f"split at {at}: o", joined, exact["h"], yardstick["h"])
         error_rule.assert_within_rule(
@@ -322,10 +328,11 @@ def test_gradients_go_through_the_state_from_part_to_part(device: str) -> None:
     for case in SHORT_KINDS:
         case = replace(case, time=41)
         verdicts = gradients_in_parts(case, device)
-        problems = {name: verdict.message for name, verdict in verdicts.items() if not verdict}
-        if problems:
+        wrong = {name: verdict for name, verdict in verdicts.items() if not verdict}
+        if wrong:
+            problems = str({name: verdict.message for name, verdict in wrong.items()})
             assert case.ways(device)["chunks"], problems
-            judge_again(case, lambda drawn: gradients_in_parts(drawn, device), str(problems))
+            judge_again(case, wrong, lambda drawn: gradients_in_parts(drawn, device), problems)
 
 
 # What reaches what ------------------------------------------------------------------------------

@@ -540,6 +540,11 @@ def test_forward_mode_is_an_error(device: str) -> None:
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             with pytest.raises(RuntimeError, match=f"{op.__name__}: forward-mode"):
                 op(dual, *rest)
+            leaf = x.clone().requires_grad_()
+            weighed = (op(leaf, *rest)[0] * dual).sum()  # a gradient with a tangent comes back
+            for graph in (False, True):
+                with pytest.raises(RuntimeError, match=f"{op.__name__}: forward-mode"):
+                    torch.autograd.grad(weighed, leaf, retain_graph=True, create_graph=graph)
 
 
 def test_function_transforms_are_an_error(device: str) -> None:

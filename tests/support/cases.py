@@ -181,9 +181,9 @@ def reference(case: Case, *, backward: bool, exact: bool, **ways: object) -> dic
 class BeyondRule(AssertionError):
     """Results are further from the oracle than the error rule allows."""
 
-    def __init__(self, message: str, excess: float) -> None:
+    def __init__(self, message: str, verdicts: dict[str, error_rule.Verdict]) -> None:
         super().__init__(message)
-        self.excess = excess  # the largest error over what is allowed
+        self.verdicts = verdicts  # of the results that are wrong
 
 
 def verdicts(
@@ -226,8 +226,7 @@ def judge_by_either(
     problems = {k: second[k] for k, verdict in problems.items() if not (verdict or second[k])}
     if problems:
         messages = {name: verdict.message for name, verdict in problems.items()}
-        excess = max(verdict.excess for verdict in problems.values())
-        raise BeyondRule(f"{case} on {device}: {messages}", excess)
+        raise BeyondRule(f"{case} on {device}: {messages}", problems)
 
 
 def check(

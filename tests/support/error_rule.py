@@ -68,6 +68,9 @@ def hold_over(first: Verdict, fresh: list[Verdict]) -> bool:
     than a factor of five.
     """
 
+    if math.isinf(first.excess) or any(math.isinf(draw.excess) for draw in fresh):
+        return False  # NaN, or another dtype or shape
+
     def over(kind: int, field: str) -> float:
         of_draws = (getattr(draw.measures[kind], field) for draw in fresh)
         return math.sqrt(math.fsum(x * x for x in of_draws) / len(fresh))

@@ -189,8 +189,7 @@ def check(
         problems = {k: second[k] for k in problems if not second[k]}
     if problems:
         messages = {name: verdict.message for name, verdict in problems.items()}
-        excess = max(verdict.excess for verdict in problems.values())
-        raise cases.BeyondRule(f"{case} on {device}: {messages}", excess)
+        raise cases.BeyondRule(f"{case} on {device}: {messages}", problems)
 
 
 def inputs_of(case: AttentionCase, device: str) -> dict[str, Tensor | None]:

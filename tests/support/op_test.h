@@ -61,7 +61,10 @@ inline void expect_same(at::DeviceType device, const Tensors& inputs, const Func
   const Tensors expected = results(reference, at::kCPU);
   const Tensors found = results(op, device);
   for (size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_TRUE(at::allclose(found[i].cpu(), expected[i], 1e-9, 1e-11)) << "result " << i;
+    const Tensor there = found[i].cpu();
+    EXPECT_TRUE(at::allclose(there, expected[i], 1e-9, 1e-11))
+        << "result " << i << ", largest difference "
+        << (there - expected[i]).abs().max().item<double>();
   }
 }
 
