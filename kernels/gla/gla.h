@@ -22,7 +22,8 @@ enum class InputActivation : uint8_t { kNone, kSilu, kSigmoid };
 /// Which kernels run.
 enum class GlaPath : uint8_t {
   kAuto,        // the planner chooses
-  kPlain,       // token by token: any dtype, any K and V
+  kPlain,       // token by token: any dtype, any K and V; on CUDA also the kernels of one or two
+                // tokens
   kTensorCore,  // sub-chunks of 16 tokens on tensor cores (CUDA; 16-bit data)
 };
 
@@ -31,11 +32,11 @@ enum class GlaPath : uint8_t {
 /// (forward_rows.h).
 constexpr int64_t kTensorCoreDims = 16, kMostTensorCoreDim = 256;
 
-/// Up to so many tokens, sizes and rows that the backward pass would have to pad go by the plain
-/// kernels, in both directions: they take no longer there, and are exact to fp32.
+/// Calls of at most this many tokens whose sizes or rows would need padding take the plain kernels,
+/// in both directions: these take no longer there, and are exact to fp32.
 constexpr int64_t kMostUnpaddedTokens = 8;
 
-/// At most so many tokens go by the kernel of decoding, on CUDA.
+/// Calls of at most this many tokens take the kernels of decoding, on CUDA.
 constexpr int kStepTokens = 2;
 
 /// What a launch needs besides its tensors. Found by the *_plan functions of gla_cuda.h (or

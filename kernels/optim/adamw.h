@@ -15,7 +15,7 @@ struct AdamwTensor {
   float* parameter = nullptr;
   const void* gradient = nullptr;
   void* rounded = nullptr;                   // the new parameter, in bfloat16; null: not wanted
-  float *mean = nullptr, *square = nullptr;  // moving averages of the gradient and of its square
+  float *mean = nullptr, *square = nullptr;  // m and v below
   const float* step = nullptr;               // [], the count with this step, on the device
   int64_t size = 0;
 };
@@ -25,8 +25,12 @@ struct AdamwTensor {
 ///   p -= lr * weight_decay * p
 ///   m = beta1 * m + (1 - beta1) * g,   v = beta2 * v + (1 - beta2) * g^2
 ///   p -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+///
+/// m is the member `mean` and torch's exp_avg, v is the member `square` and torch's exp_avg_sq.
 struct AdamwParams {
-  static constexpr int kMost = 64;  // of a launch, whose arguments may have 4 KB
+  /// Tensors of one launch. All that a launch is told goes to it as kernel parameters, which may
+  /// take 4096 bytes; adamw.cu asserts that they do not take more.
+  static constexpr int kMost = 64;
   AdamwTensor tensors[kMost];
   int count = 0;
   DType gradients = DType::kFloat32;  // of all; or bfloat16

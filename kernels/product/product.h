@@ -1,8 +1,9 @@
 #pragma once
 
-// Products of a few rows with a matrix, which decoding is made of: parameters and the CPU entry
-// point. Libraries of matrix products are made for many rows, and reach a part of the memory's
-// speed at a few.
+// Products of a few rows with a matrix, which decoding is made of: the few-rows product of the CPU,
+// its parameters and its entry point, and the parameters of the fused product of CUDA, whose entry
+// points are in product_cuda.h. Libraries of matrix products are made for many rows, and reach a
+// part of the memory's speed at a few.
 
 #include <cstdint>
 

@@ -6,18 +6,14 @@
 
 namespace tidegate::kernels::product {
 
-/// Whether the kernel takes them: up to kFewRows rows, in packs of 16 bytes.
-bool few_rows_fit(const FewRowsParams& params);
-
-/// Bound by reading w, which begins before the kernel before has ended where the device can.
-[[nodiscard]] cudaError_t few_rows_cuda(const FewRowsParams& params, cudaStream_t stream);
+/// The most rows that a fused product has. More than kPortableFusedRows need compute
+/// capability 9.0.
+constexpr int64_t kPortableFusedRows = 16, kMostFusedRows = 64;
+/// More rows than these take the kernel of the batch product, where it takes them.
+constexpr int64_t kFewFusedRows = 5;
 
 /// Whether fused_product_cuda takes them on the current device: 16-bit numbers in packs of 16
 /// bytes, up to kMostFusedRows rows that fit a block's shared memory beside the weights under way.
-/// More than kPortableFusedRows need compute capability 9.0.
-constexpr int64_t kPortableFusedRows = 16, kMostFusedRows = 64;
-/// More rows go by another kernel, where it takes them.
-constexpr int64_t kFewFusedRows = 5;
 [[nodiscard]] cudaError_t fused_product_fits(const FusedProductParams& params, bool* fits);
 /// How many rows it takes on the current device.
 [[nodiscard]] cudaError_t most_fused_rows(int64_t* rows);

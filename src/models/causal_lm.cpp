@@ -5,9 +5,9 @@
 #include <cmath>
 #include <utility>
 
-#include "src/models/generating.h"
 #include "src/models/generation.h"
 #include "src/models/inputs.h"
+#include "src/models/prompt_rows.h"
 #include "src/nn/common.h"
 #include "src/nn/products.h"
 #include "src/nn/step_products.h"

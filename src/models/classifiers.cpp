@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "src/models/generation.h"
 #include "src/models/inputs.h"
+#include "src/models/prompt_rows.h"
 #include "src/nn/common.h"
 #include "src/nn/states.h"
 

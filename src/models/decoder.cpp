@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "src/models/decoder_rows.h"
-#include "src/models/generation.h"
+#include "src/models/prompt_rows.h"
 #include "src/models/prompts.h"
 #include "src/models/saved_state.h"
 
@@ -326,8 +326,8 @@ std::vector<DecodedToken> Decoder::step(int64_t steps) {
   const Unrecorded unrecorded;
   std::vector<DecodedToken> out;
   while (steps > 0 && !b.rows.empty()) {
-    // All rows make every step of a window, though one may end within it: no further than the
-    // longest has room, where there is no other.
+    // All rows make every step of a window, though one may end within it. Where capacity is a
+    // limit, no step goes beyond what the longest row has room for.
     const int64_t now = std::min({steps, kDecoderWindow, b.room()});
     const auto count = static_cast<int64_t>(b.rows.size());
     if (b.options.invariant()) {

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "src/models/generation.h"
+#include "src/models/prompt_rows.h"
 #include "src/nn/products.h"
 #include "src/ops/gla.h"
 

@@ -1,92 +1,155 @@
 #include "src/models/generation.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/StringUtil.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <map>
-#include <memory>
-#include <mutex>
+#include <limits>
 #include <utility>
 #include <vector>
 
-#include "src/nn/shape_text.h"
+#include "src/models/prompts.h"
+#include "src/models/sampling.h"
 
 namespace tidegate::models {
 namespace {
 
-// How many threads generate with a model, and every module's mode before the first of them did.
-struct Generating {
-  int threads = 0;
-  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
-};
+using torch::Tensor;
 
-std::mutex generating_lock;
+constexpr const char* kGenerate = "CausalLM.generate";
+// Tokens between two looks of the host, which may be steps in vain after the last row has ended.
+constexpr int64_t kTokensAtOnce = 16;
+// Tokens of a pass over the prompts: enough to fill any device, and a bound on its memory.
+constexpr int64_t kPromptChunk = 32768;
+// Rows of caches are made in multiples of this, so that a next call finds its own again.
+constexpr int64_t kCapacityStep = 256;
 
-std::map<const torch::nn::Module*, Generating>& generating() {
-  static std::map<const torch::nn::Module*, Generating> models;
-  return models;
+int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Rows of ids, each as long as it is.
+std::vector<Tensor> rows_of(const Tensor& ids, const std::vector<int64_t>& lengths) {
+  std::vector<Tensor> rows;
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    rows.push_back(ids.select(0, static_cast<int64_t>(b)).narrow(0, 0, lengths[b]));
+  }
+  return rows;
+}
+
+// A seed from torch's default generator.
+int64_t drawn_seed() {
+  return at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong).item<int64_t>();
+}
+
+std::vector<RowSettings> settings_of(const GenerateOptions& options, int64_t rows) {
+  RowSettings one;
+  one.temperature = options.temperature();
+  one.top_k = options.top_k().value_or(0);
+  one.top_p = options.top_p().value_or(1.0);
+  one.min_p = options.min_p().value_or(0.0);
+  one.penalty = options.repetition_penalty();
+  one.limit = options.max_new_tokens();
+  one.fill = options.eos().value_or(0);
+  one.seed = options.seed() ? *options.seed() : one.temperature > 0 ? drawn_seed() : 0;
+  if (options.eos()) one.stops = {*options.eos()};
+  std::vector<RowSettings> all(static_cast<size_t>(rows), one);
+  for (int64_t b = 0; b < rows; ++b) all[static_cast<size_t>(b)].stream = b;
+  return all;
 }
 
 }  // namespace
 
-std::vector<int64_t> host_lengths(const at::Tensor& ids, const at::Tensor& lengths,
-                                  int64_t minimum) {
-  if (!lengths.defined()) return std::vector<int64_t>(ids.size(0), ids.size(1));
-  const bool fits = lengths.dim() == 1 && lengths.size(0) == ids.size(0) &&
-                    (lengths.scalar_type() == at::kInt || lengths.scalar_type() == at::kLong);
-  TORCH_CHECK_VALUE(fits, "lengths: expected int32 or int64 [B=", ids.size(0), "]; got ",
-                    lengths.scalar_type(), " ", nn::shape_text(lengths));
-  const at::Tensor host = lengths.to(at::kCPU, at::kLong).contiguous();
-  std::vector<int64_t> values(host.const_data_ptr<int64_t>(),
-                              host.const_data_ptr<int64_t>() + host.numel());
-  const bool all_fit = std::all_of(values.begin(), values.end(), [&](int64_t length) {
-    return minimum <= length && length <= ids.size(1);
-  });
-  TORCH_CHECK_VALUE(all_fit, "lengths: expected ", minimum, " to T=", ids.size(1), "; got [",
-                    c10::Join(", ", values), "]");
-  return values;
-}
-
-std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& ids, const at::Tensor& lengths,
-                                        int64_t minimum) {
-  const std::vector<int64_t> values = host_lengths(ids, lengths, minimum);
-  std::vector<at::Tensor> rows;
-  for (int64_t b = 0; b < ids.size(0); ++b) {
-    rows.push_back(ids.select(0, b).narrow(0, 0, values[b]));
+Generation::Generation(CausalLMImpl& model, const Tensor& ids, const GenerateOptions& options)
+    : model_(model), ids_(ids), options_(options) {
+  const Unrecorded unrecorded;
+  check_ids(kGenerate, ids, model.config.vocab_size);
+  const int64_t count = options.max_new_tokens(), batch = ids.size(0);
+  TORCH_CHECK_VALUE(count >= 0, kGenerate, ": max_new_tokens: expected an integer >= 0; got ",
+                    count);
+  check_sampling(kGenerate, options.temperature(), options.top_k(), options.top_p(),
+                 options.min_p(), options.repetition_penalty());
+  const std::vector<int64_t> lengths = host_lengths(ids, options.lengths(), /*minimum=*/1);
+  TORCH_CHECK_VALUE(ids.size(1) > 0,
+                    "CausalLM.prefill: ids: expected at least one token; got none");
+  new_ids_ = at::zeros({batch, count}, at::kLong);
+  is_done_ = count == 0 || batch == 0;
+  if (is_done_) return;
+  evaluating_.emplace(model);
+  const c10::DeviceGuard guard(ids.device());
+  const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  RowsOptions wanted;
+  wanted.rows = batch;
+  wanted.window = kTokensAtOnce;
+  wanted.capacity = rounded_up(longest + count, kCapacityStep);
+  rows_ = model.kept_->take(model, wanted);
+  if (!rows_) {
+    check_memory(kGenerate, model, batch, wanted.capacity);
+    rows_ = std::make_unique<DecoderRows>(model, wanted);
   }
-  const at::Tensor packed = rows.empty() ? at::empty({0}, ids.options()) : at::cat(rows);
-  const at::Tensor bounds = lengths.to(ids.device(), at::kLong).cumsum(0);
-  return {packed.unsqueeze(0), at::constant_pad_nd(bounds, {1, 0})};
+  const std::vector<RowSettings> settings = settings_of(options, batch);
+  const bool has_penalty = options.repetition_penalty() != 1.0;
+  if (has_penalty) rows_->ask_for_penalties();
+  const std::vector<Tensor> prompts = rows_of(ids, lengths);
+  PromptReader(model, kPromptChunk).read(prompts, [&](const ReadPrompts& read) {
+    const auto first = static_cast<size_t>(read.first);
+    const auto end = first + static_cast<size_t>(read.logits.size(0));
+    Tensor seen;
+    if (has_penalty) {
+      seen = at::zeros(read.logits.sizes(), read.logits.options().dtype(at::kByte));
+      for (size_t b = first; b < end; ++b) {
+        seen.select(0, static_cast<int64_t>(b - first)).index_fill_(0, prompts[b].to(at::kLong), 1);
+      }
+    }
+    rows_->begin(read.first, read.logits, read.state,
+                 {lengths.begin() + first, lengths.begin() + end},
+                 {settings.begin() + first, settings.begin() + end}, seen);
+  });
 }
 
-at::Tensor append(const at::Tensor& ids, const at::Tensor& lengths, const at::Tensor& tokens,
-                  int64_t fill) {
-  const at::Tensor fresh = tokens.to(ids.scalar_type());
-  at::Tensor out = at::cat({ids, fresh}, 1);
-  if (!lengths.defined()) return out;
-  const at::Tensor ends = lengths.to(ids.device(), at::kLong).unsqueeze(1);
-  const auto counting = ends.options();
-  out = out.masked_fill(at::arange(out.size(1), counting).unsqueeze(0) >= ends, fill);
-  return out.scatter(1, ends + at::arange(fresh.size(1), counting).unsqueeze(0), fresh);
+Generation::~Generation() {
+  // Rows that an error has stopped are not trusted again.
+  if (is_done_ && rows_ && pending_.empty()) model_.kept_->put(std::move(rows_));
 }
 
-Evaluating::Evaluating(torch::nn::Module& model) : model_(model) {
-  const std::lock_guard<std::mutex> guard(generating_lock);
-  Generating& mine = generating()[&model_];
-  if (mine.threads++ > 0) return;
-  for (const auto& module : model_.modules())
-    mine.modes.emplace_back(module, module->is_training());
-  model_.eval();
+void Generation::launch() {
+  // The CPU waits for nothing by looking at every token.
+  const int64_t at_once = ids_.is_cpu() && options_.eos() ? 1 : kTokensAtOnce;
+  const int64_t steps = std::min(at_once, options_.max_new_tokens() - launched_);
+  rows_->advance(ids_.size(0), steps, ids_.size(0));
+  pending_.push_back(rows_->fetch(ids_.size(0), steps));
+  launched_ += steps;
 }
 
-Evaluating::~Evaluating() {
-  const std::lock_guard<std::mutex> guard(generating_lock);
-  const auto mine = generating().find(&model_);
-  if (--mine->second.threads > 0) return;
-  // A module comes before its children, which train() sets, too.
-  for (const auto& [module, training] : mine->second.modes) module->train(training);
-  generating().erase(mine);
+// The oldest tokens on their way. Every row has drawn as many, so that they are side by side.
+void Generation::collect() {
+  RowTokens next = std::move(pending_.front());
+  pending_.pop_front();
+  const int64_t column = arrived_ % kTokensAtOnce;
+  new_ids_.narrow(1, arrived_, next.steps).copy_(next.tokens.wait().narrow(1, column, next.steps));
+  arrived_ += next.steps;
 }
+
+bool Generation::advance() {
+  if (is_done_) return false;
+  const Unrecorded unrecorded;
+  if (launched_ < options_.max_new_tokens()) launch();
+  const bool is_ahead = pending_.size() > 1 || ids_.is_cpu();
+  if (is_ahead || launched_ == options_.max_new_tokens()) collect();
+  if (options_.eos()) {
+    const Tensor ends = (new_ids_.narrow(1, 0, arrived_) == *options_.eos());
+    if (ends.any(1).all().item<bool>()) {
+      // The first of each row's ends; the last of these is where generation ends.
+      arrived_ = ends.to(at::kByte).argmax(1).max().item<int64_t>() + 1;
+      is_done_ = true;
+    }
+  }
+  is_done_ = is_done_ || arrived_ == options_.max_new_tokens();
+  if (is_done_) {
+    pending_.clear();
+    evaluating_.reset();
+  }
+  return !is_done_;
+}
+
+Tensor Generation::tokens() const { return new_ids_.narrow(1, 0, arrived_).to(ids_.device()); }
 
 }  // namespace tidegate::models

@@ -1,49 +1,46 @@
-// Laying out prompts and results, and a model's modes while it generates.
+// A generate() in progress.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/nn/module.h>
-#include <torch/utils.h>
+#include "tidegate/models/causal_lm.h"
 
 #include <cstdint>
-#include <tuple>
-#include <vector>
+#include <deque>
+#include <memory>
+#include <optional>
+
+#include "src/models/decoder_rows.h"
+#include "src/models/prompt_rows.h"
 
 namespace tidegate::models {
 
-/// Rows of ids `[B, T]` cut to `lengths` `[B]` and laid end to end: `[1, sum]`, and their bounds
-/// `[B+1]`. Reads the lengths on the host; throws c10::ValueError unless minimum <= length <= T.
-std::tuple<at::Tensor, at::Tensor> pack(const at::Tensor& ids, const at::Tensor& lengths,
-                                        int64_t minimum = 0);
-
-/// The lengths on the host, checked as pack() does; T for every row where they are undefined.
-std::vector<int64_t> host_lengths(const at::Tensor& ids, const at::Tensor& lengths,
-                                  int64_t minimum);
-
-/// Each row's prompt, then its row of `tokens`, then `fill`: `[B, T + n]`. lengths may be
-/// undefined.
-at::Tensor append(const at::Tensor& ids, const at::Tensor& lengths, const at::Tensor& tokens,
-                  int64_t fill);
-
-/// While one lives nothing is recorded for gradients, also where the caller is in inference mode;
-/// what is made then can be written outside of it.
-struct Unrecorded {
-  const c10::InferenceMode normal{false};
-  const torch::NoGradGuard no_grad;
-};
-
-/// Dropout is off while one of these lives, also where threads generate with one model at a time:
-/// the first to come notes the modules' modes, and the last to go sets them again.
-class Evaluating {
+/// Continues prompts, a few tokens at every advance(), for callers that look in between. The next
+/// tokens are begun before those before have arrived: the device does not wait for the host.
+class Generation {
  public:
-  explicit Evaluating(torch::nn::Module& model);
-  ~Evaluating();
-  Evaluating(const Evaluating&) = delete;
-  Evaluating& operator=(const Evaluating&) = delete;
+  /// Reads the prompts ids `[B, T]`. Throws c10::ValueError for what does not fit.
+  Generation(CausalLMImpl& model, const torch::Tensor& ids, const GenerateOptions& options);
+  ~Generation();
+  Generation(const Generation&) = delete;
+  Generation& operator=(const Generation&) = delete;
+
+  /// Goes on; false once every row has ended, or has all its tokens.
+  bool advance();
+  /// The new tokens so far, `[B, n]`, on the device of ids.
+  torch::Tensor tokens() const;
 
  private:
-  torch::nn::Module& model_;
+  void launch();
+  void collect();
+
+  CausalLMImpl& model_;
+  const torch::Tensor ids_;
+  const GenerateOptions options_;
+  std::optional<Evaluating> evaluating_;
+  std::unique_ptr<DecoderRows> rows_;
+  std::deque<RowTokens> pending_;
+  torch::Tensor new_ids_;  // `[B, max_new_tokens]` on the host
+  int64_t launched_ = 0, arrived_ = 0;
+  bool is_done_ = false;
 };
 
 }  // namespace tidegate::models

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "src/models/generating.h"
+#include "src/models/generation.h"
 #include "src/models/sampling.h"
 #include "src/nn/common.h"
 

@@ -4,10 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
-#include <c10/core/DeviceGuard.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "kernels/product/product.h"
@@ -15,22 +12,10 @@
 #include "src/ops/views.h"
 #include "tidegate/ops/linear.h"
 
-#ifdef TIDEGATE_WITH_CUDA
-#include "kernels/product/product_cuda.h"
-#endif
-
 namespace tidegate::nn {
 namespace {
 
 thread_local int few_rows_guards = 0;
-
-/// On CUDA the kernel waits for its first measurement beside cuBLAS: TIDEGATE_FEW_ROWS=1 asks for
-/// it.
-bool is_asked_for(at::Device device) {
-  if (device.is_cpu()) return true;
-  const char* const set = std::getenv("TIDEGATE_FEW_ROWS");
-  return device.is_cuda() && set != nullptr && std::strcmp(set, "1") == 0;
-}
 
 kernels::product::FewRowsParams few_rows_params(const at::Tensor& x, const at::Tensor& weight,
                                                 const std::optional<at::Tensor>& bias) {
@@ -53,8 +38,8 @@ at::Tensor few_rows(const at::Tensor& given, const at::Tensor& weight,
                     const std::optional<at::Tensor>& bias) {
   const int64_t inner = weight.size(1);
   if (given.dim() < 2 || given.size(-1) != inner || inner == 0 || given.numel() == 0 ||
-      given.numel() > kernels::product::kFewRows * inner || !is_asked_for(given.device()) ||
-      at::autocast::is_autocast_enabled(given.device().type())) {
+      given.numel() > kernels::product::kFewRows * inner || !given.is_cpu() ||
+      at::autocast::is_autocast_enabled(at::kCPU)) {
     return {};
   }
   const bool is_one_type = given.scalar_type() == weight.scalar_type() &&
@@ -64,21 +49,10 @@ at::Tensor few_rows(const at::Tensor& given, const at::Tensor& weight,
     return {};
   if (bias && !bias->is_contiguous()) return {};
   auto params = few_rows_params(given.dim() == 2 ? given : given.view({-1, inner}), weight, bias);
-#ifdef TIDEGATE_WITH_CUDA
-  if (given.is_cuda() && !kernels::product::few_rows_fit(params)) return {};
-#endif
   std::vector<int64_t> shape = given.sizes().vec();
   shape.back() = weight.size(0);
   at::Tensor y = at::empty(shape, given.options());
   params.y = y.data_ptr();
-#ifdef TIDEGATE_WITH_CUDA
-  if (given.is_cuda()) {
-    const c10::DeviceGuard guard(given.device());
-    ops::check_launch("linear", "launch",
-                      kernels::product::few_rows_cuda(params, ops::current_stream(given.device())));
-    return y;
-  }
-#endif
   kernels::product::few_rows_cpu(params, ops::torch_threads());
   return y;
 }

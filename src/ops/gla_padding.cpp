@@ -22,7 +22,7 @@ int64_t padded_dim(int64_t dim) {
   return (dim + kStep - 1) / kStep * kStep;
 }
 
-bool is_padded(int64_t dim) { return dim == padded_dim(dim); }
+bool needs_no_padding(int64_t dim) { return dim == padded_dim(dim); }
 
 bool begins_aligned(const OptionalTensor& tensor) {
   return !is_given(tensor) || rows_begin_aligned(*tensor);
@@ -71,7 +71,7 @@ bool backward_wants_padding(const GlaArguments& a, const at::Tensor& d_o,
                        (!has_gate_a_channel(a) || rows_begin_aligned(a.gate)) &&
                        begins_aligned(a.h0) && begins_aligned(a.gamma) && rows_begin_aligned(d_o) &&
                        begins_aligned(dh_final);
-  return !is_padded(key_dim) || !is_padded(value_dim) || !aligned;
+  return !needs_no_padding(key_dim) || !needs_no_padding(value_dim) || !aligned;
 }
 
 PaddedGla::PaddedGla(const GlaArguments& a, const OptionalTensor& d_o,

@@ -19,8 +19,8 @@ namespace {
 constexpr CastRule kHgrn2Casts[] = {
     {"q", Cast::kLower}, {"f", Cast::kAlong, "q"}, {"v", Cast::kAlong, "q"}};
 
-/// The arguments that all of the ops have, which `name` stands for in errors; the step has neither
-/// of those that are tested for.
+/// The arguments that all of these ops have. `name`: the op in errors. A step has no h0, reverse or
+/// cu_seqlens.
 template <class Op>
 GlaArguments hgrn2_arguments(const Op& op, const char* name, const at::Tensor& q,
                              const at::Tensor& f, const at::Tensor& v) {
@@ -108,8 +108,8 @@ struct Hgrn2Parts {
   }
 };
 
-/// What the parts share with hgrn2 is hgrn2's in errors, too: modules call this op where their
-/// users think of that one.
+/// Errors about what the parts share with hgrn2 name hgrn2, because modules call this op for users
+/// who know that one.
 template <class Op>
 GlaArguments hgrn2_arguments(const Op& op, const Hgrn2Parts& parts) {
   return hgrn2_arguments(op, "hgrn2", parts.q, parts.f, parts.v);

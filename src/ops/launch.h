@@ -103,9 +103,10 @@ class Launch {
     forward().workspace = workspace_.defined() ? workspace_.data_ptr() : nullptr;
   }
 
-  /// [P, channels] of `dtype`, undefined unless `wanted`: written by the kernel, P rows, one a
-  /// warp group of a scan (on the CPU, and for gated_rnn everywhere, one a sequence); the op adds
-  /// the rows up, in an order that does not depend on the launch.
+  /// [P, channels] of `dtype`, undefined unless `wanted`: the kernel writes all P rows, and the op
+  /// adds them up, in an order that does not depend on the launch. P is `plan.partials`, a count of
+  /// the family's own: the warp groups of a scan, the chunks of gated linear attention on tensor
+  /// cores, the sequences for gated_rnn, on plain paths and on the CPU.
   at::Tensor partial_sums(at::ScalarType dtype, bool wanted = true) const {
     return wanted ? matrix(forward().plan.partials, forward().channels, dtype, like_)
                   : at::Tensor();

@@ -4,18 +4,23 @@
 // dispatcher calls on them. From that follow the functions with the dispatcher's signature, the
 // Autocast kernel and the call through the dispatcher; src/ops/autograd.h adds the gradient.
 //
+// clang-format off
 //   struct Scale {
 //     static constexpr std::string_view kSchema = "scale(Tensor x, float by=2.0) -> Tensor";
-//     static constexpr std::string_view kData = "x";  // asks for autocast by its device; C++
-//     callers' offsets go there static constexpr CastRule kCasts[] = {{"x", Cast::kLower}};  //
-//     optional: under autocast
+//     // Autocast is asked for by this argument's device, and offsets of C++ callers go to it.
+//     static constexpr std::string_view kData = "x";
+//     // Optional: what autocast does to the arguments.
+//     static constexpr CastRule kCasts[] = {{"x", Cast::kLower}};
 //
 //     const at::Tensor& x;
 //     double by;
 //
-//     at::Tensor kernel() const;  // CPU and CUDA
-//     at::Tensor meta() const;    // the checks, then results without values
+//     // What CPU and CUDA run.
+//     at::Tensor kernel() const;
+//     // The checks, then results without values.
+//     at::Tensor meta() const;
 //   };
+// clang-format on
 //
 // An op that src/ops/autograd.h gives a gradient names its results (kResults); a backward op needs
 // no kData, and says by kGradientLike what a missing gradient is zeros like.

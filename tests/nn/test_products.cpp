@@ -4,10 +4,8 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/cuda.h>
 #include <torch/utils.h>
 
-#include <cstdlib>
 #include <optional>
 #include <string>
 #include <utility>
@@ -41,7 +39,7 @@ void expect_product(const Tensor& x, const Tensor& weight, const std::optional<T
   EXPECT_LE(error(y), 2 * theirs + floor) << what;
 }
 
-void expect_products(at::Device device) {
+TEST(Products, OfFewRowsAreAsExactAsTorchs) {
   torch::manual_seed(1);
   const torch::NoGradGuard no_grad;
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
@@ -52,25 +50,22 @@ void expect_products(at::Device device) {
                                          {33, 8},
                                          {257, 1000},
                                          {96, 4104}}) {
-        const auto where = at::TensorOptions(device);
-        const Tensor weight = at::randn({outer, inner}, where).to(type);
-        const Tensor x = at::randn({rows, inner}, where).to(type);
-        const Tensor bias = at::randn({outer}, where).to(type);
+        const Tensor weight = at::randn({outer, inner}).to(type);
+        const Tensor x = at::randn({rows, inner}).to(type);
+        const Tensor bias = at::randn({outer}).to(type);
         const std::string what = std::string(at::toString(type)) + " " + std::to_string(rows) +
                                  "x" + std::to_string(inner) + "x" + std::to_string(outer);
         expect_product(x, weight, std::nullopt, what);
         expect_product(x, weight, bias, what + " bias");
         expect_product(x.unsqueeze(1), weight, bias, what + " in time");
         // Rows of larger matrices, misaligned, and with another last stride.
-        const Tensor wide = at::randn({outer, inner + 3}, where).to(type);
+        const Tensor wide = at::randn({outer, inner + 3}).to(type);
         expect_product(x, wide.narrow(1, 3, inner), bias, what + " in rows");
         expect_product(x, wide.narrow(1, 0, inner).t().contiguous().t(), bias, what + " turned");
       }
     }
   }
 }
-
-TEST(Products, OfFewRowsAreAsExactAsTorchs) { expect_products(at::kCPU); }
 
 TEST(Products, OfARowDoNotDependOnTheOthers) {
   const torch::NoGradGuard no_grad;
@@ -81,13 +76,6 @@ TEST(Products, OfARowDoNotDependOnTheOthers) {
     const Tensor some = tidegate::nn::linear(x.narrow(0, 4 - count, count), weight, std::nullopt);
     EXPECT_TRUE(at::equal(some, whole.narrow(0, 4 - count, count))) << count << " rows";
   }
-}
-
-TEST(Products, CudaOfFewRowsAreAsExactAsTorchs) {
-  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
-  setenv("TIDEGATE_FEW_ROWS", "1", 1);
-  expect_products(at::kCUDA);
-  unsetenv("TIDEGATE_FEW_ROWS");
 }
 
 }  // namespace

@@ -145,7 +145,7 @@ def test_numbers_in_tensors_that_the_op_does_not_read_are_torch_s(
     parameters = [nn.Parameter(torch.ones(3, device=device))]
     parameters[0].grad = torch.ones(3, device=device)
     group = AdamW(parameters, **{"lr": RATE, "fused": True} | options).param_groups[0]
-    assert not adamw._fits(group, {}, {})
+    assert not adamw._op_steps_group(group, {}, {})
     assert not by_op
 
 

@@ -21,9 +21,9 @@ namespace tidegate::kernels::gla {
 
 // ---- The entry points ----
 //
-// The plan decides which path it is, and a launch only follows the plan; decoding alone has no path
-// of its own, plain.cu has its kernel too, for T <= kStepTokens. Whether there is anything to do is
-// asked here alone, too.
+// The plan decides which path it is, and a launch only follows the plan. Decoding has no path of
+// its own: plain.cu has its kernels, too, for T <= kStepTokens. Whether there is anything to do is
+// asked here alone.
 
 namespace {
 
@@ -33,7 +33,7 @@ bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels
 }  // namespace
 
 cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan) {
-  // One or two tokens are the plain entry's, which gives them to its kernel of decoding.
+  // One or two tokens are the plain entry's, which gives them to its kernels of decoding.
   const bool fits = params.layout.time > kStepTokens && tensor_forward_fits(params);
   if (fits && params.path != GlaPath::kPlain) {
     return tensor_forward_plan(params, plan);
@@ -79,6 +79,8 @@ cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {
 // States of matrix recurrences across time segments that blocks scanned at the same time: what
 // each segment makes of a state, S -> decay * S + own a row, becomes the state itself.
 
+namespace {
+
 /// The maps of all segments of one scan, in fp32.
 struct SegmentCarries {
   TimeTiles segments = {};
@@ -92,13 +94,6 @@ struct SegmentCarries {
 /// Whether a segment's place gets the state before or after it. The state after a sequence's last
 /// segment is nobody's start: then that segment's place stays as it was.
 enum class CarryPlace : uint8_t { kBefore, kAfter };
-
-/// Composes the maps of `count` scans, at most two, which have the same segments and sizes, in one
-/// launch.
-[[nodiscard]] cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace place,
-                                           cudaStream_t stream);
-
-namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostScans = 2;
@@ -150,8 +145,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
+/// Composes the maps of `count` scans, at most two, which have the same segments and sizes, in one
+/// launch.
 cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace place,
                              cudaStream_t stream) {
   Scans all = {};
@@ -176,8 +171,6 @@ cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace 
 }
 
 // ---- The forward pass ----
-
-namespace {
 
 /// One launch of the kernel for one key tile; `maps`: of the maps of segments instead of outputs.
 cudaError_t launch_key_tile(const TensorForward& w, bool maps, cudaStream_t stream) {
@@ -217,10 +210,6 @@ cudaError_t find_segment_states(const TensorForward& work, cudaStream_t stream) 
   // After: a segment starts from its predecessor's place, and a sequence's last one needs no map.
   return compose_segments(&carries, 1, CarryPlace::kAfter, stream);
 }
-
-}  // namespace
-
-namespace {
 
 /// Whether rows of `dim` numbers are whole pieces of 16 bytes, aligned to as many.
 bool is_whole(const HeadSeries& rows, int64_t dim) {
@@ -284,7 +273,9 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
 
 // ---- The backward pass ----
 //
-// Three launches: factors of all chunks, states at their boundaries, gradients of all chunks.
+// Three launches: factors of all chunks, states at their boundaries, gradients of all chunks. With
+// segments they are five: before the states come the maps of segments, and their composition. With
+// gamma the op adds up the chunks' partial sums of its gradient afterwards, by row_sums.
 
 namespace {
 
@@ -366,7 +357,7 @@ class BackwardWorkspace {
     factors.scores = reinterpret_cast<uint4*>(take(scores_));
     factors.heads = heads_;
     factors.key_slices = key_slices_;
-    factors.piece = factors.piece_bits();
+    factors.piece_bits = factors.find_piece_bits();
     for (ChunkStates& states : pass->states) {
       states = {reinterpret_cast<uint4*>(take(states_)), reinterpret_cast<uint16_t*>(take(units_)),
                 heads_, key_slices_, value_slices_};

@@ -22,6 +22,9 @@ struct Chunks {
   unsigned first[AdamwParams::kMost + 1];
 };
 
+static_assert(sizeof(AdamwParams) + sizeof(Chunks) <= 4096,
+              "adamw_kernel has more than 4096 bytes of parameters");
+
 /// What is one for all weights of a parameter.
 struct StepFactors {
   float decay, step_size, root_correction;
@@ -35,11 +38,12 @@ struct StepFactors {
   }
 };
 
-struct Moments {
+/// A weight and its moments after the step.
+struct Stepped {
   float mean, square, parameter;
 };
 
-__device__ inline Moments stepped(const AdamwParams& p, const StepFactors& f, float w, float g,
+__device__ inline Stepped stepped(const AdamwParams& p, const StepFactors& f, float w, float g,
                                   float m, float v) {
   const auto rest1 = static_cast<float>(1.0 - p.beta1), rest2 = static_cast<float>(1.0 - p.beta2);
   m = fmaf(static_cast<float>(p.beta1), m, rest1 * g);
@@ -66,7 +70,7 @@ __device__ inline void step_four(const AdamwParams& p, const StepFactors& f,
   float parameter[4], mean[4], square[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const Moments next = stepped(p, f, ws[i], gs[i], ms[i], vs[i]);
+    const Stepped next = stepped(p, f, ws[i], gs[i], ms[i], vs[i]);
     parameter[i] = next.parameter, mean[i] = next.mean, square[i] = next.square;
   }
   const auto store = [&](float* to, const float (&x)[4]) {
@@ -108,7 +112,7 @@ __device__ inline void step_chunk(const AdamwParams& p, const StepFactors& f,
   }
   const int64_t end = begin + kChunk < tensor.size ? begin + kChunk : tensor.size;
   for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) {
-    const Moments next = stepped(p, f, tensor.parameter[at], widen(gradient[at]), tensor.mean[at],
+    const Stepped next = stepped(p, f, tensor.parameter[at], widen(gradient[at]), tensor.mean[at],
                                  tensor.square[at]);
     tensor.parameter[at] = next.parameter;
     if (tensor.rounded != nullptr) {

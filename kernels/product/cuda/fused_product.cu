@@ -231,8 +231,8 @@ cudaError_t fused_product_cuda(const FusedProductParams& p, cudaStream_t stream)
   const Shape shape = shape_of(p, limits.multiprocessors);
   return dispatch_16_bit(p.product.dtype, [&]<class E>() {
     const auto with = [&]<With kWith>() {
-      return p.product.rows > kColumns ? launch<E, 2, kWith>(p, shape, stream)
-                                       : launch<E, 1, kWith>(p, shape, stream);
+      return p.product.rows > kRowsOfMma ? launch<E, 2, kWith>(p, shape, stream)
+                                         : launch<E, 1, kWith>(p, shape, stream);
     };
     return p.gate != nullptr        ? with.template operator()<With::kGate>()
            : p.more[0].w != nullptr ? with.template operator()<With::kMore>()

@@ -22,7 +22,7 @@ constexpr int kItemBytes = kTile * kRowBytes;
 // 12 KB a warp, 96 KB a block: three times what covers the memory's latency at its full speed, and
 // two kernels of the chain have room on a multiprocessor.
 constexpr int kStages = 6;
-constexpr int kColumns = 8;  // rows of x: columns of an mma's right operand
+constexpr int kRowsOfMma = 8;  // of x: the columns of an mma's right operand
 
 /// How a launch is cut.
 struct Shape {

@@ -130,7 +130,7 @@ struct Products {
       }
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const int row = g * kColumns + within;
+        const int row = g * kRowsOfMma + within;
         uint32_t right[4];
         load_matrices(right, x + static_cast<unsigned>((row < rows ? row : 0) * x_stride +
                                                        (4 * pair + matrix) * 16));
@@ -146,7 +146,7 @@ struct Products {
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = g * kColumns + work.lane % 4 * 2 + i % 2;
+        const int row = g * kRowsOfMma + work.lane % 4 * 2 + i % 2;
         if (row < rows) {
           sums[(work.warp * rows + row) * kTile + channel + i / 2 * 8] = d[0][g][i] + d[1][g][i];
         }

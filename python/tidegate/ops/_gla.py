@@ -141,10 +141,11 @@ def hgrn2_qfv(
     """:func:`hgrn2` of the three parts of one projection.
 
     Args:
-        qfv: [B, T, 3, H, K]: q, f and v. Its gradient comes as one tensor, where that of three
-            slices would be copied together.
+        qfv: [B, T, 3, H, K]: q, f and v, so that V = K. Its gradient comes as one tensor, where
+            the gradients of three slices would be copied together.
 
-    All else is as there, and its errors name that op: modules call this one, whose users do not.
+    All else is as :func:`hgrn2` has it. Errors about qfv itself name hgrn2_qfv; all others name
+    hgrn2, because modules call this op for users who know that one.
     """
     check_tensor("hgrn2_qfv", "qfv", qfv)
     _check_hgrn2_options("hgrn2", scale, q_activation, v_activation)

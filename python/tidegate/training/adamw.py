@@ -38,7 +38,8 @@ class Adam(torch.optim.Adam):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW, like `Adam`; a step of fp32 weights on CUDA is the op `adamw_`.
+    """torch.optim.AdamW, like `Adam`. With fused=True (build_optimizer's default) a step of fp32
+    weights on CUDA is the op `adamw_`.
 
     torch's fused kernel gives a multiprocessor two or three blocks of a launch, by chance, and half
     of the chip waits for the other; the op's blocks share the work evenly.
@@ -54,15 +55,16 @@ class AdamW(torch.optim.AdamW):
         *,
         weights: dict[nn.Parameter, Tensor] | None = None,
     ) -> Any:
-        """One step; closure: computes the loss anew and returns it. weights: of masters, where
-        `fits_masters` says so: the step goes by the gradients that the weights have, which become
-        their masters rounded, in one pass and without wide copies of either; a parameter that is
-        not in it steps by its own gradient."""
+        """One step. closure: computes the loss anew and returns it. weights: the bf16 weight of
+        each fp32 master: its gradient is read, and the rounded master is written to it, in one pass
+        and without wide copies of either. Given only where `fits_masters` says so; a parameter
+        that is not in it steps by its own gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if weights is None and not self._fits():  # looks at the gradients that the closure left
+        # Asked after the closure, whose gradients it looks at.
+        if weights is None and not self._op_makes_step():
             self._step_by_torch()
             return loss
         self._accelerator_graph_capture_health_check()
@@ -84,14 +86,14 @@ class AdamW(torch.optim.AdamW):
         return (
             not any(hooks)
             and all(master.grad is None for master in weights)
-            and self._fits(weights)
+            and self._op_makes_step(weights)
         )
 
-    def _fits(self, weights: dict[nn.Parameter, Tensor] | None = None) -> bool:
+    def _op_makes_step(self, weights: dict[nn.Parameter, Tensor] | None = None) -> bool:
         """Whether the op makes the step. A scaler of gradients has a say in torch's own alone."""
         states = self.state
         return not hasattr(self, "grad_scale") and all(
-            _fits(group, states, weights or {}) for group in self.param_groups
+            _op_steps_group(group, states, weights or {}) for group in self.param_groups
         )
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -140,7 +142,7 @@ def _lies_like(t: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _fits(
+def _op_steps_group(
     group: dict[str, Any],
     states: Mapping[nn.Parameter, dict[str, Tensor]],
     weights: dict[nn.Parameter, Tensor],
@@ -157,7 +159,7 @@ def _fits(
     def is_number_like(t: Tensor) -> bool:
         return t.numel() == 1 and t.dtype == torch.float32 and t.device == device
 
-    def fits(p: nn.Parameter) -> bool:
+    def has_fitting_tensors(p: nn.Parameter) -> bool:
         weight = weights.get(p, p)
         gradient = weight.grad
         of_parameter = (
@@ -187,6 +189,6 @@ def _fits(
     return (
         device.type in _DEVICES
         and (is_number_like(lr) if isinstance(lr, Tensor) else True)
-        and all(map(fits, group["params"]))
+        and all(map(has_fitting_tensors, group["params"]))
         and all(map(has_fitting_state, group["params"]))
     )

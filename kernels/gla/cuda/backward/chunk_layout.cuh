@@ -238,7 +238,7 @@ struct ChunkFactors {
   uint4* scores = nullptr;    // [chunk][head][4] tiles
   int64_t heads = 0;
   int key_slices = 0;
-  int piece = 0;  // piece_bits()
+  int piece_bits = 0;  // find_piece_bits(): the bytes of a piece of a tile, in log2
 
   static constexpr int kSliceDecays = kSubChunks * kSlice;
 
@@ -261,7 +261,7 @@ struct ChunkFactors {
   /// other tiles: the largest power of two that divides a row, at most a tile. Its bytes, in log2.
   /// K = 128: rows of 256 bytes, so a tile is two whole rows, 8 slices x 4 sub-chunks x 2 = 64
   /// rows.
-  __host__ __device__ int piece_bits() const {
+  __host__ __device__ int find_piece_bits() const {
     int bits = kSliceRowBits;
     while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
       ++bits;
@@ -270,14 +270,14 @@ struct ChunkFactors {
   }
   /// How many K-slices' tiles one column of pieces holds, one below the other, in the chunk's 64
   /// rows.
-  __device__ int slices_down() const { return 1 << (piece - kSliceRowBits); }
+  __device__ int slices_down() const { return 1 << (piece_bits - kSliceRowBits); }
   /// Byte `offset` of a tile.
   __device__ char* tile(const NearRows& rows, int slice, int sub_chunk, int offset) const {
-    const int down = piece - kSliceRowBits;
+    const int down = piece_bits - kSliceRowBits;
     const int first = ((slice & (slices_down() - 1)) * kSubChunks + sub_chunk)
-                      << (kTileBits - piece);
-    return rows.row(first + (offset >> piece)) + (slice >> down << piece) +
-           (offset & ((1 << piece) - 1));
+                      << (kTileBits - piece_bits);
+    return rows.row(first + (offset >> piece_bits)) + (slice >> down << piece_bits) +
+           (offset & ((1 << piece_bits) - 1));
   }
   __device__ float* slice_decays(int chunk, int head, int slice) const {
     return decays + ((chunk * heads + head) * key_slices + slice) * kSliceDecays;

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
 template <class T>
 cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaStream_t stream) {
   const GlaParams& p = work.backward.forward;
-  const bool wide = 1 << work.factors.piece >= kTileBytes / 2;
+  const bool wide = 1 << work.factors.piece_bits >= kTileBytes / 2;
   const auto launch = [&]<GateKind kKind>() {
     const auto kernel =
         wide ? &chunk_factors_kernel<T, kKind, true> : &chunk_factors_kernel<T, kKind, false>;

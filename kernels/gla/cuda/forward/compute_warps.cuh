@@ -307,7 +307,7 @@ class Consumer {
     const auto base = shared_address(&stage);
     uint32_t score[4], value[4];
     load_matrices_transposed(value, base + value_at_);
-    float more[2][4] = {};  // a second chain of products, to wait half as long
+    float more[2][4] = {};  // a second sequence of dependent products, to wait half as long
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
       uint32_t query[4];

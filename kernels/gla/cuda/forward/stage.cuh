@@ -39,7 +39,6 @@ constexpr int kValueTile = 128;
 constexpr int kConsumerColumns = 16;
 constexpr int kMaxWarps = 16;
 constexpr int kMaxStages = 16;
-constexpr int kMaxDim = 256;  // of K and V
 
 /// Segments shorter than this have more of a start and an end than of a middle.
 constexpr int64_t kShortestSegment = 256;

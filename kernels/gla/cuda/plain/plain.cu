@@ -1,4 +1,5 @@
-// The plain kernels' launches, and the kernel of decoding, which one or two tokens take instead.
+// The launches of the plain kernels, and of the two kernels that one or two tokens take instead:
+// token_step_kernel (token_step.cuh), and decode_kernel, below, for what that one does not take.
 
 #include <algorithm>
 #include <cmath>

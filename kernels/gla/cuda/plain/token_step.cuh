@@ -16,7 +16,7 @@
 
 namespace tidegate::kernels::gla {
 
-struct TokenTile {
+struct TokenStepTile {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kVec = 4, kLanes = 8;  // columns of a thread; lanes that share a row
   static constexpr int kColumns = kVec * kLanes;
@@ -38,10 +38,10 @@ __device__ inline const T* token_row(const HeadSeries& series, int64_t sequence,
 /// E: of q, k, v and o; Gate: of the gate. No __ldg: the kernel before may write them while this
 /// one runs.
 template <class E, class Gate, GateKind kKind>
-__global__ void __launch_bounds__(TokenTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
+__global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
     token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
                       const bool h0_is_settled, const bool prefetches) {
-  using T = TokenTile;
+  using T = TokenStepTile;
   using Math = GateMath<float, false>;
   extern __shared__ __align__(16) float token[];
   __shared__ __align__(16) float sums[T::kWarps][T::kColumns];
@@ -194,16 +194,16 @@ inline bool token_step_fits(const GlaParams& p) {
   const HeadSeries& v = p.v;
   return is_16_bit(p.q.dtype) && p.layout.time == 1 && p.layout.offsets == nullptr &&
          (p.gate.dtype == p.q.dtype || p.gate.dtype == DType::kFloat32) &&
-         p.value_dim % TokenTile::kVec == 0 && is_aligned(p.h0, 16) && is_aligned(p.h_final, 16) &&
-         is_aligned(v.data, 8) && v.stride_b % TokenTile::kVec == 0 &&
-         v.stride_h % TokenTile::kVec == 0 &&
-         p.layout.sequences * p.heads * ceil_div(p.value_dim, int64_t{TokenTile::kColumns}) <=
+         p.value_dim % TokenStepTile::kVec == 0 && is_aligned(p.h0, 16) &&
+         is_aligned(p.h_final, 16) && is_aligned(v.data, 8) &&
+         v.stride_b % TokenStepTile::kVec == 0 && v.stride_h % TokenStepTile::kVec == 0 &&
+         p.layout.sequences * p.heads * ceil_div(p.value_dim, int64_t{TokenStepTile::kColumns}) <=
              std::numeric_limits<int>::max();
 }
 
 template <class E, class Gate, GateKind kKind>
 cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
-  using T = TokenTile;
+  using T = TokenStepTile;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t tiles = ceil_div(p.value_dim, int64_t{T::kColumns});
