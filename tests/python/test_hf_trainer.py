@@ -101,3 +101,102 @@ def test_gradients_accumulate_over_tokens(tmp_path: Path) -> None:
         run.train()
         runs.append(losses(run))
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements that a result of any op has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(result):
+            self.numel = max(self.numel, t.numel() if isinstance(t, torch.Tensor) else 0)
+        return result
+
+
+def rows() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 40, (2, 50), generator=torch.Generator().manual_seed(4))
+    labels = ids.clone()
+    labels[0, :7] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"num_items_in_batch": torch.tensor(30)}, {"num_items_in_batch": 30, "ignore_index": 5}],
+    ids=["mean", "items", "ignored"],
+)
+def test_a_loss_without_logits_is_the_loss(tied: bool, more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = hf.TidegateForCausalLM(config("hgrn2", tie_word_embeddings=tied)).train()
+    given = rows()
+    if "ignore_index" in more:
+        given["labels"][given["labels"] == -100] = 5
+    fused, whole = model(**given, **more), model(**given, **more, skip_logits=False)
+    assert fused.logits is None
+    assert whole.logits.shape == (2, 50, 40)
+    torch.testing.assert_close(fused.loss, whole.loss)
+    parameters = list(model.parameters())
+    found, wanted = (
+        torch.autograd.grad(out.loss, parameters, allow_unused=True) for out in (fused, whole)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+    assert model(**given, **more, return_dict=False)[0] == fused.loss
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_made() -> None:
+    vocab, tokens = 30_000, 3000
+    model = hf.TidegateForCausalLM(config("hgrn2", vocab_size=vocab, layers=1))
+    ids = torch.randint(1, 40, (1, tokens))
+    with LargestTensor() as largest:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert largest.numel < vocab * tokens // 2
+
+
+def test_when_logits_come() -> None:
+    model = hf.TidegateForCausalLM(config("hgrn2", layers=1))
+    given = rows()
+    assert model.train()(**given).logits is None
+    assert model(given["input_ids"]).logits is not None
+    assert model.eval()(**given).logits is not None
+    assert model(**given, skip_logits=True).logits is None
+    with pytest.raises(ValueError, match="skip_logits: expected labels with it; got None"):
+        model(given["input_ids"], skip_logits=True)
+    model.train()
+    with pytest.raises(ValueError, match="skip_logits: expected None or False with logits_to_keep"):
+        model(**given, logits_to_keep=3, skip_logits=True)
+    model.loss_function = lambda logits, labels, **_: logits.mean()
+    assert model(**given).logits is not None
+    model = hf.TidegateForCausalLM(config("hgrn2", layers=1, fuse_linear_cross_entropy=False))
+    assert model(**given).logits is not None
+    assert hf.TidegateConfig.from_dict(model.config.to_dict()).fuse_linear_cross_entropy is False
+    model = hf.TidegateForCausalLM(config("hgrn2", layers=1))
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 0)
+    assert model(**given).logits is not None  # the hook's
+
+
+@pytest.mark.parametrize("loss_only", [True, False])
+def test_evaluation_beside_training(loss_only: bool, tmp_path: Path) -> None:
+    """Trainer's metrics see logits though training has none."""
+    seen: list[tuple[int, ...]] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape)
+        right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {"right": float(right.mean())}
+
+    run = trainer(tmp_path, 20, save_strategy="no", prediction_loss_only=loss_only)
+    run.compute_metrics = None if loss_only else metrics
+    run.train()
+    found = run.evaluate(Cycles(16))
+    assert found["eval_loss"] < 1.0
+    if not loss_only:
+        assert seen == [(16, 12, 40)]
+        assert found["eval_right"] > 0.8

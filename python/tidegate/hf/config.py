@@ -28,7 +28,8 @@ class TidegateConfig(PretrainedConfig):
     Args are LMConfig's, by name, but for ``tied``, which is transformers' ``tie_word_embeddings``,
     and those of classifiers and images (``num_labels`` is the number of classes). ``hidden_size``
     and ``num_hidden_layers`` are other names of dim and layers. use_cache: whether a forward pass
-    in evaluation mode returns a cache where nothing else is asked for.
+    in evaluation mode returns a cache where nothing else is asked for. fuse_linear_cross_entropy:
+    whether a forward pass in training, with labels, returns the loss without logits.
 
     Raises ValueError, naming the field, for what LMConfig refuses.
     """
@@ -56,6 +57,7 @@ class TidegateConfig(PretrainedConfig):
         scale_embedding: bool | None = None,
         init_std: float | None = None,
         use_cache: bool = True,
+        fuse_linear_cross_entropy: bool = True,
         tie_word_embeddings: bool = True,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -79,6 +81,7 @@ class TidegateConfig(PretrainedConfig):
         self.scale_embedding = scale_embedding
         self.init_std = init_std
         self.use_cache = use_cache
+        self.fuse_linear_cross_entropy = fuse_linear_cross_entropy
         kwargs.pop("layer_types", None)  # the mixers say them
         self.auto_map = kwargs.pop("auto_map", None) or dict(AUTO_MAP)
         super().__init__(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -22,10 +23,11 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from .. import ops
 from ..models import CausalLM
 from ..models.block import Model, embedding_std
 from ..models.classifiers import mean_over_time, mean_pool
-from ..nn._common import KeepsFloat32, make_linear, normal_, reset_linear
+from ..nn._common import KeepsFloat32, Linear, is_plain, make_linear, normal_, reset_linear
 from .cache import adopt
 from .config import STUB, TidegateConfig
 from .packing import Tokens, bounds_from, lay_out
@@ -321,11 +323,18 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         past_key_values: Cache | None = None,
         output_hidden_states: bool | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As `TidegateModel.forward`, and logits ``[B, T, vocab]``, of the last logits_to_keep
         positions where that is not 0; labels ``[B, T]``, which are the ids themselves, -100 where
-        they are ignored, since transformers' loss shifts them."""
+        they are ignored, since transformers' loss shifts them.
+
+        skip_logits: whether the loss is made from hidden states, a chunk of logits at a time, and
+        logits are None (`tidegate.ops.linear_cross_entropy`); None: in training, where the
+        configuration's fuse_linear_cross_entropy says so and neither the head nor the loss is
+        somebody's own.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -338,11 +347,17 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
             **{name: kwargs[name] for name in _PACKED if name in kwargs},
         )
         x = outputs.last_hidden_state
+        rest = {name: value for name, value in kwargs.items() if name not in _PACKED}
+        if self._skips_logits(skip_logits, labels, logits_to_keep):
+            return CausalLMOutputWithPast(
+                loss=self._loss_in_chunks(x, labels, **rest),
+                hidden_states=outputs.hidden_states,
+                **{_CACHE: getattr(outputs, _CACHE)},
+            )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, keep])
         loss = None
         if labels is not None:
-            rest = {name: value for name, value in kwargs.items() if name not in _PACKED}
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **rest
             )
@@ -352,6 +367,51 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             **{_CACHE: getattr(outputs, _CACHE)},
         )
+
+    def _skips_logits(
+        self, asked: bool | None, labels: Tensor | None, logits_to_keep: int | Tensor
+    ) -> bool:
+        if asked and labels is None:
+            raise ValueError("TidegateForCausalLM: skip_logits: expected labels with it; got None")
+        if asked is False or labels is None:
+            return False
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        fits = (
+            keeps_all
+            and self.loss_function is ForCausalLMLoss
+            and is_plain(self.lm_head, Linear, nn.Linear)
+        )
+        if asked and not fits:
+            raise ValueError(
+                "TidegateForCausalLM: skip_logits: expected None or False with logits_to_keep, a "
+                "loss_function of your own, or a head that is adapted, sharded or has hooks; got "
+                "True"
+            )
+        return fits and (asked or (self.training and self.config.fuse_linear_cross_entropy))
+
+    def _loss_in_chunks(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """transformers' ForCausalLMLoss of the head's logits, with its arguments."""
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = ops.linear_cross_entropy(
+            x.flatten(0, -2),
+            self.lm_head.weight,
+            shift_labels.flatten().to(x.device, torch.long),
+            self.lm_head.bias,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
