@@ -24,6 +24,7 @@
 #include <tidegate/nn/norm.h>
 #include <tidegate/nn/rwkv4.h>
 #include <tidegate/nn/softmax_attention.h>
+#include <tidegate/nn/stacked_linear.h>
 #include <tidegate/nn/token_mixer.h>
 #include <tidegate/ops/forgetting_attention.h>
 #include <tidegate/ops/gated_linear_attention.h>
@@ -40,4 +41,6 @@
 #include <tidegate/ops/rotary.h>
 #include <tidegate/ops/wkv4.h>
 #include <tidegate/optim/adamw.h>
+#include <tidegate/optim/masters.h>
+#include <tidegate/optim/muon.h>
 #include <tidegate/version.h>

@@ -15,8 +15,10 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <sstream>
 #include <utility>
+#include <vector>
 
 #include "src/nn/products.h"
 #include "src/nn/states.h"
@@ -78,10 +80,11 @@ std::shared_ptr<torch::nn::Module> with_values_of(const torch::nn::Module& origi
 // torch::nn::Linear and Embedding draw their weights in the constructor and in clone(), and take no
 // device. These are the same classes, built with no rows (which draws nothing) and then given their
 // storage.
-class UndrawnLinear : public torch::nn::LinearImpl {
+class UndrawnLinear : public StackedLinearImpl {
  public:
-  UndrawnLinear(int64_t in, int64_t out, bool has_bias, const Placement& placement)
-      : LinearImpl(torch::nn::LinearOptions(1, 0).bias(has_bias)) {
+  UndrawnLinear(int64_t in, std::vector<int64_t> rows, bool has_bias, const Placement& placement)
+      : StackedLinearImpl(torch::nn::LinearOptions(1, 0).bias(has_bias), std::move(rows)) {
+    const int64_t out = std::reduce(stacked_rows().begin(), stacked_rows().end());
     options.in_features(in).out_features(out);
     weight = parameters_["weight"] = make_empty({out, in}, placement).requires_grad_();
     if (has_bias) bias = parameters_["bias"] = make_empty({out}, placement).requires_grad_();
@@ -89,7 +92,7 @@ class UndrawnLinear : public torch::nn::LinearImpl {
 
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device) const override {
-    const auto copy = std::make_shared<UndrawnLinear>(options.in_features(), options.out_features(),
+    const auto copy = std::make_shared<UndrawnLinear>(options.in_features(), stacked_rows(),
                                                       bias.defined(), placement_of(weight));
     return with_values_of(*this, copy, device);
   }
@@ -201,10 +204,31 @@ torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placeme
   return make_empty(shape, {placement.device, wide_dtype(dtype_of(placement))});
 }
 
-torch::nn::Linear make_linear(int64_t in_features, int64_t out_features, bool bias,
+StackedLinearImpl::StackedLinearImpl(int64_t in_features, std::vector<int64_t> rows, bool bias)
+    : LinearImpl(
+          torch::nn::LinearOptions(in_features, std::reduce(rows.begin(), rows.end())).bias(bias)),
+      rows_(std::move(rows)) {}
+
+StackedLinearImpl::StackedLinearImpl(const torch::nn::LinearOptions& empty,
+                                     std::vector<int64_t> rows)
+    : LinearImpl(empty), rows_(std::move(rows)) {}
+
+std::shared_ptr<torch::nn::Module> StackedLinearImpl::clone(
+    const std::optional<torch::Device>& device) const {
+  const auto copy = std::make_shared<UndrawnLinear>(options.in_features(), rows_, bias.defined(),
+                                                    placement_of(weight));
+  return with_values_of(*this, copy, device);
+}
+
+std::vector<int64_t> stacked_rows(const torch::nn::LinearImpl& linear) {
+  const auto* stacked = dynamic_cast<const StackedLinearImpl*>(&linear);
+  return stacked ? stacked->stacked_rows() : std::vector{linear.options.out_features()};
+}
+
+torch::nn::Linear make_linear(int64_t in_features, at::IntArrayRef rows, bool bias,
                               const Placement& placement) {
   std::shared_ptr<torch::nn::LinearImpl> linear =
-      std::make_shared<UndrawnLinear>(in_features, out_features, bias, placement);
+      std::make_shared<UndrawnLinear>(in_features, rows.vec(), bias, placement);
   return torch::nn::Linear(std::move(linear));
 }
 
@@ -340,8 +364,8 @@ GLUImpl::GLUImpl(const GLUOptions& given) : options(given) {
 void GLUImpl::reset() {
   const int64_t hidden = *options.hidden();
   const Placement placement = options.placement();
-  in_proj =
-      register_module("in_proj", make_linear(options.dim(), 2 * hidden, options.bias(), placement));
+  in_proj = register_module(
+      "in_proj", make_linear(options.dim(), {hidden, hidden}, options.bias(), placement));
   out_proj =
       register_module("out_proj", make_linear(hidden, options.dim(), options.bias(), placement));
   if (!UndrawnGuard::is_active()) reset_parameters();

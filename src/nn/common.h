@@ -5,6 +5,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include "tidegate/nn/module.h"
+#include "tidegate/nn/stacked_linear.h"
 
 #include <initializer_list>
 #include <optional>
@@ -60,8 +61,9 @@ torch::Tensor make_empty(torch::IntArrayRef shape, const Placement& placement);
 torch::Tensor make_empty_wide(torch::IntArrayRef shape, const Placement& placement);
 
 /// Modules whose weights are uninitialised and for which nothing was drawn: their owner's
-/// reset_parameters() draws each number exactly once, in the documented order.
-torch::nn::Linear make_linear(int64_t in_features, int64_t out_features, bool bias,
+/// reset_parameters() draws each number exactly once, in the documented order. rows: out_features,
+/// or those of each matrix that the weight stacks (StackedLinearImpl).
+torch::nn::Linear make_linear(int64_t in_features, at::IntArrayRef rows, bool bias,
                               const Placement& placement);
 torch::nn::Embedding make_embedding(int64_t entries, int64_t dim, const Placement& placement);
 

@@ -84,9 +84,9 @@ GatedLinearAttentionImpl::GatedLinearAttentionImpl(const GatedLinearAttentionOpt
 void GatedLinearAttentionImpl::reset() {
   const Placement placement = options.placement();
   const int64_t dim = options.dim(), keys = *options.key_dim(), values = *options.value_dim();
-  int64_t rows = 2 * keys + values;
-  if (options.output_gate()) rows += values;
-  if (is_vector()) rows += options.gate_rank();
+  std::vector<int64_t> rows{keys, keys, values};
+  if (options.output_gate()) rows.push_back(values);
+  if (is_vector()) rows.push_back(options.gate_rank());
   in_proj = register_module("in_proj", make_linear(dim, rows, false, placement));
   gate_proj = register_module(
       "gate_proj", make_linear(is_vector() ? options.gate_rank() : dim,

@@ -17,8 +17,8 @@ GatedLinearRNNImpl::GatedLinearRNNImpl(const GatedLinearRNNOptions& given) : opt
 }
 
 void GatedLinearRNNImpl::reset() {
-  in_proj = register_module(
-      "in_proj", make_linear(options.dim(), 2 * options.dim(), true, options.placement()));
+  in_proj = register_module("in_proj", make_linear(options.dim(), {options.dim(), options.dim()},
+                                                   true, options.placement()));
   if (!UndrawnGuard::is_active()) reset_parameters();
 }
 

@@ -18,7 +18,7 @@ GatedRNNImpl::GatedRNNImpl(const GatedRNNOptions& given) : options(given) {
 
 void GatedRNNImpl::reset() {
   const int64_t dim = options.dim();
-  in_proj = register_module("in_proj", make_linear(dim, 2 * dim, true, options.placement()));
+  in_proj = register_module("in_proj", make_linear(dim, {dim, dim}, true, options.placement()));
   state_proj = register_module("state_proj", make_linear(dim, dim, false, options.placement()));
   if (!UndrawnGuard::is_active()) reset_parameters();
 }

@@ -106,8 +106,9 @@ void HGRUImpl::reset() {
                                       .device(placement.device)
                                       .dtype(placement.dtype)));
   } else {
-    in_proj =
-        register_module("in_proj", make_linear(options.dim(), rows, *options.bias(), placement));
+    in_proj = register_module(
+        "in_proj",
+        make_linear(options.dim(), std::vector<int64_t>(rows / s, s), *options.bias(), placement));
   }
   if (options.gate_init() && !*options.bias()) {
     const int64_t gates = options.input_gate() == "free" ? 2 : 1;

@@ -89,7 +89,8 @@ HGRU2Impl::HGRU2Impl(const HGRU2Options& given) : options(resolve(given)) { rese
 void HGRU2Impl::reset() {
   const Placement placement = options.placement();
   const int64_t dim = options.dim();
-  in_proj = register_module("in_proj", make_linear(dim, 3 * dim, *options.bias(), placement));
+  in_proj =
+      register_module("in_proj", make_linear(dim, {dim, dim, dim}, *options.bias(), placement));
   if (options.gate_init() && !*options.bias()) {
     gate_bias = register_parameter("gate_bias", make_empty({dim}, placement));
   }

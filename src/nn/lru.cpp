@@ -77,8 +77,10 @@ template <typename Derived, typename Options>
 void LinearRecurrentUnit<Derived, Options>::reset() {
   const Placement placement = options.placement();
   const int64_t state = *options.state();
-  in_proj =
-      this->register_module("in_proj", make_linear(options.dim(), state_size(), false, placement));
+  in_proj = this->register_module(
+      "in_proj",
+      make_linear(options.dim(), std::vector<int64_t>(kIsComplex ? 2 : 1, *options.state()), false,
+                  placement));
   nu_log = this->register_parameter("nu_log", make_empty_wide({state}, placement));
   if constexpr (kIsComplex) {
     theta_log = this->register_parameter("theta_log", make_empty_wide({state}, placement));

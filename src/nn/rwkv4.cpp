@@ -61,7 +61,7 @@ RWKV4Impl::RWKV4Impl(const RWKV4Options& given) : options(given) {
 void RWKV4Impl::reset() {
   const int64_t dim = options.dim();
   const Placement placement = options.placement();
-  in_proj = register_module("in_proj", make_linear(dim, 3 * dim, false, placement));
+  in_proj = register_module("in_proj", make_linear(dim, {dim, dim, dim}, false, placement));
   out_proj = register_module("out_proj", make_linear(dim, dim, false, placement));
   w_log = register_parameter("w_log", make_empty_wide({dim}, placement));
   u = register_parameter("u", make_empty_wide({dim}, placement));

@@ -123,11 +123,12 @@ AttentionState::AttentionState(const MixerState& tensors)
 void SoftmaxAttention::register_projections(torch::nn::Module& module) {
   const auto& s = switches_;
   const int64_t kv_dim = s.num_kv_heads * s.head_dim;
-  const int64_t rows = s.dim + 2 * kv_dim + (s.output_gate ? s.dim : 0);
+  std::vector<int64_t> rows{s.dim, kv_dim, kv_dim};
+  if (s.output_gate) rows.push_back(s.dim);
   in_proj = module.register_module("in_proj", make_linear(s.dim, rows, false, s.placement));
   if (s.kv_shift) {
-    shift_proj = module.register_module("shift_proj",
-                                        make_linear(s.dim, 2 * s.num_kv_heads, false, s.placement));
+    shift_proj = module.register_module(
+        "shift_proj", make_linear(s.dim, {s.num_kv_heads, s.num_kv_heads}, false, s.placement));
   }
 }
 

@@ -3,6 +3,9 @@
 
 #include <torch/optim/adamw.h>
 
+#include <unordered_map>
+#include <vector>
+
 namespace tidegate::optim {
 
 /// torch::optim::AdamW with its options, states and files, whose step() is one fused pass over
@@ -22,6 +25,20 @@ class AdamW : public torch::optim::AdamW {
   using torch::optim::AdamW::AdamW;
 
   torch::Tensor step(LossClosure closure = nullptr) override;
+
+  /// A step of fp32 masters, which are parameters here, by the gradients of their bf16 weights,
+  /// which become the masters rounded, in one pass over memory and without wide copies of either
+  /// (MasterWeights). Other parameters step by their own gradients.
+  void step_masters(const std::vector<torch::Tensor>& masters,
+                    const std::vector<torch::Tensor>& weights);
+  /// Whether step_masters() takes these: masters in fp32, weights in bf16, each laid out as its
+  /// master is, and no option of another kernel.
+  bool fits_masters(const std::vector<torch::Tensor>& masters,
+                    const std::vector<torch::Tensor>& weights) const;
+
+ private:
+  /// `weights`: by their masters' implementations.
+  void step_groups(const std::unordered_map<const void*, torch::Tensor>& weights);
 };
 
 }  // namespace tidegate::optim

@@ -1,0 +1,158 @@
+#include "tidegate/optim/masters.h"
+
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/serialize/archive.h>
+
+#include <cmath>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+namespace tidegate::optim {
+namespace {
+
+using torch::Tensor;
+
+/// The norm of all gradients together, in fp32, and the gradients by dtype.
+std::pair<Tensor, std::map<at::ScalarType, std::vector<Tensor>>> norm_of(
+    const std::vector<Tensor>& parameters) {
+  std::map<at::ScalarType, std::vector<Tensor>> kinds;
+  for (const Tensor& p : parameters) {
+    if (p.grad().defined()) kinds[p.grad().scalar_type()].push_back(p.grad());
+  }
+  std::vector<Tensor> norms;
+  for (const auto& [dtype, gradients] : kinds) {
+    const auto some = at::_foreach_norm(gradients, 2, at::kFloat);
+    norms.insert(norms.end(), some.begin(), some.end());
+  }
+  return {norms.empty() ? at::zeros({}) : at::linalg_vector_norm(at::stack(norms)), kinds};
+}
+
+}  // namespace
+
+MasterWeights::MasterWeights(torch::nn::Module& model, torch::optim::Optimizer& optimizer)
+    : MasterWeights(model, std::vector<torch::optim::Optimizer*>{&optimizer}) {}
+
+MasterWeights::MasterWeights(torch::nn::Module& model, MuonAdamW& optimizer)
+    : MasterWeights(model,
+                    std::vector<torch::optim::Optimizer*>{&optimizer.muon, &optimizer.adamw}) {}
+
+MasterWeights::MasterWeights(torch::nn::Module& model,
+                             std::vector<torch::optim::Optimizer*> optimizers)
+    : optimizers_(std::move(optimizers)) {
+  std::unordered_map<const void*, Tensor> wide;
+  for (torch::optim::Optimizer* optimizer : optimizers_) {
+    TORCH_CHECK_VALUE(optimizer->state().empty(),
+                      "MasterWeights: optimizer: expected one that has not stepped yet; got one "
+                      "with states of ",
+                      optimizer->state().size(), " parameters");
+    for (const auto& group : optimizer->param_groups()) {
+      for (const Tensor& p : group.params()) wide.emplace(p.unsafeGetTensorImpl(), p.detach());
+    }
+  }
+  model.to(torch::kBFloat16);
+  for (torch::optim::Optimizer* optimizer : optimizers_) {
+    for (auto& group : optimizer->param_groups()) {
+      for (Tensor& p : group.params()) {
+        const Tensor& before = wide.at(p.unsafeGetTensorImpl());
+        if (p.scalar_type() == before.scalar_type()) {
+          own_.push_back(p);
+          continue;
+        }
+        weights_.push_back(p);
+        masters_.push_back(before.requires_grad_());
+        p = before;
+      }
+    }
+  }
+}
+
+AdamW* MasterWeights::one_pass() const {
+  AdamW* const adamw =
+      optimizers_.size() == 1 ? dynamic_cast<AdamW*>(optimizers_.front()) : nullptr;
+  return adamw != nullptr && adamw->fits_masters(masters_, weights_) ? adamw : nullptr;
+}
+
+void MasterWeights::take_gradients() {
+  const torch::NoGradGuard no_grad;
+  std::vector<Tensor> wide, narrow;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    if (!weights_[i].grad().defined()) continue;
+    narrow.push_back(weights_[i].grad());
+    wide.push_back(at::empty_like(masters_[i]));
+    masters_[i].mutable_grad() = wide.back();
+    weights_[i].mutable_grad() = Tensor();
+  }
+  if (!wide.empty()) at::_foreach_copy_(wide, narrow);
+}
+
+Tensor MasterWeights::clip_gradients(double largest) {
+  const torch::NoGradGuard no_grad;
+  const bool in_place = one_pass() != nullptr;
+  if (!in_place) take_gradients();
+  std::vector<Tensor> all = in_place ? weights_ : masters_;
+  all.insert(all.end(), own_.begin(), own_.end());
+  auto [norm, kinds] = norm_of(all);
+  if (std::isfinite(largest)) {
+    const Tensor factor = (largest / (norm + 1e-6)).clamp_max(1.0);
+    for (const auto& [dtype, gradients] : kinds) at::_foreach_mul_(gradients, factor.to(dtype));
+  }
+  return norm;
+}
+
+void MasterWeights::step() {
+  const torch::NoGradGuard no_grad;
+  if (AdamW* const adamw = one_pass()) {
+    adamw->step_masters(masters_, weights_);
+    for (Tensor& weight : weights_) weight.mutable_grad() = Tensor();
+    return;
+  }
+  take_gradients();
+  for (torch::optim::Optimizer* optimizer : optimizers_) optimizer->step();
+  round_weights();
+}
+
+void MasterWeights::zero_grad() {
+  for (torch::optim::Optimizer* optimizer : optimizers_) optimizer->zero_grad();
+  for (Tensor& weight : weights_) weight.mutable_grad() = Tensor();
+}
+
+void MasterWeights::round_weights() {
+  if (!weights_.empty()) at::_foreach_copy_(weights_, masters_);
+}
+
+void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+  for (size_t i = 0; i < optimizers_.size(); ++i) {
+    torch::serialize::OutputArchive one(archive.compilation_unit());
+    optimizers_[i]->save(one);
+    archive.write("optimizer" + std::to_string(i), one);
+  }
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    archive.write("master" + std::to_string(i), masters_[i].detach());
+  }
+}
+
+void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < optimizers_.size(); ++i) {
+    torch::serialize::InputArchive one;
+    archive.read("optimizer" + std::to_string(i), one);
+    optimizers_[i]->load(one);
+  }
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    Tensor given;
+    archive.read("master" + std::to_string(i), given);
+    masters_[i].copy_(given);
+  }
+  round_weights();
+}
+
+}  // namespace tidegate::optim

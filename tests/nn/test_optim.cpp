@@ -1,0 +1,232 @@
+// The optimisers of C++ against their equations in float64: Muon, and steps of fp32 masters. That
+// their bits are Python's is tests/python/test_training_cpp_optim.py's matter.
+
+#include <gtest/gtest.h>
+#include <tidegate/models/causal_lm.h>
+#include <tidegate/nn/stacked_linear.h>
+#include <tidegate/optim/masters.h>
+#include <tidegate/optim/muon.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/serialize.h>
+
+#include <cmath>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace tidegate::optim {
+namespace {
+
+using models::CausalLM;
+using torch::Tensor;
+using torch::optim::AdamWOptions;
+
+models::LMConfig two_layers(const std::string& mixer = "hgrn2") {
+  models::LMConfig config;
+  config.mixer = mixer;
+  config.vocab_size = 19;
+  config.dim = 16;
+  config.layers = 2;
+  return config;
+}
+
+CausalLM a_model(uint64_t seed = 0) {
+  torch::manual_seed(seed);
+  return CausalLM(two_layers());
+}
+
+/// The same gradients for models of the same parameters, in their dtypes.
+void draw_gradients(const CausalLM& model, uint64_t seed) {
+  torch::manual_seed(seed);
+  for (Tensor& p : model->parameters()) {
+    p.mutable_grad() = at::randn(p.sizes()).to(at::kBFloat16).to(p.scalar_type());
+  }
+}
+
+void expect_equal(const std::vector<Tensor>& one, const std::vector<Tensor>& two) {
+  ASSERT_EQ(one.size(), two.size());
+  for (size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], two[i])) << i;
+}
+
+TEST(Muon, SingularValuesEndNearOne) {
+  torch::manual_seed(0);
+  for (const auto& [rows, columns] : {std::pair{24, 8}, {8, 24}, {16, 16}}) {
+    const Tensor values = at::linalg_svdvals(orthogonalize(at::randn({3, rows, columns})));
+    EXPECT_GT(values.min().item<double>(), 0.4);
+    EXPECT_LT(values.max().item<double>(), 1.4);
+  }
+}
+
+TEST(Muon, StackedMatricesMoveAsIfApart) {
+  torch::manual_seed(0);
+  Tensor stacked = at::randn({12, 4}).requires_grad_();
+  std::vector<Tensor> parts;
+  for (const Tensor& part : stacked.detach().split(4)) {
+    parts.push_back(part.clone().requires_grad_());
+  }
+  stacked.mutable_grad() = at::randn({12, 4});
+  for (size_t i = 0; i < 3; ++i) {
+    parts[i].mutable_grad() = stacked.grad().split(4)[i].clone();
+  }
+  const MuonOptions options = MuonOptions(0.1).weight_decay(0.1);
+  Muon({stacked}, {{4, 4, 4}}, options).step();
+  Muon(parts, {{4}, {4}, {4}}, options).step();
+  EXPECT_TRUE(at::allclose(stacked, at::cat(parts)));
+}
+
+TEST(Muon, AFirstStepIsTheEquation) {
+  Tensor weight = at::eye(4).requires_grad_();
+  weight.mutable_grad() = 3 * at::eye(4);
+  Muon({weight}, {{4}}, MuonOptions(0.1).momentum(0.5).weight_decay(0.5)).step();
+  double value = 0.5;  // of the identity over its norm
+  for (int i = 0; i < 5; ++i) {
+    value = 3.4445 * value - 4.775 * std::pow(value, 3) + 2.0315 * std::pow(value, 5);
+  }
+  // In bf16, where that is fast, whose roundings the iteration makes larger.
+  const Tensor wanted = (1 - 0.1 * 0.5 - 0.1 * value) * at::eye(4);
+  EXPECT_TRUE(at::allclose(weight, wanted, 0.0, 0.1 * 0.15)) << weight << wanted;
+}
+
+TEST(Muon, SplitsHaveToAddUp) {
+  try {
+    Muon({at::zeros({4, 2})}, {{3}});
+    FAIL();
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("Muon: splits: expected rows that add up"),
+              std::string::npos);
+  }
+}
+
+TEST(MuonAdamW, TakesTheMatricesOfTheBlocks) {
+  CausalLM model = a_model();
+  MuonAdamW optimizer(*model, MuonOptions(), AdamWOptions(1e-3).weight_decay(0.1));
+  const std::vector<std::vector<int64_t>> layer{{16, 16, 16}, {16}, {40, 40}, {16}};
+  std::vector<std::vector<int64_t>> found = optimizer.muon.splits();
+  ASSERT_EQ(found.size(), 2 * layer.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    EXPECT_EQ(found[i].size(), layer[i % layer.size()].size()) << i;
+  }
+  size_t rest = 0;
+  for (const auto& group : optimizer.adamw.param_groups()) {
+    rest += group.params().size();
+    EXPECT_EQ(static_cast<const AdamWOptions&>(group.options()).weight_decay(), 0.0);
+  }
+  EXPECT_EQ(rest + found.size(), model->parameters().size());
+  try {
+    MuonAdamW(*torch::nn::Embedding(3, 4), MuonOptions(), AdamWOptions());
+    FAIL();
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("MuonAdamW: model: expected one with linear layers"),
+              std::string::npos);
+  }
+}
+
+TEST(MuonAdamW, GoesOnFromAFile) {
+  CausalLM one = a_model(), two = a_model();
+  MuonAdamW whole(*one, MuonOptions(), AdamWOptions(1e-2));
+  MuonAdamW first(*two, MuonOptions(), AdamWOptions(1e-2));
+  for (uint64_t step = 0; step < 2; ++step) {
+    for (const CausalLM& model : {one, two}) draw_gradients(model, step);
+    whole.step();
+    first.step();
+  }
+  torch::serialize::OutputArchive out;
+  first.save(out);
+  std::stringstream file;
+  out.save_to(file);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  MuonAdamW second(*two, MuonOptions(), AdamWOptions(1e-2));
+  second.load(in);
+  for (const CausalLM& model : {one, two}) draw_gradients(model, 5);
+  whole.step();
+  second.step();
+  expect_equal(one->parameters(), two->parameters());
+}
+
+TEST(StackedLinear, SaysWhatItStacks) {
+  nn::StackedLinearImpl stacked(4, {2, 3}, false);
+  EXPECT_EQ(stacked.weight.sizes(), at::IntArrayRef({5, 4}));
+  EXPECT_EQ(nn::stacked_rows(stacked), (std::vector<int64_t>{2, 3}));
+  const auto copy = std::dynamic_pointer_cast<torch::nn::LinearImpl>(stacked.clone());
+  ASSERT_NE(copy, nullptr);
+  EXPECT_EQ(nn::stacked_rows(*copy), (std::vector<int64_t>{2, 3}));
+  EXPECT_TRUE(at::equal(copy->weight, stacked.weight));
+  EXPECT_EQ(nn::stacked_rows(*torch::nn::Linear(3, 7)), std::vector<int64_t>{7});
+}
+
+/// Steps of masters beside steps of fp32 weights by the same gradients, which bf16 can hold.
+template <class Optimizer, class Make>
+void expect_masters_to_step_as_weights(const Make& make) {
+  CausalLM wide = a_model(), narrow = a_model();
+  Optimizer of_wide = make(*wide), of_narrow = make(*narrow);
+  MasterWeights masters(*narrow, of_narrow);
+  EXPECT_FALSE(masters.weights().empty());
+  for (uint64_t step = 0; step < 3; ++step) {
+    draw_gradients(wide, step);
+    draw_gradients(narrow, step);
+    of_wide.step();
+    masters.step();
+  }
+  for (size_t i = 0; i < masters.weights().size(); ++i) {
+    EXPECT_TRUE(at::equal(masters.weights()[i], masters.masters()[i].to(at::kBFloat16))) << i;
+    EXPECT_FALSE(masters.weights()[i].grad().defined());
+  }
+  const auto one = wide->parameters(), two = narrow->parameters();
+  for (size_t i = 0; i < one.size(); ++i) {
+    EXPECT_TRUE(at::equal(one[i].to(two[i].scalar_type()), two[i])) << i;
+  }
+}
+
+TEST(MasterWeights, StepAsWideWeightsDo) {
+  expect_masters_to_step_as_weights<AdamW>([](const auto& model) {
+    return AdamW(model.parameters(), AdamWOptions(1e-2).weight_decay(0.1));
+  });
+  expect_masters_to_step_as_weights<AdamW>([](const auto& model) {  // not in one pass
+    return AdamW(model.parameters(), AdamWOptions(1e-2).amsgrad(true));
+  });
+  expect_masters_to_step_as_weights<MuonAdamW>(
+      [](const auto& model) { return MuonAdamW(model, MuonOptions(0.02), AdamWOptions(1e-2)); });
+}
+
+TEST(MasterWeights, ClipByTheNormOfAllGradients) {
+  for (const bool in_one_pass : {true, false}) {
+    CausalLM model = a_model();
+    AdamW optimizer(model->parameters(), AdamWOptions(1e-2).amsgrad(!in_one_pass));
+    MasterWeights masters(*model, optimizer);
+    draw_gradients(model, 1);
+    Tensor total = at::zeros({}, at::kDouble);
+    for (const Tensor& p : model->parameters()) total += p.grad().to(at::kDouble).square().sum();
+    const double norm = total.sqrt().item<double>();
+    EXPECT_NEAR(masters.clip_gradients(1.5).item<double>(), norm, 1e-4 * norm);
+    EXPECT_NEAR(masters.clip_gradients(INFINITY).item<double>(), 1.5, in_one_pass ? 5e-3 : 1e-5);
+    EXPECT_EQ(masters.weights()[0].grad().defined(), in_one_pass);
+  }
+}
+
+TEST(MasterWeights, GoOnFromAFile) {
+  CausalLM one = a_model(), two = a_model(), three = a_model(7);
+  AdamW of_one(one->parameters(), AdamWOptions(1e-2));
+  AdamW of_two(two->parameters(), AdamWOptions(1e-2));
+  AdamW of_three(three->parameters(), AdamWOptions(1e-2));
+  MasterWeights whole(*one, of_one), first(*two, of_two), second(*three, of_three);
+  for (const CausalLM& model : {one, two}) draw_gradients(model, 1);
+  whole.step();
+  first.step();
+  torch::serialize::OutputArchive out;
+  first.save(out);
+  std::stringstream file;
+  out.save_to(file);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  second.load(in);
+  for (const CausalLM& model : {one, three}) draw_gradients(model, 2);
+  whole.step();
+  second.step();
+  expect_equal(whole.weights(), second.weights());
+  EXPECT_THROW(MasterWeights(*one, of_one), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace tidegate::optim

@@ -1,0 +1,74 @@
+"""C++'s Muon and masters beside Python's: the same bits from the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tidegate.models import CausalLM, LMConfig
+from tidegate.training.masters import MasterWeights
+from tidegate.training.optim import build_optimizer
+
+cpp = pytest.importorskip("tidegate.cpp", reason="needs the C++ bindings")
+
+LAYERS = ["hgrn", "hgrn2", "gla", "lru", "rwkv4", "fox-pro", "gated-rnn", "gated-linear-rnn"]
+RATES = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
+
+
+def pair(mixer: str) -> tuple[CausalLM, object]:
+    """The model in both languages, with the same parameters."""
+    config = LMConfig(mixer=mixer, vocab_size=23, dim=16, layers=2, tied=mixer != "hgrn2")
+    models = []
+    for cls in (CausalLM, cpp.CausalLM):
+        torch.manual_seed(0)
+        models.append(cls(config))
+    return models[0], models[1]
+
+
+def draw(model: object, step: int) -> None:
+    rng = torch.Generator().manual_seed(step)
+    for _, p in sorted(model.named_parameters()):
+        p.grad = torch.randn(p.shape, generator=rng).to(p.dtype)
+
+
+def parameters(model: object) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def assert_same(one: object, two: object) -> None:
+    ours, theirs = parameters(one), parameters(two)
+    assert ours.keys() == theirs.keys()
+    different = [name for name, p in ours.items() if not torch.equal(p, theirs[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("mixer", LAYERS)
+def test_muon_steps_are_the_same_bits(mixer: str) -> None:
+    model, twin = pair(mixer)
+    ours = build_optimizer(model, "muon", **RATES)
+    theirs = cpp._cpp.MuonAdamW(twin.cpp_module, **RATES)
+    assert theirs.splits == ours.muon._splits
+    for step in range(3):
+        for m, optimizer in ((model, ours), (twin, theirs)):
+            draw(m, step)
+            optimizer.step()
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_steps_of_masters_are_the_same_bits(name: str) -> None:
+    model, twin = pair("hgrn")
+    ours = MasterWeights(model, build_optimizer(model, name, **RATES))
+    rates = {k: v for k, v in RATES.items() if name == "muon" or k != "muon_lr"}
+    optimizer = cpp._cpp.MuonAdamW if name == "muon" else cpp._cpp.AdamW
+    theirs = cpp._cpp.MasterWeights(twin.cpp_module, optimizer(twin.cpp_module, **rates))
+    for step in range(3):
+        for m in (model, twin):
+            draw(m, step)
+        norms = [masters.clip_gradients(1e9) for masters in (ours, theirs)]
+        torch.testing.assert_close(*norms)
+        ours.step()
+        theirs.step()
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16, torch.float32}
+    assert_same(model, twin)
