@@ -4,6 +4,8 @@
 #include <torch/nn/modules/linear.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <vector>
 
 namespace tidegate::nn {
