@@ -40,12 +40,7 @@ void check_sequence(const char* owner, const SequenceOptions& options, int64_t m
 }
 
 RowSettings row_settings(const SequenceOptions& options) {
-  RowSettings row;
-  row.temperature = options.temperature();
-  row.top_k = options.top_k().value_or(0);
-  row.top_p = options.top_p().value_or(1.0);
-  row.min_p = options.min_p().value_or(0.0);
-  row.penalty = options.repetition_penalty();
+  RowSettings row = RowSettings::sampling_as(options);
   row.seed = seed_of(options);
   row.stream = options.stream();
   row.limit = options.max_new_tokens().value_or(std::numeric_limits<int64_t>::max());

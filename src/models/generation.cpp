@@ -41,12 +41,7 @@ int64_t drawn_seed() {
 }
 
 std::vector<RowSettings> settings_of(const GenerateOptions& options, int64_t rows) {
-  RowSettings one;
-  one.temperature = options.temperature();
-  one.top_k = options.top_k().value_or(0);
-  one.top_p = options.top_p().value_or(1.0);
-  one.min_p = options.min_p().value_or(0.0);
-  one.penalty = options.repetition_penalty();
+  RowSettings one = RowSettings::sampling_as(options);
   one.limit = options.max_new_tokens();
   one.fill = options.eos().value_or(0);
   one.seed = options.seed() ? *options.seed() : one.temperature > 0 ? drawn_seed() : 0;

@@ -22,6 +22,18 @@ struct RowSettings {
   int64_t limit = 0;  // tokens to draw
   int64_t fill = 0;   // the token of a row that has ended
   std::vector<int64_t> stops;
+
+  /// What GenerateOptions and SequenceOptions alike say of how a token is drawn.
+  template <class Options>
+  static RowSettings sampling_as(const Options& options) {
+    RowSettings row;
+    row.temperature = options.temperature();
+    row.top_k = options.top_k().value_or(0);
+    row.top_p = options.top_p().value_or(1.0);
+    row.min_p = options.min_p().value_or(0.0);
+    row.penalty = options.repetition_penalty();
+    return row;
+  }
 };
 
 /// Throws c10::ValueError, beginning with `owner`, unless the numbers are in their ranges.

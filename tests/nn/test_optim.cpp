@@ -49,6 +49,18 @@ void expect_equal(const std::vector<Tensor>& one, const std::vector<Tensor>& two
   for (size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], two[i])) << i;
 }
 
+/// Has `to` read what `from` writes into a file.
+template <class Saved>
+void load_saved(const Saved& from, Saved& to) {
+  torch::serialize::OutputArchive out;
+  from.save(out);
+  std::stringstream file;
+  out.save_to(file);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  to.load(in);
+}
+
 TEST(Muon, SingularValuesEndNearOne) {
   torch::manual_seed(0);
   for (const auto& [rows, columns] : {std::pair{24, 8}, {8, 24}, {16, 16}}) {
@@ -131,14 +143,8 @@ TEST(MuonAdamW, GoesOnFromAFile) {
     whole.step();
     first.step();
   }
-  torch::serialize::OutputArchive out;
-  first.save(out);
-  std::stringstream file;
-  out.save_to(file);
-  torch::serialize::InputArchive in;
-  in.load_from(file);
   MuonAdamW second(*two, MuonOptions(), AdamWOptions(1e-2));
-  second.load(in);
+  load_saved(first, second);
   for (const CausalLM& model : {one, two}) draw_gradients(model, 5);
   whole.step();
   second.step();
@@ -214,13 +220,7 @@ TEST(MasterWeights, GoOnFromAFile) {
   for (const CausalLM& model : {one, two}) draw_gradients(model, 1);
   whole.step();
   first.step();
-  torch::serialize::OutputArchive out;
-  first.save(out);
-  std::stringstream file;
-  out.save_to(file);
-  torch::serialize::InputArchive in;
-  in.load_from(file);
-  second.load(in);
+  load_saved(first, second);
   for (const CausalLM& model : {one, three}) draw_gradients(model, 2);
   whole.step();
   second.step();

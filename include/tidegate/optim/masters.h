@@ -39,8 +39,9 @@ class MasterWeights {
   void step();
   void zero_grad();
 
-  /// Of the optimisers, and the masters. load(): the weights become the masters rounded.
+  /// Writes the states of the optimisers, and the masters.
   void save(torch::serialize::OutputArchive& archive) const;
+  /// Reads them back; the weights become the masters rounded.
   void load(torch::serialize::InputArchive& archive);
 
   const std::vector<torch::Tensor>& weights() const { return weights_; }

@@ -10,7 +10,7 @@
 
 namespace tidegate::kernels {
 
-/// Of one device. Kernels, copies and captured graphs see ordinary memory, whose addresses stay as
+/// Such memory, on one device. Kernels, copies and captured graphs see ordinary memory, whose addresses stay as
 /// it grows: the device's own page table is the one that finds a page.
 class ReservedMemory {
  public:

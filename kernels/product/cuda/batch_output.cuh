@@ -145,7 +145,7 @@ struct BatchOutput {
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) square += part[r];
     }
-    // Of a norm, where it is applied to the sums.
+    // The norm's factor, where it scales the sums instead of the rows.
     const float factor =
         s.scales_sums
             ? rsqrtf(square / static_cast<float>(p.product.inner) + static_cast<float>(p.eps))

@@ -12,7 +12,6 @@
 #include "kernels/common/cuda/between_blocks.cuh"
 #include "kernels/common/cuda/hopper.cuh"
 #include "kernels/common/cuda/kernel_chain.cuh"
-#include "kernels/common/cuda/narrow_products.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"

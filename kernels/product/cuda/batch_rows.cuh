@@ -228,7 +228,8 @@ struct BatchStager : RowReader<E, kGated> {
     exchange(squares, summed(square));
   }
 
-  /// Of the parts of all blocks, in their order.
+  /// Finds the norm's mean and factor of each row from the sums that all blocks have left, which it
+  /// adds in the blocks' order.
   __device__ void find_factors() const {
     const int row = work.thread;
     if (row >= p.product.rows) return;

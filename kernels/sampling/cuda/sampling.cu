@@ -17,7 +17,7 @@ namespace tidegate::kernels::sampling {
 namespace {
 
 constexpr int kDigits = 256;
-// Of the sums a digit: lanes that add to one would wait for each other.
+// There are so many copies of the sums a digit: lanes that add to one would wait for each other.
 constexpr int kCopies = 16;
 // So many masses fit two words of a copy, each of which has half of their digits.
 constexpr int kMassBits = 20, kMostOfCopy = 1 << (32 - kMassBits);
@@ -118,7 +118,8 @@ struct Scaled {
   __device__ float scaled(Real number) const {
     return static_cast<float>((number - most) / temperature);
   }
-  /// Of what likeliest() has kept, which is exact but for numbers of 64 bits.
+  /// Scales the numbers that likeliest() has kept. It keeps floats, so numbers of 64 bits are read
+  /// again.
   __device__ void keep() const {
     if constexpr (kKept) {
 #pragma unroll 2

@@ -28,7 +28,7 @@ struct SplitPart {
   Real top, weight, ahead[kAhead];
   double gates;
 
-  /// Of the splits before `newest`.
+  /// Reads the parts of the kCombinedAtOnce splits that end before split `newest`.
   __device__ void load(const Real* partials, int64_t newest, int64_t dim) {
     const int64_t stride = partial_numbers(dim), split = newest - 1 - threadIdx.x % 32;
     top = -static_cast<Real>(INFINITY);

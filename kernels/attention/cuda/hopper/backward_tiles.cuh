@@ -112,7 +112,7 @@ struct HopperBackwardShared {
   uint64_t ds_full[Shape::kScoreStages];
   uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there. And see kStatsBarrier
   [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
-  // Of blocks that stay: see next_long_range_tile.
+  // In the long-range kernel, whose blocks take one tile after the other (next_long_range_tile).
   uint64_t tile_done, tile_taken;
   int tiles_taken;
 

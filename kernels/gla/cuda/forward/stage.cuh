@@ -100,7 +100,7 @@ struct TensorForward {
   int first_key = 0, keys = 0;  // the key tile
   int value_tile = 0;           // columns of V a block, a multiple of 16
   int producers = 0, stages = 0;
-  // Of q, k, v, the gate: whether all rows are whole pieces of 16 bytes, aligned to as many.
+  // Whether all rows of q, k, v and the gate are whole pieces of 16 bytes, aligned to as many.
   bool whole_pieces[kForwardRows] = {};
   int output_bytes = 0;     // what a lane stores of o at once: 8, 4 or 2
   TimeTiles segments = {};  // a segment is a whole sequence where time is not divided

@@ -23,9 +23,9 @@ struct TokenStepTile {
   static constexpr int kRows = 8;  // neighbouring rows that a thread has in flight
   static constexpr int kRowsAtOnce = kRows * kThreads / kLanes;
   static constexpr int kStaticBytes = kRows * kThreads * 16 + kWarps * kColumns * 4;
-  // Of many, so many blocks share a multiprocessor at a time, which the shared memory that they ask
-  // for sees to: of ten, which would have room, all would read at first and all would write at
-  // last.
+  // How many blocks share a multiprocessor where there are more than the device holds at once: they
+  // ask for as much shared memory as limits them to it. With ten, as many as would have room, all
+  // would read at first and all would write at last.
   static constexpr int kBlocksAtOnce = 8;
 };
 
