@@ -10,8 +10,8 @@
 
 namespace tidegate::kernels {
 
-/// Such memory, on one device. Kernels, copies and captured graphs see ordinary memory, whose addresses stay as
-/// it grows: the device's own page table is the one that finds a page.
+/// Such memory, on one device. Kernels, copies and captured graphs see ordinary memory, whose
+/// addresses stay as it grows: the device's own page table is the one that finds a page.
 class ReservedMemory {
  public:
   ReservedMemory() = default;
