@@ -22,8 +22,8 @@ struct NormKernels {
   /// `fits`: whether a grid of whole heads' weights fits on the chip; otherwise nothing is
   /// launched.
   static cudaError_t forward(const NormParams& params, cudaStream_t stream, bool* fits);
-  /// The grid's blocks; zero where none fits.
-  static cudaError_t backward_blocks(const NormBackwardParams& params, int64_t* blocks);
+  /// The grid's blocks, zero where none fits, and the rows that each has side by side.
+  static cudaError_t backward_grid(const NormBackwardParams& params, int64_t* blocks, int* slots);
   static cudaError_t backward(const NormBackwardParams& params, cudaStream_t stream);
 };
 

@@ -58,6 +58,23 @@ def test_rows_wider_than_a_block(device: str) -> None:
             cases.check(replace(form, dtype=torch.bfloat16, shape=(1, 3, width)), device)
 
 
+def test_rows_of_several_warps(device: str) -> None:
+    """Side by side in a block, of one warp to eight; some have more columns than the row."""
+    for width in (264, 512, 520, 776, 1280, 2048, 2560, 3080, 3592):
+        for form in (FORMS[3], FORMS[6], FORMS[7], FORMS[11]):
+            cases.check(replace(form, dtype=torch.bfloat16, shape=(2, 7, width)), device)
+
+
+def test_more_rows_than_are_under_way(device: str) -> None:
+    rows = 6001 if device == "cuda" else 301
+    for stream in (None, torch.float32):
+        for kind in ("layer", "rms"):
+            case = NormCase(
+                op="add_norm", kind=kind, shape=(rows, 520), dtype=torch.bfloat16, stream=stream
+            )
+            cases.check(case, device)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 63, 64, 65, 1000])
 def test_any_number_of_rows(rows: int, device: str) -> None:
     for form in (FORMS[3], FORMS[9], FORMS[11]):

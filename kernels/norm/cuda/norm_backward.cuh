@@ -24,138 +24,207 @@ struct BackwardTile {
   static constexpr int kX = 0, kOther = Eight<Stream>::kParts, kDy = 2 * kOther;
 
   const NormBackwardParams& p;
+  const Columns& columns;
   Ring ring;
-  int column;
   bool has_dsum, has_dbias;
-  float c[kVec];                     // u, then u - mean
-  float g[kVec];                     // the gradient of n * weight + bias
-  float opening[kGated ? kVec : 1];  // sigmoid of the gate
+  float c[kOwnColumns];                     // u, then u - mean
+  float opening[kGated ? kOwnColumns : 1];  // what is kept of the gate
 
-  /// Asks for a row.
-  __device__ void load(unsigned row) {
+  /// Asks for a row, by the threads' own copies.
+  __device__ void load(unsigned stage, unsigned row) {
     const NormParams& f = p.forward;
     const RowPlace<unsigned> place = row_place(f, row);
     const bool merged = is_merged(f);
-    ring.template copy<kX>(row_in<const Stream>(f.x, place, merged) + column);
-    ring.template copy<kDy>(row_in<const Data>(p.dy, place, merged) + column);
+    ring.template copy<kX>(stage, row_in<const Stream>(f.x, place, merged));
+    ring.template copy<kDy>(stage, row_in<const Data>(p.dy, place, merged));
     if (kGated || has_dsum) {
-      ring.template copy<kOther>(row_in<const Stream>(kGated ? f.gate : p.dsum, place, merged) +
-                                 column);
+      ring.template copy<kOther>(stage,
+                                 row_in<const Stream>(kGated ? f.gate : p.dsum, place, merged));
     }
   }
 
-  /// c and g of the row that has come.
+  /// What is kept of a gate: SiLU's sigmoid; otherwise the smaller of sigmoid(x) and sigmoid(-x),
+  /// since both are needed with their digits.
+  template <bool kSilu>
+  __device__ static float kept_of(float gate) {
+    if constexpr (kSilu) {
+      return sigmoids<Math>(gate).pos;
+    }
+    PackedSigmoids<float> both;
+    find_sigmoids<Math>(gate, &both);
+    return both.smaller;
+  }
+
+  /// act(gate) and its derivative.
+  template <bool kSilu>
+  __device__ static float activated(float gate, float kept) {
+    return kSilu ? gate * kept : PackedSigmoids<float>{kept}.both().pos;
+  }
+  template <bool kSilu>
+  __device__ static float slope(float gate, float kept) {
+    if constexpr (kSilu) {
+      // s + x s (1 - s): one minus a sigmoid has no digits where it is next to one, and there s
+      // has.
+      return fmaf(gate * kept, 1.0f - kept, kept);
+    }
+    const Sigmoids<float> both = PackedSigmoids<float>{kept}.both();
+    return both.pos * both.neg;
+  }
+  /// Calls visit.operator()<kSilu>(), outside of loops.
+  template <class Visit>
+  __device__ void with_activation(Visit visit) const {
+    if (p.forward.activation == Activation::kSilu) {
+      visit.template operator()<true>();
+    } else {
+      visit.template operator()<false>();
+    }
+  }
+
+  /// c of the row that has come, and what is kept of the gate.
   __device__ void begin() {
     ring.template read<kX, Stream>(c);
-    ring.template read<kDy, Data>(g);
     if constexpr (kGated) {
-      const bool is_silu = p.forward.activation == Activation::kSilu;
-      float gate[kVec];
+      float gate[kOwnColumns];
       ring.template read<kOther, Stream>(gate);
+      with_activation([&]<bool kSilu>() {
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        opening[v] = sigmoids<Math>(gate[v]).pos;
-        const float value = is_silu ? gate[v] * opening[v] : opening[v];
-        if constexpr (kGate == Gate::kFirst) {
-          // Rounded: as part of an FMA it would have more digits than the mean is made of.
-          c[v] = __fmul_rn(c[v], value);
-        } else {
-          g[v] *= value;
+        for (int v = 0; v < kOwnColumns; ++v) {
+          opening[v] = kept_of<kSilu>(gate[v]);
+          if constexpr (kGate == Gate::kFirst) {
+            // Rounded: as part of an FMA it would have more digits than the mean is made of.
+            c[v] = __fmul_rn(c[v], activated<kSilu>(gate[v], opening[v]));
+          }
         }
-      }
+      });
+    }
+  }
+
+  /// The gradient of a pack's n * weight + bias. It is read where it is needed, twice: kept from
+  /// one sum over the row to the next it would take registers that another row needs.
+  __device__ void read_gradient(int pack, float (&g)[kVec]) const {
+    ring.template read<kDy, Data>(pack, g);
+    if constexpr (kGate == Gate::kAfter) {
+      float gate[kVec];
+      ring.template read<kOther, Stream>(pack, gate);
+      with_activation([&]<bool kSilu>() {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) {
+          g[v] *= activated<kSilu>(gate[v], opening[pack * kVec + v]);
+        }
+      });
     }
   }
 
   /// `rest` is what the mean's rounding has left in c, `scale` 1 / sigma; `mean_e` and `mean_en`
   /// are the means of e and of e * n. All but `scale` and `mean_en` are zero but for kLayer.
   __device__ void store(unsigned row, float rest, float scale, float mean_e, float mean_en,
-                        const float (&w)[kVec], const void* bias, int64_t of_head,
-                        float (&dw)[kVec], float (&db)[kVec]) {
+                        const float (&w)[kOwnColumns], float (&dw)[kOwnColumns],
+                        float (&db)[kOwnColumns]) {
     const RowPlace<unsigned> place = row_place(p.forward, row);
     const bool merged = is_merged(p.forward);
-    float n[kVec], dx[kVec];
+    const float shift = -rest * scale, of_n = -mean_en * scale, of_one = -mean_e * scale;
+    Stream* const dx_row = row_in<Stream>(p.dx, place, merged);
+    Data* const y_row = row_in<Data>(p.forward.y, place, merged);
+    Data* const beside_row = row_in<Data>(kGated ? p.dgate : p.daddend, place, merged);
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      n[v] = (kLayer ? c[v] - rest : c[v]) * scale;
-      dw[v] = fmaf(g[v], n[v], dw[v]);
-      const float e = kLayer ? fmaf(g[v], w[v], -mean_e) : g[v] * w[v];
-      dx[v] = fmaf(-n[v], mean_en, e) * scale;
-    }
-    if (has_dbias) {
+    for (int pack = 0; pack < kPacks; ++pack) {
+      float n[kVec], g[kVec], dx[kVec];
+      const int from = pack * kVec;
+      read_gradient(pack, g);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        db[v] += g[v];
+        const float e = g[v] * w[from + v];
+        n[v] = kLayer ? fmaf(c[from + v], scale, shift) : c[from + v] * scale;
+        dw[from + v] = fmaf(g[v], n[v], dw[from + v]);
+        dx[v] = fmaf(n[v], of_n, kLayer ? fmaf(e, scale, of_one) : e * scale);
       }
-    }
-    if constexpr (kGated) {
-      through_gate(place, merged, n, w, bias, of_head, dx);
-    } else {
-      if (p.forward.y.data != nullptr) {
-        float y[kVec];
-        find_result(n, w, bias, of_head, y);
-        store_eight(row_in<Data>(p.forward.y, place, merged) + column, y);
-      }
-      if (has_dsum) {
-        float dsum[kVec];
-        ring.template read<kOther, Stream>(dsum);
+      if (has_dbias) {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) {
-          dx[v] += dsum[v];
+          db[from + v] += g[v];
         }
       }
-    }
-    store_eight(row_in<Stream>(p.dx, place, merged) + column, dx);
-    if (sizeof(Data) != sizeof(Stream) && p.daddend.data != nullptr) {
-      store_eight(row_in<Data>(p.daddend, place, merged) + column, dx);
+      if (!columns.exists(pack)) {
+        continue;
+      }
+      const int column = columns.first(pack);
+      if constexpr (kGated) {
+        through_gate(pack, n, w + from, row, y_row, beside_row, dx);
+      } else {
+        if (p.forward.y.data != nullptr) {
+          float y[kVec];
+          find_result(n, w + from, row, column, y);
+          store_eight(y_row + column, y);
+        }
+        if (has_dsum) {
+          float dsum[kVec];
+          ring.template read<kOther, Stream>(pack, dsum);
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) {
+            dx[v] += dsum[v];
+          }
+        }
+      }
+      store_eight(dx_row + column, dx);
+      if (sizeof(Data) != sizeof(Stream) && p.daddend.data != nullptr) {
+        store_eight(beside_row + column, dx);
+      }
     }
   }
 
   /// n * weight + bias.
-  __device__ void find_result(const float (&n)[kVec], const float (&w)[kVec], const void* bias,
-                              int64_t of_head, float (&y)[kVec]) {
-    load_weights<Data>(bias, p.forward.bias_dtype, of_head, 0.0f, y);
+  __device__ void find_result(const float (&n)[kVec], const float* w, unsigned row, int column,
+                              float (&y)[kVec]) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      y[v] = fmaf(n[v], w[v], y[v]);
+      y[v] = n[v] * w[v];
+    }
+    if (p.forward.bias != nullptr) {
+      float b[kVec];
+      const int64_t place = row % p.forward.weight_heads * p.forward.channels + column;
+      load_weights<Data>(p.forward.bias, p.forward.bias_dtype, place, 0.0f, b);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        y[v] += b[v];
+      }
     }
   }
 
-  /// dgate, dx from the gradient of u where the gate is before the norm, and y where it is asked
-  /// for.
-  __device__ void through_gate(const RowPlace<unsigned>& place, bool merged, const float (&n)[kVec],
-                               const float (&w)[kVec], const void* bias, int64_t of_head,
-                               float (&dx)[kVec]) {
+  /// A pack's dgate, dx from the gradient of u where the gate is before the norm, and y where it is
+  /// asked for.
+  __device__ void through_gate(int pack, const float (&n)[kVec], const float* w, unsigned row,
+                               Data* y_row, Data* dgate_row, float (&dx)[kVec]) {
     const bool has_y = p.forward.y.data != nullptr;
+    const int column = columns.first(pack);
     float gate[kVec], other[kVec], y[kVec];  // other: what the gate is multiplied by, or dy
-    ring.template read<kOther, Stream>(gate);
+    ring.template read<kOther, Stream>(pack, gate);
     if constexpr (kGate == Gate::kFirst) {
-      ring.template read<kX, Stream>(other);
+      ring.template read<kX, Stream>(pack, other);
     } else {
-      ring.template read<kDy, Data>(other);
+      ring.template read<kDy, Data>(pack, other);
     }
     if (kGate == Gate::kAfter || has_y) {
-      find_result(n, w, bias, of_head, y);
+      find_result(n, w, row, column, y);
     }
-    const bool is_silu = p.forward.activation == Activation::kSilu;
     float dgate[kVec];
+    with_activation([&]<bool kSilu>() {
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      const float value = is_silu ? gate[v] * opening[v] : opening[v];
-      // s + x s (1 - s): one minus a sigmoid has no digits where it is next to one, and there s
-      // has.
-      const float slope = is_silu ? fmaf(value, 1.0f - opening[v], opening[v])
-                                  : opening[v] * sigmoids<Math>(gate[v]).neg;
-      if constexpr (kGate == Gate::kFirst) {
-        dgate[v] = dx[v] * other[v] * slope;
-        dx[v] *= value;
-      } else {
-        dgate[v] = other[v] * y[v] * slope;
-        y[v] *= value;
+      for (int v = 0; v < kVec; ++v) {
+        const float kept = opening[pack * kVec + v];
+        const float value = activated<kSilu>(gate[v], kept);
+        const float by = other[v] * slope<kSilu>(gate[v], kept);
+        if constexpr (kGate == Gate::kFirst) {
+          dgate[v] = dx[v] * by;
+          dx[v] *= value;
+        } else {
+          dgate[v] = by * y[v];
+          y[v] *= value;
+        }
       }
-    }
-    store_eight(row_in<Data>(p.dgate, place, merged) + column, dgate);
+    });
+    store_eight(dgate_row + column, dgate);
     if (has_y) {
-      store_eight(row_in<Data>(p.forward.y, place, merged) + column, y);
+      store_eight(y_row + column, y);
     }
   }
 };
@@ -164,8 +233,8 @@ struct BackwardTile {
 /// weight, and writes it; otherwise every slot writes its own. Row `slot` of the partial sums is of
 /// head slot % weight_heads, so that weight_heads rows together are one of the op's.
 __device__ inline void write_partials(const NormParams& p, const RowShape& shape,
-                                      float (&sums)[kVec], void* to, float* memory, int column,
-                                      bool exists) {
+                                      const Columns& columns, float (&sums)[kOwnColumns], void* to,
+                                      float* memory) {
   if (to == nullptr) {
     return;
   }
@@ -176,97 +245,117 @@ __device__ inline void write_partials(const NormParams& p, const RowShape& shape
     row = blockIdx.x;
     __syncthreads();  // the memory is free again
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
+    for (int v = 0; v < kOwnColumns; ++v) {
       memory[v * shape.threads() + threadIdx.x] = sums[v];
     }
     __syncthreads();
     for (int other = 1; other < shape.slots; ++other) {
+      const int from = (slot + other) * shape.lanes + columns.mine / kVec;
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        const int from = (slot + other) * shape.lanes + static_cast<int>(threadIdx.x) % shape.lanes;
+      for (int v = 0; v < kOwnColumns; ++v) {
         sums[v] += slot == 0 ? memory[v * shape.threads() + from] : 0.0f;
       }
     }
   }
-  if (exists && (slot == 0 || !is_shared)) {
-    store_eight(static_cast<float*>(to) + row * p.channels + column, sums);
+  if (slot == 0 || !is_shared) {
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      if (columns.exists(pack)) {
+        store_eight(static_cast<float*>(to) + row * p.channels + columns.first(pack),
+                    sums + pack * kVec);
+      }
+    }
   }
 }
 
 /// Registers of a thread.
-constexpr int kBackwardRegisters = 80, kGatedRegisters = 96;
+template <Gate kGate>
+constexpr int kBackwardRegisters = kGate == Gate::kNone ? 128 : 160;
 
 template <class Data, class Stream, Gate kGate, bool kLayer>
-__global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRegisters)
+__global__ void __maxnreg__(kBackwardRegisters<kGate>)
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p,
                          const __grid_constant__ RowShape shape) {
   using Tile = BackwardTile<Data, Stream, kGate, kLayer>;
   constexpr int kSums = kLayer ? 4 : 2;
   __shared__ RowSumsMemory<kSums> memory;
+  __shared__ typename Tile::Ring::Barriers barriers;
   extern __shared__ uint4 ring_memory[];
-  RowReducer<kSums> reducer(&memory, shape.lanes);
+  RowReducer<kSums> reducer(&memory, shape);
   const NormParams& f = p.forward;
-  const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
-  const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
-  const bool exists = lane * kVec < f.channels;
-  const int column = exists ? lane * kVec : 0;
+  const Columns columns(shape);
+  const unsigned local = threadIdx.x / shape.lanes, slot = blockIdx.x * shape.slots + local;
   const float per_channel = 1.0f / static_cast<float>(f.channels);
 
-  float w[kVec], dw[kVec] = {}, db[kVec] = {};
-  const int64_t of_head = slot % f.weight_heads * f.channels + column;
-  load_weights<Data>(f.weight, f.weight_dtype, of_head, 1.0f, w);
-
-  Tile tile{p, typename Tile::Ring(ring_memory), column, p.dsum.data != nullptr,
-            p.dbias != nullptr};
-  unsigned asked = slot;
-  const auto ask = [&] {
-    if (asked < shape.rows) {
-      tile.load(asked);
+  const unsigned tensors = Tile::kGated || p.dsum.data != nullptr ? 3 : 2;
+  Tile tile{p, columns, typename Tile::Ring(columns, tensors, ring_memory, barriers),
+            p.dsum.data != nullptr, p.dbias != nullptr};
+  const unsigned lane = columns.mine / kVec;
+  const RowSource source(lane == 0      ? f.x
+                         : lane == 1    ? p.dy
+                         : Tile::kGated ? f.gate
+                                        : p.dsum,
+                         shape.channels, lane == 1 ? sizeof(Data) : sizeof(Stream),
+                         lane == 0   ? Tile::kX
+                         : lane == 1 ? Tile::kDy
+                                     : Tile::kOther);
+  const auto ask = [&](unsigned stage, unsigned asked) {
+    if (shape.is_bulk) {
+      if (lane < tensors && asked < shape.rows) {
+        source.copy(tile.ring, stage, asked);
+      }
+    } else {
+      if (asked < shape.rows) {
+        tile.load(stage, asked);
+      }
+      commit_copies();
     }
-    tile.ring.next_filled();
-    asked += shape.stride;
   };
 #pragma unroll
   for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
-    ask();
+    ask(i, slot + i * shape.stride);
   }
-  unsigned row = slot;
-  for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
-    tile.ring.wait();
-    ask();
+  float w[kOwnColumns] = {}, dw[kOwnColumns] = {}, db[kOwnColumns] = {};
+  const int64_t of_head = slot % f.weight_heads * f.channels;
+#pragma unroll
+  for (int pack = 0; pack < kPacks; ++pack) {
+    if (columns.exists(pack)) {
+      load_weights<Data>(f.weight, f.weight_dtype, of_head + columns.first(pack), 1.0f,
+                         w + pack * kVec);
+    }
+  }
+  for (unsigned row = slot; row < shape.rows + local; row += shape.stride) {
+    tile.ring.wait(row < shape.rows);
     tile.begin();
     if constexpr (kLayer) {
-      float sum[1] = {};
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        sum[0] += tile.c[v];
-      }
-      sum[0] = exists ? sum[0] : 0.0f;
+      float sum[1] = {sum_columns(tile.c)};
       reducer.sum(sum);
-      const float mean = sum[0] * per_channel;
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        tile.c[v] -= mean;
-      }
+      // The slot's threads have been here, and so are done with the row before.
+      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
+      center(columns, sum[0] * per_channel, tile.c);
     }
     // Of c * c and of e * c; for kLayer also of e, and of what the mean's rounding has left in c.
     float sums[kSums] = {};
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      const float e = tile.g[v] * w[v];
-      sums[0] = fmaf(tile.c[v], tile.c[v], sums[0]);
-      sums[1] = fmaf(e, tile.c[v], sums[1]);
-      if constexpr (kLayer) {
-        sums[2] += e;
-        sums[3] += tile.c[v];
+    for (int pack = 0; pack < kPacks; ++pack) {
+      float g[kVec];
+      tile.read_gradient(pack, g);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        const float c = tile.c[pack * kVec + v], e = g[v] * w[pack * kVec + v];
+        sums[0] = fmaf(c, c, sums[0]);
+        sums[1] = fmaf(e, c, sums[1]);
+        if constexpr (kLayer) {
+          sums[2] += e;
+          sums[3] += c;
+        }
       }
     }
-#pragma unroll
-    for (float& sum : sums) {
-      sum = exists ? sum : 0.0f;
-    }
     reducer.sum(sums);
-    if (row < shape.rows && exists) {
+    if constexpr (!kLayer) {
+      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
+    }
+    if (row < shape.rows) {
       float rest = 0.0f, mean_e = 0.0f;
       float variance = sums[0] * per_channel, mean_ec = sums[1] * per_channel;
       if constexpr (kLayer) {
@@ -276,38 +365,59 @@ __global__ void __maxnreg__(kGate == Gate::kNone ? kBackwardRegisters : kGatedRe
         mean_ec = fmaf(-rest, mean_e, mean_ec);
       }
       const float scale = rsqrtf(variance + static_cast<float>(f.eps));
-      tile.store(row, rest, scale, mean_e, mean_ec * scale, w, f.bias, of_head, dw, db);
+      tile.store(row, rest, scale, mean_e, mean_ec * scale, w, dw, db);
     }
     tile.ring.next_read();
-    row += shape.stride;
   }
   // The ring is empty now: every thread has waited for its last row.
   float* const slot_sums = reinterpret_cast<float*>(ring_memory);
-  write_partials(f, shape, dw, p.dweight, slot_sums, column, exists);
-  write_partials(f, shape, db, p.dbias, slot_sums, column, exists);
+  write_partials(f, shape, columns, dw, p.dweight, slot_sums);
+  write_partials(f, shape, columns, db, p.dbias, slot_sums);
 }
 
+/// How the backward pass is cut, and its grid.
+template <class Data, class Stream, Gate kGate, bool kLayer>
+struct BackwardLaunch {
+  static constexpr auto* kKernel = &norm_backward_kernel<Data, Stream, kGate, kLayer>;
+  static constexpr int kBytes = BackwardTile<Data, Stream, kGate, kLayer>::Ring::kThreadBytes;
+
+  RowShape shape;
+  int64_t blocks = 0;
+
+  cudaError_t plan(const NormBackwardParams& p) {
+    const NormParams& f = p.forward;
+    DeviceLimits device;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
+    shape = row_shape<kBackwardRegisters<kGate>>(f, kBytes, device);
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_bulk<kKernel>(f, &shape, f.x, f.gate, p.dy, p.dsum));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        count_blocks<kKernel>(f, shape, device, kBytes * shape.threads(), &blocks));
+    shape.stride = static_cast<unsigned>(blocks * shape.slots);
+    return cudaSuccess;
+  }
+};
+
 template <class Data, class Stream>
-cudaError_t NormKernels<Data, Stream>::backward_blocks(const NormBackwardParams& p,
-                                                       int64_t* blocks) {
+cudaError_t NormKernels<Data, Stream>::backward_grid(const NormBackwardParams& p, int64_t* blocks,
+                                                     int* slots) {
   return dispatch_form<Data, Stream>(p.forward, [&]<Gate kGate, bool kLayer>() {
-    using Ring = typename BackwardTile<Data, Stream, kGate, kLayer>::Ring;
-    const RowShape shape = row_shape(p.forward);
-    return count_blocks<&norm_backward_kernel<Data, Stream, kGate, kLayer>>(
-        p.forward, shape, Ring::shared_bytes(shape), blocks);
+    BackwardLaunch<Data, Stream, kGate, kLayer> launch;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch.plan(p));
+    *blocks = launch.blocks;
+    *slots = launch.shape.slots;
+    return cudaSuccess;
   });
 }
 
 template <class Data, class Stream>
 cudaError_t NormKernels<Data, Stream>::backward(const NormBackwardParams& p, cudaStream_t stream) {
-  RowShape shape = row_shape(p.forward);
-  int64_t blocks = 0;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(backward_blocks(p, &blocks));
-  shape.stride = static_cast<unsigned>(blocks * shape.slots);
   return dispatch_form<Data, Stream>(p.forward, [&]<Gate kGate, bool kLayer>() {
-    using Ring = typename BackwardTile<Data, Stream, kGate, kLayer>::Ring;
-    return launch_unless_empty(&norm_backward_kernel<Data, Stream, kGate, kLayer>, blocks,
-                               dim3(shape.threads()), Ring::shared_bytes(shape), stream, p, shape);
+    using Launch = BackwardLaunch<Data, Stream, kGate, kLayer>;
+    Launch launch;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch.plan(p));
+    const int threads = launch.shape.threads();
+    return launch_unless_empty(Launch::kKernel, launch.blocks, dim3(threads),
+                               Launch::kBytes * threads, stream, p, launch.shape);
   });
 }
 

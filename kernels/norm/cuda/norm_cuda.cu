@@ -49,12 +49,13 @@ cudaError_t norm_backward_plan(const NormBackwardParams& params, NormBackwardPla
   }
   if (rows_fit(f, f.x, f.gate, f.y, p.dy, p.dsum, p.dx, p.daddend, p.dgate)) {
     int64_t blocks = 0;
+    int slots = 0;
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         dispatch_pair(p.dy.dtype, f.x.dtype, [&]<class Data, class Stream>() {
-          return NormKernels<Data, Stream>::backward_blocks(p, &blocks);
+          return NormKernels<Data, Stream>::backward_grid(p, &blocks, &slots);
         }));
     // Slots that share a weight leave one row a block, the others one row each.
-    plan->partials = f.weight_heads == 1 ? blocks : blocks * row_shape(f).slots / f.weight_heads;
+    plan->partials = f.weight_heads == 1 ? blocks : blocks * slots / f.weight_heads;
     if (blocks > 0) {
       return cudaSuccess;
     }

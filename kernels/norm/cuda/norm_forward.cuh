@@ -6,8 +6,9 @@
 
 namespace tidegate::kernels::norm {
 
-/// Registers of a thread.
-constexpr int kForwardRegisters = 56;
+/// Registers of a thread. None may be spilled in the loop over rows: what is stored there passes
+/// through L2.
+constexpr int kForwardRegisters = 96;
 
 /// A thread's part of a row. Beside x there is a gate, or an addend, or nothing.
 template <class Data, class Stream, Gate kGate, bool kLayer>
@@ -19,19 +20,19 @@ struct ForwardTile {
   static constexpr int kX = 0, kOther = Eight<Stream>::kParts;
 
   const NormParams& p;
+  const Columns& columns;
   Ring ring;
-  int column;  // the thread's first
   bool has_addend;
-  float u[kVec];
+  float u[kOwnColumns];
 
-  /// Asks for a row.
-  __device__ void load(unsigned row) {
+  /// Asks for a row, by the threads' own copies.
+  __device__ void load(unsigned stage, unsigned row) {
     const RowPlace<unsigned> place = row_place(p, row);
     const bool merged = is_merged(p);
-    ring.template copy<kX>(row_in<const Stream>(p.x, place, merged) + column);
+    ring.template copy<kX>(stage, row_in<const Stream>(p.x, place, merged));
     if (kGated || has_addend) {
-      ring.template copy<kOther>(row_in<const Data>(kGated ? p.gate : p.addend, place, merged) +
-                                 column);
+      ring.template copy<kOther>(stage,
+                                 row_in<const Data>(kGated ? p.gate : p.addend, place, merged));
     }
   }
 
@@ -39,40 +40,51 @@ struct ForwardTile {
   __device__ void combine(unsigned row, bool writes) {
     ring.template read<kX, Stream>(u);
     if constexpr (kGate == Gate::kFirst) {
-      float gate[kVec];
+      float gate[kOwnColumns];
       ring.template read<kOther, Data>(gate);
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
+      for (int v = 0; v < kOwnColumns; ++v) {
         u[v] = __fmul_rn(u[v], activated<Math>(p.activation, gate[v]));
       }
     } else if (!kGated && has_addend) {
-      float addend[kVec];
+      float addend[kOwnColumns];
       ring.template read<kOther, Data>(addend);
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
+      for (int v = 0; v < kOwnColumns; ++v) {
         u[v] += addend[v];
       }
-      store_rounded(row_in<Stream>(p.sum, row_place(p, row), is_merged(p)) + column, writes, u);
+      Stream* const sum = row_in<Stream>(p.sum, row_place(p, row), is_merged(p));
+#pragma unroll
+      for (int pack = 0; pack < kPacks; ++pack) {
+        store_rounded(sum + columns.first(pack), writes && columns.exists(pack), u + pack * kVec);
+      }
     }
   }
 
   /// y from u - mean, of which `rest` is left in u for kLayer, and its factor.
-  __device__ void store(unsigned row, float rest, float factor, const float (&w)[kVec],
-                        const float (&b)[kVec]) {
-    float y[kVec];
+  __device__ void store(unsigned row, float rest, float factor, const float (&w)[kOwnColumns],
+                        const float (&b)[kOwnColumns]) {
+    const float shift = -rest * factor;
+    float y[kOwnColumns];
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      y[v] = fmaf((kLayer ? u[v] - rest : u[v]) * factor, w[v], b[v]);
+    for (int v = 0; v < kOwnColumns; ++v) {
+      y[v] = fmaf(kLayer ? fmaf(u[v], factor, shift) : u[v] * factor, w[v], b[v]);
     }
     if constexpr (kGate == Gate::kAfter) {
-      float gate[kVec];
+      float gate[kOwnColumns];
       ring.template read<kOther, Data>(gate);
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
+      for (int v = 0; v < kOwnColumns; ++v) {
         y[v] *= activated<Math>(p.activation, gate[v]);
       }
     }
-    store_eight(row_in<Data>(p.y, row_place(p, row), is_merged(p)) + column, y);
+    Data* const to = row_in<Data>(p.y, row_place(p, row), is_merged(p));
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      if (columns.exists(pack)) {
+        store_eight(to + columns.first(pack), y + pack * kVec);
+      }
+    }
   }
 };
 
@@ -82,66 +94,72 @@ __global__ void __maxnreg__(kForwardRegisters)
                         const __grid_constant__ RowShape shape) {
   using Tile = ForwardTile<Data, Stream, kGate, kLayer>;
   __shared__ RowSumsMemory<2> memory;
+  __shared__ typename Tile::Ring::Barriers barriers;
   extern __shared__ uint4 ring_memory[];
-  RowReducer<2> reducer(&memory, shape.lanes);
-  const int lane = static_cast<int>(threadIdx.x) % shape.lanes;
-  const unsigned slot = blockIdx.x * shape.slots + threadIdx.x / shape.lanes;
-  const bool exists = lane * kVec < p.channels;
-  const int column = exists ? lane * kVec : 0;
+  RowReducer<2> reducer(&memory, shape);
+  const Columns columns(shape);
+  const unsigned local = threadIdx.x / shape.lanes, slot = blockIdx.x * shape.slots + local;
   const float per_channel = 1.0f / static_cast<float>(p.channels);
 
-  float w[kVec], b[kVec];
-  const int64_t of_head = slot % p.weight_heads * p.channels + column;
-  load_weights<Data>(p.weight, p.weight_dtype, of_head, 1.0f, w);
-  load_weights<Data>(p.bias, p.bias_dtype, of_head, 0.0f, b);
-
-  Tile tile{p, typename Tile::Ring(ring_memory), column, p.addend.data != nullptr};
-  unsigned asked = slot;
-  const auto ask = [&] {
-    if (asked < shape.rows) {
-      tile.load(asked);
+  const unsigned tensors = Tile::kGated || p.addend.data != nullptr ? 2 : 1;
+  Tile tile{p, columns, typename Tile::Ring(columns, tensors, ring_memory, barriers),
+            p.addend.data != nullptr};
+  const unsigned lane = columns.mine / kVec;
+  const RowSource source(lane == 0      ? p.x
+                         : Tile::kGated ? p.gate
+                                        : p.addend,
+                         shape.channels, lane == 0 ? sizeof(Stream) : sizeof(Data),
+                         lane == 0 ? Tile::kX : Tile::kOther);
+  const auto ask = [&](unsigned stage, unsigned asked) {
+    if (shape.is_bulk) {
+      if (lane < tensors && asked < shape.rows) {
+        source.copy(tile.ring, stage, asked);
+      }
+    } else {
+      if (asked < shape.rows) {
+        tile.load(stage, asked);
+      }
+      commit_copies();
     }
-    tile.ring.next_filled();
-    asked += shape.stride;
   };
 #pragma unroll
   for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
-    ask();
+    ask(i, slot + i * shape.stride);
   }
-  unsigned row = slot;
-  for (unsigned base = blockIdx.x * shape.slots; base < shape.rows; base += shape.stride) {
-    tile.ring.wait();
-    ask();
-    const bool writes = exists && row < shape.rows;
-    tile.combine(row, writes);
+  float w[kOwnColumns] = {}, b[kOwnColumns] = {};
+  const int64_t of_head = slot % p.weight_heads * p.channels;
+#pragma unroll
+  for (int pack = 0; pack < kPacks; ++pack) {
+    if (columns.exists(pack)) {
+      const int64_t first = of_head + columns.first(pack);
+      load_weights<Data>(p.weight, p.weight_dtype, first, 1.0f, w + pack * kVec);
+      load_weights<Data>(p.bias, p.bias_dtype, first, 0.0f, b + pack * kVec);
+    }
+  }
+
+  for (unsigned row = slot; row < shape.rows + local; row += shape.stride) {
+    tile.ring.wait(row < shape.rows);
+    tile.combine(row, row < shape.rows);
     if constexpr (kLayer) {
-      float sum[1] = {};
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        sum[0] += tile.u[v];
-      }
-      sum[0] = exists ? sum[0] : 0.0f;
+      float sum[1] = {sum_columns(tile.u)};
       reducer.sum(sum);
-      const float mean = sum[0] * per_channel;
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        tile.u[v] -= mean;
-      }
+      // The slot's threads have been here, and so are done with the row before.
+      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
+      center(columns, sum[0] * per_channel, tile.u);
     }
     float moments[kLayer ? 2 : 1] = {};  // of squares, and of what the mean's rounding left in u
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
+    for (int v = 0; v < kOwnColumns; ++v) {
       moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
       if constexpr (kLayer) {
         moments[1] += tile.u[v];
       }
     }
-#pragma unroll
-    for (float& moment : moments) {
-      moment = exists ? moment : 0.0f;
-    }
     reducer.sum(moments);
-    if (writes) {
+    if constexpr (!kLayer) {
+      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
+    }
+    if (row < shape.rows) {
       float rest = 0.0f, variance = moments[0] * per_channel;
       if constexpr (kLayer) {
         rest = moments[1] * per_channel;
@@ -150,7 +168,6 @@ __global__ void __maxnreg__(kForwardRegisters)
       tile.store(row, rest, rsqrtf(variance + static_cast<float>(p.eps)), w, b);
     }
     tile.ring.next_read();
-    row += shape.stride;
   }
 }
 
@@ -158,11 +175,15 @@ template <class Data, class Stream>
 cudaError_t NormKernels<Data, Stream>::forward(const NormParams& p, cudaStream_t stream,
                                                bool* fits) {
   return dispatch_form<Data, Stream>(p, [&]<Gate kGate, bool kLayer>() {
-    RowShape shape = row_shape(p);
-    const int shared_bytes = ForwardTile<Data, Stream, kGate, kLayer>::Ring::shared_bytes(shape);
+    constexpr int kBytes = ForwardTile<Data, Stream, kGate, kLayer>::Ring::kThreadBytes;
     constexpr auto* kKernel = &norm_forward_kernel<Data, Stream, kGate, kLayer>;
+    DeviceLimits device;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
+    RowShape shape = row_shape<kForwardRegisters>(p, kBytes, device);
+    const int shared_bytes = kBytes * shape.threads();
     int64_t blocks = 0;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, shared_bytes, &blocks));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_bulk<kKernel>(p, &shape, p.x, p.addend, p.gate));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, device, shared_bytes, &blocks));
     *fits = blocks > 0;
     shape.stride = static_cast<unsigned>(blocks * shape.slots);
     return launch_unless_empty(kKernel, blocks, dim3(shape.threads()), shared_bytes, stream, p,

@@ -3,6 +3,7 @@
 // What kernels of norms have beside row_tile.cuh as they go from row to row: how rows come to a
 // thread, and sums over a row.
 
+#include "kernels/common/cuda/hopper.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/norm/cuda/row_tile.cuh"
@@ -42,11 +43,19 @@ cudaError_t dispatch_form(const NormParams& p, Visit visit) {
 /// Whether the dimensions of rows are merged into one.
 __device__ inline bool is_merged(const NormParams& p) { return p.time == 1 && p.batch == 1; }
 
-/// A row's place where most launches have merged dimensions: then it costs one product.
+/// A product as one instruction makes it.
+__device__ inline int64_t wide_product(int a, int b) {
+  int64_t product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+/// A row's place. Most launches have merged dimensions: then it costs one product, whose factors
+/// have 32 bits (rows_fit).
 template <class E>
 __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& place,
                             bool is_merged) {
-  int64_t offset = static_cast<int64_t>(place.head) * series.stride_h;
+  int64_t offset = wide_product(static_cast<int>(place.head), static_cast<int>(series.stride_h));
   if (!is_merged) {
     offset += static_cast<int64_t>(place.batch) * series.stride_b +
               static_cast<int64_t>(place.time) * series.stride_t;
@@ -54,148 +63,311 @@ __device__ inline E* row_in(const HeadSeries& series, const RowPlace<unsigned>& 
   return static_cast<E*>(series.data) + offset;
 }
 
+/// A thread's columns: of pack i, `first(i)` is the first one.
+struct Columns {
+  const RowShape& shape;
+  int mine;  // the first of pack 0
+
+  __device__ explicit Columns(const RowShape& shape)
+      : shape(shape), mine(static_cast<int>(threadIdx.x) % shape.lanes * kVec) {}
+
+  __device__ int first(int pack) const { return mine + pack * shape.lanes * kVec; }
+  /// Whether the row is so wide.
+  __device__ bool exists(int pack) const { return first(pack) < shape.channels; }
+};
+
 // ---- Rows under way ----
 
-/// The rows that a thread reads next, in a ring in the block's shared memory: loads are under way
-/// while the rows before are summed and stored, and take no registers. A thread reads what it
-/// copied itself, so that no barrier is needed. kBytes: of a row, a thread's part of all tensors.
+/// mbarrier_wait for an address in shared memory.
+__device__ inline void wait_for_barrier(unsigned barrier, unsigned parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  unsigned done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+#endif
+}
+
+/// The rows that a slot reads next, in a ring in the block's shared memory: loads are under way
+/// while the rows before are summed and stored, and take no registers. From compute capability 9.0
+/// on, rows of a warp or more are copied whole by the copy engine, which a lane a tensor asks: a
+/// thread's own copies would be a third of its instructions. Elsewhere every thread copies what it
+/// reads itself, so that no barrier is needed. kBytes: of a pack, in all tensors.
 template <int kBytes>
 class RowRing {
   static constexpr int kParts = kBytes / 16;
   static constexpr int kMostBytes = 96 * 1024;  // of a block, on the smallest chip
 
  public:
-  static constexpr int kStages = 3 * kBytes * kMaxThreads <= kMostBytes ? 3 : 2;
+  static constexpr int kStages = 3 * kBytes * kMaxChannels / kVec <= kMostBytes ? 3 : 2;
+  using Barriers = uint64_t[kMostSlots][kStages];
 
-  static int shared_bytes(const RowShape& shape) { return kStages * kBytes * shape.threads(); }
+  static constexpr int kThreadBytes = kStages * kBytes * kPacks;
 
-  __device__ explicit RowRing(uint4* memory) : mine_(memory + threadIdx.x) {}
-
-  /// Copies eight numbers to the stage that is filled now, at 16 * kPart bytes of the thread's.
-  template <int kPart, class T>
-  __device__ void copy(const T* from) const {
+  /// Every thread of the block comes here.
+  __device__ RowRing(const Columns& columns, int tensors, uint4* memory, Barriers& barriers)
+      : columns_(columns) {
+    const RowShape& shape = columns.shape;
+    const unsigned slot = threadIdx.x / shape.lanes;
+    memory_ = shared_address(memory) + slot * kStages * kParts * unit();
+    barriers_ = shared_address(barriers[shape.is_bulk ? slot : 0]);
+    if (shape.is_bulk && columns.mine == 0) {
 #pragma unroll
-    for (int i = 0; i < Eight<T>::kParts; ++i) {
-      if constexpr (Eight<T>::kParts == 1) {
-        copy_async<16>(part(filled_, kPart + i), from);
-      } else {
-        // Through L1: half a sector each time, which L2 would be asked for twice.
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
-                         shared_address(part(filled_, kPart + i))),
-                     "l"(from + i * Eight<T>::kPart)
-                     : "memory");
+      for (int stage = 0; stage < kStages; ++stage) {
+        mbarrier_init(barriers[slot] + stage, tensors);
+      }
+    }
+    if (shape.channels != shape.lanes * kOwnColumns) {
+      // What nothing is copied to is zero.
+      const unsigned pieces = kStages * kParts * kPacks * blockDim.x;
+      for (unsigned i = threadIdx.x; i < pieces; i += blockDim.x) {
+        memory[i] = make_uint4(0, 0, 0, 0);
+      }
+      hopper::fence_async_proxy();
+    }
+    hopper::fence_barrier_init();
+    __syncthreads();
+  }
+
+  /// Copies a whole row of one tensor to a stage, at 16 * part bytes of each pack's.
+  __device__ void copy_whole(unsigned stage, int part, const void* row, int bytes) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const unsigned barrier = barriers_ + 8 * stage;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(place(stage, part)),
+        "l"(row), "r"(bytes), "r"(barrier)
+        : "memory");
+#endif
+  }
+
+  /// Copies the thread's part of a row there.
+  template <int kPart, class T>
+  __device__ void copy(unsigned stage, const T* row) const {
+    const unsigned to = place(stage, kPart);
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      if (columns_.exists(pack)) {
+#pragma unroll
+        for (int i = 0; i < Eight<T>::kParts; ++i) {
+          const T* const from = row + columns_.first(pack) + i * Eight<T>::kPart;
+          const unsigned part = to + columns_.first(pack) * sizeof(T) + i * 16;
+          if constexpr (Eight<T>::kParts == 1) {
+            copy_async_16(part, from);
+          } else {
+            // Through L1: half a sector each time, which L2 would be asked for twice.
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(part), "l"(from)
+                         : "memory");
+          }
+        }
       }
     }
   }
 
-  /// Ends the row that copy() has been filling, or leaves it out.
-  __device__ void next_filled() {
-    commit_copies();
-    filled_ = after(filled_);
-  }
+  /// Where the next row goes that is asked for while one is read.
+  __device__ unsigned next_filled() const { return read_ == 0 ? kStages - 1 : read_ - 1; }
 
-  /// Waits for the row that is to be read, where kStages - 1 rows are under way.
-  __device__ void wait() const { wait_for_copies<kStages - 2>(); }
+  /// Waits for the row that is to be read, where kStages - 1 rows are under way. `exists`: whether
+  /// it has been copied.
+  __device__ void wait(bool exists) const {
+    if (!columns_.shape.is_bulk) {
+      wait_for_copies<kStages - 2>();
+    } else if (exists) {
+      wait_for_barrier(barriers_ + 8 * read_, parity_);
+    }
+  }
 
   /// Reads eight numbers.
   template <int kPart, class T>
-  __device__ void read(float (&x)[kVec]) const {
-    if constexpr (sizeof(T) == 2) {
-      const uint4 four = *part(read_, kPart);
-      const uint32_t words[kVec / 2] = {four.x, four.y, four.z, four.w};
+  __device__ void read(int pack, float* x) const {
+    const unsigned from = place(read_, kPart) + columns_.first(pack) * sizeof(T);
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        x[v] = Pack<T, 2>{words[v / 2]}.get(v % 2);
-      }
-    } else {
+    for (int i = 0; i < Eight<T>::kParts; ++i) {
+      uint32_t words[4];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(from + 16 * i)
+                   : "memory");
 #pragma unroll
-      for (int i = 0; i < kVec / 4; ++i) {
-        const float4 four = *reinterpret_cast<const float4*>(part(read_, kPart + i));
-        x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+      for (int v = 0; v < Eight<T>::kPart; ++v) {
+        if constexpr (sizeof(T) == 2) {
+          x[v] = Pack<T, 2>{words[v / 2]}.get(v % 2);
+        } else {
+          x[i * Eight<T>::kPart + v] = __uint_as_float(words[v]);
+        }
       }
     }
   }
 
-  __device__ void next_read() { read_ = after(read_); }
-
- private:
-  __device__ static unsigned after(unsigned stage) { return stage == kStages - 1 ? 0 : stage + 1; }
-  /// Threads' parts lie side by side: a warp's copy is one piece in shared memory too.
-  __device__ uint4* part(unsigned stage, int number) const {
-    return mine_ + (stage * kParts + number) * blockDim.x;
+  /// Reads the numbers of all packs.
+  template <int kPart, class T>
+  __device__ void read(float (&x)[kOwnColumns]) const {
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      read<kPart, T>(pack, x + pack * kVec);
+    }
   }
 
-  uint4* mine_;
-  unsigned filled_ = 0, read_ = 0;
+  __device__ void next_read() {
+    read_ = read_ == kStages - 1 ? 0 : read_ + 1;
+    parity_ ^= read_ == 0 ? 1 : 0;
+  }
+
+ private:
+  /// Sixteen bytes of each pack of a row.
+  __device__ unsigned unit() const { return columns_.shape.lanes * kPacks * 16; }
+  __device__ unsigned place(unsigned stage, int part) const {
+    return memory_ + (stage * kParts + part) * unit();
+  }
+
+  const Columns& columns_;
+  unsigned memory_, barriers_;
+  unsigned read_ = 0, parity_ = 0;
+};
+
+/// x - mean. What does not exist stays zero, and is part of no sum.
+__device__ inline void center(const Columns& columns, float mean, float (&x)[kOwnColumns]) {
+#pragma unroll
+  for (int pack = 0; pack < kPacks; ++pack) {
+    const float of_pack = columns.exists(pack) ? mean : 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      x[pack * kVec + v] -= of_pack;
+    }
+  }
+}
+
+/// The rows of the tensor that a lane copies whole, where rows are merged.
+struct RowSource {
+  const char* data;
+  int stride, bytes, part;
+
+  __device__ RowSource(const HeadSeries& rows, int channels, int size, int part)
+      : data(static_cast<const char*>(rows.data)),
+        stride(static_cast<int>(rows.stride_h) * size),
+        bytes(channels * size),
+        part(part) {}
+
+  template <class Ring>
+  __device__ void copy(const Ring& ring, unsigned stage, unsigned row) const {
+    ring.copy_whole(stage, part, data + wide_product(static_cast<int>(row), stride), bytes);
+  }
 };
 
 // ---- Sums over a row ----
 
-/// Memory for the sums of two reductions in turn, so that each takes one barrier. A row's warps
-/// begin at a multiple of four.
+/// Of a thread's columns: two chains of additions, so that one does not wait for the other.
+__device__ inline float sum_columns(const float (&x)[kOwnColumns]) {
+  float even = x[0], odd = x[1];
+#pragma unroll
+  for (int v = 2; v < kOwnColumns; v += 2) {
+    even += x[v];
+    odd += x[v + 1];
+  }
+  return even + odd;
+}
+
+/// Memory for the sums of two reductions in turn, so that each takes one barrier of the row's
+/// warps. These begin at a multiple of four.
 template <int kCount>
 struct RowSumsMemory {
-  alignas(16) float of_warp[2][kCount][kMaxThreads / kWarpSize];
+  alignas(16) float of_warp[2][kCount][kSumPlaces];
 };
 
-/// Adds up to kCount numbers, a power of two, over the threads of a row; every thread of the block
-/// comes here, and to the constructor.
+/// Waits for the threads of a slot. Numbers that are known when the kernel is compiled: a block
+/// then takes so many of the multiprocessor's barriers, and otherwise sixteen, of which it has 64.
+__device__ inline void sync_slot(unsigned slot, int threads) {
+  static_assert(kMostSlots == 5);
+  switch (slot) {
+    case 0:
+      return hopper::named_barrier_sync(1, threads);
+    case 1:
+      return hopper::named_barrier_sync(2, threads);
+    case 2:
+      return hopper::named_barrier_sync(3, threads);
+    case 3:
+      return hopper::named_barrier_sync(4, threads);
+    default:
+      return hopper::named_barrier_sync(5, threads);
+  }
+}
+
+/// Adds up to kCount numbers, a power of two, over the threads of a row, which wait for each other;
+/// every thread of the block comes to the constructor.
 template <int kCount>
 class RowReducer {
+  static constexpr unsigned kTurn = kCount * kSumPlaces * 4;  // bytes of one of the two
+
  public:
-  __device__ RowReducer(RowSumsMemory<kCount>* memory, int lanes)
-      : memory_(memory),
-        lanes_(lanes),
-        places_((lanes / kWarpSize + 3) / 4 * 4),
-        first_(static_cast<int>(threadIdx.x) / lanes * places_),
-        mine_(first_ + static_cast<int>(threadIdx.x) % lanes / kWarpSize) {
+  __device__ RowReducer(RowSumsMemory<kCount>* memory, const RowShape& shape) : shape_(shape) {
     // Places past a row's last warp stay zero.
     for (unsigned i = threadIdx.x; i < sizeof(*memory) / sizeof(float); i += blockDim.x) {
       memory->of_warp[0][0][i] = 0.0f;
     }
+    slot_ = threadIdx.x / shape.lanes;
+    from_ = shared_address(memory) + 4 * slot_ * shape.places;
     __syncthreads();
   }
 
   template <int kUsed>
   __device__ void sum(float (&x)[kUsed]) {
     static_assert(kUsed <= kCount);
-    if (lanes_ <= kWarpSize) {
-      for (int distance = lanes_ / 2; distance > 0; distance /= 2) {
+    if (shape_.lanes <= kWarpSize) {
+      for (int distance = shape_.lanes / 2; distance > 0; distance /= 2) {
 #pragma unroll
         for (int i = 0; i < kUsed; ++i) {
           x[i] += __shfl_xor_sync(0xffffffffu, x[i], distance);
         }
       }
+      __syncwarp();
       return;
     }
-    constexpr int kLanes = kWarpSize / kUsed;  // that are left with the same number's sum
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    scatter_sums<kUsed, kWarpSize / 2>(x, lane);
-    float (*const of_warp)[kMaxThreads / kWarpSize] = memory_->of_warp[turn_];
-    turn_ ^= 1;
+    constexpr unsigned kLanes = kWarpSize / kUsed;  // that are left with the same number's sum
+    const unsigned lane = threadIdx.x % kWarpSize;
+    scatter_sums<kUsed, kWarpSize / 2>(x, static_cast<int>(lane));
     if (lane % kLanes == 0) {
-      of_warp[lane / kLanes][mine_] = x[0];
+      const unsigned warp = threadIdx.x / kWarpSize - slot_ * (shape_.lanes / kWarpSize);
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(from_ + 4 * (lane / kLanes * kSumPlaces + warp)),
+                   "f"(x[0])
+                   : "memory");
     }
-    __syncthreads();
+    sync_slot(slot_, shape_.lanes);
 #pragma unroll
     for (int i = 0; i < kUsed; ++i) {
-      const float4* const from = reinterpret_cast<const float4*>(&of_warp[i][first_]);
-      x[i] = from->x + from->y + from->z + from->w;
+      x[i] = sum_of_four(i, 0);
     }
 #pragma unroll 1
-    for (int place = 4; place < places_; place += 4) {
+    for (int place = 4; place < shape_.places; place += 4) {
 #pragma unroll
       for (int i = 0; i < kUsed; ++i) {
-        const float4 four = *reinterpret_cast<const float4*>(&of_warp[i][first_ + place]);
-        x[i] = x[i] + four.x + four.y + four.z + four.w;
+        x[i] += sum_of_four(i, place);
       }
     }
+    from_ += is_odd_ ? -kTurn : kTurn;
+    is_odd_ = !is_odd_;
   }
 
  private:
-  RowSumsMemory<kCount>* memory_;
-  int lanes_, places_, first_, mine_;
-  int turn_ = 0;
+  __device__ float sum_of_four(int number, int place) const {
+    float a, b, c, d;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
+                 : "r"(from_ + 4 * (number * kSumPlaces + place))
+                 : "memory");
+    return (a + b) + (c + d);
+  }
+
+  const RowShape& shape_;
+  unsigned slot_, from_;
+  bool is_odd_ = false;
 };
 
 }  // namespace tidegate::kernels::norm

@@ -1,10 +1,11 @@
 #pragma once
 
-// What the norms of rows share on CUDA, forward and backward. A thread has eight neighbouring
-// columns of a few rows, in registers; `lanes` threads have a whole row: a power of two below a
-// warp, or some warps. A block has `slots` such groups side by side, which go from row to row in
-// step; the grid stays as large as fits on the chip, so that weights are loaded, and sums over rows
-// begun, once a block.
+// What the norms of rows share on CUDA, forward and backward. `lanes` threads have a row in
+// registers: a power of two below a warp, or some warps. A thread has kPacks packs of eight
+// neighbouring columns, a lane's every `lanes` packs, so that what a row costs beside its columns
+// (addresses, exchanges, barriers) is paid by few threads. A block has `slots` such groups side by
+// side, which go from row to row by themselves; the grid stays as large as fits on the chip, so
+// that weights are loaded, and sums over rows begun, once a block.
 
 #include <algorithm>
 
@@ -16,10 +17,13 @@
 
 namespace tidegate::kernels::norm {
 
-constexpr int kVec = 8;             // columns of a thread
-constexpr int kMaxThreads = 512;    // of a block, which bounds a thread's registers by 128
-constexpr int kBlockThreads = 256;  // of a block of several slots
-constexpr int kMaxChannels = kVec * kMaxThreads;
+constexpr int kVec = 8;                     // columns of a pack
+constexpr int kPacks = 2;                   // packs of a thread
+constexpr int kOwnColumns = kPacks * kVec;  // columns of a thread
+constexpr int kMaxChannels = 4096;
+constexpr int kNarrowThreads = 128;  // of a block whose rows are narrower than a warp
+constexpr int kSumPlaces = 32;       // for sums of a block's warps, in fours a row
+constexpr int kMostSlots = 5;        // of a block whose rows are not
 
 // ---- Where a row is ----
 
@@ -76,7 +80,7 @@ __device__ inline Eight<T> load_eight(const T* from) {
 
 /// Packs two numbers at once where the type has an instruction for that.
 template <class T>
-__device__ inline void store_eight(T* to, const float (&x)[kVec]) {
+__device__ inline void store_eight(T* to, const float* x) {
   if constexpr (sizeof(T) == 2) {
     uint4 bits;
     uint32_t* const pairs = &bits.x;
@@ -95,7 +99,7 @@ __device__ inline void store_eight(T* to, const float (&x)[kVec]) {
 
 /// Stores x where `writes` and leaves what is in memory then: x rounded.
 template <class T>
-__device__ inline void store_rounded(T* to, bool writes, float (&x)[kVec]) {
+__device__ inline void store_rounded(T* to, bool writes, float* x) {
   if constexpr (sizeof(T) == 2) {
     uint32_t words[kVec / 2];
 #pragma unroll
@@ -117,14 +121,31 @@ __device__ inline void store_rounded(T* to, bool writes, float (&x)[kVec]) {
 /// none.
 template <class Data>
 __device__ inline void load_weights(const void* from, DType dtype, int64_t offset, float otherwise,
-                                    float (&w)[kVec]) {
+                                    float* w) {
+  const auto load = [&](const auto* numbers) {
 #pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    w[v] = otherwise;
-    if (from != nullptr) {
-      w[v] = dtype == DType::kFloat32 ? static_cast<const float*>(from)[offset + v]
-                                      : widen(static_cast<const Data*>(from)[offset + v]);
+    for (int v = 0; v < kVec; ++v) {
+      w[v] = widen(numbers[v]);
     }
+  };
+  if (from == nullptr) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      w[v] = otherwise;
+    }
+  } else if (dtype == DType::kFloat32) {
+    const float* const numbers = static_cast<const float*>(from) + offset;
+    if (reinterpret_cast<uintptr_t>(numbers) % 16 == 0) {
+      const Eight<float> eight = load_eight(numbers);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        w[v] = eight.get(v);
+      }
+    } else {
+      load(numbers);
+    }
+  } else {
+    load(static_cast<const Data*>(from) + offset);
   }
 }
 
@@ -160,25 +181,57 @@ __device__ inline Real positive_part(Real x) {
 // ---- How a launch is cut ----
 
 struct RowShape {
-  int lanes = 0;        // threads of a row
-  int slots = 0;        // rows that a block has side by side
-  unsigned rows = 0;    // of all
-  unsigned stride = 0;  // from a slot's row to its next: slots of the whole grid
+  int lanes = 0;         // threads of a row
+  int slots = 0;         // rows that a block has side by side
+  int channels = 0;      // of a row
+  int places = 0;        // for the sums of a row's warps: a multiple of four
+  bool is_bulk = false;  // rows are copied whole: lane i of a slot copies those of tensor i
+  unsigned rows = 0;     // of all
+  unsigned stride = 0;   // from a slot's row to its next: slots of the whole grid
 
   __host__ __device__ int threads() const { return lanes * slots; }
 };
 
-inline RowShape row_shape(const NormParams& p) {
-  RowShape shape;
-  const int packs = static_cast<int>(p.channels / kVec);
-  if (packs > kWarpSize) {
-    shape.lanes = static_cast<int>(ceil_div(packs, kWarpSize)) * kWarpSize;
-  } else {
-    for (shape.lanes = 1; shape.lanes < packs; shape.lanes *= 2) {
+/// What the sums of a row's warps take, which are read four at once.
+inline int places_of(int warps) { return (warps + 3) / 4 * 4; }
+
+/// Rows of `warps` warps, with `bytes` each, that a block of at most `limit` bytes of shared memory
+/// has side by side: as many as make the chip hold most rows, whose warps can have kRegisters a
+/// thread, and among these most, which leaves fewest partial sums.
+template <int kRegisters>
+int slots_of_rows(int warps, int bytes, int limit) {
+  constexpr int kWarps = 65536 / (kWarpSize * kRegisters) / 4 * 4;  // four schedulers have alike
+  int slots = 1;
+  const auto fits = [&](int more) {
+    return more <= kMostSlots && more * bytes <= limit && more * places_of(warps) <= kSumPlaces;
+  };
+  for (int more = 2; fits(more); ++more) {
+    if (kWarps / (more * warps) * more >= kWarps / (slots * warps) * slots) {
+      slots = more;
     }
   }
-  shape.slots = std::max(1, kBlockThreads / shape.lanes);
+  return slots;
+}
+
+/// `thread_bytes`: of a thread's shared memory.
+template <int kRegisters>
+RowShape row_shape(const NormParams& p, int thread_bytes, const DeviceLimits& device) {
+  constexpr int kOtherBytes = 4096;  // of shared memory, beside the ring: fewer
+  RowShape shape;
+  const int needed = static_cast<int>(ceil_div(p.channels, int64_t{kOwnColumns}));
+  if (needed > kWarpSize) {
+    shape.lanes = static_cast<int>(ceil_div(needed, kWarpSize)) * kWarpSize;
+  } else {
+    for (shape.lanes = 1; shape.lanes < needed; shape.lanes *= 2) {
+    }
+  }
+  shape.slots = shape.lanes < kWarpSize
+                    ? kNarrowThreads / shape.lanes
+                    : slots_of_rows<kRegisters>(shape.lanes / kWarpSize, shape.lanes * thread_bytes,
+                                                device.shared_bytes - kOtherBytes);
   shape.rows = static_cast<unsigned>(row_count(p));
+  shape.channels = static_cast<int>(p.channels);
+  shape.places = places_of(shape.lanes / kWarpSize);
   return shape;
 }
 
@@ -194,10 +247,8 @@ inline int64_t greatest_common_divisor(int64_t a, int64_t b) {
 /// Blocks of the grid: what fits on the chip at once, or less where the work is less, and so many
 /// that a slot always meets rows of one head's weights. Zero where no such grid fits.
 template <auto* kKernel>
-cudaError_t count_blocks(const NormParams& p, const RowShape& shape, int shared_bytes,
-                         int64_t* blocks) {
-  DeviceLimits device;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
+cudaError_t count_blocks(const NormParams& p, const RowShape& shape, const DeviceLimits& device,
+                         int shared_bytes, int64_t* blocks) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(shared_bytes));
   int each = 0;
   TIDEGATE_RETURN_IF_CUDA_ERROR(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -209,13 +260,29 @@ cudaError_t count_blocks(const NormParams& p, const RowShape& shape, int shared_
   return cudaSuccess;
 }
 
+/// Whether the copy engine can bring whole rows: code of compute capability 9.0, rows of a warp or
+/// more, one stride of 32 bits for all rows of a tensor.
+template <auto* kKernel, class... Series>
+cudaError_t find_bulk(const NormParams& p, RowShape* shape, const Series&... series) {
+  int version = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(compiled_for<kKernel>(&version));
+  const auto fits = [](const HeadSeries& s) {
+    return s.data == nullptr || std::abs(s.stride_h) * element_size(s.dtype) < (int64_t{1} << 31);
+  };
+  shape->is_bulk = version >= 90 && shape->lanes >= kWarpSize && p.batch == 1 && p.time == 1 &&
+                   (fits(series) && ...);
+  return cudaSuccess;
+}
+
 /// Whether rows are such that a thread can have eight columns.
 template <class... Series>
 bool rows_fit(const NormParams& p, const Series&... series) {
   // Rows of a launch are counted in 32 bits, with room for a stride past the last.
   return p.channels % kVec == 0 && p.channels <= kMaxChannels && p.channels > 0 &&
          row_count(p) < (int64_t{1} << 30) && p.x.dtype != DType::kFloat64 &&
-         ((series.data == nullptr || rows_aligned(series, 16)) && ...);
+         ((series.data == nullptr ||
+           (rows_aligned(series, 16) && std::abs(series.stride_h) < (int64_t{1} << 31))) &&
+          ...);
 }
 
 }  // namespace tidegate::kernels::norm
