@@ -78,91 +78,70 @@ struct StateTile {
   return (pair * tile.dim + tile.at(pass)) * tile.dim + tile.first_column + tile.column;
 }
 
-template <class E, int kRows>
-__global__ void __launch_bounds__(kThreads, 2)
-    token_product_kernel(const __grid_constant__ TokenProductParams params,
-                         const __grid_constant__ product::Shape shape) {
-#if TIDEGATE_HOPPER_CODE  // elsewhere nobody launches it
-  using Math = GateMath<float, false>;
-  extern __shared__ __align__(128) char shared[];
-  __shared__ float row_sums[kWarps * product::RowStager<E, false>::kGroups];
-  __shared__ Token tokens[kRows];
-  __shared__ float values[kRows][kTile];
-  __shared__ __align__(16) float outputs[kWarps][kRows][kTile];
-  __shared__ uint64_t barrier;
-  const product::FusedProductParams& p = params.product;
-  const GlaParams& step = params.step;
-  char* const x = shared + shape.ring_bytes;
-  float* const sums = reinterpret_cast<float*>(x + shape.x_bytes);
-  const int rows = static_cast<int>(p.product.rows);
-  const int rank = cluster_rank();
-  const int heads = static_cast<int>(step.heads), head = static_cast<int>(blockIdx.x) / kBlocks;
-  const StateTile tile(static_cast<int>(step.key_dim), rank);
-  let_next_kernel_begin();
+#if TIDEGATE_HOPPER_CODE  // elsewhere nobody launches the kernel
 
-  if (threadIdx.x == 0) {
-    mbarrier_init(&barrier, 1);
-    publish_barriers();
-    expect_bytes(shared_address(&barrier), static_cast<unsigned>(rows * kParts * tile.dim * 4));
-  }
-  const product::WarpItems items(shape, kParts);
-  const unsigned ring_base =
-      shared_address(shared) + static_cast<unsigned>(items.warp * shape.stages * kItemBytes);
-  const int first_channel = head * tile.dim + tile.first_column;  // of each part
-  const auto weights = [&](int part, int row) -> const E* {
-    if (row >= tile.columns) return nullptr;
-    return product::weight_row<E, false>(p, part * heads * tile.dim + first_channel + row);
-  };
-  product::WeightRing<E, decltype(weights)> ring{p, shape, items, weights, ring_base};
-  ring.fill();
-  product::RowStager<E, false> stager(p, shape, x, row_sums);
-  stager.load_constants();
-  // Into the second-level cache: a block's part of a row is one piece of it.
-  for (int i = static_cast<int>(threadIdx.x); step.h0 != nullptr && i < rows * tile.dim;
+/// Which head a block has, and of how many rows.
+struct Place {
+  int rows, heads, head;
+
+  __device__ int64_t pair(int row) const { return int64_t{row * heads + head}; }
+};
+
+/// Begins to bring the block's part of the states into the second-level cache: a part of a row is
+/// one piece of it.
+__device__ __forceinline__ void prefetch_states(const GlaParams& step, const StateTile& tile,
+                                                const Place& at) {
+  for (int i = static_cast<int>(threadIdx.x); step.h0 != nullptr && i < at.rows * tile.dim;
        i += kThreads) {
     const int row = i / tile.dim;
     prefetch_line(static_cast<const float*>(step.h0) +
-                  (int64_t{row * heads + head} * tile.dim + i - row * tile.dim) * tile.dim +
-                  tile.first_column);
+                  (at.pair(row) * tile.dim + i - row * tile.dim) * tile.dim + tile.first_column);
   }
-  cluster_sync();  // all blocks run, and their barriers wait for bytes
-  wait_for_kernels_before();
+}
 
-  Pack<float, kVec> states[kRows][kPasses];
+/// The thread's numbers of the states: zero where there is no h0.
+template <int kRows>
+__device__ __forceinline__ void load_states(const GlaParams& step, const StateTile& tile,
+                                            const Place& at,
+                                            Pack<float, kVec> (&states)[kRows][kPasses]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       states[r][pass] = {};
-      if (step.h0 != nullptr && r < rows && tile.at(pass) < tile.dim) {
-        states[r][pass] = load_streaming<float, kVec>(
-            static_cast<const float*>(step.h0) + offset_of(tile, int64_t{r * heads + head}, pass));
+      if (step.h0 != nullptr && r < at.rows && tile.at(pass) < tile.dim) {
+        states[r][pass] = load_streaming<float, kVec>(static_cast<const float*>(step.h0) +
+                                                      offset_of(tile, at.pair(r), pass));
       }
     }
   }
-  stager.run();
+}
 
-  // ---- q, f and v ----
-  const unsigned x_base = shared_address(x);
+/// Adds up the warps' `sums` of the products, makes queries, keys and decays of them and hands
+/// these to all blocks of the cluster, whose `barrier` counts their bytes; the block's own values
+/// stay here.
+template <class E, int kRows>
+__device__ __forceinline__ void hand_out_token(const TokenProductParams& params,
+                                               const StateTile& tile, const Place& at, int chunks,
+                                               const float* sums, uint64_t* barrier,
+                                               Token (&tokens)[kRows],
+                                               float (&values)[kRows][kTile]) {
+  using Math = GateMath<float, false>;
+  const GlaParams& step = params.step;
+  const void* const bias = params.product.product.bias;
+  const int rows = at.rows, first_channel = at.head * tile.dim + tile.first_column;
   const int tile_sums = kWarps * rows * kTile;
-  int slot = 0;
-  for (int part = 0; part < kParts; ++part) {
-    product::multiply_tile<1>(ring, items, x_base, rows, slot)
-        .leave(sums + part * tile_sums, rows, items);
-  }
-  __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < kParts * rows * kTile; i += kThreads) {
     const int part = i / (rows * kTile), row = i / kTile % rows, channel = i % kTile;
     if (channel >= tile.columns) continue;
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      total +=
-          w < shape.chunks ? sums[part * tile_sums + (w * rows + row) * kTile + channel] : 0.0f;
+      total += w < chunks ? sums[part * tile_sums + (w * rows + row) * kTile + channel] : 0.0f;
     }
-    if (p.product.bias != nullptr) {
-      total += widen(
-          static_cast<const E*>(p.product.bias)[part * heads * tile.dim + first_channel + channel]);
+    if (bias != nullptr) {
+      total +=
+          widen(static_cast<const E*>(bias)[part * at.heads * tile.dim + first_channel + channel]);
     }
     const float z = widen(narrow<E>(total));
     if (part == 2) {
@@ -174,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int other = 0; other < kBlocks; ++other) {
         store_remote(address_in_block(to, other), number,
-                     address_in_block(shared_address(&barrier), other));
+                     address_in_block(shared_address(barrier), other));
       }
     };
     if (part == 0) {
@@ -188,54 +167,131 @@ __global__ void __launch_bounds__(kThreads, 2)
       give(2, gate.decay);
     }
   }
-  __syncthreads();  // the values are there
-  wait_for_bytes(shared_address(&barrier), 0);
+}
 
-  // ---- The states ----
+/// S = decay S + key value in the thread's part of the state, which it writes; `acc` becomes its
+/// part of query S.
+__device__ __forceinline__ void step_state(const GlaParams& step, const StateTile& tile,
+                                           int64_t pair, const Token& token, const float* value,
+                                           const Pack<float, kVec> (&state)[kPasses],
+                                           float (&acc)[kVec]) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (r >= rows) break;
-    float acc[kVec] = {};
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int k = tile.at(pass);
+    if (k >= tile.dim) break;
+    const float q = token.part[0][k], key = token.part[1][k];
+    const float decay = token.part[2][k];
+    float s[kVec];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int k = tile.at(pass);
-      if (k >= tile.dim) break;
-      const float q = tokens[r].part[0][k], key = tokens[r].part[1][k];
-      const float decay = tokens[r].part[2][k];
-      float s[kVec];
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        s[v] = fmaf(decay, states[r][pass].get(v), key * values[r][tile.column + v]);
-        acc[v] = fmaf(q, s[v], acc[v]);
-      }
-      if (step.h_final != nullptr) {
-        __stcs(reinterpret_cast<float4*>(static_cast<float*>(step.h_final) +
-                                         offset_of(tile, int64_t{r * heads + head}, pass)),
-               make_float4(s[0], s[1], s[2], s[3]));
-      }
+    for (int v = 0; v < kVec; ++v) {
+      s[v] = fmaf(decay, state[pass].get(v), key * value[tile.column + v]);
+      acc[v] = fmaf(q, s[v], acc[v]);
     }
-    // Over the lanes that have the same columns.
-#pragma unroll
-    for (int distance = 16; distance > 1; distance /= 2) {
-      if (distance < tile.quads) break;
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) acc[v] += __shfl_xor_sync(~0u, acc[v], distance);
-    }
-    if (items.lane < tile.quads) {
-      *reinterpret_cast<float4*>(&outputs[items.warp][r][tile.column]) =
-          make_float4(acc[0], acc[1], acc[2], acc[3]);
+    if (step.h_final != nullptr) {
+      __stcs(reinterpret_cast<float4*>(static_cast<float*>(step.h_final) +
+                                       offset_of(tile, pair, pass)),
+             make_float4(s[0], s[1], s[2], s[3]));
     }
   }
-  __syncthreads();
+}
+
+/// Over the lanes that have the same columns; the first of them put the sums into `to`.
+__device__ __forceinline__ void add_lanes(const StateTile& tile, int lane, float (&acc)[kVec],
+                                          float* to) {
+#pragma unroll
+  for (int distance = 16; distance > 1; distance /= 2) {
+    if (distance < tile.quads) break;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) acc[v] += __shfl_xor_sync(~0u, acc[v], distance);
+  }
+  if (lane < tile.quads) {
+    *reinterpret_cast<float4*>(&to[tile.column]) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+  }
+}
+
+/// Adds up the warps' outputs, and writes them.
+template <class E, int kRows>
+__device__ __forceinline__ void write_outputs(const GlaParams& step, const StateTile& tile,
+                                              const Place& at,
+                                              const float (&outputs)[kWarps][kRows][kTile]) {
   const int row = static_cast<int>(threadIdx.x) / kTile, channel = threadIdx.x % kTile;
-  if (row < rows && channel < tile.columns) {
+  if (row < at.rows && channel < tile.columns) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += outputs[w][row][channel];
-    static_cast<E*>(
-        step.o.data)[row * step.o.stride_b + head * step.o.stride_h + tile.first_column + channel] =
-        narrow<E>(sum);
+    static_cast<E*>(step.o.data)[row * step.o.stride_b + at.head * step.o.stride_h +
+                                 tile.first_column + channel] = narrow<E>(sum);
   }
+}
+
+#endif
+
+/// What a block of a head's cluster does: weights begin to come, and states to the cache, before
+/// the kernel before has ended; then the states to registers and the rows to shared memory; the
+/// products; the token to all blocks; the states' step.
+template <class E, int kRows>
+__global__ void __launch_bounds__(kThreads, 2)
+    token_product_kernel(const __grid_constant__ TokenProductParams params,
+                         const __grid_constant__ product::Shape shape) {
+#if TIDEGATE_HOPPER_CODE
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float row_sums[kWarps * product::RowStager<E, false>::kGroups];
+  __shared__ Token tokens[kRows];
+  __shared__ float values[kRows][kTile];
+  __shared__ __align__(16) float outputs[kWarps][kRows][kTile];
+  __shared__ uint64_t barrier;
+  const product::FusedProductParams& p = params.product;
+  const GlaParams& step = params.step;
+  char* const x = shared + shape.ring_bytes;
+  float* const sums = reinterpret_cast<float*>(x + shape.x_bytes);
+  const Place at = {static_cast<int>(p.product.rows), static_cast<int>(step.heads),
+                    static_cast<int>(blockIdx.x) / kBlocks};
+  const StateTile tile(static_cast<int>(step.key_dim), cluster_rank());
+  let_next_kernel_begin();
+
+  if (threadIdx.x == 0) {
+    mbarrier_init(&barrier, 1);
+    publish_barriers();
+    expect_bytes(shared_address(&barrier), static_cast<unsigned>(at.rows * kParts * tile.dim * 4));
+  }
+  const product::WarpItems items(shape, kParts);
+  const unsigned ring_base =
+      shared_address(shared) + static_cast<unsigned>(items.warp * shape.stages * kItemBytes);
+  const int first_channel = at.head * tile.dim + tile.first_column;  // of each part
+  const auto weights = [&](int part, int row) -> const E* {
+    if (row >= tile.columns) return nullptr;
+    return product::weight_row<E, false>(p, part * at.heads * tile.dim + first_channel + row);
+  };
+  product::WeightRing<E, decltype(weights)> ring{p, shape, items, weights, ring_base};
+  ring.fill();
+  product::RowStager<E, false> stager(p, shape, x, row_sums);
+  stager.load_constants();
+  prefetch_states(step, tile, at);
+  cluster_sync();  // all blocks run, and their barriers wait for bytes
+  wait_for_kernels_before();
+
+  Pack<float, kVec> states[kRows][kPasses];
+  load_states(step, tile, at, states);
+  stager.run();
+  const unsigned x_base = shared_address(x);
+  int slot = 0;
+  for (int part = 0; part < kParts; ++part) {
+    product::multiply_tile<1>(ring, items, x_base, at.rows, slot)
+        .leave(sums + part * kWarps * at.rows * kTile, at.rows, items);
+  }
+  __syncthreads();
+  hand_out_token<E>(params, tile, at, shape.chunks, sums, &barrier, tokens, values);
+  __syncthreads();  // the values are there
+  wait_for_bytes(shared_address(&barrier), 0);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= at.rows) break;
+    float acc[kVec] = {};
+    step_state(step, tile, at.pair(r), tokens[r], values[r], states[r], acc);
+    add_lanes(tile, items.lane, acc, outputs[items.warp][r]);
+  }
+  __syncthreads();
+  write_outputs<E>(step, tile, at, outputs);
 #endif
 }
 

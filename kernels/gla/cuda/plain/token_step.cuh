@@ -35,137 +35,135 @@ __device__ inline const T* token_row(const HeadSeries& series, int64_t sequence,
   return static_cast<const T*>(series.data) + sequence * series.stride_b + head * series.stride_h;
 }
 
-/// E: of q, k, v and o; Gate: of the gate. No __ldg: the kernel before may write them while this
-/// one runs.
-template <class E, class Gate, GateKind kKind>
-__global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
-    token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
-                      const bool h0_is_settled, const bool prefetches) {
+/// Which head and columns a block has, and which of them a thread.
+struct TokenStepPlace {
   using T = TokenStepTile;
-  using Math = GateMath<float, false>;
-  extern __shared__ __align__(16) float token[];
-  __shared__ __align__(16) float sums[T::kWarps][T::kColumns];
-  __shared__ __align__(16) float4 states[T::kRows][T::kThreads];  // each thread's own
+  int pair;  // of sequence and head
+  int first_column, sequence, head;
+  int warp, lane, column, first_row;  // of the thread
+  bool exists;                        // its columns
+  int64_t corner;                     // of the head's state
+
+  __device__ __forceinline__ TokenStepPlace(const GlaParams& p, int column_tiles)
+      : pair(static_cast<int>(blockIdx.x) / column_tiles),
+        first_column((static_cast<int>(blockIdx.x) - pair * column_tiles) * T::kColumns),
+        sequence(pair / static_cast<int>(p.heads)),
+        head(pair - sequence * static_cast<int>(p.heads)),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        column(first_column + lane % T::kLanes * T::kVec),
+        first_row((warp * (32 / T::kLanes) + lane / T::kLanes) * T::kRows),
+        exists(column < static_cast<int>(p.value_dim)),
+        corner(static_cast<int64_t>(pair) * static_cast<int>(p.key_dim) *
+               static_cast<int>(p.value_dim)) {}
+};
+
+using TokenStepStates = float4[TokenStepTile::kRows][TokenStepTile::kThreads];
+
+/// Has the thread's kRows rows of the state from `row` on copied to its place in `states`.
+__device__ __forceinline__ void copy_states(const GlaParams& p, const TokenStepPlace& at, int row,
+                                            TokenStepStates& states) {
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
-  const int padded = (key_dim + T::kRows - 1) / T::kRows * T::kRows;
-  float *const query = token, *const key = token + padded, *const decay = key + padded;
-
-  const int pair = static_cast<int>(blockIdx.x) / column_tiles;  // of sequence and head
-  const int first_column = (static_cast<int>(blockIdx.x) - pair * column_tiles) * T::kColumns;
-  const int sequence = pair / static_cast<int>(p.heads);
-  const int head = pair - sequence * static_cast<int>(p.heads);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = first_column + lane % T::kLanes * T::kVec;
-  const int first_row = (warp * (32 / T::kLanes) + lane / T::kLanes) * T::kRows;
-  const bool exists = column < value_dim;
-  const int64_t corner = static_cast<int64_t>(pair) * key_dim * value_dim;
-  const float* const before = static_cast<const float*>(p.h0) + corner + column;
-  float* const after = static_cast<float*>(p.h_final) + corner + column;
-  let_next_kernel_begin();
-  const auto ask = [&](int own) {
-    const float* from = before + own * value_dim;
+  const float* const before = static_cast<const float*>(p.h0) + at.corner + at.column;
+  const float* from = before + row * value_dim;
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
-      const bool is_there = p.h0 != nullptr && exists && own + i < key_dim;
-      copy_async_or_zero(&states[i][threadIdx.x], is_there ? from : before, is_there);
-      from += value_dim;
-    }
-    commit_copies();
-  };
-  // While the kernel before makes q, the gate and v: the states, or into the second-level cache,
-  // where that kernel may still write them.
-  if (!h0_is_settled) {
-    const float* const line = static_cast<const float*>(p.h0) + corner + first_column;
-    for (int row = threadIdx.x; prefetches && row < key_dim; row += T::kThreads) {
-      prefetch_line(line + row * value_dim);
-    }
-    wait_for_kernels_before();
+  for (int i = 0; i < TokenStepTile::kRows; ++i) {
+    const bool is_there = p.h0 != nullptr && at.exists && row + i < key_dim;
+    copy_async_or_zero(&states[i][threadIdx.x], is_there ? from : before, is_there);
+    from += value_dim;
   }
-  ask(first_row);
-  if (h0_is_settled) wait_for_kernels_before();
+  commit_copies();
+}
 
-  const E* const queries = token_row<E>(p.q, sequence, head);
-  const Gate* const gates = token_row<Gate>(p.gate, sequence, head);
-  const float* const bounds =
-      p.gamma == nullptr ? nullptr : static_cast<const float*>(p.gamma) + head * key_dim;
-  constexpr bool is_logit = kKind == GateKind::kLogit;
-  Pack<E, T::kVec> raw_value = {};
-  if (exists) {
-    raw_value.bits = *reinterpret_cast<const typename Pack<E, T::kVec>::Bits*>(
-        token_row<E>(p.v, sequence, head) + column);
-  }
-  // The thread's first channel of the token.
-  const int channel = threadIdx.x;
-  const bool has_channel = channel < key_dim;
-  float raw_query = 0.0f, raw_gate = 0.0f, raw_key = 0.0f, bound = 0.0f;
-  const auto load_channel = [&](int at) {
-    raw_query = widen(queries[at]);
-    raw_gate = widen(gates[p.gate_per_head ? 0 : at]);
-    if constexpr (is_logit) {
-      bound = bounds == nullptr ? 0.0f : bounds[at];
+/// One channel of the token, as it lies in memory.
+template <class E, class Gate, GateKind kKind>
+struct TokenChannel {
+  float query = 0.0f, gate = 0.0f, key = 0.0f, bound = 0.0f;
+
+  __device__ __forceinline__ void load(const GlaParams& p, const TokenStepPlace& at, int channel) {
+    query = widen(token_row<E>(p.q, at.sequence, at.head)[channel]);
+    gate = widen(token_row<Gate>(p.gate, at.sequence, at.head)[p.gate_per_head ? 0 : channel]);
+    if constexpr (kKind == GateKind::kLogit) {
+      const auto key_dim = static_cast<int>(p.key_dim);
+      bound = p.gamma == nullptr ? 0.0f
+                                 : static_cast<const float*>(p.gamma)[at.head * key_dim + channel];
     } else {
-      raw_key = widen(token_row<E>(p.k, sequence, head)[at]);
+      key = widen(token_row<E>(p.k, at.sequence, at.head)[channel]);
     }
-  };
-  if (has_channel) load_channel(channel);
+  }
 
-  float acc[T::kVec] = {}, value[T::kVec];
+  __device__ __forceinline__ LogitGate<float> key_and_decay() const {
+    if constexpr (kKind == GateKind::kLogit) {
+      return logit_gate<GateMath<float, false>>(gate, bound, 1.0f - bound);
+    } else {
+      return {precise_decay(gate), key};
+    }
+  }
+};
+
+/// The token in shared memory, in fp32: `padded` queries, as many keys and decays, of which those
+/// past key_dim are zero. `own`: the thread's first channel, which is there already.
+template <class E, class Gate, GateKind kKind>
+__device__ __forceinline__ void make_token(const GlaParams& p, const TokenStepPlace& at, int padded,
+                                           TokenChannel<E, Gate, kKind> own, float* query,
+                                           float* key, float* decay) {
+  const auto key_dim = static_cast<int>(p.key_dim);
+  const int first = threadIdx.x;
 #pragma unroll 1
-  for (int first = 0; first < key_dim; first += T::kRowsAtOnce) {
-    const int own = first + first_row;
-    if (first > 0) ask(own);
-    if (first == 0) {
+  for (int channel = first; channel < padded; channel += TokenStepTile::kThreads) {
+    if (channel >= key_dim) {
+      query[channel] = key[channel] = decay[channel] = 0.0f;
+      continue;
+    }
+    if (channel != first) own.load(p, at, channel);
+    const LogitGate<float> gate = own.key_and_decay();
+    query[channel] =
+        static_cast<float>(p.scale) * activate<GateMath<float, false>>(p.q_activation, own.query);
+    key[channel] = gate.key;
+    decay[channel] = gate.decay;
+  }
+}
+
+/// S = decay S + key value in the thread's rows from `row` on, which it writes; adds its part of
+/// query S to `acc`.
+__device__ __forceinline__ void step_rows(const GlaParams& p, const TokenStepPlace& at, int row,
+                                          const float* query, const float* key, const float* decay,
+                                          const float (&value)[TokenStepTile::kVec],
+                                          const TokenStepStates& states,
+                                          float (&acc)[TokenStepTile::kVec]) {
+  using T = TokenStepTile;
+  const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
+  float* to = static_cast<float*>(p.h_final) + at.corner + at.column + row * value_dim;
 #pragma unroll 1
-      for (int at = channel; at < padded; at += T::kThreads) {
-        if (at >= key_dim) {
-          query[at] = key[at] = decay[at] = 0.0f;
-          continue;
-        }
-        if (at != channel) load_channel(at);
-        LogitGate<float> gate;
-        if constexpr (is_logit) {
-          gate = logit_gate<Math>(raw_gate, bound, 1.0f - bound);
-        } else {
-          gate = {precise_decay(raw_gate), raw_key};
-        }
-        query[at] = static_cast<float>(p.scale) * activate<Math>(p.q_activation, raw_query);
-        key[at] = gate.key;
-        decay[at] = gate.decay;
-      }
+  for (int half = 0; half < T::kRows; half += 4) {
+    const float4 q = *reinterpret_cast<const float4*>(query + row + half);
+    const float4 k = *reinterpret_cast<const float4*>(key + row + half);
+    const float4 f = *reinterpret_cast<const float4*>(decay + row + half);
+    const float qs[4] = {q.x, q.y, q.z, q.w}, ks[4] = {k.x, k.y, k.z, k.w},
+                fs[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 state = states[half + i][threadIdx.x];
+      float s[T::kVec] = {state.x, state.y, state.z, state.w};
 #pragma unroll
       for (int v = 0; v < T::kVec; ++v) {
-        value[v] = activate<Math>(p.v_activation, raw_value.get(v));
+        s[v] = fmaf(fs[i], s[v], ks[i] * value[v]);
+        acc[v] = fmaf(qs[i], s[v], acc[v]);
       }
-      __syncthreads();
-    }
-    wait_for_copies<0>();
-    if (!exists || own >= key_dim) continue;
-    float* to = after + own * value_dim;
-#pragma unroll 1
-    for (int half = 0; half < T::kRows; half += 4) {
-      const float4 q = *reinterpret_cast<const float4*>(query + own + half);
-      const float4 k = *reinterpret_cast<const float4*>(key + own + half);
-      const float4 f = *reinterpret_cast<const float4*>(decay + own + half);
-      const float qs[4] = {q.x, q.y, q.z, q.w}, ks[4] = {k.x, k.y, k.z, k.w},
-                  fs[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 state = states[half + i][threadIdx.x];
-        float s[T::kVec] = {state.x, state.y, state.z, state.w};
-#pragma unroll
-        for (int v = 0; v < T::kVec; ++v) {
-          s[v] = fmaf(fs[i], s[v], ks[i] * value[v]);
-          acc[v] = fmaf(qs[i], s[v], acc[v]);
-        }
-        if (p.h_final != nullptr && own + half + i < key_dim) {
-          __stcs(reinterpret_cast<float4*>(to), make_float4(s[0], s[1], s[2], s[3]));
-        }
-        to += value_dim;
+      if (p.h_final != nullptr && row + half + i < key_dim) {
+        __stcs(reinterpret_cast<float4*>(to), make_float4(s[0], s[1], s[2], s[3]));
       }
+      to += value_dim;
     }
   }
+}
 
-  // Over the rows of a warp, then over the warps.
+/// Adds `acc` up over the rows of a warp, then over the warps, and writes the outputs.
+template <class E>
+__device__ __forceinline__ void write_token(
+    const GlaParams& p, const TokenStepPlace& at, float (&acc)[TokenStepTile::kVec],
+    float (&sums)[TokenStepTile::kWarps][TokenStepTile::kColumns]) {
+  using T = TokenStepTile;
 #pragma unroll
   for (int v = 0; v < T::kVec; ++v) {
 #pragma unroll
@@ -173,20 +171,75 @@ __global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kL
       acc[v] += __shfl_xor_sync(~0u, acc[v], distance);
     }
   }
-  if (lane < T::kLanes) {
-    *reinterpret_cast<float4*>(&sums[warp][lane * T::kVec]) =
+  if (at.lane < T::kLanes) {
+    *reinterpret_cast<float4*>(&sums[at.warp][at.lane * T::kVec]) =
         make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
   __syncthreads();
   const int out = static_cast<int>(threadIdx.x);
-  if (out < T::kColumns && first_column + out < value_dim) {
+  if (out < T::kColumns && at.first_column + out < static_cast<int>(p.value_dim)) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < T::kWarps; ++w) sum += sums[w][out];
-    E* const o = static_cast<E*>(p.o.data) + sequence * p.o.stride_b +
-                 static_cast<int64_t>(head) * p.o.stride_h;
-    o[first_column + out] = narrow<E>(sum);
+    E* const o = static_cast<E*>(p.o.data) + at.sequence * p.o.stride_b +
+                 static_cast<int64_t>(at.head) * p.o.stride_h;
+    o[at.first_column + out] = narrow<E>(sum);
   }
+}
+
+/// E: of q, k, v and o; Gate: of the gate. No __ldg: the kernel before may write them while this
+/// one runs.
+template <class E, class Gate, GateKind kKind>
+__global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
+    token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
+                      const bool h0_is_settled, const bool prefetches) {
+  using T = TokenStepTile;
+  extern __shared__ __align__(16) float token[];
+  __shared__ __align__(16) float sums[T::kWarps][T::kColumns];
+  __shared__ __align__(16) TokenStepStates states;  // each thread's own
+  const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
+  const int padded = (key_dim + T::kRows - 1) / T::kRows * T::kRows;
+  float *const query = token, *const key = token + padded, *const decay = key + padded;
+  const TokenStepPlace at(p, column_tiles);
+  let_next_kernel_begin();
+  // While the kernel before makes q, the gate and v: the states, or into the second-level cache,
+  // where that kernel may still write them.
+  if (!h0_is_settled) {
+    const float* const line = static_cast<const float*>(p.h0) + at.corner + at.first_column;
+    for (int row = threadIdx.x; prefetches && row < key_dim; row += T::kThreads) {
+      prefetch_line(line + row * value_dim);
+    }
+    wait_for_kernels_before();
+  }
+  copy_states(p, at, at.first_row, states);
+  if (h0_is_settled) wait_for_kernels_before();
+
+  Pack<E, T::kVec> raw_value = {};
+  if (at.exists) {
+    raw_value.bits = *reinterpret_cast<const typename Pack<E, T::kVec>::Bits*>(
+        token_row<E>(p.v, at.sequence, at.head) + at.column);
+  }
+  TokenChannel<E, Gate, kKind> channel;
+  if (static_cast<int>(threadIdx.x) < key_dim) channel.load(p, at, threadIdx.x);
+
+  float acc[T::kVec] = {}, value[T::kVec];
+#pragma unroll 1
+  for (int first = 0; first < key_dim; first += T::kRowsAtOnce) {
+    const int row = first + at.first_row;
+    if (first > 0) copy_states(p, at, row, states);
+    if (first == 0) {
+      make_token(p, at, padded, channel, query, key, decay);
+#pragma unroll
+      for (int v = 0; v < T::kVec; ++v) {
+        value[v] = activate<GateMath<float, false>>(p.v_activation, raw_value.get(v));
+      }
+      __syncthreads();
+    }
+    wait_for_copies<0>();
+    if (!at.exists || row >= key_dim) continue;
+    step_rows(p, at, row, query, key, decay, value, states, acc);
+  }
+  write_token<E>(p, at, acc, sums);
 }
 
 /// 16-bit data, one token of each sequence, rows in packs.

@@ -46,125 +46,159 @@ __device__ Pack<E, kVec> load_four(const TimeSeries& series, int64_t row, int64_
                    exists && series.data != nullptr);
 }
 
+/// What a thread has of its sequence: kVec neighbouring channels of each part.
+template <class E, bool kComplex>
+struct HgruToken {
+  static constexpr int kParts = kComplex ? 2 : 1;
+
+  const HgruTokenParams& p;
+  int64_t row, channels, channel, width;
+  bool exists;
+  Pack<float, kVec> gamma, state[kParts];
+  float cosine[kVec], sine[kVec];  // of theta
+  Pack<E, kVec> weight[kParts], bias[kParts], f, c[kParts], gate[kParts];
+  float h[kParts][kVec];  // the new state
+  float u[kParts][kVec];  // what the norm is of
+
+  __device__ __forceinline__ explicit HgruToken(const HgruTokenParams& params)
+      : p(params),
+        row(blockIdx.x),
+        channels(p.step.channels),
+        channel(static_cast<int64_t>(threadIdx.x) * kVec),
+        width(kParts * channels),
+        exists(channel < channels) {}
+
+  __device__ __forceinline__ int64_t at(int part) const { return part * channels + channel; }
+
+  __device__ __forceinline__ void load_state(int part) {
+    state[part] = load_four(static_cast<const float*>(p.step.h0) + row * width, at(part),
+                            exists && p.step.h0 != nullptr);
+  }
+
+  /// What no kernel writes.
+  __device__ __forceinline__ void load_constants() {
+    gamma = load_four(static_cast<const float*>(p.step.gamma), channel,
+                      exists && p.step.gamma != nullptr);
+#pragma unroll 1
+    for (int v = 0; kComplex && v < kVec; ++v) {
+      double s = 0, c = 1;
+      if (exists) {
+        exact_sincos(static_cast<const float*>(p.step.theta)[channel + v], &s, &c);
+      }
+#pragma unroll
+      for (int u = 0; u < kVec; ++u) {  // registers have no index
+        cosine[u] = u == v ? static_cast<float>(c) : cosine[u];
+        sine[u] = u == v ? static_cast<float>(s) : sine[u];
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      weight[part] = load_four(static_cast<const E*>(p.norm_weight), at(part),
+                               exists && p.norm_weight != nullptr);
+      bias[part] =
+          load_four(static_cast<const E*>(p.norm_bias), at(part), exists && p.norm_bias != nullptr);
+      if (p.h0_is_settled) load_state(part);
+    }
+  }
+
+  /// What the kernel before writes.
+  __device__ __forceinline__ void load_token() {
+    f = load_four<E>(p.step.f, row, channel, exists);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      c[part] = load_four<E>(p.step.c, row, at(part), exists);
+      gate[part] = load_four<E>(p.gate, row, at(part), exists);
+      if (!p.h0_is_settled) load_state(part);
+    }
+  }
+
+  __device__ __forceinline__ void step() {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const Sigmoids<float> s = sigmoids<Math>(f.get(v));
+      const float lambda = forget_gate(gamma.get(v), s), enters = (1.0f - gamma.get(v)) * s.neg;
+      float turned[kParts];
+      turned[0] = state[0].get(v);
+      if constexpr (kComplex) {
+        const float re = state[0].get(v), im = state[1].get(v);
+        turned[0] = fmaf(cosine[v], re, -(sine[v] * im));
+        turned[1] = fmaf(cosine[v], im, sine[v] * re);
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const float x = c[part].get(v);
+        const float in = p.step.activation == Activation::kSilu ? x * sigmoids<Math>(x).pos : x;
+        h[part][v] = fmaf(lambda, turned[part], enters * in);
+        u[part][v] = widen(narrow<E>(h[part][v]));
+        if (p.gate.data != nullptr && p.gate_first) {
+          u[part][v] *= norm::activated<Math>(p.gate_activation, gate[part].get(v));
+        }
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (!exists || p.step.h_final == nullptr) continue;
+      *reinterpret_cast<float4*>(static_cast<float*>(p.step.h_final) + row * width +
+                                 part * channels + channel) =
+          make_float4(h[part][0], h[part][1], h[part][2], h[part][3]);
+    }
+  }
+
+  /// The norm's factor, after which u has no mean where the norm takes it away. Threads without
+  /// channels add nothing.
+  __device__ __forceinline__ float find_factor(float (&sums)[2][32]) {
+    float mean = 0.0f, sum = 0.0f, square = 0.0f;
+    if (p.norm_kind == norm::NormKind::kLayer) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) sum += exists ? u[part][v] : 0.0f;
+      }
+      mean = block_sum(sum, sums[0]) / static_cast<float>(width);
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        u[part][v] -= mean;
+        square = exists ? fmaf(u[part][v], u[part][v], square) : 0.0f;
+      }
+    }
+    return rsqrtf(block_sum(square, sums[1]) / static_cast<float>(width) +
+                  static_cast<float>(p.eps));
+  }
+
+  __device__ __forceinline__ void write(float factor) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (!exists) continue;
+      float y[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        y[v] = fmaf(u[part][v] * factor, p.norm_weight != nullptr ? weight[part].get(v) : 1.0f,
+                    p.norm_bias != nullptr ? bias[part].get(v) : 0.0f);
+        if (p.gate.data != nullptr && !p.gate_first) {
+          y[v] *= norm::activated<Math>(p.gate_activation, gate[part].get(v));
+        }
+      }
+      *reinterpret_cast<typename Pack<E, kVec>::Bits*>(
+          static_cast<E*>(p.y.data) + row * p.y.stride_b + part * channels + channel) =
+          pack<E, kVec>(y).bits;
+    }
+  }
+};
+
 template <class E, bool kComplex>
 __global__ void __launch_bounds__(kMostThreads)
     hgru_token_kernel(const __grid_constant__ HgruTokenParams p) {
-  constexpr int kParts = kComplex ? 2 : 1;
   __shared__ float sums[2][32];
   let_next_kernel_begin();
-  const int64_t row = blockIdx.x, channels = p.step.channels;
-  const int64_t channel = static_cast<int64_t>(threadIdx.x) * kVec;
-  const bool exists = channel < channels;
-  const int64_t width = kParts * channels;
-
-  // ---- What no kernel writes ----
-  const Pack<float, kVec> gamma = load_four(static_cast<const float*>(p.step.gamma), channel,
-                                            exists && p.step.gamma != nullptr);
-  float cosine[kVec], sine[kVec];
-#pragma unroll 1
-  for (int v = 0; kComplex && v < kVec; ++v) {
-    double s = 0, c = 1;
-    if (exists) {
-      exact_sincos(static_cast<const float*>(p.step.theta)[channel + v], &s, &c);
-    }
-#pragma unroll
-    for (int u = 0; u < kVec; ++u) {  // registers have no index
-      cosine[u] = u == v ? static_cast<float>(c) : cosine[u];
-      sine[u] = u == v ? static_cast<float>(s) : sine[u];
-    }
-  }
-  Pack<E, kVec> weight[kParts], bias[kParts];
-  Pack<float, kVec> state[kParts];
-  const float* const before = static_cast<const float*>(p.step.h0) + row * width;
-  const bool has_state = exists && p.step.h0 != nullptr;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const int64_t at = part * channels + channel;
-    weight[part] =
-        load_four(static_cast<const E*>(p.norm_weight), at, exists && p.norm_weight != nullptr);
-    bias[part] =
-        load_four(static_cast<const E*>(p.norm_bias), at, exists && p.norm_bias != nullptr);
-    if (p.h0_is_settled) state[part] = load_four(before, at, has_state);
-  }
+  HgruToken<E, kComplex> token(p);
+  token.load_constants();
   wait_for_kernels_before();
-
-  // ---- The recurrence ----
-  const Pack<E, kVec> f = load_four<E>(p.step.f, row, channel, exists);
-  Pack<E, kVec> c[kParts], gate[kParts];
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const int64_t at = part * channels + channel;
-    c[part] = load_four<E>(p.step.c, row, at, exists);
-    gate[part] = load_four<E>(p.gate, row, at, exists);
-    if (!p.h0_is_settled) state[part] = load_four(before, at, has_state);
-  }
-  float h[kParts][kVec], u[kParts][kVec];
-#pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    const Sigmoids<float> s = sigmoids<Math>(f.get(v));
-    const float lambda = forget_gate(gamma.get(v), s), enters = (1.0f - gamma.get(v)) * s.neg;
-    float turned[kParts];
-    turned[0] = state[0].get(v);
-    if constexpr (kComplex) {
-      const float re = state[0].get(v), im = state[1].get(v);
-      turned[0] = fmaf(cosine[v], re, -(sine[v] * im));
-      turned[1] = fmaf(cosine[v], im, sine[v] * re);
-    }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float x = c[part].get(v);
-      const float in = p.step.activation == Activation::kSilu ? x * sigmoids<Math>(x).pos : x;
-      h[part][v] = fmaf(lambda, turned[part], enters * in);
-      u[part][v] = widen(narrow<E>(h[part][v]));
-      if (p.gate.data != nullptr && p.gate_first) {
-        u[part][v] *= norm::activated<Math>(p.gate_activation, gate[part].get(v));
-      }
-    }
-  }
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (!exists || p.step.h_final == nullptr) continue;
-    *reinterpret_cast<float4*>(static_cast<float*>(p.step.h_final) + row * width + part * channels +
-                               channel) =
-        make_float4(h[part][0], h[part][1], h[part][2], h[part][3]);
-  }
-
-  // ---- The norm: of threads without channels, nothing ----
-  float mean = 0.0f, sum = 0.0f, square = 0.0f;
-  if (p.norm_kind == norm::NormKind::kLayer) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) sum += exists ? u[part][v] : 0.0f;
-    }
-    mean = block_sum(sum, sums[0]) / static_cast<float>(width);
-  }
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      u[part][v] -= mean;
-      square = exists ? fmaf(u[part][v], u[part][v], square) : 0.0f;
-    }
-  }
-  const float factor =
-      rsqrtf(block_sum(square, sums[1]) / static_cast<float>(width) + static_cast<float>(p.eps));
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (!exists) continue;
-    float y[kVec];
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      y[v] = fmaf(u[part][v] * factor, p.norm_weight != nullptr ? weight[part].get(v) : 1.0f,
-                  p.norm_bias != nullptr ? bias[part].get(v) : 0.0f);
-      if (p.gate.data != nullptr && !p.gate_first) {
-        y[v] *= norm::activated<Math>(p.gate_activation, gate[part].get(v));
-      }
-    }
-    *reinterpret_cast<typename Pack<E, kVec>::Bits*>(
-        static_cast<E*>(p.y.data) + row * p.y.stride_b + part * channels + channel) =
-        pack<E, kVec>(y).bits;
-  }
+  token.load_token();
+  token.step();
+  token.write(token.find_factor(sums));
 }
 
 bool is_in_fours(const TimeSeries& series) {
