@@ -175,11 +175,9 @@ class StagingBuffer {
         step<false>(op, k, i, s);
       }
     } else if (k < end) {
-#pragma unroll
-      for (int i = 0; i < Op::kSteps; ++i) {
-        if (k + i < end) {
-          step<true>(op, k, i, s);
-        }
+#pragma unroll 1
+      for (int i = 0; k + i < end; ++i) {
+        step<true>(op, k, i, s);
       }
       op.store_final_state(s);
     }
