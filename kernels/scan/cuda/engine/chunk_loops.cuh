@@ -175,9 +175,11 @@ class StagingBuffer {
         step<false>(op, k, i, s);
       }
     } else if (k < end) {
-#pragma unroll 1
-      for (int i = 0; k + i < end; ++i) {
-        step<true>(op, k, i, s);
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        if (k + i < end) {
+          step<true>(op, k, i, s);
+        }
       }
       op.store_final_state(s);
     }
