@@ -21,8 +21,11 @@ KINDS = [
     ScanCase("hgru", dtype=torch.bfloat16),
     ScanCase("hgru", dtype=torch.float16, theta=True),
     ScanCase("hgru", dtype=torch.bfloat16, gate_dtype=torch.float32),
+    ScanCase("hgru", dtype=torch.bfloat16, gate_dtype=torch.float32, theta=True),
     ScanCase("linear_scan", dtype=torch.bfloat16),
     ScanCase("linear_scan", dtype=torch.float16, constant=True),
+    ScanCase("linear_scan", dtype=torch.bfloat16, gate_dtype=torch.float32),
+    ScanCase("linear_scan", dtype=torch.float16, gate_dtype=torch.float32, constant=True),
     ScanCase("lru_scan", dtype=torch.bfloat16),
     ScanCase("lru_scan", dtype=torch.float16, theta=True),
 ]
