@@ -143,7 +143,7 @@ TensorTuple<2> Hgru::meta() const {
 TensorTuple<2> Hgru::kernel() const {
   auto results = meta();
   check_hgru_values(*this);
-  if (scans_in_float32(c, f, is_given(theta), {c, f})) {
+  if (scans_in_float32(c, f, {c, f})) {
     const at::Tensor wide = c.to(at::kFloat);
     auto found = Hgru{wide, f, gamma, theta, h0, activation, reverse, cu_seqlens}.kernel();
     std::get<0>(found) = std::get<0>(found).to(c.scalar_type());
@@ -169,7 +169,7 @@ TensorTuple<5> HgruBackward::kernel() const {
   const c10::SymInt sequences = check_hgru(*this);
   check_scan_gradients({kOp, "c", c}, h, dh, dh_final, is_given(theta), sequences);
   check_hgru_values(*this);
-  if (scans_in_float32(c, f, is_given(theta), {c, f, h, dh})) {
+  if (scans_in_float32(c, f, {c, f, h, dh})) {
     const at::Tensor wide[] = {dh.to(at::kFloat), c.to(at::kFloat), h.to(at::kFloat)};
     auto found = HgruBackward{wide[0], dh_final, wide[1],    f,       wide[2],   gamma,
                               theta,   h0,       activation, reverse, cu_seqlens}

@@ -142,7 +142,7 @@ TensorTuple<2> LinearScan::meta() const {
 TensorTuple<2> LinearScan::kernel() const {
   auto results = meta();
   check_cu_seqlens_values({kOpName<LinearScan>, "x", x}, cu_seqlens);
-  if (scans_in_float32(x, a, /*complex=*/false, {x, a})) {
+  if (scans_in_float32(x, a, {x, a})) {
     const at::Tensor wide = x.to(at::kFloat);
     auto found = LinearScan{wide, a, h0, reverse, cu_seqlens}.kernel();
     std::get<0>(found) = std::get<0>(found).to(x.scalar_type());
@@ -166,7 +166,7 @@ TensorTuple<3> LinearScanBackward::kernel() const {
   const c10::SymInt sequences = check_linear_scan(data, *this);
   check_scan_gradients(data, h, dh, dh_final, /*complex=*/false, sequences);
   check_cu_seqlens_values(data, cu_seqlens);
-  if (scans_in_float32(h, a, /*complex=*/false, {h, a, dh})) {
+  if (scans_in_float32(h, a, {h, a, dh})) {
     const at::Tensor wide_dh = dh.to(at::kFloat), wide_h = h.to(at::kFloat);
     auto found = LinearScanBackward{wide_dh, dh_final, a, wide_h, h0, reverse, cu_seqlens}.kernel();
     std::get<0>(found) = std::get<0>(found).to(h.scalar_type());

@@ -42,7 +42,7 @@ void check_scan_gradients(const Reference& data, const at::Tensor& h, const at::
               {sequences, data.tensor.sym_size(2)});
 }
 
-bool scans_in_float32(const at::Tensor& data, const at::Tensor& gate, bool complex,
+bool scans_in_float32(const at::Tensor& data, const at::Tensor& gate,
                       std::initializer_list<at::Tensor> rows) {
   if (gate.scalar_type() == data.scalar_type() || !data.is_cuda() || data.element_size() != 2) {
     return false;
@@ -57,7 +57,7 @@ bool scans_in_float32(const at::Tensor& data, const at::Tensor& gate, bool compl
     }
     return even;
   };
-  return complex || !std::all_of(rows.begin(), rows.end(), in_packs);
+  return !std::all_of(rows.begin(), rows.end(), in_packs);
 }
 
 }  // namespace tidegate::ops

@@ -200,30 +200,15 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
   }
 }
 
-/// The rows that a recurrence has scan kernels for, beside the sequential scan, which takes all.
-enum class ScanRows : uint8_t {
-  kNone,   // a pair of types that the ops bring into another form
-  kPacks,  // whole packs apart
-  kAny,    // beginning anywhere: Unaligned data
-};
-/// Those of 16-bit data beside float32 gates, which few mix: the kernels for all rows would be a
-/// third of what hgru's units compile. src/ops/scans.h (scans_in_float32) knows the same.
-template <class Data, class Gate>
-constexpr ScanRows scan_rows(bool complex = false) {
-  return sizeof(Data) == sizeof(Gate) ? ScanRows::kAny
-         : complex                    ? ScanRows::kNone
-                                      : ScanRows::kPacks;
-}
-
 /// Plans and launches one recurrence. `Recurrence` derives from this and has
 ///   Op<Rowed, kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a
 ///                              regime; its elements are Rowed<T>, Aligned or Unaligned
 ///   kVec                       the pack that makes four bytes
-///   kRows                      which rows it has scan kernels for, unless for all
+///   kTakesUnaligned            false where it has no kernels for rows that begin anywhere
 ///   tensors(params)            those with a time axis
 template <class Recurrence, class Params>
 struct ScanRecurrence {
-  static constexpr ScanRows kRows = ScanRows::kAny;
+  static constexpr bool kTakesUnaligned = true;
 
   /// The Op of the sequential scan. (A template, since Recurrence is not yet complete here.)
   template <class Of = Recurrence>
@@ -286,16 +271,16 @@ struct ScanRecurrence {
 
  private:
   /// Calls `visit` with what the plan says of the rows as a template argument. Packs of one are
-  /// always aligned. Double precision, which the sequential scan takes, has no other kernels, and
-  /// kRows may have none for these rows.
+  /// always aligned. Double precision, which the sequential scan takes, has no other kernels. What
+  /// has none for unaligned rows, 16-bit data beside float32 gates, does not come with such: the
+  /// ops compute in float32 then (src/ops/scans.h, scans_in_float32).
   template <class Visit>
   static cudaError_t with_rows(const ScanPlan& plan, Visit visit) {
-    if constexpr (sizeof(typename SequentialOp<>::Real) == 8 ||
-                  Recurrence::kRows == ScanRows::kNone) {
+    if constexpr (sizeof(typename SequentialOp<>::Real) == 8) {
       return cudaErrorInvalidValue;
     } else if constexpr (Recurrence::kVec == 1) {
       return visit.template operator()<Aligned>();
-    } else if constexpr (Recurrence::kRows == ScanRows::kPacks) {
+    } else if constexpr (!Recurrence::kTakesUnaligned) {
       return plan.unaligned_rows ? cudaErrorInvalidValue : visit.template operator()<Aligned>();
     } else {
       return plan.unaligned_rows ? visit.template operator()<Unaligned>()
