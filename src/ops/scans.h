@@ -29,10 +29,10 @@ void check_scan_gradients(const Reference& data, const at::Tensor& h, const at::
                           const OptionalTensor& dh_final, bool complex,
                           const c10::SymInt& sequences);
 
-/// Whether a scan of 16-bit `data` beside a float32 gate is computed in float32 altogether: on CUDA,
-/// where rows are not a multiple of two elements apart. Few mix these types at odd widths; kernels
-/// of their own for them were a third of what hgru's took to compile. `rows`: all tensors with a
-/// time axis.
+/// Whether a scan of 16-bit `data` beside a float32 gate is computed in float32 altogether: on
+/// CUDA, where rows are not a multiple of two elements apart. Few mix these types at odd widths;
+/// kernels of their own for them were a third of what hgru's took to compile. `rows`: all tensors
+/// with a time axis.
 bool scans_in_float32(const at::Tensor& data, const at::Tensor& gate,
                       std::initializer_list<at::Tensor> rows);
 
