@@ -8,19 +8,24 @@ of the scan family, gated linear attention and forgetting attention, and times e
 shapes, whose sizes are powers of two. A row's ratio is its time a byte (scans) or a FLOP over that
 of the nearest tuned shape or of the largest that is not larger in any size, whichever is kinder:
 small shapes take as long as launches do. Forward is timed alone, and with the backward pass
-("train"), in CUDA graphs. Ends with 1 where a ratio is above --limit or a baseline is faster.
+("train"), in CUDA graphs. What is above --limit, or slower than a baseline, is timed once more with
+all that it is compared with, and the shorter time of each counts. The last lines are a table of the
+largest ratios of each op, every case beside its baseline, and every cliff. Ends with 1 where a
+ratio is above --limit, a baseline is faster, or a shape could not be timed. --out is written after
+every shape, so that a run that is killed leaves what it has found.
 
 --fla times flash-linear-attention's op beside each, where there is one and it is installed. Triton
 compiles its kernels anew for every head dimension, a minute of a core each, so --tuners processes
 do that side by side first, and leave what they compiled in Triton's cache; the tuning itself, which
-is timing, happens again while nothing else runs. --fla-count bounds the shapes that have a
-baseline, as many of each op and type as possible; with --fla-only no others are timed, and no tuned
-ones.
+is timing, happens again while nothing else runs. Both count among --seconds, of which the processes
+get half. --fla-count bounds the shapes that have a baseline, as many of each op and type as
+possible; with --fla-only no others are timed, and no tuned ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import itertools
 import json
@@ -32,7 +37,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,12 +210,21 @@ def compile_baseline(shape: Shape, device: str) -> str:
     return ""
 
 
-def compile_baselines(shapes: list[Shape], device: str, processes: int) -> None:
+def compile_baselines(shapes: list[Shape], device: str, processes: int, seconds: float) -> None:
+    """What is not done after so many seconds is left to the timing, which compiles it alone."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        for problem in pool.map(compile_baseline, shapes, itertools.repeat(device)):
-            if problem:
-                print(f"not compiled: {problem}", flush=True)
+    pool = ProcessPoolExecutor(min(processes, len(shapes)), mp_context=context)
+    jobs = {pool.submit(compile_baseline, shape, device): shape for shape in shapes}
+    done, late = wait(jobs, None if math.isinf(seconds) else seconds)
+    for job in done:
+        if problem := str(job.exception() or job.result()):
+            print(f"not compiled: {problem}", flush=True)
+    for job in late:
+        print(f"not compiled in {seconds:.0f} s: {jobs[job]}", flush=True)
+    workers = list((pool._processes or {}).values())  # there is no other way to end a running job
+    pool.shutdown(wait=not late, cancel_futures=True)
+    for worker in workers if late else []:
+        worker.kill()
 
 
 def seconds(shape: Shape, function: Callable[..., Tensor], device: str) -> dict[str, float]:
@@ -237,6 +251,13 @@ def seconds(shape: Shape, function: Callable[..., Tensor], device: str) -> dict[
     return found
 
 
+def keep_shorter(
+    known: dict[Shape, dict[str, float]], shape: Shape, found: dict[str, float]
+) -> None:
+    before = known.get(shape, found)
+    known[shape] = {way: min(before[way], found[way]) for way in DIRECTIONS}
+
+
 def row_of(
     shape: Shape,
     known: dict[Shape, dict[str, float]],
@@ -244,12 +265,35 @@ def row_of(
     *,
     beside_tuned: bool = True,
     fla: bool = False,
+    limit: float = math.inf,
 ) -> dict[str, object]:
     """The shape's times beside its tuned shapes' and the baseline's."""
     neighbours = (tuned(shape, round), tuned(shape, math.floor)) if beside_tuned else ()
-    for each in (shape, *neighbours):
-        if each not in known:
-            known[each] = seconds(each, call(each), device)
+    baseline: dict[Shape, dict[str, float]] = {}
+    row: dict[str, object] = {}
+    why = ""
+    for again in (False, True):
+        for each in dict.fromkeys((shape, *neighbours)):
+            if again or each not in known:
+                keep_shorter(known, each, seconds(each, call(each), device))
+        if fla and not why:
+            try:
+                keep_shorter(baseline, shape, seconds(shape, fla_call(shape), device))
+            except Exception as error:  # a shape that the baseline does not take
+                why = f"{type(error).__name__}: {str(error)[:200]}"
+                torch.cuda.synchronize()
+        row = compared(shape, known, neighbours, baseline.get(shape))
+        if not is_worse(row, limit):
+            break
+    return row | {"fla": why} if why else row
+
+
+def compared(
+    shape: Shape,
+    known: dict[Shape, dict[str, float]],
+    neighbours: tuple[Shape, ...],
+    baseline: dict[str, float] | None,
+) -> dict[str, object]:
     row: dict[str, object] = {"shape": str(shape)}
     for way in DIRECTIONS:
         row[way] = {"us": round(known[shape][way] * 1e6, 2)}
@@ -258,14 +302,52 @@ def row_of(
             nearest = max(rates, key=lambda name: rates[name])
             ratio = known[shape][way] / shape.work() / rates[nearest]
             row[way] |= {"tuned": nearest, "ratio": round(ratio, 3)}
-    if fla:
-        try:
-            for way, found in seconds(shape, fla_call(shape), device).items():
-                row[way]["fla_us"] = round(found * 1e6, 2)
-        except Exception as error:  # a shape that the baseline does not take
-            row["fla"] = f"{type(error).__name__}: {str(error)[:200]}"
-            torch.cuda.synchronize()
+        if baseline is not None:
+            row[way]["fla_us"] = round(baseline[way] * 1e6, 2)
     return row
+
+
+def is_worse(row: dict[str, object], limit: float) -> bool:
+    """Than `limit` times its tuned shape, or than the baseline, in either direction."""
+    return any(
+        row[way].get("ratio", 0) > limit or row[way].get("fla_us", math.inf) < row[way]["us"]
+        for way in DIRECTIONS
+    )
+
+
+def report(rows: list[dict[str, object]], limit: float, worst: int) -> bool:
+    """Prints what was found, the short tables last. Returns whether all is well."""
+    failed = [row for row in rows if "failed" in row]
+    rows = [row for row in rows if "failed" not in row]
+    flat = [(way, row["shape"], row[way]) for row in rows for way in DIRECTIONS]
+    flat.sort(key=lambda entry: -entry[2].get("ratio", 0))
+    for way, shape, found in flat[:worst]:
+        if "ratio" in found:
+            beside = f"{found['us']} us, beside {found['tuned']}"
+            print(f"{found['ratio']:6.2f}  {way:7} {shape}: {beside}")
+    for op in OPS:
+        of_op = [entry for entry in flat if entry[1].startswith(op + " ") and "ratio" in entry[2]]
+        if of_op:
+            most = [next(found for w, _, found in of_op if w == way) for way in DIRECTIONS]
+            figures = " / ".join(f"{found['ratio']:.2f}" for found in most)
+            print(f"{op:24} {len(of_op) // 2:4} shapes, largest forward / train: {figures}")
+    slower = 0
+    for row in rows:
+        if "fla_us" in row["forward"]:
+            shares = [row[way]["us"] / row[way]["fla_us"] for way in DIRECTIONS]
+            slower += sum(share > 1 for share in shares)
+            mark = "  SLOWER THAN FLA" if max(shares) > 1 else ""
+            print(f"{shares[0]:5.2f} / {shares[1]:4.2f} of fla's time: {row['shape']}{mark}")
+    cliffs = [entry for entry in flat if entry[2].get("ratio", 0) > limit]
+    for way, shape, found in cliffs:
+        print(f"cliff: {found['ratio']:.2f}  {way} {shape}")
+    for row in failed:
+        print(f"failed: {row['shape']}: {row['failed']}")
+    print(
+        f"{len(rows)} shapes: {len(cliffs)} above {limit:g}, {slower} slower than fla, "
+        f"{len(failed)} failed"
+    )
+    return not (cliffs or slower or failed)
 
 
 def main() -> int:
@@ -288,46 +370,38 @@ def main() -> int:
     if arguments.fla and importlib.util.find_spec("fla") is None:
         sys.exit("sweep_shapes: --fla asks for flash-linear-attention, which is not installed")
 
+    begin = time.monotonic()
     rng = random.Random(arguments.seed)
     shapes = [draw(rng, arguments.largest, arguments.longest) for _ in range(arguments.count)]
     with_fla = beside_fla(shapes, arguments.fla_count) if arguments.fla else []
     if with_fla:
-        compile_baselines(with_fla, arguments.device, arguments.tuners)
+        compile_baselines(with_fla, arguments.device, arguments.tuners, arguments.seconds / 2)
+    gc.freeze()  # or every gc.collect between shapes looks through all modules, 0.1 s and more
     known: dict[Shape, dict[str, float]] = {}
-    rows = []
-    begin = time.monotonic()
+    rows: list[dict[str, object]] = []
     for shape in with_fla if arguments.fla_only else shapes:
         if time.monotonic() - begin > arguments.seconds:
             print(f"stopped after {len(rows)} shapes: {arguments.seconds:g} seconds are over")
             break
-        row = row_of(
-            shape,
-            known,
-            arguments.device,
-            beside_tuned=not arguments.fla_only,
-            fla=shape in with_fla,
-        )
+        try:
+            row = row_of(
+                shape,
+                known,
+                arguments.device,
+                beside_tuned=not arguments.fla_only,
+                fla=shape in with_fla,
+                limit=arguments.limit,
+            )
+        except RuntimeError as error:  # the others are still worth knowing
+            row = {"shape": str(shape), "failed": str(error)[:200]}
         rows.append(row)
         if "fla" in row:
             print(f"no baseline: {shape}: {row['fla']}", flush=True)
-        for way in DIRECTIONS:
-            if row[way].get("ratio", 0) > arguments.limit:
-                print(f"cliff: {way} {shape}: {row[way]}", flush=True)
-    flat = [(way, row["shape"], row[way]) for row in rows for way in DIRECTIONS]
-    flat.sort(key=lambda entry: -entry[2].get("ratio", 0))
-    for way, shape, found in flat[: arguments.worst]:
-        if "ratio" in found:
-            beside = f"{found['us']} us, beside {found['tuned']}"
-            print(f"{found['ratio']:6.2f}  {way:7} {shape}: {beside}")
-    cliffs = sum(found.get("ratio", 0) > arguments.limit for _, _, found in flat)
-    slower = [entry for entry in flat if entry[2].get("fla_us", math.inf) < entry[2]["us"]]
-    for way, shape, found in slower:
-        print(f"slower than fla: {way} {shape}: {found['us']} us, fla {found['fla_us']} us")
-    print(f"{len(flat)} rows: {cliffs} above {arguments.limit:g}, {len(slower)} slower than fla")
-    if arguments.out is not None:
-        result = {"date": harness.today(), "seed": arguments.seed, "rows": rows}
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if cliffs or slower else 0
+        if arguments.out is not None:
+            result = {"date": harness.today(), "seed": arguments.seed, "rows": rows}
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{time.monotonic() - begin:.0f} seconds")
+    return 0 if report(rows, arguments.limit, arguments.worst) else 1
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@
 #include "src/ops/op.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
+#include "src/ops/width_copies.h"
 
 namespace tidegate::ops {
 namespace {
@@ -173,13 +174,18 @@ TensorTuple<2> ForgettingAttention::kernel() const {
   if (wants_padding({q, k, v})) {
     check_attention(*this);
     const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
-    const at::Tensor queries = widened(q, wide), keys = widened(k, wide), values = widened(v, wide);
+    WidthCopies copies(kOpName<ForgettingAttention>);
+    const at::Tensor queries = copies.widened(q, wide), keys = copies.widened(k, wide),
+                     values = copies.widened(v, wide);
+    copies.run();
     const auto [o, lse] =
         ForgettingAttention{
             queries, keys,       values,       log_f, attention_scale(scale, head_dim),
             window,  cu_seqlens, cu_seqlens_k, prune}
             .kernel();
-    return {narrowed(o, head_dim), lse};
+    const at::Tensor narrow = copies.narrowed(o, head_dim);
+    copies.run();
+    return {narrow, lse};
   }
   auto results = meta();
   check_attention_values(*this);
@@ -209,8 +215,11 @@ TensorTuple<4> ForgettingAttentionBackward::kernel() const {
   TensorTuple<4> gradients = meta();
   if (wants_padding({q, k, v, o, d_o})) {
     const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
-    const at::Tensor queries = widened(q, wide), keys = widened(k, wide), values = widened(v, wide),
-                     outputs = widened(o, wide), loss = widened(d_o, wide);
+    WidthCopies copies(kOpName<ForgettingAttentionBackward>);
+    const at::Tensor queries = copies.widened(q, wide), keys = copies.widened(k, wide),
+                     values = copies.widened(v, wide), outputs = copies.widened(o, wide),
+                     loss = copies.widened(d_o, wide);
+    copies.run();
     const auto [dq, dk, dv, dlog_f] =
         ForgettingAttentionBackward{loss,    dlse,       queries,
                                     keys,    values,     log_f,
@@ -218,7 +227,10 @@ TensorTuple<4> ForgettingAttentionBackward::kernel() const {
                                     window,  cu_seqlens, cu_seqlens_k,
                                     prune}
             .kernel();
-    return {narrowed(dq, head_dim), narrowed(dk, head_dim), narrowed(dv, head_dim), dlog_f};
+    TensorTuple<4> narrow = {copies.narrowed(dq, head_dim), copies.narrowed(dk, head_dim),
+                             copies.narrowed(dv, head_dim), dlog_f};
+    copies.run();
+    return narrow;
   }
   check_attention_values(*this);
   auto& [dq, dk, dv, dlog_f] = gradients;

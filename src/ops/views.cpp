@@ -1,6 +1,5 @@
 #include "src/ops/views.h"
 
-#include <ATen/ops/constant_pad_nd.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
@@ -62,17 +61,6 @@ bool rows_begin_aligned(const at::Tensor& tensor) {
     aligned &= tensor.size(i) <= 1 || tensor.stride(i) * tensor.element_size() % kBytes == 0;
   }
   return aligned;
-}
-
-at::Tensor widened(const at::Tensor& tensor, int64_t size, double value) {
-  if (tensor.size(-1) != size) {
-    return at::constant_pad_nd(tensor, {0, size - tensor.size(-1)}, value);
-  }
-  return rows_begin_aligned(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
-at::Tensor narrowed(const at::Tensor& tensor, int64_t size) {
-  return tensor.narrow(-1, 0, size).contiguous();
 }
 
 kernels::TimeSeries time_series(const at::Tensor& tensor) {

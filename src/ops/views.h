@@ -43,12 +43,6 @@ at::Tensor contiguous_or_none(const OptionalTensor& tensor);
 /// that in_rows makes of it.
 bool rows_begin_aligned(const at::Tensor& tensor);
 
-/// `tensor` with `size` elements in its last dimension, of which those that it has not got are
-/// `value`, and with rows that begin aligned: itself where it is so already.
-at::Tensor widened(const at::Tensor& tensor, int64_t size, double value = 0);
-/// The first `size` elements of the last dimension, contiguous: the inverse.
-at::Tensor narrowed(const at::Tensor& tensor, int64_t size);
-
 /// Whether the elements of a row of `tensor`, which has at least one dimension, lie side by side.
 inline bool has_unit_rows(const at::Tensor& tensor) {
   return tensor.stride(-1) == 1 || tensor.size(-1) <= 1;

@@ -26,6 +26,13 @@ KINDS = [
     ScanCase("lru_scan", dtype=torch.bfloat16),
     ScanCase("lru_scan", dtype=torch.float16, theta=True),
 ]
+# On a GPU computed in float32 where a pack is not aligned.
+FLOAT32_GATES = [
+    ScanCase("hgru", dtype=torch.float16, gate_dtype=torch.float32),
+    ScanCase("hgru", dtype=torch.bfloat16, gate_dtype=torch.float32, theta=True),
+    ScanCase("linear_scan", dtype=torch.bfloat16, gate_dtype=torch.float32),
+    ScanCase("linear_scan", dtype=torch.float16, gate_dtype=torch.float32, constant=True),
+]
 # Sequences and their length: 400 chains of tiles, a block a multiprocessor, several blocks a
 # sequence. Backward, chunks of 4, 8 and 12 steps begin at every shift.
 REGIMES = {"many": (200, 37), "one": (70, 150), "shared": (1, 3001)}
@@ -68,6 +75,13 @@ def test_any_width(case: ScanCase, channels: int, device: str) -> None:
 def test_packed_views(case: ScanCase, layout: str, reverse: bool, device: str) -> None:
     case = replace(case, channels=77, lengths=LENGTHS, layout=layout, reverse=reverse, seed=2)
     check(case, device)
+
+
+@pytest.mark.parametrize("channels", [64, 65])
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
+@pytest.mark.parametrize("case", FLOAT32_GATES, ids=str)
+def test_float32_gates(case: ScanCase, layout: str, channels: int, device: str) -> None:
+    check(replace(case, time=130, channels=channels, layout=layout, seed=4), device)
 
 
 @pytest.mark.parametrize("channels", [7, 65, 70, 129])

@@ -49,16 +49,16 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
 
   __device__ void store(int k, int i, const Packed& p, int shift = 0) const {
     char* const to = Base::further(Base::at(k), i) + shift;
-    T elements[kVec];
-    memcpy(elements, &p.bits, sizeof(elements));
-    if constexpr (kVec == 1) {
-      *reinterpret_cast<T*>(to) = elements[0];
-    } else if (low_bits(to) % sizeof(p.bits) == 0 && !single_) {
-      *reinterpret_cast<typename Packed::Bits*>(to) = p.bits;
+    if constexpr (kVec == 2 && sizeof(T) == 2) {
+      store_two(to, p.bits, low_bits(to) % sizeof(p.bits) == 0 && !single_);
     } else {
-      *reinterpret_cast<T*>(to) = elements[0];
-      if (!single_) {
-        reinterpret_cast<T*>(to)[1] = elements[1];
+      T elements[kVec];
+      memcpy(elements, &p.bits, sizeof(elements));
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        if (v == 0 || !single_) {
+          reinterpret_cast<T*>(to)[v] = elements[v];
+        }
       }
     }
   }
@@ -107,6 +107,24 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
     Packed p;
     memcpy(&p.bits, elements, sizeof(elements));
     return p;
+  }
+
+  /// Both channels by one store, or each by its own. Written out, since three branches a row cost
+  /// the compiler as much time as the rest of an unrolled chunk.
+  __device__ void store_two(char* to, uint32_t bits, bool together) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred together, second;\n"
+        ".reg .b16 low, high;\n"
+        "setp.ne.b32 together, %2, 0;\n"
+        "setp.ne.b32 second, %3, 0;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "@together st.global.b32 [%0], %1;\n"
+        "@!together st.global.b16 [%0], low;\n"
+        "@second st.global.b16 [%0+2], high;\n"
+        "}" ::"l"(to),
+        "r"(bits), "r"(static_cast<int>(together)), "r"(static_cast<int>(!together && !single_))
+        : "memory");
   }
 
   int in_tile_ = 0, tile_ = 0;  // bytes
