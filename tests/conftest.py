@@ -15,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Code that torch.compile makes for a CPU is not vectorised: to find what the CPU can do, inductor
 # starts six Pythons with torch in every process that compiles. (The kernels here are our own.)
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# torch.manual_seed keeps the seed for every kind of device that nobody has used yet, each with a stack
+# trace that takes as long as a small test. Kinds that are not there are left out.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
 
 _MARKERS = {
     "gpu": "needs a CUDA device (skipped elsewhere)",
