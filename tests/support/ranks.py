@@ -8,6 +8,7 @@ variables that torchrun sets.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -94,6 +95,7 @@ def serve() -> None:
     import tidegate.training.report
     import tidegate.training.sharded  # noqa: F401
 
+    gc.freeze()  # no rank looks for garbage among what was imported here
     start = _forked if _may_fork() else _spawned
     for line in sys.stdin:
         print(json.dumps(_run(start, **json.loads(line))), flush=True)
