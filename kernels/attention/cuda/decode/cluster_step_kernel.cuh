@@ -76,6 +76,89 @@ __device__ inline void weigh_splits(const SplitSums& all, int splits, int heads,
   }
 }
 
+/// Asks for a split's newest keys and values while the kernel before still runs. `length` may be
+/// that before this token or after it: either will do.
+template <class E>
+__device__ inline void ask_for_keys(const ForgettingAttentionStepParams& p, int length, int own,
+                                    int splits) {
+  const ClusterSplit split(p, length, own, splits);
+  const AttentionRows<const E> keys(p.k, blockIdx.z, 0, blockIdx.y),
+      values(p.v, blockIdx.z, 0, blockIdx.y);
+  const int64_t last = min(split.end, split.begin + 64);
+  const auto lines = static_cast<int>((p.head_dim * 2 + 127) / 128);
+  for (int64_t i = threadIdx.x % 32; i < (last - split.begin) * lines; i += 32) {
+    const int64_t key = split.end - 1 - i / lines, piece = i % lines * 64;
+    prefetch_line(keys.row(key) + piece);
+    prefetch_line(values.row(key) + piece);
+  }
+}
+
+/// Tells every block of the cluster the split's maximum, total and gates: a lane of the four that
+/// have a row tells every fourth block.
+template <class Warp>
+__device__ inline void tell_split_sums(const Warp& at, const TensorStepSoftmax& softmax,
+                                       SplitSums& sums, int own, int blocks) {
+  const float total = quad_sum(softmax.total);
+  for (int to = at.c; to < blocks; to += 4) {
+    store_in_block(address_in_block(shared_address(&sums.maximum[own][at.row]), to),
+                   softmax.maximum);
+    store_in_block(address_in_block(shared_address(&sums.total[own][at.row]), to), total);
+    store_in_block(address_in_block(shared_address(&sums.gates[own][at.row]), to),
+                   static_cast<float>(softmax.gates));
+  }
+}
+
+/// The split's weighted sums of values, times its share in the result, into the warp's shared
+/// memory.
+template <class E, int kDim>
+__device__ inline void store_weighted_values(const TensorStepWarp<E, kDim>& at,
+                                             const TensorStepHead<E, kDim>& head, float share,
+                                             float* own_sums) {
+#pragma unroll
+  for (int n = 0; n < 2 * TensorStepHead<E, kDim>::kSteps; ++n) {
+    const int d = 8 * n + 2 * at.c;
+    own_sums[at.row * kDim + d] = share * (head.sums[n][0] + head.sums[n][2]);
+    own_sums[at.row * kDim + d + 1] = share * (head.sums[n][1] + head.sums[n][3]);
+  }
+}
+
+/// Adds up the block's warps, which lie `kRingBytes` apart, and sends every channel's sum to the
+/// block of the cluster that makes it: parts[from][head][channel of its `slice`].
+template <int kDim, int kRingBytes>
+__device__ inline void send_block_sums(const unsigned char* rings, float* parts, int heads, int dim,
+                                       int slice) {
+  using T = ClusterStepTile;
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kDim; i += T::kThreads) {
+    const int h = i / kDim, d = i % kDim;
+    if (d >= dim) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < T::kWarps; ++w) {
+      sum += reinterpret_cast<const float*>(rings + w * kRingBytes)[i];
+    }
+    const int to = d / slice, from = static_cast<int>(blockIdx.x);
+    float* const part = &parts[(from * T::kHeads + h) * slice + d % slice];
+    store_in_block(address_in_block(shared_address(part), to), sum);
+  }
+}
+
+/// Adds up what the blocks sent, in their order, and stores this block's slice of the result.
+template <class E>
+__device__ inline void store_slice(const ForgettingAttentionStepParams& p, const float* parts,
+                                   int64_t first_head, int heads, int dim, int slice) {
+  using T = ClusterStepTile;
+  const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+  for (int i = static_cast<int>(threadIdx.x); i < heads * slice; i += T::kThreads) {
+    const int h = i / slice, d = rank * slice + i % slice;
+    if (d >= dim) continue;
+    float sum = 0.0f;
+    for (int from = 0; from < blocks; ++from) {
+      sum += parts[(from * T::kHeads + h) * slice + i % slice];
+    }
+    AttentionRows<E>(p.o, blockIdx.z, 0, first_head + h).first[d] = narrow<E>(sum);
+  }
+}
+
 template <class E, int kDim>
 __global__ void __launch_bounds__(ClusterStepTile::kThreads)
     cluster_step_kernel(const __grid_constant__ ForgettingAttentionStepParams p) {
@@ -90,22 +173,10 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
   __shared__ float parts[T::kHeads * kDim];  // [block][head][channel of the block's]
   let_next_kernel_begin();
   const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int splits = blocks * T::kWarps, own = rank * T::kWarps + warp;
   const int64_t batch = blockIdx.z;
-  {
-    // The length may be that before this token or after it: either will do.
-    const int length = *const_cast<const volatile int32_t*>(p.lengths + batch);
-    const ClusterSplit split(p, length, own, splits);
-    const AttentionRows<const E> keys(p.k, batch, 0, blockIdx.y), values(p.v, batch, 0, blockIdx.y);
-    const int64_t last = min(split.end, split.begin + 64);
-    const auto lines = static_cast<int>((p.head_dim * 2 + 127) / 128);
-    for (int64_t i = lane; i < (last - split.begin) * lines; i += 32) {
-      const int64_t key = split.end - 1 - i / lines, piece = i % lines * 64;
-      prefetch_line(keys.row(key) + piece);
-      prefetch_line(values.row(key) + piece);
-    }
-  }
+  ask_for_keys<E>(p, *const_cast<const volatile int32_t*>(p.lengths + batch), own, splits);
   cluster_sync();  // all blocks run
   wait_for_kernels_before();
   const ClusterSplit split(p, p.lengths[batch], own, splits);
@@ -114,59 +185,24 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
   const Warp at(p, shared_address(rings + warp * kRingBytes), gates, split.begin, split.end);
   float* const own_sums = reinterpret_cast<float*>(rings + warp * kRingBytes);
   const int slice = (at.dim + blocks - 1) / blocks;  // channels that a block makes of the result
-  for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
+  const int64_t end_head = (at.key_head + 1) * at.group;
+  for (int64_t first_head = at.key_head * at.group; first_head < end_head;
        first_head += T::kHeads) {
-    const auto heads =
-        static_cast<int>(min(int64_t{T::kHeads}, (at.key_head + 1) * at.group - first_head));
+    const auto heads = static_cast<int>(min(int64_t{T::kHeads}, end_head - first_head));
     TensorStepHead<E, kDim> head(at, first_head);
     TensorStepSoftmax softmax;
     step_through(at, head, softmax);
-    const float total = quad_sum(softmax.total);
-    for (int to = at.c; to < blocks; to += 4) {
-      store_in_block(address_in_block(shared_address(&sums.maximum[own][at.row]), to),
-                     softmax.maximum);
-      store_in_block(address_in_block(shared_address(&sums.total[own][at.row]), to), total);
-      store_in_block(address_in_block(shared_address(&sums.gates[own][at.row]), to),
-                     static_cast<float>(softmax.gates));
-    }
+    tell_split_sums(at, softmax, sums, own, blocks);
     cluster_sync();
     weigh_splits(sums, splits, heads, shares);
     __syncthreads();
-    if (at.row < heads) {
-      const float share = shares[own][at.row];
-#pragma unroll
-      for (int n = 0; n < 2 * TensorStepHead<E, kDim>::kSteps; ++n) {
-        const int d = 8 * n + 2 * at.c;
-        own_sums[at.row * kDim + d] = share * (head.sums[n][0] + head.sums[n][2]);
-        own_sums[at.row * kDim + d + 1] = share * (head.sums[n][1] + head.sums[n][3]);
-      }
-    }
+    if (at.row < heads) store_weighted_values(at, head, shares[own][at.row], own_sums);
     __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < heads * kDim; i += T::kThreads) {
-      const int h = i / kDim, d = i % kDim;
-      if (d >= at.dim) continue;
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) {
-        sum += reinterpret_cast<const float*>(rings + w * kRingBytes)[i];
-      }
-      const int to = d / slice;
-      store_in_block(
-          address_in_block(shared_address(&parts[(rank * T::kHeads + h) * slice + d % slice]), to),
-          sum);
-    }
+    send_block_sums<kDim, kRingBytes>(rings, parts, heads, at.dim, slice);
     cluster_sync();
-    for (int i = static_cast<int>(threadIdx.x); i < heads * slice; i += T::kThreads) {
-      const int h = i / slice, d = rank * slice + i % slice;
-      if (d >= at.dim) continue;
-      float sum = 0.0f;
-      for (int from = 0; from < blocks; ++from) {
-        sum += parts[(from * T::kHeads + h) * slice + i % slice];
-      }
-      AttentionRows<E>(p.o, batch, 0, first_head + h).first[d] = narrow<E>(sum);
-    }
+    store_slice<E>(p, parts, first_head, heads, at.dim, slice);
     // What has been read may be written again; and no block ends that others still write to.
-    if (first_head + T::kHeads < (at.key_head + 1) * at.group) cluster_sync();
+    if (first_head + T::kHeads < end_head) cluster_sync();
   }
 #endif
 }

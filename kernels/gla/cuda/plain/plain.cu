@@ -110,11 +110,77 @@ __device__ inline void store_step_output(const HeadRows& out, int t, int first_c
   }
 }
 
+/// Asks for the columns of a tile of the state, into the second-level cache, while the kernel
+/// before makes q, k and v.
+template <class Real, int kColumns>
+__device__ inline void ask_for_state(const Real* corner, int key_dim, int value_dim,
+                                     int first_column) {
+  constexpr int kLine = 128 / sizeof(Real), kLines = (kColumns + kLine - 1) / kLine;
+  for (int i = threadIdx.x; i < key_dim * kLines; i += 32 * kStepWarps) {
+    const int right = i % kLines * kLine;
+    if (first_column + right < value_dim) {
+      prefetch_line(corner + static_cast<int64_t>(i / kLines) * value_dim + right);
+    }
+  }
+}
+
+/// A thread's columns of the state matrix before and after the step; a warp has every kStepWarps-th
+/// row. Null where there is no such state, zero where the columns do not exist.
+template <class Real, int kVec>
+struct StepColumns {
+  using Pack = Pack<Real, kVec>;
+  static constexpr int kInFlight = kStepRowsInFlight<Real, kVec>;
+  static constexpr int kRows = kStepWarps * kInFlight;  // of a block at a time
+
+  const Real* before;
+  Real* after;
+  int key_dim, value_dim;
+  bool exists;
+
+  __device__ int row(int first, int i) const { return first + threadIdx.x / 32 + i * kStepWarps; }
+
+  __device__ void load(int first, Pack (&state)[kInFlight]) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      state[i] = {};
+      if (before != nullptr && exists && row(first, i) < key_dim) {
+        state[i] = load_streaming<Real, kVec>(before + int64_t{row(first, i)} * value_dim);
+      }
+    }
+  }
+
+  /// Takes the rows through the tokens: their output into `acc`, the state after them to memory.
+  __device__ void advance(int first, const Pack (&state)[kInFlight], const StepTokens<Real>& tokens,
+                          int count, const Real (&value)[kStepTokens][kVec],
+                          Real (&acc)[kStepTokens][kVec]) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int at = row(first, i);
+      if (!exists || at >= key_dim) continue;
+      Real s[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        s[v] = state[i].get(v);
+      }
+      tokens.advance(at, count, key_dim, value, s, acc);
+      if (after != nullptr) {
+        __stcs(reinterpret_cast<typename Pack::Bits*>(after + int64_t{at} * value_dim),
+               pack<Real, kVec>(s).bits);
+      }
+    }
+  }
+};
+
+/// Null stays null.
+template <class Real>
+__device__ inline Real* offset_unless_null(Real* first, int64_t offset) {
+  return first == nullptr ? nullptr : first + offset;
+}
+
 template <class Real, int kVec>
 __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaParams p) {
-  using Pack = Pack<Real, kVec>;
-  constexpr int kColumns = 32 * kVec, kInFlight = kStepRowsInFlight<Real, kVec>;
-  constexpr int kRows = kStepWarps * kInFlight;
+  using Columns = StepColumns<Real, kVec>;
+  constexpr int kColumns = 32 * kVec;
   extern __shared__ __align__(16) char shared[];
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
   const StepTokens<Real> tokens(shared, key_dim);
@@ -122,67 +188,33 @@ __global__ void __launch_bounds__(32 * kStepWarps, 3) decode_kernel(const GlaPar
 
   const int column_tiles = (value_dim + kColumns - 1) / kColumns;
   const int64_t pair = blockIdx.x / column_tiles;  // of sequence and head
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_column = static_cast<int>(blockIdx.x % column_tiles) * kColumns;
-  const int column = first_column + lane * kVec;
-  const bool exists = column < value_dim;
+  const int column = first_column + static_cast<int>(threadIdx.x % 32) * kVec;
+  const int64_t state_at = pair * key_dim * value_dim;
+  const Real* const h0 = offset_unless_null(static_cast<const Real*>(p.h0), state_at);
   let_next_kernel_begin();
-  if (kVec == 1 && p.h0 != nullptr) {
-    // Into the second-level cache, while the kernel before makes q, k and v. Of many blocks'
-    // states, the memory is busy anyway.
-    const Real* const corner =
-        static_cast<const Real*>(p.h0) + pair * key_dim * value_dim + first_column;
-    constexpr int kLine = 128 / sizeof(Real), kLines = (kColumns + kLine - 1) / kLine;
-    for (int i = threadIdx.x; i < key_dim * kLines; i += 32 * kStepWarps) {
-      const int right = i % kLines * kLine;
-      if (first_column + right < value_dim) {
-        prefetch_line(corner + static_cast<int64_t>(i / kLines) * value_dim + right);
-      }
-    }
+  if (kVec == 1 && h0 != nullptr) {  // of many blocks' states, the memory is busy anyway
+    ask_for_state<Real, kColumns>(h0 + first_column, key_dim, value_dim, first_column);
   }
   wait_for_kernels_before();
   const int64_t head = pair % p.heads;
   const Sequence seq = find_sequence(p.layout, pair / p.heads);
   const PlainInputs<Real> inputs(p, seq, p.layout.reverse, head);
   const HeadRows out(p.o, seq, p.layout.reverse, head);
-  const int64_t state_at = pair * key_dim * value_dim + column;
-  const Real* const before = static_cast<const Real*>(p.h0) + state_at;
-  Real* const after = static_cast<Real*>(p.h_final) + state_at;
+  const Columns columns{offset_unless_null(h0, column),
+                        offset_unless_null(static_cast<Real*>(p.h_final), state_at + column),
+                        key_dim, value_dim, column < value_dim};
 
   Real acc[kStepTokens][kVec] = {}, value[kStepTokens][kVec] = {};
-  load_step_values(inputs, seq.length, column, exists, value);
-  for (int first = 0; first < key_dim; first += kRows) {
-    Pack state[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const int row = first + warp + i * kStepWarps;
-      state[i] = {};
-      if (p.h0 != nullptr && exists && row < key_dim) {
-        state[i] = load_streaming<Real, kVec>(before + static_cast<int64_t>(row) * value_dim);
-      }
-    }
+  load_step_values(inputs, seq.length, column, columns.exists, value);
+  for (int first = 0; first < key_dim; first += Columns::kRows) {
+    typename Columns::Pack state[Columns::kInFlight];
+    columns.load(first, state);
     if (first == 0) {  // while the states are on their way
       tokens.load(inputs, seq.length, key_dim);
       __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const int row = first + warp + i * kStepWarps;
-      if (!exists || row >= key_dim) {
-        continue;
-      }
-      Real s[kVec];
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        s[v] = state[i].get(v);
-      }
-      tokens.advance(row, seq.length, key_dim, value, s, acc);
-      if (p.h_final != nullptr) {
-        __stcs(
-            reinterpret_cast<typename Pack::Bits*>(after + static_cast<int64_t>(row) * value_dim),
-            pack<Real, kVec>(s).bits);
-      }
-    }
+    columns.advance(first, state, tokens, seq.length, value, acc);
   }
 
 #pragma unroll
