@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Code that torch.compile makes for a CPU is not vectorised: to find what the CPU can do, inductor
 # starts six Pythons with torch in every process that compiles. (The kernels here are our own.)
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# torch.manual_seed notes the seed for every kind of device that nobody has used yet, each with a
+# stack trace, which takes as long as a small test. Kinds that are not there are left out.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
 
 _MARKERS = {
     "gpu": "needs a CUDA device (skipped elsewhere)",
@@ -42,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=later)
     _show_groups(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported and collected by now stays: the garbage collector, which would go
+    through these objects again and again (tests of torch.export would spend a sixth of their time
+    so), leaves them out."""
+    gc.collect()
+    gc.freeze()
 
 
 def _show_groups(items: list[pytest.Item]) -> None:

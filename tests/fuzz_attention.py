@@ -35,6 +35,7 @@ _CALLS = 256  # judged together
 # tail where a few keys are seen: of seed 93002, a sixth of all draws is beyond the rule, while over
 # 600 the root mean square of the errors is 0.78 of the yardstick's.
 _MANY_DRAWS = 300
+_MOST_AGAIN = 0.03  # calls beyond the rule in one draw: some 0.9 % are
 
 
 def random_long(rng: random.Random) -> AttentionCase:
@@ -111,6 +112,23 @@ def judge_fresh(
     return batch.judge()
 
 
+def beyond(
+    first: attention_batches.Verdicts,
+    fresh: list[attention_batches.Verdicts],
+    *,
+    surely: bool = False,
+) -> list[str]:
+    """What is beyond the rule over the fresh draws: of what was in the first one, and of what is in
+    one of these."""
+    wrong = []
+    for name, verdict in first.items():
+        draws = [draw[name] for draw in fresh]
+        suspect = max(draws, key=lambda draw: draw.excess) if verdict else verdict
+        if not (suspect or error_rule.hold_over(suspect, draws, surely=surely)):
+            wrong.append(f"{name}: {suspect.message}; and over {len(draws)} other draws, too")
+    return wrong
+
+
 def check_seeds(seeds: range, device: str, end: float, report: Report) -> None:
     batch = attention_batches.Batch(device)
     for seed in seeds:
@@ -121,16 +139,10 @@ def check_seeds(seeds: range, device: str, end: float, report: Report) -> None:
         report.add(case)
         if all(verdicts.values()):
             continue
-        wrong: list[str] = []
-        for draws in (REDRAWS, _MANY_DRAWS):
-            fresh = judge_fresh(case, is_deterministic(seed), draws, device)
-            wrong = [
-                f"{name}: {verdict.message}; and over {draws} other draws, too"
-                for name, verdict in verdicts.items()
-                if not verdict and not error_rule.hold_over(verdict, [draw[name] for draw in fresh])
-            ]
-            if not wrong:
-                break
+        deterministic = is_deterministic(seed)
+        wrong = beyond(verdicts, judge_fresh(case, deterministic, REDRAWS, device), surely=True)
+        if wrong:  # or not surely right
+            wrong = beyond(verdicts, judge_fresh(case, deterministic, _MANY_DRAWS, device))
         report.again += not wrong
         if wrong:
             report.failures.append(
@@ -180,7 +192,10 @@ def main() -> int:
         f"the rule, {report.again} once, but not over fresh draws; "
         f"{time.time() - begin:.0f} s"
     )
-    return 1 if report.failures else 0
+    lucky = report.again > max(10, _MOST_AGAIN * report.calls)
+    if lucky:
+        print(f"more than {_MOST_AGAIN:.0%} of the calls were beyond the rule once")
+    return 1 if report.failures or lucky or report.calls == 0 else 0
 
 
 if __name__ == "__main__":

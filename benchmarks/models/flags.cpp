@@ -18,7 +18,7 @@ On one device: training on several GPUs is Python's, benchmarks/distributed.py.
   --size tiny|small|125m|360m|756m   (small on the CPU, 360m on a GPU)
   --dim 512, --layers 6    another width and depth than the size's
   --precision fp32|bf16    bf16: autocast in training, bf16 weights in decoding (bf16 on a GPU)
-  --recompute none|blocks  whether the backward pass computes blocks again (none)
+  --recompute none|norms|blocks  what the backward pass computes again (none)
   --residual auto|bf16     the residual stream in training (auto: as the embedding)
   --contexts 256,1024      context lengths, divisors of the tokens
   --tokens 4096            of a training step, and held by the batch that decodes
@@ -150,7 +150,7 @@ Flags parse_flags(const std::vector<std::string>& arguments) {
     setup.seconds = static_cast<double>(integer("--seconds", values.at("--seconds"), 0));
   }
   if (given("--rounds")) flags.rounds = integer("--rounds", values.at("--rounds"), 1);
-  setup.recompute = choice(values, "--recompute", {"none", "blocks"}, "none");
+  setup.recompute = choice(values, "--recompute", {"none", "norms", "blocks"}, "none");
   setup.has_narrow_residual = choice(values, "--residual", {"auto", "bf16"}, "auto") == "bf16";
   TORCH_CHECK_VALUE(setup.is_bf16 || !setup.has_narrow_residual,
                     "--residual: expected auto with --precision fp32; got 'bf16'");

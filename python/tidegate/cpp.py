@@ -30,6 +30,7 @@ except ImportError as error:
     ) from error
 
 from .models import LMConfig, Output
+from .models.block import RECOMPUTE
 from .nn._common import check_choice
 
 __all__ = [
@@ -395,12 +396,12 @@ class _Model(_Configured):
 
     @property
     def recompute(self) -> str:
-        """What the backward pass computes again: "none" or "blocks"."""
+        """What the backward pass computes again: "none", "norms" or "blocks"."""
         return self.cpp_module.recompute
 
     @recompute.setter
     def recompute(self, value: str) -> None:
-        check_choice(type(self).__name__, "recompute", value, ("none", "blocks"))
+        check_choice(type(self).__name__, "recompute", value, RECOMPUTE)
         self.cpp_module.recompute = value
 
     @property

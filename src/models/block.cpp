@@ -15,6 +15,7 @@
 #include "src/nn/common.h"
 #include "src/nn/step_products.h"
 #include "src/ops/checks.h"
+#include "src/ops/recipes.h"
 
 namespace tidegate::models {
 namespace {
@@ -222,7 +223,9 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   TORCH_CHECK_VALUE(!state || state->size() == blocks->size(), owner,
                     ": state: expected one state for each of the ", blocks->size(), " layers; got ",
                     state ? state->size() : 0);
-  nn::check_choice(owner, "recompute", recompute, {"none", "blocks"});
+  nn::check_choice(owner, "recompute", recompute, {"none", "norms", "blocks"});
+  std::optional<ops::Recomputing> recomputing;
+  if (recompute == "norms" && torch::GradMode::is_enabled()) recomputing.emplace();
   const bool again = recompute == "blocks" && torch::GradMode::is_enabled();
   if (residual_dtype) x = x.to(*residual_dtype);
   Tensor added, residual = at::dropout(x, config.dropout, blocks->is_training());

@@ -5,6 +5,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <utility>
 
@@ -101,6 +102,7 @@ struct Decoder::Batch {
   std::vector<Row> rows;
   std::vector<bool> is_taken;
   bool has_penalty = false;
+  std::exception_ptr failure;  // of a step whose call had tokens to return
 };
 
 Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
@@ -256,7 +258,7 @@ std::vector<int64_t> Decoder::add(const std::vector<Tensor>& prompts,
   for (const Tensor& prompt : prompts) there.push_back(prompt.to(b.engine->device()));
   std::vector<int64_t> slots;
   const PromptReader reader(*b.model, b.options.prompt_chunk(), b.options.invariant());
-  reader.read(there, [&](const ReadPrompts& read) {
+  const auto begin = [&](const ReadPrompts& read) {
     std::vector<RowSettings> settings;
     std::vector<std::vector<int64_t>> mine;
     for (int64_t i = read.first; i < read.first + read.logits.size(0); ++i) {
@@ -268,7 +270,13 @@ std::vector<int64_t> Decoder::add(const std::vector<Tensor>& prompts,
     for (size_t r = b.rows.size() - mine.size(); r < b.rows.size(); ++r) {
       slots.push_back(b.rows[r].slot);
     }
-  });
+  };
+  try {
+    reader.read(there, begin);
+  } catch (...) {  // all of them, or none
+    for (const int64_t slot : slots) remove(slot);
+    throw;
+  }
   return slots;
 }
 
@@ -314,6 +322,7 @@ int64_t Decoder::fork(int64_t slot, const SequenceOptions& options) {
 std::vector<DecodedToken> Decoder::step(int64_t steps) {
   TORCH_CHECK_VALUE(steps >= 1, "Decoder.step: steps: expected an integer >= 1; got ", steps);
   Batch& b = *batch_;
+  if (b.failure) std::rethrow_exception(std::exchange(b.failure, nullptr));
   for (const Batch::Row& row : b.rows) {
     const int64_t drawn = std::min(steps, row.limit - row.drawn);
     b.check_capacity("Decoder.step", static_cast<int64_t>(row.ids.size()) + drawn);
@@ -325,10 +334,13 @@ std::vector<DecodedToken> Decoder::step(int64_t steps) {
     // limit, no step goes beyond what the longest row has room for.
     const int64_t now = std::min({steps, kDecoderWindow, b.room()});
     const auto count = static_cast<int64_t>(b.rows.size());
-    if (b.options.invariant()) {
-      b.engine->advance(slots(), now, count);
-    } else {
-      b.engine->advance(count, now, count);
+    try {
+      b.engine->advance(b.options.invariant() ? slots() : count, now, count);
+    } catch (...) {
+      if (!b.engine->is_trusted()) b.rows.clear();
+      if (out.empty()) throw;
+      b.failure = std::current_exception();  // after these tokens, the next step() says so
+      break;
     }
     b.collect(b.engine->fetch(count, now), &out);
     steps -= now;

@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "src/models/prompt_rows.h"
 #include "src/nn/products.h"
@@ -83,15 +84,7 @@ void DecoderRows::begin(int64_t first, const Tensor& logits, const ModelState& s
                         const std::vector<int64_t>& lengths,
                         const std::vector<RowSettings>& settings, const Tensor& seen) {
   const c10::DeviceGuard guard(device_);
-  if (!logits_.defined() || logits_.scalar_type() != logits.scalar_type()) {
-    forget_graphs();
-    // Rows of whole packs of 16 bytes, for which libraries have faster products than for others.
-    const int64_t vocab = logits.size(1);
-    logits_ =
-        at::zeros({options_.rows, (vocab + kRowPack - 1) / kRowPack * kRowPack}, logits.options())
-            .narrow(1, 0, vocab);
-    stream_.uses(logits_);
-  }
+  keep_logits_of(logits);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin() + first);
   if (const int64_t most = *std::max_element(lengths.begin(), lengths.end());
       keeps_tokens() && most > capacity()) {
@@ -101,6 +94,22 @@ void DecoderRows::begin(int64_t first, const Tensor& logits, const ModelState& s
   states_.write(first, state);
   logits_.narrow(0, first, logits.size(0)).copy_(logits);
   sampled_.write(first, settings, seen);
+}
+
+// Rows may come with logits of several dtypes: of a prefix that a model in bf16 has saved, or read
+// under autocast. The widest one is kept, with what the other rows have.
+void DecoderRows::keep_logits_of(const Tensor& logits) {
+  const at::ScalarType wanted = logits_.defined()
+                                    ? at::promote_types(logits_.scalar_type(), logits.scalar_type())
+                                    : logits.scalar_type();
+  if (logits_.defined() && logits_.scalar_type() == wanted) return;
+  forget_graphs();
+  // Rows of whole packs of 16 bytes, for which libraries have faster products than for others.
+  const int64_t vocab = logits.size(1), padded = (vocab + kRowPack - 1) / kRowPack * kRowPack;
+  const Tensor wide = at::zeros({options_.rows, padded}, logits.options().dtype(wanted));
+  const Tensor before = std::exchange(logits_, wide.narrow(1, 0, vocab));
+  if (before.defined()) logits_.copy_(before);
+  stream_.uses(logits_);
 }
 
 void DecoderRows::copy_row(int64_t from, int64_t to) {
@@ -175,9 +184,11 @@ void DecoderRows::advance(int64_t count, int64_t steps, int64_t active) {
   const c10::InferenceMode inference;
   const nn::FewRowsGuard few_rows;
   const ops::SettledStatesGuard settled;
+  is_trusted_ = false;
   for (int64_t i = 0; i < steps; ++i) {
     work.run(stream_, use_graph, [&, &state = views] { step(count, state); });
   }
+  is_trusted_ = true;
   for (int64_t row = 0; row < count; ++row) lengths_[static_cast<size_t>(row)] += steps;
 }
 
@@ -206,6 +217,7 @@ std::unique_ptr<DecoderRows> KeptRows::take(const CausalLMImpl& model, const Row
     rows = std::move(rows_);
   }
   if (rows && rows->fit(model, options)) {
+    rows->wait();  // for the steps behind the token that ended a generation
     rows->refresh();
     return rows;
   }

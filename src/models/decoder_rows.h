@@ -60,6 +60,11 @@ class DecoderRows {
   /// The row goes on from where it is, by other settings.
   void restart_row(int64_t row, const RowSettings& settings, const torch::Tensor& seen);
 
+  /// Until the device is done with all steps.
+  void wait() const { stream_.wait(); }
+  /// False once a step has failed midway: some layers have read a token that others have not.
+  bool is_trusted() const { return is_trusted_; }
+
   /// Makes a row of tokens seen before part of every step.
   void ask_for_penalties();
 
@@ -80,6 +85,7 @@ class DecoderRows {
     CapturedWork work;
   };
 
+  void keep_logits_of(const torch::Tensor& logits);
   void step(int64_t count, const ModelState& state);
   void make_room(int64_t count, int64_t steps, int64_t active);
   void forget_graphs();
@@ -93,6 +99,7 @@ class DecoderRows {
   SampledRows sampled_;
   torch::Tensor logits_;  // `[rows, vocab]`
   std::vector<std::optional<torch::Tensor>> bounds_;
+  bool is_trusted_ = true;
   std::vector<int64_t> lengths_;    // a bound on the tokens that a row holds
   std::map<int64_t, Steps> steps_;  // by the number of rows
 };

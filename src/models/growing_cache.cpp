@@ -76,6 +76,8 @@ struct GrowingCache::OfHost final : GrowingCache::Memory {
   explicit OfHost(const memory::Extent& given) : extent(given), pages(given) {}
 
   bool grow(int64_t wanted) override {
+    // Beyond what is reserved, a row's tokens would be the next row's.
+    if (wanted > extent.bound) return false;
     const auto free = free_bytes(at::kCPU);
     if (free && extent.bytes(wanted - tokens) > *free) return false;
     tokens = wanted;

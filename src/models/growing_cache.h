@@ -23,6 +23,12 @@ class GrowingCache {
   /// all is as it was, where there is none.
   void grow(int64_t tokens);
 
+  /// Gives up the last growth where it was a copy: steps have gone on with `before`, the tensor()
+  /// of then. In place there is nothing to give up.
+  void go_back_to(const at::Tensor& before) {
+    if (!is_in_place()) tensor_ = before;
+  }
+
   /// The rows and the tokens that there is memory for.
   const at::Tensor& tensor() const { return tensor_; }
   /// What it takes of the device's memory: whole pages.

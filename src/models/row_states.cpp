@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "src/models/device_work.h"
 
@@ -11,6 +12,8 @@ namespace {
 
 using torch::Tensor;
 
+// Addresses on the CPU are reserved as if all memory were one of so many rows'.
+constexpr int64_t kIdleRows = 64;
 constexpr int64_t kGrowing = -1;  // in place of a fixed capacity
 
 int64_t bytes_in(const nn::MixerState& state) {
@@ -34,11 +37,13 @@ int64_t token_bytes(const ModelState& state) {
 
 RowStates::RowStates(const CausalLMImpl& model, int64_t rows, int64_t capacity)
     : model_(model), state_(model.init_state(rows, 1)), capacity_(capacity) {
-  // No more tokens than the device could hold if it held nothing else.
+  // No more tokens than the device could hold if it held nothing else. On the CPU rows that nobody
+  // uses take no memory, so that few rows may have all of it.
   int64_t bound = capacity;
   if (const int64_t each = token_bytes(state_); each > 0) {
-    const Tensor& first = state_.front().front();
-    bound = std::max(bound, all_bytes(first.device()).value_or(0) / each);
+    const at::Device device = state_.front().front().device();
+    const int64_t idle = device.is_cpu() ? std::min(rows, kIdleRows) : 1;
+    bound = std::max(bound, all_bytes(device).value_or(0) / each * idle);
   }
   caches_.resize(state_.size());
   for (size_t k = 0; k < state_.size(); ++k) {
@@ -130,8 +135,17 @@ void RowStates::grow(int64_t capacity) {
 
 void RowStates::grow_caches(int64_t capacity) {
   // All of them, or none where memory is out.
-  for (std::vector<GrowingCache>& layer : caches_) {
-    for (GrowingCache& cache : layer) cache.grow(capacity);
+  std::vector<std::pair<GrowingCache*, Tensor>> before;
+  try {
+    for (std::vector<GrowingCache>& layer : caches_) {
+      for (GrowingCache& cache : layer) {
+        before.emplace_back(&cache, cache.tensor());
+        cache.grow(capacity);
+      }
+    }
+  } catch (...) {
+    for (const auto& [cache, tensor] : before) cache->go_back_to(tensor);
+    throw;
   }
   for (size_t k = 0; k < state_.size(); ++k) {
     if (!keeps(k)) continue;

@@ -33,6 +33,24 @@ void check_saved(const char* owner, const std::string& name, const Tensor& given
                     nn::shape_text(given));
 }
 
+/// A layer that keeps tokens: how many it holds, as the file says, are there; and it has seen no
+/// fewer, nor more than the sequence has.
+void check_counts(const char* owner, size_t layer, const TensorMap& saved,
+                  const nn::MixerState& state, int64_t tokens) {
+  if (state.size() <= kRoomPlace) return;
+  const int64_t there = state.front().size(1);
+  const auto count = [&](size_t place) {
+    return saved_tensor(owner, saved, place_name(layer, place)).to(at::kCPU).item<int64_t>();
+  };
+  const int64_t held = count(kLengthsPlace), seen = count(kSeenPlace);
+  TORCH_CHECK_VALUE(held >= 0 && held <= there, owner, ": saved: '",
+                    place_name(layer, kLengthsPlace), "': expected from 0 to ", there,
+                    ", the tokens that '", place_name(layer, 0), "' holds; got ", held);
+  TORCH_CHECK_VALUE(there <= tokens && held <= seen && seen <= tokens, owner, ": saved: '",
+                    place_name(layer, kSeenPlace), "': expected from ", held, " to ", tokens,
+                    ", the number of 'tokens'; got ", seen, " and ", there, " kept");
+}
+
 }  // namespace
 
 TensorMap pack_state(const SavedState& saved) {
@@ -64,13 +82,24 @@ SavedState unpack_state(const char* owner, const TensorMap& saved, const CausalL
       layer.push_back(i == kRoomPlace ? given.clone() : given.to(device));
     }
   }
+  const int64_t vocab = *model.config.vocab_size;
   const Tensor& logits = saved_tensor(owner, saved, "logits");
-  check_saved(owner, "logits", logits,
-              at::empty({1, *model.config.vocab_size}, logits.options().device(at::kMeta)));
+  TORCH_CHECK_VALUE(logits.is_floating_point(), owner,
+                    ": saved: 'logits': expected floating-point numbers; got ",
+                    ops::dtype_name(logits.scalar_type()));
+  check_saved(owner, "logits", logits, at::empty({1, vocab}, logits.options().device(at::kMeta)));
   out.logits = logits.to(device);
   const Tensor tokens = saved_tensor(owner, saved, "tokens").to(at::kLong).contiguous();
   out.tokens.assign(tokens.const_data_ptr<int64_t>(),
                     tokens.const_data_ptr<int64_t>() + tokens.numel());
+  for (const int64_t id : out.tokens) {
+    TORCH_CHECK_VALUE(id >= 0 && id < vocab, owner,
+                      ": saved: 'tokens': expected ids from 0 to below vocab_size=", vocab,
+                      "; got ", id);
+  }
+  for (size_t k = 0; k < out.state.size(); ++k) {
+    check_counts(owner, k, saved, out.state[k], static_cast<int64_t>(out.tokens.size()));
+  }
   return out;
 }
 

@@ -23,6 +23,7 @@
 #include "src/nn/products.h"
 #include "src/nn/states.h"
 #include "src/ops/checks.h"
+#include "src/ops/recipes.h"
 
 // Small modules live here together: a unit that includes torch's module headers costs twelve
 // seconds before its first own line.
@@ -318,9 +319,26 @@ torch::Tensor NormImpl::forward_gated(const torch::Tensor& x, const torch::Tenso
   const bool widens = is_mixed && !is_autocast(x);
   const torch::Tensor data =
       widens ? x.to(c10::promoteTypes(x.scalar_type(), weight.scalar_type())) : x;
-  const auto given = gate.defined() ? optional(gate.to(data.scalar_type())) : std::nullopt;
-  return tidegate::norm(data, weight_rows(), optional(bias), given, op_kind(), activation,
-                        gate_first, options.eps());
+  const torch::Tensor given = gate.defined() ? gate.to(data.scalar_type()) : gate;
+  const torch::Tensor y = tidegate::norm(data, weight_rows(), optional(bias), optional(given),
+                                         op_kind(), activation, gate_first, options.eps());
+  // Where autocast casts x beside a gate, the op keeps the copy, not x.
+  if (!given.defined() || data.scalar_type() == y.scalar_type()) {
+    remember(y, data, given, activation, gate_first);
+  }
+  return y;
+}
+
+// Says how y follows from x and gate, in y's dtype, autocast or not.
+void NormImpl::remember(const torch::Tensor& y, const torch::Tensor& x, const torch::Tensor& gate,
+                        std::string_view activation, bool gate_first) const {
+  if (!ops::is_recomputing()) return;
+  const auto make = [kind = op_kind(), activation = std::string(activation), gate_first,
+                     eps = options.eps(), dtype = y.scalar_type()](const auto& inputs) {
+    return tidegate::norm(inputs[0], optional(inputs[1]), optional(inputs[2]), optional(inputs[3]),
+                          kind, activation, gate_first, eps, dtype);
+  };
+  ops::remember(y, {x, weight_rows().value_or(torch::Tensor()), bias, gate}, make);
 }
 
 torch::Tensor NormImpl::forward_projected(const torch::nn::Linear& linear, const torch::Tensor& x,
@@ -348,7 +366,10 @@ std::tuple<torch::Tensor, torch::Tensor> NormImpl::forward_added(const torch::Te
     const torch::Tensor sum = residual + x;
     return {forward(sum), sum};
   }
-  return tidegate::add_norm(x, residual, weight_rows(), optional(bias), op_kind(), options.eps());
+  const auto [y, sum] =
+      tidegate::add_norm(x, residual, weight_rows(), optional(bias), op_kind(), options.eps());
+  remember(y, sum, /*gate=*/{}, "silu", /*gate_first=*/false);
+  return {y, sum};
 }
 
 const char* NormImpl::op_kind() const { return options.kind() == "layer" ? "layer" : "rms"; }
@@ -384,7 +405,13 @@ torch::Tensor GLUImpl::forward(const torch::Tensor& x) {
     return tidegate::glu_linear(projected, out_proj->weight, optional(out_proj->bias),
                                 options.activation());
   }
-  return apply_linear(out_proj, tidegate::glu(projected, options.activation()));
+  const torch::Tensor product = tidegate::glu(projected, options.activation());
+  if (ops::is_recomputing() && projected.scalar_type() == product.scalar_type()) {
+    ops::remember(product, {projected}, [activation = options.activation()](const auto& inputs) {
+      return tidegate::glu(inputs[0], activation);
+    });
+  }
+  return apply_linear(out_proj, product);
 }
 
 void GLUImpl::pretty_print(std::ostream& stream) const {

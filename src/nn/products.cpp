@@ -9,6 +9,7 @@
 
 #include "kernels/product/product.h"
 #include "src/ops/launch.h"
+#include "src/ops/recipes.h"
 #include "src/ops/views.h"
 #include "tidegate/ops/linear.h"
 
@@ -73,7 +74,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
       at::autocast::is_autocast_enabled(at::kCUDA)) {
     return tidegate::linear(x, weight, bias);
   }
-  return at::linear(x, weight, bias);
+  at::Tensor y = at::linear(x, weight, bias);
+  if (ops::is_recomputing()) ops::keep_recipe_of_product(y, x);
+  return y;
 }
 
 }  // namespace tidegate::nn

@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "src/ops/op.h"
+#include "src/ops/recipes.h"
 
 namespace tidegate::ops {
 namespace autograd_detail {
@@ -112,7 +113,7 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, ret
       TORCH_CHECK(!gradient.defined() || !gradient._fw_grad(0).defined(), kOpName<Op>,
                   ": forward-mode differentiation is not supported, nor through its gradients");
     }
-    const Tensors saved = context->get_saved_variables();
+    const Tensors saved = saved_or_made(context);
     // Unless the gradients are to be differentiated, which the backward op's Autograd kernel
     // refuses by name, that kernel has nothing to do, and as a boxed one takes longer than all
     // checks.
@@ -139,7 +140,7 @@ class OpFunction : public torch::autograd::Function<OpFunction<Op, Backward, ret
     Tensors tensors;
     tensors.reserve(sizeof...(index));
     (save_one<index>(context, arguments, results, &tensors), ...);
-    context->save_for_backward(std::move(tensors));
+    save_or_recipe(context, std::move(tensors));
   }
 
   template <size_t index, class Arguments, class Results>

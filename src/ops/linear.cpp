@@ -14,6 +14,7 @@
 
 #include "src/ops/autograd.h"
 #include "src/ops/op.h"
+#include "src/ops/recipes.h"
 #include "src/ops/results.h"
 #include "tidegate/ops/linear.h"
 
@@ -206,14 +207,14 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor rounded = rounded_weight(weight, x.scalar_type());
     // What a gradient is not asked for is not kept, nor is what only it needs.
-    ctx->save_for_backward(
-        {saved.wants_weight ? x : at::Tensor(), saved.wants_rows ? rounded : at::Tensor()});
+    save_or_recipe(
+        ctx, {saved.wants_weight ? x : at::Tensor(), saved.wants_rows ? rounded : at::Tensor()});
     saved.save(ctx);
     return Entry<Linear>::call(x, rounded, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const variable_list tensors = ctx->get_saved_variables();
+    const variable_list tensors = saved_or_made(ctx);
     const SavedLinear saved(ctx);
     auto [dx, dweight, dbias] =
         Entry<LinearBackward>::call(gradients[0], optional(tensors[0]), optional(tensors[1]),

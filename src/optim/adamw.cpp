@@ -137,15 +137,25 @@ bool AdamW::fits_masters(const std::vector<Tensor>& masters,
 }
 
 void AdamW::step_groups(const std::unordered_map<const void*, Tensor>& weights) {
+  const auto gradient_of = [&](const Tensor& parameter) -> const Tensor& {
+    const auto found = weights.find(parameter.unsafeGetTensorImpl());
+    return found == weights.end() ? parameter.grad() : found->second.grad();
+  };
+  for (const auto& group : param_groups_) {  // before any parameter counts a step
+    for (const Tensor& parameter : group.params()) {
+      const Tensor& gradient = gradient_of(parameter);
+      TORCH_CHECK(!gradient.defined() || !gradient.is_sparse(),
+                  "AdamW: expected dense gradients; got a sparse one");
+    }
+  }
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const AdamWOptions&>(group.options());
     std::map<BatchKey, Batch> batches;
     for (const Tensor& parameter : group.params()) {
       const auto found = weights.find(parameter.unsafeGetTensorImpl());
       const bool is_master = found != weights.end();
-      const Tensor& gradient = is_master ? found->second.grad() : parameter.grad();
+      const Tensor& gradient = gradient_of(parameter);
       if (!gradient.defined()) continue;
-      TORCH_CHECK(!gradient.is_sparse(), "AdamW: expected dense gradients; got a sparse one");
       AdamWParamState& state = state_of(state_, parameter, options.amsgrad());
       state.step(state.step() + 1);
       const BatchKey key{parameter.device().type(), parameter.device().index(),

@@ -85,11 +85,16 @@ void MasterWeights::take_gradients() {
   const torch::NoGradGuard no_grad;
   std::vector<Tensor> wide, narrow;
   for (size_t i = 0; i < weights_.size(); ++i) {
-    if (!weights_[i].grad().defined()) continue;
-    narrow.push_back(weights_[i].grad());
-    wide.push_back(at::empty_like(masters_[i]));
-    masters_[i].mutable_grad() = wide.back();
-    weights_[i].mutable_grad() = Tensor();
+    Tensor& gradient = weights_[i].mutable_grad();
+    if (!gradient.defined()) continue;
+    if (masters_[i].grad().defined()) {  // taken before, and not stepped by yet
+      masters_[i].mutable_grad().add_(gradient);
+    } else {
+      narrow.push_back(gradient);
+      wide.push_back(at::empty_like(masters_[i]));
+      masters_[i].mutable_grad() = wide.back();
+    }
+    gradient = Tensor();
   }
   if (!wide.empty()) at::_foreach_copy_(wide, narrow);
 }
@@ -112,12 +117,14 @@ void MasterWeights::step() {
   const torch::NoGradGuard no_grad;
   if (AdamW* const adamw = one_pass()) {
     adamw->step_masters(masters_, weights_);
-    for (Tensor& weight : weights_) weight.mutable_grad() = Tensor();
-    return;
+  } else {
+    take_gradients();
+    for (torch::optim::Optimizer* optimizer : optimizers_) optimizer->step();
+    round_weights();
   }
-  take_gradients();
-  for (torch::optim::Optimizer* optimizer : optimizers_) optimizer->step();
-  round_weights();
+  for (auto* all : {&weights_, &masters_, &own_}) {
+    for (Tensor& parameter : *all) parameter.mutable_grad() = Tensor();
+  }
 }
 
 void MasterWeights::zero_grad() {
@@ -142,16 +149,18 @@ void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
 
 void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const torch::NoGradGuard no_grad;
+  std::vector<Tensor> given(masters_.size());
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    archive.read("master" + std::to_string(i), given[i]);
+    TORCH_CHECK_VALUE(given[i].sizes() == masters_[i].sizes(), "MasterWeights: master", i,
+                      ": expected the shape ", masters_[i].sizes(), "; got ", given[i].sizes());
+  }
   for (size_t i = 0; i < optimizers_.size(); ++i) {
     torch::serialize::InputArchive one;
     archive.read("optimizer" + std::to_string(i), one);
     optimizers_[i]->load(one);
   }
-  for (size_t i = 0; i < masters_.size(); ++i) {
-    Tensor given;
-    archive.read("master" + std::to_string(i), given);
-    masters_[i].copy_(given);
-  }
+  for (size_t i = 0; i < masters_.size(); ++i) masters_[i].copy_(given[i]);
   round_weights();
 }
 

@@ -3,13 +3,18 @@
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 #include <tidegate/models/causal_lm.h>
 #include <tidegate/optim/adamw.h>
 #include <tidegate/version.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tidegate::models {
@@ -71,8 +76,7 @@ TEST(Training, LogitsComeWhereTheyAreAskedFor) {
   EXPECT_TRUE(at::allclose(model->forward(ids, "next", {}, {}, smooth).loss, wanted, 1e-5, 1e-6));
 }
 
-void expect_blocks_computed_again_to_be_the_same(const std::vector<std::string>& mixers,
-                                                 at::DeviceType device) {
+void expect_the_same_computed_again(const std::vector<std::string>& mixers, at::DeviceType device) {
   for (const std::string& mixer : mixers) {
     LMConfig config = three_layers(mixer);
     config.dropout = mixer == "hgrn" ? 0.2 : 0.0;
@@ -82,20 +86,106 @@ void expect_blocks_computed_again_to_be_the_same(const std::vector<std::string>&
     for (const bool is_bf16 : {false, true}) {
       model->recompute = "none";
       const auto wanted = gradients_of(model, is_bf16);
-      model->recompute = "blocks";
-      expect_equal(gradients_of(model, is_bf16), wanted);
+      for (const char* recompute : {"norms", "blocks"}) {
+        SCOPED_TRACE(mixer + " " + recompute);
+        model->recompute = recompute;
+        expect_equal(gradients_of(model, is_bf16), wanted);
+      }
     }
   }
 }
 
-TEST(Training, BlocksComputedAgainHaveTheSameGradients) {
-  expect_blocks_computed_again_to_be_the_same({"hgrn", "hgrn2", "rwkv4", "fox", "transformer"},
-                                              at::kCPU);
+TEST(Training, WhatIsComputedAgainHasTheSameGradients) {
+  expect_the_same_computed_again(
+      {"hgrn", "hgrn2", "gla", "lru", "rwkv4", "fox", "fox-pro", "transformer", "transformer-pro"},
+      at::kCPU);
 }
 
-TEST(TrainingCuda, BlocksComputedAgainHaveTheSameGradients) {
+TEST(TrainingCuda, WhatIsComputedAgainHasTheSameGradients) {
   if (!has_cuda()) GTEST_SKIP() << "no CUDA device";
-  expect_blocks_computed_again_to_be_the_same({"hgrn", "hgrn2", "rwkv4"}, at::kCUDA);
+  expect_the_same_computed_again({"hgrn", "hgrn2", "gla", "rwkv4"}, at::kCUDA);
+}
+
+// Bytes that the CPU's allocator has given out on this thread, and not yet taken back.
+class Allocated : public c10::MemoryReportingInfoBase {
+ public:
+  bool memoryProfilingEnabled() const override { return true; }
+  void reportMemoryUsage(void* /*at*/, int64_t size, size_t /*all*/, size_t /*reserved*/,
+                         c10::Device /*device*/) override {
+    bytes += size;
+  }
+  int64_t bytes = 0;
+};
+
+// What a forward pass under autocast leaves for the backward pass.
+int64_t bytes_kept(LMConfig config, int64_t layers, int64_t tokens, const std::string& recompute) {
+  config.layers = layers;
+  torch::manual_seed(1);
+  CausalLM model(config);
+  model->recompute = recompute;
+  const Tensor ids = at::zeros({1, tokens}, at::kLong);
+  const auto allocated = std::make_shared<Allocated>();
+  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, allocated);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  const Tensor loss = model->forward(ids, "next").loss;
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::clear_cache();
+  return allocated->bytes;
+}
+
+// Bytes a token, channel and layer: what a layer and 128 tokens more add.
+double bytes_a_channel(const LMConfig& config, const std::string& recompute) {
+  const auto kept = [&](int64_t layers, int64_t tokens) {
+    return bytes_kept(config, layers, tokens, recompute);
+  };
+  const int64_t added = (kept(3, 256) - kept(3, 128)) - (kept(2, 256) - kept(2, 128));
+  return static_cast<double>(added) / static_cast<double>(128 * config.dim);
+}
+
+// The table of docs/training.md, whose figures Python's test counts in Python.
+TEST(Training, NormsThatAreComputedAgainAreNotKept) {
+  const std::pair<const char*, double> saved[] = {
+      {"hgrn", 4},        {"hgrn2", 4},           {"gla", 6},       {"lru", 4},
+      {"slru", 4},        {"rwkv4", 4},           {"fox", 4},       {"fox-pro", 10},
+      {"transformer", 4}, {"transformer-pro", 6}, {"gated-rnn", 4}, {"gated-linear-rnn", 4}};
+  for (const auto& [mixer, bytes] : saved) {
+    LMConfig config = three_layers(mixer);
+    config.dim = 64;
+    EXPECT_NEAR(bytes_a_channel(config, "none") - bytes_a_channel(config, "norms"), bytes, 0.1)
+        << mixer;
+  }
+}
+
+TEST(Training, AGraphMayBeWalkedTwice) {
+  torch::manual_seed(4);
+  CausalLM model(three_layers("fox-pro"));
+  model->recompute = "norms";
+  for (const bool is_bf16 : {false, true}) {
+    at::autocast::set_autocast_enabled(at::kCPU, is_bf16);
+    const Tensor loss = model->forward(some_ids(), "next").loss;
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::clear_cache();
+    const auto once = torch::autograd::grad({loss}, model->parameters(), {}, true);
+    expect_equal(torch::autograd::grad({loss}, model->parameters()), once);
+  }
+}
+
+TEST(Training, WhatChangedSinceIsNotComputedAgain) {
+  CausalLM model(three_layers("hgrn2"));
+  model->recompute = "norms";
+  const Tensor loss = model->forward(some_ids(), "next").loss;
+  {
+    const at::NoGradGuard no_grad;
+    model->block(1).mixer_norm->weight.add_(1);
+  }
+  try {
+    torch::autograd::grad({loss}, model->parameters());
+    FAIL();
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("modified by an inplace operation"),
+              std::string::npos);
+  }
 }
 
 TEST(Training, TheResidualStreamMayBeNarrow) {
@@ -112,13 +202,14 @@ TEST(Training, TheResidualStreamMayBeNarrow) {
 
 TEST(Training, AnUnknownChoiceIsNamed) {
   CausalLM model(three_layers("hgrn2"));
-  model->recompute = "norms";
+  model->recompute = "all";
   try {
     model->forward(some_ids());
     FAIL();
   } catch (const c10::Error& error) {
-    EXPECT_NE(std::string(error.what()).find("recompute: expected one of 'none', 'blocks'"),
-              std::string::npos);
+    EXPECT_NE(
+        std::string(error.what()).find("recompute: expected one of 'none', 'norms', 'blocks'"),
+        std::string::npos);
   }
 }
 

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.generating_models import CONFIGS, VOCAB, make, prompts
 from torch import nn
 
@@ -206,6 +207,58 @@ def test_samples_of_one_prompt(name, device):
     wanted = model.generate(prompt.expand(4, 7).to(device), 15, seed=6)
     assert [found[slot] for slot in slots] == wanted[:, 7:].tolist()
     assert len({tuple(row) for row in found.values()}) > 1
+
+
+def test_samples_of_a_stream_are_streams_from_there_on():
+    model = make("hgrn2")
+    (prompt,) = prompts(7)
+    decoder = Decoder(model, 3)
+    slots = decoder.add_samples(prompt, 3, seed=5, stream=1, max_new_tokens=15)
+    found = tokens_of(decoder)
+    for stream, slot in enumerate(slots, start=1):
+        assert found[slot] == alone(model, prompt, 15, seed=5, stream=stream)
+
+
+def test_logits_of_another_dtype_leave_the_others_as_they_are(tmp_path):
+    """A prefix that the model in bf16 has read, whose states are fp32 as well."""
+    model = make("hgrn2").float()
+    narrow = Decoder(copy.deepcopy(model).bfloat16(), 1)
+    first, second = prompts(5, 7)
+    narrow.save(narrow.add(first), tmp_path / "prefix")
+    decoder = Decoder(model, 2)
+    slot = decoder.add(second, temperature=0.0, max_new_tokens=12)
+    head = [t.token for t in decoder.step(3)]
+    decoder.load(tmp_path / "prefix", max_new_tokens=2)
+    assert head + tokens_of(decoder)[slot] == alone(model, second, 12, temperature=0.0)
+
+
+def test_many_slots_have_no_less_room_for_a_sequence():
+    """Addresses are reserved for every slot's tokens, however many slots there are."""
+    model = make("fox")
+    first, second = prompts(40, 40)
+    found = []
+    for slots in (2, 1 << 14):
+        decoder = Decoder(model, slots, capacity=8)
+        for prompt in (first, second):
+            decoder.add(prompt, temperature=0.0, max_new_tokens=20)
+        found.append(tokens_of(decoder))
+    assert found[0] == found[1]
+
+
+def test_samples_are_all_or_none(monkeypatch):
+    decoder = Decoder(make("hgrn2"), 3)
+    fork, forked = decoder.fork, []
+
+    def failing(slot, **options):
+        if forked:
+            raise RuntimeError("out of memory")
+        forked.append(fork(slot, **options))
+        return forked[0]
+
+    monkeypatch.setattr(decoder, "fork", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoder.add_samples(prompts(3)[0], 3)
+    assert (decoder.taken, decoder.active) == (0, 0)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -433,7 +486,19 @@ def test_states_of_another_model(tmp_path):
     wider = CausalLM(LMConfig(mixer="hgrn2", vocab_size=VOCAB, dim=64, layers=2))
     with pytest.raises(ValueError, match=r"saved: 'layers.0.0': expected float32 .* got float64"):
         Decoder(wider, 1).load(tmp_path / "prefix")
+    saved = load_file(tmp_path / "prefix")
+    save_file({**saved, "tokens": saved["tokens"] + VOCAB}, tmp_path / "ids")
+    with pytest.raises(ValueError, match="saved: 'tokens': expected ids from 0 to below"):
+        Decoder(make("hgrn2"), 1).load(tmp_path / "ids")
     deeper = make("fox")
+    keeper = Decoder(deeper, 2)
+    keeper.save(keeper.add(prompts(3)[0]), tmp_path / "kept")
+    saved = load_file(tmp_path / "kept")
+    for place, wrong, message in ((3, 4, "from 0 to 3, the tokens"), (4, 9, "from 3 to 3, the")):
+        name = f"layers.0.{place}"
+        save_file({**saved, name: torch.full_like(saved[name], wrong)}, tmp_path / "wrong")
+        with pytest.raises(ValueError, match=f"saved: '{name}': expected {message}"):
+            keeper.load(tmp_path / "wrong")
     with pytest.raises(ValueError, match=r"Decoder.add_saved: saved: "):
         Decoder(deeper, 1).load(tmp_path / "prefix")
     with pytest.raises(FileNotFoundError, match="no such file"):

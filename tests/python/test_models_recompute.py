@@ -144,14 +144,15 @@ def test_the_cpp_model_has_the_same() -> None:
     assert model.recompute == "none"
     assert model.residual_dtype is None
     wanted = gradients(model, "none")
-    assert all(map(torch.equal, gradients(model, "blocks"), wanted))
+    for recompute in ("norms", "blocks"):
+        assert all(map(torch.equal, gradients(model, recompute), wanted))
     model.residual_dtype = torch.bfloat16
     assert model.residual_dtype == torch.bfloat16
     for one, two in zip(gradients(model, "blocks"), wanted, strict=True):
         torch.testing.assert_close(one, two, rtol=0.1, atol=0.05)
     assert not torch.equal(gradients(model, "blocks")[1], wanted[1])
-    with pytest.raises(ValueError, match="CausalLM: recompute: expected one of 'none', 'blocks'"):
-        model.recompute = "norms"
+    with pytest.raises(ValueError, match="recompute: expected one of 'none', 'norms', 'blocks'; "):
+        model.recompute = "all"
     ids = torch.arange(9)
     logits = model(ids[None]).logits
     out = model(ids[None], "next", return_logits=True, label_smoothing=0.1)

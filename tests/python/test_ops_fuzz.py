@@ -44,7 +44,7 @@ def test_a_lucky_yardstick_is_not_held_against_a_result() -> None:
     """Two queries, one gate that counts: this draw's yardstick happens to have hardly an error."""
 
     def verdict(error: float, yardstick: float) -> error_rule.Verdict:
-        measure = error_rule.Measure(error, yardstick, 1e-7)
+        measure = error_rule.Measure(error, yardstick, 1e-7, 1.0)
         return error_rule.Verdict(measure.excess, "", (measure, measure))
 
     first = verdict(1.3e-3, 5e-5)
@@ -55,6 +55,14 @@ def test_a_lucky_yardstick_is_not_held_against_a_result() -> None:
     once = verdict(1.0, 5e-5)
     with pytest.raises(AssertionError, match="over 12 other draws"):  # though it is right again
         judge_again(random_case(0), {"h": once}, lambda _: {"h": verdict(4e-4, 4e-4)}, "")
+    # One draw of which the yardstick knew nothing does not carry eleven that are beyond.
+    assert not error_rule.hold_over(first, [verdict(1e-3, 4e-4)] * 11 + [verdict(1e-4, 1e-2)])
+    assert not error_rule.hold_over(first, [verdict(1e-3, 4e-4)] * 11 + [verdict(1.0, torch.inf)])
+    # Errors that differ by chance alone hold, but surely so only where they are many.
+    even = [verdict(2e-3, 4e-4), verdict(4e-4, 2e-3)] * 2
+    assert error_rule.hold_over(first, even)
+    assert not error_rule.hold_over(first, even, surely=True)
+    assert error_rule.hold_over(first, even * 40, surely=True)
     wide = error_rule.judge(torch.ones(3).double(), torch.ones(3), torch.ones(3))
     assert not error_rule.hold_over(wide, [wide] * 12)  # of another dtype every time
     everything = error_rule.judge(torch.full((3,), torch.nan), torch.ones(3), torch.ones(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,5 +72,42 @@ def test_steps_of_masters_are_the_same_bits(name: str) -> None:
         torch.testing.assert_close(*norms)
         ours.step()
         theirs.step()
+        for p in (*model.parameters(), *twin.parameters()):  # float32's own masters, too
+            assert p.grad is None
     assert {p.dtype for p in twin.parameters()} == {torch.bfloat16, torch.float32}
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_masters_forget_what_they_stepped_by_and_nothing_before(name: str) -> None:
+    """Two backward passes around clip_gradients() add up; a weight without a gradient stays."""
+    model, twin = pair("hgrn")
+    ours = MasterWeights(model, build_optimizer(model, name, **RATES))
+    optimizer = cpp._cpp.MuonAdamW if name == "muon" else cpp._cpp.AdamW
+    rates = {k: v for k, v in RATES.items() if name == "muon" or k != "muon_lr"}
+    theirs = cpp._cpp.MasterWeights(twin.cpp_module, optimizer(twin.cpp_module, **rates))
+    half = (model, ours), (twin, theirs)
+    for m, masters in half:
+        draw(m, 0)
+        masters.clip_gradients(math.inf)
+        first = {key: p.grad for key, p in parameters(m).items()}
+        draw(m, 0)
+        for key, p in parameters(m).items():  # as backward() adds to what is there
+            if first[key] is not None:
+                p.grad += first[key]
+        masters.step()
+    assert_same(model, twin)
+    alone, other = pair("hgrn")
+    whole = MasterWeights(alone, build_optimizer(alone, name, **RATES))
+    draw(alone, 0)
+    for p in alone.parameters():
+        p.grad *= 2
+    whole.step()
+    assert_same(model, alone)
+    before = {key: p.clone() for key, p in parameters(model).items()}
+    for m, masters in half:
+        for p in m.parameters():
+            p.grad = None
+        masters.step()
+    assert all(torch.equal(before[key], p) for key, p in parameters(model).items())
     assert_same(model, twin)

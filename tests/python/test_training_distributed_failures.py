@@ -100,11 +100,25 @@ def test_a_rank_that_raises_says_so_and_ends_the_others(tmp_path, text, ranks, r
     assert 'raise ValueError("boom")' in failed.stderr
 
 
-@pytest.mark.parametrize(("how", "rank"), [("hang", 1), ("stop", 0)])
-def test_a_rank_that_hangs_is_named_and_ended(tmp_path, text, ranks, how, rank):
+HANGING = {"hang": 1, "stop": 0}
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory, text, ranks) -> dict[str, list[Ended]]:
+    """How runs end of which a rank hangs: at the same time, since all of them wait."""
+    folder = tmp_path_factory.mktemp("hung")
+    scenarios = [
+        (2, FAILING, how, rank, 5, *flags(text, folder / how, "--timeout=5"))
+        for how, rank in HANGING.items()
+    ]
+    return dict(zip(HANGING, ranks.run_together(*scenarios), strict=True))
+
+
+@pytest.mark.parametrize(("how", "rank"), HANGING.items())
+def test_a_rank_that_hangs_is_named_and_ended(hung, how, rank):
     """One that would sleep for ten minutes; one that is stopped, with its threads and the store
     that all met at, and adds nothing when it wakes after the other has ended."""
-    ended = ranks.run(2, FAILING, how, rank, 5, *flags(text, tmp_path / "run", "--timeout=5"))
+    ended = hung[how]
     assert [each.status for each in ended] == [2, 2]
     (said,) = lines(ended)
     assert said.startswith(f"train: rank {rank} of 2 on ")

@@ -265,7 +265,9 @@ def _judge(
         for name, norms in zip(RESULTS, of_call, strict=True):
             least = error_rule.ABSOLUTE_FLOOR * max(1, found[call][name].numel()) ** 0.5
             measures = tuple(
-                error_rule.Measure(wrong, baseline, in_norm * whole + of_one * norms[1][2] + least)
+                error_rule.Measure(
+                    wrong, baseline, in_norm * whole + of_one * norms[1][2] + least, whole
+                )
                 for wrong, baseline, whole in norms
             )
             worst = max(measures, key=lambda m: m.excess)

@@ -32,6 +32,12 @@ class Measure:
     error: float
     yardstick: float
     floor: float  # what the error may be beside twice the yardstick's
+    size: float  # of the numbers that these are errors of
+
+    def relative(self) -> Measure:
+        """The same of numbers of size one."""
+        size = self.size if 0 < self.size < math.inf else 1.0
+        return Measure(self.error / size, self.yardstick / size, self.floor / size, 1.0)
 
     @property
     def allowed(self) -> float:
@@ -56,28 +62,40 @@ class Verdict:
 
 
 _CHANCE = 5.0
+_WIDEST_RATIO = math.log(8)  # of error and allowed: beyond it, one draw says no more
 
 
-def hold_over(first: Verdict, fresh: list[Verdict]) -> bool:
-    """Whether the rule holds for a result that was beyond it once, judged with `fresh` ones, of the
-    same call with other data.
+def hold_over(first: Verdict, fresh: list[Verdict], *, surely: bool = False) -> bool:
+    """Whether the rule holds for a result of `fresh` draws of one call, data apart, and for
+    `first`, which was chosen for being beyond it.
 
     Where few numbers decide, the ratio of two rounding errors is chance: the yardstick may have
-    rounded hardly anything. So errors are taken as those of one large sample, by their root mean
-    square, and `first`, which was chosen for being far off, may be beyond what that allows by less
-    than a factor of five.
+    rounded hardly anything. So errors are judged as those of one large sample, each relative to its
+    own draw's numbers: their root mean square, and, since one large draw of the yardstick's may
+    carry that, the geometric mean of error over allowed. `first` may be beyond what the sample
+    allows by less than a factor of five. `surely`: the geometric mean with two standard errors, for
+    samples that may be followed by a larger one.
     """
-
     if math.isinf(first.excess) or any(math.isinf(draw.excess) for draw in fresh):
         return False  # NaN, or another dtype or shape
-
-    def over(kind: int, field: str) -> float:
-        of_draws = (getattr(draw.measures[kind], field) for draw in fresh)
-        return math.sqrt(math.fsum(x * x for x in of_draws) / len(fresh))
-
     for kind, measure in enumerate(first.measures):
-        sample = Measure(*(over(kind, field) for field in ("error", "yardstick", "floor")))
-        if not (sample.excess <= 1 and measure.error <= _CHANCE * sample.allowed):
+        draws = [draw.measures[kind] for draw in fresh if draw.measures]
+        draws = [draw.relative() for draw in draws if math.isfinite(draw.yardstick)]
+        if 2 * len(draws) < len(fresh):
+            return False  # nothing to go by
+
+        def over(field: str, draws: list[Measure] = draws) -> float:
+            squares = math.fsum(getattr(draw, field) ** 2 for draw in draws)
+            return math.sqrt(squares / len(draws))
+
+        sample = Measure(*(over(field) for field in ("error", "yardstick", "floor")), 1.0)
+        if not (sample.excess <= 1 and measure.relative().error <= _CHANCE * sample.allowed):
+            return False
+        least, most = -_WIDEST_RATIO, _WIDEST_RATIO
+        logs = [min(max(math.log(max(d.excess, 1e-300)), least), most) for d in draws]
+        mean = math.fsum(logs) / len(logs)
+        spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs)) / len(logs)
+        if mean + (2 * spread if surely else 0) > 0:
             return False
     return True
 
@@ -116,7 +134,7 @@ def judge(
     for kind, norm in (("norm", torch.linalg.vector_norm), ("largest", torch.max)):
         whole, wrong, baseline = (float(norm(x)) for x in (values, error, allowed))
         floor = in_norm * whole + of_one * float(values.max())
-        measure = Measure(wrong, baseline, floor + ABSOLUTE_FLOOR * values.numel() ** 0.5)
+        measure = Measure(wrong, baseline, floor + ABSOLUTE_FLOOR * values.numel() ** 0.5, whole)
         measures.append(measure)
         messages.append(
             f"{kind} error {wrong:.3e} of {whole:.3e}, allowed {measure.allowed:.3e} (torch "

@@ -1,4 +1,4 @@
-"""Every public module class, with its C++ twin and how to drive both: what test_parity.py runs.
+"""Every public module class, with its C++ twin and how to drive both: what test_parity*.py run.
 
 A class in `tidegate.nn` or `tidegate.models` that is not in `REGISTRY` fails that test.
 """

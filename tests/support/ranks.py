@@ -8,6 +8,7 @@ variables that torchrun sets.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,17 +64,24 @@ class Ranks:
 
         seconds: whoever runs longer is killed. variables: of the environment; None: leave it out.
         """
+        (ended,) = self.run_together((count, function, *arguments), seconds=seconds, **variables)
+        return ended
+
+    def run_together(
+        self, *scenarios: Sequence[Any], seconds: float = 240.0, **variables: str
+    ) -> list[list[Ended]]:
+        """What run() returns for each ``(count, function, *arguments)``; all run at the same time,
+        for those that wait for something more than they compute."""
         asked = {
-            "count": count,
-            "function": function,
-            "arguments": json.loads(json.dumps(arguments, default=str)),
+            "scenarios": json.loads(json.dumps(scenarios, default=str)),
             "folder": str(self._folder),
             "seconds": seconds,
             "variables": variables,
         }
         self._server.stdin.write(json.dumps(asked) + "\n")
         self._server.stdin.flush()
-        return [Ended(*each) for each in json.loads(self._server.stdout.readline())]
+        ended = json.loads(self._server.stdout.readline())
+        return [[Ended(*each) for each in ranks] for ranks in ended]
 
 
 def free_port() -> int:
@@ -94,6 +102,7 @@ def serve() -> None:
     import tidegate.training.report
     import tidegate.training.sharded  # noqa: F401
 
+    gc.freeze()  # no rank looks for garbage among what was imported here
     start = _forked if _may_fork() else _spawned
     for line in sys.stdin:
         print(json.dumps(_run(start, **json.loads(line))), flush=True)
@@ -128,31 +137,31 @@ def _spawned(*how: Any) -> int:
 
 def _run(
     start: Callable[..., int],
-    count: int,
-    function: str,
-    arguments: list[Any],
+    scenarios: list[list[Any]],
     folder: str,
     seconds: float,
     variables: dict[str, str | None],
-) -> list[tuple[int, str, Any]]:
-    port = str(free_port())
+) -> list[list[tuple[int, str, Any]]]:
     running = {}
-    for rank in range(count):
-        files = [Path(folder) / f"rank{rank}.{kind}" for kind in ("err", "json")]
-        for file in files:
-            file.unlink(missing_ok=True)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
-        running[start(function, arguments, own, *files)] = (rank, files)
-    ended: list[Any] = [None] * count
+    ended: list[Any] = []
+    for number, (count, function, *arguments) in enumerate(scenarios):
+        port = str(free_port())
+        ended.append([None] * count)
+        for rank in range(count):
+            files = [Path(folder) / f"{number}.rank{rank}.{kind}" for kind in ("err", "json")]
+            for file in files:
+                file.unlink(missing_ok=True)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+            running[start(function, arguments, own, *files)] = (number, rank, files)
     end = time.monotonic() + seconds
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            rank, (err, out) = running.pop(pid)
+            number, rank, (err, out) = running.pop(pid)
             value = json.loads(out.read_text()) if out.exists() else None
             said = err.read_text(errors="replace")
-            ended[rank] = (os.waitstatus_to_exitcode(status), said, value)
+            ended[number][rank] = (os.waitstatus_to_exitcode(status), said, value)
             continue
         if time.monotonic() > end:
             for left in running:

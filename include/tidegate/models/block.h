@@ -92,9 +92,9 @@ class Backbone {
   BlockImpl& block(size_t layer) const;
 
   LMConfig config;
-  /// What the backward pass computes again instead of keeping it: "none", or "blocks", all that
-  /// blocks compute but their inputs. How a model trains, and no part of what is saved; Python has
-  /// "norms" besides.
+  /// What the backward pass computes again instead of keeping it: "none"; "norms", the results of
+  /// norms that products read, in a pass over memory each; or "blocks", all that blocks compute but
+  /// their inputs. How a model trains, and no part of what is saved.
   std::string recompute = "none";
   /// Of the residual stream, inside autocast; unset: that of the embedding.
   std::optional<torch::ScalarType> residual_dtype = std::nullopt;

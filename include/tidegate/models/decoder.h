@@ -67,6 +67,9 @@ struct DecodedToken {
 /// Throws c10::ValueError for wrong arguments, before anything changes; for states of `slots`
 /// sequences that need more memory than there is, before anything is allocated. Throws
 /// c10::OutOfMemoryError where tokens come for which there is none; the sequences are as they were.
+/// A step that fails within the model (memory for its products) leaves layers that have read a
+/// token beside others that have not: the sequences that went on have ended then. Tokens of the
+/// same call that were there before are returned, and the next step() throws.
 class Decoder {
  public:
   /// The model is in evaluation mode for as long as the decoder lives.

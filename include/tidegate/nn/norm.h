@@ -61,6 +61,8 @@ class NormImpl : public Module<NormImpl> {
  private:
   std::optional<torch::Tensor> weight_rows() const;
   const char* op_kind() const;
+  void remember(const torch::Tensor& y, const torch::Tensor& x, const torch::Tensor& gate,
+                std::string_view activation, bool gate_first) const;
 };
 
 TORCH_MODULE(Norm);

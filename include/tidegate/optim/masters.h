@@ -35,7 +35,7 @@ class MasterWeights {
   /// that they had, in fp32, on their device. Where the step makes one pass, gradients are scaled
   /// where they are, and so rounded to bf16 once more.
   torch::Tensor clip_gradients(double largest);
-  /// A step; the weights have no gradients after it.
+  /// A step; no parameter has a gradient after it, nor those that are their own masters.
   void step();
   void zero_grad();
 

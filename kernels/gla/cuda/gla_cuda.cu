@@ -133,15 +133,32 @@ __global__ void __launch_bounds__(kThreads)
     s = static_cast<const Columns*>(scan.initial)[(n * scan.heads + head) * parts + at];
   }
   const int steps = kPlace == CarryPlace::kBefore ? segments : segments - 1;
-#pragma unroll 4
-  for (int i = 0; i < steps; ++i) {
-    const int64_t index = first + (scan.adjoint ? segments - 1 - i : i);
-    Columns* const place =
-        reinterpret_cast<Columns*>(scan.states) + (index * scan.heads + head) * parts + at;
-    const float decay = scan.decays[(index * scan.heads + head) * scan.rows + row];
-    const Columns own = *place, before = s;
-    s = carried(decay, s, own);
-    *place = kPlace == CarryPlace::kBefore ? before : s;
+  // Places of several segments are read before the first is written: to the compiler they might be
+  // one another's, and a read that waits for the write before it waits for the memory every time.
+  constexpr int kAhead = 8;
+  for (int i = 0; i < steps; i += kAhead) {
+    Columns own[kAhead];
+    float decay[kAhead];
+    const auto index_of = [&](int j) {
+      const int step = i + j;
+      return (first + (scan.adjoint ? segments - 1 - step : step)) * scan.heads + head;
+    };
+    Columns* const states = reinterpret_cast<Columns*>(scan.states) + at;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (i + j < steps) {
+        own[j] = states[index_of(j) * parts];
+        decay[j] = scan.decays[index_of(j) * scan.rows + row];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (i + j < steps) {
+        const Columns before = s;
+        s = carried(decay[j], s, own[j]);
+        states[index_of(j) * parts] = kPlace == CarryPlace::kBefore ? before : s;
+      }
+    }
   }
 }
 

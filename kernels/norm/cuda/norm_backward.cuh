@@ -115,6 +115,57 @@ struct BackwardTile {
     }
   }
 
+  /// Sums over the row: of c * c and of e * c; for kLayer also of e, and of what the mean's
+  /// rounding has left in c, which first is u. Once the slot's threads have met they are done with
+  /// the row before, in whose place one more is asked for.
+  template <class Requests, class Reducer, int kSums>
+  __device__ void find_sums(const Requests& requests, Reducer& reducer, unsigned row,
+                            float per_channel, const float (&w)[kOwnColumns],
+                            float (&sums)[kSums]) {
+    if constexpr (kLayer) {
+      float sum[1] = {sum_columns(c)};
+      reducer.sum(sum);
+      requests.next(row);
+      center(columns, sum[0] * per_channel, c);
+    }
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      float g[kVec];
+      read_gradient(pack, g);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        const float own = c[pack * kVec + v], e = g[v] * w[pack * kVec + v];
+        sums[0] = fmaf(own, own, sums[0]);
+        sums[1] = fmaf(e, own, sums[1]);
+        if constexpr (kLayer) {
+          sums[2] += e;
+          sums[3] += own;
+        }
+      }
+    }
+    reducer.sum(sums);
+    if constexpr (!kLayer) {
+      requests.next(row);
+    }
+  }
+
+  /// The row's gradients from the sums over it.
+  template <int kSums>
+  __device__ void finish(unsigned row, const float (&sums)[kSums], float per_channel,
+                         const float (&w)[kOwnColumns], float (&dw)[kOwnColumns],
+                         float (&db)[kOwnColumns]) {
+    float rest = 0.0f, mean_e = 0.0f;
+    float variance = sums[0] * per_channel, mean_ec = sums[1] * per_channel;
+    if constexpr (kLayer) {
+      rest = sums[3] * per_channel;
+      mean_e = sums[2] * per_channel;
+      variance = positive_part(fmaf(-rest, rest, variance));
+      mean_ec = fmaf(-rest, mean_e, mean_ec);
+    }
+    const float scale = rsqrtf(variance + static_cast<float>(p.forward.eps));
+    store(row, rest, scale, mean_e, mean_ec * scale, w, dw, db);
+  }
+
   /// `rest` is what the mean's rounding has left in c, `scale` 1 / sigma; `mean_e` and `mean_en`
   /// are the means of e and of e * n. All but `scale` and `mean_en` are zero but for kLayer.
   __device__ void store(unsigned row, float rest, float scale, float mean_e, float mean_en,
@@ -299,22 +350,8 @@ __global__ void __maxnreg__(kBackwardRegisters<kGate>)
                          lane == 0   ? Tile::kX
                          : lane == 1 ? Tile::kDy
                                      : Tile::kOther);
-  const auto ask = [&](unsigned stage, unsigned asked) {
-    if (shape.is_bulk) {
-      if (lane < tensors && asked < shape.rows) {
-        source.copy(tile.ring, stage, asked);
-      }
-    } else {
-      if (asked < shape.rows) {
-        tile.load(stage, asked);
-      }
-      commit_copies();
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
-    ask(i, slot + i * shape.stride);
-  }
+  const RowRequests<Tile> requests{shape, tile, source, lane, tensors};
+  requests.begin(slot);
   float w[kOwnColumns] = {}, dw[kOwnColumns] = {}, db[kOwnColumns] = {};
   const int64_t of_head = slot % f.weight_heads * f.channels;
 #pragma unroll
@@ -327,45 +364,10 @@ __global__ void __maxnreg__(kBackwardRegisters<kGate>)
   for (unsigned row = slot; row < shape.rows + local; row += shape.stride) {
     tile.ring.wait(row < shape.rows);
     tile.begin();
-    if constexpr (kLayer) {
-      float sum[1] = {sum_columns(tile.c)};
-      reducer.sum(sum);
-      // The slot's threads have been here, and so are done with the row before.
-      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
-      center(columns, sum[0] * per_channel, tile.c);
-    }
-    // Of c * c and of e * c; for kLayer also of e, and of what the mean's rounding has left in c.
     float sums[kSums] = {};
-#pragma unroll
-    for (int pack = 0; pack < kPacks; ++pack) {
-      float g[kVec];
-      tile.read_gradient(pack, g);
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        const float c = tile.c[pack * kVec + v], e = g[v] * w[pack * kVec + v];
-        sums[0] = fmaf(c, c, sums[0]);
-        sums[1] = fmaf(e, c, sums[1]);
-        if constexpr (kLayer) {
-          sums[2] += e;
-          sums[3] += c;
-        }
-      }
-    }
-    reducer.sum(sums);
-    if constexpr (!kLayer) {
-      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
-    }
+    tile.find_sums(requests, reducer, row, per_channel, w, sums);
     if (row < shape.rows) {
-      float rest = 0.0f, mean_e = 0.0f;
-      float variance = sums[0] * per_channel, mean_ec = sums[1] * per_channel;
-      if constexpr (kLayer) {
-        rest = sums[3] * per_channel;
-        mean_e = sums[2] * per_channel;
-        variance = positive_part(fmaf(-rest, rest, variance));
-        mean_ec = fmaf(-rest, mean_e, mean_ec);
-      }
-      const float scale = rsqrtf(variance + static_cast<float>(f.eps));
-      tile.store(row, rest, scale, mean_e, mean_ec * scale, w, dw, db);
+      tile.finish(row, sums, per_channel, w, dw, db);
     }
     tile.ring.next_read();
   }
@@ -379,7 +381,8 @@ __global__ void __maxnreg__(kBackwardRegisters<kGate>)
 template <class Data, class Stream, Gate kGate, bool kLayer>
 struct BackwardLaunch {
   static constexpr auto* kKernel = &norm_backward_kernel<Data, Stream, kGate, kLayer>;
-  static constexpr int kBytes = BackwardTile<Data, Stream, kGate, kLayer>::Ring::kThreadBytes;
+  using Ring = typename BackwardTile<Data, Stream, kGate, kLayer>::Ring;
+  static constexpr int kBytes = Ring::kThreadBytes;
 
   RowShape shape;
   int64_t blocks = 0;
@@ -389,7 +392,8 @@ struct BackwardLaunch {
     DeviceLimits device;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
     shape = row_shape<kBackwardRegisters<kGate>>(f, kBytes, device);
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_bulk<kKernel>(f, &shape, f.x, f.gate, p.dy, p.dsum));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        find_bulk<kKernel>(Ring::kStages, f, &shape, f.x, f.gate, p.dy, p.dsum));
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         count_blocks<kKernel>(f, shape, device, kBytes * shape.threads(), &blocks));
     shape.stride = static_cast<unsigned>(blocks * shape.slots);

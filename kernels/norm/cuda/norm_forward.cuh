@@ -61,6 +61,43 @@ struct ForwardTile {
     }
   }
 
+  /// Sums over the row, of squares of u - mean, which takes the place of u, and of what the mean's
+  /// rounding has left in it. Once the slot's threads have met they are done with the row before,
+  /// in whose place one more is asked for.
+  template <class Requests, class Reducer, int kMoments>
+  __device__ void find_moments(const Requests& requests, Reducer& reducer, unsigned row,
+                               float per_channel, float (&moments)[kMoments]) {
+    if constexpr (kLayer) {
+      float sum[1] = {sum_columns(u)};
+      reducer.sum(sum);
+      requests.next(row);
+      center(columns, sum[0] * per_channel, u);
+    }
+#pragma unroll
+    for (int v = 0; v < kOwnColumns; ++v) {
+      moments[0] = fmaf(u[v], u[v], moments[0]);
+      if constexpr (kLayer) {
+        moments[1] += u[v];
+      }
+    }
+    reducer.sum(moments);
+    if constexpr (!kLayer) {
+      requests.next(row);
+    }
+  }
+
+  /// y from the sums over the row.
+  template <int kMoments>
+  __device__ void finish(unsigned row, const float (&moments)[kMoments], float per_channel,
+                         const float (&w)[kOwnColumns], const float (&b)[kOwnColumns]) {
+    float rest = 0.0f, variance = moments[0] * per_channel;
+    if constexpr (kLayer) {
+      rest = moments[1] * per_channel;
+      variance = positive_part(fmaf(-rest, rest, variance));
+    }
+    store(row, rest, rsqrtf(variance + static_cast<float>(p.eps)), w, b);
+  }
+
   /// y from u - mean, of which `rest` is left in u for kLayer, and its factor.
   __device__ void store(unsigned row, float rest, float factor, const float (&w)[kOwnColumns],
                         const float (&b)[kOwnColumns]) {
@@ -110,22 +147,8 @@ __global__ void __maxnreg__(kForwardRegisters)
                                         : p.addend,
                          shape.channels, lane == 0 ? sizeof(Stream) : sizeof(Data),
                          lane == 0 ? Tile::kX : Tile::kOther);
-  const auto ask = [&](unsigned stage, unsigned asked) {
-    if (shape.is_bulk) {
-      if (lane < tensors && asked < shape.rows) {
-        source.copy(tile.ring, stage, asked);
-      }
-    } else {
-      if (asked < shape.rows) {
-        tile.load(stage, asked);
-      }
-      commit_copies();
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
-    ask(i, slot + i * shape.stride);
-  }
+  const RowRequests<Tile> requests{shape, tile, source, lane, tensors};
+  requests.begin(slot);
   float w[kOwnColumns] = {}, b[kOwnColumns] = {};
   const int64_t of_head = slot % p.weight_heads * p.channels;
 #pragma unroll
@@ -140,32 +163,10 @@ __global__ void __maxnreg__(kForwardRegisters)
   for (unsigned row = slot; row < shape.rows + local; row += shape.stride) {
     tile.ring.wait(row < shape.rows);
     tile.combine(row, row < shape.rows);
-    if constexpr (kLayer) {
-      float sum[1] = {sum_columns(tile.u)};
-      reducer.sum(sum);
-      // The slot's threads have been here, and so are done with the row before.
-      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
-      center(columns, sum[0] * per_channel, tile.u);
-    }
-    float moments[kLayer ? 2 : 1] = {};  // of squares, and of what the mean's rounding left in u
-#pragma unroll
-    for (int v = 0; v < kOwnColumns; ++v) {
-      moments[0] = fmaf(tile.u[v], tile.u[v], moments[0]);
-      if constexpr (kLayer) {
-        moments[1] += tile.u[v];
-      }
-    }
-    reducer.sum(moments);
-    if constexpr (!kLayer) {
-      ask(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
-    }
+    float moments[kLayer ? 2 : 1] = {};
+    tile.find_moments(requests, reducer, row, per_channel, moments);
     if (row < shape.rows) {
-      float rest = 0.0f, variance = moments[0] * per_channel;
-      if constexpr (kLayer) {
-        rest = moments[1] * per_channel;
-        variance = positive_part(fmaf(-rest, rest, variance));
-      }
-      tile.store(row, rest, rsqrtf(variance + static_cast<float>(p.eps)), w, b);
+      tile.finish(row, moments, per_channel, w, b);
     }
     tile.ring.next_read();
   }
@@ -175,14 +176,16 @@ template <class Data, class Stream>
 cudaError_t NormKernels<Data, Stream>::forward(const NormParams& p, cudaStream_t stream,
                                                bool* fits) {
   return dispatch_form<Data, Stream>(p, [&]<Gate kGate, bool kLayer>() {
-    constexpr int kBytes = ForwardTile<Data, Stream, kGate, kLayer>::Ring::kThreadBytes;
+    using Ring = typename ForwardTile<Data, Stream, kGate, kLayer>::Ring;
+    constexpr int kBytes = Ring::kThreadBytes;
     constexpr auto* kKernel = &norm_forward_kernel<Data, Stream, kGate, kLayer>;
     DeviceLimits device;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
     RowShape shape = row_shape<kForwardRegisters>(p, kBytes, device);
     const int shared_bytes = kBytes * shape.threads();
     int64_t blocks = 0;
-    TIDEGATE_RETURN_IF_CUDA_ERROR(find_bulk<kKernel>(p, &shape, p.x, p.addend, p.gate));
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        find_bulk<kKernel>(Ring::kStages, p, &shape, p.x, p.addend, p.gate));
     TIDEGATE_RETURN_IF_CUDA_ERROR(count_blocks<kKernel>(p, shape, device, shared_bytes, &blocks));
     *fits = blocks > 0;
     shape.stride = static_cast<unsigned>(blocks * shape.slots);

@@ -262,6 +262,42 @@ struct RowSource {
   }
 };
 
+/// Asks for the rows of a slot: lane i of it for those of tensor i, whole, or every thread for what
+/// it reads itself.
+template <class Tile>
+struct RowRequests {
+  const RowShape& shape;
+  Tile& tile;
+  const RowSource& source;
+  unsigned lane, tensors;
+
+  __device__ void operator()(unsigned stage, unsigned row) const {
+    if (shape.is_bulk) {
+      if (lane < tensors && row < shape.rows) {
+        source.copy(tile.ring, stage, row);
+      }
+    } else {
+      if (row < shape.rows) {
+        tile.load(stage, row);
+      }
+      commit_copies();
+    }
+  }
+
+  /// For the first rows of the slot, as many as are under way while one is read.
+  __device__ void begin(unsigned slot) const {
+#pragma unroll
+    for (int i = 0; i < Tile::Ring::kStages - 1; ++i) {
+      (*this)(i, slot + i * shape.stride);
+    }
+  }
+
+  /// For the row that follows those under way while `row` is read.
+  __device__ void next(unsigned row) const {
+    (*this)(tile.ring.next_filled(), row + (Tile::Ring::kStages - 1) * shape.stride);
+  }
+};
+
 // ---- Sums over a row ----
 
 /// Of a thread's columns: two chains of additions, so that one does not wait for the other.

@@ -143,8 +143,15 @@ class Decoder:
                 f" got {samples}"
             )
         first = self.add(prompt, **options)
-        others = (self.fork(first, **{**options, "stream": stream}) for stream in range(1, samples))
-        return [first, *others]
+        slots, stream = [first], options.get("stream", 0)
+        try:
+            for i in range(1, samples):
+                slots.append(self.fork(first, **{**options, "stream": stream + i}))
+        except Exception:  # all of them, or none
+            for slot in slots:
+                self.remove(slot)
+            raise
+        return slots
 
     def fork(self, slot: int, **options: Any) -> int:
         """Another sequence that goes on from where the one in `slot` is: its slot. options: as in

@@ -54,6 +54,10 @@ class MasterWeights:
         """Moves the weights' gradients to the masters, in fp32; returns all that the optimiser
         steps, whose gradients may then be clipped."""
         pairs = [(m, w) for m, w in zip(self.masters, self.weights, strict=True)]
+        for master, weight in pairs:
+            if master.grad is not None and weight.grad is not None:  # taken before, not stepped by
+                master.grad.add_(weight.grad)
+                weight.grad = None
         given = [(m, w) for m, w in pairs if w.grad is not None]
         if given:
             wide = [torch.empty_like(m) for m, _ in given]
@@ -86,18 +90,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step of the optimiser, by the gradients that the masters or their weights have; the
-        weights have none after it."""
+        """A step of the optimiser, by the gradients that the masters or their weights have; no
+        parameter has one after it, nor those that are their own masters."""
         weights = self._weights_in_one_pass()
         if weights is not None:
             self.optimizer.step(weights=weights)
-            for weight in self.weights:
-                weight.grad = None
-            return
-        self.take_gradients()
-        self.optimizer.step()
-        if self.weights:
-            torch._foreach_copy_(self.weights, self.masters)
+        else:
+            self.take_gradients()
+            self.optimizer.step()
+            if self.weights:
+                torch._foreach_copy_(self.weights, self.masters)
+        for parameter in (*self.weights, *self.masters, *self._own):
+            parameter.grad = None
 
     def _weights_in_one_pass(self) -> dict[nn.Parameter, Tensor] | None:
         """The weights by master, where the optimiser steps both in one pass."""
