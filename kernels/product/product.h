@@ -60,6 +60,10 @@ struct FusedProductParams {
   double eps = 0;
   const void* norm_weight = nullptr;
   const void* norm_bias = nullptr;
+  // What an RMS norm without a gate divides x by, where an earlier kernel has it: sums of squares,
+  // [square_parts, 64], of 64 rows each, all of which add up to a row's. Null: those of x.
+  const float* squares = nullptr;
+  int64_t square_parts = 0;
   const void* gate = nullptr;  // [rows, inner], or null
   int64_t stride_gate = 0;
   norm::Activation gate_activation = norm::Activation::kSilu;

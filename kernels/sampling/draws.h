@@ -57,8 +57,13 @@ TIDEGATE_BOTH uint32_t key_of(float z) {
   if (!(z > -64.0f)) {
     return 0;
   }
-  const float below = ceilf(z * -0x1p26f);  // zero, in units of 2^-26: exact
-  return below < 1.0f ? 4294967295u : 0u - static_cast<uint32_t>(below);
+  const float exact = z * -0x1p26f;  // below zero, in units of 2^-26
+#ifdef __CUDA_ARCH__
+  const uint32_t below = __float2uint_ru(exact);  // the same in one conversion
+#else
+  const auto below = static_cast<uint32_t>(ceilf(exact));
+#endif
+  return below == 0 ? 4294967295u : 0u - below;
 }
 
 /// exp(z) as an integer, so that sums do not depend on their order; 2^20 of them fit.

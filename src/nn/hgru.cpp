@@ -196,9 +196,15 @@ Tensor HGRUImpl::step_checked(const Tensor& x, const Tensor& state, const Option
 Tensor HGRUImpl::residual_step_checked(NormImpl& before, const Tensor& x, const Tensor& state,
                                        const OptionalTensor& gamma) {
   if (expansion) return x + step_checked(before.forward(x), state, gamma);
-  const Parts parts = split(step_product(x, in_proj, {.norm = &before}));
   const bool gate_first = options.preset() == "paper";
   const char* const activation = gate_first ? "sigmoid" : "silu";
+  if (is_fused() && options.output_gate() && !gate_bias.defined()) {
+    const OptionalTensor turn = optional(rotation({}, 0));
+    const HgruLayer layer{in_proj, out_proj, before, gamma, turn, *norm, activation, gate_first};
+    const Tensor y = hgru_layer_token(layer, x, state);
+    if (y.defined()) return y;
+  }
+  const Parts parts = split(step_product(x, in_proj, {.norm = &before}));
   if (is_fused()) {
     const OptionalTensor theta = optional(rotation(parts, 0));
     const Tensor y =

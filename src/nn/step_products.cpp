@@ -323,9 +323,65 @@ Tensor hgru_token(const HgruToken& token, const Tensor& state) {
   return y;
 }
 
+Tensor hgru_layer_token(const HgruLayer& layer, const Tensor& x, const Tensor& state) {
+  namespace scan = kernels::scan;
+  const auto& kind = layer.norm.options.kind();
+  const Tensor weight = layer.norm.weight;
+  const auto in =
+      planned(x, layer.in_proj->weight, optional(layer.in_proj->bias), {.norm = &layer.before});
+  if (!in || kind == "none" || kind == "layer" || layer.norm.options.heads() != 1 ||
+      !is_state(state, x) || !are_like(x, {weight}) ||
+      (layer.gamma && !is_state(*layer.gamma, x)) || (layer.theta && !is_state(*layer.theta, x))) {
+    return {};
+  }
+  const int64_t width = state.size(1), channels = layer.theta ? width / 2 : width;
+  Tensor y = at::empty({x.size(0), width}, x.options());
+  Tensor squares =
+      at::empty({scan::hgru_square_parts(channels), kMostRows}, x.options().dtype(at::kFloat));
+  scan::HgruTokenProductParams params;
+  params.product = *in;
+  params.squares = squares.mutable_data_ptr<float>();
+  scan::HgruTokenParams& token = params.token;
+  token.step.layout.batch = token.step.layout.sequences = x.size(0);
+  token.step.layout.time = 1;
+  token.step.channels = channels;
+  token.step.gamma = layer.gamma ? layer.gamma->const_data_ptr() : nullptr;
+  token.step.theta = layer.theta ? layer.theta->const_data_ptr() : nullptr;
+  token.step.h0 = token.step.h_final = state.data_ptr();
+  token.norm_weight = weight.defined() ? weight.const_data_ptr() : nullptr;
+  token.gate_activation = activation_of(layer.gate_activation);
+  token.gate_first = layer.gate_first;
+  token.y = {y.data_ptr(), y.stride(0), y.stride(0), in->product.dtype};
+  token.h0_is_settled = ops::SettledStatesGuard::is_active();
+
+  auto out = planned(y, layer.out_proj->weight, optional(layer.out_proj->bias), {.residual = x});
+  if (!out) return {};
+  out->has_norm = true;
+  out->eps = layer.norm.options.eps();
+  out->squares = params.squares;
+  out->square_parts = squares.size(0);
+  Tensor mixed = at::empty({x.size(0), out->product.outer}, x.options());
+  out->product.y = mixed.data_ptr();
+  out->product.stride_y = mixed.stride(0);
+
+  const c10::DeviceGuard guard(x.device());
+  bool fits = false;
+  ops::check_launch("hgru_step", "plan", scan::hgru_token_product_fits(params, &fits));
+  if (!fits) return {};
+  ops::check_launch("hgru_step", "plan", product::fused_product_fits(*out, &fits));
+  if (!fits) return {};
+  const auto stream = ops::current_stream(x.device());
+  ops::check_launch("hgru_step", "launch", scan::hgru_token_product(params, stream));
+  ops::check_launch("step product", "launch", product::fused_product_cuda(*out, stream));
+  torch::autograd::increment_version(state);
+  return mixed;
+}
+
 #else
 
 Tensor hgru_token(const HgruToken&, const Tensor&) { return {}; }
+
+Tensor hgru_layer_token(const HgruLayer&, const Tensor&, const Tensor&) { return {}; }
 
 Tensor hgrn2_token(const Tensor&, const torch::nn::Linear&, const StepProduct&,
                    const OptionalTensor&, const Tensor&, const Hgrn2Token&) {

@@ -60,6 +60,24 @@ struct HgruToken {
 /// the state as it was, where the kernel is not made for these.
 torch::Tensor hgru_token(const HgruToken& token, const torch::Tensor& state);
 
+/// A layer of HGRN, for a step of its recurrence with the products around it.
+struct HgruLayer {
+  const torch::nn::Linear& in_proj;  // makes c, f and the gate, one behind the other
+  const torch::nn::Linear& out_proj;
+  NormImpl& before;  // of x
+  const std::optional<torch::Tensor>& gamma;
+  const std::optional<torch::Tensor>& theta;
+  NormImpl& norm;  // of the step's h, then its gate
+  const char* gate_activation;
+  bool gate_first;
+};
+
+/// residual + out_proj of the gated norm of hgru_step's h, x the residual and what goes into
+/// in_proj: two launches. Undefined, with the state as it was, where the kernels are not made for
+/// these (they are for a batch in bf16).
+torch::Tensor hgru_layer_token(const HgruLayer& layer, const torch::Tensor& x,
+                               const torch::Tensor& state);
+
 /// Whether a step of rows like x `[B, dim]` is made of step products: on CUDA in 16 bits, for as
 /// many rows as the device's kernels take, while a FewRowsGuard lives. Elsewhere norms add the
 /// residual, and libraries make the products. TIDEGATE_STEP_PRODUCTS=0 or 1 decides instead.

@@ -272,6 +272,27 @@ TEST(CudaFusedProduct, IsItsDefinition) {
   }
 }
 
+/// A reduced set for compute-sanitizer: tiny shapes, each way through the kernels once, of few rows
+/// and of a batch.
+TEST(CudaFusedProductSanitize, Tiny) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  std::vector<Case> tiny = {{2, 40, 264, "rms", "after", true, true, true, 8},
+                            {3, 33, 136, "layer", "before", false, true}};
+  if (most_rows() > 16) {
+    tiny.push_back({64, 300, 200, "weightless"});                        // x as it is
+    tiny.push_back({7, 40, 264, "rms", "after", true, true, true, 8});   // times its gate
+    tiny.push_back({33, 33, 136, "layer", "before", false, true});       // normed first
+    tiny.push_back({17, 24, 1032, "none", "none", false, false, true});  // many chunks
+    tiny.push_back({6, 13000, 72, "rms"});                               // several passes
+  }
+  for (const Case& c : tiny) {
+    SCOPED_TRACE(c.name());
+    Problem problem(c, DType::kBFloat16);
+    ASSERT_TRUE(problem.run());
+    problem.check();
+  }
+}
+
 /// The first rows of `from` become those of `to`.
 void copy_rows(const TypedSeries& from, TypedSeries* to) {
   for (int64_t r = 0; r < to->tokens(); ++r) {

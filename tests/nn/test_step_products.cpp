@@ -318,6 +318,90 @@ TEST(StepProducts, LeaveOtherHgruTokensToTheOps) {
   EXPECT_FALSE(token(64, cuda.dtype(at::kFloat)).defined());
 }
 
+// ---- HGRN's step in the product before it ----
+
+struct HgruLayerProblem {
+  static constexpr int64_t kDim = 136;
+  int64_t channels, width;
+  at::TensorOptions where, fp32;
+  std::optional<Tensor> gamma, theta, none;
+  torch::nn::Linear in_proj, out_proj;
+  Norm before, norm;
+  Tensor x, state;
+
+  HgruLayerProblem(int64_t rows, int64_t channels, bool is_complex, const char* kind, bool has_bias)
+      : channels(channels),
+        width(is_complex ? 2 * channels : channels),
+        where(at::TensorOptions(at::kCUDA).dtype(at::kBFloat16)),
+        fp32(where.dtype(at::kFloat)),
+        in_proj(torch::nn::LinearOptions(kDim, 2 * width + channels).bias(has_bias)),
+        out_proj(torch::nn::LinearOptions(width, kDim).bias(has_bias)),
+        before(NormOptions(kDim).kind(kind).device(where.device()).dtype(at::kBFloat16)),
+        norm(NormOptions(width).kind(kind).device(where.device()).dtype(at::kBFloat16)) {
+    in_proj->to(at::kCUDA, at::kBFloat16);
+    out_proj->to(at::kCUDA, at::kBFloat16);
+    for (Norm* n : {&before, &norm}) {
+      for (Tensor& p : (*n)->parameters()) p.copy_(at::randn(p.sizes(), where));
+    }
+    gamma = at::rand({channels}, fp32);
+    if (is_complex) theta = 3 * at::rand({channels}, fp32);
+    x = at::randn({rows, kDim}, where);
+    state = at::randn({rows, width}, fp32);
+  }
+
+  Tensor by_kernels(int64_t rows, Tensor own) {
+    return hgru_layer_token({in_proj, out_proj, *before, gamma, theta, *norm, "silu", false},
+                            x.narrow(0, 0, rows), own);
+  }
+  /// One op after another, rounded to `to`.
+  std::pair<Tensor, Tensor> by_ops(at::ScalarType to, Tensor own) {
+    const auto wide = [&](const std::optional<Tensor>& t) {
+      return t ? std::optional(t->to(own.scalar_type())) : t;
+    };
+    const auto normed = [&](Norm& from, const Tensor& u, const Tensor& gate) {
+      Norm same(NormOptions(u.size(1)).kind(from->options.kind()).device(where.device()).dtype(to));
+      const auto weights = from->named_parameters();
+      for (auto& item : same->named_parameters()) item.value().copy_(weights[item.key()]);
+      return same->forward_gated(u, gate, "silu", false);
+    };
+    const auto product = [&](const torch::nn::Linear& linear, const Tensor& u) {
+      return at::linear(u, linear->weight.to(to),
+                        linear->bias.defined() ? std::optional(linear->bias.to(to)) : none);
+    };
+    const Tensor all = product(in_proj, normed(before, x.to(to), {}));
+    const auto parts = all.split_with_sizes({width, channels, width}, 1);
+    const Tensor h = hgru_step(parts[0], parts[1], wide(gamma), wide(theta), own);
+    return {x.to(to) + product(out_proj, normed(norm, h, parts[2])), own};
+  }
+};
+
+TEST(StepProducts, CudaHgruLayerTokenIsItsOps) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  if (!has_clusters()) GTEST_SKIP() << "no clusters";
+  torch::manual_seed(8);
+  const torch::NoGradGuard no_grad;
+  for (const auto& [rows, channels, is_complex, kind, has_bias] :
+       {std::tuple{64, 1024, true, "rms_no_weight", false}, std::tuple{33, 80, true, "rms", true},
+        std::tuple{7, 112, false, "rms", false}, std::tuple{6, 16, false, "rms_no_weight", true}}) {
+    SCOPED_TRACE(std::to_string(rows) + "x" + std::to_string(channels));
+    HgruLayerProblem p(rows, channels, is_complex, kind, has_bias);
+    Tensor state = p.state.clone();
+    const int64_t version = state._version();
+    const Tensor y = p.by_kernels(rows, state);
+    ASSERT_TRUE(y.defined());
+    EXPECT_EQ(state._version(), version + 1) << "autograd knows that the state was overwritten";
+    const auto [exact, exact_state] = p.by_ops(at::kDouble, p.state.to(at::kDouble));
+    const auto [theirs, their_state] = p.by_ops(at::kBFloat16, p.state.clone());
+    EXPECT_LE(distance(y, exact), 1.5 * distance(theirs, exact));
+    EXPECT_LE(distance(state, exact_state), 1.5 * distance(their_state, exact_state));
+    // The first six rows have the same bits alone.
+    Tensor few = p.state.narrow(0, 0, 6).clone();
+    EXPECT_TRUE(at::equal(p.by_kernels(6, few), y.narrow(0, 0, 6)));
+    EXPECT_TRUE(at::equal(few, state.narrow(0, 0, 6)));
+    EXPECT_FALSE(p.by_kernels(5, few).defined()) << "few rows are other kernels'";
+  }
+}
+
 // ---- Steps that are made of them ----
 
 models::CausalLM made_of(const std::string& mixer, int64_t dim, at::Device device,

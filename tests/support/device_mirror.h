@@ -77,7 +77,7 @@ class DeviceMirror {
     const auto* host = static_cast<const unsigned char*>(static_cast<const void*>(pointer));
     for (const Range& range : ranges_) {
       if (host >= range.host && host < range.host + range.bytes) {
-        pointer = range.copy() + (host - range.host);
+        pointer = static_cast<T*>(static_cast<void*>(range.copy() + (host - range.host)));
         return;
       }
     }

@@ -32,7 +32,27 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
-/// Makes initialised barriers known to the other blocks, before cluster_sync().
+/// All threads of all blocks have arrived before one goes on, in two halves. What they wrote is
+/// only seen after where it was published before: cluster_sync() publishes device memory, too, and
+/// waits until what was stored there has got through, a thousand cycles where something was.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ inline void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+/// Makes what the thread wrote to its own block's shared memory known to the other blocks, before
+/// cluster_arrive().
+__device__ inline void publish_shared() {
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+}
+
+/// Makes initialised barriers known to the other blocks, before cluster_arrive().
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -87,6 +107,10 @@ __device__ inline void store_remote(unsigned address, float4 value, unsigned bar
 
 __device__ inline int cluster_rank() { return 0; }
 __device__ inline void cluster_sync() {}
+__device__ inline void cluster_arrive() {}
+__device__ inline void cluster_wait() {}
+__device__ inline void cluster_meet() {}
+__device__ inline void publish_shared() {}
 __device__ inline void publish_barriers() {}
 __device__ inline unsigned address_in_block(unsigned address, int) { return address; }
 __device__ inline void expect_bytes(unsigned, unsigned) {}

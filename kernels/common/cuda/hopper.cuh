@@ -339,6 +339,27 @@ struct Product<T, 64> {
 };
 
 template <class T>
+struct Product<T, 80> {
+  // clang-format off
+  /// d = a b + (add ? d : 0), both in shared memory.
+  template <bool kTransposed = false>
+  static __device__ __forceinline__ void shared(float (&d)[10][4], Operand a, Operand b, bool add) {
+#if TIDEGATE_HOPPER_CODE
+#define TIDEGATE_WGMMA(TYPE)                                                                     \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE " "                              \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, "  \
+      "%40, %41, p, 1, 1, 0, %43; }"                                                           \
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])  \
+      : "l"(a.bits), "l"(b.bits), "r"(int{add}), "n"(kTransposed ? 1 : 0))
+    if constexpr (std::is_same_v<T, __half>) { TIDEGATE_WGMMA("f16"); } else { TIDEGATE_WGMMA("bf16"); }
+#undef TIDEGATE_WGMMA
+#endif
+  }
+  // clang-format on
+};
+
+template <class T>
 struct Product<T, 96> {
   // clang-format off
   /// d = a b + (add ? d : 0), both in shared memory.

@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   product::RowStager<E, false> stager(p, shape, x, row_sums);
   stager.load_constants();
   prefetch_states(step, tile, at);
-  cluster_sync();  // all blocks run, and their barriers wait for bytes
+  cluster_meet();  // all blocks run, and their barriers wait for bytes
   wait_for_kernels_before();
 
   Pack<float, kVec> states[kRows][kPasses];

@@ -84,10 +84,14 @@ struct BatchOutput {
     return pack_elements(four);
   }
 
-  // So many blocks are read at once.
-  static constexpr int kAtOnce = 4;
+  /// What the blocks have left of four channels of a row, summed up in their order.
+  struct Sums {
+    float z[kVec] = {}, value[kVec] = {};  // of a GLU: its gate, its values
+    float square = 0.0f;                   // where a norm's factor scales the sums
+  };
 
-  /// Four columns of a row, of so many blocks.
+  /// Four columns of a row, of kAtOnce blocks, which are read at once.
+  template <int kAtOnce>
   __device__ void load(int row, int column, int first, float4 (&parts_of)[kAtOnce]) const {
     const unsigned from =
         parts + static_cast<unsigned>(((first_row + row) * s.part_stride + column) * 4);
@@ -97,6 +101,7 @@ struct BatchOutput {
       if (first + r < s.blocks) parts_of[r] = load_four_from(address_in_block(from, first + r));
     }
   }
+  template <int kAtOnce>
   __device__ static void add(const float4 (&parts_of)[kAtOnce], float (&total)[kVec]) {
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
@@ -106,6 +111,37 @@ struct BatchOutput {
       total[3] += parts_of[r].w;
     }
   }
+  template <int kAtOnce, bool kGlu>
+  __device__ __forceinline__ void add_blocks(int row, int column, int first, Sums& sums) const {
+    float4 gates[kAtOnce], values[kGlu ? kAtOnce : 1];
+    float part[kAtOnce] = {};
+    load(row, column, first, gates);
+    if constexpr (kGlu) load(row, column + kTile / 2, first, values);
+    if (s.scales_sums) {
+      const unsigned from = squares + static_cast<unsigned>((first_row + row) * 4);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        if (first + r < s.blocks) part[r] = load_from(address_in_block(from, first + r));
+      }
+    }
+    add(gates, sums.z);
+    if constexpr (kGlu) add(values, sums.value);
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) sums.square += part[r];
+  }
+  /// All at once where registers allow: a second round of reading takes as long as the first one.
+  __device__ __forceinline__ void gather(int row, int column, Sums& sums) const {
+    constexpr int kHalf = kMostClusterBlocks / 2;
+    if (!p.is_glu) {
+      return s.blocks <= kHalf ? add_blocks<kHalf, false>(row, column, 0, sums)
+                               : add_blocks<kMostClusterBlocks, false>(row, column, 0, sums);
+    }
+#pragma unroll 1
+    for (int first = 0; first < s.blocks; first += kHalf) {
+      add_blocks<kHalf, true>(row, column, first, sums);
+    }
+  }
+
   /// z of the sums over the blocks, rounded.
   __device__ static void finish(float factor, const E* bias, int count, float (&total)[kVec]) {
 #pragma unroll
@@ -125,30 +161,13 @@ struct BatchOutput {
         p.product.bias == nullptr ? nullptr : static_cast<const E*>(p.product.bias) + channel;
     const int column =
         p.is_glu ? at.channel / (kTile / 2) * kTile + at.channel % (kTile / 2) : at.channel;
-    // Sums over the blocks, in their order; what is read of several is on its way at once.
-    float y[kVec] = {}, value[kVec] = {}, square = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < s.blocks; first += kAtOnce) {
-      float4 gates[kAtOnce], values[kAtOnce];
-      float part[kAtOnce] = {};
-      load(at.row, column, first, gates);
-      if (p.is_glu) load(at.row, column + kTile / 2, first, values);
-      if (s.scales_sums) {
-        const unsigned from = squares + static_cast<unsigned>((first_row + at.row) * 4);
-#pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-          if (first + r < s.blocks) part[r] = load_from(address_in_block(from, first + r));
-        }
-      }
-      add(gates, y);
-      if (p.is_glu) add(values, value);
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) square += part[r];
-    }
+    Sums sums;
+    gather(at.row, column, sums);
+    float (&y)[kVec] = sums.z, (&value)[kVec] = sums.value;
     // The norm's factor, where it scales the sums instead of the rows.
     const float factor =
         s.scales_sums
-            ? rsqrtf(square / static_cast<float>(p.product.inner) + static_cast<float>(p.eps))
+            ? rsqrtf(sums.square / static_cast<float>(p.product.inner) + static_cast<float>(p.eps))
             : 1.0f;
     finish(factor, bias, count, y);
     if (p.is_glu) {
@@ -192,11 +211,12 @@ struct BatchOutput {
   }
 };
 
-/// Leaves a warp's sums of a pass where the blocks read them: [row][column].
+/// Leaves a warp's sums of a pass, of so many columns from `first` on, where the blocks read them:
+/// [row][column].
 template <int kN>
 __device__ void leave_sums(const float (&d)[kN / 8][4], const BatchShape& s, const BatchWork& work,
-                           int columns, float* parts) {
-  const int row = work.warp % 4 * 16 + work.lane / 4, first = work.group * kN;
+                           int first, int columns, float* parts) {
+  const int row = work.warp % 4 * 16 + work.lane / 4;
   float* const to = parts + row * s.part_stride + first + work.lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < kN / 8; ++j) {
@@ -205,18 +225,6 @@ __device__ void leave_sums(const float (&d)[kN / 8][4], const BatchShape& s, con
       *reinterpret_cast<float2*>(to + 8 * s.part_stride + 8 * j) = make_float2(d[j][2], d[j][3]);
     }
   }
-}
-
-/// cluster_sync() in its two halves.
-__device__ inline void cluster_arrive() {
-#if TIDEGATE_HOPPER_CODE
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void cluster_wait() {
-#if TIDEGATE_HOPPER_CODE
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
 }
 
 }  // namespace tidegate::kernels::product

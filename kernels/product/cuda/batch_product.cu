@@ -19,91 +19,13 @@
 #include "kernels/product/cuda/batch_output.cuh"
 #include "kernels/product/cuda/batch_rows.cuh"
 #include "kernels/product/cuda/batch_shape.cuh"
+#include "kernels/product/cuda/batch_tiles.cuh"
 #include "kernels/product/cuda/fused_rows.cuh"
 #include "kernels/product/cuda/fused_tiles.cuh"
 #include "kernels/product/product_cuda.h"
 
 namespace tidegate::kernels::product {
 namespace {
-
-/// A warpgroup's ring of weights: its rows of a chunk, in panels of rows of 128 bytes.
-template <class E, int kN, bool kMore>
-struct BatchRing {
-  static constexpr int kOwn = kN / 16;  // rows of a thread
-
-  const FusedProductParams& p;
-  const BatchShape& s;
-  const BatchWork& work;
-  unsigned base;  // of the ring in shared memory
-  int items;
-  int pass = 0, chunk = 0, slot = 0, asked = 0;
-  const E* rows[kOwn] = {};  // of the pass; null: none
-
-  __device__ unsigned item(int at) const {
-    return base + static_cast<unsigned>((at * kWarpgroups + work.group) * kN * kRowBytes);
-  }
-  __device__ int row(int i) const { return i * 16 + work.thread % kGroupThreads / 8; }
-
-  __device__ void find_rows() {
-    const int first = pass * kWarpgroups * kN + work.group * kN;  // of the cluster's rows of w
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int tile = (first + row(i)) / kTile, within = row(i) % kTile;
-      const int channel =
-          (work.first_tile + tile) * s.tile_channels + (p.is_glu ? within % (kTile / 2) : within);
-      const bool exists = tile < work.tiles && channel < p.product.outer;
-      const int64_t other = p.is_glu && within >= kTile / 2 ? p.product.outer : 0;
-      rows[i] = exists ? weight_row<E, kMore>(p, channel + other) : nullptr;
-    }
-  }
-
-  __device__ void ask() {
-    if (asked < items) {
-      if (chunk == 0) find_rows();
-      const int pack = work.thread % 8;
-      const int inner = (work.first_chunk + chunk) * kChunk + pack * kPack;
-      const bool exists = inner < p.product.inner;
-      const unsigned to = item(slot) + place_in_item(row(0), pack);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        // Sixteen rows further the packs are permuted alike.
-        if (rows[i] != nullptr) {
-          copy_async_or_zero(to + static_cast<unsigned>(i * 16 * kRowBytes),
-                             exists ? rows[i] + inner : rows[i], exists);
-        }
-      }
-      ++asked;
-      slot = slot + 1 == s.stages ? 0 : slot + 1;
-      if (++chunk == work.chunks) {
-        chunk = 0;
-        ++pass;
-      }
-    }
-    commit_copies();
-  }
-};
-
-/// Waits for the oldest of `stages` groups of copies.
-[[maybe_unused]] __device__ inline void wait_for_oldest(int stages) {
-  switch (stages) {
-    case 1:
-      return wait_for_copies<0>();
-    case 2:
-      return wait_for_copies<1>();
-    case 3:
-      return wait_for_copies<2>();
-    case 4:
-      return wait_for_copies<3>();
-    case 5:
-      return wait_for_copies<4>();
-    case 6:
-      return wait_for_copies<5>();
-    case 7:
-      return wait_for_copies<6>();
-    default:
-      return wait_for_copies<kMostBatchStages - 1>();
-  }
-}
 
 template <class E, int kN, With kWith>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -113,8 +35,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(128) char dynamic[];
   let_next_kernel_begin();
   const BatchWork work(s);
-  // Panels of wgmma begin at multiples of 1024 bytes.
-  char* const shared = dynamic + ((1024u - (shared_address(dynamic) & 1023u)) & 1023u);
+  char* const shared = aligned_panels(dynamic);
   char* const x = shared;
   float* const parts = reinterpret_cast<float*>(shared + s.parts_at);
   float* const exchanged = reinterpret_cast<float*>(shared + s.main_bytes);
@@ -132,15 +53,23 @@ __global__ void __launch_bounds__(kThreads, 2)
     publish_barriers();
     expect_bytes(shared_address(barrier), Stager::exchanged_bytes(p, s));
   }
-  BatchRing<E, kN, kWith == With::kMore> ring{p, s, work, shared_address(shared + s.x_bytes),
-                                              passes * work.chunks};
+  const auto weights = [&](int column) -> const E* {
+    const int tile = column / kTile, within = column % kTile;
+    const int channel =
+        (work.first_tile + tile) * s.tile_channels + (p.is_glu ? within % (kTile / 2) : within);
+    if (tile >= work.tiles || channel >= p.product.outer) return nullptr;
+    const int64_t other = p.is_glu && within >= kTile / 2 ? p.product.outer : 0;
+    return weight_row<E, kWith == With::kMore>(p, channel + other);
+  };
+  BatchRing<E, kN, decltype(weights)> ring{
+      p, s, work, weights, shared_address(shared + s.x_bytes), passes * work.chunks};
 #pragma unroll 1
   for (int i = 0; i < s.stages; ++i) ring.ask();
   char* const constants = reinterpret_cast<char*>(barrier + 2);
   const Stager stager(p, s, work, x, exchanged, constants, shared_address(barrier));
   stager.load_constants(constants);
   if (norms_before) {
-    cluster_sync();  // all blocks run, and their barriers wait for bytes
+    cluster_meet();  // all blocks run, and their barriers wait for bytes
   } else {
     __syncthreads();
   }
@@ -153,37 +82,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   hopper::fence_async_proxy();
   __syncthreads();
 
-  const unsigned x_at = shared_address(x);
   int slot = 0;
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
-    float d[kN / 8][4];
-#pragma unroll
-    for (int j = 0; j < kN / 8; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
-#pragma unroll 1
-    for (int c = 0; c < work.chunks; ++c) {
-      if (!is_all) {
-        wait_for_oldest(s.stages);
-        hopper::fence_async_proxy();
-        hopper::named_barrier_sync(1 + work.group, kGroupThreads);
-      }
-      const auto a = hopper::Operand::rows_inner(x_at + static_cast<unsigned>(c * kPanelBytes));
-      const auto b = hopper::Operand::rows_inner(ring.item(slot));
-      hopper::fence_products();
-#pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) {
-        hopper::Product<E, kN>::shared(d, a.advance(32 * k), b.advance(32 * k), true);
-      }
-      hopper::commit_products();
-      slot = slot + 1 == s.stages ? 0 : slot + 1;
-      if (!is_all) {
-        if (ring.asked < ring.items) {
-          hopper::wait_for_products<0>();
-          hopper::named_barrier_sync(1 + work.group, kGroupThreads);
-        }
-        ring.ask();
-      }
-    }
+    BatchSums<kN> d;
+    multiply_chunks(ring, shared_address(x), is_all, slot, d);
     if (pass == 0) stager.add_squares_of_copies(square);
     hopper::wait_for_products<0>();
     hopper::keep(d);
@@ -193,7 +96,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       __syncthreads();  // nobody reads x and the weights, where the sums may go
       stager.leave_squares(square);
     }
-    leave_sums<kN>(d, s, work, pass_tiles(pass) * kTile, parts);
+    leave_sums<kN>(d, s, work, work.group * kN, pass_tiles(pass) * kTile, parts);
+    publish_shared();
     cluster_arrive();
     BatchOutput<E>(p, s, work, parts, stager.squares, pass * (kColumns / kTile), pass_tiles(pass))
         .run([] { cluster_wait(); });
@@ -230,7 +134,8 @@ cudaError_t batch_product_fits(const FusedProductParams& p, bool* fits) {
   if (!*fits) return cudaSuccess;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  *fits = shape_of(p, limits).blocks > 0;
+  const BatchShape s = shape_of(p, limits);
+  *fits = s.blocks > 0 && (p.squares == nullptr || (s.scales_sums && s.copies_x));
   return cudaSuccess;
 }
 

@@ -264,10 +264,27 @@ struct BatchStager : RowReader<E, kGated> {
     });
   }
 
+  /// The block's share of the sums of row `thread` that an earlier kernel has left.
+  __device__ float given_squares() const {
+    const int parts = static_cast<int>(p.square_parts), row = work.thread;
+    const int first = parts * work.rank >> s.log_blocks,
+              end = parts * (work.rank + 1) >> s.log_blocks;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int part = first; part < end && row < kBatchRows; ++part) {
+      sum += p.squares[part * kBatchRows + row];
+    }
+    return sum;
+  }
+
   /// Afterwards copies may be under way, and other threads' panels too. Squares: as leave_squares()
   /// takes them.
   __device__ void run(float (&square)[kOwn]) const {
-    if (s.copies_x) return copy();
+    if (s.copies_x) {
+      copy();
+      if (p.squares != nullptr) square[0] = given_squares();
+      return;
+    }
     if (s.scales_sums) {
       return stage(square,
                    [&](int chunk, Row raw, Row logits) { return weighed(chunk, raw, logits); });
@@ -283,7 +300,7 @@ struct BatchStager : RowReader<E, kGated> {
   /// Where a factor is applied to the sums: the block's part of each row's squares, which others
   /// read once the blocks have met.
   __device__ void add_squares_of_copies(float (&square)[kOwn]) const {
-    if (!s.scales_sums || !s.copies_x) return;
+    if (!s.scales_sums || !s.copies_x || p.squares != nullptr) return;
 #pragma unroll kInFlight
     for (int chunk = 0; chunk < work.chunks; ++chunk) {
 #pragma unroll
@@ -298,6 +315,10 @@ struct BatchStager : RowReader<E, kGated> {
   }
   __device__ void leave_squares(float (&square)[kOwn]) const {
     if (!s.scales_sums) return;
+    if (p.squares != nullptr) {
+      if (work.thread < kBatchRows) squares[work.thread] = square[0];
+      return;
+    }
     const float mine = summed(square);
     if (work.lane % 4 == 0) squares[first_row + work.lane / 4 % 2] = mine;
   }

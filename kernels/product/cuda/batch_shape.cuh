@@ -49,26 +49,15 @@ struct BatchShape {
   int most_tiles() const { return static_cast<int>(ceil_div(tiles, clusters)); }
 };
 
-inline BatchShape shape_of(const FusedProductParams& p, int blocks, const DeviceLimits& limits) {
-  BatchShape s;
-  s.blocks = blocks;
-  while (1 << s.log_blocks < blocks) ++s.log_blocks;
-  s.tile_channels = p.is_glu ? kTile / 2 : kTile;
-  s.tiles = static_cast<int>(ceil_div(p.product.outer, int64_t{s.tile_channels}));
-  s.chunks = static_cast<int>(ceil_div(p.product.inner, int64_t{kChunk}));
-  const int at_once = std::max(1, limits.multiprocessors / blocks);
-  const int each = static_cast<int>(ceil_div(s.tiles, at_once));
-  s.clusters = static_cast<int>(ceil_div(s.tiles, each));
-  s.least_tiles = s.tiles / s.clusters;
-  s.own_chunks = static_cast<int>(ceil_div(s.chunks, blocks));
-  s.columns = 96;
-  for (const int columns : {48, 32}) {
-    if (kWarpgroups * columns >= each * kTile) s.columns = columns;
-  }
+/// Where the parts of a block lie in shared memory, and how much of its weights is under way at
+/// once, of clusters that have so many columns at most.
+inline void lay_out(const FusedProductParams& p, int columns, const DeviceLimits& limits,
+                    BatchShape* shape) {
+  BatchShape& s = *shape;
   const int item = kWarpgroups * s.columns * kRowBytes;
-  s.passes = static_cast<int>(ceil_div(each * kTile, kWarpgroups * s.columns));
+  s.passes = static_cast<int>(ceil_div(columns, kWarpgroups * s.columns));
   s.x_bytes = s.own_chunks * kPanelBytes;
-  s.part_stride = std::min(each * kTile, kWarpgroups * s.columns) + 4;
+  s.part_stride = std::min(columns, kWarpgroups * s.columns) + 4;
   s.parts_bytes = kBatchRows * s.part_stride * 4;
   const int other = s.shared_bytes() + s.x_bytes + (s.passes > 1 ? s.parts_bytes : 0);
   const int items = s.passes * s.own_chunks;
@@ -86,6 +75,25 @@ inline BatchShape shape_of(const FusedProductParams& p, int blocks, const Device
   s.scales_sums = p.has_norm && p.norm_kind == norm::NormKind::kRms && p.norm_bias == nullptr &&
                   !(p.gate != nullptr && p.gate_first) && p.product.dtype == DType::kBFloat16;
   s.copies_x = !p.has_norm || (s.scales_sums && p.gate == nullptr && p.norm_weight == nullptr);
+}
+
+inline BatchShape shape_of(const FusedProductParams& p, int blocks, const DeviceLimits& limits) {
+  BatchShape s;
+  s.blocks = blocks;
+  while (1 << s.log_blocks < blocks) ++s.log_blocks;
+  s.tile_channels = p.is_glu ? kTile / 2 : kTile;
+  s.tiles = static_cast<int>(ceil_div(p.product.outer, int64_t{s.tile_channels}));
+  s.chunks = static_cast<int>(ceil_div(p.product.inner, int64_t{kChunk}));
+  const int at_once = std::max(1, limits.multiprocessors / blocks);
+  const int each = static_cast<int>(ceil_div(s.tiles, at_once));
+  s.clusters = static_cast<int>(ceil_div(s.tiles, each));
+  s.least_tiles = s.tiles / s.clusters;
+  s.own_chunks = static_cast<int>(ceil_div(s.chunks, blocks));
+  s.columns = 96;
+  for (const int columns : {48, 32}) {
+    if (kWarpgroups * columns >= each * kTile) s.columns = columns;
+  }
+  lay_out(p, each * kTile, limits, &s);
   const auto in_fours = [](const void* data, int64_t stride) {
     return is_aligned(data, 8) && stride % 4 == 0;
   };

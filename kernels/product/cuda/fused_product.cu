@@ -192,7 +192,8 @@ cudaError_t fused_product_fits(const FusedProductParams& p, bool* fits) {
           f.inner % kPack == 0 && f.inner <= INT32_MAX / 2 && f.outer >= 1 &&
           f.outer <= INT32_MAX && is_in_packs(f.x, f.stride_x) && is_in_packs(f.w, f.stride_w) &&
           (p.gate == nullptr || is_in_packs(p.gate, p.stride_gate)) &&
-          is_aligned(p.norm_weight, 16) && is_aligned(p.norm_bias, 16);
+          is_aligned(p.norm_weight, 16) && is_aligned(p.norm_bias, 16) &&
+          (p.squares == nullptr || f.rows > kFewFusedRows);
   for (const FusedProductParams::More& more : p.more) {
     const bool is_apart =
         !p.is_glu && f.bias == nullptr && p.gate == nullptr && is_in_packs(more.w, more.stride_w);
@@ -201,7 +202,7 @@ cudaError_t fused_product_fits(const FusedProductParams& p, bool* fits) {
   if (!*fits) return cudaSuccess;
   if (f.rows > kFewFusedRows) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(batch_product_fits(p, fits));
-    if (*fits || f.rows > kPortableFusedRows) return cudaSuccess;
+    if (*fits || f.rows > kPortableFusedRows || p.squares != nullptr) return cudaSuccess;
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));

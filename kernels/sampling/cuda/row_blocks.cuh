@@ -65,9 +65,11 @@ struct RowBlocks {
   /// The first of the row's tokens that this thread takes.
   __device__ int64_t first() const { return static_cast<int64_t>(rank) * kThreads + threadIdx.x; }
 
+  /// What they wrote to their shared memory is seen after.
   __device__ void sync() const {
     if constexpr (kBlocks > 1) {
-      cluster_sync();
+      publish_shared();
+      cluster_meet();
     } else {
       __syncthreads();
     }

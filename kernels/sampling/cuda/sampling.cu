@@ -91,7 +91,7 @@ __device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks
   const OwnTokens<kBlocks> own(blocks, row.vocab);
   const bool aligned = row.is_aligned();
   Best<Real> best{lowest<Real>(), min(4 * own.first, row.vocab - 1)};
-#pragma unroll 2
+#pragma unroll 4
   for (int g = 0; g < own.groups; ++g) {
     Real four[4];
     row.load(own.group(g), aligned, four);
@@ -177,6 +177,7 @@ __device__ void cut_digits(const unsigned long long* weights, bool is_first, Tar
   }
   const unsigned have = __ballot_sync(~0u, kept >= 0);
   const int last = have == 0 ? 0 : 31 - __clz(static_cast<int>(have));
+  __syncwarp();  // everyone has read the cut before
   if (lane == last) {
     *cut = {have == 0 ? 0u : static_cast<uint32_t>(kept), have == 0 ? cut->above : kept_above,
             most};
@@ -358,20 +359,32 @@ __device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t to
   for (int g = 0; g < z.own.groups; ++g) {
     const float bar = warp_max(best.score);
     const int64_t group = z.own.group(g);
-    bool is_known = false;
-    Philox4 words = {};
+    // Which of the four may win is found out first, so that a warp makes random words once a group.
+    float number[4];
+    bool may_win[4], any = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      number[i] = z.get(4 * g + i);
+      may_win[i] = number[i] > lowest<float>() && !(number[i] + kLargestGumbel < bar) &&
+                   key_of(number[i]) >= least;
+      any = any || may_win[i];
+    }
+    if (!any) continue;
+    const Philox4 words = words_of(seed, stream, drawn, group);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      may_win[i] = may_win[i] && !(number[i] + above_gumbel(words.word[i]) < bar);
+    }
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
-      const float number = z.get(4 * g + i);
-      if (!(number > lowest<float>()) || number + kLargestGumbel < bar || key_of(number) < least) {
-        continue;
-      }
-      if (!is_known) words = words_of(seed, stream, drawn, group);
-      is_known = true;
+      // Registers have no index.
+      const bool may =
+          i < 2 ? (i == 0 ? may_win[0] : may_win[1]) : (i == 2 ? may_win[2] : may_win[3]);
+      if (!may) continue;
+      const float own = i < 2 ? (i == 0 ? number[0] : number[1]) : (i == 2 ? number[2] : number[3]);
       const uint32_t word = i < 2 ? (i == 0 ? words.word[0] : words.word[1])
                                   : (i == 2 ? words.word[2] : words.word[3]);
-      if (number + above_gumbel(word) < bar) continue;
-      best = better(best, Best<float>{number + gumbel(word), 4 * group + i});
+      best = better(best, Best<float>{own + gumbel(word), 4 * group + i});
     }
   }
   return row_best(blocks, best).token;

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   // Everyone has read the counts.
   if constexpr (kBlocks > 1) {
-    cluster_sync();
+    cluster_meet();
   } else {
     __syncthreads();
   }

@@ -75,6 +75,28 @@ __device__ __forceinline__ void copy_states(const GlaParams& p, const TokenStepP
   commit_copies();
 }
 
+/// Begins to bring the states of two later blocks into the second-level cache, which read them when
+/// a multiprocessor has room: of as many blocks as it has room for at once (`wave`) the first half
+/// does so for as many again.
+__device__ __forceinline__ void prefetch_later_states(const GlaParams& p, int column_tiles,
+                                                      int wave) {
+  using T = TokenStepTile;
+  const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const int after = 2 * static_cast<int>(blockIdx.x) + i, block = wave + after;
+    if (after >= wave || block >= static_cast<int>(gridDim.x)) return;
+    const int pair = block / column_tiles;
+    const float* const corner = static_cast<const float*>(p.h0) +
+                                static_cast<int64_t>(pair) * key_dim * value_dim +
+                                (block - pair * column_tiles) * T::kColumns;
+#pragma unroll 1
+    for (int row = threadIdx.x; row < key_dim; row += T::kThreads) {
+      prefetch_line(corner + row * value_dim);
+    }
+  }
+}
+
 /// One channel of the token, as it lies in memory.
 template <class E, class Gate, GateKind kKind>
 struct TokenChannel {
@@ -192,7 +214,7 @@ __device__ __forceinline__ void write_token(
 template <class E, class Gate, GateKind kKind>
 __global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
     token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
-                      const bool h0_is_settled, const bool prefetches) {
+                      const bool h0_is_settled, const bool prefetches, const int wave) {
   using T = TokenStepTile;
   extern __shared__ __align__(16) float token[];
   __shared__ __align__(16) float sums[T::kWarps][T::kColumns];
@@ -212,7 +234,10 @@ __global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kL
     wait_for_kernels_before();
   }
   copy_states(p, at, at.first_row, states);
-  if (h0_is_settled) wait_for_kernels_before();
+  if (h0_is_settled) {
+    if (wave > 0) prefetch_later_states(p, column_tiles, wave);
+    wait_for_kernels_before();
+  }
 
   Pack<E, T::kVec> raw_value = {};
   if (at.exists) {
@@ -264,15 +289,16 @@ cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream
   const int64_t padded = ceil_div(p.key_dim, int64_t{T::kRows}) * T::kRows;
   // Of many blocks' states, the memory is busy anyway.
   const bool prefetches = p.h0 != nullptr && blocks <= 2 * int64_t{limits.multiprocessors};
-  int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float));
+  int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float)), wave = 0;
   if (limits.major >= 9 && blocks > T::kBlocksAtOnce * int64_t{limits.multiprocessors}) {
+    if (p.h0 != nullptr) wave = T::kBlocksAtOnce * int64_t{limits.multiprocessors};
     constexpr int kOfDriver = 1024, kSpare = 128;
     const int64_t share = limits.shared_bytes / T::kBlocksAtOnce;
     bytes = std::max(bytes, (share - kOfDriver - kSpare - T::kStaticBytes) / 16 * 16);
   }
   return launch_in_chain<&token_step_kernel<E, Gate, kKind>>(
       dim3(static_cast<unsigned>(blocks)), dim3(T::kThreads), static_cast<int>(bytes), stream, p,
-      static_cast<int>(tiles), h0_is_settled, prefetches);
+      static_cast<int>(tiles), h0_is_settled, prefetches, static_cast<int>(wave));
 }
 
 inline cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {

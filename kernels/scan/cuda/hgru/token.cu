@@ -5,13 +5,13 @@
 // What no kernel writes, and the turns of the state by exp(i theta), are there before the kernel
 // before has ended.
 
-#include "kernels/common/cuda/gates.cuh"
 #include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/precise.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/norm/cuda/row_tile.cuh"
+#include "kernels/scan/cuda/hgru/token_channel.cuh"
 #include "kernels/scan/hgru_token_cuda.h"
 
 namespace tidegate::kernels::scan {
@@ -19,8 +19,6 @@ namespace {
 
 constexpr int kVec = 4;  // channels of a thread
 constexpr int kMostThreads = 1024;
-
-using Math = GateMath<float, true>;
 
 /// The sum over the block, for every thread; `sums` by turns.
 __device__ float block_sum(float mine, float* sums) {
@@ -115,23 +113,20 @@ struct HgruToken {
   __device__ __forceinline__ void step() {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
-      const Sigmoids<float> s = sigmoids<Math>(f.get(v));
-      const float lambda = forget_gate(gamma.get(v), s), enters = (1.0f - gamma.get(v)) * s.neg;
-      float turned[kParts];
-      turned[0] = state[0].get(v);
-      if constexpr (kComplex) {
-        const float re = state[0].get(v), im = state[1].get(v);
-        turned[0] = fmaf(cosine[v], re, -(sine[v] * im));
-        turned[1] = fmaf(cosine[v], im, sine[v] * re);
-      }
+      float before[kParts], in[kParts], after[kParts];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        const float x = c[part].get(v);
-        const float in = p.step.activation == Activation::kSilu ? x * sigmoids<Math>(x).pos : x;
-        h[part][v] = fmaf(lambda, turned[part], enters * in);
+        before[part] = state[part].get(v);
+        in[part] = c[part].get(v);
+      }
+      step_channel(p.step.activation, f.get(v), gamma.get(v), cosine[v], sine[v], before, in,
+                   after);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        h[part][v] = after[part];
         u[part][v] = widen(narrow<E>(h[part][v]));
         if (p.gate.data != nullptr && p.gate_first) {
-          u[part][v] *= norm::activated<Math>(p.gate_activation, gate[part].get(v));
+          u[part][v] *= norm::activated<TokenMath>(p.gate_activation, gate[part].get(v));
         }
       }
     }
@@ -178,7 +173,7 @@ struct HgruToken {
         y[v] = fmaf(u[part][v] * factor, p.norm_weight != nullptr ? weight[part].get(v) : 1.0f,
                     p.norm_bias != nullptr ? bias[part].get(v) : 0.0f);
         if (p.gate.data != nullptr && !p.gate_first) {
-          y[v] *= norm::activated<Math>(p.gate_activation, gate[part].get(v));
+          y[v] *= norm::activated<TokenMath>(p.gate_activation, gate[part].get(v));
         }
       }
       *reinterpret_cast<typename Pack<E, kVec>::Bits*>(
