@@ -265,7 +265,7 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
   // Logits of 16 bits differ by more than the second digit does: the others are rarely needed.
   constexpr int kRangeShift = 16;
   uint32_t prefix = 0, mask = 0;
-  const bool are_many = z.own.count() * (kThreads / kCopies) > kMostOfCopy;
+  const bool are_many = z.own.count() * (kThreads / kCopies) >= kMostOfCopy;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
     __syncthreads();
