@@ -143,12 +143,6 @@ TensorTuple<2> Hgru::meta() const {
 TensorTuple<2> Hgru::kernel() const {
   auto results = meta();
   check_hgru_values(*this);
-  if (scans_in_float32(c, f, {c, f})) {
-    const at::Tensor wide = c.to(at::kFloat);
-    auto found = Hgru{wide, f, gamma, theta, h0, activation, reverse, cu_seqlens}.kernel();
-    std::get<0>(found) = std::get<0>(found).to(c.scalar_type());
-    return found;
-  }
   KernelInputs read(c);
   run_scan(kOpName<Hgru>, hgru_params(*this, &read), std::get<0>(results), std::get<1>(results));
   return results;
@@ -169,14 +163,6 @@ TensorTuple<5> HgruBackward::kernel() const {
   const c10::SymInt sequences = check_hgru(*this);
   check_scan_gradients({kOp, "c", c}, h, dh, dh_final, is_given(theta), sequences);
   check_hgru_values(*this);
-  if (scans_in_float32(c, f, {c, f, h, dh})) {
-    const at::Tensor wide[] = {dh.to(at::kFloat), c.to(at::kFloat), h.to(at::kFloat)};
-    auto found = HgruBackward{wide[0], dh_final, wide[1],    f,       wide[2],   gamma,
-                              theta,   h0,       activation, reverse, cu_seqlens}
-                     .kernel();
-    std::get<0>(found) = std::get<0>(found).to(c.scalar_type());
-    return found;
-  }
   const at::ScalarType wide = state_dtype(c.scalar_type());
   const at::Tensor dc = new_like(c), df = new_like(f, gate_dtype(f, c.scalar_type())),
                    dh0 = new_state(c, {sequences, c.sym_size(2)});

@@ -142,12 +142,6 @@ TensorTuple<2> LinearScan::meta() const {
 TensorTuple<2> LinearScan::kernel() const {
   auto results = meta();
   check_cu_seqlens_values({kOpName<LinearScan>, "x", x}, cu_seqlens);
-  if (scans_in_float32(x, a, {x, a})) {
-    const at::Tensor wide = x.to(at::kFloat);
-    auto found = LinearScan{wide, a, h0, reverse, cu_seqlens}.kernel();
-    std::get<0>(found) = std::get<0>(found).to(x.scalar_type());
-    return found;
-  }
   run_linear_scan(kOpName<LinearScan>, *this, std::get<0>(results), std::get<1>(results));
   return results;
 }
@@ -166,12 +160,6 @@ TensorTuple<3> LinearScanBackward::kernel() const {
   const c10::SymInt sequences = check_linear_scan(data, *this);
   check_scan_gradients(data, h, dh, dh_final, /*complex=*/false, sequences);
   check_cu_seqlens_values(data, cu_seqlens);
-  if (scans_in_float32(h, a, {h, a, dh})) {
-    const at::Tensor wide_dh = dh.to(at::kFloat), wide_h = h.to(at::kFloat);
-    auto found = LinearScanBackward{wide_dh, dh_final, a, wide_h, h0, reverse, cu_seqlens}.kernel();
-    std::get<0>(found) = std::get<0>(found).to(h.scalar_type());
-    return found;
-  }
   const at::Tensor dx = new_like(h), dh0 = new_state(h, {sequences, h.sym_size(2)});
   KernelInputs read(h);
   kernels::scan::LinearScanBackwardParams params;

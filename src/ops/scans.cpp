@@ -3,8 +3,6 @@
 #include <c10/core/SymBool.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <string>
 
 namespace tidegate::ops {
@@ -40,24 +38,6 @@ void check_scan_gradients(const Reference& data, const at::Tensor& h, const at::
   check_like(data, "dh", dh);
   check_state(data, "dh_final", dh_final, complex ? "[N, 2D]" : "[N, D]",
               {sequences, data.tensor.sym_size(2)});
-}
-
-bool scans_in_float32(const at::Tensor& data, const at::Tensor& gate,
-                      std::initializer_list<at::Tensor> rows) {
-  if (gate.scalar_type() == data.scalar_type() || !data.is_cuda() || data.element_size() != 2) {
-    return false;
-  }
-  // A copy that in_rows makes is aligned if D is even; to ask for more than that does no harm.
-  const auto in_packs = [](const at::Tensor& tensor) {
-    bool even =
-        tensor.size(-1) % 2 == 0 &&
-        reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % (2 * tensor.element_size()) == 0;
-    for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
-      even &= tensor.size(i) <= 1 || tensor.stride(i) % 2 == 0;
-    }
-    return even;
-  };
-  return !std::all_of(rows.begin(), rows.end(), in_packs);
 }
 
 }  // namespace tidegate::ops

@@ -5,8 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
-
 #include "src/ops/checks.h"
 #include "src/ops/kernel_sets.h"
 #include "src/ops/results.h"
@@ -28,13 +26,6 @@ c10::SymInt check_scan_states(const Reference& data, const OptionalTensor& cu_se
 void check_scan_gradients(const Reference& data, const at::Tensor& h, const at::Tensor& dh,
                           const OptionalTensor& dh_final, bool complex,
                           const c10::SymInt& sequences);
-
-/// Whether a scan of 16-bit `data` beside a float32 gate is computed in float32 altogether: on
-/// CUDA, where rows are not a multiple of two elements apart. Few mix these types at odd widths;
-/// kernels of their own for them were a third of what hgru's took to compile. `rows`: all tensors
-/// with a time axis.
-bool scans_in_float32(const at::Tensor& data, const at::Tensor& gate,
-                      std::initializer_list<at::Tensor> rows);
 
 /// Runs the forward kernel: it writes `h` [B, T, ..] and `h_final` [N, ..], which may be the
 /// params' h0 when T = 1.

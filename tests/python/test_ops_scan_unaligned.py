@@ -26,7 +26,6 @@ KINDS = [
     ScanCase("lru_scan", dtype=torch.bfloat16),
     ScanCase("lru_scan", dtype=torch.float16, theta=True),
 ]
-# On a GPU computed in float32 where a pack is not aligned.
 FLOAT32_GATES = [
     ScanCase("hgru", dtype=torch.float16, gate_dtype=torch.float32),
     ScanCase("hgru", dtype=torch.bfloat16, gate_dtype=torch.float32, theta=True),

@@ -204,12 +204,9 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
 ///   Op<Rowed, kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a
 ///                              regime; its elements are Rowed<T>, Aligned or Unaligned
 ///   kVec                       the pack that makes four bytes
-///   kTakesUnaligned            false where it has no kernels for rows that begin anywhere
 ///   tensors(params)            those with a time axis
 template <class Recurrence, class Params>
 struct ScanRecurrence {
-  static constexpr bool kTakesUnaligned = true;
-
   /// The Op of the sequential scan. (A template, since Recurrence is not yet complete here.)
   template <class Of = Recurrence>
   using SequentialOp = typename Of::template Op<Aligned, 1, Regime::kSeveralBlocksPerSm>;
@@ -271,17 +268,13 @@ struct ScanRecurrence {
 
  private:
   /// Calls `visit` with what the plan says of the rows as a template argument. Packs of one are
-  /// always aligned. Double precision, which the sequential scan takes, has no other kernels. What
-  /// has none for unaligned rows, 16-bit data beside float32 gates, does not come with such: the
-  /// ops compute in float32 then (src/ops/scans.h, scans_in_float32).
+  /// always aligned. Double precision, which the sequential scan takes, has no other kernels.
   template <class Visit>
   static cudaError_t with_rows(const ScanPlan& plan, Visit visit) {
     if constexpr (sizeof(typename SequentialOp<>::Real) == 8) {
       return cudaErrorInvalidValue;
     } else if constexpr (Recurrence::kVec == 1) {
       return visit.template operator()<Aligned>();
-    } else if constexpr (!Recurrence::kTakesUnaligned) {
-      return plan.unaligned_rows ? cudaErrorInvalidValue : visit.template operator()<Aligned>();
     } else {
       return plan.unaligned_rows ? visit.template operator()<Unaligned>()
                                  : visit.template operator()<Aligned>();

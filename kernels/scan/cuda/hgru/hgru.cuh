@@ -256,7 +256,6 @@ struct HgruChoice {
     using Op =
         HgruForward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, hgru_regime<kComplex>(kRegime)>;
     static constexpr int kVec = HgruChoice::kVec;
-    static constexpr bool kTakesUnaligned = sizeof(Gate) == sizeof(Data);
     static auto tensors(const HgruParams& p) { return std::array{&p.c, &p.f, &p.h}; }
   };
   template <class Gate, bool kComplex>
@@ -265,7 +264,6 @@ struct HgruChoice {
     using Op =
         HgruBackward<Rowed<Data>, Rowed<Gate>, kComplex, kPack, hgru_regime<kComplex>(kRegime)>;
     static constexpr int kVec = HgruChoice::kVec;
-    static constexpr bool kTakesUnaligned = sizeof(Gate) == sizeof(Data);
     static auto tensors(const HgruBackwardParams& p) {
       return std::array{&p.forward.c, &p.forward.f, &p.forward.h, &p.dh, &p.dc, &p.df};
     }

@@ -240,7 +240,6 @@ struct LinearScanChoice {
     template <template <class> class Rowed, int kPack, Regime kRegime>
     using Op = LinearScanForward<Rowed<Data>, Rowed<Gate>, kPack, kRegime>;
     static constexpr int kVec = LinearScanChoice::kVec;
-    static constexpr bool kTakesUnaligned = sizeof(Gate) == sizeof(Data);
     static auto tensors(const LinearScanParams& p) { return std::array{&p.x, &p.a, &p.h}; }
   };
   template <class Gate, bool kConstant>
@@ -249,7 +248,6 @@ struct LinearScanChoice {
     using Op = LinearScanBackward<Rowed<Data>, Rowed<Gate>, kConstant, kPack,
                                   with_one_single_block(kRegime)>;
     static constexpr int kVec = LinearScanChoice::kVec;
-    static constexpr bool kTakesUnaligned = sizeof(Gate) == sizeof(Data);
     static auto tensors(const LinearScanBackwardParams& p) {
       return std::array{&p.forward.a, &p.forward.h, &p.dh, &p.dx, &p.da};
     }
