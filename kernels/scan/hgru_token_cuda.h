@@ -35,11 +35,12 @@ bool hgru_token_fits(const HgruTokenParams& params);
 /// kernels right before write.
 [[nodiscard]] cudaError_t hgru_token_cuda(const HgruTokenParams& params, cudaStream_t stream);
 
-/// The same with the product before it, for a batch: `product` is that of c, f and the gate, one
-/// behind the other, with the norm in front, but no y; `token` has a gate after an RMS norm, and
-/// neither c, f nor the gate's numbers. y is h times the norm's weight and its gate, not yet
-/// divided by what the norm divides by: for that, `squares` gets sums over channels of h's squares,
-/// as product::FusedProductParams has them: 64 rows for each of `hgru_square_parts` parts.
+/// HGRN's step and, in the same kernel, the product before it, for a batch: `product` makes c, f
+/// and the gate, one behind the other, with the norm in front, but no y; `token` has a gate after
+/// an RMS norm, and neither c, f nor the gate's numbers. y is h times the norm's weight and its
+/// gate, not yet divided by what the norm divides by: for that, `squares` gets sums over channels
+/// of h's squares, as product::FusedProductParams has them: 64 rows for each of `hgru_square_parts`
+/// parts.
 struct HgruTokenProductParams {
   product::FusedProductParams product;
   HgruTokenParams token;

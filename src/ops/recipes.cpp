@@ -20,8 +20,8 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// Of one tensor: what is shared by all that need it again. It holds no input: who keeps it saves
-/// them beside it, so that they are let go with everything else of a node.
+/// How to compute one tensor again, shared by all nodes that need it. It holds no inputs: each node
+/// saves those beside it, so that they are freed with the rest of the node.
 class Recipe {
  public:
   explicit Recipe(MakeAgain make) : make_(std::move(make)) {}

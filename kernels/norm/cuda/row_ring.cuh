@@ -300,7 +300,7 @@ struct RowRequests {
 
 // ---- Sums over a row ----
 
-/// Of a thread's columns: two chains of additions, so that one does not wait for the other.
+/// The sum of a thread's columns, by two chains of additions that do not wait for each other.
 __device__ inline float sum_columns(const float (&x)[kOwnColumns]) {
   float even = x[0], odd = x[1];
 #pragma unroll

@@ -62,7 +62,7 @@ BatchShape shape_of(const HgruTokenProductParams& params, int blocks, const Devi
   s.own_chunks = static_cast<int>(ceil_div(s.chunks, blocks));
   s.columns = kinds(params.token.step.theta != nullptr) * kTile;
   product::lay_out(p, s.columns, limits, &s);
-  // Of the block's chunks each warpgroup has every second one.
+  // The warpgroups take the block's chunks in turns, so each has a ring for half of them.
   s.stages = static_cast<int>(
       std::min<int64_t>(ceil_div(s.own_chunks, product::kWarpgroups), product::kMostBatchStages));
   s.ring_bytes = s.stages * product::kWarpgroups * s.columns * product::kRowBytes;
