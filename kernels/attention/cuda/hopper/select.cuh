@@ -77,11 +77,20 @@ inline bool copies_inputs(const ForgettingAttentionParams& p) {
 /// near fp32's end.
 inline constexpr double kLeastScale = 1e-20;
 
+/// Whether every sequence of a forward pass is one tile of the portable kernel, which is faster then
+/// (docs/lab/attention.md). Up to a head dimension of 64 that has 128 queries and 128 keys, where
+/// the Hopper kernel's has 192 and 96: a third of its math warpgroups would be without queries, and
+/// the others would go through two tiles of keys. Up to 64 queries, all but one would be in either.
+inline bool is_one_portable_tile(const ForgettingAttentionParams& p) {
+  return p.head_dim <= 64 && p.layout.offsets == nullptr && p.layout.time > 64 &&
+         p.layout.time <= 128 && p.key_layout.time <= 128;
+}
+
 /// Whether a forward pass takes the Hopper kernel, where the device can. The portable ones keep
-/// heads of up to 32, for which half of the smallest tile would be padding, scales of at
-/// most kLeastScale, and tensors that the copy engine does not take.
+/// heads of up to 32, for which half of the smallest tile would be padding, sequences that are one
+/// of their tiles, scales of at most kLeastScale, and tensors that the copy engine does not take.
 inline bool hopper_forward_takes(const ForgettingAttentionParams& p) {
-  return p.head_dim > 32 && p.scale > kLeastScale && copies_inputs(p);
+  return p.head_dim > 32 && !is_one_portable_tile(p) && p.scale > kLeastScale && copies_inputs(p);
 }
 
 /// Whether a backward pass takes the Hopper kernels, where the device can. The portable ones keep:
