@@ -381,6 +381,34 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
   }
 }
 
+// On Hopper, sequences that are one tile of the portable forward kernel take that.
+TEST(AttentionCudaPlan, OnePortableTile) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  constexpr int kHopper = 2;  // ForgettingAttentionPlan::tile
+  const auto tile = [](int64_t time, int64_t head_dim, int64_t keys) {
+    kernels::attention::ForgettingAttentionParams p;
+    p.layout = {.batch = 3, .time = time, .sequences = 3};
+    p.key_layout = {.batch = 3, .time = keys, .sequences = 3};
+    p.heads = p.key_heads = 2;
+    p.head_dim = head_dim;
+    p.channels = 2 * head_dim;
+    for (kernels::HeadSeries* t : {&p.q, &p.k, &p.v, &p.o}) {
+      *t = {nullptr, keys * p.channels, p.channels, head_dim, DType::kBFloat16};
+    }
+    kernels::attention::ForgettingAttentionPlan plan;
+    EXPECT_EQ(kernels::attention::forgetting_attention_forward_plan(p, &plan), cudaSuccess);
+    return plan.tile;
+  };
+  if (tile(129, 64, 129) != kHopper) GTEST_SKIP() << "this device has the portable kernels only";
+  for (const int64_t time : {65, 99, 128}) {
+    EXPECT_NE(tile(time, 64, 128), kHopper) << time;
+    EXPECT_EQ(tile(time, 72, 128), kHopper) << time;
+    EXPECT_EQ(tile(time, 64, 129), kHopper) << time;
+  }
+  EXPECT_NE(tile(99, 48, 99), kHopper);
+  EXPECT_EQ(tile(64, 64, 128), kHopper);
+}
+
 // What is not known to weigh little is not dropped: NaN gates and scores reach every earlier key.
 TEST(AttentionCudaSanitize, NaNIsNotPruned) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/scan/cuda/engine/shared_tails.h"
 #include "support/device_mirror.h"
 
 namespace tidegate::testing {
@@ -249,8 +250,8 @@ class CudaManySequences : public CudaKernel {
     uint32_t i = 0;
     // {blocks a multiprocessor, about; channels; time}: rows that are whole and aligned, packs of
     // channels and single ones, one iteration of the carry chain and several
-    const std::tuple<int64_t, int64_t, int64_t> sizes[] = {
-        {1, 64, 65}, {1, 8, 3}, {1, 5, 65}, {2, 33, 17}, {4, 8, 65}};
+    const std::tuple<int64_t, int64_t, int64_t> sizes[] = {{1, 64, 65}, {1, 8, 3},  {1, 5, 65},
+                                                           {2, 33, 17}, {4, 8, 65}, {1, 70, 65}};
     for (const auto& [times, channels, time] : sizes) {
       ScanShape shape = vary(shape_, i++);
       shape.batch = times * many_sequences();
@@ -321,6 +322,14 @@ class CudaSanitize : public CudaKernel {
     ScanShape step = shape_;
     step.time = 1;
     check<Problem>(step, split_);
+    if (kernels::element_size(shape_.dtype) == 2) {  // sequences that share a tile
+      ScanShape tails = vary(shape_, 7);
+      tails.batch = 3;
+      tails.time = 150;
+      tails.channels = 66;
+      tails.gap = tails.shift = 0;
+      check<Problem>(tails, split_);
+    }
     if (split_ == TimeSplit::kSingleBlock) {
       ScanShape many = vary(shape_, 8);
       many.batch = many_sequences();
@@ -378,6 +387,44 @@ TEST(CudaPlan, LongAndNarrowShapesSplitTime) {
   check_cuda(kernels::scan::hgru_forward_plan(params, &plan), "plan");
   EXPECT_EQ(plan.split, TimeSplit::kSingleBlock);
   EXPECT_EQ(plan.blocks_per_sequence, 1);
+}
+
+TEST(CudaPlan, ChunksThatRingsHoldAtOnceAreSharedOutEvenly) {
+  if (const std::string why = why_skip(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  const auto warps = [](int64_t time) {
+    ScanPlan plan;
+    check_cuda(kernels::scan::hgru_forward_plan(params_to_plan(1, time, 64), &plan), "plan");
+    EXPECT_EQ(plan.split, TimeSplit::kSingleBlock);
+    return plan.warps;
+  };
+  const int16_t most = warps(256);
+  EXPECT_GT(most, 8);
+  EXPECT_LT(warps(274), most);  // chunks of 16 steps: one more than there are warps
+}
+
+TEST(ScanChains, LastChannelsShareATile) {
+  using kernels::scan::ScanChains;
+  const auto chains = [](int64_t batch, int64_t channels, bool may_share = true) {
+    return ScanChains::of({.batch = batch, .time = 9, .sequences = batch}, channels, 64, may_share);
+  };
+  // {sequences, channels; chains, whole tiles of a sequence, log2 of the sequences of a tail}
+  const std::tuple<int64_t, int64_t, int64_t, int64_t, int> cases[] = {
+      {28, 129, 28 * 2 + 7, 2, 2}, {28, 323, 28 * 6, 6, 0},
+      {5, 72, 5 + 2, 1, 2},        {5, 73, 5 + 3, 1, 1},
+      {5, 88, 5 + 3, 1, 1},        {5, 89, 5 * 2, 2, 0},
+      {5, 128, 5 * 2, 2, 0},       {5, 3, 2, 0, 2},
+      {1, 129, 3, 3, 0},           {0, 129, 0, 3, 0}};
+  for (const auto& [batch, channels, count, tiles, sharing] : cases) {
+    const ScanChains found = chains(batch, channels);
+    EXPECT_EQ(found.count, count) << batch << ", " << channels;
+    EXPECT_EQ(found.tiles, tiles) << batch << ", " << channels;
+    EXPECT_EQ(found.sharing, sharing) << batch << ", " << channels;
+  }
+  EXPECT_EQ(chains(28, 129, false).count, 28 * 3);
+  const int64_t offsets[] = {0, 4, 9};
+  EXPECT_EQ(ScanChains::of({1, 9, 2, offsets}, 129, 64, true).count, 2 * 3);  // lengths differ
 }
 
 TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {

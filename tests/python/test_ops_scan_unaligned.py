@@ -68,6 +68,18 @@ def test_any_width(case: ScanCase, channels: int, device: str) -> None:
     check(replace(case, time=130, channels=channels, seed=channels), device)
 
 
+# On a GPU, four sequences share a tile with their last 8 channels or fewer, two with their last 24.
+@pytest.mark.parametrize("batch", [2, 7])
+@pytest.mark.parametrize("channels", [3, 24, 70, 84, 129])
+@pytest.mark.parametrize("case", KINDS + FLOAT32_GATES[1:2], ids=str)
+def test_sequences_that_share_a_tile(
+    case: ScanCase, channels: int, batch: int, device: str
+) -> None:
+    time = 500 if device == "cpu" else 1203  # blocks that share sequences, too
+    case = replace(case, batch=batch, channels=channels, time=time, reverse=batch == 7, seed=batch)
+    check(case, device)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "projection", "misaligned"])
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -90,6 +102,13 @@ def test_wkv4(dtype: torch.dtype, regime: str, channels: int, device: str) -> No
     check(Wkv4Case(**sizes(regime, device), channels=channels, dtype=dtype), device)
 
 
+@pytest.mark.parametrize("channels", [3, 24, 70, 84, 129])
+@pytest.mark.parametrize("batch", [2, 7])
+def test_wkv4_of_sequences_that_share_a_tile(batch: int, channels: int, device: str) -> None:
+    time = 300 if device == "cpu" else 1203
+    check(Wkv4Case(batch=batch, time=time, channels=channels, dtype=torch.bfloat16), device)
+
+
 @pytest.mark.parametrize("channels", [7, 65, 70, 129])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_wkv4_of_packed_views(dtype: torch.dtype, channels: int, device: str) -> None:
@@ -101,6 +120,19 @@ def test_wkv4_of_one_channel(regime: str, device: str) -> None:
     """Its gradients are sums for one channel, of which the error rule is luck."""
     case = Wkv4Case(**sizes(regime, device), channels=1, dtype=torch.bfloat16)
     wkv4_cases.check(case, device, backward=False)
+
+
+@pytest.mark.parametrize("channels", [5, 67, 84])
+def test_a_sequence_has_the_bits_it_has_alone(channels: int, device: str) -> None:
+    """Whatever sequences are beside it in a tile: also where one of them holds NaN."""
+    rng = torch.Generator().manual_seed(4)
+    c, f = (torch.randn(5, 150, channels, generator=rng).bfloat16().to(device) for _ in range(2))
+    c[1, 70] = float("nan")
+    together, final = tidegate.ops.hgru(c, f)
+    for n in range(len(c)):
+        alone, alone_final = tidegate.ops.hgru(c[n : n + 1], f[n : n + 1])
+        assert torch.equal(alone.view(torch.int16), together[n : n + 1].view(torch.int16))
+        assert torch.equal(alone_final.view(torch.int32), final[n : n + 1].view(torch.int32))
 
 
 @pytest.mark.parametrize(("batch", "time"), REGIMES.values())

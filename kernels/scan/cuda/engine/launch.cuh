@@ -25,8 +25,8 @@ bool packs_align(const Tensors& tensors, int64_t channels, int vec) {
 }
 
 template <class Op>
-int64_t channel_tiles(int64_t channels, int threads) {
-  return ceil_div(channels, threads * Op::kVec);
+ScanChains chains_of(const SequenceLayout& layout, int64_t channels) {
+  return ScanChains::of(layout, channels, kWarpSize * Op::kVec, kIsUnaligned<typename Op::Data>);
 }
 
 /// As many compute warps of a warp group as have room, `most` or fewer.
@@ -63,7 +63,7 @@ cudaError_t resident_blocks(int warps, const DeviceLimits& limits, int* blocks) 
 
 /// The work of a launch as the planner sees it.
 struct ScanSize {
-  int64_t chains;  // sequences x channel tiles: the blocks there are without splitting time
+  int64_t chains;  // the blocks there are without splitting time
   int64_t chunks;  // of a sequence of mean length
 };
 
@@ -71,18 +71,30 @@ template <class Op>
 ScanSize scan_size(const SequenceLayout& layout, int64_t channels) {
   const int64_t sequences = std::max<int64_t>(1, layout.sequences);
   const int64_t length = layout.time * layout.batch / sequences;
-  return {std::max<int64_t>(1, sequences * channel_tiles<Op>(channels, kWarpSize)),
+  return {std::max<int64_t>(1, chains_of<Op>(layout, channels).count),
           std::max<int64_t>(1, ceil_div(length, Op::kSteps))};
 }
 
-/// The warps of a single-block scan: the kMaxWarps warps for which an SM has registers are shared
-/// among the blocks that it gets, four at least for each.
+/// The most warps of a single-block scan: the kMaxWarps warps for which an SM has registers are
+/// shared among the blocks that it gets, four at least for each.
 template <class Op>
-int16_t plan_single_block(const ScanSize& size, const DeviceLimits& limits) {
+int most_warps(const ScanSize& size, const DeviceLimits& limits) {
   const int64_t blocks_each = std::clamp<int64_t>(
       (size.chains + limits.multiprocessors - 1) / limits.multiprocessors, 1, kMaxWarps / 4);
   const auto most = static_cast<int>(std::clamp<int64_t>(size.chunks, 1, kMaxWarps / blocks_each));
-  return static_cast<int16_t>(warps_that_fit<Op, ScanMode::kSingleBlock>(most, limits));
+  return warps_that_fit<Op, ScanMode::kSingleBlock>(most, limits);
+}
+
+/// Its warps: where rings hold all chunks of every sequence at once, so many that each has as many
+/// chunks. With a few chunks more than warps, a state would else pass all warps again, and each of
+/// them copy and decode a chunk that does not exist. (Packed sequences may be longer than the
+/// mean.)
+template <class Op>
+int even_warps(const SequenceLayout& layout, int64_t chunks, int most) {
+  const int64_t iterations = ceil_div(chunks, most);
+  return layout.offsets == nullptr && iterations <= Op::kStages
+             ? static_cast<int>(ceil_div(chunks, iterations))
+             : most;
 }
 
 /// As many blocks a sequence as the device holds, or fewer that do with as many iterations; so few
@@ -132,12 +144,14 @@ cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit
   const ScanSize size = scan_size<OneBlockPerSm>(layout, channels);
   // With one block an SM there is one chain to wait for, and longer chunks make it shorter.
   plan->one_block_per_sm = size.chains <= limits.multiprocessors;
-  plan->warps = plan->one_block_per_sm
-                    ? plan_single_block<OneBlockPerSm>(size, limits)
-                    : plan_single_block<SeveralBlocksPerSm>(
-                          scan_size<SeveralBlocksPerSm>(layout, channels), limits);
+  const ScanSize short_chunks = scan_size<SeveralBlocksPerSm>(layout, channels);
+  const int most = plan->one_block_per_sm ? most_warps<OneBlockPerSm>(size, limits)
+                                          : most_warps<SeveralBlocksPerSm>(short_chunks, limits);
+  plan->warps = static_cast<int16_t>(
+      plan->one_block_per_sm ? even_warps<OneBlockPerSm>(layout, size.chunks, most)
+                             : even_warps<SeveralBlocksPerSm>(layout, short_chunks.chunks, most));
   // Less than two iterations leave nothing to share.
-  const bool idle = size.chains * 2 <= limits.multiprocessors && size.chunks >= 2 * plan->warps;
+  const bool idle = size.chains * 2 <= limits.multiprocessors && size.chunks >= 2 * most;
   if (request == TimeSplit::kMultiBlock || (request == TimeSplit::kAuto && idle)) {
     const int iterations = request == TimeSplit::kMultiBlock ? 3 : 1;  // asked for: make some
     TIDEGATE_RETURN_IF_CUDA_ERROR(plan_multi_block<MultiBlock>(
@@ -151,24 +165,21 @@ cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit
 
 template <class Op>
 cudaError_t launch_single_block(const typename Op::Params& params, const ScanLaunch& launch,
-                                int warps, cudaStream_t stream) {
+                                int64_t chains, int warps, cudaStream_t stream) {
   constexpr auto* kKernel = &scan_kernel<Op, ScanMode::kSingleBlock>;
   const int bytes = SharedLayout<Op, ScanMode::kSingleBlock>::bytes(warps);
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-  return launch_unless_empty(kKernel,
-                             recurrence_params(params).layout.sequences * launch.channel_tiles,
-                             warps * kWarpSize, bytes, stream, params, launch);
+  return launch_unless_empty(kKernel, chains, warps * kWarpSize, bytes, stream, params, launch);
 }
 
 /// The blocks of a multi-block scan wait for each other, so they are launched together or not at
 /// all (a cooperative launch).
 template <class Op>
 cudaError_t launch_multi_block(const typename Op::Params& params, const ScanLaunch& launch,
-                               int warps, cudaStream_t stream) {
+                               int64_t chains, int warps, cudaStream_t stream) {
   constexpr auto* kKernel = &scan_kernel<Op, ScanMode::kMultiBlock>;
   const int bytes = SharedLayout<Op, ScanMode::kMultiBlock>::bytes(warps);
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-  const int64_t chains = recurrence_params(params).layout.sequences * launch.channel_tiles;
   const CarryWorkspace<Op> workspace = {chains, launch.blocks_per_sequence};
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       cudaMemsetAsync(launch.carry_records, 0, workspace.bytes(), stream));  // before all epochs
@@ -192,7 +203,7 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
   } else {
     constexpr int kThreads = 64;
     const auto& scan = recurrence_params(params);
-    const ScanLaunch launch = {.channel_tiles = channel_tiles<Op>(scan.channels, kThreads)};
+    const ScanLaunch launch = {.channel_tiles = ceil_div(scan.channels, kThreads * Op::kVec)};
     const int64_t blocks = scan.layout.sequences * launch.channel_tiles;
     if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
     return launch_in_chain<&sequential_scan_kernel<Op>>(dim3(static_cast<unsigned>(blocks)),
@@ -253,16 +264,21 @@ struct ScanRecurrence {
     return with_rows(plan, [&]<template <class> class Rowed>() {
       using Regimes = OpsOfRegimes<Recurrence, Rowed>;
       using SeveralBlocksPerSm = typename Regimes::SeveralBlocksPerSm;
-      const ScanLaunch launch = {channel_tiles<SeveralBlocksPerSm>(scan.channels, kWarpSize),
-                                 plan.blocks_per_sequence, plan.carry_group, plan.wide_rows,
-                                 scan.workspace};
+      const ScanChains chains = chains_of<SeveralBlocksPerSm>(scan.layout, scan.channels);
+      const ScanLaunch launch = {.channel_tiles = chains.tiles,
+                                 .blocks_per_sequence = plan.blocks_per_sequence,
+                                 .carry_group = plan.carry_group,
+                                 .wide_rows = plan.wide_rows,
+                                 .sharing = chains.sharing,
+                                 .carry_records = scan.workspace};
       if (plan.split == TimeSplit::kMultiBlock) {
-        return launch_multi_block<typename Regimes::MultiBlock>(params, launch, plan.warps, stream);
+        return launch_multi_block<typename Regimes::MultiBlock>(params, launch, chains.count,
+                                                                plan.warps, stream);
       }
-      return plan.one_block_per_sm
-                 ? launch_single_block<typename Regimes::OneBlockPerSm>(params, launch, plan.warps,
-                                                                        stream)
-                 : launch_single_block<SeveralBlocksPerSm>(params, launch, plan.warps, stream);
+      return plan.one_block_per_sm ? launch_single_block<typename Regimes::OneBlockPerSm>(
+                                         params, launch, chains.count, plan.warps, stream)
+                                   : launch_single_block<SeveralBlocksPerSm>(
+                                         params, launch, chains.count, plan.warps, stream);
     });
   }
 

@@ -102,6 +102,9 @@ struct OpDefaults {
   static constexpr int kPreparedBytes = 0;
   /// Bytes of a thread in a stage of the ring, besides its steps' inputs.
   static constexpr int kChunkInputBytes = 0;
+  /// Whether a chunk's inputs are taken from the ring more than twice: rows that begin anywhere are
+  /// then shifted into their places first (Ring::put_in_place).
+  static constexpr bool kTakesOften = false;
   /// Whether WarpChunk<Op> is Op::Chunk.
   static constexpr bool kHasOwnChunk = false;
   /// Outputs of a step that leave by way of the ring.

@@ -26,7 +26,7 @@ class Ring {
   using Wide = WideFetchSource<4, Op::kPrefetchNeighbourLine>;
   static constexpr bool kCanBeWide = Op::kPackBytes == 4 && Op::kSteps % Wide::kStepsAtOnce == 0;
 
-  __device__ Ring(char* shared, int warp, int lane, bool wide)
+  __device__ Ring(char* shared, int warp, int lane, bool wide, int /*sharing*/)
       : base_(shared + warp * kBytes), lane_(lane), wide_(wide) {}
 
   /// Starts copying the chunk from step k into a stage. Steps past the end repeat the last one:
@@ -59,6 +59,10 @@ class Ring {
     wait_for_copies<Op::kStages - kChunks>();
     __syncwarp();
   }
+
+  /// Moves the inputs of a chunk that has come to where they are taken from. They lie there
+  /// already.
+  __device__ void put_in_place(const Op&, int) const {}
 
   /// Step i of a chunk. Which step of the scan that chunk begins at is asked where rows are
   /// unaligned (unaligned_ring.cuh).
@@ -135,7 +139,7 @@ class SplitRing {
   static constexpr int kBytes =
       (kComposeSlotBytes * Op::kStages + kOtherSlotBytes * kOtherStages) * Op::kSteps;
 
-  __device__ SplitRing(char* shared, int warp, int lane, bool wide)
+  __device__ SplitRing(char* shared, int warp, int lane, bool wide, int /*sharing*/)
       : base_(shared + warp * kBytes), lane_(lane), wide_(wide) {}
 
   /// Starts the copies that belong to an iteration: for the map of its chunk, which begins at step

@@ -23,8 +23,8 @@ struct Channels {
   int64_t first;
   int64_t total;  // D
   // What the engine knows more where rows are unaligned (unaligned.cuh).
-  int in_tile = 0;      // channels of the channel tile before the first
-  int tile = 0;         // channels of the tile
+  int in_tile = 0;      // channels of the tile's row before the first, other sequences' among them
+  int tile = 0;         // channels of the tile, of this sequence
   bool single = false;  // D is one, and kVec two
 
   /// The channel whose parameters the thread's channel number v has, and whether that exists: what

@@ -45,10 +45,11 @@
 namespace tidegate::kernels::scan {
 
 struct ScanLaunch {
-  int64_t channel_tiles = 0;
+  int64_t channel_tiles = 0;  // of a sequence; where tails are shared, whole ones
   int blocks_per_sequence = 1;
   int carry_group = 1;            // warp groups that a state crosses at once
   bool wide_rows = false;         // all rows of all channel tiles are aligned to 16 bytes
+  int8_t sharing = 0;             // 2^sharing sequences share their tails (shared_tails.h)
   void* carry_records = nullptr;  // of all warp groups (CarryWorkspace)
 };
 
@@ -151,17 +152,25 @@ __device__ __forceinline__ void scan_sequence(Op& op, const RingOf<Op>& ring,
   }
 }
 
-template <class Op>
-__device__ __forceinline__ Channels find_channels_of(int64_t tile, int lane, int64_t channels) {
-  if constexpr (kIsUnaligned<typename Op::Data>) {
-    return find_unaligned_channels<Op::kVec>(tile, lane, channels);
-  } else {
-    return find_channels<Op::kVec>(tile, lane, channels);
+/// Which channel tile of which sequence a block scans.
+struct AlignedChain {
+  int64_t tile, sequence;
+  static constexpr int sharing = 0;
+
+  __device__ AlignedChain(int64_t chain, const ScanLaunch& launch)
+      : tile(chain % launch.channel_tiles), sequence(chain / launch.channel_tiles) {}
+  __device__ int64_t sequence_of(int, const SequenceLayout&) const { return sequence; }
+  template <int kVec>
+  __device__ Channels channels_of(int lane, int64_t channels) const {
+    return find_channels<kVec>(tile, lane, channels);
   }
-}
+};
+template <class Op>
+using ChainOf = std::conditional_t<kIsUnaligned<typename Op::Data>, UnalignedChain, AlignedChain>;
 
 /// A block scans one channel tile of one sequence, or its part of one: fill the rings, prepare,
-/// scan or carry, reduce.
+/// scan or carry, reduce. (Where tails are shared, shared_tails.h, a tile of several sequences of
+/// one length.)
 template <class Op, ScanMode kMode>
 __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
                              1) void scan_kernel(const __grid_constant__ typename Op::Params params,
@@ -174,11 +183,11 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   const WarpPosition at = find_position<Op, kMode>(launch, &warp_group);
   const int64_t chain = blockIdx.x / (kMultiBlock ? launch.blocks_per_sequence : 1);
   auto& shared = reinterpret_cast<ScanShared<Op, kMode>*>(shared_memory)[warp_group];
-  const int64_t channel_tile = chain % launch.channel_tiles;
-  const int64_t n = chain / launch.channel_tiles;
+  const ChainOf<Op> place(chain, launch);
+  const int64_t n = place.sequence_of(at.lane, recurrence_params(params).layout);
   const Sequence seq = find_sequence(recurrence_params(params).layout, n);
   const Channels channels =
-      find_channels_of<Op>(channel_tile, at.lane, recurrence_params(params).channels);
+      place.template channels_of<Op::kVec>(at.lane, recurrence_params(params).channels);
   const int end = seq.length;
   Op op(params, seq, channels);
 
@@ -186,7 +195,8 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   const bool computes = !kMultiBlock || at.warp < at.warps;   // else it is the carry warp
   const int k = (at.rank * at.warps + at.warp) * Op::kSteps;  // where the first chunk begins
   const int index = warp_group * at.warps + at.warp;          // among the block's compute warps
-  const RingOf<Op> ring(shared_memory + Layout::kRings, index, at.lane, launch.wide_rows);
+  const RingOf<Op> ring(shared_memory + Layout::kRings, index, at.lane, launch.wide_rows,
+                        place.sharing);
   char* const prepared = shared_memory + Layout::kPrepared + warp_group * Op::kPreparedBytes;
   const auto fetch_stages = [&](int from, int to) {
     for (int stage = from; computes && stage < to; ++stage) {

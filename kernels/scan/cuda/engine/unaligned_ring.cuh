@@ -15,6 +15,7 @@
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/scan/cuda/engine/ring.cuh"
 #include "kernels/scan/cuda/engine/rows.cuh"
+#include "kernels/scan/cuda/engine/shared_tails.h"
 
 namespace tidegate::kernels::scan {
 
@@ -76,14 +77,15 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
     return of(elements);
   }
 
-  /// Starts the copy of the 16 bytes of row k that lie `piece` bytes after the first piece's begin.
-  /// Bytes past the channel tile are not read, and zero in shared memory. `shift`: bytes further on
-  /// in the row.
-  __device__ void copy_piece(char* to, int k, int piece, int shift) const {
-    const char* const at = Base::at(k) + (piece + shift - in_tile_);
+  /// Starts the copy of the 16 bytes of row k that lie `piece` bytes after the first piece's begin,
+  /// to as many bytes after `row`; where sequences share the tile, the first piece is the
+  /// sequence's, `part` bytes further on. Bytes past the channel tile are not read, and zero in
+  /// shared memory. `shift`: bytes further on in the row.
+  __device__ void copy_piece(char* row, int k, int part, int piece, int shift) const {
+    const char* const at = Base::at(k) + (part + piece + shift - in_tile_);
     const int phase = static_cast<int>(low_bits(at) % kPieceBytes);
     const int bytes = min(max(phase + tile_ - piece, 0), kPieceBytes);
-    copy_piece_async(to, at - phase, bytes);
+    copy_piece_async(row + (part + piece), at - phase, bytes);
   }
 
   /// This thread's channels of row k from where copy_piece has put the row.
@@ -131,36 +133,113 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
   bool single_ = false;
 };
 
-/// The channels of a thread where rows are unaligned. D may be odd, so that the last threads of a
-/// narrow row share a channel; of a D of one, a thread's second channel does not exist.
-template <int kVec>
-__device__ inline Channels find_unaligned_channels(int64_t tile, int lane, int64_t channels) {
-  constexpr int64_t kTileChannels = kWarpSize * kVec;
-  const int64_t tile_first = min(tile * kTileChannels, max(channels - kTileChannels, int64_t{0}));
-  const int width = static_cast<int>(min(channels, kTileChannels));
-  const int in_tile = min(lane * kVec, max(width - kVec, 0));
-  return {tile_first + in_tile, channels, in_tile, width, width < kVec};
-}
+/// Which sequences and channels a block scans, where rows are unaligned.
+struct UnalignedChain {
+  unsigned sequence;  // the first one
+  unsigned tile;
+  int sharing;  // the tile holds the last channels of 2^sharing sequences; 0: channels of one
+
+  /// Of the launch, `sharing` is what ScanChains says, as it says in which order chains stand.
+  template <class Launch>
+  __device__ UnalignedChain(int64_t index, const Launch& launch) : sharing(0) {
+    const auto chain = static_cast<unsigned>(index);
+    const auto tiles = static_cast<unsigned>(launch.channel_tiles);
+    const unsigned shared_tiles = launch.sharing > 0 ? 1 : 0;
+    const unsigned of_group = (tiles << launch.sharing) + shared_tiles;
+    const unsigned group = chain / of_group, in_group = chain % of_group;
+    sequence = group << launch.sharing;
+    tile = tiles;
+    if (in_group < shared_tiles) {
+      sharing = launch.sharing;
+    } else {
+      sequence += (in_group - shared_tiles) / tiles;
+      tile = (in_group - shared_tiles) % tiles;
+    }
+  }
+  /// Lanes of each sequence.
+  __device__ int lanes() const { return kWarpSize >> sharing; }
+  /// Where there are fewer than 2^sharing, lanes left over repeat the last one.
+  __device__ int64_t sequence_of(int lane, const SequenceLayout& layout) const {
+    return min(sequence + static_cast<unsigned>(lane / lanes()),
+               static_cast<unsigned>(layout.sequences) - 1);
+  }
+
+  /// The channels of a thread. D may be odd, so that the last threads of a narrow row or of a tail
+  /// share a channel, and a tail of one channel has the one before it, too. Of a D of one, a
+  /// thread's second channel does not exist.
+  template <int kVec>
+  __device__ Channels channels_of(int lane, int64_t channels) const {
+    constexpr int64_t kTileChannels = kWarpSize * kVec;
+    const int64_t last_first = max(channels - kTileChannels, int64_t{0});
+    int64_t tile_first = min(int64_t{tile} * kTileChannels, last_first);
+    int width = static_cast<int>(min(channels, kTileChannels));
+    if (sharing > 0) {
+      tile_first = max(min(int64_t{tile} * kTileChannels, channels - kVec), int64_t{0});
+      width = static_cast<int>(channels - tile_first);
+    }
+    const int lane_of_part = lane & (lanes() - 1);
+    const int part = (lane - lane_of_part) * kVec;  // where the sequence's begins in the row
+    const int in_part = min(lane_of_part * kVec, max(width - kVec, 0));
+    return {tile_first + in_part, channels, part + in_part, width, width < kVec};
+  }
+};
 
 // Sources (rows.cuh): eight threads copy a step's row, four steps at once, but for the last piece
-// of each row; those pieces are copied by as many threads as there are steps, one each.
+// of each row; those pieces are copied by as many threads as there are steps, one each. Where
+// sequences share the tile, each one's lanes copy its part of the row, of which the last piece is
+// one like the others.
 
-/// Starts the copies of one thread of the eight. Thread by thread, `k` is the step that the thread
-/// copies for, and `slot` that step's slot.
-struct UnalignedFetchSource {
+/// Which copies a thread makes. A ring keeps them as one word, since registers are short.
+class UnalignedCopies {
   static constexpr int kThreadsARow = 8;
+
+ public:
   static constexpr int kStepsAtOnce = kWarpSize / kThreadsARow;
+
+  __device__ UnalignedCopies(int lane, int sharing) {
+    const int threads = kThreadsARow >> sharing, lane_of_part = lane & ((kWarpSize >> sharing) - 1);
+    const int step = lane_of_part / threads, piece = lane_of_part % threads;
+    word_ = step | piece * kPieceBytes | (lane - lane_of_part) << 8 | sharing << 16;
+  }
+  /// The same, taken apart anew.
+  __device__ UnalignedCopies unpacked() const {
+    UnalignedCopies copies = *this;
+    asm volatile("" : "+r"(copies.word_));  // or its parts are kept from chunk to chunk
+    return copies;
+  }
+
+  /// The step that the thread copies for, of kStepsAtOnce.
+  __device__ int step() const { return word_ & 3; }
+  /// Whether the row's last piece is copied beside the others.
+  __device__ bool has_last_piece() const { return word_ < 1 << 16; }
+
+  /// Calls copy(part, piece) for its pieces of a row of so many bytes: they lie so many bytes from
+  /// the begin of the sequence's part, and that from the row's.
+  template <int kRowBytes, class Copy>
+  __device__ void for_each_piece(const Copy& copy) const {
+    constexpr int kAtOnce = kThreadsARow * kPieceBytes;
+    const int part = (word_ >> 8 & 31) * (kRowBytes / kWarpSize);
+    const int first = word_ & (kAtOnce - kPieceBytes);
+#pragma unroll
+    for (int i = 0; i < kRowBytes / kAtOnce; ++i) {
+      copy(part, first + i * (kAtOnce >> (word_ >> 16)));
+    }
+  }
+
+ private:
+  int word_;
+};
+
+/// Starts the copies of one thread of those that copy a row. Thread by thread, `k` is the step that
+/// the thread copies for, and `slot` that step's slot.
+struct UnalignedFetchSource {
   char* slot;
-  int lane;
+  const UnalignedCopies& copies;
 
   template <class T, int kVec>
   __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
-    constexpr int kAtOnce = kThreadsARow * kPieceBytes;
-    const int offset = lane % kThreadsARow * kPieceBytes;
-#pragma unroll
-    for (int piece = 0; piece + kPieceBytes < rows.kSlotRow; piece += kAtOnce) {
-      rows.copy_piece(slot + piece + offset, k, piece + offset, shift);
-    }
+    copies.for_each_piece<Rows<T, kVec>::kSlotRow - kPieceBytes>(
+        [&](int part, int piece) { rows.copy_piece(slot, k, part, piece, shift); });
     slot += rows.kSlotRow;
   }
 };
@@ -172,7 +251,7 @@ struct LastPieceSource {
   template <class T, int kVec>
   __device__ void operator()(Pack<T, kVec>&, const Rows<T, kVec>& rows, int k, int shift = 0) {
     constexpr int kPiece = Rows<T, kVec>::kSlotRow - kPieceBytes;
-    rows.copy_piece(slot + kPiece, k, kPiece, shift);
+    rows.copy_piece(slot, k, 0, kPiece, shift);
     slot += rows.kSlotRow;
   }
 };
@@ -187,6 +266,30 @@ struct UnalignedSlotSource {
     slot += rows.kSlotRow;
   }
 };
+/// Takes step k's inputs, and keeps the packs one behind the other.
+struct UnalignedCollectSource {
+  UnalignedSlotSource from;
+  uint32_t* packs;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int k, int shift = 0) {
+    from(pack, rows, k, shift);
+    *packs++ = pack.bits;
+  }
+};
+
+/// Takes inputs that Ring::put_in_place has moved.
+struct PlacedSlotSource {
+  const char* slot;
+  int lane;
+
+  template <class T, int kVec>
+  __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int, int = 0) {
+    pack.bits = reinterpret_cast<const decltype(pack.bits)*>(slot)[lane];
+    slot += rows.kSlotRow;
+  }
+};
+
 /// What a gather for that source is told the last step was: a row further on (h_{t-1} backward) is
 /// then taken at the shift of the step after k, which is wrong for the last step alone, whose
 /// h_{t-1} is not read.
@@ -197,16 +300,18 @@ constexpr int kNoLastStep = std::numeric_limits<int>::max();
 /// Starts the copies of kSteps steps' rows into their slots. `copy(i, source)` gathers step i of
 /// the chunk.
 template <int kSteps, class Slot, class Copy>
-__device__ __forceinline__ void copy_unaligned_rows(int lane, const Slot& slot, const Copy& copy) {
-  using Source = UnalignedFetchSource;
-  static_assert(kSteps % Source::kStepsAtOnce == 0 && kSteps <= kWarpSize);
+__device__ __forceinline__ void copy_unaligned_rows(const UnalignedCopies& packed, int lane,
+                                                    const Slot& slot, const Copy& copy) {
+  const UnalignedCopies copies = packed.unpacked();
+  constexpr int kStepsAtOnce = UnalignedCopies::kStepsAtOnce;
+  static_assert(kSteps % kStepsAtOnce == 0 && kSteps <= kWarpSize);
   __syncwarp();  // the place is free only when all threads have taken what they need from it
 #pragma unroll
-  for (int first = 0; first < kSteps; first += Source::kStepsAtOnce) {
-    const int i = first + lane / Source::kThreadsARow;
-    copy(i, Source{slot(i), lane});
+  for (int first = 0; first < kSteps; first += kStepsAtOnce) {
+    const int i = first + copies.step();
+    copy(i, UnalignedFetchSource{slot(i), copies});
   }
-  if (lane < kSteps) {
+  if (lane < kSteps && copies.has_last_piece()) {
     copy(lane, LastPieceSource{slot(lane)});
   }
 }
@@ -226,15 +331,15 @@ class Ring<Op> {
   static constexpr int kStagedBytes = Op::kStagedOutputs * Op::kSteps * kOutputBytes;
   static constexpr int kBytes = kStageBytes * Op::kStages + kStagedBytes;
 
-  __device__ Ring(char* shared, int warp, int lane, bool)
-      : base_(shared + warp * kBytes), lane_(lane) {}
+  __device__ Ring(char* shared, int warp, int lane, bool, int sharing)
+      : base_(shared + warp * kBytes), lane_(lane), copies_(lane, sharing) {}
 
   __device__ void fetch(const Op& op, int stage, int k, int end) const {
     if constexpr (kChunkInputBytesPerWarp > 0) {
       op.fetch_chunk_inputs(chunk_inputs(stage), lane_, k, end);
     }
     copy_unaligned_rows<Op::kSteps>(
-        lane_, [&](int i) { return slot(stage, i); },
+        copies_, lane_, [&](int i) { return slot(stage, i); },
         [&](int i, auto source) { op.gather(source, min(k + i, end - 1), end - 1); });
   }
 
@@ -250,10 +355,34 @@ class Ring<Op> {
     return op.gather(UnalignedSlotSource{slot(stage, i)}, k + i, kNoLastStep);
   }
   __device__ typename Op::Raw take(const Op& op, int stage, int i) const {
-    static_assert(Op::kSteps % (kPieceBytes / sizeof(typename Op::Data)) == 0);
-    int chunk = 0;
-    asm volatile("" : "+r"(chunk));  // or the shifts of all steps are found once, and spill
-    return take(op, stage, i, chunk);
+    if constexpr (Op::kTakesOften) {
+      return op.gather(PlacedSlotSource{slot(stage, i), lane_}, 0, kNoLastStep);
+    } else {
+      return take(op, stage, i, any_chunk());
+    }
+  }
+
+  /// Moves the inputs of a chunk that has come to where a thread's pack is one word, at its lane's
+  /// place in the row. To take a pack from where it was copied to takes seven instructions.
+  __device__ void put_in_place(const Op& op, int stage) const {
+    if constexpr (Op::kTakesOften) {
+      static_assert(Op::kPackBytes == sizeof(uint32_t));
+      uint32_t packs[Op::kSteps][Op::kInputs];
+      const int chunk = any_chunk();
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+        op.gather(UnalignedCollectSource{{slot(stage, i)}, packs[i]}, chunk + i, kNoLastStep);
+      }
+      __syncwarp();  // all threads have their packs
+#pragma unroll
+      for (int i = 0; i < Op::kSteps; ++i) {
+#pragma unroll
+        for (int input = 0; input < Op::kInputs; ++input) {
+          char* const row = slot(stage, i) + input * (kSlotBytes / Op::kInputs);
+          reinterpret_cast<uint32_t*>(row)[lane_] = packs[i][input];
+        }
+      }
+    }
   }
   __device__ char* chunk_inputs(int stage) const { return slot(stage, Op::kSteps); }
   __device__ int lane() const { return lane_; }
@@ -281,6 +410,13 @@ class Ring<Op> {
   }
 
  private:
+  /// The first step of a chunk, whose steps have the shifts of any other's.
+  static __device__ int any_chunk() {
+    static_assert(Op::kSteps % (kPieceBytes / sizeof(typename Op::Data)) == 0);
+    int chunk = 0;
+    asm volatile("" : "+r"(chunk));  // or the shifts of all steps are found once, and spill
+    return chunk;
+  }
   __device__ char* slot(int stage, int i) const {
     return base_ + stage * kStageBytes + i * kSlotBytes;
   }
@@ -291,6 +427,7 @@ class Ring<Op> {
 
   char* base_;
   int lane_;
+  UnalignedCopies copies_;
 };
 
 /// A warp's split ring of unaligned rows (SplitRing, ring.cuh).
@@ -308,13 +445,13 @@ class SplitRing<Op> {
   static constexpr int kBytes =
       (kComposeSlotBytes * Op::kStages + kOtherSlotBytes * kOtherStages) * Op::kSteps;
 
-  __device__ SplitRing(char* shared, int warp, int lane, bool)
-      : base_(shared + warp * kBytes), lane_(lane) {}
+  __device__ SplitRing(char* shared, int warp, int lane, bool, int sharing)
+      : base_(shared + warp * kBytes), lane_(lane), copies_(lane, sharing) {}
 
   __device__ void fetch(const Op& op, int iteration, int k, int end, int stride) const {
     if (iteration * stride < end) {
       copy_unaligned_rows<Op::kSteps>(
-          lane_, [&](int i) { return compose_slot(iteration, i); },
+          copies_, lane_, [&](int i) { return compose_slot(iteration, i); },
           [&](int i, auto source) {
             Raw raw;
             op.gather_for_compose(source, raw, min(k + i, end - 1));
@@ -322,7 +459,7 @@ class SplitRing<Op> {
     }
     if (iteration > 0 && (iteration - 1) * stride < end) {
       copy_unaligned_rows<Op::kSteps>(
-          lane_, [&](int i) { return other_slot(iteration - 1, i); },
+          copies_, lane_, [&](int i) { return other_slot(iteration - 1, i); },
           [&](int i, auto source) {
             Raw raw;
             op.gather_others(source, raw, min(k - stride + i, end - 1), end - 1);
@@ -360,6 +497,7 @@ class SplitRing<Op> {
 
   char* base_;
   int lane_;
+  UnalignedCopies copies_;
 };
 
 }  // namespace tidegate::kernels::scan

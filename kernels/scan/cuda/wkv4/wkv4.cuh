@@ -52,6 +52,7 @@ struct Wkv4SingleBlockChunk {
     if (count <= 0) {
       return;
     }
+    ring.put_in_place(op, stage);
     KeyRange<Data, kVec> keys(ring.take(op, stage, 0).k);
 #pragma unroll
     for (int i = 1; i < kSteps; ++i) {
@@ -214,6 +215,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
   using Map = AffineMap<Number, kVec>;
   static constexpr int kSteps = kSavedEvery;
   static constexpr bool kEmitWhileAdvancing = true;
+  static constexpr bool kTakesOften = true;  // 4 to 12 times
 
   struct Raw {
     Pack<Data, kVec> k, v, grad_o;

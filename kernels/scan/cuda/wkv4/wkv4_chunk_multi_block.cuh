@@ -36,6 +36,7 @@ struct Wkv4MultiBlockChunk {
     if (count <= 0) {
       return;
     }
+    ring.put_in_place(op, stage);
     KeyRange<Data, kVec> keys(ring.take(op, stage, 0).k);
 #pragma unroll
     for (int i = 1; i < kSteps; ++i) {
