@@ -36,6 +36,7 @@ struct ScanPlan {
   // 16-bit data of which some row does not begin at a multiple of four bytes, or, where D makes a
   // tile and rows would be copied 16 bytes a thread, of sixteen.
   bool unaligned_rows = false;
+  int8_t sharing = 0;           // 2^sharing sequences share a channel tile (shared_tails.h)
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };

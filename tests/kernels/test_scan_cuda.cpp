@@ -406,25 +406,33 @@ TEST(CudaPlan, ChunksThatRingsHoldAtOnceAreSharedOutEvenly) {
 
 TEST(ScanChains, LastChannelsShareATile) {
   using kernels::scan::ScanChains;
-  const auto chains = [](int64_t batch, int64_t channels, bool may_share = true) {
-    return ScanChains::of({.batch = batch, .time = 9, .sequences = batch}, channels, 64, may_share);
+  constexpr int64_t kMultiprocessors = 132;
+  const auto chains = [](int64_t batch, int64_t channels) {
+    const int8_t sharing = ScanChains::worth_sharing(
+        {.batch = batch, .time = 9, .sequences = batch}, channels, 64, kMultiprocessors);
+    return ScanChains::of(batch, channels, 64, sharing);
   };
   // {sequences, channels; chains, whole tiles of a sequence, log2 of the sequences of a tail}
-  const std::tuple<int64_t, int64_t, int64_t, int64_t, int> cases[] = {
-      {28, 129, 28 * 2 + 7, 2, 2}, {28, 323, 28 * 6, 6, 0},
-      {5, 72, 5 + 2, 1, 2},        {5, 73, 5 + 3, 1, 1},
-      {5, 88, 5 + 3, 1, 1},        {5, 89, 5 * 2, 2, 0},
-      {5, 128, 5 * 2, 2, 0},       {5, 3, 2, 0, 2},
-      {1, 129, 3, 3, 0},           {0, 129, 0, 3, 0}};
+  const std::tuple<int64_t, int64_t, int64_t, int64_t, int> cases[] = {{28, 129, 28 * 2 + 7, 2, 2},
+                                                                       {135, 70, 135 + 34, 1, 2},
+                                                                       {18, 84, 18 + 9, 1, 1},
+                                                                       {7, 88, 7 + 4, 1, 1},
+                                                                       {7, 89, 7 * 2, 2, 0},
+                                                                       {7, 128, 7 * 2, 2, 0},
+                                                                       {5, 3, 2, 0, 2},
+                                                                       {1, 129, 3, 3, 0},
+                                                                       {0, 129, 0, 3, 0},
+                                                                       {28, 323, 28 * 6, 6, 0},
+                                                                       {126, 69, 126 * 2, 2, 0},
+                                                                       {5, 81, 5 * 2, 2, 0}};
   for (const auto& [batch, channels, count, tiles, sharing] : cases) {
     const ScanChains found = chains(batch, channels);
     EXPECT_EQ(found.count, count) << batch << ", " << channels;
     EXPECT_EQ(found.tiles, tiles) << batch << ", " << channels;
     EXPECT_EQ(found.sharing, sharing) << batch << ", " << channels;
   }
-  EXPECT_EQ(chains(28, 129, false).count, 28 * 3);
-  const int64_t offsets[] = {0, 4, 9};
-  EXPECT_EQ(ScanChains::of({1, 9, 2, offsets}, 129, 64, true).count, 2 * 3);  // lengths differ
+  const int64_t offsets[] = {0, 4, 9};  // lengths differ
+  EXPECT_EQ(ScanChains::worth_sharing({1, 9, 2, offsets}, 129, 64, kMultiprocessors), 0);
 }
 
 TEST(CudaPlan, LittleSharedMemoryHoldsFewerWarps) {

@@ -25,8 +25,8 @@ bool packs_align(const Tensors& tensors, int64_t channels, int vec) {
 }
 
 template <class Op>
-ScanChains chains_of(const SequenceLayout& layout, int64_t channels) {
-  return ScanChains::of(layout, channels, kWarpSize * Op::kVec, kIsUnaligned<typename Op::Data>);
+ScanChains chains_of(const SequenceLayout& layout, int64_t channels, int8_t sharing) {
+  return ScanChains::of(layout.sequences, channels, kWarpSize * Op::kVec, sharing);
 }
 
 /// As many compute warps of a warp group as have room, `most` or fewer.
@@ -68,10 +68,10 @@ struct ScanSize {
 };
 
 template <class Op>
-ScanSize scan_size(const SequenceLayout& layout, int64_t channels) {
+ScanSize scan_size(const SequenceLayout& layout, int64_t channels, int8_t sharing) {
   const int64_t sequences = std::max<int64_t>(1, layout.sequences);
   const int64_t length = layout.time * layout.batch / sequences;
-  return {std::max<int64_t>(1, chains_of<Op>(layout, channels).count),
+  return {std::max<int64_t>(1, chains_of<Op>(layout, channels, sharing).count),
           std::max<int64_t>(1, ceil_div(length, Op::kSteps))};
 }
 
@@ -141,10 +141,14 @@ cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit
   using SeveralBlocksPerSm = typename Regimes::SeveralBlocksPerSm;
   using OneBlockPerSm = typename Regimes::OneBlockPerSm;
   using MultiBlock = typename Regimes::MultiBlock;
-  const ScanSize size = scan_size<OneBlockPerSm>(layout, channels);
+  if constexpr (kIsUnaligned<typename OneBlockPerSm::Data>) {
+    plan->sharing = ScanChains::worth_sharing(layout, channels, kWarpSize * OneBlockPerSm::kVec,
+                                              limits.multiprocessors);
+  }
+  const ScanSize size = scan_size<OneBlockPerSm>(layout, channels, plan->sharing);
   // With one block an SM there is one chain to wait for, and longer chunks make it shorter.
   plan->one_block_per_sm = size.chains <= limits.multiprocessors;
-  const ScanSize short_chunks = scan_size<SeveralBlocksPerSm>(layout, channels);
+  const ScanSize short_chunks = scan_size<SeveralBlocksPerSm>(layout, channels, plan->sharing);
   const int most = plan->one_block_per_sm ? most_warps<OneBlockPerSm>(size, limits)
                                           : most_warps<SeveralBlocksPerSm>(short_chunks, limits);
   plan->warps = static_cast<int16_t>(
@@ -155,7 +159,7 @@ cudaError_t plan_split(const SequenceLayout& layout, int64_t channels, TimeSplit
   if (request == TimeSplit::kMultiBlock || (request == TimeSplit::kAuto && idle)) {
     const int iterations = request == TimeSplit::kMultiBlock ? 3 : 1;  // asked for: make some
     TIDEGATE_RETURN_IF_CUDA_ERROR(plan_multi_block<MultiBlock>(
-        scan_size<MultiBlock>(layout, channels), limits, iterations, plan));
+        scan_size<MultiBlock>(layout, channels, plan->sharing), limits, iterations, plan));
   }
   const int warp_groups =
       plan->split == TimeSplit::kMultiBlock ? WarpGroupShape<MultiBlock>::kWarpGroups : 1;
@@ -264,7 +268,8 @@ struct ScanRecurrence {
     return with_rows(plan, [&]<template <class> class Rowed>() {
       using Regimes = OpsOfRegimes<Recurrence, Rowed>;
       using SeveralBlocksPerSm = typename Regimes::SeveralBlocksPerSm;
-      const ScanChains chains = chains_of<SeveralBlocksPerSm>(scan.layout, scan.channels);
+      const ScanChains chains =
+          chains_of<SeveralBlocksPerSm>(scan.layout, scan.channels, plan.sharing);
       const ScanLaunch launch = {.channel_tiles = chains.tiles,
                                  .blocks_per_sequence = plan.blocks_per_sequence,
                                  .carry_group = plan.carry_group,

@@ -25,24 +25,42 @@ struct ScanChains {
   int64_t tiles = 0;   // of a sequence; where tails are shared, whole ones
   int8_t sharing = 0;  // 2^sharing sequences share their tails; 0: none does
 
-  /// `tile_channels`: of a channel tile; `may_share`: rows are unaligned.
-  static ScanChains of(const SequenceLayout& layout, int64_t channels, int64_t tile_channels,
-                       bool may_share) {
-    const int64_t sequences = layout.sequences;
+  /// `tile_channels`: of a channel tile; `sharing`: what worth_sharing says, zero for aligned rows.
+  static ScanChains of(int64_t sequences, int64_t channels, int64_t tile_channels, int8_t sharing) {
     ScanChains chains;
-    const bool shares = may_share && layout.offsets == nullptr && sequences > 1 &&
-                        channels / tile_channels <= kMostTiles;
-    chains.sharing = shares ? sharing_of(channels % tile_channels, tile_channels) : 0;
-    chains.tiles =
-        chains.sharing > 0 ? channels / tile_channels : ceil_div(channels, tile_channels);
+    chains.sharing = sharing;
+    chains.tiles = sharing > 0 ? channels / tile_channels : ceil_div(channels, tile_channels);
     chains.count = sequences * chains.tiles;
-    if (chains.sharing > 0) {
-      chains.count += ceil_div(sequences, int64_t{1} << chains.sharing);
+    if (sharing > 0) {
+      chains.count += ceil_div(sequences, int64_t{1} << sharing);
     }
     return chains;
   }
 
+  /// How many sequences should share their tails, where rows are unaligned: as many as may, if the
+  /// time that chains take becomes a fifth shorter or more. A block of tails takes longer than
+  /// others, and reads and writes parts of lines, so that less is nothing gained.
+  static int8_t worth_sharing(const SequenceLayout& layout, int64_t channels, int64_t tile_channels,
+                              int64_t multiprocessors) {
+    if (layout.offsets != nullptr || layout.sequences <= 1 ||
+        channels / tile_channels > kMostTiles) {
+      return 0;
+    }
+    const int8_t sharing = sharing_of(channels % tile_channels, tile_channels);
+    const auto time = [&](int8_t each) {
+      return time_of(of(layout.sequences, channels, tile_channels, each).count, multiprocessors);
+    };
+    return sharing > 0 && time(0) >= 1.25 * time(sharing) ? sharing : int8_t{0};
+  }
+
  private:
+  /// In units of one block's on a multiprocessor of its own: several blocks share the chain's time
+  /// where there are enough multiprocessors, else multiprocessors have several blocks.
+  static double time_of(int64_t chains, int64_t multiprocessors) {
+    return chains * 2 <= multiprocessors ? 1.0 / static_cast<double>(multiprocessors / chains)
+                                         : static_cast<double>(ceil_div(chains, multiprocessors));
+  }
+
   /// Beside more whole tiles the tail is little, and lines read for single channels of several
   /// sequences cost more than it (docs/lab/scan.md).
   static constexpr int64_t kMostTiles = 4;
