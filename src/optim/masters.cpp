@@ -1,13 +1,12 @@
 #include "tidegate/optim/masters.h"
 
-#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/serialize/archive.h>
 
@@ -17,6 +16,7 @@
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "src/nn/common.h"
 
@@ -50,13 +50,20 @@ Tensor norm_of(const Kinds& kinds) {
   return norms.empty() ? at::zeros({}) : at::linalg_vector_norm(at::stack(norms));
 }
 
-/// Multiplies by a factor in fp32, whatever the gradients' type; at::_foreach_mul_ would round the
-/// factor to theirs. What torch's function finds that is not finite is not asked.
-void scale(Kinds& kinds, const Tensor& factor) {
-  for (auto& [kind, gradients] : kinds) {
+/// Multiplies by a factor in fp32, whatever the gradients' type.
+void scale(const Kinds& kinds, const Tensor& factor) {
+  for (const auto& [kind, gradients] : kinds) {
+    const at::ScalarType dtype = gradients.front().scalar_type();
     const Tensor own = factor.to(gradients.front().device());
-    Tensor found = at::zeros_like(own);
-    at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, own);
+    if (at::elementSize(dtype) >= sizeof(float)) {
+      at::_foreach_mul_(gradients, own.to(dtype));
+      continue;
+    }
+    // at::_foreach_mul_ would round the factor to 16 bits. By a factor that has dimensions each
+    // product is made in fp32, and rounded once.
+    for (Tensor gradient : gradients) {
+      gradient.mul_(own.reshape(std::vector<int64_t>(gradient.dim(), 1)));
+    }
   }
 }
 
@@ -151,7 +158,7 @@ Tensor MasterWeights::clip_gradients(double largest) {
   if (!in_place) take_gradients();
   std::vector<Tensor> all = in_place ? weights_ : masters_;
   all.insert(all.end(), own_.begin(), own_.end());
-  Kinds kinds = gradients_of(all);
+  const Kinds kinds = gradients_of(all);
   const Tensor norm = norm_of(kinds);
   if (std::isfinite(largest)) scale(kinds, (largest / (norm + 1e-6)).clamp_max(1.0));
   return norm;

@@ -309,6 +309,31 @@ TEST(MasterWeights, NameWhatTheyCannotTake) {
   expect_message<c10::ValueError>([&] { masters.clip_gradients(1.0); }, message);
 }
 
+TEST(MasterWeights, RefuseTheFileOfALargerModel) {
+  torch::nn::ModuleList one(torch::nn::Linear(3, 3)),
+      two(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  AdamW of_one(one->parameters(), AdamWOptions(1e-2)), of_two(two->parameters(), AdamWOptions());
+  MasterWeights small(*one, of_one), large(*two, of_two);
+  const Tensor before = small.masters()[0].detach().clone();
+  expect_message<c10::ValueError>([&] { load_saved(large, small); },
+                                  "MasterWeights: masters: expected 2; got more");
+  EXPECT_TRUE(at::equal(before, small.masters()[0]));
+}
+
+TEST(MasterWeights, HaveParametersWithoutElements) {
+  for (const bool in_one_pass : {true, false}) {
+    torch::nn::ModuleList model(torch::nn::Linear(torch::nn::LinearOptions(3, 0)),
+                                torch::nn::Linear(3, 2));
+    AdamW optimizer(model->parameters(), AdamWOptions(1e-2).amsgrad(!in_one_pass));
+    MasterWeights masters(*model, optimizer);
+    for (Tensor& p : model->parameters()) p.mutable_grad() = at::ones_like(p);
+    const Tensor before = masters.masters()[2].detach().clone();
+    EXPECT_NEAR(masters.clip_gradients(1.0).item<double>(), std::sqrt(8.0), 1e-5);
+    masters.step();
+    EXPECT_FALSE(at::equal(before, masters.masters()[2]));
+  }
+}
+
 TEST(MasterWeights, OfTwoDevicesAreClippedTogether) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   for (const bool in_one_pass : {true, false}) {

@@ -26,6 +26,7 @@ except ImportError:
 LANGUAGES = [
     "python",
     "in one pass",
+    pytest.param("on a GPU", marks=pytest.mark.gpu),  # in one pass, too
     pytest.param("cpp", marks=pytest.mark.skipif(cpp is None, reason="needs the bindings of C++")),
 ]
 
@@ -42,6 +43,9 @@ def masters_of(language: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Modul
     if language == "in one pass":
         monkeypatch.setattr(adamw, "_DEVICES", ("cpu", "cuda"))
     model = CausalLM(config)
+    if language == "on a GPU":
+        require_cuda()
+        model.cuda()
     return model, MasterWeights(model, build_optimizer(model, lr=0.1, weight_decay=0.1))
 
 
@@ -49,7 +53,7 @@ def draw(model: nn.Module) -> list[Tensor]:
     """Gives every parameter a gradient; returns copies of them in float64."""
     rng = torch.Generator().manual_seed(1)
     for _, p in sorted(model.named_parameters()):
-        p.grad = torch.randn(p.shape, generator=rng).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=rng).to(p)
     return [p.grad.double() for p in model.parameters()]
 
 
@@ -190,8 +194,8 @@ def test_masters_of_another_model_change_nothing() -> None:
         assert all(map(torch.equal, masters.masters, before))
 
 
-def test_parameters_without_elements_have_masters() -> None:
-    model = nn.ParameterList([torch.ones(0, 3), torch.ones(3)])
+def test_parameters_without_elements_have_masters(device: str) -> None:
+    model = nn.ParameterList([torch.ones(0, 3, device=device), torch.ones(3, device=device)])
     masters = MasterWeights(model, AdamW(list(model), lr=0.1, fused=True))
     for p in model:
         p.grad = torch.ones_like(p)

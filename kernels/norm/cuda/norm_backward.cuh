@@ -77,15 +77,6 @@ struct BackwardTile {
     const Sigmoids<float> both = PackedSigmoids<float>{kept}.both();
     return both.pos * both.neg;
   }
-  /// Calls visit.operator()<kSilu>(), outside of loops.
-  template <class Visit>
-  __device__ void with_activation(Visit visit) const {
-    if (p.forward.activation == Activation::kSilu) {
-      visit.template operator()<true>();
-    } else {
-      visit.template operator()<false>();
-    }
-  }
 
   /// c of the row that has come, and what is kept of the gate.
   __device__ void begin() {
@@ -93,7 +84,7 @@ struct BackwardTile {
     if constexpr (kGated) {
       float gate[kOwnColumns];
       ring.template read<kOther, Stream>(gate);
-      with_activation([&]<bool kSilu>() {
+      with_activation(p.forward.activation, [&]<bool kSilu>() {
 #pragma unroll
         for (int v = 0; v < kOwnColumns; ++v) {
           opening[v] = kept_of<kSilu>(gate[v]);
@@ -113,7 +104,7 @@ struct BackwardTile {
     if constexpr (kGate == Gate::kAfter) {
       float gate[kVec];
       ring.template read<kOther, Stream>(pack, gate);
-      with_activation([&]<bool kSilu>() {
+      with_activation(p.forward.activation, [&]<bool kSilu>() {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) {
           g[v] *= activated<kSilu>(gate[v], opening[pack * kVec + v]);
@@ -273,7 +264,7 @@ struct BackwardTile {
       find_result(pack, n, w, row, y);
     }
     float dgate[kVec];
-    with_activation([&]<bool kSilu>() {
+    with_activation(p.forward.activation, [&]<bool kSilu>() {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         const float kept = opening[pack * kVec + v];

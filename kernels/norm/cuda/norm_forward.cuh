@@ -25,6 +25,12 @@ struct ForwardTile {
   bool has_addend;
   float u[kOwnColumns];
 
+  template <bool kSilu>
+  __device__ static float activated(float gate) {
+    const float sigmoid = sigmoids<Math>(gate).pos;
+    return kSilu ? gate * sigmoid : sigmoid;
+  }
+
   /// Asks for a row, by the threads' own copies.
   __device__ void load(unsigned stage, unsigned row) {
     const RowPlace<unsigned> place = row_place(p, row);
@@ -42,10 +48,12 @@ struct ForwardTile {
     if constexpr (kGate == Gate::kFirst) {
       float gate[kOwnColumns];
       ring.template read<kOther, Data>(gate);
+      with_activation(p.activation, [&]<bool kSilu>() {
 #pragma unroll
-      for (int v = 0; v < kOwnColumns; ++v) {
-        u[v] = __fmul_rn(u[v], activated<Math>(p.activation, gate[v]));
-      }
+        for (int v = 0; v < kOwnColumns; ++v) {
+          u[v] = __fmul_rn(u[v], activated<kSilu>(gate[v]));
+        }
+      });
     } else if (!kGated && has_addend) {
       float addend[kOwnColumns];
       ring.template read<kOther, Data>(addend);
@@ -110,10 +118,12 @@ struct ForwardTile {
     if constexpr (kGate == Gate::kAfter) {
       float gate[kOwnColumns];
       ring.template read<kOther, Data>(gate);
+      with_activation(p.activation, [&]<bool kSilu>() {
 #pragma unroll
-      for (int v = 0; v < kOwnColumns; ++v) {
-        y[v] *= activated<Math>(p.activation, gate[v]);
-      }
+        for (int v = 0; v < kOwnColumns; ++v) {
+          y[v] *= activated<kSilu>(gate[v]);
+        }
+      });
     }
     Data* const to = row_in<Data>(p.y, row_place(p, row), is_merged(p));
 #pragma unroll

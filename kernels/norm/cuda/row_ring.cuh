@@ -38,6 +38,17 @@ cudaError_t dispatch_form(const NormParams& p, Visit visit) {
   return with_gate.template operator()<Gate::kNone>();
 }
 
+/// Calls visit.template operator()<kSilu>() for what a gate passes through, outside of loops: asked
+/// for every column it is a branch each.
+template <class Visit>
+__device__ inline void with_activation(Activation kind, Visit visit) {
+  if (kind == Activation::kSilu) {
+    visit.template operator()<true>();
+  } else {
+    visit.template operator()<false>();
+  }
+}
+
 // ---- Where a row is ----
 
 /// Whether the dimensions of rows are merged into one.

@@ -114,11 +114,15 @@ class MasterWeights:
         norm = torch.linalg.vector_norm(every_norm)
         if largest < math.inf:
             factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-            for (device, _), kind in kinds.items():
-                # It multiplies in fp32, whatever the gradients' type; _foreach_mul_ would round the
-                # factor to theirs. What it finds that is not finite is not asked.
-                found, own = torch.zeros((), device=device), factor.to(device)
-                torch._amp_foreach_non_finite_check_and_unscale_(kind, found, own)
+            for (device, dtype), kind in kinds.items():
+                own = factor.to(device)
+                if dtype.itemsize >= factor.dtype.itemsize:
+                    torch._foreach_mul_(kind, own.to(dtype))
+                    continue
+                # _foreach_mul_ would round the factor to 16 bits. By a factor that has dimensions
+                # each product is made in fp32, and rounded once.
+                for gradient in kind:
+                    gradient.mul_(own.reshape([1] * gradient.dim()))
         return norm
 
     @torch.no_grad()
