@@ -121,10 +121,7 @@ struct BackwardTile {
                             float per_channel, const float (&w)[kOwnColumns],
                             float (&sums)[kSums]) {
     if constexpr (kLayer) {
-      float sum[1] = {sum_columns(c)};
-      reducer.sum(sum);
-      requests.next(row);
-      center(columns, sum[0] * per_channel, c);
+      subtract_mean(columns, requests, reducer, row, per_channel, c);
     }
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {

@@ -76,10 +76,7 @@ struct ForwardTile {
   __device__ void find_moments(const Requests& requests, Reducer& reducer, unsigned row,
                                float per_channel, float (&moments)[kMoments]) {
     if constexpr (kLayer) {
-      float sum[1] = {sum_columns(u)};
-      reducer.sum(sum);
-      requests.next(row);
-      center(columns, sum[0] * per_channel, u);
+      subtract_mean(columns, requests, reducer, row, per_channel, u);
     }
 #pragma unroll
     for (int v = 0; v < kOwnColumns; ++v) {

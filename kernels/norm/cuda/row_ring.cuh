@@ -417,4 +417,16 @@ class RowReducer {
   bool is_odd_ = false;
 };
 
+/// x less the row's mean. Once the slot's threads have met they are done with the row before, in
+/// whose place one more is asked for.
+template <class Requests, class Reducer>
+__device__ inline void subtract_mean(const Columns& columns, const Requests& requests,
+                                     Reducer& reducer, unsigned row, float per_channel,
+                                     float (&x)[kOwnColumns]) {
+  float sum[1] = {sum_columns(x)};
+  reducer.sum(sum);
+  requests.next(row);
+  center(columns, sum[0] * per_channel, x);
+}
+
 }  // namespace tidegate::kernels::norm
