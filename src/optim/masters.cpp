@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "src/nn/common.h"
+#include "src/ops/scale.h"
 
 namespace tidegate::optim {
 namespace {
@@ -55,14 +56,10 @@ void scale(const Kinds& kinds, const Tensor& factor) {
   for (const auto& [kind, gradients] : kinds) {
     const at::ScalarType dtype = gradients.front().scalar_type();
     const Tensor own = factor.to(gradients.front().device());
-    if (at::elementSize(dtype) >= sizeof(float)) {
+    if (at::elementSize(dtype) < sizeof(float)) {
+      ops::scale(gradients, own);  // at::_foreach_mul_ would round the factor to 16 bits
+    } else {
       at::_foreach_mul_(gradients, own.to(dtype));
-      continue;
-    }
-    // at::_foreach_mul_ would round the factor to 16 bits. By a factor that has dimensions each
-    // product is made in fp32, and rounded once.
-    for (Tensor gradient : gradients) {
-      gradient.mul_(own.reshape(std::vector<int64_t>(gradient.dim(), 1)));
     }
   }
 }

@@ -126,6 +126,40 @@ def test_a_largest_norm_is_a_number_of_at_least_zero(
     assert not any(bool(g.any()) for g in gradients_of(model, masters))
 
 
+SHAPES = [(1,), (), (0, 3), (7,), (4096,), (4097,), (3, 9000), (64, 128)]
+
+
+def test_scale_makes_products_in_float32(device: str) -> None:
+    """Of all types, of more tensors than a launch takes, and of such as do not begin at 16 bytes or
+    are not dense."""
+    factor = torch.tensor(0.3337, device=device)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        made = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES * 20]
+        made += [made[5][1:], made[6].t(), made[7][:, ::2]]
+        made = [t.clone(memory_format=torch.preserve_format) for t in made[:-3]] + made[-3:]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wanted = [(t.to(wide) * factor.to(wide)).to(dtype) for t in made]
+        with torch.no_grad():
+            torch.ops.tidegate.scale_(made, factor)
+        assert all(map(torch.equal, made, wanted))
+        assert {t._version for t in made} == {1}
+
+
+def test_scale_says_what_it_cannot_take() -> None:
+    one, number = [torch.ones(3)], torch.ones(())
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"^scale_: factor must be one float32 number, got"):
+            torch.ops.tidegate.scale_(one, torch.ones(2))
+        with pytest.raises(
+            RuntimeError, match=r"^scale_: tensors must be .* tensors\[1\] in int64"
+        ):
+            torch.ops.tidegate.scale_([*one, torch.ones(3).long()], number)
+        with pytest.raises(RuntimeError, match=r"^scale_: tensors must be .* on meta"):
+            torch.ops.tidegate.scale_([torch.ones(3, device="meta")], number)
+    with pytest.raises(RuntimeError, match=r"^scale_: it is not differentiated"):
+        torch.ops.tidegate.scale_(one, number)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_parameters_on_two_devices_are_clipped_together(fused: bool) -> None:

@@ -116,13 +116,11 @@ class MasterWeights:
             factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
             for (device, dtype), kind in kinds.items():
                 own = factor.to(device)
-                if dtype.itemsize >= factor.dtype.itemsize:
+                if dtype.itemsize < factor.dtype.itemsize:
+                    # _foreach_mul_ would round the factor to 16 bits.
+                    torch.ops.tidegate.scale_(kind, own)
+                else:
                     torch._foreach_mul_(kind, own.to(dtype))
-                    continue
-                # _foreach_mul_ would round the factor to 16 bits. By a factor that has dimensions
-                # each product is made in fp32, and rounded once.
-                for gradient in kind:
-                    gradient.mul_(own.reshape([1] * gradient.dim()))
         return norm
 
     @torch.no_grad()
