@@ -324,8 +324,8 @@ MuonAdamW::MuonAdamW(const torch::nn::Module& model, const MuonOptions& muon_opt
             adamw_options) {}
 
 void MuonAdamW::step() {
+  adamw.step();  // first: it throws where a gradient is sparse, an embedding's
   muon.step();
-  adamw.step();
 }
 
 void MuonAdamW::zero_grad(bool set_to_none) {

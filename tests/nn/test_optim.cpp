@@ -216,6 +216,18 @@ TEST(MuonAdamW, TakesTheMatricesOfTheBlocks) {
   }
 }
 
+TEST(MuonAdamW, StepsNothingWhereAdamWCannot) {
+  CausalLM model = a_model();
+  MuonAdamW optimizer(*model, MuonOptions(), AdamWOptions(1e-2));
+  draw_gradients(model, 0);
+  Tensor other = optimizer.adamw.param_groups()[0].params()[0];
+  other.mutable_grad() = sparse_like(other.detach());
+  std::vector<Tensor> before;
+  for (const Tensor& p : model->parameters()) before.push_back(p.detach().clone());
+  expect_message<c10::Error>([&] { optimizer.step(); }, "AdamW: expected dense gradients");
+  expect_equal(model->parameters(), before);
+}
+
 TEST(MuonAdamW, GoesOnFromAFile) {
   CausalLM one = a_model(), two = a_model();
   MuonAdamW whole(*one, MuonOptions(), AdamWOptions(1e-2));

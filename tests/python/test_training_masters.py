@@ -330,6 +330,16 @@ def test_muon_takes_matrices_alone() -> None:
     assert len(muon.param_groups) == 1
 
 
+def test_muon_does_not_step_where_adamw_cannot() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3))
+    optimizer = build_optimizer(model, "muon", lr=0.1, weight_decay=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_muon_names_a_sparse_gradient() -> None:
     model = nn.Embedding(5, 3, sparse=True)
     before = model.weight.detach().clone()

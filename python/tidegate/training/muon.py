@@ -182,9 +182,10 @@ class Combined:
         return [*self.muon.param_groups, *self.adamw.param_groups]
 
     def step(self) -> None:
-        """One step of both."""
-        self.muon.step()
+        """One step of both. AdamW's comes first: where a gradient is sparse, an embedding's, it
+        raises, and nothing has been stepped."""
         self.adamw.step()
+        self.muon.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
