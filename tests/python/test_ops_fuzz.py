@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fuzz import check_seed, judge_again, random_case
-from fuzz_attention import random_call
+from fuzz_attention import beyond, judge_draws, random_call
 from support import attention_batches, error_rule
 from support import forgetting_attention_cases as attention_cases
 from support import forgetting_attention_oracle as attention_oracle
@@ -40,6 +40,16 @@ def test_calls_of_attention_judged_together_are_judged_as_each_alone(device: str
     batch.found[wrong]["dlog_f"][:, -1] += 0.1
     failed = [i for i, found in enumerate(batch.judge()) if not found["dlog_f"].excess < 5]
     assert failed == [wrong]
+
+
+def test_products_on_the_cpu_may_add_one_term_after_another() -> None:
+    """Of 233 channels: by torch's matmul alone, which adds up parts, dlog_f was beyond the rule."""
+    case = random_call(242)
+    by_parts, by_terms = (
+        judge_draws(case, False, range(12), "cpu", one_by_one) for one_by_one in (False, True)
+    )
+    assert beyond(by_parts[0], by_parts)
+    assert not beyond(by_terms[0], by_terms)
 
 
 def cancelling(device: str) -> attention_batches.Batch:
