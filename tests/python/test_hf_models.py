@@ -222,6 +222,24 @@ def test_embeddings_can_be_resized() -> None:
         assert (model.lm_head.weight is model.model.embedding.weight) == tied
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("init_std", [None, 0.1])
+def test_rows_that_resizing_adds_are_drawn_as_the_first_were(
+    tied: bool, init_std: float | None
+) -> None:
+    """Without mean_resizing a model has, in the new rows, what it would have had from the start."""
+    torch.manual_seed(0)
+    sizes = {"tie_word_embeddings": tied, "init_std": init_std}
+    model = hf.TidegateForCausalLM(config("hgrn2", **sizes))
+    kept = [p.detach().clone() for p in model.model.blocks.parameters()]
+    model.resize_token_embeddings(4000, mean_resizing=False)
+    wanted = hf.TidegateForCausalLM(config("hgrn2", **sizes, vocab_size=4000))
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        mine, theirs = (getattr(m, part)().weight[40:].std() for m in (model, wanted))
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.0)
+    assert all(map(torch.equal, kept, model.model.blocks.parameters()))
+
+
 @every_mixer
 def test_classifier_pools_what_is_real(name: str) -> None:
     torch.manual_seed(0)
@@ -234,6 +252,8 @@ def test_classifier_pools_what_is_real(name: str) -> None:
     packed = torch.cat([ids[r, 9 - n :] for r, n in enumerate((9, 4, 1))])[None]
     bounds = torch.tensor([0, 9, 13, 14])
     close(model(packed, cu_seq_lens_q=bounds).logits, logits)
+    begin_anew = torch.cat([torch.arange(n) for n in (9, 4, 1)])[None]
+    close(model(packed, position_ids=begin_anew).logits, logits)
     labels = torch.tensor([2, 0, 1])
     loss = model(ids, attention_mask=mask, labels=labels).loss
     close(loss, torch.nn.functional.cross_entropy(logits, labels))

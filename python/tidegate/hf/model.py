@@ -62,7 +62,9 @@ class TidegatePreTrainedModel(PreTrainedModel):
     def _finish(self) -> None:
         """The last lines of a constructor. Parameters were drawn, but on the meta device, where
         from_pretrained() fills them."""
-        self._is_drawn = all(not p.is_meta for p in self.parameters())
+        if all(not p.is_meta for p in self.parameters()):
+            for module in self.modules():
+                module._is_hf_initialized = True  # so that transformers does not draw them again
         # Whole names, since transformers looks for them anywhere in a parameter's.
         self._keep_in_fp32_modules_strict = [
             f"{owner}.{name}".lstrip(".")
@@ -86,10 +88,11 @@ class TidegatePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws those of a module's own parameters that no file had."""
+        """Draws those of a module's own parameters that no file had, or all of a module's that
+        resize_token_embeddings() made."""
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         missing = [n for n, t in own if not getattr(t, "_is_hf_initialized", False)]
-        if getattr(self, "_is_drawn", False) or not missing:
+        if not missing:
             return
         if isinstance(module, nn.Embedding):
             normal_(module.weight, self.config.init_std or embedding_std(self.config.lm_config()))
@@ -103,7 +106,9 @@ class TidegatePreTrainedModel(PreTrainedModel):
 
     def _draw_linear(self, linear: nn.Linear) -> None:
         std = self.config.init_std
-        if std is None and linear is self.get_output_embeddings():
+        # A head that is being resized is not the model's yet; every other matrix is in a block.
+        is_in_a_block = any(linear is module for module in self.base_model.modules())
+        if std is None and self.get_output_embeddings() is not None and not is_in_a_block:
             std = 0.02
         if std is None:
             reset_linear(linear)
@@ -425,11 +430,17 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         return found
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,  # generate() looks for this name in the signature
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """transformers' inputs, without what costs a look at the device for nothing: positions,
         which say no more than the mask does, and the mask of a step, whose tokens are all new."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
         inputs.pop("position_ids", None)
         ids = inputs.get("input_ids")
         if ids is not None and ids.size(1) == 1 and not kwargs.get("is_first_iteration", False):
@@ -484,10 +495,12 @@ class TidegateForSequenceClassification(TidegatePreTrainedModel):
         sequences."""
         kwargs.pop("use_cache", None)
         bounds = bounds_from(kwargs)
-        if attention_mask is None and bounds is None and input_ids is not None:
-            attention_mask = self._mask_of(input_ids)
         given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
         tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
+        # Where neither a mask nor bounds nor positions say what is real, pad_token_id does.
+        if attention_mask is None and not tokens.packed and input_ids is not None:
+            attention_mask = self._mask_of(input_ids)
+            tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
