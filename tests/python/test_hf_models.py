@@ -122,6 +122,29 @@ def test_missing_parameters_are_drawn(tmp_path: Path) -> None:
     assert torch.equal(partly.norm.bias, model.model.norm.bias)
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("hgrn", "in_proj.bias"),  # beside a weight that the file has
+        ("gated-rnn", "in_proj.weight"),
+        ("lru", "out_proj.weight"),  # whose start the mixer says
+        ("fox-pro", "output_norm.weight"),
+    ],
+)
+def test_what_a_file_has_stays_beside_what_is_drawn(name: str, lost: str, tmp_path: Path) -> None:
+    lost = f"blocks.1.mixer.{lost}"
+    wide = {"dim": 64, "mixer_options": {**MIXERS[name].get("mixer_options", {})}}
+    torch.manual_seed(0)
+    wanted = hf.TidegateModel(config(name, **wide))
+    given = wanted.state_dict()
+    drawn = given.pop(lost)
+    found = hf.TidegateModel.from_pretrained(None, config=wanted.config, state_dict=given)
+    found = found.state_dict()
+    assert all(torch.equal(found[n], t) for n, t in given.items())
+    torch.testing.assert_close(found[lost].std(), drawn.std(), rtol=0.3, atol=1e-6)
+    torch.testing.assert_close(found[lost].mean(), drawn.mean(), rtol=0.05, atol=0.05)
+
+
 @every_mixer
 def test_padding_enters_nothing(name: str) -> None:
     model = causal_lm(name)
@@ -195,6 +218,28 @@ def test_peft_finds_the_projections(name: str) -> None:
     assert any("glu.in_proj" in n for n in found)
     idle = [n for n, p in found.items() if p.grad is None or p.grad.abs().sum() == 0]
     assert idle == []
+
+
+@every_mixer
+def test_blocks_whose_weights_lie_on_disk(name: str, tmp_path: Path) -> None:
+    """What accelerate brings to a block when it is called, also for a step with a cache."""
+    pytest.importorskip("accelerate")
+    model = causal_lm(name).float()
+    model.save_pretrained(tmp_path / "model")
+    parts = [n for n, m in model.named_modules() if n.count(".") == 1 and n != "model.blocks"]
+    places = dict.fromkeys([*parts, "model.blocks.0", "lm_head"], "cpu") | {
+        "model.blocks.1": "disk"
+    }
+    found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    assert any(p.is_meta for p in found.model.blocks[1].parameters())
+    ids, mask = left_padded(6, 2, 4)
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(found(ids, attention_mask=mask).logits, wanted)
+    how = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(found.generate(ids, **how), model.generate(ids, **how))
 
 
 def test_hidden_states() -> None:

@@ -56,6 +56,8 @@ class TidegatePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
+    # Of what accelerate moves to a block's device when it is called: it is there, or on the host.
+    _skip_keys_device_placement = ["cache", "past_key_values", "state"]
     _is_stateful = True
     _can_compile_fullgraph = False
 
@@ -88,21 +90,38 @@ class TidegatePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws those of a module's own parameters that no file had, or all of a module's that
-        resize_token_embeddings() made."""
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        missing = [n for n, t in own if not getattr(t, "_is_hf_initialized", False)]
+        """Draws those of a module's parameters that no file had, or all of a module's that
+        resize_token_embeddings() made. What is on the meta device lies in a file of its own, from
+        which accelerate reads it when it is needed."""
+        own = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
+        missing = {n for n, t in own.items() if not (_is_initialized(t) or t.is_meta)}
         if not missing:
             return
-        if isinstance(module, nn.Embedding):
-            normal_(module.weight, self.config.init_std or embedding_std(self.config.lm_config()))
-        elif isinstance(module, nn.Linear):
-            self._draw_linear(module)
+        owner, path = self._drawn_by(module)
+        drawn = {path + name for name in missing}
+        tensors = owner.state_dict().items()
+        kept = {n: t.clone() for n, t in tensors if n not in drawn and not t.is_meta}
+        if isinstance(owner, nn.Embedding):
+            normal_(owner.weight, self.config.init_std or embedding_std(self.config.lm_config()))
+        elif isinstance(owner, nn.Linear):
+            self._draw_linear(owner)
         else:
-            # reset_parameters() draws the children's as well, which have theirs already.
-            kept = {n: t.clone() for n, t in module.state_dict().items() if n not in missing}
-            module.reset_parameters()
-            module.load_state_dict(kept, strict=False)
+            owner.reset_parameters()
+        owner.load_state_dict(kept, strict=False)
+
+    def _drawn_by(self, module: nn.Module) -> tuple[nn.Module, str]:
+        """The block whose reset_parameters() says how the module in it starts, and the way to the
+        module from there; the module itself where there is none, or init_std says it."""
+        names = {id(m): name for name, m in self.named_modules()}
+        path = names.get(id(module), "").split(".")
+        for depth in range(1, len(path)) if self.config.init_std is None else ():
+            owner = self.get_submodule(".".join(path[:depth]))
+            if hasattr(owner, "reset_parameters"):
+                return owner, ".".join(path[depth:]) + "."
+        return module, ""
 
     def _draw_linear(self, linear: nn.Linear) -> None:
         std = self.config.init_std
@@ -116,6 +135,10 @@ class TidegatePreTrainedModel(PreTrainedModel):
         normal_(linear.weight, std)
         if linear.bias is not None:
             linear.bias.zero_()
+
+
+def _is_initialized(t: Tensor) -> bool:
+    return getattr(t, "_is_hf_initialized", False)
 
 
 class TidegateModel(TidegatePreTrainedModel):
@@ -216,10 +239,11 @@ class TidegateModel(TidegatePreTrainedModel):
         return adopt(DynamicCache(), mixers)
 
     def _is_step(self, tokens: Tokens, cache: Cache | None) -> bool:
-        """Whether each row goes on by one token, without a gradient: the mixers' step()."""
+        """Whether each row goes on by one token, without a gradient: the mixers' step(). Where
+        accelerate brings weights or inputs to a block, it does so when the block is called."""
         if cache is None or tokens.time != 1 or tokens.padded or torch.is_grad_enabled():
             return False
-        return cache.layers[0].tokens > 0
+        return cache.layers[0].tokens > 0 and not any(hasattr(b, "_hf_hook") for b in self.blocks)
 
     def _step(
         self, x: Tensor, cache: Cache, hidden: tuple[Tensor, ...] | None
@@ -227,7 +251,7 @@ class TidegateModel(TidegatePreTrainedModel):
         x = self.dropout(x[:, 0])
         for block, gamma, layer in zip(self.blocks, self.gammas(), cache.layers, strict=True):
             hidden = None if hidden is None else (*hidden, x[:, None])
-            state = layer.read(block.mixer, x.size(0))
+            state = layer.read(block.mixer, x.size(0), x.device)
             x = block.step(x, state, gamma)
             layer.write(state, 1)
         x = self.norm(x)[:, None]
@@ -247,8 +271,8 @@ class TidegateModel(TidegatePreTrainedModel):
                 x = self._through(block, x, gamma, tokens.cu_seqlens)
                 continue
             layer = cache.layers[k]
-            state = layer.read(block.mixer, tokens.batch)
-            x, state = block(x, state, gamma=gamma, cu_seqlens=tokens.cu_seqlens)
+            state = layer.read(block.mixer, tokens.batch, x.device)
+            x, state = block(x, state=state, gamma=gamma, cu_seqlens=tokens.cu_seqlens)
             layer.write(state, tokens.time)
         x = tokens.put(self.norm(x))
         return x, None if hidden is None else (*hidden, x)
