@@ -18,7 +18,7 @@ from ..models import CausalLM
 from ..models.sampling import Sampler, SamplingOptions
 from ..training.errors import UserError
 from ..training.pieces import logits_in_pieces
-from ..training.runtime import autocast, resolve_precision, set_products
+from ..training.runtime import autocast
 from ..training.trained import Trained, load_trained
 
 TOKENS = 1 << 14  # of a batch, unless its size is said
@@ -73,8 +73,7 @@ class TidegateLM(TemplateLM):
             )
         self.model, self._text = trained.model, trained.tokenizer
         self._device = self.model.embedding.weight.device
-        self.precision = resolve_precision(precision, self._device)
-        set_products(self.precision)
+        self.precision = trained.compute_in(precision)
         self.batch_size = _batch_size(batch_size)
         self.max_batch_size = max_batch_size
         self.max_length = None if max_length is None else int(max_length)
