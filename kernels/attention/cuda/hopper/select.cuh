@@ -77,10 +77,11 @@ inline bool copies_inputs(const ForgettingAttentionParams& p) {
 /// near fp32's end.
 inline constexpr double kLeastScale = 1e-20;
 
-/// Whether every sequence of a forward pass is one tile of the portable kernel, which is faster then
-/// (docs/lab/attention.md). Up to a head dimension of 64 that has 128 queries and 128 keys, where
-/// the Hopper kernel's has 192 and 96: a third of its math warpgroups would be without queries, and
-/// the others would go through two tiles of keys. Up to 64 queries, all but one would be in either.
+/// Whether every sequence of a forward pass is one tile of the portable kernel, which is faster
+/// then (docs/lab/attention.md). Up to a head dimension of 64 that has 128 queries and 128 keys,
+/// where the Hopper kernel's has 192 and 96: a third of its math warpgroups would be without
+/// queries, and the others would go through two tiles of keys. Up to 64 queries, all but one would
+/// be in either.
 inline bool is_one_portable_tile(const ForgettingAttentionParams& p) {
   return p.head_dim <= 64 && p.layout.offsets == nullptr && p.layout.time > 64 &&
          p.layout.time <= 128 && p.key_layout.time <= 128;
