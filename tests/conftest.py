@@ -13,6 +13,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Imports and the collection make millions of objects that all stay: looking for garbage among them
+# takes a third of the collection's time. pytest_collection_finish turns it on again.
+gc.disable()
 # Code that torch.compile makes for a CPU is not vectorised: to find what the CPU can do, inductor
 # starts six Pythons with torch in every process that compiles. (The kernels here are our own.)
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
@@ -58,6 +61,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def _show_groups(items: list[pytest.Item]) -> None:
