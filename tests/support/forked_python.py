@@ -102,10 +102,9 @@ def _become(
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        sys.stdin, sys.stdout, sys.stderr = (
-            open(number, mode, buffering=buffering, encoding="utf-8", closefd=False)
-            for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
-        )
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, encoding="utf-8", closefd=False)  # noqa: SIM115
         for passed_on in PASSED_ON:
             signal.signal(passed_on, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
