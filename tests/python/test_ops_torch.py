@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import cases, gla_cases, scan_cases
 from support.gla_cases import GlaCase
+from support.op_properties import opcheck
 from support.scan_cases import ScanCase
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -107,8 +108,9 @@ def test_schema_has_the_arguments_and_defaults_of_the_function(name: str) -> Non
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("case", CASES, **ids)
 def test_opcheck(case: ScanCase, grad: bool, device: str) -> None:
+    """With gradients test_compiled_once_for_all_shapes traces every case."""
     named = arguments_of(case, device, grad=grad)
-    torch.library.opcheck(getattr(raw, case.op).default, positional(case, named))
+    opcheck(getattr(raw, case.op).default, positional(case, named), traced=not grad)
 
 
 @pytest.mark.parametrize("time", [0, 1])
