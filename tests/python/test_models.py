@@ -484,17 +484,6 @@ def test_interrupted_save_keeps_the_old(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_compile(ids):
-    """One graph, forward and backward; what Inductor then makes of it takes minutes on a CPU."""
-    model = make(SMALL)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    loss, wanted = compiled(ids, "next").loss, model(ids, "next").loss
-    torch.testing.assert_close(loss, wanted)
-    grads = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, wanted))
-    for one, two in zip(*grads, strict=True):
-        torch.testing.assert_close(one, two)
-
-
 # Classifiers
 
 SEQUENCES = SMALL.replace(num_classes=4)
