@@ -26,6 +26,17 @@ for _kind in (torch.cuda, torch.xpu, torch.mtia):
     if not _kind.is_available():
         _kind.manual_seed_all = lambda seed: None
 
+# torch takes exp, log and their like on the CPU from oneMKL, which chooses the code for a function
+# when it is first called. Where several threads call it for the first time at once, one of them may
+# get code of low accuracy for that call (1e-9 in float64, on Intel's CPUs: pytorch/pytorch issue
+# 188792), and an oracle is wrong. So each is called with one number first.
+_VECTOR_MATH = (torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10, torch.sqrt)
+_VECTOR_MATH += (torch.sin, torch.cos, torch.tan, torch.tanh, torch.asin, torch.acos, torch.atan)
+_VECTOR_MATH += (torch.erf, torch.erfc)
+for _dtype in (torch.float32, torch.float64):
+    for _function in _VECTOR_MATH:
+        _function(torch.full((1,), 0.5, dtype=_dtype))
+
 _MARKERS = {
     "gpu": "needs a CUDA device (skipped elsewhere)",
     "large": "needs tens of GiB of device memory",

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "support/vector_math.h"
+
 namespace tidegate::testing {
 
 inline at::Tensor randn(at::IntArrayRef shape) { return at::randn(shape, at::kDouble); }

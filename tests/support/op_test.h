@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/vector_math.h"
+
 namespace tidegate::testing {
 
 using at::Tensor;
