@@ -76,6 +76,21 @@ TimeSeries row_of(const TypedSeries& t, const void* data) {
   return {const_cast<void*>(data), stride, stride, t.dtype()};
 }
 
+/// The norm of x and its product with w, [outer, inner], both on the device.
+void set_normed_product(const Device& device, const TypedSeries& x, const TypedSeries& w,
+                        kernels::product::FusedProductParams* params) {
+  kernels::product::FewRowsParams& product = params->product;
+  product.rows = x.tokens();
+  product.inner = x.columns();
+  product.outer = w.tokens();
+  product.dtype = x.dtype();
+  product.x = device.at(x.at(0, 0));
+  product.w = device.at(w.at(0, 0));
+  product.stride_x = product.stride_w = x.columns();
+  params->has_norm = true;
+  params->eps = 1e-5;
+}
+
 // ---- HGRN2 ----
 
 TEST(TokenCudaSanitize, Hgrn2StepAndStepInAProduct) {
@@ -93,15 +108,7 @@ TEST(TokenCudaSanitize, Hgrn2StepAndStepInAProduct) {
   }
   kernels::gla::TokenProductParams params;
   kernels::product::FewRowsParams& product = params.product.product;
-  product.rows = kRows;
-  product.inner = kInner;
-  product.outer = 3 * kWidth;
-  product.dtype = kHalf;
-  product.x = device.at(x.at(0, 0));
-  product.w = device.at(w.at(0, 0));
-  product.stride_x = product.stride_w = kInner;
-  params.product.has_norm = true;
-  params.product.eps = 1e-5;
+  set_normed_product(device, x, w, &params.product);
   kernels::gla::GlaParams& step = params.step;
   step.layout.batch = step.layout.sequences = kRows;
   step.layout.time = 1;
@@ -219,15 +226,7 @@ TEST(TokenCudaSanitize, HgrnStepInAProduct) {
   device.add(squares);
   kernels::scan::HgruTokenProductParams params;
   kernels::product::FewRowsParams& product = params.product.product;
-  product.rows = kRows;
-  product.inner = kInner;
-  product.outer = kOuter;
-  product.dtype = kHalf;
-  product.x = device.at(x.at(0, 0));
-  product.w = device.at(w.at(0, 0));
-  product.stride_x = product.stride_w = kInner;
-  params.product.has_norm = true;
-  params.product.eps = 1e-5;
+  set_normed_product(device, x, w, &params.product);
   kernels::scan::HgruTokenParams& token = params.token;
   token.step.layout.batch = token.step.layout.sequences = kRows;
   token.step.layout.time = 1;
