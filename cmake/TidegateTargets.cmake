@@ -70,8 +70,6 @@ endfunction()
 # library and the programs agree on these: OpenMP, position-independent code of the one kind that
 # both can use (CMake's own choice is -fPIC for one and -fPIE for the other), no macro of their own.
 add_library(tidegate_torch_headers OBJECT EXCLUDE_FROM_ALL ${CMAKE_CURRENT_LIST_DIR}/torch_headers.cpp)
-set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/torch_headers.cpp PROPERTIES
-  SKIP_PRECOMPILE_HEADERS ON)  # it is empty: to read them would take six seconds
 target_link_libraries(tidegate_torch_headers PRIVATE tidegate::torch tidegate::torch_openmp)
 target_precompile_headers(tidegate_torch_headers PRIVATE
   <ATen/core/Tensor.h>
