@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Imports and the collection make millions of objects that all stay: looking for garbage among them
+# takes a third of the collection's time. pytest_collection_finish turns it on again.
+gc.disable()
 # Code that torch.compile makes for a CPU is not vectorised: to find what the CPU can do, inductor
 # starts six Pythons with torch in every process that compiles. (The kernels here are our own.)
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
@@ -69,6 +73,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def _show_groups(items: list[pytest.Item]) -> None:
@@ -102,6 +107,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Where no GPU can be used, the thousands of tests that need one are reported as skipped, and
+    that is all: their fixtures and the other reports of a test would take half a minute."""
+    if not (reason := item.get_closest_marker("gpu") and why_no_cuda()):
+        return None
+    path, line, _ = item.location
+    report = pytest.TestReport(
+        item.nodeid,
+        item.location,
+        keywords={},
+        outcome="skipped",
+        longrepr=(path, (line or 0) + 1, f"Skipped: {reason}"),
+        when="setup",
+    )
+    item.ihook.pytest_runtest_logreport(report=report)
+    item.session._setupstate.teardown_exact(nextitem)  # of tests before, which it came after
+    return True
+
+
+@functools.cache
 def why_no_cuda() -> str | None:
     """Why tests cannot run tidegate on a CUDA device here, or None."""
     if not torch.cuda.is_available():

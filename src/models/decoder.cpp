@@ -200,7 +200,7 @@ void Decoder::Batch::leave(size_t row) {
 }
 
 void Decoder::Batch::collect(RowTokens tokens, std::vector<DecodedToken>* out) {
-  const Tensor& ids = tokens.tokens.wait();
+  const Tensor& ids = tokens.wait();
   const Tensor log_probs = options.log_probs() ? tokens.log_probs.wait() : Tensor();
   const int64_t* const id = ids.const_data_ptr<int64_t>();
   std::vector<bool> has_ended(rows.size(), false);

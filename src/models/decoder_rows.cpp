@@ -36,6 +36,16 @@ std::vector<std::pair<const void*, at::ScalarType>> places_of(const CausalLMImpl
   return places;
 }
 
+// How often the parameters of the lower bounds have been changed in place.
+std::vector<int64_t> versions_of_bounds(const CausalLMImpl& model) {
+  std::vector<int64_t> versions;
+  if (model.lower_bounds.is_empty()) return versions;
+  for (const Tensor& t : model.lower_bounds.ptr()->parameters()) {
+    versions.push_back(t.is_inference() ? 0 : static_cast<int64_t>(t._version()));
+  }
+  return versions;
+}
+
 }  // namespace
 
 DecoderRows::DecoderRows(CausalLMImpl& model, const RowsOptions& options)
@@ -67,6 +77,7 @@ bool DecoderRows::fit(const CausalLMImpl& model, const RowsOptions& wanted) cons
 
 void DecoderRows::refresh() {
   const Unrecorded unrecorded;
+  bounds_versions_ = versions_of_bounds(model_);
   const auto fresh = model_.gammas();
   bounds_.resize(fresh.size());
   for (size_t k = 0; k < fresh.size(); ++k) {
@@ -80,10 +91,15 @@ void DecoderRows::refresh() {
   }
 }
 
+void DecoderRows::follow_training() {
+  if (versions_of_bounds(model_) != bounds_versions_) refresh();
+}
+
 void DecoderRows::begin(int64_t first, const Tensor& logits, const ModelState& state,
                         const std::vector<int64_t>& lengths,
                         const std::vector<RowSettings>& settings, const Tensor& seen) {
   const c10::DeviceGuard guard(device_);
+  refresh();  // not every optimiser counts a parameter's versions
   keep_logits_of(logits);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin() + first);
   if (const int64_t most = *std::max_element(lengths.begin(), lengths.end());
@@ -171,9 +187,10 @@ void DecoderRows::make_room(int64_t count, int64_t steps, int64_t active) {
 void DecoderRows::advance(int64_t count, int64_t steps, int64_t active) {
   const c10::DeviceGuard guard(device_);
   make_room(count, steps, active);
-  auto& [views, work] = steps_[count];
+  Steps& graphs = steps_[count];
+  const ModelState& views = graphs.views;
   if (views.empty()) {
-    views = states_.first(count);
+    graphs.views = states_.first(count);
     for (const nn::MixerState& layer : states_.all()) {
       for (const Tensor& t : layer) stream_.uses(t);
     }
@@ -183,13 +200,32 @@ void DecoderRows::advance(int64_t count, int64_t steps, int64_t active) {
   const OwnStream::Scope scope(stream_);
   const c10::InferenceMode inference;
   const nn::FewRowsGuard few_rows;
+  follow_training();
   const ops::SettledStatesGuard settled;
   is_trusted_ = false;
-  for (int64_t i = 0; i < steps; ++i) {
-    work.run(stream_, use_graph, [&, &state = views] { step(count, state); });
+  for (int64_t left = steps; left > 0;) {
+    // As a power of two, so that few are made one by one.
+    const int64_t several = ops::DeferredStates::kSteps;
+    if (graphs.defers && left >= several) {
+      graphs.several.run(stream_, use_graph, [&] { step_deferred(count, views, several); });
+      left -= several;
+      continue;
+    }
+    graphs.one.run(stream_, use_graph,
+                   [&] { graphs.defers = step_deferred(count, views, /*steps=*/1); });
+    --left;
   }
   is_trusted_ = true;
   for (int64_t row = 0; row < count; ++row) lengths_[static_cast<size_t>(row)] += steps;
+}
+
+bool DecoderRows::step_deferred(int64_t count, const ModelState& state, int64_t steps) {
+  ops::DeferredStates deferred(steps);
+  for (int64_t i = 0; i < steps; ++i) {
+    step(count, state);
+    deferred.next_round();
+  }
+  return deferred.is_wanted();
 }
 
 void DecoderRows::step(int64_t count, const ModelState& state) {
@@ -198,9 +234,21 @@ void DecoderRows::step(int64_t count, const ModelState& state) {
   model_.advance(sampled_.ids.narrow(0, 0, count), state, bounds_, logits_.narrow(0, 0, count));
 }
 
+const Tensor& RowTokens::wait() {
+  const Tensor& drawn = tokens.wait();
+  if (const Tensor& held = lengths.wait(); held.defined()) {
+    const auto most = held.max().item<int64_t>();
+    TORCH_INTERNAL_ASSERT(most <= capacity, "generation: a layer's cache with room for ", capacity,
+                          " tokens a sequence was given ", most);
+  }
+  return drawn;
+}
+
 RowTokens DecoderRows::fetch(int64_t count, int64_t steps) const {
   const c10::DeviceGuard guard(device_);
-  RowTokens out{count, steps, HostCopy(sampled_.tokens.narrow(0, 0, count)), HostCopy()};
+  RowTokens out{count,      steps,      HostCopy(sampled_.tokens.narrow(0, 0, count)),
+                HostCopy(), HostCopy(), capacity()};
+  if (keeps_tokens()) out.lengths = HostCopy(states_.lengths().narrow(1, 0, count));
   if (options_.log_probs) out.log_probs = HostCopy(sampled_.log_probs.narrow(0, 0, count));
   return out;
 }

@@ -30,6 +30,11 @@ struct RowsOptions {
 struct RowTokens {
   int64_t rows, steps;
   HostCopy tokens, log_probs;  // `[rows, window]`, rings: column drawn % window
+  HostCopy lengths;            // `[layers, rows]`, of layers that keep tokens
+  int64_t capacity;            // of these
+
+  /// Waits for the tokens. Throws where a layer had no room for one that the steps have read.
+  const torch::Tensor& wait();
 };
 
 /// Rows of a batch. A step draws every row's next token from its logits and reads it: sampling,
@@ -45,7 +50,8 @@ class DecoderRows {
   /// Whether these serve for what `options` ask, by graphs that are still true: of the model's
   /// parameters of now.
   bool fit(const CausalLMImpl& model, const RowsOptions& options) const;
-  /// Computes anew what steps keep of the parameters: the lower bounds.
+  /// Computes anew what steps keep of the parameters: the lower bounds. Steps do so where the
+  /// parameters' versions say that they have been trained in place.
   void refresh();
 
   /// Rows from `first` on begin: the logits after the prompts, their states, how many tokens these
@@ -82,11 +88,16 @@ class DecoderRows {
  private:
   struct Steps {
     ModelState views;
-    CapturedWork work;
+    CapturedWork one;
+    CapturedWork several;  // whose states are written by the last one (ops::DeferredStates)
+    bool defers = false;   // several are faster than as many times one
   };
 
   void keep_logits_of(const torch::Tensor& logits);
   void step(int64_t count, const ModelState& state);
+  /// So many steps; whether they would have been faster had they deferred states.
+  bool step_deferred(int64_t count, const ModelState& state, int64_t steps);
+  void follow_training();
   void make_room(int64_t count, int64_t steps, int64_t active);
   void forget_graphs();
 
@@ -99,6 +110,7 @@ class DecoderRows {
   SampledRows sampled_;
   torch::Tensor logits_;  // `[rows, vocab]`
   std::vector<std::optional<torch::Tensor>> bounds_;
+  std::vector<int64_t> bounds_versions_;  // of what they were computed from
   bool is_trusted_ = true;
   std::vector<int64_t> lengths_;    // a bound on the tokens that a row holds
   std::map<int64_t, Steps> steps_;  // by the number of rows

@@ -119,7 +119,7 @@ void Generation::collect() {
   RowTokens next = std::move(pending_.front());
   pending_.pop_front();
   const int64_t column = arrived_ % kTokensAtOnce;
-  new_ids_.narrow(1, arrived_, next.steps).copy_(next.tokens.wait().narrow(1, column, next.steps));
+  new_ids_.narrow(1, arrived_, next.steps).copy_(next.wait().narrow(1, column, next.steps));
   arrived_ += next.steps;
 }
 

@@ -46,10 +46,19 @@ RowStates::RowStates(const CausalLMImpl& model, int64_t rows, int64_t capacity)
     bound = std::max(bound, all_bytes(device).value_or(0) / each * idle);
   }
   caches_.resize(state_.size());
+  std::vector<Tensor> lengths;
   for (size_t k = 0; k < state_.size(); ++k) {
     if (!keeps(k)) continue;
     keeps_tokens_ = true;
     for (size_t i = 0; i < kCaches; ++i) caches_[k].emplace_back(state_[k][i], bound);
+    lengths.push_back(state_[k][kLengthsPlace]);
+  }
+  if (keeps_tokens_) {  // at one place, so that the host can look at all of them at once
+    lengths_ = at::stack(lengths);
+    int64_t own = 0;
+    for (size_t k = 0; k < state_.size(); ++k) {
+      if (keeps(k)) state_[k][kLengthsPlace] = lengths_.select(0, own++);
+    }
   }
   grow_caches(capacity);
 }

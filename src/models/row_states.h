@@ -44,6 +44,10 @@ class RowStates {
   /// whether there are such layers. `most`: tokens that a row still holds. Waits for the device.
   bool drop_unreachable(int64_t count, int64_t* most);
 
+  /// Tokens that the rows hold, `[layers that keep tokens, rows]`: more than capacity() where a
+  /// step found no room for one, which it drops (kernels/attention/append.h).
+  const torch::Tensor& lengths() const { return lengths_; }
+
   bool keeps_tokens() const { return keeps_tokens_; }
   int64_t capacity() const { return capacity_; }
   int64_t bytes() const;
@@ -56,6 +60,7 @@ class RowStates {
 
   const CausalLMImpl& model_;
   ModelState state_;
+  torch::Tensor lengths_;
   std::vector<std::vector<GrowingCache>> caches_;  // of the layers that keep tokens, kCaches each
   int64_t capacity_;
   bool keeps_tokens_ = false;

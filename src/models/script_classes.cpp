@@ -39,7 +39,13 @@ struct SharedCausalLM : torch::CustomClassHolder {
       const auto found = own.find(names[i]);
       TORCH_CHECK_VALUE(found != own.end() && found->second.sizes() == tensors[i].sizes(),
                         "CausalLM: tensor '", names[i], "' has no place in the configuration");
-      found->second.set_data(tensors[i].detach());
+      const Tensor shared = tensors[i].detach();
+      found->second.set_data(shared);
+      // What trains the Python parameter in place counts here, too.
+      if (!found->second.is_inference() && !shared.is_inference()) {
+        found->second.unsafeGetTensorImpl()->set_version_counter(
+            shared.unsafeGetTensorImpl()->version_counter());
+      }
     }
     model->eval();
   }

@@ -5,11 +5,16 @@
 
 #include "src/ops/attention.h"
 #include "src/ops/capture.h"
+#include "src/ops/gla.h"
 #include "src/ops/kernel_sets.h"
 #include "src/ops/op.h"
 #include "src/ops/results.h"
 #include "src/ops/views.h"
 #include "tidegate/ops/forgetting_attention.h"
+
+#ifdef TIDEGATE_WITH_CUDA
+#include "kernels/attention/attention_step_cuda.h"
+#endif
 
 namespace tidegate::ops {
 namespace {
@@ -88,7 +93,17 @@ at::Tensor ForgettingAttentionStep::kernel() const {
   params.log_f = attention_gates(gate_cache);
   params.lengths = read.keep(lengths.contiguous()).const_data_ptr<int32_t>();
   params.o = head_series(o.unsqueeze(1));
-  Launch(kOp, &params, o).run();
+  Launch launch(kOp, &params, o);
+#ifdef TIDEGATE_WITH_CUDA
+  namespace attention = kernels::attention;
+  if (SettledStatesGuard::is_active() && o.is_cuda() && o.numel() > 0) {
+    check_launch(
+        kOp, "launch",
+        attention::attention_step(params, /*cache_is_settled=*/true, current_stream(o.device())));
+    return o;
+  }
+#endif
+  launch.run();
   return o;
 }
 

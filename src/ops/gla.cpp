@@ -1,6 +1,7 @@
 #include "src/ops/gla.h"
 
 #include <string>
+#include <utility>
 
 #include "src/ops/gla_padding.h"
 #include "src/ops/kernel_sets.h"
@@ -152,6 +153,40 @@ kernels::gla::GlaParams gla_params(const GlaArguments& a, KernelInputs* read) {
 }
 
 thread_local int settled_states_guards = 0;
+thread_local DeferredStates* deferred_states = nullptr;
+
+#ifdef TIDEGATE_WITH_CUDA
+
+/// One token of states that are settled: by DeferredStates, where there is one, and they are many.
+void run_settled_step(const GlaArguments& arguments, kernels::gla::GlaParams params,
+                      cudaStream_t stream) {
+  namespace gla = kernels::gla;
+  static_assert(DeferredStates::kSteps - 1 <= gla::PendingTokens::kMost);
+  gla::TokenStepOptions options;
+  options.h0_is_settled = true;
+  bool defers = false;
+  // What is kept is the caller's rows themselves.
+  if (deferred_states != nullptr && params.gate.data == arguments.gate.const_data_ptr() &&
+      params.v.data == arguments.v.const_data_ptr()) {
+    check_launch(arguments.op, "plan", gla::token_step_defers(params, &defers));
+  }
+  if (defers) {
+    auto& tokens = deferred_states->tokens_of(params.h0);
+    for (const DeferredStates::Token& token : tokens) {
+      options.pending.gate[options.pending.count] = token.gate;
+      options.pending.v[options.pending.count++] = token.v;
+    }
+    if (deferred_states->is_last()) {
+      tokens.clear();
+    } else {
+      tokens.push_back({arguments.gate, arguments.v, params.gate, params.v});
+      params.h_final = nullptr;
+    }
+  }
+  check_launch(arguments.op, "launch", gla::token_step(params, options, stream));
+}
+
+#endif
 
 /// `h_final` may be the arguments' h0 when T = 1.
 void run_gla(const GlaArguments& arguments, const at::Tensor& o, const at::Tensor& h_final) {
@@ -164,8 +199,7 @@ void run_gla(const GlaArguments& arguments, const at::Tensor& o, const at::Tenso
   namespace gla = kernels::gla;
   if (arguments.h0_is_settled && o.is_cuda() && o.numel() > 0 &&
       launch.plan().path == gla::GlaPath::kPlain && gla::token_step_takes(params)) {
-    check_launch(arguments.op, "launch",
-                 gla::token_step(params, /*h0_is_settled=*/true, current_stream(o.device())));
+    run_settled_step(arguments, params, current_stream(o.device()));
     return;
   }
 #endif
@@ -177,6 +211,15 @@ void run_gla(const GlaArguments& arguments, const at::Tensor& o, const at::Tenso
 SettledStatesGuard::SettledStatesGuard() { ++settled_states_guards; }
 SettledStatesGuard::~SettledStatesGuard() { --settled_states_guards; }
 bool SettledStatesGuard::is_active() { return settled_states_guards > 0; }
+
+DeferredStates::DeferredStates(int64_t steps)
+    : steps_(steps), outer_(std::exchange(deferred_states, this)) {}
+DeferredStates::~DeferredStates() { deferred_states = outer_; }
+
+std::vector<DeferredStates::Token>& DeferredStates::tokens_of(const void* state) {
+  is_wanted_ = true;
+  return tokens_[state];
+}
 
 kernels::gla::InputActivation parse_input_activation(const char* op, const char* name,
                                                      std::string_view value) {

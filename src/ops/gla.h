@@ -5,8 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <map>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "kernels/gla/gla.h"
 #include "src/ops/checks.h"
@@ -41,6 +44,41 @@ class SettledStatesGuard {
   static bool is_active();
   SettledStatesGuard(const SettledStatesGuard&) = delete;
   SettledStatesGuard& operator=(const SettledStatesGuard&) = delete;
+};
+
+/// While one lives, this thread's steps of HGRN2 of many states, which are settled, only read them,
+/// but for those of the last of `steps` rounds, which write what they are after all rounds: a state
+/// that is not written is half of a step's bytes. Meanwhile it is behind, and nobody else may look.
+/// A step after another is given the tokens in between again, so the results have the same bits.
+class DeferredStates {
+ public:
+  explicit DeferredStates(int64_t steps);
+  ~DeferredStates();
+  DeferredStates(const DeferredStates&) = delete;
+  DeferredStates& operator=(const DeferredStates&) = delete;
+
+  /// So many at once are fastest (docs/lab/generation.md); a step can be given kSteps - 1 tokens.
+  static constexpr int64_t kSteps = 4;
+
+  /// The round is done: every state has had its step.
+  void next_round() { ++round_; }
+  bool is_last() const { return round_ == steps_ - 1; }
+  /// Whether there was a step that rounds make faster.
+  bool is_wanted() const { return is_wanted_; }
+
+  /// What the rounds before have given a state; notes that there was such a step.
+  struct Token {
+    at::Tensor kept_gate, kept_v;  // their memory
+    kernels::HeadSeries gate, v;
+  };
+  std::vector<Token>& tokens_of(const void* state);
+
+ private:
+  const int64_t steps_;
+  int64_t round_ = 0;
+  bool is_wanted_ = false;
+  std::map<const void*, std::vector<Token>> tokens_;
+  DeferredStates* const outer_;
 };
 
 struct GlaGradients {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/attention/append_cuda.h"
+#include "kernels/attention/attention_step_cuda.h"
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/gla/gla_cuda.h"
 #include "kernels/gla/token_product_cuda.h"
@@ -76,6 +77,21 @@ TimeSeries row_of(const TypedSeries& t, const void* data) {
   return {const_cast<void*>(data), stride, stride, t.dtype()};
 }
 
+/// The norm of x and its product with w, [outer, inner], both on the device.
+void set_normed_product(const Device& device, const TypedSeries& x, const TypedSeries& w,
+                        kernels::product::FusedProductParams* params) {
+  kernels::product::FewRowsParams& product = params->product;
+  product.rows = x.tokens();
+  product.inner = x.columns();
+  product.outer = w.tokens();
+  product.dtype = x.dtype();
+  product.x = device.at(x.at(0, 0));
+  product.w = device.at(w.at(0, 0));
+  product.stride_x = product.stride_w = x.columns();
+  params->has_norm = true;
+  params->eps = 1e-5;
+}
+
 // ---- HGRN2 ----
 
 TEST(TokenCudaSanitize, Hgrn2StepAndStepInAProduct) {
@@ -87,21 +103,17 @@ TEST(TokenCudaSanitize, Hgrn2StepAndStepInAProduct) {
   TypedSeries before = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
   TypedSeries state = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
   TypedSeries state_joined = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
+  TypedSeries state_written = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
+  TypedSeries state_deferred = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
+  TypedSeries written(kHalf, 1, kRows, kWidth), deferred(kHalf, 1, kRows, kWidth);
   Device device;
-  for (TypedSeries* t : {&x, &w, &qfv, &apart, &joined, &gamma, &state, &state_joined}) {
+  for (TypedSeries* t : {&x, &w, &qfv, &apart, &joined, &gamma, &state, &state_joined,
+                         &state_written, &state_deferred, &written, &deferred}) {
     device.add(*t);
   }
   kernels::gla::TokenProductParams params;
   kernels::product::FewRowsParams& product = params.product.product;
-  product.rows = kRows;
-  product.inner = kInner;
-  product.outer = 3 * kWidth;
-  product.dtype = kHalf;
-  product.x = device.at(x.at(0, 0));
-  product.w = device.at(w.at(0, 0));
-  product.stride_x = product.stride_w = kInner;
-  params.product.has_norm = true;
-  params.product.eps = 1e-5;
+  set_normed_product(device, x, w, &params.product);
   kernels::gla::GlaParams& step = params.step;
   step.layout.batch = step.layout.sequences = kRows;
   step.layout.time = 1;
@@ -125,8 +137,24 @@ TEST(TokenCudaSanitize, Hgrn2StepAndStepInAProduct) {
   step.o = heads_of(apart, device.at(apart.at(0, 0)), kDim);
   step.h0 = step.h_final = device.at(state.at(0, 0));
   ASSERT_TRUE(kernels::gla::token_step_takes(step));
-  check_cuda(kernels::gla::token_step(step, /*h0_is_settled=*/true, nullptr), "step");
+  check_cuda(kernels::gla::token_step(step, {.h0_is_settled = true}, nullptr), "step");
+  // The token four times: with the state written each time, and by the last step alone.
+  step.o = heads_of(written, device.at(written.at(0, 0)), kDim);
+  step.h0 = step.h_final = device.at(state_written.at(0, 0));
+  for (int i = 0; i < 4; ++i) check_cuda(kernels::gla::token_step(step, {}, nullptr), "written");
+  step.o = heads_of(deferred, device.at(deferred.at(0, 0)), kDim);
+  step.h0 = device.at(state_deferred.at(0, 0));
+  kernels::gla::TokenStepOptions options{.h0_is_settled = true};
+  for (int& i = options.pending.count; i < 4; ++i) {
+    step.h_final = i == 3 ? const_cast<void*>(step.h0) : nullptr;
+    check_cuda(kernels::gla::token_step(step, options, nullptr), "deferred");
+    if (i == 3) break;
+    options.pending.gate[i] = step.gate;
+    options.pending.v[i] = step.v;
+  }
   device.finish();
+  EXPECT_TRUE(state_written.same_bits(state_deferred));
+  EXPECT_TRUE(written.same_bits(deferred));
 
   for (int64_t r = 0; r < kRows; ++r) {
     for (int64_t c = 0; c < kWidth; ++c) {
@@ -219,15 +247,7 @@ TEST(TokenCudaSanitize, HgrnStepInAProduct) {
   device.add(squares);
   kernels::scan::HgruTokenProductParams params;
   kernels::product::FewRowsParams& product = params.product.product;
-  product.rows = kRows;
-  product.inner = kInner;
-  product.outer = kOuter;
-  product.dtype = kHalf;
-  product.x = device.at(x.at(0, 0));
-  product.w = device.at(w.at(0, 0));
-  product.stride_x = product.stride_w = kInner;
-  params.product.has_norm = true;
-  params.product.eps = 1e-5;
+  set_normed_product(device, x, w, &params.product);
   kernels::scan::HgruTokenParams& token = params.token;
   token.step.layout.batch = token.step.layout.sequences = kRows;
   token.step.layout.time = 1;
@@ -370,6 +390,73 @@ TEST(TokenCudaSanitize, TokenIntoACacheAndStepOverIt) {
       ASSERT_NEAR(o.get(r, i).real(), expected.get(r, i).real(), 0.03) << r << ", " << i;
     }
   }
+}
+
+/// Keys are read before the token is in the cache, but for those near the end: the same bits as
+/// after it, for tokens that end a split and that begin one.
+TEST(TokenCudaSanitize, StepOverALongCacheThatIsSettled) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  constexpr int64_t kHeads = 2, kDim = 64, kWidth = kHeads * kDim, kCapacity = 4352, kTokens = 5;
+  TypedSeries projected = numbers(kHalf, 1, 3 * kWidth), q(kHalf, 1, 1, kWidth);
+  TypedSeries k = numbers(kHalf, kCapacity, kWidth, 1, 6), v = numbers(kHalf, kCapacity, kWidth);
+  TypedSeries log_f = numbers(DType::kFloat32, kCapacity, kHeads, 0);
+  TypedSeries early(kHalf, 1, kTokens, kWidth), late = early;
+  std::vector<float> bias(kHeads, 5.0f);
+  std::vector<int32_t> lengths = {4286};
+  std::vector<int64_t> seen = {4286};
+  Device device;
+  for (TypedSeries* t : {&projected, &q, &k, &v, &log_f, &early, &late}) device.add(*t);
+  device.add(bias);
+  device.add(lengths);
+  device.add(seen);
+  kernels::attention::AttentionAppendParams append;
+  append.batch = 1;
+  append.heads = append.key_heads = append.gate_heads = kHeads;
+  append.head_dim = kDim;
+  append.capacity = kCapacity;
+  append.dtype = kHalf;
+  append.projected = device.at(projected.at(0, 0));
+  append.stride_projected = projected.columns();
+  append.gate_bias = device.at(bias.data());
+  append.q = device.at(q.at(0, 0));
+  append.k = heads_of(k, device.at(k.at(0, 0)), kDim);
+  append.v = heads_of(v, device.at(v.at(0, 0)), kDim);
+  append.log_f = heads_of(log_f, device.at(log_f.at(0, 0)), 1);
+  append.lengths = device.at(lengths.data());
+  append.seen = device.at(seen.data());
+  kernels::attention::ForgettingAttentionStepParams step;
+  step.layout.batch = step.layout.sequences = step.layout.time = 1;
+  step.heads = step.key_heads = kHeads;
+  step.head_dim = kDim;
+  step.channels = kWidth;
+  step.capacity = kCapacity;
+  step.scale = 0.125;
+  step.q = heads_of(q, append.q, kDim);
+  step.k = append.k;
+  step.v = append.v;
+  step.log_f = append.log_f;
+  step.lengths = append.lengths;
+  const auto token = [&] {
+    for (int64_t i = 0; i < kTokens; ++i) {
+      if (const auto error = kernels::attention::attention_append_cuda(append, nullptr))
+        return error;
+      for (const bool is_settled : {true, false}) {
+        const TypedSeries& to = is_settled ? early : late;
+        step.o = heads_of(to, device.at(to.at(i, 0)), kDim);
+        const auto error = kernels::attention::attention_step(step, is_settled, nullptr);
+        if (error != cudaSuccess) return error;
+      }
+    }
+    return cudaSuccess;
+  };
+  plan_and_launch(
+      &step.plan, &step.workspace,
+      [&](auto* plan) { return kernels::attention::forgetting_attention_step_plan(step, plan); },
+      token);
+  device.finish();
+  EXPECT_EQ(lengths.front(), 4286 + kTokens);
+  EXPECT_NE(early.get(0, 0).real(), 0.0);
+  EXPECT_TRUE(early.same_bits(late));
 }
 
 // ---- sampling ----

@@ -3,9 +3,12 @@
 #include "tidegate/models/decoder.h"
 
 #include <gtest/gtest.h>
+#include <torch/cuda.h>
 
 #include <map>
 #include <vector>
+
+#include "src/models/decoder_rows.h"
 
 namespace tidegate::models {
 namespace {
@@ -68,6 +71,22 @@ TEST(Decoder, SavedStatesAreAsGoodAsReading) {
   const int64_t other = decoder.add_saved(saved, ids.narrow(0, 6, 3), options);
   auto tokens = decoded(decoder, 3);
   EXPECT_EQ(tokens[whole], tokens[other]);
+}
+
+// A token that a layer has no room for is dropped on the device, and its count says so.
+TEST(DecoderRows, SaysThatACacheWasFull) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device; the CPU checks each index";
+  const torch::NoGradGuard no_grad;
+  CausalLM model = made("fox");
+  model->to(torch::kCUDA, torch::kFloat);
+  const auto [logits, state] =
+      model->prefill(at::zeros({1, 4}, at::device(at::kCUDA).dtype(at::kLong)));
+  RowsOptions options;
+  options.capacity = 4;
+  DecoderRows rows(*model, options);
+  rows.begin(0, logits, state, /*lengths=*/{0}, {RowSettings()}, {});  // there are four
+  rows.advance(1, 1, 1);
+  EXPECT_THROW(rows.fetch(1, 1).wait(), c10::Error);
 }
 
 TEST(Decoder, RefusesWhatDoesNotFit) {

@@ -27,8 +27,8 @@ def load(monkeypatch):
     return importlib.import_module
 
 
-def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "fox_text.py"), *map(str, options)]
+def run(python: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [python, str(BENCHMARKS / "fox_text.py"), *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -101,10 +101,12 @@ def corpus(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_tiny_run_of_two_models(load, tmp_path, corpus):
+@pytest.mark.xdist_group("ranks")
+def test_a_tiny_run_of_two_models(load, tmp_path, corpus, ranks):
     out = tmp_path / "out"
     models = ("--models", "fot-pro", "hgrn2")
-    done = run(corpus, "--out", out, *TINY, *READ, *models, "--steps", 12, "--commit", "fedcba")
+    trained = (*TINY, *READ, *models, "--steps", 12, "--commit", "fedcba")
+    done = run(ranks.python, corpus, "--out", out, *trained)
     assert done.returncode == 0, done.stderr
     result = json.loads((out / "fox_text.json").read_text())
     assert [row["model"] for row in result["runs"]] == ["fot-pro", "hgrn2"]

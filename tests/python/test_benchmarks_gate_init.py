@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +24,22 @@ def gate_init(monkeypatch):
     return importlib.import_module("gate_init")
 
 
-def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SWEEP), *map(str, options)]
+def run(python: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [python, str(SWEEP), *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.slow
-def test_a_tiny_sweep_and_one_that_goes_on_with_a_part_of_it(tmp_path):
+@pytest.mark.xdist_group("ranks")
+def test_a_tiny_sweep_and_one_that_goes_on_with_a_part_of_it(tmp_path, ranks):
+    """The second one starts its run as a user's does, with a Python that has imported nothing."""
     table, picture, gates = (tmp_path / name for name in ("sweep.json", "sweep.png", "gates.png"))
     few = ("--dummies", 4, "--seeds", 1, "--eval-every", 2, "--processes", 2, "--device", "cpu")
     few += ("--out", tmp_path / "runs", "--commit", "fedcba")
     few += ("--methods", "standard", "ugi", "gumbel-ugi")
-    done = run(*few, "--steps", 4, "--json", table, "--plot", picture, "--gates-plot", gates, *TINY)
+    drawn = ("--json", table, "--plot", picture, "--gates-plot", gates)
+    done = run(ranks.python, *few, "--steps", 4, *drawn, *TINY)
     assert done.returncode == 0, done.stderr
     result = json.loads(table.read_text(encoding="utf-8"))
     assert (result["task"], result["dummies"], result["left_out"]) == ("copying", 4, 0)

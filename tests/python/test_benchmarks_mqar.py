@@ -8,7 +8,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,18 +29,19 @@ def mqar(monkeypatch):
     return importlib.import_module("mqar")
 
 
-def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(MQAR), *map(str, options)]
+def run(python: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [python, str(MQAR), *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.slow
-def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path):
+@pytest.mark.xdist_group("ranks")
+def test_a_tiny_sweep_writes_its_runs_and_the_plot(mqar, tmp_path, ranks):
     table, picture = tmp_path / "mqar.json", tmp_path / "mqar.png"
     tiny = ("--device", "cpu", "--lengths", 32, "--widths", 64, "--rates", 1e-2, "--seeds", 3, 5)
     few = ("--steps", 3, "--tokens", 256, "--examples", 24, "--score-every", 2, "--at-once", 3)
-    done = run(*tiny, *few, "--commit", "fedcba", "--json", table, "--plot", picture)
+    done = run(ranks.python, *tiny, *few, "--commit", "fedcba", "--json", table, "--plot", picture)
     assert done.returncode == 0, done.stderr
     result = json.loads(table.read_text(encoding="utf-8"))
     assert (result["left_out"], result["commit"]) == (0, "fedcba")

@@ -182,6 +182,61 @@ def test_sequences_come_and_go(name, device):
     assert made[0, 3:].tolist() == wanted[0]
 
 
+def trained_bounds(model: CausalLM, optimizer: type[torch.optim.Optimizer], **options) -> None:
+    logits = model.lower_bounds.logits
+    logits.grad = 3 * torch.randn_like(logits)
+    optimizer([logits], lr=1.0, **options).step()
+
+
+def test_a_decoder_follows_lower_bounds_trained_in_place(device, tmp_path):
+    """After its steps have been captured; the other weights are read as they are anyway. torch's
+    fused optimisers do not count versions, so sequences that begin have the bounds made anew."""
+    model = make("hgrn2", device=device)
+    prompt = prompts(6)[0]
+    options = {"max_new_tokens": 12, "temperature": 0.0}
+    decoder = Decoder(model, 2, log_probs=True)
+
+    def drawn(of: Decoder) -> list[tuple[int, float]]:
+        return [(token.token, token.log_prob) for token in of.step(3)]
+
+    slot = decoder.add(prompt, **options)
+    decoder.step(3)
+    decoder.save(slot, tmp_path / "prefix")
+    trained_bounds(model, torch.optim.SGD)
+    fresh = Decoder(copy.deepcopy(model), 2, log_probs=True)
+    fresh.load(tmp_path / "prefix", **options)
+    assert drawn(decoder) == drawn(fresh)
+    decoder.remove(slot)
+    trained_bounds(model, torch.optim.AdamW, fused=True)
+    fresh = Decoder(copy.deepcopy(model), 2, log_probs=True)
+    for one in (decoder, fresh):
+        one.add(prompt, **options)
+    assert drawn(decoder) == drawn(fresh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_that_are_written_now_and_then_have_the_same_bits(dtype, device):
+    """Several steps at once, of which only the last one writes states, and one by one."""
+    if device == "cpu":
+        pytest.skip("the CPU writes every state")
+    torch.manual_seed(2)
+    config = LMConfig(
+        mixer="hgrn2", vocab_size=64, dim=1024, layers=2, mixer_options={"num_heads": 8}
+    )
+    model = CausalLM(config).to(device, dtype).eval()
+    ids = torch.randint(0, 64, (64, 5))
+    found = []
+    for steps in (1, 23):
+        decoder = Decoder(model, 64, log_probs=True)
+        decoder.add_all(list(ids), max_new_tokens=23, seed=4)
+        tokens = []
+        while decoder.active:
+            tokens += [(t.slot, t.token, t.log_prob) for t in decoder.step(steps)]
+        found.append(sorted(tokens))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_removed_sequences_leave_the_others_as_they_are(name, device):
     model = make(name, device=device)

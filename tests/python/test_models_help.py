@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,8 +121,9 @@ dist.destroy_process_group()
 """
 
 
-def test_a_sharded_model_names_the_remedy(tmp_path):
-    command = [sys.executable, "-c", SHARDED, tmp_path / "model"]
+@pytest.mark.xdist_group("ranks")
+def test_a_sharded_model_names_the_remedy(tmp_path, ranks):
+    command = [ranks.python, "-c", SHARDED, tmp_path / "model"]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     save, generate = result.stdout.splitlines()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.module_registry import STARTS
+from support.model_configs import STARTS
 
 from tidegate.models import CausalLM, LMConfig
 

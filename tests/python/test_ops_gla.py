@@ -113,10 +113,11 @@ def test_gradient_of_the_gates_over_16384_tokens(
 ) -> None:
     """With data of 16 bits and a state at both ends. Where gates have 16 bits, too, their gradient
     is rounded to as many, and may be 0.5 % from float64. Gates are sigmoid(N(0, 1) + shift), keys
-    one minus them."""
+    one minus them. On a CPU over a quarter as many: what is beyond a rounding of the gates may be a
+    quarter there, and fp32 gates have digits of fp32."""
     rng = torch.Generator().manual_seed(7)
-    size = 128 if device == "cuda" else 32
-    shape = (1, 16384, 2, size)
+    size, time = (128, 16384) if device == "cuda" else (32, 4096)
+    shape = (1, time, 2, size)
     q, v, do = (torch.randn(shape, generator=rng).bfloat16().to(device) for _ in range(3))
     gates = (torch.randn(shape, generator=rng) + shift).bfloat16().to(device)
     h0, last = (torch.randn(1, 2, size, size, generator=rng).to(device) for _ in range(2))
@@ -141,6 +142,8 @@ def test_gradient_of_the_gates_over_16384_tokens(
     )
     (exact,) = torch.autograd.grad(results, leaf, (of_head[3], last[0, head].double()))
     limit = OF_WIDE_GATES[shift] if wide and op == "gated_linear_attention" else 5e-3
+    if device == "cpu":
+        limit = 1e-6 if wide else 2e-3
     assert float64.distance(found[0, :, head], exact) <= limit
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support import norm_cases as norms
 from support.error_rule import assert_within_rule
 from support.norm_cases import NormCase
+from support.op_properties import opcheck
 from torch import Tensor
 
 from tidegate import ops
@@ -256,17 +257,18 @@ def test_final_state_of_one_projection_alone(dtype, width, device) -> None:
 @pytest.mark.parametrize("has_do", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck_of_hgrn2_s_backward_ops(dtype, has_do, width, device) -> None:
-    """Of an absent state there is a gradient, too, of the states' shape."""
+    """Of an absent state there is a gradient, too, of the states' shape. The width decides which
+    kernel there is, not what is traced."""
     qfv = qfv_arguments(dtype, device, width=width)["qfv"].detach()
     do, dh_final = torch.ones_like(qfv[:, :, 0]), torch.ones(2, 2, width, width, device=device)
     options = (None, None, 1.0, "none", "none", False, None)
     one = (do if has_do else None, dh_final, qfv, *options)
-    torch.library.opcheck(raw.hgrn2_qfv_backward.default, one)
+    opcheck(raw.hgrn2_qfv_backward.default, one, traced=width == 16)
     found = raw.hgrn2_qfv_backward(*one)
     assert [t.shape for t in found] == [qfv.shape, (0,), dh_final.shape]
     if has_do:
         three = (do, dh_final, *qfv.unbind(2), *options)
-        torch.library.opcheck(raw.hgrn2_backward.default, three)
+        opcheck(raw.hgrn2_backward.default, three, traced=width == 16)
         assert raw.hgrn2_backward(*three)[-1].shape == dh_final.shape
 
 
@@ -285,10 +287,12 @@ def calls(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensors]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", [*ROWS, "norm_linear", "hgrn2_qfv"])
 def test_opcheck(op, dtype, device) -> None:
+    """With gradients of float32 test_compiles_whole traces every op."""
     given = calls(device, dtype)[op]
     packet = getattr(raw, op).default
-    torch.library.opcheck(packet, (), given)
-    torch.library.opcheck(packet, (), {k: v.requires_grad_() for k, v in given.items()})
+    opcheck(packet, (), given)
+    leaves = {k: v.requires_grad_() for k, v in given.items()}
+    opcheck(packet, (), leaves, traced=dtype != torch.float32)
 
 
 @pytest.mark.parametrize("op", [*ROWS, "norm_linear", "hgrn2_qfv"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import require_cuda
 from support import cases, rnn_cases
-from support.op_properties import check_export, check_no_alias
+from support.op_properties import check_export, check_no_alias, opcheck
 from support.rnn_cases import RnnCase, arguments_of, leaves, with_grad
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -41,13 +41,17 @@ TORCH_CASES = [
 @pytest.mark.parametrize("time", [None, 0, 1])
 @pytest.mark.parametrize("case", TORCH_CASES, ids=str)
 def test_opcheck(case: RnnCase, time: int | None, grad: bool, device: str) -> None:
+    """Of no token and of one the first case is traced; gated_rnn of more with gradients by
+    test_compiled_once_for_all_shapes."""
+    is_first = case is TORCH_CASES[0]
     if time is not None:
         case = replace(case, time=time, lengths=None)
     arguments, _ = arguments_of(case, device)
     if grad:
         arguments = with_grad(arguments)
-    torch.library.opcheck(raw.gated_rnn.default, tuple(arguments.values()))
-    torch.library.opcheck(raw.gated_rnn_with_logits.default, tuple(arguments.values()))
+    given = list(arguments.values())
+    opcheck(raw.gated_rnn.default, given, traced=not grad if time is None else is_first)
+    opcheck(raw.gated_rnn_with_logits.default, given, traced=time is None or is_first)
 
 
 @pytest.mark.parametrize("case", TORCH_CASES, ids=str)

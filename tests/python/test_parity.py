@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.module_registry import REGISTRY, SMALL, public_modules
+from support.model_configs import SMALL
+from support.module_registry import REGISTRY, public_modules
 from support.parity import (
     MIXERS,
     assert_identical,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.module_registry import SMALL
+from support.model_configs import SMALL
 from support.parity import MIXERS, cpp, refusal
 from torch import Tensor
 

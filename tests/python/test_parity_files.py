@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 import torch
-from support.module_registry import SMALL, generating
+from support.model_configs import SMALL, generating
 from support.parity import MODELS, assert_identical, assert_same, cpp, refusal, shake
 
 import tidegate

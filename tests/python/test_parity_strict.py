@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.module_registry import SMALL
+from support.model_configs import SMALL
 
 import tidegate
 from tidegate.models import LMConfig, mixers

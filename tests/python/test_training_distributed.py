@@ -41,8 +41,6 @@ def in_one(out: Path, data: Path | str, **changes) -> list[dict]:
     assert run.trainer.run(quiet=True)
     if finishes:
         finish(run)
-    del run
-    gc.collect()  # it has the folder's lock
     return metrics(out)
 
 
@@ -110,7 +108,8 @@ def test_the_curve_is_that_of_one_process(tmp_path, text, ranks, count, changes,
 
 
 def test_every_mixer_s_curve_is_that_of_one_process(tmp_path, text, ranks):
-    changes = {**ALIKE, "steps": 10, "eval_every": 0}
+    """Scored in training, not once more after it, where a checkpoint and a model are written."""
+    changes = {**ALIKE, "steps": 10, "eval_every": 10, "finishes": False}
     runs, wanted = [], {}
     for mixer in sorted(mixers()):
         model = {"mixer": mixer, "mixer_options": {}}
@@ -121,6 +120,7 @@ def test_every_mixer_s_curve_is_that_of_one_process(tmp_path, text, ranks):
     ended = ranks.run(2, "distributed_cases:train_all", runs, seconds=200)
     assert [each.status for each in ended] == [0, 0], ended
     for mixer, rows in wanted.items():
+        assert [row["kind"] for row in rows[-2:]] == ["train", "valid"]
         for mode in ("ddp", "fsdp"):
             assert_alike(metrics(tmp_path / f"{mixer}-{mode}"), rows, 1e-4)
 
@@ -197,6 +197,7 @@ def test_a_run_goes_on_with_any_number_of_processes(tmp_path, text, ranks):
     assert RunFolder(out).choose().step == 3
     in_several(ranks, 4, out, text, **{**changes, "steps": 6, "parallel": "fsdp"})
     in_one(out, text, **{**changes, "steps": 9, "parallel": "none"})
+    gc.collect()  # the run has the folder's lock
     assert RunFolder(out).choose().path.name == "checkpoint.pt"
     rows = in_several(ranks, 2, out, text, **{**changes, "steps": 12, "parallel": "fsdp"})
     assert RunFolder(out).choose().step == 12

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,13 +220,13 @@ def test_another_run_in_the_folder_is_refused_once(tmp_path, text, ranks):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_killed_run_again(tmp_path, text):
+def test_torchrun_starts_a_killed_run_again(tmp_path, text, ranks):
     """torchrun itself, with a restart: the second try ends the run."""
     program = Path(__file__).with_name("distributed_cases.py")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = ["kill", "1", "8", *flags(text, tmp_path / "run")]
     ended = subprocess.run(
-        [sys.executable, *launch, "--max-restarts=1", str(program), *arguments],
+        [ranks.python, *launch, "--max-restarts=1", str(program), *arguments],
         capture_output=True,
         text=True,
         env={**environment(), "ONLY_FIRST": "1"},

@@ -89,6 +89,23 @@ struct GlaReference {
   }
 
  private:
+  /// What a head of one token is made of: computed once, since each has an exponential and is used
+  /// K or V times.
+  struct Token {
+    Array decay, key, query;  // [K]
+    Array value;              // [V]
+  };
+  Token token_of(int64_t t, int64_t h) const {
+    Token token{Array(key_dim), Array(key_dim), Array(key_dim), Array(value_dim)};
+    for (int64_t i = 0; i < key_dim; ++i) {
+      token.decay[i] = decay(t, h, i);
+      token.key[i] = key(t, h, i);
+      token.query[i] = query(t, h, i);
+    }
+    for (int64_t j = 0; j < value_dim; ++j) token.value[j] = value(t, h, j);
+    return token;
+  }
+
   void run_head(const ReferenceLayout& layout, int64_t n, int64_t h) {
     const TokenRange& range = layout.sequences[n];
     const int64_t size = key_dim * value_dim, first = (n * heads + h) * size;
@@ -96,12 +113,13 @@ struct GlaReference {
     if (!h0.empty()) states[0].assign(h0.begin() + first, h0.begin() + first + size);
     for (int64_t step = 0; step < range.length; ++step) {
       const int64_t t = layout.token(range, step);
+      const Token token = token_of(t, h);
       for (int64_t i = 0; i < key_dim; ++i) {
         for (int64_t j = 0; j < value_dim; ++j) {
           const int64_t at = i * value_dim + j;
-          const Real next = decay(t, h, i) * states[step][at] + key(t, h, i) * value(t, h, j);
+          const Real next = token.decay[i] * states[step][at] + token.key[i] * token.value[j];
           states[step + 1][at] = next;
-          o[value_at(t, h, j)] += query(t, h, i) * next;
+          o[value_at(t, h, j)] += token.query[i] * next;
         }
       }
     }
@@ -111,17 +129,18 @@ struct GlaReference {
     if (!dh_final.empty()) ds.assign(dh_final.begin() + first, dh_final.begin() + first + size);
     for (int64_t step = range.length - 1; step >= 0; --step) {
       const int64_t t = layout.token(range, step);
+      const Token token = token_of(t, h);
       for (int64_t i = 0; i < key_dim; ++i) {
         Real of_q = 0, of_k = 0, of_f = 0;
         for (int64_t j = 0; j < value_dim; ++j) {
           const int64_t at = i * value_dim + j;
           const Real out = d_o[value_at(t, h, j)];
-          ds[at] += query(t, h, i) * out;
+          ds[at] += token.query[i] * out;
           of_q += states[step + 1][at] * out;
-          of_k += ds[at] * value(t, h, j);
+          of_k += ds[at] * token.value[j];
           of_f += ds[at] * states[step][at];
-          dv[value_at(t, h, j)] += ds[at] * key(t, h, i);
-          ds[at] *= decay(t, h, i);
+          dv[value_at(t, h, j)] += ds[at] * token.key[i];
+          ds[at] *= token.decay[i];
         }
         store(n, t, h, i, of_q, of_k, of_f);
       }

@@ -32,11 +32,8 @@ class Storages(TorchDispatchMode):
         return sum(size for ref, size in self._sizes.values() if not ref.expired())
 
 
-def _kept(config: LMConfig, tokens: int, recompute: str, residual: torch.dtype | None) -> int:
-    torch.manual_seed(0)
-    model = CausalLM(config)
-    model.recompute, model.residual_dtype = recompute, residual
-    ids = torch.randint(config.vocab_size, (1, tokens))
+def _kept(model: CausalLM, tokens: int) -> int:
+    ids = torch.randint(model.config.vocab_size, (1, tokens))
     storages = Storages()
     with storages, torch.autocast("cpu", torch.bfloat16):
         loss = model(ids, "next").loss
@@ -50,8 +47,11 @@ def bytes_a_token(
     """Bytes that a layer of `config` keeps a token, in units of its width: what a layer more and
     128 tokens more add, so that weights, embedding and head are out of it."""
     deep, shallow = config.replace(layers=3), config.replace(layers=2)
-    counts = [
-        _kept(c, tokens, recompute, residual) for c in (deep, shallow) for tokens in (256, 128)
-    ]
+    counts = []
+    for c in (deep, shallow):
+        torch.manual_seed(0)
+        model = CausalLM(c)
+        model.recompute, model.residual_dtype = recompute, residual
+        counts += [_kept(model, tokens) for tokens in (256, 128)]
     added = (counts[0] - counts[1]) - (counts[2] - counts[3])
     return added / (128 * config.dim)

@@ -23,6 +23,24 @@ def placed(case: cases.Case, device: str) -> tuple[Arguments, tuple[Tensor | Non
     return tensors, (tensors.pop("dh"), tensors.pop("dh_final"))
 
 
+# opcheck's tests without the one that traces the call and compares results and gradients, most of
+# its time: for calls of which another test does that, of the very kind that is traced (what is
+# traced knows dtypes and which arguments there are, but neither sizes above one nor the kernel).
+NOT_TRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def opcheck(
+    op: torch._ops.OpOverload,
+    arguments: Sequence[object],
+    keywords: dict[str, object] | None = None,
+    *,
+    traced: bool = True,
+) -> None:
+    """torch's opcheck; see NOT_TRACED."""
+    tests = (*NOT_TRACED, "test_aot_dispatch_dynamic") if traced else NOT_TRACED
+    torch.library.opcheck(op, tuple(arguments), keywords, test_utils=tests)
+
+
 def call(case: cases.Case, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """The op's result over time, and the final state."""
     import tidegate

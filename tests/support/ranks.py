@@ -2,7 +2,7 @@
 they need, so that a scenario costs what it computes.
 
 `Ranks` starts that one and asks it for as many as a test wants; they find each other by the
-variables that torchrun sets.
+variables that torchrun sets. `Ranks.python` takes the arguments of `python`, and is forked, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from support.forked_python import ForkedPython
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,12 +48,13 @@ class Ranks:
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way rules out fork()
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, "serve", self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
         )
+        self.python = self._server.stdout.readline().rstrip()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +95,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def serve() -> None:
+def serve(folder: Path) -> None:
     # What a process of a run needs, torch.optim's first optimiser included (torch._dynamo).
     import numpy.random  # noqa: F401
     import safetensors.torch  # noqa: F401
@@ -103,9 +107,24 @@ def serve() -> None:
     import tidegate.training.sharded  # noqa: F401
 
     gc.freeze()  # no rank looks for garbage among what was imported here
-    start = _forked if _may_fork() else _spawned
-    for line in sys.stdin:
-        print(json.dumps(_run(start, **json.loads(line))), flush=True)
+    if not _may_fork():
+        print(sys.executable, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(_run(_spawned, **json.loads(line))), flush=True)
+        return
+    python = ForkedPython(folder)
+    print(python.path, flush=True)
+    with selectors.DefaultSelector() as asked:
+        asked.register(sys.stdin, selectors.EVENT_READ)
+        asked.register(python.listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in asked.select():
+                if key.fileobj is python.listener:
+                    python.answer()
+                elif line := sys.stdin.readline():
+                    print(json.dumps(_run(_forked, **json.loads(line))), flush=True)
+                else:
+                    return
 
 
 def _may_fork() -> bool:
@@ -157,7 +176,7 @@ def _run(
     end = time.monotonic() + seconds
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
+        if pid in running:
             number, rank, (err, out) = running.pop(pid)
             value = json.loads(out.read_text()) if out.exists() else None
             said = err.read_text(errors="replace")
@@ -197,4 +216,4 @@ def _child(
 
 
 if __name__ == "__main__":
-    serve() if len(sys.argv) == 1 else _child(*json.loads(sys.argv[1]))
+    serve(Path(sys.argv[2])) if sys.argv[1] == "serve" else _child(*json.loads(sys.argv[1]))

@@ -111,11 +111,12 @@ struct HgruReference {
     h_final.assign(layout.sequences.size() * channels, C(0));
     for (size_t n = 0; n < layout.sequences.size(); ++n) {
       for (int64_t d = 0; d < channels; ++d) {
+        const C phase = turn(d);
         C state = h0.empty() ? C(0) : h0[n * channels + d];
         for (int64_t step = 0; step < layout.sequences[n].length; ++step) {
           const int64_t i = layout.token(layout.sequences[n], step) * channels + d;
           const Real lambda = gamma[d] + (1 - gamma[d]) * sigmoid(f[i]);
-          state = lambda * turn(d) * state + (1 - gamma[d]) * sigmoid(-f[i]) * input(c[i]);
+          state = lambda * phase * state + (1 - gamma[d]) * sigmoid(-f[i]) * input(c[i]);
           h[i] = state;
         }
         h_final[n * channels + d] = state;
@@ -138,12 +139,13 @@ struct HgruReference {
     for (int64_t n = 0; n < count; ++n) {
       const TokenRange& range = layout.sequences[n];
       for (int64_t d = 0; d < channels; ++d) {
+        const C phase = turn(d);
         C p = dh_final.empty() ? C(0) : dh_final[n * channels + d];
         for (int64_t step = range.length - 1; step >= 0; --step) {
           const int64_t i = layout.token(range, step) * channels + d;
           const C start = h0.empty() ? C(0) : h0[n * channels + d];
           const C before = step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
-          p = step_back(n * channels + d, d, i, c[i], f[i], before, dh[i] + p);
+          p = step_back(n * channels + d, d, i, phase, c[i], f[i], before, dh[i] + p);
         }
         dh0[n * channels + d] = p;
       }
@@ -157,18 +159,18 @@ struct HgruReference {
   }
 
   /// One step's gradients from g = dL/dh_t; returns what flows on into h_{t-1}.
-  C step_back(int64_t nd, int64_t d, int64_t i, C c, Real f, C before, C g) {
+  C step_back(int64_t nd, int64_t d, int64_t i, C phase, C c, Real f, C before, C g) {
     const Real open = sigmoid(f);
     const Real shut = sigmoid(-f);
     const Real lambda = gamma[d] + (1 - gamma[d]) * open;
-    const C turned = turn(d) * before;
+    const C turned = phase * before;
     const C du = (1 - gamma[d]) * shut * g;
     dc[i] = {du.real() * act_slope(c.real()), du.imag() * act_slope(c.imag())};
     const Real dlambda = (std::conj(g) * (turned - input(c))).real();
     df[i] = dlambda * (1 - gamma[d]) * open * shut;
     add(dlambda * shut, dgamma[nd], dgamma_squares[nd]);
     add((std::conj(g) * C(0, 1) * lambda * turned).real(), dtheta[nd], dtheta_squares[nd]);
-    return lambda * std::conj(turn(d)) * g;
+    return lambda * std::conj(phase) * g;
   }
 };
 
@@ -195,10 +197,12 @@ struct LruReference {
     h_final.assign(layout.sequences.size() * channels, C(0));
     for (size_t n = 0; n < layout.sequences.size(); ++n) {
       for (int64_t d = 0; d < channels; ++d) {
+        const C decay = lambda(d);
+        const Real gamma = std::exp(gamma_log[d]);
         C state = h0.empty() ? C(0) : h0[n * channels + d];
         for (int64_t step = 0; step < layout.sequences[n].length; ++step) {
           const int64_t i = layout.token(layout.sequences[n], step) * channels + d;
-          state = lambda(d) * state + std::exp(gamma_log[d]) * x[i];
+          state = decay * state + gamma * x[i];
           h[i] = state;
         }
         h_final[n * channels + d] = state;
@@ -219,12 +223,13 @@ struct LruReference {
     for (size_t n = 0; n < layout.sequences.size(); ++n) {
       const TokenRange& range = layout.sequences[n];
       for (int64_t d = 0; d < channels; ++d) {
+        const Channel channel = channel_of(d);
         C p = dh_final.empty() ? C(0) : dh_final[n * channels + d];
         for (int64_t step = range.length - 1; step >= 0; --step) {
           const int64_t i = layout.token(range, step) * channels + d;
           const C start = h0.empty() ? C(0) : h0[n * channels + d];
           const C before = step == 0 ? start : states[layout.token(range, step - 1) * channels + d];
-          p = step_back(d, i, x[i], before, dh[i] + p);
+          p = step_back(channel, d, i, x[i], before, dh[i] + p);
         }
         dh0[n * channels + d] = p;
       }
@@ -237,19 +242,32 @@ struct LruReference {
     squares += term * term;
   }
 
-  /// One step's gradients from g = dL/dh_t; returns what flows on into h_{t-1}.
-  C step_back(int64_t d, int64_t i, C x, C before, C g) {
-    const Real gamma = std::exp(gamma_log[d]);
-    const Real rate = std::exp(nu_log[d] - std::exp(nu_log[d]));  // nu |lambda|, finite throughout
-    const C phase = theta_log.empty() ? C(1) : std::polar(Real(1), std::exp(theta_log[d]));
-    dx[i] = gamma * g;
-    add(-(std::conj(g) * rate * phase * before).real(), dnu[d], dnu_squares[d]);
-    add(gamma * (std::conj(g) * x).real(), dgamma[d], dgamma_squares[d]);
+  /// What is the same for all steps of a channel.
+  struct Channel {
+    Real gamma, rate;  // rate: nu |lambda|
+    C phase, turn, lambda;
+  };
+  Channel channel_of(int64_t d) const {
+    const Real rate = std::exp(nu_log[d] - std::exp(nu_log[d]));  // finite throughout
+    Channel channel{std::exp(gamma_log[d]), rate, C(1), C(0), lambda(d)};
     if (!theta_log.empty()) {
-      const C turned = C(0, std::exp(theta_log[d])) * lambda(d) * before;
+      channel.phase = std::polar(Real(1), std::exp(theta_log[d]));
+      channel.turn = C(0, std::exp(theta_log[d])) * channel.lambda;
+    }
+    return channel;
+  }
+
+  /// One step's gradients from g = dL/dh_t; returns what flows on into h_{t-1}.
+  C step_back(const Channel& channel, int64_t d, int64_t i, C x, C before, C g) {
+    dx[i] = channel.gamma * g;
+    const C shrunk = std::conj(g) * channel.rate * channel.phase * before;
+    add(-shrunk.real(), dnu[d], dnu_squares[d]);
+    add(channel.gamma * (std::conj(g) * x).real(), dgamma[d], dgamma_squares[d]);
+    if (!theta_log.empty()) {
+      const C turned = channel.turn * before;
       add((std::conj(g) * turned).real(), dtheta[d], dtheta_squares[d]);
     }
-    return std::conj(lambda(d)) * g;
+    return std::conj(channel.lambda) * g;
   }
 };
 

@@ -262,7 +262,15 @@ class Wkv4Problem {
     }
     return 2 * normal();
   }
-  double normal() { return std::normal_distribution<double>()(random_); }
+  /// Drawn for the first few thousand, then repeated: large problems are slow to fill otherwise.
+  double normal() {
+    constexpr size_t kDrawn = 4999;  // prime, so that rows and channels differ
+    if (normals_.size() < kDrawn) {
+      normals_.push_back(std::normal_distribution<double>()(random_));
+      return normals_.back();
+    }
+    return normals_[next_normal_++ % kDrawn];
+  }
 
   void fill() {
     for (int64_t j = 0; j < shape_.channels; ++j) {
@@ -284,6 +292,8 @@ class Wkv4Problem {
   Wkv4Shape shape_;
   DType wide_;
   std::mt19937 random_;
+  std::vector<double> normals_;
+  size_t next_normal_ = 0;
 };
 
 /// Every length and dtype, the other options taking turns.

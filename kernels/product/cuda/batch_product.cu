@@ -27,6 +27,28 @@
 namespace tidegate::kernels::product {
 namespace {
 
+/// Where the row of w lies that makes this column of a cluster's tiles, or null.
+template <class E, bool kMore>
+struct BatchWeights {
+  const FusedProductParams& p;
+  const BatchShape& s;
+  const BatchWork& work;
+
+  __device__ __forceinline__ const E* operator()(int column) const {
+    const int tile = column / kTile, within = column % kTile;
+    const int channel =
+        (work.first_tile + tile) * s.tile_channels + (p.is_glu ? within % (kTile / 2) : within);
+    if (tile >= work.tiles || channel >= p.product.outer) return nullptr;
+    const int64_t other = p.is_glu && within >= kTile / 2 ? p.product.outer : 0;
+    return weight_row<E, kMore>(p, channel + other);
+  }
+};
+
+/// A pass's tiles, of so many columns at most.
+__device__ __forceinline__ int tiles_of_pass(const BatchWork& work, int pass, int columns) {
+  return max(0, min(columns / kTile, work.tiles - pass * (columns / kTile)));
+}
+
 template <class E, int kN, With kWith>
 __global__ void __launch_bounds__(kThreads, 2)
     batch_product_kernel(const __grid_constant__ FusedProductParams p,
@@ -43,9 +65,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       reinterpret_cast<uint64_t*>(exchanged + (2 * kMostClusterBlocks + 2) * kBatchRows);
   constexpr int kColumns = kWarpgroups * kN;  // of a pass
   const int passes = s.passes;
-  const auto pass_tiles = [&](int pass) {
-    return max(0, min(kColumns / kTile, work.tiles - pass * (kColumns / kTile)));
-  };
   using Stager = BatchStager<E, kWith == With::kGate>;
   const bool norms_before = p.has_norm && !s.scales_sums;
   if (norms_before && work.thread == 0) {
@@ -53,16 +72,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     publish_barriers();
     expect_bytes(shared_address(barrier), Stager::exchanged_bytes(p, s));
   }
-  const auto weights = [&](int column) -> const E* {
-    const int tile = column / kTile, within = column % kTile;
-    const int channel =
-        (work.first_tile + tile) * s.tile_channels + (p.is_glu ? within % (kTile / 2) : within);
-    if (tile >= work.tiles || channel >= p.product.outer) return nullptr;
-    const int64_t other = p.is_glu && within >= kTile / 2 ? p.product.outer : 0;
-    return weight_row<E, kWith == With::kMore>(p, channel + other);
-  };
-  BatchRing<E, kN, decltype(weights)> ring{
-      p, s, work, weights, shared_address(shared + s.x_bytes), passes * work.chunks};
+  using Weights = BatchWeights<E, kWith == With::kMore>;
+  BatchRing<E, kN, Weights> ring{
+      p, s, work, Weights{p, s, work}, shared_address(shared + s.x_bytes), passes * work.chunks};
 #pragma unroll 1
   for (int i = 0; i < s.stages; ++i) ring.ask();
   char* const constants = reinterpret_cast<char*>(barrier + 2);
@@ -76,11 +88,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_kernels_before();
   float square[Stager::kOwn] = {};
   stager.run(square);
-  // Mostly all weights are under way by now: then one barrier is enough.
-  const bool is_all = ring.asked == ring.items;
-  wait_for_copies<0>();
-  hopper::fence_async_proxy();
-  __syncthreads();
+  const bool is_all = wait_for_all(ring);
 
   int slot = 0;
 #pragma unroll 1
@@ -96,11 +104,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       __syncthreads();  // nobody reads x and the weights, where the sums may go
       stager.leave_squares(square);
     }
-    leave_sums<kN>(d, s, work, work.group * kN, pass_tiles(pass) * kTile, parts);
+    const int tiles = tiles_of_pass(work, pass, kColumns);
+    leave_sums<kN>(d, s, work, work.group * kN, tiles * kTile, parts);
     publish_shared();
     cluster_arrive();
-    BatchOutput<E>(p, s, work, parts, stager.squares, pass * (kColumns / kTile), pass_tiles(pass))
-        .run([] { cluster_wait(); });
+    BatchOutput<E>(p, s, work, parts, stager.squares, pass * (kColumns / kTile), tiles).run([] {
+      cluster_wait();
+    });
     cluster_arrive();
   }
   wait_for_copies<0>();
@@ -112,15 +122,7 @@ template <class E, int kN, With kWith>
 cudaError_t launch(const FusedProductParams& p, const BatchShape& s, cudaStream_t stream) {
   constexpr auto* kKernel = &batch_product_kernel<E, kN, kWith>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(s.shared_bytes()));
-  const dim3 grid(static_cast<unsigned>(s.clusters * s.blocks));
-  switch (s.blocks) {
-    case 2:
-      return launch_in_chain<kKernel, 2>(grid, dim3(kThreads), s.shared_bytes(), stream, p, s);
-    case 4:
-      return launch_in_chain<kKernel, 4>(grid, dim3(kThreads), s.shared_bytes(), stream, p, s);
-    default:
-      return launch_in_chain<kKernel, 8>(grid, dim3(kThreads), s.shared_bytes(), stream, p, s);
-  }
+  return launch_clusters<kKernel>(s, s.shared_bytes(), stream, p, s);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "kernels/common/cuda/between_blocks.cuh"
 #include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/product/cuda/fused_rows.cuh"
@@ -118,6 +119,22 @@ inline BatchShape shape_of(const FusedProductParams& p, const DeviceLimits& limi
     if (best.blocks == 0 || cost_of(s) < cost_of(best)) best = s;
   }
   return best;
+}
+
+/// Launches a kernel of a chain in the shape's clusters.
+template <auto* kKernel, class... Work>
+cudaError_t launch_clusters(const BatchShape& s, int shared_bytes, cudaStream_t stream,
+                            const Work&... work) {
+  const dim3 grid(static_cast<unsigned>(s.clusters * s.blocks)), block(kThreads);
+  switch (s.blocks) {
+    case 2:
+      return launch_in_chain<kKernel, 2>(grid, block, shared_bytes, stream, work...);
+    case 4:
+      return launch_in_chain<kKernel, 4>(grid, block, shared_bytes, stream, work...);
+    default:
+      return launch_in_chain<kKernel, kMostClusterBlocks>(grid, block, shared_bytes, stream,
+                                                          work...);
+  }
 }
 
 /// A block's part of the work.

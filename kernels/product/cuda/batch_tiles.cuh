@@ -70,6 +70,17 @@ struct BatchRing {
   }
 };
 
+/// Until what the ring and others have asked for has landed, and the tensor cores see it. Whether
+/// these are all of the ring's weights, as mostly: then this barrier is enough.
+template <class Ring>
+__device__ __forceinline__ bool wait_for_all(const Ring& ring) {
+  const bool is_all = ring.asked == ring.items;
+  wait_for_copies<0>();
+  hopper::fence_async_proxy();
+  __syncthreads();
+  return is_all;
+}
+
 /// Waits for the oldest of `stages` groups of copies.
 [[maybe_unused]] __device__ inline void wait_for_oldest(int stages) {
   switch (stages) {

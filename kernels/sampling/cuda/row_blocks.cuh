@@ -122,6 +122,16 @@ __device__ Best<Real> block_best(Best<Real> mine) {
   return warp_best(Best<Real>{scores[threadIdx.x % 32], tokens[threadIdx.x % 32]});
 }
 
+/// The largest over the block, which every thread gets.
+__device__ inline float block_max(float mine) {
+  __shared__ float values[kWarps];
+  mine = warp_max(mine);
+  __syncthreads();  // the array's last readers are done
+  if (threadIdx.x % 32 == 0) values[threadIdx.x / 32] = mine;
+  __syncthreads();
+  return warp_max(values[threadIdx.x % 32]);
+}
+
 /// The sum over the block, which every thread gets.
 template <class Value>
 __device__ Value block_sum(Value mine) {

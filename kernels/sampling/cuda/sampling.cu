@@ -9,6 +9,7 @@
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/common/integers.h"
+#include "kernels/sampling/cuda/kept_tokens.cuh"
 #include "kernels/sampling/cuda/row_blocks.cuh"
 #include "kernels/sampling/draws.h"
 #include "kernels/sampling/sampling_cuda.h"
@@ -16,11 +17,6 @@
 namespace tidegate::kernels::sampling {
 namespace {
 
-constexpr int kDigits = 256;
-// There are so many copies of the sums a digit: lanes that add to one would wait for each other.
-constexpr int kCopies = 16;
-// So many masses fit two words of a copy, each of which has half of their digits.
-constexpr int kMassBits = 20, kMostOfCopy = 1 << (32 - kMassBits);
 constexpr int kMostBlocks = 8, kFewBlocks = 2;  // of a cluster
 // Tokens that are worth a cluster: fewer take less time than its blocks need to meet.
 constexpr int64_t kLongRow = 4096;
@@ -31,6 +27,7 @@ constexpr int64_t kLongRow = 4096;
 template <class E>
 struct Row {
   using Real = typename Register<E>::type;
+  using Four = Pack<E, sizeof(E) <= 4 ? 4 : 2>;  // of 64 bits: not used
 
   const E* logits;
   const uint8_t* seen;
@@ -50,18 +47,17 @@ struct Row {
   __device__ bool is_aligned() const {
     return reinterpret_cast<uintptr_t>(logits) % (4 * sizeof(E)) == 0;
   }
+  /// Whether one access reads all four of a group.
+  __device__ bool is_pack(int64_t group, bool aligned) const {
+    return sizeof(E) <= 4 && aligned && 4 * group + 4 <= vocab;
+  }
+  /// As they lie in memory, of a group that is_pack().
+  __device__ Four pack(int64_t group) const {
+    return {*reinterpret_cast<const typename Four::Bits*>(logits + 4 * group)};
+  }
   /// Logits 4 * group to 4 * group + 3, -inf past the last one.
-  __device__ void load(int64_t group, bool aligned, Real (&four)[4]) const {
+  __device__ void load(int64_t group, Real (&four)[4]) const {
     const int64_t first = 4 * group;
-    if constexpr (sizeof(E) <= 4) {
-      if (aligned && first + 4 <= vocab) {
-        using Four = Pack<E, 4>;
-        const Four pack{*reinterpret_cast<const typename Four::Bits*>(logits + first)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = made(pack.get(i), first + i);
-        return;
-      }
-    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) four[i] = first + i < vocab ? (*this)[first + i] : lowest<Real>();
   }
@@ -90,18 +86,46 @@ __device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks
   using Real = typename Register<E>::type;
   const OwnTokens<kBlocks> own(blocks, row.vocab);
   const bool aligned = row.is_aligned();
-  Best<Real> best{lowest<Real>(), min(4 * own.first, row.vocab - 1)};
-#pragma unroll 4
-  for (int g = 0; g < own.groups; ++g) {
-    Real four[4];
-    row.load(own.group(g), aligned, four);
+  Real best = lowest<Real>();
+  int at = 0;  // of the thread's tokens
+  const auto take = [&](int i, Real number) {
+    if (kept != nullptr) kept[i * kThreads] = static_cast<float>(number);
+    if (number > best) {
+      best = number;
+      at = i;
+    }
+  };
+  // So many packs are on their way at once: one after another, each takes a way from memory.
+  constexpr int kAtOnce = 8;
+#pragma unroll 1
+  for (int first = 0; first < own.groups; first += kAtOnce) {
+    typename Row<E>::Four packs[kAtOnce] = {};
+    bool is_pack[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (kept != nullptr) kept[(4 * g + i) * kThreads] = static_cast<float>(four[i]);
-      if (four[i] > best.score) best = {four[i], 4 * own.group(g) + i};
+    for (int j = 0; j < kAtOnce; ++j) {
+      is_pack[j] = first + j < own.groups && row.is_pack(own.group(first + j), aligned);
+      if (is_pack[j]) packs[j] = row.pack(own.group(first + j));
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (!is_pack[j]) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(E) <= 4) {
+          take(4 * (first + j) + i, row.made(packs[j].get(i), own.token(4 * (first + j) + i)));
+        }
+      }
+    }
+#pragma unroll 1
+    for (int g = first; g < min(first + kAtOnce, own.groups); ++g) {
+      if (row.is_pack(own.group(g), aligned)) continue;
+      Real four[4];
+      row.load(own.group(g), four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) take(4 * g + i, four[i]);
     }
   }
-  return row_best(blocks, best);
+  return row_best(blocks, Best<Real>{best, min(own.token(at), row.vocab - 1)});
 }
 
 /// A row's numbers less their maximum, divided by the temperature, of the tokens of a thread: by
@@ -114,9 +138,18 @@ struct Scaled {
   OwnTokens<kBlocks> own;
   Real most, temperature;
   float* kept;
+  float reciprocal = 1.0f / static_cast<float>(temperature);
 
+  /// The quotient, correctly rounded: in fp32 by the rounded reciprocal and what its product leaves
+  /// over (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990).
   __device__ float scaled(Real number) const {
-    return static_cast<float>((number - most) / temperature);
+    const Real over = number - most;
+    if constexpr (sizeof(Real) == 4) {
+      const float near = over * reciprocal;
+      return fabsf(near) <= FLT_MAX ? fmaf(fmaf(-near, temperature, over), reciprocal, near) : near;
+    } else {
+      return static_cast<float>(over / temperature);
+    }
   }
   /// Scales the numbers that likeliest() has kept. It keeps floats, so numbers of 64 bits are read
   /// again.
@@ -139,253 +172,84 @@ struct Scaled {
   }
 };
 
-/// Where the digits of a byte end: of those with weight the lowest with less than target above it.
-struct Cut {
-  uint32_t digit;
-  unsigned long long above, target;
-};
+/// About gumbel(word), by the device's fast logarithms: at most kGumbelError off. Where U is small,
+/// and 1 - U has lost its digits, -log(1 - U) comes from its series.
+__device__ float near_gumbel(uint32_t word) {
+  const float uniform = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
+  const float small = fmaf(0.5f * uniform, uniform, uniform);
+  return -__logf(uniform < 0x1p-8f ? small : -__logf(1.0f - uniform));
+}
+// Of -log(1 - U), U >= 2^-8, the fast logarithm and its argument are 2^-21 off at most, which is
+// 2^-13 of it; the series leaves out 2^-17.
+constexpr float kGumbelError = 5e-4f;
 
-/// By the first warp, whose lane l looks at the digits from 255 - 8 l down. `target` of the sum of
-/// all weights: less than this may be above.
-template <class Target>
-__device__ void cut_digits(const unsigned long long* weights, bool is_first, Target target,
-                           Cut* cut) {
-  const int lane = static_cast<int>(threadIdx.x);
-  unsigned long long mine[8], own = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    mine[i] = weights[255 - 8 * lane - i];
-    own += mine[i];
-  }
-  unsigned long long through = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const unsigned long long before = __shfl_up_sync(~0u, through, distance);
-    through += lane >= distance ? before : 0ull;
-  }
-  const unsigned long long all = __shfl_sync(~0u, through, 31);
-  const unsigned long long most = is_first ? target(all) : cut->target;
-  unsigned long long before = cut->above + through - own, kept_above = before;
-  int kept = -1;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (mine[i] > 0 && before < most) {
-      kept = 255 - 8 * lane - i;
-      kept_above = before;
-    }
-    before += mine[i];
-  }
-  const unsigned have = __ballot_sync(~0u, kept >= 0);
-  const int last = have == 0 ? 0 : 31 - __clz(static_cast<int>(have));
-  __syncwarp();  // everyone has read the cut before
-  if (lane == last) {
-    *cut = {have == 0 ? 0u : static_cast<uint32_t>(kept), have == 0 ? cut->above : kept_above,
-            most};
-  }
+/// No word above this has a Gumbel number as large as `wanted`, nor has near_gumbel() of it: that
+/// is -log E, E >= U.
+__device__ uint32_t largest_word(float wanted) {
+  return __float2uint_ru(__expf(2 * kGumbelError - wanted) * 0x1p32f);
 }
 
-/// Sums of masses a digit, in two words each, since shared memory adds up to 32 bits at once: half
-/// of a mass's digits each, or, where many masses could overflow these, 64 bits with a carry. Lanes
-/// that add to one word wait for each other, so neighbours have words of their own, in other banks.
-struct DigitSums {
-  unsigned low[kDigits][kCopies], high[kDigits][kCopies];
+/// A thread's best by near_gumbel(), and how far the next one comes.
+struct Leader {
+  float score = lowest<float>(), next = lowest<float>();
+  int at = 0;  // of the thread's tokens
 
-  __device__ void clear() {
-    for (int i = threadIdx.x; i < kCopies * kDigits; i += kThreads) {
-      (&low[0][0])[i] = 0;
-      (&high[0][0])[i] = 0;
+  __device__ void take(float score_of, int i) {
+    next = fmaxf(next, fminf(score, score_of));
+    if (score_of > score) {
+      score = score_of;
+      at = i;
     }
-  }
-  __device__ void add(uint32_t digit, unsigned long long weight, bool are_many) {
-    const int copy = static_cast<int>(threadIdx.x) % kCopies;
-    if (!are_many) {
-      atomicAdd(&low[digit][copy], static_cast<unsigned>(weight) & ((1u << kMassBits) - 1));
-      const auto more = static_cast<unsigned>(weight >> kMassBits);
-      if (more != 0) atomicAdd(&high[digit][copy], more);
-      return;
-    }
-    const auto part = static_cast<unsigned>(weight);
-    const unsigned before = atomicAdd(&low[digit][copy], part);
-    const unsigned carry = before + part < before ? 1u : 0u;
-    const unsigned more = static_cast<unsigned>(weight >> 32) + carry;
-    if (more != 0) atomicAdd(&high[digit][copy], more);
-  }
-  __device__ unsigned long long sum(int digit, bool are_many) const {
-    unsigned long long total = 0;
-#pragma unroll 4
-    for (int copy = 0; copy < kCopies; ++copy) {
-      total += low[digit][copy] +
-               (static_cast<unsigned long long>(high[digit][copy]) << (are_many ? 32 : kMassBits));
-    }
-    return total;
   }
 };
 
-/// The smallest and the largest key with a digit: where these are one, no further digit decides.
-struct KeyRange {
-  uint32_t least, most;
-};
-
-/// What a search for the last token that is kept counts, and how much of it may be above.
-struct Share {
-  bool is_mass;  // masses; otherwise tokens
-  double most;   // the part of all mass; so many tokens
-
-  __device__ unsigned long long weight(float number) const {
-    return is_mass ? mass_of(number) : 1ull;
-  }
-  __device__ unsigned long long target(unsigned long long all) const {
-    return is_mass ? share_of(all, most) : static_cast<unsigned long long>(most);
-  }
-};
-
-/// Over the blocks of the cluster.
-template <int kBlocks>
-__device__ KeyRange range_over(const RowBlocks<kBlocks>&, const KeyRange* mine) {
-  const unsigned least = shared_address(&mine->least), most = shared_address(&mine->most);
-  KeyRange all = {~0u, 0u};
-#pragma unroll
-  for (int r = 0; r < kBlocks; ++r) {
-    all.least = min(all.least, load_remote<uint32_t>(address_in_block(least, r)));
-    all.most = max(all.most, load_remote<uint32_t>(address_in_block(most, r)));
-  }
-  return all;
-}
-
-/// The smallest key among z, from `least` on, with less than the share's target above it.
-template <int kBlocks, class Numbers>
-__device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, uint32_t least,
-                              Share share) {
-  __shared__ DigitSums sums;
-  // By turns: a block that is ahead writes the next ones while others still read.
-  __shared__ unsigned long long of_block[2][kDigits];
-  __shared__ unsigned long long weights[kDigits];
-  __shared__ KeyRange ranges[kDigits], all_ranges[kDigits];
-  __shared__ Cut cut;
-  // Logits of 16 bits differ by more than the second digit does: the others are rarely needed.
-  constexpr int kRangeShift = 16;
-  uint32_t prefix = 0, mask = 0;
-  const bool are_many = z.own.count() * (kThreads / kCopies) >= kMostOfCopy;
-#pragma unroll 1
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    __syncthreads();
-    sums.clear();
-    if (threadIdx.x == 0 && shift == 24) {
-      cut = {0, 0, 0};
-    }
-    const bool has_ranges = shift == kRangeShift;
-    if (has_ranges && threadIdx.x < kDigits) ranges[threadIdx.x] = {~0u, 0u};
-    __syncthreads();
-#pragma unroll 2
-    for (int i = 0; i < z.own.count(); ++i) {
-      const float number = z.get(i);
-      const uint32_t key = key_of(number);
-      if (key >= least && (key & mask) == prefix) {
-        const uint32_t digit = (key >> shift) & 255u;
-        sums.add(digit, share.weight(number), are_many);
-        if (has_ranges) {
-          atomicMin(&ranges[digit].least, key);
-          atomicMax(&ranges[digit].most, key);
-        }
-      }
-    }
-    __syncthreads();
-    unsigned long long* const mine = of_block[shift / 8 % 2];
-    if (threadIdx.x < kDigits) {
-      (kBlocks > 1 ? mine : weights)[threadIdx.x] =
-          sums.sum(static_cast<int>(threadIdx.x), are_many);
-    }
-    blocks.sync();
-    if constexpr (kBlocks > 1) {
-      if (threadIdx.x < kDigits) {
-        const unsigned address = shared_address(mine + threadIdx.x);
-        unsigned long long total = 0;
-#pragma unroll
-        for (int r = 0; r < kBlocks; ++r) {
-          total += load_remote<unsigned long long>(address_in_block(address, r));
-        }
-        weights[threadIdx.x] = total;
-        if (has_ranges) all_ranges[threadIdx.x] = range_over(blocks, &ranges[threadIdx.x]);
-      }
-      __syncthreads();
-    }
-    if (threadIdx.x < 32) {
-      cut_digits(
-          weights, shift == 24, [&](unsigned long long all) { return share.target(all); }, &cut);
-    }
-    __syncthreads();
-    prefix |= cut.digit << shift;
-    mask |= 255u << shift;
-    if (has_ranges) {
-      const KeyRange found = (kBlocks > 1 ? all_ranges : ranges)[cut.digit];
-      if (found.least == found.most) return found.least;
-    }
-  }
-  return prefix;
-}
-
-/// The smallest key that settings leave in.
-template <int kBlocks, class Numbers>
-__device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab,
-                              const double* settings) {
-  uint32_t least = 0;
-  const double top_k = settings[kTopK], top_p = settings[kTopP], min_p = settings[kMinP];
-#pragma unroll 1  // so that the search is there once
-  for (const bool is_mass : {false, true}) {
-    const bool is_asked = is_mass ? top_p < 1 : top_k >= 1 && top_k < static_cast<double>(vocab);
-    if (is_asked) least = last_kept(blocks, z, least, Share{is_mass, is_mass ? top_p : top_k});
-  }
-  if (min_p > 0) {
-    least = max(least, key_of(static_cast<float>(log(min_p))));
-  }
-  return least;
-}
-
-/// No less than the Gumbel number of a word, which is -log E with E >= U, and U at least the power
-/// of two below it.
-__device__ float above_gumbel(uint32_t word) {
-  constexpr float kLog2 = 0.69315f, kRounding = 1e-3f;
-  return fmaf(kLog2, static_cast<float>(__clz(static_cast<int>(word)) + 1), kRounding);
-}
-
-/// argmax of z + Gumbel numbers over the keys from `least`. Most tokens cannot be the best any more
-/// of those that the warp has seen, and need no number, or not its logarithms.
+/// argmax of z + Gumbel numbers over the keys from `least` on. Fast logarithms tell which tokens
+/// come near the block's best, mostly one: these get their exact numbers.
 template <int kBlocks, class Numbers>
 __device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t top, uint32_t least,
                         const int64_t* table) {
-  Best<float> best{lowest<float>(), top};
   const int64_t seed = table[kSeed], stream = table[kStream], drawn = table[kDrawn];
+  const float least_kept = fmaxf(least_number(least), -FLT_MAX);
+  const auto is_kept = [&](float number) { return number >= least_kept; };
+  Leader leader;
+  float bar = lowest<float>();
 #pragma unroll 1
   for (int g = 0; g < z.own.groups; ++g) {
-    const float bar = warp_max(best.score);
-    const int64_t group = z.own.group(g);
-    // Which of the four may win is found out first, so that a warp makes random words once a group.
-    float number[4];
-    bool may_win[4], any = false;
+    float number[4], most = lowest<float>();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       number[i] = z.get(4 * g + i);
-      may_win[i] = number[i] > lowest<float>() && !(number[i] + kLargestGumbel < bar) &&
-                   key_of(number[i]) >= least;
-      any = any || may_win[i];
+      if (!is_kept(number[i])) number[i] = lowest<float>();
+      most = fmaxf(most, number[i]);
     }
-    if (!any) continue;
-    const Philox4 words = words_of(seed, stream, drawn, group);
+    // Nearly all groups are far below what the block's first ones have reached.
+    if (!(most + kLargestGumbel < bar)) {
+      const Philox4 words = words_of(seed, stream, drawn, z.own.group(g));
+      const uint32_t limit = largest_word(bar - most);
+      bool may_win = false;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      may_win[i] = may_win[i] && !(number[i] + above_gumbel(words.word[i]) < bar);
+      for (int i = 0; i < 4; ++i) may_win = may_win || words.word[i] <= limit;
+      if (may_win) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) leader.take(number[i] + near_gumbel(words.word[i]), 4 * g + i);
+      }
     }
+    // Both sides of a comparison are off.
+    if (g == 0) bar = block_max(leader.score) - 2 * kGumbelError;
+  }
+  bar = block_max(leader.score) - 2 * kGumbelError;
+  Best<float> best{lowest<float>(), top};
+  const bool is_alone = leader.next < bar;
+  const int first = is_alone ? leader.at : 0, end = is_alone ? first + 1 : z.own.count();
 #pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      // Registers have no index.
-      const bool may =
-          i < 2 ? (i == 0 ? may_win[0] : may_win[1]) : (i == 2 ? may_win[2] : may_win[3]);
-      if (!may) continue;
-      const float own = i < 2 ? (i == 0 ? number[0] : number[1]) : (i == 2 ? number[2] : number[3]);
-      const uint32_t word = i < 2 ? (i == 0 ? words.word[0] : words.word[1])
-                                  : (i == 2 ? words.word[2] : words.word[3]);
-      best = better(best, Best<float>{own + gumbel(word), 4 * group + i});
-    }
+  for (int i = first; i < end && leader.score >= bar; ++i) {
+    const float number = z.get(i);
+    if (!is_kept(number)) continue;
+    const Philox4 words = words_of(seed, stream, drawn, z.own.group(i / 4));
+    // Registers have no index.
+    const uint32_t low = i % 2 == 0 ? words.word[0] : words.word[1];
+    const uint32_t high = i % 2 == 0 ? words.word[2] : words.word[3];
+    best = better(best, Best<float>{number + gumbel(i % 4 < 2 ? low : high), z.own.token(i)});
   }
   return row_best(blocks, best).token;
 }
@@ -433,8 +297,13 @@ __global__ void __launch_bounds__(kThreads)
   int64_t token = table[kFill];
   float log_p = 0;
   if (table[kDone] == 0) {
+    // What is needed later is read now: each way from memory takes as long as a part of the search.
+    __shared__ double own_settings[kSettings];
+    __shared__ int64_t own_table[kColumns];
+    if (threadIdx.x < kSettings) own_settings[threadIdx.x] = settings[threadIdx.x];
+    if (threadIdx.x < kColumns) own_table[threadIdx.x] = table[threadIdx.x];
     const Row<E> row{logits, seen, static_cast<Real>(settings[kPenalty]), p.vocab};
-    token = sampled<kKept>(blocks, row, settings, table, kept);
+    token = sampled<kKept>(blocks, row, own_settings, own_table, kept);
     if (p.log_probs != nullptr) {
       log_p = log_prob(blocks, Row<E>{logits, nullptr, Real(1), p.vocab}, token);
     }

@@ -190,6 +190,8 @@ __global__ void __launch_bounds__(ClusterStepTile::kThreads)
        first_head += T::kHeads) {
     const auto heads = static_cast<int>(min(int64_t{T::kHeads}, end_head - first_head));
     TensorStepHead<E, kDim> head(at, first_head);
+    begin_tiles(at, head);
+    head.load_queries(at);
     TensorStepSoftmax softmax;
     step_through(at, head, softmax);
     tell_split_sums(at, softmax, sums, own, blocks);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/attention/attention_step_cuda.h"
 #include "kernels/attention/cuda/decode/cluster_step_kernel.cuh"
 #include "kernels/attention/cuda/decode/step_kernel.cuh"
 #include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
@@ -216,6 +217,11 @@ cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
 }
 
 cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStream_t stream) {
+  return attention_step(params, /*cache_is_settled=*/false, stream);
+}
+
+cudaError_t attention_step(const ForgettingAttentionStepParams& params, bool cache_is_settled,
+                           cudaStream_t stream) {
   Step step;
   step.params = params;
   DeviceLimits limits;
@@ -227,7 +233,7 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
         if (params.plan.workspace_bytes == 0) {
           return launch_cluster_step<E>(params, static_cast<int>(params.plan.splits), stream);
         }
-        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_tensor_step<E>(params, stream));
+        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_tensor_step<E>(params, cache_is_settled, stream));
         return combine<E>(params, stream);
       }
     }

@@ -16,6 +16,7 @@
 #include "kernels/attention/cuda/smem_tiles.cuh"
 #include "kernels/attention/cuda/tile_configs.cuh"
 #include "kernels/attention/forgetting_attention.h"
+#include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
@@ -88,10 +89,10 @@ struct TensorStepSoftmax {
 // ---- The kernel ----
 
 /// Where a warp works: one split of one key/value head, in tiles from the newest key back.
-template <class E, int kDim>
+template <class E, int kDim, int kRingStages = TensorStepTile::kStages>
 struct TensorStepWarp {
   using Tile = Tile16Bit<kDim>;
-  static constexpr int kKeys = TensorStepTile::kKeys, kStages = TensorStepTile::kStages;
+  static constexpr int kKeys = TensorStepTile::kKeys, kStages = kRingStages;
   static constexpr int kTileBytes = Tile::bytes(kKeys);
   static constexpr int kRingBytes = kStages * 2 * kTileBytes;
   static constexpr int kGateBytes = kStages * 32 * 4 * 4;
@@ -119,12 +120,17 @@ struct TensorStepWarp {
         dim(static_cast<int>(p.head_dim)),
         batch(blockIdx.z),
         key_head(blockIdx.y),
-        begin(first),
-        end(last),
-        tiles(static_cast<int>((end - begin + kKeys - 1) / kKeys)),
         group(p.heads / p.key_heads),
         keys(p.k, batch, 0, key_head),
-        values(p.v, batch, 0, key_head) {}
+        values(p.v, batch, 0, key_head) {
+    take(first, last);
+  }
+
+  __device__ __forceinline__ void take(int64_t first, int64_t last) {
+    begin = first;
+    end = last;
+    tiles = static_cast<int>((last - first + kKeys - 1) / kKeys);
+  }
 
   /// The oldest key of a tile, which may lie before `begin`.
   __device__ int64_t first_key(int tile) const { return end - (tile + int64_t{1}) * kKeys; }
@@ -154,9 +160,9 @@ struct TensorStepWarp {
 };
 
 /// A lane's share of up to eight query heads: head `head` with the other three lanes of its row.
-template <class E, int kDim>
+template <class E, int kDim, int kStages = TensorStepTile::kStages>
 struct TensorStepHead {
-  using Warp = TensorStepWarp<E, kDim>;
+  using Warp = TensorStepWarp<E, kDim, kStages>;
   static constexpr int kSteps = kDim / 16;
 
   int64_t head;
@@ -168,8 +174,10 @@ struct TensorStepHead {
   __device__ __forceinline__ TensorStepHead(const Warp& at, int64_t first_head)
       : head(first_head + at.row),
         used(head < (at.key_head + 1) * at.group),
-        log_f(at.p.log_f, at.batch, 0, used ? head : first_head) {
-    const AttentionRows<const E> queries(at.p.q, at.batch, 0, used ? head : first_head);
+        log_f(at.p.log_f, at.batch, 0, used ? head : first_head) {}
+
+  __device__ __forceinline__ void load_queries(const Warp& at) {
+    const AttentionRows<const E> queries(at.p.q, at.batch, 0, used ? head : head - at.row);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
@@ -275,16 +283,21 @@ struct TensorStepHead {
   }
 };
 
-/// The warp's keys, for the query heads from `first_head` on.
-template <class E, int kDim>
-__device__ __forceinline__ void step_through(const TensorStepWarp<E, kDim>& at,
-                                             TensorStepHead<E, kDim>& head,
-                                             TensorStepSoftmax& softmax) {
-  constexpr int kStages = TensorStepTile::kStages;
+/// Asks for the first tiles.
+template <class E, int kDim, int kStages>
+__device__ __forceinline__ void begin_tiles(const TensorStepWarp<E, kDim, kStages>& at,
+                                            const TensorStepHead<E, kDim, kStages>& head) {
   for (int tile = 0; tile < kStages - 1; ++tile) {
     head.copy_gates(at, tile);
     at.load_stage(tile);
   }
+}
+
+/// The warp's keys, for the query heads from `first_head` on. begin_tiles() has been called.
+template <class E, int kDim, int kStages>
+__device__ __forceinline__ void step_through(const TensorStepWarp<E, kDim, kStages>& at,
+                                             TensorStepHead<E, kDim, kStages>& head,
+                                             TensorStepSoftmax& softmax) {
   for (int tile = 0; tile < at.tiles; ++tile) {
     wait_for_copies<kStages - 2>();
     __syncwarp();  // every lane has waited, and has read the tile before this one
@@ -303,39 +316,97 @@ __device__ __forceinline__ void step_through(const TensorStepWarp<E, kDim>& at,
   __syncwarp();
 }
 
-template <class E, int kDim>
-__global__ void __launch_bounds__(32) tensor_step_kernel(const ForgettingAttentionStepParams p) {
+/// The keys of a split, by a sequence's length as it is now.
+struct SplitKeys {
+  int64_t begin, end, length;
+
+  __device__ SplitKeys(const ForgettingAttentionStepParams& p, int32_t tokens) {
+    ForgettingAttentionStepParams of = p;
+    of.lengths = &tokens;
+    const Splits splits(of, 0);
+    begin = splits.begin(blockIdx.x);
+    end = splits.begin(blockIdx.x + 1);
+    length = splits.length;
+  }
+};
+
+/// cache_is_settled: no kernel that may still run writes keys, values and gates but those of the
+/// last token, or lengths but to count it.
+template <class E, int kDim, int kStages>
+__global__ void __launch_bounds__(32)
+    tensor_step_kernel(const __grid_constant__ ForgettingAttentionStepParams p,
+                       const bool cache_is_settled) {
   extern __shared__ __align__(128) unsigned char ring[];
   let_next_kernel_begin();
+  using Warp = TensorStepWarp<E, kDim, kStages>;
+  using Head = TensorStepHead<E, kDim, kStages>;
+  // The length is that before the last token or after it. Whichever it is, the first tiles of a
+  // split far from the end are those of before: far enough that no line of the first-level cache,
+  // which gates come through, holds a gate that is yet to be written.
+  constexpr int64_t kFar = 32;
+  const int32_t* const length = p.lengths + blockIdx.z;
+  int64_t begin = 0, end = 0;
+  if (cache_is_settled) {
+    const SplitKeys before(p, *const_cast<const volatile int32_t*>(length));
+    if (before.end + kFar <= before.length) {
+      begin = before.begin;
+      end = before.end;
+    }
+  }
+  Warp at(p, shared_address(ring), reinterpret_cast<float*>(ring + Warp::kRingBytes), begin, end);
+  if (begin < end) begin_tiles(at, Head(at, at.key_head * at.group));
   wait_for_kernels_before();
-  const Splits splits(p, blockIdx.z);
-  using Warp = TensorStepWarp<E, kDim>;
-  const Warp at(p, shared_address(ring), reinterpret_cast<float*>(ring + Warp::kRingBytes),
-                splits.begin(blockIdx.x), splits.begin(blockIdx.x + 1));
+  const SplitKeys keys(p, *length);
+  bool has_begun = begin < end && keys.begin == begin && keys.end == end;
+  if (!has_begun) {
+    wait_for_copies<0>();
+    __syncwarp();
+    at.take(keys.begin, keys.end);
+  }
   for (int64_t first_head = at.key_head * at.group; first_head < (at.key_head + 1) * at.group;
        first_head += TensorStepTile::kHeads) {
-    TensorStepHead<E, kDim> head(at, first_head);
+    Head head(at, first_head);
+    if (!has_begun) begin_tiles(at, head);
+    has_begun = false;
+    head.load_queries(at);
     TensorStepSoftmax softmax;
     step_through(at, head, softmax);
     head.store_partial(at, softmax);
   }
 }
 
-template <class E, int kDim>
-cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
-  constexpr int kBytes = TensorStepWarp<E, kDim>::kRingBytes + TensorStepWarp<E, kDim>::kGateBytes;
-  constexpr auto* kKernel = &tensor_step_kernel<E, kDim>;
+template <class E, int kDim, int kStages>
+cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, bool cache_is_settled,
+                               cudaStream_t stream) {
+  using Warp = TensorStepWarp<E, kDim, kStages>;
+  constexpr int kBytes = Warp::kRingBytes + Warp::kGateBytes;
+  constexpr auto* kKernel = &tensor_step_kernel<E, kDim, kStages>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(kBytes));
   const dim3 grid(static_cast<unsigned>(p.plan.splits), static_cast<unsigned>(p.key_heads),
                   static_cast<unsigned>(p.layout.batch));
-  return launch_in_chain<kKernel>(grid, dim3(32), kBytes, stream, p);
+  return launch_in_chain<kKernel>(grid, dim3(32), kBytes, stream, p, cache_is_settled);
+}
+
+template <class E, int kDim>
+cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, bool cache_is_settled,
+                               cudaStream_t stream) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  // Of few warps each has more under way.
+  constexpr int kFewStages = 6, kFewWarps = 4, kBytes = kFewWarps * kFewStages * 9 * 1024;
+  const int64_t warps = p.plan.splits * p.key_heads * p.layout.batch;
+  const bool are_few = kDim <= 128 && warps <= kFewWarps * int64_t{limits.multiprocessors} &&
+                       kBytes <= limits.shared_bytes;
+  if (are_few) return launch_tensor_step<E, kDim, kFewStages>(p, cache_is_settled, stream);
+  return launch_tensor_step<E, kDim, TensorStepTile::kStages>(p, cache_is_settled, stream);
 }
 
 template <class E>
-cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, cudaStream_t stream) {
-  return p.head_dim <= 64    ? launch_tensor_step<E, 64>(p, stream)
-         : p.head_dim <= 128 ? launch_tensor_step<E, 128>(p, stream)
-                             : launch_tensor_step<E, 256>(p, stream);
+cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, bool cache_is_settled,
+                               cudaStream_t stream) {
+  return p.head_dim <= 64    ? launch_tensor_step<E, 64>(p, cache_is_settled, stream)
+         : p.head_dim <= 128 ? launch_tensor_step<E, 128>(p, cache_is_settled, stream)
+                             : launch_tensor_step<E, 256>(p, cache_is_settled, stream);
 }
 
 }  // namespace tidegate::kernels::attention

@@ -339,13 +339,21 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
 
 bool token_step_takes(const GlaParams& p) { return token_step_fits(p); }
 
-cudaError_t token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
-  return launch_token_step(p, h0_is_settled, stream);
+cudaError_t token_step_defers(const GlaParams& p, bool* defers) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  *defers = token_step_fits(p) && p.gate_kind == GateKind::kLogit && p.gate.dtype == p.q.dtype &&
+            p.h0 != nullptr && are_many_states(p, limits);
+  return cudaSuccess;
+}
+
+cudaError_t token_step(const GlaParams& p, const TokenStepOptions& options, cudaStream_t stream) {
+  return launch_token_step(p, options, stream);
 }
 
 cudaError_t gla_plain_forward(const GlaParams& p, cudaStream_t stream) {
   if (token_step_fits(p)) {
-    return launch_token_step(p, /*h0_is_settled=*/false, stream);
+    return launch_token_step(p, TokenStepOptions{}, stream);
   }
   return dispatch_state(p.q.dtype, [&]<class Real>() {
     if (p.layout.time <= kStepTokens) {

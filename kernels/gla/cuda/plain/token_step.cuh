@@ -13,6 +13,7 @@
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/plain/plain_scan.cuh"
+#include "kernels/gla/token_step_cuda.h"
 
 namespace tidegate::kernels::gla {
 
@@ -146,10 +147,108 @@ __device__ __forceinline__ void make_token(const GlaParams& p, const TokenStepPl
   }
 }
 
+/// What tokens that a state lacks do to it, in shared memory, the oldest first: [token][padded]
+/// keys and decays, [token][kColumns] values of the block's columns.
+struct PendingInBlock {
+  float *key, *decay, *value;
+  int count, padded;
+
+  static constexpr int bytes(int count, int padded) {
+    return count * (2 * padded + TokenStepTile::kColumns) * static_cast<int>(sizeof(float));
+  }
+  __device__ __forceinline__ PendingInBlock(float* shared, int count, int padded)
+      : key(shared),
+        decay(shared + count * padded),
+        value(shared + 2 * count * padded),
+        count(count),
+        padded(padded) {}
+
+  /// One channel of the tokens, and of the first threads one column.
+  struct Raw {
+    float gate[PendingTokens::kMost], value[PendingTokens::kMost], bound;
+  };
+  template <class E>
+  __device__ __forceinline__ void load(const GlaParams& p, const PendingTokens& tokens,
+                                       const TokenStepPlace& at, int channel, Raw& raw) const {
+    const auto key_dim = static_cast<int>(p.key_dim);
+    const int column = at.first_column + channel;
+    const bool has_column = channel < TokenStepTile::kColumns && column < p.value_dim;
+    raw.bound = p.gamma == nullptr || channel >= key_dim
+                    ? 0.0f
+                    : static_cast<const float*>(p.gamma)[at.head * key_dim + channel];
+#pragma unroll
+    for (int t = 0; t < PendingTokens::kMost; ++t) {
+      raw.gate[t] = raw.value[t] = 0.0f;
+      if (t < count && channel < key_dim) {
+        raw.gate[t] = widen(token_row<E>(tokens.gate[t], at.sequence, at.head)[channel]);
+      }
+      if (t < count && has_column) {
+        raw.value[t] = widen(token_row<E>(tokens.v[t], at.sequence, at.head)[column]);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const GlaParams& p, int channel, const Raw& raw) const {
+    if (channel >= padded) return;
+#pragma unroll
+    for (int t = 0; t < PendingTokens::kMost; ++t) {
+      if (t >= count) break;
+      LogitGate<float> gate =
+          logit_gate<GateMath<float, false>>(raw.gate[t], raw.bound, 1.0f - raw.bound);
+      if (channel >= static_cast<int>(p.key_dim)) gate = {0.0f, 0.0f};
+      key[t * padded + channel] = gate.key;
+      decay[t * padded + channel] = gate.decay;
+      if (channel < TokenStepTile::kColumns) {
+        value[t * TokenStepTile::kColumns + channel] =
+            activate<GateMath<float, false>>(p.v_activation, raw.value[t]);
+      }
+    }
+  }
+  template <class E>
+  __device__ __forceinline__ void make(const GlaParams& p, const PendingTokens& tokens,
+                                       const TokenStepPlace& at, const Raw& first) const {
+    store(p, static_cast<int>(threadIdx.x), first);
+#pragma unroll 1
+    for (int channel = static_cast<int>(threadIdx.x) + TokenStepTile::kThreads; channel < padded;
+         channel += TokenStepTile::kThreads) {
+      Raw raw;
+      load<E>(p, tokens, at, channel, raw);
+      store(p, channel, raw);
+    }
+  }
+
+  /// Four rows of the thread's columns become what the tokens make of them: as step_rows() would
+  /// have written them.
+  __device__ __forceinline__ void step_four(int row, const TokenStepPlace& at,
+                                            float (&s)[4][TokenStepTile::kVec]) const {
+    const float *k_row = key + row, *f_row = decay + row,
+                *v_row = value + (at.column - at.first_column);
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      const float4 k = *reinterpret_cast<const float4*>(k_row);
+      const float4 f = *reinterpret_cast<const float4*>(f_row);
+      const float4 v = *reinterpret_cast<const float4*>(v_row);
+      const float ks[4] = {k.x, k.y, k.z, k.w}, fs[4] = {f.x, f.y, f.z, f.w},
+                  vs[TokenStepTile::kVec] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < TokenStepTile::kVec; ++c) {
+          s[i][c] = fmaf(fs[i], s[i][c], ks[i] * vs[c]);
+        }
+      }
+      k_row += padded;
+      f_row += padded;
+      v_row += TokenStepTile::kColumns;
+    }
+  }
+};
+
 /// S = decay S + key value in the thread's rows from `row` on, which it writes; adds its part of
 /// query S to `acc`.
+template <bool kPending>
 __device__ __forceinline__ void step_rows(const GlaParams& p, const TokenStepPlace& at, int row,
-                                          const float* query, const float* key, const float* decay,
+                                          const PendingInBlock& pending, const float* query,
+                                          const float* key, const float* decay,
                                           const float (&value)[TokenStepTile::kVec],
                                           const TokenStepStates& states,
                                           float (&acc)[TokenStepTile::kVec]) {
@@ -158,6 +257,16 @@ __device__ __forceinline__ void step_rows(const GlaParams& p, const TokenStepPla
   float* to = static_cast<float*>(p.h_final) + at.corner + at.column + row * value_dim;
 #pragma unroll 1
   for (int half = 0; half < T::kRows; half += 4) {
+    float s[4][T::kVec];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 state = states[half + i][threadIdx.x];
+      s[i][0] = state.x;
+      s[i][1] = state.y;
+      s[i][2] = state.z;
+      s[i][3] = state.w;
+    }
+    if constexpr (kPending) pending.step_four(row + half, at, s);
     const float4 q = *reinterpret_cast<const float4*>(query + row + half);
     const float4 k = *reinterpret_cast<const float4*>(key + row + half);
     const float4 f = *reinterpret_cast<const float4*>(decay + row + half);
@@ -165,15 +274,13 @@ __device__ __forceinline__ void step_rows(const GlaParams& p, const TokenStepPla
                 fs[4] = {f.x, f.y, f.z, f.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float4 state = states[half + i][threadIdx.x];
-      float s[T::kVec] = {state.x, state.y, state.z, state.w};
 #pragma unroll
       for (int v = 0; v < T::kVec; ++v) {
-        s[v] = fmaf(fs[i], s[v], ks[i] * value[v]);
-        acc[v] = fmaf(qs[i], s[v], acc[v]);
+        s[i][v] = fmaf(fs[i], s[i][v], ks[i] * value[v]);
+        acc[v] = fmaf(qs[i], s[i][v], acc[v]);
       }
       if (p.h_final != nullptr && row + half + i < key_dim) {
-        __stcs(reinterpret_cast<float4*>(to), make_float4(s[0], s[1], s[2], s[3]));
+        __stcs(reinterpret_cast<float4*>(to), make_float4(s[i][0], s[i][1], s[i][2], s[i][3]));
       }
       to += value_dim;
     }
@@ -209,12 +316,24 @@ __device__ __forceinline__ void write_token(
   }
 }
 
+/// How a launch goes about its states.
+struct TokenStepLaunch {
+  int column_tiles;
+  bool h0_is_settled, prefetches;
+  int wave;
+};
+
+/// Blocks that registers leave room for on a multiprocessor.
+constexpr int token_step_blocks(GateKind kind, bool pending) {
+  return kind != GateKind::kLogit ? 6 : pending ? TokenStepTile::kBlocksAtOnce : 10;
+}
+
 /// E: of q, k, v and o; Gate: of the gate. No __ldg: the kernel before may write them while this
-/// one runs.
-template <class E, class Gate, GateKind kKind>
-__global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kLogit ? 10 : 6)
-    token_step_kernel(const __grid_constant__ GlaParams p, const int column_tiles,
-                      const bool h0_is_settled, const bool prefetches, const int wave) {
+/// one runs. kPending: there are tokens that h0 lacks.
+template <class E, class Gate, GateKind kKind, bool kPending>
+__global__ void __launch_bounds__(TokenStepTile::kThreads, token_step_blocks(kKind, kPending))
+    token_step_kernel(const __grid_constant__ GlaParams p, const TokenStepLaunch launch,
+                      const __grid_constant__ PendingTokens tokens) {
   using T = TokenStepTile;
   extern __shared__ __align__(16) float token[];
   __shared__ __align__(16) float sums[T::kWarps][T::kColumns];
@@ -222,20 +341,24 @@ __global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kL
   const auto key_dim = static_cast<int>(p.key_dim), value_dim = static_cast<int>(p.value_dim);
   const int padded = (key_dim + T::kRows - 1) / T::kRows * T::kRows;
   float *const query = token, *const key = token + padded, *const decay = key + padded;
-  const TokenStepPlace at(p, column_tiles);
+  const TokenStepPlace at(p, launch.column_tiles);
+  const PendingInBlock pending(decay + padded, tokens.count, padded);
   let_next_kernel_begin();
   // While the kernel before makes q, the gate and v: the states, or into the second-level cache,
   // where that kernel may still write them.
-  if (!h0_is_settled) {
+  if (!launch.h0_is_settled) {
     const float* const line = static_cast<const float*>(p.h0) + at.corner + at.first_column;
-    for (int row = threadIdx.x; prefetches && row < key_dim; row += T::kThreads) {
+    for (int row = threadIdx.x; launch.prefetches && row < key_dim; row += T::kThreads) {
       prefetch_line(line + row * value_dim);
     }
     wait_for_kernels_before();
   }
+  PendingInBlock::Raw raw;
+  if constexpr (kPending) pending.load<E>(p, tokens, at, threadIdx.x, raw);
   copy_states(p, at, at.first_row, states);
-  if (h0_is_settled) {
-    if (wave > 0) prefetch_later_states(p, column_tiles, wave);
+  if (launch.h0_is_settled) {
+    if (launch.wave > 0) prefetch_later_states(p, launch.column_tiles, launch.wave);
+    if constexpr (kPending) pending.make<E>(p, tokens, at, raw);
     wait_for_kernels_before();
   }
 
@@ -262,7 +385,7 @@ __global__ void __launch_bounds__(TokenStepTile::kThreads, kKind == GateKind::kL
     }
     wait_for_copies<0>();
     if (!at.exists || row >= key_dim) continue;
-    step_rows(p, at, row, query, key, decay, value, states, acc);
+    step_rows<kPending>(p, at, row, pending, query, key, decay, value, states, acc);
   }
   write_token<E>(p, at, acc, sums);
 }
@@ -279,35 +402,52 @@ inline bool token_step_fits(const GlaParams& p) {
              std::numeric_limits<int>::max();
 }
 
-template <class E, class Gate, GateKind kKind>
-cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
+/// Whether there are more blocks than the device holds at once.
+inline bool are_many_states(const GlaParams& p, const DeviceLimits& limits) {
+  const int64_t tiles = ceil_div(p.value_dim, int64_t{TokenStepTile::kColumns});
+  return limits.major >= 9 && p.layout.sequences * p.heads * tiles >
+                                  TokenStepTile::kBlocksAtOnce * int64_t{limits.multiprocessors};
+}
+
+template <class E, class Gate, GateKind kKind, bool kPending = false>
+cudaError_t launch_token_step(const GlaParams& p, const TokenStepOptions& options,
+                              cudaStream_t stream) {
   using T = TokenStepTile;
+  constexpr auto* kKernel = &token_step_kernel<E, Gate, kKind, kPending>;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t tiles = ceil_div(p.value_dim, int64_t{T::kColumns});
   const int64_t blocks = p.layout.sequences * p.heads * tiles;
   const int64_t padded = ceil_div(p.key_dim, int64_t{T::kRows}) * T::kRows;
+  TokenStepLaunch launch = {static_cast<int>(tiles), options.h0_is_settled, false, 0};
   // Of many blocks' states, the memory is busy anyway.
-  const bool prefetches = p.h0 != nullptr && blocks <= 2 * int64_t{limits.multiprocessors};
-  int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float)), wave = 0;
-  if (limits.major >= 9 && blocks > T::kBlocksAtOnce * int64_t{limits.multiprocessors}) {
-    if (p.h0 != nullptr) wave = T::kBlocksAtOnce * int64_t{limits.multiprocessors};
+  launch.prefetches = p.h0 != nullptr && blocks <= 2 * int64_t{limits.multiprocessors};
+  int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float)) +
+                  PendingInBlock::bytes(options.pending.count, static_cast<int>(padded));
+  if (are_many_states(p, limits)) {
+    // Of states that are only read, as many as have room.
+    const int at_once =
+        p.h_final != nullptr ? T::kBlocksAtOnce : token_step_blocks(kKind, kPending);
+    if (p.h0 != nullptr) launch.wave = at_once * limits.multiprocessors;
     constexpr int kOfDriver = 1024, kSpare = 128;
-    const int64_t share = limits.shared_bytes / T::kBlocksAtOnce;
+    const int64_t share = limits.shared_bytes / at_once;
     bytes = std::max(bytes, (share - kOfDriver - kSpare - T::kStaticBytes) / 16 * 16);
   }
-  return launch_in_chain<&token_step_kernel<E, Gate, kKind>>(
-      dim3(static_cast<unsigned>(blocks)), dim3(T::kThreads), static_cast<int>(bytes), stream, p,
-      static_cast<int>(tiles), h0_is_settled, prefetches, static_cast<int>(wave));
+  return launch_in_chain<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(T::kThreads),
+                                  static_cast<int>(bytes), stream, p, launch, options.pending);
 }
 
-inline cudaError_t launch_token_step(const GlaParams& p, bool h0_is_settled, cudaStream_t stream) {
+inline cudaError_t launch_token_step(const GlaParams& p, const TokenStepOptions& options,
+                                     cudaStream_t stream) {
   const auto launch = [&]<class E, class Gate>() {
     return p.gate_kind == GateKind::kLogit
-               ? launch_token_step<E, Gate, GateKind::kLogit>(p, h0_is_settled, stream)
-               : launch_token_step<E, Gate, GateKind::kLogDecay>(p, h0_is_settled, stream);
+               ? launch_token_step<E, Gate, GateKind::kLogit>(p, options, stream)
+               : launch_token_step<E, Gate, GateKind::kLogDecay>(p, options, stream);
   };
   return dispatch_16_bit(p.q.dtype, [&]<class E>() {
+    if (options.pending.count > 0) {
+      return launch_token_step<E, E, GateKind::kLogit, true>(p, options, stream);
+    }
     return p.gate.dtype == DType::kFloat32 ? launch.template operator()<E, float>()
                                            : launch.template operator()<E, E>();
   });

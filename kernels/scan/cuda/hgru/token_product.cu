@@ -303,10 +303,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   float square[Stager::kOwn] = {};
   stager.run(square);
   if (!p.token.h0_is_settled) pair.load_state();
-  const bool is_all = ring.asked == ring.items;
-  wait_for_copies<0>();
-  hopper::fence_async_proxy();
-  __syncthreads();
+  const bool is_all = product::wait_for_all(ring);
   int slot = 0;
   product::BatchSums<kN> d;
   product::multiply_chunks(ring, shared_address(x), is_all, slot, d);
@@ -332,13 +329,7 @@ cudaError_t launch(const HgruTokenProductParams& p, const BatchShape& s, cudaStr
   const int bytes = shared_bytes(p, s);
   constexpr auto* kKernel = &hgru_token_product_kernel<kComplex>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-  const dim3 grid(static_cast<unsigned>(s.clusters * s.blocks));
-  const auto clusters_of = [&]<int kBlocks>() {
-    return launch_in_chain<kKernel, kBlocks>(grid, dim3(kThreads), bytes, stream, p, s);
-  };
-  return s.blocks == 2   ? clusters_of.template operator()<2>()
-         : s.blocks == 4 ? clusters_of.template operator()<4>()
-                         : clusters_of.template operator()<product::kMostClusterBlocks>();
+  return product::launch_clusters<kKernel>(s, bytes, stream, p, s);
 }
 
 }  // namespace
