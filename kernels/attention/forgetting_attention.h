@@ -23,8 +23,8 @@ enum class AttentionPath : uint8_t {
 /// into params.plan by the caller.
 struct ForgettingAttentionPlan {
   AttentionPath path = AttentionPath::kPlain;
-  int tile = 0;        // CUDA forward: 1 takes the wide tiles, backward: the small ones
-                       // (cuda/tile_configs.cuh); 2: the Hopper kernels (cuda/hopper/select.cuh)
+  int tile = 0;        // on tensor cores: 1 takes the larger tiles forward, the smaller backward, 0
+                       // the others (cuda/tile_configs.cuh); 2 Hopper's (cuda/hopper/select.cuh)
   int64_t splits = 0;  // a step: splits of the cache, whose results are combined
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
@@ -50,7 +50,7 @@ struct ForgettingAttentionParams {
   int64_t head_dim = 0;            // D
   int64_t channels = 0;            // Hq * D
   double scale = 1;                // > 0
-  int64_t window = 0;              // keys that a query sees at most; 0: all before it
+  int64_t window = 0;              // keys that a query sees at most, its own included; 0: no limit
   double prune = 0;                // bound on the weight that a row may drop; 0: none is dropped
   bool deterministic = false;      // the backward pass: the same bits from run to run
   HeadSeries q = {};               // [B, Tq, Hq, D]

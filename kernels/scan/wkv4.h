@@ -14,10 +14,10 @@ namespace tidegate::kernels::scan {
 /// Tokens from one saved state to the next: a backward pass computes what lies between them again.
 constexpr int64_t kWkv4SavedEvery = 8;
 
-/// Rows of saved states of a batch row of `time` tokens. Row i belongs to the one token among
+/// Rows of saved states of a batch row of `time` tokens. Row i belongs to the token among
 /// [i, i + 1) * kWkv4SavedEvery, if any, that is a whole number of such chunks from its sequence's
-/// end and not its first. (Units of one instruction set call it, so it must not have a body of its
-/// own.)
+/// end, where the backward pass starts, and not its first. (Units of one instruction set call it,
+/// so it must not have a body of its own.)
 [[gnu::always_inline]] constexpr int64_t wkv4_saved_rows(int64_t time) {
   return time / kWkv4SavedEvery + 1;
 }

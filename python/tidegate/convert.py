@@ -29,16 +29,22 @@ from .training.errors import UserError
 FORMATS = ("tidegate", "hf", *LAYOUTS)
 # What a converted model remembers of where it came from, so that the way back is exact.
 SOURCE_FILE = "converted_from.json"
+# Which tokens begin, end and pad a text, by the names that configurations of transformers have for
+# them: no LMConfig says it, and without them `generate` of transformers would not know its end.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_GENERATION = "generation_config.json"
 _PICKLE = "pytorch_model.bin"
 _INDEX = ".index.json"
 
 
 class Checkpoint(NamedTuple):
     """A model, and what its folder says of where it came from ({} where nothing): the format, its
-    config.json, and the names and dtypes of its tensors."""
+    config.json, and the names and dtypes of its tensors. tokens: those of _TOKENS that are known.
+    """
 
     model: CausalLM
     source: dict[str, Any]
+    tokens: dict[str, Any]
 
 
 def convert(
@@ -113,11 +119,26 @@ def read(folder: Path, config: Mapping[str, Any], given: str) -> Checkpoint:
         ours = LMConfig.from_dict(dict(config)) if given == "tidegate" else _from_hf(config)
         model = CausalLM(ours, device="meta")
         load_exactly(model, _without_prefix(tensors, ours.tied, given), str(folder))
-        remembered = folder / SOURCE_FILE
-        return Checkpoint(model, read_json(remembered) if remembered.is_file() else {})
+        source = _remembered(folder)
+        tokens = {**_tokens_of(source.get("config", {})), **_tokens_of(config)}
+        if tokens:  # a source that nothing else is known of is transformers', which has their names
+            kept = {"format": "hf", **source}
+            source = {**kept, "config": {**source.get("config", {}), **tokens}}
+        return Checkpoint(model, source, tokens)
     model = import_tensors(LAYOUTS[given], config, tensors, str(folder))
     dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
-    return Checkpoint(model, {"format": given, "config": dict(config), "tensors": dtypes})
+    source = {"format": given, "config": dict(config), "tensors": dtypes}
+    return Checkpoint(model, source, _tokens_of(config))
+
+
+def _remembered(folder: Path) -> dict[str, Any]:
+    """What an earlier conversion wrote down in `folder`; {} where there was none."""
+    file = folder / SOURCE_FILE
+    return read_json(file) if file.is_file() else {}
+
+
+def _tokens_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in _TOKENS if config.get(name) is not None}
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -169,11 +190,11 @@ def _without_prefix(tensors: dict[str, Tensor], tied: bool, given: str) -> dict[
 
 
 def _write(folder: Path, checkpoint: Checkpoint, to: str, shard_bytes: int | None) -> None:
-    model, source = checkpoint
+    model, source, tokens = checkpoint
     if to in LAYOUTS:
         back = source if source.get("format") == to else {}
         names = list(back["tensors"]) if back else None
-        config = export_config(LAYOUTS[to], model, back.get("config"))
+        config = {**export_config(LAYOUTS[to], model, back.get("config")), **tokens}
         tensors = export_tensors(LAYOUTS[to], model, names, back.get("tensors", {}))
         _write_json(folder / CONFIG_FILE, config)
         _write_weights(folder, tensors, shard_bytes)
@@ -181,16 +202,19 @@ def _write(folder: Path, checkpoint: Checkpoint, to: str, shard_bytes: int | Non
     if to == "tidegate":
         model.save(folder)
     else:
-        _write_hf(folder, model, shard_bytes)
-    if source:
+        _write_hf(folder, model, shard_bytes, tokens)
+    if source and source.get("format") != to:
         _write_json(folder / SOURCE_FILE, source)
 
 
-def _write_hf(folder: Path, model: CausalLM, shard_bytes: int | None) -> None:
+def _write_hf(
+    folder: Path, model: CausalLM, shard_bytes: int | None, tokens: dict[str, Any]
+) -> None:
     from .hf import TidegateForCausalLM
 
     size = "1000GB" if shard_bytes is None else shard_bytes
-    TidegateForCausalLM.from_causal_lm(model).save_pretrained(folder, max_shard_size=size)
+    theirs = TidegateForCausalLM.from_causal_lm(model, **tokens)
+    theirs.save_pretrained(folder, max_shard_size=size)
 
 
 def _write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int | None) -> None:
@@ -224,11 +248,12 @@ def _shards(tensors: dict[str, Tensor], most: int | None) -> list[list[str]]:
 
 
 def _copy_rest(source: Path, out: Path) -> None:
-    """Files beside the model, such as a tokenizer's; no subfolders."""
+    """Files beside the model, such as a tokenizer's; no subfolders. How to generate, the source's
+    own file says better than the one that was written with the model."""
     for path in source.iterdir():
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth") or _INDEX in path.name
-        known = weights or path.name == SOURCE_FILE or (out / path.name).exists()
-        if path.is_file() and not known:
+        written = (out / path.name).exists() and path.name != _GENERATION
+        if path.is_file() and not (weights or written or path.name == SOURCE_FILE):
             shutil.copyfile(path, out / path.name)
 
 

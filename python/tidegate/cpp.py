@@ -202,7 +202,12 @@ class CppModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         flags = {name: p.requires_grad for name, p in self.named_parameters()}
         tensors = OrderedDict((name, t.detach()) for name, t in self._own_tensors().items())
-        return _rebuild, (type(self), *self._arguments, tensors, flags, self.training)
+        settings = self._settings()
+        return _rebuild, (type(self), *self._arguments, tensors, flags, self.training, settings)
+
+    def _settings(self) -> dict[str, Any]:
+        """The attributes that may be set after construction and that pickling keeps, by name."""
+        return {}
 
     def extra_repr(self) -> str:
         args, kwargs = self._arguments
@@ -217,6 +222,7 @@ def _rebuild(
     tensors: dict[str, Tensor],
     flags: dict[str, bool],
     training: bool,
+    settings: dict[str, Any],
 ) -> CppModule:
     """Unpickles a module: the numbers that its constructor draws leave the generator as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -224,6 +230,8 @@ def _rebuild(
     for name, tensor in module._own_tensors().items():
         tensor.data = tensors[name]
         tensor.requires_grad_(flags.get(name, False))
+    for name, value in settings.items():
+        setattr(module, name, value)
     return module.train(training)
 
 
@@ -412,6 +420,9 @@ class _Model(_Configured):
     @residual_dtype.setter
     def residual_dtype(self, value: torch.dtype | None) -> None:
         self.cpp_module.residual_dtype = value
+
+    def _settings(self) -> dict[str, Any]:
+        return {"recompute": self.recompute, "residual_dtype": self.residual_dtype}
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         """See the Python class of this name."""

@@ -13,27 +13,64 @@
 #include <cmath>
 #include <map>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <vector>
+
+#include "src/nn/common.h"
+#include "src/ops/scale.h"
 
 namespace tidegate::optim {
 namespace {
 
 using torch::Tensor;
 
-/// The norm of all gradients together, in fp32, and the gradients by dtype.
-std::pair<Tensor, std::map<at::ScalarType, std::vector<Tensor>>> norm_of(
-    const std::vector<Tensor>& parameters) {
-  std::map<at::ScalarType, std::vector<Tensor>> kinds;
+/// Gradients by device and dtype.
+using Kinds = std::map<std::tuple<c10::DeviceType, int, at::ScalarType>, std::vector<Tensor>>;
+
+Kinds gradients_of(const std::vector<Tensor>& parameters) {
+  Kinds kinds;
   for (const Tensor& p : parameters) {
-    if (p.grad().defined()) kinds[p.grad().scalar_type()].push_back(p.grad());
+    const Tensor& gradient = p.grad();
+    if (!gradient.defined()) continue;
+    kinds[{gradient.device().type(), gradient.device().index(), gradient.scalar_type()}].push_back(
+        gradient);
   }
+  return kinds;
+}
+
+/// The norm of all gradients together, in fp32, on the first one's device.
+Tensor norm_of(const Kinds& kinds) {
   std::vector<Tensor> norms;
-  for (const auto& [dtype, gradients] : kinds) {
-    const auto some = at::_foreach_norm(gradients, 2, at::kFloat);
-    norms.insert(norms.end(), some.begin(), some.end());
+  for (const auto& [kind, gradients] : kinds) {
+    for (const Tensor& norm : at::_foreach_norm(gradients, 2, at::kFloat)) {
+      norms.push_back(norms.empty() ? norm : norm.to(norms.front().device()));
+    }
   }
-  return {norms.empty() ? at::zeros({}) : at::linalg_vector_norm(at::stack(norms)), kinds};
+  return norms.empty() ? at::zeros({}) : at::linalg_vector_norm(at::stack(norms));
+}
+
+/// Multiplies by a factor in fp32, whatever the gradients' type.
+void scale(const Kinds& kinds, const Tensor& factor) {
+  for (const auto& [kind, gradients] : kinds) {
+    const at::ScalarType dtype = gradients.front().scalar_type();
+    const Tensor own = factor.to(gradients.front().device());
+    if (at::elementSize(dtype) < sizeof(float)) {
+      ops::scale(gradients, own);  // at::_foreach_mul_ would round the factor to 16 bits
+    } else {
+      at::_foreach_mul_(gradients, own.to(dtype));
+    }
+  }
+}
+
+void check_dense(const std::vector<Tensor>& parameters) {
+  for (const Tensor& p : parameters) {
+    TORCH_CHECK_VALUE(
+        !p.grad().defined() || p.grad().layout() == at::kStrided,
+        "MasterWeights: expected dense gradients; got a sparse one of a parameter of shape ",
+        nn::shape_text(p));
+  }
 }
 
 }  // namespace
@@ -55,7 +92,13 @@ MasterWeights::MasterWeights(torch::nn::Module& model,
                       "with states of ",
                       optimizer->state().size(), " parameters");
     for (const auto& group : optimizer->param_groups()) {
-      for (const Tensor& p : group.params()) wide.emplace(p.unsafeGetTensorImpl(), p.detach());
+      for (const Tensor& p : group.params()) {
+        TORCH_CHECK_VALUE(p.scalar_type() != at::kBFloat16 && p.scalar_type() != at::kHalf,
+                          "MasterWeights: model: expected parameters in float32, of which masters "
+                          "are made; got one of shape ",
+                          nn::shape_text(p), " in ", p.scalar_type());
+        wide.emplace(p.unsafeGetTensorImpl(), p.detach());
+      }
     }
   }
   model.to(torch::kBFloat16);
@@ -83,6 +126,8 @@ AdamW* MasterWeights::one_pass() const {
 
 void MasterWeights::take_gradients() {
   const torch::NoGradGuard no_grad;
+  check_dense(weights_);
+  check_dense(own_);
   std::vector<Tensor> wide, narrow;
   for (size_t i = 0; i < weights_.size(); ++i) {
     Tensor& gradient = weights_[i].mutable_grad();
@@ -101,15 +146,18 @@ void MasterWeights::take_gradients() {
 
 Tensor MasterWeights::clip_gradients(double largest) {
   const torch::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(largest >= 0,
+                    "MasterWeights: clip_gradients: largest: expected a number of at least 0, got ",
+                    largest);
+  check_dense(weights_);
+  check_dense(own_);
   const bool in_place = one_pass() != nullptr;
   if (!in_place) take_gradients();
   std::vector<Tensor> all = in_place ? weights_ : masters_;
   all.insert(all.end(), own_.begin(), own_.end());
-  auto [norm, kinds] = norm_of(all);
-  if (std::isfinite(largest)) {
-    const Tensor factor = (largest / (norm + 1e-6)).clamp_max(1.0);
-    for (const auto& [dtype, gradients] : kinds) at::_foreach_mul_(gradients, factor.to(dtype));
-  }
+  const Kinds kinds = gradients_of(all);
+  const Tensor norm = norm_of(kinds);
+  if (std::isfinite(largest)) scale(kinds, (largest / (norm + 1e-6)).clamp_max(1.0));
   return norm;
 }
 
@@ -155,6 +203,9 @@ void MasterWeights::load(torch::serialize::InputArchive& archive) {
     TORCH_CHECK_VALUE(given[i].sizes() == masters_[i].sizes(), "MasterWeights: master", i,
                       ": expected the shape ", masters_[i].sizes(), "; got ", given[i].sizes());
   }
+  Tensor more;
+  TORCH_CHECK_VALUE(!archive.try_read("master" + std::to_string(masters_.size()), more),
+                    "MasterWeights: masters: expected ", masters_.size(), "; got more");
   for (size_t i = 0; i < optimizers_.size(); ++i) {
     torch::serialize::InputArchive one;
     archive.read("optimizer" + std::to_string(i), one);

@@ -53,10 +53,25 @@ bool cpu_has_fast_bf16() {
 
 const void* key_of(const Tensor& t) { return t.unsafeGetTensorImpl(); }
 
-/// Weights and directions of matrices of one shape.
+/// Weights and directions of matrices that are orthogonalised together: of one shape, device and
+/// dtype.
 struct Matrices {
   std::vector<Tensor> weights, directions;
+
+  bool fit(const Tensor& other) const {
+    const Tensor& own = directions.front();
+    return own.sizes() == other.sizes() && own.device() == other.device() &&
+           own.scalar_type() == other.scalar_type();
+  }
 };
+
+void check_splits(const Tensor& p, const std::vector<int64_t>& rows) {
+  const bool has_rows = p.dim() == 2 && std::reduce(rows.begin(), rows.end()) == p.size(0) &&
+                        std::none_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; });
+  TORCH_CHECK_VALUE(has_rows,
+                    "Muon: splits: expected rows that add up to those of a matrix of shape ",
+                    nn::shape_text(p), ", got ", at::IntArrayRef(rows));
+}
 
 /// The rows of the matrices stacked in each weight that Muon can take.
 std::unordered_map<const void*, std::vector<int64_t>> matrix_rows(const torch::nn::Module& model) {
@@ -178,16 +193,45 @@ void MuonParamState::serialize(torch::serialize::InputArchive& archive) {
 
 Muon::Muon(std::vector<Tensor> parameters, std::vector<std::vector<int64_t>> splits,
            MuonOptions options)
-    : Optimizer(parameters, std::make_unique<MuonOptions>(options)), splits_(std::move(splits)) {
-  TORCH_CHECK_VALUE(splits_.size() == parameters.size(), "Muon: splits: expected one a parameter, ",
-                    parameters.size(), "; got ", splits_.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const Tensor& p = parameters[i];
-    const std::vector<int64_t>& rows = splits_[i];
-    TORCH_CHECK_VALUE(p.dim() == 2 && std::reduce(rows.begin(), rows.end()) == p.size(0),
-                      "Muon: splits: expected rows that add up to those of a matrix of shape ",
-                      nn::shape_text(p), ", got ", at::IntArrayRef(rows));
+    : Muon(std::vector<OptimizerParamGroup>{OptimizerParamGroup(std::move(parameters))},
+           std::move(splits), std::move(options)) {}
+
+Muon::Muon(const std::vector<OptimizerParamGroup>& groups, std::vector<std::vector<int64_t>> splits,
+           MuonOptions options)
+    : Optimizer(groups, std::make_unique<MuonOptions>(std::move(options))),
+      splits_(std::move(splits)) {
+  std::vector<Tensor> all;
+  for (const auto& group : groups) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
   }
+  TORCH_CHECK_VALUE(splits_.size() == all.size(), "Muon: splits: expected one a parameter, ",
+                    all.size(), "; got ", splits_.size());
+  for (size_t i = 0; i < all.size(); ++i) check_splits(all[i], splits_[i]);
+}
+
+struct Muon::Given {
+  std::vector<Tensor> parameters;
+  std::vector<std::vector<int64_t>> splits;
+};
+
+std::vector<Muon::Given> Muon::given_matrices() const {
+  std::vector<Given> groups;
+  size_t at = 0;
+  for (const auto& group : param_groups_) {
+    Given& given = groups.emplace_back();
+    for (const Tensor& p : group.params()) {
+      const size_t number = at++;
+      if (!p.grad().defined()) continue;
+      TORCH_CHECK(p.grad().layout() == at::kStrided,
+                  "Muon: expected dense gradients; got a sparse one");
+      given.parameters.push_back(p);
+      const bool is_known = number < splits_.size();
+      if (!is_known)
+        check_splits(p, p.dim() == 2 ? std::vector{p.size(0)} : std::vector<int64_t>());
+      given.splits.push_back(is_known ? splits_[number] : std::vector{p.size(0)});
+    }
+  }
+  return groups;
 }
 
 Tensor Muon::step(LossClosure closure) {
@@ -197,50 +241,50 @@ Tensor Muon::step(LossClosure closure) {
     const at::AutoGradMode with_grad(true);
     loss = closure();
   }
-  auto& group = param_groups_.front();
-  const auto& options = static_cast<const MuonOptions&>(group.options());
-  std::vector<Tensor> given, gradients, means;
-  std::vector<const std::vector<int64_t>*> splits;
-  for (size_t i = 0; i < group.params().size(); ++i) {
-    const Tensor& p = group.params()[i];
-    if (!p.grad().defined()) continue;
-    TORCH_CHECK(!p.grad().is_sparse(), "Muon: expected dense gradients; got a sparse one");
+  const std::vector<Given> given = given_matrices();  // checked before any parameter is changed
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].parameters.empty()) continue;
+    step_group(given[i], static_cast<const MuonOptions&>(param_groups_[i].options()));
+  }
+  return loss;
+}
+
+void Muon::step_group(const Given& given, const MuonOptions& options) {
+  std::vector<Tensor> gradients, means;
+  for (const Tensor& p : given.parameters) {
     auto& state = state_[p.unsafeGetTensorImpl()];
     if (state == nullptr) {
       auto fresh = std::make_unique<MuonParamState>();
       fresh->momentum(at::zeros_like(p));
       state = std::move(fresh);
     }
-    given.push_back(p);
     gradients.push_back(p.grad());
     means.push_back(static_cast<MuonParamState&>(*state).momentum());
-    splits.push_back(&splits_[i]);
   }
-  if (given.empty()) return loss;
   at::_foreach_lerp_(means, gradients, 1.0 - options.momentum());
   const std::vector<Tensor> ahead = at::_foreach_lerp(gradients, means, options.momentum());
-  at::_foreach_mul_(given, 1.0 - options.lr() * options.weight_decay());
+  at::_foreach_mul_(given.parameters, 1.0 - options.lr() * options.weight_decay());
   // In the order in which shapes come, as Python goes through them.
-  std::vector<std::pair<std::pair<int64_t, int64_t>, Matrices>> shapes;
-  for (size_t i = 0; i < given.size(); ++i) {
-    const auto weights = given[i].split_with_sizes(*splits[i]);
-    const auto directions = ahead[i].split_with_sizes(*splits[i]);
+  std::vector<Matrices> alike;
+  for (size_t i = 0; i < given.parameters.size(); ++i) {
+    const auto weights = given.parameters[i].split_with_sizes(given.splits[i]);
+    const auto directions = ahead[i].split_with_sizes(given.splits[i]);
     for (size_t j = 0; j < weights.size(); ++j) {
-      const std::pair shape{weights[j].size(0), weights[j].size(1)};
-      auto place = std::find_if(shapes.begin(), shapes.end(),
-                                [&](const auto& known) { return known.first == shape; });
-      if (place == shapes.end()) place = shapes.insert(shapes.end(), {shape, {}});
-      place->second.weights.push_back(weights[j]);
-      place->second.directions.push_back(directions[j]);
+      if (directions[j].numel() == 0) continue;
+      auto place = std::find_if(alike.begin(), alike.end(),
+                                [&](const Matrices& m) { return m.fit(directions[j]); });
+      if (place == alike.end()) place = alike.insert(alike.end(), Matrices());
+      place->weights.push_back(weights[j]);
+      place->directions.push_back(directions[j]);
     }
   }
-  for (const auto& [shape, matrices] : shapes) {
+  for (const Matrices& matrices : alike) {
     const Tensor orthogonal = orthogonalize(at::stack(matrices.directions));
-    const double ratio = static_cast<double>(shape.first) / static_cast<double>(shape.second);
+    const double ratio =
+        static_cast<double>(orthogonal.size(1)) / static_cast<double>(orthogonal.size(2));
     at::_foreach_add_(matrices.weights, orthogonal.unbind(0),
                       -options.lr() * std::sqrt(std::max(1.0, ratio)));
   }
-  return loss;
 }
 
 template <typename Self, typename Archive>
@@ -280,8 +324,8 @@ MuonAdamW::MuonAdamW(const torch::nn::Module& model, const MuonOptions& muon_opt
             adamw_options) {}
 
 void MuonAdamW::step() {
+  adamw.step();  // first: it throws where a gradient is sparse, an embedding's
   muon.step();
-  adamw.step();
 }
 
 void MuonAdamW::zero_grad(bool set_to_none) {

@@ -152,6 +152,18 @@ def test_a_run_begins_with_a_checkpoint_from_elsewhere(tmp_path, text):
         torch.testing.assert_close(found[name], t, msg=name)
 
 
+def test_one_option_of_the_mixer_keeps_the_others(tmp_path, text):
+    """--set mixer_options.x=... over the configuration that --init-from names, or a run's own."""
+    options = {"num_heads": 2, "gate_temperature": 8.0}
+    config = LMConfig("gla", dim=16, layers=1, vocab_size=256, mixer_options=options)
+    CausalLM(config).save(tmp_path / "begun")
+    begins = [f"--init-from={tmp_path / 'begun'}", "--set=mixer_options.gate_temperature=4.0"]
+    wanted = {"num_heads": 2, "gate_temperature": 4.0}
+    assert train(tmp_path / "run", text, *begins)["model"]["mixer_options"] == wanted
+    again = train(tmp_path / "run", text, "--set=mixer_options.gate_temperature=4.0")
+    assert again["model"]["mixer_options"] == wanted
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path, text, begun, capsys):
     out = tmp_path / "run"
     command = ["train", text, *FLAGS, "--quiet", "--out", out, "--init-from"]

@@ -220,6 +220,8 @@ def test_gla_of_mixed_dtypes() -> None:
     assert fla.chunk_gla(q, k, v, g)[0].dtype == torch.float32
     torch.testing.assert_close(fla.chunk_gla(q, k, v, g)[0], exact.float(), rtol=1e-4, atol=1e-5)
     assert fla.fused_recurrent_gla(q, k, v, g)[0].dtype == torch.bfloat16
+    o = fla.parallel_forgetting_attn(q, k, v.bfloat16(), g[..., 0])
+    assert o.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

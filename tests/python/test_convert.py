@@ -213,3 +213,31 @@ def test_transformers_layout(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(back[n], t.float()) for n, t in state.items())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs tidegate[hf]")
+def test_how_to_generate_comes_along(tmp_path: Path) -> None:
+    """Whichever way a model goes, transformers knows where its texts end, and how it is sampled."""
+    from transformers import AutoConfig, GenerationConfig
+
+    _, config, state, _ = CASES["hgrn"]
+    tokens = {"bos_token_id": 5, "eos_token_id": 7, "pad_token_id": 0}
+    source = folder(tmp_path / "fla", {**config, **tokens}, state)
+    GenerationConfig(**tokens, do_sample=True, temperature=0.7).save_pretrained(source)
+    route = ("hf", "tidegate", "hf", "hf", "fla", "hf")
+    for k, to in enumerate(route):
+        convert(source, source := tmp_path / f"{k}-{to}", to=to)
+        how = GenerationConfig.from_pretrained(source)
+        assert (how.eos_token_id, how.temperature) == (7, 0.7), source
+        if to == "tidegate":
+            continue
+        given = json.loads((source / "config.json").read_text())
+        assert {name: given[name] for name in tokens} == tokens, source
+    assert AutoConfig.from_pretrained(source).eos_token_id == 7
+    # A model that was transformers' from the start keeps them, too, without the second file.
+    for name in ("converted_from.json", "generation_config.json"):
+        (source / name).unlink()
+    convert(source, tmp_path / "ours", to="tidegate")
+    assert not (tmp_path / "ours" / "generation_config.json").exists()
+    convert(tmp_path / "ours", tmp_path / "back")
+    assert GenerationConfig.from_pretrained(tmp_path / "back").eos_token_id == 7

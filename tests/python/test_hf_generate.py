@@ -60,6 +60,19 @@ def test_greedy_is_what_causal_lm_generates(name: str) -> None:
     assert torch.equal(ours[:, 5:], new_tokens(model, ids, do_sample=False))
 
 
+@every_mixer
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_embeddings_can_be_the_prompt(name: str, with_ids: bool) -> None:
+    model = causal_lm(name)
+    ids, mask = left_padded(*LENGTHS)
+    wanted = new_tokens(model, ids, mask, do_sample=False)
+    how = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False}
+    if with_ids:
+        how["input_ids"] = ids
+    found = model.generate(inputs_embeds=model.model.embedding(ids).detach(), **how)
+    assert torch.equal(found[:, -6:], wanted)
+
+
 def test_rows_end_on_their_own() -> None:
     model = causal_lm("hgrn2")
     ids, mask = left_padded(*LENGTHS)

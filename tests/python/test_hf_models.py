@@ -122,6 +122,29 @@ def test_missing_parameters_are_drawn(tmp_path: Path) -> None:
     assert torch.equal(partly.norm.bias, model.model.norm.bias)
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("hgrn", "in_proj.bias"),  # beside a weight that the file has
+        ("gated-rnn", "in_proj.weight"),
+        ("lru", "out_proj.weight"),  # whose start the mixer says
+        ("fox-pro", "output_norm.weight"),
+    ],
+)
+def test_what_a_file_has_stays_beside_what_is_drawn(name: str, lost: str, tmp_path: Path) -> None:
+    lost = f"blocks.1.mixer.{lost}"
+    wide = {"dim": 64, "mixer_options": {**MIXERS[name].get("mixer_options", {})}}
+    torch.manual_seed(0)
+    wanted = hf.TidegateModel(config(name, **wide))
+    given = wanted.state_dict()
+    drawn = given.pop(lost)
+    found = hf.TidegateModel.from_pretrained(None, config=wanted.config, state_dict=given)
+    found = found.state_dict()
+    assert all(torch.equal(found[n], t) for n, t in given.items())
+    torch.testing.assert_close(found[lost].std(), drawn.std(), rtol=0.3, atol=1e-6)
+    torch.testing.assert_close(found[lost].mean(), drawn.mean(), rtol=0.05, atol=0.05)
+
+
 @every_mixer
 def test_padding_enters_nothing(name: str) -> None:
     model = causal_lm(name)
@@ -197,6 +220,28 @@ def test_peft_finds_the_projections(name: str) -> None:
     assert idle == []
 
 
+@every_mixer
+def test_blocks_whose_weights_lie_on_disk(name: str, tmp_path: Path) -> None:
+    """What accelerate brings to a block when it is called, also for a step with a cache."""
+    pytest.importorskip("accelerate")
+    model = causal_lm(name).float()
+    model.save_pretrained(tmp_path / "model")
+    parts = [n for n, m in model.named_modules() if n.count(".") == 1 and n != "model.blocks"]
+    places = dict.fromkeys([*parts, "model.blocks.0", "lm_head"], "cpu") | {
+        "model.blocks.1": "disk"
+    }
+    found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    assert any(p.is_meta for p in found.model.blocks[1].parameters())
+    ids, mask = left_padded(6, 2, 4)
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(found(ids, attention_mask=mask).logits, wanted)
+    how = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(found.generate(ids, **how), model.generate(ids, **how))
+
+
 def test_hidden_states() -> None:
     model = causal_lm("fox")
     ids, mask = left_padded(5, 3)
@@ -222,6 +267,24 @@ def test_embeddings_can_be_resized() -> None:
         assert (model.lm_head.weight is model.model.embedding.weight) == tied
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("init_std", [None, 0.1])
+def test_rows_that_resizing_adds_are_drawn_as_the_first_were(
+    tied: bool, init_std: float | None
+) -> None:
+    """Without mean_resizing a model has, in the new rows, what it would have had from the start."""
+    torch.manual_seed(0)
+    sizes = {"tie_word_embeddings": tied, "init_std": init_std}
+    model = hf.TidegateForCausalLM(config("hgrn2", **sizes))
+    kept = [p.detach().clone() for p in model.model.blocks.parameters()]
+    model.resize_token_embeddings(4000, mean_resizing=False)
+    wanted = hf.TidegateForCausalLM(config("hgrn2", **sizes, vocab_size=4000))
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        mine, theirs = (getattr(m, part)().weight[40:].std() for m in (model, wanted))
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.0)
+    assert all(map(torch.equal, kept, model.model.blocks.parameters()))
+
+
 @every_mixer
 def test_classifier_pools_what_is_real(name: str) -> None:
     torch.manual_seed(0)
@@ -234,6 +297,8 @@ def test_classifier_pools_what_is_real(name: str) -> None:
     packed = torch.cat([ids[r, 9 - n :] for r, n in enumerate((9, 4, 1))])[None]
     bounds = torch.tensor([0, 9, 13, 14])
     close(model(packed, cu_seq_lens_q=bounds).logits, logits)
+    begin_anew = torch.cat([torch.arange(n) for n in (9, 4, 1)])[None]
+    close(model(packed, position_ids=begin_anew).logits, logits)
     labels = torch.tensor([2, 0, 1])
     loss = model(ids, attention_mask=mask, labels=labels).loss
     close(loss, torch.nn.functional.cross_entropy(logits, labels))

@@ -118,6 +118,24 @@ def test_max_length_cuts_contexts_from_the_left() -> None:
     assert cut[0] == pytest.approx(expected(lm, "efgh", "xyz")[0], abs=1e-4)
 
 
+def test_max_length_cuts_what_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To as many tokens as it says: to continue them, all of them are read."""
+    lm = make(max_length=6)
+    read = []
+    prefill = CausalLM.prefill
+    monkeypatch.setattr(
+        CausalLM, "prefill", lambda m, ids, *a, **k: (read.append(ids), prefill(m, ids, *a, **k))[1]
+    )
+    lm.generate_until([request("abcdefgh", {"until": [], "max_gen_toks": 2})], disable_tqdm=True)
+    assert read[0].tolist() == [list(b"cdefgh")]
+
+
+def test_an_empty_continuation_is_certain() -> None:
+    for pairs in ([("the tide", "")], [("the tide", ""), ("a", "b")]):
+        found = make().loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+        assert found[0] == (0.0, True)
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_rolling_carries_the_state(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 16 tokens, of which none is read twice, are what one pass over the text gives."""
@@ -166,6 +184,18 @@ def test_generate_until(mixer: str) -> None:
     assert text == whole[0][: whole[0].index(stop)]
 
 
+def test_a_repetition_penalty_acts_without_draws() -> None:
+    lm = make()
+    ids = torch.tensor([list(b"the tide")])
+    arguments = {"until": [], "max_gen_toks": 12, "do_sample": False, "repetition_penalty": 2.0}
+    (text,) = lm.generate_until([request("the tide", arguments)], disable_tqdm=True)
+    plain, wanted = (
+        bytes(lm.model.generate(ids, 12, temperature=0.0, repetition_penalty=p)[0, 8:].tolist())
+        for p in (1.0, 2.0)
+    )
+    assert text == wanted.decode(errors="replace") != plain.decode(errors="replace")
+
+
 def test_draws_are_drawn_where_a_task_asks_for_them() -> None:
     lm = make()
     arguments = {"until": [], "max_gen_toks": 16, "do_sample": True, "temperature": 1.5, "seed": 3}
@@ -177,6 +207,8 @@ def test_draws_are_drawn_where_a_task_asks_for_them() -> None:
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="lm_eval: max_length: expected 1 or more, got 0"):
+        make(max_length=0)
     with pytest.raises(UserError, match="lm_eval: path: expected a run folder or a saved model"):
         TidegateLM()
     with pytest.raises(UserError, match="batch_size: expected auto or 1 or more, got 'many'"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from fuzz import check_seed, judge_again, random_case
-from fuzz_attention import random_call
+from fuzz_attention import beyond, judge_draws, random_call
 from support import attention_batches, error_rule
 from support import forgetting_attention_cases as attention_cases
+from support import forgetting_attention_oracle as attention_oracle
+from support.forgetting_attention_cases import AttentionCase
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -38,6 +40,63 @@ def test_calls_of_attention_judged_together_are_judged_as_each_alone(device: str
     batch.found[wrong]["dlog_f"][:, -1] += 0.1
     failed = [i for i, found in enumerate(batch.judge()) if not found["dlog_f"].excess < 5]
     assert failed == [wrong]
+
+
+def test_products_on_the_cpu_may_add_one_term_after_another() -> None:
+    """Of 233 channels: by torch's matmul alone, which adds up parts, dlog_f was beyond the rule."""
+    case = random_call(242)
+    by_parts, by_terms = (
+        judge_draws(case, False, range(12), "cpu", one_by_one) for one_by_one in (False, True)
+    )
+    assert beyond(by_parts[0], by_parts)
+    assert not beyond(by_terms[0], by_terms)
+
+
+def cancelling(device: str) -> attention_batches.Batch:
+    """Calls of one query that sees one key, whose score's terms add up to zero."""
+    batch = attention_batches.Batch(device)
+    for seed in range(40):
+        case = AttentionCase(1, 1, 0, 1, 1, 240, torch.bfloat16, scale=0.3, seed=seed)
+        inputs = attention_cases.make_inputs(case, device)
+        for name, sign in (("q", 1), ("k", -1)):
+            first, second = inputs[name].chunk(2, -1)
+            second.copy_(first.flip(-1) * sign)
+        batch.calls.append(case)
+        batch.inputs.append(inputs)
+        batch.found.append(attention_cases.run_inputs(case, inputs, backward=True))
+    return batch
+
+
+def test_an_lse_may_err_by_roundings_of_its_score_s_terms(device: str) -> None:
+    """And by no more: four units of what they add up to, where a number alone decides, beside the
+    yardstick's error; and by the same rule as the oracle has for single calls."""
+    batch = cancelling(device)
+    verdicts = [found["lse"] for found in batch.judge()]
+    assert all(verdicts)
+    allowed = [verdict.measures[1].allowed for verdict in verdicts]
+    for inputs, verdict in zip(batch.inputs, verdicts, strict=True):
+        terms = 0.3 * float((inputs["q"].double() * inputs["k"].double()).abs().sum())
+        measure = verdict.measures[1]
+        assert measure.size == pytest.approx(terms)
+        assert measure.floor == pytest.approx(4 * 2**-23 * terms)
+        assert measure.yardstick < 240 * 2**-24 * terms
+    if device == "cpu":
+        exact = attention_oracle.reference(**batch.inputs[0], scale=0.3, exact=True)
+        assert float(exact["|lse|"]) == pytest.approx(verdicts[0].measures[1].size)
+    # Three times as far off is beyond; so is one product of 240 left out, or a score whose
+    # parts have been rounded to bf16.
+    for found, bound in zip(batch.found, allowed, strict=True):
+        found["lse"] += 3 * bound
+    assert not any(found["lse"] for found in batch.judge())
+    for inputs, found in zip(batch.inputs, batch.found, strict=True):
+        products = inputs["q"].float() * inputs["k"].float()
+        found["lse"] = 0.3 * products[..., 1:].sum(-1).transpose(1, 2)
+    assert sum(not found["lse"] for found in batch.judge()) >= 38
+    for inputs, found in zip(batch.inputs, batch.found, strict=True):
+        products = inputs["q"].float() * inputs["k"].float()
+        parts = [part.sum(-1).bfloat16().float() for part in products.split([100, 80, 60], -1)]
+        found["lse"] = 0.3 * sum(parts).transpose(1, 2)
+    assert sum(not found["lse"] for found in batch.judge()) >= 15  # of the rest roundings cancel
 
 
 def test_a_lucky_yardstick_is_not_held_against_a_result() -> None:

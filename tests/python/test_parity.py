@@ -24,6 +24,8 @@ from support.parity import (
 )
 from torch import nn
 
+from tidegate.models import LMConfig
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
 
@@ -188,6 +190,14 @@ def test_copies_pickles_and_state_dicts(name):
         fresh.load_state_dict({**native.state_dict(), "extra": torch.zeros(1)})
     assert not twin.eval().training
     assert twin.train().training
+
+
+def test_copies_and_pickles_train_as_their_models_do():
+    """What is set after construction, and not in a state dict, comes along, as in Python."""
+    model = cpp.CausalLM(LMConfig(dim=4, layers=1, vocab_size=5))
+    model.recompute, model.residual_dtype = "blocks", torch.float32
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert (other.recompute, other.residual_dtype) == ("blocks", torch.float32)
 
 
 @pytest.mark.parametrize("name", [*MIXERS, "LowerBounds"])

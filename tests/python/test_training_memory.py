@@ -72,6 +72,21 @@ def test_a_model_of_bf16_weights_is_saved_and_scored(tmp_path, text):
     assert model.generate(torch.arange(4)[None], 3).shape == (1, 7)
 
 
+@pytest.mark.parametrize(
+    ("precision", "residual"), [("bf16", "bf16"), ("bf16-weights", "fp32"), ("bf16", "auto")]
+)
+def test_a_run_is_scored_as_it_was_trained(tmp_path, text, precision, residual):
+    """At its end and by `tidegate eval`: under autocast the residual stream's dtype is a part of
+    the model. In fp32 there is none to choose."""
+    run = prepare(tmp_path / "run", text, steps=2, precision=precision, residual=residual)
+    assert run.trainer.run(quiet=True)
+    wanted = finish(run)
+    assert score_run(str(tmp_path / "run"), precision="bf16", device="cpu").nats == wanted.nats
+    trained = load_trained(str(tmp_path / "run"), "cpu")
+    assert trained.compute_in("fp32") == "fp32"
+    assert trained.model.residual_dtype is None
+
+
 def test_a_checkpoint_without_masters_is_refused(tmp_path, text):
     weights_of(tmp_path / "run", text, **LEAN, steps=2)
     path = tmp_path / "run" / "checkpoint.pt"

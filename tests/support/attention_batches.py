@@ -139,7 +139,12 @@ class Heads:
         return out
 
     def compute(
-        self, inputs: dict[str, Tensor], *, exact: bool, operands: torch.dtype | None = None
+        self,
+        inputs: dict[str, Tensor],
+        *,
+        exact: bool,
+        operands: torch.dtype | None = None,
+        one_by_one: bool = False,
     ) -> dict[str, Tensor]:
         """As forgetting_attention_oracle.reference has it."""
         dtype = torch.float64 if exact else torch.float32
@@ -148,6 +153,7 @@ class Heads:
             inputs[name].to(dtype) for name in ("q", "k", "v", "log_f", "do", "dlse")
         )
         k, v, scale = k[self.key_head], v[self.key_head], self.scale.to(dtype)
+        multiply = _add_one_by_one if one_by_one else torch.matmul
 
         def operand(matrix: Tensor) -> Tensor:
             return matrix if exact or operands is None else matrix.to(operands).to(dtype)
@@ -160,13 +166,13 @@ class Heads:
         log_f[:, 0] = 0
         c = log_f.cumsum(1)
         gates = c.gather(1, self.position)[:, :, None] - c[:, None, :]
-        scores = torch.where(self.sees, scale * (q @ k.mT) + gates, -torch.inf)
+        scores = torch.where(self.sees, scale * multiply(q, k.mT) + gates, -torch.inf)
         lse = torch.logsumexp(scores, -1)
         P = torch.where(self.sees, torch.exp(scores - lse[:, :, None]), 0)
-        o = operand(P) @ v
+        o = multiply(operand(P), v)
         stored = o if exact else o.to(case.dtype).to(dtype)
         delta, delta_size = (do * stored).sum(-1) - dlse, (do * stored).abs().sum(-1) + dlse.abs()
-        dP = do @ v.mT
+        dP = multiply(do, v.mT)
         dS = P * (dP - delta[:, :, None])
         apart = operand(dS) * self.apart
         sums = -apart.sum(1)
@@ -176,9 +182,9 @@ class Heads:
         out = {
             "o": o,
             "lse": torch.where(self.exists, lse, 0),
-            "dq": scale * (operand(dS) @ k),
-            "dk": of_key_heads(scale * (operand(dS).mT @ q)),
-            "dv": of_key_heads(operand(P).mT @ do),
+            "dq": scale * multiply(operand(dS), k),
+            "dk": of_key_heads(scale * multiply(operand(dS).mT, q)),
+            "dv": of_key_heads(multiply(operand(P).mT, do)),
             "dlog_f": torch.where(self.of_keys(), dlog_f, 0),
         }
         if not exact:
@@ -188,7 +194,9 @@ class Heads:
                 for name, x in out.items()
             }
         size = P * (dP.abs() + delta_size[:, :, None])
+        terms = scale.abs() * (q.abs() @ k.abs().mT) + gates.abs()
         sizes = {
+            "|lse|": torch.maximum(out["lse"].abs(), (P * terms).sum(-1)),
             "|dq|": scale * (size @ k.abs()),
             "|dk|": of_key_heads(scale * (size.mT @ q.abs())),
             "|dv|": of_key_heads(P.mT @ do.abs()),
@@ -230,9 +238,18 @@ class Batch:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    def judge(self) -> list[Verdicts]:
-        """How every result of every call does by the error rule."""
-        return _judge(self.calls, self.inputs, self.found, self.device)
+    def judge(self, *, one_by_one: bool = False) -> list[Verdicts]:
+        """How every result of every call does by the error rule; by which of the two yardsticks of
+        forgetting_attention_cases.check()."""
+        return _judge(self.calls, self.inputs, self.found, self.device, one_by_one)
+
+
+def _add_one_by_one(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, its terms added up in their order."""
+    out = left.new_zeros(*left.shape[:-1], right.shape[-1])
+    for i in range(right.shape[-2]):
+        out.addcmul_(left[..., :, i, None], right[..., None, i, :])
+    return out
 
 
 def _judge(
@@ -240,6 +257,7 @@ def _judge(
     inputs: list[dict[str, Tensor | None]],
     found: list[dict[str, Tensor]],
     device: str,
+    one_by_one: bool,
 ) -> list[Verdicts]:
     sums = torch.zeros(len(RESULTS), 3, len(calls), dtype=torch.float64, device=device)
     largest = torch.zeros_like(sums)
@@ -250,7 +268,7 @@ def _judge(
         padded = {name: heads.gather(inputs, name) for name in names}
         exact = heads.compute(padded, exact=True)
         operands = group[0].case.dtype if device == "cuda" else None
-        same = heads.compute(padded, exact=False, operands=operands)
+        same = heads.compute(padded, exact=False, operands=operands, one_by_one=one_by_one)
         for i, name in enumerate(RESULTS):
             measures = heads.measure(name, heads.gather(found, name), exact, same[name])
             call = heads.call_of_key_head if name in _KEY_HEADS else heads.call

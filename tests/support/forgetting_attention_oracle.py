@@ -13,7 +13,10 @@ query i at position p = i + Tk - Tq of its sequence, keys j in (p - window, p]:
 data), with c = cumsum(log_f): the yardstick. `operands`: the dtype to which P and dS are rounded
 before anything is summed up, as on tensor cores. `one_by_one`: sums of products add their terms up
 one after the other, as loops do; torch's matmul adds up parts, and over a few hundred terms of
-either sign its error is two to three times smaller. Results named |x| are the sizes of x's terms.
+either sign its error is two to three times smaller. Results named |x| are the sizes of x's terms;
+|lse| is that of the scores' (docs/lab/numerics.md):
+
+    |lse|_i = max(|lse_i|, sum_j P_ij (|scale| sum_d |q_id k_jd| + |log_f_{j+1}| + ... + |log_f_p|))
 """
 
 from __future__ import annotations
@@ -134,6 +137,7 @@ def reference(
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
     grads = {f"d{name}": torch.zeros_like(value) for name, value in wide.items()}
     sizes = {f"|d{name}|": torch.zeros_like(value) for name, value in wide.items()}
+    lse_size = torch.zeros_like(lse)
 
     multiply = _add_one_by_one if one_by_one else torch.matmul
     step = _EXACT_ROWS if exact else _ROWS
@@ -155,13 +159,18 @@ def reference(
                 K, V = wide["k"][of_keys], wide["v"][of_keys]
                 gates = wide["log_f"][at.batch, of_keys[1], h]
                 Q = wide["q"][of_rows]
-                scores = scale * multiply(Q, K.T) + gate_sums(gates, rows, exact)
+                sums = gate_sums(gates, rows, exact)
+                scores = scale * multiply(Q, K.T) + sums
                 scores = scores.masked_fill(~seen(rows, end, window), -torch.inf)
                 norm = torch.logsumexp(scores, -1)
                 P = torch.exp(scores - norm[:, None])
                 mixed = multiply(operand(P), V)
                 o[of_rows] = mixed
                 lse[at.batch, h, of_rows[1]] = norm
+                if exact:
+                    terms = abs(scale) * (Q.abs() @ K.abs().T) + sums.abs()
+                    of_scores = (P * terms).sum(-1)
+                    lse_size[at.batch, h, of_rows[1]] = torch.maximum(norm.abs(), of_scores)
                 if do is None and dlse is None:
                     continue
                 dO = torch.zeros_like(mixed) if do is None else do[of_rows].to(dtype)
@@ -190,7 +199,7 @@ def reference(
                 grads["dlog_f"][at.batch, at.keys, h] = dlog_f
                 sizes["|dlog_f|"][at.batch, at.keys, h] = row_sizes
     if exact:
-        out = {"o": o, "lse": lse}
+        out = {"o": o, "lse": lse, "|lse|": lse_size}
         return out | (grads | sizes if do is not None or dlse is not None else {})
     out = {"o": o.to(q.dtype), "lse": lse}
     if do is None and dlse is None:

@@ -28,12 +28,16 @@ namespace tidegate::optim {
 class MasterWeights {
  public:
   /// model: in fp32. optimizer: made for its parameters, outlives this, and has not stepped yet.
+  /// Throws c10::ValueError where a parameter has 16 bits already, or the optimiser has stepped.
   MasterWeights(torch::nn::Module& model, torch::optim::Optimizer& optimizer);
   MasterWeights(torch::nn::Module& model, MuonAdamW& optimizer);
 
-  /// Scales the gradients that the next step goes by down to a norm of `largest`; returns the one
-  /// that they had, in fp32, on their device. Where the step makes one pass, gradients are scaled
-  /// where they are, and so rounded to bf16 once more.
+  /// Scales the gradients that the next step goes by down to a norm of `largest`, as
+  /// torch::nn::utils::clip_grad_norm_ does; returns the one that they had, in fp32, on the device
+  /// of one of them. An infinite `largest` only measures. Otherwise a norm that is NaN makes every
+  /// gradient NaN, and one that is infinite makes them zero, or NaN where they were infinite. Where
+  /// the step makes one pass, gradients are scaled where they are, by a factor in fp32, and so
+  /// rounded to bf16 once more. Throws c10::ValueError for a `largest` that is NaN or negative.
   torch::Tensor clip_gradients(double largest);
   /// A step; no parameter has a gradient after it, nor those that are their own masters.
   void step();

@@ -51,8 +51,12 @@ class Muon : public torch::optim::Optimizer {
   /// Throws c10::ValueError where they do not add up to the parameter's rows.
   Muon(std::vector<torch::Tensor> parameters, std::vector<std::vector<int64_t>> splits,
        MuonOptions options = {});
+  /// groups: of matrices, with options of their own or else these. splits: for each matrix, in the
+  /// order of the groups. A group that add_param_group() adds has one matrix a parameter.
+  Muon(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+       std::vector<std::vector<int64_t>> splits, MuonOptions options = {});
 
-  /// One step for every parameter that has a gradient.
+  /// One step for every parameter that has a gradient; throws c10::Error for a sparse one.
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
@@ -63,7 +67,12 @@ class Muon : public torch::optim::Optimizer {
   template <typename Self, typename Archive>
   static void serialize(Self& self, Archive& archive);
 
-  std::vector<std::vector<int64_t>> splits_;
+  /// A group's matrices that have gradients, and the rows of those stacked in each.
+  struct Given;
+  std::vector<Given> given_matrices() const;
+  void step_group(const Given& given, const MuonOptions& options);
+
+  std::vector<std::vector<int64_t>> splits_;  // of all groups' parameters, one after another
 };
 
 /// The trainable parameters of a model in up to two groups for AdamW: one that decays by

@@ -294,6 +294,8 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
     }
     return;
   }
+  // c falls with time, so of the tile's keys the last one is dropped last: from the first query on
+  // whose c has fallen `fall` below that key's. Query i is at position i + shift.
   const GateSums gates(w, keys, head);
   const double fall = largest_fall(p, keys.length, ScoreBounds::score(w, keys.batch, head));
   const double last = gates.at(tile.first + tile.tokens - 1);

@@ -14,10 +14,16 @@
 
 namespace tidegate::kernels::norm {
 
+/// Whether the bias stays in registers: a gate after a layer norm asks for it in every row. In
+/// float32 there is no room for it.
+template <class Data, Gate kGate, bool kLayer>
+constexpr bool kKeepsBias = sizeof(Data) == 2 && kGate == Gate::kAfter && kLayer;
+
 /// A thread's part of a row. Beside x and dy there is a gate, or a gradient `dsum`, or nothing.
 template <class Data, class Stream, Gate kGate, bool kLayer>
 struct BackwardTile {
   static constexpr bool kFast = sizeof(Data) == 2, kGated = kGate != Gate::kNone;
+  static constexpr bool kHasBias = kKeepsBias<Data, kGate, kLayer>;
   using Math = GateMath<float, kFast>;
   using Ring = RowRing<kVec * (2 * sizeof(Stream) + sizeof(Data))>;
   // Where the parts lie in the ring, in units of 16 bytes. A gate is in Data, which then is Stream.
@@ -29,6 +35,7 @@ struct BackwardTile {
   bool has_dsum, has_dbias;
   float c[kOwnColumns];                     // u, then u - mean
   float opening[kGated ? kOwnColumns : 1];  // what is kept of the gate
+  float bias[kHasBias ? kOwnColumns : 1];
 
   /// Asks for a row, by the threads' own copies.
   __device__ void load(unsigned stage, unsigned row) {
@@ -70,15 +77,6 @@ struct BackwardTile {
     const Sigmoids<float> both = PackedSigmoids<float>{kept}.both();
     return both.pos * both.neg;
   }
-  /// Calls visit.operator()<kSilu>(), outside of loops.
-  template <class Visit>
-  __device__ void with_activation(Visit visit) const {
-    if (p.forward.activation == Activation::kSilu) {
-      visit.template operator()<true>();
-    } else {
-      visit.template operator()<false>();
-    }
-  }
 
   /// c of the row that has come, and what is kept of the gate.
   __device__ void begin() {
@@ -86,7 +84,7 @@ struct BackwardTile {
     if constexpr (kGated) {
       float gate[kOwnColumns];
       ring.template read<kOther, Stream>(gate);
-      with_activation([&]<bool kSilu>() {
+      with_activation(p.forward.activation, [&]<bool kSilu>() {
 #pragma unroll
         for (int v = 0; v < kOwnColumns; ++v) {
           opening[v] = kept_of<kSilu>(gate[v]);
@@ -106,7 +104,7 @@ struct BackwardTile {
     if constexpr (kGate == Gate::kAfter) {
       float gate[kVec];
       ring.template read<kOther, Stream>(pack, gate);
-      with_activation([&]<bool kSilu>() {
+      with_activation(p.forward.activation, [&]<bool kSilu>() {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) {
           g[v] *= activated<kSilu>(gate[v], opening[pack * kVec + v]);
@@ -123,10 +121,7 @@ struct BackwardTile {
                             float per_channel, const float (&w)[kOwnColumns],
                             float (&sums)[kSums]) {
     if constexpr (kLayer) {
-      float sum[1] = {sum_columns(c)};
-      reducer.sum(sum);
-      requests.next(row);
-      center(columns, sum[0] * per_channel, c);
+      subtract_mean(columns, requests, reducer, row, per_channel, c);
     }
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {
@@ -204,7 +199,7 @@ struct BackwardTile {
       } else {
         if (p.forward.y.data != nullptr) {
           float y[kVec];
-          find_result(n, w + from, row, column, y);
+          find_result(pack, n, w + from, row, y);
           store_eight(y_row + column, y);
         }
         if (has_dsum) {
@@ -224,19 +219,27 @@ struct BackwardTile {
   }
 
   /// n * weight + bias.
-  __device__ void find_result(const float (&n)[kVec], const float* w, unsigned row, int column,
+  __device__ void find_result(int pack, const float (&n)[kVec], const float* w, unsigned row,
                               float (&y)[kVec]) {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      y[v] = n[v] * w[v];
-    }
-    if (p.forward.bias != nullptr) {
-      float b[kVec];
-      const int64_t place = row % p.forward.weight_heads * p.forward.channels + column;
-      load_weights<Data>(p.forward.bias, p.forward.bias_dtype, place, 0.0f, b);
+    if constexpr (kHasBias) {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        y[v] += b[v];
+        y[v] = fmaf(n[v], w[v], bias[pack * kVec + v]);
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        y[v] = n[v] * w[v];
+      }
+      if (p.forward.bias != nullptr) {
+        float b[kVec];
+        const int64_t place =
+            row % p.forward.weight_heads * p.forward.channels + columns.first(pack);
+        load_weights<Data>(p.forward.bias, p.forward.bias_dtype, place, 0.0f, b);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) {
+          y[v] += b[v];
+        }
       }
     }
   }
@@ -255,10 +258,10 @@ struct BackwardTile {
       ring.template read<kDy, Data>(pack, other);
     }
     if (kGate == Gate::kAfter || has_y) {
-      find_result(n, w, row, column, y);
+      find_result(pack, n, w, row, y);
     }
     float dgate[kVec];
-    with_activation([&]<bool kSilu>() {
+    with_activation(p.forward.activation, [&]<bool kSilu>() {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         const float kept = opening[pack * kVec + v];
@@ -319,12 +322,15 @@ __device__ inline void write_partials(const NormParams& p, const RowShape& shape
   }
 }
 
-/// Registers of a thread.
-template <Gate kGate>
-constexpr int kBackwardRegisters = kGate == Gate::kNone ? 128 : 160;
+/// Registers of a thread: for sixteen warps of a multiprocessor, or for twelve, which 168 are the
+/// most for.
+template <class Data, Gate kGate, bool kLayer>
+constexpr int kBackwardRegisters = kGate == Gate::kNone              ? 128
+                                   : kKeepsBias<Data, kGate, kLayer> ? 168
+                                                                     : 160;
 
 template <class Data, class Stream, Gate kGate, bool kLayer>
-__global__ void __maxnreg__(kBackwardRegisters<kGate>)
+__global__ void __maxnreg__((kBackwardRegisters<Data, kGate, kLayer>))
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p,
                          const __grid_constant__ RowShape shape) {
   using Tile = BackwardTile<Data, Stream, kGate, kLayer>;
@@ -360,6 +366,16 @@ __global__ void __maxnreg__(kBackwardRegisters<kGate>)
       load_weights<Data>(f.weight, f.weight_dtype, of_head + columns.first(pack), 1.0f,
                          w + pack * kVec);
     }
+    if constexpr (Tile::kHasBias) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        tile.bias[pack * kVec + v] = 0.0f;
+      }
+      if (columns.exists(pack)) {
+        load_weights<Data>(f.bias, f.bias_dtype, of_head + columns.first(pack), 0.0f,
+                           tile.bias + pack * kVec);
+      }
+    }
   }
   for (unsigned row = slot; row < shape.rows + local; row += shape.stride) {
     tile.ring.wait(row < shape.rows);
@@ -391,7 +407,7 @@ struct BackwardLaunch {
     const NormParams& f = p.forward;
     DeviceLimits device;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
-    shape = row_shape<kBackwardRegisters<kGate>>(f, kBytes, device);
+    shape = row_shape<kBackwardRegisters<Data, kGate, kLayer>>(f, kBytes, device);
     TIDEGATE_RETURN_IF_CUDA_ERROR(
         find_bulk<kKernel>(Ring::kStages, f, &shape, f.x, f.gate, p.dy, p.dsum));
     TIDEGATE_RETURN_IF_CUDA_ERROR(

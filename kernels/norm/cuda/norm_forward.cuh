@@ -25,6 +25,12 @@ struct ForwardTile {
   bool has_addend;
   float u[kOwnColumns];
 
+  template <bool kSilu>
+  __device__ static float activated(float gate) {
+    const float sigmoid = sigmoids<Math>(gate).pos;
+    return kSilu ? gate * sigmoid : sigmoid;
+  }
+
   /// Asks for a row, by the threads' own copies.
   __device__ void load(unsigned stage, unsigned row) {
     const RowPlace<unsigned> place = row_place(p, row);
@@ -42,10 +48,12 @@ struct ForwardTile {
     if constexpr (kGate == Gate::kFirst) {
       float gate[kOwnColumns];
       ring.template read<kOther, Data>(gate);
+      with_activation(p.activation, [&]<bool kSilu>() {
 #pragma unroll
-      for (int v = 0; v < kOwnColumns; ++v) {
-        u[v] = __fmul_rn(u[v], activated<Math>(p.activation, gate[v]));
-      }
+        for (int v = 0; v < kOwnColumns; ++v) {
+          u[v] = __fmul_rn(u[v], activated<kSilu>(gate[v]));
+        }
+      });
     } else if (!kGated && has_addend) {
       float addend[kOwnColumns];
       ring.template read<kOther, Data>(addend);
@@ -68,10 +76,7 @@ struct ForwardTile {
   __device__ void find_moments(const Requests& requests, Reducer& reducer, unsigned row,
                                float per_channel, float (&moments)[kMoments]) {
     if constexpr (kLayer) {
-      float sum[1] = {sum_columns(u)};
-      reducer.sum(sum);
-      requests.next(row);
-      center(columns, sum[0] * per_channel, u);
+      subtract_mean(columns, requests, reducer, row, per_channel, u);
     }
 #pragma unroll
     for (int v = 0; v < kOwnColumns; ++v) {
@@ -110,10 +115,12 @@ struct ForwardTile {
     if constexpr (kGate == Gate::kAfter) {
       float gate[kOwnColumns];
       ring.template read<kOther, Data>(gate);
+      with_activation(p.activation, [&]<bool kSilu>() {
 #pragma unroll
-      for (int v = 0; v < kOwnColumns; ++v) {
-        y[v] *= activated<Math>(p.activation, gate[v]);
-      }
+        for (int v = 0; v < kOwnColumns; ++v) {
+          y[v] *= activated<kSilu>(gate[v]);
+        }
+      });
     }
     Data* const to = row_in<Data>(p.y, row_place(p, row), is_merged(p));
 #pragma unroll

@@ -38,6 +38,17 @@ cudaError_t dispatch_form(const NormParams& p, Visit visit) {
   return with_gate.template operator()<Gate::kNone>();
 }
 
+/// Calls visit.template operator()<kSilu>() for what a gate passes through, outside of loops: asked
+/// for every column it is a branch each.
+template <class Visit>
+__device__ inline void with_activation(Activation kind, Visit visit) {
+  if (kind == Activation::kSilu) {
+    visit.template operator()<true>();
+  } else {
+    visit.template operator()<false>();
+  }
+}
+
 // ---- Where a row is ----
 
 /// Whether the dimensions of rows are merged into one.
@@ -405,5 +416,17 @@ class RowReducer {
   unsigned slot_, from_;
   bool is_odd_ = false;
 };
+
+/// x less the row's mean. Once the slot's threads have met they are done with the row before, in
+/// whose place one more is asked for.
+template <class Requests, class Reducer>
+__device__ inline void subtract_mean(const Columns& columns, const Requests& requests,
+                                     Reducer& reducer, unsigned row, float per_channel,
+                                     float (&x)[kOwnColumns]) {
+  float sum[1] = {sum_columns(x)};
+  reducer.sum(sum);
+  requests.next(row);
+  center(columns, sum[0] * per_channel, x);
+}
 
 }  // namespace tidegate::kernels::norm

@@ -70,7 +70,7 @@ class RecurrentStateLayer(_Counts, LinearAttentionLayer, CacheLayerMixin):
     def batch_size(self) -> int:
         return self.recurrent_states[0].size(0) if self.is_initialized else -1
 
-    def read(self, mixer: nn.Module, batch: int) -> Any:
+    def read(self, mixer: nn.Module, batch: int, device: torch.device) -> Any:
         """The state, None where there is none yet."""
         if not self.has_previous_state[0]:
             return None
@@ -140,10 +140,13 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: read() makes the state, which has more than keys and values."""
 
-    def read(self, mixer: nn.Module, batch: int) -> AttentionState:
-        """The state, an empty one where there is none yet."""
+    def read(self, mixer: nn.Module, batch: int, device: torch.device) -> AttentionState:
+        """The state, an empty one where there is none yet: beside the mixer's weights, or, while
+        accelerate keeps these elsewhere, on `device`, where they will be."""
         if self.state is None:
-            self.state = mixer.init_state(batch, capacity=self.capacity)
+            own = mixer.out_proj.weight.device
+            device = device if own.type == "meta" else own
+            self.state = mixer.init_state(batch, device=device, capacity=self.capacity)
             self._drops = mixer.window is not None or getattr(mixer, "drop_pruned", False)
         return self.state
 

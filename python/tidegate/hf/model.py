@@ -56,13 +56,17 @@ class TidegatePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
+    # Of what accelerate moves to a block's device when it is called: it is there, or on the host.
+    _skip_keys_device_placement = ["cache", "past_key_values", "state"]
     _is_stateful = True
     _can_compile_fullgraph = False
 
     def _finish(self) -> None:
         """The last lines of a constructor. Parameters were drawn, but on the meta device, where
         from_pretrained() fills them."""
-        self._is_drawn = all(not p.is_meta for p in self.parameters())
+        if all(not p.is_meta for p in self.parameters()):
+            for module in self.modules():
+                module._is_hf_initialized = True  # so that transformers does not draw them again
         # Whole names, since transformers looks for them anywhere in a parameter's.
         self._keep_in_fp32_modules_strict = [
             f"{owner}.{name}".lstrip(".")
@@ -86,24 +90,44 @@ class TidegatePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws those of a module's own parameters that no file had."""
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        missing = [n for n, t in own if not getattr(t, "_is_hf_initialized", False)]
-        if getattr(self, "_is_drawn", False) or not missing:
+        """Draws those of a module's parameters that no file had, or all of a module's that
+        resize_token_embeddings() made. What is on the meta device lies in a file of its own, from
+        which accelerate reads it when it is needed."""
+        own = {
+            **dict(module.named_parameters(recurse=False)),
+            **dict(module.named_buffers(recurse=False)),
+        }
+        missing = {n for n, t in own.items() if not (_is_initialized(t) or t.is_meta)}
+        if not missing:
             return
-        if isinstance(module, nn.Embedding):
-            normal_(module.weight, self.config.init_std or embedding_std(self.config.lm_config()))
-        elif isinstance(module, nn.Linear):
-            self._draw_linear(module)
+        owner, path = self._drawn_by(module)
+        drawn = {path + name for name in missing}
+        tensors = owner.state_dict().items()
+        kept = {n: t.clone() for n, t in tensors if n not in drawn and not t.is_meta}
+        if isinstance(owner, nn.Embedding):
+            normal_(owner.weight, self.config.init_std or embedding_std(self.config.lm_config()))
+        elif isinstance(owner, nn.Linear):
+            self._draw_linear(owner)
         else:
-            # reset_parameters() draws the children's as well, which have theirs already.
-            kept = {n: t.clone() for n, t in module.state_dict().items() if n not in missing}
-            module.reset_parameters()
-            module.load_state_dict(kept, strict=False)
+            owner.reset_parameters()
+        owner.load_state_dict(kept, strict=False)
+
+    def _drawn_by(self, module: nn.Module) -> tuple[nn.Module, str]:
+        """The block whose reset_parameters() says how the module in it starts, and the way to the
+        module from there; the module itself where there is none, or init_std says it."""
+        names = {id(m): name for name, m in self.named_modules()}
+        path = names.get(id(module), "").split(".")
+        for depth in range(1, len(path)) if self.config.init_std is None else ():
+            owner = self.get_submodule(".".join(path[:depth]))
+            if hasattr(owner, "reset_parameters"):
+                return owner, ".".join(path[depth:]) + "."
+        return module, ""
 
     def _draw_linear(self, linear: nn.Linear) -> None:
         std = self.config.init_std
-        if std is None and linear is self.get_output_embeddings():
+        # A head that is being resized is not the model's yet; every other matrix is in a block.
+        is_in_a_block = any(linear is module for module in self.base_model.modules())
+        if std is None and self.get_output_embeddings() is not None and not is_in_a_block:
             std = 0.02
         if std is None:
             reset_linear(linear)
@@ -111,6 +135,10 @@ class TidegatePreTrainedModel(PreTrainedModel):
         normal_(linear.weight, std)
         if linear.bias is not None:
             linear.bias.zero_()
+
+
+def _is_initialized(t: Tensor) -> bool:
+    return getattr(t, "_is_hf_initialized", False)
 
 
 class TidegateModel(TidegatePreTrainedModel):
@@ -211,10 +239,11 @@ class TidegateModel(TidegatePreTrainedModel):
         return adopt(DynamicCache(), mixers)
 
     def _is_step(self, tokens: Tokens, cache: Cache | None) -> bool:
-        """Whether each row goes on by one token, without a gradient: the mixers' step()."""
+        """Whether each row goes on by one token, without a gradient: the mixers' step(). Where
+        accelerate brings weights or inputs to a block, it does so when the block is called."""
         if cache is None or tokens.time != 1 or tokens.padded or torch.is_grad_enabled():
             return False
-        return cache.layers[0].tokens > 0
+        return cache.layers[0].tokens > 0 and not any(hasattr(b, "_hf_hook") for b in self.blocks)
 
     def _step(
         self, x: Tensor, cache: Cache, hidden: tuple[Tensor, ...] | None
@@ -222,7 +251,7 @@ class TidegateModel(TidegatePreTrainedModel):
         x = self.dropout(x[:, 0])
         for block, gamma, layer in zip(self.blocks, self.gammas(), cache.layers, strict=True):
             hidden = None if hidden is None else (*hidden, x[:, None])
-            state = layer.read(block.mixer, x.size(0))
+            state = layer.read(block.mixer, x.size(0), x.device)
             x = block.step(x, state, gamma)
             layer.write(state, 1)
         x = self.norm(x)[:, None]
@@ -242,8 +271,8 @@ class TidegateModel(TidegatePreTrainedModel):
                 x = self._through(block, x, gamma, tokens.cu_seqlens)
                 continue
             layer = cache.layers[k]
-            state = layer.read(block.mixer, tokens.batch)
-            x, state = block(x, state, gamma=gamma, cu_seqlens=tokens.cu_seqlens)
+            state = layer.read(block.mixer, tokens.batch, x.device)
+            x, state = block(x, state=state, gamma=gamma, cu_seqlens=tokens.cu_seqlens)
             layer.write(state, tokens.time)
         x = tokens.put(self.norm(x))
         return x, None if hidden is None else (*hidden, x)
@@ -425,11 +454,17 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         return found
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,  # generate() looks for this name in the signature
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """transformers' inputs, without what costs a look at the device for nothing: positions,
         which say no more than the mask does, and the mask of a step, whose tokens are all new."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
         inputs.pop("position_ids", None)
         ids = inputs.get("input_ids")
         if ids is not None and ids.size(1) == 1 and not kwargs.get("is_first_iteration", False):
@@ -484,10 +519,12 @@ class TidegateForSequenceClassification(TidegatePreTrainedModel):
         sequences."""
         kwargs.pop("use_cache", None)
         bounds = bounds_from(kwargs)
-        if attention_mask is None and bounds is None and input_ids is not None:
-            attention_mask = self._mask_of(input_ids)
         given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
         tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
+        # Where neither a mask nor bounds nor positions say what is real, pad_token_id does.
+        if attention_mask is None and not tokens.packed and input_ids is not None:
+            attention_mask = self._mask_of(input_ids)
+            tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -41,7 +41,7 @@ class Tokens:
         flat = y[0]
         if self._places is not None:
             rows = y.new_zeros(self.batch * self.time, *y.shape[2:])
-            flat = rows.index_copy(0, self._places, flat)
+            flat = rows.index_copy(0, self._places.to(y.device), flat)
         return flat.unflatten(0, (self.batch, self.time))
 
 

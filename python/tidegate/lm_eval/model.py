@@ -18,7 +18,7 @@ from ..models import CausalLM
 from ..models.sampling import Sampler, SamplingOptions
 from ..training.errors import UserError
 from ..training.pieces import logits_in_pieces
-from ..training.runtime import autocast, resolve_precision, set_products
+from ..training.runtime import autocast
 from ..training.trained import Trained, load_trained
 
 TOKENS = 1 << 14  # of a batch, unless its size is said
@@ -73,11 +73,12 @@ class TidegateLM(TemplateLM):
             )
         self.model, self._text = trained.model, trained.tokenizer
         self._device = self.model.embedding.weight.device
-        self.precision = resolve_precision(precision, self._device)
-        set_products(self.precision)
+        self.precision = trained.compute_in(precision)
         self.batch_size = _batch_size(batch_size)
         self.max_batch_size = max_batch_size
         self.max_length = None if max_length is None else int(max_length)
+        if self.max_length is not None and self.max_length < 1:
+            raise UserError(f"lm_eval: max_length: expected 1 or more, got {max_length!r}")
         self.max_gen_toks = int(max_gen_toks)
         self._prefix = prefix_token_id
 
@@ -145,9 +146,8 @@ class TidegateLM(TemplateLM):
         with autocast(self._device, self.precision):
             x, _ = self.model._run(self.model._embed(inputs), None, bounds)
             places = torch.cat(wanted).to(self._device)
-            logs, best = self._log_probabilities(
-                x[0], places, torch.tensor(targets, device=self._device)
-            )
+            target = torch.tensor(targets, dtype=torch.long, device=self._device)
+            logs, best = self._log_probabilities(x[0], places, target)
         return [
             (float(a.double().sum()), bool(b.all()))
             for a, b in zip(logs.split(counts), best.split(counts), strict=True)
@@ -206,7 +206,7 @@ class TidegateLM(TemplateLM):
         """Of every (context, arguments) what the model writes, up to the first of arguments'
         `until` or to the end of text."""
         ids = [
-            self._cut(self.tok_encode(request.args[0]) or [self.prefix_token_id])
+            self._cut(self.tok_encode(request.args[0]) or [self.prefix_token_id], predicted=0)
             for request in requests
         ]
         found = [""] * len(requests)
@@ -269,9 +269,10 @@ class TidegateLM(TemplateLM):
 
     # Batches
 
-    def _cut(self, ids: list[int]) -> list[int]:
-        """The last ids that max_length leaves, and one more, which is predicted alone."""
-        return ids if self.max_length is None else ids[-(self.max_length + 1) :]
+    def _cut(self, ids: list[int], predicted: int = 1) -> list[int]:
+        """The last ids that max_length leaves; `predicted` more, since the model predicts the last
+        of a continuation but does not read it."""
+        return ids if self.max_length is None else ids[-(self.max_length + predicted) :]
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
         """Indices of sequences, longest first, in batches of `batch_size`, or `TOKENS` tokens."""
@@ -294,16 +295,18 @@ class TidegateLM(TemplateLM):
 def _sampling(arguments: dict[str, Any]) -> SamplingOptions:
     """Greedy unless arguments, which have transformers' names, ask for draws."""
     draws = arguments.get("do_sample", float(arguments.get("temperature") or 0.0) > 0.0)
-    if not draws:
-        return SamplingOptions(temperature=0.0)
-    options = SamplingOptions(
-        temperature=float(arguments.get("temperature", 1.0)),
-        top_k=arguments.get("top_k") or None,  # 0 is transformers' word for none
-        top_p=arguments.get("top_p"),
-        min_p=arguments.get("min_p"),
-        repetition_penalty=float(arguments.get("repetition_penalty", 1.0)),
-        seed=arguments.get("seed"),
-    )
+    penalty = float(arguments.get("repetition_penalty", 1.0))
+    if draws:
+        options = SamplingOptions(
+            temperature=float(arguments.get("temperature", 1.0)),
+            top_k=arguments.get("top_k") or None,  # 0 is transformers' word for none
+            top_p=arguments.get("top_p"),
+            min_p=arguments.get("min_p"),
+            repetition_penalty=penalty,
+            seed=arguments.get("seed"),
+        )
+    else:
+        options = SamplingOptions(temperature=0.0, repetition_penalty=penalty)
     options.check("lm_eval: generation_kwargs")
     return options
 

@@ -65,6 +65,10 @@ class HeadNorm(Norm):
         self.heads, self.size, self.eps = heads, size, eps
         self.weight = nn.Parameter(torch.empty(heads * size, device=device, dtype=dtype))
 
+    def reset_parameters(self) -> None:
+        """weight: one."""
+        constant_(self.weight, 1.0)
+
     def _parameters_for(self, x: Tensor) -> tuple[Tensor, None]:
         return self.weight.view(self.heads, self.size), None
 

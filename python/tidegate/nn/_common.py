@@ -191,13 +191,23 @@ def stacked_rows(linear: nn.Linear) -> list[int]:
     return list(getattr(linear, "stacked_rows", [linear.out_features]))
 
 
-def weight_of(linear: nn.Module) -> Tensor:
-    """The matrix that a linear layer without a bias multiplies by; of an adapter in its place
-    (PEFT's LoRA), which adds to what its weight gives, what it makes of unit vectors."""
-    if type(linear) in (nn.Linear, Linear):
-        return linear.weight
+def is_its_weight(linear: nn.Module) -> bool:
+    """Whether a call of this linear layer does nothing but multiply by its weight. An adapter in
+    its place (PEFT's LoRA) adds to that, hooks may change it, and accelerate brings the weight."""
+    return (
+        type(linear) in (nn.Linear, Linear)
+        and not (linear._forward_hooks or linear._forward_pre_hooks)
+        and "forward" not in vars(linear)  # what accelerate puts there
+    )
+
+
+def weight_of(linear: nn.Module, device: torch.device) -> Tensor:
+    """The matrix that a linear layer without a bias multiplies by, on `device`; where a call does
+    more than that, what it makes of unit vectors."""
     weight = linear.weight
-    return linear(torch.eye(weight.size(1), dtype=weight.dtype, device=weight.device)).T
+    if is_its_weight(linear):
+        return weight
+    return linear(torch.eye(weight.size(1), dtype=weight.dtype, device=device)).T
 
 
 def _is_autocast(x: Tensor) -> bool:

@@ -69,14 +69,16 @@ class GatedRNN(MinimalGatedRNN):
         self, x: Tensor, state: Tensor | None, gamma: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
-        w_zh = weight_of(self.state_proj)
+        w_zh = weight_of(self.state_proj, x.device)
         if self.gumbel_gate is not None and self.training:
             z, w_zh = gumbel_gate(z, self.gumbel_gate), w_zh / self.gumbel_gate
         return ops.gated_rnn(z, entering, w_zh, state, gamma=gamma, cu_seqlens=cu_seqlens)
 
     def _step_checked(self, x: Tensor, state: Tensor, gamma: Tensor | None) -> Tensor:
         z, entering = self.in_proj(x).chunk(2, dim=-1)
-        return ops.gated_rnn_step(z, entering, weight_of(self.state_proj), state, gamma=gamma)
+        return ops.gated_rnn_step(
+            z, entering, weight_of(self.state_proj, x.device), state, gamma=gamma
+        )
 
     def forget_gate(
         self, x: Tensor, gamma: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -102,7 +104,7 @@ class GatedRNN(MinimalGatedRNN):
         check_mixer_input("GatedRNN.gate_parts", x, self.dim)
         self._check_gamma(gamma)
         z, entering = self.in_proj(x).chunk(2, dim=-1)
-        w_zh = weight_of(self.state_proj)
+        w_zh = weight_of(self.state_proj, x.device)
         _, _, logits = ops.gated_rnn_with_logits(
             z, entering, w_zh, gamma=gamma, cu_seqlens=cu_seqlens
         )

@@ -12,11 +12,11 @@ from .. import ops
 from .._sharding import fill
 from ._common import (
     KeepsFloat32,
-    Linear,
     check_choice,
     check_positive,
     check_switch,
     constant_,
+    is_its_weight,
     make_linear,
     refuse_gamma,
     reset_linear,
@@ -141,9 +141,7 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         if before is None:
             return self.in_proj(x).chunk(3, dim=-1)
         mixed = [torch.lerp(before, x, mix.to(x.dtype)) for mix in self.mix]
-        if type(self.in_proj) not in (nn.Linear, Linear):
-            # An adapter (PEFT's LoRA) in its place adds to what its weight gives: it is
-            # called, at the price of rows that are dropped.
+        if not is_its_weight(self.in_proj):  # it is called, at the price of rows that are dropped
             return tuple(self.in_proj(m).chunk(3, dim=-1)[k] for k, m in enumerate(mixed))
         weights = self.in_proj.weight.chunk(3)
         return tuple(F.linear(m, w) for m, w in zip(mixed, weights, strict=True))

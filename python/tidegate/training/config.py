@@ -255,8 +255,13 @@ class TrainConfig:
                 "dropout or a gumbel_gate, whose numbers a graph cannot draw again, got 'blocks'"
             )
         model.recompute = self.recompute
+        self.set_residual(model, self.precision)
+
+    def set_residual(self, model: Model, precision: str) -> None:
+        """Gives a model that computes in `precision` the residual stream of these settings, which
+        autocast alone has."""
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        model.residual_dtype = dtypes.get(self.residual) if self.precision in AUTOCAST else None
+        model.residual_dtype = dtypes.get(self.residual) if precision in AUTOCAST else None
 
     def set_weights_dtype(self, model: nn.Module) -> None:
         """Makes the weights of a model in fp32 what those of a run with these settings are."""

@@ -15,7 +15,6 @@ from .maps import head_maps
 from .needle import needle_test
 from .per_token import per_token_loss
 from .report import count_in_words, model_name
-from .runtime import resolve_precision, set_products
 from .scoring import check_has_text, corpus_of_run
 from .trained import Trained, load_trained
 
@@ -80,7 +79,7 @@ def per_token_of_run(
         length=length,
         sequences=sequences,
         batch=batch,
-        precision=_precision(precision, trained.model),
+        precision=trained.compute_in(precision),
         trained=known,
         starts=corpus.windows(length, sequences) if source is None and length >= 1 else None,
     )
@@ -131,7 +130,7 @@ def needle_of_run(
         lengths=[context, 2 * context, 4 * context] if lengths is None else lengths,
         depths=[float(d) for d in np.linspace(0, 1, depths)] if depths > 1 else [0.5],
         samples=samples,
-        precision=_precision(precision, trained.model),
+        precision=trained.compute_in(precision),
         trained=known,
     )
     folder = Path(run if out is None else out)
@@ -181,9 +180,3 @@ def maps_of_run(
     title = f"Forget gates and attention over {length:,} tokens: {name}"
     plots_context.plot_head_maps(maps, path, title=title)
     return path
-
-
-def _precision(name: str, model: CausalLM) -> str:
-    resolved = resolve_precision(name, next(model.parameters()).device)
-    set_products(resolved)
-    return resolved

@@ -23,10 +23,24 @@ class MasterWeights:
 
     model: in fp32, whose parameters `optimizer` was made for and has not stepped yet. What
     ``model.bfloat16()`` leaves in fp32 (lower bounds, phases) stays its own master.
+
+    Raises:
+        ValueError: a parameter has 16 bits already, or the optimiser has stepped.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | Combined) -> None:
         wide = {id(p): p.data for group in optimizer.param_groups for p in group["params"]}
+        for given in wide.values():
+            if given.dtype in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    "MasterWeights: model: expected parameters in float32, of which masters are "
+                    f"made; got one of shape {tuple(given.shape)} in {given.dtype}"
+                )
+        if states := _states_of(optimizer):
+            raise ValueError(
+                "MasterWeights: optimizer: expected one that has not stepped yet; got one with "
+                f"states of {states} parameters"
+            )
         model.bfloat16()
         self.optimizer = optimizer
         self.weights: list[Tensor] = []
@@ -53,6 +67,7 @@ class MasterWeights:
     def take_gradients(self) -> list[Tensor]:
         """Moves the weights' gradients to the masters, in fp32; returns all that the optimiser
         steps, whose gradients may then be clipped."""
+        _check_dense([*self.weights, *self._own])
         pairs = [(m, w) for m, w in zip(self.masters, self.weights, strict=True)]
         for master, weight in pairs:
             if master.grad is not None and weight.grad is not None:  # taken before, not stepped by
@@ -68,24 +83,44 @@ class MasterWeights:
 
     @torch.no_grad()
     def clip_gradients(self, largest: float) -> Tensor:
-        """Scales the gradients that the next step goes by down to a norm of `largest`; returns the
-        one that they had, in fp32. Where that step makes one pass, gradients are scaled where they
-        are, and so rounded to bf16 once more; elsewhere they are moved to the masters before."""
+        """Scales the gradients that the next step goes by down to a norm of `largest`, as
+        ``torch.nn.utils.clip_grad_norm_`` does; returns the one that they had, in fp32.
+
+        An infinite `largest` only measures. Otherwise a norm that is NaN makes every gradient NaN,
+        and one that is infinite makes them zero, or NaN where they were infinite. Where the step
+        makes one pass, gradients are scaled where they are, by a factor in fp32, and so rounded to
+        bf16 once more; elsewhere they are moved to the masters before.
+
+        Raises:
+            ValueError: `largest` is NaN or negative.
+        """
+        if not largest >= 0:
+            raise ValueError(
+                f"MasterWeights: clip_gradients: largest: expected a number of at least 0, got "
+                f"{largest}"
+            )
         if self._weights_in_one_pass() is None:
-            return nn.utils.clip_grad_norm_(self.take_gradients(), largest)
-        every = (*self.weights, *self._own)
-        gradients = [p.grad for p in every if p.grad is not None]
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            kinds.setdefault(gradient.dtype, []).append(gradient)
+            every = self.take_gradients()
+        else:
+            every = [*self.weights, *self._own]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in (p.grad for p in every if p.grad is not None):
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         if not kinds:
             return torch.zeros(())
         norms = [torch._foreach_norm(kind, 2, dtype=torch.float32) for kind in kinds.values()]
-        norm = torch.linalg.vector_norm(torch.stack([n for of_kind in norms for n in of_kind]))
+        first = norms[0][0].device
+        every_norm = torch.stack([n.to(first) for of_kind in norms for n in of_kind])
+        norm = torch.linalg.vector_norm(every_norm)
         if largest < math.inf:
             factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-            for dtype, kind in kinds.items():
-                torch._foreach_mul_(kind, factor.to(dtype))
+            for (device, dtype), kind in kinds.items():
+                own = factor.to(device)
+                if dtype.itemsize < factor.dtype.itemsize:
+                    # _foreach_mul_ would round the factor to 16 bits.
+                    torch.ops.tidegate.scale_(kind, own)
+                else:
+                    torch._foreach_mul_(kind, own.to(dtype))
         return norm
 
     @torch.no_grad()
@@ -122,12 +157,43 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """The reverse of state_dict(); the weights become the masters rounded."""
-        for master, given in zip(self.masters, states["masters"], strict=True):
+        """The reverse of state_dict(); the weights become the masters rounded.
+
+        Raises:
+            ValueError: there are not as many masters, or one has another shape; nothing has
+                changed then.
+        """
+        masters = states["masters"]
+        if len(masters) != len(self.masters):
+            raise ValueError(
+                f"MasterWeights: masters: expected {len(self.masters)}; got {len(masters)}"
+            )
+        for number, (master, given) in enumerate(zip(self.masters, masters, strict=True)):
+            if given.shape != master.shape:
+                raise ValueError(
+                    f"MasterWeights: master {number}: expected the shape {tuple(master.shape)}; "
+                    f"got {tuple(given.shape)}"
+                )
+        for master, given in zip(self.masters, masters, strict=True):
             master.copy_(given)
         self.optimizer.load_state_dict(states["optimizer"])
         if self.weights:
             torch._foreach_copy_(self.weights, self.masters)
+
+
+def _states_of(optimizer: torch.optim.Optimizer | Combined) -> int:
+    """How many parameters the optimiser has states of."""
+    parts = (optimizer.muon, optimizer.adamw) if isinstance(optimizer, Combined) else (optimizer,)
+    return sum(len(part.state) for part in parts)
+
+
+def _check_dense(parameters: list[Tensor]) -> None:
+    for p in parameters:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(
+                "MasterWeights: expected dense gradients; got a sparse one of a parameter of shape "
+                f"{tuple(p.shape)}"
+            )
 
 
 def clip_gradients(

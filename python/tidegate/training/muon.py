@@ -11,7 +11,8 @@ and all matrices of a shape at once; on CPUs whose bf16 is not faster the iterat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,49 +47,91 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for weight matrices, with Nesterov momentum and decoupled weight decay.
 
-    params: 2-D parameters. splits: for each of them, the row counts of the matrices stacked in it.
-    A matrix moves by ``lr * sqrt(max(1, rows / columns))`` times the orthogonalised momentum.
+    params: 2-D parameters, or groups of them with options of their own. splits: for each parameter,
+    in the order of the groups, the row counts of the matrices stacked in it. A matrix moves by
+    ``lr * sqrt(max(1, rows / columns))`` times the orthogonalised momentum.
 
     Of sharded parameters (DTensors) the momentum is, too; what is orthogonalised is gathered, and
     every process orthogonalises all of it and keeps its part.
+
+    Raises:
+        ValueError: there are not as many splits as parameters, or rows do not add up.
     """
+
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)  # as `adamw.Adam` says
+    _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         splits: Sequence[Sequence[int]],
         *,
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
     ) -> None:
-        params = list(params)
-        for parameter, rows in zip(params, splits, strict=True):
-            if parameter.ndim != 2 or sum(rows) != parameter.size(0):
+        groups = list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        groups = [{**group, "params": _listed(group["params"])} for group in groups]
+        count = sum(len(group["params"]) for group in groups)
+        if len(splits) != count:
+            raise ValueError(f"Muon: splits: expected one a parameter, {count}; got {len(splits)}")
+        at = 0
+        for group in groups:
+            group["splits"] = splits[at : at + len(group["params"])]
+            at += len(group["params"])
+        self._splits: list[list[int]] = []  # of all groups' parameters, one after another
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group with options of its own. Its "splits" are those of its parameters; without them
+        each is one matrix."""
+        group = {**param_group, "params": _listed(param_group["params"])}
+        splits = group.pop("splits", None)
+        if splits is None:
+            splits = [[p.size(0)] if p.ndim == 2 else [] for p in group["params"]]
+        for parameter, rows in zip(group["params"], splits, strict=True):
+            has_rows = parameter.ndim == 2 and sum(rows) == parameter.size(0)
+            if not has_rows or min(rows, default=0) < 0:
                 raise ValueError(
                     f"Muon: splits: expected rows that add up to those of a matrix of shape "
                     f"{tuple(parameter.shape)}, got {list(rows)}"
                 )
-        self._splits = [list(rows) for rows in splits]
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        self._add_param_group(group)
+        self._splits += [list(rows) for rows in splits]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_splits": self._splits}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One step for every parameter that has a gradient."""
-        (group,) = self.param_groups
-        given = [
-            (parameter, rows)
-            for parameter, rows in zip(group["params"], self._splits, strict=True)
-            if parameter.grad is not None
-        ]
-        if not given:
-            return
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for every parameter that has a gradient. closure: computes the loss anew and
+        returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        splits = iter(self._splits)
+        stepped = []
+        for group in self.param_groups:
+            pairs = [(parameter, next(splits)) for parameter in group["params"]]
+            stepped.append((group, [pair for pair in pairs if pair[0].grad is not None]))
+        for _, given in stepped:  # before any parameter is changed
+            for parameter, _ in given:
+                if local(parameter.grad).layout != torch.strided:
+                    raise RuntimeError("Muon: expected dense gradients; got a sparse one")
+        for group, given in stepped:
+            if given:
+                self._step_group(group, given)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], given: list[tuple[Tensor, list[int]]]) -> None:
         parameters = [parameter for parameter, _ in given]
         directions = [whole(ahead) for ahead in self._momenta(parameters, group["momentum"])]
         own = [local(parameter) for parameter in parameters]
         torch._foreach_mul_(own, 1.0 - group["lr"] * group["weight_decay"])
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         sharded: list[tuple[Tensor, Tensor]] = []  # and how far all of it moves
         for (parameter, rows), direction in zip(given, directions, strict=True):
             moved = parameter
@@ -97,8 +140,10 @@ class Muon(torch.optim.Optimizer):
                 sharded.append((parameter, moved))
             pieces = zip(moved.split(rows), direction.split(rows), strict=True)
             for weight, piece in pieces:
-                by_shape.setdefault(tuple(piece.shape), []).append((weight, piece))
-        for (rows, columns), pairs in by_shape.items():
+                if piece.numel() > 0:
+                    key = (*piece.shape, piece.device, piece.dtype)
+                    alike.setdefault(key, []).append((weight, piece))
+        for (rows, columns, *_), pairs in alike.items():
             orthogonal = orthogonalize(torch.stack([piece for _, piece in pairs]))
             scale = max(1.0, rows / columns) ** 0.5
             weights = [weight for weight, _ in pairs]
@@ -120,6 +165,10 @@ class Muon(torch.optim.Optimizer):
         return [like_part(a, p) for a, p in zip(ahead, parameters, strict=True)]
 
 
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 class Combined:
     """Two optimisers that step as one: Muon for matrices, AdamW for everything else."""
 
@@ -133,9 +182,10 @@ class Combined:
         return [*self.muon.param_groups, *self.adamw.param_groups]
 
     def step(self) -> None:
-        """One step of both."""
-        self.muon.step()
+        """One step of both. AdamW's comes first: where a gradient is sparse, an embedding's, it
+        raises, and nothing has been stepped."""
         self.adamw.step()
+        self.muon.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""

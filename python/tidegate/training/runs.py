@@ -137,6 +137,7 @@ def prepare_run(
         recipe,
         vocabulary=None if "vocab_size" in model else asked_model.pop("vocab_size", None),
         cuda_graph=bool(train.get("cuda_graph")),
+        adds_options="mixer_options" not in _named({}, {}, preset, recipe)[1],
     )
     if asked.train.get("init_from"):
         asked.train["init_from"] = os.path.abspath(asked.train["init_from"])
@@ -173,13 +174,15 @@ def _join(folder: RunFolder, asked: dict[str, Any]) -> Group:
 @dataclass
 class _Asked:
     """What prepare_run() was asked for, explicitly or by a name. vocabulary: of a preset that was
-    named. cuda_graph: whether it is asked for by itself."""
+    named. cuda_graph: whether it is asked for by itself. adds_options: whether its mixer_options
+    are single ones that were asked for, rather than all that a preset or a recipe has."""
 
     train: dict[str, Any]
     model: dict[str, Any]
     recipe: str | None
     vocabulary: int | None
     cuda_graph: bool
+    adds_options: bool
 
 
 @dataclass
@@ -267,6 +270,9 @@ def _prepare(group: Group, folder: RunFolder, scratch: Path, asked: _Asked) -> _
     fields = dict(asked.model)
     if start is None:
         fields["vocab_size"] = _vocabulary(fields, asked.vocabulary, corpus)
+    elif asked.adds_options and fields.get("mixer", start["mixer"]) == start["mixer"]:
+        options = {**start.get("mixer_options", {}), **fields.get("mixer_options", {})}
+        fields["mixer_options"] = options
     model_config = _model_config({**(start or {}), **fields}, corpus)
     _refuse_other(folder, recorded, config, model_config, corpus)
     choice = folder.choose() if folder.has_checkpoint else None

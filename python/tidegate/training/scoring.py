@@ -14,7 +14,6 @@ from .config import TrainConfig, read_run
 from .data import Corpus, load_corpus, vocabulary_fits
 from .errors import UserError
 from .evaluate import Score
-from .runtime import resolve_precision, set_products
 from .sources import Source, open_source
 from .stdlib_corpus import NAME as STDLIB
 from .tokenizers import BYTES, TOKENIZER_FILE
@@ -73,9 +72,7 @@ def score_run(
         raise UserError(f"data: {corpus.name} is too short: expected at least 2 tokens to score")
     target = next(trained.model.parameters()).device
     known = None if trained.train is None else trained.train.context
-    resolved = resolve_precision(precision, target)
-    set_products(resolved)
-    return corpus.score(trained.model, target, resolved, trained=known)
+    return corpus.score(trained.model, target, trained.compute_in(precision), trained=known)
 
 
 def check_has_text(trained: Trained, run: str, source: str | None) -> None:

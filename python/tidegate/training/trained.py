@@ -15,7 +15,7 @@ from .checkpoint_content import weights_problem
 from .config import TrainConfig, read_run
 from .errors import UserError
 from .initial import open_initial
-from .runtime import resolve_device
+from .runtime import resolve_device, resolve_precision, set_products
 from .tasks import TASKS
 from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from .trainer import non_finite
@@ -28,6 +28,15 @@ class Trained:
     model: CausalLM | SequenceClassifier
     tokenizer: Tokenizer | None
     train: TrainConfig | None
+
+    def compute_in(self, precision: str) -> str:
+        """Has the model compute in a precision, with the residual stream that it was trained with;
+        returns the precision, "auto" resolved, for `autocast`."""
+        resolved = resolve_precision(precision, next(self.model.parameters()).device)
+        set_products(resolved)
+        if self.train is not None:
+            self.train.set_residual(self.model, resolved)
+        return resolved
 
 
 def initial_model(values: dict[str, Any], kind: type[torch.nn.Module]) -> torch.nn.Module:

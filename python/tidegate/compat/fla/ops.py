@@ -211,14 +211,14 @@ def parallel_forgetting_attn(
     how many keys, its own included, a query sees."""
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_packed(q, cu_seqlens, None)
-    dtype = common_dtype(q, k, v)
+    dtype, given = common_dtype(q, k, v), v.dtype
     # Keys and values have one width here: zeros beside the narrower ones change nothing.
     width, values = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (F.pad(t.to(dtype), (0, width - t.shape[-1])) for t in (q, k, v))
     o = ops.forgetting_attention(
         q, k, v, gate_for(g, dtype), scale=scale, window=window_size, cu_seqlens=cu_seqlens
     )
-    return o[..., :values]
+    return o[..., :values].to(given)
 
 
 def fused_recurrent_rwkv4(
